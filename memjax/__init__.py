@@ -1,0 +1,1 @@
+"""Long-context memory as pure functions over explicit state."""
