@@ -1,0 +1,319 @@
+"""Exact HiPPO-LegS banks in closed form, on the host, in float64.
+
+HiPPO-LegS keeps the first `order` coefficients of the whole history on shifted
+Legendre polynomials. With the input held constant over each token, its
+zero-order-hold recurrence is exactly the projection of the staircase of tokens,
+so the product over a block telescopes: no matrix A, exponential or power of one
+is ever formed. A history of `start` tokens becomes one of `stop` tokens by
+
+    C <- transition(order, start / stop) @ C + block_kernel(order, start, stop) @ F
+
+with C the state [N, D] and F the block's tokens [stop - start, D].
+
+References:
+  Elastic Memory, section 2.2, equations 4 to 8 and appendix E.
+  Gu et al., HiPPO: Recurrent Memory with Optimal Polynomial Projections, 2020.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Float64
+
+Sampling = Literal["uniform", "exponential"]
+
+
+class HippoBank(NamedTuple):
+    """The update matrices of blocks 0 to I-1, all of one length.
+
+    Attributes:
+      transition: [I, N, N] lower triangular; block 0 has no past, so it is zero.
+      kernel: [I, N, L] column j is the projection of token j of the block.
+    """
+
+    transition: Float32[np.ndarray, "I N N"]
+    kernel: Float32[np.ndarray, "I N L"]
+
+
+def legendre(
+    order: int, x: Float64[np.ndarray, " X"]
+) -> Float64[np.ndarray, "{order} X"]:
+    """Evaluates the orthonormal basis g_n(x) = sqrt(2n+1) P_n(2x-1) of [0, 1].
+
+    Args:
+      order: number N of polynomials, at least 1.
+      x: [X] points in [0, 1].
+
+    Returns:
+      [N, X] values, row n for degree n.
+
+    Raises:
+      ValueError: if `order` is below 1 or a point lies outside [0, 1].
+    """
+    _check_positive(order=order)
+    _check_points("x", x)
+    norms = np.sqrt(2 * np.arange(order) + 1)
+    rows = _legendre_rows(order, 2 * x - 1)
+    rows *= norms[:, None]
+    return rows
+
+
+def gauss_legendre(
+    order: int,
+) -> tuple[Float64[np.ndarray, "{order}"], Float64[np.ndarray, "{order}"]]:
+    """Finds the Gauss-Legendre nodes and weights of [0, 1].
+
+    Newton iteration on the recurrence from Tricomi's estimate: O(order**2) time
+    and O(order) memory, where an eigenvalue solver would take O(order**3).
+
+    Args:
+      order: number N of nodes, at least 1.
+
+    Returns:
+      Ascending nodes [N] in (0, 1) and weights [N] that sum to 1; exact for
+      polynomials of degree up to 2N-1.
+
+    Raises:
+      ValueError: if `order` is below 1.
+    """
+    _check_positive(order=order)
+    nodes, weights = _gauss_legendre(int(order))
+    return nodes.copy(), weights.copy()
+
+
+def transition(order: int, ratio: float) -> Float64[np.ndarray, "{order} {order}"]:
+    """Computes ratio**A, which moves a state to a longer history.
+
+    Entry [n, m] is ratio * integral of g_n(ratio u) g_m(u) over u in [0, 1]: the
+    old expansion fills the first `ratio` of the new history. The spectral norm is
+    sqrt(ratio), so the recurrence is a contraction.
+
+    Args:
+      order: number N of coefficients, at least 1.
+      ratio: old length over new length, in [0, 1]; 0 (no past) gives zeros.
+
+    Returns:
+      [N, N] lower-triangular matrix.
+
+    Raises:
+      ValueError: if `order` is below 1 or `ratio` lies outside [0, 1].
+    """
+    _check_positive(order=order)
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"ratio must be in [0, 1], got {ratio}")
+    nodes, weights = _gauss_legendre(int(order))
+    return _transition(nodes, weights * legendre(order, nodes), ratio)
+
+
+def block_kernel(
+    order: int, start: int, stop: int
+) -> Float64[np.ndarray, "{order} {stop}-{start}"]:
+    """Projects the tokens start to stop-1 of a history of `stop` tokens.
+
+    Column j is the integral of g_n over [(start+j)/stop, (start+j+1)/stop].
+
+    Args:
+      order: number N of coefficients, at least 1.
+      start: tokens before the block, at least 0.
+      stop: tokens up to and with the block, above `start`.
+
+    Returns:
+      [N, stop - start] matrix; it multiplies the block's tokens.
+
+    Raises:
+      ValueError: if `order` is below 1, `start` below 0 or `stop` not above it.
+    """
+    _check_positive(order=order)
+    if start < 0:
+        raise ValueError(f"start must be at least 0, got {start}")
+    if stop <= start:
+        raise ValueError(f"stop must be above start={start}, got {stop}")
+    edges = np.arange(start, stop + 1) / stop
+    return np.diff(_antiderivatives(order, edges), axis=1)
+
+
+def sample_points(
+    count: int, sampling: Sampling = "uniform", decay: float = 0.9
+) -> Float64[np.ndarray, "{count}"]:
+    """Chooses the fractions of the history at which a memory is read.
+
+    0 is the first token's edge and 1 the present; they ascend in time.
+    `uniform` is x_j = j / count. `exponential` is x_j = 1 - decay**j: the points
+    1 - decay**(count-1-j) of the paper, which run backwards from the present as
+    printed, put in ascending order. The first is 0, the start of the history, and
+    the others crowd towards the present; where decay**j is below 1e-16 they round
+    to 1, so a small `decay` with many points reads the present many times.
+
+    Args:
+      count: number M of points, at least 1.
+      sampling: "uniform" or "exponential".
+      decay: the factor by which the distance to the present shrinks from one point
+        to the next, in (0, 1); checked for both samplings, used by "exponential".
+
+    Returns:
+      [M] fractions in [0, 1].
+
+    Raises:
+      ValueError: if `count` is below 1, `sampling` unknown or `decay` outside (0, 1).
+    """
+    _check_positive(count=count)
+    if not 0 < decay < 1:
+        raise ValueError(f"decay must be in (0, 1), got {decay}")
+    steps = np.arange(count, dtype=np.float64)
+    match sampling:
+        case "uniform":
+            return steps / count
+        case "exponential":
+            return 1 - decay**steps
+    raise ValueError(f"sampling must be 'uniform' or 'exponential', got {sampling!r}")
+
+
+def reconstruction(
+    order: int, points: Float64[np.ndarray, " M"]
+) -> Float64[np.ndarray, "M {order}"]:
+    """Builds the matrix that reads a state back at fractions of its history.
+
+    Args:
+      order: number N of coefficients, at least 1.
+      points: [M] fractions in [0, 1], for example from `sample_points`.
+
+    Returns:
+      [M, N] matrix R; R @ C is the remembered signal at the points.
+
+    Raises:
+      ValueError: if `order` is below 1 or a point lies outside [0, 1].
+    """
+    _check_positive(order=order)
+    _check_points("points", points)
+    return np.ascontiguousarray(legendre(order, points).T)
+
+
+def bank_bytes(order: int, block_length: int, blocks: int) -> int:
+    """Says how many bytes the arrays of `build_bank` hold.
+
+    Building needs about `24 * order**2` more for a moment (float64 basis twice, and
+    one product). At order 8640, block length 2048 and 16 blocks the bank takes
+    5.9 GB, 4.8 GB of it transitions, and building 1.8 GB more.
+
+    Args:
+      order: number N of coefficients, at least 1.
+      block_length: tokens L in a block, at least 1.
+      blocks: number I of blocks, at least 1.
+
+    Returns:
+      4 * I * N * (N + L).
+
+    Raises:
+      ValueError: if an argument is below 1.
+    """
+    _check_positive(order=order, block_length=block_length, blocks=blocks)
+    return 4 * blocks * order * (order + block_length)
+
+
+def build_bank(order: int, block_length: int, blocks: int) -> HippoBank:
+    """Builds the transition and kernel of every block of equal length.
+
+    Computed in float64 and rounded to float32 once.
+
+    Args:
+      order: number N of coefficients, at least 1.
+      block_length: tokens L in a block, at least 1.
+      blocks: number I of blocks, at least 1.
+
+    Returns:
+      The bank; `bank_bytes` says its size.
+
+    Raises:
+      ValueError: if an argument is below 1.
+    """
+    _check_positive(order=order, block_length=block_length, blocks=blocks)
+    transitions = np.empty((blocks, order, order), np.float32)
+    kernels = np.empty((blocks, order, block_length), np.float32)
+    nodes, weights = _gauss_legendre(int(order))
+    weighted = weights * legendre(order, nodes)
+    for i in range(blocks):
+        start, stop = i * block_length, (i + 1) * block_length
+        transitions[i] = _transition(nodes, weighted, start / stop)
+        kernels[i] = block_kernel(order, start, stop)
+    return HippoBank(transitions, kernels)
+
+
+def _transition(
+    nodes: Float64[np.ndarray, " N"],
+    weighted: Float64[np.ndarray, "N N"],
+    ratio: float,
+) -> Float64[np.ndarray, "N N"]:
+    """Integrates g_n(ratio u) against the weighted basis at the nodes."""
+    if ratio == 0:
+        return np.zeros_like(weighted)
+    stretched = legendre(len(nodes), ratio * nodes)
+    product = stretched @ weighted.T
+    product *= ratio
+    # g_n(ratio u) has degree n, so what stands above the diagonal is rounding.
+    return np.tril(product)
+
+
+def _antiderivatives(
+    order: int, x: Float64[np.ndarray, " X"]
+) -> Float64[np.ndarray, "{order} X"]:
+    """Integrates g_n from 0 to x for every n below `order`: [N, X]."""
+    rows = _legendre_rows(order + 1, 2 * x - 1)
+    integrals = np.empty((order, x.size))
+    integrals[0] = x
+    norms = 2 * np.sqrt(2 * np.arange(1, order) + 1)
+    np.subtract(rows[2:], rows[:-2], out=integrals[1:])
+    integrals[1:] /= norms[:, None]
+    return integrals
+
+
+def _legendre_rows(
+    count: int, z: Float64[np.ndarray, " X"]
+) -> Float64[np.ndarray, "{count} X"]:
+    """Evaluates the plain P_0 .. P_{count-1} at z in [-1, 1]: [count, X]."""
+    rows = np.empty((count, z.size))
+    rows[0] = 1
+    if count > 1:
+        rows[1] = z
+    for n in range(1, count - 1):
+        rows[n + 1] = ((2 * n + 1) * z * rows[n] - n * rows[n - 1]) / (n + 1)
+    return rows
+
+
+@functools.lru_cache(maxsize=8)
+def _gauss_legendre(
+    order: int,
+) -> tuple[Float64[np.ndarray, "{order}"], Float64[np.ndarray, "{order}"]]:
+    """Computes what `gauss_legendre` documents; callers must not write into it."""
+    angle = np.pi * (4 * np.arange(order, 0, -1) - 1) / (4 * order + 2)
+    z = (1 - (order - 1) / (8 * order**3)) * np.cos(angle)
+    for _ in range(5):
+        last, before = _last_two(order, z)
+        z = z - last * (1 - z * z) / (order * (before - z * last))
+    z = (z - z[::-1]) / 2
+    _, before = _last_two(order, z)
+    return (1 + z) / 2, (1 - z * z) / (order * before) ** 2
+
+
+def _last_two(
+    order: int, z: Float64[np.ndarray, " X"]
+) -> tuple[Float64[np.ndarray, " X"], Float64[np.ndarray, " X"]]:
+    """Evaluates P_order and P_{order-1} at z, without keeping the others."""
+    last, before = z, np.ones_like(z)
+    for n in range(1, order):
+        last, before = ((2 * n + 1) * z * last - n * before) / (n + 1), last
+    return last, before
+
+
+def _check_positive(**values: int) -> None:
+    """Raises ValueError unless every named value is an integer of at least 1."""
+    for name, value in values.items():
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value}")
+
+
+def _check_points(name: str, points: Float64[np.ndarray, " X"]) -> None:
+    """Raises ValueError unless every point lies in [0, 1]; refuses NaN."""
+    outside = points[~((points >= 0) & (points <= 1))]
+    if outside.size:
+        raise ValueError(f"{name} must lie in [0, 1], got {outside[0]}")
