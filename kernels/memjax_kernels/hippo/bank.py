@@ -16,6 +16,8 @@ References:
 """
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -36,9 +38,7 @@ class HippoBank(NamedTuple):
     kernel: Float32[np.ndarray, "I N L"]
 
 
-def legendre(
-    order: int, x: Float64[np.ndarray, " X"]
-) -> Float64[np.ndarray, "{order} X"]:
+def legendre(order: int, x: Float64[np.ndarray, " X"]) -> Float64[np.ndarray, "N X"]:
     """Evaluates the orthonormal basis g_n(x) = sqrt(2n+1) P_n(2x-1) of [0, 1].
 
     Args:
@@ -61,7 +61,7 @@ def legendre(
 
 def gauss_legendre(
     order: int,
-) -> tuple[Float64[np.ndarray, "{order}"], Float64[np.ndarray, "{order}"]]:
+) -> tuple[Float64[np.ndarray, " N"], Float64[np.ndarray, " N"]]:
     """Finds the Gauss-Legendre nodes and weights of [0, 1].
 
     Newton iteration on the recurrence from Tricomi's estimate: O(order**2) time
@@ -82,7 +82,7 @@ def gauss_legendre(
     return nodes.copy(), weights.copy()
 
 
-def transition(order: int, ratio: float) -> Float64[np.ndarray, "{order} {order}"]:
+def transition(order: int, ratio: float) -> Float64[np.ndarray, "N N"]:
     """Computes ratio**A, which moves a state to a longer history.
 
     Entry [n, m] is ratio * integral of g_n(ratio u) g_m(u) over u in [0, 1]: the
@@ -106,9 +106,7 @@ def transition(order: int, ratio: float) -> Float64[np.ndarray, "{order} {order}
     return _transition(nodes, weights * legendre(order, nodes), ratio)
 
 
-def block_kernel(
-    order: int, start: int, stop: int
-) -> Float64[np.ndarray, "{order} {stop}-{start}"]:
+def block_kernel(order: int, start: int, stop: int) -> Float64[np.ndarray, "N L"]:
     """Projects the tokens start to stop-1 of a history of `stop` tokens.
 
     Column j is the integral of g_n over [(start+j)/stop, (start+j+1)/stop].
@@ -135,7 +133,7 @@ def block_kernel(
 
 def sample_points(
     count: int, sampling: Sampling = "uniform", decay: float = 0.9
-) -> Float64[np.ndarray, "{count}"]:
+) -> Float64[np.ndarray, " M"]:
     """Chooses the fractions of the history at which a memory is read.
 
     0 is the first token's edge and 1 the present; they ascend in time.
@@ -171,7 +169,7 @@ def sample_points(
 
 def reconstruction(
     order: int, points: Float64[np.ndarray, " M"]
-) -> Float64[np.ndarray, "M {order}"]:
+) -> Float64[np.ndarray, "M N"]:
     """Builds the matrix that reads a state back at fractions of its history.
 
     Args:
@@ -256,7 +254,7 @@ def _transition(
 
 def _antiderivatives(
     order: int, x: Float64[np.ndarray, " X"]
-) -> Float64[np.ndarray, "{order} X"]:
+) -> Float64[np.ndarray, "N X"]:
     """Integrates g_n from 0 to x for every n below `order`: [N, X]."""
     rows = _legendre_rows(order + 1, 2 * x - 1)
     integrals = np.empty((order, x.size))
@@ -269,40 +267,41 @@ def _antiderivatives(
 
 def _legendre_rows(
     count: int, z: Float64[np.ndarray, " X"]
-) -> Float64[np.ndarray, "{count} X"]:
+) -> Float64[np.ndarray, "N X"]:
     """Evaluates the plain P_0 .. P_{count-1} at z in [-1, 1]: [count, X]."""
     rows = np.empty((count, z.size))
-    rows[0] = 1
-    if count > 1:
-        rows[1] = z
-    for n in range(1, count - 1):
-        rows[n + 1] = ((2 * n + 1) * z * rows[n] - n * rows[n - 1]) / (n + 1)
+    for row, values in zip(rows, _degrees(z), strict=False):
+        row[:] = values
     return rows
+
+
+def _degrees(z: Float64[np.ndarray, " X"]) -> Iterator[np.ndarray]:
+    """Yields P_0(z), P_1(z), ... without end, by the three-term recurrence."""
+    before, last = np.zeros_like(z), np.ones_like(z)
+    for n in itertools.count():
+        yield last
+        before, last = last, ((2 * n + 1) * z * last - n * before) / (n + 1)
 
 
 @functools.lru_cache(maxsize=8)
 def _gauss_legendre(
     order: int,
-) -> tuple[Float64[np.ndarray, "{order}"], Float64[np.ndarray, "{order}"]]:
+) -> tuple[Float64[np.ndarray, " N"], Float64[np.ndarray, " N"]]:
     """Computes what `gauss_legendre` documents; callers must not write into it."""
     angle = np.pi * (4 * np.arange(order, 0, -1) - 1) / (4 * order + 2)
     z = (1 - (order - 1) / (8 * order**3)) * np.cos(angle)
     for _ in range(5):
-        last, before = _last_two(order, z)
+        last = before = z
+        for values in itertools.islice(_degrees(z), order + 1):
+            before, last = last, values
         z = z - last * (1 - z * z) / (order * (before - z * last))
     z = (z - z[::-1]) / 2
-    _, before = _last_two(order, z)
-    return (1 + z) / 2, (1 - z * z) / (order * before) ** 2
-
-
-def _last_two(
-    order: int, z: Float64[np.ndarray, " X"]
-) -> tuple[Float64[np.ndarray, " X"], Float64[np.ndarray, " X"]]:
-    """Evaluates P_order and P_{order-1} at z, without keeping the others."""
-    last, before = z, np.ones_like(z)
-    for n in range(1, order):
-        last, before = ((2 * n + 1) * z * last - n * before) / (n + 1), last
-    return last, before
+    # The usual 1 / ((1 - z**2) P'**2) cancels near the ends and is 100 times less
+    # accurate than this sum of squares.
+    squares = np.zeros_like(z)
+    for n, values in enumerate(itertools.islice(_degrees(z), order)):
+        squares += (2 * n + 1) * values**2
+    return (1 + z) / 2, 1 / squares
 
 
 def _check_positive(**values: int) -> None:
