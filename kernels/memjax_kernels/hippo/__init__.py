@@ -1,0 +1,187 @@
+"""HiPPO-LegS block recurrence with polynomial sampling (Elastic Memory, eqs. 6-8)."""
+
+import functools
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from memjax_kernels.hippo import on_demand, xla
+from memjax_kernels.hippo.bank import HippoBank as HippoBank
+from memjax_kernels.hippo.bank import bank_bytes as bank_bytes
+from memjax_kernels.hippo.bank import build_bank as build_bank
+from memjax_kernels.hippo.bank import reconstruction as reconstruction
+from memjax_kernels.hippo.bank import sample_points as sample_points
+from memjax_kernels.hippo.reference import hippo_reference
+
+Implementation = Literal["reference", "scan", "associative", "direct"]
+
+
+def hippo(
+    features: Float[Array, "B n L X"],
+    reconstruction: Float[Array, "M N"],
+    state: Float[Array, "B N X"] | None = None,
+    *,
+    start: Int[Array, " B"] | None = None,
+    count: Int[Array, " B"] | None = None,
+    bank: HippoBank | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B N X"], Float[Array, "B n M X"]]:
+    """Absorbs blocks of tokens and reads the memory as it was before each of them.
+
+    Args:
+        features: float32 signals, X channels, n >= 1 blocks of L tokens.
+        reconstruction: basis values at the sampled fractions, see `reconstruction`.
+        state: coefficients of the history; None is empty.
+        start: tokens behind `state`, per row; None is none. Any number: it need not
+            be a multiple of L, nor small.
+        count: how many of the n blocks to absorb, per row, in [0, n]; None is all.
+            Memory tokens of later blocks repeat those of block `count`.
+        bank: matrices of the first blocks, used where all rows start at the same
+            multiple of L that it covers; otherwise they are computed on demand.
+        implementation: by default the one with the fewest operations, see `cost`.
+
+    Returns:
+        The coefficients after the absorbed blocks, and each block's M memory tokens;
+        both are zero where nothing came before.
+
+    Raises:
+        ValueError: on an unknown implementation, or shapes that do not fit.
+    """
+    _check(features, reconstruction, state, bank, implementation)
+    b, n, length, x = features.shape
+    samples, order = reconstruction.shape
+    if state is None:
+        state = jnp.zeros((b, order, x), jnp.float32)
+    start = jnp.zeros(b, jnp.int32) if start is None else start
+    count = jnp.full(b, n, jnp.int32) if count is None else count
+    if implementation is None:
+        implementation = cheapest(order, length, samples, n, b * x, bank is not None)
+    if implementation == "reference":
+        return hippo_reference(features, state, start, count, reconstruction)
+
+    run = functools.partial(_run, implementation, bank)
+    same_start = jnp.all(start == start[0])
+    shared = same_start & jnp.all(count == count[0])
+    case = jnp.where(shared, 1, 0)
+    if bank is not None:
+        covered = (start[0] % length == 0) & (
+            start[0] + n * length <= bank.kernel.shape[0] * length
+        )
+        case = jnp.where(shared & covered, 2, case)
+    branches = [run, functools.partial(run, rows=1)]
+    if bank is not None and implementation != "direct":
+        branches.append(functools.partial(run, rows=1, look_up=True))
+    return jax.lax.switch(
+        case, branches, features, state, start, count, reconstruction
+    )
+
+
+def update(
+    features: Float[Array, "B T X"],
+    state: Float[Array, "B N X"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"] | None = None,
+) -> Float[Array, "B N X"]:
+    """Absorbs one block of any length: C <- (t0/t1)^A C + K(t0..t1) F (eq. 6).
+
+    Args:
+        features: float32 signals of T tokens.
+        state: coefficients of the history.
+        start: tokens behind `state`, per row: t0.
+        count: how many of the T tokens count, per row; None is all. t1 = t0 + count.
+    """
+    count = jnp.full_like(start, features.shape[1]) if count is None else count
+    stop = start + count
+    moved = on_demand.advance(start / jnp.maximum(stop, 1), state)
+    kernel = on_demand.kernel(state.shape[1], start, stop, features.shape[1])
+    written = on_demand.product(kernel, features)
+    return jnp.where((count > 0)[:, None, None], moved + written, state)
+
+
+def cost(
+    order: int, length: int, samples: int, blocks: int, channels: int, banked: bool
+) -> dict[str, int]:
+    """Multiply-adds of each implementation, whole batch, all rows in step.
+
+    Args:
+        order: N.
+        length: L, tokens a block.
+        samples: M, memory tokens.
+        blocks: n.
+        channels: batch rows times channels, B * X.
+        banked: whether a bank holds the transitions; without one each is applied
+            through two factors, twice the work.
+
+    Returns:
+        Operations by implementation name. `direct` counts the product of the
+        reconstruction and the kernel, which is shared by all channels.
+    """
+    transition = order * order * (1 if banked else 2)
+    write = blocks * order * length * channels
+    read = blocks * samples * order * channels
+    form = 0 if banked else 2 * order**3 * blocks
+    tokens = blocks * length
+    return {
+        "scan": blocks * transition * channels + write + read,
+        "associative": form
+        + 2 * blocks * (order**3 + order * order * channels)
+        + write
+        + read,
+        "direct": blocks * samples * tokens * (order + channels)
+        + order * tokens * channels
+        + (blocks + 1) * 2 * order * order * channels
+        + read,
+    }
+
+
+def cheapest(
+    order: int, length: int, samples: int, blocks: int, channels: int, banked: bool
+) -> Implementation:
+    """The implementation with the fewest multiply-adds; `scan` where they tie."""
+    costs = cost(order, length, samples, blocks, channels, banked)
+    return min(costs, key=lambda name: (costs[name], name != "scan"))
+
+
+def _run(
+    implementation,
+    bank,
+    features,
+    state,
+    start,
+    count,
+    reconstruction,
+    rows=None,
+    look_up=False,
+):
+    """Runs one form with matrices for `rows` rows: all of them, or one shared."""
+    length, order = features.shape[2], state.shape[1]
+    if implementation == "direct":
+        return xla.direct(features, state, start[:rows], count[:rows], reconstruction)
+    matrices = (
+        xla.banked(bank, start, length)
+        if look_up
+        else xla.computed(order, start[:rows], length)
+    )
+    form = xla.scan if implementation == "scan" else xla.associative
+    return form(features, state, count, reconstruction, matrices)
+
+
+def _check(features, reconstruction, state, bank, implementation):
+    allowed = get_args(Implementation)
+    if implementation is not None and implementation not in allowed:
+        raise ValueError(
+            f"implementation must be None or one of {allowed}, got {implementation!r}"
+        )
+    b, n, length, x = features.shape
+    order = reconstruction.shape[1]
+    if n < 1 or length < 1:
+        raise ValueError(f"features needs n, L >= 1, got shape {features.shape}")
+    if state is not None and state.shape != (b, order, x):
+        raise ValueError(f"state must be {(b, order, x)}, got {state.shape}")
+    if bank is not None and bank.kernel.shape[1:] != (order, length):
+        raise ValueError(
+            f"bank is for (order, block) {bank.kernel.shape[1:]}, "
+            f"not {(order, length)}: build it for these"
+        )

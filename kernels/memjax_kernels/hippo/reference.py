@@ -1,0 +1,36 @@
+"""What the HiPPO op computes, one token at a time, in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from memjax_kernels.hippo import on_demand
+
+
+def hippo_reference(
+    features: Float[Array, "B n L X"],
+    coefficients: Float[Array, "B N X"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    reconstruction: Float[Array, "M N"],
+) -> tuple[Float[Array, "B N X"], Float[Array, "B n M X"]]:
+    """c_t = (t/(t+1))^A c_{t-1} + B_t f_t (eq. 4); reads R c before each block."""
+    blocks, length = features.shape[1:3]
+
+    def token(carry, f):
+        c, t = carry
+        stop = t + 1
+        moved = on_demand.advance(t / stop, c)
+        written = on_demand.kernel(c.shape[1], t, stop, 1) * f[:, None]
+        keep = (t - start < count * length)[:, None, None]
+        return (jnp.where(keep, moved + written, c), jnp.where(keep[:, 0, 0], stop, t))
+
+    def block(carry, f):
+        memory = jnp.einsum("mn,bnx->bmx", reconstruction, carry[0])
+        carry, _ = jax.lax.scan(lambda c, x: (token(c, x), None), carry, f)
+        return carry, memory
+
+    time_first = jnp.moveaxis(features, (1, 2), (0, 1))
+    assert time_first.shape[:2] == (blocks, length)
+    (coefficients, _), memory = jax.lax.scan(block, (coefficients, start), time_first)
+    return coefficients, jnp.moveaxis(memory, 0, 1)

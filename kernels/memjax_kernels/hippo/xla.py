@@ -1,0 +1,158 @@
+"""Three equal ways to run the block recurrence, as matrix products.
+
+    C_{j+1} = P_j C_j + K_j F_j        M_j = R C_j        (eqs. 6 and 8)
+
+`scan` walks the blocks; `associative` combines (P, K F) pairs in a tree; `direct`
+maps the history to each M_j, since transitions telescope: M_j = R K(0..t_j) F.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from memjax_kernels.hippo import on_demand
+from memjax_kernels.hippo.bank import HippoBank
+
+Coefficients = Float[Array, "B N X"]
+Memory = Float[Array, "B n M X"]
+
+
+class Matrices(NamedTuple):
+    """How one block moves the memory on; `block` counts from the call's first."""
+
+    advance: Callable  # (block, [B, N, X]) -> [B, N, X]: P C
+    transition: Callable  # (block) -> [R, N, N]: P itself
+    kernel: Callable  # (block) -> [R, N, L]: K
+
+
+def banked(bank: HippoBank, start: Int[Array, " R"], length: int) -> Matrices:
+    """Looks matrices up; all rows share `start`, and the bank covers the blocks."""
+    first = start[0] // length
+    transitions, kernels = jnp.asarray(bank.transition), jnp.asarray(bank.kernel)
+    transition = lambda block: transitions[first + block][None]
+    return Matrices(
+        advance=lambda block, c: on_demand.product(transition(block), c),
+        transition=transition,
+        kernel=lambda block: kernels[first + block][None],
+    )
+
+
+def computed(order: int, start: Int[Array, " R"], length: int) -> Matrices:
+    """Computes matrices where they are needed and keeps none."""
+
+    def ratio(block):
+        stop = start + (block + 1) * length
+        return (stop - length) / stop
+
+    def transition(block):
+        eye = jnp.broadcast_to(jnp.eye(order), (start.shape[0], order, order))
+        return on_demand.advance(ratio(block), eye)
+
+    def kernel(block):
+        begin = start + block * length
+        return on_demand.kernel(order, begin, begin + length, length)
+
+    return Matrices(lambda b, c: on_demand.advance(ratio(b), c), transition, kernel)
+
+
+def scan(
+    features: Float[Array, "B n L X"],
+    coefficients: Coefficients,
+    count: Int[Array, " B"],
+    reconstruction: Float[Array, "M N"],
+    matrices: Matrices,
+) -> tuple[Coefficients, Memory]:
+    """Walks the blocks one after the other; keeps one state."""
+
+    # Matrices are cheap to make again and large to keep for the backward pass.
+    @jax.checkpoint
+    def absorb(block, c, f):
+        written = on_demand.product(matrices.kernel(block), f)
+        return matrices.advance(block, c) + written
+
+    def body(c, item):
+        block, f = item
+        memory = read(reconstruction, c)
+        complete = (block < count)[:, None, None]
+        return jnp.where(complete, absorb(block, c, f), c), memory
+
+    blocks = jnp.arange(features.shape[1], dtype=jnp.int32)
+    c, memory = jax.lax.scan(
+        body, coefficients, (blocks, jnp.moveaxis(features, 1, 0))
+    )
+    return c, jnp.moveaxis(memory, 0, 1)
+
+
+def associative(
+    features: Float[Array, "B n L X"],
+    coefficients: Coefficients,
+    count: Int[Array, " B"],
+    reconstruction: Float[Array, "M N"],
+    matrices: Matrices,
+) -> tuple[Coefficients, Memory]:
+    """Combines (P, U) pairs in a tree of depth log n; keeps every state."""
+    blocks = jnp.arange(features.shape[1], dtype=jnp.int32)
+    order = coefficients.shape[1]
+    complete = (blocks[:, None] < count)[:, :, None, None]
+    transitions = jax.vmap(matrices.transition)(blocks)
+    # A row whose block is not complete keeps its state: P = I, U = 0.
+    transitions = jnp.where(complete, transitions, jnp.eye(order))
+    written = jax.vmap(lambda b, f: on_demand.product(matrices.kernel(b), f))(
+        blocks, jnp.moveaxis(features, 1, 0)
+    )
+    written = jnp.where(complete, written, 0.0)
+
+    def combine(early, late):
+        p, u = early
+        p_late, u_late = late
+        multiply = jax.vmap(on_demand.product)
+        return multiply(p_late, p), multiply(p_late, u) + u_late
+
+    products, sums = jax.lax.associative_scan(combine, (transitions, written))
+    after = jax.vmap(on_demand.product, (0, None))(products, coefficients) + sums
+    states = jnp.concatenate([coefficients[None], after])
+    memory = jax.vmap(lambda c: read(reconstruction, c))(states[:-1])
+    return states[-1], jnp.moveaxis(memory, 0, 1)
+
+
+def direct(
+    features: Float[Array, "B n L X"],
+    coefficients: Coefficients,
+    start: Int[Array, " R"],
+    count: Int[Array, " R"],
+    reconstruction: Float[Array, "M N"],
+) -> tuple[Coefficients, Memory]:
+    """Maps the history to the memory tokens of each block; forms no transition."""
+    b, blocks, length, x = features.shape
+    order = coefficients.shape[1]
+    history = features.reshape(b, blocks * length, x)
+
+    @jax.checkpoint
+    def horizon(stop):
+        """The map from the call's tokens, and what the carried state has become."""
+        kernel = on_demand.kernel(order, start, stop, blocks * length)
+        return kernel, on_demand.advance(start / jnp.maximum(stop, 1), coefficients)
+
+    def tokens_of(block):
+        kernel, past = horizon(start + jnp.minimum(block, count) * length)
+        to_memory = jnp.einsum(
+            "mn,rnt->rmt", reconstruction, kernel, precision=on_demand.HIGHEST
+        )
+        return on_demand.product(to_memory, history) + read(reconstruction, past)
+
+    memory = jax.lax.map(tokens_of, jnp.arange(blocks, dtype=jnp.int32))
+    kernel, past = horizon(start + count * length)
+    after = past + on_demand.product(kernel, history)
+    return after, jnp.moveaxis(memory, 0, 1)
+
+
+def read(
+    reconstruction: Float[Array, "M N"], coefficients: Coefficients
+) -> Float[Array, "B M X"]:
+    """Memory tokens R C (eq. 8)."""
+    return jnp.einsum(
+        "mn,bnx->bmx", reconstruction, coefficients, precision=on_demand.HIGHEST
+    )
