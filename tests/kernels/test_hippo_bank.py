@@ -1,0 +1,275 @@
+"""The closed-form banks against the literal recurrence and their own laws."""
+
+import inspect
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.special
+
+from memjax_kernels.hippo import bank, discretisations
+
+ORDERS = [32, 64, 128]
+BOUND = 1e-10
+quick = hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def largest(difference):
+    return np.abs(difference).max()
+
+
+@pytest.mark.parametrize("order", [1, 2, 64])
+def test_nodes_are_those_of_numpy(order):
+    z, weights = np.polynomial.legendre.leggauss(order)
+    nodes, ours = bank.gauss_legendre(order)
+    np.testing.assert_allclose(nodes, (z + 1) / 2, rtol=0, atol=1e-15)
+    np.testing.assert_allclose(ours, weights / 2, rtol=1e-11, atol=1e-15)
+
+
+def test_writing_into_the_nodes_leaves_later_calls_alone():
+    nodes, weights = bank.gauss_legendre(5)
+    nodes[:], weights[:] = 0, 0
+    assert bank.gauss_legendre(5)[1].sum() == pytest.approx(1)
+
+
+def test_many_nodes_integrate_a_polynomial_exactly():
+    nodes, weights = bank.gauss_legendre(8640)
+    assert np.all(np.diff(nodes) > 0) and 0 < nodes[0] and nodes[-1] < 1
+    for power in (0, 1, 2, 1000, 17279):
+        assert weights @ nodes**power == pytest.approx(1 / (power + 1), rel=1e-9)
+
+
+def test_basis_is_the_shifted_legendre_basis():
+    x = np.linspace(0, 1, 41)
+    degrees = np.arange(60)[:, None]
+    plain = scipy.special.eval_legendre(degrees, 2 * x - 1)
+    expected = np.sqrt(2 * degrees + 1) * plain
+    np.testing.assert_allclose(bank.legendre(60, x), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.9, 0.999])
+def test_transition_is_the_matrix_power(order, ratio):
+    a, _ = discretisations.legs_matrices(order)
+    expected = scipy.linalg.expm(a * np.log(ratio))
+    assert largest(bank.transition(order, ratio) - expected) <= BOUND
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_block_equals_the_unrolled_recurrence(order):
+    start, stop = 40, 72
+    naive = discretisations.unroll(order, start, stop)
+    ratio = start / stop
+    assert largest(bank.transition(order, ratio) - naive.transition) <= BOUND
+    assert largest(bank.block_kernel(order, start, stop) - naive.kernel) <= BOUND
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_whole_history_equals_the_recurrence(order):
+    signal = np.random.default_rng(order).normal(size=(96, 3))
+    state = bank.block_kernel(order, 0, 96) @ signal
+    assert largest(state - discretisations.compress(signal, order)) <= BOUND
+
+
+@quick
+@hypothesis.given(st.integers(1, 80), st.floats(0, 1), st.floats(0, 1))
+def test_transitions_compose(order, first, second):
+    product = bank.transition(order, first) @ bank.transition(order, second)
+    assert largest(product - bank.transition(order, first * second)) <= BOUND
+
+
+@quick
+@hypothesis.given(st.integers(1, 80), st.floats(0, 1))
+def test_transition_contracts(order, ratio):
+    norm = np.linalg.norm(bank.transition(order, ratio), 2)
+    assert norm <= np.sqrt(ratio) + 1e-11
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.9, 0.999])
+def test_transition_norm_reaches_the_root_of_the_ratio(ratio):
+    norm = np.linalg.norm(bank.transition(128, ratio), 2)
+    assert norm == pytest.approx(np.sqrt(ratio), abs=1e-10)
+
+
+def test_transition_ends_and_shape():
+    assert not bank.transition(7, 0.0).any()
+    assert largest(bank.transition(7, 1.0) - np.eye(7)) <= 1e-14
+    p = bank.transition(7, 0.4)
+    assert np.array_equal(p, np.tril(p))
+
+
+def test_kernel_columns_are_integrals_of_the_basis():
+    order, start, stop = 20, 5, 12
+    kernel = bank.block_kernel(order, start, stop)
+    inner, weights = bank.gauss_legendre(order)
+    for j in range(stop - start):
+        integral = bank.legendre(order, (start + j + inner) / stop) @ weights / stop
+        assert largest(kernel[:, j] - integral) <= 1e-14
+
+
+@quick
+@hypothesis.given(
+    st.integers(1, 48), st.lists(st.integers(1, 40), min_size=1, max_size=6)
+)
+def test_any_split_gives_the_same_state(order, lengths):
+    total = sum(lengths)
+    signal = np.random.default_rng(total).normal(size=(total, 2))
+    state, start = np.zeros((order, 2)), 0
+    for length in lengths:
+        stop = start + length
+        state = bank.transition(order, start / stop) @ state
+        state += bank.block_kernel(order, start, stop) @ signal[start:stop]
+        start = stop
+    assert largest(state - bank.block_kernel(order, 0, total) @ signal) <= BOUND
+
+
+def test_low_degree_history_is_read_back_exactly():
+    order, edges = 5, np.arange(400 + 1) / 400
+    # Token means of a cubic: what a staircase of the cubic's own projection holds.
+    means = np.diff(edges**4 - edges**2) * 400
+    state = bank.block_kernel(order, 0, 400) @ means[:, None]
+    points = bank.sample_points(50)
+    read = (bank.reconstruction(order, points) @ state)[:, 0]
+    # The staircase is within its step height squared of the cubic.
+    assert largest(read - (4 * points**3 - 2 * points)) < 2e-4
+
+
+def test_bank_holds_every_block():
+    built = bank.build_bank(6, 9, 4)
+    assert built.transition.dtype == built.kernel.dtype == np.float32
+    assert not built.transition[0].any()
+    for i in range(4):
+        p, k = bank.transition(6, i / (i + 1)), bank.block_kernel(6, 9 * i, 9 * i + 9)
+        np.testing.assert_array_equal(built.transition[i], p.astype(np.float32))
+        np.testing.assert_array_equal(built.kernel[i], k.astype(np.float32))
+    held = built.transition.nbytes + built.kernel.nbytes
+    assert bank.bank_bytes(6, 9, 4) == held
+
+
+def test_large_bank_carries_a_document():
+    order, length, blocks = 540, 256, 4
+    built = bank.build_bank(order, length, blocks)
+    signal = np.random.default_rng(0).normal(size=(blocks, length, 2))
+    state = np.zeros((order, 2), np.float32)
+    for i in range(blocks):
+        state = built.transition[i] @ state + built.kernel[i] @ signal[i].astype("f4")
+    whole = bank.block_kernel(order, 0, length * blocks) @ signal.reshape(-1, 2)
+    assert largest(state - whole) <= 1e-5
+    assert np.linalg.norm(whole, axis=0).max() < 1
+
+
+def test_uniform_points():
+    np.testing.assert_allclose(bank.sample_points(4, "uniform"), [0, 0.25, 0.5, 0.75])
+
+
+def test_exponential_points_ascend_and_are_the_papers():
+    points = bank.sample_points(5, "exponential", 0.5)
+    printed = [1 - 0.5 ** (5 - 1 - j) for j in range(5)]
+    np.testing.assert_allclose(points, printed[::-1])
+    np.testing.assert_allclose(points, [0, 0.5, 0.75, 0.875, 0.9375])
+
+
+@quick
+@hypothesis.given(
+    st.integers(1, 600),
+    st.sampled_from(["uniform", "exponential"]),
+    st.floats(0.01, 0.999),
+)
+def test_points_lie_in_the_history(count, sampling, decay):
+    points = bank.sample_points(count, sampling, decay)
+    assert points.shape == (count,) and points[0] == 0
+    assert np.all(np.diff(points) >= 0) and points[-1] <= 1
+
+
+@pytest.mark.parametrize("method", ["forward", "backward", "bilinear"])
+def test_approximations_approach_zero_order_hold(method: discretisations.Method):
+    def error(tokens: int) -> float:
+        t = (np.arange(tokens) + 0.5) / tokens
+        signal = np.sin(2 * np.pi * t)[:, None]
+        exact = discretisations.compress(signal, 6)
+        return largest(discretisations.compress(signal, 6, method) - exact)
+
+    assert error(400) < 0.6 * error(200) < 0.4 * error(100)
+
+
+@pytest.mark.parametrize("method", ["zoh", "forward", "backward", "bilinear"])
+def test_unrolled_steps_equal_the_recurrence(method):
+    signal = np.random.default_rng(1).normal(size=(12, 2))
+    steps = discretisations.unroll(4, 0, 12, method)
+    expected = discretisations.compress(signal, 4, method)
+    np.testing.assert_allclose(steps.kernel @ signal, expected, atol=1e-10)
+
+
+def test_steps_follow_their_definitions():
+    a, b = discretisations.legs_matrices(3)
+    eye = np.eye(3)
+    inverse = np.linalg.inv(eye + a / 5)
+    half = np.linalg.inv(eye + a / 10)
+    expected: dict[discretisations.Method, tuple[np.ndarray, np.ndarray]] = {
+        "forward": (eye - a / 5, b / 5),
+        "backward": (inverse, inverse @ b / 5),
+        "bilinear": (half @ (eye - a / 10), half @ b / 5),
+    }
+    for method, (state, token) in expected.items():
+        step = discretisations.step_matrices(3, 4, method)
+        np.testing.assert_allclose(step.state, state, atol=1e-14)
+        np.testing.assert_allclose(step.token, token, atol=1e-14)
+    first = discretisations.step_matrices(3, 0)
+    assert not first.state.any()
+    np.testing.assert_allclose(first.token, [1, 0, 0], atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bank.legendre(0, np.zeros(1)), "order must .* got 0"),
+        (lambda: bank.legendre(2, np.array([1.5])), r"x must .* got 1\.5"),
+        (lambda: bank.legendre(2, np.array([np.nan])), "x must .* got nan"),
+        (lambda: bank.gauss_legendre(0), "order must"),
+        (lambda: bank.transition(0, 0.5), "order must"),
+        (lambda: bank.transition(2, 1.5), r"ratio must .* got 1\.5"),
+        (lambda: bank.transition(2, -0.5), r"ratio must .* got -0\.5"),
+        (lambda: bank.transition(2, float("nan")), "ratio must .* got nan"),
+        (lambda: bank.block_kernel(0, 0, 1), "order must"),
+        (lambda: bank.block_kernel(2, -1, 1), "start must .* got -1"),
+        (lambda: bank.block_kernel(2, 3, 3), "stop must .* got 3"),
+        (lambda: bank.sample_points(0), "count must"),
+        (lambda: bank.sample_points(2, "exponential", 1.0), r"decay must .* got 1\.0"),
+        (lambda: bank.sample_points(2, "exponential", 0.0), r"decay must .* got 0\.0"),
+        (lambda: bank.reconstruction(0, np.zeros(1)), "order must"),
+        (lambda: bank.reconstruction(2, np.array([-1.0])), "points must"),
+        (lambda: bank.build_bank(0, 4, 2), "order must"),
+        (lambda: bank.build_bank(4, 0, 2), "block_length must"),
+        (lambda: bank.build_bank(4, 4, 0), "blocks must"),
+        (lambda: bank.bank_bytes(4, 4, 0), "blocks must"),
+        (lambda: discretisations.legs_matrices(0), "order must"),
+        (lambda: discretisations.step_matrices(2, -1), "k must"),
+        (lambda: discretisations.compress(np.zeros((0, 1)), 2), "signal must"),
+        (lambda: discretisations.unroll(2, 2, 2), "stop must"),
+        (lambda: discretisations.unroll(2, -1, 2), "start must"),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (bank.sample_points, (3, "log"), "sampling must .* got 'log'"),
+        (discretisations.step_matrices, (2, 3, "heun"), "method must .* got 'heun'"),
+        (discretisations.unroll, (2, 0, 3, "heun"), "method must .* got 'heun'"),
+        (
+            discretisations.compress,
+            (np.ones((3, 1)), 2, "heun"),
+            "method must .* got 'heun'",
+        ),
+    ],
+)
+def test_unknown_names_are_refused(function, arguments, message):
+    # The tests' type checks would speak first; users run without them.
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(function)(*arguments)
