@@ -1,0 +1,81 @@
+"""Synthetic tasks that only a memory can solve: copying and associative recall."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, PRNGKeyArray, UInt32
+
+from memjax.data.batch import Batch
+
+Key = PRNGKeyArray | UInt32[Array, "2"]
+
+
+def copy_task(key: Key, batch: int, length: int, vocab: int) -> Batch:
+    """Returns sequences `s, 0, s`; only the second `s` counts.
+
+    The symbols of s are uniform in [1, vocab); 0 is the delimiter. T = 2 * length.
+
+    Args:
+      key: JAX random key.
+      batch: B, at least 1.
+      length: number of symbols in s, at least 1.
+      vocab: number of ids with the delimiter, at least 3.
+
+    Raises:
+      ValueError: an argument is out of its range.
+    """
+    _check("batch", batch, 1)
+    _check("length", length, 1)
+    _check("vocab", vocab, 3)
+    symbols = jax.random.randint(key, (batch, length), 1, vocab, jnp.int32)
+    delimiter = jnp.zeros((batch, 1), jnp.int32)
+    sequence = jnp.concatenate([symbols, delimiter, symbols], axis=1)
+    return _batch(sequence, jnp.arange(2 * length) >= length)
+
+
+def associative_recall(key: Key, batch: int, pairs: int, vocab: int) -> Batch:
+    """Returns key-value pairs, then the same pairs in another order; T = 4 pairs - 1.
+
+    Keys are distinct in a row and lie in [0, vocab // 2), values are uniform in
+    [vocab // 2, vocab). Only the values of the second half count: each follows from
+    the pair seen in the first. (Multi-query associative recall, Arora et al. 2023.)
+
+    Args:
+      key: JAX random key.
+      batch: B, at least 1.
+      pairs: number of pairs, at least 1.
+      vocab: number of ids, at least 2 * pairs and at least 4.
+
+    Raises:
+      ValueError: an argument is out of its range.
+    """
+    _check("batch", batch, 1)
+    _check("pairs", pairs, 1)
+    _check("vocab", vocab, max(4, 2 * pairs))
+    name_key, value_key, order_key = jax.random.split(key, 3)
+    shape = (batch, pairs)
+    half = vocab // 2
+    everything = jnp.broadcast_to(jnp.arange(half, dtype=jnp.int32), (batch, half))
+    names = jax.random.permutation(name_key, everything, axis=1, independent=True)
+    values = jax.random.randint(value_key, shape, half, vocab, jnp.int32)
+    first = jnp.stack([names[:, :pairs], values], axis=2)  # [B, pairs, 2]
+    places = jnp.broadcast_to(jnp.arange(pairs), shape)
+    order = jax.random.permutation(order_key, places, axis=1, independent=True)
+    second = jnp.take_along_axis(first, order[:, :, None], axis=1)
+    sequence = jnp.concatenate([first, second], axis=1).reshape(batch, 4 * pairs)
+    position = jnp.arange(4 * pairs - 1)
+    return _batch(sequence, (position >= 2 * pairs) & (position % 2 == 0))
+
+
+def _batch(sequence: Int32[Array, "B T_plus_1"], counts: Array) -> Batch:
+    rows, width = sequence.shape
+    return Batch(
+        tokens=sequence[:, :-1],
+        targets=sequence[:, 1:],
+        mask=jnp.broadcast_to(counts.astype(jnp.float32), (rows, width - 1)),
+        reset=jnp.ones(rows, bool),
+    )
+
+
+def _check(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")
