@@ -1,0 +1,257 @@
+"""Checkpoints of a training run: asynchronous, verified, kept n at a time.
+
+The only module that knows the checkpoint library (orbax). A folder of
+checkpoints looks like this:
+
+    memjax-checkpoints.json   says that the folder is ours, and its version
+    500/                      one checkpoint: the state, the meta record,
+                              digests.json with a sha256 for each of their files
+    1000.orbax-checkpoint-tmp a save that was cut short: never read, removed by
+                              the next save
+    250.damaged               see below
+
+A checkpoint is written into a temporary folder, its digests are taken there, and
+only then is the folder renamed to its step. So whatever the moment of a kill, a
+numbered folder either is whole and carries its digests or does not exist.
+
+A numbered folder that fails its digests is *damaged*. It is named in an error
+message, skipped, and left where it is; when training comes to save that very step
+again, the damaged folder is first renamed `<step>.damaged` (`.damaged-2`, ...).
+Nothing ever deletes it but its owner. Damaged folders do not count among the
+`keep` newest.
+"""
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jaxtyping import PyTree
+
+from memjax.training.checkpoint_folder import (
+    UNFINISHED,
+    CheckpointError,
+    DiskFullError,
+    Folder,
+    SaveError,
+)
+from memjax.training.integrity import write_digests
+from memjax.training.structure import describe, require_same, with_shardings
+
+
+class Restored(NamedTuple):
+    """A checkpoint read back: its step, the state, and the JSON record beside it."""
+
+    step: int
+    state: PyTree
+    meta: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder of a local or shared filesystem.
+
+    Opening and restoring change nothing on the disk; the first save creates the
+    folder, takes its lock and clears what an interrupted save left. With several
+    processes every process makes the same calls.
+
+    Args:
+        directory: the folder; created by the first save.
+        keep: how many of the newest good checkpoints stay, at least 1.
+
+    Raises:
+        ValueError: `keep` < 1, or `directory` is a file, a URL, or a folder with
+            something else in it.
+    """
+
+    def __init__(self, directory: Path | str, *, keep: int = 3):
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        if "://" in str(directory):
+            raise ValueError(
+                f"directory must be a path, got {str(directory)!r}; mount a bucket "
+                "as a filesystem to keep checkpoints there"
+            )
+        self.directory = Path(directory).absolute()
+        self.keep = keep
+        self._folder = Folder(self.directory)
+        self._saving: int | None = None
+        self._primary = jax.process_index() == 0
+        self._writer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(),
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+        )
+
+    def steps(self) -> list[int]:
+        """The steps that have a folder, oldest first; damaged ones included."""
+        return self._folder.steps()
+
+    def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> None:
+        """Starts writing a checkpoint and returns once `state` may be overwritten.
+
+        First finishes the save before this one, so its failure is raised here at
+        the latest (`check` raises it sooner, `wait` for certain).
+
+        Args:
+            step: >= 0; a step that is already there must be a damaged one.
+            state: pytree of JAX arrays, typed PRNG keys included.
+            meta: anything JSON can hold.
+
+        Raises:
+            ValueError: a leaf is no JAX array, `meta` is not JSON, or a good
+                checkpoint of this step exists.
+            DiskFullError: the filesystem lacks the room; nothing was written.
+            SaveError: this or the previous save failed.
+        """
+        if step < 0:
+            raise ValueError(f"step must be at least 0, got {step}")
+        record = {"step": step, "leaves": describe(state), "meta": _as_json(meta)}
+        self.wait()
+        if self._primary:
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+            self._folder.make_ready(step, size)
+        self._saving = step
+        try:
+            self._writer.save(
+                self.directory / str(step),
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
+                ),
+            )
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def check(self) -> None:
+        """Raises the failure of the save under way, if it has failed; never waits."""
+        try:
+            self._writer.check_for_errors()
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def wait(self) -> None:
+        """Waits until the save under way is on the disk, then drops the oldest.
+
+        Raises:
+            SaveError: it failed; `DiskFullError` when for want of room.
+        """
+        try:
+            self._writer.wait_until_finished()
+        except Exception as error:
+            raise self._failure(error) from error
+        if self._saving is not None and self._primary:
+            self._folder.drop_old(self.keep)
+        self._saving = None
+
+    def restore(
+        self,
+        abstract_state: PyTree,
+        *,
+        accept: Callable[[dict[str, Any]], None] | None = None,
+    ) -> Restored | None:
+        """Reads the newest checkpoint whose files are all as they were written.
+
+        Args:
+            abstract_state: arrays or `jax.ShapeDtypeStruct`s; each leaf lands on its
+                sharding, or on the first device where it has none.
+            accept: is given the meta record before any array is read or compared,
+                and may raise.
+
+        Returns:
+            None when nothing was ever saved here.
+
+        Raises:
+            CheckpointError: there are checkpoints, and every one is damaged.
+            ValueError: a leaf is missing, not expected, or of another shape or dtype.
+        """
+        self.wait()
+        step = self._newest_good()
+        if step is None:
+            return None
+        record = self._read(step, record=ocp.args.JsonRestore())["record"]
+        if accept is not None:
+            accept(record["meta"])
+        where = f"checkpoint {self.directory / str(step)}"
+        require_same(record["leaves"], describe(abstract_state), where)
+        target = ocp.args.StandardRestore(with_shardings(abstract_state))
+        state = self._read(step, state=target)["state"]
+        return Restored(step=step, state=state, meta=record["meta"])
+
+    def close(self) -> None:
+        """Waits for the save under way and frees the folder; raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._writer.close()
+            self._folder.unlock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except SaveError as failure:
+            if error is None:
+                raise
+            # The body's own error is the one to see first.
+            error.add_note(f"The last save failed as well: {failure}")
+
+    def _seal(self) -> None:
+        """Runs in the writer's thread, just before the folder gets its final name."""
+        write_digests(self.directory / f"{self._saving}{UNFINISHED}")
+
+    def _read(self, step: int, **args: Any) -> Any:
+        try:
+            return self._writer.restore(
+                self.directory / str(step), args=ocp.args.Composite(**args)
+            )
+        except Exception as error:
+            raise CheckpointError(
+                f"checkpoint {self.directory / str(step)} has the digests it was "
+                f"written with but cannot be read: {error}"
+            ) from error
+
+    def _newest_good(self) -> int | None:
+        # One process judges for all, so that all restore the same step.
+        found = self._folder.newest_good() if self._primary else (-1, 0)
+        if jax.process_count() > 1:
+            found = tuple(
+                int(n) for n in multihost_utils.broadcast_one_to_all(np.asarray(found))
+            )
+        good, bad = found
+        if good < 0 and bad:
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} can be used; damaged: "
+                f"{', '.join(str(step) for step in reversed(self.steps()))} "
+                "(the files are named in the messages above)"
+            )
+        return good if good >= 0 else None
+
+    def _failure(self, error: Exception) -> SaveError:
+        """What to raise for a failed save, once its remains no longer fill the disk."""
+        step, self._saving = self._saving, None
+        if self._primary and step is not None:
+            shutil.rmtree(self.directory / f"{step}{UNFINISHED}", ignore_errors=True)
+        text = f"saving step {step} in {self.directory} failed: {error}"
+        code = error.errno if isinstance(error, OSError) else None
+        if code == errno.ENOSPC or "No space left" in str(error):
+            return DiskFullError(errno.ENOSPC, text)
+        return SaveError(code or errno.EIO, text)
+
+
+def _as_json(meta: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return json.loads(json.dumps(meta))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"meta must be JSON: {error}") from error

@@ -1,0 +1,184 @@
+"""The folder that checkpoints live in: what may be there, and what is good.
+
+Plain files and names only; `memjax.training.checkpoint` writes and reads what is
+inside a checkpoint, and describes the layout.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from memjax.training.integrity import problems, write_atomically
+
+FORMAT_FILE = "memjax-checkpoints.json"
+FORMAT = {"format": "memjax checkpoints", "version": 1}
+UNFINISHED = ".orbax-checkpoint-tmp"
+DELETED = ".deleted"
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointError(ValueError):
+    """The folder holds checkpoints, but none that can be used."""
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written; the ones before it are untouched."""
+
+
+class DiskFullError(SaveError):
+    """There is no room for the next checkpoint."""
+
+
+class Folder:
+    """A folder of checkpoints. Looking changes nothing on the disk.
+
+    Raises:
+        ValueError: `path` is a file, or a folder with something else in it.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._damaged: set[int] = set()
+        self._lock: Any = None
+        _require_ours(path)
+
+    def steps(self) -> list[int]:
+        """The steps that have a folder, oldest first; damaged ones included."""
+        if not self.path.is_dir():
+            return []
+        names = (p.name for p in self.path.iterdir() if p.is_dir())
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def newest_good(self) -> tuple[int, int]:
+        """The newest step whose files agree with their digests, or -1.
+
+        Every newer one is named in an error message; the second number counts them.
+        """
+        self._damaged = set()
+        for step in reversed(self.steps()):
+            wrong = problems(self.path / str(step))
+            if not wrong:
+                return step, len(self._damaged)
+            self._damaged.add(step)
+            _report_damage(self.path / str(step), wrong)
+        return -1, len(self._damaged)
+
+    def make_ready(self, step: int, size: int) -> None:
+        """Creates and locks the folder and makes way for `size` bytes at `step`.
+
+        Raises:
+            SaveError: another process has the lock.
+            DiskFullError: there is no room.
+            ValueError: a good checkpoint of this step exists.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self._lock is None:
+            self._lock = _lock(self.path)
+            self._clear_unfinished()
+            _require_room(self.path, size)
+            if not (self.path / FORMAT_FILE).exists():
+                write_atomically(self.path / FORMAT_FILE, json.dumps(FORMAT))
+        self._set_damaged_aside(step)
+        _require_room(self.path, size)
+
+    def drop_old(self, keep: int) -> None:
+        """Deletes all but the newest `keep`; damaged ones neither count nor go."""
+        good = [step for step in self.steps() if step not in self._damaged]
+        for step in good[:-keep]:
+            # Renamed first: a half-deleted folder must not look like a damaged one.
+            doomed = self.path / f"{step}{DELETED}"
+            (self.path / str(step)).rename(doomed)
+            shutil.rmtree(doomed)
+
+    def unlock(self) -> None:
+        """Lets another process save here."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _set_damaged_aside(self, step: int) -> None:
+        folder = self.path / str(step)
+        if not folder.exists():
+            return
+        if step not in self._damaged and not problems(folder):
+            raise ValueError(f"step {step} is already saved in {folder}")
+        aside, n = folder.with_name(f"{step}.damaged"), 1
+        while aside.exists():
+            n += 1
+            aside = folder.with_name(f"{step}.damaged-{n}")
+        folder.rename(aside)
+        self._damaged.discard(step)
+        logger.warning("damaged checkpoint %s is now %s", folder, aside.name)
+
+    def _clear_unfinished(self) -> None:
+        for suffix in (UNFINISHED, DELETED):
+            for leftover in self.path.glob(f"*{suffix}"):
+                if leftover.name.removesuffix(suffix).isdecimal():
+                    shutil.rmtree(leftover)
+
+
+def _report_damage(folder: Path, wrong: list[str]) -> None:
+    shown = "; ".join(wrong[:3])
+    more = f"; and {len(wrong) - 3} more files" if len(wrong) > 3 else ""
+    logger.error(
+        "checkpoint %s is damaged and will not be used: %s%s. It is left in place.",
+        folder,
+        shown,
+        more,
+    )
+
+
+def _require_ours(directory: Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file, not a folder of checkpoints")
+    if not directory.exists():
+        return
+    # The lock and half-written marker are hidden, and may be all there is so far.
+    names = sorted(p.name for p in directory.iterdir() if not p.name.startswith("."))
+    if not names:
+        return
+    if FORMAT_FILE not in names:
+        raise ValueError(
+            f"{directory} is not a folder of memjax checkpoints: it has no "
+            f"{FORMAT_FILE}, but {', '.join(names[:5])}"
+        )
+    try:
+        found = json.loads((directory / FORMAT_FILE).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{directory / FORMAT_FILE} cannot be read: {error}") from None
+    if found != FORMAT:
+        raise ValueError(
+            f"{directory / FORMAT_FILE} must say {FORMAT}, it says {found}: "
+            "written by another version of memjax"
+        )
+
+
+def _lock(directory: Path) -> Any:
+    """Holds the folder for one run: two would overwrite each other's checkpoints."""
+    file = (directory / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise SaveError(
+            errno.EBUSY, f"another process is saving checkpoints in {directory}"
+        ) from None
+    except OSError as error:
+        logger.warning("%s cannot be locked (%s)", directory, error.strerror)
+    return file
+
+
+def _require_room(directory: Path, size: int) -> None:
+    """Refuses a save that the disk may not hold: 1.25 of the state and 1 MiB."""
+    need, free = int(1.25 * size) + 2**20, shutil.disk_usage(directory).free
+    if free < need:
+        raise DiskFullError(
+            errno.ENOSPC,
+            f"no room for a checkpoint in {directory}: {need} bytes needed, {free} "
+            "free. Free some space and run the same command again",
+        )

@@ -1,0 +1,75 @@
+"""Digests of the files of a folder: how a checkpoint proves that it is whole.
+
+`write_digests` records the size and the sha256 of every file under the
+subfolders of a folder; `problems` says in words what no longer agrees. Files
+that lie directly in the folder are not covered: the checkpoint library rewrites
+its own timestamps there after the digests are taken, and reads nothing from them.
+"""
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+DIGEST_FILE = "digests.json"
+
+
+def write_digests(folder: Path) -> None:
+    """Writes `digests.json` for every file below `folder`, all synced to the disk."""
+    files = sorted(p for p in folder.glob("*/**/*") if p.is_file())
+    with ThreadPoolExecutor(8) as pool:
+        entries = pool.map(_synced_entry, files)
+        names = [p.relative_to(folder).as_posix() for p in files]
+        record = dict(zip(names, entries, strict=True))
+    write_atomically(folder / DIGEST_FILE, json.dumps(record, indent=1))
+
+
+def problems(folder: Path) -> list[str]:
+    """What is wrong with the files of `folder`, one line a file; empty when whole."""
+    try:
+        record = json.loads((folder / DIGEST_FILE).read_bytes())
+        items = [(str(n), int(e["bytes"]), str(e["sha256"])) for n, e in record.items()]
+    except FileNotFoundError:
+        return [f"{DIGEST_FILE} is missing"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{DIGEST_FILE} cannot be read ({error})"]
+    if not items:
+        return [f"{DIGEST_FILE} lists no files"]
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda item: _problem(folder, *item), items)
+        return [text for text in found if text]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a small file so that a reader sees either all of it or none."""
+    hidden = path.with_name(f".{path.name}.tmp")
+    with hidden.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    hidden.replace(path)
+
+
+def _synced_entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
+
+
+def _problem(folder: Path, name: str, size: int, digest: str) -> str | None:
+    plain = PurePosixPath(name)
+    if plain.is_absolute() or ".." in plain.parts:
+        return f"{DIGEST_FILE} names {name!r}, which is outside the checkpoint"
+    try:
+        with (folder / name).open("rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                return f"{name} has {found} bytes, {size} were written"
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                return f"{name} differs from what was written (sha256)"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None

@@ -1,0 +1,271 @@
+"""The training loop: the only code of the library that holds changing state.
+
+Everything a run needs to go on is in its checkpoints: the state with its step,
+the position in the data, the counts of skipped steps, and the record of the
+configuration. So running the same command again continues bit for bit where the
+newest good checkpoint stands, whatever ended the run before.
+
+How a run ends:
+
+    finished      all steps are done                          exit code 0
+    out of time   the budget of minutes is used up            exit code 0
+    preempted     SIGTERM or Ctrl-C came; the state is saved  exit code 75
+    an exception  too many non-finite steps, a failed save, bad input
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import PyTree
+
+from memjax.training.checkpoint import Checkpoints
+from memjax.training.loop_config import DataIterator, LoopConfig, Outcome, Reason
+from memjax.training.preemption import StopSignals
+from memjax.training.profiling import Profile
+from memjax.training.reporting import Reporter
+from memjax.training.resume import FREE_FIELDS, Start, finite_flag, resume
+
+#: Steps whose metrics may still be on the device. Reading a metric this late
+#: never makes the device wait for the host.
+LAG = 2
+
+
+def train(
+    train_step: Callable[[Any, Any], tuple[Any, dict[str, Any]]],
+    state: PyTree,
+    data: DataIterator,
+    config: LoopConfig,
+    run_dir: Path | str,
+    *,
+    config_record: dict[str, Any],
+    tokens_per_step: int,
+    evaluate: Callable[[Any, Callable[[], bool]], dict[str, float]] | None = None,
+    step_of: Callable[[Any], Any] = lambda state: state.step,
+    may_change: Collection[str] = FREE_FIELDS,
+) -> tuple[Any, Outcome]:
+    """Trains to `config.steps`, from where the run in `run_dir` stands if there is one.
+
+    Args:
+        train_step: `(state, batch) -> (state, metrics)`, jitted and pure; may donate
+            its state. Metrics are scalars: "loss", "finite" (0 where the update was
+            skipped because loss or gradients were not finite) and any others. The
+            step in the state goes up by one in every call, skipped or not.
+        state: where a new run starts. Its arrays are used up: donated by
+            `train_step`, or freed when a checkpoint takes their place.
+        data: the batches; its position is saved and restored.
+        config: see `LoopConfig`.
+        run_dir: the folder of the run; gets `checkpoints/`, `metrics.jsonl`,
+            `tensorboard/` and `profile/`.
+        config_record: everything that shapes the run, as JSON. It is stored in the
+            checkpoints and must be the same on resuming.
+        tokens_per_step: tokens in a batch, over all devices.
+        evaluate: `(state, should_stop) -> values`; should return early, whatever it
+            has, once `should_stop()` is true. Its values are then not recorded.
+        step_of: finds the step, an integer scalar, in the state.
+        may_change: fields of `config_record`, dotted when nested, that may differ.
+
+    Returns:
+        The state, and how the run ended. Except after an exception the state is in
+        a checkpoint by then.
+
+    Raises:
+        ValueError: `config_record` or the state contradicts the checkpoint; metrics
+            are not as above; the data ended before `config.steps` (after saving).
+        CheckpointError: there are checkpoints, but all are damaged.
+        NonFiniteError: `config.max_nan_steps` steps in a row were skipped.
+        SaveError: a checkpoint could not be written; DiskFullError for want of room.
+    """
+    deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
+    run = _Run(
+        train_step, data, evaluate, config, Path(run_dir), config_record, step_of
+    )
+    with (
+        StopSignals() as signals,
+        Checkpoints(run.folder / "checkpoints", keep=config.keep) as checkpoints,
+    ):
+        start = resume(checkpoints, state, data, config_record, may_change, step_of)
+        reporter = Reporter(
+            run.folder,
+            step=start.step,
+            steps=config.steps,
+            tokens_per_step=tokens_per_step,
+        )
+        loop = _Loop(run, start, signals, checkpoints, reporter, deadline)
+        # Only the loop may hold the state, or each update would need another copy.
+        del state, start
+        with reporter:
+            return loop.run()
+
+
+class _Run(NamedTuple):
+    """What stays the same for the length of a run."""
+
+    train_step: Callable[[Any, Any], tuple[Any, dict[str, Any]]]
+    data: Any
+    evaluate: Callable[[Any, Callable[[], bool]], dict[str, float]] | None
+    config: LoopConfig
+    folder: Path
+    record: dict[str, Any]
+    step_of: Callable[[Any], Any]
+
+
+class _Loop:
+    """What changes: the state, its step, the skipped steps, the metrics under way."""
+
+    def __init__(
+        self,
+        run: _Run,
+        start: Start,
+        signals: StopSignals,
+        checkpoints: Checkpoints,
+        reporter: Reporter,
+        deadline: float | None,
+    ):
+        self._run, self._signals, self._reporter = run, signals, reporter
+        self._checkpoints, self._deadline = checkpoints, deadline
+        self._profile = Profile(run.config.profile, run.folder / "profile")
+        self._state, self._step, self._skipped = start.state, start.step, start.skipped
+        self._saved = start.step if start.restored else None
+        self._pending: deque[tuple[int, dict[str, Any]]] = deque()
+        self._clock_started = False
+
+    def run(self) -> tuple[Any, Outcome]:
+        if self._saved is not None:
+            self._reporter.message(f"resumed at step {self._step}")
+        try:
+            reason = self._steps()
+        finally:
+            self._profile.stop(self._state)
+        self._read_metrics(keep=0)
+        self._save()
+        self._checkpoints.wait()
+        if reason == "data ended":
+            raise ValueError(
+                f"the data ended after step {self._step}, before steps = "
+                f"{self._run.config.steps}; the state is saved"
+            )
+        if reason == "finished" and not self._evaluate_if_due():
+            reason = "preempted"
+        self._reporter.message(f"{reason} at step {self._step}, state saved")
+        return self._state, Outcome(reason, self._step, self._skipped.total)
+
+    def _steps(self) -> Reason | Literal["data ended"]:
+        # The evaluation that the interruption may have cut short.
+        if self._saved is not None and not self._evaluate_if_due():
+            return "preempted"
+        while (reason := self._reason_to_stop()) is None:
+            self._profile.start(self._step + 1)
+            try:
+                batch = next(self._run.data)
+            except StopIteration:
+                return "data ended"
+            self._state, metrics = self._run.train_step(self._state, batch)
+            self._step += 1
+            self._keep_metrics(metrics)
+            self._profile.stop_after(self._step, self._state)
+            self._checkpoints.check()
+            if self._step % self._run.config.save_every == 0:
+                self._save()
+            if self._step < self._run.config.steps and not self._evaluate_if_due():
+                return "preempted"
+        return reason
+
+    def _reason_to_stop(self) -> Reason | None:
+        if self._step >= self._run.config.steps:
+            return "finished"
+        if self._signals.should_stop():
+            return "preempted"
+        return "out of time" if self._out_of_time() else None
+
+    def _out_of_time(self) -> bool:
+        if self._deadline is None:
+            return False
+        late = time.monotonic() >= self._deadline
+        if jax.process_count() == 1:
+            return late
+        return self._step % self._run.config.log_every == 0 and _agreed(late)
+
+    def _keep_metrics(self, metrics: dict[str, Any]) -> None:
+        for leaf in jax.tree.leaves(metrics):
+            if isinstance(leaf, jax.Array):
+                leaf.copy_to_host_async()
+        self._pending.append((self._step, metrics))
+        self._read_metrics(keep=LAG)
+
+    def _read_metrics(self, *, keep: int) -> None:
+        """Counts and logs the steps whose metrics have come, all but `keep` of them."""
+        config = self._run.config
+        while len(self._pending) > keep:
+            step, on_device = self._pending.popleft()
+            metrics = jax.device_get(on_device)
+            finite = finite_flag(metrics, step)
+            self._skipped = self._skipped.after(
+                step, finite=finite, limit=config.max_nan_steps
+            )
+            if not finite:
+                self._reporter.message(
+                    f"step {step}: loss or gradients not finite, update skipped "
+                    f"({self._skipped.in_row} in a row, {self._skipped.total} in all)"
+                )
+            if not self._clock_started:
+                self._reporter.start_clock(step)
+                self._clock_started = True
+            if step % config.log_every == 0 or step == config.steps:
+                values = {name: float(value) for name, value in metrics.items()}
+                values["skipped_steps"] = float(self._skipped.total)
+                self._reporter.log(step, values)
+
+    def _save(self) -> None:
+        """Starts a checkpoint of this step, unless there is one."""
+        # A step count of 0 says that nothing was done: nothing to lose.
+        if self._step in (self._saved, 0):
+            return
+        self._read_metrics(keep=0)
+        if int(self._run.step_of(self._state)) != self._step:
+            raise ValueError(
+                f"after {self._step} steps the state says step "
+                f"{int(self._run.step_of(self._state))}: train_step must count every "
+                "call, skipped or not"
+            )
+        # Metrics first: a checkpoint must not be ahead of the record of its steps.
+        self._reporter.flush()
+        meta = {
+            "config": self._run.record,
+            "data": self._run.data.get_state(),
+            "skipped": list(self._skipped),
+        }
+        with self._reporter.paused():
+            self._checkpoints.save(self._step, self._state, meta)
+        self._saved = self._step
+
+    def _evaluate_if_due(self) -> bool:
+        """Evaluates where it is time and not done yet; False if told to stop."""
+        config, evaluate = self._run.config, self._run.evaluate
+        if evaluate is None or config.evaluate_every == 0:
+            return True
+        last = self._step >= config.steps
+        if not last and (self._step % config.evaluate_every or self._step == 0):
+            return True
+        if _agreed(self._reporter.evaluated(self._step)):
+            return True
+        self._read_metrics(keep=0)
+        with self._reporter.paused():
+            values = evaluate(self._state, self._signals.should_stop)
+        if self._signals.should_stop():
+            return False
+        found = {name: float(value) for name, value in values.items()}
+        self._reporter.log_evaluation(self._step, found)
+        return True
+
+
+def _agreed(flag: bool) -> bool:
+    """What process 0 says, so that all do the same."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.broadcast_one_to_all(np.asarray(flag)))

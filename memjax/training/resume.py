@@ -1,0 +1,175 @@
+"""Where a run stands: found in its newest checkpoint, or its beginning."""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from memjax.training.checkpoint import Checkpoints
+from memjax.training.structure import abstract
+
+#: Fields of the loop that may change between a run and its continuation.
+FREE_FIELDS = frozenset(
+    f"{prefix}{name}"
+    for prefix in ("", "loop.")
+    for name in (
+        "steps",
+        "minutes",
+        "save_every",
+        "evaluate_every",
+        "log_every",
+        "keep",
+        "max_nan_steps",
+        "profile",
+    )
+)
+
+
+class NonFiniteError(FloatingPointError):
+    """Loss or gradients were not finite for too many steps in a row."""
+
+
+class SkipCount(NamedTuple):
+    """Steps whose update was skipped: in all, and in a row up to now."""
+
+    total: int = 0
+    in_row: int = 0
+
+    def after(self, step: int, *, finite: bool, limit: int) -> "SkipCount":
+        """The count after one more step.
+
+        Raises:
+            NonFiniteError: `limit` steps in a row were skipped.
+        """
+        if finite:
+            return SkipCount(self.total, 0)
+        count = SkipCount(self.total + 1, self.in_row + 1)
+        if count.in_row >= limit:
+            raise NonFiniteError(
+                f"stopped at step {step}: loss or gradients were not finite for "
+                f"{count.in_row} steps in a row (steps {step - count.in_row + 1} to "
+                f"{step}), {count.total} skipped in all. Look at the data of these "
+                "steps, or lower the learning rate"
+            )
+        return count
+
+
+class Start(NamedTuple):
+    """What a loop starts from."""
+
+    step: int
+    state: PyTree
+    skipped: SkipCount
+    restored: bool
+
+
+def resume(
+    checkpoints: Checkpoints,
+    state: PyTree,
+    data: Any,
+    config_record: Mapping[str, Any],
+    may_change: Collection[str],
+    step_of: Callable[[Any], Any],
+) -> Start:
+    """Restores state and data position if there is a checkpoint to go on from.
+
+    The arrays of `state` are freed before those of the checkpoint are read, so
+    that resuming needs no more memory than training.
+
+    Raises:
+        ValueError: the checkpoint was written under another configuration, or for
+            another state.
+    """
+
+    def accept(meta: dict[str, Any]) -> None:
+        where = str(checkpoints.directory)
+        require_same_config(meta["config"], config_record, may_change, where)
+        _free(state)
+
+    found = checkpoints.restore(abstract(state), accept=accept)
+    if found is None:
+        return Start(int(step_of(state)), state, SkipCount(), restored=False)
+    if int(step_of(found.state)) != found.step:
+        raise ValueError(
+            f"the state of checkpoint {found.step} in {checkpoints.directory} says it "
+            f"is of step {int(step_of(found.state))}"
+        )
+    data.set_state(found.meta["data"])
+    skipped = SkipCount(*found.meta["skipped"])
+    return Start(found.step, found.state, skipped, restored=True)
+
+
+def require_same_config(
+    stored: Mapping[str, Any],
+    given: Mapping[str, Any],
+    may_change: Collection[str],
+    where: str,
+) -> None:
+    """Raises ValueError naming the fields in which two configurations differ.
+
+    Nested fields are named with dots; those in `may_change` are not compared.
+    """
+    old, new = _flat(stored), _flat(as_json(given, "config_record"))
+    names = [n for n in sorted({*old, *new}) if n not in may_change]
+    lines = [
+        f"{n} was {old.get(n, 'absent')!r} and is now {new.get(n, 'absent')!r}"
+        for n in names
+        if n not in old or n not in new or old[n] != new[n]
+    ]
+    if lines:
+        raise ValueError(
+            f"the run in {where} was started with another configuration: "
+            f"{'; '.join(lines)}. Use another folder, or the configuration it had"
+        )
+
+
+def as_json(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The record as it will come back from a checkpoint.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        return json.loads(json.dumps(dict(record)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be JSON: {error}") from error
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _free(state: PyTree) -> None:
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            leaf.delete()
+
+
+def finite_flag(metrics: Mapping[str, Any], step: int) -> bool:
+    """Whether a step's update was made.
+
+    Raises:
+        ValueError: `metrics` lacks "loss" or "finite", or holds something that is
+            not a scalar.
+    """
+    for name in ("loss", "finite"):
+        if name not in metrics:
+            raise ValueError(
+                f"train_step must return the metric {name!r}, got {sorted(metrics)}"
+            )
+    for name, value in metrics.items():
+        if np.shape(value) != ():
+            raise ValueError(
+                f"metric {name!r} at step {step} must be a scalar, got shape "
+                f"{np.shape(value)}"
+            )
+    return bool(metrics["finite"])
