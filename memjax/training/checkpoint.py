@@ -27,7 +27,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -99,13 +99,13 @@ class Checkpoints:
         the latest (`check` raises it sooner, `wait` for certain).
 
         Args:
-            step: >= 0; a step that is already there must be a damaged one.
+            step: >= 0; if it or a later one is already there, that must be damaged.
             state: pytree of JAX arrays, typed PRNG keys included.
             meta: anything JSON can hold.
 
         Raises:
             ValueError: a leaf is no JAX array, `meta` is not JSON, or a good
-                checkpoint of this step exists.
+                checkpoint of this or a later step exists.
             DiskFullError: the filesystem lacks the room; nothing was written.
             SaveError: this or the previous save failed.
         """
@@ -190,7 +190,7 @@ class Checkpoints:
             self._writer.close()
             self._folder.unlock()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(

@@ -74,7 +74,7 @@ class Folder:
         Raises:
             SaveError: another process has the lock.
             DiskFullError: there is no room.
-            ValueError: a good checkpoint of this step exists.
+            ValueError: a good checkpoint of this or a later step exists.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
@@ -83,6 +83,7 @@ class Folder:
             _require_room(self.path, size)
             if not (self.path / FORMAT_FILE).exists():
                 write_atomically(self.path / FORMAT_FILE, json.dumps(FORMAT))
+        self._require_newest(step)
         self._set_damaged_aside(step)
         _require_room(self.path, size)
 
@@ -101,12 +102,24 @@ class Folder:
             self._lock.close()
             self._lock = None
 
+    def _require_newest(self, step: int) -> None:
+        # So that none of the `keep` newest is bad, and the save to come is newest.
+        for later in self.steps():
+            if later < step or later in self._damaged:
+                continue
+            wrong = problems(self.path / str(later))
+            if not wrong:
+                raise ValueError(
+                    f"step {step} cannot be saved in {self.path}: step {later} is "
+                    "already there, and good"
+                )
+            self._damaged.add(later)
+            _report_damage(self.path / str(later), wrong)
+
     def _set_damaged_aside(self, step: int) -> None:
         folder = self.path / str(step)
         if not folder.exists():
             return
-        if step not in self._damaged and not problems(folder):
-            raise ValueError(f"step {step} is already saved in {folder}")
         aside, n = folder.with_name(f"{step}.damaged"), 1
         while aside.exists():
             n += 1

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -45,7 +45,7 @@ class StopSignals:
             self._asked = multihost_utils.reached_preemption_sync_point(self._polls)
         return self._asked
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "StopSignals":
         if threading.current_thread() is not threading.main_thread():
             logger.warning("not in the main thread: SIGTERM will not save the state")
         elif jax.process_count() > 1:

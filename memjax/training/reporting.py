@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -109,7 +109,7 @@ class Reporter:
             self._file.flush()
             self._board.flush()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Reporter":
         if self._bar is not None:
             self._bar.start()
         return self
