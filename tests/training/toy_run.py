@@ -55,7 +55,9 @@ def loss_of(params: Any, memory: jax.Array, x: jax.Array, key: jax.Array) -> Any
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=(2, 3))
 def train_step(state: State, x: jax.Array, rate: float, compile_sleep: float) -> Any:
-    time.sleep(compile_sleep)
+    if compile_sleep:  # tracing happens once, so this is a slow compilation
+        print("compiling", flush=True)
+        time.sleep(compile_sleep)
     key = jax.random.fold_in(state.key, state.step)
     (loss, memory), grads = jax.value_and_grad(loss_of, has_aux=True)(
         state.params, state.memory, x, key

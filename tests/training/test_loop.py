@@ -1,0 +1,400 @@
+"""Runs that are killed, stopped, damaged and starved end like ones left in peace."""
+
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memjax.training.checkpoint import DiskFullError
+from memjax.training.loop import train
+from memjax.training.loop_config import LoopConfig, Outcome
+from memjax.training.resume import NonFiniteError, require_same_config
+
+PROGRAM = Path(__file__).with_name("toy_run.py")
+BASE = {"steps": 40, "save_every": 5, "log_every": 1, "evaluate_every": 20}
+
+
+def load_toy() -> Any:
+    spec = importlib.util.spec_from_file_location("toy_run", PROGRAM)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+toy = load_toy()
+
+
+def start(run_dir: Path, options: dict[str, Any]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", str(PROGRAM), str(run_dir), json.dumps(options)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"ended without saying {text!r}:\n{seen}")
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == code, output
+    return output
+
+
+def metrics(run_dir: Path) -> list[tuple[int, str, Any]]:
+    """Everything on record but the times."""
+    entries = []
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        entry["values"].pop("tokens_per_second", None)
+        entries.append((entry["step"], entry["kind"], entry["values"]))
+    return entries
+
+
+def require_same_end(run_dir: Path, peaceful: Path) -> None:
+    assert (run_dir / "final.bin").read_bytes() == (peaceful / "final.bin").read_bytes()
+    # An evaluation repeated after a kill stands behind the lines of its step.
+    assert sorted(metrics(run_dir), key=str) == sorted(metrics(peaceful), key=str)
+
+
+@pytest.fixture(scope="module")
+def peaceful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of BASE that nobody disturbed."""
+    run_dir = tmp_path_factory.mktemp("peaceful")
+    assert toy.main(run_dir, BASE) == 0
+    return run_dir
+
+
+@pytest.fixture
+def halfway(tmp_path: Path) -> Path:
+    """A run of BASE that has done 23 of its 40 steps."""
+    run_dir = tmp_path / "run"
+    assert toy.main(run_dir, BASE | {"steps": 23}) == 0
+    for entry in (run_dir / "metrics.jsonl").read_text().splitlines()[-1:]:
+        assert json.loads(entry)["step"] == 23
+    trim_last_evaluation(run_dir)
+    return run_dir
+
+
+def trim_last_evaluation(run_dir: Path) -> None:
+    """A run of 40 steps would not have evaluated at step 23."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert '"step": 23, "kind": "evaluation"' in lines[-1]
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:-1]))
+
+
+def test_resumed_in_another_process_equals_uninterrupted(
+    halfway: Path, peaceful: Path
+) -> None:
+    output = finish(start(halfway, BASE))
+    assert "resumed at step 23" in output
+    require_same_end(halfway, peaceful)
+    steps = [step for step, kind, _ in metrics(halfway) if kind == "train"]
+    assert steps == list(range(1, 41))
+    assert [s for s, kind, _ in metrics(halfway) if kind == "evaluation"] == [20, 40]
+
+
+def test_a_finished_run_does_nothing_more(peaceful: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(peaceful, run_dir)
+    lines = (run_dir / "metrics.jsonl").read_bytes()
+    assert toy.main(run_dir, BASE) == 0
+    assert (run_dir / "metrics.jsonl").read_bytes() == lines
+    require_same_end(run_dir, peaceful)
+
+
+def test_kill_9_at_any_moment(tmp_path: Path) -> None:
+    """Kills in the first steps, in the middle of saves, and at random moments."""
+    options = BASE | {"size": 256, "sleep": 0.02, "steps": 60}
+    run_dir, undisturbed = tmp_path / "run", tmp_path / "peaceful"
+    assert toy.main(undisturbed, options | {"sleep": 0}) == 0
+    luck = random.Random(0)
+    for moment in ("first step", "saving", "saving", "any", "any"):
+        process = start(run_dir, options)
+        if moment == "saving":
+            wait_for(lambda: list(run_dir.glob("checkpoints/*-tmp/**/d")), process)
+        else:
+            read_until(process, "step ")
+            time.sleep(luck.random() * 0.5 if moment == "any" else 0)
+        process.kill()
+        seen = process.communicate()[0]
+        done = max([0, *(int(n) for n in re.findall(r"step (\d+)/", seen))])
+        saved = [int(p.name) for p in run_dir.glob("checkpoints/[0-9]*") if whole(p)]
+        # What a kill costs: the interval, and what was done while a save was written.
+        assert done - max([0, *saved]) <= 2 * options["save_every"]
+    output = finish(start(run_dir, options | {"sleep": 0}))
+    assert "resumed at step" in output and "damaged" not in output
+    require_same_end(run_dir, undisturbed)
+    left = {p.name for p in (run_dir / "checkpoints").iterdir()}
+    assert left == {"50", "55", "60", "memjax-checkpoints.json", ".lock"}
+
+
+def whole(folder: Path) -> bool:
+    return folder.name.isdecimal() and (folder / "digests.json").exists()
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+    while not condition():
+        assert process.poll() is None, "ended too soon"
+        time.sleep(0.001)
+
+
+def test_sigterm_saves_and_exits_75(tmp_path: Path, peaceful: Path) -> None:
+    process = start(tmp_path, BASE | {"sleep": 0.05})
+    read_until(process, "step 7/")
+    process.send_signal(signal.SIGTERM)
+    output = finish(process, code=75)
+    [step] = re.findall(r"preempted at step (\d+), state saved", output)
+    assert 7 <= int(step) <= 12
+    assert whole(tmp_path / "checkpoints" / step)
+    assert metrics(tmp_path)[-1][0] == int(step)
+    assert f"resumed at step {step}" in finish(start(tmp_path, BASE))
+    require_same_end(tmp_path, peaceful)
+
+
+def test_sigterm_while_the_first_step_compiles(tmp_path: Path) -> None:
+    process = start(tmp_path, BASE | {"compile_sleep": 1.0})
+    read_until(process, "compiling")
+    process.send_signal(signal.SIGTERM)
+    assert "preempted at step 1, state saved" in finish(process, code=75)
+    assert whole(tmp_path / "checkpoints" / "1")
+
+
+def test_interrupt_in_evaluation_which_is_done_again(
+    tmp_path: Path, peaceful: Path
+) -> None:
+    process = start(tmp_path, BASE | {"evaluate_sleep": 60.0})
+    read_until(process, "evaluating")
+    sent = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert "preempted at step 20, state saved" in finish(process, code=75)
+    assert time.monotonic() - sent < 20
+    assert [kind for _, kind, _ in metrics(tmp_path)] == ["train"] * 20
+    assert toy.main(tmp_path, BASE) == 0
+    require_same_end(tmp_path, peaceful)
+
+
+def damage_truncate(folder: Path) -> Path:
+    path = max(folder.glob("state/**/d/*"), key=lambda p: p.stat().st_size)
+    os.truncate(path, path.stat().st_size - 1)
+    return path
+
+
+def damage_flip(folder: Path) -> Path:
+    path = max(folder.glob("state/**/d/*"), key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+    return path
+
+
+def damage_remove(folder: Path) -> Path:
+    path = folder / "state" / "manifest.ocdbt"
+    path.unlink()
+    return path
+
+
+@pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_remove])
+def test_damaged_newest_checkpoint_costs_only_time(
+    halfway: Path,
+    peaceful: Path,
+    damage: Callable[[Path], Path],
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    newest = halfway / "checkpoints" / "23"
+    file = damage(newest)
+    assert toy.main(halfway, BASE) == 0
+    [error] = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert str(newest) in error and str(file.relative_to(newest)) in error
+    assert "resumed at step 20" in capsys.readouterr().out
+    assert newest.is_dir()
+    require_same_end(halfway, peaceful)
+
+
+def test_full_disk_stops_the_run_at_once(small_disk: Path) -> None:
+    # 8 MiB hold two checkpoints of this size, and not three.
+    options = BASE | {"size": 512, "steps": 1000, "log_every": 1000}
+    process = start(small_disk / "run", options | {"save_every": 10})
+    output = finish(process, code=1)
+    assert "DiskFullError" in output.splitlines()[-1]
+    assert "no room for a checkpoint in" in output.splitlines()[-1]
+    steps = sorted(int(p.name) for p in small_disk.glob("run/checkpoints/[0-9]*"))
+    assert steps and steps[0] == 10
+    # After making room the same command goes on.
+    (small_disk / "run" / "checkpoints" / "10").rename(small_disk / "elsewhere")
+    shutil.rmtree(small_disk / "elsewhere")
+    with pytest.raises(DiskFullError):
+        toy.main(small_disk / "run", options | {"save_every": 20, "steps": 200})
+
+
+def test_non_finite_steps_are_skipped_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = BASE | {"nan_steps": [6, 7, 12], "max_nan_steps": 3}
+    assert toy.main(tmp_path / "a", options | {"steps": 7}) == 0
+    assert toy.main(tmp_path / "a", options) == 0
+    output = capsys.readouterr().out
+    assert "step 7: loss or gradients not finite, update skipped (2 in a row" in output
+    assert (
+        "step 12: loss or gradients not finite, update skipped (1 in a row, 3 in"
+        in (output)
+    )
+    rows = [values for _, kind, values in metrics(tmp_path / "a") if kind == "train"]
+    assert [row["skipped_steps"] for row in rows] == [0.0] * 5 + [1.0] + [2.0] * 5 + (
+        [3.0] * 29
+    )
+    assert [n + 1 for n, row in enumerate(rows) if row["loss"] is None] == [6, 7, 12]
+
+
+def test_too_many_non_finite_steps_stop_the_run_even_across_a_resume(
+    tmp_path: Path,
+) -> None:
+    options = BASE | {"nan_steps": [9, 10, 11], "max_nan_steps": 3}
+    assert toy.main(tmp_path, options | {"steps": 10}) == 0
+    message = r"stopped at step 11: .* 3 steps in a row \(steps 9 to 11\), 3 skipped"
+    with pytest.raises(NonFiniteError, match=message):
+        toy.main(tmp_path, options)
+    # The step before the stop stays the newest; the bad ones are not saved.
+    assert (tmp_path / "checkpoints" / "10").is_dir()
+    assert not (tmp_path / "checkpoints" / "15").exists()
+
+
+def test_contradicting_configuration_is_named(halfway: Path) -> None:
+    before = (halfway / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"rate was 0\.05 and is now 0\.1"):
+        toy.main(halfway, BASE | {"rate": 0.1})
+    # Before the shapes of the state are looked at.
+    with pytest.raises(ValueError, match=r"model\.size was 16 and is now 32"):
+        toy.main(halfway, BASE | {"size": 32})
+    assert (halfway / "metrics.jsonl").read_bytes() == before
+
+
+def test_fields_are_compared_by_their_whole_name() -> None:
+    stored = {"loop": {"steps": 5}, "schedule": {"steps": 5}, "old": 1}
+    require_same_config(stored, stored | {"loop": {"steps": 9}}, {"loop.steps"}, "x")
+    with pytest.raises(ValueError, match=r"schedule\.steps was 5 and is now 9"):
+        require_same_config(
+            stored, stored | {"schedule": {"steps": 9}}, {"loop.steps"}, "x"
+        )
+    with pytest.raises(ValueError, match="new was 'absent'.*old was 1 and.*'absent'"):
+        require_same_config({"old": 1}, {"new": 2}, (), "x")
+
+
+def test_profile_writes_a_trace(tmp_path: Path) -> None:
+    assert toy.main(tmp_path, {"steps": 6, "profile": [3, 4]}) == 0
+    traces = list((tmp_path / "profile").glob("**/*.xplane.pb"))
+    assert len(traces) == 1 and traces[0].stat().st_size > 1000
+
+
+def test_budget_of_minutes_stops_cleanly_and_goes_on(
+    tmp_path: Path, peaceful: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert toy.main(tmp_path, BASE | {"minutes": 0.004, "sleep": 0.03}) == 0
+    [step] = re.findall(
+        r"out of time at step (\d+), state saved", capsys.readouterr().out
+    )
+    assert 0 < int(step) < 40 and whole(tmp_path / "checkpoints" / step)
+    assert toy.main(tmp_path, BASE) == 0
+    require_same_end(tmp_path, peaceful)
+
+
+def test_data_that_ends_is_said_and_the_state_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="data ended after step 13, before steps = 40"):
+        toy.main(tmp_path, BASE | {"batches": 13})
+    assert whole(tmp_path / "checkpoints" / "13")
+
+
+def run_with(step: Callable[..., Any], run_dir: Path) -> tuple[Any, Outcome]:
+    return train(
+        step,
+        toy.init(16),
+        toy.Data({}),
+        LoopConfig(steps=3),
+        run_dir,
+        config_record={},
+        tokens_per_step=1,
+    )
+
+
+def test_wrong_metrics_and_step_counts_are_named(tmp_path: Path) -> None:
+    def lacks(state: Any, x: Any) -> Any:
+        return state._replace(step=state.step + 1), {"loss": 1.0}
+
+    def vector(state: Any, x: Any) -> Any:
+        return state, {"loss": 1.0, "finite": True, "each": x[0]}
+
+    def stuck(state: Any, x: Any) -> Any:
+        return state, {"loss": 1.0, "finite": True}
+
+    with pytest.raises(ValueError, match=r"the metric 'finite', got \['loss'\]"):
+        run_with(lacks, tmp_path / "a")
+    with pytest.raises(ValueError, match=r"'each' at step 1 must be a scalar.*\(16,\)"):
+        run_with(vector, tmp_path / "b")
+    with pytest.raises(ValueError, match="after 3 steps the state says step 0"):
+        run_with(stuck, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"steps": 0}, "steps must be >= 1, got 0"),
+        ({"save_every": 0}, "save_every must be >= 1, got 0"),
+        ({"evaluate_every": -1}, "evaluate_every must be >= 0, got -1"),
+        ({"minutes": 0.0}, r"minutes must be > 0, got 0\.0"),
+        ({"profile": (5, 4)}, r"1 <= first <= last, got \(5, 4\)"),
+    ],
+)
+def test_bad_settings_are_named(fields: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoopConfig(**({"steps": 1} | fields))
+
+
+def test_exit_codes() -> None:
+    reasons = ("finished", "out of time", "preempted")
+    assert [Outcome(reason, 1, 0).exit_code for reason in reasons] == [0, 0, 75]
+
+
+def test_two_processes_stop_at_one_step_and_go_on(tmp_path: Path) -> None:
+    """SIGTERM reaches only the second; both save the same step and resume it."""
+    run_dir = tmp_path / "run"
+
+    def pair(options: dict[str, Any]) -> list[subprocess.Popen[str]]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            common = options | {"processes": 2, "port": probe.getsockname()[1]}
+        return [start(run_dir, common | {"process": n}) for n in (0, 1)]
+
+    first, second = pair(BASE | {"sleep": 0.05, "evaluate_every": 0})
+    read_until(first, "step 7/")
+    second.send_signal(signal.SIGTERM)
+    output = finish(first, code=75)
+    finish(second, code=75)
+    [step] = re.findall(r"preempted at step (\d+), state saved", output)
+    assert 7 <= int(step) < 40
+    first, second = pair(BASE | {"evaluate_every": 0})
+    assert f"resumed at step {step}" in finish(first)
+    assert "step" not in finish(second)
+    assert [s for s, _, _ in metrics(run_dir)] == list(range(1, 41))

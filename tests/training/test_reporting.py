@@ -1,0 +1,128 @@
+"""The run log: valid JSON, each step once, plain lines or a bar."""
+
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from rich.console import Console
+from tensorboardX.event_file_writer import EventFileWriter
+
+from memjax.training.reporting import Reporter
+
+
+def reporter(run_dir: Path, step: int = 0, terminal: bool = False) -> Any:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=120)
+    made = Reporter(run_dir, step=step, steps=100, tokens_per_step=50, console=console)
+    return made, text
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    text = (run_dir / "metrics.jsonl").read_text()
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_lines_have_step_time_values_and_only_json(tmp_path: Path) -> None:
+    with reporter(tmp_path)[0] as log:
+        log.log(1, {"loss": 2.5})
+        log.log(2, {"loss": float("nan"), "norm": float("-inf")})
+        log.log_evaluation(2, {"loss": 3.0})
+    first, second, third = lines(tmp_path)
+    assert first["step"] == 1 and first["kind"] == "train" and first["time"] > 1.7e9
+    assert first["values"]["loss"] == 2.5
+    assert second["values"]["loss"] is None and second["values"]["norm"] is None
+    assert third["kind"] == "evaluation" and third["values"] == {"loss": 3.0}
+
+
+def test_resuming_drops_later_steps_and_a_line_cut_short(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with reporter(tmp_path)[0] as log:
+        for step in range(1, 6):
+            log.log(step, {"loss": float(step)})
+        log.log_evaluation(3, {"loss": 0.0})
+        log.log_evaluation(5, {"loss": 0.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "kin')
+    with caplog.at_level(logging.WARNING):
+        log = reporter(tmp_path, step=3)[0]
+    assert "line 8 dropped" in caplog.text
+    with log:
+        assert log.evaluated(3) and not log.evaluated(5)
+        log.log(4, {"loss": 40.0})
+    found = [(e["step"], e["kind"]) for e in lines(tmp_path)]
+    assert found == [(n, "train") for n in (1, 2, 3)] + [
+        (3, "evaluation"),
+        (4, "train"),
+    ]
+    assert lines(tmp_path)[-1]["values"]["loss"] == 40.0
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    log, text = reporter(tmp_path, step=10)
+    with log:
+        log.log(11, {"loss": 1.25, "skipped_steps": 2.0})
+        log.message("[bold]kept as it is[/bold]")
+    first, second = text.getvalue().splitlines()
+    assert first.startswith("step 11/100 loss 1.2500  ")
+    assert "tokens/s  ETA 0:" in first and first.endswith("2 skipped")
+    assert second == "[bold]kept as it is[/bold]"
+    assert "\x1b" not in text.getvalue()
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    log, text = reporter(tmp_path, terminal=True)
+    with log:
+        log.log(40, {"loss": 1.25})
+    assert "\x1b[" in text.getvalue() and "40/100" in text.getvalue()
+    assert "loss 1.2500" in text.getvalue() and "ETA" in text.getvalue()
+
+
+def test_speed_and_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("memjax.training.reporting.time.perf_counter", lambda: now[0])
+    log, text = reporter(tmp_path)
+    with log:
+        now[0] += 1000.0  # the first step, with its compilation
+        log.start_clock(1)
+        now[0] += 9 * 2.0
+        with log.paused():
+            now[0] += 500.0
+        log.log(10, {"loss": 1.0})
+    assert lines(tmp_path)[0]["values"]["tokens_per_second"] == 25.0
+    assert "25 tokens/s  ETA 0:03:00" in text.getvalue()
+
+
+def test_tensorboard_gets_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    add = EventFileWriter.add_event
+
+    def spy(self: Any, event: Any) -> None:
+        seen.extend((event.step, v.tag, v.simple_value) for v in event.summary.value)
+        add(self, event)
+
+    monkeypatch.setattr(EventFileWriter, "add_event", spy)
+    with reporter(tmp_path)[0] as log:
+        log.log_evaluation(7, {"loss": 0.5})
+    assert seen == [(7, "evaluation/loss", 0.5)]
+    [file] = (tmp_path / "tensorboard").iterdir()
+    assert b"evaluation/loss" in file.read_bytes()
+
+
+def test_only_process_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    log, text = reporter(tmp_path / "run")
+    with log:
+        log.log(1, {"loss": 1.0})
+        log.log_evaluation(1, {"loss": 1.0})
+        log.flush()
+    assert text.getvalue() == "" and not (tmp_path / "run").exists()
