@@ -115,7 +115,7 @@ class Checkpoints:
         self.wait()
         if self._primary:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-            self._folder.make_ready(step, size)
+            self._folder.make_ready(step, size, self.keep)
         self._saving = step
         try:
             self._writer.save(

@@ -44,6 +44,7 @@ class Folder:
     def __init__(self, path: Path):
         self.path = path
         self._damaged: set[int] = set()
+        self._judged = False
         self._lock: Any = None
         _require_ours(path)
 
@@ -59,7 +60,7 @@ class Folder:
 
         Every newer one is named in an error message; the second number counts them.
         """
-        self._damaged = set()
+        self._damaged, self._judged = set(), True
         for step in reversed(self.steps()):
             wrong = problems(self.path / str(step))
             if not wrong:
@@ -68,8 +69,10 @@ class Folder:
             _report_damage(self.path / str(step), wrong)
         return -1, len(self._damaged)
 
-    def make_ready(self, step: int, size: int) -> None:
+    def make_ready(self, step: int, size: int, keep: int) -> None:
         """Creates and locks the folder and makes way for `size` bytes at `step`.
+
+        Drops the oldest down to `keep`, where it is known which ones are good.
 
         Raises:
             SaveError: another process has the lock.
@@ -80,12 +83,13 @@ class Folder:
         if self._lock is None:
             self._lock = _lock(self.path)
             self._clear_unfinished()
-            _require_room(self.path, size)
-            if not (self.path / FORMAT_FILE).exists():
-                write_atomically(self.path / FORMAT_FILE, json.dumps(FORMAT))
         self._require_newest(step)
         self._set_damaged_aside(step)
+        if self._judged:
+            self.drop_old(keep)
         _require_room(self.path, size)
+        if not (self.path / FORMAT_FILE).exists():
+            write_atomically(self.path / FORMAT_FILE, json.dumps(FORMAT))
 
     def drop_old(self, keep: int) -> None:
         """Deletes all but the newest `keep`; damaged ones neither count nor go."""

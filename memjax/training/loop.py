@@ -13,6 +13,8 @@ How a run ends:
     an exception  too many non-finite steps, a failed save, bad input
 """
 
+import hashlib
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -29,7 +31,7 @@ from memjax.training.loop_config import DataIterator, LoopConfig, Outcome, Reaso
 from memjax.training.preemption import StopSignals
 from memjax.training.profiling import Profile
 from memjax.training.reporting import Reporter
-from memjax.training.resume import FREE_FIELDS, Start, finite_flag, resume
+from memjax.training.resume import FREE_FIELDS, Start, as_json, finite_flag, resume
 
 #: Steps whose metrics may still be on the device. Reading a metric this late
 #: never makes the device wait for the host.
@@ -237,7 +239,7 @@ class _Loop:
         self._reporter.flush()
         meta = {
             "config": self._run.record,
-            "data": self._run.data.get_state(),
+            "data": _same_everywhere(self._run.data.get_state()),
             "skipped": list(self._skipped),
         }
         with self._reporter.paused():
@@ -269,3 +271,21 @@ def _agreed(flag: bool) -> bool:
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.broadcast_one_to_all(np.asarray(flag)))
+
+
+def _same_everywhere(data_state: Any) -> Any:
+    """The position in the data, which one process writes down for all.
+
+    Raises:
+        ValueError: it is not JSON, or differs between processes.
+    """
+    text = json.dumps(as_json({"data": data_state}, "data.get_state()"), sort_keys=True)
+    if jax.process_count() > 1:
+        mine = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+        found = np.asarray(multihost_utils.process_allgather(mine))
+        if (found != found[:1]).any():
+            raise ValueError(
+                "data.get_state() must be the same on every process, so that any "
+                f"number of them can resume; process {jax.process_index()} has {text}"
+            )
+    return data_state

@@ -15,9 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
-from memjax.training.checkpoint import DiskFullError
+from memjax.training import loop
 from memjax.training.loop import train
 from memjax.training.loop_config import LoopConfig, Outcome
 from memjax.training.resume import NonFiniteError, require_same_config
@@ -236,18 +239,18 @@ def test_damaged_newest_checkpoint_costs_only_time(
 
 def test_full_disk_stops_the_run_at_once(small_disk: Path) -> None:
     # 8 MiB hold two checkpoints of this size, and not three.
-    options = BASE | {"size": 512, "steps": 1000, "log_every": 1000}
-    process = start(small_disk / "run", options | {"save_every": 10})
+    options = BASE | {"size": 512, "steps": 1000, "log_every": 1000, "save_every": 10}
+    process = start(small_disk / "run", options)
     output = finish(process, code=1)
     assert "DiskFullError" in output.splitlines()[-1]
     assert "no room for a checkpoint in" in output.splitlines()[-1]
     steps = sorted(int(p.name) for p in small_disk.glob("run/checkpoints/[0-9]*"))
     assert steps and steps[0] == 10
-    # After making room the same command goes on.
-    (small_disk / "run" / "checkpoints" / "10").rename(small_disk / "elsewhere")
-    shutil.rmtree(small_disk / "elsewhere")
-    with pytest.raises(DiskFullError):
-        toy.main(small_disk / "run", options | {"save_every": 20, "steps": 200})
+    # With fewer to keep there is room, and the same command goes on.
+    last = steps[-1]
+    finish(start(small_disk / "run", options | {"steps": last + 50, "keep": 1}))
+    left = [p.name for p in small_disk.glob("run/checkpoints/[0-9]*")]
+    assert left == [str(last + 50)]
 
 
 def test_non_finite_steps_are_skipped_and_counted(
@@ -375,6 +378,23 @@ def test_bad_settings_are_named(fields: Any, message: str) -> None:
 def test_exit_codes() -> None:
     reasons = ("finished", "out of time", "preempted")
     assert [Outcome(reason, 1, 0).exit_code for reason in reasons] == [0, 0, 75]
+
+
+def test_data_positions_that_differ_between_processes_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = np.zeros(32, np.uint8)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    gather = lambda mine: np.stack([mine, other])
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    with pytest.raises(ValueError, match='same on every process.*"row": 3'):
+        loop._same_everywhere({"row": 3})
+    monkeypatch.setattr(
+        multihost_utils, "process_allgather", lambda mine: np.stack([mine, mine])
+    )
+    assert loop._same_everywhere({"row": 3}) == {"row": 3}
+    with pytest.raises(ValueError, match=r"data\.get_state\(\) must be JSON"):
+        loop._same_everywhere(object())
 
 
 def test_two_processes_stop_at_one_step_and_go_on(tmp_path: Path) -> None:
