@@ -1,4 +1,4 @@
-"""The reconstruction experiment runs, and its bounds hold."""
+"""The HiPPO experiments run, and their bounds hold."""
 
 import importlib.util
 import json
@@ -11,17 +11,27 @@ ROOT = pathlib.Path(__file__).parents[2]
 BOUNDS = {(1, 32): 1.2e-5, (0, 32): 0.97, (0, 128): 0.90, (0, 512): 0.72}
 
 
-@pytest.fixture(scope="module")
-def experiment():
-    path = ROOT / "experiments" / "hippo_reconstruction.py"
-    spec = importlib.util.spec_from_file_location("hippo_reconstruction", path)
+def load(name):
+    path = ROOT / "experiments" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up by name while it is being executed.
-    sys.modules[spec.name] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return module
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    yield load("hippo_reconstruction")
+    del sys.modules["hippo_reconstruction"]
+
+
+@pytest.fixture
+def benchmark():
+    yield load("benchmark_hippo_bank")
+    del sys.modules["benchmark_hippo_bank"]
 
 
 def test_small_run_writes_table_and_plot(experiment, tmp_path, capsys):
@@ -68,3 +78,30 @@ def test_committed_result_keeps_the_bounds():
 def test_bad_config_is_refused(experiment, fields, message):
     with pytest.raises(ValueError, match=message):
         experiment.Config(**fields)
+
+
+def test_benchmark_times_equal_matrices(benchmark, tmp_path):
+    config = benchmark.Config(
+        order=8,
+        block_length=16,
+        whole_order=8,
+        whole_block_length=16,
+        whole_blocks=2,
+        growth=(4, 8),
+        repeats=1,
+        output=tmp_path / "bank.json",
+    )
+    benchmark.main(config)
+    report = json.loads((tmp_path / "bank.json").read_text())
+    assert report["compared"]["largest_difference"] <= 1e-10
+    assert [row["order"] for row in report["growth"]] == [4, 8]
+    assert report["whole_bank"]["bytes"] == 4 * 2 * 8 * (8 + 16)
+    with pytest.raises(ValueError, match="repeats must"):
+        benchmark.Config(repeats=0)
+
+
+def test_committed_benchmark_is_a_hundred_times_faster():
+    path = ROOT / "experiments" / "results" / "hippo_bank.json"
+    report = json.loads(path.read_text())
+    assert report["compared"]["least_speedup"] >= 100
+    assert report["whole_bank"]["max_s"] < 10
