@@ -17,6 +17,7 @@ import tyro
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from memjax.data import sources
+from memjax.data.tokenizer import parse_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Config:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     """Returns the JSON of a byte-level BPE without special tokens.
 
-    Digits are split one by one, as SmolLM2 does; every text decodes to itself.
+    Digits are split one by one, as SmolLM2 does; every text decodes to itself. Texts
+    with too few distinct pairs give fewer than vocab_size ids.
 
     Raises:
       ValueError: vocab_size is below 256.
@@ -65,12 +67,13 @@ def main(config: Config) -> None:
     documents = sources.open_documents(config.source)
     texts = [document.text for document in documents if document.split == "train"]
     serialised = train_tokenizer(texts, config.vocab_size).encode("utf-8")
+    size = parse_tokenizer(serialised, str(config.destination)).vocab_size
     if config.destination.suffix == ".xz":
         serialised = lzma.compress(serialised, preset=9)
     partial = config.destination.with_name(config.destination.name + ".tmp")
     partial.write_bytes(serialised)
     os.replace(partial, config.destination)
-    print(f"{config.destination}: {len(texts)} documents, {config.vocab_size} ids")
+    print(f"{config.destination}: {len(texts)} documents, {size} ids")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -12,6 +12,7 @@ from memjax.data.batch import Batch
 from memjax.data.tokens import TokenisedDocument
 
 
+@runtime_checkable
 class Rows(Protocol):
     """Rows of the global batches in order: row r of step s is at s * batch_size + r."""
 

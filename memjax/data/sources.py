@@ -166,12 +166,15 @@ def _text_key(features: list[str], text_key: str | None, where: str) -> str:
 
 def _tfds_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if (folder / "dataset_info.json").is_file():
         return tfds.builder_from_directory(str(folder))
+    if name.startswith(("/", ".", "~")):
+        raise ValueError(f"tfds:{name} is not a prepared folder: no dataset_info.json")
     try:
         builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
     except tfds.core.DatasetNotFoundError as error:
-        near = difflib.get_close_matches(name, tfds.list_builders(), 1)
+        known = tfds.list_builders(with_community_datasets=False)
+        near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"tfds:{name}: tfds knows no such dataset{hint}") from error
     builder.download_and_prepare()
