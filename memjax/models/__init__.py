@@ -1,1 +1,8 @@
-"""To be filled."""
+"""Language models: a state and tokens in, a state and logits out."""
+
+from memjax.models.config import ElasticOptions as ElasticOptions
+from memjax.models.config import ModelConfig as ModelConfig
+from memjax.models.config import preset as preset
+from memjax.models.generate import Sampling as Sampling
+from memjax.models.generate import generate as generate
+from memjax.models.language_model import LanguageModel as LanguageModel

@@ -73,9 +73,7 @@ def hippo(
     branches = [run, functools.partial(run, rows=1)]
     if bank is not None and implementation != "direct":
         branches.append(functools.partial(run, rows=1, look_up=True))
-    return jax.lax.switch(
-        case, branches, features, state, start, count, reconstruction
-    )
+    return jax.lax.switch(case, branches, features, state, start, count, reconstruction)
 
 
 def update(

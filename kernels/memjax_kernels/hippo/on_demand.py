@@ -23,7 +23,7 @@ def kernel(
     Tokens at or beyond `stop` get zero columns, so `stop` may cut a block short.
     """
     with jax.enable_x64(True):
-        tokens = start[:, None] + jnp.arange(length + 1, dtype=jnp.int32)
+        tokens = start[:, None] + jnp.arange(length + 1, dtype=jnp.int32)[None]
         end = jnp.maximum(stop, 1)[:, None].astype(jnp.float64)
         edges = jnp.minimum(tokens.astype(jnp.float64), end) / end
         edges = jnp.where(stop[:, None] > 0, edges, 0.0)
@@ -46,11 +46,9 @@ def advance(
     order = coefficients.shape[1]
     nodes, weights = bank.gauss_legendre(order)
     # ratio = 0 must give 0, not the g(0) of an empty history.
-    scale = ratio[:, None] * jnp.asarray(weights**0.5, jnp.float32)
-    project = basis(order, ratio, nodes) * scale[:, None]
-    evaluate = basis(order, jnp.ones(1), nodes)[0] * jnp.asarray(
-        weights**0.5, jnp.float32
-    )
+    root = jnp.asarray(weights**0.5, jnp.float32)[None]
+    project = basis(order, ratio, nodes) * (ratio[:, None] * root)[:, None]
+    evaluate = basis(order, jnp.ones(1), nodes)[0] * root
     values = jnp.einsum("nq,bnx->bqx", evaluate, coefficients, precision=HIGHEST)
     return product(project, values)
 
@@ -58,7 +56,7 @@ def advance(
 def basis(order: int, ratio: Float[Array, " R"], points) -> Float[Array, "R N Q"]:
     """Evaluates g_n(ratio * points) for n below `order`."""
     with jax.enable_x64(True):
-        x = ratio[:, None].astype(jnp.float64) * jnp.asarray(points, jnp.float64)
+        x = ratio[:, None].astype(jnp.float64) * jnp.asarray(points, jnp.float64)[None]
 
         def value(n, _, now, __):
             return (jnp.sqrt(2 * n + 1) * now).astype(jnp.float32)

@@ -80,9 +80,7 @@ def scan(
         return jnp.where(complete, absorb(block, c, f), c), memory
 
     blocks = jnp.arange(features.shape[1], dtype=jnp.int32)
-    c, memory = jax.lax.scan(
-        body, coefficients, (blocks, jnp.moveaxis(features, 1, 0))
-    )
+    c, memory = jax.lax.scan(body, coefficients, (blocks, jnp.moveaxis(features, 1, 0)))
     return c, jnp.moveaxis(memory, 0, 1)
 
 
@@ -96,10 +94,10 @@ def associative(
     """Combines (P, U) pairs in a tree of depth log n; keeps every state."""
     blocks = jnp.arange(features.shape[1], dtype=jnp.int32)
     order = coefficients.shape[1]
-    complete = (blocks[:, None] < count)[:, :, None, None]
+    complete = (blocks[:, None] < count[None])[:, :, None, None]
     transitions = jax.vmap(matrices.transition)(blocks)
     # A row whose block is not complete keeps its state: P = I, U = 0.
-    transitions = jnp.where(complete, transitions, jnp.eye(order))
+    transitions = jnp.where(complete, transitions, jnp.eye(order)[None, None])
     written = jax.vmap(lambda b, f: on_demand.product(matrices.kernel(b), f))(
         blocks, jnp.moveaxis(features, 1, 0)
     )

@@ -1,0 +1,153 @@
+"""Perplexity over streams: the memory is carried, and cleared at each text's start.
+
+Every score is of the next token given those before it; a token's loss is taken from
+logits computed before the token was read.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float32, Int32
+
+from memjax.data.tokens import TokenisedDocument
+from memjax.models.language_model import LanguageModel
+from memjax.training.loss import token_losses
+
+
+class Losses(NamedTuple):
+    """Losses of R texts of up to T tokens.
+
+    Attributes:
+        nll: [R, T] nats of the target at each position; 0 where there is none.
+        mask: [R, T] 1 where there is a target.
+        kinds: [R] kind of each text.
+    """
+
+    nll: Float32[np.ndarray, "R T"]
+    mask: Float32[np.ndarray, "R T"]
+    kinds: tuple[str, ...]
+
+
+def losses(
+    model: LanguageModel,
+    documents: Sequence[TokenisedDocument],
+    *,
+    context_length: int = 0,
+    segment: int = 1024,
+    batch_size: int = 8,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Losses:
+    """Reads documents segment by segment and keeps every token's loss.
+
+    Args:
+        model: the model.
+        documents: whole texts.
+        context_length: cut documents into texts of at most so many tokens, each read
+            with an empty memory; 0 reads every document in one stream.
+        segment: tokens read at a time; a multiple of the model's window is quick.
+        batch_size: texts read side by side.
+        should_stop: polled between segments; what was read until then is returned.
+
+    Raises:
+        ValueError: if there is nothing to score, or a size is out of range.
+    """
+    for name, value in (("segment", segment), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if context_length < 0:
+        raise ValueError(f"context_length must be >= 0, got {context_length}")
+    texts = _texts(documents, context_length)
+    if not texts:
+        raise ValueError(f"none of the {len(documents)} documents has two tokens")
+    # Texts of like length together: the short ones do not wait for a long one.
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i][1]))
+    longest = max(len(tokens) for _, tokens in texts) - 1
+    nll, mask = np.zeros((2, len(texts), longest), np.float32)
+    graph, params = nnx.split(model)
+    for first in range(0, len(texts), batch_size):
+        rows = order[first : first + batch_size]
+        state = model.init_state(batch_size)
+        length = max(len(texts[row][1]) for row in rows) - 1
+        for start in range(0, length, segment):
+            if should_stop():
+                return Losses(nll, mask, tuple(kind for kind, _ in texts))
+            tokens, targets, real = _segment(
+                [texts[row][1] for row in rows], start, segment, batch_size
+            )
+            state, scores = _score(graph, params, state, tokens, targets)
+            stop = min(start + segment, longest)
+            kept = real[: len(rows), : stop - start]
+            mask[rows, start:stop] = kept
+            nll[rows, start:stop] = np.where(
+                kept > 0, np.asarray(scores)[: len(rows), : stop - start], 0
+            )
+    return Losses(nll, mask, tuple(kind for kind, _ in texts))
+
+
+def perplexity(losses: Losses, *, kind: str | None = None, first: int = 0) -> float:
+    """exp of the mean loss over positions from `first` on, of one kind or of all.
+
+    NaN where there is no such position.
+    """
+    rows = [i for i, k in enumerate(losses.kinds) if kind is None or k == kind]
+    tokens = losses.mask[rows, first:].sum(dtype=np.float64)
+    total = losses.nll[rows, first:].sum(dtype=np.float64)
+    return float(np.exp(total / tokens)) if tokens else float("nan")
+
+
+def by_position(losses: Losses, edges: Sequence[int]) -> list[float]:
+    """Mean loss in nats of the positions in [edges[i], edges[i+1]), NaN where none."""
+    means = []
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        tokens = losses.mask[:, start:stop].sum(dtype=np.float64)
+        total = losses.nll[:, start:stop].sum(dtype=np.float64)
+        means.append(float(total / tokens) if tokens else float("nan"))
+    return means
+
+
+def octaves(longest: int, first: int = 16) -> list[int]:
+    """Bin edges 0, first, 2 first, 4 first, ... that end at `longest`."""
+    edges = [0]
+    while first < longest:
+        edges.append(first)
+        first *= 2
+    return [*edges, longest]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(graph, params, state, tokens, targets) -> tuple[tuple, Array]:
+    model = nnx.merge(graph, params)
+    state, features = model.features(state, tokens)
+    vocab_size = model.config.vocab_size
+    return state, token_losses(model.logits, features, targets, vocab_size)
+
+
+def _texts(documents, context_length):
+    """(kind, tokens) of each text; a text of n + 1 tokens has n targets."""
+    texts = []
+    for document in documents:
+        step = context_length or len(document.tokens)
+        for start in range(0, len(document.tokens) - 1, step):
+            tokens = document.tokens[start : start + step + 1]
+            texts.append((document.kind, tokens))
+    return texts
+
+
+def _segment(
+    rows: list[Int32[np.ndarray, " T"]], start: int, length: int, batch: int
+) -> tuple[Array, Array, Float32[np.ndarray, "B T"]]:
+    """Inputs, targets and mask of one segment; short rows are padded with id 0."""
+    tokens, targets = np.zeros((2, batch, length), np.int32)
+    mask = np.zeros((batch, length), np.float32)
+    for i, row in enumerate(rows):
+        piece = row[start : start + length + 1]
+        size = max(len(piece) - 1, 0)
+        tokens[i, :size] = piece[:-1] if size else 0
+        targets[i, :size] = piece[1:]
+        mask[i, :size] = 1
+    return jnp.asarray(tokens), jnp.asarray(targets), mask

@@ -1,0 +1,113 @@
+"""Full causal attention over a key-value cache: the memory that forgets nothing.
+
+    y_t = Σ_{s<=t} softmax_s(q_tᵀ k_s / √K) v_s        (RoPE on q and k)
+
+Llama 3's attention (RoPE, grouped queries): Grattafiori et al. (2024),
+https://arxiv.org/abs/2407.21783, section 3.2.
+
+Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,
+S capacity.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from memjax.mechanisms import attend, projections
+from memjax.mechanisms.base import Mechanism, check_sizes
+from memjax.mechanisms.projections import AttentionParams, HeadsConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig(HeadsConfig):
+    """Sizes of a full attention layer.
+
+    Attributes:
+        capacity: longest history in tokens; the cache has this fixed length.
+    """
+
+    capacity: int = 8192
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_sizes(capacity=self.capacity)
+
+
+class AttentionState(NamedTuple):
+    """Keys (with RoPE) and values of every token so far, in float32."""
+
+    keys: Float[Array, "B S G K"]
+    values: Float[Array, "B S G K"]
+    length: Int[Array, " B"]
+
+
+def init_state(config: AttentionConfig, batch: int) -> AttentionState:
+    """Returns an empty cache."""
+    shape = (batch, config.capacity, config.num_kv_heads, config.head_dim)
+    return AttentionState(
+        keys=jnp.zeros(shape, jnp.float32),
+        values=jnp.zeros(shape, jnp.float32),
+        length=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def step(
+    config: AttentionConfig,
+    params: AttentionParams,
+    state: AttentionState,
+    x: Float[Array, "B D"],
+) -> tuple[AttentionState, Float[Array, "B D"]]:
+    """Caches one token and attends to all."""
+    state, y = apply(config, params, state, x[:, None])
+    return state, y[:, 0]
+
+
+def apply(
+    config: AttentionConfig,
+    params: AttentionParams,
+    state: AttentionState,
+    x: Float[Array, "B T D"],
+) -> tuple[AttentionState, Float[Array, "B T D"]]:
+    """Caches a segment and attends causally.
+
+    A history beyond the capacity cannot be kept and must not pass unseen: from the
+    first token that does not fit, the outputs are NaN.
+
+    Raises:
+        ValueError: if the segment alone exceeds the capacity.
+    """
+    t = x.shape[1]
+    if t > config.capacity:
+        raise ValueError(f"x has {t} tokens, capacity is {config.capacity}")
+    q, k, v = projections.project(params, x)
+    positions = state.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    q = projections.rotate(q, positions, config.rope_theta)
+    k = projections.rotate(k, positions, config.rope_theta)
+    write = jax.vmap(lambda cache, new, at: cache.at[at].set(new, mode="drop"))
+    state = AttentionState(
+        keys=write(state.keys, k.astype(jnp.float32), positions),
+        values=write(state.values, v.astype(jnp.float32), positions),
+        length=state.length + t,
+    )
+    if t == config.capacity:
+        # Only an empty cache has room for this segment: no past to read.
+        y = attend.causal(q, k, v)
+    else:
+        cache = (state.keys.astype(x.dtype), state.values.astype(x.dtype))
+        y = attend.from_cache(q, *cache, positions[:, 0])
+    fits = (positions < config.capacity)[..., None]
+    return state, jnp.where(fits, projections.merge(params, y), jnp.nan)
+
+
+def attention(config: AttentionConfig) -> Mechanism:
+    """Builds the mechanism for one configuration."""
+    return Mechanism(
+        init_params=functools.partial(projections.init_params, config),
+        init_state=functools.partial(init_state, config),
+        step=functools.partial(step, config),
+        apply=functools.partial(apply, config),
+    )

@@ -1,0 +1,344 @@
+"""Elastic Memory: the history of keys and values as polynomials, read at will.
+
+    C_i = P_i C_{i-1} + K_i F_i         for F = keys without RoPE, and values  (eq. 6)
+    K_mem, V_mem = R C_{i-1}            R: Legendre basis at sampled fractions (eq. 8)
+    O = softmax(Q [K_mem, K]ᵀ / √K + trapezoid) [V_mem, V]              (eqs. 9, 10)
+
+Song et al. (2026), "Towards Compressive and Scalable Recurrent Memory", Algorithm 1.
+C holds the first N Legendre coefficients of everything before the current block;
+queries see all memory tokens and, causally, their own block. No parameter is added
+to a plain attention layer, and the sampling belongs to reading alone: parameters
+and state of `elastic_memory(config)` serve the same config with another sampling.
+
+Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,
+L block, N order, M memory tokens, n blocks, X = 2 G K channels.
+"""
+
+import dataclasses
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from memjax.mechanisms import attend, projections
+from memjax.mechanisms.base import Mechanism, check_sizes
+from memjax.mechanisms.projections import AttentionParams, HeadsConfig
+from memjax_kernels.hippo import (
+    HippoBank,
+    Implementation,
+    build_bank,
+    hippo,
+    reconstruction,
+    sample_points,
+    update,
+)
+
+Sampling = Literal["uniform", "exponential"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticMemoryConfig(HeadsConfig):
+    """Sizes of an Elastic Memory layer.
+
+    Attributes:
+        block: L, tokens that attend to each other exactly; the paper's 2048.
+        order: N, coefficients per channel; the paper's 540 is its 1x memory.
+        memory_tokens: M, points at which the memory is read; None is min(N, L).
+        sampling: where they lie in the history, "uniform" or "exponential".
+        decay: of the exponential sampling, in (0, 1): the distance to the present
+            shrinks by it from one point to the next.
+        positions: "block" restarts RoPE in each block, so that neither cost nor
+            behaviour depends on the stream's length; "stream" counts on.
+        bank_blocks: blocks whose matrices are built ahead, order * (order + block)
+            floats each, held in the compiled program; later ones are computed when
+            met. 0 stores none, the choice for large orders.
+        implementation: form of the recurrence in `apply`; None is the cheapest.
+    """
+
+    block: int = 2048
+    order: int = 540
+    memory_tokens: int | None = None
+    sampling: Sampling = "uniform"
+    decay: float = 0.98
+    positions: Literal["block", "stream"] = "block"
+    bank_blocks: int = 0
+    implementation: Implementation | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_sizes(block=self.block, order=self.order, samples=self.samples)
+        if self.bank_blocks < 0:
+            raise ValueError(f"bank_blocks must be >= 0, got {self.bank_blocks}")
+        if self.positions not in ("block", "stream"):
+            raise ValueError(
+                f"positions must be 'block' or 'stream', got {self.positions!r}"
+            )
+        sample_points(1, self.sampling, self.decay)
+
+    @property
+    def samples(self) -> int:
+        """M."""
+        if self.memory_tokens is None:
+            return min(self.order, self.block)
+        return self.memory_tokens
+
+
+class ElasticMemoryState(NamedTuple):
+    """Coefficients of the past blocks and the tokens of the open one, in float32."""
+
+    keys: Float[Array, "B G N K"]
+    values: Float[Array, "B G N K"]
+    length: Int[Array, " B"]  # tokens in the coefficients
+    open_keys: Float[Array, "B L G K"]  # without RoPE; zero beyond `filled`
+    open_values: Float[Array, "B L G K"]
+    filled: Int[Array, " B"]
+
+
+class Tables(NamedTuple):
+    """Constants of a configuration."""
+
+    reconstruction: Float[np.ndarray, "M N"]
+    bank: HippoBank | None
+
+
+@functools.lru_cache(maxsize=8)
+def tables(config: ElasticMemoryConfig) -> Tables:
+    """Builds the constants in float64 and rounds them once."""
+    points = sample_points(config.samples, config.sampling, config.decay)
+    bank = None
+    if config.bank_blocks:
+        bank = build_bank(config.order, config.block, config.bank_blocks)
+    return Tables(reconstruction(config.order, points).astype(np.float32), bank)
+
+
+def init_state(config: ElasticMemoryConfig, batch: int) -> ElasticMemoryState:
+    """Returns a memory of nothing."""
+    heads, width = config.num_kv_heads, config.head_dim
+    coefficients = (batch, heads, config.order, width)
+    tokens = (batch, config.block, heads, width)
+    # Each leaf its own buffer, so that a state can be donated.
+    return ElasticMemoryState(
+        keys=jnp.zeros(coefficients, jnp.float32),
+        values=jnp.zeros(coefficients, jnp.float32),
+        length=jnp.zeros(batch, jnp.int32),
+        open_keys=jnp.zeros(tokens, jnp.float32),
+        open_values=jnp.zeros(tokens, jnp.float32),
+        filled=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def step(
+    config: ElasticMemoryConfig,
+    params: AttentionParams,
+    state: ElasticMemoryState,
+    x: Float[Array, "B D"],
+) -> tuple[ElasticMemoryState, Float[Array, "B D"]]:
+    """Attends from one token; compresses the block that it completes.
+
+    The memory is read as R (C q) and (wᵀ R) C: no memory token is ever formed.
+    """
+    q, k, v = projections.project(params, x[:, None])
+    write = jax.vmap(lambda block, token, at: block.at[at].set(token[0]))
+    open_keys = write(state.open_keys, k.astype(jnp.float32), state.filled)
+    open_values = write(state.open_values, v.astype(jnp.float32), state.filled)
+    y = _attend_one(config, state, q[:, 0], open_keys, open_values)
+
+    complete = state.filled + 1 == config.block
+    state = ElasticMemoryState(
+        state.keys, state.values, state.length, open_keys, open_values, state.filled + 1
+    )
+    state = jax.lax.cond(
+        jnp.any(complete), lambda s: _compress(s, complete), lambda s: s, state
+    )
+    return state, projections.merge(params, y[:, None].astype(x.dtype))[:, 0]
+
+
+def apply(
+    config: ElasticMemoryConfig,
+    params: AttentionParams,
+    state: ElasticMemoryState,
+    x: Float[Array, "B T D"],
+) -> tuple[ElasticMemoryState, Float[Array, "B T D"]]:
+    """Attends block by block, each row at its own place in its block."""
+    q, k, v = projections.project(params, x)
+    run = functools.partial(_apply_blocks, config)
+    # An open block of up to L-1 tokens may push the segment into one block more.
+    ragged = (x.shape[1] + config.block - 2) // config.block + 1
+    if x.shape[1] % config.block:
+        state, y = run(ragged, state, q, k, v)
+    else:
+        state, y = jax.lax.cond(
+            jnp.all(state.filled == 0),
+            functools.partial(run, x.shape[1] // config.block),
+            functools.partial(run, ragged),
+            *(state, q, k, v),
+        )
+    return state, projections.merge(params, y)
+
+
+def flush(state: ElasticMemoryState) -> ElasticMemoryState:
+    """Compresses the open block as it stands, however short; the next starts anew."""
+    return _compress(state, state.filled > 0)
+
+
+def elastic_memory(config: ElasticMemoryConfig) -> Mechanism:
+    """Builds the mechanism for one configuration."""
+    return Mechanism(
+        init_params=functools.partial(projections.init_params, config),
+        init_state=functools.partial(init_state, config),
+        step=functools.partial(step, config),
+        apply=functools.partial(apply, config),
+    )
+
+
+def _apply_blocks(config, blocks, state, q, k, v):
+    """Lays open and new tokens out in `blocks` blocks and runs Algorithm 1 on all."""
+    basis, bank = tables(config)
+    t, heads = q.shape[1], k.shape[2:]
+    lay_out = functools.partial(_lay_out, blocks * config.block, state.filled)
+    split = lambda tokens: tokens.reshape(
+        tokens.shape[0], blocks, config.block, *tokens.shape[2:]
+    )
+    keys, values = lay_out(state.open_keys, k), lay_out(state.open_values, v)
+    count = (state.filled + t) // config.block
+    coefficients, memory = hippo(
+        _to_channels(split(keys), split(values)),
+        jnp.asarray(basis),
+        _to_channels(*(jnp.moveaxis(c, 1, 2) for c in (state.keys, state.values))),
+        start=state.length,
+        count=count,
+        bank=bank,
+        implementation=config.implementation,
+    )
+    queries = lay_out(jnp.zeros_like(q[:, :0], jnp.float32), q)
+    attended = _trapezoid(
+        config,
+        *(split(x).astype(q.dtype) for x in (queries, keys, values)),
+        *(x.astype(q.dtype) for x in _from_channels(memory, heads)),
+        state.length,
+    )
+    new_keys, new_values = _from_channels(coefficients, heads)
+    after = count * config.block
+    y = _take(attended.reshape(queries.shape), state.filled, t)
+    state = ElasticMemoryState(
+        keys=jnp.moveaxis(new_keys, 2, 1),
+        values=jnp.moveaxis(new_values, 2, 1),
+        length=state.length + after,
+        open_keys=_take(keys, after, config.block),
+        open_values=_take(values, after, config.block),
+        filled=state.filled + t - after,
+    )
+    return state, y
+
+
+def _trapezoid(config, q, k, v, memory_keys, memory_values, length):
+    """Attention of each block to all memory tokens and causally to itself.
+
+    Queries and keys turn by their place; memory tokens carry no position. Before
+    the first block is compressed the memory is masked out.
+    """
+    blocks, block, samples = q.shape[1], config.block, config.samples
+    places = jnp.arange(block, dtype=jnp.int32)
+    first = length[:, None] + jnp.arange(blocks, dtype=jnp.int32)[None] * block
+    if config.positions == "stream":
+        places = first[..., None] + places[None, None]
+    turn = lambda x: projections.rotate(x, places, config.rope_theta)
+    causal = jnp.tril(jnp.ones((block, block), bool))
+    mask = jnp.concatenate(
+        [
+            jnp.broadcast_to((first > 0)[..., None, None], (*q.shape[:3], samples)),
+            jnp.broadcast_to(causal, (*q.shape[:3], block)),
+        ],
+        axis=-1,
+    )
+    join = lambda memory, tokens: jnp.concatenate([memory, tokens], axis=2)
+    return attend.blocks(
+        turn(q), join(memory_keys, turn(k)), join(memory_values, v), mask
+    )
+
+
+def _attend_one(config, state, q, open_keys, open_values):
+    """The newest token's read, [B, H, K] in float32."""
+    basis = jnp.asarray(tables(config).reconstruction)
+    b, h, width = q.shape
+    places = jnp.arange(config.block, dtype=jnp.int32)
+    now = state.filled[:, None]
+    if config.positions == "stream":
+        places, now = state.length[:, None] + places[None], state.length[:, None] + now
+    turn = lambda x, at: projections.rotate(x, at, config.rope_theta)
+    q = turn(q.astype(jnp.float32)[:, None], now)[:, 0]
+    q = q.reshape(b, config.num_kv_heads, -1, width) * width**-0.5
+
+    in_basis = jnp.einsum("bgqk,bgnk->bgqn", q, state.keys)
+    to_memory = jnp.einsum("bgqn,mn->bgqm", in_basis, basis)
+    to_block = jnp.einsum("bgqk,blgk->bgql", q, turn(open_keys, places))
+    seen = jnp.arange(config.block, dtype=jnp.int32)[None] <= state.filled[:, None]
+    mask = jnp.concatenate(
+        [
+            jnp.broadcast_to(state.length[:, None] > 0, (b, config.samples)),
+            seen,
+        ],
+        axis=1,
+    )
+    scores = jnp.concatenate([to_memory, to_block], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1, where=mask[:, None, None])
+    memory, block = jnp.split(weights, [config.samples], axis=-1)
+    in_basis = jnp.einsum("bgqm,mn->bgqn", memory, basis)
+    y = jnp.einsum("bgqn,bgnk->bgqk", in_basis, state.values)
+    y += jnp.einsum("bgql,blgk->bgqk", block, open_values)
+    return y.reshape(b, h, width)
+
+
+def _compress(state, rows):
+    """Absorbs the open tokens of `rows` [B] into their coefficients (eq. 6)."""
+    heads = state.open_keys.shape[2:]
+    count = jnp.where(rows, state.filled, 0)
+    coefficients = update(
+        _to_channels(state.open_keys, state.open_values),
+        _to_channels(*(jnp.moveaxis(c, 1, 2) for c in (state.keys, state.values))),
+        state.length,
+        count,
+    )
+    keys, values = _from_channels(coefficients, heads)
+    keep = jnp.where(rows, 0.0, 1.0)[:, None, None, None]
+    return ElasticMemoryState(
+        keys=jnp.moveaxis(keys, 2, 1),
+        values=jnp.moveaxis(values, 2, 1),
+        length=state.length + count,
+        open_keys=state.open_keys * keep,
+        open_values=state.open_values * keep,
+        filled=state.filled - count,
+    )
+
+
+def _lay_out(size, filled, before, new):
+    """Puts each row's new tokens behind its `filled` old ones: [B, size, ...]."""
+    new = new.astype(jnp.float32)
+    room = size - before.shape[1]
+    before = jnp.pad(before, ((0, 0), (0, room)) + ((0, 0),) * (new.ndim - 2))
+    place = lambda row, tokens, at: jax.lax.dynamic_update_slice_in_dim(
+        row, tokens, at, 0
+    )
+    return jax.vmap(place)(before, new, filled)
+
+
+def _take(tokens, first, length):
+    """Reads `length` tokens of each row from its own `first`; zeros past the end."""
+    pad = ((0, 0), (0, length)) + ((0, 0),) * (tokens.ndim - 2)
+    slice_ = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, length, 0)
+    return jax.vmap(slice_)(jnp.pad(tokens, pad), first)
+
+
+def _to_channels(keys, values):
+    """[..., G, K] keys and values as [..., 2 G K] channels of one signal."""
+    both = jnp.stack([keys, values], axis=-3)
+    return both.reshape(*both.shape[:-3], -1)
+
+
+def _from_channels(channels, heads):
+    """Undoes `_to_channels`."""
+    both = channels.reshape(*channels.shape[:-1], 2, *heads)
+    return both[..., 0, :, :], both[..., 1, :, :]

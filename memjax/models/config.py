@@ -1,0 +1,150 @@
+"""Configuration of the language model, and presets as functions."""
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from memjax.mechanisms.base import check_sizes
+
+Mixer = Literal["attention", "sliding_window", "delta_rule", "elastic_memory"]
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticOptions:
+    """Options of the layers whose mixer is "elastic_memory".
+
+    The block is the model's `window`. See `ElasticMemoryConfig` for the meaning.
+    """
+
+    order: int = 540
+    memory_tokens: int | None = None
+    sampling: Literal["uniform", "exponential"] = "uniform"
+    decay: float = 0.98
+    positions: Literal["block", "stream"] = "block"
+    bank_blocks: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-3-style decoder whose token mixer is chosen layer by layer.
+
+    Attributes:
+        mixers: the mechanism of each layer, first to last; its length is the depth.
+        vocab_size: V; tokens are in [0, V).
+        model_dim: D.
+        num_heads: query heads.
+        num_kv_heads: key-value heads of the attention family; divides `num_heads`.
+        head_dim: width of a head.
+        hidden_dim: width inside the SwiGLU.
+        window: tokens seen by "sliding_window"; block of "elastic_memory".
+        capacity: longest history of "attention".
+        elastic: options of "elastic_memory".
+        rope_theta: base of the RoPE frequencies.
+        norm_epsilon: of RMSNorm.
+        tied_head: whether the output layer is the embedding, transposed.
+        dtype: of activations; parameters, states and logits are float32.
+        remat: recompute each layer's activations in the backward pass.
+    """
+
+    mixers: tuple[Mixer, ...] = ("sliding_window",) * 12
+    vocab_size: int = 32_000
+    model_dim: int = 768
+    num_heads: int = 12
+    num_kv_heads: int = 12
+    head_dim: int = 64
+    hidden_dim: int = 2048
+    window: int = 2048
+    capacity: int = 32_768
+    elastic: ElasticOptions = ElasticOptions()
+    rope_theta: float = 500_000.0
+    norm_epsilon: float = 1e-5
+    tied_head: bool = True
+    dtype: Dtype = "bfloat16"
+    remat: bool = True
+
+    def __post_init__(self):
+        check_sizes(
+            layers=len(self.mixers),
+            vocab_size=self.vocab_size,
+            hidden_dim=self.hidden_dim,
+        )
+        for mixer in self.mixers:
+            require_known("mixers", mixer, get_args(Mixer))
+        require_known("dtype", self.dtype, get_args(Dtype))
+
+
+def require_known(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError unless `value` is allowed, with the nearest that is."""
+    if value in allowed:
+        return
+    near = difflib.get_close_matches(value, allowed, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(f"{name} must be one of {allowed}, got {value!r}{hint}")
+
+
+def transformer(size: "Size" = "tiny", vocab_size: int = 32_000) -> ModelConfig:
+    """Transformer++: sliding-window attention in every layer, no memory."""
+    require_known("size", size, tuple(SIZES))
+    return dataclasses.replace(SIZES[size], vocab_size=vocab_size)
+
+
+def elastic(size: "Size" = "tiny", vocab_size: int = 32_000) -> ModelConfig:
+    """The same model with Elastic Memory in its memory layer.
+
+    The paper puts it in layer 9 of 12; the tiny model in layer 3 of 4. No parameter
+    is added, so both presets of a size have equal parameters.
+    """
+    base = transformer(size, vocab_size)
+    depth = len(base.mixers)
+    memory = depth * 3 // 4 - 1
+    mixers = list(base.mixers)
+    mixers[memory] = "elastic_memory"
+    return dataclasses.replace(base, mixers=tuple(mixers))
+
+
+def _paper(heads: int) -> ModelConfig:
+    """12 layers of width 64 * heads; the paper's 100M, 200M and 400M.
+
+    The paper gives the parameter counts and memory sizes alone; 540 * 128 * heads
+    floats of memory (Table 4: 0.8M, 1.2M, 1.6M) give 12, 18 and 24 heads.
+    """
+    return ModelConfig(
+        model_dim=64 * heads,
+        num_heads=heads,
+        num_kv_heads=heads,
+        hidden_dim=64 * heads * 8 // 3,
+    )
+
+
+Size = Literal["tiny", "100m", "200m", "400m"]
+SIZES: dict[str, ModelConfig] = {
+    "tiny": ModelConfig(
+        mixers=("sliding_window",) * 4,
+        model_dim=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        hidden_dim=384,
+        window=64,
+        capacity=4096,
+        elastic=ElasticOptions(order=64, memory_tokens=64, decay=0.9, bank_blocks=32),
+        dtype="float32",
+        remat=False,
+    ),
+    "100m": _paper(12),
+    "200m": _paper(18),
+    "400m": _paper(24),
+}
+PRESETS: dict[str, Callable[[int], ModelConfig]] = {
+    f"{family.__name__}-{size}": (lambda vocab, f=family, s=size: f(s, vocab))
+    for family in (transformer, elastic)
+    for size in SIZES
+}
+
+
+def preset(name: str, vocab_size: int = 32_000) -> ModelConfig:
+    """Looks a preset up: `transformer-` or `elastic-` with tiny, 100m, 200m, 400m."""
+    require_known("preset", name, tuple(PRESETS))
+    return PRESETS[name](vocab_size)

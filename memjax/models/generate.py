@@ -1,0 +1,143 @@
+"""Text from a model: prefill, then a decode scan over the same state."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from memjax.models.language_model import LanguageModel, State
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token (greedy).
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: then keep the fewest likeliest tokens whose probabilities reach p, in
+            (0, 1]; 1 keeps all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+
+def generate(
+    model: LanguageModel,
+    state: State,
+    prompt: Int[np.ndarray, "B T"],
+    max_new_tokens: int,
+    *,
+    key: PRNGKeyArray,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    segment: int = 1024,
+) -> tuple[State, Int[np.ndarray, "B N"]]:
+    """Reads the prompt into the state and draws tokens one by one.
+
+    The state has a fixed size, so neither the prompt's length nor the output's is
+    bounded by memory; only full attention has a capacity.
+
+    Args:
+        model: the model.
+        state: the memory to go on from, `model.init_state(B)` for a new text.
+        prompt: tokens in [0, V), all rows of one length T >= 1.
+        max_new_tokens: how many to draw, at least 1.
+        key: of the draws.
+        sampling: greedy, temperature, top-k and top-p.
+        segment: tokens read at a time; a multiple of the model's window is quick.
+
+    Returns:
+        The memory after prompt and all drawn tokens but the last, which has not been
+        read; and the drawn tokens.
+
+    Raises:
+        ValueError: on an empty prompt, a token out of range, max_new_tokens or
+            segment below 1, or more tokens than full attention has capacity for.
+    """
+    prompt = np.asarray(prompt)
+    _check(model, state, prompt, max_new_tokens, segment)
+    graph, params = nnx.split(model)
+    # All but the last token: the decode scan starts by reading that one.
+    for start in range(0, prompt.shape[1] - 1, segment):
+        tokens = prompt[:, start : min(start + segment, prompt.shape[1] - 1)]
+        state = _read(graph, params, state, jnp.asarray(tokens, jnp.int32))
+    last = jnp.asarray(prompt[:, -1], jnp.int32)
+    state, tokens = _decode(graph, sampling, max_new_tokens, params, state, last, key)
+    return state, np.asarray(tokens)
+
+
+def draw(
+    logits: Float[Array, "B V"], key: PRNGKeyArray, sampling: Sampling
+) -> Int[Array, " B"]:
+    """Draws one token a row."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.top_p < 1:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        reached = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
+        # The token that crosses p is kept, so at least one always is.
+        kept = jnp.sum(reached < sampling.top_p, axis=-1, keepdims=True)
+        least = jnp.take_along_axis(ordered, kept, axis=-1)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _read(graph, params, state, tokens):
+    model = nnx.merge(graph, params)
+    return model.features(state, tokens)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _decode(graph, sampling, count, params, state, last, key):
+    model = nnx.merge(graph, params)
+
+    def body(carry, key):
+        state, token = carry
+        state, logits = model(state, token[:, None])
+        token = draw(logits[:, 0], key, sampling)
+        return (state, token), token
+
+    keys = jax.random.split(key, count)
+    (state, _), tokens = jax.lax.scan(body, (state, last), keys)
+    return state, tokens.T
+
+
+def _check(model, state, prompt, max_new_tokens, segment):
+    if prompt.ndim != 2 or prompt.shape[1] < 1:
+        raise ValueError(f"prompt must be [B, T] with T >= 1, got {prompt.shape}")
+    for name, value in (("max_new_tokens", max_new_tokens), ("segment", segment)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    config = model.config
+    if prompt.min() < 0 or prompt.max() >= config.vocab_size:
+        worst = prompt.max() if prompt.max() >= config.vocab_size else prompt.min()
+        raise ValueError(
+            f"prompt must hold tokens in [0, {config.vocab_size}), got {worst}"
+        )
+    if "attention" in config.mixers:
+        layer = config.mixers.index("attention")
+        total = int(state[layer].length.max()) + prompt.shape[1] + max_new_tokens - 1
+        if total > config.capacity:
+            raise ValueError(
+                f"prompt and max_new_tokens make {total} tokens with what the state "
+                f"holds; the capacity of full attention is {config.capacity}"
+            )

@@ -1,0 +1,189 @@
+"""A Llama-3-style decoder over any mixture of mechanisms.
+
+    h ← h + mixer(norm(h));   h ← h + W_down (silu(W_gate norm(h)) ∘ W_up norm(h))
+
+Grattafiori et al. (2024), https://arxiv.org/abs/2407.21783. The model is a function
+of its state: `model(state, tokens) -> (state, logits)`, one mechanism state a layer.
+
+Shapes: B batch, T time, D model, F hidden, V vocabulary.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+
+from memjax import mechanisms
+from memjax.mechanisms import Mechanism
+from memjax.mechanisms.attention import AttentionConfig
+from memjax.mechanisms.delta_rule import DeltaRuleConfig
+from memjax.mechanisms.elastic_memory import ElasticMemoryConfig
+from memjax.mechanisms.sliding_window import SlidingWindowConfig
+from memjax.models.config import Mixer, ModelConfig
+
+State = tuple[PyTree, ...]
+
+
+class FeedForwardParams(NamedTuple):
+    """SwiGLU."""
+
+    gate: Float[Array, "D F"]
+    up: Float[Array, "D F"]
+    down: Float[Array, "F D"]
+
+
+def build_mixer(config: ModelConfig, mixer: Mixer) -> Mechanism:
+    """The mechanism of one layer, with the model's sizes."""
+    heads = dict(
+        model_dim=config.model_dim,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rope_theta=config.rope_theta,
+    )
+    match mixer:
+        case "attention":
+            return mechanisms.attention(
+                AttentionConfig(**heads, capacity=config.capacity)
+            )
+        case "sliding_window":
+            return mechanisms.sliding_window(
+                SlidingWindowConfig(**heads, window=config.window)
+            )
+        case "elastic_memory":
+            options = vars(config.elastic)
+            return mechanisms.elastic_memory(
+                ElasticMemoryConfig(**heads, block=config.window, **options)
+            )
+        case "delta_rule":
+            width = config.head_dim
+            return mechanisms.delta_rule(
+                DeltaRuleConfig(config.model_dim, config.num_heads, width, width)
+            )
+
+
+class Block(nnx.Module):
+    """Parameters of one layer: mixer, feed-forward, two norms."""
+
+    def __init__(self, config: ModelConfig, mechanism: Mechanism, key: PRNGKeyArray):
+        mixer_key, gate_key, up_key, down_key = jax.random.split(key, 4)
+        d, f = config.model_dim, config.hidden_dim
+        draw = jax.nn.initializers.lecun_normal()
+        self.mixer = nnx.Param(mechanism.init_params(mixer_key))
+        self.feed_forward = nnx.Param(
+            FeedForwardParams(
+                gate=draw(gate_key, (d, f)),
+                up=draw(up_key, (d, f)),
+                down=draw(down_key, (f, d)),
+            )
+        )
+        self.mixer_norm = nnx.Param(jnp.ones(d))
+        self.feed_forward_norm = nnx.Param(jnp.ones(d))
+
+
+class LanguageModel(nnx.Module):
+    """Holds parameters only; the memory is an argument and a result.
+
+    Example:
+        model = LanguageModel(presets.elastic("tiny"), key=jax.random.key(0))
+        state, logits = model(model.init_state(batch), tokens)
+    """
+
+    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+        embed_key, head_key, *block_keys = jax.random.split(key, len(config.mixers) + 2)
+        v, d = config.vocab_size, config.model_dim
+        self.config = config
+        self.mechanisms = tuple(build_mixer(config, m) for m in config.mixers)
+        self.embedding = nnx.Param(jax.random.normal(embed_key, (v, d)) * d**-0.5)
+        self.blocks = nnx.List(
+            Block(config, mechanism, block_key)
+            for mechanism, block_key in zip(self.mechanisms, block_keys, strict=True)
+        )
+        self.norm = nnx.Param(jnp.ones(d))
+        if not config.tied_head:
+            draw = jax.nn.initializers.lecun_normal()
+            self.head = nnx.Param(draw(head_key, (d, v)))
+
+    def init_state(self, batch: int) -> State:
+        """Empty memories, one a layer; every leaf has the batch first."""
+        return tuple(m.init_state(batch) for m in self.mechanisms)
+
+    def reset(self, state: State, mask: Bool[Array, " B"]) -> State:
+        """Clears the memory of the rows in `mask`, at their document's start."""
+        return mechanisms.reset(state, self.init_state(mask.shape[0]), mask)
+
+    def features(
+        self, state: State, tokens: Int[Array, "B T"]
+    ) -> tuple[State, Float[Array, "B T D"]]:
+        """Reads tokens into the memories; returns what the head sees.
+
+        Tokens must be in [0, V): values are not checked inside jit, and one out of
+        range makes its row NaN.
+        """
+        embedding = self.embedding.get_value()
+        h = embedding.at[tokens].get(mode="fill", fill_value=jnp.nan)
+        h = h.astype(self.config.dtype)
+        if self.config.tied_head:
+            # The embedding is drawn for the head; the stream wants unit variance.
+            h = h * self.config.model_dim**0.5
+        after = []
+        for block, mechanism, memory in zip(
+            self.blocks, self.mechanisms, state, strict=True
+        ):
+            run = functools.partial(_block, mechanism, self.config.norm_epsilon)
+            if self.config.remat:
+                run = jax.checkpoint(run)
+            parameters = (
+                block.mixer.get_value(),
+                block.feed_forward.get_value(),
+                block.mixer_norm.get_value(),
+                block.feed_forward_norm.get_value(),
+            )
+            memory, h = run(parameters, memory, h)
+            after.append(memory)
+        return tuple(after), rms_norm(
+            h, self.norm.get_value(), self.config.norm_epsilon
+        )
+
+    def logits(self, features: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Scores of the next token, in float32."""
+        if self.config.tied_head:
+            head = self.embedding.get_value().T
+        else:
+            head = self.head.get_value()
+        head = head.astype(features.dtype)
+        return jnp.matmul(features, head, preferred_element_type=jnp.float32)
+
+    def __call__(
+        self, state: State, tokens: Int[Array, "B T"]
+    ) -> tuple[State, Float[Array, "B T V"]]:
+        """Next-token logits at every position, and the memory after the last."""
+        state, features = self.features(state, tokens)
+        return state, self.logits(features)
+
+
+def rms_norm(
+    x: Float[Array, "*B D"], scale: Float[Array, " D"], epsilon: float
+) -> Float[Array, "*B D"]:
+    """x / rms(x) * scale, in float32 inside."""
+    high = x.astype(jnp.float32)
+    high = high * jax.lax.rsqrt((high**2).mean(axis=-1, keepdims=True) + epsilon)
+    return (high * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
+
+
+def _block(mechanism, epsilon, parameters, memory, h):
+    """One layer; a single token takes the mechanism's step."""
+    mixer, feed_forward, mixer_norm, feed_forward_norm = parameters
+    x = rms_norm(h, mixer_norm, epsilon)
+    if x.shape[1] == 1:
+        memory, y = mechanism.step(mixer, memory, x[:, 0])
+        y = y[:, None]
+    else:
+        memory, y = mechanism.apply(mixer, memory, x)
+    h = h + y
+    x = rms_norm(h, feed_forward_norm, epsilon)
+    gate, up, down = (w.astype(x.dtype) for w in feed_forward)
+    return memory, h + (jax.nn.silu(x @ gate) * (x @ up)) @ down

@@ -1,0 +1,71 @@
+"""AdamW with warm-up, cosine decay and clipping: the Elastic Memory paper's Table 9."""
+
+import dataclasses
+
+import jax
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Hyperparameters; the defaults are the paper's.
+
+    Attributes:
+        learning_rate: the peak, reached after the warm-up.
+        warmup_ratio: share of the steps in which it rises linearly, in [0, 1).
+        final_ratio: learning rate after the last step over the peak, in [0, 1].
+        beta1: decay of the mean.
+        beta2: decay of the variance.
+        epsilon: added to its root.
+        weight_decay: decoupled, on matrices only: not on norms.
+        max_gradient_norm: gradients longer than this are scaled down to it.
+    """
+
+    learning_rate: float = 2e-3
+    warmup_ratio: float = 0.01
+    final_ratio: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-7
+    weight_decay: float = 0.1
+    max_gradient_norm: float = 1.0
+
+    def __post_init__(self):
+        positive = ("learning_rate", "epsilon", "max_gradient_norm")
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("warmup_ratio", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if not 0 <= self.final_ratio <= 1:
+            raise ValueError(f"final_ratio must be in [0, 1], got {self.final_ratio}")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must be >= 0, got {self.weight_decay}")
+
+
+def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Learning rate by step: linear warm-up, then a cosine to the last of `steps`."""
+    warmup = round(config.warmup_ratio * steps)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / (warmup + 1),
+        peak_value=config.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=max(steps, warmup + 1),
+        end_value=config.final_ratio * config.learning_rate,
+    )
+
+
+def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Builds the transformation for a run of `steps` steps."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_gradient_norm),
+        optax.adamw(
+            schedule(config, steps),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
+        ),
+    )

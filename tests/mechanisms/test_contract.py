@@ -1,0 +1,215 @@
+"""The law that every mechanism keeps. A new mechanism joins by one row below."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memjax import mechanisms
+from memjax.mechanisms.attention import AttentionConfig
+from memjax.mechanisms.delta_rule import DeltaRuleConfig
+from memjax.mechanisms.elastic_memory import ElasticMemoryConfig
+from memjax.mechanisms.sliding_window import SlidingWindowConfig
+
+B, T, D = 2, 12, 16
+HEADS = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=4)
+
+
+def elastic(**options):
+    sizes = dict(HEADS, block=4, order=6) | options
+    return mechanisms.elastic_memory(ElasticMemoryConfig(**sizes))
+
+
+MECHANISMS = {
+    "attention": mechanisms.attention(AttentionConfig(**HEADS, capacity=T + 1)),
+    "attention_full": mechanisms.attention(AttentionConfig(**HEADS, capacity=T)),
+    "delta_rule": mechanisms.delta_rule(DeltaRuleConfig(D, 2, 8, 4)),
+    "elastic_memory": elastic(),
+    "elastic_memory_bank": elastic(
+        block=3, bank_blocks=3, sampling="exponential", positions="stream"
+    ),
+    "elastic_memory_direct": elastic(implementation="direct", memory_tokens=5),
+    "elastic_memory_tree": elastic(implementation="associative", block=5),
+    "sliding_window": mechanisms.sliding_window(SlidingWindowConfig(**HEADS, window=5)),
+}
+
+
+# Jitted once: the tests share each shape's compilation.
+JITTED = {
+    name: m._replace(step=jax.jit(m.step), apply=jax.jit(m.apply))
+    for name, m in MECHANISMS.items()
+}
+
+
+@pytest.fixture(params=MECHANISMS, name="case", scope="module")
+def _case(request):
+    mechanism = JITTED[request.param]
+    params = mechanism.init_params(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (B, T, D))
+    return mechanism, params, mechanism.init_state(B), x
+
+
+def run_steps(mechanism, params, state, x):
+    outputs = []
+    for t in range(x.shape[1]):
+        state, y = mechanism.step(params, state, x[:, t])
+        outputs.append(y)
+    return state, jnp.stack(outputs, axis=1)
+
+
+def assert_close(a, b, tolerance=1e-5):
+    chex.assert_trees_all_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_apply_equals_steps(case):
+    mechanism, params, state, x = case
+    expected = run_steps(mechanism, params, state, x)
+    assert_close(mechanism.apply(params, state, x), expected)
+
+
+@pytest.mark.parametrize("split", range(1, T))
+def test_every_split_joins(case, split):
+    mechanism, params, state, x = case
+    whole = mechanism.apply(params, state, x)
+    middle, first = mechanism.apply(params, state, x[:, :split])
+    final, second = mechanism.apply(params, middle, x[:, split:])
+    assert_close((final, jnp.concatenate([first, second], axis=1)), whole)
+
+
+def test_prefill_then_decode(case):
+    mechanism, params, state, x = case
+    whole = mechanism.apply(params, state, x)
+    middle, first = mechanism.apply(params, state, x[:, :7])
+    final, second = run_steps(mechanism, params, middle, x[:, 7:])
+    assert_close((final, jnp.concatenate([first, second], axis=1)), whole)
+
+
+def test_no_reading_ahead(case):
+    mechanism, params, state, x = case
+    _, y = mechanism.apply(params, state, x)
+    _, changed = mechanism.apply(params, state, x.at[:, 7].add(1.0))
+    np.testing.assert_array_equal(y[:, :7], changed[:, :7])
+    assert not np.allclose(y[:, 7:], changed[:, 7:])
+
+
+def test_a_first_token_is_not_forgotten(case):
+    mechanism, params, state, x = case
+    gradient = jax.grad(lambda x: mechanism.apply(params, state, x)[1][:, -1].sum())
+    reached = jnp.abs(gradient(x)).sum(axis=(0, 2)) > 0
+    assert reached[-5:].all()
+
+
+def test_batch_rows_are_independent(case):
+    mechanism, params, state, x = case
+    alone = jax.tree.map(lambda leaf: leaf[1:], state)
+    _, y = mechanism.apply(params, state, x)
+    _, changed = mechanism.apply(params, state, x.at[0].add(1.0))
+    np.testing.assert_array_equal(y[1:], changed[1:])
+    assert_close(y[1:], mechanism.apply(params, alone, x[1:])[1])
+
+
+@pytest.mark.parametrize("at", [3, 4, 7])
+def test_reset_row_starts_afresh_and_leaves_the_other(case, at):
+    mechanism, params, empty, x = case
+    state, _ = mechanism.apply(params, empty, x[:, :at])
+    mask = jnp.array([True, False])
+    state = mechanisms.reset(state, empty, mask)
+    after, y = mechanism.apply(params, state, x[:, at:])
+    _, fresh = mechanism.apply(params, empty, x[:, at:])
+    _, whole = mechanism.apply(params, empty, x)
+    assert_close(y[0], fresh[0])
+    assert_close(y[1], whole[1, at:])
+    # Rows now stand at different places; steps must carry both on alike.
+    _, stepped = run_steps(mechanism, params, state, x[:, at:])
+    assert_close(stepped, y)
+    chex.assert_tree_all_finite(after)
+
+
+def test_state_is_a_fixed_point_of_shape_and_float32(case):
+    mechanism, params, state, x = case
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for call, inputs in ((mechanism.apply, x), (mechanism.step, x[:, 0])):
+            after, y = jax.eval_shape(call, params, state, inputs.astype(dtype))
+            chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+            assert (y.shape, y.dtype) == (inputs.shape, dtype)
+    floats = [
+        x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    assert floats and all(leaf.dtype == jnp.float32 for leaf in floats)
+    assert all(leaf.shape[0] == B for leaf in jax.tree.leaves(state))
+
+
+def test_bfloat16_is_close_to_float32(case):
+    mechanism, params, state, x = case
+    _, y = mechanism.apply(params, state, x)
+    _, low = mechanism.apply(params, state, x.astype(jnp.bfloat16))
+    error = jnp.linalg.norm(low.astype(jnp.float32) - y) / jnp.linalg.norm(y)
+    assert error < 2e-2
+
+
+def test_traces_once(case):
+    mechanism, params, state, x = case
+    chex.clear_trace_counter()
+    step = jax.jit(chex.assert_max_traces(lambda *a: mechanism.step(*a), n=1))
+    for t in range(3):
+        state, _ = step(params, state, x[:, t])
+
+
+def test_scan_takes_step_as_it_is(case):
+    mechanism, params, state, x = case
+    body = lambda state, x: mechanism.step(params, state, x)
+    final, y = jax.lax.scan(body, state, jnp.moveaxis(x, 1, 0))
+    assert_close((final, jnp.moveaxis(y, 0, 1)), mechanism.apply(params, state, x))
+
+
+def test_gradients_are_finite_and_those_of_steps(case):
+    mechanism, params, empty, x = case
+    state, _ = mechanism.apply(params, empty, x[:, :5])
+    floats, rest = _split_floats(state)
+
+    def loss(run, params, floats):
+        after, y = run(params, _join(floats, rest), x[:, 5:])
+        kept, _ = _split_floats(after)
+        return (y**2).sum() + sum((leaf**2).sum() for leaf in kept if leaf is not None)
+
+    gradient = lambda run: jax.grad(loss, argnums=(1, 2))(run, params, floats)
+    by_apply = gradient(mechanism.apply)
+    by_steps = gradient(lambda *args: run_steps(mechanism, *args))
+    chex.assert_tree_all_finite(by_apply)
+    assert_close(by_apply, by_steps, 2e-4)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, T - 1), max_size=3),
+    name=st.sampled_from(sorted(MECHANISMS)),
+)
+def test_any_cuts_join(cuts, name):
+    mechanism = JITTED[name]
+    params = mechanism.init_params(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(2), (B, T, D))
+    state = mechanism.init_state(B)
+    whole = mechanism.apply(params, state, x)
+    edges = [0, *sorted(set(cuts)), T]
+    outputs = []
+    for start, stop in zip(edges, edges[1:], strict=False):
+        state, y = mechanism.apply(params, state, x[:, start:stop])
+        outputs.append(y)
+    assert_close((state, jnp.concatenate(outputs, axis=1)), whole)
+
+
+def _split_floats(state):
+    leaves, treedef = jax.tree.flatten(state)
+    is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    floats = [x if f else None for x, f in zip(leaves, is_float, strict=True)]
+    rest = [None if f else x for x, f in zip(leaves, is_float, strict=True)]
+    return floats, (rest, treedef)
+
+
+def _join(floats, rest):
+    others, treedef = rest
+    leaves = [a if b is None else b for a, b in zip(floats, others, strict=True)]
+    return jax.tree.unflatten(treedef, leaves)
