@@ -13,8 +13,6 @@ How a run ends:
     an exception  too many non-finite steps, a failed save, bad input
 """
 
-import hashlib
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -22,16 +20,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
+from memjax.training.agreement import agreed, same_everywhere
 from memjax.training.checkpoint import Checkpoints
 from memjax.training.loop_config import DataIterator, LoopConfig, Outcome, Reason
 from memjax.training.preemption import StopSignals
 from memjax.training.profiling import Profile
 from memjax.training.reporting import Reporter
-from memjax.training.resume import FREE_FIELDS, Start, as_json, finite_flag, resume
+from memjax.training.resume import FREE_FIELDS, Start, finite_flag, resume
 
 #: Steps whose metrics may still be on the device. Reading a metric this late
 #: never makes the device wait for the host.
@@ -191,7 +188,7 @@ class _Loop:
         late = time.monotonic() >= self._deadline
         if jax.process_count() == 1:
             return late
-        return self._step % self._run.config.log_every == 0 and _agreed(late)
+        return self._step % self._run.config.log_every == 0 and agreed(late)
 
     def _keep_metrics(self, metrics: dict[str, Any]) -> None:
         for leaf in jax.tree.leaves(metrics):
@@ -239,7 +236,7 @@ class _Loop:
         self._reporter.flush()
         meta = {
             "config": self._run.record,
-            "data": _same_everywhere(self._run.data.get_state()),
+            "data": same_everywhere(self._run.data.get_state()),
             "skipped": list(self._skipped),
         }
         with self._reporter.paused():
@@ -254,7 +251,7 @@ class _Loop:
         last = self._step >= config.steps
         if not last and (self._step % config.evaluate_every or self._step == 0):
             return True
-        if _agreed(self._reporter.evaluated(self._step)):
+        if agreed(self._reporter.evaluated(self._step)):
             return True
         self._read_metrics(keep=0)
         with self._reporter.paused():
@@ -264,28 +261,3 @@ class _Loop:
         found = {name: float(value) for name, value in values.items()}
         self._reporter.log_evaluation(self._step, found)
         return True
-
-
-def _agreed(flag: bool) -> bool:
-    """What process 0 says, so that all do the same."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(multihost_utils.broadcast_one_to_all(np.asarray(flag)))
-
-
-def _same_everywhere(data_state: Any) -> Any:
-    """The position in the data, which one process writes down for all.
-
-    Raises:
-        ValueError: it is not JSON, or differs between processes.
-    """
-    text = json.dumps(as_json({"data": data_state}, "data.get_state()"), sort_keys=True)
-    if jax.process_count() > 1:
-        mine = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
-        found = np.asarray(multihost_utils.process_allgather(mine))
-        if (found != found[:1]).any():
-            raise ValueError(
-                "data.get_state() must be the same on every process, so that any "
-                f"number of them can resume; process {jax.process_index()} has {text}"
-            )
-    return data_state

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from memjax.training import checkpoint, loop
+from memjax.training import agreement, checkpoint
 from memjax.training.loop import train
 from memjax.training.loop_config import LoopConfig, Outcome
 from memjax.training.resume import NonFiniteError, require_same_config
@@ -409,13 +409,13 @@ def test_data_positions_that_differ_between_processes_are_refused(
     gather = lambda mine: np.stack([mine, other])
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
     with pytest.raises(ValueError, match='same on every process.*"row": 3'):
-        loop._same_everywhere({"row": 3})
+        agreement.same_everywhere({"row": 3})
     monkeypatch.setattr(
         multihost_utils, "process_allgather", lambda mine: np.stack([mine, mine])
     )
-    assert loop._same_everywhere({"row": 3}) == {"row": 3}
+    assert agreement.same_everywhere({"row": 3}) == {"row": 3}
     with pytest.raises(ValueError, match=r"data\.get_state\(\) must be JSON"):
-        loop._same_everywhere(object())
+        agreement.same_everywhere(object())
 
 
 def test_two_processes_stop_at_one_step_and_go_on(tmp_path: Path) -> None:
