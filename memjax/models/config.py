@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable
 from typing import Literal, get_args
 
 from memjax.mechanisms.base import check_sizes
@@ -84,13 +83,13 @@ def require_known(name: str, value: str, allowed: tuple[str, ...]) -> None:
     raise ValueError(f"{name} must be one of {allowed}, got {value!r}{hint}")
 
 
-def transformer(size: "Size" = "tiny", vocab_size: int = 32_000) -> ModelConfig:
+def transformer(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
     """Transformer++: sliding-window attention in every layer, no memory."""
     require_known("size", size, tuple(SIZES))
     return dataclasses.replace(SIZES[size], vocab_size=vocab_size)
 
 
-def elastic(size: "Size" = "tiny", vocab_size: int = 32_000) -> ModelConfig:
+def elastic(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
     """The same model with Elastic Memory in its memory layer.
 
     The paper puts it in layer 9 of 12; the tiny model in layer 3 of 4. No parameter
@@ -118,7 +117,6 @@ def _paper(heads: int) -> ModelConfig:
     )
 
 
-Size = Literal["tiny", "100m", "200m", "400m"]
 SIZES: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
         mixers=("sliding_window",) * 4,
@@ -137,14 +135,12 @@ SIZES: dict[str, ModelConfig] = {
     "200m": _paper(18),
     "400m": _paper(24),
 }
-PRESETS: dict[str, Callable[[int], ModelConfig]] = {
-    f"{family.__name__}-{size}": (lambda vocab, f=family, s=size: f(s, vocab))
-    for family in (transformer, elastic)
-    for size in SIZES
-}
+FAMILIES = {"transformer": transformer, "elastic": elastic}
+PRESETS = tuple(f"{family}-{size}" for family in FAMILIES for size in SIZES)
 
 
 def preset(name: str, vocab_size: int = 32_000) -> ModelConfig:
     """Looks a preset up: `transformer-` or `elastic-` with tiny, 100m, 200m, 400m."""
-    require_known("preset", name, tuple(PRESETS))
-    return PRESETS[name](vocab_size)
+    require_known("preset", name, PRESETS)
+    family, size = name.split("-")
+    return FAMILIES[family](size, vocab_size)

@@ -9,7 +9,7 @@ Shapes: B batch, T time, D model, F hidden, V vocabulary.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ class FeedForwardParams(NamedTuple):
 
 def build_mixer(config: ModelConfig, mixer: Mixer) -> Mechanism:
     """The mechanism of one layer, with the model's sizes."""
-    heads = dict(
+    heads: dict[str, Any] = dict(
         model_dim=config.model_dim,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,

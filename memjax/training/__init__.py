@@ -1,1 +1,12 @@
-"""To be filled."""
+"""Training: loss, optimizer, the pure update, sharding, checkpoints and the loop."""
+
+from memjax.training.loop import train as train
+from memjax.training.loop_config import LoopConfig as LoopConfig
+from memjax.training.loop_config import Outcome as Outcome
+from memjax.training.optimizer import OptimizerConfig as OptimizerConfig
+from memjax.training.optimizer import optimizer as optimizer
+from memjax.training.sharding import MeshConfig as MeshConfig
+from memjax.training.step import StepConfig as StepConfig
+from memjax.training.step import TrainState as TrainState
+from memjax.training.step import init_train_state as init_train_state
+from memjax.training.step import make_train_step as make_train_step

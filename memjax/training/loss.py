@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Scalar
 
 LOGITS_AT_A_TIME = 2**25
 
@@ -14,8 +14,8 @@ LOGITS_AT_A_TIME = 2**25
 class Score(NamedTuple):
     """Sums over the positions that count; their ratio is the mean loss in nats."""
 
-    nll: Float[Array, ""]
-    tokens: Float[Array, ""]
+    nll: Scalar
+    tokens: Scalar
 
 
 def token_losses(

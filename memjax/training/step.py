@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import PyTree, Scalar
 
 from memjax.data.batch import Batch
 from memjax.models.language_model import LanguageModel
 from memjax.training.loss import Score, token_losses
 
-Metrics = dict[str, Float[Array, ""]]
+Metrics = dict[str, Scalar]
 
 
 class TrainState(NamedTuple):
@@ -29,7 +29,7 @@ class TrainState(NamedTuple):
             an empty tuple.
     """
 
-    step: Int[Array, ""]
+    step: Scalar
     params: PyTree
     optimizer: PyTree
     memory: PyTree

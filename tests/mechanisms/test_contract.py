@@ -1,5 +1,7 @@
 """The law that every mechanism keeps. A new mechanism joins by one row below."""
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ HEADS = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=4)
 
 
 def elastic(**options):
-    sizes = dict(HEADS, block=4, order=6) | options
+    sizes: dict[str, Any] = dict(HEADS, block=4, order=6) | options
     return mechanisms.elastic_memory(ElasticMemoryConfig(**sizes))
 
 

@@ -1,0 +1,67 @@
+"""Configurations to JSON and back; nothing but data is read."""
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+
+def to_record(config: Any) -> dict[str, Any]:
+    """A frozen dataclass as JSON-able values; paths become strings."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, tuple | list):
+            return [plain(item) for item in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return plain(dataclasses.asdict(config))
+
+
+def from_record(kind: type, record: Any, where: str = "config") -> Any:
+    """Builds the dataclass `kind` from what `to_record` gave.
+
+    Raises:
+        ValueError: naming the field, if one is unknown, missing or of another type.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} must be an object, got {record!r}")
+    hints = typing.get_type_hints(kind)
+    fields = {field.name for field in dataclasses.fields(kind)}
+    for name in record:
+        if name not in fields:
+            raise ValueError(f"{where}.{name} is not a field of {kind.__name__}")
+    for field in dataclasses.fields(kind):
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and field.name not in record:
+            raise ValueError(f"{where}.{field.name} is missing")
+    values = {
+        name: _convert(hints[name], value, f"{where}.{name}")
+        for name, value in record.items()
+    }
+    return kind(**values)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return from_record(typing.cast(type, hint), value, where)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        inner = next(arg for arg in args if arg is not type(None))
+        return _convert(inner, value, where)
+    if origin is tuple and isinstance(value, list):
+        item = args[0]
+        return tuple(_convert(item, v, where) for v in value)
+    if origin is typing.Literal and value in args:
+        return value
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is hint:
+        return value
+    raise ValueError(f"{where} must be {hint}, got {value!r}")

@@ -1,0 +1,287 @@
+"""A training run from one configuration, and its model read back."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+
+from memjax import evaluation
+from memjax.config_io import from_record, to_record
+from memjax.data import (
+    BatchIterator,
+    TokenisedDocument,
+    Tokenizer,
+    chunked_batches,
+    load_tokenizer,
+    load_tokens,
+    streamed_batches,
+)
+from memjax.models import LanguageModel, ModelConfig, preset
+from memjax.models.config import require_known
+from memjax.training import checkpoint, loop, sharding
+from memjax.training.integrity import write_atomically
+from memjax.training.loop_config import LoopConfig, Outcome
+from memjax.training.optimizer import OptimizerConfig, optimizer
+from memjax.training.sharding import MeshConfig
+from memjax.training.step import (
+    StepConfig,
+    TrainState,
+    init_train_state,
+    make_train_step,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What is read, and in what pieces.
+
+    Attributes:
+        source: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME".
+        tokenizer: "bpe4k", "bytes" or the path of a tokenizers JSON.
+        mode: "chunked" cuts documents into independent texts of `context_length`, as
+            the paper does; "streamed" reads whole documents, `context_length` tokens
+            of each row at a time, and goes with `step.carry_memory`.
+        context_length: tokens of a row in one update.
+        batch_size: rows of one update, over all devices.
+        validation_texts: texts of `context_length` tokens in each evaluation.
+        cache_dir: where tokens are kept; None is the user's cache folder.
+    """
+
+    source: str = "embedded"
+    tokenizer: str = "bpe4k"
+    mode: Literal["chunked", "streamed"] = "chunked"
+    context_length: int = 2048
+    batch_size: int = 8
+    validation_texts: int = 16
+    cache_dir: Path | None = None
+
+    def __post_init__(self):
+        require_known("mode", self.mode, ("chunked", "streamed"))
+        for name in ("context_length", "batch_size", "validation_texts"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Everything that shapes a run; running the same again resumes it bit for bit.
+
+    Attributes:
+        model: the model; its vocab_size must be the tokenizer's.
+        data: documents and batches.
+        optimizer: hyperparameters; the paper's Table 9.
+        step: backpropagation through time, accumulation, carried memory.
+        loop: steps, checkpoints, evaluation, log.
+        mesh: devices.
+        seed: of parameters and data order.
+    """
+
+    model: ModelConfig = dataclasses.field(default_factory=lambda: _tiny("elastic"))
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    step: StepConfig = StepConfig()
+    loop: LoopConfig = LoopConfig(steps=1000)
+    mesh: MeshConfig = MeshConfig()
+    seed: int = 42
+
+    def __post_init__(self):
+        if (self.data.mode == "streamed") != self.step.carry_memory:
+            raise ValueError(
+                f"data.mode={self.data.mode!r} contradicts "
+                f"step.carry_memory={self.step.carry_memory}: streams carry memory, "
+                "chunks do not"
+            )
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
+
+
+def presets() -> dict[str, RunConfig]:
+    """Runs by name: the tiny ones for a laptop, the others as the paper trains them."""
+    tiny = {
+        f"{family}-tiny": RunConfig(model=_tiny(family))
+        for family in ("transformer", "elastic")
+    }
+    paper = {
+        f"{family}-{size}": RunConfig(
+            model=preset(f"{family}-{size}", 32_000),
+            # About 0.5M tokens an update in texts of 32,768.
+            data=DataConfig(context_length=32_768, batch_size=16, tokenizer="llama2"),
+            loop=LoopConfig(steps=80_000, save_every=1000, evaluate_every=1000),
+        )
+        for family in ("transformer", "elastic")
+        for size in ("100m", "200m", "400m")
+    }
+    return tiny | paper
+
+
+def train(config: RunConfig, run_dir: Path) -> Outcome:
+    """Trains, or goes on with what `run_dir` holds.
+
+    Raises:
+        ValueError: on a configuration that contradicts itself, the data, the devices
+            or the checkpoints; see `memjax.training.loop.train` for the rest.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    _require_vocabulary(config.model, tokenizer)
+    mesh = sharding.make_mesh(config.mesh)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    state, step = build_step(config, mesh)
+    record = to_record(config) | {"tokenizer_digest": tokenizer.digest}
+    if jax.process_index() == 0 and not (run_dir / "config.json").exists():
+        write_atomically(
+            run_dir / "config.json", json.dumps(to_record(config), indent=1)
+        )
+    _, outcome = loop.train(
+        step,
+        state,
+        batches(config, load_split(config, tokenizer, "train")),
+        config.loop,
+        run_dir,
+        config_record=record,
+        tokens_per_step=config.data.batch_size * config.data.context_length,
+        evaluate=_validation(config, tokenizer) if config.loop.evaluate_every else None,
+    )
+    return outcome
+
+
+def build_step(config: RunConfig, mesh: Any) -> tuple[TrainState, Callable]:
+    """The state a new run starts from, laid out on the mesh, and the jitted update."""
+    transform = optimizer(config.optimizer, config.loop.steps)
+
+    def create():
+        model = LanguageModel(config.model, key=jax.random.key(config.seed))
+        rows = config.data.batch_size
+        return init_train_state(model, transform, config.step, rows)
+
+    layout = sharding.shardings(mesh, jax.eval_shape(create))
+    state = jax.jit(create, out_shardings=layout)()
+    step = jax.jit(
+        make_train_step(abstract_model(config.model), transform, config.step),
+        donate_argnums=0,
+        out_shardings=(layout, None),
+    )
+    return state, lambda state, batch: step(state, sharding.put_batch(mesh, batch))
+
+
+def abstract_model(config: ModelConfig) -> LanguageModel:
+    """The model with shapes for parameters: its structure, at no cost."""
+    return nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
+
+
+def load_model(run_dir: Path) -> tuple[RunConfig, LanguageModel]:
+    """Reads a run's configuration and the newest good checkpoint's parameters.
+
+    Raises:
+        ValueError: if the folder is no run, or its checkpoint is unreadable.
+    """
+    config_file = run_dir / "config.json"
+    if not config_file.is_file():
+        raise ValueError(f"run_dir={str(run_dir)!r} holds no run: no config.json in it")
+    try:
+        record = json.loads(config_file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{config_file} is not JSON: {error}") from error
+    config = from_record(RunConfig, record)
+    transform = optimizer(config.optimizer, config.loop.steps)
+    state = jax.eval_shape(
+        lambda: init_train_state(
+            LanguageModel(config.model, key=jax.random.key(0)),
+            transform,
+            config.step,
+            config.data.batch_size,
+        )
+    )
+    with checkpoint.Checkpoints(run_dir / "checkpoints") as checkpoints:
+        restored = checkpoints.restore(state)
+    if restored is None:
+        raise ValueError(f"run_dir={str(run_dir)!r} has no checkpoint yet")
+    graph = nnx.graphdef(abstract_model(config.model))
+    return config, nnx.merge(graph, restored.state.params)
+
+
+def with_sampling(model: LanguageModel, sampling: str, decay: float) -> LanguageModel:
+    """The same parameters, the memory read at other points (Tables 5 and 6).
+
+    Raises:
+        ValueError: if no layer is an Elastic Memory, or the sampling is unknown.
+    """
+    if "elastic_memory" not in model.config.mixers:
+        raise ValueError(
+            f"sampling={sampling!r} needs an elastic_memory layer; "
+            f"the mixers are {model.config.mixers}"
+        )
+    elastic = dataclasses.replace(model.config.elastic, sampling=sampling, decay=decay)
+    config = dataclasses.replace(model.config, elastic=elastic)
+    params = nnx.state(model, nnx.Param)
+    return nnx.merge(nnx.graphdef(abstract_model(config)), params)
+
+
+def load_split(
+    config: RunConfig, tokenizer: Tokenizer, split: str
+) -> list[TokenisedDocument]:
+    """The tokens of one split of the run's documents."""
+    cache = config.data.cache_dir
+    return load_tokens(config.data.source, tokenizer, split, cache)  # type: ignore[arg-type]
+
+
+def batches(config: RunConfig, documents: list[TokenisedDocument]) -> BatchIterator:
+    """This host's rows of the run's batches, in its order."""
+    make = {"chunked": chunked_batches, "streamed": streamed_batches}[config.data.mode]
+    return make(
+        documents,
+        config.data.context_length,
+        config.data.batch_size,
+        config.seed,
+        shard_index=jax.process_index(),
+        shard_count=jax.process_count(),
+        vocab_size=config.model.vocab_size,
+    )
+
+
+def _validation(config, tokenizer):
+    """Perplexity on a few texts from each validation document."""
+    length = config.data.context_length
+    documents = load_split(config, tokenizer, "validation")
+    share = -(-config.data.validation_texts // len(documents))
+    documents = [
+        d._replace(tokens=np.asarray(d.tokens[: share * length + 1])) for d in documents
+    ]
+    graph = nnx.graphdef(abstract_model(config.model))
+
+    def evaluate(state, should_stop):
+        losses = evaluation.losses(
+            nnx.merge(graph, state.params),
+            documents,
+            context_length=length,
+            segment=length,
+            batch_size=min(config.data.batch_size, config.data.validation_texts),
+            should_stop=should_stop,
+        )
+        window = config.model.window
+        return {
+            "validation_perplexity": evaluation.perplexity(losses),
+            "validation_perplexity_beyond_window": evaluation.perplexity(
+                losses, first=window
+            ),
+        }
+
+    return evaluate
+
+
+def _require_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> None:
+    if model.vocab_size != tokenizer.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={model.vocab_size} must be the tokenizer's "
+            f"{tokenizer.vocab_size}"
+        )
+
+
+def _tiny(family: str) -> ModelConfig:
+    return preset(f"{family}-tiny", 4096)
