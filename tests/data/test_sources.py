@@ -46,8 +46,9 @@ def test_small_kinds_start_with_train():
 
 def test_equal_texts_share_a_split():
     twins = [Document(f"twin{i}", "a", "train", "same text") for i in range(3)]
-    splits = _splits(assign_splits(twins + _documents("a", 5)))
-    assert splits["twin0"] == splits["twin1"] == splits["twin2"]
+    splits = _splits(assign_splits(twins + _documents("a", 2)))
+    assert splits["twin0"] == splits["twin1"] == splits["twin2"] == "train"
+    assert {splits["a0"], splits["a1"]} == {"validation", "test"}
 
 
 def _write_folder(root):
@@ -267,6 +268,13 @@ def test_huggingface_documents(monkeypatch):
         open_documents("hf:missing")
     with pytest.raises(ValueError, match="text_key='body' matches no feature"):
         sources.huggingface_documents("n", text_key="body")
+
+
+def test_huggingface_with_train_only_is_split_by_the_rule(monkeypatch):
+    rows = [{"text": text} for text in ("x", "xxx", "xx")]
+    _fake_datasets(monkeypatch, {"train": _Table(rows)}, [])
+    found = {d.text: d.split for d in open_documents("hf:name")}
+    assert found == {"xxx": "train", "xx": "validation", "x": "test"}
 
 
 def test_huggingface_with_foreign_splits_only(monkeypatch):
