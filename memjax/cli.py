@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from memjax import evaluation, run
+from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data import fetch as fetching
-from memjax.data import load_tokenizer, load_tokens
 from memjax.data.sources import open_documents
 from memjax.evaluation import plots
 from memjax.models import Sampling, generate
@@ -47,7 +47,7 @@ def command(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
         def deferred(*args, **kwargs):
             return functools.partial(function, *args, **kwargs)
 
-        app.command(deferred, name=name)
+        app.command(name=name)(deferred)
         return function
 
     return register
@@ -191,9 +191,10 @@ def data(
         print(f"{len(written)} documents in {destination}")
         return 0
     table = Table("document", "kind", "split", "tokens")
-    known = {d.name: d.split for d in open_documents(source)}
+    splits: list[Split] = ["train", "validation", "test"]
+    found = {document.split for document in open_documents(source)}
     counted = load_tokenizer(tokenizer)
-    for split in dict.fromkeys(known.values()):
+    for split in (split for split in splits if split in found):
         for document in load_tokens(source, counted, split):
             size = f"{len(document.tokens):,}"
             table.add_row(document.name, document.kind, split, size)

@@ -17,7 +17,7 @@ def to_record(config: Any) -> dict[str, Any]:
             return [plain(item) for item in value]
         return str(value) if isinstance(value, Path) else value
 
-    return plain(dataclasses.asdict(config))
+    return typing.cast(dict[str, Any], plain(dataclasses.asdict(config)))
 
 
 def from_record(kind: type, record: Any, where: str = "config") -> Any:

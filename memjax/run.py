@@ -14,6 +14,7 @@ from memjax import evaluation
 from memjax.config_io import from_record, to_record
 from memjax.data import (
     BatchIterator,
+    Split,
     TokenisedDocument,
     Tokenizer,
     chunked_batches,
@@ -224,11 +225,11 @@ def with_sampling(model: LanguageModel, sampling: str, decay: float) -> Language
 
 
 def load_split(
-    config: RunConfig, tokenizer: Tokenizer, split: str
+    config: RunConfig, tokenizer: Tokenizer, split: Split
 ) -> list[TokenisedDocument]:
     """The tokens of one split of the run's documents."""
     cache = config.data.cache_dir
-    return load_tokens(config.data.source, tokenizer, split, cache)  # type: ignore[arg-type]
+    return load_tokens(config.data.source, tokenizer, split, cache)
 
 
 def batches(config: RunConfig, documents: list[TokenisedDocument]) -> BatchIterator:

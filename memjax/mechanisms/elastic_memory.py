@@ -214,12 +214,9 @@ def _apply_blocks(config, blocks, state, q, k, v):
         implementation=config.implementation,
     )
     queries = lay_out(jnp.zeros_like(q[:, :0], jnp.float32), q)
-    attended = _trapezoid(
-        config,
-        *(split(x).astype(q.dtype) for x in (queries, keys, values)),
-        *(x.astype(q.dtype) for x in _from_channels(memory, heads)),
-        state.length,
-    )
+    tokens = [split(x).astype(q.dtype) for x in (queries, keys, values)]
+    remembered = [x.astype(q.dtype) for x in _from_channels(memory, heads)]
+    attended = _trapezoid(config, tokens, remembered, state.length)
     new_keys, new_values = _from_channels(coefficients, heads)
     after = count * config.block
     y = _take(attended.reshape(queries.shape), state.filled, t)
@@ -234,12 +231,13 @@ def _apply_blocks(config, blocks, state, q, k, v):
     return state, y
 
 
-def _trapezoid(config, q, k, v, memory_keys, memory_values, length):
+def _trapezoid(config, tokens, remembered, length):
     """Attention of each block to all memory tokens and causally to itself.
 
     Queries and keys turn by their place; memory tokens carry no position. Before
     the first block is compressed the memory is masked out.
     """
+    (q, k, v), (memory_keys, memory_values) = tokens, remembered
     blocks, block, samples = q.shape[1], config.block, config.samples
     places = jnp.arange(block, dtype=jnp.int32)
     first = length[:, None] + jnp.arange(blocks, dtype=jnp.int32)[None] * block

@@ -93,7 +93,7 @@ def make_train_step(
         if config.carry_memory:
             memory = nnx.merge(graph, state.params).reset(state.memory, batch.reset)
         score, memory, gradients = _gradients(graph, config, state, memory, batch)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         loss = score.nll / score.tokens
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, new_optimizer = optimizer.update(
