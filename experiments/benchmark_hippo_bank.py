@@ -12,22 +12,17 @@ About 15 seconds.
 """
 
 import dataclasses
-import datetime
 import json
-import os
 import pathlib
-import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import scipy
 import tyro
 
 from memjax_kernels.hippo import bank, discretisations
+from provenance import provenance
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -126,7 +121,12 @@ def main(config: Config) -> None:
     growth = grow(config)
     _print(config, compared, whole, growth)
     measured = {"compared": compared, "whole_bank": whole, "growth": growth}
-    report = _provenance(config) | measured
+    fields = dataclasses.asdict(config)
+    del fields["output"]
+    report = (
+        provenance("time to build HiPPO banks in closed form and by recurrence", fields)
+        | measured
+    )
     config.output.parent.mkdir(parents=True, exist_ok=True)
     config.output.write_text(json.dumps(report, indent=1) + "\n")
 
@@ -164,32 +164,6 @@ def _summary(seconds: list[float]) -> dict[str, float]:
 
 def _whole_bytes(config: Config, order: int) -> int:
     return bank.bank_bytes(order, config.whole_block_length, config.whole_blocks)
-
-
-def _provenance(config: Config) -> dict:
-    fields = dataclasses.asdict(config)
-    del fields["output"]
-    return {
-        "question": "time to build HiPPO banks in closed form and by recurrence",
-        "command": shlex.join(["python", *sys.argv]),
-        "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "library default"),
-        "config": fields,
-        "date": datetime.date.today().isoformat(),
-        "device": f"{_cpu_name()}, {os.cpu_count()} cores",
-        "load_average_1min": os.getloadavg()[0],
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "scipy": scipy.__version__,
-        },
-    }
-
-
-def _cpu_name() -> str:
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

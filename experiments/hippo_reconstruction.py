@@ -18,20 +18,16 @@ the factors then vanish in turn do they come back. So its row is a float64 figur
 """
 
 import dataclasses
-import datetime
 import json
 import pathlib
-import platform
-import shlex
-import sys
 
 import numpy as np
-import scipy
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from memjax_kernels.hippo import bank, discretisations
+from provenance import provenance
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -161,7 +157,12 @@ def main(config: Config) -> None:
     peak = forward_peak(config)
     print(f"largest coefficient on the way of forward Euler, N=32: {peak:.1e}")
     measured = {"bank_minus_recurrence": gap, "forward_peak": peak, "rows": rows}
-    report = _provenance(config) | measured
+    fields = dataclasses.asdict(config)
+    del fields["output"]
+    report = (
+        provenance("table 12 of Elastic Memory: MSE of reconstruction", fields)
+        | measured
+    )
     config.output.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1)
     pathlib.Path(f"{config.output}.json").write_text(text + "\n")
@@ -247,30 +248,6 @@ def _signal(config: Config, waves: int, seed: int) -> np.ndarray:
     phases = rng.uniform(0, 2 * np.pi, waves)
     t = np.arange(config.length)[:, None] / config.length
     return np.sin(2 * np.pi * cycles * t + phases) @ heights
-
-
-def _provenance(config: Config) -> dict:
-    fields = dataclasses.asdict(config)
-    del fields["output"]
-    return {
-        "question": "table 12 of Elastic Memory: MSE of reconstruction",
-        "command": shlex.join(["python", *sys.argv]),
-        "config": fields,
-        "date": datetime.date.today().isoformat(),
-        "device": _cpu_name(),
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "scipy": scipy.__version__,
-        },
-    }
-
-
-def _cpu_name() -> str:
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
-    return f"{names[0]} x{len(names)}" if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -191,10 +191,12 @@ def data(
         print(f"{len(written)} documents in {destination}")
         return 0
     table = Table("document", "kind", "split", "tokens")
-    splits: list[Split] = ["train", "validation", "test"]
+    splits: tuple[Split, ...] = ("train", "validation", "test")
     found = {document.split for document in open_documents(source)}
     counted = load_tokenizer(tokenizer)
-    for split in (split for split in splits if split in found):
+    for split in splits:
+        if split not in found:
+            continue
         for document in load_tokens(source, counted, split):
             size = f"{len(document.tokens):,}"
             table.add_row(document.name, document.kind, split, size)

@@ -100,7 +100,7 @@ def update(
 
 def cost(
     order: int, length: int, samples: int, blocks: int, channels: int, banked: bool
-) -> dict[str, int]:
+) -> dict[Implementation, int]:
     """Multiply-adds of each implementation, whole batch, all rows in step.
 
     Args:
