@@ -92,7 +92,7 @@ def update(
     """
     count = jnp.full_like(start, features.shape[1]) if count is None else count
     stop = start + count
-    moved = on_demand.advance(start / jnp.maximum(stop, 1), state)
+    moved = on_demand.advance(start, stop, state)
     kernel = on_demand.kernel(state.shape[1], start, stop, features.shape[1])
     written = on_demand.product(kernel, features)
     return jnp.where((count > 0)[:, None, None], moved + written, state)

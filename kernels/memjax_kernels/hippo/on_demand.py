@@ -36,18 +36,21 @@ def kernel(
 
 
 def advance(
-    ratio: Float[Array, " R"], coefficients: Float[Array, "B N X"]
+    start: Int[Array, " R"], stop: Int[Array, " R"], coefficients: Float[Array, "B N X"]
 ) -> Float[Array, "B N X"]:
-    """Applies ratio**A without forming it, through the values at Gauss nodes.
+    """Moves a history of `start` tokens on to one of `stop`: (start/stop)**A C.
 
-    With nodes u and weights w, ratio**A = (ratio g(ratio u) w) g(u)^T: two thin
-    factors, N*N floats each, that live for this call only.
+    With r = start/stop, nodes u and weights w, r**A = (r g(r u) w) g(u)^T: two thin
+    factors, N*N floats each, that live for this call only. No past, r = 0, gives 0.
     """
     order = coefficients.shape[1]
     nodes, weights = bank.gauss_legendre(order)
-    # ratio = 0 must give 0, not the g(0) of an empty history.
     root = jnp.asarray(weights**0.5, jnp.float32)[None]
-    project = basis(order, ratio, nodes) * (ratio[:, None] * root)[:, None]
+    with jax.enable_x64(True):
+        # float32 would round a long history's ratio to 1: time would stand still.
+        ratio = start.astype(jnp.float64) / jnp.maximum(stop, 1)
+        scale = ratio.astype(jnp.float32)[:, None] * root
+    project = basis(order, ratio, nodes) * scale[:, None]
     evaluate = basis(order, jnp.ones(1), nodes)[0] * root
     values = jnp.einsum("nq,bnx->bqx", evaluate, coefficients, precision=HIGHEST)
     return product(project, values)

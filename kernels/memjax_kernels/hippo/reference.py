@@ -20,7 +20,7 @@ def hippo_reference(
     def token(carry, f):
         c, t = carry
         stop = t + 1
-        moved = on_demand.advance(t / stop, c)
+        moved = on_demand.advance(t, stop, c)
         written = on_demand.kernel(c.shape[1], t, stop, 1) * f[:, None]
         keep = (t - start < count * length)[:, None, None]
         return (jnp.where(keep, moved + written, c), jnp.where(keep[:, 0, 0], stop, t))

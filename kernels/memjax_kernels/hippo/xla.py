@@ -43,19 +43,19 @@ def banked(bank: HippoBank, start: Int[Array, " R"], length: int) -> Matrices:
 def computed(order: int, start: Int[Array, " R"], length: int) -> Matrices:
     """Computes matrices where they are needed and keeps none."""
 
-    def ratio(block):
-        stop = start + (block + 1) * length
-        return (stop - length) / stop
+    def advance(block, c):
+        begin = start + block * length
+        return on_demand.advance(begin, begin + length, c)
 
     def transition(block):
         eye = jnp.broadcast_to(jnp.eye(order), (start.shape[0], order, order))
-        return on_demand.advance(ratio(block), eye)
+        return advance(block, eye)
 
     def kernel(block):
         begin = start + block * length
         return on_demand.kernel(order, begin, begin + length, length)
 
-    return Matrices(lambda b, c: on_demand.advance(ratio(b), c), transition, kernel)
+    return Matrices(advance, transition, kernel)
 
 
 def scan(
@@ -132,7 +132,7 @@ def direct(
     def horizon(stop):
         """The map from the call's tokens, and what the carried state has become."""
         kernel = on_demand.kernel(order, start, stop, blocks * length)
-        return kernel, on_demand.advance(start / jnp.maximum(stop, 1), coefficients)
+        return kernel, on_demand.advance(start, stop, coefficients)
 
     def tokens_of(block):
         kernel, past = horizon(start + jnp.minimum(block, count) * length)
