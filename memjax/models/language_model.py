@@ -124,7 +124,9 @@ class LanguageModel(nnx.Module):
         range makes its row NaN.
         """
         embedding = self.embedding.get_value()
-        h = embedding.at[tokens].get(mode="fill", fill_value=jnp.nan)
+        h = embedding.at[tokens].get(
+            mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
+        )
         h = h.astype(self.config.dtype)
         if self.config.tied_head:
             # The embedding is drawn for the head; the stream wants unit variance.
