@@ -33,7 +33,7 @@ def hippo(
     Args:
         features: float32 signals, X channels, n >= 1 blocks of L tokens.
         reconstruction: basis values at the sampled fractions, see `reconstruction`.
-        state: coefficients of the history; None is empty.
+        state: coefficients of the history; None is empty. Not read where start is 0.
         start: tokens behind `state`, per row; None is none. Any number: it need not
             be a multiple of L, nor small.
         count: how many of the n blocks to absorb, per row, in [0, n]; None is all.
@@ -55,6 +55,8 @@ def hippo(
     if state is None:
         state = jnp.zeros((b, order, x), jnp.float32)
     start = jnp.zeros(b, jnp.int32) if start is None else start
+    # No history has no coefficients: all forms must agree on that.
+    state = jnp.where((start > 0)[:, None, None], state, 0.0)
     count = jnp.full(b, n, jnp.int32) if count is None else count
     if implementation is None:
         implementation = cheapest(order, length, samples, n, b * x, bank is not None)

@@ -1,0 +1,258 @@
+"""The HiPPO op: every form against the token loop and against float64 on the host."""
+
+import functools
+import importlib
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memjax_kernels.hippo import bank, discretisations, on_demand
+
+# The package re-exports the function under the folder's name.
+op = importlib.import_module("memjax_kernels.hippo")
+
+B, BLOCKS, L, X, N, M = 3, 3, 4, 2, 6, 5
+READ = bank.reconstruction(N, bank.sample_points(M, "exponential", 0.7))
+BANK = op.build_bank(N, L, 4)
+FORMS = [
+    ("scan", False),
+    ("scan", True),
+    ("associative", False),
+    ("associative", True),
+    ("direct", False),
+]
+# Starts and counts by name: rows apart, together off the grid of blocks, together on
+# it inside the bank, at its end and beyond it.
+PLACES = {
+    "ragged": ([0, 4, 7], [3, 1, 0]),
+    "ragged counts": ([4, 4, 4], [3, 2, 3]),
+    "off the grid": ([5, 5, 5], [3, 3, 3]),
+    "empty": ([0, 0, 0], [3, 3, 3]),
+    "end of the bank": ([4, 4, 4], [2, 2, 2]),
+    "beyond the bank": ([8, 8, 8], [3, 3, 3]),
+    "far": ([123_456_789, 40, 1_000_003], [3, 3, 2]),
+}
+int32 = functools.partial(jnp.asarray, dtype=jnp.int32)
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+FEATURES = jnp.asarray(draw(B, BLOCKS, L, X))
+# Rows that start at 0 must not read theirs.
+STATE = jnp.asarray(draw(B, N, X, seed=1))
+WEIGHTS = draw(B, N, X, seed=2), draw(B, BLOCKS, M, X, seed=3)
+
+
+@functools.cache
+def run(form):
+    """Values and gradients of one form, compiled once; the bank is an argument."""
+
+    def both(features, state, start, count, tables):
+        call = lambda features, state: op.hippo(
+            features,
+            jnp.asarray(READ, jnp.float32),
+            state,
+            start=start,
+            count=count,
+            bank=tables,
+            implementation=form,
+        )
+        values, pull = jax.vjp(call, features, state)
+        return values, pull(tuple(jnp.asarray(w) for w in WEIGHTS))
+
+    return jax.jit(both)
+
+
+def oracle(features, state, start, count):
+    """Blocks one by one in float64, by the matrices of the bank."""
+    coefficients, memory = [], []
+    for row, c, t, complete in zip(features, state, start, count, strict=True):
+        c, reads = np.float64(c) * (t > 0), []
+        for j, f in enumerate(row):
+            reads.append(READ @ c)
+            if j < complete:
+                c = bank.transition(N, t / (t + L)) @ c
+                c = c + bank.block_kernel(N, t, t + L) @ f
+                t += L
+        coefficients.append(c)
+        memory.append(reads)
+    return np.array(coefficients), np.array(memory)
+
+
+def close(actual, expected, tolerance=1e-5):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance),
+        actual,
+        expected,
+    )
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_token_loop_computes_the_float64_oracle(place):
+    start, count = PLACES[place]
+    values, _ = run("reference")(FEATURES, STATE, int32(start), int32(count), None)
+    close(values, oracle(FEATURES, STATE, start, count))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("form,banked", FORMS)
+def test_every_form_agrees_with_the_oracle_and_the_gradients_of_the_loop(
+    form, banked, place
+):
+    start, count = PLACES[place]
+    tables = BANK if banked else None
+    arguments = FEATURES, STATE, int32(start), int32(count)
+    values, gradients = run(form)(*arguments, tables)
+    close(values, oracle(FEATURES, STATE, start, count))
+    expected_values, expected_gradients = run("reference")(*arguments, None)
+    close(values, expected_values)
+    close(gradients, expected_gradients)
+    assert np.abs(gradients[0]).max() > 0.01
+    new = np.array(start) == 0
+    assert np.all(gradients[1][new] == 0) and np.all(gradients[1][~new] != 0)
+
+
+@pytest.mark.parametrize("form", ["scan", "associative"])
+def test_a_bank_is_looked_up_exactly_where_it_covers_all_rows(form):
+    doubled = BANK._replace(kernel=2 * BANK.kernel)
+    changed = {}
+    for place, (start, count) in PLACES.items():
+        arguments = FEATURES, STATE, int32(start), int32(count)
+        (state, _), _ = run(form)(*arguments, BANK)
+        (other, _), _ = run(form)(*arguments, doubled)
+        changed[place] = bool(np.abs(state - other).max() > 1e-3)
+    covered = {"empty", "end of the bank"}
+    assert changed == {place: place in covered for place in PLACES}
+
+
+def test_nothing_given_is_an_empty_memory_and_all_blocks():
+    state, memory = op.hippo(FEATURES, jnp.asarray(READ, jnp.float32), bank=BANK)
+    close((state, memory), oracle(FEATURES, STATE, [0] * B, [BLOCKS] * B))
+    assert np.all(np.asarray(memory[:, 0]) == 0)
+
+
+def test_the_state_is_that_of_the_papers_recurrence():
+    """Matrix exponentials, token by token, in float64."""
+    whole = np.asarray(FEATURES[0].reshape(-1, X), np.float64)
+    state, _ = op.hippo(FEATURES, jnp.asarray(READ, jnp.float32), bank=None)
+    close(state[0], discretisations.compress(whole, N))
+
+
+@pytest.mark.parametrize("start", [0, 1, 100, 1_000_003, 123_456_789, 2**31 - 64])
+def test_matrices_on_demand_equal_the_float64_bank_however_late(start):
+    order, length = 64, 32
+    stop = start + length
+    kernel = on_demand.kernel(order, int32([start]), int32([stop]), length)[0]
+    expected = bank.block_kernel(order, start, stop)
+    assert np.abs(kernel - expected).max() <= 1e-6 * np.abs(expected).max()
+    eye = jnp.eye(order)[None]
+    transition = on_demand.advance(int32([start]), int32([stop]), eye)[0]
+    expected = bank.transition(order, start / stop)
+    assert np.linalg.norm(transition - expected, 2) <= 2e-6
+
+
+def test_a_million_tokens_on_time_still_passes():
+    """300 blocks late in a stream: rounding the ratio to float32 would lose 1%."""
+    order, length, steps, begin = 64, 4, 300, 1_000_000
+    state, signal = draw(order, X), draw(steps * length, X, seed=1)
+    blocks = jnp.asarray(signal.reshape(steps, 1, length, X))
+
+    def absorb(c, item):
+        features, start = item
+        return op.update(features, c, start[None]), None
+
+    starts = begin + length * jnp.arange(steps, dtype=jnp.int32)
+    after, _ = jax.lax.scan(absorb, jnp.asarray(state)[None], (blocks, starts))
+    end = begin + steps * length
+    expected = bank.transition(order, begin / end) @ np.float64(state)
+    expected += bank.block_kernel(order, begin, end) @ signal
+    assert np.abs(expected - state).max() > 0.4
+    assert np.abs(after[0] - expected).max() < 5e-4
+
+
+@jax.jit
+def absorb_padded(features, state, start, count):
+    return op.update(features, state, start, count)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(cuts=st.sets(st.integers(1, 39), min_size=2, max_size=12))
+def test_any_cuts_give_the_coefficients_of_one_block(cuts):
+    signal, size = draw(40, X, seed=5), 40
+    state, edges = jnp.zeros((1, N, X)), [0, *sorted(cuts), 40]
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        # Beyond the count stand tokens that must not be read.
+        piece = np.full((1, size, X), 1e6, np.float32)
+        piece[0, : stop - start] = signal[start:stop]
+        state = absorb_padded(piece, state, int32([start]), int32([stop - start]))
+    close(state[0], bank.block_kernel(N, 0, 40) @ np.float64(signal))
+
+
+def test_a_row_that_absorbs_nothing_keeps_its_state():
+    features = FEATURES[:2, 0]
+    after = op.update(features, STATE[:2], int32([0, 9]), int32([0, L]))
+    np.testing.assert_array_equal(after[0], STATE[0])
+    assert np.abs(after[1] - STATE[1]).max() > 0.1
+
+
+def test_operations_counted_by_hand():
+    # N=2, L=3, M=2, 2 blocks, 1 channel. Writes 2*(2*3), reads 2*(2*2).
+    write, read = 12, 8
+    assert op.cost(2, 3, 2, 2, 1, True) == {
+        "scan": 2 * 4 + write + read,
+        "associative": 2 * 2 * (8 + 4) + write + read,
+        # R K: 2 blocks * 2*2*6; onto the signal: 2 * 2*6; the last state: 2*6 and
+        # three moves of the carried state, two factors each.
+        "direct": 2 * 24 + 2 * 12 + 12 + 3 * 8 + read,
+    }
+    unbanked = op.cost(2, 3, 2, 2, 1, False)
+    assert unbanked["scan"] == 2 * 8 + write + read
+    assert unbanked["associative"] == 2 * 2 * 8 + 2 * 2 * 12 + write + read
+
+
+@pytest.mark.parametrize("order", [1, 64, 8640])
+@pytest.mark.parametrize("banked", [False, True])
+@pytest.mark.parametrize("samples,channels", [(1, 1), (64, 12_288)])
+def test_the_cheapest_has_the_fewest_operations(order, banked, samples, channels):
+    sizes = (order, 2048, samples, 16, channels, banked)
+    costs = op.cost(*sizes)
+    assert costs[op.cheapest(*sizes)] == min(costs.values())
+
+
+def test_the_default_runs_the_cheapest(monkeypatch):
+    asked = []
+    monkeypatch.setattr(op, "cheapest", lambda *sizes: asked.append(sizes) or "direct")
+    sizes = N, L, M, BLOCKS, B * X, True
+    jaxpr = lambda **options: str(
+        jax.make_jaxpr(
+            lambda f: op.hippo(f, jnp.asarray(READ, jnp.float32), bank=BANK, **options)
+        )(FEATURES)
+    )
+    chosen = jaxpr()
+    assert asked == [sizes]
+    assert chosen == jaxpr(implementation="direct") != jaxpr(implementation="scan")
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (dict(implementation="pallas"), "implementation must be None or one of"),
+        (dict(state=jnp.zeros((B, N + 1, X))), "state must be"),
+        (dict(features=jnp.zeros((B, 0, L, X))), "features needs n, L >= 1"),
+        (dict(features=jnp.zeros((B, 1, 0, X))), "features needs n, L >= 1"),
+        (dict(bank=op.build_bank(N, L + 1, 1)), "build it for these"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
+    sizes = dict[str, Any](features=FEATURES) | options
+    unchecked = inspect.unwrap(op.hippo)  # without the annotations' own check
+    with pytest.raises(ValueError, match=message):
+        unchecked(sizes.pop("features"), jnp.asarray(READ, jnp.float32), **sizes)
