@@ -93,12 +93,14 @@ def apply(
         values=write(state.values, v.astype(jnp.float32), positions),
         length=state.length + t,
     )
+    cache = (state.keys.astype(x.dtype), state.values.astype(x.dtype))
+    from_cache = lambda: attend.from_cache(q, *cache, positions[:, 0])
     if t == config.capacity:
-        # Only an empty cache has room for this segment: no past to read.
-        y = attend.causal(q, k, v)
+        # An empty cache has no past to read; on another, some tokens still fit.
+        empty = jnp.all(positions[:, 0] == 0)
+        y = jax.lax.cond(empty, lambda: attend.causal(q, k, v), from_cache)
     else:
-        cache = (state.keys.astype(x.dtype), state.values.astype(x.dtype))
-        y = attend.from_cache(q, *cache, positions[:, 0])
+        y = from_cache()
     fits = (positions < config.capacity)[..., None]
     return state, jnp.where(fits, projections.merge(params, y), jnp.nan)
 

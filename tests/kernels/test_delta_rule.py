@@ -43,10 +43,10 @@ def close(actual, expected, tolerance=1e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-def numpy_loop(q, k, v, beta, state):
+def numpy_loop(*arguments):
     """S <- S (I - beta k k^T) + beta v k^T, in float64 and matrix form."""
     float64 = lambda x: np.array(x, np.float64)
-    q, k, v, beta, state = map(float64, (q, k, v, beta, state))
+    q, k, v, beta, state = map(float64, arguments)
     reads = np.zeros_like(v)
     for b, h in np.ndindex(B, H):
         s = state[b, h].T

@@ -1,0 +1,188 @@
+"""Attention's own facts: capacity, RoPE, grouped queries, windows."""
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax import mechanisms
+from memjax.mechanisms import attend, projections
+from memjax.mechanisms.attention import AttentionConfig
+from memjax.mechanisms.sliding_window import SlidingWindowConfig
+
+B, T, D, H, G, K = 2, 11, 8, 4, 2, 4
+SIZES: dict[str, Any] = dict(
+    model_dim=D, num_heads=H, num_kv_heads=G, head_dim=K, rope_theta=100.0
+)
+
+
+@functools.cache
+def full(capacity):
+    mechanism = mechanisms.attention(AttentionConfig(**SIZES, capacity=capacity))
+    return mechanism._replace(apply=jax.jit(mechanism.apply))
+
+
+@functools.cache
+def window_of(size):
+    mechanism = mechanisms.sliding_window(SlidingWindowConfig(**SIZES, window=size))
+    return mechanism._replace(apply=jax.jit(mechanism.apply))
+
+
+PARAMS = full(T).init_params(jax.random.key(0))
+INPUTS = jax.random.normal(jax.random.key(1), (B, T, D))
+
+
+def turn(x, theta):
+    """RoPE as complex rotation, float64: channels i and i + K/2 are one number."""
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None] * theta ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[None, :, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def oracle(params, x, band):
+    """Softmax attention in float64: query t sees the `band` keys up to its own."""
+    x = np.asarray(x, np.float64)
+    query, key, value, output = (np.asarray(w, np.float64) for w in params)
+    q = turn(np.einsum("btd,dhk->bthk", x, query), 100.0)
+    k = turn(np.einsum("btd,dgk->btgk", x, key), 100.0).repeat(H // G, axis=2)
+    v = np.einsum("btd,dgk->btgk", x, value).repeat(H // G, axis=2)
+    scores = np.einsum("bthk,bshk->bhts", q, k) / np.sqrt(K)
+    back = np.arange(x.shape[1])[:, None] - np.arange(x.shape[1])[None]
+    weights = np.exp(scores) * ((back >= 0) & (back < band))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.einsum("bhts,bshk,hkd->btd", weights, v, output)
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("capacity", [T, T + 3])
+def test_full_attention_is_softmax_over_the_past(capacity):
+    _, y = full(capacity).apply(PARAMS, full(capacity).init_state(B), INPUTS)
+    close(y, oracle(PARAMS, INPUTS, T))
+
+
+@pytest.mark.parametrize("window", [1, 4, T, T + 5])
+def test_a_window_is_a_band_of_full_attention(window):
+    mechanism = window_of(window)
+    _, y = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS)
+    close(y, oracle(PARAMS, INPUTS, window))
+
+
+def test_grouped_queries_equal_repeated_heads():
+    repeated = PARAMS._replace(
+        key=PARAMS.key.repeat(H // G, axis=1), value=PARAMS.value.repeat(H // G, axis=1)
+    )
+    sizes = SIZES | dict(num_kv_heads=H)
+    alike = mechanisms.attention(AttentionConfig(**sizes, capacity=T))
+    _, y = alike.apply(repeated, alike.init_state(B), INPUTS)
+    _, grouped = full(T).apply(PARAMS, full(T).init_state(B), INPUTS)
+    close(y, grouped)
+
+
+def test_rope_sees_distances_alone():
+    q, k = (
+        jnp.broadcast_to(x, (1, 6, 1, K))
+        for x in jax.random.normal(jax.random.key(2), (2, 1, 1, 1, K))
+    )
+    at = jnp.array([0, 1, 2, 500, 501, 502], jnp.int32)
+    turned = [projections.rotate(x, at, 100.0)[0, :, 0] for x in (q, k)]
+    scores = turned[0] @ turned[1].T
+    np.testing.assert_allclose(scores[:3, :3], scores[3:, 3:], atol=1e-4)
+    # And distances do differ.
+    assert np.abs(scores[0, 0] - scores[0, 2]) > 1e-2
+
+
+def test_rope_is_a_complex_rotation():
+    x = jax.random.normal(jax.random.key(3), (B, T, H, 6))
+    at = jnp.arange(T, dtype=jnp.int32)
+    close(projections.rotate(x, at, 7.0), turn(np.asarray(x, np.float64), 7.0))
+
+
+@pytest.mark.parametrize("first", [3, 7])
+def test_outputs_are_nan_from_the_first_token_that_does_not_fit(first):
+    """And right before it, also where the last segment is as long as the cache."""
+    mechanism = full(7)
+    state, before = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, :first])
+    state, after = mechanism.apply(PARAMS, state, INPUTS[:, first : first + 7])
+    y = jnp.concatenate([before, after], axis=1)
+    close(y[:, :7], oracle(PARAMS, INPUTS[:, :7], 7))
+    assert y.shape[1] > 7 and np.isnan(y[:, 7:]).all()
+    _, one = mechanism.step(PARAMS, state, INPUTS[:, 0])
+    assert np.isnan(one).all()
+
+
+def test_only_the_row_that_overflows_is_nan():
+    mechanism = full(7)
+    state, _ = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, :7])
+    empty = mechanism.init_state(B)
+    state = mechanisms.reset(state, empty, jnp.array([True, False]))
+    _, y = mechanism.apply(PARAMS, state, INPUTS[:, :7])
+    close(y[0], oracle(PARAMS, INPUTS[:1, :7], 7)[0])
+    assert np.isnan(y[1]).all()
+
+
+def test_a_segment_longer_than_the_cache_is_refused():
+    mechanism = mechanisms.attention(AttentionConfig(**SIZES, capacity=7))
+    with pytest.raises(ValueError, match="x has 11 tokens, capacity is 7"):
+        mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS)
+
+
+def test_a_window_far_into_a_stream_is_a_fresh_window():
+    """130 windows on, the state gives what its last tokens alone give."""
+    window, length = 3, 78
+    x = jax.random.normal(jax.random.key(4), (5, 1, length, D))
+    mechanism = window_of(window)
+    state = mechanism.init_state(1)
+    for segment in x[:-1]:
+        state, _ = mechanism.apply(PARAMS, state, segment)
+    state, y = mechanism.apply(PARAMS, state, x[-1])
+    fresh = jnp.concatenate([x[-1, :, at - 2 : at + 1] for at in (2, 40, 77)])
+    expected = oracle(PARAMS, fresh, window)[:, -1]
+    close(y[0, jnp.array([2, 40, 77])], expected)
+    empty = mechanism.init_state(1)
+    last, _ = mechanism.apply(PARAMS, empty, x[-1])
+    jax.tree.map(close, state, last)
+
+
+@pytest.mark.parametrize("name", ["full", "window"])
+def test_attention_in_pieces_is_attention(monkeypatch, name):
+    """Two queries or one block at a time, as in a long context; gradients too."""
+    mechanism, band = (full(T + 3), T) if name == "full" else (window_of(4), 4)
+
+    def run():
+        call = lambda x: inspect.unwrap(mechanism.apply)(PARAMS, state, x)[1]
+        y, pull = jax.jit(lambda x: jax.vjp(call, x))(INPUTS)
+        return y, jax.jit(pull)(INPUTS)[0]
+
+    state = mechanism.init_state(B)
+    _, gradient = run()
+    monkeypatch.setattr(attend, "MAX_SCORES", 300)
+    y, in_pieces = run()
+    close(y, oracle(PARAMS, INPUTS, band))
+    close(in_pieces, gradient)
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        (dict(model_dim=0), "model_dim must be at least 1, got 0"),
+        (dict(num_kv_heads=3), "num_kv_heads must divide num_heads=4, got 3"),
+        (dict(head_dim=3), "head_dim must be even, got 3"),
+        (dict(rope_theta=float("nan")), "rope_theta must be positive, got nan"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(wrong, message):
+    for config in (AttentionConfig, SlidingWindowConfig):
+        with pytest.raises(ValueError, match=message):
+            config(**SIZES | wrong)
+    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
+        AttentionConfig(**SIZES, capacity=0)
+    with pytest.raises(ValueError, match="window must be at least 1, got -1"):
+        SlidingWindowConfig(**SIZES, window=-1)
