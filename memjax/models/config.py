@@ -69,6 +69,8 @@ class ModelConfig:
             vocab_size=self.vocab_size,
             hidden_dim=self.hidden_dim,
         )
+        if not self.norm_epsilon > 0:
+            raise ValueError(f"norm_epsilon must be positive, got {self.norm_epsilon}")
         for mixer in self.mixers:
             require_known("mixers", mixer, get_args(Mixer))
         require_known("dtype", self.dtype, get_args(Dtype))

@@ -28,7 +28,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if self.temperature < 0:
+        if not self.temperature >= 0:
             raise ValueError(f"temperature must be >= 0, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0, got {self.top_k}")
@@ -39,7 +39,7 @@ class Sampling:
 def generate(
     model: LanguageModel,
     state: State,
-    prompt: Int[np.ndarray, "B T"],
+    prompt: Int[np.ndarray, "B T"] | Int[Array, "B T"],
     max_new_tokens: int,
     *,
     key: PRNGKeyArray,

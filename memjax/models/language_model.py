@@ -88,7 +88,7 @@ class LanguageModel(nnx.Module):
     """Holds parameters only; the memory is an argument and a result.
 
     Example:
-        model = LanguageModel(presets.elastic("tiny"), key=jax.random.key(0))
+        model = LanguageModel(preset("elastic-tiny"), key=jax.random.key(0))
         state, logits = model(model.init_state(batch), tokens)
     """
 

@@ -40,7 +40,7 @@ class OptimizerConfig:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if not 0 <= self.final_ratio <= 1:
             raise ValueError(f"final_ratio must be in [0, 1], got {self.final_ratio}")
-        if self.weight_decay < 0:
+        if not self.weight_decay >= 0:
             raise ValueError(f"weight_decay must be >= 0, got {self.weight_decay}")
 
 
