@@ -16,7 +16,7 @@ L block, N order, M memory tokens, n blocks, X = 2 G K channels.
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -69,12 +69,17 @@ class ElasticMemoryConfig(HeadsConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(block=self.block, order=self.order, samples=self.samples)
+        check_sizes(block=self.block, order=self.order, memory_tokens=self.samples)
         if self.bank_blocks < 0:
             raise ValueError(f"bank_blocks must be >= 0, got {self.bank_blocks}")
         if self.positions not in ("block", "stream"):
             raise ValueError(
                 f"positions must be 'block' or 'stream', got {self.positions!r}"
+            )
+        if self.implementation not in (None, *get_args(Implementation)):
+            raise ValueError(
+                f"implementation must be None or one of {get_args(Implementation)}, "
+                f"got {self.implementation!r}"
             )
         sample_points(1, self.sampling, self.decay)
 
@@ -164,16 +169,18 @@ def apply(
 ) -> tuple[ElasticMemoryState, Float[Array, "B T D"]]:
     """Attends block by block, each row at its own place in its block."""
     q, k, v = projections.project(params, x)
-    run = functools.partial(_apply_blocks, config)
     # An open block of up to L-1 tokens may push the segment into one block more.
-    ragged = (x.shape[1] + config.block - 2) // config.block + 1
+    blocks = (x.shape[1] + config.block - 2) // config.block + 1
+    ragged = functools.partial(_apply_blocks, config, blocks, False)
     if x.shape[1] % config.block:
-        state, y = run(ragged, state, q, k, v)
+        state, y = ragged(state, q, k, v)
     else:
+        # The rule in training: whole blocks, all rows at the same place.
+        whole = functools.partial(_apply_blocks, config, x.shape[1] // config.block)
         state, y = jax.lax.cond(
-            jnp.all(state.filled == 0),
-            functools.partial(run, x.shape[1] // config.block),
-            functools.partial(run, ragged),
+            jnp.all((state.filled == 0) & (state.length == state.length[0])),
+            functools.partial(whole, True),
+            ragged,
             *(state, q, k, v),
         )
     return state, projections.merge(params, y)
@@ -194,7 +201,7 @@ def elastic_memory(config: ElasticMemoryConfig) -> Mechanism:
     )
 
 
-def _apply_blocks(config, blocks, state, q, k, v):
+def _apply_blocks(config, blocks, in_step, state, q, k, v):
     """Lays open and new tokens out in `blocks` blocks and runs Algorithm 1 on all."""
     basis, bank = tables(config)
     t, heads = q.shape[1], k.shape[2:]
@@ -210,6 +217,7 @@ def _apply_blocks(config, blocks, state, q, k, v):
         _to_channels(*(jnp.moveaxis(c, 1, 2) for c in (state.keys, state.values))),
         start=state.length,
         count=count,
+        in_step=in_step,
         bank=bank,
         implementation=config.implementation,
     )

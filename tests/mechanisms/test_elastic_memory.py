@@ -1,0 +1,231 @@
+"""Elastic Memory against a literal Algorithm 1 in float64, and the paper's facts."""
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax import mechanisms
+from memjax.mechanisms.attention import AttentionConfig
+from memjax.mechanisms.elastic_memory import ElasticMemoryConfig, flush
+from memjax_kernels.hippo import bank
+
+B, T, D, H, G, K, L, N, M = 2, 14, 8, 4, 2, 4, 4, 6, 5
+THETA = 100.0
+HEADS: dict[str, Any] = dict(
+    model_dim=D, num_heads=H, num_kv_heads=G, head_dim=K, rope_theta=THETA
+)
+SAMPLINGS = {"uniform": 0.5, "exponential": 0.6}
+
+
+def config_of(**options):
+    sizes: dict[str, Any] = dict(block=L, order=N, memory_tokens=M, decay=0.6)
+    return ElasticMemoryConfig(**HEADS | sizes | options)
+
+
+@functools.cache
+def elastic(**options):
+    mechanism = mechanisms.elastic_memory(config_of(**options))
+    return mechanism._replace(
+        apply=jax.jit(mechanism.apply), step=jax.jit(mechanism.step)
+    )
+
+
+PARAMS = elastic().init_params(jax.random.key(0))
+INPUTS = jax.random.normal(jax.random.key(1), (B, T, D))
+
+
+def turn(x, positions):
+    """RoPE as complex rotation: channels i and i + K/2 are one number."""
+    half = K // 2
+    angle = positions[:, None] * THETA ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[:, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def algorithm_1(x, sampling, positions, edges):
+    """One row, token by token and head by head; blocks end at `edges`.
+
+    Returns the outputs [T, D] and the coefficients of keys and values [G, N, K].
+    """
+    x = np.asarray(x, np.float64)
+    query, key, value, output = (np.asarray(w, np.float64) for w in PARAMS)
+    q, k, v = (np.einsum("td,dhk->thk", x, w) for w in (query, key, value))
+    read = bank.reconstruction(N, bank.sample_points(M, sampling, 0.6))
+    memory = np.zeros((2, G, N, K))
+    outputs = np.zeros((len(x), D))
+    for start, stop in zip([0, *edges[:-1]], edges, strict=True):
+        at = np.arange(start, stop) - (start if positions == "block" else 0)
+        here = slice(start, min(stop, len(x)))
+        at = at[: here.stop - start]
+        queries, keys = turn(q[here], at), turn(k[here], at)
+        for i, h in np.ndindex(here.stop - start, H):
+            g = h // (H // G)
+            past = read if start else read[:0]
+            all_keys = np.concatenate([past @ memory[0, g], keys[: i + 1, g]])
+            all_values = np.concatenate([past @ memory[1, g], v[here][: i + 1, g]])
+            weights = np.exp(all_keys @ queries[i, h] / np.sqrt(K))
+            y = weights @ all_values / weights.sum()
+            outputs[start + i] += y @ output[h]
+        if stop <= len(x):
+            kernel = bank.block_kernel(N, start, stop)
+            for which, signal in enumerate((k, v)):
+                for g in range(G):
+                    moved = bank.transition(N, start / stop) @ memory[which, g]
+                    memory[which, g] = moved + kernel @ signal[here, g]
+    return outputs, memory
+
+
+def close(actual, expected, tolerance=1e-5):
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "sampling,positions", [("uniform", "block"), ("exponential", "stream")]
+)
+def test_apply_is_algorithm_1(sampling, positions):
+    mechanism = elastic(sampling=sampling, positions=positions)
+    state, y = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS)
+    for row in range(B):
+        expected = algorithm_1(INPUTS[row], sampling, positions, [4, 8, 12, 16])
+        close(y[row], expected[0])
+        close(jnp.stack([state.keys[row], state.values[row]]), expected[1])
+    assert state.length.tolist() == [12] * B and state.filled.tolist() == [2] * B
+
+
+def test_it_has_exactly_the_parameters_of_attention_and_takes_them():
+    plain = mechanisms.attention(AttentionConfig(**HEADS, capacity=L))
+    weights = plain.init_params(jax.random.key(0))
+    chex.assert_trees_all_equal(weights, PARAMS)
+    _, expected = plain.apply(weights, plain.init_state(B), INPUTS[:, :L])
+    _, y = elastic().apply(weights, elastic().init_state(B), INPUTS[:, :L])
+    close(y, expected)
+
+
+def test_sampling_is_chosen_at_call_time():
+    """The same parameters and state, read at other points: Tables 5 and 6."""
+    one, other = elastic(sampling="uniform"), elastic(sampling="exponential")
+    state, _ = one.apply(PARAMS, one.init_state(B), INPUTS)
+    same, y = one.apply(PARAMS, state, INPUTS)
+    swapped, z = other.apply(PARAMS, state, INPUTS)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, other.init_state(B))
+    # What is remembered does not depend on where it is read; what is read does.
+    chex.assert_trees_all_close(same, swapped, rtol=1e-6, atol=1e-6)
+    assert np.abs(y - z).max() > 1e-3
+
+
+@pytest.mark.parametrize("call", ["apply", "step"])
+def test_memory_is_invisible_before_the_first_block_is_compressed(call):
+    mechanism = elastic()
+    x = INPUTS[:, :1] if call == "apply" else INPUTS[:, 0]
+    run = getattr(mechanism, call)
+    empty = mechanism.init_state(B)
+    garbage = empty._replace(keys=empty.keys + 3, values=empty.values - 2)
+    np.testing.assert_array_equal(run(PARAMS, garbage, x)[1], run(PARAMS, empty, x)[1])
+    # The same after one block is seen.
+    seen = jnp.full(B, L, jnp.int32)
+    later = garbage._replace(length=seen), empty._replace(length=seen)
+    y, z = (run(PARAMS, state, x)[1] for state in later)
+    assert np.abs(y - z).max() > 0.1
+
+
+@pytest.mark.parametrize("positions", ["block", "stream"])
+def test_block_positions_forget_how_long_the_stream_is(positions):
+    """With equal memories, a block reads the same at token 8 and at token 8000."""
+    mechanism = elastic(positions=positions)
+    state, _ = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, :8])
+    late = state._replace(length=jnp.full(B, 8000, jnp.int32))
+    _, y = mechanism.apply(PARAMS, state, INPUTS[:, :3])
+    _, z = mechanism.apply(PARAMS, late, INPUTS[:, :3])
+    if positions == "block":
+        np.testing.assert_array_equal(y, z)
+    else:
+        assert np.abs(y - z).max() > 1e-3
+
+
+def test_the_past_reaches_a_later_block_through_the_memory_alone():
+    mechanism = elastic()
+    a, _ = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, :8])
+    b, _ = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, 4:12])
+    moved = b._replace(keys=a.keys, values=a.values)
+    _, y = mechanism.apply(PARAMS, a, INPUTS[:, 8:12])
+    _, z = mechanism.apply(PARAMS, moved, INPUTS[:, 8:12])
+    _, other = mechanism.apply(PARAMS, b, INPUTS[:, 8:12])
+    np.testing.assert_array_equal(y, z)
+    assert np.abs(y - other).max() > 1e-3
+
+
+def test_flush_compresses_a_short_block_and_the_next_starts_anew():
+    mechanism = elastic()
+    state, first = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, :3])
+    flushed = flush(state)
+    assert flushed.length.tolist() == [3] * B and flushed.filled.tolist() == [0] * B
+    assert np.all(flushed.open_keys == 0) and np.all(flushed.open_values == 0)
+    state, second = mechanism.apply(PARAMS, flushed, INPUTS[:, 3:13])
+    y = jnp.concatenate([first, second], axis=1)
+    for row in range(B):
+        expected = algorithm_1(INPUTS[row, :13], "uniform", "block", [3, 7, 11, 15])
+        close(y[row], expected[0])
+        close(jnp.stack([state.keys[row], state.values[row]]), expected[1])
+
+
+def test_flush_of_no_open_block_changes_nothing():
+    mechanism = elastic()
+    state, _ = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, :8])
+    empty = mechanism.init_state(B)
+    mixed = mechanisms.reset(state, empty, jnp.array([True, False]))
+    chex.assert_trees_all_equal(flush(mixed), mixed)
+
+
+def test_a_thousand_blocks_in_half_precision_stay_bounded():
+    """Unit-variance inputs, bfloat16 compute, float32 state: a contraction."""
+    sizes = HEADS | dict(num_heads=1, num_kv_heads=1)
+    options = dict(block=8, order=16, memory_tokens=4)
+    mechanism = mechanisms.elastic_memory(ElasticMemoryConfig(**sizes, **options))
+    params = mechanism.init_params(jax.random.key(0))
+
+    def body(state, key):
+        x = jax.random.normal(key, (1, 8, D), jnp.bfloat16)
+        state, y = mechanism.apply(params, state, x)
+        norms = jnp.sqrt(jnp.sum(state.keys**2)), jnp.sqrt(jnp.sum(state.values**2))
+        return state, (*norms, jnp.isfinite(y).all())
+
+    keys = jax.random.split(jax.random.key(1), 1000)
+    state, (key_norms, value_norms, finite) = jax.jit(
+        lambda state: jax.lax.scan(body, state, keys)
+    )(mechanism.init_state(1))
+    assert finite.all() and state.keys.dtype == jnp.float32
+    assert state.length.tolist() == [8000]
+    for norms in (key_norms, value_norms):
+        # K channels of unit variance have norm sqrt(K) at most, and averages shrink.
+        assert norms.max() < 3 * np.sqrt(K) and norms[-1] < norms[0]
+        assert norms[-1] > 1e-3
+
+
+def test_memory_tokens_default_to_the_fewer_of_order_and_block():
+    assert config_of(memory_tokens=None, order=6, block=4).samples == 4
+    assert config_of(memory_tokens=None, order=3, block=4).samples == 3
+    assert config_of(memory_tokens=9, order=3, block=4).samples == 9
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        (dict(order=0), "order must be at least 1, got 0"),
+        (dict(block=0), "block must be at least 1, got 0"),
+        (dict(memory_tokens=0), "memory_tokens must be at least 1, got 0"),
+        (dict(sampling="random"), "sampling must be .*, got 'random'"),
+        (dict(decay=1.0), "decay must be in .0, 1., got 1.0"),
+        (dict(decay=0.0), "decay must be in .0, 1., got 0.0"),
+        (dict(bank_blocks=-1), "bank_blocks must be >= 0, got -1"),
+        (dict(positions="none"), "positions must be .*, got 'none'"),
+        (dict(implementation="pallas"), "implementation must be .*, got 'pallas'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(**wrong)
