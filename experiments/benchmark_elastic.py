@@ -85,22 +85,21 @@ def model(config: Config, *mixers: Mixer, **elastic: int) -> ModelConfig:
 
 def steps(config: Config) -> dict:
     """Seconds of a training step by model, and ratios of throughput."""
-    rest = config.layers - 1
+    windows: tuple[Mixer, ...] = ("sliding_window",) * (config.layers - 1)
+    full: tuple[Mixer, ...] = ("attention",) * (config.layers - 1)
     bank = {"bank_blocks": config.context // config.window}
     models = {
-        "sliding": model(config, *["sliding_window"] * config.layers),
-        "sliding+elastic": model(config, *["sliding_window"] * rest, "elastic_memory"),
-        "sliding+elastic, bank": model(
-            config, *["sliding_window"] * rest, "elastic_memory", **bank
-        ),
+        "sliding": model(config, *windows, "sliding_window"),
+        "sliding+elastic": model(config, *windows, "elastic_memory"),
+        "sliding+elastic, bank": model(config, *windows, "elastic_memory", **bank),
         "sliding+elastic, 4x memory": model(
             config,
-            *["sliding_window"] * rest,
+            *windows,
             "elastic_memory",
             order=4 * config.order,
         ),
-        "full": model(config, *["attention"] * config.layers),
-        "full+elastic": model(config, *["attention"] * rest, "elastic_memory"),
+        "full": model(config, *full, "attention"),
+        "full+elastic": model(config, *full, "elastic_memory"),
     }
     tokens = jnp.zeros((1, config.context), jnp.int32)
     mask = jnp.ones((1, config.context), jnp.float32)

@@ -129,7 +129,7 @@ SIZES: dict[str, ModelConfig] = {
         hidden_dim=384,
         window=64,
         capacity=4096,
-        elastic=ElasticOptions(order=64, memory_tokens=64, decay=0.9, bank_blocks=32),
+        elastic=ElasticOptions(order=64, memory_tokens=64, decay=0.9),
         dtype="float32",
         remat=False,
     ),

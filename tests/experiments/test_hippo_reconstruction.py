@@ -1,40 +1,18 @@
 """The HiPPO experiments run, and their bounds hold."""
 
-import importlib.util
 import json
 import pathlib
-import sys
 
 import pytest
+
+import benchmark_hippo_bank
+import hippo_reconstruction as experiment
 
 ROOT = pathlib.Path(__file__).parents[2]
 BOUNDS = {(1, 32): 1.2e-5, (0, 32): 0.97, (0, 128): 0.90, (0, 512): 0.72}
 
 
-def load(name):
-    path = ROOT / "experiments" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up by name while it is being executed.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def experiment():
-    yield load("hippo_reconstruction")
-    del sys.modules["hippo_reconstruction"]
-
-
-@pytest.fixture
-def benchmark():
-    yield load("benchmark_hippo_bank")
-    del sys.modules["benchmark_hippo_bank"]
-
-
-def test_small_run_writes_table_and_plot(experiment, tmp_path, capsys):
+def test_small_run_writes_table_and_plot(tmp_path, capsys):
     config = experiment.Config(length=64, seeds=2, output=tmp_path / "deep" / "small")
     experiment.main(config)
     report = json.loads((tmp_path / "deep" / "small.json").read_text())
@@ -47,7 +25,7 @@ def test_small_run_writes_table_and_plot(experiment, tmp_path, capsys):
     assert "5 sine, N=32, bilinear" in capsys.readouterr().out
 
 
-def test_bounds_of_the_paper_hold(experiment):
+def test_bounds_of_the_paper_hold():
     config = experiment.Config(seeds=10)
     checked = 0
     for case in experiment.TABLE_12:
@@ -75,13 +53,13 @@ def test_committed_result_keeps_the_bounds():
         ({"min_cycles": 6.0}, "min_cycles must"),
     ],
 )
-def test_bad_config_is_refused(experiment, fields, message):
+def test_bad_config_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         experiment.Config(**fields)
 
 
-def test_benchmark_times_equal_matrices(benchmark, tmp_path):
-    config = benchmark.Config(
+def test_benchmark_times_equal_matrices(tmp_path):
+    config = benchmark_hippo_bank.Config(
         order=8,
         block_length=16,
         whole_order=8,
@@ -91,13 +69,13 @@ def test_benchmark_times_equal_matrices(benchmark, tmp_path):
         repeats=1,
         output=tmp_path / "bank.json",
     )
-    benchmark.main(config)
+    benchmark_hippo_bank.main(config)
     report = json.loads((tmp_path / "bank.json").read_text())
     assert report["compared"]["largest_difference"] <= 1e-10
     assert [row["order"] for row in report["growth"]] == [4, 8]
     assert report["whole_bank"]["bytes"] == 4 * 2 * 8 * (8 + 16)
     with pytest.raises(ValueError, match="repeats must"):
-        benchmark.Config(repeats=0)
+        benchmark_hippo_bank.Config(repeats=0)
 
 
 def test_committed_benchmark_is_a_hundred_times_faster():

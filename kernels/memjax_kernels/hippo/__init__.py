@@ -25,6 +25,7 @@ def hippo(
     *,
     start: Int[Array, " B"] | None = None,
     count: Int[Array, " B"] | None = None,
+    in_step: bool | None = None,
     bank: HippoBank | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B N X"], Float[Array, "B n M X"]]:
@@ -38,6 +39,9 @@ def hippo(
             be a multiple of L, nor small.
         count: how many of the n blocks to absorb, per row, in [0, n]; None is all.
             Memory tokens of later blocks repeat those of block `count`.
+        in_step: whether all rows have the same `start` and `count`, and so share their
+            matrices. True is the caller's promise, and is not checked; None finds out
+            at run time, at the price of compiling both ways.
         bank: matrices of the first blocks, used where all rows start at the same
             multiple of L that it covers; otherwise they are computed on demand.
         implementation: by default the one with the fewest operations, see `cost`.
@@ -64,18 +68,14 @@ def hippo(
         return hippo_reference(features, state, start, count, reconstruction)
 
     run = functools.partial(_run, implementation, bank)
-    same_start = jnp.all(start == start[0])
-    shared = same_start & jnp.all(count == count[0])
-    case = jnp.where(shared, 1, 0)
-    if bank is not None:
-        covered = (start[0] % length == 0) & (
-            start[0] + n * length <= bank.kernel.shape[0] * length
-        )
-        case = jnp.where(shared & covered, 2, case)
-    branches = [run, functools.partial(run, rows=1)]
+    each_row, all_rows = run, functools.partial(run, rows=1)
     if bank is not None and implementation != "direct":
-        branches.append(functools.partial(run, rows=1, look_up=True))
-    return jax.lax.switch(case, branches, features, state, start, count, reconstruction)
+        all_rows = functools.partial(_look_up_or_compute, run, bank.kernel.shape[0])
+    arguments = (features, state, start, count, reconstruction)
+    if in_step is not None:
+        return (all_rows if in_step else each_row)(*arguments)
+    shared = jnp.all(start == start[0]) & jnp.all(count == count[0])
+    return jax.lax.cond(shared, all_rows, each_row, *arguments)
 
 
 def update(
@@ -166,6 +166,18 @@ def _run(
     )
     form = xla.scan if implementation == "scan" else xla.associative
     return form(features, state, count, reconstruction, matrices)
+
+
+def _look_up_or_compute(run, covered, features, state, start, *rest):
+    """Takes the bank's matrices while the stream is within its `covered` blocks."""
+    blocks, length = features.shape[1:3]
+    first, place = start[0] // length, start[0] % length
+    return jax.lax.cond(
+        (place == 0) & (first + blocks <= covered),
+        functools.partial(run, rows=1, look_up=True),
+        functools.partial(run, rows=1),
+        *(features, state, start, *rest),
+    )
 
 
 def _check(features, reconstruction, state, bank, implementation):
