@@ -1,6 +1,7 @@
 """Elastic Memory against a literal Algorithm 1 in float64, and the paper's facts."""
 
 import functools
+import importlib
 import inspect
 from typing import Any
 
@@ -14,6 +15,9 @@ from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig, flush
 from memjax_kernels.hippo import bank
+
+# The package re-exports the builder under the module's name.
+elastic_memory = importlib.import_module("memjax.mechanisms.elastic_memory")
 
 B, T, D, H, G, K, L, N, M = 2, 14, 8, 4, 2, 4, 4, 6, 5
 THETA = 100.0
@@ -183,7 +187,7 @@ def test_flush_of_no_open_block_changes_nothing():
 
 def test_a_thousand_blocks_in_half_precision_stay_bounded():
     """Unit-variance inputs, bfloat16 compute, float32 state: a contraction."""
-    sizes = HEADS | dict(num_heads=1, num_kv_heads=1)
+    sizes: dict[str, Any] = HEADS | dict(num_heads=1, num_kv_heads=1)
     config = ElasticMemoryConfig(**sizes, block=8, order=16, memory_tokens=4)
     mechanism = mechanisms.elastic_memory(config)
     params = mechanism.init_params(jax.random.key(0))
@@ -226,8 +230,10 @@ def test_memory_tokens_default_to_the_fewer_of_order_and_block():
         (dict(implementation="pallas"), "implementation must be .*, got 'pallas'"),
     ],
 )
-def test_options_that_cannot_be_are_refused(wrong, message):
+def test_options_that_cannot_be_are_refused(monkeypatch, wrong, message):
     # Past the annotations' own check, which only the tests have.
+    points = inspect.unwrap(bank.sample_points)
+    monkeypatch.setattr(elastic_memory, "sample_points", points)
     build = inspect.unwrap(ElasticMemoryConfig.__init__)
     with pytest.raises(ValueError, match=message):
         build(object.__new__(ElasticMemoryConfig), **HEADS | wrong)
