@@ -99,7 +99,7 @@ def evaluate(
     """
     config, model = run.load_model(run_dir)
     if sampling is not None:
-        model = run.with_sampling(model, sampling, decay)
+        model = run.with_sampling(model, sampling=sampling, decay=decay)
     tokenizer = load_tokenizer(config.data.tokenizer)
     documents = run.load_split(config, tokenizer, split)
     losses = evaluation.losses(

@@ -207,18 +207,24 @@ def load_model(run_dir: Path) -> tuple[RunConfig, LanguageModel]:
     return config, nnx.merge(graph, restored.state.params)
 
 
-def with_sampling(model: LanguageModel, sampling: str, decay: float) -> LanguageModel:
+def with_sampling(model: LanguageModel, **changes: Any) -> LanguageModel:
     """The same parameters, the memory read at other points (Tables 5 and 6).
 
+    Args:
+        model: with an Elastic Memory layer.
+        changes: any of `sampling`, `decay` and `memory_tokens`.
+
     Raises:
-        ValueError: if no layer is an Elastic Memory, or the sampling is unknown.
+        ValueError: if no layer is an Elastic Memory, or a change is not of those.
     """
+    for name in changes:
+        require_known("change", name, ("sampling", "decay", "memory_tokens"))
     if "elastic_memory" not in model.config.mixers:
         raise ValueError(
-            f"sampling={sampling!r} needs an elastic_memory layer; "
+            f"{changes} needs an elastic_memory layer; "
             f"the mixers are {model.config.mixers}"
         )
-    elastic = dataclasses.replace(model.config.elastic, sampling=sampling, decay=decay)
+    elastic = dataclasses.replace(model.config.elastic, **changes)
     config = dataclasses.replace(model.config, elastic=elastic)
     params = nnx.state(model, nnx.Param)
     return nnx.merge(nnx.graphdef(abstract_model(config)), params)

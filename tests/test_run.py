@@ -113,7 +113,7 @@ def test_another_model_is_refused_by_field(config, whole):
 def test_a_run_is_read_back_and_read_with_another_sampling(config, whole):
     found, model = run.load_model(whole)
     assert found == config
-    changed = run.with_sampling(model, "exponential", 0.5)
+    changed = run.with_sampling(model, sampling="exponential", decay=0.5)
     tokens = jax.random.randint(jax.random.key(0), (1, 32), 0, 256)
     _, plain = model(model.init_state(1), tokens)
     _, sampled = changed(changed.init_state(1), tokens)
