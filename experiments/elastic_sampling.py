@@ -2,10 +2,10 @@
 
     python experiments/elastic_sampling.py --run-dir runs/books/elastic
 
-Reads one trained Elastic Memory with other samplings and other numbers of memory tokens,
-with no retraining (the paper's Tables 5 and 6, and L_mem, for which it gives no value).
-Every row scores the same held-out texts; differences are paired with the trained
-setting's, text by text.
+Reads one trained Elastic Memory with other samplings and other numbers of memory
+tokens, with no retraining (the paper's Tables 5 and 6, and L_mem, for which it gives no
+value). Every row scores the same held-out texts; differences are paired with the
+trained setting's, text by text.
 """
 
 import dataclasses
@@ -114,12 +114,11 @@ def _print(rows: list[dict]) -> None:
     table = Table("read", "perplexity", "beyond the window", "nats against trained")
     for row in rows:
         change = row["change"]
-        name = (
-            change if isinstance(change, str) else " ".join(map(str, change.values()))
-        )
+        if not isinstance(change, str):
+            change = " ".join(str(value) for value in change.values())
         nats = f"{row['nats_against_trained']:+.4f} ± {row['standard_error']:.4f}"
         values = f"{row['perplexity']:.2f}", f"{row['beyond_window']:.2f}"
-        table.add_row(name, *values, nats)
+        table.add_row(change, *values, nats)
     Console().print(table)
 
 
