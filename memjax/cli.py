@@ -29,6 +29,7 @@ from memjax.evaluation import plots
 from memjax.models import Sampling, generate
 from memjax.models.config import require_known
 from memjax.training.integrity import write_atomically
+from memjax.training.resume import NonFiniteError
 
 Config = tyro.extras.subcommand_type_from_defaults(
     run.presets(), prefix_names=False, sort_subcommands=False
@@ -221,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     try:
         code = _parse(argv)()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NonFiniteError) as error:
         print(f"memjax: {_one_line(str(error))}", file=sys.stderr)
         code = 2
     sys.exit(code)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms import attend, projections
-from memjax.mechanisms.base import Mechanism, check_sizes
+from memjax.mechanisms.base import Mechanism, check_input, check_sizes
 from memjax.mechanisms.projections import AttentionParams, HeadsConfig
 
 
@@ -80,6 +80,7 @@ def apply(
     Raises:
         ValueError: if the segment alone exceeds the capacity.
     """
+    check_input(x, config.model_dim, state)
     t = x.shape[1]
     if t > config.capacity:
         raise ValueError(f"x has {t} tokens, capacity is {config.capacity}")

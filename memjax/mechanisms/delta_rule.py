@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms.base import Mechanism, check_sizes
+from memjax.mechanisms.base import Mechanism, check_input, check_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,7 @@ def step(
     params: DeltaRuleParams, state: DeltaRuleState, x: Float[Array, "B D"]
 ) -> tuple[DeltaRuleState, Float[Array, "B D"]]:
     """Writes one token and reads with its query."""
+    check_input(x, params.query.shape[0], state)
     q, k, v, beta = _project(params, x)
     recalled = jnp.einsum("bhkv,bhk->bhv", state.weights, k)
     error = beta[..., None] * (v - recalled)
@@ -85,6 +86,7 @@ def apply(
     params: DeltaRuleParams, state: DeltaRuleState, x: Float[Array, "B T D"]
 ) -> tuple[DeltaRuleState, Float[Array, "B T D"]]:
     """Writes a segment and reads at every position, through the op."""
+    check_input(x, params.query.shape[0], state)
     q, k, v, beta = _project(params, x)
     weights, y = memjax_kernels.delta_rule(q, k, v, beta, state.weights)
     return DeltaRuleState(weights), _merge(params, y.astype(x.dtype))

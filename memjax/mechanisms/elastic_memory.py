@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms import attend, projections
-from memjax.mechanisms.base import Mechanism, check_sizes
+from memjax.mechanisms.base import Mechanism, check_input, check_sizes
 from memjax.mechanisms.projections import AttentionParams, HeadsConfig
 from memjax_kernels.hippo import (
     HippoBank,
@@ -145,6 +145,7 @@ def step(
 
     The memory is read as R (C q) and (wᵀ R) C: no memory token is ever formed.
     """
+    check_input(x, config.model_dim, state)
     q, k, v = projections.project(params, x[:, None])
     write = jax.vmap(lambda block, token, at: block.at[at].set(token[0]))
     open_keys = write(state.open_keys, k.astype(jnp.float32), state.filled)
@@ -168,6 +169,7 @@ def apply(
     x: Float[Array, "B T D"],
 ) -> tuple[ElasticMemoryState, Float[Array, "B T D"]]:
     """Attends block by block, each row at its own place in its block."""
+    check_input(x, config.model_dim, state)
     q, k, v = projections.project(params, x)
     # An open block of up to L-1 tokens may push the segment into one block more.
     blocks = (x.shape[1] + config.block - 2) // config.block + 1

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms import attend, projections
-from memjax.mechanisms.base import Mechanism, check_sizes
+from memjax.mechanisms.base import Mechanism, check_input, check_sizes
 from memjax.mechanisms.projections import AttentionParams, HeadsConfig
 
 
@@ -73,6 +73,7 @@ def apply(
     x: Float[Array, "B T D"],
 ) -> tuple[SlidingWindowState, Float[Array, "B T D"]]:
     """Attends in blocks of Q = min(W, T) queries to the W + Q keys around them."""
+    check_input(x, config.model_dim, state)
     b, t, _ = x.shape
     window = config.window
     size = min(window, t)

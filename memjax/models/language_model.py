@@ -123,6 +123,13 @@ class LanguageModel(nnx.Module):
         Tokens must be in [0, V): values are not checked inside jit, and one out of
         range makes its row NaN.
         """
+        batch = jax.tree.leaves(state)[0].shape[0]
+        integers = jnp.issubdtype(tokens.dtype, jnp.integer)
+        if not integers or tokens.ndim != 2 or tokens.shape[0] != batch:
+            raise ValueError(
+                f"tokens must be integers [B, T] with {batch} rows, as the state has, "
+                f"got {tokens.dtype}{list(tokens.shape)}"
+            )
         embedding = self.embedding.get_value()
         h = embedding.at[tokens].get(
             mode="fill", fill_value=jnp.nan, wrap_negative_indices=False

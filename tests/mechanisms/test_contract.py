@@ -182,6 +182,15 @@ def test_gradients_are_finite_and_those_of_steps(case):
     assert_close(by_apply, by_steps, 2e-4)
 
 
+@pytest.mark.parametrize("shape", [(B + 1, T, D), (B, T, D + 1)])
+def test_input_of_another_shape_is_refused(case, shape):
+    mechanism, params, state, _ = case
+    with pytest.raises(ValueError, match=rf"x must be .* {B} rows.*{D} channels"):
+        mechanism.apply(params, state, jnp.zeros(shape))
+    with pytest.raises(ValueError, match="x must be"):
+        mechanism.step(params, state, jnp.zeros((shape[0], shape[2])))
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     cuts=st.lists(st.integers(1, T - 1), max_size=3),
