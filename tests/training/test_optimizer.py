@@ -1,0 +1,95 @@
+"""The optimizer: its schedule, its clipping, what it decays, what it refuses."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from memjax.training.optimizer import OptimizerConfig, optimizer, schedule
+
+CONFIG = OptimizerConfig()
+
+
+def rate_of(config, steps):
+    """The schedule as a function to plain floats."""
+    rate: Any = schedule(config, steps)
+    return lambda step: float(rate(step))
+
+
+def test_the_defaults_are_the_papers_table_9():
+    assert dataclasses.asdict(CONFIG) == dict(
+        learning_rate=2e-3,
+        warmup_ratio=0.01,
+        final_ratio=0.0,
+        beta1=0.9,
+        beta2=0.95,
+        epsilon=1e-7,
+        weight_decay=0.1,
+        max_gradient_norm=1.0,
+    )
+
+
+def test_the_rate_rises_linearly_then_falls_by_a_cosine():
+    rate = rate_of(OptimizerConfig(warmup_ratio=0.1, final_ratio=0.2), 100)
+    values = [rate(step) for step in range(101)]
+    # From peak / 11 in ten equal strides: no step is wasted at 0.
+    np.testing.assert_allclose(values[:11], 2e-3 * np.arange(1, 12) / 11, rtol=1e-5)
+    half = 2e-3 * (0.2 + 0.8 / 2)
+    np.testing.assert_allclose(values[55], half, rtol=1e-5)
+    np.testing.assert_allclose(values[100], 0.2 * 2e-3, rtol=1e-5)
+    assert np.all(np.diff(values[10:]) < 0)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_a_short_run_needs_no_warm_up(steps):
+    rate = rate_of(CONFIG, steps)
+    assert rate(0) == pytest.approx(2e-3)
+    assert rate(steps) == pytest.approx(0.0, abs=1e-9)
+
+
+def one_update(config, params, gradients):
+    transform = optimizer(config, 1000)
+    updates, _ = transform.update(gradients, transform.init(params), params)
+    return optax.tree.scale(1 / rate_of(config, 1000)(0), updates)
+
+
+def test_matrices_decay_and_norms_do_not():
+    params = {"matrix": jnp.full((2, 3), 4.0), "norm": jnp.full(3, 4.0)}
+    nothing = optax.tree.zeros_like(params)
+    updates = one_update(CONFIG, params, nothing)
+    np.testing.assert_allclose(updates["matrix"], -0.1 * 4.0, rtol=1e-6)
+    assert np.all(np.asarray(updates["norm"]) == 0)
+
+
+def test_long_gradients_are_scaled_to_the_limit():
+    """A first AdamW update is g / (|g| + epsilon), which shows the scaled g."""
+    config = OptimizerConfig(epsilon=1.0, weight_decay=0.0, max_gradient_norm=0.5)
+    params = {"w": jnp.zeros((1, 2))}
+    for gradient, scaled in (([3.0, 4.0], [0.3, 0.4]), ([0.03, 0.04], [0.03, 0.04])):
+        updates = one_update(config, params, {"w": jnp.array([gradient])})
+        expected = -np.array(scaled) / (np.array(scaled) + 1)
+        np.testing.assert_allclose(updates["w"][0], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name,value,allowed",
+    [
+        ("learning_rate", 0.0, "positive"),
+        ("learning_rate", float("nan"), "positive"),
+        ("epsilon", -1e-8, "positive"),
+        ("max_gradient_norm", 0.0, "positive"),
+        ("warmup_ratio", 1.0, r"in \[0, 1\)"),
+        ("warmup_ratio", -0.1, r"in \[0, 1\)"),
+        ("beta1", 1.0, r"in \[0, 1\)"),
+        ("beta2", float("nan"), r"in \[0, 1\)"),
+        ("final_ratio", 1.5, r"in \[0, 1\]"),
+        ("weight_decay", -0.1, ">= 0"),
+        ("weight_decay", float("nan"), ">= 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(name, value, allowed):
+    with pytest.raises(ValueError, match=f"{name} must be {allowed}, got {value}"):
+        OptimizerConfig(**{name: value})

@@ -1,0 +1,230 @@
+"""One update: accumulation, truncation, carried memory, batches that are not finite."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from memjax.data.batch import Batch
+from memjax.models import ElasticOptions, LanguageModel, ModelConfig
+from memjax.training.loss import token_losses
+from memjax.training.step import StepConfig, init_train_state, make_train_step
+
+B, T, V, WINDOW = 4, 8, 13, 4
+CONFIG = ModelConfig(
+    mixers=("elastic_memory",),
+    vocab_size=V,
+    model_dim=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    hidden_dim=16,
+    window=WINDOW,
+    elastic=ElasticOptions(order=4, decay=0.8),
+    dtype="float32",
+    remat=False,
+)
+MODEL = LanguageModel(CONFIG, key=jax.random.key(0))
+GRAPH, PARAMS = nnx.split(MODEL)
+# A step of plain descent at rate 1 moves the parameters by the gradient.
+DESCENT = optax.sgd(1.0)
+NO_RESET = jnp.zeros(B, bool)
+
+
+def text(length=T, seed=1):
+    tokens = jax.random.randint(jax.random.key(seed), (B, length + 1), 0, V)
+    return tokens.astype(jnp.int32)
+
+
+def batch_of(tokens, mask=None, reset=NO_RESET) -> Any:
+    mask = jnp.ones(tokens[:, 1:].shape) if mask is None else mask
+    return Batch(tokens[:, :-1], tokens[:, 1:], mask, reset)
+
+
+BATCH = batch_of(text())
+# Rows of unequal weight: a mean of the parts' means would differ.
+UNEVEN = batch_of(
+    text(), jnp.asarray(np.arange(B * T).reshape(B, T) % 7 < 3, jnp.float32)
+)
+
+
+def update(batch, transform=DESCENT, **options):
+    """One update from the initial state; jitted afresh."""
+    config = StepConfig(**options)
+    state = init_train_state(MODEL, transform, config, B)
+    return jax.jit(make_train_step(MODEL, transform, config))(state, batch)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return update(UNEVEN)
+
+
+def close(actual, expected, tolerance=1e-6):
+    chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def mean_loss(params, batch, cut):
+    """The loss by hand, the memory cut from the gradient at the `cut`s."""
+    model: Any = nnx.merge(GRAPH, params)
+    memory, total = model.init_state(B), 0.0
+    for start, stop in zip((0, *cut), (*cut, T), strict=True):
+        memory = jax.lax.stop_gradient(memory)
+        memory, features = model.features(memory, batch.tokens[:, start:stop])
+        targets, mask = batch.targets[:, start:stop], batch.mask[:, start:stop]
+        total += (token_losses(model.logits, features, targets, V) * mask).sum()
+    return total / batch.mask.sum()
+
+
+def test_an_update_is_the_gradient_of_the_masked_mean(plain):
+    state, metrics = plain
+    loss, gradient = jax.jit(jax.value_and_grad(lambda p: mean_loss(p, UNEVEN, ())))(
+        PARAMS
+    )
+    close(metrics["loss"], loss)
+    close(state.params, jax.tree.map(jnp.subtract, PARAMS, gradient))
+    close(metrics["gradient_norm"], optax.tree.norm(gradient), 1e-5)
+    assert metrics["finite"] == 1 and state.step == 1 and state.memory == ()
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulation_is_the_same_update(plain, parts):
+    state, metrics = update(UNEVEN, accumulate=parts)
+    close(state.params, plain[0].params)
+    close(metrics, plain[1], 1e-5)
+
+
+def test_masked_targets_do_not_count():
+    mask = jnp.ones((B, T)).at[:, 3].set(0)
+    other = BATCH._replace(targets=BATCH.targets.at[:, 3].set(0), mask=mask)
+    step = jax.jit(make_train_step(MODEL, DESCENT, StepConfig()))
+    state = init_train_state(MODEL, DESCENT, StepConfig(), B)
+    chex.assert_trees_all_equal(
+        step(state, other), step(state, BATCH._replace(mask=mask))
+    )
+    nothing, metrics = step(state, BATCH._replace(mask=jnp.zeros((B, T))))
+    chex.assert_trees_all_equal(nothing.params, state.params)
+    assert metrics["loss"] == 0 and metrics["finite"] == 1
+
+
+def test_truncation_cuts_the_gradient_at_the_block_and_not_the_memory(plain):
+    truncated, metrics = update(UNEVEN, bptt_blocks=1)
+    close(metrics["loss"], plain[1]["loss"])
+    gradient = jax.jit(jax.grad(lambda p: mean_loss(p, UNEVEN, (WINDOW,))))(PARAMS)
+    close(truncated.params, jax.tree.map(jnp.subtract, PARAMS, gradient))
+    # Values of the first block are learned through the memory alone.
+    whole, cut = (
+        nnx.merge(GRAPH, state.params).blocks[0].mixer.get_value().value
+        for state in (plain[0], truncated)
+    )
+    assert np.abs(whole - cut).max() > 1e-4
+
+
+def test_as_many_blocks_as_there_are_is_no_truncation():
+    state = init_train_state(MODEL, DESCENT, StepConfig(), B)
+    program = lambda blocks: str(
+        jax.make_jaxpr(make_train_step(MODEL, DESCENT, StepConfig(bptt_blocks=blocks)))(
+            state, BATCH
+        )
+    )
+    assert program(2) == program(3) == program(0) != program(1)
+
+
+@pytest.fixture(scope="module")
+def adam():
+    """A jitted update that carries memory, and the state after one."""
+    transform, config = optax.adam(1e-2), StepConfig(carry_memory=True)
+    step = jax.jit(make_train_step(MODEL, transform, config))
+    state, _ = step(init_train_state(MODEL, transform, config, B), BATCH)
+    return step, state
+
+
+@pytest.mark.parametrize("broken", ["parameters", "mask", "infinite mask"])
+def test_a_batch_that_is_not_finite_changes_nothing_but_the_step(broken, adam):
+    step, state = adam
+    batch = batch_of(text(seed=2))
+    match broken:
+        case "parameters":
+            poison = lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.nan)
+            leaves, structure = jax.tree.flatten(state.params)
+            leaves[1] = poison(leaves[1])
+            state = state._replace(params=jax.tree.unflatten(structure, leaves))
+        case "mask":
+            batch = batch._replace(mask=batch.mask.at[1, 2].set(jnp.nan))
+        case "infinite mask":
+            batch = batch._replace(mask=batch.mask.at[1, 2].set(jnp.inf))
+    after, metrics = step(state, batch)
+    chex.assert_trees_all_equal(after._replace(step=state.step), state)
+    assert after.step == state.step + 1 and metrics["finite"] == 0
+    if broken != "parameters":
+        # And the run goes on.
+        after, metrics = step(after, batch_of(text(seed=3)))
+        assert metrics["finite"] == 1 and after.step == state.step + 2
+
+
+@pytest.fixture(scope="module")
+def streams():
+    """Two batches of a stream at rate 0, with and without accumulation."""
+    tokens, still = text(2 * T), optax.sgd(0.0)
+    reset = jnp.array([False, True, False, False])
+    results = []
+    for parts in (1, 2):
+        config = StepConfig(carry_memory=True, accumulate=parts)
+        step = jax.jit(make_train_step(MODEL, still, config))
+        state = init_train_state(MODEL, still, config, B)
+        state, first = step(state, batch_of(tokens[:, : T + 1], reset=~NO_RESET))
+        results.append((first, step(state, batch_of(tokens[:, T:], reset=reset))))
+    return tokens, results
+
+
+def test_carried_memory_makes_two_batches_one_text_and_reset_rows_start_empty(streams):
+    tokens, results = streams
+    first, (state, second) = results[0]
+    run = jax.jit(lambda memory, tokens: MODEL(memory, tokens))
+    memory, logits = run(MODEL.init_state(B), tokens[:, :-1])
+    fresh, after = run(MODEL.init_state(B), tokens[:, T:-1])
+    logits = logits.at[1, T:].set(after[1])
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    close(first["loss"], nll[:, :T].mean(), 1e-5)
+    close(second["loss"], nll[:, T:].mean(), 1e-5)
+    mask = jnp.array([False, True, False, False])
+    select = lambda a, b: jnp.where(mask.reshape(-1, *[1] * (a.ndim - 1)), b, a)
+    close(state.memory, jax.tree.map(select, memory, fresh), 1e-5)
+
+
+def test_accumulation_gives_each_row_its_own_memory_back(streams):
+    _, ((_, (one, _)), (_, (two, _))) = streams
+    close(two.memory, one.memory, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (dict(accumulate=3), "accumulate=3 must divide the batch of 4 rows"),
+        (dict(bptt_blocks=3), None),
+    ],
+)
+def test_batches_that_do_not_divide_are_refused(options, message):
+    step = make_train_step(MODEL, DESCENT, StepConfig(**options))
+    state = init_train_state(MODEL, DESCENT, StepConfig(), B)
+    batch = BATCH if message else batch_of(text(20))
+    message = message or "bptt_blocks=3 of 4 tokens must divide the context of 20"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(step, state, batch)
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        (dict(bptt_blocks=-1), "bptt_blocks must be >= 0, got -1"),
+        (dict(accumulate=0), "accumulate must be >= 1, got 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        StepConfig(**wrong)
