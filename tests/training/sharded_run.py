@@ -1,0 +1,94 @@
+"""Three updates on each mesh of eight pretended devices; prints what came out.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python sharded_run.py
+
+JSON: by mesh ("none" is one device), the losses, and of each leaf of the state its
+shape and the shape that each device holds.
+"""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from memjax.data.batch import Batch
+from memjax.models import ElasticOptions, LanguageModel, ModelConfig
+from memjax.training import sharding
+from memjax.training.step import StepConfig, init_train_state, make_train_step
+
+# One block and a half: fewer programs to compile than two whole blocks.
+B, T, V, STEPS = 8, 6, 16, 3
+MESHES = {"none": None, "8 1 1": (8, 1, 1), "2 2 2": (2, 2, 2), "1 4 2": (1, 4, 2)}
+MODEL = ModelConfig(
+    mixers=("elastic_memory",),
+    vocab_size=V,
+    model_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    hidden_dim=32,
+    window=4,
+    elastic=ElasticOptions(order=4, decay=0.8),
+    tied_head=False,
+    dtype="float32",
+    remat=False,
+)
+CONFIG = StepConfig(carry_memory=True)
+OPTIMIZER = optax.adamw(1e-2)
+
+
+def batches():
+    tokens = np.random.default_rng(0).integers(0, V, (STEPS, B, T + 1)).astype(np.int32)
+    ones = np.ones((B, T), np.float32)
+    for step, rows in enumerate(tokens):
+        reset = np.arange(B) % 3 == step
+        yield Batch(rows[:, :-1], rows[:, 1:], ones, reset)
+
+
+def create():
+    model = LanguageModel(MODEL, key=jax.random.key(0))
+    return init_train_state(model, OPTIMIZER, CONFIG, B)
+
+
+def run(axes):
+    model = nnx.eval_shape(lambda: LanguageModel(MODEL, key=jax.random.key(0)))
+    update = make_train_step(model, OPTIMIZER, CONFIG)
+    if axes is None:
+        state, step, put = jax.jit(create)(), jax.jit(update), lambda batch: batch
+    else:
+        mesh = sharding.make_mesh(sharding.MeshConfig(*axes))
+        layout = sharding.shardings(mesh, jax.eval_shape(create))
+        state = jax.jit(create, out_shardings=layout)()
+        step = jax.jit(update, donate_argnums=0, out_shardings=(layout, None))
+        put = lambda batch: sharding.put_batch(mesh, batch)
+    losses = []
+    for batch in batches():
+        state, metrics = step(state, put(batch))
+        losses.append(float(metrics["loss"]))
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            leaf.shape,
+            leaf.addressable_shards[0].data.shape,
+        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+    return {"losses": losses, "leaves": leaves}
+
+
+def complaint(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    result: dict[str, Any] = {name: run(axes) for name, axes in MESHES.items()}
+    mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=2))
+    result["left over"] = dict(mesh.shape)
+    result["rows"] = complaint(lambda: sharding.put_batch(mesh, jnp.zeros((4, 2))))
+    print(json.dumps(result))
