@@ -139,7 +139,7 @@ def _texts(documents, context_length):
 
 
 def _segment(
-    rows: list[Int32[np.ndarray, " S"]], start: int, length: int, batch: int
+    rows: list[Int32[np.ndarray, " _"]], start: int, length: int, batch: int
 ) -> tuple[Array, Array, Float32[np.ndarray, "B T"]]:
     """Inputs, targets and mask of one segment; short rows are padded with id 0."""
     tokens, targets = np.zeros((2, batch, length), np.int32)
