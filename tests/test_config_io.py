@@ -1,0 +1,119 @@
+"""Configurations survive JSON, and damaged ones are refused by field."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memjax import run
+from memjax.config_io import from_record, to_record
+from memjax.models import ModelConfig
+
+
+@pytest.mark.parametrize("name", run.presets())
+def test_every_preset_survives_json(name):
+    config = run.presets()[name]
+    text = json.dumps(to_record(config))
+    assert from_record(run.RunConfig, json.loads(text)) == config
+
+
+def test_optional_values_and_paths_survive():
+    config = run.presets()["elastic-tiny"]
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, cache_dir=Path("a") / "b"),
+        loop=dataclasses.replace(config.loop, profile=(2, 3), minutes=1.5),
+    )
+    record = json.loads(json.dumps(to_record(config)))
+    back = from_record(run.RunConfig, record)
+    assert back == config
+    assert isinstance(back.data.cache_dir, Path) and back.loop.profile == (2, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    """Held by Outer."""
+
+    ratio: float = 0.5
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    """One field of each kind that configurations use."""
+
+    size: int
+    flag: bool
+    choice: Literal["a", "b"]
+    many: tuple[int, ...] = ()
+    maybe: float | None = None
+    inner: Inner = Inner()
+
+
+outers = st.builds(
+    Outer,
+    size=st.integers(),
+    flag=st.booleans(),
+    choice=st.sampled_from(["a", "b"]),
+    many=st.lists(st.integers(), max_size=3).map(tuple),
+    maybe=st.none() | st.floats(allow_nan=False),
+    inner=st.builds(Inner, st.floats(allow_nan=False), st.text()),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(outers)
+def test_any_values_survive_json(outer):
+    assert from_record(Outer, json.loads(json.dumps(to_record(outer)))) == outer
+
+
+GOOD = dict(size=1, flag=True, choice="a", inner=dict(ratio=0.25))
+
+
+@pytest.mark.parametrize(
+    "change,field",
+    [
+        (dict(size="1"), "config.size must be"),
+        (dict(size=1.0), "config.size must be"),
+        (dict(size=True), "config.size must be"),
+        (dict(size=None), "config.size must be"),
+        (dict(flag=1), "config.flag must be"),
+        (dict(choice="c"), "config.choice must be"),
+        (dict(many=[1, "2"]), "config.many must be"),
+        (dict(many=3), "config.many must be"),
+        (dict(maybe="x"), "config.maybe must be"),
+        (dict(inner=dict(ratio="x")), "config.inner.ratio must be"),
+        (dict(inner=dict(name=1)), "config.inner.name must be"),
+        (dict(inner=3), "config.inner must be an object"),
+        (dict(sise=1), "config.sise is not a field of Outer"),
+        (dict(inner=dict(rtio=1)), "config.inner.rtio is not a field of Inner"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_field(change, field):
+    from_record(Outer, GOOD)
+    with pytest.raises(ValueError, match=field):
+        from_record(Outer, GOOD | change)
+
+
+def test_a_missing_field_is_named():
+    with pytest.raises(ValueError, match="config.size is missing"):
+        from_record(Outer, dict(flag=True, choice="a"))
+    with pytest.raises(ValueError, match="config must be an object, got 3"):
+        from_record(Outer, 3)
+
+
+def test_whole_numbers_are_floats_and_defaults_fill_in():
+    back = from_record(Outer, dict(size=1, flag=True, choice="b", maybe=2))
+    assert back == Outer(1, True, "b", maybe=2.0) and type(back.maybe) is float
+
+
+def test_values_are_checked_as_in_code():
+    record = to_record(ModelConfig())
+    with pytest.raises(ValueError, match="vocab_size must be at least 1, got 0"):
+        from_record(ModelConfig, record | dict(vocab_size=0))
+    with pytest.raises(ValueError, match="config.mixers must be .*'lstm'"):
+        from_record(ModelConfig, record | dict(mixers=["lstm"]))
