@@ -1,12 +1,17 @@
 """Does a memory help beyond the window? Trains both models on real books and shows.
 
-    python experiments/books.py --minutes 8
+    python experiments/books.py
 
 Transformer++ (sliding windows only) and Elastic Memory (the same model with one of its
 layers reading a compressed history) have equal parameters, see the same batches in the
 same order, and are scored on the same held-out documents. Writes a table, results.json,
 a plot of loss by position, and a sample of text. Running it again goes on where it was
 stopped; what was measured is in `experiments/results/books.json`.
+
+The window is 8 tokens because in the minutes that this program has a model learns to
+use some 30 tokens of context and no more: with windows of 64, Transformer++ had all the
+context it could use, and the memory changed nothing (perplexity 125.7 against 124.7
+after 1.5M tokens). The ratio of context to window is what matters: here 128.
 """
 
 import dataclasses
@@ -25,7 +30,7 @@ from rich.table import Table
 from memjax import evaluation, run
 from memjax.data import load_tokenizer
 from memjax.evaluation import plots
-from memjax.models import Sampling, generate, preset
+from memjax.models import ElasticOptions, Sampling, generate, preset
 from memjax.training import LoopConfig, OptimizerConfig, sharding
 from memjax.training.integrity import write_atomically
 from provenance import provenance
@@ -40,6 +45,7 @@ class Config:
     Attributes:
         minutes: budget for the whole program on this machine; sets the steps.
         steps: steps of each model; 0 is what the budget allows.
+        window: tokens that attention sees, and block of the memory.
         context_length: tokens of a text.
         batch_size: texts in an update.
         test_texts: held-out texts of each document that are scored.
@@ -49,19 +55,25 @@ class Config:
         run_dir: where runs, results and plots go.
     """
 
-    minutes: float = 9.0
+    minutes: float = 8.0
     steps: int = 0
-    context_length: int = 2048
-    batch_size: int = 4
-    test_texts: int = 16
+    window: int = 8
+    context_length: int = 1024
+    batch_size: int = 1
+    test_texts: int = 32
     sample_tokens: int = 120
-    learning_rate: float = 4e-3
+    learning_rate: float = 3e-3
     seed: int = 42
     run_dir: Path = Path("runs/books")
 
     def __post_init__(self):
-        if self.minutes <= 0:
+        if not self.minutes > 0:
             raise ValueError(f"minutes must be positive, got {self.minutes}")
+        if self.context_length <= self.window:
+            raise ValueError(
+                f"context_length={self.context_length} must be above "
+                f"window={self.window}: there is nothing beyond it to remember"
+            )
 
 
 def main(config: Config) -> None:
@@ -84,16 +96,25 @@ def main(config: Config) -> None:
 
 
 def run_config(config: Config, family: str, steps: int) -> run.RunConfig:
-    """The run of one family; the two differ in the mixers alone."""
+    """The run of one family; the two differ in the middle layer's mixer alone."""
+    middle = "elastic_memory" if family == "elastic" else "sliding_window"
+    model = dataclasses.replace(
+        preset("transformer-tiny", 4096),
+        mixers=("sliding_window", middle, "sliding_window"),
+        window=config.window,
+        elastic=ElasticOptions(
+            order=64, memory_tokens=32, sampling="exponential", decay=0.8
+        ),
+    )
     return run.RunConfig(
-        model=preset(f"{family}-tiny", 4096),
+        model=model,
         data=run.DataConfig(
             context_length=config.context_length, batch_size=config.batch_size
         ),
         optimizer=OptimizerConfig(
             learning_rate=config.learning_rate, warmup_ratio=0.05
         ),
-        loop=LoopConfig(steps=steps, save_every=100, log_every=20),
+        loop=LoopConfig(steps=steps, save_every=200, log_every=50),
         seed=config.seed,
     )
 
@@ -153,7 +174,7 @@ def _train_and_score(config: Config, family: str, steps: int) -> dict:
         documents,
         context_length=config.context_length,
         segment=config.context_length,
-        batch_size=config.batch_size,
+        batch_size=8,
     )
     params = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     state = jax.eval_shape(lambda: model.init_state(1))
@@ -172,7 +193,7 @@ def _train_and_score(config: Config, family: str, steps: int) -> dict:
 
 def _sample(config, model, tokenizer, tokens) -> str:
     """Goes on from the opening of a held-out document, longer than the window."""
-    prompt = np.asarray(tokens[: 4 * model.config.window])[None]
+    prompt = np.asarray(tokens[: config.context_length // 2])[None]
     _, drawn = generate(
         model,
         model.init_state(1),
@@ -180,7 +201,6 @@ def _sample(config, model, tokenizer, tokens) -> str:
         config.sample_tokens,
         key=jax.random.key(config.seed),
         sampling=Sampling(temperature=0.8, top_p=0.95),
-        segment=model.config.window,
     )
     head, tail = tokenizer.decode(prompt[0, -60:]), tokenizer.decode(drawn[0])
     return f"...{head} >>> {tail}"

@@ -65,8 +65,8 @@ def train(
     Args:
         config: the preset.
         run_dir: folder of the run; the same command on the same folder goes on.
-        distributed: join the other hosts of a TPU pod or cluster; "auto" does so
-            where the environment names several.
+        distributed: join the other hosts: "on" for a TPU pod; "auto" does so where
+            GKE, Slurm or Open MPI name several.
     """
     join_cluster(distributed)
     outcome = run.train(config, run_dir)

@@ -38,6 +38,15 @@ def test_it_reports_both_models_fairly(run_dir):
     assert (run_dir / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"minutes": 0.0}, "minutes"), ({"context_length": 8}, "context_length=8")],
+)
+def test_bad_config_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        books.Config(**fields)
+
+
 def test_both_models_see_the_same_batches(run_dir):
     del run_dir
     first, second = (
