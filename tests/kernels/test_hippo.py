@@ -133,6 +133,32 @@ def test_a_bank_is_looked_up_exactly_where_it_covers_all_rows(form):
     assert changed == {place: place in covered for place in PLACES}
 
 
+@pytest.mark.parametrize(
+    "in_step,places", [(True, ["end of the bank", "off the grid"]), (False, ["ragged"])]
+)
+def test_the_callers_word_on_rows_in_step_saves_the_question(in_step, places):
+    call = lambda start, count, in_step=in_step: op.hippo(
+        FEATURES,
+        jnp.asarray(READ, jnp.float32),
+        STATE,
+        start=start,
+        count=count,
+        in_step=in_step,
+        bank=BANK,
+        implementation="scan",
+    )
+    told = jax.jit(call)
+    for start, count in map(PLACES.__getitem__, places):
+        close(told(int32(start), int32(count)), oracle(FEATURES, STATE, start, count))
+    branches = lambda in_step: str(
+        jax.make_jaxpr(functools.partial(call, in_step=in_step))(
+            int32([0] * B), int32([3] * B)
+        )
+    ).count("cond[")
+    # Whether the rows agree, and then whether the bank covers them.
+    assert (branches(None), branches(True), branches(False)) == (2, 1, 0)
+
+
 def test_nothing_given_is_an_empty_memory_and_all_blocks():
     state, memory = op.hippo(FEATURES, jnp.asarray(READ, jnp.float32), bank=BANK)
     close((state, memory), oracle(FEATURES, STATE, [0] * B, [BLOCKS] * B))

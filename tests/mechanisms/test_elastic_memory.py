@@ -89,16 +89,27 @@ def close(actual, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    "sampling,positions", [("uniform", "block"), ("exponential", "stream")]
+    "length,options",
+    [
+        (14, dict()),
+        (12, dict(sampling="exponential", positions="stream")),
+        (14, dict(sampling="exponential", implementation="direct")),
+        (12, dict(implementation="associative", bank_blocks=3)),
+    ],
 )
-def test_apply_is_algorithm_1(sampling, positions):
-    mechanism = elastic(sampling=sampling, positions=positions)
-    state, y = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS)
+def test_apply_is_algorithm_1(length, options):
+    """Blocks that the segment fills, and one that it leaves open."""
+    mechanism, x = elastic(**options), INPUTS[:, :length]
+    state, y = mechanism.apply(PARAMS, mechanism.init_state(B), x)
+    sampling = options.get("sampling", "uniform")
+    positions = options.get("positions", "block")
     for row in range(B):
-        expected = algorithm_1(INPUTS[row], sampling, positions, [4, 8, 12, 16])
+        edges = list(range(L, length + L, L))
+        expected = algorithm_1(x[row], sampling, positions, edges)
         close(y[row], expected[0])
         close(jnp.stack([state.keys[row], state.values[row]]), expected[1])
-    assert state.length.tolist() == [12] * B and state.filled.tolist() == [2] * B
+    assert state.length.tolist() == [12] * B
+    assert state.filled.tolist() == [length - 12] * B
 
 
 def test_it_has_exactly_the_parameters_of_attention_and_takes_them():
