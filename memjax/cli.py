@@ -235,7 +235,12 @@ def _parse(argv: list[str]) -> Callable[[], int]:
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return app.cli(args=argv, prog="memjax", description=__doc__)
+            return app.cli(
+                args=argv,
+                prog="memjax",
+                description=__doc__,
+                config=(tyro.conf.CascadeSubcommandArgs,),
+            )
     except SystemExit as stop:
         if stop.code == 2:
             raise ValueError(complaint.getvalue()) from None

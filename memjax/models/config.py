@@ -14,7 +14,15 @@ Dtype = Literal["float32", "bfloat16"]
 class ElasticOptions:
     """Options of the layers whose mixer is "elastic_memory".
 
-    The block is the model's `window`. See `ElasticMemoryConfig` for the meaning.
+    The block is the model's `window`; `ElasticMemoryConfig` says more.
+
+    Attributes:
+        order: coefficients per channel.
+        memory_tokens: points at which the memory is read; None is min(order, window).
+        sampling: where they lie in the history.
+        decay: of the exponential sampling, in (0, 1).
+        positions: RoPE restarts in each "block", or counts on along the "stream".
+        bank_blocks: blocks whose matrices are built ahead; 0 computes all when met.
     """
 
     order: int = 540
