@@ -11,13 +11,13 @@ import pytest
 from flax import nnx
 
 from memjax.data.batch import Batch
-from memjax.models import ElasticOptions, LanguageModel, ModelConfig
+from memjax.models import LanguageModel, ModelConfig
 from memjax.training.loss import token_losses
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 B, T, V, WINDOW = 4, 8, 13, 4
 CONFIG = ModelConfig(
-    mixers=("elastic_memory",),
+    mixers=("sliding_window",),
     vocab_size=V,
     model_dim=8,
     num_heads=2,
@@ -25,7 +25,6 @@ CONFIG = ModelConfig(
     head_dim=4,
     hidden_dim=16,
     window=WINDOW,
-    elastic=ElasticOptions(order=4, decay=0.8),
     dtype="float32",
     remat=False,
 )
