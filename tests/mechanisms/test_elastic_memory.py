@@ -92,9 +92,8 @@ def close(actual, expected, tolerance=1e-5):
     "length,options",
     [
         (14, dict()),
-        (12, dict(sampling="exponential", positions="stream")),
+        (12, dict(sampling="exponential", positions="stream", bank_blocks=3)),
         (14, dict(sampling="exponential", implementation="direct")),
-        (12, dict(implementation="associative", bank_blocks=3)),
     ],
 )
 def test_apply_is_algorithm_1(length, options):

@@ -69,7 +69,7 @@ def test_greedy_is_the_likeliest_token_of_the_whole_text_each_time(greedy):
     chex.assert_trees_all_equal_shapes_and_dtypes(state, MODEL.init_state(B))
 
 
-@pytest.mark.parametrize("segment", [1, 3, 4, 8])
+@pytest.mark.parametrize("segment", [3, 4])
 def test_the_prompt_may_be_read_in_any_pieces(greedy, segment):
     state, tokens = go(segment=segment)
     np.testing.assert_array_equal(tokens, greedy[1])
