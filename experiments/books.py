@@ -69,6 +69,11 @@ class Config:
     def __post_init__(self):
         if not self.minutes > 0:
             raise ValueError(f"minutes must be positive, got {self.minutes}")
+        if self.test_texts < 2:
+            raise ValueError(
+                f"test_texts must be at least 2 for a standard error, "
+                f"got {self.test_texts}"
+            )
         if self.context_length <= self.window:
             raise ValueError(
                 f"context_length={self.context_length} must be above "

@@ -16,7 +16,7 @@ def _run_dir(tmp_path_factory):
         steps=2,
         context_length=128,
         batch_size=2,
-        test_texts=1,
+        test_texts=2,
         sample_tokens=4,
         run_dir=folder,
     )
@@ -40,7 +40,11 @@ def test_it_reports_both_models_fairly(run_dir):
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"minutes": 0.0}, "minutes"), ({"context_length": 8}, "context_length=8")],
+    [
+        ({"minutes": 0.0}, "minutes"),
+        ({"test_texts": 1}, "test_texts"),
+        ({"context_length": 8}, "context_length=8"),
+    ],
 )
 def test_bad_config_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
@@ -61,7 +65,7 @@ def test_a_rerun_trains_no_further(run_dir, capsys):
         minutes=0.1,
         context_length=128,
         batch_size=2,
-        test_texts=1,
+        test_texts=2,
         sample_tokens=4,
         run_dir=run_dir,
     )
