@@ -230,8 +230,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parse(argv: list[str]) -> Callable[[], int]:
     """The command that the words ask for; a parser's complaint is a ValueError."""
-    if argv[:1] == ["train"] and argv[1:] and not argv[1].startswith("-"):
-        require_known("preset", argv[1], tuple(run.presets()))
+    if argv[:1] == ["train"]:
+        pairs = zip(argv, argv[1:], strict=False)
+        for before, word in pairs:
+            if not word.startswith("-") and not before.startswith("-"):
+                require_known("preset", word, tuple(run.presets()))
+                break
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):

@@ -54,8 +54,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         inner = next(arg for arg in args if arg is not type(None))
         return _convert(inner, value, where)
     if origin is tuple and isinstance(value, list):
-        item = args[0]
-        return tuple(_convert(item, v, where) for v in value)
+        items = args[:1] * len(value) if args[-1] is Ellipsis else args
+        if len(items) != len(value):
+            raise ValueError(f"{where} must have {len(items)} items, got {value!r}")
+        return tuple(_convert(i, v, where) for i, v in zip(items, value, strict=True))
     if origin is typing.Literal and value in args:
         return value
     if hint is Path and isinstance(value, str):

@@ -28,6 +28,7 @@ from memjax.training import checkpoint, loop, sharding
 from memjax.training.integrity import write_atomically
 from memjax.training.loop_config import LoopConfig, Outcome
 from memjax.training.optimizer import OptimizerConfig, optimizer
+from memjax.training.resume import FREE_FIELDS, require_same_config
 from memjax.training.sharding import MeshConfig
 from memjax.training.step import (
     StepConfig,
@@ -132,20 +133,16 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
     tokenizer = load_tokenizer(config.data.tokenizer)
     _require_vocabulary(config.model, tokenizer)
     mesh = sharding.make_mesh(config.mesh)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    data = batches(config, load_split(config, tokenizer, "train"))
+    _claim(config, run_dir)
     state, step = build_step(config, mesh)
-    record = to_record(config) | {"tokenizer_digest": tokenizer.digest}
-    if jax.process_index() == 0 and not (run_dir / "config.json").exists():
-        write_atomically(
-            run_dir / "config.json", json.dumps(to_record(config), indent=1)
-        )
     _, outcome = loop.train(
         step,
         state,
-        batches(config, load_split(config, tokenizer, "train")),
+        data,
         config.loop,
         run_dir,
-        config_record=record,
+        config_record=to_record(config) | {"tokenizer_digest": tokenizer.digest},
         tokens_per_step=config.data.batch_size * config.data.context_length,
         evaluate=_validation(config, tokenizer) if config.loop.evaluate_every else None,
     )
@@ -185,11 +182,7 @@ def load_model(run_dir: Path) -> tuple[RunConfig, LanguageModel]:
     config_file = run_dir / "config.json"
     if not config_file.is_file():
         raise ValueError(f"run_dir={str(run_dir)!r} holds no run: no config.json in it")
-    try:
-        record = json.loads(config_file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{config_file} is not JSON: {error}") from error
-    config = from_record(RunConfig, record)
+    config = _read_config(config_file)
     transform = optimizer(config.optimizer, config.loop.steps)
     state = jax.eval_shape(
         lambda: init_train_state(
@@ -250,6 +243,25 @@ def batches(config: RunConfig, documents: list[TokenisedDocument]) -> BatchItera
         shard_count=jax.process_count(),
         vocab_size=config.model.vocab_size,
     )
+
+
+def _claim(config: RunConfig, run_dir: Path) -> None:
+    """Writes the run's configuration, unless another run has the folder."""
+    file, record = run_dir / "config.json", to_record(config)
+    if file.exists():
+        stored = to_record(_read_config(file))
+        require_same_config(stored, record, FREE_FIELDS, str(run_dir))
+    if jax.process_index() == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(record, indent=1))
+
+
+def _read_config(file: Path) -> RunConfig:
+    try:
+        record = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    return from_record(RunConfig, record, f"{file}: config")
 
 
 def _validation(config, tokenizer):

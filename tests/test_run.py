@@ -149,3 +149,11 @@ def test_no_run_and_no_checkpoint_are_told_apart(config, tmp_path):
 
 def params(folder):
     return jax.tree.leaves(run.load_model(folder)[1])
+
+
+def test_a_folder_of_another_run_is_left_alone(config, tmp_path):
+    other = json.dumps(run.to_record(run.RunConfig()))
+    (tmp_path / "config.json").write_text(other)
+    with pytest.raises(ValueError, match=r"model\.window was 64 and is now 8"):
+        run.train(config, tmp_path)
+    assert (tmp_path / "config.json").read_text() == other

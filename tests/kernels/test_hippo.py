@@ -235,13 +235,26 @@ def test_operations_counted_by_hand():
     assert op.cost(2, 3, 2, 2, 1, True) == {
         "scan": 2 * 4 + write + read,
         "associative": 2 * 2 * (8 + 4) + write + read,
-        # R K: 2 blocks * 2*2*6; onto the signal: 2 * 2*6; the last state: 2*6 and
-        # three moves of the carried state, two factors each.
-        "direct": 2 * 24 + 2 * 12 + 12 + 3 * 8 + read,
+        # Each block: R K 2*2*6 and R times a factor of the move 2*2*2, onto the signal
+        # 2*6 and the carried state 2*2. The last state: 2*6 and a move's two factors.
+        "direct": 2 * (24 + 8 + 12 + 4) + 12 + 2 * 4,
     }
     unbanked = op.cost(2, 3, 2, 2, 1, False)
     assert unbanked["scan"] == 2 * 8 + write + read
     assert unbanked["associative"] == 2 * 2 * 8 + 2 * 2 * 12 + write + read
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cheapest"),
+    [
+        ((540, 2048, 540, 16, 1536, False), "scan"),
+        ((1080, 2048, 16, 16, 3072, False), "direct"),
+        ((8640, 2048, 2048, 16, 24_576, False), "direct"),
+        ((8640, 2048, 2048, 16, 24_576, True), "scan"),
+    ],
+)
+def test_each_size_has_its_cheapest(sizes, cheapest):
+    assert op.cheapest(*sizes) == cheapest
 
 
 @pytest.mark.parametrize("order", [1, 64, 8640])

@@ -115,8 +115,9 @@ def cost(
             through two factors, twice the work.
 
     Returns:
-        Operations by implementation name. `direct` counts the product of the
-        reconstruction and the kernel, which is shared by all channels.
+        Operations by implementation name. `direct` counts the products of the
+        reconstruction with the matrices, which all channels share; it wins where the
+        order is large against the memory tokens, or the channels are many.
     """
     transition = order * order * (1 if banked else 2)
     write = blocks * order * length * channels
@@ -129,10 +130,9 @@ def cost(
         + 2 * blocks * (order**3 + order * order * channels)
         + write
         + read,
-        "direct": blocks * samples * tokens * (order + channels)
-        + order * tokens * channels
-        + (blocks + 1) * 2 * order * order * channels
-        + read,
+        "direct": blocks * samples * (tokens + order) * (order + channels)
+        + 2 * order * order * channels
+        + order * tokens * channels,
     }
 
 

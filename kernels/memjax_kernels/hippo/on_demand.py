@@ -40,20 +40,30 @@ def advance(
 ) -> Float[Array, "B N X"]:
     """Moves a history of `start` tokens on to one of `stop`: (start/stop)**A C.
 
-    With r = start/stop, nodes u and weights w, r**A = (r g(r u) w) g(u)^T: two thin
+    With r = start/stop, Gauss nodes u and weights w, r**A = (r g(r u) w) g(u)^T: two
     factors, N*N floats each, that live for this call only. No past, r = 0, gives 0.
     """
     order = coefficients.shape[1]
+    return product(from_nodes(order, start, stop), to_nodes(coefficients))
+
+
+def to_nodes(coefficients: Float[Array, "B N X"]) -> Float[Array, "B N X"]:
+    """The second factor applied: values at the nodes, times the roots of weights."""
+    nodes, weights = bank.gauss_legendre(coefficients.shape[1])
+    evaluate = basis(len(nodes), jnp.ones(1), nodes)[0] * _root(weights)
+    return jnp.einsum("nq,bnx->bqx", evaluate, coefficients, precision=HIGHEST)
+
+
+def from_nodes(
+    order: int, start: Int[Array, " R"], stop: Int[Array, " R"]
+) -> Float[Array, "R N N"]:
+    """The first factor, which depends on the move."""
     nodes, weights = bank.gauss_legendre(order)
-    root = jnp.asarray(weights**0.5, jnp.float32)[None]
     with jax.enable_x64(True):
         # float32 would round a long history's ratio to 1: time would stand still.
         ratio = start.astype(jnp.float64) / jnp.maximum(stop, 1)
-        scale = ratio.astype(jnp.float32)[:, None] * root
-    project = basis(order, ratio, nodes) * scale[:, None]
-    evaluate = basis(order, jnp.ones(1), nodes)[0] * root
-    values = jnp.einsum("nq,bnx->bqx", evaluate, coefficients, precision=HIGHEST)
-    return product(project, values)
+        scale = ratio.astype(jnp.float32)[:, None] * _root(weights)
+    return basis(order, ratio, nodes) * scale[:, None]
 
 
 def basis(order: int, ratio: Float[Array, " R"], points) -> Float[Array, "R N Q"]:
@@ -74,6 +84,10 @@ def product(
     if matrix.shape[0] == 1:
         return jnp.einsum("nq,bqx->bnx", matrix[0], signal, precision=HIGHEST)
     return jnp.einsum("bnq,bqx->bnx", matrix, signal, precision=HIGHEST)
+
+
+def _root(weights):
+    return jnp.asarray(weights**0.5, jnp.float32)[None]
 
 
 def _by_degree(order, x, emit):

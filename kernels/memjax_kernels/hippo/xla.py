@@ -6,6 +6,7 @@
 maps the history to each M_j, since transitions telescope: M_j = R K(0..t_j) F.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -128,23 +129,32 @@ def direct(
     order = coefficients.shape[1]
     history = features.reshape(b, blocks * length, x)
 
+    past = on_demand.to_nodes(coefficients)
+    einsum = functools.partial(jnp.einsum, precision=on_demand.HIGHEST)
+
+    # The maps are cheap to make again and large to keep for the backward pass.
     @jax.checkpoint
-    def horizon(stop):
-        """The map from the call's tokens, and what the carried state has become."""
+    def tokens_of(block, past, history):
+        stop = start + jnp.minimum(block, count) * length
         kernel = on_demand.kernel(order, start, stop, blocks * length)
-        return kernel, on_demand.advance(start, stop, coefficients)
+        moved = on_demand.from_nodes(order, start, stop)
+        from_history = einsum("mn,rnt->rmt", reconstruction, kernel)
+        from_past = einsum("mn,rnq->rmq", reconstruction, moved)
+        new = on_demand.product(from_history, history)
+        return new + on_demand.product(from_past, past)
 
-    def tokens_of(block):
-        kernel, past = horizon(start + jnp.minimum(block, count) * length)
-        to_memory = jnp.einsum(
-            "mn,rnt->rmt", reconstruction, kernel, precision=on_demand.HIGHEST
-        )
-        return on_demand.product(to_memory, history) + read(reconstruction, past)
+    @jax.checkpoint
+    def coefficients_after(past, history):
+        stop = start + count * length
+        kernel = on_demand.kernel(order, start, stop, blocks * length)
+        moved = on_demand.product(on_demand.from_nodes(order, start, stop), past)
+        return moved + on_demand.product(kernel, history)
 
-    memory = jax.lax.map(tokens_of, jnp.arange(blocks, dtype=jnp.int32))
-    kernel, past = horizon(start + count * length)
-    after = past + on_demand.product(kernel, history)
-    return after, jnp.moveaxis(memory, 0, 1)
+    memory = jax.lax.map(
+        lambda block: tokens_of(block, past, history),
+        jnp.arange(blocks, dtype=jnp.int32),
+    )
+    return coefficients_after(past, history), jnp.moveaxis(memory, 0, 1)
 
 
 def read(
