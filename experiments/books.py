@@ -213,7 +213,7 @@ def _sample(config, model, tokenizer, tokens) -> str:
 
 def _report(config: Config, steps: int, results: dict) -> dict:
     window = run_config(config, "elastic", steps).model.window
-    edges = evaluation.octaves(config.context_length)
+    edges = evaluation.octaves(config.context_length, first=window)
     models, curves = {}, {}
     for family, result in results.items():
         losses = result["losses"]
