@@ -131,11 +131,10 @@ def _plan(config: Config, began: float) -> int:
         return json.loads(file.read_text())["steps"]
     steps = config.steps
     if not steps:
-        seconds = {family: _seconds(config, family) for family in MODELS}
         # Scoring costs about a third of a training step a batch; compiling again,
         # saving and sampling take about a minute.
         texts = config.test_texts * 4
-        per_step = sum(s["step"] for s in seconds.values())
+        per_step = sum(_seconds(config, family) for family in MODELS)
         scoring = per_step * texts / config.batch_size / 3
         left = 60 * config.minutes - (time.monotonic() - began) - scoring - 60
         steps = max(20, int(left / per_step))
@@ -143,7 +142,7 @@ def _plan(config: Config, began: float) -> int:
     return steps
 
 
-def _seconds(config: Config, family: str) -> dict[str, float]:
+def _seconds(config: Config, family: str) -> float:
     """Seconds of one update, median of five after compiling."""
     settings = run_config(config, family, steps=100)
     tokenizer = load_tokenizer(settings.data.tokenizer)
@@ -155,7 +154,7 @@ def _seconds(config: Config, family: str) -> dict[str, float]:
         state, metrics = step(state, next(data))
         jax.block_until_ready(metrics)
         times.append(time.monotonic() - start)
-    return {"step": float(np.median(times[1:]))}
+    return float(np.median(times[1:]))
 
 
 def _train_and_score(config: Config, family: str, steps: int) -> dict:

@@ -23,7 +23,7 @@ from memjax.data import (
     streamed_batches,
 )
 from memjax.models import LanguageModel, ModelConfig, preset
-from memjax.models.config import require_known
+from memjax.models.config import FAMILIES, SIZES, require_known
 from memjax.training import checkpoint, loop, sharding
 from memjax.training.integrity import write_atomically
 from memjax.training.loop_config import LoopConfig, Outcome
@@ -106,10 +106,7 @@ class RunConfig:
 
 def presets() -> dict[str, RunConfig]:
     """Runs by name: the tiny ones for a laptop, the others as the paper trains them."""
-    tiny = {
-        f"{family}-tiny": RunConfig(model=_tiny(family))
-        for family in ("transformer", "elastic")
-    }
+    tiny = {f"{family}-tiny": RunConfig(model=_tiny(family)) for family in FAMILIES}
     paper = {
         f"{family}-{size}": RunConfig(
             model=preset(f"{family}-{size}", 32_000),
@@ -117,8 +114,9 @@ def presets() -> dict[str, RunConfig]:
             data=DataConfig(context_length=32_768, batch_size=16, tokenizer="llama2"),
             loop=LoopConfig(steps=80_000, save_every=1000, evaluate_every=1000),
         )
-        for family in ("transformer", "elastic")
-        for size in ("100m", "200m", "400m")
+        for family in FAMILIES
+        for size in SIZES
+        if size != "tiny"
     }
     return tiny | paper
 

@@ -29,14 +29,13 @@ from memjax.mechanisms.projections import AttentionParams, HeadsConfig
 from memjax_kernels.hippo import (
     HippoBank,
     Implementation,
+    Sampling,
     build_bank,
     hippo,
     reconstruction,
     sample_points,
     update,
 )
-
-Sampling = Literal["uniform", "exponential"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,21 +1,13 @@
 """Next-token loss in pieces, so that logits never exist for a whole document."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, Scalar
+from jaxtyping import Array, Float, Int
 
 LOGITS_AT_A_TIME = 2**25
-
-
-class Score(NamedTuple):
-    """Sums over the positions that count; their ratio is the mean loss in nats."""
-
-    nll: Scalar
-    tokens: Scalar
 
 
 def token_losses(

@@ -13,7 +13,7 @@ from jaxtyping import PyTree, Scalar
 
 from memjax.data.batch import Batch
 from memjax.models.language_model import LanguageModel
-from memjax.training.loss import Score, token_losses
+from memjax.training.loss import token_losses
 
 Metrics = dict[str, Scalar]
 
@@ -92,9 +92,8 @@ def make_train_step(
         memory = empty
         if config.carry_memory:
             memory = nnx.merge(graph, state.params).reset(state.memory, batch.reset)
-        score, memory, gradients = _gradients(graph, config, state, memory, batch)
+        loss, memory, gradients = _gradients(graph, config, state, memory, batch)
         norm = optax.tree.norm(gradients)
-        loss = score.nll / score.tokens
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, new_optimizer = optimizer.update(
             gradients, state.optimizer, state.params
@@ -118,7 +117,7 @@ def make_train_step(
 
 
 def _gradients(graph, config, state, memory, batch):
-    """Mean-loss gradients over the batch, part by part."""
+    """The mean loss over the batch, the memory after it, and gradients, by parts."""
     parts = config.accumulate
     if batch.tokens.shape[0] % parts:
         raise ValueError(
@@ -147,7 +146,7 @@ def _gradients(graph, config, state, memory, batch):
         (nll, tokens, gradients), memory = jax.lax.scan(part, zero, pieces)
         memory = jax.tree.map(gather, memory)
     tokens = jnp.maximum(tokens, 1.0)
-    return Score(nll, tokens), memory, jax.tree.map(lambda g: g / tokens, gradients)
+    return nll / tokens, memory, jax.tree.map(lambda g: g / tokens, gradients)
 
 
 def _total_loss(graph, config, params, memory, batch):

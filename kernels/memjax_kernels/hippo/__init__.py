@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from memjax_kernels.hippo import on_demand, xla
 from memjax_kernels.hippo.bank import HippoBank as HippoBank
+from memjax_kernels.hippo.bank import Sampling as Sampling
 from memjax_kernels.hippo.bank import bank_bytes as bank_bytes
 from memjax_kernels.hippo.bank import build_bank as build_bank
 from memjax_kernels.hippo.bank import reconstruction as reconstruction

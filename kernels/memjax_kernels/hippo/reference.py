@@ -15,7 +15,7 @@ def hippo_reference(
     reconstruction: Float[Array, "M N"],
 ) -> tuple[Float[Array, "B N X"], Float[Array, "B n M X"]]:
     """c_t = (t/(t+1))^A c_{t-1} + B_t f_t (eq. 4); reads R c before each block."""
-    blocks, length = features.shape[1:3]
+    length = features.shape[2]
 
     def token(carry, f):
         c, t = carry
@@ -31,6 +31,5 @@ def hippo_reference(
         return carry, memory
 
     time_first = jnp.moveaxis(features, (1, 2), (0, 1))
-    assert time_first.shape[:2] == (blocks, length)
     (coefficients, _), memory = jax.lax.scan(block, (coefficients, start), time_first)
     return coefficients, jnp.moveaxis(memory, 0, 1)
