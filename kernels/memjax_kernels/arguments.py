@@ -1,0 +1,70 @@
+"""Checks that every op makes of its arguments before any compute."""
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+
+def check_shapes(**arguments: tuple[Array | None, str]) -> dict[str, int]:
+    """Binds shape letters to sizes and refuses what does not fit them.
+
+    Args:
+        **arguments: by name, the array and its axes, as in q=(q, "B T H K"). The
+            first array with a letter gives its size. None is passed over.
+
+    Returns:
+        The size of each letter.
+
+    Raises:
+        ValueError: on an array with other axes, of size zero, or not floating.
+    """
+    sizes: dict[str, int] = {}
+    for name, (array, axes) in arguments.items():
+        if array is None:
+            continue
+        letters = axes.split()
+        if array.ndim == len(letters):
+            for letter, size in zip(letters, array.shape, strict=True):
+                sizes.setdefault(letter, size)
+        wanted = [sizes.get(letter, letter) for letter in letters]
+        if list(array.shape) != wanted or 0 in array.shape:
+            shape = f"[{', '.join(letters)}] = [{', '.join(map(str, wanted))}]"
+            raise ValueError(
+                f"{name} must have shape {shape}, no axis empty, "
+                f"got {list(array.shape)}"
+            )
+        if not np.issubdtype(array.dtype, np.floating) and array.dtype != "bfloat16":
+            raise ValueError(f"{name} must be floating, got {array.dtype}")
+    return sizes
+
+
+def check_range(name: str, array: Array | None, low: float, high: float) -> None:
+    """Raises ValueError for a value outside [low, high], or NaN, where it is known.
+
+    Inside jit values are not known: there the range is the caller's promise.
+    """
+    if array is None or isinstance(array, jax.core.Tracer):
+        return
+    values = np.asarray(array, np.float32)
+    if not np.all((values >= low) & (values <= high)):
+        raise ValueError(
+            f"{name} must lie in [{low}, {high}], "
+            f"got values from {values.min()} to {values.max()}"
+        )
+
+
+def check_choice(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
+    """Raises ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+
+
+def check_reset(reset: Array | None, batch: int, time: int) -> None:
+    """Raises ValueError unless `reset` is None or a mask [B, T]."""
+    if reset is None:
+        return
+    if reset.shape != (batch, time) or reset.dtype != bool:
+        raise ValueError(
+            f"reset must be bool of shape [B, T] = [{batch}, {time}], "
+            f"got {reset.dtype}{list(reset.shape)}"
+        )

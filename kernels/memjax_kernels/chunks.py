@@ -1,0 +1,109 @@
+"""Cutting a segment into chunks, at each row's own place in its chunk.
+
+A row whose memory stands `position` tokens into a chunk puts its first token there,
+so that any split of a sequence meets the same chunks. Places before the first token
+and after the last hold zeros: an op must take a token of zeros, rates and log gates
+included, as no token.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+
+
+def count_chunks(time: int, size: int, aligned: bool) -> int:
+    """Chunks that hold T tokens from any place in a chunk, or from its start."""
+    return -(-(time if aligned else time + size - 1) // size)
+
+
+def split(
+    x: Shaped[Array, "B T *X"], size: int, position: Int[Array, " B"] | None
+) -> Shaped[Array, "B n C *X"]:
+    """Cuts [B, T, ...] into [B, n, C, ...], zeros around it.
+
+    Args:
+        x: tokens.
+        size: C.
+        position: tokens of each row's chunk that came before, in [0, C). None says
+            that every row starts a chunk, and saves the shifting.
+    """
+    chunks = count_chunks(x.shape[1], size, position is None)
+    tail = chunks * size - x.shape[1]
+    padded = jnp.pad(x, [(0, 0), (0, tail)] + [(0, 0)] * (x.ndim - 2))
+    if position is not None:
+        shift = jax.vmap(lambda row, by: jnp.roll(row, by, axis=0))
+        # The rolled-in end is padding: position < C, and tail >= C - 1.
+        padded = jax.lax.cond(
+            jnp.any(position > 0), lambda p: shift(p, position), lambda p: p, padded
+        )
+    return padded.reshape(x.shape[0], chunks, size, *x.shape[2:])
+
+
+def join(
+    chunks: Shaped[Array, "B n C *X"], time: int, position: Int[Array, " B"] | None
+) -> Shaped[Array, "B T *X"]:
+    """Takes the T tokens that `split` laid into chunks out of them."""
+    flat = chunks.reshape(chunks.shape[0], -1, *chunks.shape[3:])
+    if position is not None:
+        shift = jax.vmap(lambda row, by: jnp.roll(row, -by, axis=0))
+        flat = jax.lax.cond(
+            jnp.any(position > 0), lambda f: shift(f, position), lambda f: f, flat
+        )
+    return flat[:, :time]
+
+
+def completed(
+    chunks: int, size: int, time: int, position: Int[Array, " B"] | None, batch: int
+) -> Bool[Array, "B n"]:
+    """Whether the tokens of a row reach the end of each chunk."""
+    filled = jnp.full(batch, time) if position is None else position + time
+    ends = (jnp.arange(chunks, dtype=jnp.int32) + 1) * size
+    return ends[None] <= filled[:, None]
+
+
+def scan(
+    body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    carry: PyTree,
+    xs: PyTree,
+    *,
+    remat_every: int = 1,
+) -> tuple[PyTree, PyTree]:
+    """`lax.scan` that keeps the carry of every n-th step for the backward pass.
+
+    Args:
+        body: one step.
+        carry: the state before the first.
+        xs: [n, ...] leaves.
+        remat_every: steps between two kept carries, at least 1; the steps between are
+            computed again in the backward pass. More keeps less and holds more at
+            once.
+    """
+    length = jax.tree.leaves(xs)[0].shape[0]
+    whole = length - length % remat_every
+    inner = lambda carry, xs: jax.lax.scan(body, carry, xs)
+    group = lambda x: x[:whole].reshape(-1, remat_every, *x.shape[1:])
+    carry, ys = jax.lax.scan(
+        jax.checkpoint(inner, prevent_cse=False), carry, jax.tree.map(group, xs)
+    )
+    ys = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
+    if whole == length:
+        return carry, ys
+    carry, rest = inner(carry, jax.tree.map(lambda x: x[whole:], xs))
+    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, rest)
+
+
+def segments(reset: Bool[Array, "*B C"]) -> Int[Array, "*B C"]:
+    """Number of resets up to and with each token: equal where memory is shared."""
+    return jnp.cumsum(reset, axis=-1, dtype=jnp.int32)
+
+
+def decay(log_gates: Float[Array, "*B C"]) -> Float[Array, "*B C C"]:
+    """exp of the sum of gates j+1..i for i >= j, zero above: masks before exp."""
+    total = jnp.cumsum(log_gates, axis=-1)
+    size = log_gates.shape[-1]
+    seen = jnp.tril(jnp.ones((size, size), bool))
+    seen = seen.reshape((1,) * (log_gates.ndim - 1) + seen.shape)
+    difference = total[..., :, None] - total[..., None, :]
+    return jnp.where(seen, jnp.exp(jnp.where(seen, difference, 0.0)), 0.0)
