@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,19 @@ def test_kernels_import_alone():
         check=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_importing_is_quiet():
+    """Also with libtpu installed on a machine without a TPU."""
+    elsewhere = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import memjax, memjax.run, memjax_kernels"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=elsewhere,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_every_exported_mechanism_has_a_row_in_the_contract_test():
