@@ -68,3 +68,9 @@ def check_reset(reset: Array | None, batch: int, time: int) -> None:
             f"reset must be bool of shape [B, T] = [{batch}, {time}], "
             f"got {reset.dtype}{list(reset.shape)}"
         )
+
+
+def check_float32(name: str, array: Array | None) -> None:
+    """Raises ValueError unless `array` is None or float32, as every memory is."""
+    if array is not None and array.dtype != "float32":
+        raise ValueError(f"{name} must be float32, got {array.dtype}")

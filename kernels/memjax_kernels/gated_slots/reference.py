@@ -1,0 +1,68 @@
+"""What the gated-slots op computes, one token at a time, in plain JAX."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels import token_loop
+
+
+class SlotState(NamedTuple):
+    """The memory: M slots, each with a key and a value.
+
+    Attributes:
+        keys: what queries are compared with.
+        values: what they read.
+    """
+
+    keys: Float[Array, "B H M K"]
+    values: Float[Array, "B H M V"]
+
+
+def empty_state(
+    batch: int, heads: int, slots: int, key_width: int, value_width: int
+) -> SlotState:
+    """The memory before the first token: zeros, float32."""
+    return SlotState(
+        keys=jnp.zeros((batch, heads, slots, key_width), jnp.float32),
+        values=jnp.zeros((batch, heads, slots, value_width), jnp.float32),
+    )
+
+
+def step(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    alpha: Float[Array, "B H M"],
+    g: Float[Array, "B H M"] | None,
+    state: SlotState,
+) -> tuple[SlotState, Float[Array, "B H V"]]:
+    """K̃ ← diag(exp(g)) K̃ + α kᵀ, Ṽ alike with v, then y = Ṽᵀ softmax(K̃ q).
+
+    In float32, the read in the dtype of v; no g, no forgetting.
+    """
+    q32, k32, v32, write = (x.astype(jnp.float32) for x in (q, k, v, alpha))
+    keys, values = state
+    if g is not None:
+        keep = jnp.exp(g.astype(jnp.float32))[..., None]
+        keys, values = keep * keys, keep * values
+    keys = keys + write[..., None] * k32[..., None, :]
+    values = values + write[..., None] * v32[..., None, :]
+    weights = jax.nn.softmax(jnp.einsum("bhmk,bhk->bhm", keys, q32))
+    y = jnp.einsum("bhmv,bhm->bhv", values, weights)
+    return SlotState(keys=keys, values=values), y.astype(v.dtype)
+
+
+def gated_slots_reference(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    alpha: Float[Array, "B T H M"],
+    g: Float[Array, "B T H M"] | None,
+    state: SlotState,
+    reset: Bool[Array, "B T"] | None = None,
+) -> tuple[SlotState, Float[Array, "B T H V"]]:
+    """`step` for every token; a reset empties the memory before its token."""
+    return token_loop.run(step, (q, k, v, alpha, g), state, reset)
