@@ -107,3 +107,25 @@ def decay(log_gates: Float[Array, "*B C"]) -> Float[Array, "*B C C"]:
     seen = seen.reshape((1,) * (log_gates.ndim - 1) + seen.shape)
     difference = total[..., :, None] - total[..., None, :]
     return jnp.where(seen, jnp.exp(jnp.where(seen, difference, 0.0)), 0.0)
+
+
+def misplaced(
+    reset: Bool[Array, "B T"], size: int, position: Int[Array, " B"] | None
+) -> Bool[Array, "B T"]:
+    """Tokens from a row's first reset on that is not at a chunk's start.
+
+    What an op computes there is not defined: it must be NaN, as must the row's state.
+
+    Raises:
+        ValueError: where such a reset is known, outside jit.
+    """
+    time = jnp.arange(reset.shape[1], dtype=jnp.int32)[None]
+    place = time if position is None else position[:, None] + time
+    wrong = reset & (place % size != 0)
+    if not isinstance(wrong, jax.core.Tracer) and wrong.any():
+        row, token = (int(index[0]) for index in jnp.nonzero(wrong))
+        raise ValueError(
+            f"reset must be where a chunk of {size} starts, got one in row {row} before "
+            f"token {token}, {int(place[row % len(place), token]) % size} into a chunk"
+        )
+    return jnp.cumsum(wrong, axis=1, dtype=jnp.int32) > 0

@@ -1,12 +1,15 @@
 """Delta-rule recurrence over a segment."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from memjax_kernels.delta_rule.reference import delta_rule_reference
+from memjax_kernels.arguments import check_range, check_reset, check_shapes
+from memjax_kernels.delta_rule.reference import check_state, delta_rule_reference
+from memjax_kernels.delta_rule.reference import step as step
 from memjax_kernels.delta_rule.xla import delta_rule_xla
+from memjax_kernels.implementations import choose
 
 Implementation = Literal["reference", "xla"]
 
@@ -18,33 +21,51 @@ def delta_rule(
     beta: Float[Array, "B T H"],
     state: Float[Array, "B H K V"] | None = None,
     *,
+    reset: Bool[Array, "B T"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """Runs the recurrence that `delta_rule_reference` defines.
+    """S_t = S_{t-1} + β_t k_t (v_t - S_{t-1}ᵀ k_t)ᵀ, and y_t = S_tᵀ q_t.
+
+    Schlag, Irie & Schmidhuber (2021), https://arxiv.org/abs/2102.11174, eq. 24.
 
     Args:
-        q: queries.
-        k: keys, of unit norm.
+        q: queries, taken as they are: the scale is the caller's.
+        k: keys, taken as they are. Stable for β |k|² <= 2: unit keys are the caller's.
         v: values.
         beta: write rates, in [0, 1].
         state: the memory before the segment, float32; None is empty.
-        implementation: which code runs; None is the fastest, "xla".
+        reset: tokens before which a row's memory is emptied; None is none.
+        implementation: which code runs; None is the fastest that runs here.
 
     Returns:
-        The memory after the segment, and the read at every position.
+        The memory after the segment, in float32, and the read at every position, in
+        the dtype of `v`.
 
     Raises:
-        ValueError: on an unknown implementation.
+        ValueError: on arguments that do not fit each other, a rate outside [0, 1]
+            where its value is known, or an implementation that cannot run.
     """
-    if state is None:
-        b, _, h, width = k.shape
-        state = jnp.zeros((b, h, width, v.shape[-1]), jnp.float32)
-    match implementation:
-        case None | "xla":
-            return delta_rule_xla(q, k, v, beta, state)
-        case "reference":
-            return delta_rule_reference(q, k, v, beta, state)
-    raise ValueError(
-        f"implementation must be None or one of {get_args(Implementation)}, "
-        f"got {implementation!r}"
+    sizes = check_shapes(
+        q=(q, "B T H K"),
+        k=(k, "B T H K"),
+        v=(v, "B T H V"),
+        beta=(beta, "B T H"),
+        state=(state, "B H K V"),
     )
+    check_range("beta", beta, 0.0, 1.0)
+    check_reset(reset, sizes["B"], sizes["T"])
+    if state is None:
+        state = empty_state(*(sizes[letter] for letter in "BHKV"))
+    check_state(state)
+    match choose("delta_rule", implementation, {"xla": "", "reference": ""}):
+        case "xla":
+            return delta_rule_xla(q, k, v, beta, None, state, reset)
+        case _:
+            return delta_rule_reference(q, k, v, beta, state, reset)
+
+
+def empty_state(
+    batch: int, heads: int, key_dim: int, value_dim: int
+) -> Float[Array, "B H K V"]:
+    """A memory that recalls zero for every key."""
+    return jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32)

@@ -1,0 +1,134 @@
+"""TTT-linear: a linear layer trained while it reads, over a segment."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels import chunks
+from memjax_kernels.arguments import check_range, check_reset, check_shapes
+from memjax_kernels.implementations import choose
+from memjax_kernels.ttt_linear.reference import check_chunk_size, ttt_linear_reference
+from memjax_kernels.ttt_linear.reference import step as step
+from memjax_kernels.ttt_linear.state import TTTLinearState as TTTLinearState
+from memjax_kernels.ttt_linear.state import empty_state as empty_state
+from memjax_kernels.ttt_linear.state import start_state as start_state
+from memjax_kernels.ttt_linear.xla import ttt_linear_xla
+
+Implementation = Literal["reference", "xla"]
+
+
+def ttt_linear(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    eta: Float[Array, "B T H"],
+    ln_scale: Float[Array, "H V"],
+    ln_bias: Float[Array, "H V"],
+    state: TTTLinearState | None = None,
+    *,
+    chunk_size: int = 16,
+    reset: Bool[Array, "B T"] | None = None,
+    empty: TTTLinearState | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[TTTLinearState, Float[Array, "B T H V"]]:
+    """Trains f(x) = x + LN(xᵀW + b) to map k to v, and reads y = f(q) at every token.
+
+    The loss of a token is ½ |LN(kᵀW + b) - (v - k)|². Its gradient with respect to W
+    and b is taken at the start of the mini-batch of C tokens, and its step, of rate
+    η, is taken before the token's own read: the TTT-linear of Sun et al. (2024),
+    https://arxiv.org/abs/2407.04620, sections 2.4, 2.5 and 2.7, where η stands for all
+    rates: the paper's code also divides by the place in the mini-batch, which is not
+    a function of the writing token alone, and leaves W after a whole mini-batch
+    as rates of η / C here do. LN has eps 1e-6 under the root.
+
+    Args:
+        q: queries, taken as they are; K = V, for residual and target.
+        k: keys, taken as they are.
+        v: values.
+        eta: learning rates, at least 0.
+        ln_scale: scale of LN.
+        ln_bias: bias of LN.
+        state: the memory before the segment; None is `empty`. Its place in a
+            mini-batch, which may differ by row, goes on.
+        chunk_size: C, tokens of a mini-batch, at least 1: part of what is computed.
+        reset: tokens before which a row's memory becomes `empty`; each must start a
+            mini-batch. One that does not is refused where that is known; else, from
+            there on, the row's reads and the memory after it are NaN.
+        empty: the memory after a reset, at position 0, from `start_state`; None is
+            `empty_state`, zero weights.
+        implementation: which code runs; None is the fastest that runs here.
+
+    Returns:
+        The memory after the segment, in float32, and the read at every position, in
+        the dtype of `v`.
+
+    Raises:
+        ValueError: on arguments that do not fit each other, a state of another chunk
+            size, a rate below 0 or a misplaced reset where that is known, or an
+            implementation that cannot run.
+    """
+    batch, time = _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size)
+    check_reset(reset, batch, time)
+    aligned = state is None
+    if empty is None:
+        empty = empty_state(batch, v.shape[2], v.shape[3], chunk_size)
+    if state is None:
+        state = empty
+    wrong = None
+    if reset is not None:
+        wrong = chunks.misplaced(reset, chunk_size, None if aligned else state.position)
+    arguments = (q, k, v, eta, ln_scale, ln_bias, state, reset, empty)
+    match choose("ttt_linear", implementation, {"xla": "", "reference": ""}):
+        case "xla":
+            after, y = ttt_linear_xla(*arguments, aligned=aligned)
+        case _:
+            after, y = ttt_linear_reference(*arguments)
+    if wrong is not None:
+        y = jnp.where(wrong[..., None, None], jnp.nan, y)
+        after = _spoil(after, wrong[:, -1])
+    return after, y
+
+
+def _spoil(state, rows):
+    """NaN in the memory of the given rows."""
+
+    def spoil(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jnp.where(rows.reshape(-1, *[1] * (leaf.ndim - 1)), jnp.nan, leaf)
+
+    return jax.tree.map(spoil, state)
+
+
+def _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size):
+    """Refuses what does not fit; returns B and T."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    layers = {}
+    for name, layer in (("state", state), ("empty", empty)):
+        if layer is not None:
+            check_chunk_size(chunk_size, layer, name)
+            layers[f"{name}.weights_start"] = (layer.weights_start, "B H K V")
+            layers[f"{name}.weights"] = (layer.weights, "B H K V")
+            layers[f"{name}.bias_start"] = (layer.bias_start, "B H V")
+            layers[f"{name}.bias"] = (layer.bias, "B H V")
+    sizes = check_shapes(
+        q=(q, "B T H K"),
+        k=(k, "B T H K"),
+        v=(v, "B T H V"),
+        eta=(eta, "B T H"),
+        ln_scale=(ln_scale, "H V"),
+        ln_bias=(ln_bias, "H V"),
+        **layers,
+    )
+    if sizes["K"] != sizes["V"]:
+        raise ValueError(
+            f"k and v must have one width, got K = {sizes['K']} and V = {sizes['V']}"
+        )
+    for name, (leaf, _) in layers.items():
+        if leaf.dtype != jnp.float32:
+            raise ValueError(f"{name} must be float32, got {leaf.dtype}")
+    check_range("eta", eta, 0.0, float("inf"))
+    return sizes["B"], sizes["T"]

@@ -1,0 +1,55 @@
+"""The memory of TTT-linear: a layer being trained, and its place in a mini-batch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class TTTLinearState:
+    """A linear layer in training, all leaves with the batch first.
+
+    Where `position` is 0, `weights` equals `weights_start` and `bias` `bias_start`.
+
+    Attributes:
+        weights_start: [B, H, K, V] float32, at the mini-batch's start: gradients are
+            taken here.
+        weights: [B, H, K, V] float32, after the tokens so far: reads are made here.
+        bias_start: [B, H, V] float32, at the mini-batch's start.
+        bias: [B, H, V] float32, after the tokens so far.
+        position: [B] int32, tokens of the open mini-batch so far, in [0, chunk_size).
+        chunk_size: C, tokens of a mini-batch; static.
+    """
+
+    # Not Array: a pytree also holds other leaves, such as axes under jax.vmap.
+    weights_start: PyTree
+    weights: PyTree
+    bias_start: PyTree
+    bias: PyTree
+    position: PyTree
+    chunk_size: int = dataclasses.field(metadata={"static": True})
+
+
+jax.tree_util.register_dataclass(TTTLinearState)
+
+
+def start_state(
+    weights: Float[Array, "B H K V"], bias: Float[Array, "B H V"], chunk_size: int
+) -> TTTLinearState:
+    """The memory before a first token, from learned weights, say."""
+    position = jnp.zeros(weights.shape[0], jnp.int32)
+    weights, bias = weights.astype(jnp.float32), bias.astype(jnp.float32)
+    return TTTLinearState(weights, weights, bias, bias, position, chunk_size)
+
+
+def empty_state(batch: int, heads: int, width: int, chunk_size: int) -> TTTLinearState:
+    """The memory of zero weights.
+
+    The layer norm's slope at zero is 1 / sqrt(eps) = 1000, so the first step from
+    here is long: a layer starts from learned weights instead, by `start_state`.
+    """
+    weights = jnp.zeros((batch, heads, width, width), jnp.float32)
+    bias = jnp.zeros((batch, heads, width), jnp.float32)
+    return start_state(weights, bias, chunk_size)

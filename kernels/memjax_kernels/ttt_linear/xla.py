@@ -1,0 +1,106 @@
+"""TTT-linear in mini-batches of matrix products: the dual form.
+
+All gradients G of a mini-batch are taken at its start, so that its updates are one
+product, and each read is a causal attention over the updates so far:
+
+    G = ∇ℓ(K W + b)     Q W_t + b_t = Q W + b - (tril(Q Kᵀ + 1) ∘ η_j) G
+    W ← W - Kᵀ (η G)    b ← b - Σ η G
+
+Sun et al. (2024), https://arxiv.org/abs/2407.04620, section 2.5. A memory may come in
+mid-batch: gradients are then taken at its start, and updates add to what it holds.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels import chunks
+from memjax_kernels.ttt_linear.reference import layer_norm, loss_gradient, select
+from memjax_kernels.ttt_linear.state import TTTLinearState
+
+
+def ttt_linear_xla(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    eta: Float[Array, "B T H"],
+    ln_scale: Float[Array, "H V"],
+    ln_bias: Float[Array, "H V"],
+    state: TTTLinearState,
+    reset: Bool[Array, "B T"] | None = None,
+    empty: TTTLinearState | None = None,
+    *,
+    aligned: bool = False,
+    remat_every: int = 4,
+) -> tuple[TTTLinearState, Float[Array, "B T H V"]]:
+    """The recurrence of `ttt_linear_reference`, a mini-batch at a time, in float32.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        eta: learning rates.
+        ln_scale: scale of the layer norm.
+        ln_bias: bias of the layer norm.
+        state: the memory before the segment.
+        reset: tokens, each at a mini-batch's start, before which memory is `empty`.
+        empty: the memory after a reset.
+        aligned: the caller's promise that every row is at a mini-batch's start.
+        remat_every: mini-batches between two memories kept for the backward pass.
+    """
+    batch, time = q.shape[:2]
+    size = state.chunk_size
+    position = None if aligned else state.position
+
+    def chunked(x):
+        # A token of zeros has no rate, so it does not train; its read is dropped.
+        x = jnp.moveaxis(chunks.split(x.astype(jnp.float32), size, position), 1, 0)
+        return jnp.moveaxis(x, 2, 3)
+
+    count = chunks.count_chunks(time, size, aligned)
+    ends = chunks.completed(count, size, time, position, batch)
+    starts = None
+    if reset is not None:
+        starts = chunks.split(reset, size, position)[:, :, 0].T
+    scale, shift = (x.astype(jnp.float32)[None, :, None] for x in (ln_scale, ln_bias))
+
+    def body(state, item):
+        *tokens, end, start = item
+        if start is not None:
+            state = select(start, empty, state)
+        return _mini_batch(state, *tokens, scale, shift, end)
+
+    items = (chunked(q), chunked(k), chunked(v), chunked(eta), ends.T, starts)
+    after, y = chunks.scan(body, state, items, remat_every=remat_every)
+    y = chunks.join(jnp.moveaxis(y, (0, 2), (1, 3)), time, position)
+    after = TTTLinearState(
+        after.weights_start,
+        after.weights,
+        after.bias_start,
+        after.bias,
+        (state.position + time) % size,
+        size,
+    )
+    return after, y.astype(v.dtype)
+
+
+def _mini_batch(state, q, k, v, eta, scale, shift, end):
+    """One mini-batch, [B, H, C, ...]; `end` [B] says whether it is complete."""
+    bias_start, bias = (b[:, :, None] for b in (state.bias_start, state.bias))
+    hidden = jnp.einsum("bhck,bhkv->bhcv", k, state.weights_start) + bias_start
+    update = -eta[..., None] * loss_gradient(hidden, v - k, scale, shift)
+    overlap = jnp.tril(jnp.einsum("bhik,bhjk->bhij", q, k) + 1.0)
+    hidden = jnp.einsum("bhck,bhkv->bhcv", q, state.weights) + bias
+    hidden += jnp.einsum("bhij,bhjv->bhiv", overlap, update)
+    y = q + layer_norm(hidden, scale, shift)
+
+    weights = state.weights + jnp.einsum("bhck,bhcv->bhkv", k, update)
+    bias = state.bias + update.sum(axis=2)
+    after = TTTLinearState(
+        weights_start=jnp.where(end[:, None, None, None], weights, state.weights_start),
+        weights=weights,
+        bias_start=jnp.where(end[:, None, None], bias, state.bias_start),
+        bias=bias,
+        position=state.position,
+        chunk_size=state.chunk_size,
+    )
+    return after, y
