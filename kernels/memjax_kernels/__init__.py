@@ -5,6 +5,7 @@ from memjax_kernels.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from memjax_kernels.gated_slots import gated_slots as gated_slots
 from memjax_kernels.gla import gla as gla
 from memjax_kernels.hippo import hippo as hippo
+from memjax_kernels.lattice import lattice as lattice
 from memjax_kernels.linear_attention import linear_attention as linear_attention
 from memjax_kernels.ssd import ssd as ssd
 from memjax_kernels.ttt_linear import ttt_linear as ttt_linear

@@ -1,0 +1,176 @@
+"""What Lattice computes, in plain JAX, one token at a time.
+
+Memory M [M, V], a slot s_i a row; phi(s) = s / |s|. With every gradient taken at the
+memory M' of the chunk's start, r_i = |s'_i| (1 where the recurrence is normalised):
+
+    variant   objective                    h                c
+    "dec"     |phi(M)^T k - v|^2           phi(M')^T k - v  k
+    "enc"     |phi(M) v - k|^2             v                phi(M') v - k
+    "sim"     -<phi(M) v, k>               -v               k
+
+    s_i <- mu s_i - (gamma c_i / r_i) (h - phi(s'_i) <phi(s'_i), h>)     (eqs. 13, 16)
+    s_i <- sign(s_i) max(|s_i| + g, 0)                   forget="l1"     (eq. 18)
+    read y = M^T q, of slots divided by their norm where normalised      (eq. 14)
+
+mu = exp(g) with forget="l2", else 1; the loss's factor 2 is part of gamma. At the end
+of a chunk of C tokens M' becomes M, normalised. C = 1 is the recurrence of the paper;
+with C > 1 the division by the norm inside a chunk, which does not change later
+gradients, is put off to the read. The written part is kept apart as A = sum of w h^T,
+w = gamma c / r, decayed by mu:
+
+    M = decay M' + cwp phi(M') - A      cwp_i = <phi(s'_i), a_i>
+
+Karami, Mirrokni, Lattice (2025), https://arxiv.org/abs/2504.05646, section 3.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels.lattice.memory import Forget, LatticeState, Rule, Variant
+
+
+def step(
+    q: Float[Array, "B H M"],
+    k: Float[Array, "B H M"],
+    v: Float[Array, "B H V"],
+    gamma: Float[Array, "B H"],
+    state: LatticeState,
+    *,
+    g: Float[Array, "B H"] | None = None,
+    variant: Variant = "dec",
+    normalize: bool = True,
+    forget: Forget | None = None,
+) -> tuple[LatticeState, Float[Array, "B H V"]]:
+    """One token: writes, then reads. `lattice` says what the arguments are."""
+    return advance(q, k, v, gamma, g, state, Rule(variant, normalize, forget))
+
+
+def advance(
+    q: Float[Array, "B H M"],
+    k: Float[Array, "B H M"],
+    v: Float[Array, "B H V"],
+    gamma: Float[Array, "B H"],
+    g: Float[Array, "B H"] | None,
+    state: LatticeState,
+    rule: Rule,
+) -> tuple[LatticeState, Float[Array, "B H V"]]:
+    """`step` by a rule."""
+    dtype = v.dtype
+    q, k, v, gamma = (x.astype(jnp.float32) for x in (q, k, v, gamma))
+    start, pending, decay = state.start, state.pending, state.decay
+    direction, inverse = directions(start, rule)
+    h, c = residual(direction, k, v, rule.variant)
+    if rule.forget == "l2":
+        assert g is not None
+        keep = jnp.exp(g.astype(jnp.float32))
+        pending, decay = keep[..., None, None] * pending, keep * decay
+    write = gamma[..., None] * c * inverse
+    pending = pending + write[..., None] * h[:, :, None]
+    along = jnp.sum(direction * pending, axis=-1)
+    memory = decay[..., None, None] * start + along[..., None] * direction - pending
+    if rule.forget == "l1":
+        assert g is not None
+        memory = shrink(memory, g.astype(jnp.float32)[..., None, None])
+    after = unit(memory) if rule.normalize else memory
+    read = after
+    if rule.normalize and rule.forget != "l1":
+        # What was written is orthogonal to the slot: its norm by Pythagoras.
+        across = jnp.sum(pending * pending, axis=-1) - along * along
+        read = inverse_norm(decay[..., None], across)[..., None] * memory
+    y = jnp.einsum("bhmv,bhm->bhv", read, q)
+    done = state.position + 1 == state.chunk_size
+    where = lambda x, y: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+    state = LatticeState(
+        start=where(after, start),
+        pending=where(jnp.zeros_like(pending), pending),
+        decay=where(jnp.ones_like(decay), decay),
+        position=where(jnp.zeros_like(state.position), state.position + 1),
+        chunk_size=state.chunk_size,
+    )
+    return state, y.astype(dtype)
+
+
+def lattice_reference(
+    q: Float[Array, "B T H M"],
+    k: Float[Array, "B T H M"],
+    v: Float[Array, "B T H V"],
+    gamma: Float[Array, "B T H"],
+    g: Float[Array, "B T H"] | None,
+    state: LatticeState,
+    reset: Bool[Array, "B T"] | None,
+    empty: Float[Array, "B H M V"],
+    rule: Rule,
+) -> tuple[LatticeState, Float[Array, "B T H V"]]:
+    """`step` over a segment; `reset` only counts where a chunk starts."""
+
+    def body(state, token):
+        q, k, v, gamma, g, reset = token
+        if reset is not None:
+            clear = (reset & (state.position == 0))[:, None, None, None]
+            start = jnp.where(clear, empty, state.start)
+            state = LatticeState(
+                start, state.pending, state.decay, state.position, state.chunk_size
+            )
+        return advance(q, k, v, gamma, g, state, rule)
+
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, gamma, g, reset))
+    state, y = jax.lax.scan(body, state, tokens)
+    return state, jnp.moveaxis(y, 0, 1)
+
+
+def directions(
+    start: Float[Array, "B H M V"], rule: Rule
+) -> tuple[Float[Array, "B H M V"], Float[Array, "B H M"]]:
+    """phi(s) and 1 / |s| of every slot: s and 1 where slots are kept on the sphere.
+
+    A slot of zeros has direction 0 and norm 1: its next write fills it.
+    """
+    if rule.normalize:
+        return start, jnp.ones(start.shape[:-1], jnp.float32)
+    inverse = _inverse_norms(start, empty=1.0)
+    return start * inverse[..., None], inverse
+
+
+def residual(
+    direction: Float[Array, "B H M V"],
+    k: Float[Array, "B H M"],
+    v: Float[Array, "B H V"],
+    variant: Variant,
+) -> tuple[Float[Array, "B H V"], Float[Array, "B H M"]]:
+    """h and c: the gradient at slot i is c_i times what of h is across the slot."""
+    match variant:
+        case "dec":
+            return jnp.einsum("bhmv,bhm->bhv", direction, k) - v, k
+        case "enc":
+            return v, jnp.einsum("bhmv,bhv->bhm", direction, v) - k
+        case "sim":
+            return -v, k
+
+
+def unit(rows: Float[Array, "*X V"]) -> Float[Array, "*X V"]:
+    """Rows divided by their norms; a row of zeros stays."""
+    return rows * _inverse_norms(rows, empty=0.0)[..., None]
+
+
+def shrink(x: Float[Array, "*X"], log_gate: Float[Array, "*Y"]) -> Float[Array, "*X"]:
+    """Soft threshold by -log_gate."""
+    return jnp.sign(x) * jnp.maximum(jnp.abs(x) + log_gate, 0.0)
+
+
+def inverse_norm(
+    kept: Float[Array, "*X"], across: Float[Array, "*Y"]
+) -> Float[Array, "*Y"]:
+    """1 / |s| of a slot made of `kept` of a unit vector and of a part across it.
+
+    Args:
+        kept: how much of the unit vector is left.
+        across: squared norm of the other part, a difference that may round below 0.
+    """
+    return jax.lax.rsqrt(jnp.maximum(kept * kept + jnp.maximum(across, 0.0), 1e-30))
+
+
+def _inverse_norms(rows, empty):
+    squares = jnp.sum(rows * rows, axis=-1)
+    filled = squares > 0
+    return jnp.where(filled, jax.lax.rsqrt(jnp.where(filled, squares, 1.0)), empty)
