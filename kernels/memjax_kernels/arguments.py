@@ -1,7 +1,7 @@
 """Checks that every op makes of its arguments before any compute."""
 
-import jax
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 
@@ -43,7 +43,7 @@ def check_range(name: str, array: Array | None, low: float, high: float) -> None
 
     Inside jit values are not known: there the range is the caller's promise.
     """
-    if array is None or isinstance(array, jax.core.Tracer):
+    if array is None or isinstance(array, Tracer):
         return
     values = np.asarray(array, np.float32)
     if not np.all((values >= low) & (values <= high)):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 
@@ -100,13 +101,24 @@ def segments(reset: Bool[Array, "*B C"]) -> Int[Array, "*B C"]:
 
 
 def decay(log_gates: Float[Array, "*B C"]) -> Float[Array, "*B C C"]:
-    """exp of the sum of gates j+1..i for i >= j, zero above: masks before exp."""
-    total = jnp.cumsum(log_gates, axis=-1)
+    """exp of the sum of gates j+1..i for i >= j, zero above: masks before exp.
+
+    Each sum is of its own gates: a difference of running sums would lose the gates
+    that come after a strong one. Gates may be -inf.
+    """
     size = log_gates.shape[-1]
     seen = jnp.tril(jnp.ones((size, size), bool))
-    seen = seen.reshape((1,) * (log_gates.ndim - 1) + seen.shape)
-    difference = total[..., :, None] - total[..., None, :]
-    return jnp.where(seen, jnp.exp(jnp.where(seen, difference, 0.0)), 0.0)
+    later = jnp.tril(jnp.ones((size, size), log_gates.dtype), -1)
+    like_gates = lambda x: x.reshape((1,) * (log_gates.ndim - 1) + x.shape)
+    # exp is zero from -104 on, and finite terms keep the products with 0 finite.
+    terms = jnp.maximum(log_gates, -1e4)[..., :, None] * like_gates(later)
+    sums = jnp.einsum(
+        "il,...lj->...ij",
+        seen.astype(terms.dtype),
+        terms,
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    return jnp.where(like_gates(seen), jnp.exp(sums), 0.0)
 
 
 def misplaced(
@@ -122,10 +134,10 @@ def misplaced(
     time = jnp.arange(reset.shape[1], dtype=jnp.int32)[None]
     place = time if position is None else position[:, None] + time
     wrong = reset & (place % size != 0)
-    if not isinstance(wrong, jax.core.Tracer) and wrong.any():
+    if not isinstance(wrong, Tracer) and wrong.any():
         row, token = (int(index[0]) for index in jnp.nonzero(wrong))
         raise ValueError(
-            f"reset must be where a chunk of {size} starts, got one in row {row} before "
-            f"token {token}, {int(place[row % len(place), token]) % size} into a chunk"
+            f"reset must be where a chunk of {size} starts, got one in row {row} "
+            f"before token {token}, {place[row % len(place), token] % size} into it"
         )
     return jnp.cumsum(wrong, axis=1, dtype=jnp.int32) > 0

@@ -2,14 +2,19 @@
 
 from typing import Literal
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels.arguments import check_range, check_reset, check_shapes
-from memjax_kernels.delta_rule.reference import check_state, delta_rule_reference
+from memjax_kernels.arguments import (
+    check_float32,
+    check_range,
+    check_reset,
+    check_shapes,
+)
+from memjax_kernels.delta_rule.reference import delta_rule_reference
 from memjax_kernels.delta_rule.reference import step as step
 from memjax_kernels.delta_rule.xla import delta_rule_xla
 from memjax_kernels.implementations import choose
+from memjax_kernels.linear_attention.reference import empty_state as empty_state
 
 Implementation = Literal["reference", "xla"]
 
@@ -54,18 +59,11 @@ def delta_rule(
     )
     check_range("beta", beta, 0.0, 1.0)
     check_reset(reset, sizes["B"], sizes["T"])
+    check_float32("state", state)
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    check_state(state)
     match choose("delta_rule", implementation, {"xla": "", "reference": ""}):
         case "xla":
             return delta_rule_xla(q, k, v, beta, None, state, reset)
         case _:
             return delta_rule_reference(q, k, v, beta, state, reset)
-
-
-def empty_state(
-    batch: int, heads: int, key_dim: int, value_dim: int
-) -> Float[Array, "B H K V"]:
-    """A memory that recalls zero for every key."""
-    return jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32)

@@ -64,7 +64,7 @@ def delta_rule_xla(
 
 def _chunk(state, item):
     q, k, v, beta, g, reset = item  # [B, H, C, ...], reset [B, C]
-    kept, decay = _decays(k, g, reset)
+    kept, decay = _decays(k.shape[2], g, reset)
     product = lambda a, b: jnp.einsum("bhik,bhjk->bhij", a, b, precision=_EXACT)
     overlap = jnp.tril(beta[..., None] * product(k, k) * decay, -1)
     recalled = kept[..., None] * jnp.einsum("bhck,bhkv->bhcv", k, state)
@@ -82,12 +82,13 @@ def _chunk(state, item):
     return kept[..., -1, None, None] * state + written, y
 
 
-def _decays(k, g, reset):
+def _decays(size, g, reset):
     """What each token sees of the chunk's start, [B, H, C], and of each write."""
-    batch, heads, size, _ = k.shape
     if g is None:
-        g = jnp.zeros((batch, heads, size), jnp.float32)
-    kept, decay = jnp.exp(jnp.cumsum(g, axis=-1)), chunks.decay(g)
+        kept = jnp.ones((1, 1, size), jnp.float32)
+        decay = jnp.tril(jnp.ones((1, 1, size, size), jnp.float32))
+    else:
+        kept, decay = jnp.exp(jnp.cumsum(g, axis=-1)), chunks.decay(g)
     if reset is None:
         return kept, decay
     segment = chunks.segments(reset)

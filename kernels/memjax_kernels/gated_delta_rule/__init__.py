@@ -4,13 +4,17 @@ from typing import Literal
 
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels.arguments import check_range, check_reset, check_shapes
-from memjax_kernels.delta_rule import empty_state as empty_state
-from memjax_kernels.delta_rule.reference import check_state
+from memjax_kernels.arguments import (
+    check_float32,
+    check_range,
+    check_reset,
+    check_shapes,
+)
 from memjax_kernels.delta_rule.xla import delta_rule_xla
 from memjax_kernels.gated_delta_rule.reference import gated_delta_rule_reference
 from memjax_kernels.gated_delta_rule.reference import step as step
 from memjax_kernels.implementations import choose
+from memjax_kernels.linear_attention.reference import empty_state as empty_state
 
 Implementation = Literal["reference", "xla"]
 
@@ -59,9 +63,9 @@ def gated_delta_rule(
     check_range("beta", beta, 0.0, 1.0)
     check_range("g", g, -float("inf"), 0.0)
     check_reset(reset, sizes["B"], sizes["T"])
+    check_float32("state", state)
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    check_state(state)
     match choose("gated_delta_rule", implementation, {"xla": "", "reference": ""}):
         case "xla":
             return delta_rule_xla(q, k, v, beta, g, state, reset)

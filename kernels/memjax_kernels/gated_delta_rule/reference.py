@@ -1,10 +1,10 @@
 """What the gated delta rule computes, in plain JAX, one token at a time."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels.delta_rule.reference import step as delta_step
+from memjax_kernels import token_loop
+from memjax_kernels.delta_rule import reference as delta_rule
 
 
 def step(
@@ -15,13 +15,9 @@ def step(
     g: Float[Array, "B H"],
     state: Float[Array, "B H K V"],
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
-    """S ← eᵍ S, S ← S + β k (v - Sᵀk)ᵀ, then y = Sᵀq: in float32, y in v's dtype.
-
-    Raises:
-        ValueError: on a state that is not float32.
-    """
-    keep = jnp.exp(g.astype(jnp.float32))[..., None, None]
-    return delta_step(q, k, v, beta, keep * state)
+    """S ← exp(g) S, then `delta_rule.step`; in float32, the read in v's dtype."""
+    kept = jnp.exp(g.astype(jnp.float32))[..., None, None] * state
+    return delta_rule.step(q, k, v, beta, kept)
 
 
 def gated_delta_rule_reference(
@@ -33,16 +29,5 @@ def gated_delta_rule_reference(
     state: Float[Array, "B H K V"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """`step` on every token, on an empty memory where `reset` says so."""
-
-    def body(state, token):
-        *tokens, reset = token
-        if reset is not None:
-            state = jnp.where(reset[:, None, None, None], 0.0, state)
-        return step(*tokens, state)
-
-    tokens = (q, k, v, beta, g, reset)
-    state, y = jax.lax.scan(
-        body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
-    )
-    return state, jnp.moveaxis(y, 0, 1)
+    """`step` for every token; a reset empties the memory before its token."""
+    return token_loop.run(step, (q, k, v, beta, g), state, reset)

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels import chunks
-from memjax_kernels.arguments import check_range, check_reset, check_shapes
+from memjax_kernels.arguments import (
+    check_float32,
+    check_range,
+    check_reset,
+    check_shapes,
+)
 from memjax_kernels.implementations import choose
 from memjax_kernels.ttt_linear.reference import check_chunk_size, ttt_linear_reference
 from memjax_kernels.ttt_linear.reference import step as step
@@ -128,7 +133,6 @@ def _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size):
             f"k and v must have one width, got K = {sizes['K']} and V = {sizes['V']}"
         )
     for name, (leaf, _) in layers.items():
-        if leaf.dtype != jnp.float32:
-            raise ValueError(f"{name} must be float32, got {leaf.dtype}")
+        check_float32(name, leaf)
     check_range("eta", eta, 0.0, float("inf"))
     return sizes["B"], sizes["T"]

@@ -68,16 +68,17 @@ def ttt_linear_reference(
     ln_scale: Float[Array, "H V"],
     ln_bias: Float[Array, "H V"],
     state: TTTLinearState,
-    reset: Bool[Array, "B T"] | None = None,
-    empty: TTTLinearState | None = None,
+    reset: Bool[Array, "B T"] | None,
+    empty: TTTLinearState,
 ) -> tuple[TTTLinearState, Float[Array, "B T H V"]]:
     """`step` on every token, from `empty` where `reset`, at a mini-batch's start."""
 
     def body(state, token):
-        *tokens, reset = token
+        q, k, v, eta, reset = token
         if reset is not None:
             state = select(reset, empty, state)
-        return step(*tokens, ln_scale, ln_bias, state, chunk_size=state.chunk_size)
+        size = state.chunk_size
+        return step(q, k, v, eta, ln_scale, ln_bias, state, chunk_size=size)
 
     tokens = (q, k, v, eta, reset)
     after, y = jax.lax.scan(

@@ -1,10 +1,11 @@
 """The memory of TTT-linear: a layer being trained, and its place in a mini-batch."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +24,12 @@ class TTTLinearState:
         chunk_size: C, tokens of a mini-batch; static.
     """
 
-    # Not Array: a pytree also holds other leaves, such as axes under jax.vmap.
-    weights_start: PyTree
-    weights: PyTree
-    bias_start: PyTree
-    bias: PyTree
-    position: PyTree
+    # Any: jax also builds the class around shapes, shardings and axes.
+    weights_start: Any
+    weights: Any
+    bias_start: Any
+    bias: Any
+    position: Any
     chunk_size: int = dataclasses.field(metadata={"static": True})
 
 

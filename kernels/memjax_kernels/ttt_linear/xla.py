@@ -26,8 +26,8 @@ def ttt_linear_xla(
     ln_scale: Float[Array, "H V"],
     ln_bias: Float[Array, "H V"],
     state: TTTLinearState,
-    reset: Bool[Array, "B T"] | None = None,
-    empty: TTTLinearState | None = None,
+    reset: Bool[Array, "B T"] | None,
+    empty: TTTLinearState,
     *,
     aligned: bool = False,
     remat_every: int = 4,
@@ -64,10 +64,10 @@ def ttt_linear_xla(
     scale, shift = (x.astype(jnp.float32)[None, :, None] for x in (ln_scale, ln_bias))
 
     def body(state, item):
-        *tokens, end, start = item
+        q, k, v, eta, end, start = item
         if start is not None:
             state = select(start, empty, state)
-        return _mini_batch(state, *tokens, scale, shift, end)
+        return _mini_batch(state, q, k, v, eta, scale, shift, end)
 
     items = (chunked(q), chunked(k), chunked(v), chunked(eta), ends.T, starts)
     after, y = chunks.scan(body, state, items, remat_every=remat_every)
