@@ -1,0 +1,103 @@
+"""Trellis: a memory of M slots that learns, token by token, to predict a target."""
+
+from typing import Literal
+
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels.trellis import call
+from memjax_kernels.trellis.functions import Activation as Activation
+from memjax_kernels.trellis.functions import Phi as Phi
+from memjax_kernels.trellis.reference import pass_step as pass_step
+from memjax_kernels.trellis.reference import step as step
+from memjax_kernels.trellis.state import TrellisPassState as TrellisPassState
+from memjax_kernels.trellis.state import TrellisState as TrellisState
+from memjax_kernels.trellis.state import empty_memory as empty_memory
+from memjax_kernels.trellis.state import empty_pass_state as empty_pass_state
+from memjax_kernels.trellis.state import empty_state as empty_state
+
+Implementation = Literal["reference", "xla"]
+
+
+def trellis(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    alpha: Float[Array, "B T H M"],
+    gamma: Float[Array, "B T H ..."],
+    g: Float[Array, "B T H ..."] | None = None,
+    state: TrellisState | None = None,
+    *,
+    reset: Bool[Array, "B T"] | None = None,
+    empty: TrellisState | None = None,
+    chunk_size: int = 64,
+    phi: Phi = "l2_silu",
+    activation: Activation = "ln_silu",
+    implementation: Implementation | None = None,
+) -> tuple[TrellisState, Float[Array, "B T H V"]]:
+    """Both passes over a segment: what `step` repeated gives.
+
+    Keys are compressed into M slots, and values into M slots. A query reads the key
+    memory, and what it reads, through an activation, reads the value memory. Karami et
+    al., "Trellis", eqs. 8-14; the factor 2 of eq. 9 is absorbed in gamma.
+
+    Gradients inside the memory are taken at its value at the start of a chunk of
+    `chunk_size` tokens, which is therefore part of the function: 1 is the fully
+    non-linear recurrence. Neither q nor k is scaled or normalised here.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        alpha: targets of both passes.
+        gamma: step sizes >= 0, [B, T, H] for both passes or [B, T, H, 2] for each.
+        g: log forget gates, finite and <= 0, likewise; None forgets nothing. Their
+            sums over a chunk are in float32: below -1000 or so the decays between
+            the tokens of a chunk lose digits.
+        state: the memory before the segment; None is `empty`, and the cheaper.
+        reset: True where a row's memory is emptied before the token, which must be
+            the first of a chunk. Where that is not known before the call, the row's
+            reads from a misplaced reset on are NaN, and so is its state.
+        empty: what a memory starts from, position 0; None is `empty_state`. Of its
+            memories only those at the chunk's start are read: the others equal them.
+        chunk_size: C, at least 1.
+        phi: what bends predictions before the comparison with alpha.
+        activation: f between the passes.
+        implementation: which code runs; None is the fastest that can.
+
+    Returns:
+        The memory after the segment, and the read at every position in v's dtype.
+
+    Raises:
+        ValueError: on shapes that do not fit, an unknown option, gates outside their
+            range, a misplaced reset or a position outside its chunk (where values are
+            known), a state of another type, shape, dtype or chunk size, or an
+            implementation that cannot run here.
+    """
+    arguments = call.Call(
+        q, k, v, alpha, gamma, g, state, reset, empty, chunk_size, phi, activation
+    )
+    return call.run(arguments, implementation)
+
+
+def trellis_pass(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    alpha: Float[Array, "B T H M"],
+    gamma: Float[Array, "B T H"],
+    g: Float[Array, "B T H"] | None = None,
+    state: TrellisPassState | None = None,
+    *,
+    reset: Bool[Array, "B T"] | None = None,
+    empty: TrellisPassState | None = None,
+    chunk_size: int = 64,
+    phi: Phi = "l2_silu",
+    implementation: Implementation | None = None,
+) -> tuple[TrellisPassState, Float[Array, "B T H M"]]:
+    """The first pass alone, "compress" of eq. 9: y = M q, in the dtype of k.
+
+    Arguments and errors are those of `trellis`.
+    """
+    arguments = call.Call(
+        q, k, None, alpha, gamma, g, state, reset, empty, chunk_size, phi, None
+    )
+    return call.run(arguments, implementation)

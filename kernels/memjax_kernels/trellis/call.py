@@ -1,0 +1,189 @@
+"""The way of a call of either door: checks, choice of code, chunks, the state after."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from memjax_kernels import arguments, chunks, implementations
+from memjax_kernels.trellis import functions, reference, segment, xla
+from memjax_kernels.trellis.state import (
+    Memories,
+    TrellisPassState,
+    TrellisState,
+    empty_pass_state,
+    empty_state,
+)
+
+# Chunk implementations, with what keeps each from running: "" if nothing does.
+CHUNKWISE: dict[str, tuple[Callable, Callable[..., str]]] = {
+    "xla": (xla.trellis_xla, lambda *_: ""),
+}
+
+
+class Call(NamedTuple):
+    """Arguments of `trellis`, or of `trellis_pass`: v and activation None."""
+
+    q: Array
+    k: Array
+    v: Array | None
+    alpha: Array
+    gamma: Array
+    g: Array | None
+    state: TrellisState | TrellisPassState | None
+    reset: Array | None
+    empty: TrellisState | TrellisPassState | None
+    chunk_size: int
+    phi: str
+    activation: str | None
+
+
+def run(call: Call, implementation: str | None):
+    """Checks and runs a call: (state, y)."""
+    sizes = _check_tokens(call)
+    empty = _check_states(call, sizes)
+    _check_reset(call)
+    op = "trellis_pass" if call.v is None else "trellis"
+    obstacles = {"reference": ""} | {
+        name: obstacle(call.q, call.k, call.v, call.alpha, call.chunk_size)
+        for name, (_, obstacle) in CHUNKWISE.items()
+    }
+    chosen = implementations.choose(op, implementation, obstacles)
+    if chosen == "reference":
+        after, y = _token_loop(call, empty)
+    else:
+        after, y = in_chunks(CHUNKWISE[chosen][0], call, empty)
+    return (after, y) if call.reset is None else _poison(call, after, y)
+
+
+def in_chunks(implementation: Callable, call: Call, empty):
+    """Runs a chunk implementation, which `segment` describes."""
+    size, time = call.chunk_size, call.q.shape[1]
+    position = None if call.state is None else call.state.position
+    tokens = segment.align(
+        call.q, call.k, call.v, call.alpha, call.gamma, call.g, call.reset,
+        size, position,
+    )  # fmt: skip
+    fresh = empty.memories.start
+    before = Memories(fresh, fresh) if call.state is None else call.state.memories
+    memories, y = implementation(
+        tokens,
+        before,
+        None if call.reset is None else fresh,
+        phi=call.phi,
+        activation=call.activation,
+    )
+    start = empty.position if position is None else position
+    after = type(empty).of(memories, (start + time) % size, size)
+    return after, chunks.join(y, time, position)
+
+
+def _token_loop(call: Call, empty):
+    fresh = empty.memories.start
+    empty = type(empty).of(Memories(fresh, fresh), empty.position, call.chunk_size)
+
+    def one(state, token):
+        q, k, v, alpha, gamma, g = token
+        if v is None:
+            return reference.pass_step(q, k, alpha, gamma, g, state, phi=call.phi)
+        options = {"phi": call.phi, "activation": call.activation}
+        return reference.step(q, k, v, alpha, gamma, g, state, **options)
+
+    tokens = (call.q, call.k, call.v, call.alpha, call.gamma, call.g)
+    state = empty if call.state is None else call.state
+    return reference.scan_tokens(one, tokens, call.reset, state, empty)
+
+
+def _check_tokens(call: Call) -> dict[str, int]:
+    arguments.check_choice("phi", call.phi, functions.PHIS)
+    if call.v is not None:
+        arguments.check_choice("activation", call.activation, functions.ACTIVATIONS)
+    if call.chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {call.chunk_size}")
+    axes = {"q": "B T H K", "k": "B T H K", "v": "B T H V", "alpha": "B T H M"}
+    for name in ("gamma", "g"):
+        # A gate for each pass has one axis more.
+        gate = getattr(call, name)
+        own = call.v is not None and gate is not None and gate.ndim == 4
+        axes[name] = "B T H P" if own else "B T H"
+    sizes = arguments.check_shapes(
+        **{name: (getattr(call, name), letters) for name, letters in axes.items()}
+    )
+    if sizes.get("P", 2) != 2:
+        raise ValueError(
+            "gamma and g must have shape [B, T, H], or [B, T, H, 2] for a gate of "
+            f"each pass, got {sizes['P']} as the last size"
+        )
+    largest = float(np.finfo(np.float32).max)
+    arguments.check_range("gamma", call.gamma, 0.0, largest)
+    arguments.check_range("g", call.g, -largest, 0.0)
+    return sizes
+
+
+def _check_states(call: Call, sizes: dict[str, int]):
+    """Checks the given states; the empty one."""
+    b, h, m, key, value = (sizes.get(letter, 0) for letter in "BHMKV")
+
+    def default():
+        if call.v is None:
+            return empty_pass_state(b, h, m, key, call.chunk_size)
+        return empty_state(b, h, m, key, value, call.chunk_size)
+
+    like = jax.eval_shape(default)
+    for name, highest in (("state", call.chunk_size - 1), ("empty", 0)):
+        given = getattr(call, name)
+        if given is not None:
+            _check_state(name, given, like)
+            arguments.check_range(f"{name}.position", given.position, 0, highest)
+    return default() if call.empty is None else call.empty
+
+
+def _check_state(name, given, like):
+    if type(given) is not type(like):
+        raise ValueError(
+            f"{name} must be a {type(like).__name__}, got {type(given).__name__}"
+        )
+    if given.chunk_size != like.chunk_size:
+        raise ValueError(
+            f"{name} is of chunk_size {given.chunk_size}, not {like.chunk_size}: "
+            "gradients are taken at a chunk's start, so chunks cannot change inside"
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(like):
+        field = path[0].name
+        got = getattr(given, field)
+        if got.shape != leaf.shape or got.dtype != leaf.dtype:
+            raise ValueError(
+                f"{name}.{field} must be {leaf.dtype}{list(leaf.shape)}, "
+                f"got {got.dtype}{list(got.shape)}"
+            )
+
+
+def _check_reset(call: Call):
+    """Refuses a mask of another shape, and misplaced resets where they are known."""
+    arguments.check_reset(call.reset, *call.q.shape[:2])
+    position = None if call.state is None else call.state.position
+    known = lambda x: not isinstance(x, jax.core.Tracer)
+    if call.reset is None or not (known(call.reset) and known(position)):
+        return
+    wrong = np.argwhere(segment.misplaced(call.reset, call.chunk_size, position))
+    if len(wrong):
+        row, token = wrong[0]
+        raise ValueError(
+            f"reset must be where a chunk of {call.chunk_size} tokens starts, "
+            f"got row {row}, token {token}"
+        )
+
+
+def _poison(call: Call, state, y):
+    """NaN from a misplaced reset on: no chunk form has an answer there."""
+    assert call.reset is not None
+    position = None if call.state is None else call.state.position
+    wrong = segment.misplaced(call.reset, call.chunk_size, position)
+    after = jnp.cumsum(wrong, axis=1, dtype=jnp.int32) > 0
+    y = jnp.where(after[..., None, None], jnp.nan, y)
+    spoil = lambda x: jnp.where(after[:, -1, None, None, None], jnp.nan, x)
+    memories = jax.tree.map(spoil, state.memories)
+    return type(state).of(memories, state.position, call.chunk_size), y

@@ -1,0 +1,143 @@
+"""The mathematics of one chunk, for the XLA form and inside the TPU kernels.
+
+Arrays have any leading axes, the same for all: [..., C, D] tokens, [..., C] gates,
+[..., M, D] memories, [..., 1, 1] flags. `segment` has the equations; they are eqs.
+10-12 of "Trellis", whose eq. 12 misprints the memory at the chunk's end for the one at
+its start.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from memjax_kernels.trellis import functions
+from memjax_kernels.trellis.state import Memories
+
+F32 = jnp.float32
+# Contracted axes of the products x y^T, x y and x^T y.
+CONTRACTED = {"nt": (-1, -1), "nn": (-1, -2), "tn": (-2, -2)}
+
+
+class Chunk(NamedTuple):
+    """Tokens of one chunk; gates and `inputs` (k, then v) one for each pass."""
+
+    q: Float[Array, "*B C K"]
+    inputs: tuple[Float[Array, "*B C _"], ...]
+    alpha: Float[Array, "*B C M"]
+    gamma: tuple[Float[Array, "*B C"], ...]
+    g: tuple[Float[Array, "*B C"], ...]
+
+
+class Options(NamedTuple):
+    """What is fixed when the code is compiled.
+
+    Attributes:
+        phi: one of `functions.PHIS`.
+        activation: one of `functions.ACTIVATIONS`, or None for a single pass.
+        multiply: (x, y, one of `CONTRACTED`) -> product, float32.
+    """
+
+    phi: str
+    activation: str | None
+    multiply: Callable[[Array, Array, str], Array]
+
+
+def multiply(x: Array, y: Array, form: str, dtype: jnp.dtype) -> Float[Array, "..."]:
+    """A product of matrices with operands in `dtype` and float32 sums."""
+    batch = tuple(range(x.ndim - 2))
+    left, right = CONTRACTED[form]
+    # Without this a TPU would round float32 operands to bfloat16.
+    exact = jax.lax.Precision.HIGHEST if dtype == F32 else jax.lax.Precision.DEFAULT
+    return jax.lax.dot_general(
+        x.astype(dtype),
+        y.astype(dtype),
+        (((x.ndim + left,), (y.ndim + right,)), (batch, batch)),
+        precision=exact,
+        preferred_element_type=F32,
+    )
+
+
+def operand_dtype(*tokens: Array | None) -> jnp.dtype:
+    """bfloat16 where all tokens are, else float32."""
+    given = {x.dtype for x in tokens if x is not None}
+    return jnp.dtype(jnp.bfloat16 if given == {jnp.dtype(jnp.bfloat16)} else F32)
+
+
+def advance(
+    chunk: Chunk,
+    memories: Memories,
+    empty: tuple[Array, ...] | None,
+    complete: Array,
+    cleared: Array | None,
+    options: Options,
+) -> tuple[Memories, Float[Array, "*B C _"]]:
+    """Takes the memories through a chunk; flags are float32 0 or 1."""
+    start, running = memories
+    if cleared is not None:
+        assert empty is not None
+        start = _choose(cleared, empty, start)
+        running = _choose(cleared, empty, running)
+    y, query, after = chunk.q, chunk.q, []
+    for i, (x, before, now) in enumerate(
+        zip(chunk.inputs, start, running, strict=True)
+    ):
+        if i == 1:
+            assert options.activation is not None
+            query = functions.apply(options.activation, y)
+        target = chunk.alpha.astype(F32)
+        y, new = _compress(
+            query, x, target, chunk.gamma[i], chunk.g[i], before, now, i, options
+        )
+        after.append(new)
+    running = tuple(after)
+    return Memories(_choose(complete, running, start), running), y
+
+
+def _compress(q, x, target, gamma, g, start, running, index, options):
+    """One pass: its reads and the memory after the chunk."""
+    dot = options.multiply
+    total = _cumulative(g)  # [..., C]
+    last = total[..., -1:]
+    kept = jnp.exp(total)[..., None]
+    u = functions.error_gradient(options.phi, dot(x, start, "nt"), target)
+    u = u * gamma[..., None]
+    if index == 0:
+        scores, written, past = dot(q, x, "nt"), u, dot(q, running, "nt")
+    else:
+        scores, written, past = dot(q, u, "nt"), x, dot(q, running, "nn")
+    y = kept * past - dot(scores * _decay(total), written, "nn")
+    decayed = u * jnp.exp(last - total)[..., None]
+    return y, jnp.exp(last)[..., None] * running - dot(decayed, x, "tn")
+
+
+def _mask(size):
+    rows = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
+    return rows >= jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
+
+
+def _cumulative(g):
+    """Sums up to and with each token; a product, for want of a cumsum in Mosaic."""
+    seen = _mask(g.shape[-1]).astype(F32)
+    return jax.lax.dot_general(
+        g,
+        seen,
+        (((g.ndim - 1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=F32,
+    )
+
+
+def _decay(total):
+    """exp(total_i - total_j) for i >= j, else 0: masked before exp."""
+    difference = total[..., :, None] - total[..., None, :]
+    seen = jnp.broadcast_to(_mask(total.shape[-1]), difference.shape)
+    return jnp.exp(jnp.where(seen, difference, -1e30))
+
+
+def _choose(flag: Array, new: PyTree, old: PyTree) -> PyTree:
+    """`new` where the flag [..., 1, 1] is 1."""
+    pick = lambda a, b: jnp.where(jnp.broadcast_to(flag, a.shape) > 0.5, a, b)
+    return jax.tree.map(pick, new, old)

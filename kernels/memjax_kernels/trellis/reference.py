@@ -1,0 +1,133 @@
+"""What Trellis computes, one token at a time.
+
+Memory M [M, K], token k, target alpha, step size gamma, log forget gate g; M' is the
+memory at the start of the token's chunk of C tokens:
+
+    z = M' k        u = J_phi(z)^T (phi(z) - alpha)        M <- exp(g) M - gamma u k^T
+
+Karami et al., "Trellis", eqs. 8 and 9; the factor 2 of eq. 9 is absorbed in gamma, as
+in eqs. 8 and 10-12. With C = 1 this is the fully non-linear recurrence.
+
+Two passes (eqs. 13 and 14) share alpha: the first compresses keys and reads
+y1 = M_K q; the second compresses values and reads y = M_V^T f(y1).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels.trellis import functions
+from memjax_kernels.trellis.state import TrellisPassState, TrellisState
+
+
+def step(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    alpha: Float[Array, "B H M"],
+    gamma: Float[Array, "B H ..."],
+    g: Float[Array, "B H ..."] | None,
+    state: TrellisState,
+    *,
+    phi: str = "l2_silu",
+    activation: str = "ln_silu",
+) -> tuple[TrellisState, Float[Array, "B H V"]]:
+    """One token of `trellis`; its chunk size is the state's.
+
+    Args:
+        q: query.
+        k: key.
+        v: value.
+        alpha: target of both passes.
+        gamma: step sizes >= 0, shared by the passes, or [B, H, 2].
+        g: log forget gates <= 0, likewise; None forgets nothing.
+        state: the memory before the token.
+        phi: as in `trellis`.
+        activation: as in `trellis`.
+
+    Returns:
+        The memory after the token, and its read in the dtype of v.
+    """
+    (gamma1, gamma2), (g1, g2) = _per_pass(gamma), _per_pass(g)
+    dtype = v.dtype
+    k, v, alpha = (x.astype(jnp.float32) for x in (k, v, alpha))
+    keys = _write(state.keys_start, state.keys, k, alpha, gamma1, g1, phi)
+    reads = jnp.einsum("bhmk,bhk->bhm", keys, q.astype(jnp.float32))
+    query = functions.apply(activation, reads)
+    values = _write(state.values_start, state.values, v, alpha, gamma2, g2, phi)
+    y = jnp.einsum("bhmv,bhm->bhv", values, query)
+    position, keys_start = _next(state, state.keys_start, keys)
+    _, values_start = _next(state, state.values_start, values)
+    after = TrellisState(
+        keys_start, keys, values_start, values, position, state.chunk_size
+    )
+    return after, y.astype(dtype)
+
+
+def pass_step(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    alpha: Float[Array, "B H M"],
+    gamma: Float[Array, "B H"],
+    g: Float[Array, "B H"] | None,
+    state: TrellisPassState,
+    *,
+    phi: str = "l2_silu",
+) -> tuple[TrellisPassState, Float[Array, "B H M"]]:
+    """One token of `trellis_pass`: y = M q after the write."""
+    k32, alpha = k.astype(jnp.float32), alpha.astype(jnp.float32)
+    memory = _write(state.start, state.memory, k32, alpha, gamma, g, phi)
+    y = jnp.einsum("bhmk,bhk->bhm", memory, q.astype(jnp.float32))
+    position, start = _next(state, state.start, memory)
+    after = TrellisPassState(start, memory, position, state.chunk_size)
+    return after, y.astype(k.dtype)
+
+
+def _write(start, memory, k, alpha, gamma, g, phi):
+    z = jnp.einsum("bhmk,bhk->bhm", start, k)
+    u = functions.error_gradient(phi, z, alpha)
+    kept = memory if g is None else jnp.exp(_wide(g)) * memory
+    return kept - _wide(gamma) * jnp.einsum("bhm,bhk->bhmk", u, k)
+
+
+def _next(state, start, memory):
+    """The position after the token, and the start of the chunk it lies in."""
+    position = (state.position + 1) % state.chunk_size
+    return position, jnp.where((position == 0)[:, None, None, None], memory, start)
+
+
+def _per_pass(gate):
+    """[B, H] for each of the two passes."""
+    if gate is None or gate.ndim == 2:
+        return gate, gate
+    return gate[..., 0], gate[..., 1]
+
+
+def _wide(gate):
+    return gate.astype(jnp.float32)[..., None, None]
+
+
+def scan_tokens(one, tokens, reset: Bool[Array, "B T"] | None, state, empty):
+    """`lax.scan` of a step over the tokens; rows are emptied where `reset` says.
+
+    Args:
+        one: (state, tokens [B, ...]) -> (state, y [B, ...]).
+        tokens: tree of [B, T, ...].
+        reset: None, or where a row starts from `empty`.
+        state: the memory before the first token.
+        empty: a state of the same type.
+    """
+
+    def body(state, item):
+        token, clear = item
+        if clear is not None:
+            choose = lambda new, old: jnp.where(
+                clear.reshape((-1,) + (1,) * (old.ndim - 1)), new, old
+            )
+            state = jax.tree.map(choose, empty, state)
+        return one(state, token)
+
+    time_first = lambda x: jnp.moveaxis(x, 1, 0)
+    items = jax.tree.map(time_first, (tokens, reset))
+    state, y = jax.lax.scan(body, state, items)
+    return state, jnp.moveaxis(y, 0, 1)

@@ -1,0 +1,117 @@
+"""From tokens to whole chunks and back: what all chunk implementations share.
+
+Chunk implementations
+---------------------
+Every one (`xla.trellis_xla`, `pallas_tpu.trellis_tpu`, ...) has this signature:
+
+    f(tokens: Tokens, memories: Memories, empty: tuple | None,
+      *, phi: str, activation: str | None) -> (Memories, y)
+
+One memory in each tuple, and v = None, activation = None, is the single pass, which
+reads y [B, n, C, H, M] in the dtype of k; two memories are both passes, which read
+y [B, n, C, H, V] in the dtype of v.
+
+Per row (of the batch) and chunk i, in order, with M' = `start` and R = `running`:
+
+1. if cleared[i]: M' = R = empty. Given only together: `cleared` and `empty` are both
+   None, or neither.
+2. For each pass, with x = k, then v, and cs the inclusive sum of g over the chunk:
+
+       U = gamma error_gradient(phi, x M'^T, alpha)
+       W_ij = exp(cs_i - cs_j) for i >= j, else 0
+       N = exp(cs_C) R - (U exp(cs_C - cs))^T x
+       first pass:   y1 = exp(cs) (q R^T) - ((q x^T) * W) U
+       second pass:  y  = exp(cs) (f R)   - ((f U^T) * W) x,     f = activation(y1)
+
+3. R = N, and M' = N too if complete[i].
+
+R differs from M' only in chunk 0 (a chunk begun in an earlier call) and after an
+incomplete chunk. All tokens after an incomplete chunk are padding, so that there only
+the two memories, not what is computed from them, have to be carried through.
+
+Padding is zeros in every array of tokens, gamma and g included: it writes nothing and
+decays nothing. Its y is dropped, and whatever gradient flows to it.
+
+Everything is differentiable in tokens, memories and empty.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from memjax_kernels import chunks
+
+
+class Tokens(NamedTuple):
+    """Tokens in whole chunks.
+
+    Attributes:
+        q: [B, n, C, H, K].
+        k: [B, n, C, H, K].
+        v: [B, n, C, H, V], or None for a single pass.
+        alpha: [B, n, C, H, M].
+        gamma: [B, n, C, H, P] float32, for each of P passes.
+        g: [B, n, C, H, P] float32, log space.
+        complete: Bool[B, n], whether the row's tokens reach the chunk's end.
+        cleared: Bool[B, n], whether the chunk starts from `empty`; None is never.
+    """
+
+    q: PyTree
+    k: PyTree
+    v: PyTree
+    alpha: PyTree
+    gamma: PyTree
+    g: PyTree
+    complete: PyTree
+    cleared: PyTree
+
+
+def align(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"] | None,
+    alpha: Float[Array, "B T H M"],
+    gamma: Float[Array, "B T H ..."],
+    g: Float[Array, "B T H ..."] | None,
+    reset: Bool[Array, "B T"] | None,
+    size: int,
+    position: Int[Array, " B"] | None,
+) -> Tokens:
+    """Lays tokens into chunks of `size`, rows beginning `position` tokens into one."""
+    batch, time = q.shape[:2]
+    passes = 1 if v is None else 2
+    cut = lambda x: chunks.split(x, size, position)
+    gamma = per_pass(gamma, passes)
+    g = jnp.zeros_like(gamma) if g is None else per_pass(g, passes)
+    number = chunks.count_chunks(time, size, position is None)
+    return Tokens(
+        q=cut(q),
+        k=cut(k),
+        v=None if v is None else cut(v),
+        alpha=cut(alpha),
+        gamma=cut(gamma),
+        g=cut(g),
+        complete=chunks.completed(number, size, time, position, batch),
+        cleared=None if reset is None else cut(reset)[:, :, 0],
+    )
+
+
+def per_pass(
+    gate: Float[Array, "*B H"] | Float[Array, "*B H P"], passes: int
+) -> Float[Array, "*B H P"]:
+    """A gate in float32 for each pass, from a shared one [B, T, H] too."""
+    gate = gate.astype(jnp.float32)
+    if gate.ndim == 4:
+        return gate
+    return jnp.broadcast_to(gate[..., None], (*gate.shape, passes))
+
+
+def misplaced(
+    reset: Bool[Array, "B T"], size: int, position: Int[Array, " B"] | None
+) -> Bool[Array, "B T"]:
+    """Resets that do not stand where a chunk starts."""
+    place = jnp.arange(reset.shape[1], dtype=jnp.int32)[None]
+    if position is not None:
+        place = place + position[:, None]
+    return reset & (place % size != 0)

@@ -1,0 +1,145 @@
+"""What Trellis remembers between calls.
+
+Gradients are taken at the memory of the chunk's start, so that a state holds it beside
+the running memory, and the row's place in its chunk. Where position is 0 the two are
+equal.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+
+class Memories(NamedTuple):
+    """Per pass, a memory at the chunk's start and now, Float32[B, H, M, K or V].
+
+    Attributes:
+        start: the ones at the chunk's start, in which gradients are taken.
+        running: the ones to write to and read from.
+    """
+
+    start: tuple[Any, ...]
+    running: tuple[Any, ...]
+
+
+# Fields are Any: jax also builds these classes around shapes, shardings and axes.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrellisState:
+    """Memories of both passes.
+
+    Attributes:
+        keys_start: the key memory at the chunk's start, Float32[B, H, M, K].
+        keys: the key memory now, Float32[B, H, M, K].
+        values_start: the value memory at the chunk's start, Float32[B, H, M, V].
+        values: the value memory now, Float32[B, H, M, V].
+        position: tokens of the chunk so far, Int32[B], in [0, chunk_size).
+        chunk_size: C. Static: a state of another chunk size is another function's.
+    """
+
+    keys_start: Any
+    keys: Any
+    values_start: Any
+    values: Any
+    position: Any
+    chunk_size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def memories(self) -> Memories:
+        return Memories((self.keys_start, self.values_start), (self.keys, self.values))
+
+    @classmethod
+    def of(cls, memories: Memories, position, chunk_size: int) -> "TrellisState":
+        (keys_start, values_start), (keys, values) = memories
+        return cls(keys_start, keys, values_start, values, position, chunk_size)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrellisPassState:
+    """The memory of a single pass.
+
+    Attributes:
+        start: the memory at the chunk's start, Float32[B, H, M, K].
+        memory: the memory now, Float32[B, H, M, K].
+        position: tokens of the chunk so far, Int32[B], in [0, chunk_size).
+        chunk_size: C, static.
+    """
+
+    start: Any
+    memory: Any
+    position: Any
+    chunk_size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def memories(self) -> Memories:
+        return Memories((self.start,), (self.memory,))
+
+    @classmethod
+    def of(cls, memories: Memories, position, chunk_size: int) -> "TrellisPassState":
+        (start,), (memory,) = memories
+        return cls(start, memory, position, chunk_size)
+
+
+def empty_memory(slots: int, width: int) -> Float[Array, "M D"]:
+    """The matrix that an empty memory holds: all its singular values are 1.
+
+    Not zero, where the gradient of a normalised phi is singular, and not random, so
+    that it needs no key: the corner of the orthonormal cosine transform (DCT-II) of
+    size max(M, D). Its rows are orthonormal for M <= D, its columns for M >= D.
+    """
+    size = max(slots, width)
+    angle = np.pi * np.outer(np.arange(slots), np.arange(width) + 0.5) / size
+    matrix = np.sqrt(2 / size) * np.cos(angle)
+    matrix[0] /= np.sqrt(2)
+    return jnp.asarray(matrix, jnp.float32)
+
+
+def empty_state(
+    batch: int,
+    heads: int,
+    slots: int,
+    key_dim: int,
+    value_dim: int,
+    chunk_size: int = 64,
+) -> TrellisState:
+    """The empty memory of `trellis`: `empty_memory` for every row and head.
+
+    Raises:
+        ValueError: on a size below 1.
+    """
+    keys = _rows(batch=batch, heads=heads, slots=slots, width=key_dim)
+    values = _rows(batch=batch, heads=heads, slots=slots, width=value_dim)
+    position = _positions(batch, chunk_size)
+    return TrellisState(keys, keys, values, values, position, chunk_size)
+
+
+def empty_pass_state(
+    batch: int, heads: int, slots: int, width: int, chunk_size: int = 64
+) -> TrellisPassState:
+    """The empty memory of `trellis_pass`.
+
+    Raises:
+        ValueError: on a size below 1.
+    """
+    memory = _rows(batch=batch, heads=heads, slots=slots, width=width)
+    return TrellisPassState(memory, memory, _positions(batch, chunk_size), chunk_size)
+
+
+def _rows(**sizes: int) -> Float[Array, "B H M D"]:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    batch, heads, slots, width = sizes.values()
+    matrix = empty_memory(slots, width)[None, None]
+    return jnp.broadcast_to(matrix, (batch, heads, slots, width))
+
+
+def _positions(batch: int, chunk_size: int):
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    return jnp.zeros(batch, jnp.int32)

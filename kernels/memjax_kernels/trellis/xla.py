@@ -1,0 +1,62 @@
+"""Trellis in chunks of matrix products, both passes in one scan over the chunks."""
+
+import functools
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from memjax_kernels import chunks
+from memjax_kernels.trellis import chunk as one_chunk
+from memjax_kernels.trellis.segment import Tokens
+from memjax_kernels.trellis.state import Memories
+
+
+def trellis_xla(
+    tokens: Tokens,
+    memories: Memories,
+    empty: tuple[Array, ...] | None,
+    *,
+    phi: str,
+    activation: str | None,
+    remat_every: int = 4,
+) -> tuple[Memories, Array]:
+    """A chunk implementation; see `segment`.
+
+    Args:
+        tokens: as there.
+        memories: as there.
+        empty: as there.
+        phi: as there.
+        activation: as there.
+        remat_every: chunks between two memories kept for the backward pass.
+    """
+    inputs = (tokens.k,) if tokens.v is None else (tokens.k, tokens.v)
+    dtype = one_chunk.operand_dtype(tokens.q, *inputs)
+    multiply = functools.partial(one_chunk.multiply, dtype=dtype)
+    options = one_chunk.Options(phi, activation, multiply)
+
+    def body(memories, item):
+        tokens, complete, cleared = item
+        return one_chunk.advance(tokens, memories, empty, complete, cleared, options)
+
+    def flag(x):
+        # [B, n] -> [n, B, 1, 1, 1]
+        return x if x is None else x.T.astype(jnp.float32)[..., None, None, None]
+
+    # [B, n, C, H, D] -> [n, B, H, C, D]
+    lead = lambda x: jnp.moveaxis(x, (1, 3), (0, 2))
+    each = lambda x: tuple(lead(x[..., i]) for i in range(len(inputs)))
+    chunk = one_chunk.Chunk(
+        lead(tokens.q),
+        tuple(map(lead, inputs)),
+        lead(tokens.alpha),
+        each(tokens.gamma),
+        each(tokens.g),
+    )
+    memories, y = chunks.scan(
+        body,
+        memories,
+        (chunk, flag(tokens.complete), flag(tokens.cleared)),
+        remat_every=min(remat_every, tokens.q.shape[1]),
+    )
+    return memories, jnp.moveaxis(y, (0, 2), (1, 3)).astype(inputs[-1].dtype)
