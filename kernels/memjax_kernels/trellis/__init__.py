@@ -50,9 +50,7 @@ def trellis(
         v: values.
         alpha: targets of both passes.
         gamma: step sizes >= 0, [B, T, H] for both passes or [B, T, H, 2] for each.
-        g: log forget gates, finite and <= 0, likewise; None forgets nothing. Their
-            sums over a chunk are in float32: below -1000 or so the decays between
-            the tokens of a chunk lose digits.
+        g: log forget gates <= 0, likewise; None forgets nothing, -inf forgets all.
         state: the memory before the segment; None is `empty`, and the cheaper.
         reset: True where a row's memory is emptied before the token, which must be
             the first of a chunk. Where that is not known before the call, the row's

@@ -45,7 +45,7 @@ def run(call: Call, implementation: str | None):
     """Checks and runs a call: (state, y)."""
     sizes = _check_tokens(call)
     empty = _check_states(call, sizes)
-    _check_reset(call)
+    wrong = _check_reset(call)
     op = "trellis_pass" if call.v is None else "trellis"
     obstacles = {"reference": ""} | {
         name: obstacle(call.q, call.k, call.v, call.alpha, call.chunk_size)
@@ -56,7 +56,7 @@ def run(call: Call, implementation: str | None):
         after, y = _token_loop(call, empty)
     else:
         after, y = in_chunks(CHUNKWISE[chosen][0], call, empty)
-    return (after, y) if call.reset is None else _poison(call, after, y)
+    return (after, y) if wrong is None else _poison(after, y, wrong)
 
 
 def in_chunks(implementation: Callable, call: Call, empty):
@@ -119,7 +119,7 @@ def _check_tokens(call: Call) -> dict[str, int]:
         )
     largest = float(np.finfo(np.float32).max)
     arguments.check_range("gamma", call.gamma, 0.0, largest)
-    arguments.check_range("g", call.g, -largest, 0.0)
+    arguments.check_range("g", call.g, -np.inf, 0.0)
     return sizes
 
 
@@ -161,29 +161,18 @@ def _check_state(name, given, like):
             )
 
 
-def _check_reset(call: Call):
-    """Refuses a mask of another shape, and misplaced resets where they are known."""
+def _check_reset(call: Call) -> Array | None:
+    """Where the answer is undefined, [B, T]; refuses what is known to be wrong."""
     arguments.check_reset(call.reset, *call.q.shape[:2])
+    if call.reset is None:
+        return None
     position = None if call.state is None else call.state.position
-    known = lambda x: not isinstance(x, jax.core.Tracer)
-    if call.reset is None or not (known(call.reset) and known(position)):
-        return
-    wrong = np.argwhere(segment.misplaced(call.reset, call.chunk_size, position))
-    if len(wrong):
-        row, token = wrong[0]
-        raise ValueError(
-            f"reset must be where a chunk of {call.chunk_size} tokens starts, "
-            f"got row {row}, token {token}"
-        )
+    return chunks.misplaced(call.reset, call.chunk_size, position)
 
 
-def _poison(call: Call, state, y):
-    """NaN from a misplaced reset on: no chunk form has an answer there."""
-    assert call.reset is not None
-    position = None if call.state is None else call.state.position
-    wrong = segment.misplaced(call.reset, call.chunk_size, position)
-    after = jnp.cumsum(wrong, axis=1, dtype=jnp.int32) > 0
-    y = jnp.where(after[..., None, None], jnp.nan, y)
-    spoil = lambda x: jnp.where(after[:, -1, None, None, None], jnp.nan, x)
+def _poison(state, y, wrong):
+    """NaN where the answer is undefined: from a misplaced reset on."""
+    spoil = lambda x: jnp.where(wrong[:, -1, None, None, None], jnp.nan, x)
     memories = jax.tree.map(spoil, state.memories)
-    return type(state).of(memories, state.position, call.chunk_size), y
+    state = type(state).of(memories, state.position, state.chunk_size)
+    return state, jnp.where(wrong[..., None, None], jnp.nan, y)

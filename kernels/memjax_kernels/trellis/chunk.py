@@ -19,6 +19,9 @@ from memjax_kernels.trellis.state import Memories
 F32 = jnp.float32
 # Contracted axes of the products x y^T, x y and x^T y.
 CONTRACTED = {"nt": (-1, -1), "nn": (-1, -2), "tn": (-2, -2)}
+# exp of this is 0 in float32. Gates no lower keep the differences of their sums finite,
+# and exact to 1e-5 after one such gate.
+FORGETS_ALL = -104.0
 
 
 class Chunk(NamedTuple):
@@ -122,7 +125,7 @@ def _cumulative(g):
     """Sums up to and with each token; a product, for want of a cumsum in Mosaic."""
     seen = _mask(g.shape[-1]).astype(F32)
     return jax.lax.dot_general(
-        g,
+        jnp.maximum(g, FORGETS_ALL),
         seen,
         (((g.ndim - 1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,

@@ -105,13 +105,3 @@ def per_pass(
     if gate.ndim == 4:
         return gate
     return jnp.broadcast_to(gate[..., None], (*gate.shape, passes))
-
-
-def misplaced(
-    reset: Bool[Array, "B T"], size: int, position: Int[Array, " B"] | None
-) -> Bool[Array, "B T"]:
-    """Resets that do not stand where a chunk starts."""
-    place = jnp.arange(reset.shape[1], dtype=jnp.int32)[None]
-    if position is not None:
-        place = place + position[:, None]
-    return reset & (place % size != 0)

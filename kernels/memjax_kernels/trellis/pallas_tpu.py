@@ -1,0 +1,324 @@
+"""Trellis on a TPU: both passes in one kernel, memories in VMEM, a backward kernel.
+
+The grid is (blocks of heads, chunks): heads of all rows in parallel, chunks in order.
+The memories are output blocks that all chunks of a head share, so that they stay in
+VMEM from the first to the last. Heads of one program are independent chains, which
+hides the latency of each. The forward pass for a gradient also keeps the memories at
+every chunk's start, in the dtype of the tokens; the backward kernel goes through the
+chunks in reverse, computes each again from there and pulls cotangents through it. The
+kept memories are named "trellis_chunk_states" for rematerialisation policies.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from memjax_kernels import implementations
+from memjax_kernels.trellis import chunk as one_chunk
+from memjax_kernels.trellis.segment import Tokens
+from memjax_kernels.trellis.state import Memories
+
+F32 = jnp.float32
+# Bytes of blocks that a program may hold, and what Mosaic is allowed beside them.
+BLOCK_BYTES = 12 << 20
+VMEM_BYTES = 64 << 20
+HEADS = 8
+
+
+class Inputs(NamedTuple):
+    """Tokens as the kernels take them, G = B H; a tuple holds one for each pass.
+
+    Attributes:
+        q: [G, n, C, K].
+        inputs: [G, n, C, K], [G, n, C, V].
+        alpha: [G, n, C, M].
+        gates: [G, n, R, C] float32: gamma of each pass, g of each pass, complete,
+            and cleared if resets were given.
+    """
+
+    q: Any
+    inputs: Any
+    alpha: Any
+    gates: Any
+
+
+class Static(NamedTuple):
+    """What is fixed when a kernel is compiled."""
+
+    phi: str
+    activation: str | None
+    heads: int
+    interpret: Any
+
+
+def obstacle(q: Array, k: Array, v: Array | None, alpha: Array, chunk_size: int) -> str:
+    """Why the kernels cannot run with these arguments here; "" if they can."""
+    return implementations.needs("tpu") or unsupported(q, k, v, alpha, chunk_size)
+
+
+def unsupported(
+    q: Array, k: Array, v: Array | None, alpha: Array, chunk_size: int
+) -> str:
+    """Why the kernels cannot take these arguments on any TPU; "" if they can."""
+    tokens = {x.dtype.name for x in (q, k, v) if x is not None}
+    if len(tokens) > 1 or not tokens <= {"float32", "bfloat16"}:
+        return f"q, k and v must all be float32 or all bfloat16, got {sorted(tokens)}"
+    if alpha.dtype.name not in ("float32", "bfloat16"):
+        return f"alpha must be float32 or bfloat16, got {alpha.dtype}"
+    return ""
+
+
+def trellis_tpu(
+    tokens: Tokens,
+    memories: Memories,
+    empty: tuple[Array, ...] | None,
+    *,
+    phi: str,
+    activation: str | None,
+    interpret: Any = False,
+) -> tuple[Memories, Array]:
+    """A chunk implementation; see `segment`.
+
+    Args:
+        tokens: as there.
+        memories: as there.
+        empty: as there.
+        phi: as there.
+        activation: as there.
+        interpret: as in `pallas_call`: False, or `pltpu.InterpretParams`.
+    """
+    b, n, c, h, _ = tokens.q.shape
+    # [B, n, C, H, D] -> [G, n, C, D], and back.
+    lead = lambda x: jnp.moveaxis(x, 3, 1).reshape(b * h, n, c, x.shape[-1])
+    back = lambda x: jnp.moveaxis(x.reshape(b, h, n, c, x.shape[-1]), 1, 3)
+    flat = lambda x: x.reshape(b * h, *x.shape[2:])
+    inputs = (tokens.k,) if tokens.v is None else (tokens.k, tokens.v)
+    flags = [f for f in (tokens.complete, tokens.cleared) if f is not None]
+    wide = [
+        jnp.broadcast_to(f.astype(F32)[:, :, None, None, None], (b, n, c, h, 1))
+        for f in flags
+    ]
+    gates = lead(jnp.concatenate([tokens.gamma, tokens.g, *wide], axis=-1))
+    arranged = Inputs(
+        lead(tokens.q),
+        tuple(map(lead, inputs)),
+        lead(tokens.alpha),
+        gates.swapaxes(2, 3),
+    )
+    static = Static(phi, activation, _heads(arranged, memories), interpret)
+    memories, y = _chunks(
+        static, arranged, jax.tree.map(flat, memories), jax.tree.map(flat, empty)
+    )
+    apart = lambda x: x.reshape(b, h, *x.shape[1:])
+    return jax.tree.map(apart, memories), back(y)
+
+
+def _heads(x: Inputs, memories: Memories) -> int:
+    """Heads per program: as many as keep the backward kernel's blocks in VMEM."""
+    lanes = lambda width: -(-width // 128) * 128
+    tokens = (x.q, *x.inputs, x.alpha)
+    # Tokens, their gradients and y; memories before and after with their gradients.
+    rows = 2 * sum(t.shape[2] * lanes(t.shape[3]) for t in tokens)
+    states = 10 * sum(m.shape[2] * lanes(m.shape[3]) for m in memories.start)
+    squares = 8 * x.q.shape[2] * lanes(x.q.shape[2])
+    return max(
+        1, min(HEADS, x.q.shape[0], BLOCK_BYTES // (4 * (rows + states + squares)))
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunks(static: Static, x: Inputs, memories: Memories, empty):
+    memories, y, _ = _forward(static, x, memories, empty, keep=False)
+    return memories, y
+
+
+def _chunks_fwd(static, x, memories, empty):
+    after, y, kept = _forward(static, x, memories, empty, keep=True)
+    kept = checkpoint_name(kept, "trellis_chunk_states")
+    return (after, y), (x, memories.running, empty, kept)
+
+
+def _chunks_bwd(static, residuals, cotangents):
+    x, running, empty, kept = residuals
+    return _backward(static, x, running, empty, kept, *cotangents)
+
+
+_chunks.defvjp(_chunks_fwd, _chunks_bwd)
+
+
+def _multiply(dtype):
+    """Products whose gradients are products in the same dtype, without transposes."""
+    plain = functools.partial(one_chunk.multiply, dtype=dtype)
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+    def multiply(x, y, form):
+        return plain(x, y, form)
+
+    def backward(form, operands, ct):
+        x, y = operands
+        match form:
+            case "nt":
+                dx, dy = plain(ct, y, "nn"), plain(ct, x, "tn")
+            case "nn":
+                dx, dy = plain(ct, y, "nt"), plain(x, ct, "tn")
+            case _:
+                dx, dy = plain(y, ct, "nt"), plain(x, ct, "nn")
+        return dx.astype(x.dtype), dy.astype(y.dtype)
+
+    multiply.defvjp(lambda x, y, form: (plain(x, y, form), (x, y)), backward)
+    return multiply
+
+
+def _read(x: Inputs):
+    """The chunk of an `Inputs` of references, and its flags."""
+    passes = len(x.inputs)
+    rows = [x.gates[:, i, :] for i in range(x.gates.shape[1])]
+    flags = [row[:, :1][:, :, None] for row in rows[2 * passes :]]
+    chunk = one_chunk.Chunk(
+        x.q[...],
+        tuple(ref[...] for ref in x.inputs),
+        x.alpha[...],
+        tuple(rows[:passes]),
+        tuple(rows[passes : 2 * passes]),
+    )
+    return chunk, flags[0], (flags[1] if len(flags) > 1 else None)
+
+
+def _load(refs):
+    return jax.tree.map(lambda ref: ref[...].astype(F32), refs)
+
+
+def _store(refs, values):
+    jax.tree.map(lambda ref, x: ref.__setitem__(..., x.astype(ref.dtype)), refs, values)
+
+
+def _forward_kernel(x, before, empty, after, y, kept, *, options):
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        _store(after, _load(before))
+
+    memories = _load(after)
+    if kept is not None:
+        _store(kept, memories.start)
+    chunk, complete, cleared = _read(x)
+    memories, read = one_chunk.advance(
+        chunk, memories, _load(empty), complete, cleared, options
+    )
+    _store(after, memories)
+    _store(y, read)
+
+
+def _backward_kernel(
+    x, running, empty, kept, d_after, d_y, d_x, d_before, d_empty, *, options
+):
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        _store(d_before, _load(d_after))
+        _store(d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty))
+
+    chunk, complete, cleared = _read(x)
+    start = _load(kept)
+    # After the first chunk the two memories are equal, where there are tokens.
+    first = pl.program_id(1) == pl.num_programs(1) - 1
+    begun = jax.tree.map(lambda r, s: jnp.where(first, r, s), _load(running), start)
+
+    def advance(chunk, memories, empty):
+        return one_chunk.advance(chunk, memories, empty, complete, cleared, options)
+
+    _, pull = jax.vjp(advance, chunk, Memories(start, begun), _load(empty))
+    d_chunk, d_memories, d_fresh = pull((_load(d_before), d_y[...].astype(F32)))
+    _store(d_before, d_memories)
+    _store(d_empty, jax.tree.map(lambda a, b: a + b, _load(d_empty), d_fresh))
+    _store(d_x.q, d_chunk.q)
+    _store(d_x.inputs, d_chunk.inputs)
+    _store(d_x.alpha, d_chunk.alpha)
+    rows = (*d_chunk.gamma, *d_chunk.g)
+    for i in range(d_x.gates.shape[1]):
+        # Flags have no gradient.
+        d_x.gates[:, i, :] = rows[i] if i < len(rows) else jnp.zeros_like(rows[0])
+
+
+def _forward(static: Static, x: Inputs, memories: Memories, empty, *, keep: bool):
+    last = x.inputs[-1]
+    width = x.alpha.shape[-1] if len(x.inputs) == 1 else last.shape[-1]
+    like = functools.partial(_like, x.q)
+    y = like((*last.shape[:3], width), last.dtype)
+    at_start = lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), x.q.dtype)
+    kept = jax.tree.map(at_start, memories.start) if keep else None
+    after = jax.tree.map(lambda m: like(m.shape, F32), memories)
+    specs = functools.partial(_specs, static.heads, lambda i: i)
+    return _call(
+        static,
+        _forward_kernel,
+        "trellis_forward",
+        (x, memories, empty),
+        (specs(x, 4), specs(memories, 3), specs(empty, 3)),
+        (after, y, kept),
+        (specs(after, 3), specs(y, 4), specs(kept, 4)),
+    )
+
+
+def _backward(static: Static, x: Inputs, running, empty, kept, d_after, d_y):
+    n = x.q.shape[1]
+    like = lambda tree: jax.tree.map(lambda a: _like(x.q, a.shape, a.dtype), tree)
+    specs = functools.partial(_specs, static.heads, lambda i: n - 1 - i)
+    before, fresh = like(Memories(running, running)), like(empty)
+    return _call(
+        static,
+        _backward_kernel,
+        "trellis_backward",
+        (x, running, empty, kept, d_after, d_y),
+        (
+            specs(x, 4),
+            specs(running, 3),
+            specs(empty, 3),
+            specs(kept, 4),
+            specs(d_after, 3),
+            specs(d_y, 4),
+        ),
+        (like(x), before, fresh),
+        (specs(x, 4), specs(before, 3), specs(fresh, 3)),
+    )
+
+
+def _specs(heads, order, tree, axes):
+    """Blocks of a program: [G, n, ., .] by chunk in `order`, [G, ., .] for them all."""
+
+    def spec(x):
+        if axes == 4:
+            index = lambda g, i: (g, order(i), 0, 0)
+            return pl.BlockSpec((heads, None, *x.shape[2:]), index)
+        return pl.BlockSpec((heads, *x.shape[1:]), lambda g, i: (g, 0, 0))
+
+    return jax.tree.map(spec, tree)
+
+
+def _like(x: Array, shape, dtype):
+    """An output that varies over the mesh axes that `x` varies over."""
+    varying = jax.typeof(x).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+
+
+def _call(static: Static, kernel, name, inputs, in_specs, outputs, out_specs):
+    q = inputs[0].q
+    dtype = one_chunk.operand_dtype(q)
+    options = one_chunk.Options(static.phi, static.activation, _multiply(dtype))
+    return pl.pallas_call(
+        functools.partial(kernel, options=options),
+        grid=(pl.cdiv(q.shape[0], static.heads), q.shape[1]),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=outputs,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_BYTES,
+        ),
+        interpret=static.interpret,
+        name=name,
+    )(*inputs)
