@@ -14,6 +14,7 @@ from memjax_kernels.arguments import (
     check_reset,
     check_shapes,
 )
+from memjax_kernels.lattice import aligned
 from memjax_kernels.lattice.memory import VARIANTS as VARIANTS
 from memjax_kernels.lattice.memory import Forget as Forget
 from memjax_kernels.lattice.memory import LatticeState as LatticeState
@@ -23,8 +24,9 @@ from memjax_kernels.lattice.memory import beginning as beginning
 from memjax_kernels.lattice.memory import empty_state as empty_state
 from memjax_kernels.lattice.reference import lattice_reference
 from memjax_kernels.lattice.reference import step as step
+from memjax_kernels.lattice.xla import lattice_xla, lattice_xla_head
 
-Implementation = Literal["reference"]
+Implementation = Literal["reference", "xla"]
 
 
 def lattice(
@@ -83,11 +85,17 @@ def lattice(
     rule = Rule(variant, normalize, forget)
     _check_options(rule, chunk_size, g)
     sizes = _check_tokens(q, k, v, gamma, g, reset)
+    in_phase = chunk_size == 1 or state is None
     state, empty = _memories(state, empty, chunk_size, rule, sizes)
     misplaced = _misplaced(reset, state)
-    obstacles: dict[str, str] = {"reference": ""}
-    implementations.choose("lattice", implementation, obstacles)
-    state, y = lattice_reference(q, k, v, gamma, g, state, reset, empty.start, rule)
+    obstacles: dict[str, str] = {"reference": "", "xla": ""}
+    arguments = (q, k, v, gamma, g, state, reset, empty.start, rule)
+    match implementations.choose("lattice", implementation, obstacles):
+        case "reference":
+            state, y = lattice_reference(*arguments)
+        case _:
+            forms = lattice_xla, lattice_xla_head
+            state, y = aligned.run(*forms, *arguments, in_phase=in_phase)
     return _poison(state, y, misplaced)
 
 
