@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from memjax.data import associative_recall, copy_task
+from memjax.data import associative_recall, copy_task, multi_query_recall
 
 KEY = jax.random.key(0)
 
@@ -48,6 +48,11 @@ def test_tasks_are_pure_and_jittable():
         for a, b in zip(task(KEY, 2, 3, 8), jitted(KEY, 2, 3, 8), strict=True):
             np.testing.assert_array_equal(a, b)
             assert a.dtype == b.dtype
+    jitted = jax.jit(multi_query_recall, static_argnums=(1, 2, 3, 4))
+    again = multi_query_recall(KEY, 2, 3, 16, 12)
+    for a, b in zip(again, jitted(KEY, 2, 3, 16, 12), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == b.dtype
 
 
 @pytest.mark.parametrize(
@@ -59,8 +64,49 @@ def test_tasks_are_pure_and_jittable():
         (lambda: associative_recall(KEY, 0, 3, 8), "batch=0"),
         (lambda: associative_recall(KEY, 2, 0, 8), "pairs=0"),
         (lambda: associative_recall(KEY, 2, 5, 9), "vocab=9 must be at least 10"),
+        (lambda: multi_query_recall(KEY, 0, 2, 8, 8), "batch=0"),
+        (lambda: multi_query_recall(KEY, 1, 0, 8, 8), "pairs=0"),
+        (lambda: multi_query_recall(KEY, 1, 2, 7, 8), "length=7 must be at least 8"),
+        (lambda: multi_query_recall(KEY, 1, 2, 9, 8), "length=9 must be even"),
+        (lambda: multi_query_recall(KEY, 1, 2, 8, 5), "vocab=5 must be at least 6"),
+        (lambda: multi_query_recall(KEY, 1, 2, 8, 8, power=0.0), "power=0.0"),
     ],
 )
 def test_bad_sizes_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_multi_query_recall_is_zoologys():
+    batch = multi_query_recall(KEY, batch=8, pairs=5, length=32, vocab=24)
+    for tokens, targets, mask in zip(*map(np.asarray, batch[:3]), strict=True):
+        names, values = tokens[0:10:2], tokens[1:10:2]
+        assert len(set(names)) == len(set(values)) == 5
+        assert 1 <= names.min() and names.max() < 12 <= values.min()
+        asked = np.flatnonzero(mask)
+        assert len(asked) == 5 and asked.min() >= 10 and (asked % 2 == 0).all()
+        shown = dict(zip(names, values, strict=True))
+        assert sorted(tokens[asked]) == sorted(shown)
+        assert [shown[name] for name in tokens[asked]] == targets[asked].tolist()
+        assert not targets[mask == 0].any()
+    tokens = np.asarray(batch.tokens)
+    filler = np.concatenate(
+        [row[mask == 0][10:] for row, mask in zip(tokens, batch.mask, strict=True)]
+    )
+    assert filler.min() < 6 and filler.max() > 18
+
+
+def test_queries_come_soon_by_the_power_law():
+    """Gaps are numpy's weighted choice without replacement: the same mean."""
+    rng = np.random.default_rng(0)
+    weights = np.arange(1, 15, dtype=float) ** (0.01 - 1)
+    drawn = [
+        rng.choice(14, size=2, replace=False, p=weights / weights.sum())
+        for _ in range(4000)
+    ]
+    mask = multi_query_recall(KEY, 4000, 2, 32, 16).mask
+    gaps = (np.nonzero(np.asarray(mask))[1] - 4) / 2
+    assert abs(gaps.mean() - np.mean(drawn)) < 0.15
+    uniform = multi_query_recall(KEY, 4000, 2, 32, 16, power=1.0).mask
+    gaps = (np.nonzero(np.asarray(uniform))[1] - 4) / 2
+    assert abs(gaps.mean() - 6.5) < 0.15
