@@ -5,6 +5,7 @@ from typing import Literal
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.trellis import call
+from memjax_kernels.trellis.cost import cost as cost
 from memjax_kernels.trellis.functions import Activation as Activation
 from memjax_kernels.trellis.functions import Phi as Phi
 from memjax_kernels.trellis.reference import pass_step as pass_step
@@ -15,7 +16,7 @@ from memjax_kernels.trellis.state import empty_memory as empty_memory
 from memjax_kernels.trellis.state import empty_pass_state as empty_pass_state
 from memjax_kernels.trellis.state import empty_state as empty_state
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "pallas_tpu"]
 
 
 def trellis(

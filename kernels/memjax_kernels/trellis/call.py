@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from memjax_kernels import arguments, chunks, implementations
-from memjax_kernels.trellis import functions, reference, segment, xla
+from memjax_kernels.trellis import functions, pallas_tpu, reference, segment, xla
 from memjax_kernels.trellis.state import (
     Memories,
     TrellisPassState,
@@ -18,9 +18,11 @@ from memjax_kernels.trellis.state import (
     empty_state,
 )
 
-# Chunk implementations, with what keeps each from running: "" if nothing does.
+# Chunk implementations, with what keeps each from running on (tokens, memories), of
+# which only shapes and dtypes are known: "" if nothing does.
 CHUNKWISE: dict[str, tuple[Callable, Callable[..., str]]] = {
     "xla": (xla.trellis_xla, lambda *_: ""),
+    "pallas_tpu": (pallas_tpu.trellis_tpu, pallas_tpu.obstacle),
 }
 
 
@@ -47,9 +49,9 @@ def run(call: Call, implementation: str | None):
     empty = _check_states(call, sizes)
     wrong = _check_reset(call)
     op = "trellis_pass" if call.v is None else "trellis"
+    shapes = jax.eval_shape(lambda: chunked(call, empty)[:2])
     obstacles = {"reference": ""} | {
-        name: obstacle(call.q, call.k, call.v, call.alpha, call.chunk_size)
-        for name, (_, obstacle) in CHUNKWISE.items()
+        name: obstacle(*shapes) for name, (_, obstacle) in CHUNKWISE.items()
     }
     chosen = implementations.choose(op, implementation, obstacles)
     if chosen == "reference":
@@ -59,23 +61,32 @@ def run(call: Call, implementation: str | None):
     return (after, y) if wrong is None else _poison(after, y, wrong)
 
 
+def chunked(call: Call, empty):
+    """Arguments of a chunk implementation: tokens, memories, and empty ones."""
+    position = None if call.state is None else call.state.position
+    tokens = segment.align(
+        call.q,
+        call.k,
+        call.v,
+        call.alpha,
+        call.gamma,
+        call.g,
+        call.reset,
+        call.chunk_size,
+        position,
+    )
+    fresh = empty.memories.start
+    before = Memories(fresh, fresh) if call.state is None else call.state.memories
+    return tokens, before, None if call.reset is None else fresh
+
+
 def in_chunks(implementation: Callable, call: Call, empty):
     """Runs a chunk implementation, which `segment` describes."""
     size, time = call.chunk_size, call.q.shape[1]
-    position = None if call.state is None else call.state.position
-    tokens = segment.align(
-        call.q, call.k, call.v, call.alpha, call.gamma, call.g, call.reset,
-        size, position,
-    )  # fmt: skip
-    fresh = empty.memories.start
-    before = Memories(fresh, fresh) if call.state is None else call.state.memories
     memories, y = implementation(
-        tokens,
-        before,
-        None if call.reset is None else fresh,
-        phi=call.phi,
-        activation=call.activation,
+        *chunked(call, empty), phi=call.phi, activation=call.activation
     )
+    position = None if call.state is None else call.state.position
     start = empty.position if position is None else position
     after = type(empty).of(memories, (start + time) % size, size)
     return after, chunks.join(y, time, position)

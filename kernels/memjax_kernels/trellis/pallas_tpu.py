@@ -25,9 +25,10 @@ from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
 
 F32 = jnp.float32
-# Bytes of blocks that a program may hold, and what Mosaic is allowed beside them.
+# What the blocks of a program may take by `_block_bytes`, and what Mosaic may take.
 BLOCK_BYTES = 12 << 20
-VMEM_BYTES = 64 << 20
+VMEM_BYTES = 32 << 20
+# Heads of one program, where they fit.
 HEADS = 8
 
 
@@ -57,20 +58,27 @@ class Static(NamedTuple):
     interpret: Any
 
 
-def obstacle(q: Array, k: Array, v: Array | None, alpha: Array, chunk_size: int) -> str:
+def obstacle(tokens: Tokens, memories: Memories) -> str:
     """Why the kernels cannot run with these arguments here; "" if they can."""
-    return implementations.needs("tpu") or unsupported(q, k, v, alpha, chunk_size)
+    return implementations.needs("tpu") or unsupported(tokens, memories)
 
 
-def unsupported(
-    q: Array, k: Array, v: Array | None, alpha: Array, chunk_size: int
-) -> str:
-    """Why the kernels cannot take these arguments on any TPU; "" if they can."""
-    tokens = {x.dtype.name for x in (q, k, v) if x is not None}
-    if len(tokens) > 1 or not tokens <= {"float32", "bfloat16"}:
-        return f"q, k and v must all be float32 or all bfloat16, got {sorted(tokens)}"
-    if alpha.dtype.name not in ("float32", "bfloat16"):
-        return f"alpha must be float32 or bfloat16, got {alpha.dtype}"
+def unsupported(tokens: Tokens, memories: Memories) -> str:
+    """Why the kernels cannot take these arguments on any TPU; "" if they can.
+
+    Only shapes and dtypes are looked at.
+    """
+    kinds = {x.dtype.name for x in (tokens.q, tokens.k, tokens.v) if x is not None}
+    if len(kinds) > 1 or not kinds <= {"float32", "bfloat16"}:
+        return f"q, k and v must all be float32 or all bfloat16, got {sorted(kinds)}"
+    if tokens.alpha.dtype.name not in ("float32", "bfloat16"):
+        return f"alpha must be float32 or bfloat16, got {tokens.alpha.dtype}"
+    needed = _block_bytes(tokens, memories)
+    if needed > BLOCK_BYTES:
+        return (
+            f"a head's blocks take {needed / 2**20:.1f} MiB of VMEM, more than "
+            f"{BLOCK_BYTES / 2**20:.0f}"
+        )
     return ""
 
 
@@ -111,25 +119,27 @@ def trellis_tpu(
         lead(tokens.alpha),
         gates.swapaxes(2, 3),
     )
-    static = Static(phi, activation, _heads(arranged, memories), interpret)
+    fitting = BLOCK_BYTES // _block_bytes(tokens, memories)
+    heads = max(1, min(HEADS, b * h, fitting))
+    static = Static(phi, activation, heads, interpret)
+    flatten = lambda tree: jax.tree.map(flat, tree)
     memories, y = _chunks(
-        static, arranged, jax.tree.map(flat, memories), jax.tree.map(flat, empty)
+        static, *_vary_alike((arranged, flatten(memories), flatten(empty)))
     )
     apart = lambda x: x.reshape(b, h, *x.shape[1:])
     return jax.tree.map(apart, memories), back(y)
 
 
-def _heads(x: Inputs, memories: Memories) -> int:
-    """Heads per program: as many as keep the backward kernel's blocks in VMEM."""
+def _block_bytes(tokens: Tokens, memories: Memories) -> int:
+    """What the backward kernel holds in VMEM for a head, roughly."""
     lanes = lambda width: -(-width // 128) * 128
-    tokens = (x.q, *x.inputs, x.alpha)
-    # Tokens, their gradients and y; memories before and after with their gradients.
-    rows = 2 * sum(t.shape[2] * lanes(t.shape[3]) for t in tokens)
-    states = 10 * sum(m.shape[2] * lanes(m.shape[3]) for m in memories.start)
-    squares = 8 * x.q.shape[2] * lanes(x.q.shape[2])
-    return max(
-        1, min(HEADS, x.q.shape[0], BLOCK_BYTES // (4 * (rows + states + squares)))
-    )
+    size = tokens.q.shape[2]
+    arrays = [x for x in (tokens.q, tokens.k, tokens.v, tokens.alpha) if x is not None]
+    # Two buffers of each token and gradient; memories before and after, with their
+    # gradients; the square matrices of a chunk.
+    rows = 2 * sum(size * lanes(x.shape[-1]) for x in arrays)
+    held = 10 * sum(m.shape[2] * lanes(m.shape[3]) for m in memories.start)
+    return 4 * (rows + held + 8 * size * lanes(size))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -297,6 +307,21 @@ def _specs(heads, order, tree, axes):
         return pl.BlockSpec((heads, *x.shape[1:]), lambda g, i: (g, 0, 0))
 
     return jax.tree.map(spec, tree)
+
+
+def _vary_alike(tree):
+    """Under `shard_map`, arrays that vary over the axes over which any of them does.
+
+    A kernel's outputs do, and a gradient must vary over the axes of its argument.
+    """
+    leaves = jax.tree.leaves(tree)
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+
+    def vary(x):
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
 
 
 def _like(x: Array, shape, dtype):

@@ -18,7 +18,7 @@ def trellis_xla(
     *,
     phi: str,
     activation: str | None,
-    remat_every: int = 4,
+    remat_every: int | None = None,
 ) -> tuple[Memories, Array]:
     """A chunk implementation; see `segment`.
 
@@ -28,8 +28,11 @@ def trellis_xla(
         empty: as there.
         phi: as there.
         activation: as there.
-        remat_every: chunks between two memories kept for the backward pass.
+        remat_every: chunks between two memories kept for the backward pass; None is
+            4, or more where chunks are so small that these are not 64 tokens.
     """
+    number, size = tokens.q.shape[1:3]
+    remat_every = remat_every or max(4, 64 // size)
     inputs = (tokens.k,) if tokens.v is None else (tokens.k, tokens.v)
     dtype = one_chunk.operand_dtype(tokens.q, *inputs)
     multiply = functools.partial(one_chunk.multiply, dtype=dtype)
@@ -57,6 +60,6 @@ def trellis_xla(
         body,
         memories,
         (chunk, flag(tokens.complete), flag(tokens.cleared)),
-        remat_every=min(remat_every, tokens.q.shape[1]),
+        remat_every=min(remat_every, number),
     )
     return memories, jnp.moveaxis(y, (0, 2), (1, 3)).astype(inputs[-1].dtype)
