@@ -2,12 +2,12 @@
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels import implementations
+from memjax_kernels import chunks, implementations
 from memjax_kernels.arguments import (
     check_choice,
     check_range,
@@ -87,7 +87,10 @@ def lattice(
     sizes = _check_tokens(q, k, v, gamma, g, reset)
     in_phase = chunk_size == 1 or state is None
     state, empty = _memories(state, empty, chunk_size, rule, sizes)
-    misplaced = _misplaced(reset, state)
+    wrong = None
+    if reset is not None:
+        position = None if in_phase else state.position
+        wrong = chunks.misplaced(reset, chunk_size, position)
     obstacles: dict[str, str] = {"reference": "", "xla": ""}
     arguments = (q, k, v, gamma, g, state, reset, empty.start, rule)
     match implementations.choose("lattice", implementation, obstacles):
@@ -96,7 +99,7 @@ def lattice(
         case _:
             forms = lattice_xla, lattice_xla_head
             state, y = aligned.run(*forms, *arguments, in_phase=in_phase)
-    return _poison(state, y, misplaced)
+    return _poison(state, y, wrong)
 
 
 def _check_options(rule, chunk_size, g):
@@ -156,7 +159,7 @@ def _memories(state, empty, chunk_size, rule, sizes):
                     f"{name}.{field} must be {jnp.dtype(dtype)}{list(shape)}, got "
                     f"{array.dtype}{list(array.shape)}"
                 )
-        if rule.normalize and not isinstance(given.start, jax.core.Tracer):
+        if rule.normalize and not isinstance(given.start, Tracer):
             norms = np.linalg.norm(np.asarray(given.start), axis=-1)
             # A slot that a soft threshold emptied has norm 0.
             if np.any((norms != 0) & ~(np.abs(norms - 1) <= 1e-3)):
@@ -167,22 +170,6 @@ def _memories(state, empty, chunk_size, rule, sizes):
     if empty is None:
         empty = empty_state(b, h, m, v, chunk_size)
     return (beginning(empty.start, chunk_size) if state is None else state), empty
-
-
-def _misplaced(reset, state):
-    """[B, T] whether a reset has come that was not at a chunk's start, or None."""
-    if reset is None or state.chunk_size == 1:
-        return None
-    time = jnp.arange(reset.shape[1], dtype=jnp.int32)
-    place = (state.position[:, None] + time[None]) % state.chunk_size
-    wrong = reset & (place != 0)
-    if not isinstance(wrong, jax.core.Tracer) and np.any(wrong):
-        row, token = np.argwhere(np.asarray(wrong))[0]
-        raise ValueError(
-            f"reset must be where a chunk of {state.chunk_size} tokens starts, got row "
-            f"{row}, token {token}, which is token {place[row, token]} of its chunk"
-        )
-    return jnp.cumsum(wrong, axis=1) > 0
 
 
 def _poison(state, y, misplaced):

@@ -98,17 +98,16 @@ def run(
     b, time = q.shape[:2]
     size = state.chunk_size
     position = None if in_phase else state.position
-    cut = lambda x: None if x is None else chunks.split(x, size, position)
+    cut = lambda x: chunks.split(x, size, position)
     count = chunks.count_chunks(time, size, in_phase)
-    resets = cut(reset)
     tokens = Chunks(
         q=cut(q),
         k=cut(k),
         v=cut(v),
         gamma=cut(gamma),
-        g=cut(g),
+        g=None if g is None else cut(g),
         complete=chunks.completed(count, size, time, position, b),
-        cleared=None if resets is None else resets[:, :, 0],
+        cleared=None if reset is None else cut(reset)[:, :, 0],
     )
     if in_phase:
         memory, y = form(tokens, state.start, empty, rule)

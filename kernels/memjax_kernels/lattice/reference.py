@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.lattice.memory import Forget, LatticeState, Rule, Variant
+from memjax_kernels.lattice.sphere import directions, inverse_norm, shrink, unit
 
 
 def step(
@@ -63,21 +64,24 @@ def advance(
     h, c = residual(direction, k, v, rule.variant)
     if rule.forget == "l2":
         assert g is not None
-        keep = jnp.exp(g.astype(jnp.float32))
-        pending, decay = keep[..., None, None] * pending, keep * decay
-    write = gamma[..., None] * c * inverse
+        mu = jnp.exp(g.astype(jnp.float32))
+        pending, decay = mu[..., None, None] * pending, mu * decay
+    else:
+        decay = jnp.ones_like(gamma)
+    kept = decay[..., None, None]
+    write = gamma[..., None] * c * inverse[..., 0]
     pending = pending + write[..., None] * h[:, :, None]
-    along = jnp.sum(direction * pending, axis=-1)
-    memory = decay[..., None, None] * start + along[..., None] * direction - pending
+    along = jnp.sum(direction * pending, axis=-1, keepdims=True)
+    memory = kept * start + along * direction - pending
     if rule.forget == "l1":
         assert g is not None
         memory = shrink(memory, g.astype(jnp.float32)[..., None, None])
     after = unit(memory) if rule.normalize else memory
     read = after
     if rule.normalize and rule.forget != "l1":
-        # What was written is orthogonal to the slot: its norm by Pythagoras.
-        across = jnp.sum(pending * pending, axis=-1) - along * along
-        read = inverse_norm(decay[..., None], across)[..., None] * memory
+        # What was written is across the slot: the norm by Pythagoras.
+        across = jnp.sum(pending * pending, axis=-1, keepdims=True) - along * along
+        read = memory * inverse_norm(kept, across)
     y = jnp.einsum("bhmv,bhm->bhv", read, q)
     done = state.position + 1 == state.chunk_size
     where = lambda x, y: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), x, y)
@@ -119,19 +123,6 @@ def lattice_reference(
     return state, jnp.moveaxis(y, 0, 1)
 
 
-def directions(
-    start: Float[Array, "B H M V"], rule: Rule
-) -> tuple[Float[Array, "B H M V"], Float[Array, "B H M"]]:
-    """phi(s) and 1 / |s| of every slot: s and 1 where slots are kept on the sphere.
-
-    A slot of zeros has direction 0 and norm 1: its next write fills it.
-    """
-    if rule.normalize:
-        return start, jnp.ones(start.shape[:-1], jnp.float32)
-    inverse = _inverse_norms(start, empty=1.0)
-    return start * inverse[..., None], inverse
-
-
 def residual(
     direction: Float[Array, "B H M V"],
     k: Float[Array, "B H M"],
@@ -146,31 +137,3 @@ def residual(
             return v, jnp.einsum("bhmv,bhv->bhm", direction, v) - k
         case "sim":
             return -v, k
-
-
-def unit(rows: Float[Array, "*X V"]) -> Float[Array, "*X V"]:
-    """Rows divided by their norms; a row of zeros stays."""
-    return rows * _inverse_norms(rows, empty=0.0)[..., None]
-
-
-def shrink(x: Float[Array, "*X"], log_gate: Float[Array, "*Y"]) -> Float[Array, "*X"]:
-    """Soft threshold by -log_gate."""
-    return jnp.sign(x) * jnp.maximum(jnp.abs(x) + log_gate, 0.0)
-
-
-def inverse_norm(
-    kept: Float[Array, "*X"], across: Float[Array, "*Y"]
-) -> Float[Array, "*Y"]:
-    """1 / |s| of a slot made of `kept` of a unit vector and of a part across it.
-
-    Args:
-        kept: how much of the unit vector is left.
-        across: squared norm of the other part, a difference that may round below 0.
-    """
-    return jax.lax.rsqrt(jnp.maximum(kept * kept + jnp.maximum(across, 0.0), 1e-30))
-
-
-def _inverse_norms(rows, empty):
-    squares = jnp.sum(rows * rows, axis=-1)
-    filled = squares > 0
-    return jnp.where(filled, jax.lax.rsqrt(jnp.where(filled, squares, 1.0)), empty)
