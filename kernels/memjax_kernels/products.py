@@ -1,7 +1,7 @@
 """Batched products of matrices, for XLA and inside Pallas kernels alike."""
 
 import functools
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ Form = Literal["nt", "nn", "tn"]
 _CONTRACTED = {"nt": (-1, -1), "nn": (-1, -2), "tn": (-2, -2)}
 
 
+@runtime_checkable
 class Multiply(Protocol):
     """x y^T ("nt"), x y ("nn") or x^T y ("tn") of the last two axes, in float32."""
 
