@@ -2,7 +2,8 @@
 
 phi bends what a memory predicts before it is compared with the target; the activation
 f stands between the two passes. Everything is float32, closed form, and free of what a
-Mosaic TPU kernel lacks, so that the kernels call these very functions.
+Mosaic TPU kernel lacks, so that the kernels call these very functions; GPU kernels say
+how a reduction `over` the slots is laid out.
 
     silu(z) = z sigmoid(z)
     l2_silu(z) = silu(z) / sqrt(|silu(z)|^2 + eps)
@@ -11,6 +12,7 @@ Mosaic TPU kernel lacks, so that the kernels call these very functions.
 with eps = 1e-6, in the gradients too. Karami et al., "Trellis", section 3.2, Table 2.
 """
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
@@ -22,9 +24,18 @@ Activation = Literal["ln_silu", "l2_silu", "softmax"]
 PHIS: tuple[str, ...] = get_args(Phi)
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 EPS = 1e-6
+# (jnp.sum or jnp.max, x) -> its reduction over the last axis, to compute with x.
+Over = Callable[[Callable[..., Array], Array], Array]
 
 
-def apply(name: str, z: Float[Array, "*B M"]) -> Float[Array, "*B M"]:
+def keep_axis(reduce: Callable[..., Array], x: Array) -> Array:
+    """The `Over` of plain JAX."""
+    return reduce(x, axis=-1, keepdims=True)
+
+
+def apply(
+    name: str, z: Float[Array, "*B M"], over: Over = keep_axis
+) -> Float[Array, "*B M"]:
     """The function called `name`, one of `PHIS`."""
     match name:
         case "identity":
@@ -32,39 +43,46 @@ def apply(name: str, z: Float[Array, "*B M"]) -> Float[Array, "*B M"]:
         case "silu":
             return _silu(z)[0]
         case "l2_silu":
-            return _l2(_silu(z)[0])[0]
+            return _l2(_silu(z)[0], over)[0]
         case "ln_silu":
-            return _layer_norm(_silu(z)[0])[0]
+            return _layer_norm(_silu(z)[0], over)[0]
         case "softmax":
-            return _softmax(z)
+            return _softmax(z, over)
     raise ValueError(f"function must be one of {PHIS}, got {name!r}")
 
 
 def error_gradient(
-    phi: str, z: Float[Array, "*B M"], target: Float[Array, "*B M"]
+    phi: str,
+    z: Float[Array, "*B M"],
+    target: Float[Array, "*B M"],
+    over: Over = keep_axis,
 ) -> Float[Array, "*B M"]:
     """u = J_phi(z)^T (phi(z) - target): half the gradient of |phi(z) - target|^2."""
     if phi == "identity":
         return z - target
     if phi == "softmax":
-        p = _softmax(z)
+        p = _softmax(z, over)
         error = p - target
-        return p * (error - jnp.sum(p * error, axis=-1, keepdims=True))
+        return p * (error - over(jnp.sum, p * error))
     s, slope = _silu(z)
     if phi == "silu":
         return (s - target) * slope
     if phi == "l2_silu":
-        n, scale = _l2(s)
+        n, scale = _l2(s, over)
         error = n - target
-        error = error - n * jnp.sum(n * error, axis=-1, keepdims=True)
+        error = error - n * over(jnp.sum, n * error)
     elif phi == "ln_silu":
-        n, scale = _layer_norm(s)
+        n, scale = _layer_norm(s, over)
         error = n - target
-        along = jnp.mean(n * error, axis=-1, keepdims=True)
-        error = error - jnp.mean(error, axis=-1, keepdims=True) - n * along
+        along = _mean(n * error, over)
+        error = error - _mean(error, over) - n * along
     else:
         raise ValueError(f"phi must be one of {PHIS}, got {phi!r}")
     return error * scale * slope
+
+
+def _mean(x, over):
+    return over(jnp.sum, x) / x.shape[-1]
 
 
 def _silu(z):
@@ -73,21 +91,21 @@ def _silu(z):
     return z * gate, gate * (1 + z * (1 - gate))
 
 
-def _l2(s):
+def _l2(s, over):
     """s by its norm, and one over the norm."""
-    scale = jax.lax.rsqrt(jnp.sum(s * s, axis=-1, keepdims=True) + EPS)
+    scale = jax.lax.rsqrt(over(jnp.sum, s * s) + EPS)
     return s * scale, scale
 
 
-def _layer_norm(s):
+def _layer_norm(s, over):
     """s less its mean by its deviation, and one over the deviation."""
-    centred = s - jnp.mean(s, axis=-1, keepdims=True)
-    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    centred = s - _mean(s, over)
+    variance = _mean(centred * centred, over)
     scale = jax.lax.rsqrt(variance + EPS)
     return centred * scale, scale
 
 
-def _softmax(z):
-    highest = jax.lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True))
+def _softmax(z, over):
+    highest = jax.lax.stop_gradient(over(jnp.max, z))
     weights = jnp.exp(z - highest)
-    return weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / over(jnp.sum, weights)
