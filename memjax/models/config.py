@@ -5,8 +5,25 @@ import difflib
 from typing import Literal, get_args
 
 from memjax.mechanisms.base import check_sizes
+from memjax.mechanisms.lattice import LatticeOptions
+from memjax.mechanisms.trellis import TrellisOptions
+from memjax.mechanisms.ttt_linear import TTTOptions
 
-Mixer = Literal["attention", "sliding_window", "delta_rule", "elastic_memory"]
+Mixer = Literal[
+    "attention",
+    "sliding_window",
+    "elastic_memory",
+    "linear_attention",
+    "mamba2",
+    "gla",
+    "deltanet",
+    "gated_deltanet",
+    "gsa",
+    "abc",
+    "ttt_linear",
+    "trellis",
+    "lattice",
+]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -43,11 +60,15 @@ class ModelConfig:
         model_dim: D.
         num_heads: query heads.
         num_kv_heads: key-value heads of the attention family; divides `num_heads`.
-        head_dim: width of a head.
+        head_dim: width of a head, in recurrent mixers of its keys and its values.
         hidden_dim: width inside the SwiGLU.
         window: tokens seen by "sliding_window"; block of "elastic_memory".
         capacity: longest history of "attention".
+        slots: memory slots a head of "gsa", "abc", "trellis" and "lattice".
         elastic: options of "elastic_memory".
+        ttt: options of "ttt_linear".
+        trellis: options of "trellis".
+        lattice: options of "lattice".
         rope_theta: base of the RoPE frequencies.
         norm_epsilon: of RMSNorm.
         tied_head: whether the output layer is the embedding, transposed.
@@ -64,7 +85,11 @@ class ModelConfig:
     hidden_dim: int = 2048
     window: int = 2048
     capacity: int = 32_768
+    slots: int = 64
     elastic: ElasticOptions = ElasticOptions()
+    ttt: TTTOptions = TTTOptions()
+    trellis: TrellisOptions = TrellisOptions()
+    lattice: LatticeOptions = LatticeOptions()
     rope_theta: float = 500_000.0
     norm_epsilon: float = 1e-5
     tied_head: bool = True
@@ -76,6 +101,7 @@ class ModelConfig:
             layers=len(self.mixers),
             vocab_size=self.vocab_size,
             hidden_dim=self.hidden_dim,
+            slots=self.slots,
         )
         if not self.norm_epsilon > 0:
             raise ValueError(f"norm_epsilon must be positive, got {self.norm_epsilon}")

@@ -8,6 +8,7 @@ of its state: `model(state, tokens) -> (state, logits)`, one mechanism state a l
 Shapes: B batch, T time, D model, F hidden, V vocabulary.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from memjax import mechanisms
 from memjax.mechanisms import Mechanism
 from memjax.mechanisms.attention import AttentionConfig
-from memjax.mechanisms.delta_rule import DeltaRuleConfig
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig
+from memjax.mechanisms.recurrent_block import BlockConfig
 from memjax.mechanisms.sliding_window import SlidingWindowConfig
 from memjax.models.config import Mixer, ModelConfig
 
@@ -44,6 +45,13 @@ def build_mixer(config: ModelConfig, mixer: Mixer) -> Mechanism:
         head_dim=config.head_dim,
         rope_theta=config.rope_theta,
     )
+    block = BlockConfig(
+        model_dim=config.model_dim,
+        num_heads=config.num_heads,
+        key_dim=config.head_dim,
+        value_dim=config.head_dim,
+        norm_epsilon=config.norm_epsilon,
+    )
     match mixer:
         case "attention":
             return mechanisms.attention(
@@ -58,11 +66,28 @@ def build_mixer(config: ModelConfig, mixer: Mixer) -> Mechanism:
             return mechanisms.elastic_memory(
                 ElasticMemoryConfig(**heads, block=config.window, **options)
             )
-        case "delta_rule":
-            width = config.head_dim
-            return mechanisms.delta_rule(
-                DeltaRuleConfig(config.model_dim, config.num_heads, width, width)
-            )
+        case "linear_attention":
+            return mechanisms.linear_attention(block)
+        case "mamba2":
+            return mechanisms.mamba2(block)
+        case "gla":
+            return mechanisms.gla(block)
+        case "deltanet":
+            return mechanisms.deltanet(block)
+        case "gated_deltanet":
+            return mechanisms.gated_deltanet(block)
+        case "ttt_linear":
+            return mechanisms.ttt_linear(block, config.ttt)
+        case "gsa":
+            return mechanisms.gsa(block, config.slots)
+        case "abc":
+            return mechanisms.abc(block, config.slots)
+        case "trellis":
+            return mechanisms.trellis(block, config.slots, config.trellis)
+        case "lattice":
+            # Its queries and keys have one channel a slot.
+            block = dataclasses.replace(block, key_dim=config.slots)
+            return mechanisms.lattice(block, config.lattice)
 
 
 class Block(nnx.Module):

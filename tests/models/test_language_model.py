@@ -18,7 +18,7 @@ from memjax.training.loss import token_losses
 
 B, T, V, D = 2, 10, 23, 16
 CONFIG = ModelConfig(
-    mixers=("sliding_window", "elastic_memory", "delta_rule", "attention"),
+    mixers=("sliding_window", "elastic_memory", "deltanet", "attention"),
     vocab_size=V,
     model_dim=D,
     num_heads=4,

@@ -133,7 +133,7 @@ def test_every_leaf_of_every_preset_lies_where_it_was_meant_to(name):
 
 def test_an_untied_head_and_the_delta_rule_have_their_rules():
     config = dataclasses.replace(
-        preset("elastic-tiny", 4096), tied_head=False, mixers=("delta_rule",)
+        preset("elastic-tiny", 4096), tied_head=False, mixers=("deltanet",)
     )
     placed = specs(train_state(config))
     assert trimmed(placed["params/head/value"][1]) == ("fsdp", "tensor")
