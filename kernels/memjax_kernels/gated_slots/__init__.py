@@ -15,6 +15,7 @@ from memjax_kernels.gated_slots.reference import SlotState as SlotState
 from memjax_kernels.gated_slots.reference import empty_state as empty_state
 from memjax_kernels.gated_slots.reference import gated_slots_reference
 from memjax_kernels.gated_slots.reference import step as step
+from memjax_kernels.gated_slots.xla import gated_slots_xla
 
 Implementation = Literal["reference", "xla"]
 
@@ -71,7 +72,11 @@ def gated_slots(
     arguments.check_float32("state.values", values)
     arguments.check_range("g", g, -float("inf"), 0.0)
     arguments.check_reset(reset, sizes["B"], sizes["T"])
-    implementations.choose("gated_slots", implementation, {"reference": ""})
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHMKV"))
-    return gated_slots_reference(q, k, v, alpha, g, state, reset)
+    obstacles = {"xla": "", "reference": ""}
+    match implementations.choose("gated_slots", implementation, obstacles):
+        case "xla":
+            return gated_slots_xla(q, k, v, alpha, g, state, reset)
+        case _:
+            return gated_slots_reference(q, k, v, alpha, g, state, reset)

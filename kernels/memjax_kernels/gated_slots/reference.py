@@ -22,12 +22,12 @@ class SlotState(NamedTuple):
 
 
 def empty_state(
-    batch: int, heads: int, slots: int, key_width: int, value_width: int
+    batch: int, heads: int, slots: int, key_dim: int, value_dim: int
 ) -> SlotState:
     """The memory before the first token: zeros, float32."""
     return SlotState(
-        keys=jnp.zeros((batch, heads, slots, key_width), jnp.float32),
-        values=jnp.zeros((batch, heads, slots, value_width), jnp.float32),
+        keys=jnp.zeros((batch, heads, slots, key_dim), jnp.float32),
+        values=jnp.zeros((batch, heads, slots, value_dim), jnp.float32),
     )
 
 

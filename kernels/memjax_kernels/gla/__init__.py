@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 from memjax_kernels import arguments, implementations
 from memjax_kernels.gla.reference import gla_reference
 from memjax_kernels.gla.reference import step as step
+from memjax_kernels.gla.xla import gla_xla
 from memjax_kernels.linear_attention.reference import empty_state as empty_state
 
 Implementation = Literal["reference", "xla"]
@@ -57,7 +58,11 @@ def gla(
     arguments.check_float32("state", state)
     arguments.check_range("g", g, -float("inf"), 0.0)
     arguments.check_reset(reset, sizes["B"], sizes["T"])
-    implementations.choose("gla", implementation, {"reference": ""})
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    return gla_reference(q, k, v, g, state, reset)
+    obstacles = {"xla": "", "reference": ""}
+    match implementations.choose("gla", implementation, obstacles):
+        case "xla":
+            return gla_xla(q, k, v, g, state, reset)
+        case _:
+            return gla_reference(q, k, v, g, state, reset)

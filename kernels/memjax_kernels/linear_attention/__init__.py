@@ -14,6 +14,7 @@ from memjax_kernels import arguments, implementations
 from memjax_kernels.linear_attention.reference import empty_state as empty_state
 from memjax_kernels.linear_attention.reference import linear_attention_reference
 from memjax_kernels.linear_attention.reference import step as step
+from memjax_kernels.ssd.xla import ssd_xla
 
 Implementation = Literal["reference", "xla"]
 
@@ -50,7 +51,11 @@ def linear_attention(
     )
     arguments.check_float32("state", state)
     arguments.check_reset(reset, sizes["B"], sizes["T"])
-    implementations.choose("linear_attention", implementation, {"reference": ""})
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    return linear_attention_reference(q, k, v, state, reset)
+    obstacles = {"xla": "", "reference": ""}
+    match implementations.choose("linear_attention", implementation, obstacles):
+        case "xla":
+            return ssd_xla(q, k, v, None, state, reset)
+        case _:
+            return linear_attention_reference(q, k, v, state, reset)

@@ -7,10 +7,10 @@ from memjax_kernels import token_loop
 
 
 def empty_state(
-    batch: int, heads: int, key_width: int, value_width: int
+    batch: int, heads: int, key_dim: int, value_dim: int
 ) -> Float[Array, "B H K V"]:
     """The memory before the first token: zeros, float32."""
-    return jnp.zeros((batch, heads, key_width, value_width), jnp.float32)
+    return jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32)
 
 
 def step(

@@ -14,6 +14,7 @@ from memjax_kernels import arguments, implementations
 from memjax_kernels.linear_attention.reference import empty_state as empty_state
 from memjax_kernels.ssd.reference import ssd_reference
 from memjax_kernels.ssd.reference import step as step
+from memjax_kernels.ssd.xla import ssd_xla
 
 Implementation = Literal["reference", "xla"]
 
@@ -58,7 +59,11 @@ def ssd(
     arguments.check_float32("state", state)
     arguments.check_range("g", g, -float("inf"), 0.0)
     arguments.check_reset(reset, sizes["B"], sizes["T"])
-    implementations.choose("ssd", implementation, {"reference": ""})
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    return ssd_reference(q, k, v, g, state, reset)
+    obstacles = {"xla": "", "reference": ""}
+    match implementations.choose("ssd", implementation, obstacles):
+        case "xla":
+            return ssd_xla(q, k, v, g, state, reset)
+        case _:
+            return ssd_reference(q, k, v, g, state, reset)

@@ -1,0 +1,50 @@
+"""Gated slots in chunks of matrix products: two linear recurrences in a row.
+
+The first decays along what it reads, K̃ q; the second, whose queries are the softmax of
+that, along its keys, as gated linear attention does. Zhang et al. (2024),
+https://arxiv.org/abs/2409.07146, section 3.2.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels import decays, linear_chunks
+from memjax_kernels.gated_slots.reference import SlotState
+
+
+def gated_slots_xla(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    alpha: Float[Array, "B T H M"],
+    g: Float[Array, "B T H M"] | None,
+    state: SlotState,
+    reset: Bool[Array, "B T"] | None = None,
+    *,
+    chunk_size: int = 64,
+) -> tuple[SlotState, Float[Array, "B T H V"]]:
+    """The recurrence of `gated_slots_reference`."""
+    tokens = (q, k, v, alpha, g)
+    return linear_chunks.run(_group, tokens, state, reset, chunk_size)
+
+
+def _group(state, q, k, v, alpha, g, reset):
+    left = decays.products(linear_chunks.factors(g, reset, q.shape[-2]))
+    precision = linear_chunks.precision_of(q, k, v, alpha)
+    q, k, value, alpha = linear_chunks.to_float32(q, k, v, alpha)
+    keys, compared = _compare(state.keys, q, k, alpha, left, precision)
+    values, y = linear_chunks.linear_reads(
+        state.values, jax.nn.softmax(compared), alpha, value, left, precision
+    )
+    return SlotState(keys=keys, values=values), y.astype(v.dtype)
+
+
+def _compare(keys, q, k, alpha, left, precision):
+    """The slots' keys after the group, and K̃ q for every token, [n, B, H, C, M]."""
+    written = linear_chunks.outer(alpha * left.until, k, precision)
+    keys, starts = linear_chunks.carry(keys, left.since[..., -1, :], written)
+    inside = jnp.einsum("...ik,...jk->...ij", q, k, precision=precision)
+    before = jnp.einsum("...ck,...mk->...cm", q, starts, precision=precision)
+    new = decays.sums(inside, alpha, left, precision)
+    return keys, new + left.since * before

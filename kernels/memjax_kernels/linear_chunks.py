@@ -1,0 +1,133 @@
+"""Linear recurrences S ← diag(f) S + k vᵀ in chunks of matrix products.
+
+A segment is cut into groups of chunks. The chunks of a group are worked on together;
+their memories alone follow one another. The backward pass keeps the memory before
+each group and computes the rest again, so what it holds is linear in T.
+
+Dao and Gu (2024), https://arxiv.org/abs/2405.21060, section 6, for one factor a head;
+Yang et al. (2023), https://arxiv.org/abs/2312.06635, section 4, for one a channel.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+from memjax_kernels import chunks, decays
+
+# Chunks worked on together: more is more at once, and more held at once.
+GROUP = 8
+
+
+def run(
+    body: Callable[..., tuple[PyTree, Array]],
+    tokens: tuple[Float[Array, "B T ..."] | None, ...],
+    state: PyTree[Float[Array, "B ..."]],
+    reset: Bool[Array, "B T"] | None,
+    chunk_size: int,
+) -> tuple[PyTree[Float[Array, "B ..."]], Float[Array, "B T ..."]]:
+    """Scans over groups of n chunks.
+
+    Args:
+        body: (state, *tokens, reset) -> (state, y) of a group, where tokens and y are
+            [n, B, H, C, D] and reset is [n, B, C].
+        tokens: [B, T, H, D] or None; a token of zeros must be no token.
+        state: the memory before the first.
+        reset: True empties the memory before that token.
+        chunk_size: C at most, a power of two; it does not change what is computed.
+    """
+    time = next(x for x in tokens if x is not None).shape[1]
+    size = min(chunk_size, 1 << (time - 1).bit_length())
+    # Groups of equal size, for the fewest chunks of padding.
+    count = -(-time // size)
+    group = -(-count // -(-count // GROUP))
+
+    def grouped(x):
+        x = chunks.split(x, group * size, None)
+        x = x.reshape(*x.shape[:2], group, size, *x.shape[3:])
+        x = jnp.moveaxis(x, 0, 2)
+        return x if x.ndim == 4 else jnp.moveaxis(x, 4, 3)
+
+    items = jax.tree.map(grouped, (*tokens, reset))
+    state, y = chunks.scan(lambda state, item: body(state, *item), state, items)
+    y = jnp.moveaxis(jnp.moveaxis(y, 3, 4), 2, 0)
+    return state, y.reshape(y.shape[0], -1, *y.shape[4:])[:, :time]
+
+
+def linear_group(
+    state: Float[Array, "B H K V"],
+    q: Float[Array, "n B H C K"],
+    k: Float[Array, "n B H C K"],
+    v: Float[Array, "n B H C V"],
+    g: Float[Array, "n B H C G"] | None,
+    reset: Bool[Array, "n B C"] | None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H C V"]]:
+    """A group of S ← diag(exp(g)) S + k vᵀ, y = Sᵀq; G is 1 or K."""
+    left = decays.products(factors(g, reset, q.shape[-2]))
+    state, y = linear_reads(state, *to_float32(q, k, v), left, precision_of(q, k, v))
+    return state, y.astype(v.dtype)
+
+
+def linear_reads(
+    state: Float[Array, "B H K V"],
+    q: Float[Array, "n B H C K"],
+    k: Float[Array, "n B H C K"],
+    v: Float[Array, "n B H C V"],
+    left: decays.Decays,
+    precision: jax.lax.Precision,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H C V"]]:
+    """What `linear_group` computes, from factors multiplied out."""
+    written = outer(k * left.until, v, precision)
+    state, starts = carry(state, left.since[..., -1, :], written)
+    inside = decays.scores(q, k, left, precision)
+    y = jnp.matmul(inside, v, precision=precision)
+    return state, y + jnp.matmul(q * left.since, starts, precision=precision)
+
+
+def carry(
+    state: Float[Array, "B H K V"],
+    kept: Float[Array, "#n #B #H #K"],
+    written: Float[Array, "n B H K V"],
+) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H K V"]]:
+    """The memory after the group, and before each of its chunks."""
+    kept = jnp.broadcast_to(kept, (written.shape[0], *kept.shape[1:]))
+
+    def move(state, item):
+        kept, written = item
+        return kept[..., None] * state + written, state
+
+    return jax.lax.scan(move, state, (kept, written))
+
+
+def outer(
+    k: Float[Array, "*B C K"], v: Float[Array, "*B C V"], precision: jax.lax.Precision
+) -> Float[Array, "*B K V"]:
+    """The sum of a chunk's outer products."""
+    return jnp.einsum("...ck,...cv->...kv", k, v, precision=precision)
+
+
+def factors(
+    g: Float[Array, "n B H C G"] | None, reset: Bool[Array, "n B C"] | None, size: int
+) -> Float[Array, "#n #B #H C G"]:
+    """exp(g), ones without gates; a reset is a factor of 0."""
+    if g is None:
+        kept = jnp.ones((1, 1, 1, size, 1), jnp.float32)
+    else:
+        kept = jnp.exp(g.astype(jnp.float32))
+    if reset is None:
+        return kept
+    return jnp.where(reset[:, :, None, :, None], 0.0, kept)
+
+
+def to_float32(*arrays: Float[Array, "..."]) -> list[Any]:
+    """Each in float32."""
+    return [x.astype(jnp.float32) for x in arrays]
+
+
+def precision_of(*arrays: Float[Array, "..."]) -> jax.lax.Precision:
+    """Full products for float32 inputs; what the hardware likes for shorter ones."""
+    if any(x.dtype == jnp.float32 for x in arrays):
+        return jax.lax.Precision.HIGHEST
+    return jax.lax.Precision.DEFAULT
