@@ -144,11 +144,11 @@ def _check_states(call: Call, sizes: dict[str, int]):
         return empty_state(b, h, m, key, value, call.chunk_size)
 
     like = jax.eval_shape(default)
-    for name, highest in (("state", call.chunk_size - 1), ("empty", 0)):
+    for name, highest in (("state", call.chunk_size - 1.0), ("empty", 0.0)):
         given = getattr(call, name)
         if given is not None:
             _check_state(name, given, like)
-            arguments.check_range(f"{name}.position", given.position, 0, highest)
+            arguments.check_range(f"{name}.position", given.position, 0.0, highest)
     return default() if call.empty is None else call.empty
 
 

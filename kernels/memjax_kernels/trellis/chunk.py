@@ -6,19 +6,17 @@ Arrays have any leading axes, the same for all: [..., C, D] tokens, [..., C] gat
 its start.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from memjax_kernels.products import Multiply
 from memjax_kernels.trellis import functions
 from memjax_kernels.trellis.state import Memories
 
 F32 = jnp.float32
-# Contracted axes of the products x y^T, x y and x^T y.
-CONTRACTED = {"nt": (-1, -1), "nn": (-1, -2), "tn": (-2, -2)}
 # exp of this is 0 in float32. Gates no lower keep the differences of their sums finite,
 # and exact to 1e-5 after one such gate.
 FORGETS_ALL = -104.0
@@ -40,33 +38,12 @@ class Options(NamedTuple):
     Attributes:
         phi: one of `functions.PHIS`.
         activation: one of `functions.ACTIVATIONS`, or None for a single pass.
-        multiply: (x, y, one of `CONTRACTED`) -> product, float32.
+        multiply: products of matrices.
     """
 
     phi: str
     activation: str | None
-    multiply: Callable[[Array, Array, str], Array]
-
-
-def multiply(x: Array, y: Array, form: str, dtype: jnp.dtype) -> Float[Array, "..."]:
-    """A product of matrices with operands in `dtype` and float32 sums."""
-    batch = tuple(range(x.ndim - 2))
-    left, right = CONTRACTED[form]
-    # Without this a TPU would round float32 operands to bfloat16.
-    exact = jax.lax.Precision.HIGHEST if dtype == F32 else jax.lax.Precision.DEFAULT
-    return jax.lax.dot_general(
-        x.astype(dtype),
-        y.astype(dtype),
-        (((x.ndim + left,), (y.ndim + right,)), (batch, batch)),
-        precision=exact,
-        preferred_element_type=F32,
-    )
-
-
-def operand_dtype(*tokens: Array | None) -> jnp.dtype:
-    """bfloat16 where all tokens are, else float32."""
-    given = {x.dtype for x in tokens if x is not None}
-    return jnp.dtype(jnp.bfloat16 if given == {jnp.dtype(jnp.bfloat16)} else F32)
+    multiply: Multiply
 
 
 def advance(

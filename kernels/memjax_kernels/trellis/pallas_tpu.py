@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from memjax_kernels import implementations
+from memjax_kernels import implementations, products
 from memjax_kernels.trellis import chunk as one_chunk
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
@@ -160,29 +160,6 @@ def _chunks_bwd(static, residuals, cotangents):
 
 
 _chunks.defvjp(_chunks_fwd, _chunks_bwd)
-
-
-def _multiply(dtype):
-    """Products whose gradients are products in the same dtype, without transposes."""
-    plain = functools.partial(one_chunk.multiply, dtype=dtype)
-
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-    def multiply(x, y, form):
-        return plain(x, y, form)
-
-    def backward(form, operands, ct):
-        x, y = operands
-        match form:
-            case "nt":
-                dx, dy = plain(ct, y, "nn"), plain(ct, x, "tn")
-            case "nn":
-                dx, dy = plain(ct, y, "nt"), plain(x, ct, "tn")
-            case _:
-                dx, dy = plain(y, ct, "nt"), plain(x, ct, "nn")
-        return dx.astype(x.dtype), dy.astype(y.dtype)
-
-    multiply.defvjp(lambda x, y, form: (plain(x, y, form), (x, y)), backward)
-    return multiply
 
 
 def _read(x: Inputs):
@@ -332,8 +309,8 @@ def _like(x: Array, shape, dtype):
 
 def _call(static: Static, kernel, name, inputs, in_specs, outputs, out_specs):
     q = inputs[0].q
-    dtype = one_chunk.operand_dtype(q)
-    options = one_chunk.Options(static.phi, static.activation, _multiply(dtype))
+    multiply = products.multiplier(products.operand_dtype(q))
+    options = one_chunk.Options(static.phi, static.activation, multiply)
     return pl.pallas_call(
         functools.partial(kernel, options=options),
         grid=(pl.cdiv(q.shape[0], static.heads), q.shape[1]),

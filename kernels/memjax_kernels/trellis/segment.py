@@ -97,10 +97,8 @@ def align(
     )
 
 
-def per_pass(
-    gate: Float[Array, "*B H"] | Float[Array, "*B H P"], passes: int
-) -> Float[Array, "*B H P"]:
-    """A gate in float32 for each pass, from a shared one [B, T, H] too."""
+def per_pass(gate: Float[Array, "B T H ..."], passes: int) -> Float[Array, "B T H P"]:
+    """A gate in float32 for each pass; one [B, T, H] is shared by them."""
     gate = gate.astype(jnp.float32)
     if gate.ndim == 4:
         return gate

@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from memjax_kernels import chunks
+from memjax_kernels import chunks, products
 from memjax_kernels.trellis import chunk as one_chunk
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
@@ -34,8 +34,8 @@ def trellis_xla(
     number, size = tokens.q.shape[1:3]
     remat_every = remat_every or max(4, 64 // size)
     inputs = (tokens.k,) if tokens.v is None else (tokens.k, tokens.v)
-    dtype = one_chunk.operand_dtype(tokens.q, *inputs)
-    multiply = functools.partial(one_chunk.multiply, dtype=dtype)
+    dtype = products.operand_dtype(tokens.q, *inputs)
+    multiply = functools.partial(products.multiply, dtype=dtype)
     options = one_chunk.Options(phi, activation, multiply)
 
     def body(memories, item):

@@ -1,0 +1,305 @@
+"""The forward kernel of Trellis on a GPU; `pallas_gpu` prepares what it takes.
+
+All chunks of one row and head are one program. Its memories stay in shared memory in
+float32; products read a copy in the dtype of the tokens, which is also what a gradient
+keeps of every chunk's start. Tokens of the next chunk are copied in meanwhile.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from memjax_kernels import mosaic
+from memjax_kernels.mosaic import F32, ROWS, Machine
+from memjax_kernels.trellis import functions
+
+
+class Static(NamedTuple):
+    """What is fixed when a kernel is compiled.
+
+    Attributes:
+        phi: one of `functions.PHIS`.
+        activation: one of `functions.ACTIVATIONS`, or None for a single pass.
+        interpret: None, or parameters of the interpreter of GPU kernels.
+    """
+
+    phi: str
+    activation: str | None
+    interpret: Any
+
+
+class Inputs(NamedTuple):
+    """What both kernels take; a tuple holds one for each of P passes.
+
+    Attributes:
+        q: [B, n, C, H, K].
+        inputs: [B, n, C, H, K], [B, n, C, H, V].
+        alpha: [B, n, C, H, M].
+        gates: [B, n, H, 2 P, 64] float32: the sum of g up to each token of the chunk
+            and gamma, of each pass; after the chunk the last sum, and 0.
+        begin: memories [B, H, M, D] in the dtype of q before the first chunk, in
+            which gradients are taken; None if they are those to read from.
+        running: memories [B, H, M, D] float32 before the first chunk, to read from.
+        middle: Int32[B], the first chunk that a row does not fill, or n.
+        cleared: Int32[B, n], or None; not 0 where a chunk but the first starts from
+            `empty`.
+        empty: [B, H, M, D] float32, or None.
+    """
+
+    q: Any
+    inputs: Any
+    alpha: Any
+    gates: Any
+    begin: Any
+    running: Any
+    middle: Any
+    cleared: Any
+    empty: Any
+
+
+class Sizes(NamedTuple):
+    """Sizes of one program."""
+
+    chunks: int
+    size: int
+    slots: int
+    widths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Inputs) -> "Sizes":
+        n, size = x.q.shape[1:3]
+        return cls(n, size, x.alpha.shape[-1], tuple(i.shape[-1] for i in x.inputs))
+
+
+def forward_bytes(sizes: Sizes, stages: int) -> int:
+    """Shared memory of a program of bfloat16 tokens."""
+    _, _, slots, widths = sizes
+    tokens = ROWS * (widths[0] + sum(widths) + slots)
+    read = widths[-1] if len(widths) == 2 else slots
+    work = ROWS * (ROWS + 3 * slots + read)
+    memories = slots * sum(widths)
+    vectors = 2 * len(widths) * ROWS * 4 + 1024
+    return 2 * (stages * tokens + work + memories) + 4 * memories + stages * vectors
+
+
+def forward(static: Static, x: Inputs, stages: int, *, keep: bool):
+    """Runs the kernel.
+
+    Returns:
+        y; the memories after the last chunk; those at the start of the chunk that
+        `middle` names, if that is one but the first; at every chunk's start in the
+        dtype of q, if `keep`.
+    """
+    b, n, size, h, _ = x.q.shape
+    sizes = Sizes.of(x)
+    passes = len(sizes.widths)
+    shapes = [(sizes.slots, width) for width in sizes.widths]
+    dtype = x.q.dtype
+    read = (x.inputs[1] if passes == 2 else x.alpha).shape[-1]
+    memory = [jax.ShapeDtypeStruct((b, h, *s), F32) for s in shapes]
+    chunk_starts = [jax.ShapeDtypeStruct((b, n, h, *s), dtype) for s in shapes]
+    outputs = (
+        [jax.ShapeDtypeStruct((b, n, size, h, read), x.inputs[-1].dtype)],
+        memory,
+        memory,
+        chunk_starts if keep else [],
+    )
+    inputs, tree = jax.tree.flatten((x, outputs))
+    given = len(jax.tree.leaves(x))
+
+    def body(*refs, **scratch):
+        x, outputs = jax.tree.unflatten(tree, refs)
+        _Program(static, sizes, stages, x, outputs, scratch).run()
+
+    work = lambda width: mosaic.tile(ROWS, width, dtype=dtype)
+    staged = lambda width: mosaic.tile(stages, ROWS, width, dtype=dtype)
+    scratch = {
+        "q": staged(sizes.widths[0]),
+        "alpha": staged(sizes.slots),
+        "gates": mosaic.vectors(stages, 2 * passes, ROWS),
+        "scores": work(ROWS),
+        "errors": work(sizes.slots),
+        "decayed": work(sizes.slots),
+        "query": work(sizes.slots),
+        "y": work(read),
+        "arrived": plgpu.Barrier(num_arrivals=3 + passes, num_barriers=stages),
+        "memory_arrived": plgpu.Barrier(num_arrivals=passes),
+    }
+    for i, shape in enumerate(shapes):
+        scratch[f"inputs{i}"] = staged(shape[1])
+        scratch[f"memory{i}"] = mosaic.tile(*shape, dtype=F32)
+        scratch[f"operand{i}"] = mosaic.tile(*shape, dtype=dtype)
+    run = mosaic.call(
+        body,
+        (b, h),
+        inputs[given:],
+        scratch,
+        "memjax_trellis_forward",
+        static.interpret,
+    )
+    return jax.tree.unflatten(jax.tree.structure(outputs), run(*inputs[:given]))
+
+
+class _Program:
+    """The kernel of one row and head."""
+
+    def __init__(self, static, sizes, stages, x, outputs, scratch):
+        self.static, self.sizes, self.stages = static, sizes, stages
+        self.x, self.scratch = x, scratch
+        self.y, self.after, self.middle, self.kept = outputs
+        self.machine = Machine(static.interpret)
+        self.row, self.head = lax.axis_index("rows"), lax.axis_index("heads")
+        self.passes = range(len(sizes.widths))
+
+    def each(self, name):
+        return [self.scratch[f"{name}{i}"] for i in self.passes]
+
+    def run(self):
+        row, head, chunks = self.row, self.head, self.sizes.chunks
+        self.fetch_memories(self.x.running)
+        if self.sizes.size < ROWS:
+            for ref in (self.scratch["q"], self.scratch["alpha"], *self.each("inputs")):
+                for stage in range(self.stages):
+                    self.machine.clear(ref.at[stage])
+            plgpu.commit_smem()
+        self.fetch_tokens(jnp.int32(0))
+        middle = self.x.middle[row]
+        lax.fori_loop(0, chunks, lambda i, _: self.chunk(i, middle), None)
+        plgpu.commit_smem()
+        for memory, after in zip(self.each("memory"), self.after, strict=True):
+            plgpu.copy_smem_to_gmem(memory, after.at[row, head])
+        plgpu.wait_smem_to_gmem(0)
+
+    def fetch_memories(self, source):
+        arrived = self.scratch["memory_arrived"]
+        for memory, given in zip(self.each("memory"), source, strict=True):
+            plgpu.copy_gmem_to_smem(given.at[self.row, self.head], memory, arrived)
+        plgpu.barrier_wait(arrived)
+
+    def fetch_tokens(self, chunk):
+        """Begins the copies of a chunk's tokens."""
+        stage = lax.rem(chunk, self.stages)
+        arrived = self.scratch["arrived"].at[stage]
+        place = pl.ds(0, self.sizes.size)
+        x, scratch = self.x, self.scratch
+        for source, target in zip(
+            (x.q, x.alpha, *x.inputs),
+            (scratch["q"], scratch["alpha"], *self.each("inputs")),
+            strict=True,
+        ):
+            source = source.at[self.row, chunk, :, self.head, :]
+            plgpu.copy_gmem_to_smem(source, target.at[stage, place], arrived)
+        gates = x.gates.at[self.row, chunk, self.head]
+        plgpu.copy_gmem_to_smem(gates, scratch["gates"].at[stage], arrived)
+
+    def chunk(self, i, middle):
+        stage = lax.rem(i, self.stages)
+        if self.stages > 1:
+            pl.when(i + 1 < self.sizes.chunks)(lambda: self.fetch_tokens(i + 1))
+        plgpu.wait_smem_to_gmem(0)
+        self.begin(i, middle)
+        plgpu.barrier_wait(self.scratch["arrived"].at[stage])
+        self.compute(i, stage)
+        if self.stages == 1:
+            pl.when(i + 1 < self.sizes.chunks)(lambda: self.fetch_tokens(i + 1))
+
+    def begin(self, i, middle):
+        """The memories at the chunk's start, as operands and where they are kept."""
+        x, row, head = self.x, self.row, self.head
+        if x.cleared is not None:
+            again = (i > 0) & (x.cleared[row, i] != 0)
+            pl.when(again)(lambda: self.fetch_memories(x.empty))
+
+        @pl.when((i > 0) & (i == middle))
+        def _():
+            for memory, out in zip(self.each("memory"), self.middle, strict=True):
+                plgpu.copy_smem_to_gmem(memory, out.at[row, head])
+
+        if x.begin is None:
+            self.round_memories()
+        else:
+            pl.when(i > 0)(self.round_memories)
+
+            @pl.when(i == 0)
+            def _():
+                arrived = self.scratch["memory_arrived"]
+                for operand, given in zip(self.each("operand"), x.begin, strict=True):
+                    plgpu.copy_gmem_to_smem(given.at[row, head], operand, arrived)
+                plgpu.barrier_wait(arrived)
+
+        plgpu.commit_smem()
+        for operand, kept in zip(self.each("operand"), self.kept, strict=False):
+            plgpu.copy_smem_to_gmem(operand, kept.at[row, i, head])
+
+    def round_memories(self):
+        for memory, operand in zip(
+            self.each("memory"), self.each("operand"), strict=True
+        ):
+            operand[...] = self.machine.matrix(memory).astype(operand.dtype)
+
+    def compute(self, i, stage):
+        machine, scratch, operands = self.machine, self.scratch, self.each("operand")
+        q, inputs = scratch["q"].at[stage], [x.at[stage] for x in self.each("inputs")]
+        predicted = [(x, m, "nt") for x, m in zip(inputs, operands, strict=True)]
+        *predicted, scores = machine.products(*predicted, (q, inputs[0], "nt"))
+        if self.x.begin is not None:
+
+            @pl.when(i == 0)
+            def _():
+                plgpu.wait_smem_to_gmem(0)
+                self.round_memories()
+                plgpu.commit_smem()
+
+        y = self.one_pass(0, stage, predicted[0], q, scores)
+        if len(inputs) == 2:
+            query = functions.apply(self.static.activation, y, mosaic.over_slots)
+            scratch["query"][...] = query.astype(scratch["query"].dtype)
+            y = self.one_pass(1, stage, predicted[1], scratch["query"], None)
+        scratch["y"][...] = y.astype(scratch["y"].dtype)
+        plgpu.commit_smem()
+        place = pl.ds(0, self.sizes.size)
+        target = self.y[0].at[self.row, i, :, self.head, :]
+        plgpu.copy_smem_to_gmem(scratch["y"].at[place], target)
+
+    def one_pass(self, index, stage, predicted, query, scores):
+        """Reads of a pass; its memory becomes the one after the chunk."""
+        machine, scratch, slots = self.machine, self.scratch, self.sizes.slots
+        operand, memory = self.each("operand")[index], self.each("memory")[index]
+        x = self.each("inputs")[index].at[stage]
+        total = machine.row_vector(scratch["gates"], stage, 2 * index)
+        gamma = machine.row_vector(scratch["gates"], stage, 2 * index + 1)
+        last = scratch["gates"][stage, 2 * index, ROWS - 1]
+        alpha = machine.matrix(scratch["alpha"].at[stage])
+        phi = self.static.phi
+        error = functions.error_gradient(phi, predicted, alpha, mosaic.over_slots)
+        # Negated, so that products are added.
+        error = -error * mosaic.along_rows(gamma, slots)
+        decayed = error * mosaic.along_rows(jnp.exp(last - total), slots)
+        scratch["errors"][...] = error.astype(scratch["errors"].dtype)
+        scratch["decayed"][...] = decayed.astype(scratch["decayed"].dtype)
+        plgpu.commit_smem()
+        if index == 1:
+            scores = machine.product(query, scratch["errors"], "nt")
+        other = machine.column_vector(scratch["gates"], stage, 2 * index)
+        scores = decays(machine, total, other, self.sizes.size) * scores
+        scratch["scores"][...] = scores.astype(scratch["scores"].dtype)
+        plgpu.commit_smem()
+        # y1 = M q is read through rows of the memory, y = M^T f through columns.
+        written, form = (scratch["errors"], "nt") if index == 0 else (x, "nn")
+        past, new, added = machine.products(
+            (query, operand, form),
+            (scratch["scores"], written, "nn"),
+            (scratch["decayed"], x, "tn"),
+        )
+        memory[...] = jnp.exp(last) * machine.matrix(memory) + added
+        return mosaic.along_rows(jnp.exp(total), past.shape[1]) * past + new
+
+
+def decays(machine, total, other, size) -> jax.Array:
+    """exp(total_i - total_j) for j <= i < size, else 0: masked before exp."""
+    difference = mosaic.along_rows(total, ROWS) - mosaic.along_columns(other, ROWS)
+    return jnp.exp(jnp.where(machine.seen(size), difference, -1e30))

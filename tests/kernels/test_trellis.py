@@ -1,0 +1,398 @@
+"""The Trellis op: token loop and chunks against a float64 loop from the paper."""
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax_kernels import delta_rule, trellis, trellis_pass
+from memjax_kernels.trellis import (
+    TrellisPassState,
+    TrellisState,
+    cost,
+    empty_memory,
+    empty_pass_state,
+    empty_state,
+    functions,
+    step,
+)
+
+B, H, K, V, M, C = 2, 2, 6, 5, 4, 4
+# Without the annotations' own check.
+unchecked = inspect.unwrap(trellis)
+
+
+def draw(length, seed=0, dtype=jnp.float32, gates=(2,)) -> Any:
+    """q, k, v, alpha, gamma, g; the gates strong enough to matter."""
+    keys = jax.random.split(jax.random.key(seed), 6)
+    normal = lambda i, *width: jax.random.normal(keys[i], (B, length, H, *width))
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    tokens = unit(normal(0, K)), unit(normal(1, K)), normal(2, V), 0.3 * normal(3, M)
+    gamma = jax.nn.sigmoid(normal(4, *gates))
+    g = jax.nn.log_sigmoid(normal(5, *gates) + 1)
+    return *(x.astype(dtype) for x in tokens), gamma, g
+
+
+def draw_state(seed=3, position=(3, 0)) -> TrellisState:
+    """A state with rows at different places; where 0, no chunk is open."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    normal = lambda i, width: 0.5 * jax.random.normal(keys[i], (B, H, M, width))
+    place = jnp.array(position, jnp.int32)
+    is_open = (place > 0)[:, None, None, None]
+    keys_start, values_start = normal(0, K), normal(1, V)
+    return TrellisState(
+        keys_start,
+        keys_start + jnp.where(is_open, normal(2, K), 0),
+        values_start,
+        values_start + jnp.where(is_open, normal(3, V), 0),
+        place,
+        C,
+    )
+
+
+def mask(length, *places):
+    return jnp.zeros((B, length), bool).at[tuple(zip(*places, strict=True))].set(True)
+
+
+def silu(z):
+    return z / (1 + np.exp(-z))
+
+
+NUMPY = {
+    "identity": lambda z: z,
+    "silu": silu,
+    "l2_silu": lambda z: silu(z) / np.sqrt(np.sum(silu(z) ** 2) + 1e-6),
+    "ln_silu": lambda z: (silu(z) - silu(z).mean()) / np.sqrt(silu(z).var() + 1e-6),
+    "softmax": lambda z: np.exp(z) / np.exp(z).sum(),
+}
+
+
+def jacobian(function, z, h=1e-5):
+    """By central differences: [i, j] is the slope of output i along input j."""
+    moved = lambda j, by: function(z + by * np.eye(len(z))[j])
+    columns = [(moved(j, h) - moved(j, -h)) / (2 * h) for j in range(len(z))]
+    return np.stack(columns, axis=1)
+
+
+def numpy_loop(tokens, state, size, phi, activation, reset=None, empty=None):
+    """Eqs. 8, 9, 13 and 14 in float64, one row, head and token after the other."""
+    q, k, v, alpha, gamma, g = (np.array(x, np.float64) for x in tokens)
+    leaves = (state.keys_start, state.keys, state.values_start, state.values)
+    starts, running = [[np.array(x, np.float64) for x in leaves[i::2]] for i in (0, 1)]
+    y, position = np.zeros_like(v), np.array(state.position)
+    for b, h in np.ndindex(B, H):
+        place = position[b]
+        for t in range(q.shape[1]):
+            if reset is not None and reset[b, t]:
+                fresh = (empty.keys_start, empty.values_start)
+                for i in (0, 1):
+                    running[i][b, h] = starts[i][b, h] = fresh[i][b, h]
+            for i, x in enumerate((k, v)):
+                z, x = starts[i][b, h] @ x[b, t, h], x[b, t, h]
+                u = jacobian(NUMPY[phi], z).T @ (NUMPY[phi](z) - alpha[b, t, h])
+                kept = np.exp(g[b, t, h, i]) * running[i][b, h]
+                running[i][b, h] = kept - gamma[b, t, h, i] * np.outer(u, x)
+            read = running[0][b, h] @ q[b, t, h]
+            y[b, t, h] = running[1][b, h].T @ NUMPY[activation](read)
+            place = (place + 1) % size
+            if place == 0:
+                for i in (0, 1):
+                    starts[i][b, h] = running[i][b, h]
+    return (starts[0], running[0], starts[1], running[1]), y
+
+
+def distance(actual, expected):
+    """Relative root mean square of the difference."""
+    a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2))
+
+
+def close(actual, expected, tolerance=1e-5):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape
+        assert distance(a, b) <= tolerance
+
+
+def memories(state):
+    return (state.keys_start, state.keys, state.values_start, state.values)
+
+
+@functools.cache
+def jitted(**options):
+    return jax.jit(functools.partial(trellis, **options))
+
+
+@functools.cache
+def both(implementation, chunk_size=C):
+    """Value and gradients of a loss that sees reads and final memories."""
+
+    def loss(arguments, weights, reset):
+        tokens, state, empty = arguments
+        after, y = trellis(
+            *tokens,
+            state,
+            reset=reset,
+            empty=empty,
+            chunk_size=chunk_size,
+            implementation=implementation,
+        )
+        pairs = zip((*memories(after), y), weights, strict=True)
+        return sum(jnp.sum(a * b) for a, b in pairs)
+
+    return jax.jit(jax.grad(loss, allow_int=True))
+
+
+@pytest.mark.parametrize("name", functions.PHIS)
+def test_functions_and_their_gradients(name):
+    rng = np.random.default_rng(0)
+    for z in (rng.normal(size=7), 0.01 * rng.normal(size=7), 5 * rng.normal(size=7)):
+        target = rng.normal(size=7)
+        expected = NUMPY[name](z)
+        close(functions.apply(name, jnp.float32(z)), expected)
+        u = jacobian(NUMPY[name], z).T @ (expected - target)
+        actual = functions.error_gradient(name, jnp.float32(z), jnp.float32(target))
+        close(actual, u, 2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize(
+    "phi, activation, size",
+    [
+        ("l2_silu", "ln_silu", C),
+        ("softmax", "l2_silu", 1),
+        ("ln_silu", "softmax", 32),
+    ],
+)
+def test_values(implementation, phi, activation, size):
+    tokens, empty = draw(9), draw_state(4, (0, 0))
+    state = draw_state(position=(3, 0) if size > 1 else (0, 0))
+    state, empty = (dataclasses.replace(s, chunk_size=size) for s in (state, empty))
+    # The first row stands 3 tokens into a chunk, the second starts one.
+    reset = {C: mask(9, (0, 1), (1, 4)), 1: mask(9, (0, 3)), 32: mask(9, (1, 0))}[size]
+    options = {"chunk_size": size, "phi": phi, "activation": activation}
+    run = jitted(implementation=implementation, **options)
+    after, y = run(*tokens, state, reset=reset, empty=empty)
+    expected = numpy_loop(tokens, state, size, phi, activation, reset, empty)
+    close((memories(after), y), expected)
+    np.testing.assert_array_equal(after.position, (state.position + 9) % size)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_half_precision_tokens_keep_a_float32_memory(implementation):
+    tokens, state = draw(9, dtype=jnp.bfloat16), draw_state()
+    after, y = jitted(chunk_size=C, implementation=implementation)(*tokens, state)
+    assert {x.dtype.name for x in memories(after)} == {"float32"}
+    assert y.dtype == jnp.bfloat16
+    expected_state, expected = numpy_loop(tokens, state, C, "l2_silu", "ln_silu")
+    # Products of bfloat16 operands round the memories, too: 8 bits, RMS 1.1e-3 each.
+    close((memories(after), y), (expected_state, expected), 8e-3)
+
+
+def test_gradients_of_chunks_are_those_of_the_token_loop():
+    arguments = (draw(14), draw_state(), draw_state(4, (0, 0)))
+    weights = (*memories(draw_state(5, (1, 1))), draw(14, seed=1)[2])
+    reset = mask(14, (0, 5), (1, 8))
+    actual = both("xla")(arguments, weights, reset)
+    expected = both("reference")(arguments, weights, reset)
+    tokens, state, empty = actual
+    # Nothing is without a gradient, but the parts of `empty` that are not read.
+    used = (*tokens, *memories(state), empty.keys_start, empty.values_start)
+    assert all(np.abs(x).max() > 1e-3 for x in used)
+    for got, wanted in zip(actual, expected, strict=True):
+        got, wanted = (
+            x if isinstance(x, tuple) else memories(x) for x in (got, wanted)
+        )
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_segments_of_any_length_join(length):
+    """Segments of 1, 3 and 5 begin at all places of chunks of 4."""
+    tokens = draw(15)
+    run = jitted(chunk_size=C, implementation="xla")
+    expected = run(*tokens)
+    state, reads = empty_state(B, H, M, K, V, C), []
+    for at in range(0, 15, length):
+        state, y = run(*(x[:, at : at + length] for x in tokens), state)
+        reads.append(y)
+    close((state, jnp.concatenate(reads, 1)), expected)
+
+
+def test_step_is_one_token():
+    tokens, state = draw(6), draw_state()
+    expected = jitted(chunk_size=C, implementation="xla")(*tokens, state)
+    one, reads = jax.jit(step), []
+    for t in range(6):
+        state, y = one(*(x[:, t] for x in tokens), state)
+        reads.append(y)
+    close((state, jnp.stack(reads, 1)), expected)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_reset_is_a_call_of_its_own(implementation):
+    tokens = draw(11)
+    run = jitted(chunk_size=C, implementation=implementation)
+    _, first = run(*(x[:, :8] for x in tokens))
+    state, second = run(*(x[:, 8:] for x in tokens))
+    actual = run(*tokens, reset=mask(11, (0, 8), (1, 8)))
+    close(actual, (state, jnp.concatenate([first, second], 1)))
+
+
+def test_a_misplaced_reset_is_refused_or_gives_nan():
+    tokens = draw(9)
+    with pytest.raises(ValueError, match="reset must be where a chunk of 4 starts"):
+        trellis(*tokens, reset=mask(9, (1, 5)), chunk_size=C)
+    run = jitted(chunk_size=C, implementation="xla")
+    state, y = run(*tokens, reset=mask(9, (1, 5)))
+    whole_state, whole = run(*tokens)
+    close(y[0], whole[0])
+    close(y[1, :5], whole[1, :5])
+    assert np.isnan(y[1, 5:]).all()
+    for a, b in zip(memories(state), memories(whole_state), strict=True):
+        close(a[0], b[0])
+        assert np.isnan(a[1]).all()
+
+
+def test_a_single_pass_is_the_first_of_two():
+    q, k, v, alpha, gamma, g = draw(9)
+    del v
+    expected, _ = jitted(chunk_size=C, implementation="xla")(*draw(9))
+    for implementation in ("reference", "xla"):
+        run = jax.jit(
+            functools.partial(trellis_pass, chunk_size=C, implementation=implementation)
+        )
+        state, y = run(q, k, alpha, gamma[..., 0], g[..., 0])
+        close((state.start, state.memory), (expected.keys_start, expected.keys))
+        final = jnp.einsum("bhmk,bhk->bhm", state.memory, q[:, -1])
+        close(y[:, -1], final)
+        # Segments of 3 through chunks of 4.
+        state, parts = empty_pass_state(B, H, M, K, C), []
+        for at in (0, 3, 6):
+            cut = (x[:, at : at + 3] for x in (q, k, alpha, gamma[..., 0], g[..., 0]))
+            state, part = run(*cut, state)
+            parts.append(part)
+        close(jnp.concatenate(parts, 1), y)
+
+
+def test_a_linear_phi_is_the_delta_rule():
+    q, k, _, alpha, gamma, _ = draw(9, gates=())
+    state = empty_pass_state(B, H, M, K, chunk_size=1)
+    run = functools.partial(trellis_pass, chunk_size=1, phi="identity")
+    after, y = jax.jit(run)(q, k, alpha, gamma, None, state)
+    before = state.memory.swapaxes(2, 3)
+    memory, reads = jax.jit(delta_rule)(q, k, alpha, gamma, before)
+    close((after.memory.swapaxes(2, 3), y), (memory, reads))
+
+
+def test_shared_gates_and_none():
+    q, k, v, alpha, gamma, g = draw(5, gates=())
+    twice = lambda x: jnp.stack([x, x], -1)
+    for implementation in ("reference", "xla"):
+        run = jitted(chunk_size=C, implementation=implementation)
+        one = run(q, k, v, alpha, gamma, g)
+        close(one, run(q, k, v, alpha, twice(gamma), twice(g)))
+        one = run(q, k, v, alpha, twice(gamma), None)
+        close(one, run(q, k, v, alpha, gamma, 0 * g))
+
+
+def test_strong_gates_forget_and_leave_the_rest_exact():
+    q, k, v, alpha, gamma, g = draw(9)
+    g = g.at[:, 2].set(-jnp.inf).at[:, 5].set(-1e5)
+    tokens = (q, k, v, alpha, gamma, g)
+    state = dataclasses.replace(draw_state(position=(0, 0)), chunk_size=32)
+    for implementation in ("reference", "xla"):
+        after, y = jitted(chunk_size=32, implementation=implementation)(*tokens, state)
+        expected = numpy_loop(tokens, state, 32, "l2_silu", "ln_silu")
+        close((memories(after), y), expected, 2e-5)
+
+
+@pytest.mark.parametrize("slots, width", [(4, 9), (9, 4), (5, 5)])
+def test_the_empty_memory_has_singular_values_of_one(slots, width):
+    close(np.linalg.svd(empty_memory(slots, width))[1], np.ones(min(slots, width)))
+
+
+def test_no_state_is_the_empty_state():
+    tokens = draw(5)
+    run = jitted(chunk_size=C, implementation="xla")
+    close(run(*tokens), run(*tokens, empty_state(B, H, M, K, V, C)))
+    # And the default implementation here is the chunk form.
+    close(jitted(chunk_size=C)(*tokens), run(*tokens))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_cost_is_what_xla_counts(backward, passes):
+    """Within 12 %: XLA counts elementwise operations as well."""
+    d, m, c = 64, 64, 32
+    shapes = [(1, c, 1, w) for w in (d, d, d, m)] + [(1, c, 1)] * 2 + [(1, 1, m, d)]
+    tokens = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    options = {"chunk_size": c, "implementation": "xla"}
+    position = jnp.zeros(1, jnp.int32)
+
+    def run(q, k, v, alpha, gamma, g, memory):
+        if passes == 1:
+            empty = TrellisPassState(memory, memory, position, c)
+            return trellis_pass(q, k, alpha, gamma, g, empty=empty, **options)
+        empty = TrellisState(memory, memory, memory, memory, position, c)
+        return trellis(q, k, v, alpha, gamma, g, empty=empty, **options)
+
+    def pull(cotangent, *tokens):
+        return jax.vjp(run, *tokens)[1](cotangent)
+
+    if backward:
+        cotangent = jax.eval_shape(run, *tokens)
+        lowered = jax.jit(pull).lower(cotangent, *tokens)
+    else:
+        lowered = jax.jit(run).lower(*tokens)
+    counted = lowered.compile().cost_analysis()["flops"]
+    widths = (d, d if passes == 2 else None)
+    expected = cost(1, c, 1, m, *widths, c, 4, backward=backward).flops
+    print("ratio", counted / expected)
+    assert expected <= counted <= 1.12 * expected
+
+
+def test_bytes_of_the_cost():
+    # q, k, v, alpha, y in 2 bytes, kept memories once per chunk, four float32 gates.
+    expected = 3 * (2 * (5 * 64 + 2 * 64 * 64 / 32) + 16)
+    assert cost(1, 3, 1, 64, 64, 64, 32).bytes == expected
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"phi": "tanh"}, "phi must be one of .*'l2_silu'.*, got 'tanh'"),
+        ({"activation": "gelu"}, "activation must be one of .*, got 'gelu'"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"implementation": "cuda"}, "None or one of .*'xla'.*, got 'cuda'"),
+        ({"implementation": "pallas_tpu"}, "cannot run here: it needs a tpu"),
+        ({"gamma": -jnp.ones((B, 3, H))}, "gamma must lie in"),
+        ({"g": 0.1 * jnp.ones((B, 3, H))}, "g must lie in"),
+        ({"gamma": jnp.ones((B, 3, H, 3)), "g": None}, "each pass, got 3"),
+        ({"k": jnp.ones((B, 3, H, K + 1))}, "k must have shape"),
+        ({"alpha": jnp.ones((B, 3, 1, M))}, "alpha must have shape"),
+        ({"reset": jnp.zeros((B, 2), bool)}, "reset must be bool"),
+        ({"state": empty_state(B, H, M, K, V, 8)}, "state is of chunk_size 8, not 4"),
+        ({"state": empty_state(B, H, M + 1, K, V, C)}, "state.keys_start must be"),
+        ({"state": empty_pass_state(B, H, M, K, C)}, "state must be a TrellisState"),
+        ({"state": draw_state(position=(4, 0))}, "state.position must lie in"),
+        ({"empty": draw_state(position=(1, 0))}, "empty.position must lie in"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(change, message):
+    names = ("q", "k", "v", "alpha", "gamma", "g")
+    call = dict(zip(names, draw(3), strict=True)) | {"chunk_size": C} | change
+    with pytest.raises(ValueError, match=message):
+        unchecked(**call)
+
+
+def test_sizes_of_a_state_are_positive():
+    with pytest.raises(ValueError, match="slots must be at least 1, got 0"):
+        empty_state(B, H, 0, K, V, C)
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+        empty_pass_state(B, H, M, K, 0)
