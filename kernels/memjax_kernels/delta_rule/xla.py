@@ -1,13 +1,11 @@
 """The delta rule, gated or not, in chunks of matrix products: the WY form.
 
 Inside a chunk the writes U solve a unit lower-triangular system, because each write
-sees what the ones before it left. With G the gates summed from the chunk's start and
-D_ij = exp(G_i - G_j) for i >= j:
+sees what the ones before it left. With D_ij what is left at token i of what token j
+wrote, and d_i of what the chunk started from:
 
-    (I + tril(β K Kᵀ ∘ D, -1)) U = β (V - e^G K S)
-    Y = e^G Q S + (Q Kᵀ ∘ D) U        S ← e^{G_C} S + (D_C: ∘ K)ᵀ U
-
-No exponent is positive, and none is inverted. Across a reset D is zero.
+    (I + tril(β K Kᵀ ∘ D, -1)) U = β (V - d K S)
+    Y = d Q S + (Q Kᵀ ∘ D) U        S ← d_C S + (D_C ∘ K)ᵀ U
 
 Yang et al. (2024), https://arxiv.org/abs/2406.06484, section 3.2, and with gates
 Yang, Kautz & Hatamizadeh (2024), https://arxiv.org/abs/2412.06464, section 3.3.
@@ -17,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels import chunks
+from memjax_kernels import decays, linear_chunks, triangular
 
+CHUNK_SIZE = 64
 _EXACT = jax.lax.Precision.HIGHEST
 
 
@@ -31,67 +30,45 @@ def delta_rule_xla(
     state: Float[Array, "B H K V"],
     reset: Bool[Array, "B T"] | None = None,
     *,
-    chunk_size: int = 64,
-    remat_every: int = 4,
+    chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """The recurrence of `gated_delta_rule_reference`, a chunk at a time, in float32.
-
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        beta: write rates.
-        g: log gates; None is no decay.
-        state: the memory before the segment.
-        reset: tokens before which the memory is emptied.
-        chunk_size: C; it does not change what is computed.
-        remat_every: chunks between two memories kept for the backward pass.
-    """
-    time = q.shape[1]
-    size = min(chunk_size, time)
-
-    def chunked(x):
-        # A token of zeros neither writes nor decays, and its read is dropped.
-        x = x if x.dtype == bool else x.astype(jnp.float32)
-        x = jnp.moveaxis(chunks.split(x, size, None), 1, 0)
-        return x if x.ndim == 3 else jnp.moveaxis(x, 2, 3)
-
-    items = jax.tree.map(chunked, (q, k, v, beta, g, reset))
-    state, y = chunks.scan(_chunk, state, items, remat_every=remat_every)
-    y = jnp.moveaxis(y, (0, 2), (1, 3))
-    return state, chunks.join(y, time, None).astype(v.dtype)
+    """The recurrence of `gated_delta_rule_reference`; without g, of `delta_rule`'s."""
+    gates = None if g is None else g[..., None]
+    tokens = (q, k, v, beta[..., None], gates)
+    return linear_chunks.run(_group, tokens, state, reset, chunk_size)
 
 
-def _chunk(state, item):
-    q, k, v, beta, g, reset = item  # [B, H, C, ...], reset [B, C]
-    kept, decay = _decays(k.shape[2], g, reset)
-    product = lambda a, b: jnp.einsum("bhik,bhjk->bhij", a, b, precision=_EXACT)
-    overlap = jnp.tril(beta[..., None] * product(k, k) * decay, -1)
-    recalled = kept[..., None] * jnp.einsum("bhck,bhkv->bhcv", k, state)
-    # By substitution: a product of powers of the overlap would cancel
-    # catastrophically where keys repeat.
-    writes = jax.scipy.linalg.solve_triangular(
-        overlap + jnp.eye(k.shape[2])[None, None],
-        beta[..., None] * (v - recalled),
-        lower=True,
-        unit_diagonal=True,
-    )
-    y = kept[..., None] * jnp.einsum("bhck,bhkv->bhcv", q, state)
-    y += jnp.einsum("bhij,bhjv->bhiv", product(q, k) * decay, writes)
-    written = jnp.einsum("bhck,bhcv->bhkv", decay[..., -1, :, None] * k, writes)
-    return kept[..., -1, None, None] * state + written, y
+def _group(
+    state: Float[Array, "B H K V"],
+    q: Float[Array, "n B H C K"],
+    k: Float[Array, "n B H C K"],
+    v: Float[Array, "n B H C V"],
+    beta: Float[Array, "n B H C 1"],
+    g: Float[Array, "n B H C 1"] | None,
+    reset: Bool[Array, "n B C"] | None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H C V"]]:
+    """A group of chunks: the writes are solved for before the memory is known."""
+    precision, dtype = linear_chunks.precision_of(q, k, v), v.dtype
+    q, k, v, beta = linear_chunks.to_float32(q, k, v, beta)
+    left = decays.products(linear_chunks.factors(g, reset, q.shape[-2]))
+    between = decays.matrix(left)
 
+    # Float32 products whatever the tokens are: errors grow through the solution.
+    overlap = jnp.einsum("...ik,...jk->...ij", beta * k, k, precision=_EXACT)
+    solved = triangular.inverse(jnp.tril(overlap * between, -1))
+    solved *= jnp.swapaxes(beta, -1, -2)
+    product = lambda a, b: jnp.matmul(a, b, precision=precision)
+    values, keys = product(solved, v), product(solved, left.since * k)
 
-def _decays(size, g, reset):
-    """What each token sees of the chunk's start, [B, H, C], and of each write."""
-    if g is None:
-        kept = jnp.ones((1, 1, size), jnp.float32)
-        decay = jnp.tril(jnp.ones((1, 1, size, size), jnp.float32))
-    else:
-        kept, decay = jnp.exp(jnp.cumsum(g, axis=-1)), chunks.decay(g)
-    if reset is None:
-        return kept, decay
-    segment = chunks.segments(reset)
-    same = segment[:, :, None] == segment[:, None, :]
-    kept = jnp.where(segment[:, None] == 0, kept, 0.0)
-    return kept, jnp.where(same[:, None], decay, 0.0)
+    def move(state, item):
+        values, keys, k, kept = item
+        writes = values - product(keys, state)
+        after = kept[..., None] * state + linear_chunks.outer(k, writes, precision)
+        return after, (writes, state)
+
+    kept = jnp.broadcast_to(left.since[..., -1, :], (*k.shape[:3], 1))
+    items = (values, keys, k * left.until, kept)
+    state, (writes, starts) = jax.lax.scan(move, state, items)
+    inside = jnp.einsum("...ik,...jk->...ij", q, k, precision=precision) * between
+    y = product(inside, writes) + product(q * left.since, starts)
+    return state, y.astype(dtype)
