@@ -128,6 +128,13 @@ class Machine:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
+    def clear(self, ref: Any) -> None:
+        """Fills a tile with zeros."""
+        zeros = jnp.zeros(ref.shape, ref.dtype)
+        if not self.interpreted:
+            zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        ref[...] = zeros
+
     def seen(self, size: int) -> jax.Array:
         """Bool[64, 64]: i >= j, both below `size`."""
         rows, columns = (self.iota((ROWS, ROWS), axis) for axis in (0, 1))
