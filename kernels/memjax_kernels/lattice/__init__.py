@@ -14,7 +14,7 @@ from memjax_kernels.arguments import (
     check_reset,
     check_shapes,
 )
-from memjax_kernels.lattice import aligned
+from memjax_kernels.lattice import aligned, pallas_tpu
 from memjax_kernels.lattice.memory import VARIANTS as VARIANTS
 from memjax_kernels.lattice.memory import Forget as Forget
 from memjax_kernels.lattice.memory import LatticeState as LatticeState
@@ -26,7 +26,10 @@ from memjax_kernels.lattice.reference import lattice_reference
 from memjax_kernels.lattice.reference import step as step
 from memjax_kernels.lattice.xla import lattice_xla, lattice_xla_head
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "pallas_tpu"]
+
+# Modules with `obstacle(q, k, v, chunk_size, rule)`, and their forms; see `aligned`.
+_KERNELS = {"pallas_tpu": (pallas_tpu, pallas_tpu.lattice_tpu)}
 
 
 def lattice(
@@ -91,14 +94,18 @@ def lattice(
     if reset is not None:
         position = None if in_phase else state.position
         wrong = chunks.misplaced(reset, chunk_size, position)
-    obstacles: dict[str, str] = {"reference": "", "xla": ""}
+    obstacles = {"reference": "", "xla": ""} | {
+        name: kernels.obstacle(q, k, v, chunk_size, rule)
+        for name, (kernels, _) in _KERNELS.items()
+    }
     arguments = (q, k, v, gamma, g, state, reset, empty.start, rule)
-    match implementations.choose("lattice", implementation, obstacles):
-        case "reference":
-            state, y = lattice_reference(*arguments)
-        case _:
-            forms = lattice_xla, lattice_xla_head
-            state, y = aligned.run(*forms, *arguments, in_phase=in_phase)
+    chosen = implementations.choose("lattice", implementation, obstacles)
+    if chosen == "reference":
+        state, y = lattice_reference(*arguments)
+    else:
+        form = lattice_xla if chosen == "xla" else _KERNELS[chosen][1]
+        head = lattice_xla_head
+        state, y = aligned.run(form, head, *arguments, in_phase=in_phase)
     return _poison(state, y, wrong)
 
 

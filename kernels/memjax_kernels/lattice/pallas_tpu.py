@@ -1,0 +1,226 @@
+"""Lattice on a TPU: the memory stays in VMEM, forward and backward.
+
+The grid is (blocks of heads, blocks of tokens): heads of all rows in parallel, tokens
+in order. The memory is an output block that all tokens of a head share, so that it
+stays in VMEM from the first to the last. Heads of one program are independent chains,
+which hides the latency of each. A block of tokens is one chunk, of matrix products,
+or, where C = 1, `BLOCK` tokens one after the other on the vector unit.
+
+The forward pass for a gradient also keeps the memory before every block, in the dtype
+of the tokens (C = 1: float32); the backward kernel goes through the blocks in reverse,
+computes each again from there and pulls cotangents through it. The kept memories are
+named "lattice_chunk_states" for rematerialisation policies.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from memjax_kernels import implementations
+from memjax_kernels.lattice import tpu_kernels
+from memjax_kernels.lattice.aligned import Chunks, Memory
+from memjax_kernels.lattice.memory import Rule
+from memjax_kernels.lattice.tpu_kernels import Inputs
+from memjax_kernels.products import multiplier, operand_dtype
+
+F32 = jnp.float32
+# Bytes of blocks that a program may hold, and what Mosaic is allowed beside them.
+BLOCK_BYTES = 12 << 20
+VMEM_BYTES = 64 << 20
+# Heads of a program, and tokens of a block where C = 1.
+HEADS = 8
+BLOCK = 16
+# The largest chunk whose matrices [C, C] fit.
+CHUNK = 512
+
+
+class Static(NamedTuple):
+    """What is fixed when a kernel is compiled; `exact` is C = 1."""
+
+    rule: Rule
+    exact: bool
+    heads: int
+    interpret: Any
+
+
+def obstacle(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
+    """Why the kernels cannot run with these arguments here; "" if they can."""
+    return implementations.needs("tpu") or unsupported(q, k, v, chunk_size, rule)
+
+
+def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
+    """Why the kernels cannot take these arguments on any TPU; "" if they can."""
+    tokens = {x.dtype.name for x in (q, k, v)}
+    if len(tokens) > 1 or not tokens <= {"float32", "bfloat16"}:
+        return f"q, k and v must all be float32 or all bfloat16, got {sorted(tokens)}"
+    if not rule.normalize:
+        return "it is written for normalize=True"
+    if rule.forget is not None:
+        return f"it is written for forget=None, got {rule.forget!r}"
+    if chunk_size > CHUNK:
+        return f"chunk_size must be at most {CHUNK}, got {chunk_size}"
+    return ""
+
+
+def lattice_tpu(
+    tokens: Chunks,
+    start: Array,
+    empty: Array,
+    rule: Rule,
+    *,
+    interpret: Any = False,
+) -> tuple[Memory, Array]:
+    """The form of `aligned`; `interpret` as in `pallas_call`."""
+    b, n, c, h, m = tokens.q.shape
+    width = start.shape[-1]
+    exact = c == 1
+    block = min(BLOCK, n) if exact else c
+
+    def lead(x: Array) -> Array:
+        # [B, n, C, H, D] -> [G, blocks, tokens, D]; tokens of zeros fill the last.
+        x = jnp.moveaxis(x, 3, 1).reshape(b * h, n * c, x.shape[-1])
+        x = jnp.pad(x, ((0, 0), (0, -n * c % block), (0, 0)))
+        return x.astype(F32 if exact else x.dtype).reshape(
+            b * h, -1, block, x.shape[-1]
+        )
+
+    flags = (None if exact else tokens.complete, tokens.cleared)
+    each = lambda f: jnp.broadcast_to(f.astype(F32)[:, :, None, None], (b, n, c, h))
+    gates = [tokens.gamma.astype(F32), *(each(f) for f in flags if f is not None)]
+    rows = lead(jnp.stack(gates, axis=-1))
+    inputs = Inputs(
+        lead(tokens.q),
+        lead(tokens.k),
+        lead(tokens.v),
+        gates=rows if exact else rows.swapaxes(2, 3),
+    )
+    static = Static(rule, exact, _heads(inputs, exact), interpret)
+    flat = lambda x: x.reshape(b * h, m, width)
+    memory, y = _blocks(static, inputs, flat(start), flat(empty))
+    after, pending = memory
+    y = y.reshape(b, h, -1, width)[:, :, : n * c].reshape(b, h, n, c, width)
+    apart = lambda x: x.reshape(b, h, m, width)
+    pending = jnp.zeros_like(start) if pending is None else apart(pending)
+    ones = jnp.ones((b, h), F32)
+    return (apart(after), pending, ones), jnp.moveaxis(y, 1, 3).astype(tokens.v.dtype)
+
+
+def _heads(x: Inputs, exact: bool) -> int:
+    """Heads per program: as many as keep the backward kernel's blocks in VMEM."""
+    lanes = lambda size: -(-size // 128) * 128
+    heads, _, block, slots = x.q.shape
+    width = x.v.shape[-1]
+    # Tokens with their gradients; memories before and after with theirs, and, where
+    # C = 1, before every token of the block.
+    tokens = 4 * block * (2 * lanes(slots) + lanes(width))
+    memories = (10 + (block if exact else 0)) * slots * lanes(width)
+    squares = 0 if exact else 8 * block * lanes(block)
+    fits = BLOCK_BYTES // (4 * (tokens + memories + squares))
+    return max(1, min(HEADS, heads, fits))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blocks(static: Static, x: Inputs, start: Array, empty: Array) -> tuple[Any, Array]:
+    memory, y, _ = _forward(static, x, start, empty, keep=False)
+    return memory, y
+
+
+def _blocks_fwd(static, x, start, empty):
+    memory, y, kept = _forward(static, x, start, empty, keep=True)
+    kept = checkpoint_name(kept, "lattice_chunk_states")
+    return (memory, y), (x, empty, kept)
+
+
+def _blocks_bwd(static, residuals, cotangents):
+    return _backward(static, *residuals, *cotangents)
+
+
+_blocks.defvjp(_blocks_fwd, _blocks_bwd)
+
+
+def _forward(static: Static, x: Inputs, start, empty, *, keep: bool):
+    like = functools.partial(_like, x.q)
+    y = like(x.v.shape, x.v.dtype)
+    shape = (start.shape[0], x.q.shape[1], *start.shape[1:])
+    kept = like(shape, x.q.dtype) if keep else None
+    after = like(start.shape, F32)
+    memory = (after, None if static.exact else after)
+    block, whole = _specs(static.heads, lambda i: i)
+    return _call(
+        static,
+        tpu_kernels.token_forward if static.exact else tpu_kernels.chunk_forward,
+        "forward",
+        (x, start, empty),
+        (block(x), whole(start), whole(empty)),
+        (memory, y, kept),
+        (whole(memory), block(y), block(kept)),
+        [],
+    )
+
+
+def _backward(static: Static, x: Inputs, empty, kept, d_memory, d_y):
+    n = x.q.shape[1]
+    like = lambda tree: jax.tree.map(lambda a: _like(x.q, a.shape, a.dtype), tree)
+    block, whole = _specs(static.heads, lambda i: n - 1 - i)
+    shape = (static.heads, *empty.shape[1:])
+    scratch = (x.q.shape[2], *shape) if static.exact else shape
+    return _call(
+        static,
+        tpu_kernels.token_backward if static.exact else tpu_kernels.chunk_backward,
+        "backward",
+        (x, empty, kept, d_memory, d_y),
+        (block(x), whole(empty), block(kept), whole(d_memory), block(d_y)),
+        (like(x), like(empty), like(empty)),
+        (block(x), whole(empty), whole(empty)),
+        [pltpu.VMEM(scratch, F32)],
+    )
+
+
+def _specs(heads, order):
+    """Specs of trees of [G, n, ., .] by block in `order`, of [G, ., .] for them all."""
+
+    def block(x):
+        return pl.BlockSpec(
+            (heads, None, *x.shape[2:]), lambda g, i: (g, order(i), 0, 0)
+        )
+
+    def whole(x):
+        return pl.BlockSpec((heads, *x.shape[1:]), lambda g, i: (g, 0, 0))
+
+    return functools.partial(jax.tree.map, block), functools.partial(
+        jax.tree.map, whole
+    )
+
+
+def _like(x: Array, shape, dtype):
+    """An output that varies over the mesh axes that `x` varies over."""
+    varying = jax.typeof(x).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+
+
+def _call(static: Static, body, name, inputs, in_specs, outputs, out_specs, scratch):
+    x = inputs[0]
+    options: dict[str, Any] = {"rule": static.rule}
+    if not static.exact:
+        options["multiply"] = multiplier(operand_dtype(x.q))
+    form = "token" if static.exact else "chunk"
+    return pl.pallas_call(
+        functools.partial(body, **options),
+        grid=(pl.cdiv(x.q.shape[0], static.heads), x.q.shape[1]),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=outputs,
+        scratch_shapes=scratch,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_BYTES,
+        ),
+        interpret=static.interpret,
+        name=f"lattice_{form}_{name}",
+    )(*inputs)
