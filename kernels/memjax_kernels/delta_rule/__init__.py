@@ -10,6 +10,7 @@ from memjax_kernels.arguments import (
     check_reset,
     check_shapes,
 )
+from memjax_kernels.delta_rule.cost import cost as cost
 from memjax_kernels.delta_rule.reference import delta_rule_reference
 from memjax_kernels.delta_rule.reference import step as step
 from memjax_kernels.delta_rule.xla import delta_rule_xla

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels import decays, linear_chunks, triangular
+from memjax_kernels.products import multiplier, operand_dtype
 
 CHUNK_SIZE = 64
-_EXACT = jax.lax.Precision.HIGHEST
 
 
 def delta_rule_xla(
@@ -48,27 +48,24 @@ def _group(
     reset: Bool[Array, "n B C"] | None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H C V"]]:
     """A group of chunks: the writes are solved for before the memory is known."""
-    precision, dtype = linear_chunks.precision_of(q, k, v), v.dtype
-    q, k, v, beta = linear_chunks.to_float32(q, k, v, beta)
-    left = decays.products(linear_chunks.factors(g, reset, q.shape[-2]))
-    between = decays.matrix(left)
+    # Float32 products for what is remembered, whatever the tokens are: errors grow
+    # through the solution, and from chunk to chunk.
+    exact, read = multiplier(jnp.dtype(jnp.float32)), multiplier(operand_dtype(q, k, v))
+    dtype = v.dtype
+    q, k, v, beta = (x.astype(jnp.float32) for x in (q, k, v, beta))
+    left = decays.decays(g, reset, q.shape[-2])
 
-    # Float32 products whatever the tokens are: errors grow through the solution.
-    overlap = jnp.einsum("...ik,...jk->...ij", beta * k, k, precision=_EXACT)
-    solved = triangular.inverse(jnp.tril(overlap * between, -1))
-    solved *= jnp.swapaxes(beta, -1, -2)
-    product = lambda a, b: jnp.matmul(a, b, precision=precision)
-    values, keys = product(solved, v), product(solved, left.since * k)
+    overlap = decays.scores(beta * k, k, left, exact)
+    solved = triangular.inverse(jnp.tril(overlap, -1)) * jnp.swapaxes(beta, -1, -2)
+    values, keys = exact(solved, v, "nn"), exact(solved, left.since * k, "nn")
 
     def move(state, item):
         values, keys, k, kept = item
-        writes = values - product(keys, state)
-        after = kept[..., None] * state + linear_chunks.outer(k, writes, precision)
-        return after, (writes, state)
+        writes = values - exact(keys, state, "nn")
+        return kept[..., None] * state + exact(k, writes, "tn"), (writes, state)
 
     kept = jnp.broadcast_to(left.since[..., -1, :], (*k.shape[:3], 1))
     items = (values, keys, k * left.until, kept)
     state, (writes, starts) = jax.lax.scan(move, state, items)
-    inside = jnp.einsum("...ik,...jk->...ij", q, k, precision=precision) * between
-    y = product(inside, writes) + product(q * left.since, starts)
-    return state, y.astype(dtype)
+    y = read(decays.scores(q, k, left, read), writes, "nn")
+    return state, (y + read(q * left.since, starts, "nn")).astype(dtype)

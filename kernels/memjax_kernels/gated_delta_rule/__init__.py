@@ -11,6 +11,7 @@ from memjax_kernels.arguments import (
     check_shapes,
 )
 from memjax_kernels.delta_rule.xla import delta_rule_xla
+from memjax_kernels.gated_delta_rule.cost import cost as cost
 from memjax_kernels.gated_delta_rule.reference import gated_delta_rule_reference
 from memjax_kernels.gated_delta_rule.reference import step as step
 from memjax_kernels.implementations import choose
