@@ -1,101 +1,116 @@
 """How much of what one token wrote is left when another reads, inside a chunk.
 
-What is left between token j and token i is the product of the factors of tokens j+1
-to i. It is put together from products over halves of blocks of 2, 4, 8 ... tokens:
-a pair (i, j) lies in the late and the early half of exactly one block, so its product
-is one over the late half's tokens up to i times one over the early half's after j.
-Nothing is divided and no two sums are subtracted: factors of 0, or e^-1e4, forget
-without harm to what comes after them, and every gradient is finite.
+What is left between token j and token i is exp of the sum of gates j+1 to i. With one
+gate for all channels these are a matrix. With a gate for each channel they are put
+together from products over the halves of blocks of 2, 4, 8 ... tokens: a pair (i, j)
+lies in the late and the early half of exactly one block, so what is left is a product
+over the late half's tokens up to i times one over the early half's after j. Nothing is
+divided and no two sums are subtracted: a gate of -1e4, or -inf, forgets without harm
+to what comes after it, and every gradient is finite.
 """
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels import chunks
+from memjax_kernels.products import Multiply
 
 
 class Decays(NamedTuple):
-    """Products of factors in a chunk of C tokens, a power of two.
+    """What is left in a chunk of C tokens, for D channels.
 
     Attributes:
-        early: for blocks of 2, 4 ... C tokens, the product after each token of a
-            block's early half to that half's end, [..., C/2s, s, D].
+        since: of the memory before the chunk, at each token, [..., C, D].
+        until: of each token at the chunk's end, [..., C, D].
+        matrix: of token j at token i, [..., C, C], where D is 1.
+        early: where it is not, for blocks of 2, 4 ... C tokens, of each token in a
+            block's early half at that half's end, [..., C/2s, s, D].
         late: likewise, from the start of a late half up to and with each token.
-        since: from the chunk's start up to and with each token.
-        until: after each token to the chunk's end.
     """
 
+    since: Float[Array, "..."]
+    until: Float[Array, "..."]
+    matrix: Float[Array, "..."] | None
     early: list[Float[Array, "..."]]
     late: list[Float[Array, "..."]]
-    since: Float[Array, "*B C D"]
-    until: Float[Array, "*B C D"]
 
 
-def products(factors: Float[Array, "*B C D"]) -> Decays:
-    """Multiplies factors, in [0, 1], over the halves of all blocks of a chunk."""
-    since, until = factors, jnp.ones_like(factors)
-    early, late = [], []
-    for half in _halves(factors.shape[-2]):
-        (since_a, since_b), (until_a, until_b) = (
-            _split(since, half),
-            _split(until, half),
-        )
-        early.append(until_a)
-        late.append(since_b)
-        since = _join(since_a, since_a[..., -1:, :] * since_b)
-        until = _join(until_a * since_b[..., -1:, :], until_b)
-    return Decays(early, late, since, until)
+def decays(
+    g: Float[Array, "*n B H C D"] | None, reset: Bool[Array, "*n B C"] | None, size: int
+) -> Decays:
+    """Sums up log gates; None is no forgetting, a reset a gate of -inf.
 
-
-def matrix(decays: Decays) -> Float[Array, "*B C C"]:
-    """What is left at i of token j, for one channel; zero for j > i."""
-    blocks = jnp.ones((*decays.since.shape[:-1], 1, 1), decays.since.dtype)
-    for early, late in zip(decays.early, decays.late, strict=True):
-        blocks = _enclose(blocks, late * jnp.swapaxes(early, -1, -2))
-    return blocks[..., 0, :, :]
+    Args:
+        g: in [-inf, 0]; C is a power of two unless D is 1.
+        reset: True forgets all that was before a token.
+        size: C.
+    """
+    if g is None:
+        lead = (1,) * (3 if reset is None else reset.ndim)
+        g = jnp.zeros((*lead, size, 1), jnp.float32)
+    g = g.astype(jnp.float32)
+    if reset is not None:
+        g = jnp.where(reset[..., None, :, None], -jnp.inf, g)
+    return _scalar(g) if g.shape[-1] == 1 else _vector(g)
 
 
 def scores(
     q: Float[Array, "*B C K"],
     k: Float[Array, "*B C K"],
-    decays: Decays,
-    precision: jax.lax.Precision,
+    left: Decays,
+    multiply: Multiply,
 ) -> Float[Array, "*B C C"]:
     """sum_c q_ic k_jc times what is left at i of token j in channel c, for j <= i."""
-    if decays.since.shape[-1] == 1:
-        return _scores(q, k, precision) * matrix(decays)
+    if left.matrix is not None:
+        return multiply(q, k, "nt") * left.matrix
     blocks = jnp.sum(q * k, axis=-1)[..., None, None]
-    for early, late in zip(decays.early, decays.late, strict=True):
-        (k_early, _), (_, q_late) = (
-            _split(k, early.shape[-2]),
-            _split(q, late.shape[-2]),
-        )
-        blocks = _enclose(blocks, _scores(q_late * late, k_early * early, precision))
+    for early, late in zip(left.early, left.late, strict=True):
+        k_early, _ = _split(k, early.shape[-2])
+        _, q_late = _split(q, late.shape[-2])
+        corner = multiply(q_late * late, k_early * early, "nt")
+        blocks = _enclose(blocks, corner)
     return blocks[..., 0, :, :]
 
 
 def sums(
     weights: Float[Array, "*B C C"],
     x: Float[Array, "*B C M"],
-    decays: Decays,
-    precision: jax.lax.Precision,
+    left: Decays,
+    multiply: Multiply,
 ) -> Float[Array, "*B C M"]:
     """sum over j <= i of weights_ij x_jm times what is left at i of token j in m."""
-    if decays.since.shape[-1] == 1:
-        return jnp.matmul(weights * matrix(decays), x, precision=precision)
+    if left.matrix is not None:
+        return multiply(weights * left.matrix, x, "nn")
     out = jnp.diagonal(weights, axis1=-2, axis2=-1)[..., None] * x
-    for early, late in zip(decays.early, decays.late, strict=True):
+    for early, late in zip(left.early, left.late, strict=True):
         half = early.shape[-2]
         x_early, _ = _split(x, half)
-        corner = _corners(weights, half)
-        read = late * jnp.matmul(corner, x_early * early, precision=precision)
+        read = late * multiply(_corners(weights, half), x_early * early, "nn")
         out += _join(jnp.zeros_like(read), read)
     return out
 
 
-def _scores(q, k, precision):
-    return jnp.einsum("...ik,...jk->...ij", q, k, precision=precision)
+def _scalar(g):
+    """One gate for all channels, [..., C, 1]."""
+    matrix = chunks.decay(g[..., 0])
+    since = jnp.exp(jnp.cumsum(g, axis=-2))
+    return Decays(since, matrix[..., -1, :, None], matrix, early=[], late=[])
+
+
+def _vector(g):
+    """A gate for each channel: products over halves, from those over their halves."""
+    since, until = jnp.exp(g), jnp.ones_like(g)
+    early, late = [], []
+    for half in _halves(g.shape[-2]):
+        since_a, since_b = _split(since, half)
+        until_a, until_b = _split(until, half)
+        early.append(until_a)
+        late.append(since_b)
+        since = _join(since_a, since_a[..., -1:, :] * since_b)
+        until = _join(until_a * since_b[..., -1:, :], until_b)
+    return Decays(since, until, None, early, late)
 
 
 def _halves(size):

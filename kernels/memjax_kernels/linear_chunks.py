@@ -1,21 +1,21 @@
-"""Linear recurrences S ← diag(f) S + k vᵀ in chunks of matrix products.
+"""Linear recurrences S ← diag(exp(g)) S + k vᵀ in chunks of matrix products.
 
 A segment is cut into groups of chunks. The chunks of a group are worked on together;
 their memories alone follow one another. The backward pass keeps the memory before
 each group and computes the rest again, so what it holds is linear in T.
 
-Dao and Gu (2024), https://arxiv.org/abs/2405.21060, section 6, for one factor a head;
+Dao and Gu (2024), https://arxiv.org/abs/2405.21060, section 6, for one gate a head;
 Yang et al. (2023), https://arxiv.org/abs/2312.06635, section 4, for one a channel.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from memjax_kernels import chunks, decays
+from memjax_kernels.products import Multiply, multiplier, operand_dtype
 
 # Chunks worked on together: more is more at once, and more held at once.
 GROUP = 8
@@ -65,8 +65,10 @@ def linear_group(
     reset: Bool[Array, "n B C"] | None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H C V"]]:
     """A group of S ← diag(exp(g)) S + k vᵀ, y = Sᵀq; G is 1 or K."""
-    left = decays.products(factors(g, reset, q.shape[-2]))
-    state, y = linear_reads(state, *to_float32(q, k, v), left, precision_of(q, k, v))
+    left = decays.decays(g, reset, q.shape[-2])
+    multiply = multiplier(operand_dtype(q, k, v))
+    q, k, value = (x.astype(jnp.float32) for x in (q, k, v))
+    state, y = linear_reads(state, q, k, value, left, multiply)
     return state, y.astype(v.dtype)
 
 
@@ -76,14 +78,14 @@ def linear_reads(
     k: Float[Array, "n B H C K"],
     v: Float[Array, "n B H C V"],
     left: decays.Decays,
-    precision: jax.lax.Precision,
+    multiply: Multiply,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H C V"]]:
-    """What `linear_group` computes, from factors multiplied out."""
-    written = outer(k * left.until, v, precision)
+    """What `linear_group` computes, from gates summed up."""
+    written = multiply(k * left.until, v, "tn")
     state, starts = carry(state, left.since[..., -1, :], written)
-    inside = decays.scores(q, k, left, precision)
-    y = jnp.matmul(inside, v, precision=precision)
-    return state, y + jnp.matmul(q * left.since, starts, precision=precision)
+    inside = decays.scores(q, k, left, multiply)
+    y = multiply(inside, v, "nn")
+    return state, y + multiply(q * left.since, starts, "nn")
 
 
 def carry(
@@ -99,35 +101,3 @@ def carry(
         return kept[..., None] * state + written, state
 
     return jax.lax.scan(move, state, (kept, written))
-
-
-def outer(
-    k: Float[Array, "*B C K"], v: Float[Array, "*B C V"], precision: jax.lax.Precision
-) -> Float[Array, "*B K V"]:
-    """The sum of a chunk's outer products."""
-    return jnp.einsum("...ck,...cv->...kv", k, v, precision=precision)
-
-
-def factors(
-    g: Float[Array, "n B H C G"] | None, reset: Bool[Array, "n B C"] | None, size: int
-) -> Float[Array, "#n #B #H C G"]:
-    """exp(g), ones without gates; a reset is a factor of 0."""
-    if g is None:
-        kept = jnp.ones((1, 1, 1, size, 1), jnp.float32)
-    else:
-        kept = jnp.exp(g.astype(jnp.float32))
-    if reset is None:
-        return kept
-    return jnp.where(reset[:, :, None, :, None], 0.0, kept)
-
-
-def to_float32(*arrays: Float[Array, "..."]) -> list[Any]:
-    """Each in float32."""
-    return [x.astype(jnp.float32) for x in arrays]
-
-
-def precision_of(*arrays: Float[Array, "..."]) -> jax.lax.Precision:
-    """Full products for float32 inputs; what the hardware likes for shorter ones."""
-    if any(x.dtype == jnp.float32 for x in arrays):
-        return jax.lax.Precision.HIGHEST
-    return jax.lax.Precision.DEFAULT

@@ -8,6 +8,9 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels import token_loop
 
+# Else a TPU or GPU would round the operands.
+_EXACT = jax.lax.Precision.HIGHEST
+
 
 class SlotState(NamedTuple):
     """The memory: M slots, each with a key and a value.
@@ -50,8 +53,8 @@ def step(
         keys, values = keep * keys, keep * values
     keys = keys + write[..., None] * k32[..., None, :]
     values = values + write[..., None] * v32[..., None, :]
-    weights = jax.nn.softmax(jnp.einsum("bhmk,bhk->bhm", keys, q32))
-    y = jnp.einsum("bhmv,bhm->bhv", values, weights)
+    weights = jax.nn.softmax(jnp.einsum("bhmk,bhk->bhm", keys, q32, precision=_EXACT))
+    y = jnp.einsum("bhmv,bhm->bhv", values, weights, precision=_EXACT)
     return SlotState(keys=keys, values=values), y.astype(v.dtype)
 
 

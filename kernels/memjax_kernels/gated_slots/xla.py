@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels import decays, linear_chunks
 from memjax_kernels.gated_slots.reference import SlotState
+from memjax_kernels.products import multiplier, operand_dtype
 
 
 def gated_slots_xla(
@@ -22,7 +23,7 @@ def gated_slots_xla(
     state: SlotState,
     reset: Bool[Array, "B T"] | None = None,
     *,
-    chunk_size: int = 64,
+    chunk_size: int = 32,
 ) -> tuple[SlotState, Float[Array, "B T H V"]]:
     """The recurrence of `gated_slots_reference`."""
     tokens = (q, k, v, alpha, g)
@@ -30,21 +31,21 @@ def gated_slots_xla(
 
 
 def _group(state, q, k, v, alpha, g, reset):
-    left = decays.products(linear_chunks.factors(g, reset, q.shape[-2]))
-    precision = linear_chunks.precision_of(q, k, v, alpha)
-    q, k, value, alpha = linear_chunks.to_float32(q, k, v, alpha)
-    keys, compared = _compare(state.keys, q, k, alpha, left, precision)
+    left = decays.decays(g, reset, q.shape[-2])
+    multiply = multiplier(operand_dtype(q, k, v, alpha))
+    q, k, value, alpha = (x.astype(jnp.float32) for x in (q, k, v, alpha))
+    keys, compared = _compare(state.keys, q, k, alpha, left, multiply)
     values, y = linear_chunks.linear_reads(
-        state.values, jax.nn.softmax(compared), alpha, value, left, precision
+        state.values, jax.nn.softmax(compared), alpha, value, left, multiply
     )
     return SlotState(keys=keys, values=values), y.astype(v.dtype)
 
 
-def _compare(keys, q, k, alpha, left, precision):
+def _compare(keys, q, k, alpha, left, multiply):
     """The slots' keys after the group, and K̃ q for every token, [n, B, H, C, M]."""
-    written = linear_chunks.outer(alpha * left.until, k, precision)
+    written = multiply(alpha * left.until, k, "tn")
     keys, starts = linear_chunks.carry(keys, left.since[..., -1, :], written)
-    inside = jnp.einsum("...ik,...jk->...ij", q, k, precision=precision)
-    before = jnp.einsum("...ck,...mk->...cm", q, starts, precision=precision)
-    new = decays.sums(inside, alpha, left, precision)
+    inside = multiply(q, k, "nt")
+    before = multiply(q, starts, "nt")
+    new = decays.sums(inside, alpha, left, multiply)
     return keys, new + left.since * before

@@ -13,7 +13,7 @@ def gla_xla(
     state: Float[Array, "B H K V"],
     reset: Bool[Array, "B T"] | None = None,
     *,
-    chunk_size: int = 64,
+    chunk_size: int = 32,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """The recurrence of `gla_reference`."""
     body, tokens = linear_chunks.linear_group, (q, k, v, g)

@@ -1,9 +1,13 @@
 """What the linear-attention op computes, one token at a time, in plain JAX."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels import token_loop
+
+# Else a TPU or GPU would round the operands.
+_EXACT = jax.lax.Precision.HIGHEST
 
 
 def empty_state(
@@ -22,7 +26,7 @@ def step(
     """S ← S + k vᵀ, then y = Sᵀq; in float32, the read in the dtype of v."""
     key, value = k.astype(jnp.float32), v.astype(jnp.float32)
     state = state + key[..., :, None] * value[..., None, :]
-    y = jnp.einsum("bhkv,bhk->bhv", state, q.astype(jnp.float32))
+    y = jnp.einsum("bhkv,bhk->bhv", state, q.astype(jnp.float32), precision=_EXACT)
     return state, y.astype(v.dtype)
 
 
