@@ -87,12 +87,11 @@ def advance(
     if begun is not None and rule.forget == "l2":
         kept = inside * begun[1]
     direction, inverse = directions(start, rule)
-    h, c = _residuals(direction, k, v, rule.variant, multiply)
+    h, c, along = _residuals(direction, k, v, rule.variant, multiply)
     write = gamma * c
     if not rule.normalize:
         write = write * jnp.swapaxes(inverse, -1, -2)
 
-    along = multiply(h, direction, "nt")
     before = multiply(_below(between) * multiply(h, h, "nt"), write, "nn")
     squares = jnp.sum(h * h, axis=-1, keepdims=True)
     added = 2 * write * before + write * write * squares
@@ -172,14 +171,12 @@ def _memory(start, direction, pending, decay):
 
 
 def _residuals(direction, k, v, variant: Variant, multiply: Multiply):
-    """h and c: the gradient at slot i is c_i times what of h is across the slot."""
-    match variant:
-        case "dec":
-            return multiply(k, direction, "nn") - v, k
-        case "enc":
-            return v, multiply(v, direction, "nt") - k
-        case "sim":
-            return -v, k
+    """h, c and <phi(s), h>: the gradient at slot i is c_i (h - phi(s_i) <., h>)."""
+    if variant == "dec":
+        h = multiply(k, direction, "nn") - v
+        return h, k, multiply(h, direction, "nt")
+    along = multiply(v, direction, "nt")
+    return (v, along - k, along) if variant == "enc" else (-v, k, -along)
 
 
 def _decays(g, gamma):

@@ -102,8 +102,8 @@ def lattice_tpu(
     )
     static = Static(rule, exact, _heads(inputs, exact), interpret)
     flat = lambda x: x.reshape(b * h, m, width)
-    memory, y = _blocks(static, inputs, flat(start), flat(empty))
-    after, pending = memory
+    result: Any = _blocks(static, inputs, flat(start), flat(empty))
+    (after, pending), y = result
     y = y.reshape(b, h, -1, width)[:, :, : n * c].reshape(b, h, n, c, width)
     apart = lambda x: x.reshape(b, h, m, width)
     pending = jnp.zeros_like(start) if pending is None else apart(pending)
