@@ -13,6 +13,8 @@ from memjax_kernels import decays, linear_chunks
 from memjax_kernels.gated_slots.reference import SlotState
 from memjax_kernels.products import multiplier, operand_dtype
 
+CHUNK_SIZE = 32
+
 
 def gated_slots_xla(
     q: Float[Array, "B T H K"],
@@ -23,7 +25,7 @@ def gated_slots_xla(
     state: SlotState,
     reset: Bool[Array, "B T"] | None = None,
     *,
-    chunk_size: int = 32,
+    chunk_size: int = CHUNK_SIZE,
 ) -> tuple[SlotState, Float[Array, "B T H V"]]:
     """The recurrence of `gated_slots_reference`."""
     tokens = (q, k, v, alpha, g)

@@ -10,6 +10,7 @@ from typing import Literal
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels import arguments, implementations
+from memjax_kernels.gla.cost import cost as cost
 from memjax_kernels.gla.reference import gla_reference
 from memjax_kernels.gla.reference import step as step
 from memjax_kernels.gla.xla import gla_xla

@@ -4,6 +4,8 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels import linear_chunks
 
+CHUNK_SIZE = 32
+
 
 def gla_xla(
     q: Float[Array, "B T H K"],
@@ -13,7 +15,7 @@ def gla_xla(
     state: Float[Array, "B H K V"],
     reset: Bool[Array, "B T"] | None = None,
     *,
-    chunk_size: int = 32,
+    chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """The recurrence of `gla_reference`."""
     body, tokens = linear_chunks.linear_group, (q, k, v, g)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels import arguments, implementations
 from memjax_kernels.linear_attention.reference import empty_state as empty_state
+from memjax_kernels.ssd.cost import cost as cost
 from memjax_kernels.ssd.reference import ssd_reference
 from memjax_kernels.ssd.reference import step as step
 from memjax_kernels.ssd.xla import ssd_xla

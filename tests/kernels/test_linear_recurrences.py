@@ -1,0 +1,334 @@
+"""Linear recurrences: token loops against float64 on the host, chunks against both."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+B, H, K, V, M = 2, 2, 5, 3, 4
+LENGTH = 37
+WHOLE = np.zeros((B, LENGTH), bool)
+# A row that starts anew, and one with documents of 1, 19 and 17 tokens.
+PACKED = np.array(WHOLE)
+PACKED[0, 0] = PACKED[1, [1, 20]] = True
+FAST, SLOW = "xla", "reference"
+
+
+class Case(NamedTuple):
+    """An op, the axes of its inputs, and its form with a chunk size to choose."""
+
+    op: str
+    axes: tuple[str | None, ...]
+    form: Callable[..., Any]
+
+
+def library(name):
+    return importlib.import_module(f"memjax_kernels.{name}")
+
+
+def chunked(op):
+    return getattr(library(f"{op}.xla"), f"{op}_xla")
+
+
+def without_gates(q, k, v, state, reset, **options):
+    return chunked("ssd")(q, k, v, None, state, reset, **options)
+
+
+QKV = ("BTHK", "BTHK", "BTHV")
+CASES = {
+    "linear_attention": Case("linear_attention", QKV, without_gates),
+    "ssd": Case("ssd", (*QKV, "BTH"), chunked("ssd")),
+    "gla": Case("gla", (*QKV, "BTHK"), chunked("gla")),
+    "gsa": Case("gated_slots", (*QKV, "BTHM", "BTHM"), chunked("gated_slots")),
+    "abc": Case("gated_slots", (*QKV, "BTHM", None), chunked("gated_slots")),
+}
+GATED = ["ssd", "gla", "gsa"]
+# 37 tokens are 10 chunks of 4, in two groups.
+SMALL = 4
+every_case = pytest.mark.parametrize("name", CASES)
+gated_case = pytest.mark.parametrize("name", GATED)
+
+
+def draw(name, length=LENGTH, seed=0) -> Any:
+    """Tokens, log gates about -0.7, and a memory that is not empty."""
+    case, sizes = CASES[name], {"B": B, "T": length, "H": H, "K": K, "V": V, "M": M}
+    rng = np.random.default_rng(seed)
+    normal = lambda axes: rng.normal(size=[sizes[a] for a in axes]).astype("f4")
+    tokens: list[Any] = [axes and normal(axes) for axes in case.axes]
+    if name in GATED:
+        tokens[-1] = -np.log1p(np.exp(tokens[-1]))
+    state: Any = normal("BHKV")
+    if case.op == "gated_slots":
+        tokens[3] = np.abs(tokens[3])
+        state = library("gated_slots").SlotState(normal("BHMK"), normal("BHMV"))
+    return *tokens, state
+
+
+def numpy_loop(name, *arguments, reset=None):
+    """The recurrences of the papers in float64, matrices written out."""
+    *tokens, state = jax.tree.map(lambda x: np.asarray(x, np.float64), arguments)
+    q, k, v, *gates = tokens
+    memories = [np.array(s) for s in jax.tree.leaves(state)]
+    reads = np.zeros_like(v)
+    for b, t, h in np.ndindex(q.shape[:3]):
+        now = [memory[b, h] for memory in memories]
+        if reset is not None and reset[b, t]:
+            now = [np.zeros_like(s) for s in now]
+        query, key, value = q[b, t, h], k[b, t, h], v[b, t, h]
+        if CASES[name].op == "gated_slots":
+            alpha, g = gates
+            keep = np.diag(np.ones(M) if g is None else np.exp(g[b, t, h]))
+            now[0] = keep @ now[0] + np.outer(alpha[b, t, h], key)
+            now[1] = keep @ now[1] + np.outer(alpha[b, t, h], value)
+            weights = np.exp(now[0] @ query)
+            reads[b, t, h] = now[1].T @ (weights / weights.sum())
+        else:
+            keep = np.exp(gates[0][b, t, h]) * np.ones(len(key)) if gates else 1.0
+            keep = np.diag(keep * np.ones(len(key)))
+            now[0] = keep @ now[0] + np.outer(key, value)
+            reads[b, t, h] = now[0].T @ query
+        for memory, new in zip(memories, now, strict=True):
+            memory[b, h] = new
+    return jax.tree.unflatten(jax.tree.structure(state), memories), reads
+
+
+def error(actual, expected):
+    """Relative root mean square."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape and np.isfinite(actual).all()
+    return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
+
+
+def close(actual, expected, tolerance=1e-5):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert error(a, b) <= tolerance
+
+
+@functools.cache
+def forward(name, how):
+    """An implementation by name, or chunks of a size: values."""
+    case = CASES[name]
+    if isinstance(how, int):
+        return jax.jit(functools.partial(case.form, chunk_size=how))
+    door = getattr(library(case.op), case.op)
+    return jax.jit(lambda *a: door(*a[:-1], reset=a[-1], implementation=how))
+
+
+@functools.cache
+def both(name, how):
+    """Values, and gradients under cotangents of reads and of the last memory."""
+
+    def run(arguments, reset, weights):
+        values, pull = jax.vjp(lambda *a: forward(name, how)(*a, reset), *arguments)
+        return values, pull(weights)
+
+    return jax.jit(run)
+
+
+def gradients(name, how, arguments, reset=WHOLE):
+    weights = draw(name, seed=1)
+    return both(name, how)(arguments, reset, (weights[-1], weights[2]))[1]
+
+
+@every_case
+@pytest.mark.parametrize("reset", [WHOLE, PACKED], ids=["whole", "packed"])
+def test_values_are_those_of_the_recurrence(name, reset):
+    arguments = draw(name)
+    expected = numpy_loop(name, *arguments, reset=reset)
+    for how in (SLOW, FAST, SMALL):
+        close(forward(name, how)(*arguments, reset), expected)
+
+
+@every_case
+def test_gradients_of_chunks_are_those_of_the_token_loop(name):
+    arguments = draw(name)
+    expected = gradients(name, SLOW, arguments, PACKED)
+    close(gradients(name, SMALL, arguments, PACKED), expected, 2e-5)
+    assert all(np.abs(x).max() > 1e-2 for x in jax.tree.leaves(expected))
+    # What a reset forgot has none.
+    assert all(np.all(x[0] == 0) for x in jax.tree.leaves(expected[-1]))
+
+
+@every_case
+def test_one_token_is_a_step(name):
+    arguments = jax.tree.map(jnp.asarray, draw(name, 1))
+    *tokens, state = arguments
+    expected = numpy_loop(name, *arguments)
+    close(forward(name, FAST)(*arguments, None), expected)
+    after, y = library(CASES[name].op).step(
+        *jax.tree.map(lambda x: x[:, 0], tokens), state
+    )
+    close((after, y[:, None]), expected)
+
+
+@every_case
+def test_any_split_gives_the_same(name):
+    length = SMALL + 2
+    *tokens, state = draw(name, length)
+    cut = lambda start, stop: jax.tree.map(lambda x: x[:, start:stop], tokens)
+    whole = numpy_loop(name, *tokens, state)
+    for place in range(1, length):
+        middle, first = forward(name, SMALL)(*cut(0, place), state, None)
+        after, second = forward(name, SMALL)(*cut(place, length), middle, None)
+        close((after, jnp.concatenate([first, second], axis=1)), whole)
+
+
+@gated_case
+def test_strong_gates_forget_and_weak_ones_after_them_still_count(name):
+    *tokens, g, state = draw(name)
+    gates = np.array([0, -1e-3, -0.3, -30, -1e4, -np.inf], "f4")
+    chosen = np.random.default_rng(3).integers(0, len(gates), g.shape)
+    # Stretches of strong gates sum to -100 and far beyond, with weak ones between.
+    weak = np.arange(LENGTH) % 12 > 5
+    chosen[:, weak] = np.minimum(chosen[:, weak], 1)
+    arguments = (*tokens, gates[chosen], state)
+    expected = numpy_loop(name, *arguments)
+    for how in (SLOW, FAST, SMALL):
+        close(forward(name, how)(*arguments, WHOLE), expected)
+    close(gradients(name, SMALL, arguments), gradients(name, SLOW, arguments), 2e-5)
+
+
+@gated_case
+def test_one_strong_gate_costs_the_weak_ones_no_digits(name):
+    """A difference of sums of about -1e6 would have lost gates of -1e-3."""
+    *tokens, g, state = draw(name)
+    g = np.full_like(g, -1e-3)
+    g[:, 5] = -1e6
+    arguments = (*tokens, g, state)
+    expected = numpy_loop(name, *arguments)
+    close(forward(name, FAST)(*arguments, WHOLE), expected, 2e-6)
+
+
+@every_case
+@pytest.mark.parametrize("how", [SLOW, FAST])
+def test_half_precision_tokens_keep_a_float32_memory(name, how):
+    *tokens, state = draw(name)
+    low = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), tokens)
+    after, y = forward(name, how)(*low, state, WHOLE)
+    assert {x.dtype for x in jax.tree.leaves(after)} == {jnp.dtype("float32")}
+    assert y.dtype == jnp.bfloat16
+    expected_after, expected = numpy_loop(name, *low, state)
+    close(after, expected_after, 5e-3)
+    assert error(y, expected) <= 5e-3
+
+
+@every_case
+def test_nothing_given_is_an_empty_memory_and_the_chunks(name):
+    *tokens, state = jax.tree.map(jnp.asarray, draw(name, 1))
+    op = library(CASES[name].op)
+    door = getattr(op, CASES[name].op)
+    empty = jax.tree.map(jnp.zeros_like, state)
+    close(jax.jit(door)(*tokens), numpy_loop(name, *tokens, empty))
+    sizes = (B, H, M, K, V) if CASES[name].op == "gated_slots" else (B, H, K, V)
+    jax.tree.map(np.testing.assert_array_equal, op.empty_state(*sizes), empty)
+    text = lambda **options: str(
+        jax.make_jaxpr(lambda *tokens: door(*tokens, **options))(*tokens)
+    )
+    assert text() == text(implementation=FAST) != text(implementation=SLOW)
+
+
+@pytest.mark.parametrize(("k", "v", "m"), [(16, 256, 8), (256, 16, 256)])
+def test_heads_and_slots_of_all_widths(k, v, m):
+    rng = np.random.default_rng(0)
+    normal = lambda *sizes: rng.normal(size=sizes).astype("f4") / 4
+    q, key, value = normal(1, 7, 1, k), normal(1, 7, 1, k), normal(1, 7, 1, v)
+    alpha, g = np.abs(normal(1, 7, 1, m)), -np.abs(normal(1, 7, 1, m))
+    state = library("gated_slots").empty_state(1, 1, m, k, v)
+    arguments = (q, key, value, alpha, g, state, None)
+    close(forward("gsa", FAST)(*arguments), forward("gsa", SLOW)(*arguments))
+
+
+def test_the_backward_pass_holds_what_is_linear_in_time():
+    def held(length):
+        arguments = [jax.ShapeDtypeStruct((1, length, 1, 32), jnp.float32)] * 3
+        loss = lambda *a: library("linear_attention").linear_attention(*a)[1].sum()
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arguments)
+        memory = compiled.compile().memory_analysis()
+        return memory.temp_size_in_bytes if memory else 0
+
+    # Keeping the memory of every token would take 4 KB a token.
+    short, long = held(1024), held(4096)
+    assert 0 < long - short <= 3072 * 32 * 32
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "abc"])
+def test_cost_is_near_the_compilers_count(name):
+    """In one chunk, where no loop hides work and forward values serve backward."""
+    op, axes, _ = CASES[name]
+    # Linear attention runs the chunks of SSD.
+    form = "ssd" if name == "linear_attention" else op
+    size, width = library(f"{form}.xla").CHUNK_SIZE, 64
+    sizes = {"B": 1, "T": size, "H": 2, "K": width, "V": width, "M": width}
+    shaped = lambda axes: jax.ShapeDtypeStruct([sizes[a] for a in axes], jnp.float32)
+    *tokens, state = map(shaped, (*map(str, axes), "BHKV"))
+    if op == "gated_slots":
+        state = library(op).SlotState(state, state)
+    call = lambda *arguments: getattr(library(op), op)(*arguments)
+
+    def both(arguments, weights):
+        values, pull = jax.vjp(call, *arguments)
+        return values, pull(weights)
+
+    lowered = jax.jit(both).lower((*tokens, state), (state, tokens[2]))
+    analysis = lowered.compile().cost_analysis()
+    assert analysis is not None
+    known = {"batch": 1, "time": size, "heads": 2, "key_dim": width, "value_dim": width}
+    known |= {"slots": width} if op == "gated_slots" else {}
+    forward, backward = (library(op).cost(**known, backward=b) for b in (False, True))
+    assert 0.8 < analysis["flops"] / (forward.flops + backward.flops) < 1.1
+    # Tokens, gates and memory once; their gradients once more.
+    elements = sum(x.size for x in tokens[:3])
+    assert forward.bytes >= 2 * elements and backward.bytes >= 2 * 2 * elements
+    longer = library(op).cost(**known | {"time": 2 * size})
+    assert longer.flops == 2 * forward.flops
+    assert forward.bytes < longer.bytes < 2 * forward.bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "change", "message"),
+    [
+        ("linear_attention", 1, lambda k: k[:, :, :1], r"k must have .*got \[2, 3, 1"),
+        ("linear_attention", 2, lambda v: v[:, :0], r"v must .*no axis empty"),
+        ("linear_attention", 0, lambda q: q.astype(int), "q must be floating, got int"),
+        ("linear_attention", 3, lambda s: s[:, :1], "state must have shape"),
+        ("ssd", 4, lambda s: s.astype(jnp.bfloat16), "state must be float32, got bf"),
+        ("ssd", 3, lambda g: g[..., None], r"g must have shape \[B, T, H\]"),
+        ("ssd", 3, lambda g: -g, r"g must lie in \[-inf, 0.0\], got values from"),
+        ("ssd", 3, lambda g: g * jnp.nan, "g must lie in"),
+        ("gla", 3, lambda g: g[..., 0], r"g must have shape \[B, T, H, K\]"),
+        ("gla", 3, lambda g: -g, "g must lie in"),
+        ("gsa", 3, lambda a: a[..., :2], "g must have shape"),
+        ("gsa", 4, lambda g: -g, "g must lie in"),
+        ("gsa", 5, lambda s: tuple(s), "state must be None or a SlotState, got tuple"),
+        ("gsa", 5, lambda s: s._replace(keys=s.values), "state.keys must have shape"),
+        ("abc", 5, lambda s: s._replace(values=s.values[:1]), "state.values must have"),
+        (
+            "abc",
+            5,
+            lambda s: s._replace(keys=s.keys.astype("f2")),
+            "state.keys must be",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(name, index, change, message):
+    arguments = jax.tree.map(jnp.asarray, draw(name, 3))
+    door = inspect.unwrap(getattr(library(CASES[name].op), CASES[name].op))
+    with pytest.raises(ValueError, match=message):
+        door(*(change(x) if i == index else x for i, x in enumerate(arguments)))
+
+
+@every_case
+def test_unknown_implementations_and_odd_resets_are_refused(name):
+    arguments = jax.tree.map(jnp.asarray, draw(name, 3))
+    # Without the annotations' own check.
+    door = inspect.unwrap(getattr(library(CASES[name].op), CASES[name].op))
+    with pytest.raises(ValueError, match="one of .*'xla', 'reference'.* got 'cuda'"):
+        door(*arguments, implementation="cuda")
+    with pytest.raises(ValueError, match=r"reset must be bool of shape .* \[2, 3\]"):
+        door(*arguments, reset=jnp.zeros((B, 2), bool))
