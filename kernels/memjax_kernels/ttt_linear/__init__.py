@@ -135,5 +135,20 @@ def _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size):
         )
     for name, (leaf, _) in layers.items():
         check_float32(name, leaf)
+    if state is not None:
+        _check_position("state", state, sizes["B"], chunk_size - 1)
+    if empty is not None:
+        _check_position("empty", empty, sizes["B"], 0)
     check_range("eta", eta, 0.0, float("inf"))
     return sizes["B"], sizes["T"]
+
+
+def _check_position(name, state, batch, last):
+    """Refuses positions outside [0, last], where they are known."""
+    position = state.position
+    if position.shape != (batch,) or not jnp.issubdtype(position.dtype, jnp.integer):
+        raise ValueError(
+            f"{name}.position must be integers of shape [B] = [{batch}], "
+            f"got {position.dtype}{list(position.shape)}"
+        )
+    check_range(f"{name}.position", position, 0, last)
