@@ -151,4 +151,4 @@ def _check_position(name, state, batch, last):
             f"{name}.position must be integers of shape [B] = [{batch}], "
             f"got {position.dtype}{list(position.shape)}"
         )
-    check_range(f"{name}.position", position, 0, last)
+    check_range(f"{name}.position", position, 0.0, float(last))
