@@ -75,6 +75,42 @@ def over_slots(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
     return along_rows(reduce(x, axis=1), x.shape[1])
 
 
+def pull(
+    function: Callable[..., jax.Array],
+    inputs: Sequence[jax.Array],
+    cotangent: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """The value of an elementwise function, and the cotangents of its inputs.
+
+    `jax.vjp` but for the primitive that sums cotangents, which Mosaic GPU cannot lower.
+    """
+
+    def value_and_pull(cotangent, *inputs):
+        value, pull_back = jax.vjp(function, *inputs)
+        return value, *pull_back(cotangent)
+
+    closed = jax.make_jaxpr(value_and_pull)(cotangent, *inputs)
+    return tuple(_evaluate(closed, (cotangent, *inputs)))
+
+
+def _evaluate(closed, arguments):
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values |= dict(zip(jaxpr.invars, arguments, strict=True))
+    read = lambda atom: atom.val if hasattr(atom, "val") else values[atom]
+    for equation in jaxpr.eqns:
+        given = [read(atom) for atom in equation.invars]
+        if equation.primitive.name == "add_any":
+            results = [given[0] + given[1]]
+        elif "jaxpr" in equation.params:
+            results = _evaluate(equation.params["jaxpr"], given)
+        else:
+            results = equation.primitive.bind(*given, **equation.params)
+            results = results if equation.primitive.multiple_results else [results]
+        values |= dict(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
 def accumulate(*products: Callable[[Any], None], shapes) -> tuple[jax.Array, ...]:
     """Runs products into one accumulator each, and waits for all of them."""
 
@@ -115,6 +151,13 @@ class Machine:
         """A tile in float32, laid out as products are."""
         return self._laid(ref, (), plgpu.Layout.WGMMA).astype(F32)
 
+    def global_matrix(self, ref: Any, *index: Any) -> jax.Array:
+        """A float32 matrix in global memory; no fast way, for what is rare."""
+        if self.interpreted:
+            return ref[index]
+        layout = plgpu.Layout.WGMMA
+        return plgpu.load(ref, index, layout=layout, optimized=False)
+
     def row_vector(self, ref: Any, *index: Any) -> jax.Array:
         """A vector with one element for each row of a matrix."""
         return self._laid(ref, index, plgpu.Layout.WGMMA.reduce(1))
@@ -128,12 +171,11 @@ class Machine:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
-    def clear(self, ref: Any) -> None:
-        """Fills a tile with zeros."""
-        zeros = jnp.zeros(ref.shape, ref.dtype)
-        if not self.interpreted:
-            zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-        ref[...] = zeros
+    def zeros(self, shape: tuple[int, ...], dtype: Any = F32) -> jax.Array:
+        zeros = jnp.zeros(shape, dtype)
+        if self.interpreted:
+            return zeros
+        return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
     def seen(self, size: int) -> jax.Array:
         """Bool[64, 64]: i >= j, both below `size`."""

@@ -16,7 +16,7 @@ from memjax_kernels.trellis.state import empty_memory as empty_memory
 from memjax_kernels.trellis.state import empty_pass_state as empty_pass_state
 from memjax_kernels.trellis.state import empty_state as empty_state
 
-Implementation = Literal["reference", "xla", "pallas_tpu"]
+Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 
 
 def trellis(

@@ -9,7 +9,14 @@ import numpy as np
 from jaxtyping import Array
 
 from memjax_kernels import arguments, chunks, implementations
-from memjax_kernels.trellis import functions, pallas_tpu, reference, segment, xla
+from memjax_kernels.trellis import (
+    functions,
+    pallas_gpu,
+    pallas_tpu,
+    reference,
+    segment,
+    xla,
+)
 from memjax_kernels.trellis.state import (
     Memories,
     TrellisPassState,
@@ -23,6 +30,7 @@ from memjax_kernels.trellis.state import (
 CHUNKWISE: dict[str, tuple[Callable, Callable[..., str]]] = {
     "xla": (xla.trellis_xla, lambda *_: ""),
     "pallas_tpu": (pallas_tpu.trellis_tpu, pallas_tpu.obstacle),
+    "pallas_gpu": (pallas_gpu.trellis_gpu, pallas_gpu.obstacle),
 }
 
 

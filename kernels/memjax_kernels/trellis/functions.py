@@ -106,8 +106,9 @@ def _layer_norm(s, over):
 
 
 def _softmax(z, over):
-    # Any shift near the largest does; that of `round`, unlike `stop_gradient`, has a
-    # derivative of zero inside GPU kernels too.
-    highest = jax.lax.round(over(jnp.max, z), jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    # Any shift near the largest does. The derivative of `round` is zero, as is that of
+    # `stop_gradient`, which GPU kernels lack.
+    whole = jax.lax.round(z, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+    highest = over(jnp.max, whole)
     weights = jnp.exp(z - highest)
     return weights / over(jnp.sum, weights)

@@ -5,8 +5,6 @@ float32; products read a copy in the dtype of the tokens, which is also what a g
 keeps of every chunk's start. Tokens of the next chunk are copied in meanwhile.
 """
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,77 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from memjax_kernels import mosaic
 from memjax_kernels.mosaic import F32, ROWS, Machine
 from memjax_kernels.trellis import functions
+from memjax_kernels.trellis.pallas_gpu import Inputs, Static
 
 
-class Static(NamedTuple):
-    """What is fixed when a kernel is compiled.
-
-    Attributes:
-        phi: one of `functions.PHIS`.
-        activation: one of `functions.ACTIVATIONS`, or None for a single pass.
-        interpret: None, or parameters of the interpreter of GPU kernels.
-    """
-
-    phi: str
-    activation: str | None
-    interpret: Any
-
-
-class Inputs(NamedTuple):
-    """What both kernels take; a tuple holds one for each of P passes.
-
-    Attributes:
-        q: [B, n, C, H, K].
-        inputs: [B, n, C, H, K], [B, n, C, H, V].
-        alpha: [B, n, C, H, M].
-        gates: [B, n, H, 2 P, 64] float32: the sum of g up to each token of the chunk
-            and gamma, of each pass; after the chunk the last sum, and 0.
-        begin: memories [B, H, M, D] in the dtype of q before the first chunk, in
-            which gradients are taken; None if they are those to read from.
-        running: memories [B, H, M, D] float32 before the first chunk, to read from.
-        middle: Int32[B], the first chunk that a row does not fill, or n.
-        cleared: Int32[B, n], or None; not 0 where a chunk but the first starts from
-            `empty`.
-        empty: [B, H, M, D] float32, or None.
-    """
-
-    q: Any
-    inputs: Any
-    alpha: Any
-    gates: Any
-    begin: Any
-    running: Any
-    middle: Any
-    cleared: Any
-    empty: Any
-
-
-class Sizes(NamedTuple):
-    """Sizes of one program."""
-
-    chunks: int
-    size: int
-    slots: int
-    widths: tuple[int, ...]
-
-    @classmethod
-    def of(cls, x: Inputs) -> "Sizes":
-        n, size = x.q.shape[1:3]
-        return cls(n, size, x.alpha.shape[-1], tuple(i.shape[-1] for i in x.inputs))
-
-
-def forward_bytes(sizes: Sizes, stages: int) -> int:
-    """Shared memory of a program of bfloat16 tokens."""
-    _, _, slots, widths = sizes
-    tokens = ROWS * (widths[0] + sum(widths) + slots)
-    read = widths[-1] if len(widths) == 2 else slots
-    work = ROWS * (ROWS + 3 * slots + read)
-    memories = slots * sum(widths)
-    vectors = 2 * len(widths) * ROWS * 4 + 1024
-    return 2 * (stages * tokens + work + memories) + 4 * memories + stages * vectors
-
-
-def forward(static: Static, x: Inputs, stages: int, *, keep: bool):
+def forward(static: Static, x: Inputs, *, keep: bool):
     """Runs the kernel.
 
     Returns:
@@ -95,7 +26,7 @@ def forward(static: Static, x: Inputs, stages: int, *, keep: bool):
         dtype of q, if `keep`.
     """
     b, n, size, h, _ = x.q.shape
-    sizes = Sizes.of(x)
+    sizes, stages = x.sizes, static.stages
     passes = len(sizes.widths)
     shapes = [(sizes.slots, width) for width in sizes.widths]
     dtype = x.q.dtype
@@ -103,17 +34,19 @@ def forward(static: Static, x: Inputs, stages: int, *, keep: bool):
     memory = [jax.ShapeDtypeStruct((b, h, *s), F32) for s in shapes]
     chunk_starts = [jax.ShapeDtypeStruct((b, n, h, *s), dtype) for s in shapes]
     outputs = (
-        [jax.ShapeDtypeStruct((b, n, size, h, read), x.inputs[-1].dtype)],
-        memory,
-        memory,
-        chunk_starts if keep else [],
+        jax.ShapeDtypeStruct((b, n, size, h, read), x.inputs[-1].dtype),
+        tuple(memory),
+        tuple(memory),
+        tuple(chunk_starts) if keep else (),
     )
+    if x.begin is not None:
+        x = x._replace(begin=[m.astype(dtype) for m in x.begin])
     inputs, tree = jax.tree.flatten((x, outputs))
     given = len(jax.tree.leaves(x))
 
     def body(*refs, **scratch):
         x, outputs = jax.tree.unflatten(tree, refs)
-        _Program(static, sizes, stages, x, outputs, scratch).run()
+        _Program(static, sizes, x, outputs, scratch).run()
 
     work = lambda width: mosaic.tile(ROWS, width, dtype=dtype)
     staged = lambda width: mosaic.tile(stages, ROWS, width, dtype=dtype)
@@ -147,8 +80,8 @@ def forward(static: Static, x: Inputs, stages: int, *, keep: bool):
 class _Program:
     """The kernel of one row and head."""
 
-    def __init__(self, static, sizes, stages, x, outputs, scratch):
-        self.static, self.sizes, self.stages = static, sizes, stages
+    def __init__(self, static, sizes, x, outputs, scratch):
+        self.static, self.sizes, self.stages = static, sizes, static.stages
         self.x, self.scratch = x, scratch
         self.y, self.after, self.middle, self.kept = outputs
         self.machine = Machine(static.interpret)
@@ -164,7 +97,7 @@ class _Program:
         if self.sizes.size < ROWS:
             for ref in (self.scratch["q"], self.scratch["alpha"], *self.each("inputs")):
                 for stage in range(self.stages):
-                    self.machine.clear(ref.at[stage])
+                    ref[stage] = self.machine.zeros(ref.shape[1:], ref.dtype)
             plgpu.commit_smem()
         self.fetch_tokens(jnp.int32(0))
         middle = self.x.middle[row]
@@ -262,7 +195,7 @@ class _Program:
         scratch["y"][...] = y.astype(scratch["y"].dtype)
         plgpu.commit_smem()
         place = pl.ds(0, self.sizes.size)
-        target = self.y[0].at[self.row, i, :, self.head, :]
+        target = self.y.at[self.row, i, :, self.head, :]
         plgpu.copy_smem_to_gmem(scratch["y"].at[place], target)
 
     def one_pass(self, index, stage, predicted, query, scores):

@@ -1,0 +1,201 @@
+"""The GPU kernels of Trellis: interpreted, exported, and compiled for a Hopper GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax_kernels.trellis import (
+    TrellisPassState,
+    TrellisState,
+    empty_pass_state,
+    empty_state,
+    trellis,
+)
+from memjax_kernels.trellis import call as trellis_call
+from memjax_kernels.trellis.pallas_gpu import trellis_gpu, unsupported
+from memjax_kernels.trellis.xla import trellis_xla
+
+WIDTH = 64
+
+
+def draw(batch, time, heads, dtype, *, passes=2, value=WIDTH, seed=0):
+    """Tokens: q, k, v, alpha, gamma, g."""
+    keys = jax.random.split(jax.random.key(seed), 6)
+    normal = lambda i, *width: jax.random.normal(keys[i], (batch, time, heads, *width))
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    low = unit(normal(0, WIDTH)), unit(normal(1, WIDTH)), unit(normal(2, value))
+    low = [x.astype(dtype) for x in (*low, 0.3 * normal(3, WIDTH))]
+    if passes == 1:
+        low[2] = None
+    own = (2,) if passes == 2 else ()
+    gamma, g = jax.nn.sigmoid(normal(4, *own)), jax.nn.log_sigmoid(normal(5, *own) + 1)
+    return *low, gamma, g
+
+
+def run(implementation, chunk_size, phi, reset, tokens, state, empty):
+    """Memories after the tokens, and their reads."""
+    activation = None if tokens[2] is None else "ln_silu"
+    arguments = trellis_call.Call(
+        *tokens, state, reset, empty, chunk_size, phi, activation
+    )
+    after, y = trellis_call.in_chunks(implementation, arguments, empty)
+    return after.memories, y
+
+
+@pytest.fixture
+def interpreted(gpu):
+    return functools.partial(trellis_gpu, interpret=gpu.interpreter())
+
+
+def both(implementation, chunk_size, phi, reset, arguments):
+    """Results, and gradients of everything for random cotangents."""
+
+    @jax.jit
+    def pull(arguments):
+        forward = functools.partial(run, implementation, chunk_size, phi, reset)
+        values, back = jax.vjp(forward, *arguments)
+        leaves, treedef = jax.tree.flatten(values)
+        keys = jax.random.split(jax.random.key(7), len(leaves))
+        weights = [
+            jax.random.normal(key, x.shape).astype(x.dtype)
+            for x, key in zip(leaves, keys, strict=True)
+        ]
+        gradients = back(jax.tree.unflatten(treedef, weights))
+        # Positions have none.
+        keep = lambda x: None if x.dtype == jax.dtypes.float0 else x
+        return values, jax.tree.map(keep, gradients)
+
+    return pull(arguments)
+
+
+def test_both_passes_with_open_chunks_and_resets(gpu, interpreted):
+    b, t, h, c = 3, 26, 1, 16
+    tokens = draw(b, t, h, jnp.float32)
+    key = iter(jax.random.split(jax.random.key(3), 6))
+    memory = lambda: 0.3 * jax.random.normal(next(key), (b, h, WIDTH, WIDTH))
+    # The last row begins a chunk, so that its memories there and now are the same.
+    begin, values_begin = memory(), memory()
+    is_open = (jnp.arange(b) < 2)[:, None, None, None]
+    state = TrellisState(
+        keys_start=begin,
+        keys=jnp.where(is_open, memory(), begin),
+        values_start=values_begin,
+        values=jnp.where(is_open, memory(), values_begin),
+        position=jnp.array([13, 3, 0], jnp.int32),
+        chunk_size=c,
+    )
+    other = memory(), memory()
+    place = jnp.zeros(b, jnp.int32)
+    empty = TrellisState(other[0], other[0], other[1], other[1], place, c)
+    reset = jnp.zeros((b, t), bool).at[0, 3].set(True).at[1, 13].set(True)
+    reset = reset.at[2, 0].set(True)
+    arguments = (tokens, state, empty)
+    expected = both(trellis_xla, c, "ln_silu", reset, arguments)
+    gpu.close(both(interpreted, c, "ln_silu", reset, arguments), expected, 5e-6)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
+
+
+@pytest.mark.parametrize("phi", ["l2_silu", "softmax"])
+def test_whole_chunks_in_half_precision(gpu, interpreted, phi):
+    b, t, h, c = 1, 128, 2, 64
+    low = draw(b, t, h, jnp.bfloat16)
+    empty = empty_state(b, h, WIDTH, WIDTH, WIDTH, c)
+    high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
+    expected = both(trellis_xla, c, phi, None, (high, None, empty))
+    actual = both(interpreted, c, phi, None, (low, None, empty))
+    gpu.close(actual, expected, 1e-2)
+    assert actual[0][1].dtype == jnp.bfloat16
+
+
+def test_a_single_pass(gpu, interpreted):
+    b, t, h, c = 2, 40, 1, 16
+    tokens = draw(b, t, h, jnp.float32, passes=1)
+    empty = empty_pass_state(b, h, WIDTH, WIDTH, c)
+    memory = jax.random.normal(jax.random.key(1), (b, h, WIDTH, WIDTH))
+    place = jnp.array([5, 0], jnp.int32)
+    start = jnp.where((place == 0)[:, None, None, None], memory, empty.start)
+    state = TrellisPassState(start, memory, place, c)
+    expected = both(trellis_xla, c, "identity", None, (tokens, state, empty))
+    gpu.close(
+        both(interpreted, c, "identity", None, (tokens, state, empty)), expected, 5e-6
+    )
+
+
+def test_the_gradient_where_the_backward_kernel_does_not_fit(gpu, interpreted):
+    b, t, h, c = 1, 16, 1, 16
+    tokens = draw(b, t, h, jnp.float32, value=192)
+    empty = empty_state(b, h, WIDTH, WIDTH, 192, c)
+    expected = both(trellis_xla, c, "silu", None, (tokens, None, empty))
+    gpu.close(both(interpreted, c, "silu", None, (tokens, None, empty)), expected, 5e-6)
+
+
+def loss(chunk_size, phi, tokens, state, empty, reset):
+    values = run(trellis_gpu, chunk_size, phi, reset, tokens, state, empty)
+    leaves = jax.tree.leaves(values)
+    return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in leaves)
+
+
+def gradient(chunk_size, phi, tokens, state, empty, reset):
+    """Of everything, all kernels included."""
+    function = functools.partial(loss, chunk_size, phi)
+    return jax.grad(function, (0, 1, 2), allow_int=True)(tokens, state, empty, reset)
+
+
+def arguments(chunk_size, passes, value):
+    b, t, h = 2, 2 * chunk_size + 3, 2
+    tokens = draw(b, t, h, jnp.bfloat16, passes=passes, value=value)
+    if passes == 1:
+        empty = empty_pass_state(b, h, WIDTH, WIDTH, chunk_size)
+    else:
+        empty = empty_state(b, h, WIDTH, WIDTH, value, chunk_size)
+    return tokens, empty, empty, jnp.zeros((b, t), bool)
+
+
+def test_exports_for_cuda(gpu):
+    module = gpu.exported(
+        functools.partial(gradient, 64, "l2_silu"), *arguments(64, 2, WIDTH)
+    )
+    assert module.count("mosaic_gpu_v2(") == 2 or module.count("mosaic_gpu(") == 2
+
+
+@pytest.mark.parametrize(
+    "chunk_size, passes, phi", [(64, 2, "ln_silu"), (16, 1, "softmax")]
+)
+def test_the_gradient_compiles(gpu, uncached, chunk_size, passes, phi):
+    function = functools.partial(gradient, chunk_size, phi)
+    text = gpu.compiled(function, *arguments(chunk_size, passes, WIDTH))
+    assert "memjax_trellis_backward" in text
+
+
+def test_wider_values_compile(gpu, uncached):
+    function = functools.partial(gradient, 64, "l2_silu")
+    text = gpu.compiled(function, *arguments(64, 2, 128))
+    assert "memjax_trellis_forward" in text
+
+
+def test_what_no_gpu_runs():
+    def why(dtype=jnp.bfloat16, width=64, slots=64, chunk_size=64):
+        q = jnp.zeros((1, 2, 1, width), dtype)
+        alpha = jnp.zeros((1, 2, 1, slots), jnp.bfloat16)
+        gate = jnp.zeros((1, 2, 1))
+        empty = empty_state(1, 1, slots, width, width, chunk_size)
+        options = (None, None, empty, chunk_size, "silu", "softmax")
+        given = trellis_call.Call(q, q, q, alpha, gate, gate, *options)
+        return unsupported(*trellis_call.chunked(given, empty)[:2])
+
+    assert why() == why(chunk_size=16) == why(width=128) == ""
+    assert "q must be bfloat16" in why(dtype=jnp.float32)
+    assert "K must be 64" in why(width=32)
+    assert "M must be 64" in why(slots=40)
+    assert "multiple of 8 up to 64" in why(chunk_size=1)
+    assert "multiple of 8 up to 64" in why(chunk_size=128)
+    assert "KiB of shared memory" in why(width=256, slots=256)
+
+
+def test_asking_for_it_without_a_gpu_says_why():
+    tokens = draw(1, 2, 1, jnp.bfloat16)
+    with pytest.raises(ValueError, match="pallas_gpu.*needs a gpu"):
+        trellis(*tokens, implementation="pallas_gpu")
