@@ -24,7 +24,8 @@ def choose(op: str, implementation: str | None, obstacles: dict[str, str]) -> st
     Args:
         op: its name, for messages.
         implementation: what the caller asked for; None is the first of `FASTEST`
-            that runs.
+            that runs. A kernel is so picked only where XLA need not partition it,
+            which it cannot: where jax has one device, or inside a `shard_map`.
         obstacles: for every implementation that the op has, "" if it runs with these
             arguments here, else why it cannot.
 
@@ -44,11 +45,20 @@ def choose(op: str, implementation: str | None, obstacles: dict[str, str]) -> st
             )
         return implementation
     for name in FASTEST.get(jax.default_backend(), FASTEST["cpu"]):
-        if not obstacles.get(name, "not written"):
+        obstacle = obstacles.get(name, "not written")
+        if name.startswith("pallas_") and not (obstacle or _whole()):
+            obstacle = "XLA cannot partition a kernel: call the op under shard_map"
+        if not obstacle:
             return name
-        if name in obstacles:
-            _log.debug("%s falls through %s: %s", op, name, obstacles[name])
+        _log.debug("%s falls through %s: %s", op, name, obstacle)
     raise ValueError(f"no implementation of {op} runs here: {obstacles}")
+
+
+def _whole() -> bool:
+    """Whether arrays lie on one device each as far as the op can see."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names)
+    return manual or jax.device_count() == 1
 
 
 def needs(platform: str) -> str:

@@ -5,8 +5,12 @@ The memories are output blocks that all chunks of a head share, so that they sta
 VMEM from the first to the last. Heads of one program are independent chains, which
 hides the latency of each. The forward pass for a gradient also keeps the memories at
 every chunk's start, in the dtype of the tokens; the backward kernel goes through the
-chunks in reverse, computes each again from there and pulls cotangents through it. The
-kept memories are named "trellis_chunk_states" for rematerialisation policies.
+chunks in reverse, computes each again from there and pulls cotangents through it.
+These memories and the reads are named "trellis_chunk_states" and "trellis_reads": a
+rematerialisation policy that saves both runs the forward kernel once.
+
+They take 2 M (K + V) / C bytes a token and head in bfloat16, so that small chunks are
+for short segments: with C = 1 they are as large as the memories of all tokens.
 """
 
 import functools
@@ -123,9 +127,9 @@ def trellis_tpu(
     heads = max(1, min(HEADS, b * h, fitting))
     static = Static(phi, activation, heads, interpret)
     flatten = lambda tree: jax.tree.map(flat, tree)
-    memories, y = _chunks(
-        static, *_vary_alike((arranged, flatten(memories), flatten(empty)))
-    )
+    arguments = _vary_alike((arranged, flatten(memories), flatten(empty)))
+    after: Any = _chunks(static, *arguments)
+    memories, y = after
     apart = lambda x: x.reshape(b, h, *x.shape[1:])
     return jax.tree.map(apart, memories), back(y)
 
@@ -151,6 +155,7 @@ def _chunks(static: Static, x: Inputs, memories: Memories, empty):
 def _chunks_fwd(static, x, memories, empty):
     after, y, kept = _forward(static, x, memories, empty, keep=True)
     kept = checkpoint_name(kept, "trellis_chunk_states")
+    y = checkpoint_name(y, "trellis_reads")
     return (after, y), (x, memories.running, empty, kept)
 
 
@@ -215,7 +220,7 @@ def _backward_kernel(
     first = pl.program_id(1) == pl.num_programs(1) - 1
     begun = jax.tree.map(lambda r, s: jnp.where(first, r, s), _load(running), start)
 
-    def advance(chunk, memories, empty):
+    def advance(chunk, memories, empty) -> Any:
         return one_chunk.advance(chunk, memories, empty, complete, cleared, options)
 
     _, pull = jax.vjp(advance, chunk, Memories(start, begun), _load(empty))

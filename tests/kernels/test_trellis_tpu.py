@@ -1,0 +1,298 @@
+"""The TPU kernels of Trellis: interpreted, and compiled for TPUs that are not here."""
+
+import functools
+import importlib.util
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from memjax_kernels.trellis import TrellisState, call, empty_pass_state, empty_state
+from memjax_kernels.trellis.pallas_tpu import trellis_tpu, unsupported
+from memjax_kernels.trellis.xla import trellis_xla
+
+LIBTPU = importlib.util.find_spec("libtpu") is not None
+
+
+def needs_libtpu(test):
+    """For tests that compile for a TPU."""
+    reason = "compiling for a TPU takes libtpu (pip install memjax[tpu])"
+    return pytest.mark.skipif(not LIBTPU, reason=reason)(
+        pytest.mark.usefixtures("uncached")(test)
+    )
+
+
+# What a kernel has not written is NaN, and so is what lies beyond the last head.
+INTERPRETED = functools.partial(
+    trellis_tpu,
+    interpret=pltpu.InterpretParams(
+        uninitialized_memory="nan", out_of_bounds_reads="uninitialized"
+    ),
+)
+
+
+def draw(batch, time, heads, key, value, slots, dtype=jnp.float32, gates=(2,)) -> Any:
+    keys = jax.random.split(jax.random.key(0), 6)
+    normal = lambda i, *width: jax.random.normal(keys[i], (batch, time, heads, *width))
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    tokens = unit(normal(0, key)), unit(normal(1, key)), normal(2, value)
+    tokens = (*tokens, 0.3 * normal(3, slots))
+    gamma = jax.nn.sigmoid(normal(4, *gates))
+    g = jax.nn.log_sigmoid(normal(5, *gates) + 1)
+    return *(x.astype(dtype) for x in tokens), gamma, g
+
+
+def run(implementation, tokens, state, empty, reset, chunk_size):
+    activation = None if tokens[2] is None else "ln_silu"
+    arguments = call.Call(
+        *tokens,
+        state=state,
+        reset=reset,
+        empty=empty,
+        chunk_size=chunk_size,
+        phi="l2_silu",
+        activation=activation,
+    )
+    return call.in_chunks(implementation, arguments, empty)
+
+
+def perturbed(state, seed):
+    """Another state, its chunks open where its position is not 0."""
+    leaves, treedef = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    move = lambda x, key: (
+        x + 0.3 * jax.random.normal(key, x.shape) if x.ndim == 4 else x
+    )
+    return jax.tree.unflatten(treedef, list(map(move, leaves, keys)))
+
+
+def both(implementation, chunk_size, arguments, reset):
+    """Results, and gradients of everything for random cotangents."""
+
+    def pull(arguments):
+        floats = lambda tree: jax.tree.map(
+            lambda x: None if x.dtype == jnp.int32 else x, tree
+        )
+        whole = lambda floats: jax.tree.map(
+            lambda f, x: x if f is None else f,
+            floats,
+            arguments,
+            is_leaf=lambda f: f is None,
+        )
+
+        def forward(given):
+            tokens, state, empty = whole(given)
+            after, y = run(implementation, tokens, state, empty, reset, chunk_size)
+            return after.memories, y
+
+        values, back = jax.vjp(forward, floats(arguments))
+        leaves, treedef = jax.tree.flatten(values)
+        keys = jax.random.split(jax.random.key(7), len(leaves))
+        weights = [
+            jax.random.normal(key, x.shape).astype(x.dtype)
+            for x, key in zip(leaves, keys, strict=True)
+        ]
+        return values, back(jax.tree.unflatten(treedef, weights))
+
+    return jax.jit(pull)(arguments)
+
+
+def close(actual, expected, tolerance):
+    actual = jax.tree_util.tree_leaves_with_path(actual)
+    for (path, a), b in zip(actual, jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        distance = np.sqrt(np.mean((a - b) ** 2) / (np.mean(b**2) + 1e-30))
+        assert distance <= tolerance, (jax.tree_util.keystr(path), distance)
+
+
+def test_both_passes_with_open_chunks_and_resets():
+    """Nine heads, so that a program of eight and one of one run them."""
+    b, t, h, k, v, m, c = 3, 7, 3, 16, 24, 8, 4
+    tokens = draw(b, t, h, k, v, m)
+    state = perturbed(empty_state(b, h, m, k, v, c), 1)
+    place = jnp.array([3, 0, 1], jnp.int32)
+    is_open = (place > 0)[:, None, None, None]
+    keys = jnp.where(is_open, state.keys, state.keys_start)
+    values = jnp.where(is_open, state.values, state.values_start)
+    state = TrellisState(state.keys_start, keys, state.values_start, values, place, c)
+    empty = perturbed(empty_state(b, h, m, k, v, c), 2)
+    reset = jnp.zeros((b, t), bool).at[0, 1].set(True).at[1, 4].set(True)
+    arguments = (tokens, state, empty)
+    expected = both(trellis_xla, c, arguments, reset)
+    close(both(INTERPRETED, c, arguments, reset), expected, 2e-6)
+    gradients = jax.tree.leaves(expected[1])
+    assert all(np.isfinite(x).all() for x in gradients)
+
+
+def test_a_single_pass_in_half_precision():
+    b, t, h, k, m, c = 1, 19, 2, 16, 8, 8
+    draws = draw(b, t, h, k, k, m, gates=())
+    q, key, _, alpha, gamma, g = draws
+    empty = empty_pass_state(b, h, m, k, c)
+    low = (*(x.astype(jnp.bfloat16) for x in (q, key)), None)
+    low = (*low, alpha.astype(jnp.bfloat16), gamma, g)
+    high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
+    expected = both(trellis_xla, c, (high, None, empty), None)
+    actual = both(INTERPRETED, c, (low, None, empty), None)
+    close(actual, expected, 8e-3)
+    assert actual[0][1].dtype == jnp.bfloat16
+
+
+def one_row(implementation, sizes):
+    """Reads of one row of tokens [T, H, ...]."""
+    h, d, m, c = sizes
+
+    def reads(*tokens):
+        rows = [x[None] for x in tokens]
+        return run(implementation, rows, None, empty_state(1, h, m, d, d, c), None, c)[
+            1
+        ]
+
+    return reads
+
+
+def test_under_vmap():
+    sizes = h, d, m, c = 2, 8, 8, 4
+    tokens = draw(2, 5, h, d, d, m)
+    # The TPU interpreter of jax 0.10.2 does not take what vmap makes of a kernel.
+    interpreted = functools.partial(trellis_tpu, interpret=True)
+    actual = jax.jit(jax.vmap(one_row(interpreted, sizes)))(*tokens)
+    expected = jax.jit(jax.vmap(one_row(trellis_xla, sizes)))(*tokens)
+    close(actual, expected, 2e-6)
+
+
+def for_one_device(function, tokens):
+    """The program that a single v5e runs."""
+    device = topologies.get_topology_desc("v5e:2x2", "tpu").devices[0]
+    sharding = SingleDeviceSharding(device)
+    place = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    arguments = (place(x.shape, x.dtype) for x in tokens)
+    return jax.jit(function).lower(*arguments).compile().as_text() or ""
+
+
+@needs_libtpu
+def test_vmap_compiles():
+    sizes = h, d, m, c = 2, 64, 64, 8
+    tokens = draw(3, 16, h, d, d, m, jnp.bfloat16)
+    assert "trellis_forward" in for_one_device(
+        jax.vmap(one_row(trellis_tpu, sizes)), tokens
+    )
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "names, runs", [((), 2), (("trellis_chunk_states", "trellis_reads"), 1)]
+)
+def test_a_policy_can_keep_what_the_backward_kernel_needs(names, runs):
+    tokens = draw(1, 4, 1, 8, 8, 8)
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def loss(*tokens):
+        empty = empty_state(1, 1, 8, 8, 8, 4)
+        return jnp.sum(run(trellis_tpu, tokens, None, empty, None, 4)[1] ** 2)
+
+    text = for_one_device(jax.value_and_grad(loss, range(6)), tokens)
+    assert len(re.findall(r"custom-call\(.*trellis_forward", text)) == runs
+    assert len(re.findall(r"custom-call\(.*trellis_backward", text)) == 1
+
+
+def test_what_no_tpu_runs():
+    def why(dtype, alpha_dtype, width):
+        q = jnp.zeros((1, 2, 1, width), dtype)
+        v, gate = q.astype("float32"), jnp.zeros((1, 2, 1))
+        empty = empty_state(1, 1, width, width, width, 64)
+        options = (None, None, empty, 64, "silu", "softmax")
+        arguments = call.Call(q, q, v, q.astype(alpha_dtype), gate, gate, *options)
+        return unsupported(*call.chunked(arguments, empty)[:2])
+
+    assert why("float32", "bfloat16", 256) == ""
+    assert "all be float32 or all bfloat16" in why("bfloat16", "float32", 16)
+    assert "alpha must be float32 or bfloat16" in why("float32", "float16", 16)
+    assert "MiB of VMEM" in why("float32", "float32", 512)
+
+
+def compiled(name, mesh_shape, specs, sizes, dtype, single=False, check_vma=None):
+    """The gradient of everything, compiled for `name`; under shard_map if asked."""
+    devices = np.array(topologies.get_topology_desc(name, "tpu").devices)
+    devices = devices[: np.prod(mesh_shape)].reshape(mesh_shape)
+    mesh = Mesh(devices, ("data", "model"))
+    b, t, h, k, v, m, c = sizes
+    row, token, memory = specs
+    tokens: Any = jax.eval_shape(lambda: draw(b, t, h, k, v, m, dtype, gates=()))
+    make: Any = empty_pass_state if single else empty_state
+    widths = (k,) if single else (k, v)
+    if single:
+        tokens = (*tokens[:2], None, *tokens[3:])
+    state = jax.eval_shape(lambda: make(b, h, m, *widths, c))
+    state_specs = jax.tree.map(lambda x: memory if x.ndim == 4 else row, state)
+    reset = jax.ShapeDtypeStruct((b, t), bool)
+
+    def forward(tokens, state, reset):
+        rows, _, heads, _ = tokens[0].shape
+        empty = make(rows, heads, m, *widths, c)
+        after, y = run(trellis_tpu, tokens, state, empty, reset, c)
+        return after.memories, y
+
+    if check_vma is not None:
+        token_specs = jax.tree.map(lambda _: token, tokens)
+        out = jax.tree.map(lambda _: memory, state.memories)
+        forward = jax.shard_map(
+            forward,
+            mesh=mesh,
+            in_specs=(token_specs, state_specs, row),
+            out_specs=(out, token),
+            check_vma=check_vma,
+        )
+
+    def loss(tokens, state, reset):
+        leaves = jax.tree.leaves(forward(tokens, state, reset))
+        return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in leaves)
+
+    place = lambda spec, x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+    )
+    arguments = (
+        jax.tree.map(functools.partial(place, token), tokens),
+        jax.tree.map(place, state_specs, state),
+        place(row, reset),
+    )
+    gradient = jax.grad(loss, (0, 1), allow_int=True)
+    return jax.jit(gradient).lower(*arguments).compile().as_text() or ""
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "name, sizes, dtype, single",
+    [
+        ("v5e:2x2", (1, 128, 4, 64, 64, 64, 64), jnp.bfloat16, False),
+        ("v5p:2x2x1", (1, 32, 3, 128, 128, 64, 16), jnp.bfloat16, False),
+        ("v6e:2x2", (1, 32, 2, 24, 256, 40, 16), jnp.float32, False),
+        ("v6e:2x2", (3, 10, 3, 64, 64, 64, 5), jnp.bfloat16, True),
+    ],
+)
+def test_the_gradient_compiles(name, sizes, dtype, single):
+    text = compiled(name, (1, 1), (P(), P(), P()), sizes, dtype, single)
+    assert "trellis_forward" in text and "trellis_backward" in text
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "name, check_vma",
+    [("v5e:2x2", True), ("v5p:2x2x1", True), ("v6e:2x2", True), ("v6e:2x2", False)],
+)
+def test_the_gradient_compiles_over_a_mesh(name, check_vma):
+    """Rows and heads are apart: nothing is exchanged."""
+    specs = P("data"), P("data", None, "model"), P("data", "model")
+    sizes = (2, 16, 4, 64, 64, 64, 8)
+    text = compiled(name, (2, 2), specs, sizes, jnp.bfloat16, check_vma=check_vma)
+    assert "trellis_backward" in text
+    # The sum of the loss over devices is the one thing that is.
+    assert "all-gather" not in text and "all-to-all" not in text
