@@ -1,0 +1,353 @@
+"""TTT-linear: token loop against float64, mini-batches against the token loop."""
+
+import functools
+import importlib
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import memjax_kernels
+from memjax_kernels.ttt_linear import TTTLinearState, cost, empty_state, start_state
+
+# Any: called with unpacked tokens.
+ttt_linear: Any = memjax_kernels.ttt_linear
+step: Any = importlib.import_module("memjax_kernels.ttt_linear").step
+
+B, H, D, C = 2, 2, 5, 4
+LENGTH = 19
+# Rows 1 and 3 tokens into a mini-batch.
+PLACES = np.array([1, 3], np.int32)
+WHOLE = np.zeros((B, LENGTH), bool)
+# Documents of 3, 8 and 8 tokens, and of 1, 4 and 14: all end with a mini-batch.
+PACKED = np.array(WHOLE)
+PACKED[0, [3, 11]] = PACKED[1, [1, 5]] = True
+
+
+def draw(length=LENGTH, seed=0) -> Any:
+    """Tokens, rates, layer norm, and the memory in the middle of a mini-batch."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.normal(size=shape).astype("f4")
+    q, k, v = (normal(B, length, H, D) for _ in range(3))
+    eta = (0.2 / (1 + np.exp(-normal(B, length, H)))).astype("f4")
+    scale, bias = 1 + 0.2 * normal(H, D), 0.2 * normal(H, D)
+    memory = normal(B, H, D, D), normal(B, H, D, D), normal(B, H, D), normal(B, H, D)
+    return (q, k, v, eta, scale, bias), memory
+
+
+def begun(memory, places=PLACES):
+    """A state of these matrices, in the middle of a mini-batch."""
+    start, now, bias_start, bias = map(jnp.asarray, memory)
+    return TTTLinearState(start, now, bias_start, bias, jnp.asarray(places), C)
+
+
+def other_start(seed=7):
+    """The memory after a reset: not the zeros that it is by default."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return start_state(normal(B, H, D, D), normal(B, H, D), C)
+
+
+EMPTY = other_start()
+
+
+@functools.cache
+def forward(how):
+    def run(tokens, memory, places, reset):
+        state = begun(memory, places)
+        return ttt_linear(
+            *tokens, state, chunk_size=C, reset=reset, empty=EMPTY, implementation=how
+        )
+
+    return jax.jit(run)
+
+
+@functools.cache
+def both(how):
+    """Values, and gradients under cotangents of the reads and of the last memory."""
+
+    def run(tokens, memory, places, reset, weights):
+        def values(tokens, memory):
+            after, y = forward(how)(tokens, memory, places, reset)
+            return leaves(after), y
+
+        out, pull = jax.vjp(values, tokens, memory)
+        return out, pull(weights)
+
+    return jax.jit(run)
+
+
+def leaves(state):
+    return state.weights_start, state.weights, state.bias_start, state.bias
+
+
+def normalised(x, scale, bias):
+    centred = x - x.mean()
+    return centred / np.sqrt((centred**2).mean() + 1e-6) * scale + bias
+
+
+def slope(x, target, scale, bias):
+    """Gradient of the loss in x, by the matrix of the layer norm's derivatives."""
+    width, centred = len(x), x - x.mean()
+    deviation = np.sqrt((centred**2).mean() + 1e-6)
+    mean_free = np.eye(width) - 1 / width
+    jacobian = mean_free / deviation - np.outer(centred, centred) / width / deviation**3
+    return jacobian.T @ (scale * (normalised(x, scale, bias) - target))
+
+
+def numpy_loop(tokens, memory, places=PLACES, reset=WHOLE):
+    """The recurrence in float64, a token, row and head at a time."""
+    q, k, v, eta, scale, bias = (np.array(x, np.float64) for x in tokens)
+    memory = [np.array(x, np.float64) for x in memory]
+    fresh = [np.array(x, np.float64) for x in leaves(EMPTY)]
+    reads = np.zeros_like(v)
+    for b, h in np.ndindex(B, H):
+        w0, w, c0, c = (m[b, h] for m in memory)
+        for t in range(q.shape[1]):
+            if (places[b] + t) % C == 0:
+                w0, c0 = w, c
+            if reset[b, t]:
+                w0, w, c0, c = (m[b, h] for m in fresh)
+            key, query, norm = k[b, t, h], q[b, t, h], (scale[h], bias[h])
+            update = eta[b, t, h] * slope(w0.T @ key + c0, v[b, t, h] - key, *norm)
+            w, c = w - np.outer(key, update), c - update
+            reads[b, t, h] = query + normalised(w.T @ query + c, *norm)
+        if (places[b] + q.shape[1]) % C == 0:
+            w0, c0 = w, c
+        for m, new in zip(memory, (w0, w, c0, c), strict=True):
+            m[b, h] = new
+    return memory, reads
+
+
+def error(actual, expected):
+    """Relative root mean square."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape and np.isfinite(actual).all()
+    return np.sqrt(np.mean((actual - expected) ** 2) / (np.mean(expected**2) or 1.0))
+
+
+def close(actual, expected, tolerance=1e-5):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert error(a, b) <= tolerance
+
+
+def test_the_slope_is_that_of_the_loss():
+    rng = np.random.default_rng(3)
+    x, target, scale, bias = rng.normal(size=(4, D))
+    loss = lambda x: ((normalised(x, scale, bias) - target) ** 2).sum() / 2
+    numeric = [(loss(x + d) - loss(x - d)) / 2e-6 for d in 1e-6 * np.eye(D)]
+    np.testing.assert_allclose(slope(x, target, scale, bias), numeric, rtol=1e-7)
+
+
+@pytest.mark.parametrize("how", ["reference", "xla"])
+@pytest.mark.parametrize("reset", [WHOLE, PACKED], ids=["whole", "packed"])
+def test_values_are_those_of_the_recurrence(how, reset):
+    tokens, memory = draw()
+    after, reads = forward(how)(tokens, memory, PLACES, reset)
+    close((leaves(after), reads), numpy_loop(tokens, memory, reset=reset))
+    np.testing.assert_array_equal(after.position, (PLACES + LENGTH) % C)
+
+
+@pytest.mark.parametrize("reset", [WHOLE, PACKED], ids=["whole", "packed"])
+def test_mini_batches_have_the_gradients_of_the_token_loop(reset):
+    tokens, memory = draw()
+    other, weights = draw(seed=1)
+    run = lambda how: both(how)(tokens, memory, PLACES, reset, (weights, other[2]))
+    actual, expected = run("xla")[1], run("reference")[1]
+    if reset is PACKED:
+        close(actual[0], expected[0])
+    else:
+        close(actual, expected)
+        assert all(np.abs(g).max() > 1e-3 for g in jax.tree.leaves(actual))
+
+
+def pieces(tokens, split):
+    part = lambda which: (*(x[:, which] for x in tokens[:4]), *tokens[4:])
+    return part(slice(None, split)), part(slice(split, None))
+
+
+def test_any_split_gives_the_same():
+    tokens, memory = draw(6)
+    expected = numpy_loop(tokens, memory)
+    run = jax.jit(functools.partial(ttt_linear, chunk_size=C))
+    for split in range(1, 6):
+        first, second = pieces(tokens, split)
+        middle, before = run(*first, begun(memory))
+        last, after = run(*second, middle)
+        close((leaves(last), np.concatenate([before, after], axis=1)), expected)
+
+
+def test_a_split_has_the_same_gradients():
+    tokens, memory = draw(6)
+    weights = draw(6, seed=1)[1]
+
+    def run(tokens, memory, split):
+        state, reads = begun(memory), []
+        for part in pieces(tokens, split) if split else (tokens,):
+            state, y = ttt_linear(*part, state, chunk_size=C)
+            reads.append(y)
+        loss = (jnp.concatenate(reads, axis=1) ** 2).sum()
+        pairs = zip(leaves(state), weights, strict=True)
+        return loss + sum(jnp.vdot(x, w) for x, w in pairs)
+
+    gradient = jax.jit(jax.grad(run, argnums=(0, 1)), static_argnums=2)
+    close(gradient(tokens, memory, 2), gradient(tokens, memory, None))
+
+
+def test_steps_are_the_recurrence():
+    tokens, memory = draw(6)
+    run, state, reads = (
+        jax.jit(functools.partial(step, chunk_size=C)),
+        begun(memory),
+        [],
+    )
+    for t in range(6):
+        state, y = run(*(x[:, t] for x in tokens[:4]), *tokens[4:], state)
+        reads.append(y)
+    expected = numpy_loop(tokens, memory)
+    close((leaves(state), np.stack(reads, axis=1)), expected)
+
+
+@pytest.mark.parametrize("length", [1, 9])
+def test_no_state_is_the_start_of_a_mini_batch_of_zero_weights(length):
+    tokens, _ = draw(length)
+    run = jax.jit(functools.partial(ttt_linear, chunk_size=C))
+    after, reads = run(*tokens)
+    zeros = leaves(empty_state(B, H, D, C))
+    close((leaves(after), reads), numpy_loop(tokens, zeros, np.zeros(B, int)), 2e-5)
+    given = run(*tokens, empty_state(B, H, D, C))
+    close((leaves(given[0]), given[1]), (leaves(after), reads))
+    from_empty = run(*tokens, empty=EMPTY)
+    expected = numpy_loop(tokens, leaves(EMPTY), np.zeros(B, int))
+    close((leaves(from_empty[0]), from_empty[1]), expected)
+
+
+def test_the_default_is_the_fast_form():
+    tokens, memory = draw()
+    jaxpr = lambda how: str(jax.make_jaxpr(forward(how))(tokens, memory, PLACES, WHOLE))
+    assert jaxpr(None) == jaxpr("xla") != jaxpr("reference")
+
+
+def test_a_misplaced_reset_is_refused_or_poisons_its_row():
+    tokens, memory = draw()
+    reset = np.array(WHOLE)
+    reset[1, [1, 7]] = True  # A mini-batch of row 1 starts at 1, none at 7.
+    for how in ("xla", "reference"):
+        after, reads = forward(how)(tokens, memory, PLACES, reset)
+        reset_well = np.array(WHOLE)
+        reset_well[1, 1] = True
+        expected, well = numpy_loop(tokens, memory, reset=reset_well)
+        close(reads[0], well[0])
+        close(reads[1, :7], well[1, :7])
+        assert np.isnan(reads[1, 7:]).all()
+        for leaf, right in zip(leaves(after), expected, strict=True):
+            close(leaf[0], right[0])
+            assert np.isnan(leaf[1]).all()
+    message = "a chunk of 4 starts, got one in row 1 before token 7, 2 into it"
+    known = [*map(jnp.asarray, tokens), begun(memory)]
+    with pytest.raises(ValueError, match=message):
+        ttt_linear(*known, chunk_size=C, reset=jnp.asarray(reset))
+
+
+@pytest.mark.parametrize("how", ["reference", "xla"])
+def test_half_precision_tokens_keep_a_float32_memory(how):
+    tokens, memory = draw()
+    low = [jnp.asarray(x, jnp.bfloat16) for x in tokens[:3]]
+    after, reads = forward(how)((*low, *tokens[3:]), memory, PLACES, WHOLE)
+    assert (after.weights.dtype, reads.dtype) == (jnp.float32, jnp.bfloat16)
+    # What remains is the rounding of the tokens and of the reads alone.
+    rounded = (*(x.astype(jnp.float32) for x in low), *tokens[3:])
+    expected, right = numpy_loop(rounded, memory)
+    close(leaves(after), expected)
+    close(reads, right, 5e-3)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_cost_is_what_xla_counts(backward):
+    array = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    q, eta, norm = array(2, 16, 2, 128), array(2, 16, 2), array(2, 128)
+    arguments = (q, q, q, eta, norm, norm, array(2, 2, 128, 128), array(2, 2, 128))
+
+    def forward(*a):
+        q, k, v, eta, scale, bias, *memory = a
+        start = start_state(memory[0], memory[1], 16)
+        state, y = ttt_linear(q, k, v, eta, scale, bias, empty=start)
+        return (state.weights, state.bias), y
+
+    run = forward
+    if backward:
+        run = lambda ct, *a: jax.vjp(lambda *a: forward(*a)[1], *a)[1](ct)
+        arguments = (q, *arguments)
+    counted = jax.jit(run).lower(*arguments).compile().cost_analysis() or {}
+    expected = cost(2, 16, 2, 128, itemsize=4, backward=backward)
+    # XLA also counts the layer norms, and leaves out the last step, not read here.
+    assert 0.9 < counted["flops"] / expected.flops < 1.15
+    moved = jax.tree.leaves((arguments, jax.eval_shape(run, *arguments)))
+    assert 1.0 < 4 * sum(x.size for x in moved) / expected.bytes < 1.02
+
+
+def test_states_are_pytrees_that_know_their_chunk_size():
+    state = begun(draw()[1])
+    shapes = jax.tree.map(lambda x: x.shape, state)
+    assert shapes.bias == (B, H, D) and shapes.chunk_size == C
+    mapped = jax.vmap(lambda s: s.weights.sum() + s.position)(state)
+    assert mapped.shape == (B,)
+    assert jax.tree.structure(state) != jax.tree.structure(empty_state(B, H, D, C + 1))
+
+
+def test_bad_input_is_refused_by_name():
+    tokens, memory = draw(3)
+    q, k, v, eta, scale, bias = map(jnp.asarray, tokens)
+    good, state = (q, k, v, eta, scale, bias), begun(memory)
+    replace = lambda state, **leaves: TTTLinearState(**{**vars(state), **leaves})
+    bad: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("eta must have shape", (q, k, v, eta[:, :2], scale, bias), {}),
+        ("ln_scale must have shape", (q, k, v, eta, scale[:, :2], bias), {}),
+        (
+            "one width, got K = 5 and V = 4",
+            (q, k, v[..., :4], eta, scale[:, :4], bias[:, :4]),
+            {},
+        ),
+        (r"eta must lie in \[0.0, inf\]", (q, k, v, -eta, scale, bias), {}),
+        ("chunk_size must be at least 1, got 0", good, {"chunk_size": 0}),
+        (
+            "state is of chunk_size=4, got chunk_size=8",
+            (*good, state),
+            {"chunk_size": 8},
+        ),
+        (
+            "empty is of chunk_size=4, got chunk_size=8",
+            good,
+            {"empty": EMPTY, "chunk_size": 8},
+        ),
+        (
+            r"state.position must lie in \[0.0, 3.0\]",
+            (*good, replace(state, position=jnp.full(B, C))),
+            {},
+        ),
+        (
+            r"empty.position must lie in \[0.0, 0.0\]",
+            good,
+            {"empty": replace(EMPTY, position=jnp.asarray(PLACES))},
+        ),
+        (
+            "state.weights must be float32",
+            (*good, replace(state, weights=state.weights.astype(jnp.bfloat16))),
+            {},
+        ),
+        (
+            r"state.bias must have shape \[B, H, V\]",
+            (*good, replace(state, bias=state.bias[:1])),
+            {},
+        ),
+        (r"one of \('xla', 'reference'\)", good, {"implementation": "cuda"}),
+    ]
+    for message, arguments, options in bad:
+        with pytest.raises(ValueError, match=message):
+            # Without the annotations' own check.
+            inspect.unwrap(ttt_linear)(*arguments, **{"chunk_size": C, **options})
+    with pytest.raises(ValueError, match="state is of chunk_size=4, got chunk_size=16"):
+        step(*(x[:, 0] for x in good[:4]), *good[4:], state)
