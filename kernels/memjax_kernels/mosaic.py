@@ -82,7 +82,8 @@ def pull(
 ) -> tuple[jax.Array, ...]:
     """The value of an elementwise function, and the cotangents of its inputs.
 
-    `jax.vjp` but for the primitive that sums cotangents, which Mosaic GPU cannot lower.
+    `jax.vjp` but for two primitives of gradients that Mosaic GPU cannot lower: the sum
+    of cotangents, and negative powers.
     """
 
     def value_and_pull(cotangent, *inputs):
@@ -102,6 +103,8 @@ def _evaluate(closed, arguments):
         given = [read(atom) for atom in equation.invars]
         if equation.primitive.name == "add_any":
             results = [given[0] + given[1]]
+        elif equation.primitive.name == "integer_pow":
+            results = [_power(given[0], equation.params["y"])]
         elif "jaxpr" in equation.params:
             results = _evaluate(equation.params["jaxpr"], given)
         else:
@@ -109,6 +112,11 @@ def _evaluate(closed, arguments):
             results = results if equation.primitive.multiple_results else [results]
         values |= dict(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _power(x, exponent):
+    product = functools.reduce(lax.mul, [x] * abs(exponent))
+    return product if exponent > 0 else 1.0 / product
 
 
 def accumulate(*products: Callable[[Any], None], shapes) -> tuple[jax.Array, ...]:
