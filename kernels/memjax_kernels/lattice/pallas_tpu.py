@@ -8,8 +8,9 @@ or, where C = 1, `BLOCK` tokens one after the other on the vector unit.
 
 The forward pass for a gradient also keeps the memory before every block, in the dtype
 of the tokens (C = 1: float32); the backward kernel goes through the blocks in reverse,
-computes each again from there and pulls cotangents through it. The kept memories are
-named "lattice_chunk_states" for rematerialisation policies.
+computes each again from there and pulls cotangents through it. For rematerialisation
+policies the kept memories are named "lattice_chunk_states" and y "lattice_reads": with
+both kept, the forward kernel does not run again.
 """
 
 import functools
@@ -22,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from memjax_kernels import implementations
+from memjax_kernels import implementations, varying
 from memjax_kernels.lattice import tpu_kernels
 from memjax_kernels.lattice.aligned import Chunks, Memory
 from memjax_kernels.lattice.memory import Rule
@@ -102,7 +103,8 @@ def lattice_tpu(
     )
     static = Static(rule, exact, _heads(inputs, exact), interpret)
     flat = lambda x: x.reshape(b * h, m, width)
-    result: Any = _blocks(static, inputs, flat(start), flat(empty))
+    arguments = varying.vary_alike((inputs, flat(start), flat(empty)))
+    result: Any = _blocks(static, *arguments)
     (after, pending), y = result
     y = y.reshape(b, h, -1, width)[:, :, : n * c].reshape(b, h, n, c, width)
     apart = lambda x: x.reshape(b, h, m, width)
@@ -134,7 +136,7 @@ def _blocks(static: Static, x: Inputs, start: Array, empty: Array) -> tuple[Any,
 def _blocks_fwd(static, x, start, empty):
     memory, y, kept = _forward(static, x, start, empty, keep=True)
     kept = checkpoint_name(kept, "lattice_chunk_states")
-    return (memory, y), (x, empty, kept)
+    return (memory, checkpoint_name(y, "lattice_reads")), (x, empty, kept)
 
 
 def _blocks_bwd(static, residuals, cotangents):
@@ -145,7 +147,7 @@ _blocks.defvjp(_blocks_fwd, _blocks_bwd)
 
 
 def _forward(static: Static, x: Inputs, start, empty, *, keep: bool):
-    like = functools.partial(_like, x.q)
+    like = functools.partial(varying.like, x.q)
     y = like(x.v.shape, x.v.dtype)
     shape = (start.shape[0], x.q.shape[1], *start.shape[1:])
     kept = like(shape, x.q.dtype) if keep else None
@@ -166,7 +168,9 @@ def _forward(static: Static, x: Inputs, start, empty, *, keep: bool):
 
 def _backward(static: Static, x: Inputs, empty, kept, d_memory, d_y):
     n = x.q.shape[1]
-    like = lambda tree: jax.tree.map(lambda a: _like(x.q, a.shape, a.dtype), tree)
+    like = lambda tree: jax.tree.map(
+        lambda a: varying.like(x.q, a.shape, a.dtype), tree
+    )
     block, whole = _specs(static.heads, lambda i: n - 1 - i)
     shape = (static.heads, *empty.shape[1:])
     scratch = (x.q.shape[2], *shape) if static.exact else shape
@@ -196,12 +200,6 @@ def _specs(heads, order):
     return functools.partial(jax.tree.map, block), functools.partial(
         jax.tree.map, whole
     )
-
-
-def _like(x: Array, shape, dtype):
-    """An output that varies over the mesh axes that `x` varies over."""
-    varying = jax.typeof(x).manual_axis_type
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
 
 
 def _call(static: Static, body, name, inputs, in_specs, outputs, out_specs, scratch):

@@ -1,0 +1,223 @@
+"""The TPU kernels of Lattice: interpreted, and compiled for TPUs that are not here."""
+
+import functools
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from memjax_kernels.lattice import LatticeState, Rule, aligned, empty_state
+from memjax_kernels.lattice.pallas_tpu import lattice_tpu, unsupported
+from memjax_kernels.lattice.xla import lattice_xla, lattice_xla_head
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="compiling for a TPU takes libtpu (pip install memjax[tpu])",
+)
+# What a kernel has not written is NaN, and so is what lies beyond the last head.
+INTERPRETED = functools.partial(
+    lattice_tpu,
+    interpret=pltpu.InterpretParams(
+        uninitialized_memory="nan", out_of_bounds_reads="uninitialized"
+    ),
+)
+
+
+def draw(batch, time, heads, slots, width, dtype=jnp.float32) -> Any:
+    """Queries, keys, values and step sizes."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    normal = lambda i, size: jax.random.normal(keys[i], (batch, time, heads, size))
+    tokens = normal(0, slots), jax.nn.softmax(normal(1, slots)), normal(2, width)
+    gamma = jax.random.uniform(keys[3], (batch, time, heads))
+    return *(x.astype(dtype) for x in tokens), gamma
+
+
+def run(form, variant, tokens, state, reset, empty, in_phase):
+    """The part of the public function that is common to all forms."""
+    return aligned.run(
+        form,
+        lattice_xla_head,
+        *tokens,
+        None,
+        state,
+        reset,
+        empty,
+        Rule(variant),
+        in_phase=in_phase,
+    )
+
+
+def rows(seed, *shape):
+    x = jax.random.normal(jax.random.key(seed), shape)
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def both(form, variant, tokens, state, reset, empty, in_phase=False):
+    """Results, and gradients of everything for random cotangents."""
+
+    def forward(tokens, start, pending, empty):
+        before = LatticeState(
+            start, pending, state.decay, state.position, state.chunk_size
+        )
+        after, y = run(form, variant, tokens, before, reset, empty, in_phase)
+        return y, after.start, after.pending
+
+    def pull(*arguments):
+        values, back = jax.vjp(forward, *arguments)
+        keys = jax.random.split(jax.random.key(7), 3)
+        weigh = lambda key, x: jax.random.normal(key, x.shape).astype(x.dtype)
+        return values, back(tuple(map(weigh, keys, values)))
+
+    return jax.jit(pull)(tokens, state.start, state.pending, empty)
+
+
+def close(actual, expected, tolerance):
+    actual = jax.tree_util.tree_leaves_with_path(actual)
+    for (path, a), b in zip(actual, jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        distance = np.sqrt(np.mean((a - b) ** 2) / (np.mean(b**2) + 1e-30))
+        assert distance <= tolerance, (jax.tree_util.keystr(path), distance)
+
+
+def test_open_chunks_and_resets():
+    """Nine heads, so that a program of eight and one of one run them."""
+    b, t, h, m, v, c = 3, 12, 3, 8, 16, 4
+    place = jnp.array([3, 0, 1], jnp.int32)
+    pending = 0.2 * rows(1, b, h, m, v) * (place > 0)[:, None, None, None]
+    state = LatticeState(rows(2, b, h, m, v), pending, jnp.ones((b, h)), place, c)
+    reset = jnp.zeros((b, t), bool).at[0, 5].set(True).at[1, 8].set(True)
+    arguments = draw(b, t, h, m, v), state, reset, rows(3, b, h, m, v)
+    expected = both(lattice_xla, "dec", *arguments)
+    close(both(INTERPRETED, "dec", *arguments), expected, 2e-6)
+    assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(expected[1]))
+
+
+def test_half_precision():
+    b, t, h, m, v, c = 1, 19, 2, 8, 8, 8
+    state = empty_state(b, h, m, v, c)
+    low = draw(b, t, h, m, v, jnp.bfloat16)
+    high = tuple(x.astype(jnp.float32) for x in low)
+    expected = both(lattice_xla, "enc", high, state, None, state.start, True)
+    actual = both(INTERPRETED, "enc", low, state, None, state.start, True)
+    close(actual, expected, 1e-2)
+    assert actual[0][0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("variant", ["dec", "sim"])
+def test_exact_tokens_with_resets(variant):
+    """Two blocks of tokens, the second not full."""
+    b, t, h, m, v = 2, 18, 2, 8, 16
+    state = LatticeState(
+        rows(2, b, h, m, v),
+        jnp.zeros((b, h, m, v)),
+        jnp.ones((b, h)),
+        jnp.zeros(b, jnp.int32),
+        1,
+    )
+    reset = jnp.zeros((b, t), bool).at[0, 3].set(True).at[1, 17].set(True)
+    arguments = draw(b, t, h, m, v), state, reset, rows(3, b, h, m, v), True
+    expected = both(lattice_xla, variant, *arguments)
+    close(both(INTERPRETED, variant, *arguments), expected, 5e-6)
+    d_tokens, d_start, _, d_empty = expected[1]
+    leaves = jax.tree.leaves((d_tokens, d_start, d_empty))
+    assert all(np.abs(x).max() > 1e-3 for x in leaves)
+
+
+def test_what_no_tpu_runs():
+    low, high = (jnp.zeros((1, 2, 1, 4), t) for t in ("bfloat16", "float32"))
+    assert unsupported(high, high, high, 1, Rule("sim")) == ""
+    assert unsupported(low, low, low, 64, Rule()) == ""
+    assert "all be float32 or all bfloat16" in unsupported(low, low, high, 16, Rule())
+    wild = Rule(normalize=False)
+    assert "normalize=True" in unsupported(high, high, high, 16, wild)
+    decayed = Rule(forget="l2")
+    assert "forget=None, got 'l2'" in unsupported(high, high, high, 16, decayed)
+    assert "at most 512, got 600" in unsupported(high, high, high, 600, Rule())
+
+
+def compiled(name, mesh_shape, specs, sizes, dtype, variant, check_vma=None):
+    """The gradient of everything, compiled for `name`; under shard_map if asked."""
+    devices = np.array(topologies.get_topology_desc(name, "tpu").devices)
+    devices = devices[: np.prod(mesh_shape)].reshape(mesh_shape)
+    mesh = Mesh(devices, ("data", "model"))
+    b, t, h, m, v, c = sizes
+    row, token, memory = specs
+    tokens = jax.eval_shape(lambda: draw(b, t, h, m, v, dtype))
+    state = jax.eval_shape(lambda: empty_state(b, h, m, v, c))
+    by_rank = {1: row, 2: memory, 4: memory}
+    state_specs = jax.tree.map(lambda x: by_rank[x.ndim], state)
+    reset = jax.ShapeDtypeStruct((b, t), bool)
+
+    def forward(tokens, state, reset):
+        empty = empty_state(*state.start.shape).start
+        after, y = run(lattice_tpu, variant, tokens, state, reset, empty, c == 1)
+        return after.start, after.pending, y
+
+    if check_vma is not None:
+        forward = jax.shard_map(
+            forward,
+            mesh=mesh,
+            in_specs=((token,) * 4, state_specs, row),
+            out_specs=(memory, memory, token),
+            check_vma=check_vma,
+        )
+
+    def loss(tokens, state, reset):
+        leaves = jax.tree.leaves(forward(tokens, state, reset))
+        return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in leaves)
+
+    place = lambda spec, x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+    )
+    arguments = (
+        jax.tree.map(functools.partial(place, token), tokens),
+        jax.tree.map(place, state_specs, state),
+        place(row, reset),
+    )
+    gradient = jax.grad(loss, (0, 1), allow_int=True)
+    return jax.jit(gradient).lower(*arguments).compile().as_text()
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "name, sizes, dtype, variant",
+    [
+        ("v5e:2x2", (1, 128, 4, 64, 64, 64), jnp.bfloat16, "dec"),
+        ("v5p:2x2x1", (1, 32, 3, 64, 128, 16), jnp.bfloat16, "enc"),
+        ("v6e:2x2", (3, 12, 3, 24, 40, 5), jnp.float32, "sim"),
+        ("v5e:2x2", (1, 33, 3, 256, 256, 1), jnp.bfloat16, "enc"),
+        ("v5p:2x2x1", (1, 20, 9, 64, 64, 1), jnp.float32, "dec"),
+        ("v6e:2x2", (1, 40, 2, 20, 24, 1), jnp.bfloat16, "sim"),
+    ],
+)
+def test_the_gradient_compiles(name, sizes, dtype, variant):
+    text = compiled(name, (1, 1), (P(), P(), P()), sizes, dtype, variant)
+    form = "token" if sizes[-1] == 1 else "chunk"
+    assert f"lattice_{form}_forward" in text and f"lattice_{form}_backward" in text
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "name, size, check_vma",
+    [
+        ("v5e:2x2", 8, True),
+        ("v5p:2x2x1", 1, True),
+        ("v6e:2x2", 8, True),
+        ("v6e:2x2", 1, False),
+    ],
+)
+def test_the_gradient_compiles_over_a_mesh(name, size, check_vma):
+    """Rows and heads are apart: nothing is exchanged."""
+    specs = P("data"), P("data", None, "model"), P("data", "model")
+    sizes = (2, 16, 4, 64, 64, size)
+    text = compiled(name, (2, 2), specs, sizes, jnp.bfloat16, "dec", check_vma)
+    assert "_backward" in text
+    # The sum of the loss over devices is the one thing that is.
+    assert "all-gather" not in text and "all-to-all" not in text
