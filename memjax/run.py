@@ -1,6 +1,7 @@
 """A training run from one configuration, and its model read back."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,8 @@ from memjax.data import (
     streamed_batches,
 )
 from memjax.models import LanguageModel, ModelConfig, preset
-from memjax.models.config import FAMILIES, SIZES, require_known
+from memjax.models.config import require_known
+from memjax.models.presets import FAMILIES, TRELLIS_SIZES
 from memjax.training import checkpoint, loop, sharding
 from memjax.training.integrity import write_atomically
 from memjax.training.loop_config import LoopConfig, Outcome
@@ -104,21 +106,48 @@ class RunConfig:
             raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
 
 
+# Peak learning rate and tokens of each size: Trellis, Table 5.
+TRELLIS_TRAINING = {
+    "125m": (3e-3, 2.4e9),
+    "170m": (3e-3, 15e9),
+    "350m": (1.5e-3, 15e9),
+    "780m": (1.25e-3, 30e9),
+}
+
+
 def presets() -> dict[str, RunConfig]:
-    """Runs by name: the tiny ones for a laptop, the others as the paper trains them."""
-    tiny = {f"{family}-tiny": RunConfig(model=_tiny(family)) for family in FAMILIES}
-    paper = {
-        f"{family}-{size}": RunConfig(
-            model=preset(f"{family}-{size}", 32_000),
-            # About 0.5M tokens an update in texts of 32,768.
-            data=DataConfig(context_length=32_768, batch_size=16, tokenizer="llama2"),
-            loop=LoopConfig(steps=80_000, save_every=1000, evaluate_every=1000),
-        )
-        for family in FAMILIES
-        for size in SIZES
-        if size != "tiny"
+    """Runs by name: the tiny ones for a laptop, the others as the papers train them."""
+    models = {
+        (name, size): preset(f"{name}-{size}", 4096 if size == "tiny" else 32_000)
+        for name, family in FAMILIES.items()
+        for size in family.sizes
     }
-    return tiny | paper
+    # The tiny ones first, as they are listed.
+    named = sorted(models.items(), key=lambda item: item[0][1] != "tiny")
+    return {f"{name}-{size}": _run_of(size, model) for (name, size), model in named}
+
+
+def _run_of(size: str, model: ModelConfig) -> RunConfig:
+    """How the paper of a size trains, with 2**19 tokens an update."""
+    if size == "tiny":
+        return RunConfig(model=model)
+    if size in TRELLIS_SIZES:
+        rate, tokens = TRELLIS_TRAINING[size]
+        return RunConfig(
+            model=model,
+            data=DataConfig(context_length=2048, batch_size=256, tokenizer="llama2"),
+            optimizer=OptimizerConfig(learning_rate=rate),
+            loop=_long_loop(round(tokens / 2**19)),
+        )
+    return RunConfig(
+        model=model,
+        data=DataConfig(context_length=32_768, batch_size=16, tokenizer="llama2"),
+        loop=_long_loop(80_000),
+    )
+
+
+def _long_loop(steps: int) -> LoopConfig:
+    return LoopConfig(steps=steps, save_every=1000, evaluate_every=1000)
 
 
 def train(config: RunConfig, run_dir: Path) -> Outcome:
@@ -148,22 +177,34 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
 
 
 def build_step(config: RunConfig, mesh: Any) -> tuple[TrainState, Callable]:
-    """The state a new run starts from, laid out on the mesh, and the jitted update."""
+    """The state a new run starts from, laid out on the mesh, and the jitted update.
+
+    Runs that differ in their seed alone share one compilation of both.
+    """
+    create, step = _programs(dataclasses.replace(config, seed=0), mesh)
+    return create(jax.random.key(config.seed)), step
+
+
+@functools.lru_cache(maxsize=8)
+def _programs(config: RunConfig, mesh: Any) -> tuple[Callable, Callable]:
+    """How a state is drawn from a key, and the update; nothing depends on the seed."""
     transform = optimizer(config.optimizer, config.loop.steps)
 
-    def create():
-        model = LanguageModel(config.model, key=jax.random.key(config.seed))
+    def create(key):
+        model = LanguageModel(config.model, key=key)
         rows = config.data.batch_size
         return init_train_state(model, transform, config.step, rows)
 
-    layout = sharding.shardings(mesh, jax.eval_shape(create))
-    state = jax.jit(create, out_shardings=layout)()
+    layout = sharding.shardings(mesh, jax.eval_shape(create, jax.random.key(0)))
     step = jax.jit(
         make_train_step(abstract_model(config.model), transform, config.step),
         donate_argnums=0,
         out_shardings=(layout, None),
     )
-    return state, lambda state, batch: step(state, sharding.put_batch(mesh, batch))
+    return (
+        jax.jit(create, out_shardings=layout),
+        lambda state, batch: step(state, sharding.put_batch(mesh, batch)),
+    )
 
 
 def abstract_model(config: ModelConfig) -> LanguageModel:

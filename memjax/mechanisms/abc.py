@@ -17,7 +17,7 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import recurrent_block
+from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism, check_sizes
 from memjax.mechanisms.recurrent_block import BlockConfig
 from memjax_kernels.gated_slots import empty_state, step
@@ -35,7 +35,7 @@ def abc(config: BlockConfig, slots: int = 64) -> Mechanism:
     heads = config.num_heads
 
     def init_params(key: PRNGKeyArray) -> ABCParams:
-        weight = recurrent_block.draw_weight(key, config.model_dim, heads, slots)
+        weight = gates.draw_weight(key, config.model_dim, heads, slots)
         return ABCParams(weight)
 
     core = recurrent_block.op_core(
@@ -57,5 +57,5 @@ def _arguments(
     k: Float[Array, "*B H K"],
     v: Float[Array, "*B H V"],
 ):
-    alpha = jax.nn.softmax(recurrent_block.project(x, params.target), axis=-1)
+    alpha = jax.nn.softmax(gates.project(x, params.target), axis=-1)
     return q * q.shape[-1] ** -0.5, k, v, alpha, None

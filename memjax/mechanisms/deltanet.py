@@ -15,7 +15,7 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import recurrent_block
+from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism
 from memjax.mechanisms.recurrent_block import BlockConfig
 from memjax_kernels.delta_rule import empty_state, step
@@ -31,7 +31,7 @@ def deltanet(config: BlockConfig) -> Mechanism:
     """Builds the mechanism for one configuration."""
 
     def init_params(key: PRNGKeyArray) -> DeltaNetParams:
-        rate = recurrent_block.draw_weight(key, config.model_dim, config.num_heads)
+        rate = gates.draw_weight(key, config.model_dim, config.num_heads)
         return DeltaNetParams(rate)
 
     core = recurrent_block.op_core(
@@ -53,4 +53,4 @@ def _arguments(
     k: Float[Array, "*B H K"],
     v: Float[Array, "*B H V"],
 ):
-    return q, k, v, jax.nn.sigmoid(recurrent_block.project(x, params.rate))
+    return q, k, v, jax.nn.sigmoid(gates.project(x, params.rate))

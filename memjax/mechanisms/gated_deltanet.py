@@ -14,7 +14,7 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import recurrent_block
+from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism
 from memjax.mechanisms.mamba2 import DecayParams, decay, init_decay
 from memjax.mechanisms.recurrent_block import BlockConfig
@@ -34,9 +34,7 @@ def gated_deltanet(config: BlockConfig) -> Mechanism:
     def init_params(key: PRNGKeyArray) -> GatedDeltaNetParams:
         rate_key, decay_key = jax.random.split(key)
         return GatedDeltaNetParams(
-            rate=recurrent_block.draw_weight(
-                rate_key, config.model_dim, config.num_heads
-            ),
+            rate=gates.draw_weight(rate_key, config.model_dim, config.num_heads),
             decay=init_decay(config, decay_key),
         )
 
@@ -59,5 +57,5 @@ def _arguments(
     k: Float[Array, "*B H K"],
     v: Float[Array, "*B H V"],
 ):
-    beta = jax.nn.sigmoid(recurrent_block.project(x, params.rate))
+    beta = jax.nn.sigmoid(gates.project(x, params.rate))
     return q, k, v, beta, decay(params.decay, x)[1]

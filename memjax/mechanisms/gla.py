@@ -15,7 +15,7 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import recurrent_block
+from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism
 from memjax.mechanisms.recurrent_block import BlockConfig
 from memjax_kernels.gla import empty_state, step
@@ -38,8 +38,8 @@ def gla(config: BlockConfig) -> Mechanism:
     def init_params(key: PRNGKeyArray) -> GLAParams:
         narrow_key, widen_key = jax.random.split(key)
         return GLAParams(
-            narrow=recurrent_block.draw_weight(narrow_key, config.model_dim, RANK),
-            widen=recurrent_block.draw_weight(widen_key, RANK, heads, width),
+            narrow=gates.draw_weight(narrow_key, config.model_dim, RANK),
+            widen=gates.draw_weight(widen_key, RANK, heads, width),
         )
 
     core = recurrent_block.op_core(
@@ -59,6 +59,6 @@ def _arguments(
     k: Float[Array, "*B H K"],
     v: Float[Array, "*B H V"],
 ):
-    narrow = recurrent_block.project(x, params.narrow).astype(x.dtype)
-    logits = recurrent_block.project(narrow, params.widen)
+    narrow = gates.project(x, params.narrow).astype(x.dtype)
+    logits = gates.project(narrow, params.widen)
     return q * q.shape[-1] ** -0.5, k, v, jax.nn.log_sigmoid(logits) / DAMPING

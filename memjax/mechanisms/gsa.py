@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import recurrent_block
+from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism, check_sizes
 from memjax.mechanisms.recurrent_block import BlockConfig
 from memjax_kernels.gated_slots import empty_state, step
@@ -38,7 +38,7 @@ def gsa(config: BlockConfig, slots: int = 64) -> Mechanism:
     heads = config.num_heads
 
     def init_params(key: PRNGKeyArray) -> GSAParams:
-        weight = recurrent_block.draw_weight(key, config.model_dim, heads, slots)
+        weight = gates.draw_weight(key, config.model_dim, heads, slots)
         return GSAParams(weight)
 
     core = recurrent_block.op_core(
@@ -60,5 +60,5 @@ def _arguments(
     k: Float[Array, "*B H K"],
     v: Float[Array, "*B H V"],
 ):
-    g = jax.nn.log_sigmoid(recurrent_block.project(x, params.forget)) / DAMPING
+    g = jax.nn.log_sigmoid(gates.project(x, params.forget)) / DAMPING
     return q * q.shape[-1] ** 0.5, k, v, -jnp.expm1(g), g

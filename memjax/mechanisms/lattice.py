@@ -27,9 +27,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import recurrent_block
+from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism, check_sizes
-from memjax.mechanisms.recurrent_block import BlockConfig, Core, Gate, Memory
+from memjax.mechanisms.gates import Gate
+from memjax.mechanisms.recurrent_block import BlockConfig, Core, Memory
 from memjax_kernels.arguments import check_choice
 from memjax_kernels.lattice import (
     VARIANTS,
@@ -107,16 +108,16 @@ def lattice(config: BlockConfig, options: LatticeOptions | None = None) -> Mecha
         gate = (config.model_dim, heads)
         forget = None
         if options.forget is not None:
-            forget = recurrent_block.init_gate(forget_key, gate, 0.01)
+            forget = gates.init_gate(forget_key, gate, 0.01)
         return LatticeParams(
-            step=recurrent_block.init_gate(step_key, gate, 0.05),
+            step=gates.init_gate(step_key, gate, 0.05),
             forget=forget,
             start=jnp.array(start),
         )
 
     def run(call, **static):
         def tokens(params, memory, x, q, k, v):
-            gamma = jax.nn.sigmoid(recurrent_block.gate_logits(params.step, x))
+            gamma = jax.nn.sigmoid(gates.gate_logits(params.step, x))
             rows = jnp.repeat(params.start[None], x.shape[0], axis=0)
             if options.normalize:
                 rows = unit(rows)
@@ -145,5 +146,5 @@ def _log_gate(forget, params, gamma, x):
     """log(1 - γ λ) for "l2", -γ λ for "l1"."""
     if forget is None:
         return None
-    amount = gamma * jax.nn.sigmoid(recurrent_block.gate_logits(params.forget, x))
+    amount = gamma * jax.nn.sigmoid(gates.gate_logits(params.forget, x))
     return jnp.log1p(-amount) if forget == "l2" else -amount

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import recurrent_block
+from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism
-from memjax.mechanisms.recurrent_block import BlockConfig, Core, Gate
+from memjax.mechanisms.gates import Gate
+from memjax.mechanisms.recurrent_block import BlockConfig, Core
 from memjax_kernels.ssd import empty_state, step
 
 
@@ -47,7 +48,7 @@ def init_decay(config: BlockConfig, key: PRNGKeyArray) -> DecayParams:
     rate = jax.random.uniform(rate_key, (heads,), minval=1.0, maxval=16.0)
     return DecayParams(
         pace=Gate(
-            weight=recurrent_block.draw_weight(weight_key, config.model_dim, heads),
+            weight=gates.draw_weight(weight_key, config.model_dim, heads),
             bias=jnp.log(jnp.expm1(pace)),
         ),
         log_rate=jnp.log(rate),
@@ -58,7 +59,7 @@ def decay(
     params: DecayParams, x: Float[Array, "*B D"]
 ) -> tuple[Float[Array, "*B H"], Float[Array, "*B H"]]:
     """Δ > 0 and the log gate g < 0 of every token."""
-    pace = jax.nn.softplus(recurrent_block.gate_logits(params.pace, x))
+    pace = jax.nn.softplus(gates.gate_logits(params.pace, x))
     rate = jnp.exp(params.log_rate).reshape((1,) * (pace.ndim - 1) + (-1,))
     return pace, -rate * pace
 

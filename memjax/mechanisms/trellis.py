@@ -2,7 +2,7 @@
 
     γ_t = step · sigmoid(w_γ x + b_γ)        g_t = log sigmoid(w_g x + b_g)
     a_t = W_a x, the target of both passes
-    M ← exp(g_t) M - γ_t J_φ(M' k_t)ᵀ (φ(M' k_t) - a_t) k_tᵀ        M' at the chunk's start
+    M ← exp(g_t) M - γ_t J_φ(M' k_t)ᵀ (φ(M' k_t) - a_t) k_tᵀ    M' at the chunk's start
     y_t = Ṽ_tᵀ f(K̃_t q_t)
 
 Karami et al., "Trellis: Learning to Compress Key-Value Memory in Attention Models",
@@ -22,9 +22,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import recurrent_block
+from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism, check_sizes
-from memjax.mechanisms.recurrent_block import BlockConfig, Core, Gate, Memory
+from memjax.mechanisms.gates import Gate
+from memjax.mechanisms.recurrent_block import BlockConfig, Core, Memory
 from memjax_kernels.arguments import check_choice
 from memjax_kernels.trellis import TrellisState, empty_state, step
 from memjax_kernels.trellis.functions import ACTIVATIONS, PHIS, Activation, Phi
@@ -93,13 +94,13 @@ def trellis(
     def run(call, **static):
         def tokens(params, memory, x, q, k, v):
             start = _start(params, x.shape[0], size)
-            gamma = jax.nn.sigmoid(recurrent_block.gate_logits(params.step, x))
+            gamma = jax.nn.sigmoid(gates.gate_logits(params.step, x))
             g = None
             if params.forget is not None:
-                g = jax.nn.log_sigmoid(recurrent_block.gate_logits(params.forget, x))
+                g = jax.nn.log_sigmoid(gates.gate_logits(params.forget, x))
             state, y = call(
-                *(q, k, recurrent_block.unit(v)),
-                recurrent_block.project(x, params.target),
+                *(q, k, gates.unit(v)),
+                gates.project(x, params.target),
                 gamma * options.largest_step,
                 g,
                 recurrent_block.started(memory, start),
@@ -133,11 +134,9 @@ def _init_params(
     gate = (d, h) if options.shared_gates else (d, h, 2)
     draw = lambda key, width: jax.random.normal(key, (h, slots, width)) * width**-0.5
     return TrellisParams(
-        target=recurrent_block.draw_weight(target_key, d, h, slots),
-        step=recurrent_block.init_gate(step_key, gate, 0.5),
-        forget=recurrent_block.init_gate(forget_key, gate, 0.99)
-        if options.forget
-        else None,
+        target=gates.draw_weight(target_key, d, h, slots),
+        step=gates.init_gate(step_key, gate, 0.5),
+        forget=gates.init_gate(forget_key, gate, 0.99) if options.forget else None,
         keys=draw(keys_key, config.key_dim),
         values=draw(values_key, config.value_dim),
     )

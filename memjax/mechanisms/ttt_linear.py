@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import recurrent_block
+from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism, check_sizes
 from memjax.mechanisms.recurrent_block import BlockConfig, Core, Memory
 from memjax_kernels.ttt_linear import empty_state, start_state, step
@@ -76,7 +76,7 @@ def ttt_linear(config: BlockConfig, options: TTTOptions | None = None) -> Mechan
         rate_key, weights_key = jax.random.split(key)
         deviation = 0.02 * width**0.5
         return TTTParams(
-            rate=recurrent_block.draw_weight(rate_key, config.model_dim, heads),
+            rate=gates.draw_weight(rate_key, config.model_dim, heads),
             scale=jnp.ones(heads * width),
             shift=jnp.zeros(heads * width),
             weights=jax.random.normal(weights_key, (heads, width, width)) * deviation,
@@ -91,7 +91,7 @@ def ttt_linear(config: BlockConfig, options: TTTOptions | None = None) -> Mechan
                 jnp.repeat(params.bias[None], batch, axis=0),
                 size,
             )
-            eta = jax.nn.sigmoid(recurrent_block.project(x, params.rate))
+            eta = jax.nn.sigmoid(gates.project(x, params.rate))
             state, y = call(
                 *(q, k, v, eta * (options.rate / size)),
                 params.scale.reshape(heads, width),

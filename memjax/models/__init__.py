@@ -2,7 +2,7 @@
 
 from memjax.models.config import ElasticOptions as ElasticOptions
 from memjax.models.config import ModelConfig as ModelConfig
-from memjax.models.config import preset as preset
 from memjax.models.generate import Sampling as Sampling
 from memjax.models.generate import generate as generate
 from memjax.models.language_model import LanguageModel as LanguageModel
+from memjax.models.presets import preset as preset

@@ -1,4 +1,4 @@
-"""Configuration of the language model, and presets as functions."""
+"""Configuration of the language model."""
 
 import dataclasses
 import difflib
@@ -9,10 +9,7 @@ from memjax.mechanisms.lattice import LatticeOptions
 from memjax.mechanisms.trellis import TrellisOptions
 from memjax.mechanisms.ttt_linear import TTTOptions
 
-Mixer = Literal[
-    "attention",
-    "sliding_window",
-    "elastic_memory",
+RecurrentMixer = Literal[
     "linear_attention",
     "mamba2",
     "gla",
@@ -24,6 +21,7 @@ Mixer = Literal[
     "trellis",
     "lattice",
 ]
+Mixer = Literal["attention", "sliding_window", "elastic_memory", RecurrentMixer]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -53,6 +51,8 @@ class ElasticOptions:
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A Llama-3-style decoder whose token mixer is chosen layer by layer.
+
+    A hybrid is a config whose `mixers` differ: ("trellis",) * 3 + ("attention",).
 
     Attributes:
         mixers: the mechanism of each layer, first to last; its length is the depth.
@@ -117,66 +117,3 @@ def require_known(name: str, value: str, allowed: tuple[str, ...]) -> None:
     near = difflib.get_close_matches(value, allowed, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ValueError(f"{name} must be one of {allowed}, got {value!r}{hint}")
-
-
-def transformer(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
-    """Transformer++: sliding-window attention in every layer, no memory."""
-    require_known("size", size, tuple(SIZES))
-    return dataclasses.replace(SIZES[size], vocab_size=vocab_size)
-
-
-def elastic(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
-    """The same model with Elastic Memory in its memory layer.
-
-    The paper puts it in layer 9 of 12; the tiny model in layer 3 of 4. No parameter
-    is added, so both presets of a size have equal parameters.
-    """
-    base = transformer(size, vocab_size)
-    depth = len(base.mixers)
-    memory = depth * 3 // 4 - 1
-    mixers = list(base.mixers)
-    mixers[memory] = "elastic_memory"
-    return dataclasses.replace(base, mixers=tuple(mixers))
-
-
-def _paper(heads: int) -> ModelConfig:
-    """12 layers of width 64 * heads; the paper's 100M, 200M and 400M.
-
-    The paper gives the parameter counts and memory sizes alone; 540 * 128 * heads
-    floats of memory (Table 4: 0.8M, 1.2M, 1.6M) give 12, 18 and 24 heads.
-    """
-    return ModelConfig(
-        model_dim=64 * heads,
-        num_heads=heads,
-        num_kv_heads=heads,
-        hidden_dim=64 * heads * 8 // 3,
-    )
-
-
-SIZES: dict[str, ModelConfig] = {
-    "tiny": ModelConfig(
-        mixers=("sliding_window",) * 4,
-        model_dim=128,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        hidden_dim=384,
-        window=64,
-        capacity=4096,
-        elastic=ElasticOptions(order=64, memory_tokens=64, decay=0.9),
-        dtype="float32",
-        remat=False,
-    ),
-    "100m": _paper(12),
-    "200m": _paper(18),
-    "400m": _paper(24),
-}
-FAMILIES = {"transformer": transformer, "elastic": elastic}
-PRESETS = tuple(f"{family}-{size}" for family in FAMILIES for size in SIZES)
-
-
-def preset(name: str, vocab_size: int = 32_000) -> ModelConfig:
-    """Looks a preset up: `transformer-` or `elastic-` with tiny, 100m, 200m, 400m."""
-    require_known("preset", name, PRESETS)
-    family, size = name.split("-")
-    return FAMILIES[family](size, vocab_size)

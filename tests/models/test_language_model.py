@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from memjax.models import ElasticOptions, LanguageModel, ModelConfig, preset
-from memjax.models.config import FAMILIES, PRESETS, SIZES
 from memjax.models.language_model import rms_norm
+from memjax.models.presets import ELASTIC_SIZES, FAMILIES, PRESETS
 from memjax.training.loss import token_losses
 
 B, T, V, D = 2, 10, 23, 16
@@ -184,32 +184,60 @@ def test_a_token_out_of_range_makes_its_row_nan(wrong):
     assert np.isfinite(logits[1]).all()
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", ELASTIC_SIZES)
 def test_elastic_memory_adds_no_parameter(name):
-    plain, elastic = (parameters(preset(f"{f}-{name}", 4096)) for f in FAMILIES)
+    families = ("transformer", "elastic")
+    plain, elastic = (parameters(preset(f"{f}-{name}", 4096)) for f in families)
     chex.assert_trees_all_equal_shapes_and_dtypes(plain, elastic)
 
 
-@pytest.mark.parametrize("name,millions", [("100m", 100), ("200m", 200), ("400m", 400)])
-def test_the_sizes_are_what_their_names_say(name, millions):
-    count = size(parameters(preset(f"transformer-{name}")))
-    assert abs(count / 1e6 - millions) < 0.15 * millions
+@pytest.mark.parametrize(
+    "name,tolerance",
+    [
+        *((f"transformer-{size}", 0.15) for size in ("100m", "200m", "400m")),
+        *((f"trellis-{size}", 0.12) for size in ("125m", "170m", "350m", "780m")),
+        # Less than Trellis by its target, and by gate or projection.
+        *((f"{family}-125m", 0.13) for family in FAMILIES if family != "elastic"),
+    ],
+)
+def test_the_sizes_are_what_their_names_say(name, tolerance):
+    millions = int(name.split("-")[1].removesuffix("m"))
+    count = size(parameters(preset(name))) / 1e6
+    assert abs(count - millions) < tolerance * millions
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_build_the_model_of_their_name(name):
+def test_presets_have_the_mixers_of_their_name(name):
     config = preset(name, vocab_size=64)
     assert config.vocab_size == 64
-    state = jax.eval_shape(lambda: build_state(config))
-    assert len(state) == len(config.mixers)
-    memory = [i for i, m in enumerate(config.mixers) if m == "elastic_memory"]
-    # The paper's memory layer is 9 of 12; the tiny model's is 3 of 4.
-    layer = {12: [8], 4: [2]}[len(config.mixers)]
-    assert memory == (layer if name.startswith("elastic") else [])
+    family, size = name.split("-")
+    depth = {"tiny": 4, "350m": 24, "780m": 24}.get(size, 12)
+    attention = "sliding_window" if size in ELASTIC_SIZES else "attention"
+    expected = [attention] * depth
+    if family == "elastic":
+        # The paper's memory layer is 9 of 12; the tiny model's is 3 of 4.
+        expected[{12: 8, 4: 2}[depth]] = "elastic_memory"
+    elif family == "hybrid":
+        expected = (["trellis"] * 3 + [attention]) * (depth // 4)
+    elif family != "transformer":
+        expected = [family] * depth
+    assert list(config.mixers) == expected
 
 
-def build_state(config):
-    return LanguageModel(config, key=jax.random.key(0)).init_state(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_runs_and_carries_its_memory(family):
+    """Shapes alone: the contract test runs every mechanism."""
+    config = preset(f"{family}-tiny", vocab_size=64)
+    tokens = jax.ShapeDtypeStruct((1, 70), jnp.int32)
+
+    def call(tokens):
+        model = LanguageModel(config, key=jax.random.key(0))
+        state = model.init_state(1)
+        return state, model(state, tokens)
+
+    before, (after, logits) = jax.eval_shape(call, tokens)
+    chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
+    assert logits.shape == (1, 70, 64) and logits.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -219,6 +247,7 @@ def build_state(config):
         (dict(vocab_size=0), "vocab_size must be at least 1, got 0"),
         (dict(hidden_dim=0), "hidden_dim must be at least 1, got 0"),
         (dict(norm_epsilon=0.0), "norm_epsilon must be positive, got 0.0"),
+        (dict(slots=0), "slots must be at least 1, got 0"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(wrong, message):
@@ -233,6 +262,7 @@ def test_sizes_that_cannot_be_are_refused(wrong, message):
         (dict(capacity=0), "capacity must be at least 1, got 0"),
         (dict(num_kv_heads=3), "num_kv_heads must divide num_heads=4, got 3"),
         (dict(elastic=ElasticOptions(order=0)), "order must be at least 1, got 0"),
+        (dict(mixers=("lattice",), slots=5), "slots <= value_dim=4, got slots=5"),
     ],
 )
 def test_a_layer_refuses_what_it_cannot_be(wrong, message):
@@ -243,5 +273,8 @@ def test_a_layer_refuses_what_it_cannot_be(wrong, message):
 def test_unknown_names_come_with_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'elastic-tiny'"):
         preset("elastic-tiney")
-    with pytest.raises(ValueError, match="size must be one of .*, got '1b'"):
-        FAMILIES["elastic"]("1b")
+    with pytest.raises(ValueError, match="did you mean 'gated_deltanet-350m'"):
+        preset("gated_delta-350m")
+    for family in FAMILIES.values():
+        with pytest.raises(ValueError, match="size must be one of .*, got '1b'"):
+            family.build("1b", 64)
