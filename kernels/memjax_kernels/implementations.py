@@ -4,6 +4,8 @@ import logging
 
 import jax
 
+from memjax_kernels import partition
+
 _log = logging.getLogger(__name__)
 
 # Fastest first, by platform. Rows with a kernel say what they rest on: a choice
@@ -25,7 +27,8 @@ def choose(op: str, implementation: str | None, obstacles: dict[str, str]) -> st
         op: its name, for messages.
         implementation: what the caller asked for; None is the first of `FASTEST`
             that runs. A kernel is so picked only where XLA need not partition it,
-            which it cannot: where jax has one device, or inside a `shard_map`.
+            which it cannot: where jax has one device, inside a `shard_map`, or in
+            `partition.over` a mesh.
         obstacles: for every implementation that the op has, "" if it runs with these
             arguments here, else why it cannot.
 
@@ -44,24 +47,25 @@ def choose(op: str, implementation: str | None, obstacles: dict[str, str]) -> st
                 f"{obstacles[implementation]}"
             )
         return implementation
-    for name in FASTEST.get(jax.default_backend(), FASTEST["cpu"]):
+    for name in FASTEST.get(partition.platform(), FASTEST["cpu"]):
         obstacle = obstacles.get(name, "not written")
-        if name.startswith("pallas_") and not (obstacle or _whole()):
-            obstacle = "XLA cannot partition a kernel: call the op under shard_map"
+        if name.startswith("pallas_") and not (obstacle or partition.is_whole()):
+            obstacle = "XLA cannot partition a kernel: call the op in partition.over"
         if not obstacle:
             return name
         _log.debug("%s falls through %s: %s", op, name, obstacle)
     raise ValueError(f"no implementation of {op} runs here: {obstacles}")
 
 
-def _whole() -> bool:
-    """Whether arrays lie on one device each as far as the op can see."""
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names)
-    return manual or jax.device_count() == 1
-
-
 def needs(platform: str) -> str:
     """The obstacle of a kernel written for `platform`: "" where jax runs on it."""
-    here = jax.default_backend()
+    here = partition.platform()
     return "" if here == platform else f"it needs a {platform}, jax runs on {here}"
+
+
+def needs_hopper() -> str:
+    """The obstacle of a kernel of Hopper's tensor-core instructions, on a GPU."""
+    capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+    if capability.startswith("9."):
+        return ""
+    return f"it needs a Hopper GPU (compute capability 9), this one has {capability}"

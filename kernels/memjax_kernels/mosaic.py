@@ -155,6 +155,21 @@ class Machine:
     def product(self, x: Any, y: Any, form: Form) -> jax.Array:
         return self.products((x, y, form))[0]
 
+    def total(self, *triples: tuple[Any, Any, Form]) -> jax.Array:
+        """The sum of products, in one accumulator."""
+        if self.interpreted:
+            return sum(self.products(*triples))
+        (x, y, form), *_ = triples
+        shape = (x.shape[form == "tn"], y.shape[form != "nt"])
+
+        def scope(accumulator):
+            for x, y, form in triples:
+                x = x.T if form == "tn" else x
+                plgpu.wgmma(accumulator, x, y.T if form == "nt" else y)
+            return accumulator[...]
+
+        return pl.run_scoped(scope, plgpu.ACC(shape, F32))
+
     def matrix(self, ref: Any) -> jax.Array:
         """A tile in float32, laid out as products are."""
         return self._laid(ref, (), plgpu.Layout.WGMMA).astype(F32)

@@ -7,14 +7,14 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels import chunks, implementations
+from memjax_kernels import chunks, implementations, partition
 from memjax_kernels.arguments import (
     check_choice,
     check_range,
     check_reset,
     check_shapes,
 )
-from memjax_kernels.lattice import aligned, pallas_tpu
+from memjax_kernels.lattice import aligned, pallas_gpu, pallas_tpu
 from memjax_kernels.lattice.cost import cost as cost
 from memjax_kernels.lattice.memory import VARIANTS as VARIANTS
 from memjax_kernels.lattice.memory import Forget as Forget
@@ -27,10 +27,13 @@ from memjax_kernels.lattice.reference import lattice_reference
 from memjax_kernels.lattice.reference import step as step
 from memjax_kernels.lattice.xla import lattice_xla, lattice_xla_head
 
-Implementation = Literal["reference", "xla", "pallas_tpu"]
+Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 
 # Modules with `obstacle(q, k, v, chunk_size, rule)`, and their forms; see `aligned`.
-_KERNELS = {"pallas_tpu": (pallas_tpu, pallas_tpu.lattice_tpu)}
+_KERNELS = {
+    "pallas_tpu": (pallas_tpu, pallas_tpu.lattice_tpu),
+    "pallas_gpu": (pallas_gpu, pallas_gpu.lattice_gpu),
+}
 
 
 def lattice(
@@ -104,10 +107,20 @@ def lattice(
     if chosen == "reference":
         state, y = lattice_reference(*arguments)
     else:
-        form = lattice_xla if chosen == "xla" else _KERNELS[chosen][1]
+        form = lattice_xla if chosen == "xla" else _divided(_KERNELS[chosen][1])
         head = lattice_xla_head
         state, y = aligned.run(form, head, *arguments, in_phase=in_phase)
     return _poison(state, y, wrong)
+
+
+def _divided(form):
+    """A kernel that runs on each device's rows and heads."""
+
+    def run(tokens, start, empty, rule):
+        share = partition.chunkwise(lambda *arrays: form(*arrays, rule))
+        return share(tokens, start, empty)
+
+    return run
 
 
 def _check_options(rule, chunk_size, g):

@@ -91,15 +91,8 @@ class Inputs(NamedTuple):
 
 def obstacle(tokens: Tokens, memories: Memories) -> str:
     """Why the kernels cannot run with these arguments here; "" if they can."""
-    reason = implementations.needs("gpu")
-    if reason:
-        return reason
-    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
-    if not str(capability).startswith("9."):
-        return (
-            f"it needs a Hopper GPU (compute capability 9), this one has {capability}"
-        )
-    return unsupported(tokens, memories)
+    reason = implementations.needs("gpu") or implementations.needs_hopper()
+    return reason or unsupported(tokens, memories)
 
 
 def unsupported(tokens: Tokens, memories: Memories) -> str:

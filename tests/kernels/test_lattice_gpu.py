@@ -1,0 +1,151 @@
+"""The GPU kernels of Lattice: interpreted, exported, and compiled for a Hopper GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax_kernels.lattice import (
+    VARIANTS,
+    LatticeState,
+    Rule,
+    aligned,
+    empty_state,
+    lattice,
+)
+from memjax_kernels.lattice.pallas_gpu import lattice_gpu, unsupported
+from memjax_kernels.lattice.xla import lattice_xla, lattice_xla_head
+
+SLOTS = WIDTH = 64
+
+
+def draw(batch, time, heads, dtype, seed=0):
+    """Tokens: q, k, v, gamma."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    normal = lambda i, *width: jax.random.normal(keys[i], (batch, time, heads, *width))
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    low = unit(normal(0, SLOTS)), unit(normal(1, SLOTS)), unit(normal(2, WIDTH))
+    return *(x.astype(dtype) for x in low), jax.nn.sigmoid(normal(3))
+
+
+def run(form, rule, reset, tokens, state, empty):
+    """The state after the tokens but for its position, and their reads."""
+    in_phase = state is None
+    state = empty if in_phase else state
+    state, y = aligned.run(
+        form,
+        lattice_xla_head,
+        *tokens,
+        None,
+        state,
+        reset,
+        empty.start,
+        rule,
+        in_phase=in_phase,
+    )
+    return state.start, state.pending, y
+
+
+def both(form, rule, reset, arguments):
+    """Results, and gradients of everything for random cotangents."""
+
+    @jax.jit
+    def pull(arguments):
+        values, back = jax.vjp(functools.partial(run, form, rule, reset), *arguments)
+        keys = jax.random.split(jax.random.key(7), len(values))
+        weights = tuple(
+            jax.random.normal(key, x.shape).astype(x.dtype)
+            for x, key in zip(values, keys, strict=True)
+        )
+        # Positions have no gradient.
+        keep = lambda x: None if x.dtype == jax.dtypes.float0 else x
+        return values, jax.tree.map(keep, back(weights))
+
+    return pull(arguments)
+
+
+@pytest.fixture
+def interpreted(gpu):
+    return functools.partial(lattice_gpu, interpret=gpu.interpreter())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_open_chunks_and_resets(gpu, interpreted, variant):
+    b, t, h, c = 2, 44, 1, 16
+    tokens = draw(b, t, h, jnp.float32)
+    keys = jax.random.split(jax.random.key(3), 3)
+    normal = lambda i: jax.random.normal(keys[i], (b, h, SLOTS, WIDTH))
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    place, one = jnp.array([10, 0], jnp.int32), jnp.ones((b, h))
+    pending = jnp.where((place > 0)[:, None, None, None], 0.1 * normal(1), 0.0)
+    state = LatticeState(unit(normal(0)), pending, one, place, c)
+    empty = LatticeState(unit(normal(2)), 0 * pending, one, 0 * place, c)
+    reset = jnp.zeros((b, t), bool).at[0, 22].set(True).at[1, 16].set(True)
+    arguments = (tokens, state, empty)
+    rule = Rule(variant)
+    expected = both(lattice_xla, rule, reset, arguments)
+    gpu.close(both(interpreted, rule, reset, arguments), expected, 2e-5)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
+
+
+def test_whole_chunks_in_half_precision(gpu, interpreted):
+    b, t, h, c = 1, 128, 2, 64
+    low = draw(b, t, h, jnp.bfloat16)
+    *high, gamma = low
+    high = (*(x.astype(jnp.float32) for x in high), 0.1 * gamma)
+    empty = empty_state(b, h, SLOTS, WIDTH, c)
+    rule = Rule("dec")
+    expected = both(lattice_xla, rule, None, (high, None, empty))
+    actual = both(interpreted, rule, None, ((*low[:3], 0.1 * gamma), None, empty))
+    # What a row ends within a chunk writes is none here: nothing to compare with.
+    for values in (actual, expected):
+        assert not np.any(values[0][1])
+    gpu.close(actual, expected, 2e-2)
+    assert actual[0][2].dtype == jnp.bfloat16
+
+
+def gradient(variant, tokens, empty, reset):
+    """Of everything, both kernels included."""
+
+    def loss(tokens, empty):
+        values = run(lattice_gpu, Rule(variant), reset, tokens, None, empty)
+        return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in values)
+
+    return jax.grad(loss, (0, 1), allow_int=True)(tokens, empty)
+
+
+def arguments(chunk_size):
+    b, t, h = 2, 2 * chunk_size + 3, 2
+    tokens = draw(b, t, h, jnp.bfloat16)
+    return tokens, empty_state(b, h, SLOTS, WIDTH, chunk_size), jnp.zeros((b, t), bool)
+
+
+def test_exports_for_cuda(gpu):
+    module = gpu.exported(functools.partial(gradient, "dec"), *arguments(16))
+    assert module.count("mosaic_gpu_v2(") == 2 or module.count("mosaic_gpu(") == 2
+
+
+@pytest.mark.parametrize("variant, chunk_size", [("dec", 64), ("enc", 16), ("sim", 8)])
+def test_the_gradient_compiles(gpu, uncached, variant, chunk_size):
+    text = gpu.compiled(functools.partial(gradient, variant), *arguments(chunk_size))
+    assert "memjax_lattice_backward" in text
+
+
+def test_what_no_gpu_runs():
+    def why(dtype=jnp.bfloat16, width=64, chunk_size=16, **options):
+        q, k, v, _ = draw(1, 2, 1, dtype)
+        return unsupported(q, k, v[..., :width], chunk_size, Rule(**options))
+
+    assert why() == why(chunk_size=64) == ""
+    assert "q must be bfloat16" in why(dtype=jnp.float32)
+    assert "M and V must be 64" in why(width=32)
+    assert "normalize=True" in why(normalize=False)
+    assert "forget=None" in why(forget="l2")
+    assert "multiple of 8 up to 64" in why(chunk_size=1)
+
+
+def test_asking_for_it_without_a_gpu_says_why():
+    with pytest.raises(ValueError, match="pallas_gpu.*needs a gpu"):
+        lattice(*draw(1, 2, 1, jnp.bfloat16), implementation="pallas_gpu")
