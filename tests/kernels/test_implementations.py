@@ -43,7 +43,7 @@ def test_a_kernel_is_not_picked_where_xla_would_have_to_partition_it(
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     with caplog.at_level(logging.DEBUG, logger="memjax_kernels.implementations"):
         assert choose("gla", None, ON_TPU) == "xla"
-    assert "call the op under shard_map" in caplog.text
+    assert "call the op in partition.over" in caplog.text
     assert choose("gla", "pallas_tpu", ON_TPU) == "pallas_tpu"
 
 

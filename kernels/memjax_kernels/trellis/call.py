@@ -1,5 +1,6 @@
 """The way of a call of either door: checks, choice of code, chunks, the state after."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from memjax_kernels import arguments, chunks, implementations
+from memjax_kernels import arguments, chunks, implementations, partition
 from memjax_kernels.trellis import (
     functions,
     pallas_gpu,
@@ -91,9 +92,10 @@ def chunked(call: Call, empty):
 def in_chunks(implementation: Callable, call: Call, empty):
     """Runs a chunk implementation, which `segment` describes."""
     size, time = call.chunk_size, call.q.shape[1]
-    memories, y = implementation(
-        *chunked(call, empty), phi=call.phi, activation=call.activation
-    )
+    form = functools.partial(implementation, phi=call.phi, activation=call.activation)
+    if implementation is not xla.trellis_xla:
+        form = partition.chunkwise(form)
+    memories, y = form(*chunked(call, empty))
     position = None if call.state is None else call.state.position
     start = empty.position if position is None else position
     after = type(empty).of(memories, (start + time) % size, size)
