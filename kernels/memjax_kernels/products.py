@@ -1,11 +1,13 @@
 """Batched products of matrices, for XLA and inside Pallas kernels alike."""
 
 import functools
-from typing import Literal, Protocol, cast, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from memjax_kernels.varying import vary_alike
 
 Form = Literal["nt", "nn", "tn"]
 
@@ -61,7 +63,7 @@ def multiplier(dtype: jnp.dtype) -> Multiply:
         return dx.astype(x.dtype), dy.astype(y.dtype)
 
     product.defvjp(lambda x, y, form: (product(x, y, form), (x, y)), backward)
-    return cast(Multiply, product)
+    return lambda x, y, form: product(*vary_alike((x, y)), form)
 
 
 def operand_dtype(*tokens: Array | None) -> jnp.dtype:

@@ -27,11 +27,11 @@ CASES = [
     (4, "sim", True, "l2"),
     (4, "dec", False, "l2"),
 ]
-run_jit = jax.jit(
+run_jit: Any = jax.jit(
     lattice,
     static_argnames=("variant", "chunk_size", "normalize", "forget", "implementation"),
 )
-step_jit = jax.jit(step, static_argnames=("variant", "normalize", "forget"))
+step_jit: Any = jax.jit(step, static_argnames=("variant", "normalize", "forget"))
 
 
 def draw(time, seed=0, forget=None, dtype=jnp.float32) -> Any:
@@ -60,15 +60,17 @@ def memory(case, seed=1):
     return dataclasses.replace(empty_state(B, H, M, V, size), start=rows)
 
 
-def column_loop(q, k, v, gamma, g, start, case, position=0):
+def column_loop(tokens, start, case):
     """Reads and the last memory, from eqs. 13, 14, 16 and 18 for columns s_i of S."""
     size, variant, normalize, forget = case
-    q, k, v, gamma, start = (np.asarray(x, np.float64) for x in (q, k, v, gamma, start))
+    g = tokens[4]
+    arrays = (*tokens[:4], start)
+    q, k, v, gamma, start = (np.asarray(x, np.float64) for x in arrays)
     reads, last = np.zeros(v.shape), np.zeros(start.shape)
     for b, h in np.ndindex(v.shape[0], v.shape[2]):
-        state = start[b, h].T.copy()
+        state = frozen = seen = start[b, h].T.copy()
         for t in range(v.shape[1]):
-            if (position + t) % size == 0:
+            if t % size == 0:
                 frozen = state / np.linalg.norm(state, axis=0) if normalize else state
                 state = frozen.copy()
             norms = np.linalg.norm(frozen, axis=0)
@@ -79,7 +81,7 @@ def column_loop(q, k, v, gamma, g, start, case, position=0):
                     out, code = phi @ key - value, key
                 case "enc":
                     out, code = value, phi.T @ value - key
-                case "sim":
+                case _:
                     out, code = -value, key
             gate = 0.0 if g is None else float(g[b, t, h])
             for i in range(state.shape[1]):
@@ -114,7 +116,7 @@ def test_values_are_those_of_the_equations(case, implementation):
     state, y = run_jit(
         *tokens[:4], start, g=tokens[4], implementation=implementation, **options(case)
     )
-    reads, last = column_loop(*tokens, start.start, case)
+    reads, last = column_loop(tokens, start.start, case)
     close((y, state.start), (reads, last))
     assert state.chunk_size == case[0] and state.position.tolist() == [0, 0]
 
@@ -127,10 +129,14 @@ def pulled(case, implementation, arguments, reset):
         # Nothing is pending where C = 1.
         pending = pending if case[0] > 1 else 0 * pending
         before = dataclasses.replace(state, start=start, pending=pending)
+        q, k, v, gamma, g = tokens
         after, y = lattice(
-            *tokens[:4],
+            q,
+            k,
+            v,
+            gamma,
             before,
-            g=tokens[4],
+            g=g,
             reset=reset,
             empty=dataclasses.replace(empty, start=empty_start),
             implementation=implementation,
@@ -165,7 +171,7 @@ def test_all_gradients_with_open_chunks_and_resets(case):
 
 
 def test_one_token_in_chunk_form_is_the_exact_form_with_gradients():
-    tokens = one_chunk.Tokens(*(x[:, 0][:, :, None] for x in draw(1)[:3]), None, None)
+    tokens = [x[:, 0][:, :, None] for x in draw(1)[:3]]
     start, weights = memory(CASES[0]).start, memory(CASES[0], seed=5).start
     gamma = draw(1)[3][:, 0, :, None, None]
     multiply = multiplier(jnp.dtype(jnp.float32))
@@ -185,7 +191,7 @@ def test_one_token_in_chunk_form_is_the_exact_form_with_gradients():
             values, back = jax.vjp(form, *arguments)
             return values, back((weights, jnp.ones_like(values[1])))
 
-        arguments = (*tokens[:3], gamma, start)
+        arguments = (*tokens, gamma, start)
         expected = jax.jit(functools.partial(both, exact))(*arguments)
         close(jax.jit(functools.partial(both, in_chunk))(*arguments), expected)
 
@@ -194,7 +200,7 @@ def test_one_token_in_chunk_form_is_the_exact_form_with_gradients():
 def test_every_split_point_and_rows_out_of_phase(case):
     """Tokens one by one up to any place of a chunk, then five at once, then one."""
     whole = draw(14, forget=case[3])
-    reads, _ = column_loop(*whole, memory(case).start, case)
+    reads, _ = column_loop(whole, memory(case).start, case)
     rule = {
         name: value for name, value in options(case).items() if name != "chunk_size"
     }
@@ -231,7 +237,7 @@ def test_segments_shorter_than_a_chunk_start_from_the_empty_memory(length):
     tokens = draw(length)
     state, y = run_jit(*tokens[:4], chunk_size=4)
     start = empty_state(B, H, M, V).start
-    close(y, column_loop(*tokens, start, CASES[4])[0])
+    close(y, column_loop(tokens, start, CASES[4])[0])
     assert state.position.tolist() == [length, length]
     np.testing.assert_array_equal(state.start, start)
 
@@ -246,7 +252,7 @@ def test_a_reset_is_a_new_call():
         start = empty_state(B, H, M, V).start
         for part in (slice(0, 4), slice(4, 10)):
             alone = [None if x is None else x[:, part] for x in tokens]
-            expected, _ = column_loop(*alone, start, CASES[5])
+            expected, _ = column_loop(alone, start, CASES[5])
             close(y[:, part], expected)
 
 
@@ -268,7 +274,7 @@ def test_half_precision_tokens_keep_a_float32_memory(size):
     state, y = run_jit(*tokens[:4], memory(case), chunk_size=size)
     assert (y.dtype, state.start.dtype) == (jnp.bfloat16, jnp.float32)
     rounded = [None if x is None else x.astype(jnp.float32) for x in tokens]
-    reads, _ = column_loop(*rounded, memory(case).start, case)
+    reads, _ = column_loop(rounded, memory(case).start, case)
     close(y.astype(jnp.float32), reads, 1e-2)
     np.testing.assert_allclose(jnp.linalg.norm(state.start, axis=-1), 1, atol=1e-6)
 
@@ -276,7 +282,7 @@ def test_half_precision_tokens_keep_a_float32_memory(size):
 @pytest.mark.parametrize("size", [1, 16])
 def test_norms_stay_one_over_a_hundred_thousand_tokens(size):
     time = 100_000
-    q, k, v, gamma, _ = (None if x is None else x[:1, :, :1] for x in draw(time))
+    q, k, v, gamma = (x[:1, :, :1] for x in draw(time)[:4])
     state, y = run_jit(q, k, 3 * v, 2 * gamma, chunk_size=size)
     norms = jnp.linalg.norm(state.start, axis=-1)
     np.testing.assert_allclose(norms, 1, atol=1e-5)
@@ -380,7 +386,7 @@ def test_the_cost_is_what_xla_counts(size, variant):
     token = lambda width: like(1, size, 2, width)
     run = functools.partial(lattice, chunk_size=size, variant=variant)
     arguments = (token(m), token(m), token(v), like(1, size, 2))
-    counted = jax.jit(run).lower(*arguments).compile().cost_analysis()
+    counted: Any = jax.jit(run).lower(*arguments).compile().cost_analysis()
     work = cost(1, size, 2, m, v, size, variant, itemsize=4)
     assert 0.8 <= counted["flops"] / work.flops <= 1.2
     both = work + cost(1, size, 2, m, v, size, variant, backward=True)

@@ -21,7 +21,7 @@ def draw():
     """Steps so large that gates 1 + w p are negative at times."""
     random = np.random.RandomState(0)
     q, k = random.standard_normal((2, B, T, H, M))
-    v, gamma = random.standard_normal((B, T, H, V)), 2 * random.rand(B, T, H)
+    v, gamma = random.standard_normal((B, T, H, V)), 4 * random.rand(B, T, H)
     start = random.standard_normal((B, H, M, V))
     return q, k, v, gamma, start / np.linalg.norm(start, axis=-1, keepdims=True)
 
@@ -36,7 +36,7 @@ def token_loop(q, k, v, gamma, start, variant):
                 out, code = key @ slots - value, key
             case "enc":
                 out, code = value, slots @ value - key
-            case "sim":
+            case _:
                 out, code = -value, key
         write, along = gamma[b, t, h] * code, slots @ out
         least = min(least, np.min(1 + write * along))
@@ -84,7 +84,7 @@ def test_small_steps_take_few_rounds_and_float32_is_kept():
     state, y, rounds = refined(*tokens, chunk_size=13, tolerance=1e-6)
     np.testing.assert_allclose(y, reads, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(state.start, memory, rtol=1e-5, atol=1e-5)
-    assert rounds.max() <= 6 and y.dtype == state.start.dtype == jnp.float32
+    assert rounds.max() <= 8 and y.dtype == state.start.dtype == jnp.float32
 
 
 def test_bad_arguments_are_named():

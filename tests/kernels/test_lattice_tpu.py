@@ -17,10 +17,17 @@ from memjax_kernels.lattice import LatticeState, Rule, aligned, empty_state
 from memjax_kernels.lattice.pallas_tpu import lattice_tpu, unsupported
 from memjax_kernels.lattice.xla import lattice_xla, lattice_xla_head
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="compiling for a TPU takes libtpu (pip install memjax[tpu])",
-)
+LIBTPU = importlib.util.find_spec("libtpu") is not None
+
+
+def needs_libtpu(test):
+    """For tests that compile for a TPU."""
+    reason = "compiling for a TPU takes libtpu (pip install memjax[tpu])"
+    return pytest.mark.skipif(not LIBTPU, reason=reason)(
+        pytest.mark.usefixtures("uncached")(test)
+    )
+
+
 # What a kernel has not written is NaN, and so is what lies beyond the last head.
 INTERPRETED = functools.partial(
     lattice_tpu,
@@ -41,17 +48,9 @@ def draw(batch, time, heads, slots, width, dtype=jnp.float32) -> Any:
 
 def run(form, variant, tokens, state, reset, empty, in_phase):
     """The part of the public function that is common to all forms."""
-    return aligned.run(
-        form,
-        lattice_xla_head,
-        *tokens,
-        None,
-        state,
-        reset,
-        empty,
-        Rule(variant),
-        in_phase=in_phase,
-    )
+    q, k, v, gamma = tokens
+    arguments = q, k, v, gamma, None, state, reset, empty, Rule(variant)
+    return aligned.run(form, lattice_xla_head, *arguments, in_phase=in_phase)
 
 
 def rows(seed, *shape):
@@ -182,7 +181,7 @@ def compiled(name, mesh_shape, specs, sizes, dtype, variant, check_vma=None):
         place(row, reset),
     )
     gradient = jax.grad(loss, (0, 1), allow_int=True)
-    return jax.jit(gradient).lower(*arguments).compile().as_text()
+    return str(jax.jit(gradient).lower(*arguments).compile().as_text())
 
 
 @needs_libtpu
