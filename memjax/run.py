@@ -38,6 +38,7 @@ from memjax.training.step import (
     init_train_state,
     make_train_step,
 )
+from memjax_kernels import partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,11 +197,14 @@ def _programs(config: RunConfig, mesh: Any) -> tuple[Callable, Callable]:
         return init_train_state(model, transform, config.step, rows)
 
     layout = sharding.shardings(mesh, jax.eval_shape(create, jax.random.key(0)))
-    step = jax.jit(
-        make_train_step(abstract_model(config.model), transform, config.step),
-        donate_argnums=0,
-        out_shardings=(layout, None),
-    )
+    update = make_train_step(abstract_model(config.model), transform, config.step)
+
+    def update_on_mesh(state, batch):
+        # XLA divides the rest of the program among the devices, but not kernels.
+        with partition.over(mesh, batch=sharding.BATCH, heads=sharding.HEADS):
+            return update(state, batch)
+
+    step = jax.jit(update_on_mesh, donate_argnums=0, out_shardings=(layout, None))
     return (
         jax.jit(create, out_shardings=layout),
         lambda state, batch: step(state, sharding.put_batch(mesh, batch)),

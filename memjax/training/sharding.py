@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 BATCH = ("data", "fsdp")
+HEADS = ("tensor",)
 
 # First match wins. A leaf is named by its path, say params/blocks/0/mixer/value/query
 # (`value` is what an nnx.Param holds); optimizer moments share their parameter's path.
