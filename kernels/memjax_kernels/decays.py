@@ -83,13 +83,13 @@ def sums(
     """sum over j <= i of weights_ij x_jm times what is left at i of token j in m."""
     if left.matrix is not None:
         return multiply(weights * left.matrix, x, "nn")
-    out = jnp.diagonal(weights, axis1=-2, axis2=-1)[..., None] * x
-    for early, late in zip(left.early, left.late, strict=True):
-        half = early.shape[-2]
-        x_early, _ = _split(x, half)
-        read = late * multiply(_corners(weights, half), x_early * early, "nn")
+    blocks, out = weights[..., None, :, :], jnp.zeros_like(x)
+    for early, late in zip(left.early[::-1], left.late[::-1], strict=True):
+        blocks, corner = _open(blocks)
+        x_early, _ = _split(x, early.shape[-2])
+        read = late * multiply(corner, x_early * early, "nn")
         out += _join(jnp.zeros_like(read), read)
-    return out
+    return out + blocks[..., 0] * x
 
 
 def _scalar(g):
@@ -141,10 +141,10 @@ def _enclose(blocks, corner):
     return jnp.concatenate([top, low], axis=-2)
 
 
-def _corners(weights, half):
-    """The lower left corner of each block of two halves, [..., n, s, s]."""
-    *lead, size, _ = weights.shape
-    count = size // (2 * half)
-    blocks = weights.reshape(*lead, count, 2, half, count, 2, half)
-    corner = blocks[..., :, 1, :, :, 0, :]
-    return jnp.moveaxis(jnp.diagonal(corner, axis1=-4, axis2=-2), -1, -3)
+def _open(blocks):
+    """Undoes `_enclose`: the blocks on the diagonals, and the lower left corners."""
+    *lead, count, size, _ = blocks.shape
+    halves = blocks.reshape(*lead, count, 2, size // 2, 2, size // 2)
+    first, second = halves[..., 0, :, 0, :], halves[..., 1, :, 1, :]
+    pairs = jnp.stack([first, second], axis=-3)
+    return pairs.reshape(*lead, 2 * count, *pairs.shape[-2:]), halves[..., 1, :, 0, :]
