@@ -37,8 +37,9 @@ class Gpu:
     @staticmethod
     def interpreter():
         """Parameters of the interpreter, in which unwritten memory is NaN."""
-        if hasattr(plgpu, "InterpretGPUParams"):
-            return plgpu.InterpretGPUParams()
+        parameters = getattr(plgpu, "InterpretGPUParams", None)
+        if parameters is not None:
+            return parameters()
         # Where jax 0.10.2 keeps it.
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
@@ -60,7 +61,7 @@ class Gpu:
         return whole(*shapes).mlir_module()
 
     @staticmethod
-    def compiled(function, *arguments) -> str:
+    def compiled(function, *arguments) -> str | None:
         """The program of `function` for an H100, machine code of kernels included."""
         plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
         if not any(map(importlib.util.find_spec, plugins)) or not shutil.which("ptxas"):

@@ -1,6 +1,7 @@
 """The GPU kernels of Lattice: interpreted, exported, and compiled for a Hopper GPU."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from memjax_kernels.lattice.xla import lattice_xla, lattice_xla_head
 SLOTS = WIDTH = 64
 
 
-def draw(batch, time, heads, dtype, seed=0):
+def draw(batch, time, heads, dtype, seed=0) -> Any:
     """Tokens: q, k, v, gamma."""
     keys = jax.random.split(jax.random.key(seed), 4)
     normal = lambda i, *width: jax.random.normal(keys[i], (batch, time, heads, *width))

@@ -1,6 +1,7 @@
 """The GPU kernels of Trellis: interpreted, exported, and compiled for a Hopper GPU."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from memjax_kernels.trellis.xla import trellis_xla
 WIDTH = 64
 
 
-def draw(batch, time, heads, dtype, *, passes=2, value=WIDTH, seed=0):
+def draw(batch, time, heads, dtype, *, passes=2, value=WIDTH, seed=0) -> Any:
     """Tokens: q, k, v, alpha, gamma, g."""
     keys = jax.random.split(jax.random.key(seed), 6)
     normal = lambda i, *width: jax.random.normal(keys[i], (batch, time, heads, *width))
@@ -35,7 +36,7 @@ def draw(batch, time, heads, dtype, *, passes=2, value=WIDTH, seed=0):
     return *low, gamma, g
 
 
-def run(implementation, chunk_size, phi, reset, tokens, state, empty):
+def run(implementation, chunk_size, phi, reset, tokens: Any, state, empty):
     """Memories after the tokens, and their reads."""
     activation = None if tokens[2] is None else "ln_silu"
     arguments = trellis_call.Call(
@@ -98,9 +99,9 @@ def test_both_passes_with_open_chunks_and_resets(gpu, interpreted):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
 
 
-@pytest.mark.parametrize("phi", ["l2_silu", "softmax"])
-def test_whole_chunks_in_half_precision(gpu, interpreted, phi):
+def test_whole_chunks_in_half_precision(gpu, interpreted):
     b, t, h, c = 1, 128, 2, 64
+    phi = "softmax"
     low = draw(b, t, h, jnp.bfloat16)
     empty = empty_state(b, h, WIDTH, WIDTH, WIDTH, c)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
@@ -118,9 +119,9 @@ def test_a_single_pass(gpu, interpreted):
     place = jnp.array([5, 0], jnp.int32)
     start = jnp.where((place == 0)[:, None, None, None], memory, empty.start)
     state = TrellisPassState(start, memory, place, c)
-    expected = both(trellis_xla, c, "identity", None, (tokens, state, empty))
+    expected = both(trellis_xla, c, "l2_silu", None, (tokens, state, empty))
     gpu.close(
-        both(interpreted, c, "identity", None, (tokens, state, empty)), expected, 5e-6
+        both(interpreted, c, "l2_silu", None, (tokens, state, empty)), expected, 5e-6
     )
 
 

@@ -109,7 +109,7 @@ def _call(program, static, x, more, outputs, scratch, name):
     out_types, out_tree = jax.tree.flatten(outputs)
 
     def body(*refs, **scratch):
-        given_refs = jax.tree.unflatten(tree, refs[: len(given)])
+        given_refs: Any = jax.tree.unflatten(tree, refs[: len(given)])
         out_refs = jax.tree.unflatten(out_tree, refs[len(given) :])
         program(static, *given_refs, out_refs, scratch).run()
 

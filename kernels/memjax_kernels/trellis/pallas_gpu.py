@@ -85,8 +85,7 @@ class Inputs(NamedTuple):
 
     @property
     def sizes(self) -> Sizes:
-        widths = tuple(x.shape[-1] for x in self.inputs)
-        return Sizes(*self.q.shape[1:3], self.alpha.shape[-1], widths)
+        return _sizes(self.q, self.inputs, self.alpha)
 
 
 def obstacle(tokens: Tokens, memories: Memories) -> str:
@@ -109,7 +108,7 @@ def unsupported(tokens: Tokens, memories: Memories) -> str:
         if array.shape[-1] % 64 or array.shape[-1] > 256:
             letter = {"v": "V", "alpha": "M"}.get(name, "K")
             return f"{letter} must be 64, 128, 192 or 256, got {array.shape[-1]}"
-    sizes = _sizes(tokens)
+    sizes = _sizes(tokens.q, _inputs(tokens), tokens.alpha)
     if sizes.size % 8 or sizes.size > ROWS:
         return f"chunk_size must be a multiple of 8 up to {ROWS}, got {sizes.size}"
     needed = forward_bytes(sizes, 1)
@@ -131,7 +130,7 @@ def trellis_gpu(
     interpret: Any = None,
 ) -> tuple[Memories, Array]:
     """A chunk implementation; see `segment`. `interpret` runs it in an interpreter."""
-    sizes = _sizes(tokens)
+    sizes = _sizes(tokens.q, _inputs(tokens), tokens.alpha)
     stages = 2 if forward_bytes(sizes, 2) <= SHARED_BYTES else 1
     static = Static(phi, activation, stages, interpret)
     aligned = all(a is b for a, b in zip(memories.start, memories.running, strict=True))
@@ -171,10 +170,13 @@ def backward_bytes(sizes: Sizes, aligned: bool) -> int:
     return 2 * (tokens + work + (copies + 2) * memories) + reads + vectors + 6144
 
 
-def _sizes(tokens: Tokens) -> Sizes:
-    inputs = (tokens.k,) if tokens.v is None else (tokens.k, tokens.v)
-    widths = tuple(x.shape[-1] for x in inputs)
-    return Sizes(*tokens.q.shape[1:3], tokens.alpha.shape[-1], widths)
+def _sizes(q: Any, inputs: tuple[Any, ...], alpha: Any) -> Sizes:
+    _, n, size, _, _ = q.shape
+    return Sizes(n, size, alpha.shape[-1], tuple(x.shape[-1] for x in inputs))
+
+
+def _inputs(tokens: Tokens) -> tuple[Any, ...]:
+    return (tokens.k,) if tokens.v is None else (tokens.k, tokens.v)
 
 
 def _run(static, tokens, memories, empty, aligned, kernel):
@@ -189,7 +191,7 @@ def _run(static, tokens, memories, empty, aligned, kernel):
     cleared = tokens.cleared
     x = Inputs(
         q=tokens.q,
-        inputs=(tokens.k,) if tokens.v is None else (tokens.k, tokens.v),
+        inputs=_inputs(tokens),
         alpha=tokens.alpha,
         gates=_gates(tokens),
         begin=None if aligned else begin,
@@ -281,15 +283,13 @@ def _forward_only_fwd(static, aligned, *arguments):
 def _forward_only_bwd(static, aligned, arguments, cotangents):
     tokens, memories, empty = arguments
     options = {"phi": static.phi, "activation": static.activation}
+    floats = {name: getattr(tokens, name) for name in Tokens._fields[:6]}
 
-    def again(arrays, memories, empty):
-        held = Tokens(*arrays, tokens.complete, tokens.cleared)
-        return trellis_xla(held, memories, empty, **options)
+    def again(floats, memories, empty):
+        return trellis_xla(tokens._replace(**floats), memories, empty, **options)
 
-    arrays, memories, empty = jax.vjp(again, tuple(tokens[:6]), memories, empty)[1](
-        cotangents
-    )
-    return Tokens(*arrays, None, None), memories, empty
+    floats, memories, empty = jax.vjp(again, floats, memories, empty)[1](cotangents)
+    return Tokens(**floats, complete=None, cleared=None), memories, empty
 
 
 _forward_only.defvjp(_forward_only_fwd, _forward_only_bwd)

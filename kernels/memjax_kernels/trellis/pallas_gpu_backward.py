@@ -91,7 +91,7 @@ def backward(static: Static, x: Inputs, kept, d_y, d_after, d_middle) -> Gradien
     out_types, out_tree = jax.tree.flatten(outputs)
 
     def body(*refs, **scratch):
-        given_refs = jax.tree.unflatten(tree, refs[: len(given)])
+        given_refs: Any = jax.tree.unflatten(tree, refs[: len(given)])
         out_refs = jax.tree.unflatten(out_tree, refs[len(given) :])
         _Program(static, sizes, *given_refs, out_refs, scratch).run()
 

@@ -5,6 +5,8 @@ float32; products read a copy in the dtype of the tokens, which is also what a g
 keeps of every chunk's start. Tokens of the next chunk are copied in meanwhile.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels import mosaic
 from memjax_kernels.mosaic import F32, ROWS, Machine
+from memjax_kernels.products import Form
 from memjax_kernels.trellis import functions
 from memjax_kernels.trellis.pallas_gpu import Inputs, Static
 
@@ -177,8 +180,10 @@ class _Program:
     def compute(self, i, stage):
         machine, scratch, operands = self.machine, self.scratch, self.each("operand")
         q, inputs = scratch["q"].at[stage], [x.at[stage] for x in self.each("inputs")]
-        predicted = [(x, m, "nt") for x, m in zip(inputs, operands, strict=True)]
-        *predicted, scores = machine.products(*predicted, (q, inputs[0], "nt"))
+        triples: list[tuple[Any, Any, Form]] = [
+            (x, m, "nt") for x, m in zip(inputs, operands, strict=True)
+        ]
+        *predicted, scores = machine.products(*triples, (q, inputs[0], "nt"))
         if self.x.begin is not None:
 
             @pl.when(i == 0)
