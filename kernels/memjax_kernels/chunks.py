@@ -84,6 +84,8 @@ def scan(
     length = jax.tree.leaves(xs)[0].shape[0]
     whole = length - length % remat_every
     inner = lambda carry, xs: jax.lax.scan(body, carry, xs)
+    if not whole:  # A scan of no group would still be compiled.
+        return inner(carry, xs)
     group = lambda x: x[:whole].reshape(-1, remat_every, *x.shape[1:])
     carry, ys = jax.lax.scan(
         jax.checkpoint(inner, prevent_cse=False), carry, jax.tree.map(group, xs)
