@@ -58,7 +58,7 @@ class Config:
     """Slots, and the width of each."""
     tolerance: float = 1e-6
     """At which refinement stops."""
-    repeats: int = 7
+    repeats: int = 5
     """Timings of each, at least 1."""
     output: pathlib.Path = RESULTS / "lattice_chunks"
     """Where the numbers (.json) and the plot (.png) go."""

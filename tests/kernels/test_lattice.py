@@ -356,7 +356,10 @@ def test_bad_arguments_are_named():
     ok = (q, k, v, gamma)
     state = memory(CASES[4])
     long = dataclasses.replace(state, start=2 * state.start)
+    late = dataclasses.replace(state, position=jnp.full(B, 4, jnp.int32))
     cases = [
+        refuse("state.position must lie in", *ok, late, chunk_size=4),
+        refuse("empty.position must lie in", *ok, chunk_size=4, empty=late),
         refuse("k must have shape", q, k[:, :2], v, gamma),
         refuse("gamma must lie in", q, k, v, -gamma),
         refuse("g must lie in", *ok, g=-g, forget="l2"),

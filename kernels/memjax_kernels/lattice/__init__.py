@@ -149,7 +149,7 @@ def _check_tokens(q, k, v, gamma, g, reset):
         gamma=(gamma, "B T H"),
         g=(g, "B T H"),
     )
-    check_range("gamma", gamma, 0.0, np.inf)
+    check_range("gamma", gamma, 0.0, float(np.finfo(np.float32).max))
     check_range("g", g, -np.inf, 0.0)
     check_reset(reset, sizes["B"], sizes["T"])
     return sizes
@@ -180,6 +180,9 @@ def _memories(state, empty, chunk_size, rule, sizes):
                     f"{name}.{field} must be {jnp.dtype(dtype)}{list(shape)}, got "
                     f"{array.dtype}{list(array.shape)}"
                 )
+        # What is empty is at a chunk's start.
+        last = chunk_size - 1.0 if name == "state" else 0.0
+        check_range(f"{name}.position", given.position, 0.0, last)
         if rule.normalize and not isinstance(given.start, Tracer):
             norms = np.linalg.norm(np.asarray(given.start), axis=-1)
             # A slot that a soft threshold emptied has norm 0.

@@ -85,7 +85,7 @@ def lattice_refined(
         state=(None if state is None else state.start, "B H M V"),
     )
     check_choice("variant", variant, VARIANTS)
-    check_range("gamma", gamma, 0.0, float("inf"))
+    check_range("gamma", gamma, 0.0, float(jnp.finfo(jnp.float32).max))
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     if not tolerance >= 0:
@@ -133,10 +133,11 @@ def _chunk(start, tokens, *, variant, tolerance):
         _, change, rounds = carry
         return (change > tolerance) & (rounds < k.shape[2])
 
-    # The first estimate has all tokens meet the memory of the chunk's start.
-    ones, zeros = jnp.ones_like(k), jnp.zeros_like(k)
-    first = solve(ones, zeros, zeros)
-    carry = first, jnp.asarray(jnp.inf, start.dtype), jnp.zeros((), jnp.int32)
+    carry = (
+        _first(start, k, v, variant),
+        jnp.asarray(jnp.inf, start.dtype),
+        jnp.zeros((), jnp.int32),
+    )
     solved, _, rounds = jax.lax.while_loop(unfinished, again, carry)
 
     a, b, _, kept = _gates(solved, k, gamma, variant)
@@ -151,6 +152,15 @@ def _chunk(start, tokens, *, variant, tolerance):
     return unit(after), (y, rounds)
 
 
+def _first(start, k, v, variant):
+    """The first estimate: all tokens meet the memory of the chunk's start."""
+    h = v if variant == "enc" else -v
+    if variant == "dec":
+        h += _dot("bhtm,bhmv->bhtv", k, start)
+    p = _dot("bhtv,bhmv->bhtm", h, start)
+    return _Solved(h, p, jnp.sum(h * h, axis=-1, keepdims=True))
+
+
 def _gates(solved, k, gamma, variant):
     """a, b, beta gamma and X, all [B, H, C, M], for what was solved."""
     c = solved.p - k if variant == "enc" else k
@@ -158,13 +168,13 @@ def _gates(solved, k, gamma, variant):
     across = jnp.maximum(solved.squares - solved.p**2, 0.0)
     beta = jax.lax.rsqrt(1 + write**2 * across)
     a = beta * (1 + write * solved.p)
-    return a, beta * write, beta * gamma, jnp.cumprod(a, axis=2)
+    return a, beta * write, beta * gamma, _running(a)
 
 
 def _solve(start, k, v, variant, a, b, rate):
     """h, p and |h|^2 of a chunk whose gates are a, b, and beta gamma for "enc"."""
     between = _between(a)
-    before = jnp.cumprod(a, axis=2)
+    before = _running(a)
     before = jnp.concatenate([jnp.ones_like(a[:, :, :1]), before[:, :, :-1]], axis=2)
     h = v if variant == "enc" else -v
     if variant == "dec":
@@ -191,7 +201,12 @@ def _between(a: Float[Array, "B H C M"]) -> Float[Array, "B H C C M"]:
     last = jnp.roll(a, 1, axis=2)[:, :, :, None]
     apart = (token[:, None] - 1 > token[None])[None, None, :, :, None]
     earlier = (token[:, None] > token[None])[None, None, :, :, None]
-    return jnp.where(earlier, jnp.cumprod(jnp.where(apart, last, 1.0), axis=2), 0.0)
+    return jnp.where(earlier, _running(jnp.where(apart, last, 1.0)), 0.0)
+
+
+def _running(x: Float[Array, "B H C *X"]) -> Float[Array, "B H C *X"]:
+    """Products up to and with each token; XLA's own take C^2 work on a CPU."""
+    return jax.lax.associative_scan(jnp.multiply, x, axis=2)
 
 
 def _substitute(below, right):
