@@ -30,8 +30,8 @@ from memjax_kernels.trellis.state import Memories
 
 F32 = jnp.float32
 # What the blocks of a program may take by `_block_bytes`, and what Mosaic may take.
-BLOCK_BYTES = 12 << 20
-VMEM_BYTES = 32 << 20
+BLOCK_BYTES = 40 << 20
+VMEM_BYTES = 48 << 20
 # Heads of one program, where they fit.
 HEADS = 8
 
@@ -135,15 +135,19 @@ def trellis_tpu(
 
 
 def _block_bytes(tokens: Tokens, memories: Memories) -> int:
-    """What the backward kernel holds in VMEM for a head, roughly."""
+    """What the backward kernel holds in VMEM for a head, roughly.
+
+    In float32 with rows of whole lanes. Two buffers of each array in and out, and the
+    values in between: 16 and 8 of a memory, 4 of a token's array, 12 matrices of a
+    token's slots and 8 squares of a chunk in each pass.
+    """
     lanes = lambda width: -(-width // 128) * 128
-    size = tokens.q.shape[2]
+    size, slots = tokens.q.shape[2], tokens.alpha.shape[-1]
     arrays = [x for x in (tokens.q, tokens.k, tokens.v, tokens.alpha) if x is not None]
-    # Two buffers of each token and gradient; memories before and after, with their
-    # gradients; the square matrices of a chunk.
-    rows = 2 * sum(size * lanes(x.shape[-1]) for x in arrays)
-    held = 10 * sum(m.shape[2] * lanes(m.shape[3]) for m in memories.start)
-    return 4 * (rows + held + 8 * size * lanes(size))
+    rows = 4 * sum(size * lanes(x.shape[-1]) for x in arrays)
+    held = 24 * sum(m.shape[2] * lanes(m.shape[3]) for m in memories.start)
+    between = len(memories.start) * size * (12 * lanes(slots) + 8 * lanes(size))
+    return 4 * (rows + held + between)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
