@@ -123,7 +123,7 @@ def trellis_case(
     def call(tokens, state, implementation):
         return trellis(
             *tokens,
-            state,
+            state=state,
             reset=reset,
             chunk_size=chunk,
             phi=phi,
@@ -143,7 +143,11 @@ def pass_case(shape: Shape, chunk: int, phi: Phi) -> Case:
 
     def call(tokens, state, implementation):
         return trellis_pass(
-            *tokens, state, chunk_size=chunk, phi=phi, implementation=implementation
+            *tokens,
+            state=state,
+            chunk_size=chunk,
+            phi=phi,
+            implementation=implementation,
         )
 
     name = f"trellis_pass {tuple(shape)} C={chunk} {phi}"
@@ -160,7 +164,7 @@ def lattice_case(shape: Shape, chunk: int, variant) -> Case:
     def call(tokens, state, implementation):
         return lattice(
             *tokens,
-            state,
+            state=state,
             variant=variant,
             chunk_size=chunk,
             reset=reset,

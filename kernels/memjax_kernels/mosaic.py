@@ -127,7 +127,9 @@ def accumulate(*products: Callable[[Any], None], shapes) -> tuple[jax.Array, ...
             product(accumulator)
         return tuple(accumulator[...] for accumulator in accumulators)
 
-    return pl.run_scoped(scope, *(plgpu.ACC(shape, F32) for shape in shapes))
+    return pl.run_scoped(
+        scope, *(plgpu.WGMMAAccumulatorRef(shape, F32) for shape in shapes)
+    )
 
 
 class Machine:
@@ -158,7 +160,7 @@ class Machine:
     def total(self, *triples: tuple[Any, Any, Form]) -> jax.Array:
         """The sum of products, in one accumulator."""
         if self.interpreted:
-            return sum(self.products(*triples))
+            return functools.reduce(jnp.add, self.products(*triples))
         (x, y, form), *_ = triples
         shape = (x.shape[form == "tn"], y.shape[form != "nt"])
 
@@ -168,7 +170,7 @@ class Machine:
                 plgpu.wgmma(accumulator, x, y.T if form == "nt" else y)
             return accumulator[...]
 
-        return pl.run_scoped(scope, plgpu.ACC(shape, F32))
+        return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef(shape, F32))
 
     def matrix(self, ref: Any) -> jax.Array:
         """A tile in float32, laid out as products are."""

@@ -39,11 +39,11 @@ def run(form, rule, reset, tokens, state, empty):
         form,
         lattice_xla_head,
         *tokens,
-        None,
-        state,
-        reset,
-        empty.start,
-        rule,
+        g=None,
+        state=state,
+        reset=reset,
+        empty=empty.start,
+        rule=rule,
         in_phase=in_phase,
     )
     return state.start, state.pending, y

@@ -40,7 +40,13 @@ def run(implementation, chunk_size, phi, reset, tokens: Any, state, empty):
     """Memories after the tokens, and their reads."""
     activation = None if tokens[2] is None else "ln_silu"
     arguments = trellis_call.Call(
-        *tokens, state, reset, empty, chunk_size, phi, activation
+        *tokens,
+        state=state,
+        reset=reset,
+        empty=empty,
+        chunk_size=chunk_size,
+        phi=phi,
+        activation=activation,
     )
     after, y = trellis_call.in_chunks(implementation, arguments, empty)
     return after.memories, y

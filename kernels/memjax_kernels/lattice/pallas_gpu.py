@@ -105,7 +105,8 @@ def lattice_gpu(
         whole=jnp.sum(tokens.complete, axis=1, dtype=jnp.int32),
         cleared=None if cleared is None else cleared.astype(jnp.int32),
     )
-    y, after, pending = _chunks(Static(rule.variant, interpret), x)
+    results: Any = _chunks(Static(rule.variant, interpret), x)
+    y, after, pending = results
     return (after, pending, jnp.ones(start.shape[:2], jnp.float32)), y
 
 

@@ -93,7 +93,7 @@ def backward(static: Static, x: Inputs, kept, d_y, d_after, d_middle) -> Gradien
     def body(*refs, **scratch):
         given_refs: Any = jax.tree.unflatten(tree, refs[: len(given)])
         out_refs = jax.tree.unflatten(out_tree, refs[len(given) :])
-        _Program(static, sizes, *given_refs, out_refs, scratch).run()
+        _Program(static, sizes, given_refs, out_refs, scratch).run()
 
     run = mosaic.call(
         body,
@@ -143,11 +143,9 @@ def _scratch(sizes: Sizes, dtype, read: int, aligned: bool):
 class _Program:
     """The kernel of one row and head."""
 
-    def __init__(
-        self, static, sizes, x, kept, d_y, d_after, d_middle, outputs, scratch
-    ):
-        self.static, self.sizes, self.x, self.kept = static, sizes, x, kept
-        self.d_y, self.d_after, self.d_middle = d_y, d_after, d_middle
+    def __init__(self, static, sizes, given, outputs, scratch):
+        self.static, self.sizes = static, sizes
+        self.x, self.kept, self.d_y, self.d_after, self.d_middle = given
         self.out = outputs
         self.scratch = scratch
         self.machine = Machine(static.interpret)
