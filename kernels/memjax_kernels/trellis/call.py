@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     activation: str | None
 
 
-def run(call: Call, implementation: str | None):
+def run(call: Call, implementation: str | None) -> tuple[Any, Array]:
     """Checks and runs a call: (state, y)."""
     sizes = _check_tokens(call)
     empty = _check_states(call, sizes)
