@@ -74,7 +74,7 @@ def interpreted(gpu):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_open_chunks_and_resets(gpu, interpreted, variant):
-    b, t, h, c = 2, 44, 1, 16
+    b, t, h, c = 2, 36, 1, 16
     tokens = draw(b, t, h, jnp.float32)
     keys = jax.random.split(jax.random.key(3), 3)
     normal = lambda i: jax.random.normal(keys[i], (b, h, SLOTS, WIDTH))
@@ -92,7 +92,7 @@ def test_open_chunks_and_resets(gpu, interpreted, variant):
 
 
 def test_whole_chunks_in_half_precision(gpu, interpreted):
-    b, t, h, c = 1, 128, 2, 64
+    b, t, h, c = 1, 128, 1, 64
     low = draw(b, t, h, jnp.bfloat16)
     *high, gamma = low
     high = (*(x.astype(jnp.float32) for x in high), 0.1 * gamma)

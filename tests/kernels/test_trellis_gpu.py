@@ -79,26 +79,25 @@ def both(implementation, chunk_size, phi, reset, arguments):
 
 
 def test_both_passes_with_open_chunks_and_resets(gpu, interpreted):
-    b, t, h, c = 3, 26, 1, 16
+    b, t, h, c = 2, 20, 1, 16
     tokens = draw(b, t, h, jnp.float32)
     key = iter(jax.random.split(jax.random.key(3), 6))
     memory = lambda: 0.3 * jax.random.normal(next(key), (b, h, WIDTH, WIDTH))
     # The last row begins a chunk, so that its memories there and now are the same.
     begin, values_begin = memory(), memory()
-    is_open = (jnp.arange(b) < 2)[:, None, None, None]
+    is_open = (jnp.arange(b) < 1)[:, None, None, None]
     state = TrellisState(
         keys_start=begin,
         keys=jnp.where(is_open, memory(), begin),
         values_start=values_begin,
         values=jnp.where(is_open, memory(), values_begin),
-        position=jnp.array([13, 3, 0], jnp.int32),
+        position=jnp.array([13, 0], jnp.int32),
         chunk_size=c,
     )
     other = memory(), memory()
     place = jnp.zeros(b, jnp.int32)
     empty = TrellisState(other[0], other[0], other[1], other[1], place, c)
-    reset = jnp.zeros((b, t), bool).at[0, 3].set(True).at[1, 13].set(True)
-    reset = reset.at[2, 0].set(True)
+    reset = jnp.zeros((b, t), bool).at[0, 3].set(True).at[1, 0].set(True)
     arguments = (tokens, state, empty)
     expected = both(trellis_xla, c, "ln_silu", reset, arguments)
     gpu.close(both(interpreted, c, "ln_silu", reset, arguments), expected, 5e-6)
@@ -106,7 +105,7 @@ def test_both_passes_with_open_chunks_and_resets(gpu, interpreted):
 
 
 def test_whole_chunks_in_half_precision(gpu, interpreted):
-    b, t, h, c = 1, 128, 2, 64
+    b, t, h, c = 1, 128, 1, 64
     phi = "softmax"
     low = draw(b, t, h, jnp.bfloat16)
     empty = empty_state(b, h, WIDTH, WIDTH, WIDTH, c)
@@ -118,11 +117,11 @@ def test_whole_chunks_in_half_precision(gpu, interpreted):
 
 
 def test_a_single_pass(gpu, interpreted):
-    b, t, h, c = 2, 40, 1, 16
+    b, t, h, c = 1, 20, 1, 16
     tokens = draw(b, t, h, jnp.float32, passes=1)
     empty = empty_pass_state(b, h, WIDTH, WIDTH, c)
     memory = jax.random.normal(jax.random.key(1), (b, h, WIDTH, WIDTH))
-    place = jnp.array([5, 0], jnp.int32)
+    place = jnp.array([5], jnp.int32)
     start = jnp.where((place == 0)[:, None, None, None], memory, empty.start)
     state = TrellisPassState(start, memory, place, c)
     expected = both(trellis_xla, c, "l2_silu", None, (tokens, state, empty))
