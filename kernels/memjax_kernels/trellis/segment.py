@@ -15,7 +15,8 @@ Per row (of the batch) and chunk i, in order, with M' = `start` and R = `running
 
 1. if cleared[i]: M' = R = empty. Given only together: `cleared` and `empty` are both
    None, or neither.
-2. For each pass, with x = k, then v, and cs the inclusive sum of g over the chunk:
+2. For each pass, with x = k, then v, and cs the inclusive sum of g over the chunk, g
+   no lower than -104, where exp is 0 already (g may be -inf):
 
        U = gamma error_gradient(phi, x M'^T, alpha)
        W_ij = exp(cs_i - cs_j) for i >= j, else 0
