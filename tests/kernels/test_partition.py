@@ -75,7 +75,7 @@ def _pod():
     )
 
 
-def test_a_program_for_a_pod_takes_the_kernel_by_itself(pod):
+def test_a_program_for_a_pod_takes_the_kernel_by_itself(pod, uncached):
     """Compiled from here for four chips, gradient and all."""
     place = NamedSharding(pod, P("rows", None, "heads"))
     like = lambda *more, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
