@@ -97,11 +97,6 @@ def scan(
     return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, rest)
 
 
-def segments(reset: Bool[Array, "*B C"]) -> Int[Array, "*B C"]:
-    """Number of resets up to and with each token: equal where memory is shared."""
-    return jnp.cumsum(reset, axis=-1, dtype=jnp.int32)
-
-
 def decay(log_gates: Float[Array, "*B C"]) -> Float[Array, "*B C C"]:
     """exp of the sum of gates j+1..i for i >= j, zero above: masks before exp.
 

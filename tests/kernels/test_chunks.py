@@ -92,12 +92,6 @@ def test_scan_keeps_fewer_memories_the_further_apart():
     assert kept(4) < kept(1) <= 12 * 9
 
 
-def test_segments_count_resets():
-    reset = jnp.asarray([[True, False, True, False], [False] * 3 + [True]])
-    expected = [[1, 1, 2, 2], [0, 0, 0, 1]]
-    np.testing.assert_array_equal(chunks.segments(reset), expected)
-
-
 def oracle_decay(gates):
     """In float64: exp of gates j+1..i, summed one by one."""
     size = gates.shape[-1]
