@@ -49,6 +49,13 @@ class Config(comparison.Config):
     output: Path = RESULTS / "context_length"
 
     @property
+    def scale(self) -> comparison.Scale:
+        """The preset; at the smallest, the many runs are short ones."""
+        scale = super().scale
+        short = self.preset == "cpu" and not self.steps
+        return scale._replace(steps=min(scale.steps, 100)) if short else scale
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """The context lengths, the preset's if none were given."""
         small = self.preset == "cpu"

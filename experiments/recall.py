@@ -262,7 +262,11 @@ def _mqar_tests(config: Config):
 # All models ask for the same batches: those of three seeds fit.
 @functools.lru_cache(maxsize=2048)
 def _needles(config: Config, seed: int, step: int) -> Batch:
-    """As many rows of each task, from the essays for training."""
+    """As many rows of each task, from the essays for training.
+
+    All of the text counts, as for a language model: much of it repeats, and copying
+    is learned from that long before it would be from the answers.
+    """
     length = config.niah.context_length
     rows = config.niah.tokens_per_update // length // len(NEEDLE_TASKS)
     tokenizer, essay = load_tokenizer(config.tokenizer), _essay(config.source, "train")
@@ -270,7 +274,9 @@ def _needles(config: Config, seed: int, step: int) -> Batch:
         needle_batch([seed, step, i], rows, task, length, tokenizer, essay, "random")
         for i, task in enumerate(NEEDLE_TASKS.values())
     ]
-    return Batch(*map(np.concatenate, zip(*parts, strict=True)))
+    batch = Batch(*map(np.concatenate, zip(*parts, strict=True)))
+    until_answer = np.maximum.accumulate(np.asarray(batch.mask)[:, ::-1], axis=1)
+    return batch._replace(mask=until_answer[:, ::-1].copy())
 
 
 @functools.lru_cache(maxsize=1)
