@@ -175,7 +175,8 @@ def test_trellis_stays_finite_on_a_key_that_repeats(options):
             step=gates, forget=params.core.forget._replace(bias=jnp.full(H, 20.0))
         )
     )
-    x = jnp.broadcast_to(jax.random.normal(jax.random.key(1), (1, 1, D)), (1, 320, D))
+    x = 5 * jax.random.normal(jax.random.key(1), (1, 1, D))
+    x = jnp.broadcast_to(x, (1, 320, D))
     state, y = jax.jit(mechanism.apply)(params, mechanism.init_state(1), x)
     assert np.isfinite(y).all()
     assert np.abs(state.memory.memory.values).max() < 100
