@@ -259,8 +259,9 @@ def study(
     names = list(dict.fromkeys(case.name for case in cases))
     if unknown := set(config.only) - set(names):
         raise ValueError(f"only={sorted(unknown)} must be among {names}")
-    shared = record(config)
-    del shared["seeds"], shared["only"]
+    # What is trained is in the run; how it is scored is in the fields of the tests.
+    fields = record(config).items()
+    shared = {name: value for name, value in fields if name.startswith("test_")}
     rows = []
     for case in cases:
         if config.only and case.name not in config.only:

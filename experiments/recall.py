@@ -1,15 +1,20 @@
 """How much does each memory recall, and over what distance?
 
     python experiments/recall.py
+    python experiments/recall.py --tasks niah --steps 3000
 
 MQAR (Zoology): a sequence names key-value pairs, then asks for the value of every
 key; accuracy against the number of pairs. S-NIAH-PK, -N and -W (RULER; Trellis,
 Table 3): a sentence with a number or a UUID, hidden in noise or in an essay, is asked
 for at the end. The paper asks language models; here the tasks themselves are trained,
 on short texts, and tested at 1, 2 and 4 times their length on essays not seen before.
-An answer counts where greedy decoding gives it whole; because few models get that far
-at the default size, `tokens` says how many of its tokens are right, each given those
-before it. All models have equal parameters and see equal examples in equal order.
+An answer counts where greedy decoding gives it whole; `tokens` says how many of its
+tokens are right, each given those before it. All models have equal parameters and see
+equal examples in equal order.
+
+The default is MQAR alone. In minutes on a CPU no needle is found: DeltaNet of the
+smallest preset still guesses after 250 updates of 6 rows (no whole answer, 0.2 of the
+tokens: the space before the answer, the hyphens, a tenth of the digits).
 """
 
 import dataclasses
@@ -59,7 +64,7 @@ class Config(comparison.Config):
         test_rows: examples of each test.
     """
 
-    tasks: tuple[Literal["mqar", "niah"], ...] = ("mqar", "niah")
+    tasks: tuple[Literal["mqar", "niah"], ...] = ("mqar",)
     mqar_steps: int = 0
     test_rows: int = 48
     tokenizer: str = "bpe4k"

@@ -83,7 +83,9 @@ def test_recall_runs_both_tasks(tmp_path, monkeypatch):
     monkeypatch.setattr(recall, "TIMES", (2,))
     small = TINY._replace(context_length=48, tokens_per_update=48 * 3)
     monkeypatch.setattr(recall.Config, "mqar", (small, 48, (4, 8, 12)))
-    config = recall.Config(**options(tmp_path, "Transformer++", test_rows=2))
+    config = recall.Config(
+        **options(tmp_path, "Transformer++", tasks=("mqar", "niah"), test_rows=2)
+    )
     recall.main(config)
     report = load(tmp_path)
     assert set(report["accuracy"]) == {"MQAR"} | {
