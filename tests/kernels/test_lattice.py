@@ -232,14 +232,18 @@ def test_every_split_point_and_rows_out_of_phase(case):
         close(y, np.stack([reads[b, r + 5] for b, r in enumerate(rows)]))
 
 
-@pytest.mark.parametrize("length", [1, 3])
-def test_segments_shorter_than_a_chunk_start_from_the_empty_memory(length):
-    tokens = draw(length)
-    state, y = run_jit(*tokens[:4], chunk_size=4)
-    start = empty_state(B, H, M, V).start
-    close(y, column_loop(tokens, start, CASES[4])[0])
-    assert state.position.tolist() == [length, length]
-    np.testing.assert_array_equal(state.start, start)
+def test_segments_shorter_than_a_chunk_start_from_the_empty_memory():
+    """One token, two that do not fill the chunk either, and two that do."""
+    tokens, start = draw(5), empty_state(B, H, M, V).start
+    reads, _ = column_loop(tokens, start, CASES[4])
+    state = None
+    for first, last in ((0, 1), (1, 3), (3, 5)):
+        part = [x[:, first:last] for x in tokens[:4]]
+        state, y = run_jit(*part, state, chunk_size=4)
+        close(y, reads[:, first:last])
+        assert state.position.tolist() == [last % 4] * B
+        if last < 4:
+            np.testing.assert_array_equal(state.start, start)
 
 
 def test_a_reset_is_a_new_call():
