@@ -113,13 +113,13 @@ def lattice_gpu(
 # The kernels are imported when they run: Mosaic is slow to import.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunks(static: Static, x: Inputs):
-    from memjax_kernels.lattice.pallas_gpu_kernels import forward
+    from memjax_kernels.lattice.pallas_gpu_forward import forward
 
     return forward(static, x, keep=False)[:3]
 
 
 def _chunks_fwd(static, x):
-    from memjax_kernels.lattice.pallas_gpu_kernels import forward
+    from memjax_kernels.lattice.pallas_gpu_forward import forward
 
     y, after, pending, kept = forward(static, x, keep=True)
     kept = checkpoint_name(kept, "lattice_chunk_states")
@@ -127,7 +127,7 @@ def _chunks_fwd(static, x):
 
 
 def _chunks_bwd(static, residuals, cotangents):
-    from memjax_kernels.lattice.pallas_gpu_kernels import backward
+    from memjax_kernels.lattice.pallas_gpu_backward import backward
 
     x, kept = residuals
     return (Inputs(*backward(static, x, kept, *cotangents), whole=None, cleared=None),)

@@ -241,7 +241,8 @@ def _chunks_fwd(static, x):
 
 
 def _chunks_bwd(static, residuals, cotangents):
-    from memjax_kernels.trellis.pallas_gpu_backward import LAST, TOTAL, backward
+    from memjax_kernels.trellis.pallas_gpu_backward import backward
+    from memjax_kernels.trellis.pallas_gpu_chunk import LAST, TOTAL
 
     x, kept = residuals
     d = backward(static, x, kept, *cotangents)
