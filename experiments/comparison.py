@@ -52,7 +52,7 @@ def _paper(layers, model_dim, heads, learning_rate, billions) -> Scale:
 
 
 SCALES: dict[Preset, Scale] = {
-    "cpu": Scale(2, 64, 2, 32, 256, 2048, 250, 5e-3),
+    "cpu": Scale(2, 64, 2, 32, 256, 2048, 200, 5e-3),
     "125m": _paper(12, 768, 12, 3e-3, 2.4),
     "170m": _paper(12, 768, 16, 3e-3, 15),
     "350m": _paper(24, 1024, 16, 1.5e-3, 15),

@@ -50,7 +50,7 @@ class Config(comparison.Config):
 
     @property
     def scale(self) -> comparison.Scale:
-        """The preset; at the smallest, the many runs are short ones."""
+        """The preset; at the smallest, 99 runs are short ones."""
         scale = super().scale
         short = self.preset == "cpu" and not self.steps
         return scale._replace(steps=min(scale.steps, 100)) if short else scale
