@@ -124,7 +124,7 @@ def implementations(op: str, shape: Shape, config: Config) -> list[str]:
         return ["cudnn"] if gpu and config.dtype == "bfloat16" else ["xla"]
     found = []
     arrays = kernel_cases.inputs(op, shape, str(config.dtype))
-    for name in ("reference", "xla", "pallas_tpu", "pallas_gpu"):
+    for name in kernel_cases.written(op):
         if name == "reference" and shape.time > config.longest_loop:
             continue
         function = kernel_cases.forward(op, name, config.chunk_size)

@@ -4,7 +4,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,11 @@ def forward(
     if op in STALE:
         options["chunk_size"] = chunk_size
     return lambda *arrays: function(*arrays, **options)[1]
+
+
+def written(op: str) -> tuple[str, ...]:
+    """Every implementation that the op has, whether it runs here or not."""
+    return get_args(importlib.import_module(f"memjax_kernels.{op}").Implementation)
 
 
 def both(function: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
