@@ -21,7 +21,7 @@ def cost(
     In chunks, matrix products alone: per token and head F = 2 M V P + 2 C (4 M + 2 V)
     operations, with P = 4 products of M V for "dec", 3 for "enc" and "sim"; backward
     two for each of them, and all of them again but the read: 3 F - 2 M V - 2 C V.
-    C = 1 counts elements: F = (2 P + 9) M V, backward 3 F - 3 M V. Bytes are of the
+    C = 1 counts elements: F = (2 P + 5) M V, backward 3 F - 2 M V. Bytes are of the
     tokens, their gradients, float32 rates, and the memories kept at every chunk's
     start, which the forward pass writes where a gradient is taken.
 
@@ -39,8 +39,8 @@ def cost(
     m, v, c = slots, value_dim, chunk_size
     products = 4 if variant == "dec" else 3
     if c == 1:
-        flops = (2 * products + 9) * m * v
-        read = 3 * m * v
+        flops = (2 * products + 5) * m * v
+        read = 2 * m * v
     else:
         flops = 2 * products * m * v + 2 * c * (4 * m + 2 * v)
         read = 2 * m * v + 2 * c * v

@@ -196,7 +196,7 @@ def _read_token(x: Inputs, t) -> tuple[chunk.Tokens, Array | None]:
 def _through_token(tokens, start, empty, cleared, rule):
     if cleared is not None:
         start = _choose(cleared, empty, start)
-    return chunk.token(tokens, start, rule)
+    return chunk.token(tokens, start, rule, chunk.SUMS)
 
 
 def _choose(flag: Array, new: Array, old: Array):

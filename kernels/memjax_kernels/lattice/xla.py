@@ -86,5 +86,6 @@ def _chunk(memory, item, *, rule, empty, entering):
 
 def _token(start, item, *, rule, empty):
     tokens, _, cleared = item
-    after, y = chunk.token(tokens, _clear(start, cleared, empty), rule)
+    start = _clear(start, cleared, empty)
+    after, y = chunk.token(tokens, start, rule, chunk.PRODUCTS)
     return after, y.astype(tokens.v.dtype)
