@@ -44,8 +44,13 @@ def call(
     scratch: dict[str, Any],
     name: str,
     interpret: Any,
+    reduction_bytes: int = 2048,
 ) -> Callable[..., list[jax.Array]]:
-    """A kernel over (rows, heads); `body` gets references, scratch by name."""
+    """A kernel over (rows, heads); `body` gets references, scratch by name.
+
+    Sums over the rows of a matrix go through `reduction_bytes` of shared memory, 1 KiB
+    for every 8 columns at a time.
+    """
     return plgpu.kernel(
         body,
         out_type=list(outputs),
@@ -54,7 +59,8 @@ def call(
         grid_names=("rows", "heads"),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=reduction_bytes,
         ),
         interpret=interpret,
     )

@@ -7,8 +7,8 @@ backward kernel goes through the chunks in reverse and computes each again from 
 Rematerialisation policies find the names "lattice_chunk_states" and "lattice_reads".
 
 The kernels compile for sm_90a and agree with the XLA form in the interpreter; they have
-not run on a GPU yet, so nothing picks them unasked. A chunk of one token is a loop of
-products of vectors, for which no kernel is written.
+not run on a GPU yet, so nothing picks them unasked. Chunks of one token have kernels of
+their own, see `pallas_gpu_exact`.
 """
 
 import functools
@@ -22,16 +22,10 @@ from jaxtyping import Array
 from memjax_kernels import implementations
 from memjax_kernels.lattice.aligned import Chunks, Memory
 from memjax_kernels.lattice.memory import Rule
+from memjax_kernels.lattice.pallas_gpu_exact import Static, lattice_gpu_exact
 
 ROWS = 64
 SHARED_BYTES = 227 * 1024
-
-
-class Static(NamedTuple):
-    """What is fixed when a kernel is compiled."""
-
-    variant: str
-    interpret: Any
 
 
 class Inputs(NamedTuple):
@@ -68,14 +62,14 @@ def obstacle(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
 def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
     """Why the kernels cannot take these arguments on any GPU; "" if they can."""
     for name, array in {"q": q, "k": k, "v": v}.items():
-        if array.dtype != jnp.bfloat16:
+        if array.dtype != jnp.bfloat16 and chunk_size > 1:
             return f"{name} must be bfloat16, got {array.dtype}"
     if not rule.normalize:
         return "it is written for normalize=True"
     if rule.forget is not None:
         return f"it is written for forget=None, got {rule.forget!r}"
-    if chunk_size % 8 or chunk_size > ROWS:
-        return f"chunk_size must be a multiple of 8 up to {ROWS}, got {chunk_size}"
+    if chunk_size > 1 and (chunk_size % 8 or chunk_size > ROWS):
+        return f"chunk_size must be 1 or a multiple of 8 up to {ROWS}, got {chunk_size}"
     if (q.shape[-1], v.shape[-1]) != (64, 64):
         return f"M and V must be 64, got {q.shape[-1]} and {v.shape[-1]}"
     return ""
@@ -90,6 +84,9 @@ def lattice_gpu(
     interpret: Any = None,
 ) -> tuple[Memory, Array]:
     """The form of `aligned`; `interpret` runs it in an interpreter."""
+    static = Static(rule.variant, interpret)
+    if tokens.q.shape[2] == 1:
+        return lattice_gpu_exact(tokens, start, empty, static)
     cleared = tokens.cleared
     if cleared is not None:
         start = jnp.where(cleared[:, 0, None, None, None], empty, start)
@@ -105,7 +102,7 @@ def lattice_gpu(
         whole=jnp.sum(tokens.complete, axis=1, dtype=jnp.int32),
         cleared=None if cleared is None else cleared.astype(jnp.int32),
     )
-    results: Any = _chunks(Static(rule.variant, interpret), x)
+    results: Any = _chunks(static, x)
     y, after, pending = results
     return (after, pending, jnp.ones(start.shape[:2], jnp.float32)), y
 

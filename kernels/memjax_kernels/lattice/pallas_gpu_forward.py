@@ -66,6 +66,8 @@ class _Forward(Program):
 
     def fetch_memory(self, source):
         arrived = self.scratch["memory_arrived"]
+        # All threads have written the memory that this one replaces.
+        plgpu.commit_smem()
         plgpu.copy_gmem_to_smem(source.at[*self.at], self.scratch["memory"], arrived)
         plgpu.barrier_wait(arrived)
 

@@ -37,7 +37,7 @@ def shared(x: Inputs):
     }
 
 
-def call(program, static, x, more, outputs, scratch, name):
+def call(program, static, x, more, outputs, scratch, name, **options):
     """Runs a kernel: program(static, *refs of x and more, refs of outputs, scratch)."""
     given, tree = jax.tree.flatten((x, *more))
     out_types, out_tree = jax.tree.flatten(outputs)
@@ -49,7 +49,7 @@ def call(program, static, x, more, outputs, scratch, name):
 
     grid = x.q.shape[0], x.q.shape[3]
     name = f"memjax_lattice_{name}"
-    run = mosaic.call(body, grid, out_types, scratch, name, static.interpret)
+    run = mosaic.call(body, grid, out_types, scratch, name, static.interpret, **options)
     return jax.tree.unflatten(out_tree, run(*given))
 
 
