@@ -105,6 +105,8 @@ def chunkwise(form: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, 
     return run
 
 
-def _fit(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | None:
+def _fit(
+    mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int
+) -> tuple[str, ...] | None:
     ways = int(np.prod([mesh.shape[axis] for axis in axes]))
     return axes if axes and size % ways == 0 else None

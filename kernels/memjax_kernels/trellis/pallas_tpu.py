@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from memjax_kernels import implementations, products
+from memjax_kernels import implementations, products, varying
 from memjax_kernels.trellis import chunk as one_chunk
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
@@ -127,7 +127,7 @@ def trellis_tpu(
     heads = max(1, min(HEADS, b * h, fitting))
     static = Static(phi, activation, heads, interpret)
     flatten = lambda tree: jax.tree.map(flat, tree)
-    arguments = _vary_alike((arranged, flatten(memories), flatten(empty)))
+    arguments = varying.vary_alike((arranged, flatten(memories), flatten(empty)))
     after: Any = _chunks(static, *arguments)
     memories, y = after
     apart = lambda x: x.reshape(b, h, *x.shape[1:])
@@ -243,7 +243,7 @@ def _backward_kernel(
 def _forward(static: Static, x: Inputs, memories: Memories, empty, *, keep: bool):
     last = x.inputs[-1]
     width = x.alpha.shape[-1] if len(x.inputs) == 1 else last.shape[-1]
-    like = functools.partial(_like, x.q)
+    like = functools.partial(varying.like, x.q)
     y = like((*last.shape[:3], width), last.dtype)
     at_start = lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), x.q.dtype)
     kept = jax.tree.map(at_start, memories.start) if keep else None
@@ -262,7 +262,9 @@ def _forward(static: Static, x: Inputs, memories: Memories, empty, *, keep: bool
 
 def _backward(static: Static, x: Inputs, running, empty, kept, d_after, d_y):
     n = x.q.shape[1]
-    like = lambda tree: jax.tree.map(lambda a: _like(x.q, a.shape, a.dtype), tree)
+    like = lambda tree: jax.tree.map(
+        lambda a: varying.like(x.q, a.shape, a.dtype), tree
+    )
     specs = functools.partial(_specs, static.heads, lambda i: n - 1 - i)
     before, fresh = like(Memories(running, running)), like(empty)
     return _call(
@@ -293,27 +295,6 @@ def _specs(heads, order, tree, axes):
         return pl.BlockSpec((heads, *x.shape[1:]), lambda g, i: (g, 0, 0))
 
     return jax.tree.map(spec, tree)
-
-
-def _vary_alike(tree):
-    """Under `shard_map`, arrays that vary over the axes over which any of them does.
-
-    A kernel's outputs do, and a gradient must vary over the axes of its argument.
-    """
-    leaves = jax.tree.leaves(tree)
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
-
-    def vary(x):
-        missing = axes - jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-    return jax.tree.map(vary, tree)
-
-
-def _like(x: Array, shape, dtype):
-    """An output that varies over the mesh axes that `x` varies over."""
-    varying = jax.typeof(x).manual_axis_type
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
 
 
 def _call(static: Static, kernel, name, inputs, in_specs, outputs, out_specs):
