@@ -144,7 +144,8 @@ def test_what_no_gpu_runs():
     assert "M and V must be 64" in why(width=32)
     assert "normalize=True" in why(normalize=False)
     assert "forget=None" in why(forget="l2")
-    assert "multiple of 8 up to 64" in why(chunk_size=1)
+    assert why(chunk_size=1) == ""
+    assert "1 or a multiple of 8 up to 64" in why(chunk_size=12)
 
 
 def test_asking_for_it_without_a_gpu_says_why():
