@@ -36,7 +36,8 @@ def over(
     """Ops traced inside run their kernels on this mesh.
 
     The mesh also says for which platform they are traced, which need not be here: a
-    program can be compiled for a TPU pod from its topology.
+    program can be compiled for a TPU pod from its topology. Enter it inside the
+    function that is jitted: jit does not know that a trace depended on it.
 
     Args:
         mesh: the devices.

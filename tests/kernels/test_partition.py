@@ -84,11 +84,11 @@ def test_a_program_for_a_pod_takes_the_kernel_by_itself(pod, uncached):
     tokens, gate = like(64), like(dtype=jnp.float32)
 
     def loss(q, k, v, gamma):
-        return memjax_kernels.lattice(q, k, v, gamma, chunk_size=64)[1].sum()
+        with partition.over(pod, batch=("rows",), heads=("heads",)):
+            return memjax_kernels.lattice(q, k, v, gamma, chunk_size=64)[1].sum()
 
-    with partition.over(pod, batch=("rows",), heads=("heads",)):
-        gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
-        compiled = gradient.lower(tokens, tokens, tokens, gate).compile()
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
+    compiled = gradient.lower(tokens, tokens, tokens, gate).compile()
     text = compiled.as_text()
     assert "lattice" in text and "tpu_custom_call" in text
     assert compiled.output_shardings[0].shard_shape((4, 128, 4, 64)) == (2, 128, 2, 64)
