@@ -89,7 +89,7 @@ def test_a_program_for_a_pod_takes_the_kernel_by_itself(pod, uncached):
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
     compiled = gradient.lower(tokens, tokens, tokens, gate).compile()
-    text = compiled.as_text()
+    text = str(compiled.as_text())
     assert "lattice" in text and "tpu_custom_call" in text
     assert compiled.output_shardings[0].shard_shape((4, 128, 4, 64)) == (2, 128, 2, 64)
 
