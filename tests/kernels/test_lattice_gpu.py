@@ -17,6 +17,7 @@ from memjax_kernels.lattice import (
     lattice,
 )
 from memjax_kernels.lattice.pallas_gpu import lattice_gpu, unsupported
+from memjax_kernels.lattice.reference import lattice_reference
 from memjax_kernels.lattice.xla import lattice_xla, lattice_xla_head
 
 SLOTS = WIDTH = 64
@@ -49,12 +50,19 @@ def run(form, rule, reset, tokens, state, empty):
     return state.start, state.pending, y
 
 
-def both(form, rule, reset, arguments):
+def by_token(rule, reset, tokens: Any, state, empty):
+    """`run`, a token at a time."""
+    options: Any = (None, state, reset, empty.start, rule)
+    state, y = lattice_reference(*tokens, *options)
+    return state.start, state.pending, y
+
+
+def both(run, rule, reset, arguments):
     """Results, and gradients of everything for random cotangents."""
 
     @jax.jit
     def pull(arguments):
-        values, back = jax.vjp(functools.partial(run, form, rule, reset), *arguments)
+        values, back = jax.vjp(functools.partial(run, rule, reset), *arguments)
         keys = jax.random.split(jax.random.key(7), len(values))
         weights = tuple(
             jax.random.normal(key, x.shape).astype(x.dtype)
@@ -69,7 +77,9 @@ def both(form, rule, reset, arguments):
 
 @pytest.fixture
 def interpreted(gpu):
-    return functools.partial(lattice_gpu, interpret=gpu.interpreter())
+    return functools.partial(
+        run, functools.partial(lattice_gpu, interpret=gpu.interpreter())
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -86,7 +96,7 @@ def test_open_chunks_and_resets(gpu, interpreted, variant):
     reset = jnp.zeros((b, t), bool).at[0, 22].set(True).at[1, 16].set(True)
     arguments = (tokens, state, empty)
     rule = Rule(variant)
-    expected = both(lattice_xla, rule, reset, arguments)
+    expected = both(by_token, rule, reset, arguments)
     gpu.close(both(interpreted, rule, reset, arguments), expected, 2e-5)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
 
@@ -98,7 +108,8 @@ def test_whole_chunks_in_half_precision(gpu, interpreted):
     high = (*(x.astype(jnp.float32) for x in high), 0.1 * gamma)
     empty = empty_state(b, h, SLOTS, WIDTH, c)
     rule = Rule("dec")
-    expected = both(lattice_xla, rule, None, (high, None, empty))
+    xla = functools.partial(run, lattice_xla)
+    expected = both(xla, rule, None, (high, None, empty))
     actual = both(interpreted, rule, None, ((*low[:3], 0.1 * gamma), None, empty))
     # What a row ends within a chunk writes is none here: nothing to compare with.
     for values in (actual, expected):
