@@ -133,11 +133,12 @@ def test_the_gradient_compiles(gpu, uncached, variant):
 
 
 def test_what_no_gpu_runs():
-    def why(width=64, **options):
-        q, k, v = draw(1, 2, 1, jnp.float32)[:3]
+    def why(width=64, dtype=jnp.float32, **options):
+        q, k, v = draw(1, 2, 1, dtype)[:3]
         return unsupported(q, k, v[..., :width], 1, Rule(**options))
 
-    assert why() == ""
+    assert why() == why(dtype=jnp.bfloat16) == ""
+    assert "q must be bfloat16 or float32" in why(dtype=jnp.float16)
     assert "M and V must be 64" in why(width=32)
     assert "normalize=True" in why(normalize=False)
     assert "forget=None" in why(forget="l1")

@@ -61,9 +61,10 @@ def obstacle(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
 
 def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
     """Why the kernels cannot take these arguments on any GPU; "" if they can."""
+    dtypes = ("bfloat16", "float32") if chunk_size == 1 else ("bfloat16",)
     for name, array in {"q": q, "k": k, "v": v}.items():
-        if array.dtype != jnp.bfloat16 and chunk_size > 1:
-            return f"{name} must be bfloat16, got {array.dtype}"
+        if array.dtype.name not in dtypes:
+            return f"{name} must be {' or '.join(dtypes)}, got {array.dtype}"
     if not rule.normalize:
         return "it is written for normalize=True"
     if rule.forget is not None:
