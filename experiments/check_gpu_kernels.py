@@ -100,6 +100,7 @@ def all_cases():
             for phi in ("l2_silu", "ln_silu", "silu", "identity", "softmax"):
                 yield trellis_case(shape, chunk, phi, "ln_silu")
                 yield pass_case(shape, chunk, phi)
+        for chunk in (64, 16, 1):
             for variant in VARIANTS:
                 yield lattice_case(shape, chunk, variant)
     for activation in ("l2_silu", "softmax"):
