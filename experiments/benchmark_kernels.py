@@ -63,7 +63,7 @@ class Config:
 
     ops: tuple[str, ...] = tuple(kernel_cases.ARGUMENTS)
     shapes: tuple[tuple[int, int, int, int], ...] = ()
-    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
+    lengths: tuple[int, ...] = (1024, 4096, 8192, 16384)
     chunk_size: int = 64
     dtype: str | None = None
     longest_loop: int = 4096
