@@ -65,6 +65,7 @@ def cases(config: Config) -> list[Case]:
         "m / 2": model("trellis", scale.slots // 2),
         "2 m": model("trellis", scale.slots * 2),
         "C = 1": model("trellis", chunk_size=1),
+        "steps up to 1": model("trellis", step_size=1.0),
     }
     default = TrellisOptions().phi
     others = {
