@@ -14,7 +14,8 @@ Karami & Mirrokni (2025), https://arxiv.org/abs/2504.05646, eqs. 6 to 18;
 projection (appendix A), of unit norm, one channel a slot. Forgetting scales the slots
 by 1 - γ λ ("l2", eq. 16) or draws their entries towards 0 by γ λ ("l1", eq. 18). What
 the paper leaves open: γ starts at 0.05 and λ at 0.01; the slots' start, orthonormal
-rows, is learned, and divided by its norm before use.
+rows, is learned, and divided by its norm before use; "enc" divides values by their
+norm, for they are what it predicts from, and a step of γ |v|² > 2 would diverge.
 
 Shapes: B batch, T time, D model, H heads, M = K slots, V value, C chunk.
 """
@@ -121,6 +122,8 @@ def lattice(config: BlockConfig, options: LatticeOptions | None = None) -> Mecha
             rows = jnp.repeat(params.start[None], x.shape[0], axis=0)
             if options.normalize:
                 rows = unit(rows)
+            if options.variant == "enc":
+                v = recurrent_block.unit(v)
             state, y = call(
                 *(q, k, v, gamma),
                 recurrent_block.started(memory, beginning(rows, size)),
