@@ -138,3 +138,19 @@ def misplaced(
             f"before token {token}, {place[row % len(place), token] % size} into it"
         )
     return jnp.cumsum(wrong, axis=1, dtype=jnp.int32) > 0
+
+
+def poison(
+    state: PyTree, y: Float[Array, "B T H V"], wrong: Bool[Array, "B T"] | None
+) -> tuple[PyTree, Float[Array, "B T H V"]]:
+    """NaN for the reads that `misplaced` names, and in the state of their rows."""
+    if wrong is None:
+        return state, y
+
+    def spoil(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        rows = wrong[:, -1].reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(rows, jnp.nan, leaf)
+
+    return jax.tree.map(spoil, state), jnp.where(wrong[..., None, None], jnp.nan, y)

@@ -110,7 +110,7 @@ def lattice(
         form = lattice_xla if chosen == "xla" else _divided(_KERNELS[chosen][1])
         head = lattice_xla_head
         state, y = aligned.run(form, head, *arguments, in_phase=in_phase)
-    return _poison(state, y, wrong)
+    return chunks.poison(state, y, wrong)
 
 
 def _divided(form):
@@ -194,19 +194,3 @@ def _memories(state, empty, chunk_size, rule, sizes):
     if empty is None:
         empty = empty_state(b, h, m, v, chunk_size)
     return (beginning(empty.start, chunk_size) if state is None else state), empty
-
-
-def _poison(state, y, misplaced):
-    """NaN for what a misplaced reset made meaningless."""
-    if misplaced is None:
-        return state, y
-    bad = misplaced[:, -1]
-    spoil = lambda x: jnp.where(bad.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
-    state = LatticeState(
-        start=spoil(state.start),
-        pending=spoil(state.pending),
-        decay=spoil(state.decay),
-        position=state.position,
-        chunk_size=state.chunk_size,
-    )
-    return state, jnp.where(misplaced[..., None, None], jnp.nan, y)

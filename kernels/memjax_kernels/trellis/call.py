@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -67,7 +66,7 @@ def run(call: Call, implementation: str | None) -> tuple[Any, Array]:
         after, y = _token_loop(call, empty)
     else:
         after, y = in_chunks(CHUNKWISE[chosen][0], call, empty)
-    return (after, y) if wrong is None else _poison(after, y, wrong)
+    return chunks.poison(after, y, wrong)
 
 
 def chunked(call: Call, empty):
@@ -189,11 +188,3 @@ def _check_reset(call: Call) -> Array | None:
         return None
     position = None if call.state is None else call.state.position
     return chunks.misplaced(call.reset, call.chunk_size, position)
-
-
-def _poison(state, y, wrong):
-    """NaN where the answer is undefined: from a misplaced reset on."""
-    spoil = lambda x: jnp.where(wrong[:, -1, None, None, None], jnp.nan, x)
-    memories = jax.tree.map(spoil, state.memories)
-    state = type(state).of(memories, state.position, state.chunk_size)
-    return state, jnp.where(wrong[..., None, None], jnp.nan, y)

@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -91,21 +90,7 @@ def ttt_linear(
             after, y = ttt_linear_xla(*arguments, aligned=aligned)
         case _:
             after, y = ttt_linear_reference(*arguments)
-    if wrong is not None:
-        y = jnp.where(wrong[..., None, None], jnp.nan, y)
-        after = _spoil(after, wrong[:, -1])
-    return after, y
-
-
-def _spoil(state, rows):
-    """NaN in the memory of the given rows."""
-
-    def spoil(leaf):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf
-        return jnp.where(rows.reshape(-1, *[1] * (leaf.ndim - 1)), jnp.nan, leaf)
-
-    return jax.tree.map(spoil, state)
+    return chunks.poison(after, y, wrong)
 
 
 def _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size):
