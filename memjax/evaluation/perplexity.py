@@ -123,7 +123,7 @@ def octaves(longest: int, first: int = 16) -> list[int]:
 def _score(graph, params, state, tokens, targets) -> tuple[tuple, Array]:
     model = nnx.merge(graph, params)
     state, features = model.features(state, tokens)
-    vocab_size = model.config.vocab_size
+    vocab_size = model.vocab_size
     return state, token_losses(model.logits, features, targets, vocab_size)
 
 

@@ -140,20 +140,31 @@ class LanguageModel(nnx.Module):
         """Clears the memory of the rows in `mask`, at their document's start."""
         return mechanisms.reset(state, self.init_state(mask.shape[0]), mask)
 
-    def features(
-        self, state: State, tokens: Int[Array, "B T"]
-    ) -> tuple[State, Float[Array, "B T D"]]:
-        """Reads tokens into the memories; returns what the head sees.
+    @property
+    def vocab_size(self) -> int:
+        """V; tokens are in [0, V)."""
+        return self.config.vocab_size
+
+    @property
+    def window(self) -> int:
+        """Tokens of a piece that is read quickly."""
+        return self.config.window
+
+    @property
+    def width(self) -> int:
+        """E, the width of `embed` and of the features."""
+        return self.config.model_dim
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+        """What the first layer sees of each token.
 
         Tokens must be in [0, V): values are not checked inside jit, and one out of
         range makes its row NaN.
         """
-        batch = jax.tree.leaves(state)[0].shape[0]
-        integers = jnp.issubdtype(tokens.dtype, jnp.integer)
-        if not integers or tokens.ndim != 2 or tokens.shape[0] != batch:
+        if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim != 2:
             raise ValueError(
-                f"tokens must be integers [B, T] with {batch} rows, as the state has, "
-                f"got {tokens.dtype}{list(tokens.shape)}"
+                f"tokens must be integers [B, T], got {tokens.dtype}"
+                f"{list(tokens.shape)}"
             )
         embedding = self.embedding.get_value()
         h = embedding.at[tokens].get(
@@ -163,7 +174,18 @@ class LanguageModel(nnx.Module):
         if self.config.tied_head:
             # The embedding is drawn for the head; the stream wants unit variance.
             h = h * self.config.model_dim**0.5
-        after = []
+        return h
+
+    def read(
+        self, state: State, x: Float[Array, "B T E"]
+    ) -> tuple[State, Float[Array, "B T E"]]:
+        """Reads embeddings into the memories; returns what the head sees."""
+        batch = jax.tree.leaves(state)[0].shape[0]
+        if x.shape[0] != batch:
+            raise ValueError(
+                f"x must have {batch} rows, as the state has, got {x.shape[0]}"
+            )
+        h, after = x, []
         for block, mechanism, memory in zip(
             self.blocks, self.mechanisms, state, strict=True
         ):
@@ -181,6 +203,22 @@ class LanguageModel(nnx.Module):
         return tuple(after), rms_norm(
             h, self.norm.get_value(), self.config.norm_epsilon
         )
+
+    def encode(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        """Features of a text that is read whole, of which nothing is kept."""
+        return self.read(self.init_state(x.shape[0]), x)[1]
+
+    def features(
+        self, state: State, tokens: Int[Array, "B T"]
+    ) -> tuple[State, Float[Array, "B T E"]]:
+        """Reads tokens, which must be in [0, V); see `embed` and `read`."""
+        batch = jax.tree.leaves(state)[0].shape[0]
+        if tokens.shape[:1] != (batch,):
+            raise ValueError(
+                f"tokens must be integers [B, T] with {batch} rows, as the state has, "
+                f"got {tokens.dtype}{list(tokens.shape)}"
+            )
+        return self.read(state, self.embed(tokens))
 
     def logits(self, features: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Scores of the next token, in float32."""

@@ -153,12 +153,12 @@ def _total_loss(graph, config, params, memory, batch):
     """Summed loss, with the memory cut from the gradient every `bptt_blocks`."""
     model: Any = nnx.merge(graph, params)
     t = batch.tokens.shape[1]
-    window = min(t, config.bptt_blocks * model.config.window) or t
+    window = min(t, config.bptt_blocks * model.window) or t
 
     def piece(memory, item):
         tokens, targets, mask = item
         memory, features = model.features(jax.lax.stop_gradient(memory), tokens)
-        losses = token_losses(model.logits, features, targets, model.config.vocab_size)
+        losses = token_losses(model.logits, features, targets, model.vocab_size)
         return memory, ((losses * mask).sum(), mask.sum())
 
     items = (batch.tokens, batch.targets, batch.mask)
@@ -167,7 +167,7 @@ def _total_loss(graph, config, params, memory, batch):
         return nll, (tokens, jax.lax.stop_gradient(memory))
     if t % window:
         raise ValueError(
-            f"bptt_blocks={config.bptt_blocks} of {model.config.window} tokens must "
+            f"bptt_blocks={config.bptt_blocks} of {model.window} tokens must "
             f"divide the context of {t}"
         )
     split = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, window), 1, 0)
