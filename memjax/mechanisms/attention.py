@@ -86,8 +86,8 @@ def apply(
         raise ValueError(f"x has {t} tokens, capacity is {config.capacity}")
     q, k, v = projections.project(params, x)
     positions = state.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    q = projections.rotate(q, positions, config.rope_theta)
-    k = projections.rotate(k, positions, config.rope_theta)
+    q = projections.turn(config, q, positions)
+    k = projections.turn(config, k, positions)
     write = jax.vmap(lambda cache, new, at: cache.at[at].set(new, mode="drop"))
     state = AttentionState(
         keys=write(state.keys, k.astype(jnp.float32), positions),

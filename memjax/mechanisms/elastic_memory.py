@@ -252,7 +252,7 @@ def _trapezoid(config, tokens, remembered, length):
     first = length[:, None] + jnp.arange(blocks, dtype=jnp.int32)[None] * block
     if config.positions == "stream":
         places = first[..., None] + places[None, None]
-    turn = lambda x: projections.rotate(x, places, config.rope_theta)
+    turn = lambda x: projections.turn(config, x, places)
     causal = jnp.tril(jnp.ones((block, block), bool))
     mask = jnp.concatenate(
         [
@@ -275,7 +275,7 @@ def _attend_one(config, state, q, open_keys, open_values):
     now = state.filled[:, None]
     if config.positions == "stream":
         places, now = state.length[:, None] + places[None], state.length[:, None] + now
-    turn = lambda x, at: projections.rotate(x, at, config.rope_theta)
+    turn = lambda x, at: projections.turn(config, x, at)
     q = turn(q.astype(jnp.float32)[:, None], now)[:, 0]
     q = q.reshape(b, config.num_kv_heads, -1, width) * width**-0.5
 

@@ -86,8 +86,8 @@ def apply(
     around = lambda stream: _around(jnp.pad(stream, pad), window, size).astype(x.dtype)
     places = jnp.arange(window + size, dtype=jnp.int32)
     y = attend.blocks(
-        projections.rotate(queries, places[window:], config.rope_theta),
-        projections.rotate(around(keys), places, config.rope_theta),
+        projections.turn(config, queries, places[window:]),
+        projections.turn(config, around(keys), places),
         around(values),
         _visible(queries.shape[1], window, size, state.filled),
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from memjax import mechanisms
-from memjax.mechanisms import attend, projections
+from memjax.mechanisms import attend, rope
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.sliding_window import SlidingWindowConfig
 
@@ -47,7 +47,7 @@ def turn(x, theta):
 def oracle(params, x, band):
     """Softmax attention in float64: query t sees the `band` keys up to its own."""
     x = np.asarray(x, np.float64)
-    query, key, value, output = (np.asarray(w, np.float64) for w in params)
+    query, key, value, output = (np.asarray(w, np.float64) for w in params[:4])
     q = turn(np.einsum("btd,dhk->bthk", x, query), 100.0)
     k = turn(np.einsum("btd,dgk->btgk", x, key), 100.0).repeat(H // G, axis=2)
     v = np.einsum("btd,dgk->btgk", x, value).repeat(H // G, axis=2)
@@ -92,7 +92,7 @@ def test_rope_sees_distances_alone():
         for x in jax.random.normal(jax.random.key(2), (2, 1, 1, 1, K))
     )
     at = jnp.array([0, 1, 2, 500, 501, 502], jnp.int32)
-    turned = [projections.rotate(x, at, 100.0)[0, :, 0] for x in (q, k)]
+    turned = [rope.rotate(x, at, 100.0)[0, :, 0] for x in (q, k)]
     scores = turned[0] @ turned[1].T
     np.testing.assert_allclose(scores[:3, :3], scores[3:, 3:], atol=1e-4)
     # And distances do differ.
@@ -102,7 +102,7 @@ def test_rope_sees_distances_alone():
 def test_rope_is_a_complex_rotation():
     x = jax.random.normal(jax.random.key(3), (B, T, H, 6))
     at = jnp.arange(T, dtype=jnp.int32)
-    close(projections.rotate(x, at, 7.0), turn(np.asarray(x, np.float64), 7.0))
+    close(rope.rotate(x, at, 7.0), turn(np.asarray(x, np.float64), 7.0))
 
 
 @pytest.mark.parametrize("first", [3, 7])

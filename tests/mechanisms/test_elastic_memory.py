@@ -57,7 +57,7 @@ def algorithm_1(x, sampling, positions, edges):
     Returns the outputs [T, D] and the coefficients of keys and values [G, N, K].
     """
     x = np.asarray(x, np.float64)
-    query, key, value, output = (np.asarray(w, np.float64) for w in PARAMS)
+    query, key, value, output = (np.asarray(w, np.float64) for w in PARAMS[:4])
     q, k, v = (np.einsum("td,dhk->thk", x, w) for w in (query, key, value))
     read = bank.reconstruction(N, bank.sample_points(M, sampling, 0.6))
     memory = np.zeros((2, G, N, K))
