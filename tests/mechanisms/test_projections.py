@@ -38,15 +38,15 @@ def test_absent_biases_are_no_parameters():
 
 
 def test_biases_are_added_once():
+    biases = (draw(4, H, K), draw(5, G, K), draw(6, G, K))
     bare = projections.init_params(config(), jax.random.key(0))
     params = bare._replace(
-        query_bias=draw(4, H, K),
-        key_bias=draw(5, G, K),
-        value_bias=draw(6, G, K),
+        query_bias=biases[0],
+        key_bias=biases[1],
+        value_bias=biases[2],
         output_bias=draw(7, D),
     )
     x, y = draw(8, B, T, D), draw(9, B, T, H, K)
-    biases = (params.query_bias, params.key_bias, params.value_bias)
     for with_bias, without, bias in zip(
         projections.project(params, x),
         projections.project(bare, x),
@@ -55,7 +55,7 @@ def test_biases_are_added_once():
     ):
         close(with_bias - without, np.broadcast_to(bias, without.shape))
     difference = projections.merge(params, y) - projections.merge(bare, y)
-    close(difference, np.broadcast_to(params.output_bias, difference.shape))
+    close(difference, np.broadcast_to(draw(7, D), difference.shape))
 
 
 @pytest.mark.parametrize("into,out_of", [((D,), (H, K)), ((H, K), (D,)), ((D,), (7,))])
