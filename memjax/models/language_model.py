@@ -259,3 +259,23 @@ def _block(mechanism, epsilon, parameters, memory, h):
     x = rms_norm(h, feed_forward_norm, epsilon)
     gate, up, down = (w.astype(x.dtype) for w in feed_forward)
     return memory, h + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def with_config(model: LanguageModel, **changes: Any) -> LanguageModel:
+    """The same parameters in a model whose config has these `changes`.
+
+    Mixers may change to others with the same parameters: "attention" to
+    "sliding_window" or "elastic_memory", say.
+
+    Raises:
+        ValueError: if a mixer of the new config has other parameters.
+    """
+    config = dataclasses.replace(model.config, **changes)
+    rebuilt = nnx.merge(*nnx.split(model))
+    rebuilt.config = config
+    rebuilt.mechanisms = tuple(build_mixer(config, m) for m in config.mixers)
+    shapes = lambda m: jax.eval_shape(m.init_params, jax.random.key(0))
+    for old, new in zip(model.mechanisms, rebuilt.mechanisms, strict=True):
+        if shapes(old) != shapes(new):
+            raise ValueError(f"{changes} changes the parameters of a mixer")
+    return rebuilt

@@ -1,0 +1,533 @@
+"""HMT: hierarchical memory over any pretrained backbone, one memory a segment.
+
+    S_n = BBM([T ‖ H_n[:j] ‖ T])_last                    summary of a segment's start
+    P_n = softmax((S_n W_q) (M W_k)ᵀ / √d_h) M           memory search, M the last N
+    Y   = BBM([P_n ‖ last k tokens of n-1 ‖ H_n ‖ P_n])  sensory memory before H_n
+    logits = head(Y over H_n);   Mem_n = Y_last;   M ← [M, Mem_n], the newest N
+
+P_0 = M_init, without sensory memory. Without retrieval (stage 1, and RMT) P_n is
+Mem_{n-1}. BBM(X) are the backbone's states after its final norm, positions from 0.
+He et al. (2024), https://arxiv.org/abs/2405.06067, sections 3.1 to 3.3; order, scale
+and the two learned prompts are those of the official program.
+
+**Reading ahead.** S_n has seen the segment's first j tokens, and P_n stands before
+them: their logits have seen tokens up to j. Scores count tokens from j on
+(`StepConfig.loss_on="scored"`, `evaluation.scored`). A state then carries on at a
+segment's boundary exactly, and inside a segment for all tokens from j on: a call
+reads its open segment again from the start, with the summary of all tokens that are
+known; a call of a single token, which is how text is generated, keeps the prompt it
+has, and for a segment that such calls began takes the last segment's summary until j
+tokens are there. `summary_source="previous"` searches with S_{n-1} instead: nothing
+reads ahead and every split is exact, as it is without retrieval.
+
+Shapes: B batch, T time, E width of the backbone's embeddings, L segment, k sensory
+tokens, N memories, d_h retrieval width, n segments.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+
+from memjax import mechanisms
+from memjax.mechanisms.base import check_sizes
+from memjax.models import segments
+from memjax.models.config import require_known
+from memjax.models.language_model import LanguageModel, with_config
+
+
+@dataclasses.dataclass(frozen=True)
+class HMTConfig:
+    """Sizes of the memory; the defaults are the paper's for small backbones.
+
+    Attributes:
+        segment: L, new tokens a segment.
+        sensory: k in [0, L], tokens of the segment before that are read again.
+        memories: N, how many segments back the search sees.
+        retrieval_dim: d_h; None is the backbone's width.
+        summary_fraction: j = round(L * fraction) tokens are summarised; in (0, 1].
+        retrieval: False is the recurrence alone, P_n = Mem_{n-1}: stage 1 of training.
+        summary_source: S_n searches for P_n ("current", as the paper), or S_{n-1}
+            does ("previous", strictly causal).
+        activations: what the backward pass keeps of a segment: everything, nothing
+            ("recompute"), or the layers' inputs in the host's memory ("offload").
+    """
+
+    segment: int = 1024
+    sensory: int = 32
+    memories: int = 300
+    retrieval_dim: int | None = None
+    summary_fraction: float = 0.5
+    retrieval: bool = True
+    summary_source: Literal["current", "previous"] = "current"
+    activations: Literal["keep", "recompute", "offload"] = "recompute"
+
+    def __post_init__(self):
+        check_sizes(segment=self.segment, memories=self.memories)
+        if self.retrieval_dim is not None:
+            check_sizes(retrieval_dim=self.retrieval_dim)
+        if not 0 <= self.sensory <= self.segment:
+            raise ValueError(
+                f"sensory must be in [0, segment={self.segment}], got {self.sensory}"
+            )
+        if not 1 <= self.summary <= self.segment:
+            raise ValueError(
+                f"summary_fraction={self.summary_fraction} of segment={self.segment} "
+                f"makes j={self.summary}, which must be in [1, {self.segment}]"
+            )
+        require_known("summary_source", self.summary_source, ("current", "previous"))
+        allowed = ("keep", "recompute", "offload")
+        require_known("activations", self.activations, allowed)
+
+    @property
+    def summary(self) -> int:
+        """j, the tokens that are summarised."""
+        return int(round(self.segment * self.summary_fraction))
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether logits of a segment's first j tokens have seen all of these."""
+        return self.retrieval and self.summary_source == "current"
+
+
+class Memories(NamedTuple):
+    """What is carried from segment to segment, in float32.
+
+    Attributes:
+        bank: Mem_n of the last segments, newest last; one slot without retrieval.
+        held: how many slots are filled.
+        summary: S_{n-1}; zero without retrieval.
+        sensory: the last k tokens of segment n-1.
+    """
+
+    bank: Float[Array, "B N E"]
+    held: Int[Array, " B"]
+    summary: Float[Array, "B E"]
+    sensory: Int[Array, "B k"]
+
+
+class HMTState(NamedTuple):
+    """The memories, and the segment that is not complete.
+
+    Attributes:
+        memories: of the complete segments.
+        tokens: the open segment's tokens, 0 from `filled` on.
+        visible: False where a token of it is padding; None unless made for masks.
+        filled: tokens in it, in [0, L).
+        searched: whether its prompt was found by its own summary.
+        backbone: the backbone's state after prompt, sensory and these tokens; empty
+            where `filled` is 0.
+    """
+
+    memories: Memories
+    tokens: Int[Array, "B L"]
+    visible: Bool[Array, "B L"] | None
+    filled: Int[Array, " B"]
+    searched: Bool[Array, " B"]
+    backbone: PyTree
+
+
+class SegmentTrace(NamedTuple):
+    """What the memory did in each of the n segments that a call touched.
+
+    Attributes:
+        memory: Mem_n.
+        summary: S_n; zero without retrieval.
+        prompt: P_n.
+        scores: softmax over the N slots, newest last, 0 where empty; NaN-free.
+        held: memories there were to search.
+        tokens: tokens of the segment that are known, 0 to L.
+    """
+
+    memory: Float[Array, "n B E"]
+    summary: Float[Array, "n B E"]
+    prompt: Float[Array, "n B E"]
+    scores: Float[Array, "n B N"]
+    held: Int[Array, "n B"]
+    tokens: Int[Array, "n B"]
+
+
+class HMT(nnx.Module):
+    """A backbone with hierarchical memory: itself a language model.
+
+    Holds parameters only: `initial_memory` (M_init), `summary_prompt` (T), `query` and
+    `key` (W_q, W_k), the last three with retrieval alone.
+
+    Example:
+        model = hmt(backbone, HMTConfig(segment=512), key=jax.random.key(0))
+        state, logits = model(model.init_state(batch), tokens)
+    """
+
+    def __init__(
+        self, backbone: LanguageModel, config: HMTConfig, *, key: PRNGKeyArray
+    ):
+        self.config = config
+        self.backbone = _for_segments(backbone, config.sensory + config.segment + 2)
+        memory_key, prompt_key, query_key, key_key = jax.random.split(key, 4)
+        e = backbone.width
+        vocabulary = jnp.arange(backbone.vocab_size, dtype=jnp.int32)[None]
+        spread = backbone.embed(vocabulary).astype(jnp.float32).std()
+        self.initial_memory = nnx.Param(jax.random.normal(memory_key, (e,)) * spread)
+        if config.retrieval:
+            shape = (e, config.retrieval_dim or e)
+            bound = e**-0.5
+            draw = lambda key: jax.random.uniform(
+                key, shape, jnp.float32, -bound, bound
+            )
+            prompt = jax.random.normal(prompt_key, (e,)) * spread
+            self.summary_prompt = nnx.Param(prompt)
+            self.query = nnx.Param(draw(query_key))
+            self.key = nnx.Param(draw(key_key))
+
+    @property
+    def vocab_size(self) -> int:
+        """V; tokens are in [0, V)."""
+        return self.backbone.vocab_size
+
+    @property
+    def window(self) -> int:
+        """L: calls of whole segments are quick."""
+        return self.config.segment
+
+    @property
+    def width(self) -> int:
+        """E, the width of memories and features."""
+        return self.backbone.width
+
+    def init_state(self, batch: int, *, masked: bool = False) -> HMTState:
+        """No memories; every leaf has the batch first.
+
+        Args:
+            batch: B.
+            masked: whether calls may bring a mask, for rows with padding.
+        """
+        c, zeros = self.config, functools.partial(jnp.zeros, dtype=jnp.int32)
+        slots = c.memories if c.retrieval else 1
+        return HMTState(
+            memories=Memories(
+                bank=jnp.zeros((batch, slots, self.width), jnp.float32),
+                held=zeros(batch),
+                summary=jnp.zeros((batch, self.width), jnp.float32),
+                sensory=zeros((batch, c.sensory)),
+            ),
+            tokens=zeros((batch, c.segment)),
+            visible=jnp.zeros((batch, c.segment), bool) if masked else None,
+            filled=zeros(batch),
+            searched=jnp.zeros(batch, bool),
+            backbone=self.backbone.init_state(batch),
+        )
+
+    def reset(self, state: HMTState, mask: Bool[Array, " B"]) -> HMTState:
+        """Clears the memory of the rows in `mask`, at their document's start."""
+        masked = state.visible is not None
+        empty = self.init_state(mask.shape[0], masked=masked)
+        return mechanisms.reset(state, empty, mask)
+
+    def features(
+        self,
+        state: HMTState,
+        tokens: Int[Array, "B T"],
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> tuple[HMTState, Float[Array, "B T E"]]:
+        """Reads tokens into the memory; returns what the head sees.
+
+        Args:
+            state: the memory so far.
+            tokens: in [0, V), T >= 1; values are not checked inside jit, where one out
+                of range makes its row NaN.
+            mask: False where a token is padding: it takes its place in the segment, as
+                in the official program, but nobody sees it. None: nothing is padding.
+
+        Raises:
+            ValueError: on tokens of another shape, a known value out of range, or a
+                mask for a state that was not made for masks.
+        """
+        self._check(state, tokens, mask)
+        if tokens.shape[1] == 1:
+            return self._read_token(state, tokens, mask)
+        state, features, _ = self._read_segments(state, tokens, mask)
+        return state, features
+
+    def trace(
+        self,
+        state: HMTState,
+        tokens: Int[Array, "B T"],
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> tuple[HMTState, Float[Array, "B T E"], SegmentTrace]:
+        """As `features`, with what the memory did, from the open segment on."""
+        self._check(state, tokens, mask)
+        return self._read_segments(state, tokens, mask)
+
+    def logits(self, features: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
+        """Scores of the next token, in float32."""
+        return self.backbone.logits(features)
+
+    def __call__(
+        self,
+        state: HMTState,
+        tokens: Int[Array, "B T"],
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> tuple[HMTState, Float[Array, "B T V"]]:
+        """Next-token logits at every position, and the memory after the last."""
+        state, features = self.features(state, tokens, mask)
+        return state, self.logits(features)
+
+    def _check(self, state, tokens, mask):
+        batch = state.filled.shape[0]
+        segments.check_tokens(tokens, batch, self.vocab_size)
+        if mask is None:
+            return
+        if mask.shape != tokens.shape or mask.dtype != bool:
+            raise ValueError(
+                f"mask must be bool{list(tokens.shape)}, as the tokens are, "
+                f"got {mask.dtype}{list(mask.shape)}"
+            )
+        if state.visible is None:
+            raise ValueError(
+                "mask needs a state made for it: init_state(batch, masked=True)"
+            )
+
+    def _read_segments(self, state, tokens, mask):
+        """Runs the open segment again with what is new, and all after it."""
+        length = self.config.segment
+        total = state.filled + tokens.shape[1]
+        # So many are touched at most, wherever in its segment a row stands.
+        count = -(-(length - 1 + tokens.shape[1]) // length)
+        grid = segments.join(state.tokens, state.filled, tokens, count * length)
+        visible = None
+        if state.visible is not None:
+            new = jnp.ones(tokens.shape, bool) if mask is None else mask
+            visible = segments.join(state.visible, state.filled, new, count * length)
+        cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], count, length), 1, 0)
+        starts = jnp.arange(count, dtype=jnp.int32)[:, None] * length
+        known = jnp.clip(total[None] - starts, 0, length)
+        cuts = (cut(grid), None if visible is None else cut(visible), known)
+        memories, (features, trace) = jax.lax.scan(self._segment, state.memories, cuts)
+        features = jnp.moveaxis(features, 0, 1)
+        features = features.reshape(features.shape[0], count * length, -1)
+        places = state.filled[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        features = segments.take(features, places)
+        state = self._open(memories, grid, visible, total, trace.prompt)
+        return state, features, trace
+
+    def _segment(self, memories, cut):
+        """Scan body: one segment of the rows that have tokens in it."""
+        run = self._run_segment
+        if self.config.activations == "recompute":
+            run = jax.checkpoint(run)
+        elif self.config.activations == "offload":
+            run = jax.checkpoint(run, policy=segments.offload_layers)
+        shapes = jax.eval_shape(run, memories, cut)
+        skip = lambda memories, cut: (
+            memories,
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1]),
+        )
+        memories, (features, trace) = jax.lax.cond(
+            jnp.any(cut[2] > 0), run, skip, memories, cut
+        )
+        return memories, (features, trace)
+
+    def _run_segment(self, memories, cut):
+        """Equations (1) to (5) of one segment, and the memory update."""
+        c = self.config
+        tokens, visible, known = cut
+        words = self.backbone.embed(tokens)
+        summary = memories.summary
+        if c.retrieval:
+            summary = self._summarise(words, visible, known)
+        searching = summary if c.reads_ahead else memories.summary
+        prompt, scores = self._search(memories, searching)
+        x, start = self._augment(memories, prompt, words)
+        x = segments.put(x, start + known, prompt.astype(x.dtype))
+        mask = None
+        if visible is not None:
+            mask = segments.mask(visible, start, known, x.shape[1])
+        y = self.backbone.encode(x, mask)
+        places = start[:, None] + jnp.arange(c.segment, dtype=jnp.int32)[None]
+        memory = segments.take(y, (start + known)[:, None])[:, 0].astype(jnp.float32)
+        trace = SegmentTrace(memory, summary, prompt, scores, memories.held, known)
+        full = known == c.segment
+        added = jnp.concatenate([memories.bank[:, 1:], memory[:, None]], axis=1)
+        grown = Memories(
+            bank=added,
+            held=jnp.minimum(memories.held + 1, memories.bank.shape[1]),
+            summary=summary,
+            sensory=tokens[:, c.segment - c.sensory :],
+        )
+        memories = mechanisms.reset(memories, grown, full)
+        return memories, (segments.take(y, places), trace)
+
+    def _summarise(self, words, visible, known):
+        """(1) S: the backbone's last state over [T, the first tokens, T]."""
+        j = self.config.summary
+        known = jnp.minimum(known, j)
+        first = known + 1
+        prompt = self.summary_prompt.get_value().astype(words.dtype)
+        prompt = jnp.broadcast_to(prompt, (words.shape[0], prompt.shape[0]))
+        x = jnp.concatenate([prompt[:, None], words[:, :j], prompt[:, None]], axis=1)
+        # Rows with fewer tokens end sooner; nothing before the end sees what follows.
+        x = segments.put(x, first, prompt)
+        mask = None
+        if visible is not None:
+            ones = jnp.ones_like(known)
+            mask = segments.mask(visible[:, :j], ones, known, x.shape[1])
+        y = self.backbone.encode(x, mask)
+        return segments.take(y, first[:, None])[:, 0].astype(jnp.float32)
+
+    def _search(self, memories, summary):
+        """(2)(3) P and the scores; M_init where there is no memory yet."""
+        bank, held = memories.bank, memories.held
+        slots = jnp.arange(bank.shape[1], dtype=jnp.int32)[None]
+        filled = slots >= bank.shape[1] - held[:, None]
+        if self.config.retrieval:
+            query = summary @ self.query.get_value()
+            keys = bank @ self.key.get_value()
+            scores = jnp.einsum("bd,bnd->bn", query, keys) * query.shape[-1] ** -0.5
+            # Finite, so that rows without memories have finite gradients.
+            scores = jax.nn.softmax(jnp.where(filled, scores, -1e30), axis=-1)
+            scores = jnp.where(filled, scores, 0.0)
+        else:
+            scores = filled.astype(jnp.float32)
+        found = jnp.einsum("bn,bne->be", scores, bank)
+        initial = self.initial_memory.get_value()[None]
+        return jnp.where(held[:, None] > 0, found, initial), scores
+
+    def _augment(self, memories, prompt, words):
+        """(4) [P, sensory, words, room for P] and where each row's words start."""
+        k = self.config.sensory
+        parts = [prompt[:, None].astype(words.dtype), words]
+        if k:
+            parts.insert(1, self.backbone.embed(memories.sensory))
+        x = jnp.concatenate([*parts, jnp.zeros_like(parts[0])], axis=1)
+        first = memories.held == 0
+        start = jnp.where(first, 1, 1 + k)
+        return (segments.drop(x, k, first) if k else x), start
+
+    def _open(self, memories, grid, visible, total, prompts):
+        """The state, whose open segment is what is left of the grid."""
+        length = self.config.segment
+        last = total // length
+        filled = total - last * length
+        tokens = segments.cut(grid, last, length, filled)
+        if visible is not None:
+            visible = segments.cut(visible, last, length, filled)
+        index = jnp.minimum(last, prompts.shape[0] - 1)
+        prompt = segments.take(jnp.moveaxis(prompts, 0, 1), index[:, None])[:, 0]
+        is_open = filled > 0
+        state = HMTState(
+            memories=memories,
+            tokens=tokens,
+            visible=visible,
+            filled=filled,
+            searched=is_open & self.config.reads_ahead,
+            backbone=self.backbone.init_state(filled.shape[0]),
+        )
+        return self._reread(state, prompt, length - 1, is_open)
+
+    def _reread(self, state, prompt, most, rows):
+        """Gives `rows` the backbone's state after P, sensory and their open tokens.
+
+        `most` bounds the tokens that such a row has.
+        """
+
+        def read(state):
+            words = self.backbone.embed(state.tokens[:, : max(most, 1)])
+            x, start = self._augment(state.memories, prompt, words)
+            x, lengths = x[:, :-1], start + jnp.minimum(state.filled, most)
+            mask = None
+            if state.visible is not None:
+                visible = state.visible[:, : words.shape[1]]
+                mask = segments.mask(visible, start, state.filled, x.shape[1])
+            empty = self.backbone.init_state(state.filled.shape[0])
+            after = self.backbone.read_ragged(empty, x, lengths, mask)
+            return mechanisms.reset(state.backbone, after, rows)
+
+        keep = lambda state: state.backbone
+        backbone = jax.lax.cond(jnp.any(rows), read, keep, state)
+        return state._replace(backbone=backbone)
+
+    def _read_token(self, state, tokens, mask):
+        """One token: the open segment goes on from the backbone's state."""
+        c = self.config
+        here = jnp.arange(c.segment, dtype=jnp.int32)[None] == state.filled[:, None]
+        visible = state.visible
+        if visible is not None:
+            new = jnp.ones(tokens.shape, bool) if mask is None else mask
+            mask, visible = new, jnp.where(here, new, visible)
+        state = state._replace(
+            tokens=jnp.where(here, tokens, state.tokens), visible=visible
+        )
+        state = self._begin(state)
+        words = self.backbone.embed(tokens)
+        backbone, features = self.backbone.read(state.backbone, words, mask)
+        state = state._replace(backbone=backbone, filled=state.filled + 1)
+        full = state.filled == c.segment
+        state = jax.lax.cond(
+            jnp.any(full), functools.partial(self._complete, full), lambda s: s, state
+        )
+        return state, features
+
+    def _begin(self, state):
+        """Opens segments, and finds the prompt of those whose j-th token has come."""
+        c, begins = self.config, state.filled == 0
+        if not c.reads_ahead:
+            prompt, _ = self._search(state.memories, state.memories.summary)
+            return self._reread(state, prompt, 0, begins)
+        found = (state.filled == c.summary - 1) & ~state.searched
+        found &= state.memories.held > 0
+
+        def own(state):
+            words = self.backbone.embed(state.tokens)
+            return self._summarise(words, state.visible, state.filled + 1)
+
+        last = state.memories.summary
+        summary = jax.lax.cond(jnp.any(found), own, lambda state: last, state)
+        summary = jnp.where(found[:, None], summary, last)
+        prompt, _ = self._search(state.memories, summary)
+        state = self._reread(state, prompt, c.summary - 1, begins | found)
+        return state._replace(searched=state.searched | found)
+
+    def _complete(self, full, state):
+        """Runs the rows' complete segments as any other, for their memories."""
+        known = jnp.where(full, self.config.segment, 0)
+        cut = (state.tokens, state.visible, known)
+        memories, _ = self._run_segment(state.memories, cut)
+        masked = state.visible is not None
+        empty = self.init_state(full.shape[0], masked=masked)
+        opened = mechanisms.reset(state, empty, full)
+        return opened._replace(memories=memories)
+
+
+def hmt(backbone: LanguageModel, config: HMTConfig, *, key: PRNGKeyArray) -> HMT:
+    """Gives a backbone hierarchical memory.
+
+    Args:
+        backbone: any language model; its parameters are shared, not copied.
+        config: sizes of the memory.
+        key: of the memory's parameters, drawn as in the official program.
+
+    Raises:
+        ValueError: if an augmented segment, k + L + 2 tokens, is longer than the
+            backbone's positions or capacity allow.
+    """
+    return HMT(backbone, config, key=key)
+
+
+def _for_segments(backbone: LanguageModel, length: int) -> LanguageModel:
+    """The backbone with caches of `length` tokens, the longest text it will read."""
+    config = backbone.config
+    if "attention" in config.mixers and length > config.capacity:
+        raise ValueError(
+            f"segment and sensory make texts of {length} tokens with two prompts; the "
+            f"backbone's positions allow {config.capacity}"
+        )
+    # A window that sees all of a text is full attention, whose state is smaller.
+    mixers = tuple(
+        "attention" if mixer == "sliding_window" and config.window >= length else mixer
+        for mixer in config.mixers
+    )
+    return with_config(backbone, mixers=mixers, capacity=length)
