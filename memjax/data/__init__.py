@@ -4,6 +4,10 @@ from memjax.data.batch import Batch as Batch
 from memjax.data.documents import Document as Document
 from memjax.data.documents import Split as Split
 from memjax.data.documents import assign_splits as assign_splits
+from memjax.data.long_inputs import FILLER as FILLER
+from memjax.data.long_inputs import LongInput as LongInput
+from memjax.data.long_inputs import dilate as dilate
+from memjax.data.long_inputs import interleave as interleave
 from memjax.data.niah import NEEDLE_TASKS as NEEDLE_TASKS
 from memjax.data.niah import NeedleSample as NeedleSample
 from memjax.data.niah import NeedleTask as NeedleTask
@@ -12,6 +16,11 @@ from memjax.data.niah import needle_sample as needle_sample
 from memjax.data.pipeline import BatchIterator as BatchIterator
 from memjax.data.pipeline import chunked_batches as chunked_batches
 from memjax.data.pipeline import streamed_batches as streamed_batches
+from memjax.data.questions import Question as Question
+from memjax.data.questions import QuestionInput as QuestionInput
+from memjax.data.questions import align as align
+from memjax.data.questions import multi_context as multi_context
+from memjax.data.questions import read_questions as read_questions
 from memjax.data.sources import open_documents as open_documents
 from memjax.data.synthetic import associative_recall as associative_recall
 from memjax.data.synthetic import copy_task as copy_task

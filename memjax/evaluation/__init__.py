@@ -1,7 +1,14 @@
-"""Evaluation: perplexity over streams, loss by position, plots."""
+"""Evaluation: perplexity over streams, loss by position, answers, recall, plots."""
 
+from memjax.evaluation.answers import Answers as Answers
+from memjax.evaluation.answers import answer_perplexity as answer_perplexity
+from memjax.evaluation.answers import answers as answers
 from memjax.evaluation.perplexity import Losses as Losses
 from memjax.evaluation.perplexity import by_position as by_position
 from memjax.evaluation.perplexity import losses as losses
 from memjax.evaluation.perplexity import octaves as octaves
 from memjax.evaluation.perplexity import perplexity as perplexity
+from memjax.evaluation.segments import recall_distances as recall_distances
+from memjax.evaluation.segments import recall_summary as recall_summary
+from memjax.evaluation.segments import restrict as restrict
+from memjax.evaluation.segments import scored as scored

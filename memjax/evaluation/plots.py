@@ -58,3 +58,75 @@ def loss_by_position(
     top.set_title(title)
     top.legend()
     FigureCanvasAgg(figure).print_png(path)
+
+
+def perplexity_by_length(
+    curves: Mapping[str, Sequence[float]],
+    lengths: Sequence[int],
+    path: Path,
+    *,
+    title: str = "",
+) -> None:
+    """Draws perplexity against the length of the input, one line a model.
+
+    Args:
+        curves: one value a length, by name; NaN where there is none.
+        lengths: tokens, drawn on a log scale.
+        path: the PNG to write.
+        title: of the plot.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, values in curves.items():
+        axes.plot(lengths, values, marker="o", markersize=3, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.set(title=title, xlabel="input length (tokens)", ylabel="perplexity")
+    axes.legend(fontsize="small")
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def recall_histogram(
+    panels: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    path: Path,
+    *,
+    longest: int = 50,
+    title: str = "",
+) -> None:
+    """Draws how many segments back searches go, one panel an experiment.
+
+    A line shows what searches that pick any memory alike would give (HMT, Figures 11,
+    14 and 15).
+
+    Args:
+        panels: distances and memories held, as of `recall_distances`, by name.
+        path: the PNG to write.
+        longest: distances beyond are not drawn; a panel says how many there are.
+        title: of the plot.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    width = 1 + 4.5 * len(panels)
+    figure = Figure(figsize=(width, 3.8), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    places = np.arange(1, longest + 1)
+    for axes, (name, (distances, held)) in zip(grid, panels.items(), strict=True):
+        count = max(len(distances), 1)
+        shares = [np.sum(distances == place) / count for place in places]
+        chance = [np.sum((place <= held) / held) / count for place in places]
+        axes.bar(places, shares, width=0.9, label="searches")
+        axes.plot(places, chance, color="0.3", linewidth=1, label="any memory alike")
+        beyond = np.mean(distances > longest) if len(distances) else 0.0
+        axes.set_title(f"{name}\n{len(distances)} searches, {beyond:.0%} beyond")
+        axes.set_xlabel("segments back")
+        axes.grid(axis="y", alpha=0.3)
+    grid[0].set_ylabel("share of searches")
+    grid[-1].legend(fontsize="small")
+    figure.suptitle(title)
+    FigureCanvasAgg(figure).print_png(path)

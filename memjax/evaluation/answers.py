@@ -1,0 +1,130 @@
+"""Answers behind long inputs: their loss, and whether greedy decoding gives them.
+
+The answer's tokens are read as they are (teacher forcing). Greedy decoding gives the
+answer if, and only if, each of its tokens is then the likeliest: up to the first that
+is not, both read the same. This needs a model that does not read ahead at the answer;
+`memjax.data.align` sees to that for HMT.
+
+Shapes: B batch, T time, A tokens of an answer, E features, V vocabulary.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Bool, Float32
+
+from memjax.data.questions import QuestionInput
+
+
+class Answers(NamedTuple):
+    """Scores of R answers of up to A tokens.
+
+    Attributes:
+        nll: [R, A] nats of each token, 0 behind an answer's end.
+        mask: [R, A] 1 where the answer has a token.
+        exact: [R] whether every token of it is the likeliest.
+    """
+
+    nll: Float32[np.ndarray, "R A"]
+    mask: Float32[np.ndarray, "R A"]
+    exact: Bool[np.ndarray, " R"]
+
+
+def answers(
+    model, inputs: Sequence[QuestionInput], *, segment: int, batch_size: int = 4
+) -> Answers:
+    """Reads every input with an empty memory and scores its answer.
+
+    Args:
+        model: under the contract: `(state, tokens) -> (state, logits)`.
+        inputs: of `multi_context`; aligned to the model's segments if it reads ahead.
+        segment: tokens read at a time; for a model with segments a multiple of those.
+        batch_size: inputs read side by side; short ones wait for the longest.
+
+    Raises:
+        ValueError: if there is no input, an answer is empty or has nothing before it,
+            or a size is below 1.
+    """
+    _check(inputs, segment, batch_size)
+    order = sorted(range(len(inputs)), key=lambda i: len(inputs[i].tokens))
+    longest = max(len(entry.tokens) - entry.answer for entry in inputs)
+    nll, mask = np.zeros((2, len(inputs), longest), np.float32)
+    right = np.zeros((len(inputs), longest), bool)
+    graph, params = nnx.split(model)
+    for first in range(0, len(order), batch_size):
+        rows = order[first : first + batch_size]
+        # A last batch is filled with its last input, read again and thrown away.
+        batch = [inputs[row] for row in (rows + rows[-1:] * batch_size)[:batch_size]]
+        tokens, places, targets, real = _batch(batch, segment, longest)
+        state = model.init_state(batch_size)
+        seen = jnp.zeros((batch_size, longest, model.width), jnp.float32)
+        for start in range(0, tokens.shape[1], segment):
+            piece = jnp.asarray(tokens[:, start : start + segment])
+            state, seen = _read(graph, params, state, piece, places - start, seen)
+        scores, likeliest = _score(graph, params, seen, jnp.asarray(targets))
+        count = len(rows)
+        mask[rows] = real[:count]
+        nll[rows] = np.asarray(scores)[:count] * real[:count]
+        right[rows] = (np.asarray(likeliest) | (real == 0))[:count]
+    return Answers(nll, mask, right.all(axis=1))
+
+
+def answer_perplexity(answers: Answers, rows: Sequence[int] | None = None) -> float:
+    """exp of the mean loss over the answers' tokens, of all rows or of some."""
+    rows = range(len(answers.mask)) if rows is None else rows
+    tokens = answers.mask[list(rows)].sum(dtype=np.float64)
+    total = answers.nll[list(rows)].sum(dtype=np.float64)
+    return float(np.exp(total / tokens)) if tokens else float("nan")
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 5))
+def _read(graph, params, state, tokens, places, seen):
+    """Reads a piece and keeps the features from which answers are predicted."""
+    model = nnx.merge(graph, params)
+    state, features = model.features(state, tokens)
+    inside = (places >= 0) & (places < tokens.shape[1])
+    index = jnp.clip(places, 0, tokens.shape[1] - 1)[..., None]
+    found = jnp.take_along_axis(features, index, axis=1)
+    return state, jnp.where(inside[..., None], found.astype(seen.dtype), seen)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(graph, params, seen, targets):
+    logits = nnx.merge(graph, params).logits(seen)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    nll = jax.nn.logsumexp(logits, axis=-1) - chosen
+    return nll, jnp.argmax(logits, axis=-1) == targets
+
+
+def _batch(batch: Sequence[QuestionInput], segment: int, longest: int):
+    """Tokens up to whole segments, padded behind their end, and where answers are."""
+    length = -(-max(len(entry.tokens) for entry in batch) // segment) * segment
+    tokens = np.zeros((len(batch), length), np.int32)
+    places = np.full((len(batch), longest), -1, np.int32)
+    targets = np.zeros((len(batch), longest), np.int32)
+    for row, entry in enumerate(batch):
+        end = len(entry.tokens)
+        tokens[row, :end] = entry.tokens
+        # Token t is predicted by the features of t - 1.
+        places[row, : end - entry.answer] = np.arange(entry.answer, end) - 1
+        targets[row, : end - entry.answer] = entry.tokens[entry.answer :]
+    return tokens, places, targets, (places >= 0).astype(np.float32)
+
+
+def _check(inputs, segment, batch_size):
+    for name, value in (("segment", segment), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not inputs:
+        raise ValueError("inputs must hold at least one")
+    for i, entry in enumerate(inputs):
+        if not 0 < entry.answer < len(entry.tokens):
+            raise ValueError(
+                f"inputs[{i}]: the answer must begin inside its {len(entry.tokens)} "
+                f"tokens, got {entry.answer}"
+            )

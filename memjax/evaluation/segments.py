@@ -1,0 +1,98 @@
+"""What of a text read in segments is scored, and what a memory search goes back to.
+
+He et al. (2025), Hierarchical Memory Transformer, https://arxiv.org/abs/2405.06067.
+HMT's summary of a segment reads its first j tokens before their logits are computed:
+scoring them would score what was seen. `scored` leaves them out.
+
+Shapes: T targets, n segments, B batch, N memory slots.
+"""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int, Int64
+
+from memjax.evaluation.perplexity import Losses
+
+
+def scored(length: int, segment: int, first: int) -> Float32[np.ndarray, " T"]:
+    """1 where a target lies at `first` or later in its segment, else 0.
+
+    Target i of a text is its token i + 1, which lies in segment (i + 1) // segment.
+
+    Args:
+        length: targets of the text, T.
+        segment: tokens of a segment, L.
+        first: tokens at the start of every segment that do not count, in [0, L].
+
+    Raises:
+        ValueError: if a size is out of range.
+    """
+    if length < 0 or segment < 1:
+        raise ValueError(
+            f"length must be at least 0 and segment at least 1, "
+            f"got length={length}, segment={segment}"
+        )
+    if not 0 <= first <= segment:
+        raise ValueError(f"first must be in [0, {segment}], got {first}")
+    place = (np.arange(length) + 1) % segment
+    return (place >= first).astype(np.float32)
+
+
+def restrict(losses: Losses, mask: Float[np.ndarray, "..."]) -> Losses:
+    """Losses of which only the targets in `mask`, [T] or [R, T], count."""
+    if mask.shape not in (losses.mask.shape, losses.mask.shape[1:]):
+        raise ValueError(
+            f"mask must be {losses.mask.shape[1:]} or {losses.mask.shape}, "
+            f"got {mask.shape}"
+        )
+    mask = losses.mask * np.broadcast_to(mask, losses.mask.shape)
+    return losses._replace(mask=mask.astype(np.float32))
+
+
+def recall_distances(
+    scores: Float[Array, "n B N"] | Float[np.ndarray, "n B N"],
+    count: Int[Array, "n B"] | Int[np.ndarray, "n B"],
+) -> tuple[Int64[np.ndarray, " R"], Int64[np.ndarray, " R"]]:
+    """How many segments back the memory lies that each search weighs most.
+
+    Args:
+        scores: weights of the slots, newest last, 0 where empty.
+        count: memories held when the segment was read; rows with none are left out.
+
+    Returns:
+        Distances in [1, count], 1 the previous segment, and the counts that they
+        belong to.
+    """
+    weights, held = np.asarray(scores), np.asarray(count).astype(np.int64)
+    slots = weights.shape[-1]
+    if held.min(initial=0) < 0 or held.max(initial=0) > slots:
+        raise ValueError(f"count must be in [0, {slots}], as many as there are slots")
+    # An empty slot is no memory, also where all weights that are held underflowed.
+    empty = np.arange(slots) < slots - held[..., None]
+    best = np.where(empty, -1, weights).argmax(axis=-1)
+    real = held > 0
+    return (slots - best)[real].astype(np.int64), held[real]
+
+
+def recall_summary(
+    distances: Int64[np.ndarray, " R"], held: Int64[np.ndarray, " R"]
+) -> dict[str, Any]:
+    """Shares of the searches that go back so far; what chance would give, beside.
+
+    Returns:
+        `previous`: share at distance 1. `within_2`: at 1 or 2. `even`: at an even
+        distance, among searches that hold 2 memories or more. `chance_...`: the same
+        for searches that pick any memory alike. `searches`: how many. NaN for none.
+    """
+    many = held >= 2
+    mean = lambda x: float(np.mean(x)) if len(x) else float("nan")
+    return {
+        "searches": len(distances),
+        "previous": mean(distances == 1),
+        "chance_previous": mean(1 / held),
+        "within_2": mean(distances <= 2),
+        "chance_within_2": mean(np.minimum(2, held) / held),
+        "even": mean(distances[many] % 2 == 0),
+        "chance_even": mean(held[many] // 2 / held[many]),
+    }
