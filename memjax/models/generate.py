@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from memjax.models.language_model import LanguageModel, State
+from memjax.models.hmt import HMT
+from memjax.models.language_model import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +38,15 @@ class Sampling:
 
 
 def generate(
-    model: LanguageModel,
-    state: State,
+    model: LanguageModel | HMT,
+    state: PyTree,
     prompt: Int[np.ndarray, "B T"] | Int[Array, "B T"],
     max_new_tokens: int,
     *,
     key: PRNGKeyArray,
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
     segment: int = 1024,
-) -> tuple[State, Int[np.ndarray, "B N"]]:
+) -> tuple[PyTree, Int[np.ndarray, "B N"]]:
     """Reads the prompt into the state and draws tokens one by one.
 
     The state has a fixed size, so neither the prompt's length nor the output's is
@@ -71,12 +72,13 @@ def generate(
     prompt = np.asarray(prompt)
     _check(model, state, prompt, max_new_tokens, segment)
     graph, params = nnx.split(model)
-    # All but the last token: the decode scan starts by reading that one.
-    for start in range(0, prompt.shape[1] - 1, segment):
-        tokens = prompt[:, start : min(start + segment, prompt.shape[1] - 1)]
-        state = _read(graph, params, state, jnp.asarray(tokens, jnp.int32))
-    last = jnp.asarray(prompt[:, -1], jnp.int32)
-    state, tokens = _decode(graph, sampling, max_new_tokens, params, state, last, key)
+    features = None
+    for start, stop in _pieces(prompt.shape[1], segment):
+        tokens = jnp.asarray(prompt[:, start:stop], jnp.int32)
+        state, features = _read(graph, params, state, tokens)
+    state, tokens = _decode(
+        graph, sampling, max_new_tokens, params, state, features, key
+    )
     return state, np.asarray(tokens)
 
 
@@ -100,15 +102,29 @@ def draw(
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
 
 
+def _pieces(length: int, segment: int) -> list[tuple[int, int]]:
+    """Where the prompt is cut; no piece but a whole prompt is a single token.
+
+    HMT reads single tokens as generated ones, which takes no new summary.
+    """
+    cuts = list(range(0, length, segment)) + [length]
+    if len(cuts) > 2 and cuts[-1] - cuts[-2] == 1:
+        del cuts[-2]
+    return list(zip(cuts[:-1], cuts[1:], strict=True))
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _read(graph, params, state, tokens):
+    """The state after the tokens, and the features of the last."""
     model = nnx.merge(graph, params)
-    return model.features(state, tokens)[0]
+    state, features = model.features(state, tokens)
+    return state, features[:, -1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _decode(graph, sampling, count, params, state, last, key):
+def _decode(graph, sampling, count, params, state, features, key):
     model = nnx.merge(graph, params)
+    keys = jax.random.split(key, count)
 
     def body(carry, key):
         state, token = carry
@@ -116,9 +132,9 @@ def _decode(graph, sampling, count, params, state, last, key):
         token = draw(logits[:, 0], key, sampling)
         return (state, token), token
 
-    keys = jax.random.split(key, count)
-    (state, _), tokens = jax.lax.scan(body, (state, last), keys)
-    return state, tokens.T
+    token = draw(model.logits(features), keys[0], sampling)
+    (state, _), tokens = jax.lax.scan(body, (state, token), keys[1:])
+    return state, jnp.concatenate([token[:, None], tokens.T], axis=1)
 
 
 def _check(model, state, prompt, max_new_tokens, segment):
@@ -127,17 +143,17 @@ def _check(model, state, prompt, max_new_tokens, segment):
     for name, value in (("max_new_tokens", max_new_tokens), ("segment", segment)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    config = model.config
-    if prompt.min() < 0 or prompt.max() >= config.vocab_size:
-        worst = prompt.max() if prompt.max() >= config.vocab_size else prompt.min()
+    if prompt.min() < 0 or prompt.max() >= model.vocab_size:
+        worst = prompt.max() if prompt.max() >= model.vocab_size else prompt.min()
         raise ValueError(
-            f"prompt must hold tokens in [0, {config.vocab_size}), got {worst}"
+            f"prompt must hold tokens in [0, {model.vocab_size}), got {worst}"
         )
-    if "attention" in config.mixers:
-        layer = config.mixers.index("attention")
+    # HMT's backbone starts afresh in every segment.
+    if isinstance(model, LanguageModel) and "attention" in model.config.mixers:
+        layer = model.config.mixers.index("attention")
         total = int(state[layer].length.max()) + prompt.shape[1] + max_new_tokens - 1
-        if total > config.capacity:
+        if total > model.config.capacity:
             raise ValueError(
                 f"prompt and max_new_tokens make {total} tokens with what the state "
-                f"holds; the capacity of full attention is {config.capacity}"
+                f"holds; the capacity of full attention is {model.config.capacity}"
             )

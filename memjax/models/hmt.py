@@ -26,7 +26,7 @@ tokens, N memories, d_h retrieval width, n segments.
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
