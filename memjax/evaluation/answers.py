@@ -10,7 +10,7 @@ Shapes: B batch, T time, A tokens of an answer, E features, V vocabulary.
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,12 @@ class Answers(NamedTuple):
 
 
 def answers(
-    model, inputs: Sequence[QuestionInput], *, segment: int, batch_size: int = 4
+    model: Any, inputs: Sequence[QuestionInput], *, segment: int, batch_size: int = 4
 ) -> Answers:
     """Reads every input with an empty memory and scores its answer.
 
     Args:
-        model: under the contract: `(state, tokens) -> (state, logits)`.
+        model: any of the library, `(state, tokens) -> (state, logits)`.
         inputs: of `multi_context`; aligned to the model's segments if it reads ahead.
         segment: tokens read at a time; for a model with segments a multiple of those.
         batch_size: inputs read side by side; short ones wait for the longest.

@@ -6,7 +6,7 @@ logits computed before the token was read.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
 from memjax.data.tokens import TokenisedDocument
-from memjax.models.language_model import LanguageModel
 from memjax.training.loss import token_losses
 
 
@@ -34,7 +33,7 @@ class Losses(NamedTuple):
 
 
 def losses(
-    model: LanguageModel,
+    model: Any,
     documents: Sequence[TokenisedDocument],
     *,
     context_length: int = 0,
@@ -45,7 +44,7 @@ def losses(
     """Reads documents segment by segment and keeps every token's loss.
 
     Args:
-        model: the model.
+        model: any of the library, `(state, tokens) -> (state, logits)`.
         documents: whole texts.
         context_length: cut documents into texts of at most so many tokens, each read
             with an empty memory; 0 reads every document in one stream.

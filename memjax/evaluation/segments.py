@@ -46,33 +46,34 @@ def restrict(losses: Losses, mask: Float[np.ndarray, "..."]) -> Losses:
             f"mask must be {losses.mask.shape[1:]} or {losses.mask.shape}, "
             f"got {mask.shape}"
         )
-    mask = losses.mask * np.broadcast_to(mask, losses.mask.shape)
-    return losses._replace(mask=mask.astype(np.float32))
+    mask = (losses.mask * np.broadcast_to(mask, losses.mask.shape)).astype(np.float32)
+    return losses._replace(nll=np.where(mask > 0, losses.nll, 0), mask=mask)
 
 
 def recall_distances(
     scores: Float[Array, "n B N"] | Float[np.ndarray, "n B N"],
-    count: Int[Array, "n B"] | Int[np.ndarray, "n B"],
+    held: Int[Array, "n B"] | Int[np.ndarray, "n B"],
+    tokens: Int[Array, "n B"] | Int[np.ndarray, "n B"],
 ) -> tuple[Int64[np.ndarray, " R"], Int64[np.ndarray, " R"]]:
     """How many segments back the memory lies that each search weighs most.
 
     Args:
-        scores: weights of the slots, newest last, 0 where empty.
-        count: memories held when the segment was read; rows with none are left out.
+        scores: of a `SegmentTrace`: weights of the slots, newest last, 0 where empty.
+        held: of it: memories that could be found; where there is none is left out.
+        tokens: of it: what is read of the segment; where that is none is left out.
 
     Returns:
-        Distances in [1, count], 1 the previous segment, and the counts that they
-        belong to.
+        Distances in [1, held], 1 the previous segment, and the memories held.
     """
-    weights, held = np.asarray(scores), np.asarray(count).astype(np.int64)
+    weights, count = np.asarray(scores), np.asarray(held).astype(np.int64)
     slots = weights.shape[-1]
-    if held.min(initial=0) < 0 or held.max(initial=0) > slots:
-        raise ValueError(f"count must be in [0, {slots}], as many as there are slots")
+    if count.min(initial=0) < 0 or count.max(initial=0) > slots:
+        raise ValueError(f"held must be in [0, {slots}], as many as there are slots")
     # An empty slot is no memory, also where all weights that are held underflowed.
-    empty = np.arange(slots) < slots - held[..., None]
+    empty = np.arange(slots) < slots - count[..., None]
     best = np.where(empty, -1, weights).argmax(axis=-1)
-    real = held > 0
-    return (slots - best)[real].astype(np.int64), held[real]
+    real = (count > 0) & (np.asarray(tokens) > 0)
+    return (slots - best)[real].astype(np.int64), count[real]
 
 
 def recall_summary(

@@ -309,7 +309,8 @@ class HMT(nnx.Module):
         memories, (features, trace) = jax.lax.scan(self._segment, state.memories, cuts)
         features = jnp.moveaxis(features, 0, 1)
         features = features.reshape(features.shape[0], count * length, -1)
-        places = state.filled[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        places = state.filled[:, None] + offsets
         features = segments.take(features, places)
         state = self._open(memories, grid, visible, total, trace.prompt)
         return state, features, trace

@@ -5,7 +5,11 @@ import struct
 import numpy as np
 import pytest
 
-from memjax.evaluation.plots import loss_by_position
+from memjax.evaluation.plots import (
+    loss_by_position,
+    perplexity_by_length,
+    recall_histogram,
+)
 
 
 def read_png(path):
@@ -36,3 +40,19 @@ def test_the_picture_shows_the_numbers(tmp_path):
         loss_by_position({"a": values}, [0, 16, 32], path)
     one, same, other = (path.read_bytes() for path in files)
     assert one == same != other
+
+
+def test_lines_by_length_and_histograms_become_pngs(tmp_path):
+    path = tmp_path / "lines.png"
+    curves = {"a": [3.0, 2.0, 1.5], "b": [3.0, float("nan"), 2.0]}
+    perplexity_by_length(curves, [2048, 4096, 8192], path, title="t")
+    width, height = read_png(path)
+    assert width > height > 100
+
+    one, two = np.array([1, 2, 60]), np.array([70, 70, 70])
+    none = np.zeros(0, np.int64)
+    recall_histogram({"a": (one, two), "none": (none, none)}, path, title="t")
+    read_png(path)
+    before = path.read_bytes()
+    recall_histogram({"a": (one + 1, two), "none": (none, none)}, path, title="t")
+    assert path.read_bytes() != before

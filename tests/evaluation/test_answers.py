@@ -1,0 +1,112 @@
+"""Answers: their loss is that of reading all at once, exact ones are generated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax import evaluation
+from memjax.data import Question, QuestionInput, align
+from memjax.models import HMTConfig, LanguageModel, ModelConfig, generate, hmt
+from memjax.models import Sampling as Draw
+
+V, L = 11, 6
+BACKBONE = LanguageModel(
+    ModelConfig(
+        mixers=("attention",),
+        vocab_size=V,
+        model_dim=8,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        hidden_dim=8,
+        capacity=48,
+        dtype="float32",
+        remat=False,
+    ),
+    key=jax.random.key(0),
+)
+MODEL = hmt(
+    BACKBONE, HMTConfig(segment=L, sensory=2, memories=4), key=jax.random.key(1)
+)
+ITEM = Question("c", "q", "a")
+
+
+def entry(prompt, answer, seed=0):
+    """An input of random tokens."""
+    tokens = np.random.default_rng(seed).integers(0, V, prompt + answer)
+    return QuestionInput(tokens.astype(np.int32), prompt, ITEM, 0, 1)
+
+
+INPUTS = [entry(13, 2), entry(4, 3, 1), entry(20, 1, 2)]
+
+
+def test_losses_are_those_of_the_whole_text():
+    scores = evaluation.answers(BACKBONE, INPUTS, segment=5, batch_size=2)
+    assert scores.mask.sum(axis=1).tolist() == [2, 3, 1]
+    every = []
+    for row, text in enumerate(INPUTS):
+        _, logits = BACKBONE(BACKBONE.init_state(1), jnp.asarray(text.tokens[None]))
+        logits = np.asarray(logits[0], np.float64)
+        nll, likeliest = [], []
+        for place in range(text.answer, len(text.tokens)):
+            before, token = logits[place - 1], text.tokens[place]
+            nll.append(np.log(np.exp(before).sum()) - before[token])
+            likeliest.append(before.argmax() == token)
+        np.testing.assert_allclose(scores.nll[row, : len(nll)], nll, atol=1e-5)
+        assert scores.exact[row] == all(likeliest)
+        every += nll
+    assert np.all(scores.nll[scores.mask == 0] == 0)
+    whole = evaluation.answer_perplexity(scores)
+    assert whole == pytest.approx(np.exp(np.mean(every)))
+    assert evaluation.answer_perplexity(scores, [2]) == pytest.approx(np.exp(every[-1]))
+    assert np.isnan(evaluation.answer_perplexity(scores, []))
+
+
+def test_what_greedy_decoding_writes_is_exact():
+    prompt = INPUTS[0].tokens[:13]
+    state, key = BACKBONE.init_state(1), jax.random.key(0)
+    greedy = Draw(temperature=0.0)
+    _, drawn = generate(BACKBONE, state, prompt[None], 3, key=key, sampling=greedy)
+    right = np.concatenate([prompt, drawn[0]]).astype(np.int32)
+    wrong = right.copy()
+    wrong[-2] = (wrong[-2] + 1) % V
+    texts = [INPUTS[0]._replace(tokens=tokens) for tokens in (right, wrong)]
+    exact = evaluation.answers(BACKBONE, texts, segment=8, batch_size=2).exact
+    assert exact.tolist() == [True, False]
+
+
+def first_losses(texts):
+    """The loss of each answer's first token, with two ways to go on behind it."""
+    other = []
+    for text in texts:
+        tokens = text.tokens.copy()
+        tokens[text.answer + 1 :] = (tokens[text.answer + 1 :] + 1) % V
+        other.append(text._replace(tokens=tokens))
+    scores = evaluation.answers(MODEL, [*texts, *other], segment=L, batch_size=8)
+    return scores.nll[: len(texts), 0], scores.nll[len(texts) :, 0]
+
+
+def test_an_aligned_answer_is_not_read_ahead():
+    texts = [entry(prompt, 3, prompt) for prompt in range(L + 1, 2 * L + 1)]
+    preamble = np.zeros(L, np.int32)
+    one, two = first_losses(align(texts, L, MODEL.config.summary, preamble))
+    np.testing.assert_array_equal(one, two)
+    one, two = first_losses(texts)
+    assert np.any(one != two), "as they lie, some are read ahead"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(segment=0), "segment must be at least 1, got 0"),
+        (dict(batch_size=0), "batch_size must be at least 1, got 0"),
+        (dict(inputs=[]), "inputs must hold at least one"),
+        (dict(inputs=[entry(0, 2)]), r"inputs\[0\]: the answer must begin inside"),
+        (dict(inputs=[entry(4, 0)]), r"inputs\[0\]: the answer must begin inside"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(change, message):
+    options = dict(inputs=INPUTS, segment=5, batch_size=2) | change
+    with pytest.raises(ValueError, match=message):
+        evaluation.answers(BACKBONE, options.pop("inputs"), **options)
