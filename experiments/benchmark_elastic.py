@@ -30,7 +30,7 @@ from memjax import run
 from memjax.data import Batch
 from memjax.models import ElasticOptions, ModelConfig
 from memjax.models.config import Mixer
-from memjax.models.language_model import build_mixer
+from memjax.models.mixers import build_mixer
 from memjax.training import sharding
 from provenance import provenance
 

@@ -16,18 +16,20 @@ def causal(
     query: Float[Array, "B T H K"],
     key: Float[Array, "B T G K"],
     value: Float[Array, "B T G K"],
+    visible: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Every query sees the keys up to its own position.
+    """Every query sees the keys up to its own position, those that are visible.
 
-    Half precision on a GPU takes cuDNN's flash attention; elsewhere queries go
-    through in blocks, so that scores never need T * T memory at once.
+    Half precision on a GPU takes cuDNN's flash attention where all are; elsewhere
+    queries go through in blocks, so that scores never need T * T memory at once.
     """
-    half = query.dtype in (jnp.bfloat16, jnp.float16)
+    half = query.dtype in (jnp.bfloat16, jnp.float16) and visible is None
     if jax.default_backend() == "gpu" and half and query.shape[-1] <= 128:
         return jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation="cudnn"
         )
-    return from_cache(query, key, value, jnp.zeros(query.shape[0], jnp.int32))
+    before = jnp.zeros(query.shape[0], jnp.int32)
+    return from_cache(query, key, value, before, visible)
 
 
 def from_cache(
@@ -35,8 +37,9 @@ def from_cache(
     key: Float[Array, "B S G K"],
     value: Float[Array, "B S G K"],
     before: Int[Array, " B"],
+    visible: Bool[Array, "B S"] | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Query t of a row sees the keys 0 to before + t."""
+    """Query t of a row sees the keys 0 to before + t, those that are visible."""
     b, t, h, _ = query.shape
     s = key.shape[1]
     rows = max(1, min(t, MAX_SCORES // (b * h * s)))
@@ -44,6 +47,8 @@ def from_cache(
 
     def some_queries(query, positions):
         mask = jnp.arange(s, dtype=jnp.int32)[None, None] <= positions[..., None]
+        if visible is not None:
+            mask &= visible[:, None]
         return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
 
     if rows == t:

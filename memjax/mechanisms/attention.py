@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from memjax.mechanisms import attend, projections
 from memjax.mechanisms.base import Mechanism, check_input, check_sizes
@@ -42,6 +42,7 @@ class AttentionState(NamedTuple):
 
     keys: Float[Array, "B S G K"]
     values: Float[Array, "B S G K"]
+    visible: Bool[Array, "B S"]  # False at masked tokens and beyond the length
     length: Int[Array, " B"]
 
 
@@ -51,6 +52,7 @@ def init_state(config: AttentionConfig, batch: int) -> AttentionState:
     return AttentionState(
         keys=jnp.zeros(shape, jnp.float32),
         values=jnp.zeros(shape, jnp.float32),
+        visible=jnp.zeros((batch, config.capacity), bool),
         length=jnp.zeros(batch, jnp.int32),
     )
 
@@ -71,8 +73,10 @@ def apply(
     params: AttentionParams,
     state: AttentionState,
     x: Float[Array, "B T D"],
+    mask: Bool[Array, "B T"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
 ) -> tuple[AttentionState, Float[Array, "B T D"]]:
-    """Caches a segment and attends causally.
+    """Caches a segment and attends causally; see `ApplyMasked` for mask and lengths.
 
     A history beyond the capacity cannot be kept and must not pass unseen: from the
     first token that does not fit, the outputs are NaN.
@@ -81,22 +85,29 @@ def apply(
         ValueError: if the segment alone exceeds the capacity.
     """
     check_input(x, config.model_dim, state)
-    t = x.shape[1]
-    if t > config.capacity:
-        raise ValueError(f"x has {t} tokens, capacity is {config.capacity}")
+    b, t, _ = x.shape
+    _check_fits(config, t)
     q, k, v = projections.project(params, x)
-    positions = state.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    times = jnp.arange(t, dtype=jnp.int32)[None]
+    positions = state.length[:, None] + times
     q = projections.turn(config, q, positions)
     k = projections.turn(config, k, positions)
+    slots, length = positions, state.length + t
+    if lengths is not None:
+        # A slot beyond the cache is dropped.
+        slots = jnp.where(times < lengths[:, None], positions, config.capacity)
+        length = state.length + lengths.astype(jnp.int32)
+    visible = jnp.ones((b, t), bool) if mask is None else mask
     write = jax.vmap(lambda cache, new, at: cache.at[at].set(new, mode="drop"))
     state = AttentionState(
-        keys=write(state.keys, k.astype(jnp.float32), positions),
-        values=write(state.values, v.astype(jnp.float32), positions),
-        length=state.length + t,
+        keys=write(state.keys, k.astype(jnp.float32), slots),
+        values=write(state.values, v.astype(jnp.float32), slots),
+        visible=write(state.visible, visible, slots),
+        length=length,
     )
     cache = (state.keys.astype(x.dtype), state.values.astype(x.dtype))
-    from_cache = lambda: attend.from_cache(q, *cache, positions[:, 0])
-    if t == config.capacity:
+    from_cache = lambda: attend.from_cache(q, *cache, positions[:, 0], state.visible)
+    if t == config.capacity and mask is None:
         # An empty cache has no past to read; on another, some tokens still fit.
         empty = jnp.all(positions[:, 0] == 0)
         y = jax.lax.cond(empty, lambda: attend.causal(q, k, v), from_cache)
@@ -106,11 +117,41 @@ def apply(
     return state, jnp.where(fits, projections.merge(params, y), jnp.nan)
 
 
+def whole(
+    config: HeadsConfig,
+    params: AttentionParams,
+    x: Float[Array, "B T D"],
+    mask: Bool[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """Causal attention inside one text, without a cache.
+
+    Tokens at which `mask` is False keep their place and are seen by nobody; what is
+    given for them, and before the first visible token, has no meaning.
+    """
+    q, k, v = projections.project(params, x)
+    positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+    q = projections.turn(config, q, positions)
+    k = projections.turn(config, k, positions)
+    return projections.merge(params, attend.causal(q, k, v, mask))
+
+
 def attention(config: AttentionConfig) -> Mechanism:
     """Builds the mechanism for one configuration."""
+
+    def whole_text(params, x, mask):
+        _check_fits(config, x.shape[1])
+        return whole(config, params, x, mask)
+
     return Mechanism(
         init_params=functools.partial(projections.init_params, config),
         init_state=functools.partial(init_state, config),
         step=functools.partial(step, config),
         apply=functools.partial(apply, config),
+        apply_masked=functools.partial(apply, config),
+        whole=whole_text,
     )
+
+
+def _check_fits(config, tokens):
+    if tokens > config.capacity:
+        raise ValueError(f"x has {tokens} tokens, capacity is {config.capacity}")

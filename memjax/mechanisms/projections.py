@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from memjax.mechanisms import rope
-from memjax.mechanisms.base import check_sizes
+from memjax.mechanisms.base import check_sizes, lead
 from memjax.mechanisms.rope import RopeScaling
 
 
@@ -141,7 +141,7 @@ def linear(
         y = jnp.tensordot(x, weight.astype(x.dtype), axes)
     if bias is None:
         return y
-    return y + rope.lead(bias.astype(x.dtype), y)
+    return y + lead(bias.astype(x.dtype), y)
 
 
 def project(

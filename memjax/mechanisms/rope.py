@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from memjax.mechanisms.base import check_sizes
+from memjax.mechanisms.base import check_sizes, lead
 
 ScalingKind = Literal["linear", "llama3", "yarn"]
 
@@ -136,8 +136,3 @@ def rotate(
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
-def lead(small: Array, large: Array) -> Array:
-    """Leads `small` with axes of 1 until it has as many as `large`."""
-    return small.reshape((1,) * (large.ndim - small.ndim) + small.shape)

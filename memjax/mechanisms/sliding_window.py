@@ -14,10 +14,12 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from memjax.mechanisms import attend, projections
+from memjax.mechanisms.attention import whole as whole_attention
 from memjax.mechanisms.base import Mechanism, check_input, check_sizes
 from memjax.mechanisms.projections import AttentionParams, HeadsConfig
 
@@ -42,7 +44,7 @@ class SlidingWindowState(NamedTuple):
 
     keys: Float[Array, "B W G K"]
     values: Float[Array, "B W G K"]
-    filled: Int[Array, " B"]
+    visible: Bool[Array, "B W"]  # False at masked tokens and before the first
 
 
 def init_state(config: SlidingWindowConfig, batch: int) -> SlidingWindowState:
@@ -51,7 +53,7 @@ def init_state(config: SlidingWindowConfig, batch: int) -> SlidingWindowState:
     return SlidingWindowState(
         keys=jnp.zeros(shape, jnp.float32),
         values=jnp.zeros(shape, jnp.float32),
-        filled=jnp.zeros(batch, jnp.int32),
+        visible=jnp.zeros((batch, config.window), bool),
     )
 
 
@@ -71,52 +73,74 @@ def apply(
     params: AttentionParams,
     state: SlidingWindowState,
     x: Float[Array, "B T D"],
+    mask: Bool[Array, "B T"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
 ) -> tuple[SlidingWindowState, Float[Array, "B T D"]]:
-    """Attends in blocks of Q = min(W, T) queries to the W + Q keys around them."""
+    """Attends in blocks of Q = min(W, T) queries to the W + Q keys around them.
+
+    See `ApplyMasked` for mask and lengths.
+    """
     check_input(x, config.model_dim, state)
     b, t, _ = x.shape
     window = config.window
     size = min(window, t)
     q, k, v = projections.project(params, x)
-    keys = jnp.concatenate([state.keys, k.astype(jnp.float32)], axis=1)
-    values = jnp.concatenate([state.values, v.astype(jnp.float32)], axis=1)
+    new = SlidingWindowState(
+        keys=k.astype(jnp.float32),
+        values=v.astype(jnp.float32),
+        visible=jnp.ones((b, t), bool) if mask is None else mask,
+    )
+    join = lambda old, new: jnp.concatenate([old, new], axis=1)
+    stream = SlidingWindowState(*map(join, state, new))
 
-    pad = ((0, 0), (0, -t % size), (0, 0), (0, 0))
-    queries = jnp.pad(q, pad).reshape(b, -1, size, *q.shape[2:])
-    around = lambda stream: _around(jnp.pad(stream, pad), window, size).astype(x.dtype)
+    queries = _pad(q, -t % size).reshape(b, -1, size, *q.shape[2:])
+    keys, values, visible = (_around(_pad(x, -t % size), window, size) for x in stream)
     places = jnp.arange(window + size, dtype=jnp.int32)
     y = attend.blocks(
         projections.turn(config, queries, places[window:]),
-        projections.turn(config, around(keys), places),
-        around(values),
-        _visible(queries.shape[1], window, size, state.filled),
+        projections.turn(config, keys.astype(x.dtype), places),
+        values.astype(x.dtype),
+        _band(window, size)[None, None] & visible[:, :, None],
     )
     y = y.reshape(b, -1, *q.shape[2:])[:, :t]
-    state = SlidingWindowState(
-        keys=keys[:, t:],
-        values=values[:, t:],
-        filled=jnp.minimum(state.filled + t, window),
-    )
+    if lengths is None:
+        newest = lambda leaf: leaf[:, t:]
+    else:
+        cut = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, window, 0)
+        newest = lambda leaf: jax.vmap(cut)(leaf, lengths)
+    state = SlidingWindowState(*map(newest, stream))
     return state, projections.merge(params, y)
 
 
-def _around(
-    stream: Float[Array, "B T G K"], window: int, size: int
-) -> Float[Array, "B n S G K"]:
-    """The block's own tokens behind the W before them, for every block."""
+def _pad(x: Array, more: int) -> Array:
+    """Zeros behind the tokens [B, T, ...]."""
+    return jnp.pad(x, ((0, 0), (0, more)) + ((0, 0),) * (x.ndim - 2))
+
+
+def _around(stream: Array, window: int, size: int) -> Array:
+    """The block's own tokens behind the W before them: [B, n, W + Q, ...]."""
     blocks = (stream.shape[1] - window) // size
     first = jnp.arange(blocks, dtype=jnp.int32)[:, None] * size
     return stream[:, first + jnp.arange(window + size, dtype=jnp.int32)[None]]
 
 
-def _visible(blocks, window, size, filled):
-    """Whether query i of a block sees key s: inside the window and not before it."""
+def _band(window: int, size: int) -> Bool[Array, "Q S"]:
+    """Whether query i of a block may see key s: inside its window and not after it."""
     s = jnp.arange(window + size, dtype=jnp.int32)[None]
     i = jnp.arange(size, dtype=jnp.int32)[:, None]
-    inside = (s > i) & (s <= window + i)
-    first = jnp.arange(blocks, dtype=jnp.int32)[:, None] * size
-    real = (first + s)[None] >= window - filled[:, None, None]
-    return inside[None, None] & real[:, :, None]
+    return (s > i) & (s <= window + i)
+
+
+def whole(
+    config: SlidingWindowConfig,
+    params: AttentionParams,
+    x: Float[Array, "B T D"],
+    mask: Bool[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """One text of which nothing is kept; full attention if it fits in the window."""
+    if x.shape[1] <= config.window:
+        return whole_attention(config, params, x, mask)
+    return apply(config, params, init_state(config, x.shape[0]), x, mask)[1]
 
 
 def sliding_window(config: SlidingWindowConfig) -> Mechanism:
@@ -126,4 +150,6 @@ def sliding_window(config: SlidingWindowConfig) -> Mechanism:
         init_state=functools.partial(init_state, config),
         step=functools.partial(step, config),
         apply=functools.partial(apply, config),
+        apply_masked=functools.partial(apply, config),
+        whole=functools.partial(whole, config),
     )

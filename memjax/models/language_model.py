@@ -4,13 +4,15 @@
 
 Grattafiori et al. (2024), https://arxiv.org/abs/2407.21783. The model is a function
 of its state: `model(state, tokens) -> (state, logits)`, one mechanism state a layer.
+`ModelConfig.architecture` tells what other published decoders do differently; OPT's
+learned positions are Zhang et al. (2022), https://arxiv.org/abs/2205.01068.
 
-Shapes: B batch, T time, D model, F hidden, V vocabulary.
+Shapes: B batch, T time, D model, E embedding (D but in OPT 350m), V vocabulary.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,95 +20,15 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from memjax import mechanisms
-from memjax.mechanisms import Mechanism
-from memjax.mechanisms.attention import AttentionConfig
-from memjax.mechanisms.elastic_memory import ElasticMemoryConfig
-from memjax.mechanisms.recurrent_block import BlockConfig
-from memjax.mechanisms.sliding_window import SlidingWindowConfig
-from memjax.models.config import Mixer, ModelConfig
+from memjax.mechanisms.base import apply_ragged
+from memjax.mechanisms.projections import linear
+from memjax.models.config import ModelConfig
+from memjax.models.layers import Block, feed_forward, init_norm, normalize
+from memjax.models.mixers import build_mixer
 
+# One memory a layer; behind them, where positions are learned, how many tokens of each
+# row have taken one.
 State = tuple[PyTree, ...]
-
-
-class FeedForwardParams(NamedTuple):
-    """SwiGLU."""
-
-    gate: Float[Array, "D F"]
-    up: Float[Array, "D F"]
-    down: Float[Array, "F D"]
-
-
-def build_mixer(config: ModelConfig, mixer: Mixer) -> Mechanism:
-    """The mechanism of one layer, with the model's sizes."""
-    heads: dict[str, Any] = dict(
-        model_dim=config.model_dim,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rope_theta=config.rope_theta,
-    )
-    block = BlockConfig(
-        model_dim=config.model_dim,
-        num_heads=config.num_heads,
-        key_dim=config.head_dim,
-        value_dim=config.head_dim,
-        norm_epsilon=config.norm_epsilon,
-    )
-    match mixer:
-        case "attention":
-            return mechanisms.attention(
-                AttentionConfig(**heads, capacity=config.capacity)
-            )
-        case "sliding_window":
-            return mechanisms.sliding_window(
-                SlidingWindowConfig(**heads, window=config.window)
-            )
-        case "elastic_memory":
-            options = vars(config.elastic)
-            return mechanisms.elastic_memory(
-                ElasticMemoryConfig(**heads, block=config.window, **options)
-            )
-        case "linear_attention":
-            return mechanisms.linear_attention(block)
-        case "mamba2":
-            return mechanisms.mamba2(block)
-        case "gla":
-            return mechanisms.gla(block)
-        case "deltanet":
-            return mechanisms.deltanet(block)
-        case "gated_deltanet":
-            return mechanisms.gated_deltanet(block)
-        case "ttt_linear":
-            return mechanisms.ttt_linear(block, config.ttt)
-        case "gsa":
-            return mechanisms.gsa(block, config.slots)
-        case "abc":
-            return mechanisms.abc(block, config.slots)
-        case "trellis":
-            return mechanisms.trellis(block, config.slots, config.trellis)
-        case "lattice":
-            # Its queries and keys have one channel a slot.
-            block = dataclasses.replace(block, key_dim=config.slots)
-            return mechanisms.lattice(block, config.lattice)
-
-
-class Block(nnx.Module):
-    """Parameters of one layer: mixer, feed-forward, two norms."""
-
-    def __init__(self, config: ModelConfig, mechanism: Mechanism, key: PRNGKeyArray):
-        mixer_key, gate_key, up_key, down_key = jax.random.split(key, 4)
-        d, f = config.model_dim, config.hidden_dim
-        draw = jax.nn.initializers.lecun_normal()
-        self.mixer = nnx.Param(mechanism.init_params(mixer_key))
-        self.feed_forward = nnx.Param(
-            FeedForwardParams(
-                gate=draw(gate_key, (d, f)),
-                up=draw(up_key, (d, f)),
-                down=draw(down_key, (f, d)),
-            )
-        )
-        self.mixer_norm = nnx.Param(jnp.ones(d))
-        self.feed_forward_norm = nnx.Param(jnp.ones(d))
 
 
 class LanguageModel(nnx.Module):
@@ -119,22 +41,35 @@ class LanguageModel(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
         embed_key, head_key, *block_keys = jax.random.split(key, len(config.mixers) + 2)
-        v, d = config.vocab_size, config.model_dim
+        style, v, d = config.architecture, config.vocab_size, config.model_dim
         self.config = config
         self.mechanisms = tuple(build_mixer(config, m) for m in config.mixers)
-        self.embedding = nnx.Param(jax.random.normal(embed_key, (v, d)) * d**-0.5)
+        e = self.width
+        self.embedding = nnx.Param(jax.random.normal(embed_key, (v, e)) * e**-0.5)
         self.blocks = nnx.List(
             Block(config, mechanism, block_key)
             for mechanism, block_key in zip(self.mechanisms, block_keys, strict=True)
         )
-        self.norm = nnx.Param(jnp.ones(d))
+        if style.norm_first:
+            self.norm = nnx.Param(init_norm(config))
+        draw = jax.nn.initializers.lecun_normal()
         if not config.tied_head:
-            draw = jax.nn.initializers.lecun_normal()
-            self.head = nnx.Param(draw(head_key, (d, v)))
+            self.head = nnx.Param(draw(head_key, (e, v)))
+        # Keys of their own, so that the other parameters stay what they are.
+        table_key, into_key, out_key = jax.random.split(jax.random.fold_in(key, 1), 3)
+        if style.positions == "learned":
+            rows = style.learned_positions
+            self.positions = nnx.Param(jax.random.normal(table_key, (rows, d)) * 0.02)
+        if style.embedding_dim is not None:
+            self.project_in = nnx.Param(draw(into_key, (e, d)))
+            self.project_out = nnx.Param(draw(out_key, (d, e)))
 
     def init_state(self, batch: int) -> State:
         """Empty memories, one a layer; every leaf has the batch first."""
-        return tuple(m.init_state(batch) for m in self.mechanisms)
+        state = tuple(m.init_state(batch) for m in self.mechanisms)
+        if self.config.architecture.positions == "learned":
+            return (*state, jnp.zeros(batch, jnp.int32))
+        return state
 
     def reset(self, state: State, mask: Bool[Array, " B"]) -> State:
         """Clears the memory of the rows in `mask`, at their document's start."""
@@ -153,10 +88,10 @@ class LanguageModel(nnx.Module):
     @property
     def width(self) -> int:
         """E, the width of `embed` and of the features."""
-        return self.config.model_dim
+        return self.config.architecture.embedding_dim or self.config.model_dim
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-        """What the first layer sees of each token.
+        """What the model reads in the place of each token, without its position.
 
         Tokens must be in [0, V): values are not checked inside jit, and one out of
         range makes its row NaN.
@@ -166,47 +101,93 @@ class LanguageModel(nnx.Module):
                 f"tokens must be integers [B, T], got {tokens.dtype}"
                 f"{list(tokens.shape)}"
             )
-        embedding = self.embedding.get_value()
-        h = embedding.at[tokens].get(
-            mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
-        )
-        h = h.astype(self.config.dtype)
-        if self.config.tied_head:
+        h = _rows(self.embedding.get_value(), tokens).astype(self.config.dtype)
+        if self.config.tied_head and self.config.architecture.scale_embedding:
             # The embedding is drawn for the head; the stream wants unit variance.
-            h = h * self.config.model_dim**0.5
+            h = h * self.width**0.5
         return h
 
     def read(
-        self, state: State, x: Float[Array, "B T E"]
+        self,
+        state: State,
+        x: Float[Array, "B T E"],
+        mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[State, Float[Array, "B T E"]]:
-        """Reads embeddings into the memories; returns what the head sees."""
-        batch = jax.tree.leaves(state)[0].shape[0]
-        if x.shape[0] != batch:
-            raise ValueError(
-                f"x must have {batch} rows, as the state has, got {x.shape[0]}"
-            )
-        h, after = x, []
-        for block, mechanism, memory in zip(
-            self.blocks, self.mechanisms, state, strict=True
-        ):
-            run = functools.partial(_block, mechanism, self.config.norm_epsilon)
-            if self.config.remat:
-                run = jax.checkpoint(run)
-            parameters = (
-                block.mixer.get_value(),
-                block.feed_forward.get_value(),
-                block.mixer_norm.get_value(),
-                block.feed_forward_norm.get_value(),
-            )
-            memory, h = run(parameters, memory, h)
-            after.append(memory)
-        return tuple(after), rms_norm(
-            h, self.norm.get_value(), self.config.norm_epsilon
-        )
+        """Reads embeddings into the memories; returns what the head sees.
 
-    def encode(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """Features of a text that is read whole, of which nothing is kept."""
-        return self.read(self.init_state(x.shape[0]), x)[1]
+        Args:
+            state: the memories to go on from.
+            x: what `embed` gives, or anything else of its width.
+            mask: False at tokens that nobody may see, as padding. They keep their
+                place in RoPE and take none of the learned positions, as in Hugging
+                Face; their own features have no meaning. None is all True.
+
+        Raises:
+            ValueError: on rows that the state does not have, or a mask with a mixer
+                that is neither "attention" nor "sliding_window".
+        """
+        self._check(state, x, mask)
+
+        def mix(mechanism, params, memory, h):
+            if mask is not None:
+                return mechanism.apply_masked(params, memory, h, mask, None)
+            if h.shape[1] == 1:
+                memory, y = mechanism.step(params, memory, h[:, 0])
+                return memory, y[:, None]
+            return mechanism.apply(params, memory, h)
+
+        return self._read(mix, state, x, mask)
+
+    def read_ragged(
+        self, state: State, x: Float[Array, "B T E"], lengths: Int[Array, " B"]
+    ) -> State:
+        """The state after the first `lengths[b]` tokens, 0 to T, of each row b.
+
+        Quick in attention, whose rows read side by side; other mixers go token by
+        token. Lengths are not checked inside jit.
+
+        Raises:
+            ValueError: on rows that the state does not have, or lengths that are not
+                integers [B].
+        """
+        self._check(state, x, None)
+        if lengths.shape != x.shape[:1] or not jnp.issubdtype(
+            lengths.dtype, jnp.integer
+        ):
+            raise ValueError(
+                f"lengths must be integers [{x.shape[0]}], got {lengths.dtype}"
+                f"{list(lengths.shape)}"
+            )
+        mix = lambda mechanism, params, memory, h: apply_ragged(
+            mechanism, params, memory, h, lengths
+        )
+        after, _ = self._read(mix, state, x, None)
+        if self.config.architecture.positions == "learned":
+            return (*after[:-1], state[-1] + lengths.astype(jnp.int32))
+        return after
+
+    def encode(
+        self, x: Float[Array, "B T E"], mask: Bool[Array, "B T"] | None = None
+    ) -> Float[Array, "B T E"]:
+        """Features of a text that is read whole, of which nothing is kept.
+
+        What `read` gives for the empty state; full attention needs no cache for it.
+
+        Raises:
+            ValueError: on a mask with a mixer that is neither "attention" nor
+                "sliding_window", or a text beyond the capacity of attention.
+        """
+        self._check(None, x, mask)
+        empty: list[PyTree] = [None] * len(self.mechanisms)
+        if self.config.architecture.positions == "learned":
+            empty.append(jnp.zeros(x.shape[0], jnp.int32))
+
+        def mix(mechanism, params, memory, h):
+            if mechanism.whole is not None:
+                return memory, mechanism.whole(params, h, mask)
+            return None, mechanism.apply(params, mechanism.init_state(h.shape[0]), h)[1]
+
+        return self._read(mix, tuple(empty), x, mask)[1]
 
     def features(
         self, state: State, tokens: Int[Array, "B T"]
@@ -220,7 +201,7 @@ class LanguageModel(nnx.Module):
             )
         return self.read(state, self.embed(tokens))
 
-    def logits(self, features: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    def logits(self, features: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Scores of the next token, in float32."""
         if self.config.tied_head:
             head = self.embedding.get_value().T
@@ -236,29 +217,91 @@ class LanguageModel(nnx.Module):
         state, features = self.features(state, tokens)
         return state, self.logits(features)
 
+    def _read(self, mix, state, x, mask):
+        """All layers; `mix(mechanism, params, memory, h)` runs the mixer of one."""
+        config, h, after = self.config, x, []
+        memories, taken = state[: len(self.blocks)], state[len(self.blocks) :]
+        if config.architecture.embedding_dim is not None:
+            h = linear(h, self.project_in.get_value())
+        if config.architecture.positions == "learned":
+            last, at = _next_positions(*taken, x, mask)
+            h, taken = (
+                h + _rows(self.positions.get_value(), at).astype(h.dtype),
+                (last,),
+            )
+        for block, mechanism, memory in zip(
+            self.blocks, self.mechanisms, memories, strict=True
+        ):
+            run = functools.partial(_block, config, functools.partial(mix, mechanism))
+            if config.remat:
+                run = jax.checkpoint(run)
+            parameters = (
+                block.mixer.get_value(),
+                block.feed_forward.get_value(),
+                block.mixer_norm.get_value(),
+                block.feed_forward_norm.get_value(),
+            )
+            memory, h = run(parameters, memory, h)
+            after.append(memory)
+        if config.architecture.norm_first:
+            h = normalize(self.norm.get_value(), h, config.norm_epsilon)
+        if config.architecture.embedding_dim is not None:
+            h = linear(h, self.project_out.get_value())
+        return (*after, *taken), h
 
-def rms_norm(
-    x: Float[Array, "*B D"], scale: Float[Array, " D"], epsilon: float
-) -> Float[Array, "*B D"]:
-    """x / rms(x) * scale, in float32 inside."""
-    high = x.astype(jnp.float32)
-    high = high * jax.lax.rsqrt((high**2).mean(axis=-1, keepdims=True) + epsilon)
-    return (high * scale.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
+    def _check(self, state, x, mask):
+        """Raises ValueError on input that cannot be read."""
+        batch = x.shape[0] if state is None else jax.tree.leaves(state)[0].shape[0]
+        if x.shape[0] != batch or x.shape[-1] != self.width:
+            raise ValueError(
+                f"x must have {batch} rows, as the state has, and {self.width} "
+                f"channels, got {list(x.shape)}"
+            )
+        if mask is None:
+            return
+        if mask.shape != x.shape[:2] or mask.dtype != bool:
+            raise ValueError(
+                f"mask must be bool{list(x.shape[:2])}, as x is, got {mask.dtype}"
+                f"{list(mask.shape)}"
+            )
+        for mixer, mechanism in zip(self.config.mixers, self.mechanisms, strict=True):
+            if mechanism.apply_masked is None:
+                raise ValueError(
+                    "mask must be None with a mixer that compresses what it reads, "
+                    f"got {mixer!r} among the mixers"
+                )
 
 
-def _block(mechanism, epsilon, parameters, memory, h):
-    """One layer; a single token takes the mechanism's step."""
-    mixer, feed_forward, mixer_norm, feed_forward_norm = parameters
-    x = rms_norm(h, mixer_norm, epsilon)
-    if x.shape[1] == 1:
-        memory, y = mechanism.step(mixer, memory, x[:, 0])
-        y = y[:, None]
+def _block(config, mix, parameters, memory, h):
+    """One layer around its mixer; OPT 350m puts the norms behind the sums."""
+    mixer, hidden, mixer_norm, feed_forward_norm = parameters
+    norm = functools.partial(normalize, epsilon=config.norm_epsilon)
+    if config.architecture.norm_first:
+        memory, y = mix(mixer, memory, norm(mixer_norm, h))
+        h = h + y
+        h = h + feed_forward(hidden, norm(feed_forward_norm, h))
     else:
-        memory, y = mechanism.apply(mixer, memory, x)
-    h = h + y
-    x = rms_norm(h, feed_forward_norm, epsilon)
-    gate, up, down = (w.astype(x.dtype) for w in feed_forward)
-    return memory, h + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+        memory, y = mix(mixer, memory, h)
+        h = norm(mixer_norm, h + y)
+        h = norm(feed_forward_norm, h + feed_forward(hidden, h))
+    return memory, h
+
+
+def _rows(table, at):
+    """Rows of a table; NaN where there is none, as nothing can be raised inside jit."""
+    return table.at[at].get(
+        mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
+    )
+
+
+def _next_positions(taken, x, mask):
+    """Rows of OPT's table for new tokens, and how many are taken after them.
+
+    Visible tokens take the next positions, from row 2 on; masked ones share row 1.
+    """
+    visible = jnp.ones(x.shape[:2], bool) if mask is None else mask
+    counted = taken[:, None] + jnp.cumsum(visible, axis=1, dtype=jnp.int32)
+    return counted[:, -1], jnp.where(visible, counted + 1, 1)
 
 
 def with_config(model: LanguageModel, **changes: Any) -> LanguageModel:

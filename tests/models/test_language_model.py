@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from memjax.models import ElasticOptions, LanguageModel, ModelConfig, preset
-from memjax.models.language_model import rms_norm
+from memjax.models.layers import rms_norm
 from memjax.models.presets import ELASTIC_SIZES, FAMILIES, PRESETS
 from memjax.training.loss import token_losses
 
@@ -148,8 +148,8 @@ def test_half_precision_keeps_a_float32_memory_and_float32_logits(whole):
     assert 1e-4 < error < 0.05
     features = lambda: model.features(model.init_state(B), TOKENS)[1]
     assert jax.eval_shape(features).dtype == jnp.bfloat16
-    floats = {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
-    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == floats
+    kinds = {jnp.dtype(kind) for kind in ("float32", "int32", "bool")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == kinds
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(model)))
 
 
