@@ -8,6 +8,7 @@ tokens. So a name that is not known here is refused.
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, processors
 from tokenizers import pre_tokenizers as cuts
@@ -130,7 +131,9 @@ def _add_special(
     where: str,
 ) -> None:
     """Tokens that are found in a text before it is cut, and those put around it."""
-    kinds = metadata.get("tokenizer.ggml.token_type", ())
+    kinds = metadata.get("tokenizer.ggml.token_type", [])
+    if not isinstance(kinds, list | np.ndarray):
+        raise ValueError(f"{where}: tokenizer.ggml.token_type must be numbers")
     if len(kinds) not in (0, len(tokens)):
         raise ValueError(
             f"{where}: tokenizer.ggml.token_type has {len(kinds)} entries "
@@ -145,7 +148,8 @@ def _add_special(
     around = {"bos": "", "eos": ""}
     for name in around:
         index = special_id(metadata, name, len(tokens), where)
-        if index is not None and metadata.get(f"tokenizer.ggml.add_{name}_token"):
+        asked = metadata.get(f"tokenizer.ggml.add_{name}_token") is True
+        if asked and index is not None:
             around[name] = tokens[index]
     if any(around.values()):
         result.post_processor = processors.TemplateProcessing(
