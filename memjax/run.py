@@ -2,17 +2,16 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from flax import nnx
 
 from memjax import evaluation
-from memjax.config_io import from_record, to_record
+from memjax.config_io import to_record
 from memjax.data import (
     BatchIterator,
     Split,
@@ -26,17 +25,18 @@ from memjax.data import (
 from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.config import require_known
 from memjax.models.presets import FAMILIES, TRELLIS_SIZES
-from memjax.training import checkpoint, loop, sharding
-from memjax.training.integrity import write_atomically
+from memjax.run_folder import claim, newest_state, read_config
+from memjax.training import loop, sharding
 from memjax.training.loop_config import LoopConfig, Outcome
 from memjax.training.optimizer import OptimizerConfig, optimizer
-from memjax.training.resume import FREE_FIELDS, require_same_config
+from memjax.training.resume import FREE_FIELDS
 from memjax.training.sharding import MeshConfig
 from memjax.training.step import (
     StepConfig,
     TrainState,
     init_train_state,
     make_train_step,
+    model_of,
 )
 from memjax_kernels import partition
 
@@ -107,6 +107,20 @@ class RunConfig:
             raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
 
 
+@runtime_checkable
+class Settings(Protocol):
+    """What reading data asks of a run's configuration, of training or fine-tuning."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+
+    @property
+    def data(self) -> DataConfig: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
 # Peak learning rate and tokens of each size: Trellis, Table 5.
 TRELLIS_TRAINING = {
     "125m": (3e-3, 2.4e9),
@@ -162,7 +176,10 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
     _require_vocabulary(config.model, tokenizer)
     mesh = sharding.make_mesh(config.mesh)
     data = batches(config, load_split(config, tokenizer, "train"))
-    _claim(config, run_dir)
+    claim(config, run_dir, FREE_FIELDS)
+    evaluate = None
+    if config.loop.evaluate_every:
+        evaluate = validation(config, tokenizer, abstract_model(config.model))
     state, step = build_step(config, mesh)
     _, outcome = loop.train(
         step,
@@ -172,7 +189,7 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
         run_dir,
         config_record=to_record(config) | {"tokenizer_digest": tokenizer.digest},
         tokens_per_step=config.data.batch_size * config.data.context_length,
-        evaluate=_validation(config, tokenizer) if config.loop.evaluate_every else None,
+        evaluate=evaluate,
     )
     return outcome
 
@@ -198,6 +215,11 @@ def _programs(config: RunConfig, mesh: Any) -> tuple[Callable, Callable]:
 
     layout = sharding.shardings(mesh, jax.eval_shape(create, jax.random.key(0)))
     update = make_train_step(abstract_model(config.model), transform, config.step)
+    return jax.jit(create, out_shardings=layout), on_mesh(update, layout, mesh)
+
+
+def on_mesh(update: Callable, layout: Any, mesh: Any) -> Callable:
+    """The jitted update of a state laid out so, taking this host's rows of a batch."""
 
     def update_on_mesh(state, batch):
         # XLA divides the rest of the program among the devices, but not kernels.
@@ -205,10 +227,7 @@ def _programs(config: RunConfig, mesh: Any) -> tuple[Callable, Callable]:
             return update(state, batch)
 
     step = jax.jit(update_on_mesh, donate_argnums=0, out_shardings=(layout, None))
-    return (
-        jax.jit(create, out_shardings=layout),
-        lambda state, batch: step(state, sharding.put_batch(mesh, batch)),
-    )
+    return lambda state, batch: step(state, sharding.put_batch(mesh, batch))
 
 
 def abstract_model(config: ModelConfig) -> LanguageModel:
@@ -222,11 +241,9 @@ def load_model(run_dir: Path) -> tuple[RunConfig, LanguageModel]:
     Raises:
         ValueError: if the folder is no run, or its checkpoint is unreadable.
     """
-    config_file = run_dir / "config.json"
-    if not config_file.is_file():
-        raise ValueError(f"run_dir={str(run_dir)!r} holds no run: no config.json in it")
-    config = _read_config(config_file)
+    config = read_config(RunConfig, run_dir)
     transform = optimizer(config.optimizer, config.loop.steps)
+    model = abstract_model(config.model)
     state = jax.eval_shape(
         lambda: init_train_state(
             LanguageModel(config.model, key=jax.random.key(0)),
@@ -235,12 +252,7 @@ def load_model(run_dir: Path) -> tuple[RunConfig, LanguageModel]:
             config.data.batch_size,
         )
     )
-    with checkpoint.Checkpoints(run_dir / "checkpoints") as checkpoints:
-        restored = checkpoints.restore(state)
-    if restored is None:
-        raise ValueError(f"run_dir={str(run_dir)!r} has no checkpoint yet")
-    graph = nnx.graphdef(abstract_model(config.model))
-    return config, nnx.merge(graph, restored.state.params)
+    return config, model_of(nnx.graphdef(model), newest_state(run_dir, state))
 
 
 def with_sampling(model: LanguageModel, **changes: Any) -> LanguageModel:
@@ -267,14 +279,14 @@ def with_sampling(model: LanguageModel, **changes: Any) -> LanguageModel:
 
 
 def load_split(
-    config: RunConfig, tokenizer: Tokenizer, split: Split
+    config: Settings, tokenizer: Tokenizer, split: Split
 ) -> list[TokenisedDocument]:
     """The tokens of one split of the run's documents."""
     cache = config.data.cache_dir
     return load_tokens(config.data.source, tokenizer, split, cache)
 
 
-def batches(config: RunConfig, documents: list[TokenisedDocument]) -> BatchIterator:
+def batches(config: Settings, documents: list[TokenisedDocument]) -> BatchIterator:
     """This host's rows of the run's batches, in its order."""
     make = {"chunked": chunked_batches, "streamed": streamed_batches}[config.data.mode]
     return make(
@@ -288,45 +300,30 @@ def batches(config: RunConfig, documents: list[TokenisedDocument]) -> BatchItera
     )
 
 
-def _claim(config: RunConfig, run_dir: Path) -> None:
-    """Writes the run's configuration, unless another run has the folder."""
-    file, record = run_dir / "config.json", to_record(config)
-    if file.exists():
-        stored = to_record(_read_config(file))
-        require_same_config(stored, record, FREE_FIELDS, str(run_dir))
-    if jax.process_index() == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(record, indent=1))
+def validation(
+    config: Settings, tokenizer: Tokenizer, model: Any
+) -> Callable[[TrainState, Callable[[], bool]], dict[str, float]]:
+    """Perplexity on a few texts from each validation document.
 
-
-def _read_config(file: Path) -> RunConfig:
-    try:
-        record = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    return from_record(RunConfig, record, f"{file}: config")
-
-
-def _validation(config, tokenizer):
-    """Perplexity on a few texts from each validation document."""
+    `model` gives the structure alone.
+    """
     length = config.data.context_length
     documents = load_split(config, tokenizer, "validation")
     share = -(-config.data.validation_texts // len(documents))
     documents = [
         d._replace(tokens=np.asarray(d.tokens[: share * length + 1])) for d in documents
     ]
-    graph = nnx.graphdef(abstract_model(config.model))
+    graph, window = nnx.graphdef(model), model.window
 
     def evaluate(state, should_stop):
         losses = evaluation.losses(
-            nnx.merge(graph, state.params),
+            model_of(graph, state),
             documents,
             context_length=length,
             segment=length,
             batch_size=min(config.data.batch_size, config.data.validation_texts),
             should_stop=should_stop,
         )
-        window = config.model.window
         return {
             "validation_perplexity": evaluation.perplexity(losses),
             "validation_perplexity_beyond_window": evaluation.perplexity(

@@ -17,8 +17,10 @@ class OptimizerConfig:
         beta1: decay of the mean.
         beta2: decay of the variance.
         epsilon: added to its root.
-        weight_decay: decoupled, on matrices only: not on norms.
-        max_gradient_norm: gradients longer than this are scaled down to it.
+        weight_decay: decoupled, on matrices: not on norms.
+        decay_vectors: weight decay on norms and other vectors too, as HMT is trained.
+        max_gradient_norm: gradients longer than this are scaled down to it; infinity
+            leaves them all.
     """
 
     learning_rate: float = 2e-3
@@ -28,6 +30,7 @@ class OptimizerConfig:
     beta2: float = 0.95
     epsilon: float = 1e-7
     weight_decay: float = 0.1
+    decay_vectors: bool = False
     max_gradient_norm: float = 1.0
 
     def __post_init__(self):
@@ -66,6 +69,8 @@ def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformati
             b2=config.beta2,
             eps=config.epsilon,
             weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
+            mask=lambda params: jax.tree.map(
+                lambda leaf: config.decay_vectors or leaf.ndim > 1, params
+            ),
         ),
     )

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,11 @@ from flax import nnx
 from jaxtyping import PyTree, Scalar
 
 from memjax.data.batch import Batch
-from memjax.models.language_model import LanguageModel
-from memjax.training.loss import token_losses
+from memjax.models.config import require_known
+from memjax.training.loss import first_scored, last_targets, scored, token_losses
 
 Metrics = dict[str, Scalar]
+LossOn = Literal["all", "last", "scored"]
 
 
 class TrainState(NamedTuple):
@@ -23,16 +24,19 @@ class TrainState(NamedTuple):
 
     Attributes:
         step: updates done, skipped ones included.
-        params: parameters by path, float32.
-        optimizer: the optimizer's state.
+        params: trained parameters by path, float32: those that are `nnx.Param`.
+        optimizer: the optimizer's state, of the trained parameters alone.
         memory: each row's memory, where training carries it from batch to batch; else
             an empty tuple.
+        frozen: all other variables of the model, by path; they never change, and are
+            here so that a checkpoint is whole.
     """
 
     step: Scalar
     params: PyTree
     optimizer: PyTree
     memory: PyTree
+    frozen: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +50,20 @@ class StepConfig:
             summed: less memory, the same update.
         carry_memory: keep each row's memory from one batch to the next, for streams;
             rows marked `reset` start empty.
+        loss_on: targets that count, of those the batch's mask lets through: "all";
+            "last", each row's last L, L the model's window (HMT's official training:
+            what comes before is learned through the memory alone); "scored", those
+            whose logits had not seen them (HMT with retrieval: from index j of a
+            segment on).
     """
 
     bptt_blocks: int = 0
     accumulate: int = 1
     carry_memory: bool = False
+    loss_on: LossOn = "all"
 
     def __post_init__(self):
+        require_known("loss_on", self.loss_on, get_args(LossOn))
         if self.bptt_blocks < 0:
             raise ValueError(f"bptt_blocks must be >= 0, got {self.bptt_blocks}")
         if self.accumulate < 1:
@@ -60,23 +71,29 @@ class StepConfig:
 
 
 def init_train_state(
-    model: LanguageModel,
+    model: Any,
     optimizer: optax.GradientTransformation,
     config: StepConfig,
     batch_size: int,
 ) -> TrainState:
-    """The state before the first update."""
-    params = nnx.state(model, nnx.Param)
+    """The state before the first update, of any model of the library."""
+    _, params, frozen = nnx.split(model, nnx.Param, ...)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         optimizer=optimizer.init(params),
         memory=model.init_state(batch_size) if config.carry_memory else (),
+        frozen=frozen,
     )
 
 
+def model_of(graph: Any, state: TrainState) -> Any:
+    """The model that a state holds, of the structure `nnx.graphdef(model)`."""
+    return nnx.merge(graph, state.params, state.frozen)
+
+
 def make_train_step(
-    model: LanguageModel, optimizer: optax.GradientTransformation, config: StepConfig
+    model: Any, optimizer: optax.GradientTransformation, config: StepConfig
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the update of one model; jit it, donating the state.
 
@@ -91,7 +108,8 @@ def make_train_step(
         empty = model.init_state(batch.tokens.shape[0])
         memory = empty
         if config.carry_memory:
-            memory = nnx.merge(graph, state.params).reset(state.memory, batch.reset)
+            memory = model_of(graph, state).reset(state.memory, batch.reset)
+        batch = batch._replace(mask=_counted(model, config, batch.mask))
         loss, memory, gradients = _gradients(graph, config, state, memory, batch)
         norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -103,9 +121,11 @@ def make_train_step(
             params=optax.apply_updates(state.params, updates),
             optimizer=new_optimizer,
             memory=memory if config.carry_memory else (),
+            frozen=(),
         )
-        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-        new = new._replace(step=state.step + 1)
+        old = state._replace(frozen=())
+        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        new = new._replace(step=state.step + 1, frozen=state.frozen)
         metrics = {
             "loss": loss,
             "gradient_norm": norm,
@@ -116,6 +136,24 @@ def make_train_step(
     return train_step
 
 
+def _counted(model, config, mask):
+    """The mask without the targets that `loss_on` leaves out."""
+    match config.loss_on:
+        case "last":
+            return last_targets(mask, model.window)
+        case "scored":
+            t = mask.shape[1]
+            first = first_scored(model)
+            if first and config.carry_memory and t % model.window:
+                raise ValueError(
+                    f"loss_on='scored' needs batches of whole segments of "
+                    f"{model.window} tokens in a stream, got {t} tokens"
+                )
+            return mask * scored(t, model.window, first)[None]
+        case _:
+            return mask
+
+
 def _gradients(graph, config, state, memory, batch):
     """The mean loss over the batch, the memory after it, and gradients, by parts."""
     parts = config.accumulate
@@ -124,7 +162,7 @@ def _gradients(graph, config, state, memory, batch):
             f"accumulate={parts} must divide the batch of {batch.tokens.shape[0]} rows"
         )
     grad = jax.value_and_grad(
-        functools.partial(_total_loss, graph, config), has_aux=True
+        functools.partial(_total_loss, graph, config, state.frozen), has_aux=True
     )
     if parts == 1:
         (nll, (tokens, memory)), gradients = grad(state.params, memory, batch)
@@ -149,9 +187,9 @@ def _gradients(graph, config, state, memory, batch):
     return nll / tokens, memory, jax.tree.map(lambda g: g / tokens, gradients)
 
 
-def _total_loss(graph, config, params, memory, batch):
+def _total_loss(graph, config, frozen, params, memory, batch):
     """Summed loss, with the memory cut from the gradient every `bptt_blocks`."""
-    model: Any = nnx.merge(graph, params)
+    model: Any = nnx.merge(graph, params, frozen)
     t = batch.tokens.shape[1]
     window = min(t, config.bptt_blocks * model.window) or t
 

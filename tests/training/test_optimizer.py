@@ -28,6 +28,7 @@ def test_the_defaults_are_the_papers_table_9():
         beta2=0.95,
         epsilon=1e-7,
         weight_decay=0.1,
+        decay_vectors=False,
         max_gradient_norm=1.0,
     )
 

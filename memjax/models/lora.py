@@ -1,0 +1,175 @@
+"""LoRA: a frozen model and small trained changes to its matrices.
+
+    W x  becomes  W x + (alpha / r) B A x,    A [r, in] normal, B [out, r] zero
+
+Hu et al. (2021), https://arxiv.org/abs/2106.09685, equation 3. B starts at zero, so an
+adapted model starts as the model it was made from. Everything else is frozen: the
+embedding, the head, norms, biases, and the mixers that are no attention. (HMT's program
+adapts the embedding too; its paper does not say so.)
+
+A trained parameter is an `nnx.Param`, as everywhere; a frozen one is `Frozen`, another
+kind of variable. So what asks for `nnx.Param`, as the optimizer does, never sees it.
+
+Shapes: I input axes, O output axes, R rank.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from memjax.mechanisms.base import check_sizes
+from memjax.mechanisms.projections import Adapted, AttentionParams
+from memjax.models.config import require_known
+from memjax.models.language_model import LanguageModel
+from memjax.models.layers import FeedForwardParams
+
+Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Which matrices are adapted, and how much.
+
+    Attributes:
+        rank: r, of the change of each matrix.
+        alpha: the change is scaled by alpha / r.
+        targets: projections of attention layers, and matrices of feed-forwards.
+    """
+
+    rank: int = 8
+    alpha: float = 32.0
+    targets: tuple[Target, ...] = get_args(Target)
+
+    def __post_init__(self):
+        check_sizes(rank=self.rank, targets=len(self.targets))
+        if not self.alpha > 0:
+            raise ValueError(f"alpha must be positive, got {self.alpha}")
+        for target in self.targets:
+            require_known("targets", target, get_args(Target))
+
+
+class Frozen(nnx.Variable):
+    """A parameter that is not trained."""
+
+
+class LowRank(NamedTuple):
+    """A and B of one matrix."""
+
+    down: Float[Array, "*I R"]
+    up: Float[Array, " R *O"]
+
+
+class AdaptedParams(nnx.Module):
+    """Stands in a layer for the parameters of its mixer or feed-forward."""
+
+    def __init__(self, params: Any, names: list[Target], config: LoraConfig, key):
+        self.frozen = Frozen(params)
+        draw = functools.partial(_low_rank, params, config.rank)
+        keys = jax.random.split(key, len(names))
+        self.changes = nnx.Param(dict(zip(names, map(draw, names, keys), strict=True)))
+        self.scale = config.alpha / config.rank
+
+    def get_value(self) -> Any:
+        """The parameters, in which the adapted matrices know their change."""
+        params, changes = self.frozen.get_value(), self.changes.get_value()
+        return params._replace(
+            **{
+                name: Adapted(getattr(params, name), *change, self.scale)
+                for name, change in changes.items()
+            }
+        )
+
+    def merged(self) -> Any:
+        """The parameters with the changes added in."""
+        params, changes = self.frozen.get_value(), self.changes.get_value()
+        return params._replace(
+            **{
+                name: getattr(params, name)
+                + self.scale * jnp.tensordot(change.down, change.up, axes=1)
+                for name, change in changes.items()
+            }
+        )
+
+
+def add_lora(
+    model: LanguageModel, config: LoraConfig, key: PRNGKeyArray
+) -> LanguageModel:
+    """The model with everything frozen and the targets' changes to train.
+
+    Args:
+        model: left as it is; the result shares its arrays.
+        config: which matrices.
+        key: of the A.
+
+    Raises:
+        ValueError: the model has adapters already, or none of the targets.
+    """
+    model = _copy(model)
+    if any(isinstance(module, AdaptedParams) for _, module in nnx.iter_modules(model)):
+        raise ValueError("model has LoRA adapters already; merge_lora joins them")
+    _retype(model, nnx.Param, Frozen)
+    adapted = 0
+    for i, block in enumerate(model.blocks):
+        for place, name in enumerate(("mixer", "feed_forward")):
+            params = getattr(block, name).get_value()
+            names = _targets_in(params, config)
+            if names:
+                here = jax.random.fold_in(key, 2 * i + place)
+                setattr(block, name, AdaptedParams(params, names, config, here))
+                adapted += 1
+    if not adapted:
+        raise ValueError(
+            f"targets={config.targets} are none of the model's: its mixers are "
+            f"{model.config.mixers}"
+        )
+    return model
+
+
+def merge_lora(model: Model) -> Model:
+    """The same function as a plain model: changes added in, nothing frozen.
+
+    A model without adapters comes back equal. The result shares the arrays that were
+    not adapted.
+    """
+    model = _copy(model)
+    for _, module in list(nnx.iter_modules(model)):
+        for name, held in list(vars(module).items()):
+            if isinstance(held, AdaptedParams):
+                setattr(module, name, nnx.Param(held.merged()))
+    _retype(model, Frozen, nnx.Param)
+    return model
+
+
+def _low_rank(params, rank, name, key):
+    weight = getattr(params, name)
+    inputs = weight.shape[: 2 if name == "output" else 1]
+    outputs = weight.shape[len(inputs) :]
+    draw = jax.nn.initializers.lecun_normal(tuple(range(len(inputs))), -1)
+    return LowRank(
+        down=draw(key, (*inputs, rank), jnp.float32),
+        up=jnp.zeros((rank, *outputs), jnp.float32),
+    )
+
+
+def _targets_in(params, config) -> list[Target]:
+    if not isinstance(params, AttentionParams | FeedForwardParams):
+        return []
+    return [t for t in config.targets if getattr(params, t, None) is not None]
+
+
+def _copy(model: Model) -> Model:
+    return nnx.merge(*nnx.split(model))
+
+
+def _retype(model, before, after):
+    """Makes each variable of one kind one of another."""
+    for _, module in list(nnx.iter_modules(model)):
+        for name, held in list(vars(module).items()):
+            if type(held) is before:
+                setattr(module, name, after(held.get_value()))
