@@ -1,4 +1,4 @@
-"""The command line: `memjax train | eval | generate | data`.
+"""The command line: `memjax train | finetune | eval | generate | data`.
 
 Exit codes: 0 done; 2 bad input, with one line on stderr; 75 stopped by a signal with
 everything saved (run the same command again to go on); 1 anything else.
@@ -21,7 +21,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from memjax import evaluation, run
+from memjax import cli_finetune, evaluation, finetune, finetune_config, run
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data import fetch as fetching
 from memjax.data.sources import open_documents
@@ -74,6 +74,9 @@ def train(
     return outcome.exit_code
 
 
+command("finetune")(cli_finetune.finetune)
+
+
 @command("eval")
 def evaluate(
     run_dir: Annotated[Path, tyro.conf.Positional],
@@ -89,7 +92,7 @@ def evaluate(
     Writes `eval-<split>.json` and a plot of loss by position into the run folder.
 
     Args:
-        run_dir: a folder that `memjax train` wrote.
+        run_dir: a folder that `memjax train` or `memjax finetune` wrote.
         split: which documents.
         context_length: cut documents into texts of so many tokens, each read with an
             empty memory; 0 reads every document as one stream.
@@ -98,7 +101,7 @@ def evaluate(
         sampling: read an Elastic Memory at other points than in training.
         decay: of the exponential sampling.
     """
-    config, model = run.load_model(run_dir)
+    config, model = finetune.load_model(run_dir)
     if sampling is not None:
         model = run.with_sampling(model, sampling=sampling, decay=decay)
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -110,7 +113,7 @@ def evaluate(
         segment=segment or config.data.context_length,
         batch_size=batch_size,
     )
-    window = config.model.window
+    window = model.window
     rows = {
         kind or "all": {
             "perplexity": evaluation.perplexity(losses, kind=kind),
@@ -146,7 +149,7 @@ def generate_text(
     """Reads a prompt of any length into the memory and writes on.
 
     Args:
-        run_dir: a folder that `memjax train` wrote.
+        run_dir: a folder that `memjax train` or `memjax finetune` wrote.
         prompt: text to go on from; this or `prompt_file`.
         prompt_file: a text file, of any length.
         tokens: how many to draw.
@@ -156,7 +159,7 @@ def generate_text(
     if (prompt_file is None) == (not prompt):
         raise ValueError("give either --prompt or --prompt-file, and not empty")
     text = prompt if prompt_file is None else prompt_file.read_text()
-    config, model = run.load_model(run_dir)
+    config, model = finetune.load_model(run_dir)
     tokenizer = load_tokenizer(config.data.tokenizer)
     _, drawn = generate(
         model,
@@ -230,11 +233,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parse(argv: list[str]) -> Callable[[], int]:
     """The command that the words ask for; a parser's complaint is a ValueError."""
-    if argv[:1] == ["train"]:
+    presets = {"train": run.presets, "finetune": finetune_config.presets}
+    if argv and argv[0] in presets:
         pairs = zip(argv, argv[1:], strict=False)
         for before, word in pairs:
             if not word.startswith("-") and not before.startswith("-"):
-                require_known("preset", word, tuple(run.presets()))
+                require_known("preset", word, tuple(presets[argv[0]]()))
                 break
     complaint = io.StringIO()
     try:

@@ -255,7 +255,7 @@ def load_model(run_dir: Path) -> tuple[RunConfig, LanguageModel]:
     return config, model_of(nnx.graphdef(model), newest_state(run_dir, state))
 
 
-def with_sampling(model: LanguageModel, **changes: Any) -> LanguageModel:
+def with_sampling(model: Any, **changes: Any) -> LanguageModel:
     """The same parameters, the memory read at other points (Tables 5 and 6).
 
     Args:
@@ -267,10 +267,10 @@ def with_sampling(model: LanguageModel, **changes: Any) -> LanguageModel:
     """
     for name in changes:
         require_known("change", name, ("sampling", "decay", "memory_tokens"))
-    if "elastic_memory" not in model.config.mixers:
+    mixers = model.config.mixers if isinstance(model, LanguageModel) else ()
+    if "elastic_memory" not in mixers:
         raise ValueError(
-            f"{changes} needs an elastic_memory layer; "
-            f"the mixers are {model.config.mixers}"
+            f"{changes} needs an elastic_memory layer; the mixers are {mixers}"
         )
     elastic = dataclasses.replace(model.config.elastic, **changes)
     config = dataclasses.replace(model.config, elastic=elastic)
