@@ -139,7 +139,11 @@ class LanguageModel(nnx.Module):
         return self._read(mix, state, x, mask)
 
     def read_ragged(
-        self, state: State, x: Float[Array, "B T E"], lengths: Int[Array, " B"]
+        self,
+        state: State,
+        x: Float[Array, "B T E"],
+        lengths: Int[Array, " B"],
+        mask: Bool[Array, "B T"] | None = None,
     ) -> State:
         """The state after the first `lengths[b]` tokens, 0 to T, of each row b.
 
@@ -147,10 +151,9 @@ class LanguageModel(nnx.Module):
         token. Lengths are not checked inside jit.
 
         Raises:
-            ValueError: on rows that the state does not have, or lengths that are not
-                integers [B].
+            ValueError: as `read`, or on lengths that are not integers [B].
         """
-        self._check(state, x, None)
+        self._check(state, x, mask)
         if lengths.shape != x.shape[:1] or not jnp.issubdtype(
             lengths.dtype, jnp.integer
         ):
@@ -159,11 +162,13 @@ class LanguageModel(nnx.Module):
                 f"{list(lengths.shape)}"
             )
         mix = lambda mechanism, params, memory, h: apply_ragged(
-            mechanism, params, memory, h, lengths
+            mechanism, params, memory, h, mask, lengths
         )
-        after, _ = self._read(mix, state, x, None)
+        after, _ = self._read(mix, state, x, mask)
         if self.config.architecture.positions == "learned":
-            return (*after[:-1], state[-1] + lengths.astype(jnp.int32))
+            taken = jnp.arange(x.shape[1], dtype=lengths.dtype)[None] < lengths[:, None]
+            taken = taken if mask is None else taken & mask
+            return (*after[:-1], state[-1] + taken.sum(axis=1, dtype=jnp.int32))
         return after
 
     def encode(
@@ -224,7 +229,7 @@ class LanguageModel(nnx.Module):
         if config.architecture.embedding_dim is not None:
             h = linear(h, self.project_in.get_value())
         if config.architecture.positions == "learned":
-            last, at = _next_positions(*taken, x, mask)
+            last, at = _next_positions(taken[0], x, mask)
             h, taken = (
                 h + _rows(self.positions.get_value(), at).astype(h.dtype),
                 (last,),
