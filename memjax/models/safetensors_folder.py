@@ -40,16 +40,15 @@ class SafetensorsFile:
 
         Raises:
             ValueError: if the header is not whole and true, names a tensor twice, or
-                has a number format other than float32, float16 and bfloat16;
-                ImportError: without the safetensors package; OSError: no file.
+                has a number format other than float32, float16 and bfloat16; without
+                the safetensors package; OSError: no file.
         """
-        from safetensors import SafetensorError, safe_open
-
+        safetensors = _library()
         self.path = path
         try:
             # Holds the header against the file: no gap, overlap or byte too many.
-            self._file = safe_open(path, "numpy")
-        except SafetensorError as error:
+            self._file = safetensors.safe_open(path, "numpy")
+        except safetensors.SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
         # The library takes the last of two tensors with one name.
         with path.open("rb") as file:
@@ -149,8 +148,7 @@ def write_folder(
     Raises:
         ValueError: if the folder holds something, or a tensor is given twice.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists already and is not an empty folder")
+    require_free(folder)
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -169,6 +167,21 @@ def write_folder(
     except BaseException:
         shutil.rmtree(hidden)
         raise
+
+
+def require_free(folder: Path) -> None:
+    """Raises ValueError unless a folder can be written there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already and is not an empty folder")
+
+
+def require_no_pickle(file: Path) -> None:
+    """Raises ValueError for the suffixes of pickled weights, with advice."""
+    if file.suffix in PICKLED:
+        raise ValueError(
+            f"{file} is a pickle, which runs code when it is loaded, and is not read: "
+            "have the library that wrote it save safetensors"
+        )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -191,14 +204,9 @@ def _open_files(folder: Path) -> Iterator[SafetensorsFile]:
         places = _read_index(index)
         yield from _open_shards(folder, index, places)
     else:
-        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
-        advice = (
-            f"; {pickled} are pickles, which run code when loaded and are not read: "
-            "have the library that wrote them save safetensors"
-            if pickled
-            else ""
-        )
-        raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}{advice}")
+        for file in sorted(folder.iterdir()):
+            require_no_pickle(file)
+        raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}")
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -249,14 +257,24 @@ def _inside(folder: Path, name: str) -> Path:
     return file
 
 
+def _library() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ValueError(
+            "safetensors files need the optional package safetensors: "
+            "pip install safetensors"
+        ) from error
+    return safetensors
+
+
 def _write_tensors(
     folder: Path,
     tensors: Iterable[tuple[str, np.ndarray]],
     dtype: np.dtype,
     shard_bytes: int,
 ) -> None:
-    from safetensors.numpy import save_file
-
+    save_file = _library().numpy.save_file
     places: dict[str, int] = {}
     shard, size, count, total = {}, 0, 0, 0
 
