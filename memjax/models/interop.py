@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from memjax.models import own_format, safetensors_folder, tensor_names
 from memjax.models.config import Dtype
-from memjax.models.families import from_hf_config, to_hf_config
+from memjax.models.families import from_hf_config
+from memjax.models.family_export import to_hf_config
 from memjax.models.gguf_checkpoint import GGUFCheckpoint
 from memjax.models.language_model import LanguageModel
 from memjax.models.lora import merge_lora
