@@ -1,0 +1,334 @@
+"""HMT and RMT keep the law of models, over backbones of every kind."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memjax.models import (
+    HMTConfig,
+    LanguageModel,
+    ModelConfig,
+    Sampling,
+    generate,
+    hmt,
+    rmt,
+)
+
+B, V, D, L, K, N = 2, 23, 16, 5, 2, 2
+T = 3 * L + 2
+ATTENTION = ModelConfig(
+    mixers=("attention",),
+    vocab_size=V,
+    model_dim=D,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    hidden_dim=24,
+    window=4,
+    capacity=64,
+    dtype="float32",
+    remat=False,
+)
+BACKBONES = {
+    "attention": ATTENTION,
+    "windows": dataclasses.replace(ATTENTION, mixers=("sliding_window", "attention")),
+    "recurrent": dataclasses.replace(ATTENTION, mixers=("gated_deltanet",)),
+}
+CAUSAL = HMTConfig(
+    segment=L,
+    sensory=K,
+    memories=N,
+    retrieval_dim=6,
+    summary_source="previous",
+    activations="keep",
+)
+STAGE_1 = dataclasses.replace(CAUSAL, retrieval=False)
+PAPER = dataclasses.replace(CAUSAL, summary_source="current", summary_fraction=0.6)
+J = PAPER.summary
+TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
+
+
+@functools.cache
+def build(kind="attention", config=CAUSAL, **backbone):
+    sizes = dataclasses.replace(BACKBONES[kind], **backbone)
+    model = LanguageModel(sizes, key=jax.random.key(0))
+    if config == "rmt":
+        return rmt(model, L, key=jax.random.key(2), activations="keep")
+    return hmt(model, config, key=jax.random.key(2))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _call(graph, params, state, tokens, mask):
+    return nnx.merge(graph, params)(state, tokens, mask)
+
+
+def run(model, state, tokens, mask=None):
+    return _call(*nnx.split(model), state, tokens, mask)
+
+
+def by_steps(model, state, tokens):
+    states, logits = [state], []
+    for t in range(tokens.shape[1]):
+        state, y = run(model, state, tokens[:, t : t + 1])
+        states.append(state)
+        logits.append(y)
+    return states, jnp.concatenate(logits, axis=1)
+
+
+def close(actual, expected, tolerance=2e-5):
+    chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+EXACT = {
+    "rmt": ("attention", "rmt"),
+    "stage 1": ("attention", STAGE_1),
+    "previous": ("attention", CAUSAL),
+    "previous, windows": ("windows", CAUSAL),
+    "previous, recurrent": ("recurrent", CAUSAL),
+    "no sensory": ("attention", dataclasses.replace(CAUSAL, sensory=0)),
+}
+
+
+@pytest.fixture(params=EXACT, name="case", scope="module")
+def _case(request):
+    model = build(*EXACT[request.param])
+    states, logits = by_steps(model, model.init_state(B), TOKENS)
+    return model, states, logits
+
+
+def test_a_text_equals_its_tokens_one_by_one(case):
+    model, states, logits = case
+    close(run(model, states[0], TOKENS), (states[-1], logits))
+
+
+def test_calls_take_over_at_every_token(case):
+    """So that any split of a text gives what its tokens give."""
+    model, states, logits = case
+    size = L + 1
+    for t in range(T - size + 1):
+        result = run(model, states[t], TOKENS[:, t : t + size])
+        close(result, (states[t + size], logits[:, t : t + size]))
+
+
+def test_nothing_reads_ahead_and_the_past_is_not_forgotten(case):
+    model, states, logits = case
+    at = L + 1
+    changed = TOKENS.at[:, at].set((TOKENS[:, at] + 1) % V)
+    _, other = run(model, states[0], changed)
+    np.testing.assert_allclose(other[:, :at], logits[:, :at], atol=1e-5)
+    assert np.all(np.abs(other - logits)[:, -1].max(axis=-1) > 1e-5)
+
+
+def test_rows_are_independent_and_stand_at_different_places(case):
+    model, states, logits = case
+    at, size = L + 3, L + 1
+    state = model.reset(states[at], jnp.array([True, False]))
+    tokens = TOKENS[:, at : at + size]
+    after, y = run(model, state, tokens)
+    _, fresh = run(model, states[0], tokens)
+    close(y[0], fresh[0])
+    close(y[1], logits[1, at : at + size])
+    stepped, steps = by_steps(model, state, tokens)
+    close((after, y), (stepped[-1], steps))
+    chex.assert_tree_all_finite(after)
+
+
+def test_the_state_is_a_fixed_point_in_float32(case):
+    model, states, _ = case
+    kind = lambda x: (x.shape, x.dtype, x.weak_type)
+    for length in (1, L + 1):
+        after, _ = jax.eval_shape(
+            functools.partial(_call, nnx.graphdef(model)),
+            nnx.state(model),
+            states[0],
+            TOKENS[:, :length],
+            None,
+        )
+        assert jax.tree.map(kind, after) == jax.tree.map(kind, states[0])
+    for leaf in jax.tree.leaves(states[0]):
+        assert leaf.shape[0] == B
+        assert leaf.dtype in (jnp.float32, jnp.int32, bool)
+
+
+@pytest.mark.parametrize("config", [CAUSAL, PAPER, "rmt"], ids=["causal", "paper", ""])
+def test_gradients_reach_every_parameter_and_the_state(config):
+    model = build("attention", config)
+    graph, params = nnx.split(model)
+    tokens = TOKENS[:, : 3 * L + 1]
+    state, _ = run(model, model.init_state(B), TOKENS[:, : L + 1])
+    # One row starts its text, with the first memory; the other has memories.
+    state = model.reset(state, jnp.array([True, False]))
+
+    def loss(params, bank):
+        model = nnx.merge(graph, params)
+        memories = state.memories._replace(bank=bank)
+        after, y = model(state._replace(memories=memories), tokens)
+        return (y**2).mean() + (after.memories.bank**2).mean()
+
+    by = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, state.memories.bank)
+    chex.assert_tree_all_finite(by)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(by):
+        assert np.abs(leaf).max() > 0, jax.tree_util.keystr(path)
+
+
+def test_recomputing_changes_no_gradient():
+    tokens = TOKENS[:, : 2 * L]
+
+    def gradient(activations):
+        config = dataclasses.replace(PAPER, activations=activations)
+        model = build("attention", config)
+        graph, params = nnx.split(model)
+
+        def loss(params):
+            model = nnx.merge(graph, params)
+            return (model(model.init_state(B), tokens)[1] ** 2).mean()
+
+        return jax.jit(jax.grad(loss))(params)
+
+    keep = gradient("keep")
+    for activations in ("recompute", "offload"):
+        pure = nnx.to_pure_dict(gradient(activations))
+        close(pure, nnx.to_pure_dict(keep), 1e-5)
+
+
+def test_bfloat16_is_close_to_float32():
+    low = build("attention", PAPER, dtype="bfloat16")
+    state, y = run(low, low.init_state(B), TOKENS)
+    high = build("attention", PAPER)
+    _, expected = run(high, high.init_state(B), TOKENS)
+    error = jnp.linalg.norm(y - expected) / jnp.linalg.norm(expected)
+    assert error < 5e-2
+    assert state.memories.bank.dtype == jnp.float32
+
+
+# The paper's way: P_n stands before the tokens that it was searched with.
+
+
+@functools.cache
+def paper():
+    model = build("attention", PAPER)
+    return model, run(model, model.init_state(B), TOKENS)
+
+
+def test_the_papers_way_reads_ahead_by_j_tokens_and_no_more():
+    model, (_, logits) = paper()
+    # With one memory there is nothing to choose: the third segment is the first.
+    for at, first in ((2 * L + J - 1, 2 * L), (2 * L + J, 2 * L + J)):
+        changed = TOKENS.at[:, at].set((TOKENS[:, at] + 1) % V)
+        _, other = run(model, model.init_state(B), changed)
+        differs = np.abs(other - logits).max(axis=(0, 2)) > 1e-6
+        assert differs.argmax() == first
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.sampled_from([2, 3, L + 1]), min_size=T, max_size=T))
+def test_the_papers_way_is_exact_from_j_on_at_every_split(pieces):
+    model, (_, logits) = paper()
+    state, start = model.init_state(B), 0
+    for size in pieces:
+        if start + size > T:
+            break
+        state, y = run(model, state, TOKENS[:, start : start + size])
+        place = np.arange(start, start + size)
+        known = start + size - place // L * L >= J
+        close(y[:, known], logits[:, place[known]])
+        start += size
+    assert start > T - L - 1
+    close(state.memories.bank[:, -1], _memories(start // L))
+
+
+@functools.cache
+def _memories(segments):
+    """The last memory after so many segments, read whole."""
+    model, _ = paper()
+    state, _ = run(model, model.init_state(B), TOKENS[:, : segments * L])
+    return state.memories.bank[:, -1]
+
+
+def test_generated_tokens_find_their_own_prompt_once_j_are_there():
+    model, (after, logits) = paper()
+    states, stepped = by_steps(model, model.init_state(B), TOKENS)
+    from_j = np.arange(T) % L >= J - 1
+    close(stepped[:, from_j], logits[:, from_j])
+    close(states[-1].memories, after.memories)
+    early = (np.arange(T) >= L) & ~from_j
+    assert np.abs(stepped - logits)[:, early].max() > 1e-4
+
+
+def test_generation_goes_on_beyond_a_segment():
+    model = build("attention", CAUSAL)
+    greedy, count = Sampling(temperature=0.0), 2 * L + 1
+    state, drawn = generate(
+        model, model.init_state(B), TOKENS[:, : L + 1], count,
+        key=jax.random.key(0), sampling=greedy, segment=4,
+    )  # fmt: skip
+    text = jnp.concatenate([TOKENS[:, : L + 1], drawn[:, :-1]], axis=1)
+    after, logits = run(model, model.init_state(B), text)
+    np.testing.assert_array_equal(drawn, np.argmax(logits[:, L:], axis=-1))
+    close(state, after)
+
+
+# Padding.
+
+
+def test_masked_tokens_are_seen_by_nobody():
+    model = build("attention", PAPER)
+    mask = jnp.ones((B, T), bool).at[0, :2].set(False)
+    empty = model.init_state(B, masked=True)
+    state, logits = run(model, empty, TOKENS, mask)
+    changed = TOKENS.at[0, :2].set((TOKENS[0, :2] + 1) % V)
+    _, other = run(model, empty, changed, mask)
+    close(other[0, 2:], logits[0, 2:])
+    _, (_, unmasked) = paper()
+    close(logits[1], unmasked[1])
+    assert np.abs(logits - unmasked)[0, 2:].max() > 1e-4
+    # The open segment's padding stays unseen when tokens follow one by one.
+    first, _ = run(model, empty, TOKENS[:, :4], mask[:, :4])
+    _, following = run(model, first, TOKENS[:, 4:5], mask[:, 4:5])
+    close(following[:, 0], logits[:, 4])
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, empty)
+
+
+def test_every_bad_input_is_refused():
+    model = build("attention", CAUSAL)
+    state = model.init_state(B)
+    with pytest.raises(ValueError, match=rf"tokens must be in \[0, {V}\), got {V}"):
+        model(state, TOKENS.at[1, 3].set(V))
+    with pytest.raises(ValueError, match=r"tokens must be in .*, got -1"):
+        model(state, TOKENS.at[1, 3].set(-1))
+    with pytest.raises(ValueError, match="tokens must be integers .* 2 rows"):
+        model(state, TOKENS[:1])
+    with pytest.raises(ValueError, match="T >= 1"):
+        model(state, TOKENS[:, :0])
+    with pytest.raises(ValueError, match="mask needs a state made for it"):
+        model(state, TOKENS, jnp.ones((B, T), bool))
+    with pytest.raises(ValueError, match="texts of 9 tokens .* allow 8"):
+        build("attention", CAUSAL, capacity=L + K + 1)
+    recurrent = build("recurrent", CAUSAL)
+    with pytest.raises(ValueError, match="mask"):
+        masked = recurrent.init_state(B, masked=True)
+        recurrent(masked, TOKENS, jnp.ones((B, T), bool))
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (dict(segment=4, sensory=5), r"sensory must be in \[0, segment=4\], got 5"),
+        (dict(segment=4, sensory=0, summary_fraction=0.1), "j=0, which must be in"),
+        (dict(summary_fraction=1.5), "must be in"),
+        (dict(memories=0), "memories must be at least 1, got 0"),
+        (dict(segment=0), "segment must be at least 1, got 0"),
+        (dict(retrieval_dim=0), "retrieval_dim must be at least 1"),
+    ],
+)
+def test_every_bad_size_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        HMTConfig(**options)
