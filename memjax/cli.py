@@ -1,4 +1,4 @@
-"""The command line: `memjax train | finetune | eval | generate | data`.
+"""The command line: train, finetune, eval, generate, data, import and export.
 
 Exit codes: 0 done; 2 bad input, with one line on stderr; 75 stopped by a signal with
 everything saved (run the same command again to go on); 1 anything else.
@@ -21,7 +21,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from memjax import cli_finetune, evaluation, finetune, finetune_config, run
+from memjax import cli_finetune, cli_interop, evaluation, finetune, finetune_config, run
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data import fetch as fetching
 from memjax.data.sources import open_documents
@@ -75,6 +75,8 @@ def train(
 
 
 command("finetune")(cli_finetune.finetune)
+command("import")(cli_interop.import_model)
+command("export")(cli_interop.export_model)
 
 
 @command("eval")

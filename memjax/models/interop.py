@@ -9,6 +9,8 @@ Nothing that is read is executed; `safetensors_folder` and `gguf_file` check it.
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flax import nnx
+
 from memjax.models import own_format, safetensors_folder, tensor_names
 from memjax.models.config import Dtype
 from memjax.models.families import from_hf_config
@@ -57,7 +59,7 @@ def load_pretrained(
 
 
 def save_pretrained(
-    model: LanguageModel,
+    model: nnx.Module,
     folder: Path | str,
     tokenizer: bytes | None = None,
     *,
@@ -71,7 +73,7 @@ def save_pretrained(
     are merged.
 
     Args:
-        model: a plain language model, without a memory of segments around it.
+        model: a LanguageModel, without a memory of segments around it.
         folder: must not exist, or be empty; it appears whole or not at all.
         tokenizer: bytes of a `tokenizer.json`.
         dtype: of the saved numbers.
@@ -143,7 +145,7 @@ def _build(
 
 
 def _write(
-    model: LanguageModel,
+    model: nnx.Module,
     folder: Path,
     tokenizer: bytes | None,
     more: dict[str, Any],

@@ -5,8 +5,8 @@ refused, and every name, place and number format is checked before a tensor is u
 """
 
 import json
+import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -152,7 +152,8 @@ def write_folder(
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    hidden = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    hidden = folder.with_name(f".{folder.name}.{os.getpid()}")
+    hidden.mkdir()
     try:
         _write_tensors(hidden, tensors, SAVED_DTYPES[dtype], shard_bytes)
         record = json.dumps(dict(config) | {"torch_dtype": dtype}, indent=2)
@@ -162,7 +163,9 @@ def write_folder(
             # Else transformers would rebuild one of the model's family.
             general = {"tokenizer_class": "PreTrainedTokenizerFast"}
             (hidden / "tokenizer_config.json").write_text(json.dumps(general))
-        hidden.chmod(0o755)
+        for file in hidden.glob("*.safetensors"):
+            # The library makes them for the owner alone.
+            shutil.copymode(hidden / CONFIG, file)
         hidden.replace(folder)
     except BaseException:
         shutil.rmtree(hidden)

@@ -1,7 +1,9 @@
 """GGUF files against the library that defines them, and files that lie."""
 
+import json
 import re
 import struct
+import sys
 
 import numpy as np
 import pytest
@@ -286,7 +288,7 @@ def test_without_the_library_other_formats_are_named(tmp_path, monkeypatch):
     kind = gguf.GGMLQuantizationType.Q6_K
     raw = np.zeros((1, 210), np.uint8)
     path = write(tmp_path / "a.gguf", {"one.weight": (raw, kind)})
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     refuses(path, "'one.weight' has the number format 14.*pip install gguf")
 
 
@@ -308,7 +310,7 @@ def _vocabulary():
         show_progress=False,
     )
     trained.train_from_iterator([TEXT] * 3, trainer)
-    model = __import__("json").loads(trained.to_str())["model"]
+    model = json.loads(trained.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     return {
         "tokenizer.ggml.model": "gpt2",
