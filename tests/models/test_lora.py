@@ -1,0 +1,170 @@
+"""LoRA: what is trained, what stays, and that merging changes nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from memjax.data.batch import Batch
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.config import Architecture
+from memjax.models.lora import Frozen, LoraConfig, add_lora, merge_lora
+from memjax.training.step import StepConfig, init_train_state, make_train_step
+
+V, D, H, G, K, F = 11, 8, 2, 1, 4, 12
+CONFIG = ModelConfig(
+    mixers=("attention", "gated_deltanet"),
+    vocab_size=V,
+    model_dim=D,
+    num_heads=H,
+    num_kv_heads=G,
+    head_dim=K,
+    hidden_dim=F,
+    capacity=16,
+    tied_head=False,
+    dtype="float32",
+    remat=False,
+)
+LORA = LoraConfig(rank=3, alpha=6.0)
+BASE = LanguageModel(CONFIG, key=jax.random.key(0))
+TOKENS = jax.random.randint(jax.random.key(1), (2, 9), 0, V).astype(jnp.int32)
+
+
+ADAPTED = add_lora(BASE, LORA, jax.random.key(2))
+PLAIN = nnx.graphdef(BASE)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(graph, variables):
+    model = nnx.merge(graph, variables)
+    return model(model.init_state(2), TOKENS)[1]
+
+
+def logits(model):
+    return run(*nnx.split(model))
+
+
+def moved():
+    """The adapted model after some training: no B is zero any more."""
+    params = nnx.state(ADAPTED, nnx.Param)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(3), len(leaves))
+    leaves = [
+        x + 0.3 * jax.random.normal(k, x.shape)
+        for x, k in zip(leaves, keys, strict=True)
+    ]
+    return nnx.merge(
+        nnx.graphdef(ADAPTED),
+        jax.tree.unflatten(structure, leaves),
+        nnx.state(ADAPTED, Frozen),
+    )
+
+
+def names(model, kind):
+    tree = nnx.state(model, kind)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def test_an_adapted_model_starts_as_its_base():
+    np.testing.assert_array_equal(logits(ADAPTED), logits(BASE))
+
+
+def test_what_is_trained_are_two_thin_matrices_a_target_and_nothing_else():
+    r = 3
+    wide = {"gate": (D, F), "up": (D, F), "down": (F, D)}
+    expected = {}
+    for block in (0, 1):
+        for name, (i, o) in wide.items():
+            at = f"blocks/{block}/feed_forward/changes/value/{name}"
+            expected |= {f"{at}/down": (i, r), f"{at}/up": (r, o)}
+    at = "blocks/0/mixer/changes/value"
+    for name, heads in {"query": H, "key": G, "value": G}.items():
+        expected |= {f"{at}/{name}/down": (D, r), f"{at}/{name}/up": (r, heads, K)}
+    expected |= {f"{at}/output/down": (H, K, r), f"{at}/output/up": (r, D)}
+    assert names(ADAPTED, nnx.Param) == expected
+    frozen = sum(np.prod(shape) for shape in names(ADAPTED, Frozen).values())
+    assert frozen == sum(x.size for x in jax.tree.leaves(nnx.state(BASE)))
+
+
+def test_a_change_is_alpha_over_r_times_the_product():
+    model, dense = moved(), nnx.merge(*nnx.split(BASE))
+    for block, new in zip(model.blocks, dense.blocks, strict=True):
+        for place in ("mixer", "feed_forward"):
+            held = getattr(block, place)
+            if isinstance(held, nnx.Variable):
+                continue
+            params = getattr(new, place).get_value()
+            for name, (a, b) in held.changes.get_value().items():
+                weight = np.asarray(getattr(params, name))
+                product = np.asarray(a).reshape(-1, 3) @ np.asarray(b).reshape(3, -1)
+                weight = weight + 6.0 / 3 * product.reshape(weight.shape)
+                params = params._replace(**{name: jnp.asarray(weight)})
+            setattr(new, place, nnx.Param(params))
+    found = logits(model)
+    np.testing.assert_allclose(found, logits(dense), atol=1e-5)
+    assert np.abs(found - logits(BASE)).max() > 0.1
+
+
+def test_merging_gives_the_same_function_as_a_plain_model():
+    model = moved()
+    merged = merge_lora(model)
+    assert nnx.graphdef(merged) == PLAIN and names(merged, Frozen) == {}
+    np.testing.assert_allclose(logits(merged), logits(model), atol=1e-5)
+    again = jax.tree.map(
+        np.array_equal, nnx.state(merge_lora(merged)), nnx.state(merged)
+    )
+    assert all(jax.tree.leaves(again))
+
+
+def test_an_update_moves_the_adapters_alone_and_keeps_no_moments_of_the_rest():
+    transform, config = optax.adam(1e-2), StepConfig()
+    state = init_train_state(ADAPTED, transform, config, 2)
+    adapters = len(names(ADAPTED, nnx.Param))
+    assert len(jax.tree.leaves(state.optimizer)) == 2 * adapters + 1
+    batch = Batch(TOKENS[:, :-1], TOKENS[:, 1:], jnp.ones((2, 8)), jnp.ones(2, bool))
+    step = jax.jit(make_train_step(ADAPTED, transform, config), donate_argnums=0)
+    before = jax.tree.map(np.array, (state.params, state.frozen))
+    after, metrics = step(state, batch)
+    after, metrics = step(after, batch)
+    assert metrics["finite"] == 1
+    same = jax.tree.map(np.array_equal, before, (after.params, after.frozen))
+    assert not any(jax.tree.leaves(same[0])) and all(jax.tree.leaves(same[1]))
+
+
+def test_a_feed_forward_without_a_gate_has_two_targets():
+    opt = Architecture(feed_forward="relu", feed_forward_bias=True, qkv_bias=True)
+    config = ModelConfig(**(vars(CONFIG) | dict(architecture=opt)))
+    adapted = add_lora(
+        LanguageModel(config, key=jax.random.key(0)), LORA, jax.random.key(1)
+    )
+    found = {name.split("/")[-2] for name in names(adapted, nnx.Param)}
+    assert found == {"query", "key", "value", "output", "up", "down"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(rank=0), "rank must be at least 1, got 0"),
+        (dict(alpha=0.0), "alpha must be positive, got 0"),
+        (dict(targets=()), "targets must be at least 1"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        LoraConfig(**wrong)
+
+
+def test_models_that_cannot_be_adapted_are_refused():
+    with pytest.raises(ValueError, match="has LoRA adapters already"):
+        add_lora(ADAPTED, LORA, jax.random.key(0))
+    recurrent = ModelConfig(**(vars(CONFIG) | dict(mixers=("gated_deltanet",))))
+    model = LanguageModel(recurrent, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="none of the model's: its mixers are"):
+        add_lora(model, LoraConfig(targets=("query",)), jax.random.key(0))
