@@ -15,12 +15,16 @@ HEADS = ("tensor",)
 # First match wins. A leaf is named by its path, say params/blocks/0/mixer/value/query
 # (`value` is what an nnx.Param holds); optimizer moments share their parameter's path.
 RULES: tuple[tuple[str, P], ...] = (
-    (r"memory", P(BATCH)),
-    (r"embedding", P("tensor", "fsdp")),
+    (r"^memory(/|$)", P(BATCH)),
+    # LoRA's changes are small, and everywhere.
+    (r"/changes/", P()),
+    (r"(^|/)embedding", P("tensor", "fsdp")),
     (r"(^|/)head/value$", P("fsdp", "tensor")),
-    (r"mixer/value/(query|key|value)$", P("fsdp", "tensor")),
-    (r"mixer/value/query_key$", P("fsdp", None, "tensor")),
-    (r"mixer/value/filters$", P(None, None, "tensor")),
+    # HMT's W_q and W_k; its prompts have no second axis, and are everywhere.
+    (r"(^|/)(query|key)/value$", P("fsdp", "tensor")),
+    (r"mixer/(frozen/)?value/(query|key|value)$", P("fsdp", "tensor")),
+    (r"mixer/(frozen/)?value/query_key$", P("fsdp", None, "tensor")),
+    (r"mixer/(frozen/)?value/filters$", P(None, None, "tensor")),
     (r"core/(rate|forget|target|.*/weight)$", P("fsdp", "tensor")),
     (r"core/narrow$", P("fsdp")),
     (r"core/widen$", P(None, "tensor")),
