@@ -24,131 +24,18 @@ Shapes: B batch, T time, E width of the backbone's embeddings, L segment, k sens
 tokens, N memories, d_h retrieval width, n segments.
 """
 
-import dataclasses
 import functools
-from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
-from memjax.mechanisms.base import check_sizes
 from memjax.models import segments
-from memjax.models.config import require_known
-from memjax.models.language_model import LanguageModel, with_config
-
-
-@dataclasses.dataclass(frozen=True)
-class HMTConfig:
-    """Sizes of the memory; the defaults are the paper's for small backbones.
-
-    Attributes:
-        segment: L, new tokens a segment.
-        sensory: k in [0, L], tokens of the segment before that are read again.
-        memories: N, how many segments back the search sees.
-        retrieval_dim: d_h; None is the backbone's width.
-        summary_fraction: j = round(L * fraction) tokens are summarised; in (0, 1].
-        retrieval: False is the recurrence alone, P_n = Mem_{n-1}: stage 1 of training.
-        summary_source: S_n searches for P_n ("current", as the paper), or S_{n-1}
-            does ("previous", strictly causal).
-        activations: what the backward pass keeps of a segment: everything, nothing
-            ("recompute"), or the layers' inputs in the host's memory ("offload").
-    """
-
-    segment: int = 1024
-    sensory: int = 32
-    memories: int = 300
-    retrieval_dim: int | None = None
-    summary_fraction: float = 0.5
-    retrieval: bool = True
-    summary_source: Literal["current", "previous"] = "current"
-    activations: Literal["keep", "recompute", "offload"] = "recompute"
-
-    def __post_init__(self):
-        check_sizes(segment=self.segment, memories=self.memories)
-        if self.retrieval_dim is not None:
-            check_sizes(retrieval_dim=self.retrieval_dim)
-        if not 0 <= self.sensory <= self.segment:
-            raise ValueError(
-                f"sensory must be in [0, segment={self.segment}], got {self.sensory}"
-            )
-        if not 1 <= self.summary <= self.segment:
-            raise ValueError(
-                f"summary_fraction={self.summary_fraction} of segment={self.segment} "
-                f"makes j={self.summary}, which must be in [1, {self.segment}]"
-            )
-        require_known("summary_source", self.summary_source, ("current", "previous"))
-        allowed = ("keep", "recompute", "offload")
-        require_known("activations", self.activations, allowed)
-
-    @property
-    def summary(self) -> int:
-        """j, the tokens that are summarised."""
-        return int(round(self.segment * self.summary_fraction))
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether logits of a segment's first j tokens have seen all of these."""
-        return self.retrieval and self.summary_source == "current"
-
-
-class Memories(NamedTuple):
-    """What is carried from segment to segment, in float32.
-
-    Attributes:
-        bank: Mem_n of the last segments, newest last; one slot without retrieval.
-        held: how many slots are filled.
-        summary: S_{n-1}; zero without retrieval.
-        sensory: the last k tokens of segment n-1.
-    """
-
-    bank: Float[Array, "B N E"]
-    held: Int[Array, " B"]
-    summary: Float[Array, "B E"]
-    sensory: Int[Array, "B k"]
-
-
-class HMTState(NamedTuple):
-    """The memories, and the segment that is not complete.
-
-    Attributes:
-        memories: of the complete segments.
-        tokens: the open segment's tokens, 0 from `filled` on.
-        visible: False where a token of it is padding; None unless made for masks.
-        filled: tokens in it, in [0, L).
-        searched: whether its prompt was found by its own summary.
-        backbone: the backbone's state after prompt, sensory and these tokens; empty
-            where `filled` is 0.
-    """
-
-    memories: Memories
-    tokens: Int[Array, "B L"]
-    visible: Bool[Array, "B L"] | None
-    filled: Int[Array, " B"]
-    searched: Bool[Array, " B"]
-    backbone: PyTree
-
-
-class SegmentTrace(NamedTuple):
-    """What the memory did in each of the n segments that a call touched.
-
-    Attributes:
-        memory: Mem_n.
-        summary: S_n; zero without retrieval.
-        prompt: P_n.
-        scores: softmax over the N slots, newest last, 0 where empty; NaN-free.
-        held: memories there were to search.
-        tokens: tokens of the segment that are known, 0 to L.
-    """
-
-    memory: Float[Array, "n B E"]
-    summary: Float[Array, "n B E"]
-    prompt: Float[Array, "n B E"]
-    scores: Float[Array, "n B N"]
-    held: Int[Array, "n B"]
-    tokens: Int[Array, "n B"]
+from memjax.models.hmt_state import HMTConfig, HMTState, Memories, SegmentTrace
+from memjax.models.language_model import LanguageModel
+from memjax.models.windowed import with_texts_of
 
 
 class HMT(nnx.Module):
@@ -166,7 +53,9 @@ class HMT(nnx.Module):
         self, backbone: LanguageModel, config: HMTConfig, *, key: PRNGKeyArray
     ):
         self.config = config
-        self.backbone = _for_segments(backbone, config.sensory + config.segment + 2)
+        #: The backbone's own config, with its mixers and its longest text.
+        self.pretrained = backbone.config
+        self.backbone = with_texts_of(backbone, config.sensory + config.segment + 2)
         memory_key, prompt_key, query_key, key_key = jax.random.split(key, 4)
         e = backbone.width
         vocabulary = jnp.arange(backbone.vocab_size, dtype=jnp.int32)[None]
@@ -249,8 +138,7 @@ class HMT(nnx.Module):
         self._check(state, tokens, mask)
         if tokens.shape[1] == 1:
             return self._read_token(state, tokens, mask)
-        state, features, _ = self._read_segments(state, tokens, mask)
-        return state, features
+        return self._read_segments(state, tokens, mask)[:2]
 
     def trace(
         self,
@@ -327,10 +215,7 @@ class HMT(nnx.Module):
             memories,
             jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1]),
         )
-        memories, (features, trace) = jax.lax.cond(
-            jnp.any(cut[2] > 0), run, skip, memories, cut
-        )
-        return memories, (features, trace)
+        return jax.lax.cond(jnp.any(cut[2] > 0), run, skip, memories, cut)
 
     def _run_segment(self, memories, cut):
         """Equations (1) to (5) of one segment, and the memory update."""
@@ -516,19 +401,3 @@ def hmt(backbone: LanguageModel, config: HMTConfig, *, key: PRNGKeyArray) -> HMT
             backbone's positions or capacity allow.
     """
     return HMT(backbone, config, key=key)
-
-
-def _for_segments(backbone: LanguageModel, length: int) -> LanguageModel:
-    """The backbone with caches of `length` tokens, the longest text it will read."""
-    config = backbone.config
-    if "attention" in config.mixers and length > config.capacity:
-        raise ValueError(
-            f"segment and sensory make texts of {length} tokens with two prompts; the "
-            f"backbone's positions allow {config.capacity}"
-        )
-    # A window that sees all of a text is full attention, whose state is smaller.
-    mixers = tuple(
-        "attention" if mixer == "sliding_window" and config.window >= length else mixer
-        for mixer in config.mixers
-    )
-    return with_config(backbone, mixers=mixers, capacity=length)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Shaped
 
 #: Keeps the layers' inputs in the host's memory for the backward pass, and no more.
@@ -28,7 +29,7 @@ def check_tokens(tokens: Array, batch: int, vocab_size: int) -> None:
             f"tokens must be integers [B, T] with {batch} rows, as the state has, and "
             f"T >= 1, got {tokens.dtype}{list(shape)}"
         )
-    if isinstance(tokens, jax.core.Tracer):
+    if isinstance(tokens, Tracer):
         return
     known = np.asarray(tokens)
     if known.min() < 0 or known.max() >= vocab_size:

@@ -1,4 +1,4 @@
-"""The memory-free baseline made of a model with attention: a window over its keys."""
+"""The same parameters, attention over less: a window, or texts of bounded length."""
 
 from memjax.mechanisms.base import check_sizes
 from memjax.models.language_model import LanguageModel, with_config
@@ -30,3 +30,23 @@ def with_window(model: LanguageModel, window: int) -> LanguageModel:
         )
     mixers = ("sliding_window",) * len(config.mixers)
     return with_config(model, mixers=mixers, window=window)
+
+
+def with_texts_of(model: LanguageModel, length: int) -> LanguageModel:
+    """The same model for texts of at most `length` tokens, with states no larger.
+
+    Raises:
+        ValueError: if the model's positions end before.
+    """
+    config = model.config
+    if "attention" in config.mixers and length > config.capacity:
+        raise ValueError(
+            f"segment and sensory make texts of {length} tokens with two prompts; the "
+            f"backbone's positions allow {config.capacity}"
+        )
+    # A window that sees all of a text is full attention, whose state is smaller.
+    mixers = tuple(
+        "attention" if mixer == "sliding_window" and config.window >= length else mixer
+        for mixer in config.mixers
+    )
+    return with_config(model, mixers=mixers, capacity=length)
