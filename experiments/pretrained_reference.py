@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 import tyro
 
 from memjax.data import open_documents
