@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from memjax import mechanisms
@@ -29,6 +30,7 @@ from memjax.models.mixers import build_mixer
 # One memory a layer; behind them, where positions are learned, how many tokens of each
 # row have taken one.
 State = tuple[PyTree, ...]
+LAYER_INPUT = "layer_input"
 
 
 class LanguageModel(nnx.Module):
@@ -246,6 +248,8 @@ class LanguageModel(nnx.Module):
                 block.mixer_norm.get_value(),
                 block.feed_forward_norm.get_value(),
             )
+            # What a memory around this model may keep of a text: see `segments`.
+            h = checkpoint_name(h, LAYER_INPUT)
             memory, h = run(parameters, memory, h)
             after.append(memory)
         if config.architecture.norm_first:

@@ -11,10 +11,12 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Shaped
 
+from memjax.models.language_model import LAYER_INPUT
+
 #: Keeps the layers' inputs in the host's memory for the backward pass, and no more.
 offload_layers = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
-    names_which_can_be_offloaded=["layer_input"],
+    names_which_can_be_offloaded=[LAYER_INPUT],
     offload_src="device",
     offload_dst="pinned_host",
 )
