@@ -71,7 +71,7 @@ def answers(
         mask[rows] = real[:count]
         nll[rows] = np.asarray(scores)[:count] * real[:count]
         right[rows] = (np.asarray(likeliest) | (real == 0))[:count]
-    return Answers(nll, mask, right.all(axis=1))
+    return Answers(nll, mask, np.asarray(right.all(axis=1)))
 
 
 def answer_perplexity(answers: Answers, rows: Sequence[int] | None = None) -> float:

@@ -27,7 +27,7 @@ def by_hand(a, b, chunk):
 def test_pairs_alternate_and_come_apart_again(lengths, chunk):
     pair = document(lengths[0], 0), document(lengths[1], 100, "code")
     (text,) = interleave(pair, chunk)
-    expected = by_hand(*(part.tokens for part in pair), chunk)
+    expected = by_hand(pair[0].tokens, pair[1].tokens, chunk)
     assert text.document.tokens.tolist() == expected
     assert text.document.tokens.dtype == np.int32
     assert (text.document.name, text.document.kind) == (
