@@ -16,6 +16,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Tokens that a model without a window reads at a time.
 PIECE = 2048
 LAYER_NORM_EPSILON = 1e-5
+MAX_LAYERS = 1024
 
 
 def from_hf_config(config: Mapping[str, Any], dtype: Dtype = "float32") -> ModelConfig:
@@ -44,22 +45,28 @@ def from_hf_config(config: Mapping[str, Any], dtype: Dtype = "float32") -> Model
 
 def _from_llama(config: Mapping[str, Any], family: str, dtype: Dtype) -> ModelConfig:
     _require(config, "hidden_act", "silu", default="silu")
-    width, heads = _read(config, "hidden_size", int), _heads(config)
-    layers = _read(config, "num_hidden_layers", int)
-    capacity = _read(config, "max_position_embeddings", int)
+    width, heads = _size(config, "hidden_size"), _heads(config)
+    layers = _layers(config)
+    capacity = _size(config, "max_position_embeddings")
     theta, scaling = _read_rope(config, capacity)
     mixers, window = _read_mixers(config, family, layers)
     # Absent in old Llama configs; the other families' default fits no model but one.
     fallback = heads if family == "llama" or "num_key_value_heads" in config else None
+    kv_heads = _size(config, "num_key_value_heads", fallback)
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_key_value_heads must divide num_attention_heads={heads}, "
+            f"got {kv_heads}"
+        )
     attention_bias = family == "llama" and _read(config, "attention_bias", bool, False)
     return ModelConfig(
         mixers=mixers,
-        vocab_size=_read(config, "vocab_size", int),
+        vocab_size=_size(config, "vocab_size"),
         model_dim=width,
         num_heads=heads,
-        num_kv_heads=_read(config, "num_key_value_heads", int, fallback),
-        head_dim=_read(config, "head_dim", int, width // heads),
-        hidden_dim=_read(config, "intermediate_size", int),
+        num_kv_heads=kv_heads,
+        head_dim=_size(config, "head_dim", width // heads),
+        hidden_dim=_size(config, "intermediate_size"),
         window=window or min(capacity, PIECE),
         capacity=capacity,
         architecture=Architecture(
@@ -81,18 +88,18 @@ def _from_opt(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     _require(config, "activation_function", "relu", default="relu")
     _require(config, "layer_norm_elementwise_affine", True, default=True)
     _require(config, "_remove_final_layer_norm", False, default=False)
-    width, heads = _read(config, "hidden_size", int), _heads(config)
-    capacity = _read(config, "max_position_embeddings", int)
+    width, heads = _size(config, "hidden_size"), _heads(config)
+    capacity = _size(config, "max_position_embeddings")
     bias = _read(config, "enable_bias", bool, True)
-    embedding = _read(config, "word_embed_proj_dim", int, width)
+    embedding = _size(config, "word_embed_proj_dim", width)
     return ModelConfig(
-        mixers=("attention",) * _read(config, "num_hidden_layers", int),
-        vocab_size=_read(config, "vocab_size", int),
+        mixers=("attention",) * _layers(config),
+        vocab_size=_size(config, "vocab_size"),
         model_dim=width,
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=width // heads,
-        hidden_dim=_read(config, "ffn_dim", int),
+        hidden_dim=_size(config, "ffn_dim"),
         window=min(capacity, PIECE),
         capacity=capacity,
         architecture=Architecture(
@@ -122,7 +129,7 @@ def _read_mixers(
     used = family == "mistral" or (
         family == "qwen2" and _read(config, "use_sliding_window", bool, False)
     )
-    window = _read(config, "sliding_window", int, 0) if used else 0
+    window = _size(config, "sliding_window", 0) if used else 0
     first = _read(config, "max_window_layers", int, 28) if family == "qwen2" else 0
     kinds = [
         "sliding_attention" if window and layer >= first else "full_attention"
@@ -164,8 +171,8 @@ def _read_rope(
     factor = _read(rope, "factor", float)
     if kind == "linear":
         return theta, RopeScaling("linear", factor)
-    original = _read(rope, "original_max_position_embeddings", int, capacity)
-    original = _read(config, "original_max_position_embeddings", int, original)
+    original = _size(rope, "original_max_position_embeddings", capacity)
+    original = _size(config, "original_max_position_embeddings", original)
     if kind == "llama3":
         return theta, RopeScaling(
             "llama3",
@@ -199,12 +206,30 @@ def _read_attention_factor(rope: Mapping[str, Any], factor: float) -> float | No
 
 
 def _heads(config: Mapping[str, Any]) -> int:
-    heads, width = _read(config, "num_attention_heads", int), config["hidden_size"]
-    if heads < 1 or (width % heads and not config.get("head_dim")):
+    heads, width = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    if width % heads and not config.get("head_dim"):
         raise ValueError(
             f"num_attention_heads must divide hidden_size={width}, got {heads}"
         )
     return heads
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    layers = _size(config, "num_hidden_layers")
+    # A file that is not sound must not keep the machine busy.
+    if layers > MAX_LAYERS:
+        raise ValueError(
+            f"num_hidden_layers must be at most {MAX_LAYERS}, got {layers}"
+        )
+    return layers
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """An integer that is at least 1; the default is whatever it is."""
+    size = _read(config, key, int, default)
+    if config.get(key) is not None and size < 1:
+        raise ValueError(f"{key} must be at least 1, got {size}")
+    return size
 
 
 def _read(config: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:

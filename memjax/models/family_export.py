@@ -47,6 +47,11 @@ def _to_llama(config: ModelConfig) -> dict[str, Any]:
         positions="rope",
         embedding_dim=None,
     )
+    if config.model_dim % config.num_heads:
+        raise ValueError(
+            f"num_heads must divide model_dim={config.model_dim} in transformers, "
+            f"got {config.num_heads}"
+        )
     common = {
         "intermediate_size": config.hidden_dim,
         "num_key_value_heads": config.num_kv_heads,

@@ -41,7 +41,8 @@ def family(name):
     hf_config = json.loads((GOLDEN / name / "config.json").read_text())
     tensors = read_safetensors(GOLDEN / name / "model.safetensors")
     shapes = {key: value.shape for key, value in tensors.items()}
-    model = parameters_from_tensors(from_hf_config(hf_config), shapes, tensors.get)
+    config = from_hf_config(hf_config)
+    model = parameters_from_tensors(config, shapes, tensors.__getitem__)
     with np.load(GOLDEN / name / "logits.npz") as golden:
         return model, dict(golden)
 

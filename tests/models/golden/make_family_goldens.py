@@ -10,8 +10,8 @@ first tokens of its first row masked as padding.
 from pathlib import Path
 
 import numpy as np
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 
 OUT = Path(__file__).parent / "families"
 BATCH, LENGTH, PADDING, VOCABULARY = 2, 20, 6, 64

@@ -1,0 +1,128 @@
+"""Attention whose rows hold tokens that nobody sees, or end early."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax import mechanisms
+from memjax.mechanisms.attention import AttentionConfig
+from memjax.mechanisms.base import apply_ragged
+from memjax.mechanisms.recurrent_block import BlockConfig
+from memjax.mechanisms.sliding_window import SlidingWindowConfig
+
+B, T, D, H, G, K, W = 3, 9, 8, 2, 1, 4, 4
+SIZES: dict[str, Any] = dict(model_dim=D, num_heads=H, num_kv_heads=G, head_dim=K)
+MECHANISMS = {
+    "attention": mechanisms.attention(AttentionConfig(**SIZES, capacity=2 * T)),
+    "sliding_window": mechanisms.sliding_window(SlidingWindowConfig(**SIZES, window=W)),
+    "gated_deltanet": mechanisms.gated_deltanet(BlockConfig(D, 2, 4, 4)),
+}
+JITTED: dict[str, Any] = {
+    name: m._replace(
+        apply=jax.jit(m.apply),
+        apply_masked=m.apply_masked and jax.jit(m.apply_masked),
+        whole=m.whole and jax.jit(m.whole),
+    )
+    for name, m in MECHANISMS.items()
+}
+BANDS = {"attention": T, "sliding_window": W}
+X = jax.random.normal(jax.random.key(1), (B, T, D))
+# Padding at the start, a hole and a padded end; the last row sees all.
+MASK = np.array([[0, 0, 1, 1, 1, 1, 0, 1, 1], [1, 1, 0, 1, 1, 1, 1, 0, 0], [1] * 9]) > 0
+
+
+def build(name):
+    mechanism = JITTED[name]
+    return mechanism, mechanism.init_params(jax.random.key(0))
+
+
+def turn(x):
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None] * 500_000.0 ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[None, :, None]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def oracle(params, mask, band):
+    """Float64; NaN where a token sees none."""
+    x = np.asarray(X, np.float64)
+    query, key, value, output = (np.asarray(w, np.float64) for w in params[:4])
+    q, k = (turn(np.einsum("btd,dhk->bthk", x, w)) for w in (query, key))
+    v = np.einsum("btd,dgk->btgk", x, value)
+    scores = np.einsum("bthk,bsgk->bhts", q, k) / np.sqrt(K)
+    back = np.arange(T)[:, None] - np.arange(T)[None]
+    weights = np.exp(scores) * ((back >= 0) & (back < band)) * mask[:, None, None]
+    with np.errstate(invalid="ignore"):
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return np.einsum("bhts,bsgk,hkd->btd", weights, v, output)
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_masked_tokens_keep_their_place_and_are_not_seen(name):
+    mechanism, params = build(name)
+    expected = oracle(params, MASK, BANDS[name])
+    meant = np.isfinite(expected).all(axis=-1) & MASK
+    assert meant.sum() == MASK.sum()
+    empty = mechanism.init_state(B)
+    _, y = mechanism.apply_masked(params, empty, X, jnp.asarray(MASK), None)
+    np.testing.assert_allclose(y[meant], expected[meant], atol=1e-5)
+    # A text read whole, longer than the window or not, is the same.
+    whole = mechanism.whole(params, X, jnp.asarray(MASK))
+    np.testing.assert_allclose(whole[meant], expected[meant], atol=1e-5)
+    short = mechanism.whole(params, X[:, :W], jnp.asarray(MASK[:, :W]))
+    meant = meant[:, :W]
+    np.testing.assert_allclose(short[meant], expected[:, :W][meant], atol=1e-5)
+    # And so it is in pieces, where masked tokens lie in the memory.
+    state, pieces = empty, []
+    for at in range(0, T, 3):
+        piece = slice(at, at + 3)
+        state, y = mechanism.apply_masked(
+            params, state, X[:, piece], jnp.asarray(MASK[:, piece]), None
+        )
+        pieces.append(y)
+    pieces = np.concatenate(pieces, axis=1)
+    meant = np.isfinite(expected).all(axis=-1) & MASK
+    np.testing.assert_allclose(pieces[meant], expected[meant], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_no_mask_is_a_mask_of_ones(name):
+    mechanism, params = build(name)
+    empty, ones = mechanism.init_state(B), jnp.ones((B, T), bool)
+    state, y = mechanism.apply(params, empty, X)
+    chex.assert_trees_all_close(
+        mechanism.apply_masked(params, empty, X, ones, None), (state, y)
+    )
+    chex.assert_trees_all_close(mechanism.whole(params, X, None), y, atol=1e-5)
+    chex.assert_trees_all_close(mechanism.whole(params, X, ones), y, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("start", [0, 5])
+def test_rows_of_their_own_lengths_are_rows_read_alone(name, start):
+    mechanism, params = build(name)
+    before = mechanism.init_state(B)
+    if start:
+        before, _ = mechanism.apply(params, before, X[:, :start])
+    read = jax.jit(
+        lambda lengths: apply_ragged(mechanism, params, before, X, None, lengths)
+    )
+    for lengths in ([0, 1, T], [T, 4, 1]):
+        after, y = read(jnp.array(lengths))
+        for b, n in enumerate(lengths):
+            row = lambda tree, b=b: jax.tree.map(lambda leaf: leaf[b : b + 1], tree)
+            alone, outputs = row(before), jnp.zeros((1, 0, D))
+            if n:
+                alone, outputs = mechanism.apply(params, alone, X[b : b + 1, :n])
+            chex.assert_trees_all_close(row(after), alone, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(y[b : b + 1, :n], outputs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_text_beyond_the_capacity_is_refused():
+    mechanism, params = build("attention")
+    with pytest.raises(ValueError, match="x has 27 tokens, capacity is 18"):
+        mechanism.whole(params, jnp.zeros((B, 3 * T, D)), None)
