@@ -99,12 +99,6 @@ def test_rope_sees_distances_alone():
     assert np.abs(scores[0, 0] - scores[0, 2]) > 1e-2
 
 
-def test_rope_is_a_complex_rotation():
-    x = jax.random.normal(jax.random.key(3), (B, T, H, 6))
-    at = jnp.arange(T, dtype=jnp.int32)
-    close(rope.rotate(x, at, 7.0), turn(np.asarray(x, np.float64), 7.0))
-
-
 @pytest.mark.parametrize("first", [3, 7])
 def test_outputs_are_nan_from_the_first_token_that_does_not_fit(first):
     """And right before it, also where the last segment is as long as the cache."""
