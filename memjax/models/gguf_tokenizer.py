@@ -1,8 +1,11 @@
 """The tokenizer inside a GGUF file, as a `tokenizers` JSON.
 
-A byte-level BPE vocabulary holds tokens and merges; how a text is cut before the merges
-is only named (`tokenizer.ggml.pre`), and the same merges after another cut give other
-tokens. So a name that is not known here is refused.
+"gpt2" is a byte-level BPE: tokens and merges. How a text is cut before the merges is
+only named (`tokenizer.ggml.pre`), and the same merges after another cut give other
+tokens; so a name that is not known here is refused.
+
+"llama" is SentencePiece's BPE: tokens and scores. Of all neighbours that make a token,
+those with the best score are joined first, the leftmost first.
 """
 
 from collections.abc import Mapping
@@ -34,7 +37,10 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "qwen2": (QWEN2,),
     "deepseek-r1-qwen": (QWEN2,),
 }
-CONTROL, USER_DEFINED = 3, 4
+# Kinds of tokens.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+SPACE = "\u2581"
+BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 
 
 def tokenizer_json(metadata: Mapping[str, Any], where: str) -> bytes | None:
@@ -54,19 +60,28 @@ def tokenizer_json(metadata: Mapping[str, Any], where: str) -> bytes | None:
     kind = metadata.get("tokenizer.ggml.model")
     if kind in (None, "none", "no_vocab"):
         return None
-    if kind != "gpt2":
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if kind not in builders:
         raise ValueError(
-            f"{where}: tokenizer.ggml.model={kind!r} cannot be rebuilt, only 'gpt2' "
-            "(byte-level BPE); load the model without its tokenizer, and a "
+            f"{where}: tokenizer.ggml.model={kind!r} cannot be rebuilt, expected one "
+            f"of {tuple(builders)}; load the model without its tokenizer, and a "
             "tokenizer.json from the original model"
         )
+    vocabulary = _vocabulary(_texts(metadata, "tokens", where), where)
+    result = builders[kind](metadata, vocabulary, where)
+    _add_special(result, metadata, list(vocabulary), where)
+    return result.to_str().encode()
+
+
+def _byte_level(
+    metadata: Mapping[str, Any], vocabulary: dict[str, int], where: str
+) -> tokenizers.Tokenizer:
     cut = metadata.get("tokenizer.ggml.pre")
     if cut not in PATTERNS:
         raise ValueError(
             f"{where}: tokenizer.ggml.pre={cut!r} is not a known way to cut a text, "
             f"expected one of {tuple(PATTERNS)}"
         )
-    vocabulary = _vocabulary(_texts(metadata, "tokens", where), where)
     merges = _merges(_texts(metadata, "merges", where), vocabulary, where)
     # Llama 3 takes a word that is a token as it is, whatever the merges say.
     whole = PATTERNS[cut] == (LLAMA3,)
@@ -77,8 +92,63 @@ def tokenizer_json(metadata: Mapping[str, Any], where: str) -> bytes | None:
     byte_level = cuts.ByteLevel(add_prefix_space=False, use_regex=False)
     result.pre_tokenizer = cuts.Sequence([*splits, byte_level])
     result.decoder = decoders.ByteLevel()
-    _add_special(result, metadata, list(vocabulary), where)
-    return result.to_str().encode()
+    return result
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], vocabulary: dict[str, int], where: str
+) -> tokenizers.Tokenizer:
+    entry = lambda name: metadata.get(f"tokenizer.ggml.{name}")
+    for name in ("remove_extra_whitespaces", "precompiled_charsmap"):
+        if np.any(entry(name)):
+            raise ValueError(
+                f"{where}: tokenizer.ggml.{name} changes texts in a way that cannot be "
+                "rebuilt; load the model without its tokenizer"
+            )
+    scores = _numbers(metadata, "scores", len(vocabulary), where)
+    kinds = _numbers(metadata, "token_type", len(vocabulary), where)
+    unknown = [t for t, kind in zip(vocabulary, kinds, strict=True) if kind == UNKNOWN]
+    if len(unknown) != 1 or not BYTE_TOKENS <= vocabulary.keys():
+        raise ValueError(
+            f"{where}: expected one unknown token and one for each byte in a 'llama' "
+            f"vocabulary, got {unknown} and "
+            f"{len(BYTE_TOKENS & vocabulary.keys())} bytes"
+        )
+    plain = {t: i for t, i in vocabulary.items() if kinds[i] == NORMAL}
+    model = BPE(
+        vocabulary,
+        _merges_by_score(plain, scores),
+        unk_token=unknown[0],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    result = tokenizers.Tokenizer(model)
+    space = normalizers.Replace(" ", SPACE)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if entry("add_space_prefix") is False:
+        result.normalizer = space
+    else:
+        result.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), space])
+        steps.append(decoders.Strip(" ", 1, 0))
+    result.decoder = decoders.Sequence(steps)
+    return result
+
+
+def _merges_by_score(
+    tokens: dict[str, int], scores: list[float]
+) -> list[tuple[str, str]]:
+    """All pairs that make a token, the best score first.
+
+    Of two cuts of one token that with the longer left part goes first, as it does where
+    neighbours are joined from the left.
+    """
+    merges = [
+        (-scores[index], index, -cut, token[:cut], token[cut:])
+        for token, index in tokens.items()
+        for cut in range(1, len(token))
+        if token[:cut] in tokens and token[cut:] in tokens
+    ]
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def special_id(
@@ -99,6 +169,17 @@ def _texts(metadata, name: str, where: str) -> list[str]:
     if not isinstance(found, list) or not found:
         raise ValueError(f"{where}: tokenizer.ggml.{name} must list strings")
     return found
+
+
+def _numbers(metadata, name: str, count: int, where: str) -> list[Any]:
+    found = np.asarray(metadata.get(f"tokenizer.ggml.{name}", ()))
+    sound = found.dtype.kind in "iuf" and np.all(np.isfinite(found))
+    if found.shape != (count,) or not sound:
+        raise ValueError(
+            f"{where}: tokenizer.ggml.{name} must hold {count} numbers, one a token, "
+            f"got {found.dtype}{list(found.shape)}"
+        )
+    return found.tolist()
 
 
 def _vocabulary(tokens: list[str], where: str) -> dict[str, int]:
@@ -131,14 +212,9 @@ def _add_special(
     where: str,
 ) -> None:
     """Tokens that are found in a text before it is cut, and those put around it."""
-    kinds = metadata.get("tokenizer.ggml.token_type", [])
-    if not isinstance(kinds, list | np.ndarray):
-        raise ValueError(f"{where}: tokenizer.ggml.token_type must be numbers")
-    if len(kinds) not in (0, len(tokens)):
-        raise ValueError(
-            f"{where}: tokenizer.ggml.token_type has {len(kinds)} entries "
-            f"for {len(tokens)} tokens"
-        )
+    kinds = ()
+    if "tokenizer.ggml.token_type" in metadata:
+        kinds = _numbers(metadata, "token_type", len(tokens), where)
     for token, kind in zip(tokens, kinds, strict=False):
         added = AddedToken(token, normalized=False, special=bool(kind == CONTROL))
         if kind == CONTROL:
@@ -148,7 +224,9 @@ def _add_special(
     around = {"bos": "", "eos": ""}
     for name in around:
         index = special_id(metadata, name, len(tokens), where)
-        asked = metadata.get(f"tokenizer.ggml.add_{name}_token") is True
+        # SentencePiece's models start a text unless they say otherwise.
+        usual = name == "bos" and metadata["tokenizer.ggml.model"] == "llama"
+        asked = metadata.get(f"tokenizer.ggml.add_{name}_token", usual) is True
         if asked and index is not None:
             around[name] = tokens[index]
     if any(around.values()):

@@ -4,6 +4,7 @@ import json
 import re
 import struct
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from memjax.models.gguf_tokenizer import tokenizer_json
 
 gguf = pytest.importorskip("gguf", reason="needs the optional package gguf")
 
+GOLDEN = Path(__file__).parent / "golden"
 OWN = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCABULARY = 64, 4, 2, 16, 96, 32
 
@@ -371,13 +373,14 @@ def test_tokens_around_a_text(vocabulary):
     [
         ({"pre": "tekken-9"}, "tokenizer.ggml.pre='tekken-9'"),
         ({"pre": None}, "tokenizer.ggml.pre=None"),
-        ({"model": "llama"}, "tokenizer.ggml.model='llama'.*tokenizer.json"),
+        ({"model": "t5"}, "tokenizer.ggml.model='t5'.*tokenizer.json"),
+        ({"model": "llama"}, "scores must hold 324 numbers"),
         ({"merges": ["a b c"]}, "the merge 'a b c'"),
         ({"merges": ["zz qq"]}, "the merge 'zz qq'"),
         ({"merges": 3}, "merges must list strings"),
         ({"tokens": ["a", "a"]}, "'a' appears twice"),
-        ({"token_type": 1}, "token_type must be numbers"),
-        ({"token_type": [1]}, "1 entries for 324 tokens"),
+        ({"token_type": 1}, "token_type must hold 324 numbers"),
+        ({"token_type": [1]}, "token_type must hold 324 numbers"),
         ({"eos_token_id": 324}, r"eos_token_id must be in \[0, 324\), got 324"),
     ],
 )
@@ -390,3 +393,46 @@ def test_vocabularies_that_cannot_be_rebuilt(changes, words, vocabulary):
 
 def test_a_file_without_vocabulary_has_no_tokenizer(llama):
     assert GGUFCheckpoint(llama()).tokenizer() is None
+
+
+@pytest.fixture(scope="module", name="pieces")
+def _pieces():
+    return json.loads((GOLDEN / "sentencepiece.json").read_text())
+
+
+def sentencepiece(pieces, **changes):
+    metadata = {k: v for k, v in pieces.items() if k != "ids"} | {"model": "llama"}
+    metadata = {f"tokenizer.ggml.{k}": v for k, v in (metadata | changes).items()}
+    written = tokenizer_json(metadata, "the.gguf") or b""
+    return tokenizers.Tokenizer.from_str(written.decode())
+
+
+def test_sentencepiece_vocabularies_give_its_tokens(pieces):
+    tokenizer = sentencepiece(pieces)
+    for text, ids in pieces["ids"].items():
+        assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
+        if "\u2581" not in text:
+            assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_sentencepiece_begins_a_text_unless_told_otherwise(pieces):
+    start = {"bos_token_id": 1}
+    assert sentencepiece(pieces, **start).encode("a").tokens == ["<s>", "\u2581a"]
+    more = {"add_bos_token": False, "add_space_prefix": False}
+    assert sentencepiece(pieces, **start, **more).encode("a").tokens == ["a"]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces changes texts"),
+        ({"precompiled_charsmap": [1]}, "precompiled_charsmap changes texts"),
+        ({"scores": [0.0]}, "scores must hold 700 numbers"),
+        ({"scores": ["0"] * 700}, "scores must hold 700 numbers"),
+        ({"token_type": [1] * 700}, "one unknown token.*got \\[\\] and 256 bytes"),
+        ({"tokens": [f"t{i}" for i in range(700)]}, "0 bytes"),
+    ],
+)
+def test_sentencepiece_vocabularies_that_cannot_be_rebuilt(changes, words, pieces):
+    with pytest.raises(ValueError, match=f"the.gguf.*{words}"):
+        sentencepiece(pieces, **changes)
