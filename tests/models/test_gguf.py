@@ -6,13 +6,17 @@ import struct
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
+from flax import nnx
 
 from memjax.models.gguf_checkpoint import GGUFCheckpoint
 from memjax.models.gguf_file import GGUFFile
 from memjax.models.gguf_tokenizer import tokenizer_json
+from memjax.models.interop import load_pretrained
+from memjax.models.safetensors_folder import write_folder
 
 gguf = pytest.importorskip("gguf", reason="needs the optional package gguf")
 
@@ -166,6 +170,18 @@ def test_names_and_rows_are_hugging_faces(architecture, biased, tmp_path):
     assert (config["head_dim"], config["max_position_embeddings"]) == (16, 256)
     assert config["rms_norm_eps"] == 1e-5 and config["rope_theta"] == 10_000
     assert config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("architecture, biased", [("llama", False), ("qwen2", True)])
+def test_the_model_is_that_of_a_folder(architecture, biased, tmp_path):
+    tensors = hf_tensors(biased=biased)
+    stored = gguf_tensors(tensors, permute=architecture == "llama")
+    file = write(tmp_path / "a.gguf", stored, entries(architecture), architecture)
+    config = GGUFCheckpoint(file).config
+    write_folder(tmp_path / "a", config, tensors.items(), None)
+    models = [load_pretrained(path).model for path in (file, tmp_path / "a")]
+    assert models[0].config == models[1].config
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.state(m) for m in models))
 
 
 def test_rope_scaling_is_found_again(llama):
