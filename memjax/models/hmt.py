@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
 from memjax.models import segments
-from memjax.models.hmt_state import HMTConfig, HMTState, Memories, SegmentTrace
+from memjax.models.hmt_state import HMTConfig, HMTState, Memories, SegmentTrace, nothing
 from memjax.models.language_model import LanguageModel
 from memjax.models.windowed import with_texts_of
 
@@ -210,10 +210,10 @@ class HMT(nnx.Module):
             run = jax.checkpoint(run)
         elif self.config.activations == "offload":
             run = jax.checkpoint(run, policy=segments.offload_layers)
-        shapes = jax.eval_shape(run, memories, cut)
+        dtype = self.backbone.config.dtype
         skip = lambda memories, cut: (
             memories,
-            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1]),
+            nothing(memories, self.config.segment, dtype),
         )
         return jax.lax.cond(jnp.any(cut[2] > 0), run, skip, memories, cut)
 

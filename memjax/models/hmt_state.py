@@ -7,6 +7,7 @@ N memories, n segments.
 import dataclasses
 from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from memjax.mechanisms.base import check_sizes
@@ -122,3 +123,15 @@ class SegmentTrace(NamedTuple):
     scores: Float[Array, "n B N"]
     held: Int[Array, "n B"]
     tokens: Int[Array, "n B"]
+
+
+def nothing(
+    memories: Memories, segment: int, dtype: str
+) -> tuple[Float[Array, "B L E"], SegmentTrace]:
+    """Features and trace of a segment in which no row has tokens."""
+    batch, slots, e = memories.bank.shape
+    row = jnp.zeros((batch, e), jnp.float32)
+    known = jnp.zeros(batch, jnp.int32)
+    scores = jnp.zeros((batch, slots), jnp.float32)
+    features = jnp.zeros((batch, segment, e), dtype)
+    return features, SegmentTrace(row, row, row, scores, memories.held, known)
