@@ -76,10 +76,9 @@ def test_a_window_is_a_band_of_full_attention(window):
 
 
 def test_grouped_queries_equal_repeated_heads():
-    repeated = PARAMS._replace(
-        key=PARAMS.key.repeat(H // G, axis=1), value=PARAMS.value.repeat(H // G, axis=1)
-    )
-    sizes = SIZES | dict(num_kv_heads=H)
+    repeat = lambda weight: jnp.repeat(weight, H // G, axis=1)
+    repeated = PARAMS._replace(key=repeat(PARAMS.key), value=repeat(PARAMS.value))
+    sizes: dict[str, Any] = SIZES | dict(num_kv_heads=H)
     alike = mechanisms.attention(AttentionConfig(**sizes, capacity=T))
     _, y = alike.apply(repeated, alike.init_state(B), INPUTS)
     _, grouped = full(T).apply(PARAMS, full(T).init_state(B), INPUTS)

@@ -19,7 +19,7 @@ from memjax.mechanisms.trellis import TrellisOptions
 from memjax.mechanisms.ttt_linear import TTTOptions
 
 B, T, D = 2, 9, 16
-HEADS = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=4)
+HEADS: dict[str, Any] = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=4)
 BLOCK = BlockConfig(D, num_heads=2, key_dim=4, value_dim=6)
 
 
