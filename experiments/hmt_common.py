@@ -73,6 +73,12 @@ SCALES: dict[Preset, Scale] = {
 }
 
 
+# The backbone that is trained here: 1.2M parameters, attention in every layer.
+TINY = dataclasses.replace(
+    preset("transformer-tiny", 4096), mixers=("attention",) * 4, capacity=1024
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What every HMT experiment takes.
@@ -153,13 +159,14 @@ def load_backbone(config: Config) -> tuple[LanguageModel, Tokenizer]:
 
 
 def _tiny_run(config: Config) -> run.RunConfig:
-    """Attention in every layer; texts of a few segments."""
-    model = dataclasses.replace(
-        preset("transformer-tiny", 4096), mixers=("attention",) * 4, capacity=1024
-    )
+    """Texts of a few segments."""
     return run.RunConfig(
-        model=model,
-        data=run.DataConfig(source=config.source, context_length=256, batch_size=8),
+        model=TINY,
+        data=run.DataConfig(
+            source="embedded",
+            context_length=min(256, TINY.capacity),
+            batch_size=8,
+        ),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_ratio=0.05),
         loop=LoopConfig(
             steps=config.backbone_steps, save_every=100, log_every=50, keep=1
@@ -237,8 +244,9 @@ def _once(folder: Path, what: str, train: Callable[[], Outcome]) -> Path:
     if spent.exists():
         return folder
     print(f"training {what}, in {folder}", flush=True)
-    cache = folder.parent.resolve() / "compiled"
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = folder.parent.resolve() / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
     began = time.monotonic()
     outcome = train()
     if outcome.reason != "finished":
@@ -256,7 +264,8 @@ def write(config: Config, question: str, **results: Any) -> None:
 def write_results(config: Any, question: str, **results: Any) -> None:
     """As `write`, for any dataclass with an `output`."""
     fields = dataclasses.asdict(config)
-    fields.pop("run_dir", None), fields.pop("output")
+    for name in ("run_dir", "output"):
+        fields.pop(name, None)
     report = provenance(question, json.loads(json.dumps(fields, default=str)))
     config.output.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report | results, indent=1) + "\n"

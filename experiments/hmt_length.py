@@ -25,11 +25,14 @@ from hmt_common import RESULTS
 from memjax import evaluation
 from memjax.evaluation import Losses, plots
 from memjax.finetune_config import TwoStageConfig
+from memjax.models.config import require_known
 from memjax.models.windowed import with_window
 
 HMT = "HMT"
 CAUSAL = "HMT, strictly causal"
 WINDOW = "window of equal memory"
+FROZEN, APART, RMT = "the same, not fine-tuned", "segments apart", "RMT"
+OTHERS = (FROZEN, APART, RMT, CAUSAL)
 LENGTHS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 102_400)
 
 
@@ -40,15 +43,19 @@ class Config(common.Config):
     Attributes:
         lengths: inputs are scored up to these positions; a document that ends before
             counts with what it has.
+        only: names of models beside HMT and the window; none given is all.
     """
 
     lengths: tuple[int, ...] = LENGTHS
+    only: tuple[str, ...] = OTHERS
     output: Path = RESULTS / "hmt_length"
 
     def __post_init__(self):
         super().__post_init__()
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"lengths must be at least 1, got {self.lengths}")
+        for name in self.only:
+            require_known("only", name, OTHERS)
 
 
 def main(config: Config) -> None:
@@ -76,21 +83,19 @@ def _models(config: Config, stages: TwoStageConfig, backbone) -> dict:
     """Every model by name, with the seconds of its training."""
     hmt = common.train_hmt(config, stages)
     window = scores.equal_window(backbone, scores.state_bytes(hmt.model))
+    segment = stages.stage2.hmt.segment
     previous = dataclasses.replace(stages.stage2.hmt, summary_source="previous")
     causal = dataclasses.replace(
         stages, stage2=dataclasses.replace(stages.stage2, hmt=previous)
     )
-    return {
-        WINDOW: common.train_window(config, stages, window),
-        "the same, not fine-tuned": (with_window(backbone, window), 0.0),
-        "segments apart, not fine-tuned": (
-            scores.Disjoint(backbone, stages.stage2.hmt.segment),
-            0.0,
-        ),
-        "RMT": common.train_recurrent(config, stages, sensory=0),
-        HMT: hmt,
-        CAUSAL: common.train_hmt(config, causal),
+    others = {
+        FROZEN: lambda: (with_window(backbone, window), 0.0),
+        APART: lambda: (scores.Disjoint(backbone, segment), 0.0),
+        RMT: lambda: common.train_recurrent(config, stages, sensory=0),
+        CAUSAL: lambda: common.train_hmt(config, causal),
     }
+    trained = {WINDOW: common.train_window(config, stages, window), HMT: hmt}
+    return trained | {name: others[name]() for name in OTHERS if name in config.only}
 
 
 def report(
@@ -111,7 +116,8 @@ def report(
                 name: [
                     scores.gain(some[WINDOW], some[name], length) for length in lengths
                 ]
-                for name in (HMT, CAUSAL, "RMT")
+                for name in some
+                if name != WINDOW
             },
         }
     some = next(iter(losses.values()))
@@ -137,13 +143,8 @@ def _draw(config: Config, tables: dict, lengths: list[int]) -> None:
             curves,
         )
     causal = tables["causal"]
-    drawn = {
-        name: values
-        for name, values in causal["perplexity"]["all"].items()
-        if not name.startswith("segments")
-    }
     plots.perplexity_by_length(
-        drawn,
+        causal["perplexity"]["all"],
         lengths,
         Path(f"{config.output}.png"),
         title=f"Held-out documents, targets from {causal['scored_from']} on in each "

@@ -5,9 +5,9 @@
 Contexts of several questions one after another, and each question asked behind all of
 them (HMT, Figure 5, which has PubMedQA). Any source of (context, question, answer) will
 do; the one that is here are facts of the CIA World Factbook, made from templates: see
-`experiments/data/README.md`. HMT, RMT and the backbone with a window of equal memory
-are fine-tuned on inputs of a few contexts, about other countries than those of the
-test, and tested on inputs of as many and more.
+`experiments/data/README.md`. HMT, RMT and the backbone with a window of no less
+memory are fine-tuned on inputs of a few contexts, about other countries than those of
+the test, and tested on inputs of as many and more.
 
 What is scored is the answer: perplexity of its tokens, and whether greedy decoding
 gives all of them. Inputs begin with some tokens of another text, so that no answer
@@ -37,12 +37,12 @@ from memjax.data import (
     multi_context,
     read_questions,
 )
-from memjax.finetune_config import TwoStageConfig
 from memjax.models import LanguageModel
 from memjax.models.windowed import with_window
 
 FACTBOOK = Path(__file__).parent / "data" / "factbook_qa.jsonl.xz"
 TEST_SHARE = 0.25
+WINDOW = "window of no less memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,35 +144,69 @@ def _models(
 ) -> dict:
     """Every model by name, with the seconds of its training."""
     inputs = multi_context(train, config.train_contexts, tokenizer)
-    source = _training_source(config, inputs, tokenizer)
-    config = dataclasses.replace(config, source=source)
     stages = config.scale.stages
-    # A sample holds a whole input, whose last tokens are the question and the answer.
-    longest = max(len(entry.tokens) for entry in inputs) - 1
-    depth = -(-longest // stages.stage2.hmt.segment)
-    stages = TwoStageConfig(
-        stages.stage1, dataclasses.replace(stages.stage2, depth=depth)
-    )
+    # A sample holds a whole input, and so its last tokens are question and answer.
+    longest = max(len(entry.tokens) for entry in inputs)
+    depth = max(2, -(-longest // stages.stage2.hmt.segment))
+    stage2 = dataclasses.replace(stages.stage2, depth=depth)
+    stages = dataclasses.replace(stages, stage2=stage2)
+    source = _training_source(config, inputs, stage2.context_length + 1, tokenizer)
+    config = dataclasses.replace(config, source=source)
     hmt = common.train_hmt(config, stages)
     window = scores.equal_window(backbone, scores.state_bytes(hmt.model))
+    # Samples must be whole, so the window is one that divides them, or all of them.
+    total = stage2.context_length
+    wide = min(
+        w for w in range(1, total + 1) if total % w == 0 and w >= min(window, total)
+    )
+    trained = common.train_window(config, stages, wide)
+    wide = max(wide, window)
     return {
         "HMT": hmt,
         "RMT": common.train_recurrent(config, stages, sensory=0),
-        "window of equal memory": common.train_window(config, stages, window),
-        "the same, not fine-tuned": (with_window(backbone, window), 0.0),
+        WINDOW: trained._replace(model=with_window(_plain(trained), wide)),
+        "the same, not fine-tuned": (with_window(backbone, wide), 0.0),
     }
 
 
+def _plain(trained: common.Trained) -> LanguageModel:
+    assert isinstance(trained.model, LanguageModel)
+    return trained.model
+
+
 def _training_source(
-    config: Config, inputs: list[QuestionInput], tokenizer: Tokenizer
+    config: Config, inputs: list[QuestionInput], length: int, tokenizer: Tokenizer
 ) -> str:
-    """The inputs as documents of a folder."""
-    name = f"questions-{config.train_contexts}-{config.questions.stem}"
+    """The inputs as documents of a folder, each of `length` tokens: one sample.
+
+    Documents of training stand in front of them.
+    """
+    before = load_tokens(config.source, tokenizer, "train")[0].tokens
+    texts = [_filled(entry, np.asarray(before), length, tokenizer) for entry in inputs]
+    kept = [json.dumps({"text": text}) for text in texts if text is not None]
+    print(f"{len(kept)} of {len(inputs)} inputs to train on, {length} tokens each")
+    name = f"questions-{config.train_contexts}-{length}-{config.questions.stem}"
     folder = config.run_dir / f"{name}-{tokenizer.digest[:8]}" / "train"
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"text": tokenizer.decode(x.tokens)}) for x in inputs]
-    (folder / "questions.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+    (folder / "questions.jsonl").write_text("\n".join(kept) + "\n", "utf-8")
     return f"folder:{folder.parent}"
+
+
+def _filled(
+    entry: QuestionInput, before: np.ndarray, length: int, tokenizer: Tokenizer
+) -> str | None:
+    """The input's text behind so much other text that it has `length` tokens.
+
+    None if there is no such text: where two texts meet, tokens may join.
+    """
+    text = tokenizer.decode(entry.tokens)
+    missing = length - len(entry.tokens)
+    for count in (missing, missing - 1, missing + 1, missing - 2):
+        if count >= 0:
+            whole = (tokenizer.decode(before[:count]) if count else "") + text
+            if len(tokenizer.encode(whole)) == length:
+                return whole
+    return None
 
 
 def _ask(models: dict, inputs: list[QuestionInput], segment: int) -> dict:

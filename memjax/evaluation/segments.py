@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int64
 
 from memjax.evaluation.perplexity import Losses
+from memjax.training import loss
 
 
 def scored(length: int, segment: int, first: int) -> Float32[np.ndarray, " T"]:
@@ -35,8 +36,7 @@ def scored(length: int, segment: int, first: int) -> Float32[np.ndarray, " T"]:
         )
     if not 0 <= first <= segment:
         raise ValueError(f"first must be in [0, {segment}], got {first}")
-    place = (np.arange(length) + 1) % segment
-    return (place >= first).astype(np.float32)
+    return np.asarray(loss.scored(length, segment, first))
 
 
 def restrict(losses: Losses, mask: Float[np.ndarray, "..."]) -> Losses:
