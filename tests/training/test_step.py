@@ -1,5 +1,6 @@
 """One update: accumulation, truncation, carried memory, batches that are not finite."""
 
+import dataclasses
 from typing import Any
 
 import chex
@@ -12,7 +13,8 @@ from flax import nnx
 
 from memjax.data.batch import Batch
 from memjax.models import LanguageModel, ModelConfig
-from memjax.training.loss import token_losses
+from memjax.models.hmt import HMTConfig, hmt
+from memjax.training.loss import first_scored, scored, token_losses
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 B, T, V, WINDOW = 4, 8, 13, 4
@@ -199,6 +201,59 @@ def test_carried_memory_makes_two_batches_one_text_and_reset_rows_start_empty(st
 def test_accumulation_gives_each_row_its_own_memory_back(streams):
     _, ((_, (one, _)), (_, (two, _))) = streams
     close(two.memory, one.memory, 1e-5)
+
+
+def test_the_loss_on_the_last_window_counts_so_many_real_targets_of_each_row():
+    mask = np.ones((B, T), np.float32)
+    # Row 0 ends in padding, row 1 has a gap, row 2 fewer targets than a window.
+    mask[0, 6:], mask[1, 5], mask[2, 2:] = 0, 0, 0
+    counted = np.zeros((B, T), np.float32)
+    counted[0, 2:6], counted[1, [3, 4, 6, 7]] = 1, 1
+    counted[2, :2], counted[3, 4:] = 1, 1
+    found, _ = update(batch_of(text(), jnp.asarray(mask)), loss_on="last")
+    close(found.params, update(batch_of(text(), jnp.asarray(counted)))[0].params)
+
+
+def test_a_model_that_does_not_read_ahead_is_scored_everywhere(plain):
+    found, _ = update(UNEVEN, loss_on="scored")
+    close(found.params, plain[0].params)
+
+
+def test_hmt_with_retrieval_is_scored_from_j_on():
+    # L = 4 and j = 1: target i is token i + 1, at place (i + 1) % 4 of its segment.
+    memory = HMTConfig(segment=4, sensory=1, memories=2, summary_fraction=0.25)
+    model = hmt(MODEL, memory, key=jax.random.key(5))
+    place = (np.arange(T) + 1) % 4
+    assert first_scored(model) == 1 and first_scored(MODEL) == 0
+    np.testing.assert_array_equal(scored(T, 4, 1), place >= 1)
+    causal = dataclasses.replace(memory, summary_source="previous")
+    assert first_scored(hmt(MODEL, causal, key=jax.random.key(5))) == 0
+    config = StepConfig(loss_on="scored")
+    state = init_train_state(model, DESCENT, config, B)
+    _, metrics = jax.jit(make_train_step(model, DESCENT, config))(state, BATCH)
+    _, logits = jax.jit(lambda t: model(model.init_state(B), t))(BATCH.tokens)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, BATCH.targets)
+    close(metrics["loss"], nll[:, place >= 1].mean(), 1e-5)
+    assert set(state.params) >= {"initial_memory", "summary_prompt", "query", "key"}
+    stream = StepConfig(loss_on="scored", carry_memory=True)
+    with pytest.raises(ValueError, match="whole segments of 4 tokens .* got 7"):
+        jax.eval_shape(
+            make_train_step(model, DESCENT, stream),
+            init_train_state(model, DESCENT, stream, B),
+            batch_of(text(7)),
+        )
+
+
+@pytest.mark.parametrize(
+    "sizes,message",
+    [
+        ((-1, 4, 0), "length must be at least 0"),
+        ((8, 4, 5), r"first must be in \[0, 4\], got 5"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        scored(*sizes)
 
 
 @pytest.mark.parametrize(
