@@ -52,6 +52,16 @@ def last_targets(mask: Float[Array, "B T"], count: int) -> Float[Array, "B T"]:
     return jnp.where(from_the_end <= count, mask, 0.0)
 
 
+def last_places(mask: Float[Array, "B T"], count: int) -> Int[Array, "B n"]:
+    """Indices of each row's last `count` targets that the mask lets through, in order.
+
+    n is `count`, or T if that is less. In a row with fewer such targets others come
+    first, whose mask is 0.
+    """
+    count = min(count, mask.shape[1])
+    return jnp.argsort(mask > 0, axis=1, stable=True)[:, mask.shape[1] - count :]
+
+
 def scored(length: int, segment: int, first: int) -> Float32[np.ndarray, " T"]:
     """1 where a target lies at `first` or later in its segment, else 0.
 

@@ -13,7 +13,13 @@ from jaxtyping import PyTree, Scalar
 
 from memjax.data.batch import Batch
 from memjax.models.config import require_known
-from memjax.training.loss import first_scored, last_targets, scored, token_losses
+from memjax.training.loss import (
+    first_scored,
+    last_places,
+    last_targets,
+    scored,
+    token_losses,
+)
 
 Metrics = dict[str, Scalar]
 LossOn = Literal["all", "last", "scored"]
@@ -196,6 +202,12 @@ def _total_loss(graph, config, frozen, params, memory, batch):
     def piece(memory, item):
         tokens, targets, mask = item
         memory, features = model.features(jax.lax.stop_gradient(memory), tokens)
+        if config.loss_on == "last":
+            # The others would pass through the head, the widest product, for nothing.
+            places = last_places(mask, model.window)
+            features = jnp.take_along_axis(features, places[..., None], axis=1)
+            targets = jnp.take_along_axis(targets, places, axis=1)
+            mask = jnp.take_along_axis(mask, places, axis=1)
         losses = token_losses(model.logits, features, targets, model.vocab_size)
         return memory, ((losses * mask).sum(), mask.sum())
 
