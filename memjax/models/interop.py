@@ -136,6 +136,13 @@ def _build(
     if checkpoint.config.get("model_type") == own_format.MODEL_TYPE:
         config = checkpoint.config
         return own_format.build(config, shapes, checkpoint.get, dtype, where)
+    layers = checkpoint.config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(shapes):
+        # Before so many are built.
+        raise ValueError(
+            f"{where}: num_hidden_layers={layers} in a checkpoint of "
+            f"{len(shapes)} tensors"
+        )
     try:
         config = from_hf_config(checkpoint.config, dtype or "float32")
     except ValueError as error:
