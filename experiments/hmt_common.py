@@ -244,7 +244,7 @@ def _once(folder: Path, what: str, train: Callable[[], Outcome]) -> Path:
     if spent.exists():
         return folder
     print(f"training {what}, in {folder}", flush=True)
-    if jax.config.jax_compilation_cache_dir is None:
+    if not jax.config.values["jax_compilation_cache_dir"]:
         cache = folder.parent.resolve() / "compiled"
         jax.config.update("jax_compilation_cache_dir", str(cache))
     began = time.monotonic()

@@ -88,7 +88,8 @@ def first_losses(texts):
 
 
 def test_an_aligned_answer_is_not_read_ahead():
-    texts = [entry(prompt, 3, prompt) for prompt in range(L + 1, 2 * L + 1)]
+    # In the third segment, the first in which there is something to choose.
+    texts = [entry(prompt, 3, prompt) for prompt in range(2 * L + 1, 3 * L + 1)]
     preamble = np.zeros(L, np.int32)
     one, two = first_losses(align(texts, L, MODEL.config.summary, preamble))
     np.testing.assert_array_equal(one, two)

@@ -26,7 +26,7 @@ BACKBONE = LanguageModel(
     ),
     key=jax.random.key(0),
 )
-CONFIG = HMTConfig(segment=L, sensory=1, memories=N)
+CONFIG = HMTConfig(segment=L, sensory=1, memories=N, summary_fraction=0.75)
 MODEL = hmt(BACKBONE, CONFIG, key=jax.random.key(1))
 TOKENS = np.random.default_rng(0).integers(0, V, 6 * L + 1).astype(np.int32)
 
