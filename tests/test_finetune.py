@@ -131,6 +131,7 @@ def test_stage_2_keeps_backbone_and_first_memory_and_draws_the_rest(base, whole)
 
 def test_a_run_is_read_back_without_its_backbone(base, whole):
     described, model = finetune.load_model(whole)
+    assert isinstance(described, finetune.FinetuneRun)
     assert described.model == MODEL and described.config == stages(base[1]).stage2
     assert isinstance(model, HMT) and described.data.context_length == 3 * SEGMENT
     original = nnx.state(run.load_model(base[0])[1])

@@ -1,5 +1,6 @@
 """LoRA: what is trained, what stays, and that merging changes nothing."""
 
+import dataclasses
 import functools
 
 import jax
@@ -140,7 +141,7 @@ def test_an_update_moves_the_adapters_alone_and_keeps_no_moments_of_the_rest():
 
 def test_a_feed_forward_without_a_gate_has_two_targets():
     opt = Architecture(feed_forward="relu", feed_forward_bias=True, qkv_bias=True)
-    config = ModelConfig(**(vars(CONFIG) | dict(architecture=opt)))
+    config = dataclasses.replace(CONFIG, architecture=opt)
     adapted = add_lora(
         LanguageModel(config, key=jax.random.key(0)), LORA, jax.random.key(1)
     )
@@ -164,7 +165,7 @@ def test_adapters_that_cannot_be_are_refused(wrong, message):
 def test_models_that_cannot_be_adapted_are_refused():
     with pytest.raises(ValueError, match="has LoRA adapters already"):
         add_lora(ADAPTED, LORA, jax.random.key(0))
-    recurrent = ModelConfig(**(vars(CONFIG) | dict(mixers=("gated_deltanet",))))
+    recurrent = dataclasses.replace(CONFIG, mixers=("gated_deltanet",))
     model = LanguageModel(recurrent, key=jax.random.key(0))
     with pytest.raises(ValueError, match="none of the model's: its mixers are"):
         add_lora(model, LoraConfig(targets=("query",)), jax.random.key(0))
