@@ -165,8 +165,7 @@ class HMT(nnx.Module):
         return state, self.logits(features)
 
     def _check(self, state, tokens, mask):
-        batch = state.filled.shape[0]
-        segments.check_tokens(tokens, batch, self.vocab_size)
+        segments.check_tokens(tokens, state.filled.shape[0], self.vocab_size)
         if mask is None:
             return
         if mask.shape != tokens.shape or mask.dtype != bool:
@@ -210,11 +209,8 @@ class HMT(nnx.Module):
             run = jax.checkpoint(run)
         elif self.config.activations == "offload":
             run = jax.checkpoint(run, policy=segments.offload_layers)
-        dtype = self.backbone.config.dtype
-        skip = lambda memories, cut: (
-            memories,
-            nothing(memories, self.config.segment, dtype),
-        )
+        size, dtype = self.config.segment, self.backbone.config.dtype
+        skip = lambda memories, cut: (memories, nothing(memories, size, dtype))
         return jax.lax.cond(jnp.any(cut[2] > 0), run, skip, memories, cut)
 
     def _run_segment(self, memories, cut):
@@ -332,8 +328,7 @@ class HMT(nnx.Module):
             after = self.backbone.read_ragged(empty, x, lengths, mask)
             return mechanisms.reset(state.backbone, after, rows)
 
-        keep = lambda state: state.backbone
-        backbone = jax.lax.cond(jnp.any(rows), read, keep, state)
+        backbone = jax.lax.cond(jnp.any(rows), read, lambda s: s.backbone, state)
         return state._replace(backbone=backbone)
 
     def _read_token(self, state, tokens, mask):

@@ -53,14 +53,16 @@ def load_official(
 
     Args:
         file: safetensors under its names.
-        hf_config: `config.json` of the backbone.
-        config: the memory; a `retrieval_dim` of None is the checkpoint's.
+        hf_config: `config.json` of the backbone; of Llama's kind if it does not say.
+        config: the memory; a `retrieval_dim` of None is the checkpoint's. Without
+            retrieval, the checkpoint's parameters of it are passed over.
 
     Raises:
         ValueError: listing every tensor that is missing, unknown or of another shape;
             on a backbone whose width is not the memory's; as `hmt`.
     """
     found = SafetensorsFile(Path(file))
+    hf_config = {"model_type": "llama"} | dict(hf_config)
     return _build(hf_config, config, found.shapes, found.get, str(file))
 
 
@@ -147,7 +149,12 @@ def _build(
         d_h = config.retrieval_dim or backbone.width
         expected |= {PROMPT: (1, backbone.width)}
         expected |= {QUERY: (d_h, backbone.width), KEY: (d_h, backbone.width)}
-    memory = {n: s for n, s in shapes.items() if not n.startswith(BACKBONE)}
+    passed = () if config.retrieval else (PROMPT, QUERY, KEY)
+    memory = {
+        name: shape
+        for name, shape in shapes.items()
+        if not name.startswith(BACKBONE) and name not in passed
+    }
     own_format.require_tensors(expected, memory, where)
     model = hmt(backbone, config, key=jax.random.key(0))
     model.initial_memory.set_value(jnp.asarray(get(FIRST)[0]))
