@@ -10,6 +10,8 @@ from memjax.data import load_tokenizer
 from memjax.data.tokenizer import JsonTokenizer
 from memjax.models import interop, own_format
 from memjax.models.config import Dtype
+from memjax.models.hmt import HMT
+from memjax.models.hmt_checkpoint import save_hmt
 from memjax.models.safetensors_folder import require_free
 
 
@@ -41,7 +43,8 @@ def export_model(
     """Writes a trained model as a folder of safetensors, which transformers loads.
 
     Args:
-        source: a run's folder, or a folder that `memjax import` or `export` wrote.
+        source: a run's folder, or a folder that `memjax import` or `export` wrote. HMT
+            goes under the names of its official program.
         destination: folder that is written; must not exist, or be empty.
         dtype: of the saved numbers.
     """
@@ -51,14 +54,14 @@ def export_model(
     config, model = finetune.load_model(source)
     tokenizer = load_tokenizer(config.data.tokenizer)
     known = isinstance(tokenizer, JsonTokenizer)
-    model_type = interop.save_pretrained(
-        model,
-        destination,
-        tokenizer.backend.to_str().encode() if known else None,
-        dtype=dtype,
-    )
+    file = tokenizer.backend.to_str().encode() if known else None
     if not known:
         print(f"no tokenizer.json: there is none of {config.data.tokenizer!r}")
+    if isinstance(model, HMT):
+        save_hmt(model, destination, file, dtype=dtype)
+        print(f"wrote {destination} under HMT's official names: load_hmt loads it")
+        return 0
+    model_type = interop.save_pretrained(model, destination, file, dtype=dtype)
     return _report(model_type, destination)
 
 
