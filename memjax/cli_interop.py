@@ -8,11 +8,13 @@ import tyro
 from memjax import finetune
 from memjax.data import load_tokenizer
 from memjax.data.tokenizer import JsonTokenizer
+from memjax.finetune_run import SECOND_STAGE
 from memjax.models import interop, own_format
 from memjax.models.config import Dtype
 from memjax.models.hmt import HMT
 from memjax.models.hmt_checkpoint import save_hmt
 from memjax.models.safetensors_folder import require_free
+from memjax.run_folder import CHECKPOINTS
 
 
 def import_model(
@@ -48,7 +50,7 @@ def export_model(
         destination: folder that is written; must not exist, or be empty.
         dtype: of the saved numbers.
     """
-    if not (source / "checkpoints").is_dir():
+    if not any((source / name).is_dir() for name in (CHECKPOINTS, SECOND_STAGE)):
         return _report(interop.convert(source, destination, dtype=dtype), destination)
     require_free(destination)
     config, model = finetune.load_model(source)

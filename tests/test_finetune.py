@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from memjax.finetune_config import (
 )
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt import HMT, HMTConfig
+from memjax.models.hmt_checkpoint import load_hmt
 from memjax.training import LoopConfig, StepConfig
 
 SEGMENT = 8
@@ -171,6 +173,17 @@ def test_a_finetuned_run_is_evaluated_and_writes_text(whole, capsys):
         words = ["generate", str(whole), "--prompt", "memory block", "--tokens", "2"]
         cli.main(words)
     assert stop.value.code == 0 and "memory block" in capsys.readouterr().out
+
+
+def test_a_finetuned_run_is_exported_under_the_official_names(whole, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["export", str(whole), str(tmp_path / "out")])
+    assert not stop.value.code
+    loaded, (_, trained) = load_hmt(tmp_path / "out"), finetune.load(whole)
+    # Not the same parameters: the embedding's scale goes into the embedding.
+    tokens = np.arange(2 * SEGMENT + 3, dtype=np.int32)[None]
+    answers = [model(model.init_state(1), tokens) for model in (loaded, trained)]
+    chex.assert_trees_all_close(answers[0][1], answers[1][1], atol=1e-4)
 
 
 def test_another_backbone_is_refused_where_a_run_goes_on(base, whole, window):
