@@ -282,6 +282,7 @@ def measure(
     flops = operations(shape, batch, trained)
     traffic = least_bytes(shape, trained)
     least = max(flops["needed"] / device.flops, traffic / device.bandwidth)
+    load = os.getloadavg()[0]
     times = race(config, shape, batch, trained)
     for name, row in times.items():
         row["share_of_peak"] = flops["needed"] / row["median_s"] / device.flops
@@ -296,7 +297,8 @@ def measure(
         "operations": flops,
         "bytes": traffic,
         "roofline_s": least,
-        "load_average_1min": os.getloadavg()[0],
+        # Beside other work PyTorch's threads wait for each other, and lose far more.
+        "load_average_before": load,
         "candidates": times,
     }
 
