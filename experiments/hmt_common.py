@@ -53,7 +53,7 @@ def _stages(base: str, depth: int, steps: tuple[int, int], **sizes) -> TwoStageC
     assert isinstance(two, TwoStageConfig)
 
     def stage(config, depth, steps):
-        loop = LoopConfig(steps=steps, save_every=50, log_every=25, keep=1)
+        loop = LoopConfig(steps=steps, save_every=50, log_every=4, keep=1)
         memory = dataclasses.replace(config.hmt, **sizes)
         return dataclasses.replace(config, hmt=memory, depth=depth, loop=loop)
 
@@ -62,13 +62,25 @@ def _stages(base: str, depth: int, steps: tuple[int, int], **sizes) -> TwoStageC
     )
 
 
+def _short() -> TwoStageConfig:
+    """The real model in float32, by adapters, with the rate that so few steps want."""
+    two = _stages("hmt-smollm-135m", 4, (16, 32), segment=128, sensory=16)
+
+    def stage(config):
+        return dataclasses.replace(
+            config,
+            dtype="float32",
+            train="lora",
+            optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-3),
+            data=dataclasses.replace(config.data, batch_size=1),
+        )
+
+    return TwoStageConfig(stage(two.stage1), stage(two.stage2))
+
+
 SCALES: dict[Preset, Scale] = {
     "cpu": Scale("tiny", _stages("hmt-tiny", 6, (60, 120), memories=300), 102_400),
-    "smollm2-cpu": Scale(
-        "smollm2",
-        _stages("hmt-smollm-135m", 4, (10, 20), segment=128, sensory=16),
-        16_384,
-    ),
+    "smollm2-cpu": Scale("smollm2", _short(), 16_384),
     "paper": Scale("smollm2", _stages("hmt-smollm-135m", 15, (200, 500)), 102_400),
 }
 

@@ -5,6 +5,7 @@ import json
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -181,7 +182,7 @@ def test_a_finetuned_run_is_exported_under_the_official_names(whole, tmp_path):
     assert not stop.value.code
     loaded, (_, trained) = load_hmt(tmp_path / "out"), finetune.load(whole)
     # Not the same parameters: the embedding's scale goes into the embedding.
-    tokens = np.arange(2 * SEGMENT + 3, dtype=np.int32)[None]
+    tokens = jnp.arange(2 * SEGMENT + 3, dtype=jnp.int32)[None]
     answers = [model(model.init_state(1), tokens) for model in (loaded, trained)]
     chex.assert_trees_all_close(answers[0][1], answers[1][1], atol=1e-4)
 
