@@ -35,6 +35,7 @@ from memjax import mechanisms
 from memjax.models import segments
 from memjax.models.hmt_state import HMTConfig, HMTState, Memories, SegmentTrace, nothing
 from memjax.models.language_model import LanguageModel
+from memjax.models.memory_search import filled, search
 from memjax.models.windowed import with_texts_of
 
 
@@ -55,7 +56,8 @@ class HMT(nnx.Module):
         self.config = config
         #: The backbone's own config, with its mixers and its longest text.
         self.pretrained = backbone.config
-        self.backbone = with_texts_of(backbone, config.sensory + config.segment + 2)
+        length = config.sensory + config.segment + 2
+        self.backbone = with_texts_of(backbone, length, config.activations == "keep")
         memory_key, prompt_key, query_key, key_key = jax.random.split(key, 4)
         e = backbone.width
         vocabulary = jnp.arange(backbone.vocab_size, dtype=jnp.int32)[None]
@@ -138,7 +140,7 @@ class HMT(nnx.Module):
         self._check(state, tokens, mask)
         if tokens.shape[1] == 1:
             return self._read_token(state, tokens, mask)
-        return self._read_segments(state, tokens, mask)[:2]
+        return self._read_segments(False, state, tokens, mask)[:2]
 
     def trace(
         self,
@@ -148,7 +150,7 @@ class HMT(nnx.Module):
     ) -> tuple[HMTState, Float[Array, "B T E"], SegmentTrace]:
         """As `features`, with what the memory did, from the open segment on."""
         self._check(state, tokens, mask)
-        return self._read_segments(state, tokens, mask)
+        return self._read_segments(True, state, tokens, mask)
 
     def logits(self, features: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Scores of the next token, in float32."""
@@ -166,20 +168,14 @@ class HMT(nnx.Module):
 
     def _check(self, state, tokens, mask):
         segments.check_tokens(tokens, state.filled.shape[0], self.vocab_size)
-        if mask is None:
-            return
-        if mask.shape != tokens.shape or mask.dtype != bool:
-            raise ValueError(
-                f"mask must be bool{list(tokens.shape)}, as the tokens are, "
-                f"got {mask.dtype}{list(mask.shape)}"
-            )
-        if state.visible is None:
-            raise ValueError(
-                "mask needs a state made for it: init_state(batch, masked=True)"
-            )
+        if mask is not None:
+            segments.check_mask(mask, tokens, state.visible is not None)
 
-    def _read_segments(self, state, tokens, mask):
-        """Runs the open segment again with what is new, and all after it."""
+    def _read_segments(self, every, state, tokens, mask):
+        """Runs the open segment again with what is new, and all after it.
+
+        `every`: takes summaries also where no search needs them.
+        """
         length = self.config.segment
         total = state.filled + tokens.shape[1]
         # So many are touched at most, wherever in its segment a row stands.
@@ -193,7 +189,9 @@ class HMT(nnx.Module):
         starts = jnp.arange(count, dtype=jnp.int32)[:, None] * length
         known = jnp.clip(total[None] - starts, 0, length)
         cuts = (cut(grid), None if visible is None else cut(visible), known)
-        memories, (features, trace) = jax.lax.scan(self._segment, state.memories, cuts)
+        memories, (features, trace) = jax.lax.scan(
+            functools.partial(self._segment, every), state.memories, cuts
+        )
         features = jnp.moveaxis(features, 0, 1)
         features = features.reshape(features.shape[0], count * length, -1)
         offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -202,9 +200,9 @@ class HMT(nnx.Module):
         state = self._open(memories, grid, visible, total, trace.prompt)
         return state, features, trace
 
-    def _segment(self, memories, cut):
+    def _segment(self, every, memories, cut):
         """Scan body: one segment of the rows that have tokens in it."""
-        run = self._run_segment
+        run = functools.partial(self._run_segment, every)
         if self.config.activations == "recompute":
             run = jax.checkpoint(run)
         elif self.config.activations == "offload":
@@ -213,14 +211,18 @@ class HMT(nnx.Module):
         skip = lambda memories, cut: (memories, nothing(memories, size, dtype))
         return jax.lax.cond(jnp.any(cut[2] > 0), run, skip, memories, cut)
 
-    def _run_segment(self, memories, cut):
+    def _run_segment(self, every, memories, cut):
         """Equations (1) to (5) of one segment, and the memory update."""
         c = self.config
         tokens, visible, known = cut
         words = self.backbone.embed(tokens)
+        # A search among fewer than two memories has nothing to choose.
+        chooses = memories.held >= (2 if c.reads_ahead else 1)
         summary = memories.summary
         if c.retrieval:
-            summary = self._summarise(words, visible, known)
+            summarise = lambda: self._summarise(words, visible, known)
+            skip = lambda: jnp.zeros_like(summary)
+            summary = jax.lax.cond(every | jnp.any(chooses), summarise, skip)
         searching = summary if c.reads_ahead else memories.summary
         prompt, scores = self._search(memories, searching)
         x, start = self._augment(memories, prompt, words)
@@ -237,7 +239,7 @@ class HMT(nnx.Module):
         grown = Memories(
             bank=added,
             held=jnp.minimum(memories.held + 1, memories.bank.shape[1]),
-            summary=summary,
+            summary=jnp.where(chooses[:, None], summary, 0.0),
             sensory=tokens[:, c.segment - c.sensory :],
         )
         memories = mechanisms.reset(memories, grown, full)
@@ -263,17 +265,11 @@ class HMT(nnx.Module):
     def _search(self, memories, summary):
         """(2)(3) P and the scores; M_init where there is no memory yet."""
         bank, held = memories.bank, memories.held
-        slots = jnp.arange(bank.shape[1], dtype=jnp.int32)[None]
-        filled = slots >= bank.shape[1] - held[:, None]
         if self.config.retrieval:
-            query = summary @ self.query.get_value()
-            keys = bank @ self.key.get_value()
-            scores = jnp.einsum("bd,bnd->bn", query, keys) * query.shape[-1] ** -0.5
-            # Finite, so that rows without memories have finite gradients.
-            scores = jax.nn.softmax(jnp.where(filled, scores, -1e30), axis=-1)
-            scores = jnp.where(filled, scores, 0.0)
+            learned = (self.query.get_value(), self.key.get_value())
+            scores = search(bank, held, summary, *learned)
         else:
-            scores = filled.astype(jnp.float32)
+            scores = filled(bank, held).astype(jnp.float32)
         found = jnp.einsum("bn,bne->be", scores, bank)
         initial = self.initial_memory.get_value()[None]
         return jnp.where(held[:, None] > 0, found, initial), scores
@@ -376,7 +372,7 @@ class HMT(nnx.Module):
         """Runs the rows' complete segments as any other, for their memories."""
         known = jnp.where(full, self.config.segment, 0)
         cut = (state.tokens, state.visible, known)
-        memories, _ = self._run_segment(state.memories, cut)
+        memories, _ = self._run_segment(False, state.memories, cut)
         masked = state.visible is not None
         empty = self.init_state(full.shape[0], masked=masked)
         opened = mechanisms.reset(state, empty, full)

@@ -109,7 +109,10 @@ def save_hmt(
     """
     own = model.pretrained
     backbone = with_config(
-        merge_lora(model.backbone), mixers=own.mixers, capacity=own.capacity
+        merge_lora(model.backbone),
+        mixers=own.mixers,
+        capacity=own.capacity,
+        remat=own.remat,
     )
     try:
         config = to_hf_config(backbone.config)

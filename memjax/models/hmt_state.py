@@ -27,8 +27,9 @@ class HMTConfig:
         retrieval: False is the recurrence alone, P_n = Mem_{n-1}: stage 1 of training.
         summary_source: S_n searches for P_n ("current", as the paper), or S_{n-1}
             does ("previous", strictly causal).
-        activations: what the backward pass keeps of a segment: everything, nothing
-            ("recompute"), or the layers' inputs in the host's memory ("offload").
+        activations: what the backward pass keeps of a segment: everything, or what the
+            backbone's `remat` leaves ("keep"); nothing ("recompute"); or the layers'
+            inputs in the host's memory ("offload").
     """
 
     segment: int = 1024
@@ -74,7 +75,7 @@ class Memories(NamedTuple):
     Attributes:
         bank: Mem_n of the last segments, newest last; one slot without retrieval.
         held: how many slots are filled.
-        summary: S_{n-1}; zero without retrieval.
+        summary: S_{n-1}; zero where no search needed it, and without retrieval.
         sensory: the last k tokens of segment n-1.
     """
 

@@ -39,6 +39,19 @@ def check_tokens(tokens: Array, batch: int, vocab_size: int) -> None:
         raise ValueError(f"tokens must be in [0, {vocab_size}), got {worst}")
 
 
+def check_mask(mask: Array, tokens: Array, expected: bool) -> None:
+    """Raises ValueError unless a mask is `expected`, and bool [B, T]."""
+    if mask.shape != tokens.shape or mask.dtype != bool:
+        raise ValueError(
+            f"mask must be bool{list(tokens.shape)}, as the tokens are, "
+            f"got {mask.dtype}{list(mask.shape)}"
+        )
+    if not expected:
+        raise ValueError(
+            "mask needs a state made for it: init_state(batch, masked=True)"
+        )
+
+
 def take(x: Shaped[Array, "B T *E"], places: Int[Array, "B n"]) -> Any:
     """x[b, places[b]] for every row."""
     return jax.vmap(lambda row, at: row[at])(x, places)

@@ -32,8 +32,13 @@ def with_window(model: LanguageModel, window: int) -> LanguageModel:
     return with_config(model, mixers=mixers, window=window)
 
 
-def with_texts_of(model: LanguageModel, length: int) -> LanguageModel:
+def with_texts_of(model: LanguageModel, length: int, remat: bool) -> LanguageModel:
     """The same model for texts of at most `length` tokens, with states no larger.
+
+    Args:
+        model: the model.
+        length: of the longest text.
+        remat: False turns the model's own off, where whole texts are recomputed.
 
     Raises:
         ValueError: if the model's positions end before.
@@ -49,4 +54,5 @@ def with_texts_of(model: LanguageModel, length: int) -> LanguageModel:
         "attention" if mixer == "sliding_window" and config.window >= length else mixer
         for mixer in config.mixers
     )
-    return with_config(model, mixers=mixers, capacity=length)
+    remat = remat and config.remat
+    return with_config(model, mixers=mixers, capacity=length, remat=remat)
