@@ -203,13 +203,18 @@ class HMT(nnx.Module):
     def _segment(self, every, memories, cut):
         """Scan body: one segment of the rows that have tokens in it."""
         run = functools.partial(self._run_segment, every)
-        if self.config.activations == "recompute":
-            run = jax.checkpoint(run)
-        elif self.config.activations == "offload":
-            run = jax.checkpoint(run, policy=segments.offload_layers)
         size, dtype = self.config.segment, self.backbone.config.dtype
         skip = lambda memories, cut: (memories, nothing(memories, size, dtype))
-        return jax.lax.cond(jnp.any(cut[2] > 0), run, skip, memories, cut)
+        # Around the branch: inside it the parameters would be kept once a segment.
+        body = lambda memories, cut: jax.lax.cond(
+            jnp.any(cut[2] > 0), run, skip, memories, cut
+        )
+        policy = {
+            "keep": jax.checkpoint_policies.everything_saveable,
+            "recompute": jax.checkpoint_policies.nothing_saveable,
+            "offload": segments.offload_layers,
+        }[self.config.activations]
+        return jax.checkpoint(body, policy=policy)(memories, cut)
 
     def _run_segment(self, every, memories, cut):
         """Equations (1) to (5) of one segment, and the memory update."""
