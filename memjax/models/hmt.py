@@ -42,7 +42,7 @@ from memjax.models.windowed import with_texts_of
 class HMT(nnx.Module):
     """A backbone with hierarchical memory: itself a language model.
 
-    Holds parameters only: `initial_memory` (M_init), `summary_prompt` (T), `query` and
+    Holds parameters: `initial_memory` (M_init), `summary_prompt` (T), `query` and
     `key` (W_q, W_k), the last three with retrieval alone.
 
     Example:
@@ -189,32 +189,29 @@ class HMT(nnx.Module):
         starts = jnp.arange(count, dtype=jnp.int32)[:, None] * length
         known = jnp.clip(total[None] - starts, 0, length)
         cuts = (cut(grid), None if visible is None else cut(visible), known)
-        memories, (features, trace) = jax.lax.scan(
-            functools.partial(self._segment, every), state.memories, cuts
-        )
+        memories, features, trace = self._run_segments(every, state.memories, cuts)
         features = jnp.moveaxis(features, 0, 1)
         features = features.reshape(features.shape[0], count * length, -1)
-        offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        places = state.filled[:, None] + offsets
-        features = segments.take(features, places)
+        new = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        features = segments.take(features, state.filled[:, None] + new)
         state = self._open(memories, grid, visible, total, trace.prompt)
         return state, features, trace
 
-    def _segment(self, every, memories, cut):
-        """Scan body: one segment of the rows that have tokens in it."""
+    def _run_segments(self, every, memories, cuts):
+        """All segments of a call; the last is skipped where no row has tokens in it."""
         run = functools.partial(self._run_segment, every)
         size, dtype = self.config.segment, self.backbone.config.dtype
         skip = lambda memories, cut: (memories, nothing(memories, size, dtype))
-        # Around the branch: inside it the parameters would be kept once a segment.
-        body = lambda memories, cut: jax.lax.cond(
-            jnp.any(cut[2] > 0), run, skip, memories, cut
-        )
-        policy = {
-            "keep": jax.checkpoint_policies.everything_saveable,
-            "recompute": jax.checkpoint_policies.nothing_saveable,
-            "offload": segments.offload_layers,
-        }[self.config.activations]
-        return jax.checkpoint(body, policy=policy)(memories, cut)
+        branch = lambda *cut: jax.lax.cond(jnp.any(cut[1][2] > 0), run, skip, *cut)
+        kept = functools.partial(segments.kept, self.config.activations)
+        # No branch inside the loop: the backward pass would keep the backbone's
+        # parameters, which enter it, once a segment.
+        scanned = jax.tree.map(lambda x: x[:-1], cuts)
+        memories, found = jax.lax.scan(kept(run), memories, scanned)
+        last = jax.tree.map(lambda x: x[-1], cuts)
+        memories, more = kept(branch)(memories, last)
+        join = lambda a, b: jnp.concatenate([a, b[None]])
+        return memories, *jax.tree.map(join, found, more)
 
     def _run_segment(self, every, memories, cut):
         """Equations (1) to (5) of one segment, and the memory update."""
@@ -226,8 +223,11 @@ class HMT(nnx.Module):
         summary = memories.summary
         if c.retrieval:
             summarise = lambda: self._summarise(words, visible, known)
-            skip = lambda: jnp.zeros_like(summary)
-            summary = jax.lax.cond(every | jnp.any(chooses), summarise, skip)
+            skip = lambda: jnp.zeros_like(memories.summary)
+            needed = every | jnp.any(chooses)
+            # A branch inside the loop: see `_run_segments`.
+            branch = jax.checkpoint(lambda: jax.lax.cond(needed, summarise, skip))
+            summary = branch()
         searching = summary if c.reads_ahead else memories.summary
         prompt, scores = self._search(memories, searching)
         x, start = self._augment(memories, prompt, words)

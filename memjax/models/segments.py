@@ -3,6 +3,7 @@
 Shapes: B batch, T time, L segment, E width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,17 @@ offload_layers = jax.checkpoint_policies.save_and_offload_only_these_names(
     offload_src="device",
     offload_dst="pinned_host",
 )
+
+
+def kept(activations: str, function: Callable) -> Callable:
+    """The function, of which the backward pass keeps what `HMTConfig` asks for."""
+    match activations:
+        case "keep":
+            return function
+        case "offload":
+            return jax.checkpoint(function, policy=offload_layers)
+        case _:
+            return jax.checkpoint(function)
 
 
 def check_tokens(tokens: Array, batch: int, vocab_size: int) -> None:
