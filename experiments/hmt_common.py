@@ -79,7 +79,7 @@ def _short() -> TwoStageConfig:
 
 
 SCALES: dict[Preset, Scale] = {
-    "cpu": Scale("tiny", _stages("hmt-tiny", 6, (60, 120), memories=300), 102_400),
+    "cpu": Scale("tiny", _stages("hmt-tiny", 4, (100, 300), memories=300), 102_400),
     "smollm2-cpu": Scale("smollm2", _short(), 16_384),
     "paper": Scale("smollm2", _stages("hmt-smollm-135m", 15, (200, 500)), 102_400),
 }

@@ -215,17 +215,24 @@ def _paper(size: PaperSize, dtype: Dtype | None) -> TwoStageConfig:
 
 
 def _tiny() -> TwoStageConfig:
-    """Both stages in a minute or two on a CPU, for a backbone of `memjax train`."""
+    """Both stages in minutes on a CPU, for a backbone of `memjax train`.
+
+    Every scored target counts, and the rate falls to 0: so few short steps would only
+    blur a backbone otherwise.
+    """
     two = _paper(PaperSize(64, 4, 16, None, 1e-3, "full"), None)
+    rate = dataclasses.replace(two.stage1.optimizer, warmup_ratio=0.05, final_ratio=0.0)
     shrunk = []
-    for stage, steps in ((two.stage1, 60), (two.stage2, 120)):
-        loop = LoopConfig(steps=steps, save_every=30, evaluate_every=60)
+    for stage, steps in ((two.stage1, 100), (two.stage2, 300)):
+        loop = LoopConfig(steps=steps, save_every=50, evaluate_every=100)
         shrunk.append(
             dataclasses.replace(
                 stage,
                 hmt=dataclasses.replace(stage.hmt, sensory=8),
                 window=64,
-                data=SampleConfig(batch_size=4, validation_texts=8),
+                data=SampleConfig(batch_size=8, validation_texts=8),
+                optimizer=rate,
+                step=StepConfig(loss_on="scored"),
                 loop=loop,
             )
         )
