@@ -139,6 +139,7 @@ def second_stage(described: FinetuneRun, trained: HMT, key: PRNGKeyArray) -> HMT
         trained.backbone,
         mixers=described.model.mixers,
         capacity=described.model.capacity,
+        remat=described.model.remat,
         dtype=described.config.dtype or described.model.dtype,
     )
     model = hmt(backbone, described.config.hmt, key=memory_key)
