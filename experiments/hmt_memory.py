@@ -142,7 +142,8 @@ def main(config: Config) -> None:
                 sizes[name][way].append(size)
                 print(f"{name} {way} depth {depth}: {size}", flush=True)
     question = (__doc__ or "").splitlines()[0]
-    settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    settings = dataclasses.asdict(config)
+    del settings["output"]
     record = provenance(question, settings) | {"bytes": sizes}
     config.output.parent.mkdir(parents=True, exist_ok=True)
     config.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
