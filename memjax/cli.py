@@ -91,7 +91,9 @@ def evaluate(
 ) -> int:
     """Perplexity of a run's newest checkpoint, by kind of text and by position.
 
-    Writes `eval-<split>.json` and a plot of loss by position into the run folder.
+    Writes `eval-<split>.json` and a plot of loss by position into the run folder. Of
+    HMT no target counts that a summary has read before; beside stands "all_targets",
+    the perplexity of all, as the official program scores.
 
     Args:
         run_dir: a folder that `memjax train` or `memjax finetune` wrote.
@@ -108,28 +110,34 @@ def evaluate(
         model = run.with_sampling(model, sampling=sampling, decay=decay)
     tokenizer = load_tokenizer(config.data.tokenizer)
     documents = run.load_split(config, tokenizer, split)
-    losses = evaluation.losses(
+    every = evaluation.losses(
         model,
         documents,
         context_length=context_length,
         segment=segment or config.data.context_length,
         batch_size=batch_size,
     )
-    window = model.window
+    losses, window = evaluation.causal(model, every), model.window
     rows = {
         kind or "all": {
             "perplexity": evaluation.perplexity(losses, kind=kind),
             "beyond_window": evaluation.perplexity(losses, kind=kind, first=window),
+            "all_targets": evaluation.perplexity(every, kind=kind),
         }
         for kind in (None, *dict.fromkeys(losses.kinds))
     }
     edges = evaluation.octaves(losses.nll.shape[1])
     curve = evaluation.by_position(losses, edges)
-    table = Table("text", "perplexity", f"beyond {window} tokens")
+    table = Table("text", "perplexity", f"beyond {window} tokens", "all targets")
     for kind, row in rows.items():
-        table.add_row(kind, f"{row['perplexity']:.3f}", f"{row['beyond_window']:.3f}")
+        table.add_row(kind, *(f"{value:.3f}" for value in row.values()))
     Console().print(table)
-    result = {"split": split, "perplexity": rows, "edges": edges, "nats": curve}
+    result = {
+        "split": split,
+        "perplexity": rows,
+        "edges": edges,
+        "nats": curve,
+    }
     write_atomically(run_dir / f"eval-{split}.json", json.dumps(result, indent=1))
     plot = run_dir / f"eval-{split}.png"
     plots.loss_by_position({split: curve}, edges, plot, window=window)

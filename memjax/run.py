@@ -303,7 +303,7 @@ def batches(config: Settings, documents: list[TokenisedDocument]) -> BatchIterat
 def validation(
     config: Settings, tokenizer: Tokenizer, model: Any
 ) -> Callable[[TrainState, Callable[[], bool]], dict[str, float]]:
-    """Perplexity on a few texts from each validation document.
+    """Perplexity on a few texts from each validation document, of what is scored.
 
     `model` gives the structure alone.
     """
@@ -316,14 +316,16 @@ def validation(
     graph, window = nnx.graphdef(model), model.window
 
     def evaluate(state, should_stop):
+        trained = model_of(graph, state)
         losses = evaluation.losses(
-            model_of(graph, state),
+            trained,
             documents,
             context_length=length,
             segment=length,
             batch_size=min(config.data.batch_size, config.data.validation_texts),
             should_stop=should_stop,
         )
+        losses = evaluation.causal(trained, losses)
         return {
             "validation_perplexity": evaluation.perplexity(losses),
             "validation_perplexity_beyond_window": evaluation.perplexity(

@@ -8,7 +8,8 @@ from memjax.evaluation.perplexity import by_position as by_position
 from memjax.evaluation.perplexity import losses as losses
 from memjax.evaluation.perplexity import octaves as octaves
 from memjax.evaluation.perplexity import perplexity as perplexity
+from memjax.evaluation.segments import causal as causal
 from memjax.evaluation.segments import recall_distances as recall_distances
 from memjax.evaluation.segments import recall_summary as recall_summary
 from memjax.evaluation.segments import restrict as restrict
-from memjax.evaluation.segments import scored as scored
+from memjax.training.loss import scored as scored

@@ -2,7 +2,7 @@
 
 He et al. (2025), Hierarchical Memory Transformer, https://arxiv.org/abs/2405.06067.
 HMT's summary of a segment reads its first j tokens before their logits are computed:
-scoring them would score what was seen. `scored` leaves them out.
+scoring them would score what was seen. `causal` leaves them out.
 
 Shapes: T targets, n segments, B batch, N memory slots.
 """
@@ -10,33 +10,27 @@ Shapes: T targets, n segments, B batch, N memory slots.
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Int64
+from jaxtyping import Array, Float, Int, Int64
 
 from memjax.evaluation.perplexity import Losses
-from memjax.training import loss
+from memjax.models.hmt import HMT
+from memjax.models.language_model import LanguageModel
+from memjax.training.loss import first_scored, scored
 
 
-def scored(length: int, segment: int, first: int) -> Float32[np.ndarray, " T"]:
-    """1 where a target lies at `first` or later in its segment, else 0.
+def causal(model: LanguageModel | HMT, losses: Losses) -> Losses:
+    """Losses of which only those count that no logit has seen before: `scored`.
 
-    Target i of a text is its token i + 1, which lies in segment (i + 1) // segment.
+    All of them, unless the model is an HMT whose summary reads ahead.
 
     Args:
-        length: targets of the text, T.
-        segment: tokens of a segment, L.
-        first: tokens at the start of every segment that do not count, in [0, L].
-
-    Raises:
-        ValueError: if a size is out of range.
+        model: that gave the losses.
+        losses: of texts read from an empty memory.
     """
-    if length < 0 or segment < 1:
-        raise ValueError(
-            f"length must be at least 0 and segment at least 1, "
-            f"got length={length}, segment={segment}"
-        )
-    if not 0 <= first <= segment:
-        raise ValueError(f"first must be in [0, {segment}], got {first}")
-    return np.asarray(loss.scored(length, segment, first))
+    first = first_scored(model)
+    if first == 0:
+        return losses
+    return restrict(losses, scored(losses.mask.shape[1], model.window, first))
 
 
 def restrict(losses: Losses, mask: Float[np.ndarray, "..."]) -> Losses:
