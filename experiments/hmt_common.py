@@ -30,7 +30,7 @@ from memjax.training.loop_config import Outcome
 from provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
-Preset = Literal["cpu", "smollm2-cpu", "paper"]
+Preset = Literal["cpu", "cpu-short", "smollm2-cpu", "paper"]
 
 
 class Scale(NamedTuple):
@@ -80,6 +80,7 @@ def _short() -> TwoStageConfig:
 
 SCALES: dict[Preset, Scale] = {
     "cpu": Scale("tiny", _stages("hmt-tiny", 4, (100, 300), memories=300), 102_400),
+    "cpu-short": Scale("tiny", _stages("hmt-tiny", 4, (60, 150), memories=300), 16_384),
     "smollm2-cpu": Scale("smollm2", _short(), 16_384),
     "paper": Scale("smollm2", _stages("hmt-smollm-135m", 15, (200, 500)), 102_400),
 }
@@ -96,7 +97,8 @@ class Config:
     """What every HMT experiment takes.
 
     Attributes:
-        preset: "cpu" takes minutes on two cores; "smollm2-cpu" is the real model with
+        preset: "cpu" takes minutes on two cores, "cpu-short" fewer, as ablations, which
+            train many models, take by default; "smollm2-cpu" is the real model with
             a few short steps; "paper" is 200 and 500 steps, 15 segments of 1,024.
         backbone: "tiny", "smollm2", a Hugging Face folder, a GGUF file or a run's
             folder; "" is the preset's.

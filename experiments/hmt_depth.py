@@ -28,8 +28,9 @@ class Config(common.Config):
         rmt: whether RMT is trained at each depth too.
     """
 
-    depths: tuple[int, ...] = (2, 4, 8, 15)
+    depths: tuple[int, ...] = (2, 4, 8)
     rmt: bool = True
+    preset: common.Preset = "cpu-short"
     output: Path = RESULTS / "hmt_depth"
 
     def __post_init__(self):

@@ -60,6 +60,7 @@ class Config(common.Config):
     train_contexts: int = 2
     test_contexts: tuple[int, ...] = (1, 2, 4, 8)
     test_items: int = 96
+    preset: common.Preset = "cpu-short"
     output: Path = RESULTS / "hmt_qa"
 
     def __post_init__(self):

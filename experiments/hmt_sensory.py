@@ -27,6 +27,7 @@ class Config(common.Config):
     """
 
     sensory: tuple[int, ...] = ()
+    preset: common.Preset = "cpu-short"
     output: Path = RESULTS / "hmt_sensory"
 
     def __post_init__(self):

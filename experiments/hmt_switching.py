@@ -58,6 +58,7 @@ class Config(common.Config):
 
     forms: tuple[Form, ...] = get_args(Form)
     chunk: int = 0
+    preset: common.Preset = "cpu-short"
     output: Path = RESULTS / "hmt_switching"
 
     def __post_init__(self):
