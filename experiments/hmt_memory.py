@@ -99,16 +99,19 @@ def compile_step(
         lambda: init_train_state(build(), transform, settings.step, config.batch_size)
     )
     shape = (config.batch_size, depth * config.segment)
-    batch = Batch(
-        tokens=jax.ShapeDtypeStruct(shape, jnp.int32),
-        targets=jax.ShapeDtypeStruct(shape, jnp.int32),
-        mask=jax.ShapeDtypeStruct(shape, jnp.float32),
-        reset=jax.ShapeDtypeStruct(shape[:1], jnp.bool_),
+    batch = jax.eval_shape(
+        lambda: Batch(
+            tokens=jnp.zeros(shape, jnp.int32),
+            targets=jnp.zeros(shape, jnp.int32),
+            mask=jnp.zeros(shape),
+            reset=jnp.zeros(shape[:1], bool),
+        )
     )
     step = make_train_step(nnx.eval_shape(build), transform, settings.step)
     arguments = _on(device, (state, batch))
     # The program is not run: its buffers are allotted before machine code is made.
-    quick = {"xla_backend_optimization_level": 0} if device.platform == "cpu" else {}
+    quick: Any = {"xla_backend_optimization_level": 0}
+    quick = quick if device.platform == "cpu" else {}
     lowered = jax.jit(step, donate_argnums=0).lower(*arguments)
     compiled = lowered.compile(compiler_options=quick)
     found: Any = compiled.memory_analysis()

@@ -186,8 +186,9 @@ def test_a_finetuned_run_is_exported_under_the_official_names(whole, tmp_path):
     loaded, (_, trained) = load_hmt(tmp_path / "out"), finetune.load(whole)
     # Not the same parameters: the embedding's scale goes into the embedding.
     tokens = jnp.arange(2 * SEGMENT + 3, dtype=jnp.int32)[None]
-    answers = [model(model.init_state(1), tokens) for model in (loaded, trained)]
-    chex.assert_trees_all_close(answers[0][1], answers[1][1], atol=1e-4)
+    assert isinstance(trained, HMT)
+    answers = [model(model.init_state(1), tokens)[1] for model in (loaded, trained)]
+    chex.assert_trees_all_close(*answers, atol=1e-4)
 
 
 def test_another_backbone_is_refused_where_a_run_goes_on(base, whole, window):
