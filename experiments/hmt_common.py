@@ -280,10 +280,15 @@ def write_results(config: Any, question: str, **results: Any) -> None:
     fields = dataclasses.asdict(config)
     for name in ("run_dir", "output"):
         fields.pop(name, None)
-    report = provenance(question, json.loads(json.dumps(fields, default=str)))
+    report = provenance(question, json.loads(json.dumps(fields, default=_name)))
     config.output.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report | results, indent=1) + "\n"
     Path(f"{config.output}.json").write_text(text)
+
+
+def _name(path: Path) -> str:
+    """A file's name: where it lies says nothing on another machine."""
+    return path.name
 
 
 def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> None:
