@@ -52,7 +52,8 @@ def _tiny_stages():
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch):
     scale = hmt_common.Scale("tiny", _tiny_stages(), 64)
-    monkeypatch.setitem(hmt_common.SCALES, "cpu", scale)
+    for name in ("cpu", "cpu-short"):
+        monkeypatch.setitem(hmt_common.SCALES, name, scale)
     monkeypatch.setattr(hmt_common, "TINY", BACKBONE)
     monkeypatch.setattr(hmt_scores, "TOGETHER", 4)
 
