@@ -1,16 +1,39 @@
 """The README's example runs as printed, and its commands name what exists."""
 
+import dataclasses
 import pathlib
 import re
+
+import jax
+
+from memjax.models import LanguageModel, preset
+from memjax.models.interop import save_pretrained
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 
 
-def test_the_example_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    scope = {}
+EXAMPLE, PRETRAINED = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def run(example, scope):
     exec(compile(example, "README.md", "exec"), scope)
+
+
+def test_the_examples_run(tmp_path, monkeypatch):
+    scope = {}
+    run(EXAMPLE, scope)
     assert scope["y"].shape == (2, 256)
+    assert scope["drawn"].shape == (2, 20)
+
+    # A model of another size in the place of the one that is named.
+    config = dataclasses.replace(
+        preset("transformer-tiny", 4096), mixers=("attention",)
+    )
+    small = LanguageModel(config, key=jax.random.key(0))
+    save_pretrained(small, tmp_path / "SmolLM2-135M")
+    monkeypatch.chdir(tmp_path)
+    run(PRETRAINED.replace("2000", "20"), scope)
+    assert scope["logits"].shape == (2, 1000, 4096)
     assert scope["drawn"].shape == (2, 20)
 
 
