@@ -132,12 +132,7 @@ def evaluate(
     for kind, row in rows.items():
         table.add_row(kind, *(f"{value:.3f}" for value in row.values()))
     Console().print(table)
-    result = {
-        "split": split,
-        "perplexity": rows,
-        "edges": edges,
-        "nats": curve,
-    }
+    result = {"split": split, "perplexity": rows, "edges": edges, "nats": curve}
     write_atomically(run_dir / f"eval-{split}.json", json.dumps(result, indent=1))
     plot = run_dir / f"eval-{split}.png"
     plots.loss_by_position({split: curve}, edges, plot, window=window)

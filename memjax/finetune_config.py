@@ -16,7 +16,7 @@ from memjax.models.lora import LoraConfig
 from memjax.training.loop_config import LoopConfig
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.sharding import MeshConfig
-from memjax.training.step import StepConfig
+from memjax.training.step import StepConfig, check_run
 
 Memory = Literal["hmt", "window"]
 Trained = Literal["full", "lora"]
@@ -97,14 +97,7 @@ class FinetuneConfig:
         if self.dtype is not None:
             require_known("dtype", self.dtype, get_args(Dtype))
         check_sizes(window=self.window, depth=self.depth)
-        if (self.data.mode == "streamed") != self.step.carry_memory:
-            raise ValueError(
-                f"data.mode={self.data.mode!r} contradicts "
-                f"step.carry_memory={self.step.carry_memory}: streams carry memory, "
-                "chunks do not"
-            )
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
+        check_run(self.data.mode, self.step, self.seed)
 
     @property
     def segment(self) -> int:

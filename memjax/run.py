@@ -24,6 +24,7 @@ from memjax.data import (
 )
 from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.config import require_known
+from memjax.models.language_model import with_config
 from memjax.models.presets import FAMILIES, TRELLIS_SIZES
 from memjax.run_folder import claim, newest_state, read_config
 from memjax.training import loop, sharding
@@ -34,6 +35,7 @@ from memjax.training.sharding import MeshConfig
 from memjax.training.step import (
     StepConfig,
     TrainState,
+    check_run,
     init_train_state,
     make_train_step,
     model_of,
@@ -97,14 +99,7 @@ class RunConfig:
     seed: int = 42
 
     def __post_init__(self):
-        if (self.data.mode == "streamed") != self.step.carry_memory:
-            raise ValueError(
-                f"data.mode={self.data.mode!r} contradicts "
-                f"step.carry_memory={self.step.carry_memory}: streams carry memory, "
-                "chunks do not"
-            )
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
+        check_run(self.data.mode, self.step, self.seed)
 
 
 @runtime_checkable
@@ -273,9 +268,7 @@ def with_sampling(model: Any, **changes: Any) -> LanguageModel:
             f"{changes} needs an elastic_memory layer; the mixers are {mixers}"
         )
     elastic = dataclasses.replace(model.config.elastic, **changes)
-    config = dataclasses.replace(model.config, elastic=elastic)
-    params = nnx.state(model, nnx.Param)
-    return nnx.merge(nnx.graphdef(abstract_model(config)), params)
+    return with_config(model, elastic=elastic)
 
 
 def load_split(

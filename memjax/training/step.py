@@ -76,6 +76,17 @@ class StepConfig:
             raise ValueError(f"accumulate must be >= 1, got {self.accumulate}")
 
 
+def check_run(mode: str, step: StepConfig, seed: int) -> None:
+    """Raises ValueError where the data's mode contradicts the step, or for the seed."""
+    if (mode == "streamed") != step.carry_memory:
+        raise ValueError(
+            f"data.mode={mode!r} contradicts step.carry_memory={step.carry_memory}: "
+            "streams carry memory, chunks do not"
+        )
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+
+
 def init_train_state(
     model: Any,
     optimizer: optax.GradientTransformation,
