@@ -38,6 +38,9 @@ from memjax.models.language_model import LanguageModel
 from memjax.models.memory_search import filled, search
 from memjax.models.windowed import with_texts_of
 
+# Segments of a call that are compiled one by one instead of as a loop.
+MOST_UNROLLED = 8
+
 
 class HMT(nnx.Module):
     """A backbone with hierarchical memory: itself a language model.
@@ -199,35 +202,44 @@ class HMT(nnx.Module):
 
     def _run_segments(self, every, memories, cuts):
         """All segments of a call; the last is skipped where no row has tokens in it."""
-        run = functools.partial(self._run_segment, every)
         size, dtype = self.config.segment, self.backbone.config.dtype
-        skip = lambda memories, cut: (memories, nothing(memories, size, dtype))
-        branch = lambda *cut: jax.lax.cond(jnp.any(cut[1][2] > 0), run, skip, *cut)
-        kept = functools.partial(segments.kept, self.config.activations)
         # No branch inside the loop: the backward pass would keep the backbone's
         # parameters, which enter it, once a segment.
         scanned = jax.tree.map(lambda x: x[:-1], cuts)
-        memories, found = jax.lax.scan(kept(run), memories, scanned)
+        summaries = self._summaries(every, memories.held, scanned)
+        activations = self.config.activations
+        # Without a loop nothing that is kept is copied, but there is more to compile.
+        unrolled = activations == "keep" and summaries.shape[0] <= MOST_UNROLLED
+        memories, found = jax.lax.scan(
+            segments.kept(activations, self._run_segment),
+            memories,
+            (*scanned, summaries),
+            unroll=unrolled,
+        )
+        graph, parameters = nnx.split(self)
         last = jax.tree.map(lambda x: x[-1], cuts)
-        memories, more = kept(branch)(memories, last)
+        memories, more = segments.run_if(
+            jnp.any(last[2] > 0),
+            lambda parameters, *cut: nnx.merge(graph, parameters)._run_alone(every, *cut),
+            lambda parameters, *cut: (cut[0], nothing(cut[0], size, dtype)),
+            parameters,
+            memories,
+            last,
+        )
         join = lambda a, b: jnp.concatenate([a, b[None]])
         return memories, *jax.tree.map(join, found, more)
 
-    def _run_segment(self, every, memories, cut):
-        """Equations (1) to (5) of one segment, and the memory update."""
+    def _run_alone(self, every, memories, cut):
+        """One segment with its own summary."""
+        alone = jax.tree.map(lambda x: x[None], cut)
+        summary = self._summaries(every, memories.held, alone)[0]
+        return self._run_segment(memories, (*cut, summary))
+
+    def _run_segment(self, memories, cut):
+        """Equations (2) to (5) of one segment, and the memory update."""
         c = self.config
-        tokens, visible, known = cut
+        tokens, visible, known, summary = cut
         words = self.backbone.embed(tokens)
-        # A search among fewer than two memories has nothing to choose.
-        chooses = memories.held >= (2 if c.reads_ahead else 1)
-        summary = memories.summary
-        if c.retrieval:
-            summarise = lambda: self._summarise(words, visible, known)
-            skip = lambda: jnp.zeros_like(memories.summary)
-            needed = every | jnp.any(chooses)
-            # A branch inside the loop: see `_run_segments`.
-            branch = jax.checkpoint(lambda: jax.lax.cond(needed, summarise, skip))
-            summary = branch()
         searching = summary if c.reads_ahead else memories.summary
         prompt, scores = self._search(memories, searching)
         x, start = self._augment(memories, prompt, words)
@@ -241,6 +253,7 @@ class HMT(nnx.Module):
         trace = SegmentTrace(memory, summary, prompt, scores, memories.held, known)
         full = known == c.segment
         added = jnp.concatenate([memories.bank[:, 1:], memory[:, None]], axis=1)
+        chooses = memories.held >= c.choice
         grown = Memories(
             bank=added,
             held=jnp.minimum(memories.held + 1, memories.bank.shape[1]),
@@ -250,14 +263,57 @@ class HMT(nnx.Module):
         memories = mechanisms.reset(memories, grown, full)
         return memories, (segments.take(y, places), trace)
 
-    def _summarise(self, words, visible, known):
+    def _summaries(self, every, held, cuts):
+        """(1) S of n segments, [n, B, E], the first of which comes after `held`.
+
+        No memory enters them: they are made side by side, before the segments. Zeros
+        where no row has memories to choose from, but for `every`.
+        """
+        c, n = self.config, cuts[0].shape[0]
+        empty = jnp.zeros((n, *held.shape, self.width), jnp.float32)
+        if not c.retrieval or n == 0:
+            return empty
+        # After so many segments every row has something to choose from, if ever.
+        early = n if c.memories < c.choice else min(n, c.choice)
+        most = jnp.minimum(held + early - 1, c.memories)
+        needed = every | jnp.any(most >= c.choice)
+        first = jax.tree.map(lambda x: x[:early], cuts)
+        rest = jax.tree.map(lambda x: x[early:], cuts)
+        graph, parameters = nnx.split(self)
+        summaries = segments.run_if(
+            needed,
+            lambda parameters, cuts: nnx.merge(graph, parameters)._summarise_all(cuts),
+            lambda parameters, cuts: empty[:early],
+            parameters,
+            first,
+        )
+        return jnp.concatenate([summaries, self._summarise_all(rest)])
+
+    def _summarise_all(self, cuts):
+        """S of n segments; at most as many tokens at once as a segment has."""
+        c, n = self.config, cuts[0].shape[0]
+        if n == 0:
+            return jnp.zeros((0, cuts[0].shape[1], self.width), jnp.float32)
+        some = jax.vmap(lambda cut: self._summarise(*cut))
+        some = segments.kept(c.activations, some)
+        together = n if c.activations == "keep" else max(1, c.segment // c.summary)
+        whole = n - n % min(together, n)
+        group = lambda x: x[:whole].reshape(-1, min(together, n), *x.shape[1:])
+        done = jax.lax.map(some, jax.tree.map(group, cuts))
+        done = done.reshape(whole, *done.shape[2:])
+        if whole == n:
+            return done
+        return jnp.concatenate([done, some(jax.tree.map(lambda x: x[whole:], cuts))])
+
+    def _summarise(self, tokens, visible, known):
         """(1) S: the backbone's last state over [T, the first tokens, T]."""
         j = self.config.summary
+        words = self.backbone.embed(tokens[:, :j])
         known = jnp.minimum(known, j)
         first = known + 1
         prompt = self.summary_prompt.get_value().astype(words.dtype)
         prompt = jnp.broadcast_to(prompt, (words.shape[0], prompt.shape[0]))
-        x = jnp.concatenate([prompt[:, None], words[:, :j], prompt[:, None]], axis=1)
+        x = jnp.concatenate([prompt[:, None], words, prompt[:, None]], axis=1)
         # Rows with fewer tokens end sooner; nothing before the end sees what follows.
         x = segments.put(x, first, prompt)
         mask = None
@@ -363,8 +419,7 @@ class HMT(nnx.Module):
         found &= state.memories.held > 0
 
         def own(state):
-            words = self.backbone.embed(state.tokens)
-            return self._summarise(words, state.visible, state.filled + 1)
+            return self._summarise(state.tokens, state.visible, state.filled + 1)
 
         last = state.memories.summary
         summary = jax.lax.cond(jnp.any(found), own, lambda state: last, state)
@@ -377,7 +432,7 @@ class HMT(nnx.Module):
         """Runs the rows' complete segments as any other, for their memories."""
         known = jnp.where(full, self.config.segment, 0)
         cut = (state.tokens, state.visible, known)
-        memories, _ = self._run_segment(False, state.memories, cut)
+        memories, _ = self._run_alone(False, state.memories, cut)
         masked = state.visible is not None
         empty = self.init_state(full.shape[0], masked=masked)
         opened = mechanisms.reset(state, empty, full)

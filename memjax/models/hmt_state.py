@@ -68,6 +68,11 @@ class HMTConfig:
         """Whether logits of a segment's first j tokens have seen all of these."""
         return self.retrieval and self.summary_source == "current"
 
+    @property
+    def choice(self) -> int:
+        """Memories from which a search depends on its summary: one is no choice."""
+        return 2 if self.reads_ahead else 1
+
 
 class Memories(NamedTuple):
     """What is carried from segment to segment, in float32.

@@ -34,6 +34,48 @@ def kept(activations: str, function: Callable) -> Callable:
             return jax.checkpoint(function)
 
 
+def run_if(
+    needed: Bool[Array, ""], function: Callable, otherwise: Callable, *args: Any
+) -> Any:
+    """function(*args) where it is needed, else otherwise(*args).
+
+    As `lax.cond` in forward mode; the backward pass runs the branch again. That of
+    `lax.cond` keeps what the function would need, zeros of it where it was not run.
+    Both take all that they differentiate as arguments.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    fixed = [x for x, moving in zip(leaves, moves, strict=True) if not moving]
+
+    def branches(fixed):
+        def of(branch):
+            def run(*moving):
+                rest, first = iter(fixed), iter(moving)
+                merged = [next(first) if moves_ else next(rest) for moves_ in moves]
+                return branch(*jax.tree.unflatten(tree, merged))
+
+            return run
+
+        return of(function), of(otherwise)
+
+    @jax.custom_vjp
+    def run(needed, fixed, moving):
+        return jax.lax.cond(needed, *branches(fixed), *moving)
+
+    def forward(needed, fixed, moving):
+        return run(needed, fixed, moving), (needed, fixed, moving)
+
+    def backward(kept, cotangent):
+        needed, fixed, moving = kept
+        pull = lambda branch: lambda *moving: jax.vjp(branch, *moving)[1](cotangent)
+        found = jax.lax.cond(needed, *map(pull, branches(fixed)), *moving)
+        return None, None, list(found)
+
+    run.defvjp(forward, backward)
+    moving = [x for x, moving in zip(leaves, moves, strict=True) if moving]
+    return run(needed, fixed, moving)
+
+
 def check_tokens(tokens: Array, batch: int, vocab_size: int) -> None:
     """Raises ValueError unless tokens are [B, T >= 1], their known values in [0, V)."""
     integers = jnp.issubdtype(tokens.dtype, jnp.integer)
