@@ -10,8 +10,6 @@ Shapes: T tokens of an input.
 """
 
 import collections
-import json
-import lzma
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from memjax.data.json_lines import read_records
 from memjax.data.tokenizer import Tokenizer
-
-FIELDS = ("context", "question", "answer")
-
 
 class Question(NamedTuple):
     """One question.
@@ -69,15 +65,13 @@ def read_questions(path: Path) -> list[Question]:
     Raises:
         ValueError: naming the line that is not so; or a file without a line.
     """
-    try:
-        data = path.read_bytes()
-        text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise ValueError(f"path={str(path)!r} cannot be read: {error}") from error
-    lines = [line for line in text.split("\n") if line.strip()]
-    if not lines:
-        raise ValueError(f"path={str(path)!r} holds no question")
-    return [_question(line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
+    return [
+        Question(
+            *map(record.text, ("context", "question", "answer")),
+            *map(record.optional_text, ("kind", "subject")),
+        )
+        for record in read_records(path, "question")
+    ]
 
 
 def multi_context(
@@ -175,23 +169,3 @@ def _groups(items: Sequence[Question], group: int) -> list[list[Question]]:
         groups.append(taken)
         waiting.extendleft(reversed(later))
     return groups
-
-
-def _question(line: str, place: str) -> Question:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{place} must be an object, got {type(record).__name__}")
-    for field in FIELDS:
-        if not isinstance(record.get(field), str) or not record[field].strip():
-            raise ValueError(
-                f"{place}: {field!r} must be a string with something in it, "
-                f"got {record.get(field)!r}"
-            )
-    more = {name: record.get(name, "") for name in ("kind", "subject")}
-    for field, value in more.items():
-        if not isinstance(value, str):
-            raise ValueError(f"{place}: {field!r} must be a string, got {value!r}")
-    return Question(*(record[field] for field in FIELDS), **more)

@@ -216,15 +216,14 @@ class HMT(nnx.Module):
             (*scanned, summaries),
             unroll=unrolled,
         )
-        graph, parameters = nnx.split(self)
         last = jax.tree.map(lambda x: x[-1], cuts)
+        graph, parameters = nnx.split(self)
+        run = lambda p, *cut: nnx.merge(graph, p)._run_alone(every, *cut)
+        if activations == "offload":
+            run = segments.kept(activations, run)
+        skip = lambda p, *cut: (cut[0], nothing(cut[0], size, dtype))
         memories, more = segments.run_if(
-            jnp.any(last[2] > 0),
-            lambda parameters, *cut: nnx.merge(graph, parameters)._run_alone(every, *cut),
-            lambda parameters, *cut: (cut[0], nothing(cut[0], size, dtype)),
-            parameters,
-            memories,
-            last,
+            jnp.any(last[2] > 0), run, skip, parameters, memories, last
         )
         join = lambda a, b: jnp.concatenate([a, b[None]])
         return memories, *jax.tree.map(join, found, more)

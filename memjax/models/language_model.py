@@ -24,7 +24,7 @@ from memjax import mechanisms
 from memjax.mechanisms.base import apply_ragged
 from memjax.mechanisms.projections import linear
 from memjax.models.config import ModelConfig
-from memjax.models.layers import Block, feed_forward, init_norm, normalize
+from memjax.models.layers import Block, init_norm, normalize, run_block
 from memjax.models.mixers import build_mixer
 
 # One memory a layer; behind them, where positions are learned, how many tokens of each
@@ -239,15 +239,12 @@ class LanguageModel(nnx.Module):
         for block, mechanism, memory in zip(
             self.blocks, self.mechanisms, memories, strict=True
         ):
-            run = functools.partial(_block, config, functools.partial(mix, mechanism))
+            run = functools.partial(
+                run_block, config, functools.partial(mix, mechanism)
+            )
             if config.remat:
                 run = jax.checkpoint(run)
-            parameters = (
-                block.mixer.get_value(),
-                block.feed_forward.get_value(),
-                block.mixer_norm.get_value(),
-                block.feed_forward_norm.get_value(),
-            )
+            parameters = block.get_value()
             # What a memory around this model may keep of a text: see `segments`.
             h = checkpoint_name(h, LAYER_INPUT)
             memory, h = run(parameters, memory, h)
@@ -279,21 +276,6 @@ class LanguageModel(nnx.Module):
                     "mask must be None with a mixer that compresses what it reads, "
                     f"got {mixer!r} among the mixers"
                 )
-
-
-def _block(config, mix, parameters, memory, h):
-    """One layer around its mixer; OPT 350m puts the norms behind the sums."""
-    mixer, hidden, mixer_norm, feed_forward_norm = parameters
-    norm = functools.partial(normalize, epsilon=config.norm_epsilon)
-    if config.architecture.norm_first:
-        memory, y = mix(mixer, memory, norm(mixer_norm, h))
-        h = h + y
-        h = h + feed_forward(hidden, norm(feed_forward_norm, h))
-    else:
-        memory, y = mix(mixer, memory, h)
-        h = norm(mixer_norm, h + y)
-        h = norm(feed_forward_norm, h + feed_forward(hidden, h))
-    return memory, h
 
 
 def _rows(table, at):

@@ -6,12 +6,14 @@ None in them.
 Shapes: D model, F hidden.
 """
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Key, PRNGKeyArray
+from jaxtyping import Array, Float, Key, PRNGKeyArray, PyTree
 
 from memjax.mechanisms import Mechanism
 from memjax.mechanisms.base import lead
@@ -105,6 +107,15 @@ def layer_norm(
     return (high * lead(params.scale, high) + lead(params.bias, high)).astype(x.dtype)
 
 
+class BlockParams(NamedTuple):
+    """Of one layer."""
+
+    mixer: Any
+    feed_forward: FeedForwardParams
+    mixer_norm: NormParams
+    feed_forward_norm: NormParams
+
+
 class Block(nnx.Module):
     """Parameters of one layer: mixer, feed-forward, two norms."""
 
@@ -114,3 +125,36 @@ class Block(nnx.Module):
         self.feed_forward = nnx.Param(init_feed_forward(config, keys[1:]))
         self.mixer_norm = nnx.Param(init_norm(config))
         self.feed_forward_norm = nnx.Param(init_norm(config))
+
+    def get_value(self) -> BlockParams:
+        """The parameters, as `run_block` takes them."""
+        return BlockParams(
+            self.mixer.get_value(),
+            self.feed_forward.get_value(),
+            self.mixer_norm.get_value(),
+            self.feed_forward_norm.get_value(),
+        )
+
+
+def run_block(
+    config: ModelConfig,
+    mix: Callable[[Any, PyTree, Array], tuple[PyTree, Array]],
+    parameters: BlockParams,
+    memory: PyTree,
+    h: Float[Array, "B T D"],
+) -> tuple[PyTree, Float[Array, "B T D"]]:
+    """One layer around `mix(mixer parameters, memory, x) -> (memory, y)`.
+
+    OPT 350m puts the norms behind the sums.
+    """
+    mixer, hidden, mixer_norm, feed_forward_norm = parameters
+    norm = functools.partial(normalize, epsilon=config.norm_epsilon)
+    if config.architecture.norm_first:
+        memory, y = mix(mixer, memory, norm(mixer_norm, h))
+        h = h + y
+        h = h + feed_forward(hidden, norm(feed_forward_norm, h))
+    else:
+        memory, y = mix(mixer, memory, h)
+        h = norm(mixer_norm, h + y)
+        h = norm(feed_forward_norm, h + feed_forward(hidden, h))
+    return memory, h

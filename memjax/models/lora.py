@@ -15,6 +15,7 @@ Shapes: I input axes, O output axes, R rank.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
@@ -70,20 +71,12 @@ class AdaptedParams(nnx.Module):
 
     def __init__(self, params: Any, names: list[Target], config: LoraConfig, key):
         self.frozen = Frozen(params)
-        draw = functools.partial(_low_rank, params, config.rank)
-        keys = jax.random.split(key, len(names))
-        self.changes = nnx.Param(dict(zip(names, map(draw, names, keys), strict=True)))
+        self.changes = nnx.Param(init_changes(params, names, config.rank, key))
         self.scale = config.alpha / config.rank
 
     def get_value(self) -> Any:
         """The parameters, in which the adapted matrices know their change."""
-        params, changes = self.frozen.get_value(), self.changes.get_value()
-        return params._replace(
-            **{
-                name: Adapted(getattr(params, name), *change, self.scale)
-                for name, change in changes.items()
-            }
-        )
+        return adapted(self.frozen.get_value(), self.changes.get_value(), self.scale)
 
     def merged(self) -> Any:
         """The parameters with the changes added in."""
@@ -110,24 +103,34 @@ def add_lora(
     Raises:
         ValueError: the model has adapters already, or none of the targets.
     """
-    model = _copy(model)
-    if any(isinstance(module, AdaptedParams) for _, module in nnx.iter_modules(model)):
-        raise ValueError("model has LoRA adapters already; merge_lora joins them")
-    _retype(model, nnx.Param, Frozen)
-    adapted = 0
+    model = freeze(model)
+    count = 0
     for i, block in enumerate(model.blocks):
         for place, name in enumerate(("mixer", "feed_forward")):
             params = getattr(block, name).get_value()
-            names = _targets_in(params, config)
+            names = targets_in(params, config.targets)
             if names:
                 here = jax.random.fold_in(key, 2 * i + place)
                 setattr(block, name, AdaptedParams(params, names, config, here))
-                adapted += 1
-    if not adapted:
+                count += 1
+    if not count:
         raise ValueError(
             f"targets={config.targets} are none of the model's: its mixers are "
             f"{model.config.mixers}"
         )
+    return model
+
+
+def freeze(model: Model) -> Model:
+    """The same model with nothing to train; shares the arrays.
+
+    Raises:
+        ValueError: the model has adapters.
+    """
+    model = _copy(model)
+    if any(isinstance(module, AdaptedParams) for _, module in nnx.iter_modules(model)):
+        raise ValueError("model has LoRA adapters already; merge_lora joins them")
+    _retype(model, nnx.Param, Frozen)
     return model
 
 
@@ -146,6 +149,32 @@ def merge_lora(model: Model) -> Model:
     return model
 
 
+def adapted(params: Any, changes: dict[str, LowRank], scale: float) -> Any:
+    """The parameters of a mixer or feed-forward, whose matrices know a change."""
+    return params._replace(
+        **{
+            name: Adapted(getattr(params, name), *change, scale)
+            for name, change in changes.items()
+        }
+    )
+
+
+def init_changes(
+    params: Any, names: Sequence[Target], rank: int, key: PRNGKeyArray
+) -> dict[str, LowRank]:
+    """A drawn and B zero for each of the named matrices."""
+    keys = jax.random.split(key, len(names))
+    draw = functools.partial(_low_rank, params, rank)
+    return dict(zip(names, map(draw, names, keys), strict=True))
+
+
+def targets_in(params: Any, targets: Sequence[Target]) -> list[Target]:
+    """Those of the targets that a mixer or feed-forward has."""
+    if not isinstance(params, AttentionParams | FeedForwardParams):
+        return []
+    return [t for t in targets if getattr(params, t, None) is not None]
+
+
 def _low_rank(params, rank, name, key):
     weight = getattr(params, name)
     inputs = weight.shape[: 2 if name == "output" else 1]
@@ -155,12 +184,6 @@ def _low_rank(params, rank, name, key):
         down=draw(key, (*inputs, rank), jnp.float32),
         up=jnp.zeros((rank, *outputs), jnp.float32),
     )
-
-
-def _targets_in(params, config) -> list[Target]:
-    if not isinstance(params, AttentionParams | FeedForwardParams):
-        return []
-    return [t for t in config.targets if getattr(params, t, None) is not None]
 
 
 def _copy(model: Model) -> Model:

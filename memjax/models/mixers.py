@@ -1,21 +1,21 @@
 """The mechanism of each layer, with the sizes of the model it is in."""
 
 import dataclasses
-from typing import Any
 
 from memjax import mechanisms
 from memjax.mechanisms import Mechanism
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig
+from memjax.mechanisms.projections import HeadsConfig
 from memjax.mechanisms.recurrent_block import BlockConfig
 from memjax.mechanisms.sliding_window import SlidingWindowConfig
 from memjax.models.config import Mixer, ModelConfig
 
 
-def build_mixer(config: ModelConfig, mixer: Mixer) -> Mechanism:
-    """The mechanism of one layer, with the model's sizes."""
+def heads_config(config: ModelConfig) -> HeadsConfig:
+    """Sizes of an attention layer's projections."""
     style = config.architecture
-    heads: dict[str, Any] = dict(
+    return HeadsConfig(
         model_dim=config.model_dim,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -25,6 +25,11 @@ def build_mixer(config: ModelConfig, mixer: Mixer) -> Mechanism:
         qkv_bias=style.qkv_bias,
         output_bias=style.output_bias,
     )
+
+
+def build_mixer(config: ModelConfig, mixer: Mixer) -> Mechanism:
+    """The mechanism of one layer, with the model's sizes."""
+    heads = vars(heads_config(config))
     block = BlockConfig(
         model_dim=config.model_dim,
         num_heads=config.num_heads,

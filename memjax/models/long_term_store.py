@@ -1,0 +1,172 @@
+"""M+'s long-term store: what the pool dropped, and what a read takes back.
+
+One buffer of M rows a layer, of which the first `held` are filled. Two ways to evict:
+
+- "oldest": the store keeps the M youngest rows of all it was given.
+- by recall frequency, as the published program: dropped rows wait in a cache, the
+  buffer's tail, which is searched too; every `merge_every` updates the cache joins the
+  store with frequency `recalls`, all frequencies lose `decay`, and rows of which
+  nothing is left go, unless fewer than R + 1 would stay.
+
+Wang et al. (2025), https://arxiv.org/abs/2502.00592, section 3.2.
+
+Shapes: B batch, M capacity, K rows of an update, R retrieved rows, D model,
+d keys, T queries.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from memjax import mechanisms
+from memjax.models import retriever
+from memjax.models.mplus_state import LEAST_RECALLS, LayerStore, MPlusConfig, Store
+
+
+class Retrieved(NamedTuple):
+    """Rows of one layer for a read, oldest first.
+
+    Attributes:
+        rows: the memory tokens; nothing where not `real`.
+        chosen: their places in the store.
+        real: False where the store had fewer; those come first.
+        scores: p of every row of the store, -inf in empty ones.
+    """
+
+    rows: Float[Array, "R D"]
+    chosen: Int[Array, " R"]
+    real: Bool[Array, " R"]
+    scores: Float[Array, " M"]
+
+
+def empty(config: MPlusConfig, batch: int, layers: int, width: int) -> Store:
+    """A store without rows."""
+    shape = (batch, config.store)
+    layer = lambda: LayerStore(
+        rows=jnp.zeros((*shape, width), jnp.float32),
+        keys=jnp.zeros((*shape, config.key_dim), jnp.float32),
+        born=jnp.zeros(shape, jnp.int32),
+    )
+    return Store(
+        layers=tuple(layer() for _ in range(layers)),
+        recalls=jnp.zeros(shape, jnp.float32),
+        held=jnp.zeros(batch, jnp.int32),
+        fresh=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def append(
+    config: MPlusConfig,
+    store: Store,
+    new: tuple[LayerStore, ...],
+    taken: Bool[Array, " B"],
+) -> Store:
+    """Stores K dropped rows a layer, in the rows of the batch that are `taken`."""
+    count = new[0].born.shape[1]
+    free = store.held[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    full = jnp.any(taken & (store.held + count > config.store))
+    write = jax.vmap(lambda old, new, at: old.at[at].set(new, mode="drop"))
+    layers = []
+    for old, rows in zip(store.layers, new, strict=True):
+        places = free
+        if not config.by_frequency:
+            oldest = functools.partial(_oldest_places, store.held, old.born, rows.born)
+            places = jax.lax.cond(full, oldest, lambda free=free: free)
+        # A place beyond the buffer is not written.
+        places = jnp.where(taken[:, None], places, config.store)
+        layers.append(jax.tree.map(lambda x, y, at=places: write(x, y, at), old, rows))
+    more = jnp.where(taken, jnp.int32(count), 0)
+    places = jnp.where(taken[:, None], free, config.store)
+    recalls = jnp.full(free.shape, config.recalls, jnp.float32)
+    store = Store(
+        layers=tuple(layers),
+        recalls=write(store.recalls, recalls, places),
+        held=jnp.minimum(store.held + more, config.store),
+        fresh=store.fresh + more if config.by_frequency else store.fresh,
+    )
+    if not config.by_frequency:
+        return store
+    due = store.fresh >= config.merge_every * count
+    merged = functools.partial(merge, config, mask=due)
+    return jax.lax.cond(jnp.any(due), merged, lambda store: store, store)
+
+
+def merge(config: MPlusConfig, store: Store, mask: Bool[Array, " B"]) -> Store:
+    """The drop cache joins the store, in the rows of `mask`; see the file's top."""
+    left = store.recalls - config.decay
+    places = jnp.arange(config.store, dtype=jnp.int32)[None]
+    filled = places < store.held[:, None]
+    alive = filled & (left > LEAST_RECALLS)
+    count = alive.sum(axis=1, dtype=jnp.int32)
+    enough = count > config.retrieved
+    stays = jnp.where(enough[:, None], alive, filled)
+    order = jnp.argsort(~stays, axis=1, stable=True)
+    take = jax.vmap(lambda x, at: x[at])
+    merged = Store(
+        layers=jax.tree.map(lambda x: take(x, order), store.layers),
+        recalls=take(jnp.where(enough[:, None], left, store.recalls), order),
+        held=jnp.where(enough, count, store.held),
+        fresh=jnp.zeros_like(store.fresh),
+    )
+    return mechanisms.reset(store, merged, mask)
+
+
+def retrieve(
+    config: MPlusConfig,
+    store: Store,
+    layer: int,
+    queries: Float[Array, "B T d"],
+    asked: Bool[Array, "B T"],
+) -> Retrieved:
+    """The R rows of a layer whose keys the queries find likeliest, oldest first.
+
+    Of rows of one score the first in the store. Nothing is real where nothing is asked.
+
+    Returns:
+        `Retrieved`, with the batch first.
+    """
+    one = functools.partial(_retrieve, config)
+    return jax.vmap(one)(store.layers[layer], store.held, store.fresh, queries, asked)
+
+
+def _retrieve(config, layer, held, fresh, queries, asked):
+    places = jnp.arange(config.store, dtype=jnp.int32)
+    found = retriever.search(queries, asked, layer.keys)
+    scores = jnp.where((places < held) & jnp.any(asked), found, -jnp.inf)
+    best, chosen = jax.lax.top_k(scores, config.retrieved)
+    real = best > -jnp.inf
+    if config.legacy:
+        # Without enough merged rows: these again and again, and no search.
+        merged = held - fresh
+        turns = jnp.arange(config.retrieved, dtype=jnp.int32) - config.retrieved
+        tiled = turns % jnp.maximum(merged, 1)
+        few = merged < config.retrieved
+        real = jnp.where(few, merged > 0, real)
+        chosen = jnp.where(few, tiled, jnp.sort(chosen))
+    at = jnp.arange(config.retrieved, dtype=jnp.int32)
+    # The program reverses a stable order by age: of one age, the last comes first.
+    ties = -at if config.legacy else chosen
+    order = jnp.lexsort((ties, layer.born[chosen], real))
+    chosen, real = chosen[order], real[order]
+    # Empty places may hold anything; nothing must not become NaN.
+    kept = jnp.where(real[:, None], layer.rows[chosen], 0.0)
+    return Retrieved(kept, chosen, real, scores)
+
+
+def _oldest_places(held, born, new):
+    """Where K rows go in full buffers: over older ones, oldest first, or nowhere."""
+    places = jnp.arange(born.shape[1], dtype=jnp.int32)
+
+    def one(held, born, new):
+        # What is free is older than all.
+        born = jnp.where(places < held, born, jnp.iinfo(jnp.int32).min + 1)
+        negated, at = jax.lax.top_k(-born, new.shape[0])
+        # The youngest row goes over the oldest, as long as it is younger.
+        youngest = jnp.argsort(-new)
+        at = jnp.where(new[youngest] > -negated, at, places.shape[0])
+        return jnp.zeros_like(at).at[youngest].set(at)
+
+    return jax.vmap(one)(held, born, new)

@@ -1,0 +1,557 @@
+"""M+: a pool of latent memory tokens in every layer, and a store of those it dropped.
+
+    write   a chunk of up to C tokens becomes K vectors a layer, which take the place of
+            K random ones of the pool's N; those go to the long-term store
+    read    in layer l tokens attend to [bos_l ; R rows of the store ; the pool]; the rows
+            are those whose keys the tokens' queries find likeliest
+
+Wang et al. (2025), https://arxiv.org/abs/2502.00592; MemoryLLM, without a store: Wang et
+al. (2024), https://arxiv.org/abs/2402.04624. The passes through a layer are in
+`mplus_layers.py`, pool and store in `short_term_pool.py` and `long_term_store.py`.
+
+As a language model it reads its own text: tokens see the memory and the open chunk; a
+full chunk is written into memory, and the next one's rows are retrieved by the queries
+of the tokens read last, so that no score sees what it predicts. `inject`, `flush` and
+`read` are the same under the caller's control. With an empty memory nothing stands
+before the tokens: logits are the plain backbone's, with the adapter that reads.
+
+Shapes: B batch, L layers, T time, K memory tokens of a chunk, N rows of the pool,
+M capacity of the store, R retrieved rows, C longest chunk, D model, V vocabulary,
+S slots of a reading, d retriever's keys.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from memjax import mechanisms
+from memjax.models import (
+    long_term_store,
+    mplus_layers,
+    mplus_reading,
+    retriever,
+    segments,
+    short_term_pool,
+)
+from memjax.models.language_model import LanguageModel
+from memjax.models.layers import BlockParams, normalize
+from memjax.models.lora import Frozen, Target, adapted, freeze, init_changes, targets_in
+from memjax.models.mplus_state import (
+    LayerStore,
+    MPlusConfig,
+    MPlusState,
+    Reading,
+)
+
+
+class Initial(NamedTuple):
+    """Memory of a checkpoint, from which every text starts.
+
+    Attributes:
+        pool: short-term memory.
+        store: rows and keys of the long-term store, of age and frequency 0; none where
+            the checkpoint has none.
+    """
+
+    pool: Frozen
+    rows: Frozen | None
+    keys: Frozen | None
+
+    def fill(self, state: MPlusState) -> MPlusState:
+        """An empty state with this memory in every row."""
+        batch, pool = state.held.shape[0], self.pool.get_value()
+        each = lambda x: jnp.broadcast_to(x[None], (batch, *x.shape))
+        state = state._replace(
+            pool=each(pool), held=jnp.full_like(state.held, pool.shape[1])
+        )
+        if state.store is None or self.rows is None or self.keys is None:
+            return state
+        rows, keys = self.rows.get_value(), self.keys.get_value()
+        count = rows.shape[1]
+        layers = tuple(
+            layer._replace(
+                rows=layer.rows.at[:, :count].set(rows[i][None]),
+                keys=layer.keys.at[:, :count].set(keys[i][None]),
+            )
+            for i, layer in enumerate(state.store.layers)
+        )
+        held = jnp.full_like(state.held, count)
+        return state._replace(store=state.store._replace(layers=layers, held=held))
+
+
+TARGETS: tuple[Target, ...] = ("query", "key", "value", "gate", "up", "down")
+
+
+class MPlus(nnx.Module):
+    """A backbone with latent memory: itself a language model.
+
+    Holds parameters: `write_adapter` and `read_adapter` (LoRA), `bos` [L, D],
+    `position` [D], and with a store the retriever's `query`, `key` and `encoder_query`.
+    The backbone is frozen.
+
+    Example:
+        model = mplus(backbone, MPlusConfig(), key=jax.random.key(0))
+        state = model.inject(model.init_state(1), book)
+        reading, logits = model.read(state, question)
+    """
+
+    def __init__(
+        self, backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray
+    ):
+        _check_backbone(backbone)
+        self.config = config
+        self.backbone = freeze(backbone)
+        write_key, read_key, *keys = jax.random.split(key, 5)
+        self.write_adapter = nnx.Param(self._init_adapter(write_key))
+        self.read_adapter = nnx.Param(self._init_adapter(read_key))
+        layers, d = len(backbone.blocks), backbone.width
+        # As a text begins; the embedding's mean where no token is known to begin one.
+        start = backbone.embedding.get_value().mean(axis=0)
+        self.bos = nnx.Param(jnp.tile(start[None], (layers, 1)))
+        self.position = nnx.Param(jnp.zeros(d))
+        #: Memory that every text starts from, as a checkpoint brings it, or None.
+        self.initial: Initial | None = None
+        if config.retrieved:
+            draw = functools.partial(
+                retriever.init_retriever, layers, d, config.key_dim
+            )
+            self.query, self.key, self.encoder_query = map(nnx.Param, map(draw, keys))
+
+    def _init_adapter(self, key):
+        layers = []
+        for i, block in enumerate(self.backbone.blocks):
+            pair = {}
+            for place, name in enumerate(("mixer", "feed_forward")):
+                params = getattr(block, name).get_value()
+                here = jax.random.fold_in(key, 2 * i + place)
+                names = targets_in(params, TARGETS)
+                pair[name] = init_changes(params, names, self.config.rank, here)
+            layers.append(pair)
+        return tuple(layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """V; tokens are in [0, V)."""
+        return self.backbone.vocab_size
+
+    @property
+    def window(self) -> int:
+        """C: calls of whole chunks are quick."""
+        return self.config.chunk
+
+    @property
+    def width(self) -> int:
+        """D, the width of memories and features."""
+        return self.backbone.width
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.backbone.blocks)
+
+    def blocks(self, writes: bool) -> tuple[BlockParams, ...]:
+        """The layers' parameters with the adapter that writes, or the one that reads."""
+        adapter = self.write_adapter if writes else self.read_adapter
+        scale = self.config.alpha / self.config.rank
+        found = []
+        for block, changes in zip(
+            self.backbone.blocks, adapter.get_value(), strict=True
+        ):
+            params = block.get_value()
+            found.append(
+                params._replace(
+                    mixer=adapted(params.mixer, changes["mixer"], scale),
+                    feed_forward=adapted(
+                        params.feed_forward, changes["feed_forward"], scale
+                    ),
+                )
+            )
+        return tuple(found)
+
+    def normed(self, layer: int, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """What the retriever is given: rows after the norm before attention."""
+        norm = self.backbone.blocks[layer].mixer_norm.get_value()
+        return normalize(norm, x, self.backbone.config.norm_epsilon)
+
+    def init_state(self, batch: int, *, key: PRNGKeyArray | None = None) -> MPlusState:
+        """The memory a text starts from: empty, or the checkpoint's.
+
+        Args:
+            batch: B.
+            key: of what the pools drop, a stream of its own for each row; None is
+                `jax.random.key(0)`.
+        """
+        c, d = self.config, self.width
+        key = jax.random.key(0) if key is None else key
+        rows = jnp.arange(batch, dtype=jnp.int32)
+        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+        zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+        state = MPlusState(
+            pool=jnp.zeros((batch, self.layers, c.pool, d), jnp.float32),
+            ages=zeros((batch, self.layers, c.pool)),
+            held=zeros(batch),
+            clock=zeros(batch),
+            store=None,
+            tokens=zeros((batch, c.chunk)),
+            filled=zeros(batch),
+            queries=None,
+            asked=zeros(batch),
+            reading=mplus_reading.empty(self, batch, c.prefix, c.prefix + c.chunk),
+            ready=jnp.zeros(batch, bool),
+            key=jax.random.key_data(keys),
+        )
+        if c.retrieved:
+            shape = (batch, self.layers, c.chunk, c.key_dim)
+            state = state._replace(
+                store=long_term_store.empty(c, batch, self.layers, d),
+                queries=jnp.zeros(shape, jnp.float32),
+            )
+        return state if self.initial is None else self.initial.fill(state)
+
+    def reset(self, state: MPlusState, mask: Bool[Array, " B"]) -> MPlusState:
+        """Gives the rows in `mask` the memory a text starts from; their keys go on."""
+        empty = self.init_state(mask.shape[0])._replace(key=state.key)
+        return mechanisms.reset(state, empty, mask)
+
+    def features(
+        self, state: MPlusState, tokens: Int[Array, "B T"]
+    ) -> tuple[MPlusState, Float[Array, "B T D"]]:
+        """Reads tokens, and writes the chunks that they complete; what the head sees.
+
+        Args:
+            state: the memory so far.
+            tokens: in [0, V), T >= 1; values are not checked inside jit, where one out
+                of range makes its row NaN.
+
+        Raises:
+            ValueError: on tokens of another shape, or a known value out of range.
+        """
+        self._check(state, tokens)
+        return self._rounds(state, tokens, self._read_piece)
+
+    def logits(self, features: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Scores of the next token, in float32."""
+        return self.backbone.logits(features)
+
+    def __call__(
+        self, state: MPlusState, tokens: Int[Array, "B T"]
+    ) -> tuple[MPlusState, Float[Array, "B T V"]]:
+        """Next-token logits at every position, and the memory after the last."""
+        state, features = self.features(state, tokens)
+        return state, self.logits(features)
+
+    def inject(self, state: MPlusState, tokens: Int[Array, "B T"]) -> MPlusState:
+        """Writes tokens into memory, C at a time; the rest waits in the open chunk.
+
+        Args:
+            state: the memory so far.
+            tokens: in [0, V), any T >= 1.
+
+        Raises:
+            ValueError: as `features`.
+        """
+        self._check(state, tokens)
+        skip = lambda state, piece, lengths: (state, None)
+        state, _ = self._rounds(state, tokens, skip)
+        return state._replace(ready=jnp.zeros_like(state.ready))
+
+    def flush(self, state: MPlusState) -> MPlusState:
+        """Writes the open chunks that have at least `least_chunk` tokens.
+
+        Shorter ones stay open: fewer tokens than K write old memory again, and a few
+        tokens would be all but lost among it.
+        """
+        return self._write_open(state, state.filled >= self.config.least_chunk)
+
+    def compress(
+        self,
+        state: MPlusState,
+        tokens: Int[Array, "B T"],
+        memory: Float[Array, "B L K D"] | None = None,
+    ) -> Float[Array, "B L K D"]:
+        """The memory tokens of a chunk of T tokens, which `update` would store.
+
+        Args:
+            state: whose newest K rows the chunk sees.
+            tokens: in [0, V), T in [1, C].
+            memory: other rows to see instead.
+
+        Raises:
+            ValueError: as `features`, on more than C tokens, or memory of another shape.
+        """
+        self._check(state, tokens)
+        if tokens.shape[1] > self.config.chunk:
+            raise ValueError(
+                f"tokens must be at most chunk={self.config.chunk} a row, "
+                f"got {tokens.shape[1]}"
+            )
+        if memory is not None:
+            self.check_rows("memory", memory, tokens.shape[0])
+        return self._compress(state, tokens, None, memory)
+
+    def update(
+        self,
+        state: MPlusState,
+        new: Float[Array, "B L K D"],
+        dropped: Int[Array, "B L K"] | None = None,
+    ) -> MPlusState:
+        """Stores new memory tokens; a full pool drops K rows, into the long-term store.
+
+        Args:
+            state: the memory so far.
+            new: what `compress` gave.
+            dropped: which rows a full pool drops, rising; None draws them.
+
+        Raises:
+            ValueError: on arrays of another shape.
+        """
+        self.check_rows("new", new, state.held.shape[0])
+        if dropped is not None and dropped.shape != new.shape[:3]:
+            raise ValueError(
+                f"dropped must be [B, L, K] = {list(new.shape[:3])}, "
+                f"got {list(dropped.shape)}"
+            )
+        return self._update(state, new, dropped, jnp.ones(new.shape[0], bool))
+
+    def read(
+        self,
+        state: MPlusState,
+        tokens: Int[Array, "B T"],
+        *,
+        new: Float[Array, "B L K D"] | None = None,
+        beside_pool: bool = False,
+        kept: Int[Array, "B L N_K"] | None = None,
+        prompt: int | None = None,
+        room: int = 0,
+    ) -> tuple[Reading, Float[Array, "B T V"]]:
+        """Reads tokens with the memory, which stays as it is.
+
+        Args:
+            state: the memory; its open chunk is read before the tokens.
+            tokens: in [0, V), T >= 1.
+            new: memory tokens of `compress` that are not stored: read alone, by the
+                adapter that writes, without the open chunk.
+            beside_pool: reads `new` in the place of K random rows of the pool instead.
+            kept: which N - K rows of the pool stay then, rising; None draws them.
+            prompt: the first so many tokens choose the rows of the long-term store, in
+                [1, T]; None is all, which is right where nothing is scored.
+            room: slots for tokens that `read_on` will read.
+
+        Returns:
+            The reading, for `read_on`, and next-token logits.
+
+        Raises:
+            ValueError: as `features`; on arrays of another shape, `beside_pool` or
+                `kept` without what they need, or a prompt out of range.
+        """
+        given = mplus_reading.Given(new, beside_pool, kept, prompt, room)
+        reading, features, _ = self._read(state, tokens, given)
+        return reading, self.logits(features)
+
+    def trace_read(
+        self, state: MPlusState, tokens: Int[Array, "B T"], **options: Any
+    ) -> tuple[Float[Array, "B T V"], mplus_reading.ReadTrace]:
+        """The logits of `read`, and what happened in its layers."""
+        defaults = mplus_reading.Given(None, False, None, None, 0)
+        given = defaults._replace(**options)
+        _, features, trace = self._read(state, tokens, given)
+        return self.logits(features), trace
+
+    def read_on(
+        self, reading: Reading, tokens: Int[Array, "B T"]
+    ) -> tuple[Reading, Float[Array, "B T V"]]:
+        """Reads on with a reading's cache; see `mplus_reading.read_on`."""
+        return mplus_reading.read_on(self, reading, tokens)
+
+    def _read(self, state, tokens, given):
+        self._check(state, tokens)
+        b, t = tokens.shape
+        if given.new is not None:
+            self.check_rows("new", given.new, b)
+        if given.beside_pool and given.new is None:
+            raise ValueError("beside_pool needs new memory, got new=None")
+        if given.kept is not None:
+            shape = (b, self.layers, self.config.pool - self.config.tokens)
+            if not given.beside_pool or given.kept.shape != shape:
+                raise ValueError(
+                    f"kept must be [B, L, N - K] = {list(shape)}, with beside_pool, "
+                    f"got {list(given.kept.shape)}, beside_pool={given.beside_pool}"
+                )
+        if given.prompt is not None and not 1 <= given.prompt <= t:
+            raise ValueError(f"prompt must be in [1, T={t}], got {given.prompt}")
+        if given.room < 0:
+            raise ValueError(f"room must be at least 0, got {given.room}")
+        return mplus_reading.read(self, state, tokens, given)
+
+    def check_rows(self, name: str, rows: Array, batch: int) -> None:
+        """Raises ValueError unless rows are [B, L, K, D]."""
+        shape = (batch, self.layers, self.config.tokens, self.width)
+        if rows.shape != shape:
+            raise ValueError(
+                f"{name} must be [B, L, K, D] = {list(shape)}, got {list(rows.shape)}"
+            )
+
+    def _check(self, state, tokens):
+        segments.check_tokens(tokens, state.held.shape[0], self.vocab_size)
+
+    def _rounds(self, state, tokens, read):
+        """All tokens, up to the end of the open chunk at a time; each row at its own."""
+        c, (b, t) = self.config.chunk, tokens.shape
+        width, before = min(c, t), state.filled
+
+        def step(carry, _):
+            state, done = carry
+            lengths = jnp.minimum(c - state.filled, t - done)
+            at = done[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+            piece = segments.take(tokens, jnp.minimum(at, t - 1))
+            state, y = read(state, piece, lengths)
+            state = _keep_tokens(state, piece, lengths)
+            return (self._write_open(state, state.filled == c), done + lengths), y
+
+        count = -(-(c - 1 + t) // c)
+        carry = (state, jnp.zeros(b, jnp.int32))
+        if count == 1:
+            (state, _), ys = step(carry, None)
+            return state, ys
+        empty = jax.eval_shape(step, carry, None)[1]
+        skip = lambda carry, _: (carry, jax.tree.map(jnp.zeros_like, empty))
+        some = lambda carry, _: jax.lax.cond(
+            jnp.any(carry[1] < t), step, skip, carry, None
+        )
+        (state, _), ys = jax.lax.scan(some, carry, length=count)
+        if ys is None:
+            return state, None
+        # Token t of a row was read in the round of its chunk.
+        times = jnp.arange(t, dtype=jnp.int32)[None]
+        rounds = (before[:, None] + times) // c
+        first = jnp.where(rounds == 0, 0, rounds * c - before[:, None])
+        flat = jnp.moveaxis(ys, 0, 1).reshape(b, count * width, -1)
+        return state, segments.take(flat, rounds * width + times - first)
+
+    def _read_piece(self, state, piece, lengths):
+        state = mplus_reading.prepare(self, state, lengths > 0)
+        return mplus_reading.read_open(self, state, piece, lengths)
+
+    def _write_open(self, state, rows):
+        """Compresses and stores the open chunks of `rows`."""
+
+        def write(state):
+            lengths = jnp.maximum(state.filled, 1)
+            new = self._compress(state, state.tokens, lengths, None)
+            state = self._update(state, new, None, rows)
+            return state._replace(
+                tokens=jnp.where(rows[:, None], 0, state.tokens),
+                filled=jnp.where(rows, 0, state.filled),
+            )
+
+        return jax.lax.cond(jnp.any(rows), write, lambda state: state, state)
+
+    def _compress(self, state, tokens, lengths, memory):
+        real = jnp.ones_like(state.held, bool)
+        if memory is None:
+            memory = state.pool[:, :, -self.config.tokens :]
+            real = state.held > 0
+        return mplus_layers.compress(
+            self.backbone.config,
+            self.blocks(writes=True),
+            self.bos.get_value(),
+            self.position.get_value(),
+            memory,
+            real,
+            self.backbone.embed(tokens),
+            lengths,
+        )
+
+    def _update(self, state, new, dropped, rows):
+        c = self.config
+        keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(state.key))
+        if dropped is None:
+            draw = lambda key: short_term_pool.draw_dropped(
+                key, self.layers, c.pool, c.tokens
+            )
+            dropped = jax.vmap(draw)(keys[:, 1])
+        replace = functools.partial(short_term_pool.replace, advance=not c.legacy)
+        pool, ages, out = jax.vmap(replace)(
+            state.pool, state.ages, state.held, new, dropped
+        )
+        was_full = state.held == c.pool
+        after = state._replace(
+            pool=pool,
+            ages=ages,
+            held=jnp.minimum(state.held + c.tokens, c.pool),
+            clock=state.clock + c.tokens,
+            key=jax.random.key_data(keys[:, 0]),
+            ready=jnp.zeros_like(state.ready),
+        )
+        # The store is large: its own rows are chosen by what is written.
+        small = lambda state: state._replace(store=None)
+        after = mechanisms.reset(small(state), small(after), rows)
+        store = state.store
+        if store is not None:
+            born = after.clock[:, None, None] - out.ages
+            news = tuple(
+                LayerStore(
+                    rows=out.rows[:, i],
+                    keys=self._keys(i, out.rows[:, i]),
+                    born=born[:, i],
+                )
+                for i in range(self.layers)
+            )
+            store = long_term_store.append(c, store, news, rows & was_full)
+        return after._replace(store=store)
+
+    def _keys(self, layer, rows):
+        return retriever.project(self.key.get_value(), layer, self.normed(layer, rows))
+
+
+def mplus(backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray) -> MPlus:
+    """Gives a backbone a pool of latent memory and a long-term store.
+
+    Args:
+        backbone: a model of Llama's kind; its parameters are shared, and frozen.
+        config: sizes of the memory.
+        key: of the adapters and the retriever.
+
+    Raises:
+        ValueError: on a backbone with other mixers than "attention", without RoPE, or
+            with adapters.
+    """
+    return MPlus(backbone, config, key=key)
+
+
+def memoryllm(
+    backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray
+) -> MPlus:
+    """MemoryLLM: the pool alone, without a long-term store; see `mplus`."""
+    return MPlus(backbone, dataclasses.replace(config, retrieved=0), key=key)
+
+
+def _check_backbone(backbone):
+    config = backbone.config
+    if others := set(config.mixers) - {"attention"}:
+        raise ValueError(
+            f"backbone must have attention in every layer, got {sorted(others)} as well"
+        )
+    style = config.architecture
+    if style.positions != "rope" or not style.norm_first:
+        raise ValueError(
+            "backbone must be of Llama's kind, with RoPE and norms first, got "
+            f"positions={style.positions!r}, norm_first={style.norm_first}"
+        )
+
+
+def _keep_tokens(state, piece, lengths):
+    """The open chunk with the first `lengths[b]` tokens of a piece behind it."""
+    times = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
+    at = state.filled[:, None] + times
+    at = jnp.where(times < lengths[:, None], at, state.tokens.shape[1])
+    write = jax.vmap(lambda old, new, at: old.at[at].set(new, mode="drop"))
+    return state._replace(
+        tokens=write(state.tokens, piece.astype(jnp.int32), at),
+        filled=state.filled + lengths,
+    )

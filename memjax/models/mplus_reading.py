@@ -1,0 +1,313 @@
+"""How M+ reads: what stands before the tokens, the cache of it, and generation.
+
+Shapes: B batch, L layers, T time, K memory tokens, N rows of the pool, R retrieved rows,
+P slots before the tokens, S slots, D model, d retriever's keys, V vocabulary.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from memjax import mechanisms
+from memjax.models import long_term_store, retriever, segments, short_term_pool
+from memjax.models.layers import normalize
+from memjax.models.mplus_layers import Slots, prefix_slots, read_layer
+from memjax.models.mplus_state import MPlusState, Reading
+
+if TYPE_CHECKING:
+    from memjax.models.mplus import MPlus
+
+
+class ReadTrace(NamedTuple):
+    """What a read did.
+
+    Attributes:
+        hidden: what each layer was given, and the features.
+        scores: p of the store's rows, -inf in empty ones; nothing without a store.
+        chosen: their places in the store, as they were read: oldest first.
+    """
+
+    hidden: Float[Array, "L1 B T D"]
+    scores: Float[Array, "L B M"] | None
+    chosen: Int[Array, "L B R"] | None
+
+
+def empty(model: "MPlus", batch: int, first: int, slots: int) -> Reading:
+    """A reading of nothing, whose tokens begin at slot `first`."""
+    config = model.backbone.config
+    shape = (batch, slots, config.num_kv_heads, config.head_dim)
+    layer = lambda: jnp.zeros(shape, jnp.float32)
+    return Reading(
+        keys=tuple(layer() for _ in range(model.layers)),
+        values=tuple(layer() for _ in range(model.layers)),
+        visible=jnp.zeros((batch, slots), bool),
+        first=jnp.full(batch, first, jnp.int32),
+        length=jnp.zeros(batch, jnp.int32),
+        offset=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def prepare(model: "MPlus", state: MPlusState, rows: Bool[Array, " B"]) -> MPlusState:
+    """Makes the readings of `rows` anew, where they are not ready."""
+    rows = rows & ~state.ready
+
+    def make(state):
+        begun = state._replace(reading=_before_tokens(model, state))
+        skip = lambda state: state
+        again = lambda state: read_open(model, state, state.tokens, state.filled)[0]
+        after = jax.lax.cond(jnp.any(rows & (state.filled > 0)), again, skip, begun)
+        made = lambda s: (s.reading, s.queries, s.asked)
+        reading, queries, asked = mechanisms.reset(made(state), made(after), rows)
+        return state._replace(
+            reading=reading, queries=queries, asked=asked, ready=state.ready | rows
+        )
+
+    return jax.lax.cond(jnp.any(rows), make, lambda state: state, state)
+
+
+def _before_tokens(model, state):
+    """[bos ; what the last tokens' queries find ; the pool], and no token yet."""
+    c, blocks = model.config, model.blocks(writes=False)
+    batch = state.held.shape[0]
+    pool = _filled(state.held, c.pool)
+    reading = empty(model, batch, c.prefix, c.prefix + c.chunk)
+    keys, values, seen = [], [], None
+    for layer, block in enumerate(blocks):
+        rows, seen = _with_bos(model, layer, [(state.pool[:, layer], pool)])
+        if state.store is not None:
+            asked = _first(state.asked, c.chunk)
+            found = long_term_store.retrieve(
+                c, state.store, layer, state.queries[:, layer], asked
+            )
+            memory = [(found.rows, found.real), (state.pool[:, layer], pool)]
+            rows, seen = _with_bos(model, layer, memory)
+        made = prefix_slots(model.backbone.config, block, rows, seen)
+        keys.append(reading.keys[layer].at[:, : c.prefix].set(made.keys))
+        values.append(reading.values[layer].at[:, : c.prefix].set(made.values))
+    return reading._replace(
+        keys=tuple(keys),
+        values=tuple(values),
+        visible=reading.visible.at[:, : c.prefix].set(seen),
+        offset=seen.sum(axis=1, dtype=jnp.int32),
+    )
+
+
+def _with_bos(model, layer, memory):
+    """Rows that stand before the tokens, and which are seen: bos only with others."""
+    rows, seen = zip(*memory, strict=True)
+    bos = model.bos.get_value()[layer][None, None]
+    bos = jnp.broadcast_to(bos, (rows[0].shape[0], 1, bos.shape[-1]))
+    seen = jnp.concatenate(seen, axis=1)
+    rows = jnp.concatenate([bos, *rows], axis=1).astype(model.backbone.config.dtype)
+    some = jnp.any(seen, axis=1, keepdims=True)
+    return rows, jnp.concatenate([some, seen], axis=1)
+
+
+def _filled(held, rows):
+    """Which rows of the pool are filled: the last."""
+    return jnp.arange(rows, dtype=jnp.int32)[None] >= rows - held[:, None]
+
+
+def _first(count, total):
+    return jnp.arange(total, dtype=jnp.int32)[None] < count[:, None]
+
+
+def read_open(
+    model: "MPlus",
+    state: MPlusState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+) -> tuple[MPlusState, Float[Array, "B T D"]]:
+    """The open chunk's reading goes on by `lengths[b]` tokens; keeps their queries."""
+    h = model.backbone.embed(tokens)
+    before = state.reading.length
+    reading, y, inputs = _read_tokens(model, state.reading, h, lengths)
+    state = state._replace(reading=reading)
+    if state.store is None:
+        return state, y
+    asked = jnp.maximum(state.asked, reading.length)
+    new = jnp.stack([_queries(model, i, x) for i, x in enumerate(inputs)], axis=1)
+    times = jnp.arange(h.shape[1], dtype=jnp.int32)[None]
+    places = jnp.where(
+        times < lengths[:, None], before[:, None] + times, model.config.chunk
+    )
+    write = jax.vmap(lambda old, new, at: old.at[:, at].set(new, mode="drop"))
+    return state._replace(asked=asked, queries=write(state.queries, new, places)), y
+
+
+def read_on(
+    model: "MPlus", reading: Reading, tokens: Int[Array, "B T"]
+) -> tuple[Reading, Float[Array, "B T V"]]:
+    """Reads on from a reading, without a retrieval; NaN for tokens beyond its slots.
+
+    Raises:
+        ValueError: on tokens of another shape, or a known value out of range.
+    """
+    segments.check_tokens(tokens, reading.length.shape[0], model.vocab_size)
+    lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+    h = model.backbone.embed(tokens)
+    reading, y, _ = _read_tokens(model, reading, h, lengths)
+    return reading, model.logits(y)
+
+
+def _read_tokens(model, reading, h, lengths):
+    """All layers; also what each was given."""
+    config, slots = model.backbone.config, reading.visible.shape[1]
+    times = jnp.arange(h.shape[1], dtype=jnp.int32)[None]
+    start = reading.first + reading.length
+    places = jnp.where(times < lengths[:, None], start[:, None] + times, slots)
+    fits = start[:, None] + times < slots
+    positions = (reading.offset + reading.length)[:, None] + times
+    all_slots = jnp.arange(slots, dtype=jnp.int32)[None]
+    new = (all_slots >= start[:, None]) & (all_slots < (start + lengths)[:, None])
+    visible = reading.visible | new
+    keys, values, inputs = [], [], []
+    for layer, block in enumerate(model.blocks(writes=False)):
+        inputs.append(h)
+        old = Slots(reading.keys[layer], reading.values[layer])
+        made, h = read_layer(config, block, old, visible, start, places, positions, h)
+        keys.append(made.keys)
+        values.append(made.values)
+    reading = reading._replace(
+        keys=tuple(keys),
+        values=tuple(values),
+        visible=visible,
+        length=reading.length + lengths,
+    )
+    y = jnp.where(fits[..., None], _last_norm(model, h), jnp.nan)
+    return reading, y, inputs
+
+
+def _last_norm(model, h):
+    norm = model.backbone.norm.get_value()
+    return normalize(norm, h, model.backbone.config.norm_epsilon)
+
+
+def _queries(model, layer, h):
+    return retriever.project(model.query.get_value(), layer, model.normed(layer, h))
+
+
+class Given(NamedTuple):
+    """What a read is given beside its tokens; see `MPlus.read`."""
+
+    new: Array | None
+    beside_pool: bool
+    kept: Array | None
+    prompt: int | None
+    room: int
+
+    @property
+    def alone(self) -> bool:
+        """Whether the tokens read the new memory and nothing else."""
+        return self.new is not None and not self.beside_pool
+
+
+def read(
+    model: "MPlus", state: MPlusState, tokens: Int[Array, "B T"], given: Given
+) -> tuple[Reading, Float[Array, "B T D"], ReadTrace]:
+    """A reading of the memory, the open chunk and the tokens; features of the last."""
+    run = functools.partial(_read, model, given)
+    if given.alone:
+        return run(0, state, tokens)
+    open_ = functools.partial(run, model.config.chunk - 1)
+    return jax.lax.cond(
+        jnp.any(state.filled > 0), open_, functools.partial(run, 0), state, tokens
+    )
+
+
+def _read(model, given, width, state, tokens):
+    """`width` bounds the open chunk's tokens, which are read before these."""
+    c, (b, t) = model.config, tokens.shape
+    filled = state.filled if width else jnp.zeros_like(state.filled)
+    joined = segments.join(state.tokens, filled, tokens, width + t)
+    h = model.backbone.embed(joined)
+    times = jnp.arange(width + t, dtype=jnp.int32)[None]
+    after = times - filled[:, None]
+    asked = (after >= 0) & (after < (given.prompt or t))
+    memory = _alone if given.alone else _memory
+    first = 1 + c.tokens if given.alone else c.prefix
+    reading = empty(model, b, first, first + (c.chunk - 1) + t + given.room)
+    lengths = filled + t
+    trace: dict[str, list[Any]] = {"hidden": [], "scores": [], "chosen": []}
+    taken = filled[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    keys, values, seen = [], [], None
+    for layer, block in enumerate(model.blocks(writes=given.alone)):
+        trace["hidden"].append(segments.take(h, taken))
+        rows, seen = memory(model, given, state, layer, h, asked, trace)
+        made = prefix_slots(model.backbone.config, block, rows, seen)
+        slots = Slots(
+            reading.keys[layer].at[:, :first].set(made.keys),
+            reading.values[layer].at[:, :first].set(made.values),
+        )
+        offset = seen.sum(axis=1, dtype=jnp.int32)
+        places = jnp.where(times < lengths[:, None], first + times, slots.keys.shape[1])
+        visible = jnp.concatenate(
+            [seen, _first(lengths, reading.visible.shape[1] - first)], axis=1
+        )
+        start = jnp.full(b, first, jnp.int32)
+        slots, h = read_layer(
+            model.backbone.config,
+            block,
+            slots,
+            visible,
+            start,
+            places,
+            offset[:, None] + times,
+            h,
+        )
+        keys.append(slots.keys)
+        values.append(slots.values)
+    reading = reading._replace(
+        keys=tuple(keys),
+        values=tuple(values),
+        visible=visible,
+        length=lengths,
+        offset=offset,
+    )
+    features = segments.take(_last_norm(model, h), taken)
+    stack = lambda xs: jnp.stack(xs) if xs else None
+    hidden = jnp.stack([*trace["hidden"], features])
+    return (
+        reading,
+        features,
+        ReadTrace(hidden, stack(trace["scores"]), stack(trace["chosen"])),
+    )
+
+
+def _alone(model, given, state, layer, h, asked, trace):
+    del h, asked, trace, state
+    new = given.new[:, layer]
+    return _with_bos(model, layer, [(new, jnp.ones(new.shape[:2], bool))])
+
+
+def _memory(model, given, state, layer, h, asked, trace):
+    """[bos ; retrieved ; pool] of a layer, whose rows its own tokens choose."""
+    c = model.config
+    pool, seen = state.pool[:, layer], _filled(state.held, c.pool)
+    if given.new is not None:
+        kept = given.kept if given.kept is not None else _draw_kept(model, state)
+        kept = kept[:, layer]
+        seen = jnp.concatenate(
+            [segments.take(seen, kept), jnp.ones((len(kept), c.tokens), bool)], axis=1
+        )
+        pool = jnp.concatenate([segments.take(pool, kept), given.new[:, layer]], axis=1)
+    memory = [(pool, seen)]
+    if state.store is not None:
+        queries = _queries(model, layer, h)
+        found = long_term_store.retrieve(c, state.store, layer, queries, asked)
+        trace["scores"].append(found.scores)
+        trace["chosen"].append(found.chosen)
+        memory.insert(0, (found.rows, found.real))
+    return _with_bos(model, layer, memory)
+
+
+def _draw_kept(model, state):
+    """Which rows of the pool stay beside new ones, without a change of the state."""
+    c = model.config
+    draw = lambda key: short_term_pool.draw_dropped(
+        key, model.layers, c.pool, c.pool - c.tokens
+    )
+    return jax.vmap(draw)(jax.random.wrap_key_data(state.key))

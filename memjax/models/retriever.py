@@ -1,0 +1,111 @@
+"""M+'s retriever: which dropped memories a read takes back.
+
+    f(x) = W_2 silu(W_1 norm(x));    p_j = mean_t sigmoid(f_q(h_t) · f_k(m_j))
+
+Norm is the layer's own, before its attention; its input is detached, so that language
+model and retriever do not train each other. Trained to tell the rows of this document
+from older ones (section 3.2):
+
+    loss = (mean_pos -log(p + ε) + mean_neg -log(1 - p + ε)) / 2,    ε = 1e-5
+
+The sigmoid inside, and the mean over tokens before the log, are the program's. Wang et
+al. (2025), https://arxiv.org/abs/2502.00592.
+
+Shapes: L layers, D model, d keys, T tokens, n rows, V hidden (2 d).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+EPSILON = 1e-5
+# Queries that meet all keys at a time: with 150,000 keys, 40 MB of scores.
+QUERIES_AT_ONCE = 64
+
+
+class Retriever(NamedTuple):
+    """One f in every layer."""
+
+    down: Float[Array, "L D V"]
+    up: Float[Array, "L V d"]
+
+
+def init_retriever(
+    layers: int, width: int, key_dim: int, key: PRNGKeyArray
+) -> Retriever:
+    """Draws both matrices, scaled by their fan-in."""
+    down_key, up_key = jax.random.split(key)
+    draw = jax.nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
+    return Retriever(
+        down=draw(down_key, (layers, width, 2 * key_dim), jnp.float32),
+        up=draw(up_key, (layers, 2 * key_dim, key_dim), jnp.float32),
+    )
+
+
+def project(
+    retriever: Retriever, layer: int, x: Float[Array, "*B D"]
+) -> Float[Array, "*B d"]:
+    """f(x) of one layer in float32; x is detached."""
+    x = jax.lax.stop_gradient(x).astype(jnp.float32)
+    return jax.nn.silu(x @ retriever.down[layer]) @ retriever.up[layer]
+
+
+def probabilities(
+    queries: Float[Array, "*B T d"],
+    keys: Float[Array, "*B n d"],
+    asked: Bool[Array, "*B T"] | None = None,
+) -> Float[Array, "*B n"]:
+    """p, in [0, 1]: the mean over the queries that are asked; 0 where none is."""
+    logits = jnp.einsum("...td,...nd->...tn", queries, keys)
+    p = jax.nn.sigmoid(logits)
+    if asked is None:
+        return p.mean(axis=-2)
+    total = jnp.where(asked[..., None], p, 0.0).sum(axis=-2)
+    return total / jnp.maximum(asked.sum(axis=-1, dtype=p.dtype), 1.0)[..., None]
+
+
+def search(
+    queries: Float[Array, "T d"], asked: Bool[Array, " T"], keys: Float[Array, "M d"]
+) -> Float[Array, " M"]:
+    """`probabilities` for many keys, some queries at a time, without a gradient."""
+    queries, keys = jax.lax.stop_gradient((queries, keys))
+    pad = -queries.shape[0] % QUERIES_AT_ONCE
+    if queries.shape[0] <= QUERIES_AT_ONCE:
+        return probabilities(queries, keys, asked)
+    queries = jnp.pad(queries, ((0, pad), (0, 0))).reshape(
+        -1, QUERIES_AT_ONCE, queries.shape[1]
+    )
+    counted = jnp.pad(asked, (0, pad)).reshape(-1, QUERIES_AT_ONCE)
+
+    def add(total, some):
+        queries, counted = some
+        p = jax.nn.sigmoid(queries @ keys.T)
+        return total + jnp.where(counted[:, None], p, 0.0).sum(axis=0), None
+
+    zeros = jnp.zeros(keys.shape[0], jnp.float32)
+    total, _ = jax.lax.scan(add, zeros, (queries, counted))
+    return total / jnp.maximum(asked.sum(dtype=jnp.float32), 1.0)
+
+
+def retriever_loss(
+    probability: Float[Array, "*n"],
+    positive: Bool[Array, "*n"],
+    negative: Bool[Array, "*n"],
+) -> Float[Array, ""]:
+    """Half the mean over the positive rows plus half of that over the negative ones.
+
+    Args:
+        probability: p of rows, of all layers together.
+        positive: rows that this document made.
+        negative: older rows; rows in neither do not count. A mean over none is 0.
+    """
+
+    def mean(values, counted):
+        total = jnp.where(counted, values, 0.0).sum()
+        return total / jnp.maximum(counted.sum(dtype=values.dtype), 1.0)
+
+    found = mean(-jnp.log(probability + EPSILON), positive)
+    passed = mean(-jnp.log(1.0 - probability + EPSILON), negative)
+    return (found + passed) / 2
