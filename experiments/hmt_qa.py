@@ -5,7 +5,7 @@
 Contexts of several questions one after another, and each question asked behind all of
 them (HMT, Figure 5, which has PubMedQA). Any source of (context, question, answer) will
 do; the one that is here are facts of the CIA World Factbook, made from templates: see
-`experiments/data/README.md`. HMT, RMT and the backbone with a window of no less
+`memjax/data/factbook/README.md`. HMT, RMT and the backbone with a window of no less
 memory are fine-tuned on inputs of a few contexts, about other countries than those of
 the test, and tested on inputs of as many and more.
 
@@ -37,10 +37,10 @@ from memjax.data import (
     multi_context,
     read_questions,
 )
+from memjax.data.facts import FACTBOOK
 from memjax.models import LanguageModel
 from memjax.models.windowed import with_window
 
-FACTBOOK = Path(__file__).parent / "data" / "factbook_qa.jsonl.xz"
 TEST_SHARE = 0.25
 WINDOW = "window of no less memory"
 
@@ -56,7 +56,7 @@ class Config(common.Config):
         test_items: questions asked in each test, at most.
     """
 
-    questions: Path = FACTBOOK
+    questions: Path = FACTBOOK / "factbook_qa.jsonl.xz"
     train_contexts: int = 2
     test_contexts: tuple[int, ...] = (1, 2, 4, 8)
     test_items: int = 96

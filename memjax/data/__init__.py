@@ -4,6 +4,12 @@ from memjax.data.batch import Batch as Batch
 from memjax.data.documents import Document as Document
 from memjax.data.documents import Split as Split
 from memjax.data.documents import assign_splits as assign_splits
+from memjax.data.facts import Passage as Passage
+from memjax.data.facts import load_facts as load_facts
+from memjax.data.facts import load_passages as load_passages
+from memjax.data.facts import pick_facts as pick_facts
+from memjax.data.facts import read_passages as read_passages
+from memjax.data.facts import unrelated as unrelated
 from memjax.data.long_inputs import FILLER as FILLER
 from memjax.data.long_inputs import LongInput as LongInput
 from memjax.data.long_inputs import dilate as dilate

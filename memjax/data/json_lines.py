@@ -51,16 +51,20 @@ def read_records(path: Path, what: str) -> list[Record]:
         text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
     except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise ValueError(f"path={str(path)!r} cannot be read: {error}") from error
-    lines = [line for line in text.split("\n") if line.strip()]
-    if not lines:
+    records = [
+        _record(line, f"{path}, line {i}")
+        for i, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
+    if not records:
         raise ValueError(f"path={str(path)!r} holds no {what}")
-    return [_record(line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
+    return records
 
 
 def _record(line: str, place: str) -> Record:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{place} is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{place} must be an object, got {type(fields).__name__}")

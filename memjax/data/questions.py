@@ -20,6 +20,7 @@ from jaxtyping import Int32
 from memjax.data.json_lines import read_records
 from memjax.data.tokenizer import Tokenizer
 
+
 class Question(NamedTuple):
     """One question.
 

@@ -3,17 +3,22 @@
 import json
 import lzma
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memjax.data import Question, align, load_tokenizer, multi_context, read_questions
+from memjax.data import (
+    Question,
+    align,
+    load_facts,
+    load_tokenizer,
+    multi_context,
+    read_questions,
+)
 
 BYTES = load_tokenizer("bytes")
-SHIPPED = Path(__file__).parents[2] / "experiments/data/factbook_qa.jsonl.xz"
 PREAMBLE = np.full(64, 1, np.int32)
 
 
@@ -69,7 +74,7 @@ def test_answers_come_to_lie_behind_what_is_read_ahead(prompt, answer, first):
 
 
 def test_the_shipped_questions_are_what_they_say():
-    items = read_questions(SHIPPED)
+    items = load_facts()
     assert len(items) == 1774 and len({item.kind for item in items}) == 11
     for entry in items:
         # The fact is in the context, as the question begins it.

@@ -1,0 +1,105 @@
+"""Facts with short answers, and prose to put between a fact and its question.
+
+What a memory retains (Wang et al., M+, https://arxiv.org/abs/2502.00592, section 4.3):
+a context is read, then passages that have nothing to do with it, then a question. Facts
+are `Question`s, so any source of (context, question, answer) will do; those that ship
+are 1,774 of the CIA World Factbook of 2015, which is in the public domain, made from
+templates: see `memjax/data/factbook/README.md`. Their question ends with the beginning
+of the sentence that answers it (a cloze).
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from memjax.data.json_lines import read_records
+from memjax.data.questions import Question, read_questions
+
+FACTBOOK = Path(__file__).parent / "factbook"
+
+
+class Passage(NamedTuple):
+    """Text that no question is asked about.
+
+    Attributes:
+        text: some hundreds of tokens.
+        subject: what it is about.
+    """
+
+    text: str
+    subject: str = ""
+
+
+def load_facts() -> list[Question]:
+    """The facts that ship: `kind` is the relation, `subject` the country."""
+    return read_questions(FACTBOOK / "factbook_qa.jsonl.xz")
+
+
+def load_passages() -> list[Passage]:
+    """The 282 passages that ship, 300 to 500 SmolLM2 tokens each."""
+    return read_passages(FACTBOOK / "factbook_prose.jsonl.xz")
+
+
+def read_passages(path: Path) -> list[Passage]:
+    """Reads JSON lines with "text" and, if they like, "subject"; .xz or not.
+
+    Raises:
+        ValueError: naming the line that is not so; or a file without a line.
+    """
+    return [
+        Passage(record.text("text"), record.optional_text("subject"))
+        for record in read_records(path, "passage")
+    ]
+
+
+def pick_facts(facts: Sequence[Question], count: int, *, seed: int) -> list[Question]:
+    """Draws facts that can be told side by side: no subject or answer twice.
+
+    Answers that differ in case alone are the same, and "" is no subject.
+
+    Args:
+        facts: to draw from.
+        count: how many.
+        seed: of the draw, at least 0; the first of a longer draw are a shorter one.
+
+    Raises:
+        ValueError: if count is below 1, or there are not as many.
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")
+    picked, subjects, answers = [], set(), set()
+    # The raw stream of PCG64 is the same in every version of NumPy.
+    for i in np.random.PCG64(seed).random_raw(len(facts)).argsort(kind="stable"):
+        fact = facts[i]
+        answer = fact.answer.casefold()
+        if fact.subject in subjects or answer in answers:
+            continue
+        picked.append(fact)
+        subjects |= {fact.subject} - {""}
+        answers.add(answer)
+        if len(picked) == count:
+            return picked
+    raise ValueError(
+        f"count must be at most {len(picked)}, which is how many facts have subjects "
+        f"and answers of their own, got {count}"
+    )
+
+
+def unrelated(passages: Sequence[Passage], fact: Question) -> list[Passage]:
+    """The passages that name neither the fact's answer nor its subject, in any case.
+
+    An answer counts where it stands as words of its own: "12" is not in "1912".
+    """
+    answer = re.compile(rf"(?<![\w.,]){re.escape(fact.answer.casefold())}(?!\w)")
+    subject = fact.subject.casefold()
+
+    def silent(passage: Passage) -> bool:
+        text = passage.text.casefold()
+        return not answer.search(text) and not (subject and subject in text)
+
+    return [passage for passage in passages if silent(passage)]

@@ -1,0 +1,127 @@
+"""Facts that ship, what is drawn of them, and passages that say nothing of them."""
+
+import json
+import lzma
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memjax.data import (
+    Passage,
+    Question,
+    load_facts,
+    load_passages,
+    pick_facts,
+    read_passages,
+    unrelated,
+)
+
+FACTS = load_facts()
+PASSAGES = load_passages()
+
+
+def fact(answer, subject=""):
+    return Question("c", "q", answer, "kind", subject)
+
+
+def test_the_facts_that_ship_are_enough_and_end_where_the_answer_begins():
+    assert len(FACTS) == 1774 and len({entry.subject for entry in FACTS}) == 217
+    for entry in FACTS:
+        question, cloze = entry.question.split("\nAnswer: ")
+        assert question.startswith("Question: ") and question.endswith("?")
+        assert entry.context.count(f"{cloze} {entry.answer}") == 1
+        assert entry.subject in question
+
+
+def test_the_passages_that_ship_leave_enough_for_every_fact():
+    assert len(PASSAGES) == 282
+    assert all(800 < len(passage.text) < 3500 for passage in PASSAGES)
+    # Every ninth is looked at: all take a while.
+    counts = [len(unrelated(PASSAGES, entry)) for entry in FACTS[::9]]
+    assert min(counts) >= 180 and max(counts) < 282
+
+
+def test_a_draw_has_no_subject_or_answer_twice():
+    picked = pick_facts(FACTS, 150, seed=0)
+    assert len(picked) == 150 and set(picked) <= set(FACTS)
+    assert len({entry.subject for entry in picked}) == 150
+    assert len({entry.answer.casefold() for entry in picked}) == 150
+    assert len({entry.kind for entry in picked}) == 11
+    assert pick_facts(FACTS, 40, seed=0) == picked[:40]
+    assert pick_facts(FACTS, 40, seed=1) != picked[:40]
+
+
+@given(
+    pairs=st.lists(
+        st.tuples(st.sampled_from("abAB"), st.sampled_from(["", "x", "y"])), min_size=1
+    )
+)
+def test_what_is_left_out_of_a_draw_would_repeat_something(pairs):
+    facts = [fact(answer, subject) for answer, subject in pairs]
+    with pytest.raises(ValueError, match="count must be at most") as error:
+        pick_facts(facts, len(facts) + 1, seed=3)
+    most = int(str(error.value).split("at most ")[1].split(",")[0])
+    picked = pick_facts(facts, most, seed=3)
+    answers = {entry.answer.casefold() for entry in picked}
+    subjects = {entry.subject for entry in picked}
+    assert len(answers) == most
+    for entry in facts:
+        repeated = entry.answer.casefold() in answers
+        assert repeated or entry.subject and entry.subject in subjects
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("Nothing at all.", True),
+        ("The LION sleeps.", False),
+        ("A lioness is another.", True),
+        ("sealion", True),
+        ("In peru, it rains.", False),
+    ],
+)
+def test_passages_that_name_answer_or_subject_are_left_out(text, kept):
+    passage = Passage(text)
+    found = unrelated([passage], fact("lion", "Peru"))
+    assert found == [passage] * kept
+
+
+def test_a_number_is_not_found_inside_another():
+    passages = [Passage("in 1912"), Passage("3.12 per cent"), Passage("about 12 km")]
+    assert unrelated(passages, fact("12")) == passages[:2]
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.xz"])
+def test_passages_are_read(tmp_path, name):
+    lines = [{"text": "one", "more": 1}, {"text": "two", "subject": "s"}]
+    data = "\n\n".join(map(json.dumps, lines)).encode()
+    path = tmp_path / name
+    path.write_bytes(lzma.compress(data) if name.endswith("xz") else data)
+    assert read_passages(path) == [Passage("one"), Passage("two", "s")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no passage"),
+        (b'\n{"text": 3}', "line 2: 'text' must be a string .* got 3"),
+        (b'{"text": "a", "subject": []}', "'subject' must be a string"),
+        (b"[" * 100_000, "line 1 is not JSON"),
+        (b"\xff", "cannot be read"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_passages(path)
+
+
+@pytest.mark.parametrize(
+    ("count", "seed", "message"),
+    [(0, 0, "count must be at least 1, got 0"), (1, -1, "seed must be at least 0")],
+)
+def test_draws_that_cannot_be_made_are_refused(count, seed, message):
+    with pytest.raises(ValueError, match=message):
+        pick_facts(FACTS, count, seed=seed)
