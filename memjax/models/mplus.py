@@ -53,14 +53,19 @@ class Initial(NamedTuple):
     """Memory of a checkpoint, from which every text starts.
 
     Attributes:
-        pool: short-term memory.
-        store: rows and keys of the long-term store, of age and frequency 0; none where
-            the checkpoint has none.
+        pool: [L, N, D], short-term memory, of age 0.
+        rows: [L, n, D] of the long-term store, n in [1, M]; none where the checkpoint
+            has none.
+        keys: [L, n, d], theirs.
+        born: [L, n], minus their ages.
+        recalls: [n], their recall frequency.
     """
 
     pool: Frozen
-    rows: Frozen | None
-    keys: Frozen | None
+    rows: Frozen | None = None
+    keys: Frozen | None = None
+    born: Frozen | None = None
+    recalls: Frozen | None = None
 
     def fill(self, state: MPlusState) -> MPlusState:
         """An empty state with this memory in every row."""
@@ -69,19 +74,22 @@ class Initial(NamedTuple):
         state = state._replace(
             pool=each(pool), held=jnp.full_like(state.held, pool.shape[1])
         )
-        if state.store is None or self.rows is None or self.keys is None:
+        parts = (self.rows, self.keys, self.born, self.recalls)
+        if state.store is None or None in parts:
             return state
-        rows, keys = self.rows.get_value(), self.keys.get_value()
-        count = rows.shape[1]
+        *parts, recalls = (part.get_value() for part in parts if part is not None)
+        count = recalls.shape[0]
+        begin = lambda buffer, start: buffer.at[:, :count].set(start[None])
         layers = tuple(
-            layer._replace(
-                rows=layer.rows.at[:, :count].set(rows[i][None]),
-                keys=layer.keys.at[:, :count].set(keys[i][None]),
-            )
+            jax.tree.map(begin, layer, LayerStore(*(part[i] for part in parts)))
             for i, layer in enumerate(state.store.layers)
         )
-        held = jnp.full_like(state.held, count)
-        return state._replace(store=state.store._replace(layers=layers, held=held))
+        store = state.store._replace(
+            layers=layers,
+            recalls=begin(state.store.recalls, recalls),
+            held=jnp.full_like(state.held, count),
+        )
+        return state._replace(store=store)
 
 
 TARGETS: tuple[Target, ...] = ("query", "key", "value", "gate", "up", "down")
@@ -115,7 +123,7 @@ class MPlus(nnx.Module):
         self.bos = nnx.Param(jnp.tile(start[None], (layers, 1)))
         self.position = nnx.Param(jnp.zeros(d))
         #: Memory that every text starts from, as a checkpoint brings it, or None.
-        self.initial: Initial | None = None
+        self.initial: Initial | None = nnx.data(None)
         if config.retrieved:
             draw = functools.partial(
                 retriever.init_retriever, layers, d, config.key_dim

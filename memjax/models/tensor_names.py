@@ -59,6 +59,16 @@ def tensor_names(config: ModelConfig) -> dict[str, Any]:
     return names
 
 
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a checkpoint, with the leading "model."."""
+    ours = nnx.to_pure_dict(nnx.state(_abstract(config), nnx.Param))
+    theirs = _tensors(tensor_names(config))
+    return {
+        tensor.name: stored_shape(tensor.layout, leaf.shape)
+        for tensor, leaf in zip(theirs, jax.tree.leaves(ours), strict=True)
+    }
+
+
 def parameters_from_tensors(
     config: ModelConfig,
     shapes: Mapping[str, tuple[int, ...]],
@@ -80,17 +90,14 @@ def parameters_from_tensors(
         ValueError: listing every tensor that is missing, unknown or of another shape;
             or if the head of a tied model is not the embedding.
     """
-    model = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
+    model = _abstract(config)
     state = nnx.state(model, nnx.Param)
     ours = nnx.to_pure_dict(state)
     bare = not any(name.startswith("model.") for name in shapes)
     stored = lambda name: name.removeprefix("model.") if bare else name
     theirs = tensor_names(config)
-    expected = {
-        stored(tensor.name): _stored_shape(tensor.layout, leaf.shape)
-        for tensor, leaf in zip(_tensors(theirs), jax.tree.leaves(ours), strict=True)
-    }
-    found = {n: shape for n, shape in shapes.items() if _is_parameter(config, n)}
+    expected = {stored(name): s for name, s in parameter_shapes(config).items()}
+    found = {n: shape for n, shape in shapes.items() if is_parameter(config, n)}
     require_tensors(expected, found, where)
     if config.tied_head and "lm_head.weight" in shapes:
         embedding = get(stored(theirs["embedding"].name))
@@ -100,7 +107,7 @@ def parameters_from_tensors(
                 "tie_word_embeddings, found another matrix"
             )
     read = lambda tensor, leaf: jnp.asarray(
-        _from_stored(get(stored(tensor.name)), tensor.layout, leaf.shape)
+        from_stored(get(stored(tensor.name)), tensor.layout, leaf.shape)
     )
     values = map(read, _tensors(theirs), jax.tree.leaves(ours))
     filled = jax.tree.unflatten(jax.tree.structure(ours), values)
@@ -124,7 +131,11 @@ def tensors_from_parameters(
         yield "lm_head.weight", np.asarray(ours["embedding"])
         ours["embedding"] = ours["embedding"] * model.width**0.5
     for tensor, value in zip(_tensors(theirs), jax.tree.leaves(ours), strict=True):
-        yield tensor.name, _to_stored(np.asarray(value), tensor.layout)
+        yield tensor.name, to_stored(np.asarray(value), tensor.layout)
+
+
+def _abstract(config: ModelConfig) -> LanguageModel:
+    return nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
 
 
 def _block(config: ModelConfig, at: str) -> dict[str, Any]:
@@ -188,7 +199,8 @@ def _tensors(names: Any) -> list[Tensor]:
     return jax.tree.leaves(names, is_leaf=lambda node: isinstance(node, Tensor))
 
 
-def _stored_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+def stored_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in a checkpoint of a parameter that has `shape` here."""
     match layout:
         case "as_is":
             return shape
@@ -200,22 +212,24 @@ def _stored_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
             return (shape[-1], math.prod(shape[:-1]))
 
 
-def _to_stored(value: np.ndarray, layout: Layout) -> np.ndarray:
-    shape = _stored_shape(layout, value.shape)
+def to_stored(value: np.ndarray, layout: Layout) -> np.ndarray:
+    """A parameter as it lies in a checkpoint."""
+    shape = stored_shape(layout, value.shape)
     if layout in ("into", "out_of"):
         return value.reshape(shape[::-1]).T
     return value.reshape(shape)
 
 
-def _from_stored(
+def from_stored(
     value: np.ndarray, layout: Layout, shape: tuple[int, ...]
 ) -> np.ndarray:
+    """A parameter of `shape` from a checkpoint's tensor."""
     if layout in ("into", "out_of"):
         value = value.T
     return value.reshape(shape)
 
 
-def _is_parameter(config: ModelConfig, name: str) -> bool:
+def is_parameter(config: ModelConfig, name: str) -> bool:
     """Whether a tensor of a checkpoint is one; see `parameters_from_tensors`."""
     copy = config.tied_head and name == "lm_head.weight"
     buffer = name.endswith("rotary_emb.inv_freq")
