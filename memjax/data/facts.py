@@ -55,21 +55,21 @@ def read_passages(path: Path) -> list[Passage]:
     ]
 
 
-def pick_facts(facts: Sequence[Question], count: int, *, seed: int) -> list[Question]:
+def pick_facts(facts: Sequence[Question], *, seed: int) -> list[Question]:
     """Draws facts that can be told side by side: no subject or answer twice.
 
     Answers that differ in case alone are the same, and "" is no subject.
 
     Args:
         facts: to draw from.
-        count: how many.
-        seed: of the draw, at least 0; the first of a longer draw are a shorter one.
+        seed: of the draw, at least 0.
+
+    Returns:
+        As many as go together in the order drawn; no other can be added.
 
     Raises:
-        ValueError: if count is below 1, or there are not as many.
+        ValueError: if seed is below 0.
     """
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
     picked, subjects, answers = [], set(), set()
@@ -82,12 +82,7 @@ def pick_facts(facts: Sequence[Question], count: int, *, seed: int) -> list[Ques
         picked.append(fact)
         subjects |= {fact.subject} - {""}
         answers.add(answer)
-        if len(picked) == count:
-            return picked
-    raise ValueError(
-        f"count must be at most {len(picked)}, which is how many facts have subjects "
-        f"and answers of their own, got {count}"
-    )
+    return picked
 
 
 def unrelated(passages: Sequence[Passage], fact: Question) -> list[Passage]:

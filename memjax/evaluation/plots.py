@@ -91,6 +91,46 @@ def perplexity_by_length(
     FigureCanvasAgg(figure).print_png(path)
 
 
+def accuracy_by_distance(
+    curves: Mapping[str, Sequence[tuple[float, float, float]]],
+    distances: Sequence[int],
+    path: Path,
+    *,
+    title: str = "",
+) -> None:
+    """Draws the share of right answers against how long ago the fact was told.
+
+    M+, Figures 3, 5, 8 and 9, with intervals.
+
+    Args:
+        curves: share and both ends of its interval, one a distance, by name; a share
+            that is NaN is left out.
+        distances: tokens told since, from 0 on.
+        path: the PNG to write.
+        title: of the plot.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    # Side by side, so that intervals at one distance do not hide each other.
+    spread = 0.006 * max(max(distances), 1)
+    for i, (name, values) in enumerate(curves.items()):
+        share, low, high = np.asarray(values, float).T
+        real = ~np.isnan(share)
+        places = np.asarray(distances)[real] + spread * (i - (len(curves) - 1) / 2)
+        share, low, high = share[real], low[real], high[real]
+        errors = np.maximum([share - low, high - share], 0)
+        style = {"marker": "o", "markersize": 3, "capsize": 2, "elinewidth": 0.8}
+        axes.errorbar(places, share, errors, label=name, **style)
+    axes.set_ylim(-0.03, 1.03)
+    axes.grid(alpha=0.3)
+    axes.set(title=title, xlabel="tokens told since", ylabel="right answers")
+    axes.legend(fontsize="small")
+    FigureCanvasAgg(figure).print_png(path)
+
+
 def recall_histogram(
     panels: Mapping[str, tuple[np.ndarray, np.ndarray]],
     path: Path,

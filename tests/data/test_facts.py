@@ -37,38 +37,31 @@ def test_the_facts_that_ship_are_enough_and_end_where_the_answer_begins():
 def test_the_passages_that_ship_leave_enough_for_every_fact():
     assert len(PASSAGES) == 282
     assert all(800 < len(passage.text) < 3500 for passage in PASSAGES)
-    # Every ninth is looked at: all take a while.
-    counts = [len(unrelated(PASSAGES, entry)) for entry in FACTS[::9]]
+    # A few are looked at: all take a while.
+    counts = [len(unrelated(PASSAGES, entry)) for entry in FACTS[::25]]
     assert min(counts) >= 180 and max(counts) < 282
 
 
 def test_a_draw_has_no_subject_or_answer_twice():
-    picked = pick_facts(FACTS, 150, seed=0)
-    assert len(picked) == 150 and set(picked) <= set(FACTS)
-    assert len({entry.subject for entry in picked}) == 150
-    assert len({entry.answer.casefold() for entry in picked}) == 150
-    assert len({entry.kind for entry in picked}) == 11
-    assert pick_facts(FACTS, 40, seed=0) == picked[:40]
-    assert pick_facts(FACTS, 40, seed=1) != picked[:40]
+    picked = pick_facts(FACTS, seed=0)
+    assert len(picked) > 180 and set(picked) <= set(FACTS)
+    assert len({entry.subject for entry in picked}) == len(picked)
+    assert len({entry.answer.casefold() for entry in picked}) == len(picked)
+    assert len({entry.kind for entry in picked[:40]}) == 11
+    assert pick_facts(FACTS, seed=0) == picked != pick_facts(FACTS, seed=1)
 
 
 @given(
-    pairs=st.lists(
-        st.tuples(st.sampled_from("abAB"), st.sampled_from(["", "x", "y"])), min_size=1
-    )
+    pairs=st.lists(st.tuples(st.sampled_from("abAB"), st.sampled_from(["", "x", "y"])))
 )
 def test_what_is_left_out_of_a_draw_would_repeat_something(pairs):
     facts = [fact(answer, subject) for answer, subject in pairs]
-    with pytest.raises(ValueError, match="count must be at most") as error:
-        pick_facts(facts, len(facts) + 1, seed=3)
-    most = int(str(error.value).split("at most ")[1].split(",")[0])
-    picked = pick_facts(facts, most, seed=3)
+    picked = pick_facts(facts, seed=3)
     answers = {entry.answer.casefold() for entry in picked}
-    subjects = {entry.subject for entry in picked}
-    assert len(answers) == most
+    subjects = {entry.subject for entry in picked} - {""}
+    assert len(answers) == len(picked)
     for entry in facts:
-        repeated = entry.answer.casefold() in answers
-        assert repeated or entry.subject and entry.subject in subjects
+        assert entry.answer.casefold() in answers or entry.subject in subjects
 
 
 @pytest.mark.parametrize(
@@ -118,10 +111,6 @@ def test_other_files_are_refused(tmp_path, content, message):
         read_passages(path)
 
 
-@pytest.mark.parametrize(
-    ("count", "seed", "message"),
-    [(0, 0, "count must be at least 1, got 0"), (1, -1, "seed must be at least 0")],
-)
-def test_draws_that_cannot_be_made_are_refused(count, seed, message):
-    with pytest.raises(ValueError, match=message):
-        pick_facts(FACTS, count, seed=seed)
+def test_a_seed_below_zero_is_refused():
+    with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
+        pick_facts(FACTS, seed=-1)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from memjax.evaluation.plots import (
+    accuracy_by_distance,
     loss_by_position,
     perplexity_by_length,
     recall_histogram,
@@ -56,3 +57,15 @@ def test_lines_by_length_and_histograms_become_pngs(tmp_path):
     before = path.read_bytes()
     recall_histogram({"a": (one + 1, two), "none": (none, none)}, path, title="t")
     assert path.read_bytes() != before
+
+
+def test_accuracy_by_distance_becomes_a_png(tmp_path):
+    files = [tmp_path / name for name in ("a.png", "b.png")]
+    curve = [(1.0, 0.8, 1.0), (0.0, 0.0, 0.2), (float("nan"), 0.0, 1.0)]
+    accuracy_by_distance({"a": curve}, [0, 512, 1024], files[0], title="t")
+    accuracy_by_distance({"a": curve, "b": curve[::-1]}, [0, 512, 1024], files[1])
+    for path in files:
+        width, height = read_png(path)
+        assert width > height > 100
+    accuracy_by_distance({"alone": [(0.5, 0.1, 0.9)]}, [0], files[0])
+    assert files[0].read_bytes() != files[1].read_bytes()

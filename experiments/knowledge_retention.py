@@ -1,0 +1,334 @@
+"""What does a model still know that it was told many tokens ago?
+
+    python experiments/knowledge_retention.py
+
+Facts of the CIA World Factbook are told inside their contexts, then other text, and
+asked behind every so many pieces of it (M+, Figures 3, 5, 8 and 9; the authors have
+SQuAD and NaturalQA). An answer is right if it occurs in ten tokens of greedy decoding.
+M+ and MemoryLLM stand beside what the same backbone does with full attention, with a
+window or a cache of SnapKV of as much memory on the device, with the pieces that BM25
+finds, and without having been told. Each fact has an answer and a country of its own,
+and the other text names neither.
+
+With `--carry` the memory goes on from sample to sample, as in the published programs.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import tyro
+
+import hmt_common as common
+import hmt_qa
+import hmt_scores
+import mplus_retention as retention
+import retention_methods as methods
+from hmt_common import RESULTS
+from memjax import finetune
+from memjax.data import (
+    Passage,
+    Tokenizer,
+    load_facts,
+    load_passages,
+    load_tokenizer,
+    read_passages,
+    read_questions,
+)
+from memjax.data.sources import embedded_documents
+from memjax.evaluation import plots
+from memjax.models import LanguageModel
+from memjax.models.mplus import MPlus, mplus
+from memjax.models.mplus_state import MPlusConfig
+
+Name = Literal["M+", "MemoryLLM", "full", "window", "SnapKV", "BM25", "closed book"]
+Preset = Literal["cpu", "paper"]
+# Characters of a passage that is cut from a book, about 400 tokens.
+PASSAGE = 1_700
+
+
+class Scale(NamedTuple):
+    """How a preset tests.
+
+    Attributes:
+        memory: sizes of M+, for a backbone without a trained one.
+        samples: facts.
+        after: pieces told before a question.
+    """
+
+    memory: MPlusConfig
+    samples: int
+    after: tuple[int, ...]
+
+
+SCALES: dict[Preset, Scale] = {
+    "cpu": Scale(
+        MPlusConfig(tokens=64, pool=640, retrieved=192, store=20_480, key_dim=64),
+        24,
+        (0, 1, 2, 4, 8, 12),
+    ),
+    "paper": Scale(MPlusConfig(), 100, tuple(range(313))),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is tested, and how.
+
+    Attributes:
+        preset: "cpu" takes some half an hour on two cores; "paper" has the paper's
+            sizes, 160k tokens behind each of 100 facts.
+        methods: those to test.
+        backbone: "smollm2", or what `memjax finetune` takes as a backbone.
+        model: folder of a fine-tuned M+, whose backbone counts then; none is an
+            untrained M+ of the preset's sizes.
+        samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
+        batch: facts side by side.
+        after: numbers of pieces told before a question, rising; none is the preset's.
+        chunk: tokens of a piece; contexts must fit.
+        answer: tokens that are generated.
+        window: tokens of the window, of SnapKV's cache with the piece that it reads,
+            and of the pieces that BM25 finds; 0 is as much memory as M+ has on the
+            device, as far as the backbone's positions go.
+        carry: whether memory goes on from sample to sample.
+        facts: JSON lines with context, question, answer, kind and subject; none is
+            those that ship.
+        passages: JSON lines with text and subject, told between a fact and its
+            question; none is those that ship, and behind them the embedded books.
+        seed: of the draws, and of an untrained M+.
+        output: where .json and .png go, without the ending.
+    """
+
+    preset: Preset = "cpu"
+    methods: tuple[Name, ...] = get_args(Name)
+    backbone: str = "smollm2"
+    model: Path | None = None
+    samples: int = 0
+    batch: int = 4
+    after: tuple[int, ...] = ()
+    chunk: int = 512
+    answer: int = 10
+    window: int = 0
+    carry: bool = False
+    facts: Path | None = None
+    passages: Path | None = None
+    seed: int = 0
+    output: Path = RESULTS / "knowledge_retention"
+
+    def __post_init__(self):
+        for name in ("batch", "chunk", "answer"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
+        for name in ("samples", "window", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"{name} must be at least 0, got {getattr(self, name)}"
+                )
+        if (
+            list(self.after) != sorted(set(self.after))
+            or min(self.after, default=0) < 0
+        ):
+            raise ValueError(f"after must rise from 0 or more, got {self.after}")
+        if not self.methods:
+            raise ValueError("methods must name at least one, got none")
+
+    @property
+    def scale(self) -> Scale:
+        """The preset with the changes that were asked for."""
+        scale = SCALES[self.preset]
+        return Scale(
+            scale.memory, self.samples or scale.samples, self.after or scale.after
+        )
+
+
+def main(config: Config) -> None:
+    """Tests every method, prints, draws and writes."""
+    model, tokenizer, trained = load(config)
+    scale = config.scale
+    facts = load_facts() if config.facts is None else read_questions(config.facts)
+    batches = retention.make_samples(
+        facts,
+        passages(config),
+        tokenizer,
+        samples=scale.samples,
+        batch=config.batch,
+        pieces=scale.after[-1],
+        chunk=config.chunk,
+        seed=config.seed,
+    )
+    longest = max(batch.prompts.shape[1] for batch in batches) + config.answer
+    window = config.window or min(
+        hmt_scores.equal_window(model.backbone, methods.device_bytes(model)),
+        model.backbone.config.capacity,
+    )
+    results = {}
+    for name in config.methods:
+        method = build(name, config, model, tokenizer, window, longest)
+        began = time.monotonic()
+        asked = list(
+            retention.run(
+                method,
+                batches,
+                tokenizer,
+                after=scale.after,
+                answer=config.answer,
+                carry=config.carry,
+            )
+        )
+        results[name] = summary(asked, scale.after)
+        results[name]["seconds"] = time.monotonic() - began
+        curve = [f"{row['accuracy']:.2f}" for row in results[name]["after"].values()]
+        print(f"{name}: {' '.join(curve)}", flush=True)
+    told = [fact for batch in batches for fact in batch.facts]
+    rest = [fact for fact in facts if fact not in set(told)]
+    report(config, results, window, trained, hmt_qa.majority_exact(rest, told), model)
+
+
+def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
+    """M+ with its backbone and tokenizer, and whether it has been trained."""
+    if config.model is not None:
+        stored, model = finetune.load_model(config.model)
+        if not isinstance(model, MPlus):
+            raise ValueError(
+                f"model={str(config.model)!r} must be a fine-tuned M+, "
+                f"got {type(model).__name__}"
+            )
+        return model, load_tokenizer(stored.data.tokenizer), True
+    if config.backbone == "smollm2":
+        import pretrained
+
+        path = pretrained.smollm2()
+    else:
+        path = Path(config.backbone)
+    found = finetune.load_backbone(path)
+    assert isinstance(found.model, LanguageModel)
+    memory = SCALES[config.preset].memory
+    model = mplus(found.model, memory, key=jax.random.key(config.seed))
+    return model, found.tokenizer.parse(), False
+
+
+def passages(config: Config) -> list[list[Passage]]:
+    """Text to tell, in groups: the first is used up before the next."""
+    if config.passages is not None:
+        return [read_passages(config.passages)]
+    books = [d.text for d in embedded_documents() if d.kind == "prose"]
+    cut = []
+    for text in books:
+        passage = ""
+        for paragraph in text.split("\n\n"):
+            passage = f"{passage}\n\n{paragraph}" if passage else paragraph
+            if len(passage) >= PASSAGE:
+                cut.append(Passage(passage))
+                passage = ""
+    return [load_passages(), cut]
+
+
+def build(
+    name: Name,
+    config: Config,
+    model: MPlus,
+    tokenizer: Tokenizer,
+    window: int,
+    question: int,
+) -> retention.Method:
+    """One method.
+
+    Args:
+        name: which.
+        config: of the program.
+        model: M+, whose backbone all share.
+        tokenizer: of the backbone.
+        window: tokens of memory.
+        question: tokens of question and answer, at most.
+    """
+    backbone, piece = model.backbone, config.chunk
+    match name:
+        case "M+":
+            return methods.LatentMemory(model)
+        case "MemoryLLM":
+            return methods.LatentMemory(methods.without_store(model))
+        case "full":
+            told = (config.scale.after[-1] + 1) * piece
+            if config.carry:
+                told *= config.scale.samples // config.batch
+            return methods.full(backbone, piece, told + question)
+        case "window":
+            return methods.window(backbone, piece, window)
+        case "SnapKV":
+            return methods.snapkv(backbone, piece, window)
+        case "BM25":
+            return methods.bm25(backbone, tokenizer, piece, window, question)
+        case "closed book":
+            return methods.closed_book(backbone, tokenizer, question)
+
+
+def summary(asked: Sequence[retention.Asked], after: Sequence[int]) -> dict[str, Any]:
+    """Accuracy behind each number of pieces, and behind all by relation."""
+    kinds = sorted({x.fact.kind for x in asked})
+    return {
+        "after": {
+            count: retention.accuracy([x for x in asked if x.pieces == count])
+            for count in after
+        },
+        "by_kind": {
+            kind: {
+                count: retention.accuracy(
+                    [x for x in asked if (x.fact.kind, x.pieces) == (kind, count)]
+                )
+                for count in after
+            }
+            for kind in kinds
+        },
+    }
+
+
+def report(
+    config: Config,
+    results: dict[str, Any],
+    window: int,
+    trained: bool,
+    majority: dict[str, float],
+    model: MPlus,
+) -> None:
+    """Writes, draws and prints."""
+    after = config.scale.after
+    distances = [count * config.chunk for count in after]
+    common.write_results(
+        config,
+        "what does a model still know that it was told many tokens ago?",
+        trained=trained,
+        memory=dataclasses.asdict(model.config),
+        device_bytes=methods.device_bytes(model),
+        window_tokens=window,
+        distances=distances,
+        majority_exact=majority,
+        methods=results,
+    )
+    curves = {
+        name: [
+            tuple(row[key] for key in ("accuracy", "low", "high"))
+            for row in result["after"].values()
+        ]
+        for name, result in results.items()
+    }
+    plots.accuracy_by_distance(
+        curves,
+        distances,
+        Path(f"{config.output}.png"),
+        title=f"Facts still known, {config.scale.samples} of them"
+        + (", memory carried on" if config.carry else ""),
+    )
+    rows = {name: [point[0] for point in curve] for name, curve in curves.items()}
+    rows["most frequent answer"] = [majority["all"]] * len(distances)
+    common.show(
+        "Right answers after so many tokens", [f"{d:,}" for d in distances], rows
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

@@ -1,0 +1,272 @@
+"""Methods whose retention is measured: see `mplus_retention.Method`.
+
+M+ and MemoryLLM, and what they are compared with, all on one backbone: full attention
+as far as it goes; a window, or a cache of SnapKV, of as much memory as M+ has; the
+question alone, behind the pieces that BM25 finds, or behind nothing ("closed book").
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from memjax.data import Tokenizer
+from memjax.models import LanguageModel
+from memjax.models.generate import Sampling, generate
+from memjax.models.language_model import with_config
+from memjax.models.mplus import MPlus
+from memjax.models.snapkv import SnapKVConfig, with_snapkv
+from memjax.models.windowed import with_window
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Reader:
+    """Any model of the library, which reads what it is told.
+
+    Args:
+        model: the model.
+        piece: tokens of a question that are read at a time.
+        longest: see `Method`; None for a model whose memory is bounded.
+    """
+
+    def __init__(self, model: LanguageModel, piece: int, longest: int | None = None):
+        self.model, self.piece, self.longest = model, piece, longest
+        graph, self.parameters = nnx.split(model)
+
+        def read(parameters, memory, tokens):
+            return nnx.merge(graph, parameters).features(memory, tokens)[0]
+
+        self._read = jax.jit(read, donate_argnums=1)
+
+    def start(self, batch):
+        """An empty memory."""
+        return self.model.init_state(batch)
+
+    def tell(self, memory, tokens):
+        """Reads them; the memory that was given is gone."""
+        return self._read(self.parameters, memory, tokens)
+
+    def ask(self, memory, prompt, count):
+        """Reads the prompt and decodes."""
+        return _answer(self.model, memory, prompt, count, self.piece)
+
+
+class LatentMemory:
+    """M+ or MemoryLLM: writes what it is told, and retrieves by the whole question.
+
+    Args:
+        model: the model.
+    """
+
+    longest = None
+
+    def __init__(self, model: MPlus):
+        self.model = model
+        graph, self.parameters = nnx.split(model)
+
+        def write(parameters, memory, tokens):
+            return nnx.merge(graph, parameters).inject(memory, tokens)
+
+        def answer(parameters, memory, prompt, count):
+            return _decode(nnx.merge(graph, parameters), memory, prompt, count)
+
+        self._write = jax.jit(write, donate_argnums=1)
+        self._answer = jax.jit(answer, static_argnums=3)
+
+    def start(self, batch):
+        """The memory a text starts from."""
+        return self.model.init_state(batch)
+
+    def tell(self, memory, tokens):
+        """Writes full chunks; the rest waits. The memory that was given is gone."""
+        return self._write(self.parameters, memory, tokens)
+
+    def ask(self, memory, prompt, count):
+        """Reads the prompt with the memory and decodes with the same reading."""
+        return np.asarray(self._answer(self.parameters, memory, prompt, count))
+
+
+class Retriever:
+    """BM25 over the pieces it was told, the best in front of the question.
+
+    Lucene's BM25 of the package `bm25s` (k1 1.5, b 0.75), English stop words, no stems.
+    The pieces stand in the order in which they were told.
+
+    Args:
+        model: with full attention, that reads pieces and question.
+        tokenizer: pieces are indexed as text.
+        piece: C, tokens of a piece.
+        pieces: how many are put in front, in [0, ...]; 0 is "closed book".
+
+    Raises:
+        ValueError: if pieces is below 0.
+        ImportError: without the package `bm25s`, unless pieces is 0.
+    """
+
+    longest = None
+
+    def __init__(
+        self, model: LanguageModel, tokenizer: Tokenizer, piece: int, pieces: int
+    ):
+        if pieces < 0:
+            raise ValueError(f"pieces must be at least 0, got {pieces}")
+        self.model, self.tokenizer = model, tokenizer
+        self.piece, self.pieces = piece, pieces
+        self._search = functools.partial(_search, _bm25s()) if pieces else None
+
+    def start(self, batch):
+        """No piece in any row."""
+        return tuple(() for _ in range(batch))
+
+    def tell(self, memory, tokens):
+        """Keeps them as they are."""
+        rows = zip(memory, np.asarray(tokens), strict=True)
+        return tuple((*pieces, row) for pieces, row in rows)
+
+    def ask(self, memory, prompt, count):
+        """Searches, reads what was found and the prompt, and decodes."""
+        found = [
+            self._found(pieces, self.tokenizer.decode(row))
+            for pieces, row in zip(memory, prompt, strict=True)
+        ]
+        whole = np.concatenate([np.stack(found), prompt], axis=1)
+        state = self.model.init_state(len(whole))
+        return _answer(self.model, state, whole, count, self.piece)
+
+    def _found(self, pieces, question) -> np.ndarray:
+        if self._search is None or not pieces:
+            return np.zeros(0, np.int32)
+        texts = [self.tokenizer.decode(piece) for piece in pieces]
+        best = self._search(texts, question, min(self.pieces, len(pieces)))
+        return np.concatenate([pieces[i] for i in best])
+
+
+def full(model: LanguageModel, piece: int, tokens: int) -> Reader:
+    """Full attention over up to `tokens` tokens, or as many as the model has room for.
+
+    Args:
+        model: the backbone.
+        piece: C.
+        tokens: the longest sample, its question and answer.
+    """
+    longest = min(tokens, model.config.capacity)
+    return Reader(with_config(model, capacity=longest), piece, longest)
+
+
+def window(model: LanguageModel, piece: int, tokens: int) -> Reader:
+    """A sliding window of so many tokens."""
+    return Reader(with_window(model, tokens), piece)
+
+
+def snapkv(model: LanguageModel, piece: int, tokens: int) -> Reader:
+    """A cache of so many tokens, of which a piece is free while it is read.
+
+    Raises:
+        ValueError: if there are no more than the window of SnapKV besides a piece.
+    """
+    sizes = SnapKVConfig(keep=tokens - piece, room=piece)
+    return Reader(with_snapkv(model, sizes), piece)
+
+
+def bm25(
+    model: LanguageModel, tokenizer: Tokenizer, piece: int, tokens: int, question: int
+) -> Retriever:
+    """BM25 with as many pieces as have so many tokens, one at least.
+
+    Args:
+        model: the backbone.
+        tokenizer: its tokenizer.
+        piece: C.
+        tokens: of the pieces in front.
+        question: tokens of question and answer, at most.
+    """
+    pieces = max(1, tokens // piece)
+    return Retriever(
+        with_config(model, capacity=pieces * piece + question), tokenizer, piece, pieces
+    )
+
+
+def closed_book(model: LanguageModel, tokenizer: Tokenizer, question: int) -> Retriever:
+    """The backbone, which is told nothing."""
+    return Retriever(with_config(model, capacity=question), tokenizer, question, 0)
+
+
+def without_store(model: MPlus) -> MPlus:
+    """MemoryLLM of the same parameters, whose pool has the retrieved rows' place too.
+
+    So a read sees as many rows. A pool that a checkpoint brings keeps its size.
+
+    Raises:
+        ValueError: if the retrieved rows are no whole chunks of memory.
+    """
+    config = model.config
+    more = config.retrieved if model.initial is None else 0
+    config = dataclasses.replace(config, retrieved=0, pool=config.pool + more)
+    rebuilt = nnx.merge(*nnx.split(model))
+    rebuilt.config = config
+    return rebuilt
+
+
+def device_bytes(model: MPlus) -> int:
+    """Bytes of the memory of one text that a read needs on the device.
+
+    Those of the long-term store's rows are left out, which lie on the host: its keys
+    are searched on the device.
+    """
+    state = jax.eval_shape(lambda: model.init_state(1))
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    rows = [] if state.store is None else [x.rows for x in state.store.layers]
+    return size(state) - size(rows)
+
+
+def _decode(model: MPlus, memory, prompt, count):
+    """Greedy tokens [B, N] behind a prompt that is read with the memory."""
+    reading, logits = model.read(memory, prompt, room=count)
+    likeliest = lambda logits: jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32)
+
+    def step(carry, _):
+        reading, token = carry
+        reading, logits = model.read_on(reading, token[:, None])
+        return (reading, likeliest(logits)), token
+
+    _, tokens = jax.lax.scan(step, (reading, likeliest(logits)), length=count)
+    return tokens.T
+
+
+def _answer(model, state, prompt, count, piece) -> np.ndarray:
+    """Greedy tokens behind a prompt."""
+    key = jax.random.key(0)
+    return generate(
+        model, state, prompt, count, key=key, sampling=GREEDY, segment=piece
+    )[1]
+
+
+def _bm25s() -> Any:
+    """The package, without its messages about every index."""
+    try:
+        import bm25s
+    except ImportError as error:
+        raise ImportError("BM25 needs the package bm25s: pip install bm25s") from error
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
+    return bm25s
+
+
+def _search(bm25s: Any, texts: Sequence[str], question: str, count: int) -> list[int]:
+    """The best texts for a question, in their own order; ties go to the earlier."""
+    tokenize = functools.partial(
+        bm25s.tokenize, stopwords="en", return_ids=False, show_progress=False
+    )
+    words = tokenize(list(texts))
+    if not any(words):
+        return list(range(count))
+    index = bm25s.BM25()
+    index.index(words, show_progress=False)
+    scores = index.get_scores(tokenize([question])[0])
+    return sorted(np.argsort(-scores, kind="stable")[:count].tolist())
