@@ -1,13 +1,14 @@
 """M+: a pool of latent memory tokens in every layer, and a store of those it dropped.
 
-    write   a chunk of up to C tokens becomes K vectors a layer, which take the place of
-            K random ones of the pool's N; those go to the long-term store
-    read    in layer l tokens attend to [bos_l ; R rows of the store ; the pool]; the rows
-            are those whose keys the tokens' queries find likeliest
+    write   a chunk of up to C tokens becomes K vectors a layer, which take the place
+            of K random ones of the pool's N; those go to the long-term store
+    read    in layer l tokens attend to [bos_l ; R rows of the store ; the pool]; the
+            rows are those whose keys the tokens' queries find likeliest
 
-Wang et al. (2025), https://arxiv.org/abs/2502.00592; MemoryLLM, without a store: Wang et
-al. (2024), https://arxiv.org/abs/2402.04624. The passes through a layer are in
-`mplus_layers.py`, pool and store in `short_term_pool.py` and `long_term_store.py`.
+Wang et al. (2025), https://arxiv.org/abs/2502.00592; MemoryLLM, without a store: Wang
+et al. (2024), https://arxiv.org/abs/2402.04624. The passes through a layer are in
+`mplus_layers.py`, pool and store in `short_term_pool.py` and `long_term_store.py`, the
+verbs in `mplus_writing.py` and `mplus_reading.py`.
 
 As a language model it reads its own text: tokens see the memory and the open chunk; a
 full chunk is written into memory, and the next one's rows are retrieved by the queries
@@ -22,7 +23,7 @@ S slots of a reading, d retriever's keys.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,65 +33,20 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from memjax import mechanisms
 from memjax.models import (
     long_term_store,
-    mplus_layers,
     mplus_reading,
+    mplus_writing,
     retriever,
     segments,
-    short_term_pool,
 )
 from memjax.models.language_model import LanguageModel
 from memjax.models.layers import BlockParams, normalize
-from memjax.models.lora import Frozen, Target, adapted, freeze, init_changes, targets_in
+from memjax.models.lora import Target, adapted, freeze, init_changes, targets_in
 from memjax.models.mplus_state import (
-    LayerStore,
+    Initial,
     MPlusConfig,
     MPlusState,
     Reading,
 )
-
-
-class Initial(NamedTuple):
-    """Memory of a checkpoint, from which every text starts.
-
-    Attributes:
-        pool: [L, N, D], short-term memory, of age 0.
-        rows: [L, n, D] of the long-term store, n in [1, M]; none where the checkpoint
-            has none.
-        keys: [L, n, d], theirs.
-        born: [L, n], minus their ages.
-        recalls: [n], their recall frequency.
-    """
-
-    pool: Frozen
-    rows: Frozen | None = None
-    keys: Frozen | None = None
-    born: Frozen | None = None
-    recalls: Frozen | None = None
-
-    def fill(self, state: MPlusState) -> MPlusState:
-        """An empty state with this memory in every row."""
-        batch, pool = state.held.shape[0], self.pool.get_value()
-        each = lambda x: jnp.broadcast_to(x[None], (batch, *x.shape))
-        state = state._replace(
-            pool=each(pool), held=jnp.full_like(state.held, pool.shape[1])
-        )
-        parts = (self.rows, self.keys, self.born, self.recalls)
-        if state.store is None or None in parts:
-            return state
-        *parts, recalls = (part.get_value() for part in parts if part is not None)
-        count = recalls.shape[0]
-        begin = lambda buffer, start: buffer.at[:, :count].set(start[None])
-        layers = tuple(
-            jax.tree.map(begin, layer, LayerStore(*(part[i] for part in parts)))
-            for i, layer in enumerate(state.store.layers)
-        )
-        store = state.store._replace(
-            layers=layers,
-            recalls=begin(state.store.recalls, recalls),
-            held=jnp.full_like(state.held, count),
-        )
-        return state._replace(store=store)
-
 
 TARGETS: tuple[Target, ...] = ("query", "key", "value", "gate", "up", "down")
 
@@ -163,7 +119,7 @@ class MPlus(nnx.Module):
         return len(self.backbone.blocks)
 
     def blocks(self, writes: bool) -> tuple[BlockParams, ...]:
-        """The layers' parameters with the adapter that writes, or the one that reads."""
+        """The layers' parameters, with the adapter that writes or the one that reads."""
         adapter = self.write_adapter if writes else self.read_adapter
         scale = self.config.alpha / self.config.rank
         found = []
@@ -240,7 +196,7 @@ class MPlus(nnx.Module):
             ValueError: on tokens of another shape, or a known value out of range.
         """
         self._check(state, tokens)
-        return self._rounds(state, tokens, self._read_piece)
+        return mplus_writing.by_chunks(self, state, tokens, mplus_reading.read_piece)
 
     def logits(self, features: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Scores of the next token, in float32."""
@@ -264,8 +220,8 @@ class MPlus(nnx.Module):
             ValueError: as `features`.
         """
         self._check(state, tokens)
-        skip = lambda state, piece, lengths: (state, None)
-        state, _ = self._rounds(state, tokens, skip)
+        skip = lambda model, state, piece, lengths: (state, None)
+        state, _ = mplus_writing.by_chunks(self, state, tokens, skip)
         return state._replace(ready=jnp.zeros_like(state.ready))
 
     def flush(self, state: MPlusState) -> MPlusState:
@@ -274,7 +230,9 @@ class MPlus(nnx.Module):
         Shorter ones stay open: fewer tokens than K write old memory again, and a few
         tokens would be all but lost among it.
         """
-        return self._write_open(state, state.filled >= self.config.least_chunk)
+        return mplus_writing.write_open(
+            self, state, state.filled >= self.config.least_chunk
+        )
 
     def compress(
         self,
@@ -290,7 +248,8 @@ class MPlus(nnx.Module):
             memory: other rows to see instead.
 
         Raises:
-            ValueError: as `features`, on more than C tokens, or memory of another shape.
+            ValueError: as `features`; on more than C tokens, or memory of another
+                shape.
         """
         self._check(state, tokens)
         if tokens.shape[1] > self.config.chunk:
@@ -300,7 +259,7 @@ class MPlus(nnx.Module):
             )
         if memory is not None:
             self.check_rows("memory", memory, tokens.shape[0])
-        return self._compress(state, tokens, None, memory)
+        return mplus_writing.compress(self, state, tokens, None, memory)
 
     def update(
         self,
@@ -324,7 +283,9 @@ class MPlus(nnx.Module):
                 f"dropped must be [B, L, K] = {list(new.shape[:3])}, "
                 f"got {list(dropped.shape)}"
             )
-        return self._update(state, new, dropped, jnp.ones(new.shape[0], bool))
+        return mplus_writing.update(
+            self, state, new, dropped, jnp.ones(new.shape[0], bool)
+        )
 
     def read(
         self,
@@ -407,115 +368,6 @@ class MPlus(nnx.Module):
     def _check(self, state, tokens):
         segments.check_tokens(tokens, state.held.shape[0], self.vocab_size)
 
-    def _rounds(self, state, tokens, read):
-        """All tokens, up to the end of the open chunk at a time; each row at its own."""
-        c, (b, t) = self.config.chunk, tokens.shape
-        width, before = min(c, t), state.filled
-
-        def step(carry, _):
-            state, done = carry
-            lengths = jnp.minimum(c - state.filled, t - done)
-            at = done[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-            piece = segments.take(tokens, jnp.minimum(at, t - 1))
-            state, y = read(state, piece, lengths)
-            state = _keep_tokens(state, piece, lengths)
-            return (self._write_open(state, state.filled == c), done + lengths), y
-
-        count = -(-(c - 1 + t) // c)
-        carry = (state, jnp.zeros(b, jnp.int32))
-        if count == 1:
-            (state, _), ys = step(carry, None)
-            return state, ys
-        empty = jax.eval_shape(step, carry, None)[1]
-        skip = lambda carry, _: (carry, jax.tree.map(jnp.zeros_like, empty))
-        some = lambda carry, _: jax.lax.cond(
-            jnp.any(carry[1] < t), step, skip, carry, None
-        )
-        (state, _), ys = jax.lax.scan(some, carry, length=count)
-        if ys is None:
-            return state, None
-        # Token t of a row was read in the round of its chunk.
-        times = jnp.arange(t, dtype=jnp.int32)[None]
-        rounds = (before[:, None] + times) // c
-        first = jnp.where(rounds == 0, 0, rounds * c - before[:, None])
-        flat = jnp.moveaxis(ys, 0, 1).reshape(b, count * width, -1)
-        return state, segments.take(flat, rounds * width + times - first)
-
-    def _read_piece(self, state, piece, lengths):
-        state = mplus_reading.prepare(self, state, lengths > 0)
-        return mplus_reading.read_open(self, state, piece, lengths)
-
-    def _write_open(self, state, rows):
-        """Compresses and stores the open chunks of `rows`."""
-
-        def write(state):
-            lengths = jnp.maximum(state.filled, 1)
-            new = self._compress(state, state.tokens, lengths, None)
-            state = self._update(state, new, None, rows)
-            return state._replace(
-                tokens=jnp.where(rows[:, None], 0, state.tokens),
-                filled=jnp.where(rows, 0, state.filled),
-            )
-
-        return jax.lax.cond(jnp.any(rows), write, lambda state: state, state)
-
-    def _compress(self, state, tokens, lengths, memory):
-        real = jnp.ones_like(state.held, bool)
-        if memory is None:
-            memory = state.pool[:, :, -self.config.tokens :]
-            real = state.held > 0
-        return mplus_layers.compress(
-            self.backbone.config,
-            self.blocks(writes=True),
-            self.bos.get_value(),
-            self.position.get_value(),
-            memory,
-            real,
-            self.backbone.embed(tokens),
-            lengths,
-        )
-
-    def _update(self, state, new, dropped, rows):
-        c = self.config
-        keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(state.key))
-        if dropped is None:
-            draw = lambda key: short_term_pool.draw_dropped(
-                key, self.layers, c.pool, c.tokens
-            )
-            dropped = jax.vmap(draw)(keys[:, 1])
-        replace = functools.partial(short_term_pool.replace, advance=not c.legacy)
-        pool, ages, out = jax.vmap(replace)(
-            state.pool, state.ages, state.held, new, dropped
-        )
-        was_full = state.held == c.pool
-        after = state._replace(
-            pool=pool,
-            ages=ages,
-            held=jnp.minimum(state.held + c.tokens, c.pool),
-            clock=state.clock + c.tokens,
-            key=jax.random.key_data(keys[:, 0]),
-            ready=jnp.zeros_like(state.ready),
-        )
-        # The store is large: its own rows are chosen by what is written.
-        small = lambda state: state._replace(store=None)
-        after = mechanisms.reset(small(state), small(after), rows)
-        store = state.store
-        if store is not None:
-            born = after.clock[:, None, None] - out.ages
-            news = tuple(
-                LayerStore(
-                    rows=out.rows[:, i],
-                    keys=self._keys(i, out.rows[:, i]),
-                    born=born[:, i],
-                )
-                for i in range(self.layers)
-            )
-            store = long_term_store.append(c, store, news, rows & was_full)
-        return after._replace(store=store)
-
-    def _keys(self, layer, rows):
-        return retriever.project(self.key.get_value(), layer, self.normed(layer, rows))
-
 
 def mplus(backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray) -> MPlus:
     """Gives a backbone a pool of latent memory and a long-term store.
@@ -551,15 +403,3 @@ def _check_backbone(backbone):
             "backbone must be of Llama's kind, with RoPE and norms first, got "
             f"positions={style.positions!r}, norm_first={style.norm_first}"
         )
-
-
-def _keep_tokens(state, piece, lengths):
-    """The open chunk with the first `lengths[b]` tokens of a piece behind it."""
-    times = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
-    at = state.filled[:, None] + times
-    at = jnp.where(times < lengths[:, None], at, state.tokens.shape[1])
-    write = jax.vmap(lambda old, new, at: old.at[at].set(new, mode="drop"))
-    return state._replace(
-        tokens=write(state.tokens, piece.astype(jnp.int32), at),
-        filled=state.filled + lengths,
-    )

@@ -1,7 +1,7 @@
 """How M+ reads: what stands before the tokens, the cache of it, and generation.
 
-Shapes: B batch, L layers, T time, K memory tokens, N rows of the pool, R retrieved rows,
-P slots before the tokens, S slots, D model, d retriever's keys, V vocabulary.
+Shapes: B batch, L layers, T time, K memory tokens, N rows of the pool, M capacity of
+the store, R retrieved rows, S slots, D model, V vocabulary.
 """
 
 import functools
@@ -74,16 +74,16 @@ def _before_tokens(model, state):
     batch = state.held.shape[0]
     pool = _filled(state.held, c.pool)
     reading = empty(model, batch, c.prefix, c.prefix + c.chunk)
-    keys, values, seen = [], [], None
+    keys, values, seen = [], [], pool
     for layer, block in enumerate(blocks):
-        rows, seen = _with_bos(model, layer, [(state.pool[:, layer], pool)])
+        memory = [(state.pool[:, layer], pool)]
         if state.store is not None:
             asked = _first(state.asked, c.chunk)
             found = long_term_store.retrieve(
                 c, state.store, layer, state.queries[:, layer], asked
             )
-            memory = [(found.rows, found.real), (state.pool[:, layer], pool)]
-            rows, seen = _with_bos(model, layer, memory)
+            memory.insert(0, (found.rows, found.real))
+        rows, seen = _with_bos(model, layer, memory)
         made = prefix_slots(model.backbone.config, block, rows, seen)
         keys.append(reading.keys[layer].at[:, : c.prefix].set(made.keys))
         values.append(reading.values[layer].at[:, : c.prefix].set(made.values))
@@ -113,6 +113,16 @@ def _filled(held, rows):
 
 def _first(count, total):
     return jnp.arange(total, dtype=jnp.int32)[None] < count[:, None]
+
+
+def read_piece(
+    model: "MPlus",
+    state: MPlusState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+) -> tuple[MPlusState, Float[Array, "B T D"]]:
+    """Reads `lengths[b]` more tokens of a text in its open chunk; features of all."""
+    return read_open(model, prepare(model, state, lengths > 0), tokens, lengths)
 
 
 def read_open(
@@ -233,7 +243,8 @@ def _read(model, given, width, state, tokens):
     lengths = filled + t
     trace: dict[str, list[Any]] = {"hidden": [], "scores": [], "chosen": []}
     taken = filled[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    keys, values, seen = [], [], None
+    keys, values = [], []
+    offset, visible = reading.offset, reading.visible
     for layer, block in enumerate(model.blocks(writes=given.alone)):
         trace["hidden"].append(segments.take(h, taken))
         rows, seen = memory(model, given, state, layer, h, asked, trace)

@@ -9,10 +9,13 @@ import dataclasses
 import math
 from typing import Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from memjax.mechanisms.base import check_sizes
 from memjax.models.config import require_known
+from memjax.models.lora import Frozen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,3 +213,46 @@ class MPlusState(NamedTuple):
     reading: Reading
     ready: Bool[Array, " B"]
     key: UInt32[Array, "B 2"]
+
+
+class Initial(NamedTuple):
+    """Memory of a checkpoint, from which every text starts.
+
+    Attributes:
+        pool: [L, N, D], short-term memory, of age 0.
+        rows: [L, n, D] of the long-term store, n in [1, M]; none where the checkpoint
+            has none.
+        keys: [L, n, d], theirs.
+        born: [L, n], minus their ages.
+        recalls: [n], their recall frequency.
+    """
+
+    pool: Frozen
+    rows: Frozen | None = None
+    keys: Frozen | None = None
+    born: Frozen | None = None
+    recalls: Frozen | None = None
+
+    def fill(self, state: MPlusState) -> MPlusState:
+        """An empty state with this memory in every row."""
+        batch, pool = state.held.shape[0], self.pool.get_value()
+        each = lambda x: jnp.broadcast_to(x[None], (batch, *x.shape))
+        state = state._replace(
+            pool=each(pool), held=jnp.full_like(state.held, pool.shape[1])
+        )
+        parts = (self.rows, self.keys, self.born, self.recalls)
+        if state.store is None or None in parts:
+            return state
+        *parts, recalls = (part.get_value() for part in parts if part is not None)
+        count = recalls.shape[0]
+        begin = lambda buffer, start: buffer.at[:, :count].set(start[None])
+        layers = tuple(
+            jax.tree.map(begin, layer, LayerStore(*(part[i] for part in parts)))
+            for i, layer in enumerate(state.store.layers)
+        )
+        store = state.store._replace(
+            layers=layers,
+            recalls=begin(state.store.recalls, recalls),
+            held=jnp.full_like(state.held, count),
+        )
+        return state._replace(store=store)

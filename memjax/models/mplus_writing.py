@@ -1,0 +1,175 @@
+"""How M+ writes: chunk after chunk of a text into the pool, and from there the store.
+
+Shapes: B batch, L layers, T time, K memory tokens of a chunk, C longest chunk, D model.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from memjax import mechanisms
+from memjax.models import (
+    long_term_store,
+    mplus_layers,
+    retriever,
+    segments,
+    short_term_pool,
+)
+from memjax.models.mplus_state import LayerStore, MPlusState
+
+if TYPE_CHECKING:
+    from memjax.models.mplus import MPlus
+
+
+def by_chunks(
+    model: "MPlus", state: MPlusState, tokens: Int[Array, "B T"], read: Callable
+) -> tuple[MPlusState, Any]:
+    """Takes tokens up to the end of the open chunk at a time, each row its own.
+
+    Args:
+        model: M+.
+        state: the memory so far.
+        tokens: T >= 1.
+        read: (model, state, tokens, lengths) -> (state, features), of the piece's first
+            `lengths[b]` tokens, before they join the open chunk.
+
+    Returns:
+        The state, in which full chunks are written, and what `read` gave for each
+        token.
+    """
+    c, (b, t) = model.config.chunk, tokens.shape
+    width, before = min(c, t), state.filled
+
+    def step(carry, _):
+        state, done = carry
+        lengths = jnp.minimum(c - state.filled, t - done)
+        at = done[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+        piece = segments.take(tokens, jnp.minimum(at, t - 1))
+        state, y = read(model, state, piece, lengths)
+        state = _keep_tokens(state, piece, lengths)
+        return (write_open(model, state, state.filled == c), done + lengths), y
+
+    count = -(-(c - 1 + t) // c)
+    carry = (state, jnp.zeros(b, jnp.int32))
+    if count == 1:
+        (state, _), ys = step(carry, None)
+        return state, ys
+    empty = jax.eval_shape(step, carry, None)[1]
+    skip = lambda carry, _: (carry, jax.tree.map(jnp.zeros_like, empty))
+    some = lambda carry, _: jax.lax.cond(jnp.any(carry[1] < t), step, skip, carry, None)
+    (state, _), ys = jax.lax.scan(some, carry, length=count)
+    if ys is None:
+        return state, None
+    # Token t of a row was read in the round of its chunk.
+    times = jnp.arange(t, dtype=jnp.int32)[None]
+    rounds = (before[:, None] + times) // c
+    first = jnp.where(rounds == 0, 0, rounds * c - before[:, None])
+    flat = jnp.moveaxis(ys, 0, 1).reshape(b, count * width, -1)
+    return state, segments.take(flat, rounds * width + times - first)
+
+
+def write_open(
+    model: "MPlus", state: MPlusState, rows: Bool[Array, " B"]
+) -> MPlusState:
+    """Compresses and stores the open chunks of `rows`."""
+
+    def write(state):
+        lengths = jnp.maximum(state.filled, 1)
+        new = compress(model, state, state.tokens, lengths, None)
+        state = update(model, state, new, None, rows)
+        return state._replace(
+            tokens=jnp.where(rows[:, None], 0, state.tokens),
+            filled=jnp.where(rows, 0, state.filled),
+        )
+
+    return jax.lax.cond(jnp.any(rows), write, lambda state: state, state)
+
+
+def compress(
+    model: "MPlus",
+    state: MPlusState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"] | None,
+    memory: Float[Array, "B L K D"] | None,
+) -> Float[Array, "B L K D"]:
+    """Memory tokens of each row's first `lengths[b]` tokens; see `MPlus.compress`."""
+    real = jnp.ones_like(state.held, bool)
+    if memory is None:
+        memory = state.pool[:, :, -model.config.tokens :]
+        real = state.held > 0
+    return mplus_layers.compress(
+        model.backbone.config,
+        model.blocks(writes=True),
+        model.bos.get_value(),
+        model.position.get_value(),
+        memory,
+        real,
+        model.backbone.embed(tokens),
+        lengths,
+    )
+
+
+def update(
+    model: "MPlus",
+    state: MPlusState,
+    new: Float[Array, "B L K D"],
+    dropped: Int[Array, "B L K"] | None,
+    rows: Bool[Array, " B"],
+) -> MPlusState:
+    """Stores new memory tokens in `rows`; see `MPlus.update`."""
+    c = model.config
+    keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(state.key))
+    if dropped is None:
+        draw = lambda key: short_term_pool.draw_dropped(
+            key, model.layers, c.pool, c.tokens
+        )
+        dropped = jax.vmap(draw)(keys[:, 1])
+    replace = functools.partial(short_term_pool.replace, advance=not c.legacy)
+    pool, ages, out = jax.vmap(replace)(
+        state.pool, state.ages, state.held, new, dropped
+    )
+    was_full = state.held == c.pool
+    after = state._replace(
+        pool=pool,
+        ages=ages,
+        held=jnp.minimum(state.held + c.tokens, c.pool),
+        clock=state.clock + c.tokens,
+        key=jax.random.key_data(keys[:, 0]),
+        ready=jnp.zeros_like(state.ready),
+    )
+    # The store is large: its own rows are chosen by what is written.
+    small = lambda state: state._replace(store=None)
+    after = mechanisms.reset(small(state), small(after), rows)
+    store = state.store
+    if store is not None:
+        born = after.clock[:, None, None] - out.ages
+        news = tuple(
+            LayerStore(
+                rows=out.rows[:, i],
+                keys=_keys(model, i, out.rows[:, i]),
+                born=born[:, i],
+            )
+            for i in range(model.layers)
+        )
+        store = long_term_store.append(c, store, news, rows & was_full)
+    return after._replace(store=store)
+
+
+def _keys(model, layer, rows):
+    return retriever.project(model.key.get_value(), layer, model.normed(layer, rows))
+
+
+def _keep_tokens(state, piece, lengths):
+    """The open chunk with the first `lengths[b]` tokens of a piece behind it."""
+    times = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
+    at = state.filled[:, None] + times
+    at = jnp.where(times < lengths[:, None], at, state.tokens.shape[1])
+    write = jax.vmap(lambda old, new, at: old.at[at].set(new, mode="drop"))
+    return state._replace(
+        tokens=write(state.tokens, piece.astype(jnp.int32), at),
+        filled=state.filled + lengths,
+    )
