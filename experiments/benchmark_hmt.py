@@ -85,14 +85,9 @@ class Config:
             raise ValueError(f"threads must be in [1, {cores}], got {self.threads}")
 
 
-def ours(
-    shape: Shape,
-    batch: int,
-    trained: Trained,
-    activations: Literal["keep", "recompute"],
-) -> Callable[[], float]:
-    """Our step, compiled when it is first called; returns the loss."""
-    config = ModelConfig(
+def backbone_config(shape: Shape) -> ModelConfig:
+    """Our backbone of that shape, in float32."""
+    return ModelConfig(
         mixers=("attention",) * shape.layers,
         vocab_size=shape.vocab,
         model_dim=shape.width,
@@ -104,10 +99,37 @@ def ours(
         tied_head=shape.tied,
         architecture=Architecture(scale_embedding=False),
         dtype="float32",
-        # What the segments keep is theirs to say.
+        # What the memory's segments keep is theirs to say.
         remat=False,
     )
-    backbone = LanguageModel(config, key=jax.random.key(0))
+
+
+def llama(shape: Shape) -> Any:
+    """transformers' Llama of that shape, its parameters random."""
+    # Optional, and no other candidate's process should load it.
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    sizes = transformers.LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.width,
+        intermediate_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=shape.tied,
+    )
+    return transformers.LlamaForCausalLM(sizes)
+
+
+def ours(
+    shape: Shape,
+    batch: int,
+    trained: Trained,
+    activations: Literal["keep", "recompute"],
+) -> Callable[[], float]:
+    """Our step, compiled when it is first called; returns the loss."""
+    backbone = LanguageModel(backbone_config(shape), key=jax.random.key(0))
     if trained == "lora":
         backbone = add_lora(backbone, LoraConfig(), jax.random.key(2))
     memory = HMTConfig(
@@ -152,22 +174,11 @@ def peer(
     """The peer's step; returns the loss."""
     # Optional, and no other candidate's process should load them.
     import torch  # pyright: ignore[reportMissingImports]
-    import transformers  # pyright: ignore[reportMissingImports]
 
     import hmt_peer
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    sizes = transformers.LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.width,
-        intermediate_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=shape.tied,
-    )
     memory = hmt_peer.PeerConfig(
         segment=shape.segment,
         sensory=shape.sensory,
@@ -175,7 +186,7 @@ def peer(
         retrieval_dim=shape.retrieval_dim,
         summary=shape.segment // 2,
     )
-    model = hmt_peer.PeerHMT(transformers.LlamaForCausalLM(sizes), memory)
+    model = hmt_peer.PeerHMT(llama(shape), memory)
     if trained == "lora":
         hmt_peer.add_lora(model)
     adamw = hmt_peer.adamw(model)
@@ -188,40 +199,57 @@ def confine(threads: int) -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
 
 
-def work(
-    line: Any,
-    candidate: Candidate,
-    shape: Shape,
-    batch: int,
-    trained: Trained,
-    threads: int,
+def build(
+    candidate: Candidate, shape: Shape, batch: int, trained: Trained, threads: int
+) -> Callable[[], float]:
+    """A candidate's step."""
+    if candidate == "peer":
+        return peer(shape, batch, trained, threads)
+    return ours(shape, batch, trained, candidate)
+
+
+def serve(
+    line: Any, threads: int, make: Callable[..., Callable[[], Any]], given: Any
 ) -> None:
     """A candidate's process: a step whenever it is asked, until it is told to stop."""
     confine(threads)
-    if candidate == "peer":
-        step = peer(shape, batch, trained, threads)
-    else:
-        step = ours(shape, batch, trained, candidate)
+    step = make(*given)
     while line.recv():
         begin = time.perf_counter()
-        loss = step()
+        value = step()
         seconds = time.perf_counter() - begin
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-        line.send((seconds, loss, peak))
+        line.send((seconds, value, peak))
 
 
-def race(config: Config, shape: Shape, batch: int, trained: Trained) -> dict[str, Any]:
-    """Times one step of every candidate, in turns, after one that is not timed."""
+def take_turns(
+    make: Callable[..., Callable[[], Any]],
+    given: dict[str, tuple[Any, ...]],
+    threads: int,
+    repeats: int,
+) -> dict[str, list[tuple[float, Any, float]]]:
+    """Runs one step of every candidate, in turns, after one that is not counted.
+
+    Args:
+        make: builds a candidate's step, in the candidate's own process.
+        given: what it is given, for each candidate.
+        threads: of each process.
+        repeats: steps after the first.
+
+    Returns:
+        For each candidate and step, the first among them: seconds, what the step
+        returned, and the most MiB that the process has had.
+    """
     spawn = multiprocessing.get_context("spawn")
     lines, processes = {}, []
-    for name in present(config):
+    for name, arguments in given.items():
         lines[name], other = spawn.Pipe()
-        given = (other, name, shape, batch, trained, config.threads)
-        processes.append(spawn.Process(target=work, args=given))
+        target = (other, threads, make, arguments)
+        processes.append(spawn.Process(target=serve, args=target))
         processes[-1].start()
         other.close()
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in lines}
-    for _ in range(1 + config.repeats):
+    found: dict[str, list[tuple[float, Any, float]]] = {name: [] for name in lines}
+    for _ in range(1 + repeats):
         for name, line in lines.items():
             line.send(True)
             found[name].append(line.recv())
@@ -229,8 +257,17 @@ def race(config: Config, shape: Shape, batch: int, trained: Trained) -> dict[str
         line.send(False)
     for process in processes:
         process.join()
+    return found
+
+
+def race(config: Config, shape: Shape, batch: int, trained: Trained) -> dict[str, Any]:
+    """Times one step of every candidate, in turns, after one that is not timed."""
+    given = {
+        name: (name, shape, batch, trained, config.threads) for name in present(config)
+    }
+    found = take_turns(build, given, config.threads, config.repeats)
     return {
-        name: _summary([seconds for seconds, _, _ in rows[1:]])
+        name: summary([seconds for seconds, _, _ in rows[1:]])
         | {"first_s": rows[0][0], "loss": rows[-1][1], "peak_mebibytes": rows[-1][2]}
         for name, rows in found.items()
     }
@@ -308,7 +345,8 @@ def _tokens(shape: Shape, batch: int) -> np.ndarray:
     return random.integers(0, shape.vocab, (batch, shape.tokens), dtype=np.int32)
 
 
-def _summary(seconds: list[float]) -> dict[str, float]:
+def summary(seconds: list[float]) -> dict[str, float]:
+    """Median and spread of times."""
     return {
         "median_s": statistics.median(seconds),
         "min_s": min(seconds),
