@@ -260,7 +260,7 @@ def build(
         case "window":
             return methods.window(backbone, piece, window)
         case "SnapKV":
-            return methods.snapkv(backbone, piece, window)
+            return methods.snapkv(backbone, piece, window, question)
         case "BM25":
             return methods.bm25(backbone, tokenizer, piece, window, question)
         case "closed book":

@@ -165,14 +165,20 @@ def window(model: LanguageModel, piece: int, tokens: int) -> Reader:
     return Reader(with_window(model, tokens), piece)
 
 
-def snapkv(model: LanguageModel, piece: int, tokens: int) -> Reader:
-    """A cache of so many tokens, of which a piece is free while it is read.
+def snapkv(model: LanguageModel, piece: int, tokens: int, question: int) -> Reader:
+    """A cache of so many tokens, with what is free for the piece or question it reads.
+
+    Args:
+        model: the backbone.
+        piece: C.
+        tokens: of the whole cache.
+        question: tokens of question and answer, at most.
 
     Raises:
-        ValueError: if there are no more than the window of SnapKV besides a piece.
+        ValueError: if too few tokens are left to keep.
     """
-    sizes = SnapKVConfig(keep=tokens - piece, room=piece)
-    return Reader(with_snapkv(model, sizes), piece)
+    room = max(piece, question)
+    return Reader(with_snapkv(model, SnapKVConfig(tokens - room, room)), piece)
 
 
 def bm25(
@@ -263,10 +269,10 @@ def _search(bm25s: Any, texts: Sequence[str], question: str, count: int) -> list
     tokenize = functools.partial(
         bm25s.tokenize, stopwords="en", return_ids=False, show_progress=False
     )
-    words = tokenize(list(texts))
-    if not any(words):
+    words, asked = tokenize(list(texts)), tokenize([question])[0]
+    if not any(words) or not asked:
         return list(range(count))
     index = bm25s.BM25()
     index.index(words, show_progress=False)
-    scores = index.get_scores(tokenize([question])[0])
+    scores = index.get_scores(asked)
     return sorted(np.argsort(-scores, kind="stable")[:count].tolist())

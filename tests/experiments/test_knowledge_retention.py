@@ -1,0 +1,295 @@
+"""Knowledge retention: what is told and asked, how it is scored, every method once."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+import knowledge_retention
+import mplus_retention as retention
+import retention_methods as methods
+from memjax.data import Passage, Question, load_tokenizer
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.mplus import mplus
+from memjax.models.mplus_state import MPlusConfig
+
+BYTES = load_tokenizer("bytes")
+C, N = 48, 6
+NAMES = ["Arda", "Brys", "Coln", "Dorn", "Esse", "Fahl", "Gont", "Hyle", "Irth", "Juln"]
+FACTS = [
+    Question(
+        f"The river of {name} is {i * 37:03}.",
+        f"Question: Which? Answer: The river of {name} is",
+        f"{i * 37:03}",
+        f"kind {i % 2}",
+        name,
+    )
+    for i, name in enumerate(NAMES)
+]
+PASSAGES = [[Passage(letter * 40) for letter in "abcdefgh"], [Passage("z" * 400)]]
+CONFIG = ModelConfig(
+    mixers=("attention",),
+    vocab_size=256,
+    model_dim=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    hidden_dim=16,
+    capacity=400,
+    dtype="float32",
+    remat=False,
+)
+MEMORY = MPlusConfig(
+    tokens=8, pool=16, chunk=C, retrieved=8, store=64, key_dim=4, rank=2
+)
+BACKBONE = LanguageModel(CONFIG, key=jax.random.key(0))
+MODEL = mplus(BACKBONE, MEMORY, key=jax.random.key(1))
+
+
+class Notes:
+    """Answers from the last tokens it was told, if the question's sentence is there."""
+
+    longest = None
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def start(self, batch):
+        return [""] * batch
+
+    def tell(self, memory, tokens):
+        rows = zip(memory, tokens, strict=True)
+        return [(old + BYTES.decode(new))[-self.tokens :] for old, new in rows]
+
+    def ask(self, memory, prompt, count):
+        answers = []
+        for text, question in zip(memory, map(BYTES.decode, prompt), strict=True):
+            sentence = question.split("Answer: ")[1]
+            _, found, rest = text.partition(sentence)
+            answers.append(rest[:count].ljust(count) if found else "?" * count)
+        return np.stack([BYTES.encode(answer) for answer in answers])
+
+
+def samples(**changes):
+    sizes = dict(samples=4, batch=2, pieces=3, chunk=C, seed=0)
+    return retention.make_samples(FACTS, PASSAGES, BYTES, **sizes | changes)
+
+
+def ask(method, batches, after=(0, 1, 3), carry=False):
+    options = dict(after=after, answer=N, carry=carry)
+    return list(retention.run(method, batches, BYTES, **options))
+
+
+def test_samples_are_context_other_text_and_question():
+    batches = samples()
+    assert len(batches) == 2
+    told = [fact for batch in batches for fact in batch.facts]
+    assert len(set(told)) == 4
+    for batch in batches:
+        assert batch.context.shape == (2, C) and batch.pieces.shape == (3, 2, C)
+        for row, fact in enumerate(batch.facts):
+            assert BYTES.decode(batch.prompts[row]) == f"\n\n{fact.question}"
+            context = BYTES.decode(batch.context[row])
+            assert context.endswith(f"\n\n{fact.context}")
+            other = BYTES.decode(batch.pieces[:, row].ravel())
+            assert other.startswith("\n\n") and fact.answer not in other
+            # Seven passages of 42 tokens, in an order of the fact's own.
+            letters = [part[0] for part in other.split("\n\n") if part]
+            assert len(set(letters)) == len(letters) and "z" not in letters
+    firsts = {BYTES.decode(b.pieces[0, r])[2] for b in batches for r in range(2)}
+    assert len(firsts) > 1
+    same = samples()
+    np.testing.assert_array_equal(same[1].pieces, batches[1].pieces)
+
+
+def test_the_second_group_of_passages_comes_behind_the_first():
+    batch, *_ = samples(pieces=9)
+    for row in range(2):
+        text = BYTES.decode(batch.pieces[:, row].ravel())
+        assert text.index("z") == 8 * 42 + 2
+        assert BYTES.decode(batch.context[row]).startswith("z")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"samples": 3}, "samples must be a positive multiple of batch=2, got 3"),
+        ({"samples": 0}, "samples must be a positive multiple"),
+        ({"samples": 12}, "samples must be at most 10 of these facts"),
+        ({"chunk": 20}, "has 27 tokens; a piece has chunk=20"),
+        ({"pieces": 20}, "passages must have .* tell fewer pieces"),
+    ],
+)
+def test_samples_that_cannot_be_made_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        samples(**changes)
+
+
+def test_batches_have_questions_of_one_length():
+    facts = [
+        f._replace(question=f.question + " " * (i % 2)) for i, f in enumerate(FACTS)
+    ]
+    batches = retention.make_samples(
+        facts, PASSAGES, BYTES, samples=8, batch=2, pieces=1, chunk=C, seed=0
+    )
+    assert {batch.prompts.shape[1] for batch in batches} == {47, 48}
+
+
+def test_a_method_that_remembers_the_last_pieces_is_right_as_far():
+    for pieces, expected in ((1, [1, 0, 0]), (2, [1, 1, 0]), (4, [1, 1, 1])):
+        asked = ask(Notes(pieces * C), samples())
+        assert len(asked) == 4 * 3
+        for after, share in zip((0, 1, 3), expected, strict=True):
+            rows = [x for x in asked if x.pieces == after]
+            found = retention.accuracy(rows)
+            assert found["accuracy"] == found["begins"] == share
+            assert found["questions"] == 4
+
+
+def test_memory_goes_on_between_samples_only_if_it_is_carried():
+    class Counting(Notes):
+        started = 0
+
+        def start(self, batch):
+            self.started += 1
+            return super().start(batch)
+
+        def ask(self, memory, prompt, count):
+            lengths.append({len(text) for text in memory})
+            return super().ask(memory, prompt, count)
+
+    for carry, starts, last in ((False, 2, 2 * C), (True, 1, 4 * C)):
+        lengths = []
+        method = Counting(10_000)
+        ask(method, samples(), after=(1,), carry=carry)
+        assert method.started == starts and lengths == [{2 * C}, {last}]
+
+
+def test_what_a_method_has_no_room_for_is_not_asked():
+    class Short(Notes):
+        longest = 2 * C + 47 + N
+
+        def tell(self, memory, tokens):
+            assert len(memory[0]) <= C
+            return super().tell(memory, tokens)
+
+    asked = ask(Short(10_000), samples(), after=(1, 2))
+    texts = {after: {x.text for x in asked if x.pieces == after} for after in (1, 2)}
+    assert None not in texts[1] and texts[2] == {None}
+    empty = retention.accuracy([x for x in asked if x.pieces == 2])
+    assert empty["questions"] == 0 and math.isnan(empty["accuracy"])
+    assert (empty["low"], empty["high"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("hits", "count", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)],
+)
+def test_intervals_are_wilsons(hits, count, low, high):
+    """Published values: Newcombe (1998), Table I, method 3, and its inverse."""
+    found = retention.wilson(hits, count)
+    np.testing.assert_allclose(found, (low, high), atol=5e-5)
+    mirrored = retention.wilson(count - hits, count)
+    np.testing.assert_allclose(mirrored, (1 - high, 1 - low), atol=5e-5)
+
+
+def test_an_answer_counts_where_it_occurs():
+    texts = [" 037.\n", "no 037", "037", " 37", None]
+    asked = [retention.Asked(FACTS[1], 0, text) for text in texts]
+    found = retention.accuracy(asked)
+    assert found["questions"] == 4
+    assert found["accuracy"] == 3 / 4 and found["begins"] == 2 / 4
+
+
+def test_bm25_puts_the_best_pieces_in_front_in_their_order():
+    method = methods.Retriever(BACKBONE, BYTES, C, 2)
+    told = ["the cat sat", "rivers: a river of Arda", "dogs run", "Arda is old"]
+    memory = method.start(1)
+    for text in told:
+        memory = method.tell(memory, BYTES.encode(text.ljust(C))[None])
+    found = method._found(memory[0], "Which river has Arda?")
+    assert BYTES.decode(found).split() == f"{told[1]} {told[3]}".split()
+    assert method._found((), "Which?").size == 0
+    # Nothing to go by: the first.
+    assert BYTES.decode(method._found(memory[0], "?")).startswith("the cat")
+
+
+def test_equal_methods_answer_alike():
+    """Where all that was told is seen, a window and SnapKV are full attention."""
+    batches = samples(pieces=1)
+    built = (
+        methods.full(BACKBONE, C, 400),
+        methods.window(BACKBONE, C, 400),
+        methods.snapkv(BACKBONE, C, 250, 60),
+        # The best two pieces of two are all of them.
+        methods.bm25(BACKBONE, BYTES, C, 2 * C, 60),
+    )
+    texts = [[x.text for x in ask(method, batches, after=(1,))] for method in built]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+    closed = methods.closed_book(BACKBONE, BYTES, 60)
+    assert [x.text for x in ask(closed, batches, after=(1,))] != texts[0]
+
+
+def test_memoryllm_reads_as_many_rows_without_a_store():
+    small = methods.without_store(MODEL)
+    assert small.config.retrieved == 0 and small.config.prefix == MEMORY.prefix
+    assert small.init_state(1).store is None and MODEL.config == MEMORY
+    state = jax.eval_shape(lambda: MODEL.init_state(1))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert size - methods.device_bytes(MODEL) == 64 * 16 * 4
+
+
+def test_the_program_runs_every_method(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(
+        knowledge_retention, "load", lambda config: (MODEL, BYTES, False)
+    )
+    lines = [fact._asdict() for fact in FACTS]
+    (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    texts = [{"text": passage.text} for group in PASSAGES for passage in group]
+    (tmp_path / "told.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    config = knowledge_retention.Config(
+        samples=4,
+        batch=2,
+        after=(0, 2),
+        chunk=C,
+        answer=N,
+        window=3 * C,
+        facts=tmp_path / "facts.jsonl",
+        passages=tmp_path / "told.jsonl",
+        output=tmp_path / "result",
+    )
+    knowledge_retention.main(config)
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert report["distances"] == [0, 2 * C] and not report["trained"]
+    assert len(report["methods"]) == 7 and report["window_tokens"] == 3 * C
+    for result in report["methods"].values():
+        for row in result["after"].values():
+            assert row["questions"] == 4 and 0 <= row["low"] <= row["high"] <= 1
+        kinds = [row["0"]["questions"] for row in result["by_kind"].values()]
+        assert sum(kinds) == 4
+    assert set(report["majority_exact"]) >= {"all"} and report["command"]
+    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
+    assert "most frequent answer" in capsys.readouterr().out
+
+
+def test_books_are_cut_into_passages():
+    first, books = knowledge_retention.passages(knowledge_retention.Config())
+    assert len(first) == 282 and len(books) > 500
+    assert all(passage.text and not passage.subject for passage in books)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"samples": -1}, "samples must be at least 0, got -1"),
+        ({"after": (2, 1)}, r"after must rise from 0 or more, got \(2, 1\)"),
+        ({"after": (-1, 1)}, "after must rise from 0 or more"),
+        ({"methods": ()}, "methods must name at least one"),
+    ],
+)
+def test_bad_configs_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        knowledge_retention.Config(**options)
