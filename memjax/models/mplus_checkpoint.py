@@ -1,66 +1,62 @@
 """M+ and MemoryLLM in and out of files, under the official program's names.
 
-    model.layers.{l}.self_attn.{q,k,v}_proj, .mlp.{gate,up,down}_proj:
-        .base_layer.weight  the backbone's, whose other tensors Hugging Face names
-        .lora_{A,B}.default.weight, .lora_{A,B}.decoder_adapter.weight
-                            the adapters that write and read
-    model.layers.{l}.self_attn.{query,key,encoder_query}_proj.{0,2}.weight
-    bos_embedding [L, 1, D], new_memory_positional_emb [1, 1, D]
-    memory [L, N, D]        the pool that texts start from
-    ltm.{l} [n, D], ltm_keys.{l} [n, d], ltm_recall_frequencies.{l} [n], ltm_ages.{l} [n]
-                            the long-term store that they start from
-
-The program is that of Wang et al. (2025), https://arxiv.org/abs/2502.00592. MemoryLLM
-has neither store nor retriever.
+`mplus_names` lists them. What `save_mplus` writes is read by `load_mplus` and, by its
+names and `config.json`, by the program; what the program wrote by `load_official`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jaxtyping import Float32
 
-from memjax.models import own_format, tensor_names
-from memjax.models.config import ModelConfig
+from memjax.config_io import from_record, to_record
+from memjax.models import mplus_names, own_format, tensor_names
+from memjax.models.config import Dtype, ModelConfig
 from memjax.models.families import from_hf_config
+from memjax.models.family_export import to_hf_config
 from memjax.models.language_model import LanguageModel
-from memjax.models.lora import Frozen, LowRank
-from memjax.models.mplus import Initial, MPlus, mplus
-from memjax.models.mplus_state import MPlusConfig
-from memjax.models.retriever import Retriever
-from memjax.models.safetensors_folder import SafetensorsFile, SafetensorsFolder
-from memjax.models.tensor_names import Tensor
+from memjax.models.lora import Frozen, merge_lora
+from memjax.models.mplus import MPlus, mplus
+from memjax.models.mplus_hf_config import describe, mplus_config_from_hf
+from memjax.models.mplus_state import Initial, MPlusConfig
+from memjax.models.safetensors_folder import (
+    SafetensorsFile,
+    SafetensorsFolder,
+    require_no_pickle,
+    write_folder,
+)
 
-BOS, POSITION, POOL = "bos_embedding", "new_memory_positional_emb", "memory"
-STORE = ("ltm", "ltm_keys", "ltm_recall_frequencies", "ltm_ages")
-ADAPTERS = {"write_adapter": "default", "read_adapter": "decoder_adapter"}
-RETRIEVERS = {
-    "query": "query_proj",
-    "key": "key_proj",
-    "encoder_query": "encoder_query_proj",
-}
-PROJECTIONS = {
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
+#: Where `config.json` keeps the `MPlusConfig`, beside what the program reads.
+RECORD = "memjax_mplus"
+# The program's ages are float32, which counts no further.
+OLDEST = 2**24
 
 Shapes = Mapping[str, tuple[int, ...]]
 Get = Callable[[str], Float32[np.ndarray, "..."]]
+
+
+class Source(NamedTuple):
+    """A checkpoint: its configuration, tensors' shapes, their reader, and its name."""
+
+    described: Mapping[str, Any]
+    shapes: Shapes
+    get: Get
+    where: str
 
 
 def load_official(
     path: Path | str,
     hf_config: Mapping[str, Any] | None = None,
     config: MPlusConfig | None = None,
+    *,
+    dtype: Dtype = "float32",
 ) -> MPlus:
-    """Reads a checkpoint of the official program; nothing in it is executed.
+    """Reads a checkpoint of the official program.
 
     Args:
         path: a folder of `config.json` and safetensors, or one safetensors file.
@@ -68,217 +64,194 @@ def load_official(
             the folder's.
         config: the memory; None is `mplus_config_from_hf`. With retrieved=0 store and
             retriever of the checkpoint are passed over.
+        dtype: of the activations. RoPE's frequencies are float32 with any, where the
+            program rounds them with its weights.
 
     Raises:
         ValueError: listing every tensor that is missing, unknown or of another shape;
-            on a file without hf_config; as `mplus_config_from_hf` and `mplus`.
+            on a file without hf_config, a store larger than the config's, or ages and
+            frequencies that are none; as `mplus_config_from_hf` and `mplus`.
     """
     path = Path(path)
     if path.is_dir():
         found = SafetensorsFolder(path)
         hf_config = found.config if hf_config is None else hf_config
+    elif hf_config is None:
+        raise ValueError(f"hf_config must be given: {path} is no folder that has one")
     else:
+        require_no_pickle(path)
         found = SafetensorsFile(path)
-    if hf_config is None:
-        raise ValueError(f"{path} is a file and says nothing of its model: hf_config")
-    hf_config = {"model_type": "llama"} | dict(hf_config)
+    if hf_config.get("model_type", "memoryllm") == "memoryllm":
+        hf_config = dict(hf_config) | {"model_type": "llama"}
+    if not hf_config.get("map_from_hidden_states", True):
+        raise ValueError(
+            f"{path}: map_from_hidden_states must be true, as published, got "
+            f"{hf_config['map_from_hidden_states']!r}"
+        )
     config = mplus_config_from_hf(hf_config) if config is None else config
-    return _build(hf_config, config, found.shapes, found.get, str(path))
+    # Without a second adapter the first reads as well.
+    alone = hf_config.get("add_decoder_lora", True) is False
+    reader = mplus_names.WRITER if alone else mplus_names.READER
+    rows = next(iter(found.shapes.get("ltm.0", ())), 1)
+    source = Source(hf_config, found.shapes, found.get, str(path))
+    return _build(source, config, rows, reader, dtype)
 
 
-def mplus_config_from_hf(described: Mapping[str, Any]) -> MPlusConfig:
-    """The memory that an official `config.json` describes, with memjax's semantics.
+def load_mplus(folder: Path | str, *, dtype: Dtype = "float32") -> MPlus:
+    """Reads what `save_mplus` wrote.
 
-    The store has room for all that the program keeps at a time.
+    Args:
+        folder: of `config.json` and safetensors.
+        dtype: of the activations.
 
     Raises:
-        ValueError: naming the key, if one is missing or not a number.
+        ValueError: as `load_official`, or if `save_mplus` did not write the folder.
     """
-    size = lambda key: _number(described, key, int)
-    lora = described.get("lora_config")
-    if not isinstance(lora, Mapping):
-        raise ValueError(f"lora_config must be an object, got {lora!r}")
-    tokens, long = size("num_tokens"), _number(described, "num_ltm_blocks", int, 0)
-    common = dict(
-        tokens=tokens,
-        pool=(size("num_blocks") - long) * tokens,
-        chunk=max(MPlusConfig.chunk, tokens),
-        retrieved=long * tokens,
-        rank=_number(lora, "r", int),
-        alpha=float(_number(lora, "lora_alpha", float)),
-    )
-    if not long:
-        return MPlusConfig(**common)
-    recalls = _number(described, "initial_rf_when_moving_stm_to_ltm", float)
-    decay = _number(described, "decay_frequency", float)
-    every = size("update_ltm_frequency")
-    if min(recalls, decay, every) <= 0:
+    found = SafetensorsFolder(Path(folder))
+    record = found.config.get(RECORD)
+    if not isinstance(record, dict) or set(record) != {"config", "initial_rows"}:
         raise ValueError(
-            "initial_rf_when_moving_stm_to_ltm, decay_frequency and "
-            f"update_ltm_frequency must be positive, got {recalls}, {decay}, {every}"
+            f"{folder}: config.json must hold config and initial_rows under {RECORD}, "
+            f"got {record!r}; load_official reads the program's checkpoints"
         )
-    batch = every * tokens
-    start = _number(described, "ltm_initial_size", int, 0)
-    return MPlusConfig(
-        **common,
-        store=max(-int(-recalls // decay) * batch, start + batch, long * tokens + 2 * batch),
-        key_dim=size("selector_hidden_dim"),
-        merge_every=every,
-        recalls=recalls,
-        decay=decay,
+    config: MPlusConfig = from_record(
+        MPlusConfig, record["config"], f"{folder}: {RECORD}.config"
     )
+    rows = record["initial_rows"]
+    if rows is not None and (type(rows) is not int or rows < 0):
+        raise ValueError(
+            f"{folder}: {RECORD}.initial_rows must be null or at least 0, got {rows!r}"
+        )
+    source = Source(found.config, found.shapes, found.get, str(folder))
+    return _build(source, config, rows, mplus_names.READER, dtype)
 
 
-def _number(described: Mapping[str, Any], key: str, kind: type, default: Any = None):
-    value = described.get(key, default)
-    if type(value) is int and kind is float:
-        return float(value)
-    if type(value) is not kind:
-        raise ValueError(f"{key} must be of type {kind.__name__}, got {value!r}")
-    return value
+def save_mplus(
+    model: MPlus,
+    folder: Path | str,
+    tokenizer: bytes | None = None,
+    *,
+    dtype: Dtype = "float32",
+) -> None:
+    """Writes a folder that `load_mplus` and, by its names, the official program read.
+
+    Args:
+        model: M+ or MemoryLLM; what it was told is in its state, see `memory_file`.
+        folder: must not exist, or be empty; it appears whole or not at all.
+        tokenizer: bytes of a `tokenizer.json`.
+        dtype: of the saved numbers.
+
+    The program's R is a multiple of K, and rounded up for it where ours is none.
+
+    Raises:
+        ValueError: if the folder holds something, or dtype cannot hold the initial
+            store's ages.
+    """
+    backbone, initial = merge_lora(model.backbone), model.initial
+    born = None if initial is None else initial.born
+    rows = None if initial is None else 0
+    if born is not None:
+        ages = -np.asarray(born.get_value())
+        rows = ages.shape[1]
+        if dtype == "bfloat16" and np.any(ages.astype(ml_dtypes.bfloat16) != ages):
+            raise ValueError(
+                "dtype must be 'float32' to hold the initial store's ages of up to "
+                f"{ages.max()}, got {dtype!r}"
+            )
+    try:
+        described = to_hf_config(backbone.config)
+        tensors = tensor_names.tensors_from_parameters(backbone)
+    except ValueError:
+        described = own_format.to_config(backbone)
+        tensors = own_format.tensors(backbone)
+    record = {"config": to_record(model.config), "initial_rows": rows}
+    described = described | describe(model.config, rows or 0) | {RECORD: record}
+    named = _named(model, tensors)
+    write_folder(Path(folder), described, named, tokenizer, dtype=dtype)
+
+
+def _named(
+    model: MPlus, backbone: Iterator[tuple[str, np.ndarray]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    for name, value in backbone:
+        yield mplus_names.of_backbone(name), value
+    yield from mplus_names.learned_tensors(model)
+    if model.initial is not None:
+        yield from mplus_names.of_memory(model.initial)
 
 
 def _build(
-    described: Mapping[str, Any],
-    config: MPlusConfig,
-    shapes: Shapes,
-    get: Get,
-    where: str,
+    source: Source, config: MPlusConfig, rows: int | None, reader: str, dtype: Dtype
 ) -> MPlus:
-    sizes = from_hf_config(described)
-    plain = tensor_names.parameter_shapes(sizes)
+    """The model, with an initial pool and `rows` in its store, or with neither."""
+    sizes, plain, read_backbone = _backbone(source, dtype)
     begin = lambda: LanguageModel(sizes, key=jax.random.key(0))
     learned = jax.eval_shape(
-        lambda: _learned(mplus(begin(), config, key=jax.random.key(0)))
+        lambda: mplus_names.learned(mplus(begin(), config, key=jax.random.key(0)))
     )
-    tensors = _tensors(_names(learned))
-    expected = {_official(name): shape for name, shape in plain.items()}
+    tensors = mplus_names.of_learned(learned, reader)
+    expected = {mplus_names.of_backbone(name): shape for name, shape in plain.items()}
     expected |= {
         tensor.name: tensor_names.stored_shape(tensor.layout, leaf.shape)
         for tensor, leaf in zip(tensors, jax.tree.leaves(learned), strict=True)
     }
-    expected |= _memory_shapes(config, sizes, shapes)
+    layers = len(sizes.mixers)
+    if rows is not None:
+        shapes = mplus_names.memory_shapes(config, layers, sizes.model_dim, rows)
+        expected |= shapes
     found = {
         name: shape
-        for name, shape in shapes.items()
-        if tensor_names.is_parameter(sizes, name) and not _passed_over(config, name)
+        for name, shape in source.shapes.items()
+        if tensor_names.is_parameter(sizes, name)
+        and (config.retrieved or not mplus_names.belongs_to_store(name))
     }
-    own_format.require_tensors(expected, found, where)
-    backbone = tensor_names.parameters_from_tensors(
-        sizes, plain, lambda name: get(_official(name)), where
-    )
-    model = mplus(backbone, config, key=jax.random.key(0))
+    own_format.require_tensors(expected, found, source.where)
+    get = source.get
+    model = mplus(read_backbone(), config, key=jax.random.key(0))
     values = [
         jnp.asarray(tensor_names.from_stored(get(t.name), t.layout, leaf.shape))
         for t, leaf in zip(tensors, jax.tree.leaves(learned), strict=True)
     ]
-    _fill(model, jax.tree.unflatten(jax.tree.structure(learned), values))
-    model.initial = _initial(config, len(sizes.mixers), get, where)
+    mplus_names.fill(model, jax.tree.unflatten(jax.tree.structure(learned), values))
+    if rows is not None:
+        model.initial = _initial(source, config, layers, rows)
     return model
 
 
-def _learned(model: MPlus) -> dict[str, Any]:
-    """What is trained, layer by layer, shaped as in the file but for the layouts."""
-    values: dict[str, Any] = {name: getattr(model, name).get_value() for name in ADAPTERS}
-    values["bos"] = model.bos.get_value()[:, None]
-    values["position"] = model.position.get_value()[None, None]
-    if model.config.retrieved:
-        for name in RETRIEVERS:
-            whole = getattr(model, name).get_value()
-            values[name] = [Retriever(*pair) for pair in zip(*whole, strict=True)]
-    return values
+def _backbone(
+    source: Source, dtype: Dtype
+) -> tuple[ModelConfig, Shapes, Callable[[], LanguageModel]]:
+    """Its sizes, the shapes of its tensors under their plain names, and its reader."""
+    described, where = source.described, source.where
+    get = lambda name: source.get(mplus_names.of_backbone(name))
+    if described.get("model_type") == own_format.MODEL_TYPE:
+        sizes = own_format.read_sizes(described, dtype, where)
+        plain = own_format.parameter_shapes(sizes)
+        read = lambda: own_format.build(described, plain, get, dtype, where)
+    else:
+        sizes = from_hf_config(described, dtype)
+        plain = tensor_names.parameter_shapes(sizes)
+        read = lambda: tensor_names.parameters_from_tensors(sizes, plain, get, where)
+    return sizes, plain, read
 
 
-def _fill(model: MPlus, values: Mapping[str, Any]) -> None:
-    """Sets what `_learned` gave."""
-    for name in ADAPTERS:
-        getattr(model, name).set_value(values[name])
-    model.bos.set_value(values["bos"][:, 0])
-    model.position.set_value(values["position"][0, 0])
-    if model.config.retrieved:
-        for name in RETRIEVERS:
-            whole = jax.tree.map(lambda *layers: jnp.stack(layers), *values[name])
-            getattr(model, name).set_value(whole)
-
-
-def _names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensor of each leaf of what `_learned` gives."""
-
-    # Any, because they stand where the parameters will.
-    def into(name) -> Any:
-        return Tensor(f"model.layers.{name}.weight", "into")
-
-    def change(layer, target, adapter):
-        at = f"{layer}.{PROJECTIONS[target]}"
-        return LowRank(into(f"{at}.lora_A.{adapter}"), into(f"{at}.lora_B.{adapter}"))
-
-    def both(layer, name):
-        at = f"{layer}.self_attn.{name}"
-        return Retriever(into(f"{at}.0"), into(f"{at}.2"))
-
-    names: dict[str, Any] = {"bos": Tensor(BOS), "position": Tensor(POSITION)}
-    for ours, theirs in ADAPTERS.items():
-        names[ours] = tuple(
-            {
-                place: {target: change(layer, target, theirs) for target in changes}
-                for place, changes in pair.items()
-            }
-            for layer, pair in enumerate(values[ours])
-        )
-    for ours, theirs in RETRIEVERS.items():
-        if ours in values:
-            names[ours] = [both(layer, theirs) for layer in range(len(values[ours]))]
-    return names
-
-
-def _tensors(names: Any) -> list[Tensor]:
-    return jax.tree.leaves(names, is_leaf=lambda node: isinstance(node, Tensor))
-
-
-def _official(name: str) -> str:
-    """A backbone's tensor in the program: adapted matrices lie one level deeper."""
-    stem, dot, kind = name.rpartition(".")
-    adapted = stem.endswith(tuple(PROJECTIONS.values()))
-    return f"{stem}.base_layer.{kind}" if adapted else name
-
-
-def _passed_over(config: MPlusConfig, name: str) -> bool:
-    """Whether a tensor belongs to the store or the retriever, and neither is wanted."""
-    parts = name.split(".")
-    return not config.retrieved and (
-        parts[0] in STORE or bool({*parts} & {*RETRIEVERS.values()})
-    )
-
-
-def _memory_shapes(
-    config: MPlusConfig, sizes: ModelConfig, shapes: Shapes
-) -> dict[str, tuple[int, ...]]:
-    """Of the memory that texts start from; the store's layers are as long as the first."""
-    layers, width = len(sizes.mixers), sizes.model_dim
-    found = {POOL: (layers, config.pool, width)}
-    if config.retrieved:
-        count = next(iter(shapes.get("ltm.0", ())), 1)
-        ends = zip(STORE, ((width,), (config.key_dim,), (), ()), strict=True)
-        for name, end in ends:
-            found |= {f"{name}.{layer}": (count, *end) for layer in range(layers)}
-    return found
-
-
-def _initial(config: MPlusConfig, layers: int, get: Get, where: str) -> Initial:
-    pool = Frozen(jnp.asarray(get(POOL)))
-    if not config.retrieved:
+def _initial(source: Source, config: MPlusConfig, layers: int, rows: int) -> Initial:
+    get, where = source.get, source.where
+    pool = Frozen(jnp.asarray(get(mplus_names.POOL)))
+    if not config.retrieved or not rows:
         return Initial(pool)
-    each = lambda name: np.stack([get(f"{name}.{layer}") for layer in range(layers)])
-    rows, keys, recalls, ages = map(each, STORE)
-    if rows.shape[1] > config.store:
+    if rows > config.store:
         raise ValueError(
-            f"store must hold the {rows.shape[1]} rows of {where}, got {config.store}"
+            f"store must have room for the {rows} rows that {where} begins with, "
+            f"got {config.store}"
         )
-    if np.any(recalls != recalls[0]):
-        raise ValueError(f"{where}: ltm_recall_frequencies must be alike in all layers")
-    if np.any((ages != np.round(ages)) | (ages < 0) | (ages >= 2**24)):
-        raise ValueError(f"{where}: ltm_ages must be whole numbers in [0, 2^24)")
-    return Initial(
-        pool,
-        *map(Frozen, map(jnp.asarray, (rows, keys, -ages.astype(np.int32), recalls[0]))),
-    )
+    each = lambda name: np.stack([get(f"{name}.{layer}") for layer in range(layers)])
+    vectors, keys, recalls, ages = map(each, mplus_names.STORE)
+    if not np.all((recalls == recalls[0]) & np.isfinite(recalls)):
+        raise ValueError(
+            f"{where}: ltm_recall_frequencies must be finite and alike in all layers"
+        )
+    if not np.all((ages == np.round(ages)) & (ages >= 0) & (ages < OLDEST)):
+        raise ValueError(f"{where}: ltm_ages must be whole numbers in [0, {OLDEST})")
+    parts = (vectors, keys, -ages.astype(np.int32), recalls[0])
+    return Initial(pool, *(Frozen(jnp.asarray(part)) for part in parts))

@@ -32,6 +32,22 @@ def tensors(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
         yield _name(path), np.asarray(value)
 
 
+def read_sizes(
+    config: Mapping[str, Any], dtype: Dtype | None, where: str
+) -> ModelConfig:
+    """The model's configuration in `config.json`; see `build`."""
+    kept: ModelConfig = from_record(
+        ModelConfig, config.get("memjax"), f"{where}: memjax"
+    )
+    return kept if dtype is None else dataclasses.replace(kept, dtype=dtype)
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors."""
+    pure = nnx.to_pure_dict(nnx.state(_abstract(config), nnx.Param))
+    return {_name(path): leaf.shape for path, leaf in _leaves(pure)}
+
+
 def build(
     config: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
@@ -52,16 +68,11 @@ def build(
         ValueError: if the configuration is not one, or names or shapes differ from
             those of its model.
     """
-    kept: ModelConfig = from_record(
-        ModelConfig, config.get("memjax"), f"{where}: memjax"
-    )
-    if dtype is not None:
-        kept = dataclasses.replace(kept, dtype=dtype)
-    model = nnx.eval_shape(lambda: LanguageModel(kept, key=jax.random.key(0)))
+    kept = read_sizes(config, dtype, where)
+    model = _abstract(kept)
     state = nnx.state(model, nnx.Param)
     pure = nnx.to_pure_dict(state)
-    expected = {_name(path): leaf.shape for path, leaf in _leaves(pure)}
-    require_tensors(expected, shapes, where)
+    require_tensors(parameter_shapes(kept), shapes, where)
     read = lambda path, _: jnp.asarray(get(_name(path)))
     nnx.replace_by_pure_dict(state, jax.tree_util.tree_map_with_path(read, pure))
     nnx.update(model, state)
@@ -83,6 +94,10 @@ def require_tensors(
     ]
     if wrong:
         raise ValueError(f"{where}: {len(wrong)} wrong tensors: {'; '.join(wrong)}")
+
+
+def _abstract(config: ModelConfig) -> LanguageModel:
+    return nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
 
 
 def _leaves(tree: Any) -> list[tuple[Any, Any]]:
