@@ -24,7 +24,7 @@ import pathlib
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Literal, get_args
 
@@ -263,7 +263,8 @@ def take_turns(
 def race(config: Config, shape: Shape, batch: int, trained: Trained) -> dict[str, Any]:
     """Times one step of every candidate, in turns, after one that is not timed."""
     given = {
-        name: (name, shape, batch, trained, config.threads) for name in present(config)
+        name: (name, shape, batch, trained, config.threads)
+        for name in present(config.candidates)
     }
     found = take_turns(build, given, config.threads, config.repeats)
     return {
@@ -273,14 +274,14 @@ def race(config: Config, shape: Shape, batch: int, trained: Trained) -> dict[str
     }
 
 
-def present(config: Config) -> list[Candidate]:
+def present(candidates: Sequence[str]) -> list[Any]:
     """The candidates whose packages are installed."""
     missing = [
         name
         for name in ("torch", "transformers")
         if importlib.util.find_spec(name) is None
     ]
-    return [name for name in config.candidates if name != "peer" or not missing]
+    return [name for name in candidates if name != "peer" or not missing]
 
 
 def main(config: Config) -> None:
