@@ -28,8 +28,8 @@ def to_config(model: LanguageModel) -> dict[str, Any]:
 
 def tensors(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
     """Names and values of all parameters, one at a time."""
-    for path, value in _leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param))):
-        yield _name(path), np.asarray(value)
+    for path, value in leaves_of(nnx.to_pure_dict(nnx.state(model, nnx.Param))):
+        yield leaf_name(path), np.asarray(value)
 
 
 def read_sizes(
@@ -45,7 +45,7 @@ def read_sizes(
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors."""
     pure = nnx.to_pure_dict(nnx.state(_abstract(config), nnx.Param))
-    return {_name(path): leaf.shape for path, leaf in _leaves(pure)}
+    return {leaf_name(path): leaf.shape for path, leaf in leaves_of(pure)}
 
 
 def build(
@@ -73,7 +73,7 @@ def build(
     state = nnx.state(model, nnx.Param)
     pure = nnx.to_pure_dict(state)
     require_tensors(parameter_shapes(kept), shapes, where)
-    read = lambda path, _: jnp.asarray(get(_name(path)))
+    read = lambda path, _: jnp.asarray(get(leaf_name(path)))
     nnx.replace_by_pure_dict(state, jax.tree_util.tree_map_with_path(read, pure))
     nnx.update(model, state)
     return model
@@ -100,9 +100,11 @@ def _abstract(config: ModelConfig) -> LanguageModel:
     return nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
 
 
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+def leaves_of(tree: Any) -> list[tuple[Any, Any]]:
+    """Paths and leaves of a tree."""
     return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
-def _name(path: Any) -> str:
+def leaf_name(path: Any) -> str:
+    """A leaf's place in a tree, as in `blocks.0.mixer.query`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

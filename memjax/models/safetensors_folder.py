@@ -4,6 +4,7 @@ What is read is not trusted: nothing in a folder is executed, pickled weights ar
 refused, and every name, place and number format is checked before a tensor is used.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -35,15 +36,19 @@ class SafetensorsFile:
         shapes: of the tensors, by name.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, formats: tuple[str, ...] = READ_DTYPES):
         """Reads the header; tensors are read one by one, when asked for.
+
+        Args:
+            path: of the file.
+            formats: of numbers that may occur, as safetensors names them.
 
         Raises:
             ValueError: if the header is not whole and true, names a tensor twice, or
-                has a number format other than float32, float16 and bfloat16; without
-                the safetensors package; OSError: no file.
+                has another number format; without the safetensors package; OSError: no
+                file.
         """
-        safetensors = _library()
+        safetensors = library()
         self.path = path
         try:
             # Holds the header against the file: no gap, overlap or byte too many.
@@ -57,16 +62,20 @@ class SafetensorsFile:
         self.shapes = {}
         for name in self._file.keys():
             part = self._file.get_slice(name)
-            if part.get_dtype() not in READ_DTYPES:
+            if part.get_dtype() not in formats:
                 raise ValueError(
                     f"{path}: tensor {name!r} has the number format "
-                    f"{part.get_dtype()}, expected one of {READ_DTYPES}"
+                    f"{part.get_dtype()}, expected one of {formats}"
                 )
             self.shapes[name] = tuple(part.get_shape())
 
     def get(self, name: str) -> Float32[np.ndarray, "..."]:
-        """One tensor in float32, which holds the other formats exactly."""
-        return self._file.get_tensor(name).astype(np.float32, copy=False)
+        """One tensor in float32, which holds the other formats of floats exactly."""
+        return self.get_as_it_is(name).astype(np.float32, copy=False)
+
+    def get_as_it_is(self, name: str) -> np.ndarray:
+        """One tensor in the file's number format."""
+        return self._file.get_tensor(name)
 
 
 class SafetensorsFolder:
@@ -148,13 +157,9 @@ def write_folder(
     Raises:
         ValueError: if the folder holds something, or a tensor is given twice.
     """
-    require_free(folder)
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    hidden = folder.with_name(f".{folder.name}.{os.getpid()}")
-    hidden.mkdir()
-    try:
+    with whole_or_nothing(folder) as hidden:
         _write_tensors(hidden, tensors, SAVED_DTYPES[dtype], shard_bytes)
         record = json.dumps(dict(config) | {"torch_dtype": dtype}, indent=2)
         (hidden / CONFIG).write_text(record)
@@ -166,6 +171,24 @@ def write_folder(
         for file in hidden.glob("*.safetensors"):
             # The library makes them for the owner alone.
             shutil.copymode(hidden / CONFIG, file)
+
+
+@contextlib.contextmanager
+def whole_or_nothing(folder: Path) -> Iterator[Path]:
+    """A folder to write in, which takes the name of `folder` when all is on the disk.
+
+    Raises:
+        ValueError: if `folder` holds something.
+    """
+    require_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    hidden = folder.with_name(f".{folder.name}.{os.getpid()}")
+    hidden.mkdir()
+    try:
+        yield hidden
+        for file in hidden.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
         hidden.replace(folder)
     except BaseException:
         shutil.rmtree(hidden)
@@ -260,7 +283,8 @@ def _inside(folder: Path, name: str) -> Path:
     return file
 
 
-def _library() -> Any:
+def library() -> Any:
+    """The optional package safetensors; ValueError without it."""
     try:
         import safetensors.numpy
     except ImportError as error:
@@ -277,7 +301,7 @@ def _write_tensors(
     dtype: np.dtype,
     shard_bytes: int,
 ) -> None:
-    save_file = _library().numpy.save_file
+    save_file = library().numpy.save_file
     places: dict[str, int] = {}
     shard, size, count, total = {}, 0, 0, 0
 
