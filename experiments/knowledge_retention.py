@@ -65,10 +65,11 @@ class Scale(NamedTuple):
 
 
 SCALES: dict[Preset, Scale] = {
+    # A pool that has forgotten most of a fact after some six pieces.
     "cpu": Scale(
-        MPlusConfig(tokens=64, pool=640, retrieved=192, store=20_480, key_dim=64),
+        MPlusConfig(tokens=64, pool=256, retrieved=64, store=2_048, key_dim=64),
         24,
-        (0, 1, 2, 4, 8, 12),
+        (0, 1, 2, 4, 8),
     ),
     "paper": Scale(MPlusConfig(), 100, tuple(range(313))),
 }

@@ -78,8 +78,8 @@ def samples(**changes):
 
 
 def ask(method, batches, after=(0, 1, 3), carry=False):
-    options = dict(after=after, answer=N, carry=carry)
-    return list(retention.run(method, batches, BYTES, **options))
+    run = retention.run(method, batches, BYTES, after=after, answer=N, carry=carry)
+    return list(run)
 
 
 def test_samples_are_context_other_text_and_question():
