@@ -228,6 +228,13 @@ def read(
     )
 
 
+def read_closed(
+    model: "MPlus", state: MPlusState, tokens: Int[Array, "B T"], given: Given
+) -> tuple[Reading, Float[Array, "B T D"], ReadTrace]:
+    """`read` where the caller knows that no row has an open chunk: half the program."""
+    return _read(model, given, 0, state, tokens)
+
+
 def _read(model, given, width, state, tokens):
     """`width` bounds the open chunk's tokens, which are read before these."""
     c, (b, t) = model.config, tokens.shape
@@ -238,7 +245,7 @@ def _read(model, given, width, state, tokens):
     after = times - filled[:, None]
     asked = (after >= 0) & (after < (given.prompt or t))
     memory = _alone if given.alone else _memory
-    first = 1 + c.tokens if given.alone else c.prefix
+    first = 1 + given.new.shape[2] if given.alone else c.prefix
     reading = empty(model, b, first, first + (c.chunk - 1) + t + given.room)
     lengths = filled + t
     trace: dict[str, list[Any]] = {"hidden": [], "scores": [], "chosen": []}
@@ -299,12 +306,15 @@ def _memory(model, given, state, layer, h, asked, trace):
     c = model.config
     pool, seen = state.pool[:, layer], _filled(state.held, c.pool)
     if given.new is not None:
-        kept = given.kept if given.kept is not None else _draw_kept(model, state)
+        new = given.new[:, layer]
+        kept = given.kept
+        if kept is None:
+            kept = _draw_kept(model, state, new.shape[1])
         kept = kept[:, layer]
         seen = jnp.concatenate(
-            [segments.take(seen, kept), jnp.ones((len(kept), c.tokens), bool)], axis=1
+            [segments.take(seen, kept), jnp.ones(new.shape[:2], bool)], axis=1
         )
-        pool = jnp.concatenate([segments.take(pool, kept), given.new[:, layer]], axis=1)
+        pool = jnp.concatenate([segments.take(pool, kept), new], axis=1)
     memory = [(pool, seen)]
     if state.store is not None:
         queries = _queries(model, layer, h)
@@ -315,10 +325,8 @@ def _memory(model, given, state, layer, h, asked, trace):
     return _with_bos(model, layer, memory)
 
 
-def _draw_kept(model, state):
-    """Which rows of the pool stay beside new ones, without a change of the state."""
-    c = model.config
-    draw = lambda key: short_term_pool.draw_dropped(
-        key, model.layers, c.pool, c.pool - c.tokens
-    )
+def _draw_kept(model, state, new):
+    """Which rows of the pool stay beside `new` ones, without a change of the state."""
+    rows = model.config.pool
+    draw = lambda key: short_term_pool.draw_dropped(key, model.layers, rows, rows - new)
     return jax.vmap(draw)(jax.random.wrap_key_data(state.key))

@@ -1,0 +1,142 @@
+"""What M+ is trained on: chunks of a long document, and a target that is read.
+
+Both lie next to each other in a text. In some documents the target is "Repeat:" and the
+chunks again.
+
+Wang et al. (2025), https://arxiv.org/abs/2502.00592, sections 3.2.3 and D; proportions
+and "Repeat:" as in the published program.
+
+Shapes: B rows of this host, n chunks, C longest chunk, T tokens of a target.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+Task = Literal["full_context", "two_chunk", "multi_chunk", "revisit"]
+#: Tokens behind "Repeat:" that are not scored: nobody can know where it begins.
+UNSCORED = 5
+
+
+class Target(NamedTuple):
+    """Text that is read and scored; arrays as in `Batch`."""
+
+    tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
+    targets: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
+    mask: Float32[Array, "B T"] | Float32[np.ndarray, "B T"]
+
+
+class Lesson(NamedTuple):
+    """What one step is given.
+
+    Attributes:
+        chunks: to be written, in order; n may be 0.
+        lengths: tokens of each, in [1, C]; what follows them is 0.
+        target: to be read.
+        asks: the target's first tokens that are queries of the retriever's loss, in
+            [1, T).
+        keep: whether the target is kept, to be revisited.
+    """
+
+    chunks: Int32[Array, "B n C"] | Int32[np.ndarray, "B n C"]
+    lengths: Int32[Array, "B n"] | Int32[np.ndarray, "B n"]
+    target: Target
+    asks: Int32[Array, " B"] | Int32[np.ndarray, " B"]
+    keep: Bool[Array, " B"] | Bool[np.ndarray, " B"]
+
+
+class Assignment(NamedTuple):
+    """A task and what it is done with."""
+
+    task: Task
+    lesson: Lesson
+
+
+@dataclasses.dataclass(frozen=True)
+class MPlusTaskConfig:
+    """Proportions and lengths; the defaults are those of the paper's third stage.
+
+    Attributes:
+        full_context: share of the steps that read a text and write nothing.
+        revisit: share of the steps that read the kept target again, where there is one,
+            something was written since, and the step before was no revisit.
+        multi_chunk: share of all other steps; the rest are two-chunk.
+        repeat: share of documents whose target is "Repeat:" and their chunks.
+        replace: how often a revisited target gives way to the next document's.
+        chunks: numbers of chunks, drawn evenly: the length buckets.
+        shortest_chunk: a chunk has this many to C tokens.
+        target: T, at least 2.
+        prompt: the target's first tokens, in [1, T), which choose the rows of a store
+            and are not scored.
+    """
+
+    full_context: float = 0.05
+    revisit: float = 0.2
+    multi_chunk: float = 0.8
+    repeat: float = 0.1
+    replace: float = 0.2
+    chunks: tuple[int, ...] = (8, 16, 32, 64)
+    shortest_chunk: int = 384
+    target: int = 2048
+    prompt: int = 64
+
+    def __post_init__(self):
+        for name in ("full_context", "revisit", "multi_chunk", "repeat", "replace"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        if not self.chunks or min(self.chunks) < 1:
+            raise ValueError(f"chunks must be numbers of at least 1, got {self.chunks}")
+        if len(set(self.chunks)) < len(self.chunks):
+            raise ValueError(f"chunks must differ from each other, got {self.chunks}")
+        if self.shortest_chunk < 1:
+            raise ValueError(
+                f"shortest_chunk must be at least 1, got {self.shortest_chunk}"
+            )
+        if self.target < 2:
+            raise ValueError(f"target must be at least 2, got {self.target}")
+        if not 1 <= self.prompt < self.target:
+            raise ValueError(
+                f"prompt must be in [1, target={self.target}), got {self.prompt}"
+            )
+
+
+def lay_out(
+    text: Int32[np.ndarray, " W"],
+    lengths: Sequence[int],
+    chunk: int,
+    target: int,
+    instruction: Int32[np.ndarray, " I"] | None,
+    last: bool,
+) -> tuple[Int32[np.ndarray, "n C"], Target]:
+    """One row: chunks, and a target, without B.
+
+    Args:
+        text: the chunks of a document, and at least T + 1 tokens behind them.
+        lengths: tokens of each chunk.
+        chunk: C.
+        target: T.
+        instruction: the target is these tokens and the chunks again, as far as they
+            go; None: it is what follows the chunks.
+        last: take the last chunk alone.
+    """
+    ends = np.cumsum([0, *lengths])
+    spans = list(zip(ends[:-1], ends[1:], strict=True))[-1 if last else None :]
+    chunks = np.zeros((len(spans), chunk), np.int32)
+    for row, (begin, end) in zip(chunks, spans, strict=True):
+        row[: end - begin] = text[begin:end]
+    after, unscored = text[ends[-1] :], 0
+    if instruction is not None:
+        after = np.concatenate([instruction, text[spans[0][0] : ends[-1]]])
+        unscored = len(instruction) + UNSCORED
+    after = after[: target + 1]
+    pad, times = (0, target + 1 - len(after)), np.arange(target)
+    # Target i is token i + 1.
+    scored = (times + 1 >= unscored) & (times + 1 < len(after))
+    return chunks, Target(
+        tokens=np.pad(after[:-1], (0, pad[1])),
+        targets=np.pad(after[1:], (0, pad[1])),
+        mask=scored.astype(np.float32),
+    )
