@@ -15,7 +15,6 @@ With `--carry` the memory goes on from sample to sample, as in the published pro
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -38,16 +37,14 @@ from memjax.data import (
     read_passages,
     read_questions,
 )
-from memjax.data.sources import embedded_documents
 from memjax.evaluation import plots
 from memjax.models import LanguageModel
 from memjax.models.mplus import MPlus, mplus
 from memjax.models.mplus_state import MPlusConfig
+from retention_samples import book_passages, make_samples
 
 Name = Literal["M+", "MemoryLLM", "full", "window", "SnapKV", "BM25", "closed book"]
 Preset = Literal["cpu", "paper"]
-# Characters of a passage that is cut from a book, about 400 tokens.
-PASSAGE = 1_700
 
 
 class Scale(NamedTuple):
@@ -88,6 +85,8 @@ class Config:
             untrained M+ of the preset's sizes.
         samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
         batch: facts side by side.
+        lengths: of questions: facts are those whose questions have one of the so many
+            most frequent, as programs are compiled for each; 0 is all.
         after: numbers of pieces told before a question, rising; none is the preset's.
         chunk: tokens of a piece; contexts must fit.
         answer: tokens that are generated.
@@ -109,6 +108,7 @@ class Config:
     model: Path | None = None
     samples: int = 0
     batch: int = 4
+    lengths: int = 4
     after: tuple[int, ...] = ()
     chunk: int = 512
     answer: int = 10
@@ -152,7 +152,7 @@ def main(config: Config) -> None:
     model, tokenizer, trained = load(config)
     scale = config.scale
     facts = load_facts() if config.facts is None else read_questions(config.facts)
-    batches = retention.make_samples(
+    batches = make_samples(
         facts,
         passages(config),
         tokenizer,
@@ -160,6 +160,7 @@ def main(config: Config) -> None:
         batch=config.batch,
         pieces=scale.after[-1],
         chunk=config.chunk,
+        lengths=config.lengths,
         seed=config.seed,
     )
     longest = max(batch.prompts.shape[1] for batch in batches) + config.answer
@@ -181,7 +182,7 @@ def main(config: Config) -> None:
                 carry=config.carry,
             )
         )
-        results[name] = summary(asked, scale.after)
+        results[name] = retention.summary(asked, scale.after)
         results[name]["seconds"] = time.monotonic() - began
         curve = [f"{row['accuracy']:.2f}" for row in results[name]["after"].values()]
         print(f"{name}: {' '.join(curve)}", flush=True)
@@ -217,16 +218,7 @@ def passages(config: Config) -> list[list[Passage]]:
     """Text to tell, in groups: the first is used up before the next."""
     if config.passages is not None:
         return [read_passages(config.passages)]
-    books = [d.text for d in embedded_documents() if d.kind == "prose"]
-    cut = []
-    for text in books:
-        passage = ""
-        for paragraph in text.split("\n\n"):
-            passage = f"{passage}\n\n{paragraph}" if passage else paragraph
-            if len(passage) >= PASSAGE:
-                cut.append(Passage(passage))
-                passage = ""
-    return [load_passages(), cut]
+    return [load_passages(), book_passages()]
 
 
 def build(
@@ -266,26 +258,6 @@ def build(
             return methods.bm25(backbone, tokenizer, piece, window, question)
         case "closed book":
             return methods.closed_book(backbone, tokenizer, question)
-
-
-def summary(asked: Sequence[retention.Asked], after: Sequence[int]) -> dict[str, Any]:
-    """Accuracy behind each number of pieces, and behind all by relation."""
-    kinds = sorted({x.fact.kind for x in asked})
-    return {
-        "after": {
-            count: retention.accuracy([x for x in asked if x.pieces == count])
-            for count in after
-        },
-        "by_kind": {
-            kind: {
-                count: retention.accuracy(
-                    [x for x in asked if (x.fact.kind, x.pieces) == (kind, count)]
-                )
-                for count in after
-            }
-            for kind in kinds
-        },
-    }
 
 
 def report(

@@ -14,6 +14,7 @@ from memjax.data import Passage, Question, load_tokenizer
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import mplus
 from memjax.models.mplus_state import MPlusConfig
+from retention_samples import make_samples
 
 BYTES = load_tokenizer("bytes")
 C, N = 48, 6
@@ -74,7 +75,7 @@ class Notes:
 
 def samples(**changes):
     sizes = dict(samples=4, batch=2, pieces=3, chunk=C, seed=0)
-    return retention.make_samples(FACTS, PASSAGES, BYTES, **sizes | changes)
+    return make_samples(FACTS, PASSAGES, BYTES, **sizes | changes)
 
 
 def ask(method, batches, after=(0, 1, 3), carry=False):
@@ -127,14 +128,29 @@ def test_samples_that_cannot_be_made_are_refused(changes, message):
         samples(**changes)
 
 
-def test_batches_have_questions_of_one_length():
+def test_batches_have_questions_of_one_length_and_lengths_can_be_few():
     facts = [
-        f._replace(question=f.question + " " * (i % 2)) for i, f in enumerate(FACTS)
+        fact._replace(question="?" * (i % 3 // 2) + fact.question)
+        for i, fact in enumerate(FACTS)
     ]
-    batches = retention.make_samples(
-        facts, PASSAGES, BYTES, samples=8, batch=2, pieces=1, chunk=C, seed=0
-    )
-    assert {batch.prompts.shape[1] for batch in batches} == {47, 48}
+
+    def lengths(samples, few):
+        batches = make_samples(
+            facts,
+            PASSAGES,
+            BYTES,
+            samples=samples,
+            batch=2,
+            pieces=1,
+            chunk=C,
+            lengths=few,
+            seed=0,
+        )
+        return {batch.prompts.shape[1] for batch in batches}
+
+    assert lengths(8, 0) == {47, 48} and lengths(6, 1) == {47}
+    with pytest.raises(ValueError, match="samples must be at most 6 of these"):
+        lengths(8, 1)
 
 
 def test_a_method_that_remembers_the_last_pieces_is_right_as_far():
