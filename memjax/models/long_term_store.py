@@ -123,7 +123,8 @@ def retrieve(
 ) -> Retrieved:
     """The R rows of a layer whose keys the queries find likeliest, oldest first.
 
-    Of rows of one score the first in the store. Nothing is real where nothing is asked.
+    Of one score the first in the store are taken; of one age they come in its order.
+    Nothing is real where nothing is asked.
 
     Returns:
         `Retrieved`, with the batch first.
@@ -146,10 +147,8 @@ def _retrieve(config, layer, held, fresh, queries, asked):
         few = merged < config.retrieved
         real = jnp.where(few, merged > 0, real)
         chosen = jnp.where(few, tiled, jnp.sort(chosen))
-    at = jnp.arange(config.retrieved, dtype=jnp.int32)
-    # The program reverses a stable order by age: of one age, the last comes first.
-    ties = -at if config.legacy else chosen
-    order = jnp.lexsort((ties, layer.born[chosen], real))
+    # The program's order of one age is no order: an unstable sort, turned round.
+    order = jnp.lexsort((chosen, layer.born[chosen], real))
     chosen, real = chosen[order], real[order]
     # Empty places may hold anything; nothing must not become NaN.
     kept = jnp.where(real[:, None], layer.rows[chosen], 0.0)

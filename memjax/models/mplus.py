@@ -31,6 +31,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
+from memjax.mechanisms.base import check_sizes
 from memjax.models import (
     long_term_store,
     mplus_reading,
@@ -47,6 +48,7 @@ from memjax.models.mplus_state import (
     MPlusState,
     Reading,
 )
+from memjax.models.sampling import Sampling, draw
 
 TARGETS: tuple[Target, ...] = ("query", "key", "value", "gate", "up", "down")
 
@@ -119,7 +121,7 @@ class MPlus(nnx.Module):
         return len(self.backbone.blocks)
 
     def blocks(self, writes: bool) -> tuple[BlockParams, ...]:
-        """The layers' parameters, with the adapter that writes or the one that reads."""
+        """The layers' parameters, with the adapter that writes or that which reads."""
         adapter = self.write_adapter if writes else self.read_adapter
         scale = self.config.alpha / self.config.rank
         found = []
@@ -258,7 +260,7 @@ class MPlus(nnx.Module):
                 f"got {tokens.shape[1]}"
             )
         if memory is not None:
-            self.check_rows("memory", memory, tokens.shape[0])
+            self.check_rows("memory", memory, tokens.shape[0], self.config.tokens)
         return mplus_writing.compress(self, state, tokens, None, memory)
 
     def update(
@@ -277,7 +279,7 @@ class MPlus(nnx.Module):
         Raises:
             ValueError: on arrays of another shape.
         """
-        self.check_rows("new", new, state.held.shape[0])
+        self.check_rows("new", new, state.held.shape[0], self.config.tokens)
         if dropped is not None and dropped.shape != new.shape[:3]:
             raise ValueError(
                 f"dropped must be [B, L, K] = {list(new.shape[:3])}, "
@@ -292,9 +294,9 @@ class MPlus(nnx.Module):
         state: MPlusState,
         tokens: Int[Array, "B T"],
         *,
-        new: Float[Array, "B L K D"] | None = None,
+        new: Float[Array, "B L n D"] | None = None,
         beside_pool: bool = False,
-        kept: Int[Array, "B L N_K"] | None = None,
+        kept: Int[Array, "B L N_n"] | None = None,
         prompt: int | None = None,
         room: int = 0,
     ) -> tuple[Reading, Float[Array, "B T V"]]:
@@ -303,10 +305,11 @@ class MPlus(nnx.Module):
         Args:
             state: the memory; its open chunk is read before the tokens.
             tokens: in [0, V), T >= 1.
-            new: memory tokens of `compress` that are not stored: read alone, by the
+            new: n memory tokens of `compress` that are not stored: read alone, by the
                 adapter that writes, without the open chunk.
-            beside_pool: reads `new` in the place of K random rows of the pool instead.
-            kept: which N - K rows of the pool stay then, rising; None draws them.
+            beside_pool: reads `new` in the place of n random rows of the pool instead,
+                n in [1, N].
+            kept: which N - n rows of the pool stay then, rising; None draws them.
             prompt: the first so many tokens choose the rows of the long-term store, in
                 [1, T]; None is all, which is right where nothing is scored.
             room: slots for tokens that `read_on` will read.
@@ -337,18 +340,53 @@ class MPlus(nnx.Module):
         """Reads on with a reading's cache; see `mplus_reading.read_on`."""
         return mplus_reading.read_on(self, reading, tokens)
 
+    def generate(
+        self,
+        state: MPlusState,
+        prompt: Int[Array, "B T"],
+        max_new_tokens: int,
+        *,
+        key: PRNGKeyArray,
+        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    ) -> Int[Array, "B n"]:
+        """Answers a prompt with the memory, which stays as it is.
+
+        One retrieval, by the whole prompt; the tokens reuse its reading. (The function
+        `memjax.models.generate` goes on with a text instead, and remembers it.)
+
+        Args:
+            state: the memory.
+            prompt: tokens in [0, V), T >= 1.
+            max_new_tokens: n >= 1.
+            key: of the draws.
+            sampling: greedy, temperature, top-k and top-p.
+
+        Raises:
+            ValueError: as `read`, or if max_new_tokens is below 1.
+        """
+        self._check(state, prompt)
+        check_sizes(max_new_tokens=max_new_tokens)
+        graph, params = nnx.split(self)
+        return _generate(graph, max_new_tokens, sampling, params, state, prompt, key)
+
     def _read(self, state, tokens, given):
         self._check(state, tokens)
         b, t = tokens.shape
-        if given.new is not None:
-            self.check_rows("new", given.new, b)
         if given.beside_pool and given.new is None:
             raise ValueError("beside_pool needs new memory, got new=None")
+        count = 0
+        if given.new is not None:
+            count = given.new.shape[2]
+            self.check_rows("new", given.new, b, count)
+            if not 1 <= count <= self.config.pool:
+                raise ValueError(
+                    f"new must have 1 to N={self.config.pool} rows, got {count}"
+                )
         if given.kept is not None:
-            shape = (b, self.layers, self.config.pool - self.config.tokens)
+            shape = (b, self.layers, self.config.pool - count)
             if not given.beside_pool or given.kept.shape != shape:
                 raise ValueError(
-                    f"kept must be [B, L, N - K] = {list(shape)}, with beside_pool, "
+                    f"kept must be [B, L, N - n] = {list(shape)}, with beside_pool, "
                     f"got {list(given.kept.shape)}, beside_pool={given.beside_pool}"
                 )
         if given.prompt is not None and not 1 <= given.prompt <= t:
@@ -357,12 +395,12 @@ class MPlus(nnx.Module):
             raise ValueError(f"room must be at least 0, got {given.room}")
         return mplus_reading.read(self, state, tokens, given)
 
-    def check_rows(self, name: str, rows: Array, batch: int) -> None:
-        """Raises ValueError unless rows are [B, L, K, D]."""
-        shape = (batch, self.layers, self.config.tokens, self.width)
+    def check_rows(self, name: str, rows: Array, batch: int, count: int) -> None:
+        """Raises ValueError unless rows are [B, L, count, D]."""
+        shape = (batch, self.layers, count, self.width)
         if rows.shape != shape:
             raise ValueError(
-                f"{name} must be [B, L, K, D] = {list(shape)}, got {list(rows.shape)}"
+                f"{name} must be memory tokens {list(shape)}, got {list(rows.shape)}"
             )
 
     def _check(self, state, tokens):
@@ -389,6 +427,26 @@ def memoryllm(
 ) -> MPlus:
     """MemoryLLM: the pool alone, without a long-term store; see `mplus`."""
     return MPlus(backbone, dataclasses.replace(config, retrieved=0), key=key)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _generate(graph, count, sampling, params, state, prompt, key):
+    model = nnx.merge(graph, params)
+    reading, logits = model.read(state, prompt, room=count - 1)
+
+    def body(carry, key):
+        reading, logits = carry
+        token = draw(logits, key, sampling)
+        reading, logits = model.read_on(reading, token[:, None])
+        return (reading, logits[:, 0]), token
+
+    *keys, last = jax.random.split(key, count)
+    carry = (reading, logits[:, -1])
+    tokens = jnp.zeros((0, prompt.shape[0]), jnp.int32)
+    if keys:
+        carry, tokens = jax.lax.scan(body, carry, jnp.stack(keys))
+    token = draw(carry[1], last, sampling)
+    return jnp.concatenate([tokens, token[None]]).T
 
 
 def _check_backbone(backbone):

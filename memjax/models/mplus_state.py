@@ -33,9 +33,9 @@ class MPlusConfig:
         key_dim: d, of the retriever.
         rank: of the two adapters, on q, k, v, gate, up and down.
         alpha: their changes are scaled by alpha / rank.
-        legacy: ages since the drop and the eviction of the published program, whose
-            retrieved rows of one age come newest first; if there are fewer than R of
-            them, they are repeated. False counts ages since the row was made.
+        legacy: ages since the drop, the eviction and the short store of the published
+            program, whose rows are read again and again if there are fewer than R.
+            False counts ages since the row was made.
         eviction: what leaves a full store: its "oldest" rows, or by recall "frequency",
             batch by batch, as in the program. None is the program's with `legacy`.
         merge_every: updates that fill the drop cache, for "frequency".

@@ -1,0 +1,51 @@
+"""How the next token is drawn from its scores."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token (greedy).
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: then keep the fewest likeliest tokens whose probabilities reach p, in
+            (0, 1]; 1 keeps all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self):
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+
+def draw(
+    logits: Float[Array, "B V"], key: PRNGKeyArray, sampling: Sampling
+) -> Int[Array, " B"]:
+    """Draws one token a row."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.top_p < 1:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        reached = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
+        # The token that crosses p is kept, so at least one always is.
+        kept = jnp.sum(reached < sampling.top_p, axis=-1, keepdims=True)
+        least = jnp.take_along_axis(ordered, kept, axis=-1)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
