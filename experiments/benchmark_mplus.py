@@ -46,7 +46,9 @@ class Config:
         size: of the backbone: "tiny", or "smollm2" (135M).
         pools: rows of the short-term pool, at least 256; each with the first store.
         stores: rows of the long-term store; each with the first pool.
-        retrieved: rows a read takes from the store; at most that many.
+        retrieved: rows a read takes from the store.
+        merge_every: updates between the peer's merges; the rows dropped in that time,
+            256 an update, and the retrieved must fit into every store.
         chunks: injected in a round.
         prompt: tokens that a read reads.
         injects: timed one by one; 0 leaves the part out. The store is empty at first.
@@ -61,6 +63,7 @@ class Config:
     pools: tuple[int, ...] = (10_240, 2_560)
     stores: tuple[int, ...] = (153_600, 38_400)
     retrieved: int = 2_560
+    merge_every: int = 60
     chunks: int = 16
     prompt: int = 256
     injects: int = 130
@@ -74,7 +77,7 @@ class Config:
         for name in ("pools", "stores", "candidates"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
-        for name in ("retrieved", "chunks", "prompt", "repeats"):
+        for name in ("retrieved", "merge_every", "chunks", "prompt", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}"
@@ -84,12 +87,14 @@ class Config:
                 raise ValueError(
                     f"{name} must be at least 0, got {getattr(self, name)}"
                 )
-        for rows in (*self.stores, self.searched or self.retrieved):
-            if rows < self.retrieved:
-                raise ValueError(
-                    f"stores and searched must be at least retrieved={self.retrieved}, "
-                    f"got {rows}"
-                )
+        least = self.retrieved + self.merge_every * Memory.tokens
+        if min(self.stores) < least:
+            raise ValueError(f"stores must be at least {least}, got {self.stores}")
+        if 0 < self.searched < self.retrieved:
+            raise ValueError(
+                f"searched must be at least retrieved={self.retrieved}, "
+                f"got {self.searched}"
+            )
         cores = len(os.sched_getaffinity(0))
         if not 1 <= self.threads <= cores:
             raise ValueError(f"threads must be in [1, {cores}], got {self.threads}")
@@ -100,7 +105,12 @@ class Config:
         sizes = [(pool, self.stores[0]) for pool in self.pools]
         sizes += [(self.pools[0], store) for store in self.stores[1:]]
         return [
-            Memory(pool=pool, store=store, retrieved=self.retrieved)
+            Memory(
+                pool=pool,
+                store=store,
+                retrieved=self.retrieved,
+                merge_every=self.merge_every,
+            )
             for pool, store in sizes
         ]
 

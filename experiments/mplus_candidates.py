@@ -163,7 +163,7 @@ def make(
     held = 0 if part == "growth" else memory.store
     if part == "rounds" and candidate == "peer":
         # What it drops waits beside its store.
-        held = max(memory.retrieved, held - memory.merge_every * memory.tokens)
+        held -= memory.merge_every * memory.tokens
     subject = (peer if candidate == "peer" else ours)(shape, memory, held)
     random = np.random.default_rng(1)
     tokens = lambda t: random.integers(0, shape.vocab, (1, t), dtype=np.int32)

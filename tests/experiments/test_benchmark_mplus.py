@@ -98,7 +98,8 @@ def test_a_report_has_rates_and_speedups(monkeypatch, tmp_path):
         ({"threads": 10**6}, r"threads must be in \[1, "),
         ({"pools": ()}, "pools must not be empty"),
         ({"injects": -1}, "injects must be at least 0, got -1"),
-        ({"stores": (100,)}, "at least retrieved=2560, got 100"),
+        ({"stores": (17_000,)}, r"stores must be at least 17920, got \(17000,\)"),
+        ({"searched": 100}, "searched must be at least retrieved=2560, got 100"),
     ],
 )
 def test_bad_settings_are_refused(options, message):
