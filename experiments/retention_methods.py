@@ -17,8 +17,7 @@ import numpy as np
 from flax import nnx
 
 from memjax.data import Tokenizer
-from memjax.models import LanguageModel
-from memjax.models.generate import Sampling, generate
+from memjax.models import LanguageModel, Sampling, generate
 from memjax.models.language_model import with_config
 from memjax.models.mplus import MPlus
 from memjax.models.snapkv import SnapKVConfig, with_snapkv
@@ -38,12 +37,6 @@ class Reader:
 
     def __init__(self, model: LanguageModel, piece: int, longest: int | None = None):
         self.model, self.piece, self.longest = model, piece, longest
-        graph, self.parameters = nnx.split(model)
-
-        def read(parameters, memory, tokens):
-            return nnx.merge(graph, parameters).features(memory, tokens)[0]
-
-        self._read = jax.jit(read, donate_argnums=1)
 
     def start(self, batch):
         """An empty memory."""
@@ -51,7 +44,7 @@ class Reader:
 
     def tell(self, memory, tokens):
         """Reads them; the memory that was given is gone."""
-        return self._read(self.parameters, memory, tokens)
+        return _read(*nnx.split(self.model), memory, jnp.asarray(tokens))
 
     def ask(self, memory, prompt, count):
         """Reads the prompt and decodes."""
@@ -69,16 +62,6 @@ class LatentMemory:
 
     def __init__(self, model: MPlus):
         self.model = model
-        graph, self.parameters = nnx.split(model)
-
-        def write(parameters, memory, tokens):
-            return nnx.merge(graph, parameters).inject(memory, tokens)
-
-        def answer(parameters, memory, prompt, count):
-            return _decode(nnx.merge(graph, parameters), memory, prompt, count)
-
-        self._write = jax.jit(write, donate_argnums=1)
-        self._answer = jax.jit(answer, static_argnums=3)
 
     def start(self, batch):
         """The memory a text starts from."""
@@ -86,11 +69,14 @@ class LatentMemory:
 
     def tell(self, memory, tokens):
         """Writes full chunks; the rest waits. The memory that was given is gone."""
-        return self._write(self.parameters, memory, tokens)
+        return _write(*nnx.split(self.model), memory, jnp.asarray(tokens))
 
     def ask(self, memory, prompt, count):
         """Reads the prompt with the memory and decodes with the same reading."""
-        return np.asarray(self._answer(self.parameters, memory, prompt, count))
+        prompt, key = jnp.asarray(prompt), jax.random.key(0)
+        return np.asarray(
+            self.model.generate(memory, prompt, count, key=key, sampling=GREEDY)
+        )
 
 
 class Retriever:
@@ -232,18 +218,14 @@ def device_bytes(model: MPlus) -> int:
     return size(state) - size(rows)
 
 
-def _decode(model: MPlus, memory, prompt, count):
-    """Greedy tokens [B, N] behind a prompt that is read with the memory."""
-    reading, logits = model.read(memory, prompt, room=count)
-    likeliest = lambda logits: jnp.argmax(logits[:, -1], axis=-1).astype(jnp.int32)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _read(graph, parameters, memory, tokens):
+    return nnx.merge(graph, parameters).features(memory, tokens)[0]
 
-    def step(carry, _):
-        reading, token = carry
-        reading, logits = model.read_on(reading, token[:, None])
-        return (reading, likeliest(logits)), token
 
-    _, tokens = jax.lax.scan(step, (reading, likeliest(logits)), length=count)
-    return tokens.T
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _write(graph, parameters, memory, tokens):
+    return nnx.merge(graph, parameters).inject(memory, tokens)
 
 
 def _answer(model, state, prompt, count, piece) -> np.ndarray:

@@ -1,9 +1,11 @@
 """Knowledge retention: what is told and asked, how it is scored, every method once."""
 
+import dataclasses
 import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -248,6 +250,19 @@ def test_equal_methods_answer_alike():
     assert [x.text for x in ask(closed, batches, after=(1,))] != texts[0]
 
 
+def test_m_plus_writes_what_it_is_told_and_reads_the_question():
+    batch, *_ = samples()
+    method = methods.LatentMemory(MODEL)
+    memory = method.tell(method.start(2), batch.context)
+    assert memory.clock.tolist() == [MEMORY.tokens] * 2
+    before = jax.tree.map(np.asarray, memory)
+    found = method.ask(memory, batch.prompts, N)
+    assert found.shape == (2, N)
+    first = jax.jit(MODEL.read)(memory, jnp.asarray(batch.prompts))[1][:, -1]
+    np.testing.assert_array_equal(found[:, 0], first.argmax(axis=-1))
+    jax.tree.map(np.testing.assert_array_equal, before, memory)
+
+
 def test_memoryllm_reads_as_many_rows_without_a_store():
     small = methods.without_store(MODEL)
     assert small.config.retrieved == 0 and small.config.prefix == MEMORY.prefix
@@ -257,7 +272,21 @@ def test_memoryllm_reads_as_many_rows_without_a_store():
     assert size - methods.device_bytes(MODEL) == 64 * 16 * 4
 
 
-def test_the_program_runs_every_method(monkeypatch, tmp_path, capsys):
+def test_every_method_can_be_built():
+    config = knowledge_retention.Config(samples=4, batch=2, after=(0, 2), chunk=C)
+    build = lambda name, config=config: knowledge_retention.build(
+        name, config, MODEL, BYTES, 3 * C, 60
+    )
+    names = knowledge_retention.Config.methods
+    assert len(names) == 7
+    longest = {name: build(name).longest for name in names}
+    assert longest.pop("full") == 3 * C + 60 and set(longest.values()) == {None}
+    carried = dataclasses.replace(config, carry=True)
+    assert build("full", carried).longest == 6 * C + 60
+    assert build("full", dataclasses.replace(carried, samples=8)).longest == 400
+
+
+def test_the_program_says_how_it_scored(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(
         knowledge_retention, "load", lambda config: (MODEL, BYTES, False)
     )
@@ -266,6 +295,7 @@ def test_the_program_runs_every_method(monkeypatch, tmp_path, capsys):
     texts = [{"text": passage.text} for group in PASSAGES for passage in group]
     (tmp_path / "told.jsonl").write_text("\n".join(map(json.dumps, texts)))
     config = knowledge_retention.Config(
+        methods=("M+", "MemoryLLM", "closed book"),
         samples=4,
         batch=2,
         after=(0, 2),
@@ -279,7 +309,10 @@ def test_the_program_runs_every_method(monkeypatch, tmp_path, capsys):
     knowledge_retention.main(config)
     report = json.loads((tmp_path / "result.json").read_text())
     assert report["distances"] == [0, 2 * C] and not report["trained"]
-    assert len(report["methods"]) == 7 and report["window_tokens"] == 3 * C
+    assert (
+        list(report["methods"]) == [*config.methods]
+        and report["window_tokens"] == 3 * C
+    )
     for result in report["methods"].values():
         for row in result["after"].values():
             assert row["questions"] == 4 and 0 <= row["low"] <= row["high"] <= 1

@@ -12,9 +12,8 @@ from memjax.mechanisms import projections
 from memjax.mechanisms.attention import AttentionState
 from memjax.mechanisms.projections import HeadsConfig
 from memjax.mechanisms.rope import RopeScaling
-from memjax.models import LanguageModel, ModelConfig
+from memjax.models import LanguageModel, ModelConfig, Sampling, generate
 from memjax.models.config import Architecture
-from memjax.models.generate import Sampling, generate
 from memjax.models.snapkv import SnapKVConfig, choose, compact, with_snapkv
 
 B, T, V = 2, 24, 29
