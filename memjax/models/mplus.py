@@ -41,16 +41,15 @@ from memjax.models import (
 )
 from memjax.models.language_model import LanguageModel
 from memjax.models.layers import BlockParams, normalize
-from memjax.models.lora import Target, adapted, freeze, init_changes, targets_in
+from memjax.models.lora import freeze
+from memjax.models.mplus_layers import adapt, init_adapter
 from memjax.models.mplus_state import (
     Initial,
     MPlusConfig,
     MPlusState,
     Reading,
 )
-from memjax.models.sampling import Sampling, draw
-
-TARGETS: tuple[Target, ...] = ("query", "key", "value", "gate", "up", "down")
+from memjax.models.sampling import Sampling
 
 
 class MPlus(nnx.Module):
@@ -73,8 +72,9 @@ class MPlus(nnx.Module):
         self.config = config
         self.backbone = freeze(backbone)
         write_key, read_key, *keys = jax.random.split(key, 5)
-        self.write_adapter = nnx.Param(self._init_adapter(write_key))
-        self.read_adapter = nnx.Param(self._init_adapter(read_key))
+        draw = functools.partial(init_adapter, self.backbone, config.rank)
+        self.write_adapter = nnx.Param(draw(write_key))
+        self.read_adapter = nnx.Param(draw(read_key))
         layers, d = len(backbone.blocks), backbone.width
         # As a text begins; the embedding's mean where no token is known to begin one.
         start = backbone.embedding.get_value().mean(axis=0)
@@ -87,18 +87,6 @@ class MPlus(nnx.Module):
                 retriever.init_retriever, layers, d, config.key_dim
             )
             self.query, self.key, self.encoder_query = map(nnx.Param, map(draw, keys))
-
-    def _init_adapter(self, key):
-        layers = []
-        for i, block in enumerate(self.backbone.blocks):
-            pair = {}
-            for place, name in enumerate(("mixer", "feed_forward")):
-                params = getattr(block, name).get_value()
-                here = jax.random.fold_in(key, 2 * i + place)
-                names = targets_in(params, TARGETS)
-                pair[name] = init_changes(params, names, self.config.rank, here)
-            layers.append(pair)
-        return tuple(layers)
 
     @property
     def vocab_size(self) -> int:
@@ -124,20 +112,7 @@ class MPlus(nnx.Module):
         """The layers' parameters, with the adapter that writes or that which reads."""
         adapter = self.write_adapter if writes else self.read_adapter
         scale = self.config.alpha / self.config.rank
-        found = []
-        for block, changes in zip(
-            self.backbone.blocks, adapter.get_value(), strict=True
-        ):
-            params = block.get_value()
-            found.append(
-                params._replace(
-                    mixer=adapted(params.mixer, changes["mixer"], scale),
-                    feed_forward=adapted(
-                        params.feed_forward, changes["feed_forward"], scale
-                    ),
-                )
-            )
-        return tuple(found)
+        return adapt(self.backbone, adapter.get_value(), scale)
 
     def normed(self, layer: int, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """What the retriever is given: rows after the norm before attention."""
@@ -322,7 +297,7 @@ class MPlus(nnx.Module):
                 `kept` without what they need, or a prompt out of range.
         """
         given = mplus_reading.Given(new, beside_pool, kept, prompt, room)
-        reading, features, _ = self._read(state, tokens, given)
+        reading, features, _ = mplus_reading.read(self, state, tokens, given)
         return reading, self.logits(features)
 
     def trace_read(
@@ -331,7 +306,7 @@ class MPlus(nnx.Module):
         """The logits of `read`, and what happened in its layers."""
         defaults = mplus_reading.Given(None, False, None, None, 0)
         given = defaults._replace(**options)
-        _, features, trace = self._read(state, tokens, given)
+        _, features, trace = mplus_reading.read(self, state, tokens, given)
         return self.logits(features), trace
 
     def read_on(
@@ -367,33 +342,9 @@ class MPlus(nnx.Module):
         self._check(state, prompt)
         check_sizes(max_new_tokens=max_new_tokens)
         graph, params = nnx.split(self)
-        return _generate(graph, max_new_tokens, sampling, params, state, prompt, key)
-
-    def _read(self, state, tokens, given):
-        self._check(state, tokens)
-        b, t = tokens.shape
-        if given.beside_pool and given.new is None:
-            raise ValueError("beside_pool needs new memory, got new=None")
-        count = 0
-        if given.new is not None:
-            count = given.new.shape[2]
-            self.check_rows("new", given.new, b, count)
-            if not 1 <= count <= self.config.pool:
-                raise ValueError(
-                    f"new must have 1 to N={self.config.pool} rows, got {count}"
-                )
-        if given.kept is not None:
-            shape = (b, self.layers, self.config.pool - count)
-            if not given.beside_pool or given.kept.shape != shape:
-                raise ValueError(
-                    f"kept must be [B, L, N - n] = {list(shape)}, with beside_pool, "
-                    f"got {list(given.kept.shape)}, beside_pool={given.beside_pool}"
-                )
-        if given.prompt is not None and not 1 <= given.prompt <= t:
-            raise ValueError(f"prompt must be in [1, T={t}], got {given.prompt}")
-        if given.room < 0:
-            raise ValueError(f"room must be at least 0, got {given.room}")
-        return mplus_reading.read(self, state, tokens, given)
+        return mplus_reading.generate(
+            graph, max_new_tokens, sampling, params, state, prompt, key
+        )
 
     def check_rows(self, name: str, rows: Array, batch: int, count: int) -> None:
         """Raises ValueError unless rows are [B, L, count, D]."""
@@ -427,26 +378,6 @@ def memoryllm(
 ) -> MPlus:
     """MemoryLLM: the pool alone, without a long-term store; see `mplus`."""
     return MPlus(backbone, dataclasses.replace(config, retrieved=0), key=key)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _generate(graph, count, sampling, params, state, prompt, key):
-    model = nnx.merge(graph, params)
-    reading, logits = model.read(state, prompt, room=count - 1)
-
-    def body(carry, key):
-        reading, logits = carry
-        token = draw(logits, key, sampling)
-        reading, logits = model.read_on(reading, token[:, None])
-        return (reading, logits[:, 0]), token
-
-    *keys, last = jax.random.split(key, count)
-    carry = (reading, logits[:, -1])
-    tokens = jnp.zeros((0, prompt.shape[0]), jnp.int32)
-    if keys:
-        carry, tokens = jax.lax.scan(body, carry, jnp.stack(keys))
-    token = draw(carry[1], last, sampling)
-    return jnp.concatenate([tokens, token[None]]).T
 
 
 def _check_backbone(backbone):

@@ -17,12 +17,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax.mechanisms import attend, projections
 from memjax.models.config import ModelConfig
+from memjax.models.language_model import LanguageModel
 from memjax.models.layers import BlockParams, normalize, run_block
+from memjax.models.lora import LowRank, Target, adapted, init_changes, targets_in
 from memjax.models.mixers import heads_config
+
+#: What the adapters change: not the attention's output.
+TARGETS: tuple[Target, ...] = ("query", "key", "value", "gate", "up", "down")
+
+#: Of one layer: of its "mixer" and its "feed_forward", by target.
+Changes = dict[str, dict[str, LowRank]]
 
 
 class Slots(NamedTuple):
@@ -159,3 +167,32 @@ def compress(
 
 def _roll(x, by):
     return jnp.roll(x, by, axis=0)
+
+
+def init_adapter(
+    backbone: LanguageModel, rank: int, key: PRNGKeyArray
+) -> tuple[Changes, ...]:
+    """LoRA on `TARGETS` in every layer, which changes nothing yet."""
+    layers = []
+    for i, block in enumerate(backbone.blocks):
+        changes = {}
+        for place, name in enumerate(("mixer", "feed_forward")):
+            params = getattr(block, name).get_value()
+            here = jax.random.fold_in(key, 2 * i + place)
+            names = targets_in(params, TARGETS)
+            changes[name] = init_changes(params, names, rank, here)
+        layers.append(changes)
+    return tuple(layers)
+
+
+def adapt(
+    backbone: LanguageModel, adapter: tuple[Changes, ...], scale: float
+) -> tuple[BlockParams, ...]:
+    """The layers' parameters, whose matrices know an adapter's changes."""
+    layers = []
+    for block, changes in zip(backbone.blocks, adapter, strict=True):
+        params = block.get_value()
+        mixer = adapted(params.mixer, changes["mixer"], scale)
+        hidden = adapted(params.feed_forward, changes["feed_forward"], scale)
+        layers.append(params._replace(mixer=mixer, feed_forward=hidden))
+    return tuple(layers)

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
 from memjax.models import long_term_store, retriever, segments, short_term_pool
 from memjax.models.layers import normalize
 from memjax.models.mplus_layers import Slots, prefix_slots, read_layer
 from memjax.models.mplus_state import MPlusState, Reading
+from memjax.models.sampling import Sampling, draw
 
 if TYPE_CHECKING:
     from memjax.models.mplus import MPlus
@@ -215,10 +217,40 @@ class Given(NamedTuple):
         return self.new is not None and not self.beside_pool
 
 
+def check(
+    model: "MPlus", state: MPlusState, tokens: Int[Array, "B T"], given: Given
+) -> None:
+    """Raises ValueError on what `MPlus.read` refuses."""
+    segments.check_tokens(tokens, state.held.shape[0], model.vocab_size)
+    b, t = tokens.shape
+    if given.beside_pool and given.new is None:
+        raise ValueError("beside_pool needs new memory, got new=None")
+    count = 0
+    if given.new is not None:
+        count = given.new.shape[2]
+        model.check_rows("new", given.new, b, count)
+        if not 1 <= count <= model.config.pool:
+            raise ValueError(
+                f"new must have 1 to N={model.config.pool} rows, got {count}"
+            )
+    if given.kept is not None:
+        shape = (b, model.layers, model.config.pool - count)
+        if not given.beside_pool or given.kept.shape != shape:
+            raise ValueError(
+                f"kept must be [B, L, N - n] = {list(shape)}, with beside_pool, "
+                f"got {list(given.kept.shape)}, beside_pool={given.beside_pool}"
+            )
+    if given.prompt is not None and not 1 <= given.prompt <= t:
+        raise ValueError(f"prompt must be in [1, T={t}], got {given.prompt}")
+    if given.room < 0:
+        raise ValueError(f"room must be at least 0, got {given.room}")
+
+
 def read(
     model: "MPlus", state: MPlusState, tokens: Int[Array, "B T"], given: Given
 ) -> tuple[Reading, Float[Array, "B T D"], ReadTrace]:
     """A reading of the memory, the open chunk and the tokens; features of the last."""
+    check(model, state, tokens, given)
     run = functools.partial(_read, model, given)
     if given.alone:
         return run(0, state, tokens)
@@ -232,6 +264,7 @@ def read_closed(
     model: "MPlus", state: MPlusState, tokens: Int[Array, "B T"], given: Given
 ) -> tuple[Reading, Float[Array, "B T D"], ReadTrace]:
     """`read` where the caller knows that no row has an open chunk: half the program."""
+    check(model, state, tokens, given)
     return _read(model, given, 0, state, tokens)
 
 
@@ -330,3 +363,32 @@ def _draw_kept(model, state, new):
     rows = model.config.pool
     draw = lambda key: short_term_pool.draw_dropped(key, model.layers, rows, rows - new)
     return jax.vmap(draw)(jax.random.wrap_key_data(state.key))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def generate(
+    graph: Any,
+    count: int,
+    sampling: Sampling,
+    params: Any,
+    state: MPlusState,
+    prompt: Int[Array, "B T"],
+    key: PRNGKeyArray,
+) -> Int[Array, "B n"]:
+    """See `MPlus.generate`; graph and params are of `nnx.split`."""
+    model = nnx.merge(graph, params)
+    reading, logits = model.read(state, prompt, room=count - 1)
+
+    def body(carry, key):
+        reading, logits = carry
+        token = draw(logits, key, sampling)
+        reading, logits = model.read_on(reading, token[:, None])
+        return (reading, logits[:, 0]), token
+
+    *keys, last = jax.random.split(key, count)
+    carry = (reading, logits[:, -1])
+    tokens = jnp.zeros((0, prompt.shape[0]), jnp.int32)
+    if keys:
+        carry, tokens = jax.lax.scan(body, carry, jnp.stack(keys))
+    token = draw(carry[1], last, sampling)
+    return jnp.concatenate([tokens, token[None]]).T
