@@ -21,7 +21,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from memjax import cli_finetune, cli_interop, evaluation, finetune, finetune_config, run
+from memjax import cli_finetune, cli_interop, evaluation, finetune, run
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data import fetch as fetching
 from memjax.data.sources import open_documents
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parse(argv: list[str]) -> Callable[[], int]:
     """The command that the words ask for; a parser's complaint is a ValueError."""
-    presets = {"train": run.presets, "finetune": finetune_config.presets}
+    presets = {"train": run.presets, "finetune": cli_finetune.presets}
     if argv and argv[0] in presets:
         pairs = zip(argv, argv[1:], strict=False)
         for before, word in pairs:

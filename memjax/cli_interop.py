@@ -8,11 +8,13 @@ import tyro
 from memjax import finetune
 from memjax.data import load_tokenizer
 from memjax.data.tokenizer import JsonTokenizer
-from memjax.finetune_run import SECOND_STAGE
+from memjax.finetune_run import later_stage
 from memjax.models import interop, own_format
 from memjax.models.config import Dtype
 from memjax.models.hmt import HMT
 from memjax.models.hmt_checkpoint import save_hmt
+from memjax.models.mplus import MPlus
+from memjax.models.mplus_checkpoint import save_mplus
 from memjax.models.safetensors_folder import require_free
 from memjax.run_folder import CHECKPOINTS
 
@@ -46,11 +48,11 @@ def export_model(
 
     Args:
         source: a run's folder, or a folder that `memjax import` or `export` wrote. HMT
-            goes under the names of its official program.
+            and M+ go under the names of their official programs.
         destination: folder that is written; must not exist, or be empty.
         dtype: of the saved numbers.
     """
-    if not any((source / name).is_dir() for name in (CHECKPOINTS, SECOND_STAGE)):
+    if not (source / CHECKPOINTS).is_dir() and not later_stage(source):
         return _report(interop.convert(source, destination, dtype=dtype), destination)
     require_free(destination)
     config, model = finetune.load_model(source)
@@ -62,6 +64,10 @@ def export_model(
     if isinstance(model, HMT):
         save_hmt(model, destination, file, dtype=dtype)
         print(f"wrote {destination} under HMT's official names: load_hmt loads it")
+        return 0
+    if isinstance(model, MPlus):
+        save_mplus(model, destination, file, dtype=dtype)
+        print(f"wrote {destination} under M+'s official names: load_mplus loads it")
         return 0
     model_type = interop.save_pretrained(model, destination, file, dtype=dtype)
     return _report(model_type, destination)

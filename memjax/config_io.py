@@ -44,6 +44,22 @@ def from_record(kind: type, record: Any, where: str = "config") -> Any:
     return kind(**values)
 
 
+def _kind_of(value: Any, kinds: list[Any]) -> Any:
+    """Of several dataclasses the one that has all of the record's fields."""
+    if not isinstance(value, dict):
+        return kinds[0]
+    has_all = lambda kind: (
+        {*value}
+        <= {
+            f.name
+            for f in (
+                dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+            )
+        }
+    )
+    return next(filter(has_all, kinds), kinds[0])
+
+
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
@@ -51,8 +67,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
-        inner = next(arg for arg in args if arg is not type(None))
-        return _convert(inner, value, where)
+        kinds = [arg for arg in args if arg is not type(None)]
+        return _convert(_kind_of(value, kinds), value, where)
     if origin is tuple and isinstance(value, list):
         items = args[:1] * len(value) if args[-1] is Ellipsis else args
         if len(items) != len(value):

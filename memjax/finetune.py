@@ -1,7 +1,7 @@
-"""Fine-tuning a pretrained backbone, with HMT or RMT memory or with a window.
+"""Fine-tuning a pretrained backbone, with HMT, RMT or M+ memory or with a window.
 
     finetune(config, backbone, run_dir)                one stage
-    finetune_two_stages(config, backbone, run_dir)     both stages of HMT
+    finetune_stages(stages, backbone, run_dir)         both stages of HMT, three of M+
 
 A run's folder is whole: its checkpoints hold the backbone too, frozen or not, and
 `load(run_dir)` needs no other file. The same call again goes on bit for bit; with a
@@ -10,71 +10,50 @@ backbone or a first stage of other parameters it is refused, by their digests.
 
 import dataclasses
 import functools
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import jax
-import numpy as np
 from flax import nnx
-from jaxtyping import PyTree
 
 from memjax import run
 from memjax.config_io import to_record
-from memjax.data import Tokenizer, load_tokenizer
-from memjax.data.tokenizer import parse_tokenizer
+from memjax.data import Tokenizer
+from memjax.data.lesson_batches import Lessons
 from memjax.finetune_config import FinetuneConfig, TwoStageConfig
+from memjax.finetune_mplus import MPlusStage
 from memjax.finetune_run import (
     SECOND_STAGE,
     TOKENIZER_FILE,
     FinetuneRun,
     first_state,
-    second_stage,
     structure,
-    wrap,
 )
 from memjax.finetune_run import load as load
 from memjax.finetune_run import load_model as load_model
-from memjax.models import LanguageModel, interop
-from memjax.models.hmt import HMT
-from memjax.models.lora import merge_lora
-from memjax.run_folder import CHECKPOINTS, claim
+from memjax.finetune_start import digest as digest
+from memjax.finetune_start import load_backbone as load_backbone
+from memjax.finetune_start import starting_point
+from memjax.models.mplus import MPlus
+from memjax.run_folder import claim
 from memjax.training import loop, sharding
 from memjax.training.integrity import write_atomically
-from memjax.training.loop_config import Outcome
+from memjax.training.loop_config import DataIterator, Outcome
+from memjax.training.mplus_step import make_task_steps
 from memjax.training.optimizer import optimizer
 from memjax.training.resume import FREE_FIELDS
 from memjax.training.step import make_train_step
 
 FIRST_STAGE = "stage1"
+#: What a target that repeats the chunks before it begins with.
+INSTRUCTION = "Repeat:"
 #: Fields of a `FinetuneRun` that may differ between a run and its continuation.
 FREE = frozenset(f"config.{name}" for name in FREE_FIELDS)
 
 
-class StoredTokenizer(NamedTuple):
-    """A tokenizer as a run's folder names it, and keeps it unless it is shipped."""
-
-    name: str
-    file: bytes | None
-
-    def parse(self) -> Tokenizer:
-        """The tokenizer itself."""
-        if self.file is None:
-            return load_tokenizer(self.name)
-        return parse_tokenizer(self.file, self.name)
-
-
-class Backbone(NamedTuple):
-    """A pretrained model, what its tokens mean, and the digest of its parameters."""
-
-    model: LanguageModel
-    tokenizer: StoredTokenizer
-    digest: str
-
-
 def finetune(
-    config: FinetuneConfig,
+    config: FinetuneConfig | MPlusStage,
     backbone: Path | None,
     run_dir: Path,
     start: Path | None = None,
@@ -86,17 +65,18 @@ def finetune(
         backbone: a run's folder, a Hugging Face folder or a GGUF file; may be None
             where `start` is given, whose run holds it.
         run_dir: the run's folder.
-        start: folder of a run without retrieval (stage 1), whose backbone and first
-            memory this one starts from; the parameters of the retrieval are new.
+        start: folder of the stage before. HMT: a run without retrieval, whose backbone
+            and first memory this one starts from; the parameters of the retrieval are
+            new. M+: all that it learned; a retriever that it had not is new.
 
     Raises:
         ValueError: on a backbone or a start that cannot be, a run of another
             configuration or backbone in `run_dir`; see `memjax.training.loop.train`.
     """
-    described, variables, stored = _starting_point(config, backbone, start)
+    described, variables, stored = starting_point(config, backbone, start)
     tokenizer = stored.parse()
     mesh = sharding.make_mesh(config.mesh)
-    data = run.batches(described, run.load_split(described, tokenizer, "train"))
+    data = _batches(described, tokenizer)
     claim(described, run_dir, FREE)
     if stored.file is not None and jax.process_index() == 0:
         write_atomically(run_dir / TOKENIZER_FILE, stored.file.decode())
@@ -104,7 +84,7 @@ def finetune(
     if config.loop.evaluate_every:
         evaluate = run.validation(described, tokenizer, structure(described))
     create, step = _programs(_anonymous(described), mesh)
-    state = create(variables)
+    state = create(variables, jax.random.key(config.seed))
     # The state is a copy, and the loop must be the only one to hold one.
     del variables
     _, outcome = loop.train(
@@ -114,7 +94,7 @@ def finetune(
         config.loop,
         run_dir,
         config_record=to_record(described),
-        tokens_per_step=config.data.batch_size * config.context_length,
+        tokens_per_step=config.data.batch_size * _tokens_read(config),
         evaluate=evaluate,
         may_change=FREE,
     )
@@ -128,126 +108,56 @@ def finetune_two_stages(
 
     Interrupted anywhere, the same call goes on there.
     """
-    first = run_dir / FIRST_STAGE
-    outcome = finetune(config.stage1, backbone, first)
-    if outcome.reason != "finished":
-        return outcome
-    return finetune(config.stage2, backbone, run_dir / SECOND_STAGE, start=first)
+    stages = ((FIRST_STAGE, config.stage1), (SECOND_STAGE, config.stage2))
+    return finetune_stages(stages, backbone, run_dir)
 
 
-def load_backbone(path: Path) -> Backbone:
-    """Reads a pretrained model.
+def finetune_stages(
+    stages: Iterable[tuple[str, FinetuneConfig | MPlusStage]],
+    backbone: Path,
+    run_dir: Path,
+) -> Outcome:
+    """Stages under their names in `run_dir`, each from where the one before ended.
 
-    Args:
-        path: folder of a memjax run, Hugging Face folder, or GGUF file.
+    Interrupted anywhere, the same call goes on there.
 
     Raises:
-        ValueError: if there is no model or no tokenizer, or it has a memory already.
+        ValueError: as `finetune`, or without stages.
     """
-    if (path / CHECKPOINTS).is_dir() or (path / SECOND_STAGE).is_dir():
-        config, model = load_model(path)
-        if not isinstance(model, LanguageModel):
-            raise ValueError(
-                f"backbone={str(path)!r} must be a plain model, but that run has a "
-                "memory: give its own backbone, or its folder as start"
-            )
-        model, tokenizer = merge_lora(model), _stored(config.data.tokenizer)
-    elif path.exists():
-        model, file = interop.load_pretrained(path)
-        if file is None:
-            raise ValueError(
-                f"backbone={str(path)!r} has no tokenizer: put its tokenizer.json "
-                "beside it"
-            )
-        tokenizer = StoredTokenizer(TOKENIZER_FILE, file)
-    else:
-        raise ValueError(
-            f"backbone={str(path)!r} must be the folder of a run, a Hugging Face "
-            "folder or a GGUF file; there is nothing there"
-        )
-    return Backbone(model, tokenizer, digest(model))
+    start, outcome = None, None
+    for name, config in stages:
+        outcome = finetune(config, backbone, run_dir / name, start)
+        if outcome.reason != "finished":
+            return outcome
+        start = run_dir / name
+    if outcome is None:
+        raise ValueError("stages must be at least one, got none")
+    return outcome
 
 
-def digest(model: nnx.Module) -> str:
-    """SHA-256 over names, shapes and values of a model's parameters."""
-    found = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model)):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        found.update(f"{name} {leaf.dtype} {leaf.shape}\n".encode())
-        found.update(np.ascontiguousarray(leaf).data)
-    return found.hexdigest()
-
-
-def _stored(name: str) -> StoredTokenizer:
-    if name in ("bytes", "bpe4k"):
-        return StoredTokenizer(name, None)
-    return StoredTokenizer(TOKENIZER_FILE, Path(name).expanduser().read_bytes())
-
-
-def _starting_point(
-    config: FinetuneConfig, backbone: Path | None, start: Path | None
-) -> tuple[FinetuneRun, PyTree, StoredTokenizer]:
-    """The description of the run, its first variables, its tokenizer."""
-    key = jax.random.key(config.seed)
-    if start is not None:
-        before, trained = _first_stage(config, backbone, start)
-        stored = _stored(before.tokenizer)
-        described = dataclasses.replace(
-            before,
-            config=config,
-            tokenizer=stored.name,
-            start_digest=digest(trained),
-        )
-        return described, nnx.state(second_stage(described, trained, key)), stored
-    if backbone is None:
-        raise ValueError("backbone=None must be a path where start is not given")
-    model, stored, identity = load_backbone(backbone)
-    tokenizer = stored.parse()
-    if tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"backbone={str(backbone)!r} has a vocabulary of {model.vocab_size}, its "
-            f"tokenizer has {tokenizer.vocab_size} ids"
-        )
-    described = FinetuneRun(
-        config, model.config, stored.name, tokenizer.digest, identity
+def _batches(described: FinetuneRun, tokenizer: Tokenizer) -> DataIterator:
+    config = described.config
+    documents = run.load_split(described, tokenizer, "train")
+    if not isinstance(config, MPlusStage):
+        return run.batches(described, documents)
+    return Lessons(
+        documents,
+        config.tasks,
+        config.memory.chunk,
+        config.data.batch_size,
+        config.seed,
+        tokenizer.encode(INSTRUCTION),
+        shard_index=jax.process_index(),
+        shard_count=jax.process_count(),
+        vocab_size=described.model.vocab_size,
     )
-    return described, nnx.state(wrap(config, model, key)), stored
 
 
-def _first_stage(
-    config: FinetuneConfig, backbone: Path | None, start: Path
-) -> tuple[FinetuneRun, HMT]:
-    """The run that a second stage starts from, if it can."""
-    if config.memory != "hmt" or not config.hmt.retrieval:
-        raise ValueError(
-            f"start={str(start)!r} needs memory='hmt' and hmt.retrieval=True, got "
-            f"memory={config.memory!r} and {config.hmt.retrieval}"
-        )
-    before, model = load(start)
-    if not isinstance(model, HMT) or model.config.retrieval:
-        found = "retrieval" if isinstance(model, HMT) else "no memory"
-        raise ValueError(
-            f"start={str(start)!r} must be a run of stage 1, HMT without retrieval; "
-            f"that run has {found}"
-        )
-    for name in ("train", "lora"):
-        old, new = getattr(before.config, name), getattr(config, name)
-        if old != new:
-            raise ValueError(f"{name}={new!r} must be that of the start, {old!r}")
-    if backbone is None:
-        return before, model
-    given = load_backbone(backbone)
-    if given.model.width != model.width:
-        raise ValueError(
-            f"start={str(start)!r} must have the backbone's width of "
-            f"{given.model.width}, got {model.width}"
-        )
-    if given.digest != before.backbone_digest:
-        raise ValueError(
-            f"start={str(start)!r} must have been trained on "
-            f"backbone={str(backbone)!r}; its backbone had other parameters"
-        )
-    return before, model
+def _tokens_read(config: FinetuneConfig | MPlusStage) -> int:
+    """Tokens of a row of a step that are read: of M+'s tasks the target."""
+    if isinstance(config, MPlusStage):
+        return config.tasks.target
+    return config.context_length
 
 
 @functools.lru_cache(maxsize=8)
@@ -255,10 +165,20 @@ def _programs(described: FinetuneRun, mesh: Any) -> tuple[Callable, Callable]:
     """How a state is made of variables, and the update."""
     config, model = described.config, structure(described)
     create = functools.partial(first_state, described)
-    layout = sharding.shardings(mesh, jax.eval_shape(create, nnx.state(model)))
+    shapes = jax.eval_shape(create, nnx.state(model), jax.random.key(0))
+    layout = sharding.shardings(mesh, shapes)
     transform = optimizer(config.optimizer, config.loop.steps)
-    update = make_train_step(model, transform, config.step)
-    return jax.jit(create, out_shardings=layout), run.on_mesh(update, layout, mesh)
+    if isinstance(config, MPlusStage):
+        # The model is M+, as the configuration says.
+        tasks = make_task_steps(cast(MPlus, model), transform, config.tasks.prompt)
+        steps = {
+            task: run.on_mesh(update, layout, mesh) for task, update in tasks.items()
+        }
+        step = lambda state, given: steps[given.task](state, given.lesson)
+    else:
+        update = make_train_step(model, transform, config.step)
+        step = run.on_mesh(update, layout, mesh)
+    return jax.jit(create, out_shardings=layout), step
 
 
 def _anonymous(described: FinetuneRun) -> FinetuneRun:

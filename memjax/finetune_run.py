@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -10,18 +11,23 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from memjax import run
 from memjax.finetune_config import FinetuneConfig
+from memjax.finetune_mplus import MPlusStage
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt import HMT, hmt
 from memjax.models.language_model import with_config
 from memjax.models.lora import add_lora
+from memjax.models.mplus import MPlus, mplus
 from memjax.models.windowed import with_window
 from memjax.run import DataConfig
 from memjax.run_folder import CONFIG_FILE, newest_state, read_config
+from memjax.training.mplus_step import init_task_state
 from memjax.training.optimizer import optimizer
 from memjax.training.step import TrainState, init_train_state, model_of
 
 SECOND_STAGE = "stage2"
+LATER_STAGES = ("stage3", SECOND_STAGE)
 TOKENIZER_FILE = "tokenizer.json"
+Model = HMT | MPlus | LanguageModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +41,11 @@ class FinetuneRun:
             replaces by its path.
         tokenizer_digest: two tokenizers with one digest encode alike.
         backbone_digest: of the parameters of the backbone as it came.
-        start_digest: of the parameters that stage 1 ended with; empty without one.
+        start_digest: of the parameters that the stage before ended with; empty without
+            one.
     """
 
-    config: FinetuneConfig
+    config: FinetuneConfig | MPlusStage
     model: ModelConfig
     tokenizer: str
     tokenizer_digest: str
@@ -60,30 +67,34 @@ class FinetuneRun:
         return self.config.seed
 
 
-def load(run_dir: Path) -> tuple[FinetuneRun, HMT | LanguageModel]:
+def later_stage(run_dir: Path) -> Path | None:
+    """The folder of the last stage but the first that lies in a folder, if any does."""
+    folders = (run_dir / name for name in LATER_STAGES)
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def load(run_dir: Path) -> tuple[FinetuneRun, Model]:
     """A fine-tuning run and its newest good checkpoint's model.
 
-    Where both stages lie in the folder, the second. Adapters are still apart:
+    Where several stages lie in the folder, the last. Adapters are still apart:
     `merge_lora` joins them.
 
     Raises:
         ValueError: if the folder is no such run, or its checkpoint is unreadable.
     """
-    if (run_dir / SECOND_STAGE).is_dir():
-        run_dir = run_dir / SECOND_STAGE
+    run_dir = later_stage(run_dir) or run_dir
     described: FinetuneRun = read_config(FinetuneRun, run_dir)
     if described.tokenizer == TOKENIZER_FILE:
         here = str(run_dir / TOKENIZER_FILE)
         described = dataclasses.replace(described, tokenizer=here)
     model = structure(described)
     create = functools.partial(first_state, described)
-    state = newest_state(run_dir, jax.eval_shape(create, nnx.state(model)))
+    shapes = jax.eval_shape(create, nnx.state(model), jax.random.key(0))
+    state = newest_state(run_dir, shapes)
     return described, model_of(nnx.graphdef(model), state)
 
 
-def load_model(
-    run_dir: Path,
-) -> tuple[run.RunConfig | FinetuneRun, HMT | LanguageModel]:
+def load_model(run_dir: Path) -> tuple[run.RunConfig | FinetuneRun, Model]:
     """The newest model of any run, trained from scratch or fine-tuned.
 
     Raises:
@@ -91,12 +102,12 @@ def load_model(
     """
     file = run_dir / CONFIG_FILE
     finetuned = file.is_file() and '"backbone_digest"' in file.read_text()
-    if finetuned or (run_dir / SECOND_STAGE).is_dir():
+    if finetuned or later_stage(run_dir):
         return load(run_dir)
     return run.load_model(run_dir)
 
 
-def structure(described: FinetuneRun) -> HMT | LanguageModel:
+def structure(described: FinetuneRun) -> Model:
     """The run's model with shapes for parameters."""
     key = jax.random.key(0)
     return nnx.eval_shape(
@@ -104,24 +115,31 @@ def structure(described: FinetuneRun) -> HMT | LanguageModel:
     )
 
 
-def first_state(described: FinetuneRun, variables: PyTree) -> TrainState:
-    """The state that a run starts from, of its model's variables."""
+def first_state(
+    described: FinetuneRun, variables: PyTree, key: PRNGKeyArray
+) -> TrainState:
+    """The state that a run starts from, of its model's variables.
+
+    `key` is of the random numbers of a memory that training carries.
+    """
     config = described.config
-    return init_train_state(
-        nnx.merge(nnx.graphdef(structure(described)), variables),
-        optimizer(config.optimizer, config.loop.steps),
-        config.step,
-        config.data.batch_size,
-    )
+    model: Any = nnx.merge(nnx.graphdef(structure(described)), variables)
+    transform = optimizer(config.optimizer, config.loop.steps)
+    rows = config.data.batch_size
+    if isinstance(config, MPlusStage):
+        return init_task_state(model, transform, rows, config.tasks.target, key)
+    return init_train_state(model, transform, config.step, rows)
 
 
 def wrap(
-    config: FinetuneConfig, backbone: LanguageModel, key: PRNGKeyArray
-) -> HMT | LanguageModel:
+    config: FinetuneConfig | MPlusStage, backbone: LanguageModel, key: PRNGKeyArray
+) -> Model:
     """The model that a stage trains, made from a plain backbone."""
     lora_key, memory_key = jax.random.split(key)
     if config.dtype is not None:
         backbone = with_config(backbone, dtype=config.dtype)
+    if isinstance(config, MPlusStage):
+        return mplus(backbone, config.memory, key=memory_key)
     if config.memory == "window":
         backbone = _limited(backbone, config.window)
     if config.train == "lora":
@@ -131,8 +149,19 @@ def wrap(
     return hmt(backbone, config.hmt, key=memory_key)
 
 
-def second_stage(described: FinetuneRun, trained: HMT, key: PRNGKeyArray) -> HMT:
-    """A new memory on the backbone and with the first memory of stage 1."""
+def next_stage(described: FinetuneRun, trained: Any, key: PRNGKeyArray) -> Model:
+    """The model of a stage that starts from what the one before trained.
+
+    HMT: a new memory on its backbone and with its first memory. M+: all that it
+    learned; a retriever that it had not is new, and the memory empty.
+    """
+    config = described.config
+    if isinstance(config, MPlusStage):
+        model = wrap(config, trained.backbone, key)
+        for name, value in vars(trained).items():
+            if isinstance(value, nnx.Param):
+                setattr(model, name, value)
+        return model
     _, memory_key = jax.random.split(key)
     # The backbone as it came: stage 1's has caches of its segments' length.
     backbone = with_config(
@@ -140,9 +169,9 @@ def second_stage(described: FinetuneRun, trained: HMT, key: PRNGKeyArray) -> HMT
         mixers=described.model.mixers,
         capacity=described.model.capacity,
         remat=described.model.remat,
-        dtype=described.config.dtype or described.model.dtype,
+        dtype=config.dtype or described.model.dtype,
     )
-    model = hmt(backbone, described.config.hmt, key=memory_key)
+    model = hmt(backbone, config.hmt, key=memory_key)
     model.initial_memory = trained.initial_memory
     return model
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from memjax import cli, finetune, run
+from memjax import cli, finetune, finetune_start, run
 from memjax.finetune_config import (
     PAPER_SIZES,
     FinetuneConfig,
@@ -121,7 +121,7 @@ def test_stage_2_keeps_backbone_and_first_memory_and_draws_the_rest(base, whole)
     described, trained = finetune.load(whole / "stage1")
     assert isinstance(trained, HMT) and not trained.config.retrieval
     config = stages(base[1]).stage2
-    before, variables, _ = finetune._starting_point(config, None, whole / "stage1")
+    before, variables, _ = finetune_start.starting_point(config, None, whole / "stage1")
     state = nnx.to_pure_dict(variables)
     kept = nnx.to_pure_dict(nnx.state(trained))
     for name in ("backbone", "initial_memory"):

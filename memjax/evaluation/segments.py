@@ -15,10 +15,11 @@ from jaxtyping import Array, Float, Int, Int64
 from memjax.evaluation.perplexity import Losses
 from memjax.models.hmt import HMT
 from memjax.models.language_model import LanguageModel
+from memjax.models.mplus import MPlus
 from memjax.training.loss import first_scored, scored
 
 
-def causal(model: LanguageModel | HMT, losses: Losses) -> Losses:
+def causal(model: LanguageModel | HMT | MPlus, losses: Losses) -> Losses:
     """Losses of which only those count that no logit has seen before: `scored`.
 
     All of them, unless the model is an HMT whose summary reads ahead.

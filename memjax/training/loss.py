@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from memjax.models.hmt import HMT
 from memjax.models.language_model import LanguageModel
+from memjax.models.mplus import MPlus
 
 LOGITS_AT_A_TIME = 2**25
 
@@ -86,7 +87,7 @@ def scored(length: int, segment: int, first: int) -> Float32[np.ndarray, " T"]:
     return (place >= first).astype(np.float32)
 
 
-def first_scored(model: LanguageModel | HMT) -> int:
+def first_scored(model: LanguageModel | HMT | MPlus) -> int:
     """Tokens at the start of a segment whose logits may have seen them.
 
     j of an HMT whose search reads ahead, else 0.

@@ -128,29 +128,47 @@ def make_train_step(
             memory = model_of(graph, state).reset(state.memory, batch.reset)
         batch = batch._replace(mask=_counted(model, config, batch.mask))
         loss, memory, gradients = _gradients(graph, config, state, memory, batch)
-        norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        updates, new_optimizer = optimizer.update(
-            gradients, state.optimizer, state.params
-        )
-        new = TrainState(
-            step=state.step,
-            params=optax.apply_updates(state.params, updates),
-            optimizer=new_optimizer,
-            memory=memory if config.carry_memory else (),
-            frozen=(),
-        )
-        old = state._replace(frozen=())
-        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-        new = new._replace(step=state.step + 1, frozen=state.frozen)
-        metrics = {
-            "loss": loss,
-            "gradient_norm": norm,
-            "finite": finite.astype(jnp.float32),
-        }
-        return new, metrics
+        memory = memory if config.carry_memory else ()
+        return update(optimizer, state, loss, memory, gradients)
 
     return train_step
+
+
+def update(
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    loss: Scalar,
+    memory: PyTree,
+    gradients: PyTree,
+) -> tuple[TrainState, Metrics]:
+    """The state after a step, and its metrics; see `make_train_step`.
+
+    Args:
+        optimizer: as the state was made with.
+        state: before the step.
+        loss: of the step.
+        memory: after it.
+        gradients: of the loss, by `state.params`.
+    """
+    norm = optax.tree.norm(gradients)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    updates, new_optimizer = optimizer.update(gradients, state.optimizer, state.params)
+    new = TrainState(
+        step=state.step,
+        params=optax.apply_updates(state.params, updates),
+        optimizer=new_optimizer,
+        memory=memory,
+        frozen=(),
+    )
+    old = state._replace(frozen=())
+    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    new = new._replace(step=state.step + 1, frozen=state.frozen)
+    metrics = {
+        "loss": loss,
+        "gradient_norm": norm,
+        "finite": finite.astype(jnp.float32),
+    }
+    return new, metrics
 
 
 def _counted(model, config, mask):
