@@ -38,7 +38,6 @@ from memjax.data import (
     read_questions,
 )
 from memjax.evaluation import plots
-from memjax.models import LanguageModel
 from memjax.models.mplus import MPlus, mplus
 from memjax.models.mplus_state import MPlusConfig
 from retention_samples import book_passages, make_samples
@@ -65,7 +64,7 @@ SCALES: dict[Preset, Scale] = {
     # A pool that has forgotten most of a fact after some six pieces.
     "cpu": Scale(
         MPlusConfig(tokens=64, pool=256, retrieved=64, store=2_048, key_dim=64),
-        24,
+        20,
         (0, 1, 2, 4, 8),
     ),
     "paper": Scale(MPlusConfig(), 100, tuple(range(313))),
@@ -83,6 +82,8 @@ class Config:
         backbone: "smollm2", or what `memjax finetune` takes as a backbone.
         model: folder of a fine-tuned M+, whose backbone counts then; none is an
             untrained M+ of the preset's sizes.
+        memoryllm: folder of a fine-tuned MemoryLLM on the same backbone; none is M+
+            without its store, whose pool has the retrieved rows' place too.
         samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
         batch: facts side by side.
         lengths: of questions: facts are those whose questions have one of the so many
@@ -106,6 +107,7 @@ class Config:
     methods: tuple[Name, ...] = get_args(Name)
     backbone: str = "smollm2"
     model: Path | None = None
+    memoryllm: Path | None = None
     samples: int = 0
     batch: int = 4
     lengths: int = 4
@@ -194,13 +196,7 @@ def main(config: Config) -> None:
 def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
     """M+ with its backbone and tokenizer, and whether it has been trained."""
     if config.model is not None:
-        stored, model = finetune.load_model(config.model)
-        if not isinstance(model, MPlus):
-            raise ValueError(
-                f"model={str(config.model)!r} must be a fine-tuned M+, "
-                f"got {type(model).__name__}"
-            )
-        return model, load_tokenizer(stored.data.tokenizer), True
+        return *load_trained("model", config.model), True
     if config.backbone == "smollm2":
         import pretrained
 
@@ -208,10 +204,20 @@ def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
     else:
         path = Path(config.backbone)
     found = finetune.load_backbone(path)
-    assert isinstance(found.model, LanguageModel)
     memory = SCALES[config.preset].memory
     model = mplus(found.model, memory, key=jax.random.key(config.seed))
     return model, found.tokenizer.parse(), False
+
+
+def load_trained(name: str, folder: Path) -> tuple[MPlus, Tokenizer]:
+    """A fine-tuned M+ or MemoryLLM and its tokenizer; `name` is the option's."""
+    described, model = finetune.load_model(folder)
+    if not isinstance(model, MPlus):
+        raise ValueError(
+            f"{name}={str(folder)!r} must be a fine-tuned M+ or MemoryLLM, "
+            f"got {type(model).__name__}"
+        )
+    return model, load_tokenizer(described.data.tokenizer)
 
 
 def passages(config: Config) -> list[list[Passage]]:
@@ -244,7 +250,15 @@ def build(
         case "M+":
             return methods.LatentMemory(model)
         case "MemoryLLM":
-            return methods.LatentMemory(methods.without_store(model))
+            if config.memoryllm is None:
+                return methods.LatentMemory(methods.without_store(model))
+            other, its_own = load_trained("memoryllm", config.memoryllm)
+            if its_own.digest != tokenizer.digest:
+                raise ValueError(
+                    f"memoryllm={str(config.memoryllm)!r} must have the tokenizer of "
+                    "the others, it has another"
+                )
+            return methods.LatentMemory(other)
         case "full":
             told = (config.scale.after[-1] + 1) * piece
             if config.carry:

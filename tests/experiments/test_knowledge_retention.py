@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 import knowledge_retention
 import mplus_retention as retention
 import retention_methods as methods
+from memjax import finetune
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import mplus
@@ -284,6 +286,38 @@ def test_every_method_can_be_built():
     carried = dataclasses.replace(config, carry=True)
     assert build("full", carried).longest == 6 * C + 60
     assert build("full", dataclasses.replace(carried, samples=8)).longest == 400
+
+
+def test_fine_tuned_models_are_loaded(monkeypatch, tmp_path):
+    stored = lambda name, model: (
+        lambda folder: (
+            SimpleNamespace(data=SimpleNamespace(tokenizer=name)),
+            model,
+        )
+    )
+    config = knowledge_retention.Config(model=tmp_path, memoryllm=tmp_path)
+    monkeypatch.setattr(finetune, "load_model", stored("bytes", MODEL))
+    model, tokenizer, trained = knowledge_retention.load(config)
+    assert model is MODEL and trained and tokenizer.digest == BYTES.digest
+    build = lambda: knowledge_retention.build("MemoryLLM", config, MODEL, BYTES, 1, 1)
+    built = build()
+    assert isinstance(built, methods.LatentMemory) and built.model is MODEL
+    monkeypatch.setattr(finetune, "load_model", stored("bpe4k", MODEL))
+    with pytest.raises(ValueError, match="memoryllm=.* must have the tokenizer"):
+        build()
+    monkeypatch.setattr(finetune, "load_model", stored("bytes", BACKBONE))
+    with pytest.raises(ValueError, match="model=.* must be a fine-tuned M"):
+        knowledge_retention.load(config)
+
+
+def test_a_backbone_gets_an_untrained_memory(monkeypatch):
+    tokenizer = SimpleNamespace(parse=lambda: BYTES)
+    found = SimpleNamespace(model=BACKBONE, tokenizer=tokenizer)
+    monkeypatch.setattr(finetune, "load_backbone", lambda path: found)
+    config = knowledge_retention.Config(backbone="somewhere")
+    model, _, trained = knowledge_retention.load(config)
+    assert not trained
+    assert model.config == knowledge_retention.SCALES["cpu"].memory
 
 
 def test_the_program_says_how_it_scored(monkeypatch, tmp_path, capsys):
