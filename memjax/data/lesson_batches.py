@@ -136,7 +136,7 @@ class Lessons:
         made = [
             lay_out(
                 tokens,
-                row,
+                row.tolist(),
                 self._chunk,
                 c.target,
                 self._instruction if writes and again else None,
