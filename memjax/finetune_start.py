@@ -17,6 +17,7 @@ from memjax.finetune_mplus import MPlusStage
 from memjax.finetune_run import (
     TOKENIZER_FILE,
     FinetuneRun,
+    Model,
     later_stage,
     load,
     load_model,
@@ -166,7 +167,7 @@ def _hmt_before(config: FinetuneConfig, start: Path) -> tuple[FinetuneRun, HMT]:
         )
     before, model = load(start)
     if not isinstance(model, HMT) or model.config.retrieval:
-        found = "retrieval" if isinstance(model, HMT) else "no memory"
+        found = "retrieval" if isinstance(model, HMT) else _kind(model)
         raise ValueError(
             f"start={str(start)!r} must be a run of stage 1, HMT without retrieval; "
             f"that run has {found}"
@@ -183,7 +184,7 @@ def _mplus_before(config: MPlusStage, start: Path) -> tuple[FinetuneRun, MPlus]:
     if not isinstance(model, MPlus):
         raise ValueError(
             f"start={str(start)!r} must be a run of M+ or MemoryLLM; that run has "
-            f"{'HMT' if isinstance(model, HMT) else 'no memory'}"
+            f"{_kind(model)}"
         )
     fixed = ["tokens", "rank", "alpha"]
     if model.config.retrieved and config.memory.retrieved:
@@ -193,3 +194,8 @@ def _mplus_before(config: MPlusStage, start: Path) -> tuple[FinetuneRun, MPlus]:
         if old != new:
             raise ValueError(f"memory.{name}={new} must be that of the start, {old}")
     return before, model
+
+
+def _kind(model: Model) -> str:
+    """What a run has for a memory."""
+    return {HMT: "HMT", MPlus: "M+"}.get(type(model), "no memory")
