@@ -32,7 +32,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
-from memjax.models import segments
+from memjax.models import hmt_tokens, segments
 from memjax.models.hmt_state import HMTConfig, HMTState, Memories, SegmentTrace, nothing
 from memjax.models.language_model import LanguageModel
 from memjax.models.memory_search import filled, search
@@ -142,7 +142,7 @@ class HMT(nnx.Module):
         """
         self._check(state, tokens, mask)
         if tokens.shape[1] == 1:
-            return self._read_token(state, tokens, mask)
+            return hmt_tokens.read_token(self, state, tokens, mask)
         return self._read_segments(False, state, tokens, mask)[:2]
 
     def trace(
@@ -218,7 +218,7 @@ class HMT(nnx.Module):
         )
         last = jax.tree.map(lambda x: x[-1], cuts)
         graph, parameters = nnx.split(self)
-        run = lambda p, *cut: nnx.merge(graph, p)._run_alone(every, *cut)
+        run = lambda p, *cut: nnx.merge(graph, p).run_alone(every, *cut)
         if activations == "offload":
             run = segments.kept(activations, run)
         skip = lambda p, *cut: (cut[0], nothing(cut[0], size, dtype))
@@ -228,7 +228,7 @@ class HMT(nnx.Module):
         join = lambda a, b: jnp.concatenate([a, b[None]])
         return memories, *jax.tree.map(join, found, more)
 
-    def _run_alone(self, every, memories, cut):
+    def run_alone(self, every, memories, cut):
         """One segment with its own summary."""
         alone = jax.tree.map(lambda x: x[None], cut)
         summary = self._summaries(every, memories.held, alone)[0]
@@ -240,8 +240,8 @@ class HMT(nnx.Module):
         tokens, visible, known, summary = cut
         words = self.backbone.embed(tokens)
         searching = summary if c.reads_ahead else memories.summary
-        prompt, scores = self._search(memories, searching)
-        x, start = self._augment(memories, prompt, words)
+        prompt, scores = self.search(memories, searching)
+        x, start = self.augment(memories, prompt, words)
         x = segments.put(x, start + known, prompt.astype(x.dtype))
         mask = None
         if visible is not None:
@@ -293,7 +293,7 @@ class HMT(nnx.Module):
         c, n = self.config, cuts[0].shape[0]
         if n == 0:
             return jnp.zeros((0, cuts[0].shape[1], self.width), jnp.float32)
-        some = jax.vmap(lambda cut: self._summarise(*cut))
+        some = jax.vmap(lambda cut: self.summarise(*cut))
         some = segments.kept(c.activations, some)
         together = n if c.activations == "keep" else max(1, c.segment // c.summary)
         whole = n - n % min(together, n)
@@ -304,7 +304,7 @@ class HMT(nnx.Module):
             return done
         return jnp.concatenate([done, some(jax.tree.map(lambda x: x[whole:], cuts))])
 
-    def _summarise(self, tokens, visible, known):
+    def summarise(self, tokens, visible, known):
         """(1) S: the backbone's last state over [T, the first tokens, T]."""
         j = self.config.summary
         words = self.backbone.embed(tokens[:, :j])
@@ -322,7 +322,7 @@ class HMT(nnx.Module):
         y = self.backbone.encode(x, mask)
         return segments.take(y, first[:, None])[:, 0].astype(jnp.float32)
 
-    def _search(self, memories, summary):
+    def search(self, memories, summary):
         """(2)(3) P and the scores; M_init where there is no memory yet."""
         bank, held = memories.bank, memories.held
         if self.config.retrieval:
@@ -334,7 +334,7 @@ class HMT(nnx.Module):
         initial = self.initial_memory.get_value()[None]
         return jnp.where(held[:, None] > 0, found, initial), scores
 
-    def _augment(self, memories, prompt, words):
+    def augment(self, memories, prompt, words):
         """(4) [P, sensory, words, room for P] and where each row's words start."""
         k = self.config.sensory
         parts = [prompt[:, None].astype(words.dtype), words]
@@ -364,78 +364,7 @@ class HMT(nnx.Module):
             searched=is_open & self.config.reads_ahead,
             backbone=self.backbone.init_state(filled.shape[0]),
         )
-        return self._reread(state, prompt, length - 1, is_open)
-
-    def _reread(self, state, prompt, most, rows):
-        """Gives `rows` the backbone's state after P, sensory and their open tokens.
-
-        `most` bounds the tokens that such a row has.
-        """
-
-        def read(state):
-            words = self.backbone.embed(state.tokens[:, : max(most, 1)])
-            x, start = self._augment(state.memories, prompt, words)
-            x, lengths = x[:, :-1], start + jnp.minimum(state.filled, most)
-            mask = None
-            if state.visible is not None:
-                visible = state.visible[:, : words.shape[1]]
-                mask = segments.mask(visible, start, state.filled, x.shape[1])
-            empty = self.backbone.init_state(state.filled.shape[0])
-            after = self.backbone.read_ragged(empty, x, lengths, mask)
-            return mechanisms.reset(state.backbone, after, rows)
-
-        backbone = jax.lax.cond(jnp.any(rows), read, lambda s: s.backbone, state)
-        return state._replace(backbone=backbone)
-
-    def _read_token(self, state, tokens, mask):
-        """One token: the open segment goes on from the backbone's state."""
-        c = self.config
-        here = jnp.arange(c.segment, dtype=jnp.int32)[None] == state.filled[:, None]
-        visible = state.visible
-        if visible is not None:
-            new = jnp.ones(tokens.shape, bool) if mask is None else mask
-            mask, visible = new, jnp.where(here, new, visible)
-        state = state._replace(
-            tokens=jnp.where(here, tokens, state.tokens), visible=visible
-        )
-        state = self._begin(state)
-        words = self.backbone.embed(tokens)
-        backbone, features = self.backbone.read(state.backbone, words, mask)
-        state = state._replace(backbone=backbone, filled=state.filled + 1)
-        full = state.filled == c.segment
-        state = jax.lax.cond(
-            jnp.any(full), functools.partial(self._complete, full), lambda s: s, state
-        )
-        return state, features
-
-    def _begin(self, state):
-        """Opens segments, and finds the prompt of those whose j-th token has come."""
-        c, begins = self.config, state.filled == 0
-        if not c.reads_ahead:
-            prompt, _ = self._search(state.memories, state.memories.summary)
-            return self._reread(state, prompt, 0, begins)
-        found = (state.filled == c.summary - 1) & ~state.searched
-        found &= state.memories.held > 0
-
-        def own(state):
-            return self._summarise(state.tokens, state.visible, state.filled + 1)
-
-        last = state.memories.summary
-        summary = jax.lax.cond(jnp.any(found), own, lambda state: last, state)
-        summary = jnp.where(found[:, None], summary, last)
-        prompt, _ = self._search(state.memories, summary)
-        state = self._reread(state, prompt, c.summary - 1, begins | found)
-        return state._replace(searched=state.searched | found)
-
-    def _complete(self, full, state):
-        """Runs the rows' complete segments as any other, for their memories."""
-        known = jnp.where(full, self.config.segment, 0)
-        cut = (state.tokens, state.visible, known)
-        memories, _ = self._run_alone(False, state.memories, cut)
-        masked = state.visible is not None
-        empty = self.init_state(full.shape[0], masked=masked)
-        opened = mechanisms.reset(state, empty, full)
-        return opened._replace(memories=memories)
+        return hmt_tokens.reread(self, state, prompt, length - 1, is_open)
 
 
 def hmt(backbone: LanguageModel, config: HMTConfig, *, key: PRNGKeyArray) -> HMT:
