@@ -1,0 +1,367 @@
+"""Does M+ retrieve the rows that a fact was told in?
+
+    python experiments/retrieval_quality.py
+
+A piece with a fact's context is written into memory, then other pieces; the fact's
+question is read behind every so many of them. Counted are the rows that were made from
+the context's piece: those in the short-term pool, in the long-term store, and among
+what the read retrieved (M+, Figure 6). "at random" is what as many rows drawn from the
+store would hold of them; "at best" is what a retriever that knows them would take.
+
+Of an untrained retriever nothing but chance is to be expected: a model of `memjax
+finetune` shows what training brings.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import nnx
+from jaxtyping import Array, Int
+
+import hmt_common as common
+import knowledge_retention
+from hmt_common import RESULTS
+from memjax.data import Tokenizer, load_facts, load_tokenizer, read_questions
+from memjax.finetune_run import TOKENIZER_FILE, later_stage
+from memjax.models.mplus import MPlus, mplus
+from memjax.models.mplus_checkpoint import load_mplus
+from memjax.models.mplus_state import MPlusConfig, MPlusState
+from memjax.run_folder import CHECKPOINTS
+from retention_methods import LatentMemory
+from retention_samples import Samples, make_samples
+
+
+class Scale(NamedTuple):
+    """How a preset tests.
+
+    Attributes:
+        memory: sizes of M+, for a backbone without a trained one.
+        samples: facts.
+        after: pieces told before a question.
+    """
+
+    memory: MPlusConfig
+    samples: int
+    after: tuple[int, ...]
+
+
+SCALES: dict[knowledge_retention.Preset, Scale] = {
+    # As in the paper, the store holds some thirty times what a read retrieves at last.
+    "cpu": Scale(knowledge_retention.SCALES["cpu"].memory, 12, (0, 1, 2, 4, 8, 16, 32)),
+    "paper": Scale(MPlusConfig(), 100, (0, 10, 20, 40, 80, 160, 312)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is tested, and how.
+
+    Attributes:
+        preset: "cpu" takes minutes on two cores; "paper" has the paper's sizes, 160k
+            tokens behind each of 100 facts.
+        backbone: "tiny" is trained here in a minute or two, "smollm2" is the PyPI
+            package's; or what `memjax finetune` takes as a backbone. M+ around it is
+            untrained, with the preset's sizes.
+        model: a trained M+, whose backbone counts then: the folder of a run, or of
+            `memjax export`.
+        samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
+        batch: facts side by side.
+        lengths: of questions: facts are those whose questions have one of the so many
+            most frequent, as programs are compiled for each; 0 is all.
+        after: numbers of pieces told before a question, rising; none is the preset's.
+        chunk: tokens of a piece, a multiple of the memory's; contexts must fit.
+        facts: JSON lines with context, question, answer, kind and subject; none is
+            those that ship.
+        passages: JSON lines with text and subject, told between a fact and its
+            question; none is those that ship, and behind them the embedded books.
+        run_dir: where the tiny backbone is kept.
+        seed: of the draws, and of an untrained M+.
+        output: where .json and .png go, without the ending.
+    """
+
+    preset: knowledge_retention.Preset = "cpu"
+    backbone: str = "smollm2"
+    model: Path | None = None
+    samples: int = 0
+    batch: int = 4
+    lengths: int = 2
+    after: tuple[int, ...] = ()
+    chunk: int = 512
+    facts: Path | None = None
+    passages: Path | None = None
+    run_dir: Path = Path("runs/hmt")
+    seed: int = 0
+    output: Path = RESULTS / "retrieval_quality"
+
+    def __post_init__(self):
+        # What both programs take is refused alike.
+        self.retention()
+
+    def retention(self) -> knowledge_retention.Config:
+        """The settings that knowledge retention has as well."""
+        names = {field.name for field in dataclasses.fields(knowledge_retention.Config)}
+        shared = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name in names
+        }
+        return knowledge_retention.Config(**shared)
+
+    @property
+    def scale(self) -> Scale:
+        """The preset with the changes that were asked for."""
+        scale = SCALES[self.preset]
+        return Scale(
+            scale.memory, self.samples or scale.samples, self.after or scale.after
+        )
+
+
+class Found(NamedTuple):
+    """Rows of the context's piece, layer by layer, and what the store holds in all."""
+
+    pool: Int[Array, "B L"]
+    store: Int[Array, "B L"]
+    retrieved: Int[Array, "B L"]
+    held: Int[Array, " B"]
+
+
+def main(config: Config) -> None:
+    """Tells, asks, counts; prints, draws and writes."""
+    model, tokenizer, trained = load(config)
+    check(config, model)
+    scale = config.scale
+    facts = load_facts() if config.facts is None else read_questions(config.facts)
+    batches = make_samples(
+        facts,
+        knowledge_retention.passages(config.retention()),
+        tokenizer,
+        samples=scale.samples,
+        batch=config.batch,
+        pieces=scale.after[-1],
+        chunk=config.chunk,
+        lengths=config.lengths,
+        seed=config.seed,
+    )
+    counted = [run(model, batch, scale.after) for batch in batches]
+    rows = {
+        after: summary(model.config, config.chunk, [found[after] for found in counted])
+        for after in scale.after
+    }
+    report(config, model, trained, rows)
+
+
+def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
+    """M+, its tokenizer, and whether it was trained.
+
+    Raises:
+        ValueError: if a folder holds no M+.
+    """
+    folder = config.model
+    if folder is not None and not (
+        (folder / CHECKPOINTS).is_dir() or later_stage(folder)
+    ):
+        return load_mplus(folder), load_tokenizer(str(folder / TOKENIZER_FILE)), True
+    if folder is None and config.backbone == "tiny":
+        hmt = common.Config(backbone="tiny", run_dir=config.run_dir)
+        backbone, tokenizer = common.load_backbone(hmt)
+        key = jax.random.key(config.seed)
+        return mplus(backbone, config.scale.memory, key=key), tokenizer, False
+    return knowledge_retention.load(config.retention())
+
+
+def check(config: Config, model: MPlus) -> None:
+    """Raises ValueError on a model whose rows cannot be followed, or such pieces."""
+    if not model.config.retrieved or model.config.legacy:
+        raise ValueError(
+            "model must be an M+ that retrieves and knows when rows were made, got "
+            f"retrieved={model.config.retrieved}, legacy={model.config.legacy}"
+        )
+    if config.chunk % model.config.chunk:
+        raise ValueError(
+            f"chunk must be a multiple of the memory's {model.config.chunk}, so that "
+            f"the context has rows of its own, got {config.chunk}"
+        )
+
+
+def run(model: MPlus, batch: Samples, after: Sequence[int]) -> dict[int, Found]:
+    """Tells one batch, and counts behind each number of pieces in `after`."""
+    memory = LatentMemory(model)
+    state = memory.start(len(batch.facts))
+    before = np.asarray(state.clock)
+    told, found = None, {}
+    for count, piece in enumerate([batch.context, *batch.pieces][: after[-1] + 1]):
+        state = memory.tell(state, piece)
+        told = np.asarray(state.clock) if told is None else told
+        if count in after:
+            span = jnp.asarray(np.stack([before, told]))
+            prompt = jnp.asarray(batch.prompts)
+            counts = count_rows(*nnx.split(model), state, prompt, span)
+            found[count] = jax.tree.map(np.asarray, counts)
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def count_rows(
+    graph: Any,
+    params: Any,
+    state: MPlusState,
+    prompt: Int[Array, "B P"],
+    span: Int[Array, "2 B"],
+) -> Found:
+    """Where the rows are that were made in a span of time.
+
+    Args:
+        graph: of `nnx.split`, as `params`.
+        params: the model's.
+        state: the memory.
+        prompt: the question, all of which chooses what is retrieved.
+        span: clock before and after the text whose rows are counted was written.
+    """
+    model = nnx.merge(graph, params)
+    _, trace = model.trace_read(state, prompt)
+    store = state.store
+    assert store is not None and trace.chosen is not None and trace.scores is not None
+    # The rows of an update are as old as the clock says: born one after the other.
+    first, last = (span + 1)[:, :, None, None]
+    inside = lambda born: (born >= first) & (born < last)
+    count = lambda rows: rows.sum(axis=-1, dtype=jnp.int32)
+    places = lambda size: jnp.arange(size, dtype=jnp.int32)[None]
+    size = state.pool.shape[2]
+    filled = places(size) >= size - state.held[:, None]
+    born = jnp.stack([layer.born for layer in store.layers], axis=1)
+    stored = inside(born) & (places(born.shape[2]) < store.held[:, None])[:, None]
+    chosen = jnp.moveaxis(trace.chosen, 0, 1)
+    scores = jnp.moveaxis(trace.scores, 0, 1)
+    take = functools.partial(jnp.take_along_axis, axis=-1)
+    real = take(scores, chosen) > -jnp.inf
+    return Found(
+        pool=count(inside(state.clock[:, None, None] - state.ages) & filled[:, None]),
+        store=count(stored),
+        retrieved=count(take(stored, chosen) & real),
+        held=store.held,
+    )
+
+
+def summary(config: MPlusConfig, chunk: int, found: Sequence[Found]) -> dict[str, Any]:
+    """Means over facts and layers, in rows of a layer and as shares.
+
+    "share" is of the context's rows in the store how many are retrieved, beside the
+    shares "random" and "best"; its error is that of the mean over facts, which are
+    independent, as layers are not. NaN where the store has none.
+    """
+    made = chunk // config.chunk * config.tokens
+    pool, store, retrieved, held = (np.concatenate(x) for x in zip(*found, strict=True))
+    taken = np.minimum(config.retrieved, held)[:, None]
+    random = store * taken / np.maximum(held, 1)[:, None]
+    best = np.minimum(store, taken)
+    total = store.sum(axis=1)
+    some = total > 0
+    shares = retrieved.sum(axis=1)[some] / total[some]
+    share = lambda part: _ratio(part.sum(), store.sum())
+    count = int(some.sum())
+    error = shares.std(ddof=1) / math.sqrt(count) if count > 1 else math.nan
+    return {
+        "facts": len(store),
+        "rows_made": made,
+        "rows_in_pool": float(pool.mean()),
+        "rows_in_store": float(store.mean()),
+        "rows_retrieved": float(retrieved.mean()),
+        "rows_at_random": float(random.mean()),
+        "rows_at_best": float(best.mean()),
+        "store_held": float(held.mean()),
+        "share": share(retrieved),
+        "share_random": share(random),
+        "share_best": share(best),
+        "standard_error": float(error),
+        "times_random": _ratio(retrieved.sum(), random.sum()),
+        "share_by_layer": [
+            _ratio(*sums)
+            for sums in zip(retrieved.sum(axis=0), store.sum(axis=0), strict=True)
+        ],
+        "still_known": float((pool + store).mean() / made),
+        "read": float((pool + retrieved).mean() / made),
+    }
+
+
+def _ratio(part: Any, whole: Any) -> float:
+    return float(part / whole) if whole else math.nan
+
+
+def report(
+    config: Config, model: MPlus, trained: bool, rows: Mapping[int, dict[str, Any]]
+) -> None:
+    """Writes, draws and prints."""
+    distances = [count * config.chunk for count in rows]
+    common.write_results(
+        config,
+        "does M+ retrieve the rows that a fact was told in?",
+        trained=trained,
+        memory=dataclasses.asdict(model.config),
+        distances=distances,
+        after=rows,
+    )
+    note = "" if trained else ", untrained retriever"
+    title = f"Rows of a fact's context, of {next(iter(rows.values()))['rows_made']}"
+    plot(rows, distances, Path(f"{config.output}.png"), f"{title} a layer{note}")
+    columns = {
+        "in the pool": "rows_in_pool",
+        "in the store": "rows_in_store",
+        "retrieved": "rows_retrieved",
+        "at random": "rows_at_random",
+        "at best": "rows_at_best",
+        "share retrieved": "share",
+        "share at random": "share_random",
+        "times random": "times_random",
+        "in pool or store": "still_known",
+    }
+    common.show(
+        f"{title} a layer after so many tokens{note}",
+        [f"{distance:,}" for distance in distances],
+        {
+            name: [row[column] for row in rows.values()]
+            for name, column in columns.items()
+        },
+    )
+
+
+def plot(
+    rows: Mapping[int, dict[str, Any]],
+    distances: Sequence[int],
+    path: Path,
+    title: str,
+) -> None:
+    """Figure 6: rows, and below them shares of those in the store."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 6.5), layout="constrained")
+    top, bottom = figure.subplots(2, sharex=True)
+    get = lambda name: [row[name] for row in rows.values()]
+    for i, name in enumerate(("in_pool", "in_store", "retrieved", "at_random")):
+        style: dict[str, Any] = {"marker": "o", "markersize": 3, "color": f"C{i}"}
+        label = name.replace("_", " ")
+        top.plot(distances, get(f"rows_{name}"), label=label, **style)
+    top.set(title=title, ylabel="rows a layer")
+    errors = 1.96 * np.asarray(get("standard_error"))
+    style = {"marker": "o", "markersize": 3, "capsize": 2, "color": "C2"}
+    bottom.errorbar(distances, get("share"), errors, label="retrieved", **style)
+    bottom.plot(distances, get("share_random"), "C3o-", markersize=3, label="random")
+    bottom.plot(distances, get("share_best"), "0.5", label="at best")
+    bottom.set(xlabel="tokens told since", ylabel="share of those in the store")
+    bottom.set_ylim(-0.03, 1.03)
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    FigureCanvasAgg(figure).print_png(path)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))
