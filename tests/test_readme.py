@@ -12,7 +12,7 @@ from memjax.models.interop import save_pretrained
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 
 
-EXAMPLE, PRETRAINED = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXAMPLE, PRETRAINED, TOLD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def run(example, scope):
@@ -35,6 +35,9 @@ def test_the_examples_run(tmp_path, monkeypatch):
     run(PRETRAINED.replace("2000", "20"), scope)
     assert scope["logits"].shape == (2, 1000, 4096)
     assert scope["drawn"].shape == (2, 20)
+
+    run(TOLD, scope)
+    assert scope["answer"].shape == (2, 10)
 
 
 def test_files_named_in_the_readme_exist():
