@@ -269,9 +269,9 @@ class HMT(nnx.Module):
         where no row has memories to choose from, but for `every`.
         """
         c, n = self.config, cuts[0].shape[0]
-        empty = jnp.zeros((n, *held.shape, self.width), jnp.float32)
+        zeros = lambda n: jnp.zeros((n, *held.shape, self.width), jnp.float32)
         if not c.retrieval or n == 0:
-            return empty
+            return zeros(n)
         # After so many segments every row has something to choose from, if ever.
         early = n if c.memories < c.choice else min(n, c.choice)
         most = jnp.minimum(held + early - 1, c.memories)
@@ -282,7 +282,7 @@ class HMT(nnx.Module):
         summaries = segments.run_if(
             needed,
             lambda parameters, cuts: nnx.merge(graph, parameters)._summarise_all(cuts),
-            lambda parameters, cuts: empty[:early],
+            lambda parameters, cuts: zeros(early),
             parameters,
             first,
         )

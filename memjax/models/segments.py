@@ -41,7 +41,7 @@ def run_if(
 
     As `lax.cond` in forward mode; the backward pass runs the branch again. That of
     `lax.cond` keeps what the function would need, zeros of it where it was not run.
-    Both take all that they differentiate as arguments.
+    Both take all arrays they use as arguments.
     """
     leaves, tree = jax.tree.flatten(args)
     moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
