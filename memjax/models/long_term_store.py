@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from memjax import mechanisms
 from memjax.models import retriever
+from memjax.models.host_memory import near, put
 from memjax.models.mplus_state import LEAST_RECALLS, LayerStore, MPlusConfig, Store
 
 
@@ -46,7 +47,7 @@ def empty(config: MPlusConfig, batch: int, layers: int, width: int) -> Store:
     """A store without rows."""
     shape = (batch, config.store)
     layer = lambda: LayerStore(
-        rows=jnp.zeros((*shape, width), jnp.float32),
+        rows=put(config.store_memory, jnp.zeros((*shape, width))),
         keys=jnp.zeros((*shape, config.key_dim), jnp.float32),
         born=jnp.zeros(shape, jnp.int32),
     )
@@ -68,7 +69,6 @@ def append(
     count = new[0].born.shape[1]
     free = store.held[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     full = jnp.any(taken & (store.held + count > config.store))
-    write = jax.vmap(lambda old, new, at: old.at[at].set(new, mode="drop"))
     layers = []
     for old, rows in zip(store.layers, new, strict=True):
         places = free
@@ -76,26 +76,51 @@ def append(
             oldest = functools.partial(_oldest_places, store.held, old.born, rows.born)
             places = jax.lax.cond(full, oldest, lambda free=free: free)
         # A place beyond the buffer is not written.
-        places = jnp.where(taken[:, None], places, config.store)
-        layers.append(jax.tree.map(lambda x, y, at=places: write(x, y, at), old, rows))
+        layers.append((old, rows, jnp.where(taken[:, None], places, config.store)))
     more = jnp.where(taken, jnp.int32(count), 0)
     places = jnp.where(taken[:, None], free, config.store)
     recalls = jnp.full(free.shape, config.recalls, jnp.float32)
     store = Store(
-        layers=tuple(layers),
-        recalls=write(store.recalls, recalls, places),
+        layers=(),
+        recalls=_written(store.recalls, recalls, places),
         held=jnp.minimum(store.held + more, config.store),
         fresh=store.fresh + more if config.by_frequency else store.fresh,
     )
     if not config.by_frequency:
-        return store
+        return store._replace(layers=_each_layer(_written, layers))
     due = store.fresh >= config.merge_every * count
-    merged = functools.partial(merge, config, mask=due)
-    return jax.lax.cond(jnp.any(due), merged, lambda store: store, store)
+
+    def merged():
+        # One function writes and moves: what is on the host is written once.
+        small, order = _merge(config, store, due)
+        moved = lambda *args: _take(_written(*args[:3]), args[3])
+        moves = [(*layer, order) for layer in layers]
+        return small._replace(layers=_each_layer(moved, moves))
+
+    plain = lambda: store._replace(layers=_each_layer(_written, layers))
+    return jax.lax.cond(jnp.any(due), merged, plain)
 
 
-def merge(config: MPlusConfig, store: Store, mask: Bool[Array, " B"]) -> Store:
-    """The drop cache joins the store, in the rows of `mask`; see the file's top."""
+def _written(buffer, rows, at):
+    """The buffer with rows at places [B, K]; those beyond it are dropped."""
+    return jax.vmap(lambda x, y, at: x.at[at].set(y, mode="drop"))(buffer, rows, at)
+
+
+def _take(buffer, at):
+    return jax.vmap(lambda x, at: x[at])(buffer, at)
+
+
+def _each_layer(function, layers):
+    """LayerStores of function(buffer, new, *rest) where the buffer is."""
+    here = functools.partial(near, function, stays=True)
+    return tuple(
+        jax.tree.map(lambda old, new, rest=rest: here(old, new, *rest), old, new)
+        for old, new, *rest in layers
+    )
+
+
+def _merge(config, store, mask):
+    """The drop cache joins the store in the rows of `mask`: and the rows' new order."""
     left = store.recalls - config.decay
     places = jnp.arange(config.store, dtype=jnp.int32)[None]
     filled = places < store.held[:, None]
@@ -103,15 +128,14 @@ def merge(config: MPlusConfig, store: Store, mask: Bool[Array, " B"]) -> Store:
     count = alive.sum(axis=1, dtype=jnp.int32)
     enough = count > config.retrieved
     stays = jnp.where(enough[:, None], alive, filled)
-    order = jnp.argsort(~stays, axis=1, stable=True)
-    take = jax.vmap(lambda x, at: x[at])
-    merged = Store(
-        layers=jax.tree.map(lambda x: take(x, order), store.layers),
-        recalls=take(jnp.where(enough[:, None], left, store.recalls), order),
+    stays = stays | ~mask[:, None]
+    order = jnp.argsort(~stays, axis=1, stable=True).astype(jnp.int32)
+    merged = store._replace(
+        recalls=_take(jnp.where(enough[:, None], left, store.recalls), order),
         held=jnp.where(enough, count, store.held),
         fresh=jnp.zeros_like(store.fresh),
     )
-    return mechanisms.reset(store, merged, mask)
+    return mechanisms.reset(store, merged, mask), order
 
 
 def retrieve(
@@ -129,13 +153,18 @@ def retrieve(
     Returns:
         `Retrieved`, with the batch first.
     """
-    one = functools.partial(_retrieve, config)
-    return jax.vmap(one)(store.layers[layer], store.held, store.fresh, queries, asked)
+    rows, keys, born = store.layers[layer]
+    chosen, real, scores = jax.vmap(functools.partial(_choose, config))(
+        keys, born, store.held, store.fresh, queries, asked
+    )
+    # Empty places may hold anything; nothing must not become NaN.
+    found = jnp.where(real[..., None], near(_take, rows, chosen), 0.0)
+    return Retrieved(found, chosen, real, scores)
 
 
-def _retrieve(config, layer, held, fresh, queries, asked):
+def _choose(config, keys, born, held, fresh, queries, asked):
     places = jnp.arange(config.store, dtype=jnp.int32)
-    found = retriever.search(queries, asked, layer.keys)
+    found = retriever.search(queries, asked, keys)
     scores = jnp.where((places < held) & jnp.any(asked), found, -jnp.inf)
     best, chosen = jax.lax.top_k(scores, config.retrieved)
     real = best > -jnp.inf
@@ -148,11 +177,8 @@ def _retrieve(config, layer, held, fresh, queries, asked):
         real = jnp.where(few, merged > 0, real)
         chosen = jnp.where(few, tiled, jnp.sort(chosen))
     # The program's order of one age is no order: an unstable sort, turned round.
-    order = jnp.lexsort((chosen, layer.born[chosen], real))
-    chosen, real = chosen[order], real[order]
-    # Empty places may hold anything; nothing must not become NaN.
-    kept = jnp.where(real[:, None], layer.rows[chosen], 0.0)
-    return Retrieved(kept, chosen, real, scores)
+    order = jnp.lexsort((chosen, born[chosen], real))
+    return chosen[order], real[order], scores
 
 
 def _oldest_places(held, born, new):

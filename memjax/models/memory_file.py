@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -36,7 +35,7 @@ FORMAT, VERSION = "memjax memory", 1
 # Number formats of states, as safetensors names them.
 FORMATS = ("F32", "BF16", "F16", "I32", "U32", "BOOL")
 # Settings of how a model computes, which change no memory.
-WAYS = ("remat", "activations")
+WAYS = ("remat", "activations", "store_memory", "pool_memory")
 
 
 def save_memory(folder: Path | str, model: Any, state: PyTree) -> None:
@@ -87,9 +86,8 @@ def load_memory(folder: Path | str, model: Any) -> PyTree:
     values = {name: tensors.get_as_it_is(name) for name in tensors.shapes}
     empty = _abstract(model, _batch(values))
     _require_leaves(_kinds(values), _kinds(_named(empty)), str(file))
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: jnp.asarray(values[leaf_name(path)]), empty
-    )
+    read = lambda path, leaf: jax.device_put(values[leaf_name(path)], leaf.memory_space)
+    return jax.tree_util.tree_map_with_path(read, empty)
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
@@ -120,7 +118,10 @@ def _batch(leaves: Mapping[str, Any]) -> int:
 
 
 def _abstract(model: Any, batch: int) -> PyTree:
-    return jax.eval_shape(lambda: model.init_state(batch))
+    """Shapes, number formats and memories of the leaves."""
+    init = lambda: model.init_state(batch)
+    avals = jax.make_jaxpr(init)().out_avals
+    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(init)), avals)
 
 
 def _named(state: PyTree) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from memjax.models import (
     retriever,
     segments,
 )
+from memjax.models.host_memory import near, put, require_place
 from memjax.models.language_model import LanguageModel
 from memjax.models.layers import BlockParams, normalize
 from memjax.models.lora import freeze
@@ -69,6 +70,8 @@ class MPlus(nnx.Module):
         self, backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray
     ):
         _check_backbone(backbone)
+        require_place("store_memory", config.store_memory)
+        require_place("pool_memory", config.pool_memory)
         self.config = config
         self.backbone = freeze(backbone)
         write_key, read_key, *keys = jax.random.split(key, 5)
@@ -133,7 +136,7 @@ class MPlus(nnx.Module):
         keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
         state = MPlusState(
-            pool=jnp.zeros((batch, self.layers, c.pool, d), jnp.float32),
+            pool=put(c.pool_memory, jnp.zeros((batch, self.layers, c.pool, d))),
             ages=zeros((batch, self.layers, c.pool)),
             held=zeros(batch),
             clock=zeros(batch),
@@ -157,7 +160,8 @@ class MPlus(nnx.Module):
     def reset(self, state: MPlusState, mask: Bool[Array, " B"]) -> MPlusState:
         """Gives the rows in `mask` the memory a text starts from; their keys go on."""
         empty = self.init_state(mask.shape[0])._replace(key=state.key)
-        return mechanisms.reset(state, empty, mask)
+        clear = lambda old, new: near(mechanisms.reset, old, new, mask, stays=True)
+        return jax.tree.map(clear, state, empty)
 
     def features(
         self, state: MPlusState, tokens: Int[Array, "B T"]
@@ -310,10 +314,10 @@ class MPlus(nnx.Module):
         return self.logits(features), trace
 
     def read_on(
-        self, reading: Reading, tokens: Int[Array, "B T"]
+        self, reading: Reading, tokens: Int[Array, "B T"], *, alone: bool = False
     ) -> tuple[Reading, Float[Array, "B T V"]]:
         """Reads on with a reading's cache; see `mplus_reading.read_on`."""
-        return mplus_reading.read_on(self, reading, tokens)
+        return mplus_reading.read_on(self, reading, tokens, alone)
 
     def generate(
         self,

@@ -56,18 +56,21 @@ def prepare(model: "MPlus", state: MPlusState, rows: Bool[Array, " B"]) -> MPlus
     """Makes the readings of `rows` anew, where they are not ready."""
     rows = rows & ~state.ready
 
-    def make(state):
-        begun = state._replace(reading=_before_tokens(model, state))
-        skip = lambda state: state
-        again = lambda state: read_open(model, state, state.tokens, state.filled)[0]
-        after = jax.lax.cond(jnp.any(rows & (state.filled > 0)), again, skip, begun)
-        made = lambda s: (s.reading, s.queries, s.asked)
-        reading, queries, asked = mechanisms.reset(made(state), made(after), rows)
-        return state._replace(
-            reading=reading, queries=queries, asked=asked, ready=state.ready | rows
-        )
+    made = lambda state: (state.reading, state.queries, state.asked)
 
-    return jax.lax.cond(jnp.any(rows), make, lambda state: state, state)
+    def make():
+        begun = state._replace(reading=_before_tokens(model, state))
+        skip = lambda: made(begun)
+        again = lambda: made(read_open(model, begun, begun.tokens, begun.filled)[0])
+        after = jax.lax.cond(jnp.any(rows & (state.filled > 0)), again, skip)
+        return mechanisms.reset(made(state), after, rows)
+
+    # Pool and store, which may be on the host, stay outside.
+    parts = jax.lax.cond(jnp.any(rows), make, lambda: made(state))
+    reading, queries, asked = parts
+    return state._replace(
+        reading=reading, queries=queries, asked=asked, ready=state.ready | rows
+    )
 
 
 def _before_tokens(model, state):
@@ -78,7 +81,7 @@ def _before_tokens(model, state):
     reading = empty(model, batch, c.prefix, c.prefix + c.chunk)
     keys, values, seen = [], [], pool
     for layer, block in enumerate(blocks):
-        memory = [(state.pool[:, layer], pool)]
+        memory = [(short_term_pool.of_layer(state.pool, layer), pool)]
         if state.store is not None:
             asked = _first(state.asked, c.chunk)
             found = long_term_store.retrieve(
@@ -151,9 +154,15 @@ def read_open(
 
 
 def read_on(
-    model: "MPlus", reading: Reading, tokens: Int[Array, "B T"]
+    model: "MPlus", reading: Reading, tokens: Int[Array, "B T"], alone: bool
 ) -> tuple[Reading, Float[Array, "B T V"]]:
     """Reads on from a reading, without a retrieval; NaN for tokens beyond its slots.
+
+    Args:
+        model: M+.
+        reading: what `read` gave.
+        tokens: in [0, V).
+        alone: whether it is of new memory alone, which the adapter that writes reads.
 
     Raises:
         ValueError: on tokens of another shape, or a known value out of range.
@@ -161,11 +170,11 @@ def read_on(
     segments.check_tokens(tokens, reading.length.shape[0], model.vocab_size)
     lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     h = model.backbone.embed(tokens)
-    reading, y, _ = _read_tokens(model, reading, h, lengths)
+    reading, y, _ = _read_tokens(model, reading, h, lengths, alone)
     return reading, model.logits(y)
 
 
-def _read_tokens(model, reading, h, lengths):
+def _read_tokens(model, reading, h, lengths, writes=False):
     """All layers; also what each was given."""
     config, slots = model.backbone.config, reading.visible.shape[1]
     times = jnp.arange(h.shape[1], dtype=jnp.int32)[None]
@@ -177,7 +186,7 @@ def _read_tokens(model, reading, h, lengths):
     new = (all_slots >= start[:, None]) & (all_slots < (start + lengths)[:, None])
     visible = reading.visible | new
     keys, values, inputs = [], [], []
-    for layer, block in enumerate(model.blocks(writes=False)):
+    for layer, block in enumerate(model.blocks(writes)):
         inputs.append(h)
         old = Slots(reading.keys[layer], reading.values[layer])
         made, h = read_layer(config, block, old, visible, start, places, positions, h)
@@ -337,7 +346,8 @@ def _alone(model, given, state, layer, h, asked, trace):
 def _memory(model, given, state, layer, h, asked, trace):
     """[bos ; retrieved ; pool] of a layer, whose rows its own tokens choose."""
     c = model.config
-    pool, seen = state.pool[:, layer], _filled(state.held, c.pool)
+    pool = short_term_pool.of_layer(state.pool, layer)
+    seen = _filled(state.held, c.pool)
     if given.new is not None:
         new = given.new[:, layer]
         kept = given.kept

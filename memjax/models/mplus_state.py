@@ -6,8 +6,9 @@ reading, G key heads, H width of a head.
 """
 
 import dataclasses
+import functools
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from memjax.mechanisms.base import check_sizes
 from memjax.models.config import require_known
+from memjax.models.host_memory import Place, near
 from memjax.models.lora import Frozen
 
 
@@ -41,6 +43,9 @@ class MPlusConfig:
         merge_every: updates that fill the drop cache, for "frequency".
         recalls: recall frequency of a row that is merged, for "frequency".
         decay: of all frequencies a merge, for "frequency".
+        store_memory: where the store's rows are; their keys, by which they are found,
+            are on the device. "host": only the R chosen ones travel to it.
+        pool_memory: where the pool is; "host": a read takes it layer by layer.
         retrieval_source: "prefix": a read's rows are chosen by the tokens before those
             that are scored; "all": by all of its tokens, as in the program, where a
             score has seen what it predicts.
@@ -61,6 +66,8 @@ class MPlusConfig:
     recalls: float = 10.0
     decay: float = 1.0
     retrieval_source: Literal["prefix", "all"] = "prefix"
+    store_memory: Place = "device"
+    pool_memory: Place = "device"
 
     def __post_init__(self):
         check_sizes(
@@ -94,6 +101,8 @@ class MPlusConfig:
         if self.eviction is not None:
             require_known("eviction", self.eviction, ("oldest", "frequency"))
         require_known("retrieval_source", self.retrieval_source, ("prefix", "all"))
+        require_known("store_memory", self.store_memory, get_args(Place))
+        require_known("pool_memory", self.pool_memory, get_args(Place))
         if self.retrieved and self.store < self.least_store:
             raise ValueError(
                 f"store must hold at least {self.least_store} rows, with "
@@ -238,14 +247,16 @@ class Initial(NamedTuple):
         batch, pool = state.held.shape[0], self.pool.get_value()
         each = lambda x: jnp.broadcast_to(x[None], (batch, *x.shape))
         state = state._replace(
-            pool=each(pool), held=jnp.full_like(state.held, pool.shape[1])
+            pool=near(lambda _, start: start, state.pool, each(pool), stays=True),
+            held=jnp.full_like(state.held, pool.shape[1]),
         )
         parts = (self.rows, self.keys, self.born, self.recalls)
-        if state.store is None or None in parts:
+        if state.store is None or self.recalls is None:
             return state
         *parts, recalls = (part.get_value() for part in parts if part is not None)
         count = recalls.shape[0]
-        begin = lambda buffer, start: buffer.at[:, :count].set(start[None])
+        start = lambda buffer, start: buffer.at[:, :count].set(start[None])
+        begin = functools.partial(near, start, stays=True)
         layers = tuple(
             jax.tree.map(begin, layer, LayerStore(*(part[i] for part in parts)))
             for i, layer in enumerate(state.store.layers)

@@ -3,7 +3,6 @@
 Shapes: B batch, L layers, T time, K memory tokens of a chunk, C longest chunk, D model.
 """
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from memjax.models import (
     segments,
     short_term_pool,
 )
+from memjax.models.host_memory import near
 from memjax.models.mplus_state import LayerStore, MPlusState
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def compress(
     """Memory tokens of each row's first `lengths[b]` tokens; see `MPlus.compress`."""
     real = jnp.ones_like(state.held, bool)
     if memory is None:
-        memory = state.pool[:, :, -model.config.tokens :]
+        memory = near(lambda pool: pool[:, :, -model.config.tokens :], state.pool)
         real = state.held > 0
     return mplus_layers.compress(
         model.backbone.config,
@@ -128,21 +128,25 @@ def update(
             key, model.layers, c.pool, c.tokens
         )
         dropped = jax.vmap(draw)(keys[:, 1])
-    replace = functools.partial(short_term_pool.replace, advance=not c.legacy)
-    pool, ages, out = jax.vmap(replace)(
-        state.pool, state.ages, state.held, new, dropped
+    pool, ages, out = short_term_pool.replace(
+        state.pool,
+        state.ages,
+        state.held,
+        new,
+        dropped,
+        rows,
+        advance=not c.legacy,
     )
     was_full = state.held == c.pool
     after = state._replace(
-        pool=pool,
         ages=ages,
         held=jnp.minimum(state.held + c.tokens, c.pool),
         clock=state.clock + c.tokens,
         key=jax.random.key_data(keys[:, 0]),
         ready=jnp.zeros_like(state.ready),
     )
-    # The store is large: its own rows are chosen by what is written.
-    small = lambda state: state._replace(store=None)
+    # Pool and store are large: their own rows are chosen where they are written.
+    small = lambda state: state._replace(pool=None, store=None)
     after = mechanisms.reset(small(state), small(after), rows)
     store = state.store
     if store is not None:
@@ -156,7 +160,7 @@ def update(
             for i in range(model.layers)
         )
         store = long_term_store.append(c, store, news, rows & was_full)
-    return after._replace(store=store)
+    return after._replace(pool=pool, store=store)
 
 
 def _keys(model, layer, rows):

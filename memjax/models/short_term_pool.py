@@ -5,21 +5,30 @@
 Wang et al. (2025), https://arxiv.org/abs/2502.00592, section 3.1; uniform over all N
 rows, as in the program. While the pool is not full, what goes is empty room.
 
-Shapes: L layers, N rows, K new rows, D model.
+Shapes: B batch, L layers, N rows, K new rows, D model.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from memjax import mechanisms
+from memjax.models.host_memory import near
 
 
 class Dropped(NamedTuple):
     """What left the pool; empty rows where the pool was not full."""
 
-    rows: Float[Array, "L K D"]
-    ages: Int[Array, "L K"]
+    rows: Float[Array, "B L K D"]
+    ages: Int[Array, "B L K"]
+
+
+def of_layer(pool: Float[Array, "B L N D"], layer: int) -> Float[Array, "B N D"]:
+    """One layer's rows, on the device."""
+    return near(lambda pool: pool[:, layer], pool)
 
 
 def draw_dropped(
@@ -32,14 +41,15 @@ def draw_dropped(
 
 
 def replace(
-    pool: Float[Array, "L N D"],
-    ages: Int[Array, "L N"],
-    held: Int[Array, ""],
-    new: Float[Array, "L K D"],
-    dropped: Int[Array, "L K"],
+    pool: Float[Array, "B L N D"],
+    ages: Int[Array, "B L N"],
+    held: Int[Array, " B"],
+    new: Float[Array, "B L K D"],
+    dropped: Int[Array, "B L K"],
+    changes: Bool[Array, " B"],
     advance: bool,
-) -> tuple[Float[Array, "L N D"], Int[Array, "L N"], Dropped]:
-    """One update of one row of the batch.
+) -> tuple[Float[Array, "B L N D"], Int[Array, "B L N"], Dropped]:
+    """One update.
 
     Args:
         pool: the rows, of which the last `held` are filled.
@@ -47,28 +57,31 @@ def replace(
         held: filled rows, a multiple of K.
         new: the new rows.
         dropped: rows to drop where the pool is full, rising.
+        changes: rows of the batch that are updated; the others stay as they are.
         advance: whether the ages of old rows grow by K, before the drop; new rows have
             the ages K - 1 to 0.
     """
-    rows, count = pool.shape[1], new.shape[1]
-    room = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None], dropped.shape)
-    dropped = jnp.where(held == rows, dropped, room)
-    if advance:
-        ages = ages + count
+    rows, count = pool.shape[2], new.shape[2]
+    places = functools.partial(jnp.arange, dtype=jnp.int32)
+    full = (held == rows)[:, None, None]
+    dropped = jnp.where(full, dropped, places(count)[None, None])
+    # The j-th row that stays has moved up by the dropped rows before it.
+    before = dropped - places(count)[None, None]
+    moved = lambda before: jnp.searchsorted(before, places(rows - count), side="right")
+    kept = places(rows - count)[None, None] + jax.vmap(jax.vmap(moved))(before)
 
-    def one(pool, ages, new, dropped):
-        # The j-th row that stays has moved up by the dropped rows before it.
-        places = jnp.arange(rows - count, dtype=jnp.int32)
-        before = dropped - jnp.arange(count, dtype=jnp.int32)
-        kept = places + jnp.searchsorted(before, places, side="right").astype(jnp.int32)
-        newest = jnp.arange(count - 1, -1, -1, dtype=jnp.int32)
-        after = jnp.concatenate([pool[kept], new])
-        return (
-            after,
-            jnp.concatenate([ages[kept], newest]),
-            pool[dropped],
-            ages[dropped],
-        )
+    def move(pool, new, kept, dropped, changes):
+        after = jnp.concatenate([_take(pool, kept), new], axis=2)
+        return mechanisms.reset(pool, after, changes), _take(pool, dropped)
 
-    after, ages, rows_out, ages_out = jax.vmap(one)(pool, ages, new, dropped)
-    return after, ages, Dropped(rows_out, ages_out)
+    args = (new, kept.astype(jnp.int32), dropped, changes)
+    pool, rows_out = near(move, pool, *args, stays=(True, False))
+    old = ages + count if advance else ages
+    newest = jnp.broadcast_to(places(count)[::-1][None, None], dropped.shape)
+    after = jnp.concatenate([_take(old, kept), newest], axis=2)
+    ages = mechanisms.reset(ages, after, changes)
+    return pool, ages, Dropped(rows_out, _take(old, dropped))
+
+
+def _take(rows, at):
+    return jax.vmap(jax.vmap(lambda rows, at: rows[at]))(rows, at)

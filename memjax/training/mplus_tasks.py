@@ -26,7 +26,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Scalar
 
 from memjax.data.lessons import Lesson, Target, Task
-from memjax.models import mplus_reading, mplus_writing, retriever
+from memjax.models import mplus_reading, mplus_writing, retriever, short_term_pool
 from memjax.models.mplus import MPlus
 from memjax.models.mplus_state import MPlusState
 from memjax.training.loss import token_losses
@@ -202,7 +202,8 @@ def retriever_losses(
     )
     of_tokens, of_memory = [], []
     for layer in range(model.layers):
-        pool = model.normed(layer, state.pool[:, layer])
+        rows = short_term_pool.of_layer(state.pool, layer)
+        pool = model.normed(layer, rows)
         keys = retriever.project(key, layer, pool)
         tokens = retriever.project(query, layer, model.normed(layer, hidden[layer]))
         of_tokens.append(retriever.probabilities(tokens, keys, asked))
