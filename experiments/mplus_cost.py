@@ -9,14 +9,18 @@ part by part, and of XLA's temporary arrays; the seconds of telling and of answe
 and the operations by formula (`mplus_operations`). Programs are compiled before time
 runs. Parameters are random: they do not change the cost.
 
+M+ keeps its store's rows in the host's memory, as the paper's; "all on the device" does
+not, and "offload" keeps the pool there too. A CPU has one memory: there the way is the
+same, and time says nothing of the transfers.
+
 Full attention is run up to `full_up_to`; beyond, its bytes and operations are given.
 """
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +31,28 @@ from flax import nnx
 import hmt_common as common
 import hmt_cost
 import hmt_scores
+import mplus_cost_report
 import mplus_operations as operations
 import retention_methods as methods
 from hmt_common import RESULTS
 from hmt_operations import Size
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.host_memory import device_bytes
 from memjax.models.language_model import with_config
 from memjax.models.mplus import MPlus, mplus
 from memjax.models.mplus_state import MPlusConfig
 from memjax.models.windowed import with_window
+from mplus_cost_programs import compile_programs
 
-Kind = Literal["M+", "MemoryLLM", "full attention", "sliding window"]
-KINDS: tuple[Kind, ...] = ("M+", "MemoryLLM", "full attention", "sliding window")
+Kind = Literal[
+    "M+",
+    "M+, all on the device",
+    "M+ (offload)",
+    "MemoryLLM",
+    "MemoryLLM (offload)",
+    "full attention",
+    "sliding window",
+]
 
 
 class Scale(NamedTuple):
@@ -92,10 +106,10 @@ class Config:
     size: Size = "tiny"
     lengths: tuple[int, ...] = ()
     full_up_to: int = 0
-    piece: int = 2_048
+    piece: int = 512
     prompt: int = 128
     answer: int = 10
-    kinds: tuple[Kind, ...] = KINDS
+    kinds: tuple[Kind, ...] = get_args(Kind)
     repeats: int = 3
     output: Path = RESULTS / "mplus_cost"
 
@@ -131,20 +145,6 @@ class Config:
     def backbone(self) -> ModelConfig:
         """Attention in every layer, in float32."""
         return hmt_cost.Config(size=self.size).backbone
-
-
-class Programs(NamedTuple):
-    """Compiled, the state that they are given is gone.
-
-    Attributes:
-        tell: (parameters, state, tokens [1, T]) -> state
-        ask: (parameters, state, prompt [1, P]) -> (state, tokens [1, N])
-        temporary: bytes that each takes beside what it is given and gives.
-    """
-
-    tell: Callable[..., Any]
-    ask: Callable[..., Any]
-    temporary: dict[str, int]
 
 
 def main(config: Config) -> None:
@@ -194,10 +194,12 @@ def measure(config: Config, kind: Kind, lengths: Sequence[int]) -> list[dict[str
     model = build(config, kind, lengths[-1])
     params = nnx.split(model)[1]
     start = jax.jit(lambda: model.init_state(1))
-    programs = compile_programs(config, model)
+    sizes = (config.piece, config.prompt, config.answer)
+    programs = compile_programs(model, start(), *sizes)
     tokens = jnp.zeros((1, config.piece), jnp.int32)
     prompt = jnp.zeros((1, config.prompt), jnp.int32)
-    copy = lambda state: jax.tree.map(jnp.copy, state)
+    changes = not isinstance(model, MPlus)
+    copy = lambda state: jax.tree.map(jnp.copy, state) if changes else state
     # What is touched for the first time takes longer.
     jax.block_until_ready(programs.ask(params, start(), prompt))
     jax.block_until_ready(programs.tell(params, start(), tokens))
@@ -218,6 +220,7 @@ def measure(config: Config, kind: Kind, lengths: Sequence[int]) -> list[dict[str
             {
                 "seconds": {"tell": spent, "ask": float(np.median(asked))},
                 "temporary_bytes": programs.temporary,
+                "place_bytes": device_bytes(state),
             }
         )
     return rows
@@ -228,65 +231,16 @@ def build(config: Config, kind: Kind, length: int) -> LanguageModel | MPlus:
     backbone = LanguageModel(config.backbone, key=jax.random.key(0))
     if kind == "full attention":
         return with_config(backbone, capacity=length + config.prompt + config.answer)
-    memory = mplus(backbone, config.scale.memory, key=jax.random.key(1))
-    match kind:
-        case "M+":
-            return memory
-        case "MemoryLLM":
-            return methods.without_store(memory)
-        case "sliding window":
-            size = methods.device_bytes(memory)
-            return with_window(backbone, hmt_scores.equal_window(backbone, size))
-
-
-def compile_programs(config: Config, model: LanguageModel | MPlus) -> Programs:
-    """Telling and asking, ahead of time."""
-    graph, params = nnx.split(model)
-    merged: Callable[[Any], Any] = lambda params: nnx.merge(graph, params)
-
-    def tell(params, state, tokens):
-        model = merged(params)
-        if isinstance(model, MPlus):
-            return model.inject(state, tokens)
-        return model.features(state, tokens)[0]
-
-    def ask(params, state, prompt):
-        model = merged(params)
-        if isinstance(model, MPlus):
-            key = jax.random.key(0)
-            drawn = model.generate(
-                state, prompt, config.answer, key=key, sampling=methods.GREEDY
-            )
-            return state, drawn
-        return _greedy(model, state, prompt, config.answer)
-
-    state = jax.eval_shape(lambda: model.init_state(1))
-    compiled, temporary = {}, {}
-    for name, program, length in (
-        ("tell", tell, config.piece),
-        ("ask", ask, config.prompt),
-    ):
-        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        lowered = jax.jit(program, donate_argnums=1).lower(params, state, tokens)
-        compiled[name] = lowered.compile()
-        analysis: Any = compiled[name].memory_analysis()
-        temporary[name] = analysis.temp_size_in_bytes
-    return Programs(**compiled, temporary=temporary)
-
-
-def _greedy(model, state, prompt, count):
-    """The likeliest tokens behind a prompt, in one program; the last is not read."""
-    best = lambda features: model.logits(features).argmax(axis=-1).astype(jnp.int32)
-    state, features = model.features(state, prompt)
-
-    def body(carry, _):
-        state, token = carry
-        state, features = model.features(state, token[:, None])
-        return (state, best(features[:, 0])), token
-
-    first = (state, best(features[:, -1]))
-    (state, last), tokens = jax.lax.scan(body, first, length=count - 1)
-    return state, jnp.concatenate([tokens, last[None]]).T
+    sizes = dataclasses.replace(
+        config.scale.memory,
+        store_memory="device" if kind == "M+, all on the device" else "host",
+        pool_memory="host" if kind.endswith("(offload)") else "device",
+    )
+    memory = mplus(backbone, sizes, key=jax.random.key(1))
+    if kind == "sliding window":
+        size = methods.device_bytes(memory)
+        return with_window(backbone, hmt_scores.equal_window(backbone, size))
+    return methods.without_store(memory) if "MemoryLLM" in kind else memory
 
 
 def state_bytes(model: LanguageModel | MPlus) -> dict[str, int]:
@@ -310,7 +264,7 @@ def _bytes(tree) -> int:
 
 
 def report(config: Config, rows: dict[str, list[dict[str, Any]]]) -> None:
-    """Writes, draws and prints."""
+    """Writes, prints and draws."""
     scale = config.scale
     common.write_results(
         config,
@@ -320,66 +274,8 @@ def report(config: Config, rows: dict[str, list[dict[str, Any]]]) -> None:
         full_attention_run_up_to=scale.full_up_to,
         models=rows,
     )
-    tables = {name: _table(rows, *value) for name, value in QUANTITIES.items()}
-    for name, table in tables.items():
-        common.show(name, [f"{length:,}" for length in scale.lengths], table)
-    plot(tables, scale.lengths, Path(f"{config.output}.png"), config.size)
-
-
-def _get(*path: str) -> Callable[[dict[str, Any]], float]:
-    """Follows a path in a row; NaN where it ends early."""
-
-    def get(row):
-        for name in path:
-            row = row.get(name, {})
-        return float("nan") if isinstance(row, dict) else row
-
-    return get
-
-
-# What is shown: its value in a row, and the unit.
-QUANTITIES: dict[str, tuple[Callable[[dict[str, Any]], float], float]] = {
-    "remembered (MiB)": (_get("state_bytes", "total"), 2**20),
-    "of that, rows of the store (MiB)": (_get("state_bytes", "store_rows"), 2**20),
-    "temporary, telling (MiB)": (_get("temporary_bytes", "tell"), 2**20),
-    "temporary, asking (MiB)": (_get("temporary_bytes", "ask"), 2**20),
-    "telling (s)": (_get("seconds", "tell"), 1),
-    "asking (s)": (_get("seconds", "ask"), 1),
-    "operations of telling (10^9)": (_get("operations", "tell"), 1e9),
-    "operations of asking (10^9)": (_get("operations", "ask"), 1e9),
-}
-
-
-def _table(rows, get, unit):
-    return {kind: [get(row) / unit for row in found] for kind, found in rows.items()}
-
-
-def plot(
-    tables: dict[str, dict[str, list[float]]],
-    lengths: Sequence[int],
-    path: Path,
-    size: Size,
-) -> None:
-    """One panel a quantity, both axes logarithmic."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 11), layout="constrained")
-    grid = figure.subplots(4, 2, sharex=True).flat
-    for axes, (name, table) in zip(grid, tables.items(), strict=True):
-        for kind, values in table.items():
-            # Nothing, and what was not run, has no place on a logarithmic axis.
-            shown = [value if value > 0 else float("nan") for value in values]
-            axes.plot(lengths, shown, marker="o", markersize=3, label=kind)
-        axes.set_title(name, fontsize="medium")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize="small")
-    figure.suptitle(f"M+ and its backbone ({size}) against tokens told")
-    FigureCanvasAgg(figure).print_png(path)
+    title = f"M+ and its backbone ({config.size}) against tokens told"
+    mplus_cost_report.show(rows, scale.lengths, Path(f"{config.output}.png"), title)
 
 
 if __name__ == "__main__":

@@ -13,30 +13,25 @@ finetune` shows what training brings.
 """
 
 import dataclasses
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
-from flax import nnx
-from jaxtyping import Array, Int
 
 import hmt_common as common
 import knowledge_retention
+import mplus_retrieval as retrieval
 from hmt_common import RESULTS
 from memjax.data import Tokenizer, load_facts, load_tokenizer, read_questions
 from memjax.finetune_run import TOKENIZER_FILE, later_stage
 from memjax.models.mplus import MPlus, mplus
 from memjax.models.mplus_checkpoint import load_mplus
-from memjax.models.mplus_state import MPlusConfig, MPlusState
+from memjax.models.mplus_state import MPlusConfig
 from memjax.run_folder import CHECKPOINTS
-from retention_methods import LatentMemory
-from retention_samples import Samples, make_samples
+from retention_samples import make_samples
 
 
 class Scale(NamedTuple):
@@ -55,7 +50,9 @@ class Scale(NamedTuple):
 
 SCALES: dict[knowledge_retention.Preset, Scale] = {
     # As in the paper, the store holds some thirty times what a read retrieves at last.
-    "cpu": Scale(knowledge_retention.SCALES["cpu"].memory, 12, (0, 1, 2, 4, 8, 16, 32)),
+    "cpu": Scale(
+        knowledge_retention.SCALES["cpu"].memory, 12, (0, 6, 8, 12, 16, 24, 32)
+    ),
     "paper": Scale(MPlusConfig(), 100, (0, 10, 20, 40, 80, 160, 312)),
 }
 
@@ -124,15 +121,6 @@ class Config:
         )
 
 
-class Found(NamedTuple):
-    """Rows of the context's piece, layer by layer, and what the store holds in all."""
-
-    pool: Int[Array, "B L"]
-    store: Int[Array, "B L"]
-    retrieved: Int[Array, "B L"]
-    held: Int[Array, " B"]
-
-
 def main(config: Config) -> None:
     """Tells, asks, counts; prints, draws and writes."""
     model, tokenizer, trained = load(config)
@@ -150,9 +138,11 @@ def main(config: Config) -> None:
         lengths=config.lengths,
         seed=config.seed,
     )
-    counted = [run(model, batch, scale.after) for batch in batches]
+    counted = [retrieval.run(model, batch, scale.after) for batch in batches]
     rows = {
-        after: summary(model.config, config.chunk, [found[after] for found in counted])
+        after: retrieval.summary(
+            model.config, config.chunk, [found[after] for found in counted]
+        )
         for after in scale.after
     }
     report(config, model, trained, rows)
@@ -189,110 +179,6 @@ def check(config: Config, model: MPlus) -> None:
             f"chunk must be a multiple of the memory's {model.config.chunk}, so that "
             f"the context has rows of its own, got {config.chunk}"
         )
-
-
-def run(model: MPlus, batch: Samples, after: Sequence[int]) -> dict[int, Found]:
-    """Tells one batch, and counts behind each number of pieces in `after`."""
-    memory = LatentMemory(model)
-    state = memory.start(len(batch.facts))
-    before = np.asarray(state.clock)
-    told, found = None, {}
-    for count, piece in enumerate([batch.context, *batch.pieces][: after[-1] + 1]):
-        state = memory.tell(state, piece)
-        told = np.asarray(state.clock) if told is None else told
-        if count in after:
-            span = jnp.asarray(np.stack([before, told]))
-            prompt = jnp.asarray(batch.prompts)
-            counts = count_rows(*nnx.split(model), state, prompt, span)
-            found[count] = jax.tree.map(np.asarray, counts)
-    return found
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def count_rows(
-    graph: Any,
-    params: Any,
-    state: MPlusState,
-    prompt: Int[Array, "B P"],
-    span: Int[Array, "2 B"],
-) -> Found:
-    """Where the rows are that were made in a span of time.
-
-    Args:
-        graph: of `nnx.split`, as `params`.
-        params: the model's.
-        state: the memory.
-        prompt: the question, all of which chooses what is retrieved.
-        span: clock before and after the text whose rows are counted was written.
-    """
-    model = nnx.merge(graph, params)
-    _, trace = model.trace_read(state, prompt)
-    store = state.store
-    assert store is not None and trace.chosen is not None and trace.scores is not None
-    # The rows of an update are as old as the clock says: born one after the other.
-    first, last = (span + 1)[:, :, None, None]
-    inside = lambda born: (born >= first) & (born < last)
-    count = lambda rows: rows.sum(axis=-1, dtype=jnp.int32)
-    places = lambda size: jnp.arange(size, dtype=jnp.int32)[None]
-    size = state.pool.shape[2]
-    filled = places(size) >= size - state.held[:, None]
-    born = jnp.stack([layer.born for layer in store.layers], axis=1)
-    stored = inside(born) & (places(born.shape[2]) < store.held[:, None])[:, None]
-    chosen = jnp.moveaxis(trace.chosen, 0, 1)
-    scores = jnp.moveaxis(trace.scores, 0, 1)
-    take = functools.partial(jnp.take_along_axis, axis=-1)
-    real = take(scores, chosen) > -jnp.inf
-    return Found(
-        pool=count(inside(state.clock[:, None, None] - state.ages) & filled[:, None]),
-        store=count(stored),
-        retrieved=count(take(stored, chosen) & real),
-        held=store.held,
-    )
-
-
-def summary(config: MPlusConfig, chunk: int, found: Sequence[Found]) -> dict[str, Any]:
-    """Means over facts and layers, in rows of a layer and as shares.
-
-    "share" is of the context's rows in the store how many are retrieved, beside the
-    shares "random" and "best"; its error is that of the mean over facts, which are
-    independent, as layers are not. NaN where the store has none.
-    """
-    made = chunk // config.chunk * config.tokens
-    pool, store, retrieved, held = (np.concatenate(x) for x in zip(*found, strict=True))
-    taken = np.minimum(config.retrieved, held)[:, None]
-    random = store * taken / np.maximum(held, 1)[:, None]
-    best = np.minimum(store, taken)
-    total = store.sum(axis=1)
-    some = total > 0
-    shares = retrieved.sum(axis=1)[some] / total[some]
-    share = lambda part: _ratio(part.sum(), store.sum())
-    count = int(some.sum())
-    error = shares.std(ddof=1) / math.sqrt(count) if count > 1 else math.nan
-    return {
-        "facts": len(store),
-        "rows_made": made,
-        "rows_in_pool": float(pool.mean()),
-        "rows_in_store": float(store.mean()),
-        "rows_retrieved": float(retrieved.mean()),
-        "rows_at_random": float(random.mean()),
-        "rows_at_best": float(best.mean()),
-        "store_held": float(held.mean()),
-        "share": share(retrieved),
-        "share_random": share(random),
-        "share_best": share(best),
-        "standard_error": float(error),
-        "times_random": _ratio(retrieved.sum(), random.sum()),
-        "share_by_layer": [
-            _ratio(*sums)
-            for sums in zip(retrieved.sum(axis=0), store.sum(axis=0), strict=True)
-        ],
-        "still_known": float((pool + store).mean() / made),
-        "read": float((pool + retrieved).mean() / made),
-    }
-
-
-def _ratio(part: Any, whole: Any) -> float:
-    return float(part / whole) if whole else math.nan
 
 
 def report(

@@ -1,8 +1,9 @@
 """What M+ costs and what it retrieves: counted otherwise, and both programs whole."""
 
+import dataclasses
 import json
 import math
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,16 @@ from flax import nnx
 import hmt_common
 import mplus_cost
 import mplus_operations as operations
+import mplus_retrieval
 import retrieval_quality
 from memjax.data import Passage, Question, load_tokenizer
+from memjax.data.tokenizer import JsonTokenizer
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import mplus
 from memjax.models.mplus_checkpoint import save_mplus
 from memjax.models.mplus_reading import Given, read_closed
 from memjax.models.mplus_state import MPlusConfig
+from mplus_cost_programs import compile_programs
 from retention_methods import LatentMemory, Reader, without_store
 from retention_samples import make_samples
 
@@ -57,7 +61,7 @@ def samples(pieces):
 def test_rows_of_the_context_are_found_by_their_values():
     """The count goes by birth; here by what `compress` made of the context."""
     batch, after = samples(6)[0], (0, 2, 4, 6)
-    found = retrieval_quality.run(MODEL, batch, after)
+    found = mplus_retrieval.run(MODEL, batch, after)
     method = LatentMemory(MODEL)
     compress = jax.jit(MODEL.compress)
     choose = jax.jit(lambda *given: MODEL.trace_read(*given)[1].chosen)
@@ -94,20 +98,20 @@ def test_rows_of_the_context_are_found_by_their_values():
 
 def test_shares_are_of_the_rows_in_the_store():
     found = [
-        retrieval_quality.Found(
-            pool=np.array([[4, 2]]),
-            store=np.array([[4, 6]]),
-            retrieved=np.array([[2, 1]]),
-            held=np.array([16]),
+        mplus_retrieval.Found(
+            pool=jnp.array([[4, 2]]),
+            store=jnp.array([[4, 6]]),
+            retrieved=jnp.array([[2, 1]]),
+            held=jnp.array([16]),
         ),
-        retrieval_quality.Found(
-            pool=np.array([[8, 8]]),
-            store=np.zeros((1, 2), int),
-            retrieved=np.zeros((1, 2), int),
-            held=np.array([0]),
+        mplus_retrieval.Found(
+            pool=jnp.array([[8, 8]]),
+            store=jnp.zeros((1, 2), int),
+            retrieved=jnp.zeros((1, 2), int),
+            held=jnp.array([0]),
         ),
     ]
-    row = retrieval_quality.summary(MEMORY, C, found)
+    row = mplus_retrieval.summary(MEMORY, C, found)
     assert row["share"] == 0.3 and row["share_by_layer"] == [0.5, 1 / 6]
     # Half of the store is retrieved.
     assert row["share_random"] == 0.5 and row["times_random"] == 0.6
@@ -115,7 +119,7 @@ def test_shares_are_of_the_rows_in_the_store():
     assert row["rows_made"] == K and row["still_known"] == 1.0
     assert row["read"] == (4 + 2 + 2 + 1 + 16) / 4 / K
     assert math.isnan(row["standard_error"])
-    none = retrieval_quality.summary(MEMORY, C, found[1:])
+    none = mplus_retrieval.summary(MEMORY, C, found[1:])
     assert math.isnan(none["share"]) and none["rows_retrieved"] == 0
 
 
@@ -123,10 +127,10 @@ def test_untrained_retrievers_find_what_chance_does():
     shares = []
     for seed in range(12):
         model = mplus(BACKBONE, MEMORY, key=jax.random.key(seed))
-        found = retrieval_quality.run(model, samples(5)[0], (5,))[5]
+        found = mplus_retrieval.run(model, samples(5)[0], (5,))[5]
         assert (found.retrieved <= found.store).all()
         shares.append(found)
-    row = retrieval_quality.summary(MEMORY, C, shares)
+    row = mplus_retrieval.summary(MEMORY, C, shares)
     # 8 of 32 rows; 24 facts, whose layers draw apart.
     assert row["share_random"] == 0.25
     assert abs(row["share"] - 0.25) < 4 * row["standard_error"]
@@ -172,6 +176,7 @@ def test_what_cannot_be_followed_is_refused(monkeypatch, tmp_path):
 def test_an_exported_model_is_loaded(tmp_path):
     folder = tmp_path / "exported"
     tokenizer = load_tokenizer("bpe4k")
+    assert isinstance(tokenizer, JsonTokenizer)
     save_mplus(MODEL, folder, tokenizer.backend.to_str().encode())
     config = retrieval_quality.Config(model=folder)
     model, found, trained = retrieval_quality.load(config)
@@ -249,21 +254,26 @@ def test_answers_are_read_on():
     assert three - one == operations.text(WIDE, 14, 2) + 2 * head
 
 
+KINDS = get_args(mplus_cost.Kind)
 COST = mplus_cost.Scale(MEMORY, (C, 3 * C), C)
+SHALLOW = dataclasses.replace(CONFIG, mixers=("attention",))
 
 
 @pytest.fixture(name="cost")
 def _cost(monkeypatch, tmp_path):
     monkeypatch.setitem(mplus_cost.SCALES, "tiny", COST)
-    monkeypatch.setattr(mplus_cost.Config, "backbone", CONFIG)
-    sizes = dict(piece=C, prompt=4, answer=2, repeats=1, output=tmp_path / "cost")
-    return mplus_cost.Config(**sizes)
+    monkeypatch.setattr(mplus_cost.Config, "backbone", SHALLOW)
+    return mplus_cost.Config(
+        piece=C, prompt=4, answer=2, repeats=1, output=tmp_path / "cost"
+    )
 
 
 def test_cost_runs_whole(cost, capsys):
-    mplus_cost.main(cost)
+    # Of the others, each a program of its own, the parts are tested below.
+    kinds = ("M+ (offload)", "full attention")
+    mplus_cost.main(dataclasses.replace(cost, kinds=kinds))
     report = json.loads((cost.output.parent / "cost.json").read_text())
-    assert list(report["models"]) == [*mplus_cost.KINDS]
+    assert tuple(report["models"]) == kinds
     for kind, rows in report["models"].items():
         assert [row["length"] for row in rows] == [C, 3 * C]
         for row in rows:
@@ -272,6 +282,12 @@ def test_cost_runs_whole(cost, capsys):
                 continue
             assert row["seconds"]["ask"] > 0 and row["seconds"]["tell"] > 0
             assert row["temporary_bytes"]["tell"] > 0
+            host = row["place_bytes"].get("pinned_host", 0)
+            parts = row["state_bytes"]
+            assert sum(row["place_bytes"].values()) == parts["total"]
+            pool = 4 * MEMORY.pool * 16
+            offloaded = parts["store_rows"] + pool if "M+" in kind else 0
+            assert host == offloaded
         first, last = (row["state_bytes"]["total"] for row in rows)
         assert (last > first) == (kind == "full attention")
         tell = [row["operations"]["tell"] for row in rows]
@@ -281,9 +297,11 @@ def test_cost_runs_whole(cost, capsys):
 
 
 def test_the_parts_of_the_state_are_its_bytes(cost):
-    rows = {kind: mplus_cost.describe(cost, kind, C) for kind in mplus_cost.KINDS}
+    rows = {kind: mplus_cost.describe(cost, kind, C) for kind in KINDS}
+    for offload in ("M+, all on the device", "M+ (offload)"):
+        assert rows[offload] == rows["M+"]
     parts = rows["M+"]["state_bytes"]
-    layers, width = 2, 16
+    layers, width = 1, 16
     assert parts["pool"] == 4 * layers * MEMORY.pool * (width + 1)
     assert parts["store_rows"] == 4 * layers * MEMORY.store * width
     assert parts["store_keys"] == 4 * layers * MEMORY.store * MEMORY.key_dim
@@ -298,22 +316,20 @@ def test_the_parts_of_the_state_are_its_bytes(cost):
 
 
 def test_both_ways_to_draw_agree(cost):
-    """The compiled programs give what the public generation gives."""
+    """The compiled program gives what the public generation gives."""
     prompt = jnp.arange(4, dtype=jnp.int32)[None]
     told = jnp.arange(C, dtype=jnp.int32)[None]
-    for kind in ("M+", "full attention"):
-        model = mplus_cost.build(cost, kind, C)
-        programs = mplus_cost.compile_programs(cost, model)
-        params = nnx.split(model)[1]
-        state = programs.tell(params, model.init_state(1), told)
-        drawn = programs.ask(params, state, prompt)[1]
-        if kind == "M+":
-            method = LatentMemory(model)
-        else:
-            method = Reader(model, C)
-        memory = method.tell(method.start(1), np.asarray(told))
-        found = method.ask(memory, np.asarray(prompt), cost.answer)
-        np.testing.assert_array_equal(drawn, found)
+    start = lambda model: jax.jit(lambda: model.init_state(1))()
+    model = mplus_cost.build(cost, "full attention", C)
+    programs = compile_programs(model, start(model), C, 4, cost.answer)
+    params = nnx.split(model)[1]
+    state = programs.tell(params, start(model), told)
+    drawn = programs.ask(params, state, prompt)[1]
+    assert isinstance(model, LanguageModel)
+    method = Reader(model, C)
+    memory = method.tell(method.start(1), np.asarray(told))
+    found = method.ask(memory, np.asarray(prompt), cost.answer)
+    np.testing.assert_array_equal(drawn, found)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +339,7 @@ def test_both_ways_to_draw_agree(cost):
         ({"kinds": ()}, "kinds must name at least one"),
         ({"piece": 100}, "piece must be a multiple of the chunk of 128, got 100"),
         ({"lengths": (4096, 2048)}, "lengths must rise"),
-        ({"lengths": (1000,)}, "in multiples of piece=2048"),
+        ({"lengths": (1000,)}, "in multiples of piece=512"),
     ],
 )
 def test_bad_costs_are_refused(options, message):
