@@ -97,16 +97,15 @@ def compress(
     memory: Float[Array, "B L K D"] | None,
 ) -> Float[Array, "B L K D"]:
     """Memory tokens of each row's first `lengths[b]` tokens; see `MPlus.compress`."""
-    real = jnp.ones_like(state.held, bool)
-    if memory is None:
-        memory = near(lambda pool: pool[:, :, -model.config.tokens :], state.pool)
-        real = state.held > 0
+    real = jnp.ones_like(state.held, bool) if memory is not None else state.held > 0
+    newest = lambda pool: pool[:, :, -model.config.tokens :]
+    seen = near(newest, state.pool) if memory is None else memory
     return mplus_layers.compress(
         model.backbone.config,
         model.blocks(writes=True),
         model.bos.get_value(),
         model.position.get_value(),
-        memory,
+        seen,
         real,
         model.backbone.embed(tokens),
         lengths,
