@@ -113,12 +113,15 @@ class MPlusStages:
 
 def presets() -> dict[str, MPlusStage | MPlusStages]:
     """Trainings by name: in hours on a CPU, and at the paper's sizes."""
-    small = _small()
-    return {
-        "mplus": small,
-        **{f"mplus-{name}": stage for name, stage in small.named()},
-        "mplus-paper": _paper(),
-    }
+    found: dict[str, MPlusStage | MPlusStages] = {}
+    for name, stages in (
+        ("mplus", _small()),
+        ("mplus-smollm2-135m", _smollm2()),
+        ("mplus-paper", _paper()),
+    ):
+        found[name] = stages
+        found |= {f"{name}-{part}": stage for part, stage in stages.named()}
+    return found
 
 
 def _stages(
@@ -165,8 +168,21 @@ def _paper() -> MPlusStages:
     )
 
 
+def _smollm2() -> MPlusStages:
+    """SmolLM2-135M on a CPU: a pool that has forgotten most after some six chunks."""
+    memory = MPlusConfig(tokens=64, pool=256, retrieved=64, store=2048, key_dim=64)
+    tasks = MPlusTaskConfig(chunks=(1, 2, 4), shortest_chunk=256, target=256, prompt=32)
+    stage = MPlusStage(
+        depth=2,
+        data=SampleConfig(batch_size=1, validation_texts=4),
+        optimizer=dataclasses.replace(MPlusStage().optimizer, learning_rate=2e-4),
+        loop=LoopConfig(steps=300, save_every=50, evaluate_every=150),
+    )
+    return _stages(memory, tasks, stage, 16)
+
+
 def _small() -> MPlusStages:
-    """All stages on a CPU, for a backbone of the size of SmolLM2-135M or less."""
+    """All stages in minutes on a CPU, for a backbone of `memjax train`."""
     memory = MPlusConfig(
         tokens=32,
         pool=256,

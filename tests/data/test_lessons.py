@@ -140,6 +140,16 @@ def test_a_position_restores_every_draw_that_follows():
         same(next(whole), next(again))
 
 
+def test_a_position_behind_a_revisit_knows_it():
+    config = dataclasses.replace(CONFIG, full_context=0.0, revisit=1.0, replace=0.0)
+    whole, again = lessons(config), lessons(config)
+    while next(whole).task != "revisit":
+        pass
+    again.set_state(whole.get_state())
+    for _ in range(4):
+        same(next(whole), next(again))
+
+
 def test_hosts_read_their_rows_of_one_batch():
     both = [lessons(shard_index=i, shard_count=2) for i in range(2)]
     whole = lessons()

@@ -264,6 +264,22 @@ def test_a_revisit_at_once_is_the_read_of_the_step_before(told):
     assert float(losses(given, asks)[0]) != float(losses(other, asks)[0])
 
 
+def test_the_targets_first_tokens_alone_ask(told):
+    state, random = told.after.state, np.random.default_rng(5)
+    hidden = jnp.asarray(random.standard_normal((2, 2, 12, 8), np.float32))
+    rows = mplus_tasks.rows_of(state, told.before.state.clock, state.clock)
+
+    @jax.jit
+    def loss(hidden):
+        asks = told.lesson.asks
+        return mplus_tasks.retriever_losses(told.model, state, hidden, asks, *rows)
+
+    # Rows ask with 2 and 9 tokens.
+    others = hidden.at[:, 0, 2:].add(1.0).at[:, 1, 9:].add(1.0)
+    np.testing.assert_array_equal(loss(hidden), loss(others))
+    assert float(loss(hidden)) != float(loss(hidden.at[:, 1, 8].add(1.0)))
+
+
 @pytest.mark.parametrize(
     ("chunks", "reached"),
     [
