@@ -34,6 +34,7 @@ from memjax import mechanisms
 from memjax.mechanisms.base import check_sizes
 from memjax.models import (
     long_term_store,
+    mplus_answers,
     mplus_reading,
     mplus_writing,
     retriever,
@@ -346,7 +347,7 @@ class MPlus(nnx.Module):
         self._check(state, prompt)
         check_sizes(max_new_tokens=max_new_tokens)
         graph, params = nnx.split(self)
-        return mplus_reading.generate(
+        return mplus_answers.generate(
             graph, max_new_tokens, sampling, params, state, prompt, key
         )
 

@@ -1,4 +1,4 @@
-"""How M+ reads: what stands before the tokens, the cache of it, and generation.
+"""How M+ reads: what stands before the tokens, and the cache of it.
 
 Shapes: B batch, L layers, T time, K memory tokens, N rows of the pool, M capacity of
 the store, R retrieved rows, S slots, D model, V vocabulary.
@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
 from memjax import mechanisms
 from memjax.models import long_term_store, retriever, segments, short_term_pool
 from memjax.models.layers import normalize
 from memjax.models.mplus_layers import Slots, prefix_slots, read_layer
 from memjax.models.mplus_state import MPlusState, Reading
-from memjax.models.sampling import Sampling, draw
 
 if TYPE_CHECKING:
     from memjax.models.mplus import MPlus
@@ -373,32 +371,3 @@ def _draw_kept(model, state, new):
     rows = model.config.pool
     draw = lambda key: short_term_pool.draw_dropped(key, model.layers, rows, rows - new)
     return jax.vmap(draw)(jax.random.wrap_key_data(state.key))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def generate(
-    graph: Any,
-    count: int,
-    sampling: Sampling,
-    params: Any,
-    state: MPlusState,
-    prompt: Int[Array, "B T"],
-    key: PRNGKeyArray,
-) -> Int[Array, "B n"]:
-    """See `MPlus.generate`; graph and params are of `nnx.split`."""
-    model = nnx.merge(graph, params)
-    reading, logits = model.read(state, prompt, room=count - 1)
-
-    def body(carry, key):
-        reading, logits = carry
-        token = draw(logits, key, sampling)
-        reading, logits = model.read_on(reading, token[:, None])
-        return (reading, logits[:, 0]), token
-
-    *keys, last = jax.random.split(key, count)
-    carry = (reading, logits[:, -1])
-    tokens = jnp.zeros((0, prompt.shape[0]), jnp.int32)
-    if keys:
-        carry, tokens = jax.lax.scan(body, carry, jnp.stack(keys))
-    token = draw(carry[1], last, sampling)
-    return jnp.concatenate([tokens, token[None]]).T
