@@ -79,7 +79,7 @@ SCALES: dict[Size, Scale] = {
         32_768,
     ),
     "smollm2": Scale(
-        MPlusConfig(pool=2_560, retrieved=640, store=38_400, key_dim=64),
+        MPlusConfig(pool=2_560, retrieved=640, store=38_400, key_dim=36),
         (2_048, 8_192, 32_768),
         8_192,
     ),

@@ -256,7 +256,8 @@ def test_answers_are_read_on():
 
 KINDS = get_args(mplus_cost.Kind)
 COST = mplus_cost.Scale(MEMORY, (C, 3 * C), C)
-SHALLOW = dataclasses.replace(CONFIG, mixers=("attention",))
+# With a head of its own, which does not draw the token that was read last again.
+SHALLOW = dataclasses.replace(CONFIG, mixers=("attention",), tied_head=False)
 
 
 @pytest.fixture(name="cost")
@@ -330,6 +331,7 @@ def test_both_ways_to_draw_agree(cost):
     memory = method.tell(method.start(1), np.asarray(told))
     found = method.ask(memory, np.asarray(prompt), cost.answer)
     np.testing.assert_array_equal(drawn, found)
+    assert found[0, 0] != found[0, 1]
 
 
 @pytest.mark.parametrize(
