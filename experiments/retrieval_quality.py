@@ -1,6 +1,7 @@
 """Does M+ retrieve the rows that a fact was told in?
 
     python experiments/retrieval_quality.py
+    python experiments/retrieval_quality.py --backbone tiny --chunk 1024 --after 3 8 16
 
 A piece with a fact's context is written into memory, then other pieces; the fact's
 question is read behind every so many of them. Counted are the rows that were made from
@@ -74,7 +75,8 @@ class Config:
         lengths: of questions: facts are those whose questions have one of the so many
             most frequent, as programs are compiled for each; 0 is all.
         after: numbers of pieces told before a question, rising; none is the preset's.
-        chunk: tokens of a piece, a multiple of the memory's; contexts must fit.
+        chunk: tokens of a piece, a multiple of the memory's; contexts must fit: 1,024
+            for the shorter tokens of the tiny backbone.
         facts: JSON lines with context, question, answer, kind and subject; none is
             those that ship.
         passages: JSON lines with text and subject, told between a fact and its
