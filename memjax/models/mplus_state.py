@@ -45,7 +45,8 @@ class MPlusConfig:
         decay: of all frequencies a merge, for "frequency".
         store_memory: where the store's rows are; their keys, by which they are found,
             are on the device. "host": only the R chosen ones travel to it.
-        pool_memory: where the pool is; "host": a read takes it layer by layer.
+        pool_memory: where the pool is; "host": a read takes it layer by layer. What is
+            on the host gets no gradient, and passes none on.
         retrieval_source: "prefix": a read's rows are chosen by the tokens before those
             that are scored; "all": by all of its tokens, as in the program, where a
             score has seen what it predicts.
