@@ -111,6 +111,7 @@ def task_loss(
     memory = jax.lax.stop_gradient(memory)
     read = functools.partial(_read_memory, model, prompt=prompt)
     state, cached = memory
+    document = lambda after: Cached(lesson.target, memory.state.clock, after.clock)
     match task:
         case "full_context":
             losses = Losses(read(state, lesson.target)[0], None)
@@ -126,8 +127,7 @@ def task_loss(
             live = lesson.chunks.shape[1] == 1 and not model.config.retrieved
             news, state = write(model if live else _detached(model), state, lesson)
             if model.config.retrieved:
-                made = Cached(lesson.target, memory.state.clock, state.clock)
-                now = TaskMemory(state, made)
+                now = TaskMemory(state, document(state))
                 losses = _read_rows_of(model, read, now, lesson.asks)
             else:
                 new = jnp.concatenate(list(news), axis=2)
@@ -135,11 +135,10 @@ def task_loss(
                 language, _ = _language(model, memory.state, lesson.target, given)
                 losses = Losses(language, None)
     if task in ("two_chunk", "multi_chunk"):
-        made = Cached(lesson.target, memory.state.clock, state.clock)
         keep = lambda new, old: jnp.where(
             lesson.keep.reshape(-1, *[1] * (old.ndim - 1)), new, old
         )
-        cached = jax.tree.map(keep, made, cached)
+        cached = jax.tree.map(keep, document(state), cached)
     after = jax.lax.stop_gradient(TaskMemory(state, cached))
     return losses.total, (after, losses)
 
