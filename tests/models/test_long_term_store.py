@@ -1,6 +1,7 @@
 """M+'s long-term store against plain lists: what stays, and what is found."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from memjax.models import long_term_store
 from memjax.models.mplus_state import LayerStore, MPlusConfig
 
 B, L, K, D, KEYS, R = 2, 2, 2, 1, 2, 3
-SIZES = dict(tokens=K, pool=4, chunk=4, least_chunk=1, retrieved=R, key_dim=KEYS)
+SIZES: dict[str, Any] = dict(
+    tokens=K, pool=4, chunk=4, least_chunk=1, retrieved=R, key_dim=KEYS
+)
 # Neither a multiple of K nor of what hypothesis gives at a time.
 OLDEST = MPlusConfig(**SIZES, store=7)
 BY_FREQUENCY = MPlusConfig(

@@ -121,6 +121,7 @@ def test_the_programs_store_keeps_the_law():
     model = build("legacy")
     states, logits = by_steps(model, model.init_state(B), TOKENS)
     close(run(model, states[0], TOKENS), (states[-1], logits))
+    assert states[-1].store is not None
     # Two of the three batches would go, and leave fewer than R: none goes.
     assert states[-1].store.recalls[:, :6].tolist() == [[1, 1, 1, 1, 2, 2]] * B
     _, other = run(build(), build().init_state(B), TOKENS)
@@ -193,19 +194,20 @@ def test_gradients_are_finite_and_reach_what_the_loss_sees():
     # One row reads anew, and writes its chunk; the other starts its text.
     state = state._replace(ready=jnp.zeros_like(state.ready))
     state = model.reset(state, jnp.array([True, False]))
+    memory = state.store
+    assert memory is not None
 
     def loss(params, pool, rows):
         model = nnx.merge(graph, params, rest)
         layers = tuple(
-            layer._replace(rows=x)
-            for layer, x in zip(state.store.layers, rows, strict=True)
+            layer._replace(rows=x) for layer, x in zip(memory.layers, rows, strict=True)
         )
-        store = state.store._replace(layers=layers)
+        store = memory._replace(layers=layers)
         given = state._replace(pool=pool, store=store)
         after, y = model(given, TOKENS[:, :1])
         return (y**2).mean() + (after.pool**2).mean()
 
-    rows = tuple(layer.rows for layer in state.store.layers)
+    rows = tuple(layer.rows for layer in memory.layers)
     found = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(params, state.pool, rows)
     chex.assert_tree_all_finite(found)
     for path, leaf in jax.tree_util.tree_leaves_with_path(found):
