@@ -209,6 +209,7 @@ def train_stage(
 def load(folder: Path) -> Trained:
     """A model of `train_stage`, adapters joined."""
     _, model = finetune.load(folder)
+    assert isinstance(model, HMT | LanguageModel), type(model)
     seconds = json.loads((folder / "seconds.json").read_text())
     return Trained(merge_lora(model), seconds)
 
