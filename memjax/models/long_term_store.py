@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax import mechanisms
-from memjax.models import retriever
+from memjax.models import retriever, segments
 from memjax.models.host_memory import near, put
 from memjax.models.mplus_state import LEAST_RECALLS, LayerStore, MPlusConfig, Store
 
@@ -93,7 +93,7 @@ def append(
     def merged():
         # One function writes and moves: what is on the host is written once.
         small, order = _merge(config, store, due)
-        moved = lambda *args: _take(_written(*args[:3]), args[3])
+        moved = lambda *args: segments.take(_written(*args[:3]), args[3])
         moves = [(*layer, order) for layer in layers]
         return small._replace(layers=_each_layer(moved, moves))
 
@@ -102,12 +102,7 @@ def append(
 
 
 def _written(buffer, rows, at):
-    """The buffer with rows at places [B, K]; those beyond it are dropped."""
-    return jax.vmap(lambda x, y, at: x.at[at].set(y, mode="drop"))(buffer, rows, at)
-
-
-def _take(buffer, at):
-    return jax.vmap(lambda x, at: x[at])(buffer, at)
+    return segments.write(buffer, at, rows)
 
 
 def _each_layer(function, layers):
@@ -131,7 +126,7 @@ def _merge(config, store, mask):
     stays = stays | ~mask[:, None]
     order = jnp.argsort(~stays, axis=1, stable=True).astype(jnp.int32)
     merged = store._replace(
-        recalls=_take(jnp.where(enough[:, None], left, store.recalls), order),
+        recalls=segments.take(jnp.where(enough[:, None], left, store.recalls), order),
         held=jnp.where(enough, count, store.held),
         fresh=jnp.zeros_like(store.fresh),
     )
@@ -158,7 +153,7 @@ def retrieve(
         keys, born, store.held, store.fresh, queries, asked
     )
     # Empty places may hold anything; nothing must not become NaN.
-    found = jnp.where(real[..., None], near(_take, rows, chosen), 0.0)
+    found = jnp.where(real[..., None], near(segments.take, rows, chosen), 0.0)
     return Retrieved(found, chosen, real, scores)
 
 

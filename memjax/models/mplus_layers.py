@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax.mechanisms import attend, projections
+from memjax.models import segments
 from memjax.models.config import ModelConfig
 from memjax.models.language_model import LanguageModel
 from memjax.models.layers import BlockParams, normalize, run_block
@@ -102,14 +103,14 @@ def read_layer(
         h: what the layer is given.
     """
     heads = heads_config(config)
-    write = jax.vmap(lambda cache, new, at: cache.at[at].set(new, mode="drop"))
 
     def mix(params, slots, normed):
         q, k, v = projections.project(params, normed)
         q = projections.turn(heads, q, positions)
         k = projections.turn(heads, k, positions)
         new = Slots(k.astype(jnp.float32), v.astype(jnp.float32))
-        slots = jax.tree.map(lambda old, x: write(old, x, places), slots, new)
+        write = lambda old, new: segments.write(old, places, new)
+        slots = jax.tree.map(write, slots, new)
         cache = (slots.keys.astype(q.dtype), slots.values.astype(q.dtype))
         y = attend.from_cache(q, *cache, start, visible)
         return slots, projections.merge(params, y)

@@ -278,6 +278,8 @@ def read_closed(
 def _read(model, given, width, state, tokens):
     """`width` bounds the open chunk's tokens, which are read before these."""
     c, (b, t) = model.config, tokens.shape
+    if given.beside_pool and given.kept is None:
+        given = given._replace(kept=_draw_kept(model, state, given.new.shape[2]))
     filled = state.filled if width else jnp.zeros_like(state.filled)
     joined = segments.join(state.tokens, filled, tokens, width + t)
     h = model.backbone.embed(joined)
@@ -348,10 +350,7 @@ def _memory(model, given, state, layer, h, asked, trace):
     seen = _filled(state.held, c.pool)
     if given.new is not None:
         new = given.new[:, layer]
-        kept = given.kept
-        if kept is None:
-            kept = _draw_kept(model, state, new.shape[1])
-        kept = kept[:, layer]
+        kept = given.kept[:, layer]
         seen = jnp.concatenate(
             [segments.take(seen, kept), jnp.ones(new.shape[:2], bool)], axis=1
         )

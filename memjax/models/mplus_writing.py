@@ -171,8 +171,7 @@ def _keep_tokens(state, piece, lengths):
     times = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
     at = state.filled[:, None] + times
     at = jnp.where(times < lengths[:, None], at, state.tokens.shape[1])
-    write = jax.vmap(lambda old, new, at: old.at[at].set(new, mode="drop"))
     return state._replace(
-        tokens=write(state.tokens, piece.astype(jnp.int32), at),
+        tokens=segments.write(state.tokens, at, piece.astype(jnp.int32)),
         filled=state.filled + lengths,
     )

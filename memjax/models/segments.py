@@ -111,6 +111,12 @@ def take(x: Shaped[Array, "B T *E"], places: Int[Array, "B n"]) -> Any:
     return jax.vmap(lambda row, at: row[at])(x, places)
 
 
+def write(x: Shaped[Array, "B T *E"], places: Int[Array, "B n"], new: Array) -> Any:
+    """x with new[b] at places[b] of every row; a place beyond T is dropped."""
+    at_row = lambda row, at, new: row.at[at].set(new, mode="drop")
+    return jax.vmap(at_row)(x, places, new)
+
+
 def put(
     x: Shaped[Array, "B T E"], places: Int[Array, " B"], value: Shaped[Array, "B E"]
 ) -> Shaped[Array, "B T E"]:
