@@ -5,7 +5,7 @@ the store, R retrieved rows, S slots, D model, V vocabulary.
 """
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -172,21 +172,32 @@ def read_on(
     return reading, model.logits(y)
 
 
-def _read_tokens(model, reading, h, lengths, writes=False):
-    """All layers; also what each was given."""
+def _read_tokens(model, reading, h, lengths, writes=False, before=None):
+    """All layers; also what each was given.
+
+    `before(layer, h)` gives the rows that stand before the tokens, and which are seen,
+    for a reading that has none yet.
+    """
     config, slots = model.backbone.config, reading.visible.shape[1]
     times = jnp.arange(h.shape[1], dtype=jnp.int32)[None]
     start = reading.first + reading.length
     places = jnp.where(times < lengths[:, None], start[:, None] + times, slots)
     fits = start[:, None] + times < slots
-    positions = (reading.offset + reading.length)[:, None] + times
     all_slots = jnp.arange(slots, dtype=jnp.int32)[None]
     new = (all_slots >= start[:, None]) & (all_slots < (start + lengths)[:, None])
-    visible = reading.visible | new
+    visible, offset = reading.visible | new, reading.offset
     keys, values, inputs = [], [], []
     for layer, block in enumerate(model.blocks(writes)):
         inputs.append(h)
         old = Slots(reading.keys[layer], reading.values[layer])
+        if before is not None:
+            rows, seen = before(layer, h)
+            made = prefix_slots(config, block, rows, seen)
+            put = lambda slots, made: slots.at[:, : made.shape[1]].set(made)
+            old = jax.tree.map(put, old, made)
+            visible = visible.at[:, : seen.shape[1]].set(seen)
+            offset = seen.sum(axis=1, dtype=jnp.int32)
+        positions = (offset + reading.length)[:, None] + times
         made, h = read_layer(config, block, old, visible, start, places, positions, h)
         keys.append(made.keys)
         values.append(made.values)
@@ -195,6 +206,7 @@ def _read_tokens(model, reading, h, lengths, writes=False):
         values=tuple(values),
         visible=visible,
         length=reading.length + lengths,
+        offset=offset,
     )
     y = jnp.where(fits[..., None], _last_norm(model, h), jnp.nan)
     return reading, y, inputs
@@ -289,61 +301,33 @@ def _read(model, given, width, state, tokens):
     memory = _alone if given.alone else _memory
     first = 1 + given.new.shape[2] if given.alone else c.prefix
     reading = empty(model, b, first, first + (c.chunk - 1) + t + given.room)
-    lengths = filled + t
-    trace: dict[str, list[Any]] = {"hidden": [], "scores": [], "chosen": []}
+    scores: list[Array] = []
+    chosen: list[Array] = []
+
+    def before(layer, h):
+        rows, seen, found = memory(model, given, state, layer, h, asked)
+        if found is not None:
+            scores.append(found.scores)
+            chosen.append(found.chosen)
+        return rows, seen
+
+    reading, y, inputs = _read_tokens(
+        model, reading, h, filled + t, given.alone, before
+    )
     taken = filled[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    keys, values = [], []
-    offset, visible = reading.offset, reading.visible
-    for layer, block in enumerate(model.blocks(writes=given.alone)):
-        trace["hidden"].append(segments.take(h, taken))
-        rows, seen = memory(model, given, state, layer, h, asked, trace)
-        made = prefix_slots(model.backbone.config, block, rows, seen)
-        slots = Slots(
-            reading.keys[layer].at[:, :first].set(made.keys),
-            reading.values[layer].at[:, :first].set(made.values),
-        )
-        offset = seen.sum(axis=1, dtype=jnp.int32)
-        places = jnp.where(times < lengths[:, None], first + times, slots.keys.shape[1])
-        visible = jnp.concatenate(
-            [seen, _first(lengths, reading.visible.shape[1] - first)], axis=1
-        )
-        start = jnp.full(b, first, jnp.int32)
-        slots, h = read_layer(
-            model.backbone.config,
-            block,
-            slots,
-            visible,
-            start,
-            places,
-            offset[:, None] + times,
-            h,
-        )
-        keys.append(slots.keys)
-        values.append(slots.values)
-    reading = reading._replace(
-        keys=tuple(keys),
-        values=tuple(values),
-        visible=visible,
-        length=lengths,
-        offset=offset,
-    )
-    features = segments.take(_last_norm(model, h), taken)
+    hidden = jnp.stack([segments.take(x, taken) for x in (*inputs, y)])
     stack = lambda xs: jnp.stack(xs) if xs else None
-    hidden = jnp.stack([*trace["hidden"], features])
-    return (
-        reading,
-        features,
-        ReadTrace(hidden, stack(trace["scores"]), stack(trace["chosen"])),
-    )
+    return reading, hidden[-1], ReadTrace(hidden, stack(scores), stack(chosen))
 
 
-def _alone(model, given, state, layer, h, asked, trace):
-    del h, asked, trace, state
+def _alone(model, given, state, layer, h, asked):
+    """[bos ; new rows] of a layer."""
+    del h, asked, state
     new = given.new[:, layer]
-    return _with_bos(model, layer, [(new, jnp.ones(new.shape[:2], bool))])
+    return *_with_bos(model, layer, [(new, jnp.ones(new.shape[:2], bool))]), None
 
 
-def _memory(model, given, state, layer, h, asked, trace):
+def _memory(model, given, state, layer, h, asked):
     """[bos ; retrieved ; pool] of a layer, whose rows its own tokens choose."""
     c = model.config
     pool = short_term_pool.of_layer(state.pool, layer)
@@ -355,14 +339,12 @@ def _memory(model, given, state, layer, h, asked, trace):
             [segments.take(seen, kept), jnp.ones(new.shape[:2], bool)], axis=1
         )
         pool = jnp.concatenate([segments.take(pool, kept), new], axis=1)
-    memory = [(pool, seen)]
+    memory, found = [(pool, seen)], None
     if state.store is not None:
         queries = _queries(model, layer, h)
         found = long_term_store.retrieve(c, state.store, layer, queries, asked)
-        trace["scores"].append(found.scores)
-        trace["chosen"].append(found.chosen)
         memory.insert(0, (found.rows, found.real))
-    return _with_bos(model, layer, memory)
+    return *_with_bos(model, layer, memory), found
 
 
 def _draw_kept(model, state, new):
