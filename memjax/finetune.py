@@ -19,7 +19,8 @@ from flax import nnx
 
 from memjax import run
 from memjax.config_io import to_record
-from memjax.data import Tokenizer
+from memjax.data import Tokenizer, load_facts, read_questions
+from memjax.data.fact_lessons import FACTS_SEED, FactTexts, split_facts
 from memjax.data.lesson_batches import Lessons
 from memjax.finetune_config import FinetuneConfig, TwoStageConfig
 from memjax.finetune_mplus import MPlusStage
@@ -140,6 +141,11 @@ def _batches(described: FinetuneRun, tokenizer: Tokenizer) -> DataIterator:
     documents = run.load_split(described, tokenizer, "train")
     if not isinstance(config, MPlusStage):
         return run.batches(described, documents)
+    facts = None
+    if config.tasks.ask:
+        found = load_facts() if config.facts is None else read_questions(config.facts)
+        told, _ = split_facts(found, seed=FACTS_SEED)
+        facts = FactTexts(told, tokenizer, config.memory.chunk, config.tasks.target)
     return Lessons(
         documents,
         config.tasks,
@@ -150,6 +156,7 @@ def _batches(described: FinetuneRun, tokenizer: Tokenizer) -> DataIterator:
         shard_index=jax.process_index(),
         shard_count=jax.process_count(),
         vocab_size=described.model.vocab_size,
+        facts=facts,
     )
 
 

@@ -8,6 +8,7 @@ program; the rates are for the batches given here.
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 from memjax.data.lessons import MPlusTaskConfig
 from memjax.finetune_config import SampleConfig
@@ -27,6 +28,8 @@ class MPlusStage:
     Attributes:
         memory: sizes; retrieved=0 is MemoryLLM, as in stages 1 and 2.
         tasks: what is trained on, in which proportions.
+        facts: JSON lines of clozes (`memjax.data.facts`) for `tasks.ask`, of whose
+            subjects half are told; None is those that ship.
         depth: chunks of a text that is evaluated.
         dtype: of activations; None is the backbone's own.
         data: documents; `mode` must be "chunked".
@@ -38,6 +41,7 @@ class MPlusStage:
 
     memory: MPlusConfig = MPlusConfig()
     tasks: MPlusTaskConfig = MPlusTaskConfig()
+    facts: Path | None = None
     depth: int = 8
     dtype: Dtype | None = None
     data: SampleConfig = SampleConfig()
@@ -169,14 +173,24 @@ def _paper() -> MPlusStages:
 
 
 def _smollm2() -> MPlusStages:
-    """SmolLM2-135M on a CPU: a pool that has forgotten most after some six chunks."""
-    memory = MPlusConfig(tokens=64, pool=256, retrieved=64, store=2048, key_dim=64)
-    tasks = MPlusTaskConfig(chunks=(1, 2, 4), shortest_chunk=256, target=256, prompt=32)
+    """SmolLM2-135M on a CPU: a pool that has forgotten most after some eight chunks."""
+    memory = MPlusConfig(
+        tokens=128, pool=512, chunk=256, retrieved=128, store=16_384, key_dim=64
+    )
+    tasks = MPlusTaskConfig(
+        full_context=0.0,
+        multi_chunk=0.5,
+        chunks=(1, 2),
+        shortest_chunk=192,
+        target=160,
+        prompt=24,
+        ask=0.6,
+    )
     stage = MPlusStage(
         depth=2,
-        data=SampleConfig(batch_size=1, validation_texts=4),
-        optimizer=dataclasses.replace(MPlusStage().optimizer, learning_rate=2e-4),
-        loop=LoopConfig(steps=300, save_every=50, evaluate_every=150),
+        data=SampleConfig(batch_size=2, validation_texts=4),
+        optimizer=dataclasses.replace(MPlusStage().optimizer, learning_rate=1e-3),
+        loop=LoopConfig(steps=300, save_every=50, evaluate_every=0),
     )
     return _stages(memory, tasks, stage, 16)
 

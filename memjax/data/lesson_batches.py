@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
+from memjax.data.draws import Draws
+from memjax.data.fact_lessons import FactTexts
 from memjax.data.lessons import (
     UNSCORED,
     Assignment,
@@ -38,6 +40,7 @@ class Lessons:
         shard_index: this host, in [0, shard_count).
         shard_count: number of hosts.
         vocab_size: if given, every id is checked to be in [0, vocab_size).
+        facts: for documents that tell facts, where `config.ask` is not 0.
 
     Raises:
         ValueError: as `chunked_batches`, for documents of the longest bucket; on chunk
@@ -56,6 +59,7 @@ class Lessons:
         shard_index: int = 0,
         shard_count: int = 1,
         vocab_size: int | None = None,
+        facts: FactTexts | None = None,
     ):
         if config.shortest_chunk > chunk:
             raise ValueError(
@@ -68,7 +72,13 @@ class Lessons:
                 f"target must be more than {least} tokens, of which the first are not "
                 f"scored in a repetition, got {config.target}"
             )
+        if bool(config.ask) != (facts is not None):
+            raise ValueError(
+                f"facts must be given where ask > 0 and only there, got ask={config.ask} "
+                f"and {facts}"
+            )
         self._config, self._chunk, self._instruction = config, chunk, instruction
+        self._facts = facts
         self._seed, self._batch_size = seed, batch_size
         rows = batch_size // shard_count
         self._mine = slice(shard_index * rows, (shard_index + 1) * rows)
@@ -93,7 +103,7 @@ class Lessons:
         return self
 
     def __next__(self) -> Assignment:
-        draw = _Draws(self._seed, self._step)
+        draw = Draws(self._seed, self._step)
         self._step += 1
         task = self._choose(draw)
         self._revisited = task == "revisit"
@@ -102,9 +112,7 @@ class Lessons:
             if draw.share() < self._config.replace:
                 self._distance = None
             return Assignment(task, self._nothing(draw))
-        batch = next(self._buckets[count])
-        text = np.concatenate([batch.tokens, batch.targets[:, -1:]], axis=1)
-        lesson = self._lesson(draw, task, text)
+        lesson = self._lesson(draw, task, count)
         if task == "full_context":
             return Assignment(task, lesson)
         keep = self._distance is None
@@ -113,7 +121,7 @@ class Lessons:
         )
         return Assignment(task, lesson._replace(keep=np.full_like(lesson.keep, keep)))
 
-    def _choose(self, draw: "_Draws") -> Task:
+    def _choose(self, draw: Draws) -> Task:
         shares = self._config
         full, again, multi = draw.share(), draw.share(), draw.share()
         if full < shares.full_context:
@@ -122,38 +130,55 @@ class Lessons:
             return "revisit"
         return "multi_chunk" if multi < shares.multi_chunk else "two_chunk"
 
-    def _lesson(
-        self, draw: "_Draws", task: Task, text: Int32[np.ndarray, "B W"]
-    ) -> Lesson:
-        """A lesson of texts, which nothing is kept of."""
+    def _lesson(self, draw: Draws, task: Task, bucket: int) -> Lesson:
+        """A lesson of the next texts, or of facts; nothing of it is kept."""
         c, rows = self._config, self._batch_size
-        writes = task in ("two_chunk", "multi_chunk")
-        count = (text.shape[1] - 1 - c.target) // self._chunk if writes else 0
+        count = 0 if task == "full_context" else bucket
         choices = self._chunk - c.shortest_chunk + 1
         lengths = c.shortest_chunk + draw.below(choices, (rows, count))[self._mine]
-        repeats = (draw.share(rows) < c.repeat)[self._mine]
         last = task == "two_chunk"
-        made = [
-            lay_out(
-                tokens,
-                row.tolist(),
-                self._chunk,
-                c.target,
-                self._instruction if writes and again else None,
-                last,
-            )
-            for tokens, row, again in zip(text, lengths, repeats, strict=True)
-        ]
+        if count and c.ask and draw.share() < c.ask:
+            lengths = lengths[:, -1 if last else None :]
+            made = self._told(draw, lengths)
+        else:
+            made = self._read(draw, bucket, lengths, last)
+            lengths = lengths[:, -1 if last else None :]
         chunks, targets = zip(*made, strict=True)
         return Lesson(
             chunks=np.stack(chunks),
-            lengths=lengths[:, -1 if last else None :].astype(np.int32),
+            lengths=lengths.astype(np.int32),
             target=Target(*map(np.stack, zip(*targets, strict=True))),
             asks=self._asks(draw),
             keep=np.zeros(len(made), bool),
         )
 
-    def _nothing(self, draw: "_Draws") -> Lesson:
+    def _read(self, draw, bucket, lengths, last):
+        """Rows of the next texts of a bucket."""
+        c, count = self._config, lengths.shape[1]
+        batch = next(self._buckets[bucket])
+        text = np.concatenate([batch.tokens, batch.targets[:, -1:]], axis=1)
+        repeats = (draw.share(self._batch_size) < c.repeat)[self._mine]
+        return [
+            lay_out(
+                tokens,
+                row.tolist(),
+                self._chunk,
+                c.target,
+                self._instruction if count and again else None,
+                last,
+            )
+            for tokens, row, again in zip(text, lengths, repeats, strict=True)
+        ]
+
+    def _told(self, draw, lengths):
+        """Rows of facts: this host's, whose draws do not move those of other hosts."""
+        seeds = draw.below(2**32, self._batch_size)[self._mine].tolist()
+        return [
+            self._facts.row(Draws(seed, self._step), row.tolist())
+            for seed, row in zip(seeds, lengths, strict=True)
+        ]
+
+    def _nothing(self, draw: Draws) -> Lesson:
         """For a revisit: what is read is kept with the memory."""
         asks = self._asks(draw)
         none = np.zeros((len(asks), 0, self._chunk), np.int32)
@@ -204,25 +229,3 @@ class Lessons:
             bucket.set_state(buckets[str(n)])
         self._step, self._distance = state["step"], distance
         self._revisited = state["revisited"]
-
-
-class _Draws:
-    """Random numbers of one step.
-
-    Raw bits of a bit generator are the part of numpy.random that is promised never to
-    change; a saved position must mean the same for ever.
-    """
-
-    def __init__(self, seed: int, step: int):
-        # The last number keeps this stream apart from others of the seed.
-        self._bits = np.random.PCG64(np.random.SeedSequence([seed, step, 5]))
-
-    def share(self, shape: Any = ()) -> Any:
-        """Numbers in [0, 1)."""
-        size = int(np.prod(shape))
-        raw = np.asarray(self._bits.random_raw(size)).reshape(shape)
-        return (raw >> np.uint64(11)) / 2.0**53
-
-    def below(self, limit: int, shape: Any = ()) -> Any:
-        """Whole numbers in [0, limit)."""
-        return np.floor(self.share(shape) * limit).astype(np.int64)

@@ -65,6 +65,8 @@ class MPlusTaskConfig:
             something was written since, and the step before was no revisit.
         multi_chunk: share of all other steps; the rest are two-chunk.
         repeat: share of documents whose target is "Repeat:" and their chunks.
+        ask: share of the steps that write whose documents tell facts, which the target
+            asks for (`fact_lessons.py`), in the place of running text.
         replace: how often a revisited target gives way to the next document's.
         chunks: numbers of chunks, drawn evenly: the length buckets.
         shortest_chunk: a chunk has this many to C tokens.
@@ -77,6 +79,7 @@ class MPlusTaskConfig:
     revisit: float = 0.2
     multi_chunk: float = 0.8
     repeat: float = 0.1
+    ask: float = 0.0
     replace: float = 0.2
     chunks: tuple[int, ...] = (8, 16, 32, 64)
     shortest_chunk: int = 384
@@ -84,7 +87,8 @@ class MPlusTaskConfig:
     prompt: int = 64
 
     def __post_init__(self):
-        for name in ("full_context", "revisit", "multi_chunk", "repeat", "replace"):
+        shares = ("full_context", "revisit", "multi_chunk", "repeat", "ask", "replace")
+        for name in shares:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
         if not self.chunks or min(self.chunks) < 1:
