@@ -14,6 +14,7 @@ With `--carry` the memory goes on from sample to sample, as in the published pro
 """
 
 import dataclasses
+import functools
 import time
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -37,6 +38,7 @@ from memjax.data import (
     read_passages,
     read_questions,
 )
+from memjax.data.fact_lessons import FACTS_SEED, split_facts
 from memjax.evaluation import plots
 from memjax.models.mplus import MPlus, mplus
 from memjax.models.mplus_state import MPlusConfig
@@ -95,8 +97,10 @@ class Config:
             and of the pieces that BM25 finds; 0 is as much memory as M+ has on the
             device, as far as the backbone's positions go.
         carry: whether memory goes on from sample to sample.
+        known: whether facts are asked, too, that the backbone answers without having
+            been told.
         facts: JSON lines with context, question, answer, kind and subject; none is
-            those that ship.
+            those that ship, of the subjects that are not trained on.
         passages: JSON lines with text and subject, told between a fact and its
             question; none is those that ship, and behind them the embedded books.
         seed: of the draws, and of an untrained M+.
@@ -116,6 +120,7 @@ class Config:
     answer: int = 10
     window: int = 0
     carry: bool = False
+    known: bool = False
     facts: Path | None = None
     passages: Path | None = None
     seed: int = 0
@@ -153,7 +158,17 @@ def main(config: Config) -> None:
     """Tests every method, prints, draws and writes."""
     model, tokenizer, trained = load(config)
     scale = config.scale
-    facts = load_facts() if config.facts is None else read_questions(config.facts)
+    if config.facts is None:
+        # Of the other subjects M+ may have been told in training.
+        facts = split_facts(load_facts(), seed=FACTS_SEED)[1]
+    else:
+        facts = read_questions(config.facts)
+    prompts = [tokenizer.encode(f"\n\n{fact.question}") for fact in facts]
+    longest = max(map(len, prompts)) + config.answer
+    ask = None
+    if not config.known:
+        nobody = methods.closed_book(model.backbone, tokenizer, longest)
+        ask = functools.partial(retention.untold, nobody, tokenizer, config.answer)
     batches = make_samples(
         facts,
         passages(config),
@@ -164,8 +179,8 @@ def main(config: Config) -> None:
         chunk=config.chunk,
         lengths=config.lengths,
         seed=config.seed,
+        ask=ask,
     )
-    longest = max(batch.prompts.shape[1] for batch in batches) + config.answer
     window = config.window or min(
         hmt_scores.equal_window(model.backbone, methods.device_bytes(model)),
         model.backbone.config.capacity,

@@ -94,6 +94,17 @@ def run(
                     yield Asked(fact, count, text)
 
 
+def untold(
+    method: Method,
+    tokenizer: Tokenizer,
+    answer: int,
+    prompts: Int32[np.ndarray, "B P"],
+) -> list[str]:
+    """What is answered without anything told."""
+    found = method.ask(method.start(len(prompts)), prompts, answer)
+    return [tokenizer.decode(row) for row in found]
+
+
 def accuracy(asked: Sequence[Asked]) -> dict[str, Any]:
     """Share of right answers with its interval, of those that could be asked.
 

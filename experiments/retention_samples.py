@@ -9,7 +9,7 @@ Shapes: B samples side by side, I pieces, C tokens of a piece, P tokens of a que
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +49,7 @@ def make_samples(
     chunk: int,
     lengths: int = 0,
     seed: int,
+    ask: Callable[[Int32[np.ndarray, "B P"]], Sequence[str]] | None = None,
 ) -> list[Samples]:
     """Draws facts in batches whose questions have one length, and text for each.
 
@@ -63,6 +64,8 @@ def make_samples(
         lengths: of the questions: the so many most frequent, as programs are compiled
             for each; 0 is all.
         seed: of facts and passages.
+        ask: what is answered to questions by who was told nothing; facts that are
+            answered so are left out. None keeps all.
 
     Raises:
         ValueError: if there are too few facts or passages, or a context has more than
@@ -73,14 +76,15 @@ def make_samples(
             f"samples must be a positive multiple of batch={batch}, got {samples}"
         )
     encode = functools.cache(lambda text: tokenizer.encode(f"\n\n{text}"))
-    full = _grouped(pick_facts(facts, seed=seed), encode, lengths, batch)
+    picked = pick_facts(facts, seed=seed)
+    full = _grouped(picked, encode, lengths, batch, samples // batch, ask)
     if len(full) * batch < samples:
         raise ValueError(
             f"samples must be at most {len(full) * batch} of these facts, in batches "
             f"of {batch} with questions of one length, got {samples}"
         )
     made = []
-    for group in full[: samples // batch]:
+    for group in full:
         rows = [_told(fact, passages, encode, pieces, chunk, seed) for fact, _ in group]
         context, more = zip(*rows, strict=True)
         made.append(
@@ -109,20 +113,36 @@ def book_passages() -> list[Passage]:
     return cut
 
 
-def _grouped(facts, encode, lengths, batch) -> list[list[tuple[Question, np.ndarray]]]:
-    """Batches of facts and questions of one length, in the order they fill up."""
+def _grouped(
+    facts, encode, lengths, batch, count, ask
+) -> list[list[tuple[Question, np.ndarray]]]:
+    """Up to `count` batches of facts with questions of one length, as they fill up."""
     prompts = [encode(fact.question) for fact in facts]
     common = Counter(map(len, prompts)).most_common(lengths or None)
-    groups = {length: [] for length, _ in common}
+    waiting, ready = ({length: [] for length, _ in common} for _ in range(2))
     full = []
     for fact, prompt in zip(facts, prompts, strict=True):
-        if len(prompt) in groups:
-            group = groups[len(prompt)]
-            group.append((fact, prompt))
-            if len(group) == batch:
-                full.append(group)
-                groups[len(prompt)] = []
+        if len(prompt) not in waiting:
+            continue
+        group, kept = waiting[len(prompt)], ready[len(prompt)]
+        group.append((fact, prompt))
+        if len(group) < batch:
+            continue
+        kept += group if ask is None else _unknown(group, ask)
+        group.clear()
+        if len(kept) >= batch:
+            full.append(kept[:batch])
+            del kept[:batch]
+        if len(full) == count:
+            break
     return full
+
+
+def _unknown(group, ask):
+    """The facts whose answer is not in what is answered."""
+    texts = ask(np.stack([prompt for _, prompt in group]))
+    pairs = zip(group, texts, strict=True)
+    return [(fact, prompt) for (fact, prompt), text in pairs if fact.answer not in text]
 
 
 def _told(fact, passages, encode, pieces, chunk, seed):

@@ -74,8 +74,8 @@ class Lessons:
             )
         if bool(config.ask) != (facts is not None):
             raise ValueError(
-                f"facts must be given where ask > 0 and only there, got ask={config.ask} "
-                f"and {facts}"
+                "facts must be given where ask > 0 and only there, got "
+                f"ask={config.ask} and {facts}"
             )
         self._config, self._chunk, self._instruction = config, chunk, instruction
         self._facts = facts

@@ -157,6 +157,22 @@ def test_batches_have_questions_of_one_length_and_lengths_can_be_few():
         lengths(8, 1)
 
 
+def test_facts_that_are_known_untold_are_not_asked():
+    known, answers = NAMES[2:5], {fact.question: fact.answer for fact in FACTS}
+
+    def answer(prompts):
+        assert prompts.shape[0] == 2
+        questions = [BYTES.decode(prompt)[2:] for prompt in prompts]
+        knows = lambda question: any(name in question for name in known)
+        return [f"It is {answers[q]}!" if knows(q) else "?" for q in questions]
+
+    told = [fact for batch in samples(samples=6, ask=answer) for fact in batch.facts]
+    assert len(told) == 6 and not {fact.subject for fact in told} & set(known)
+    assert {fact.subject for b in samples(samples=10) for fact in b.facts} > set(known)
+    with pytest.raises(ValueError, match="samples must be at most 6 of these"):
+        samples(samples=8, ask=answer)
+
+
 def test_a_method_that_remembers_the_last_pieces_is_right_as_far():
     for pieces, expected in ((1, [1, 0, 0]), (2, [1, 1, 0]), (4, [1, 1, 1])):
         asked = ask(Notes(pieces * C), samples())
@@ -320,7 +336,8 @@ def test_a_backbone_gets_an_untrained_memory(monkeypatch):
     assert model.config == knowledge_retention.SCALES["cpu"].memory
 
 
-def test_the_program_says_how_it_scored(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("known", [False, True])
+def test_the_program_says_how_it_scored(known, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(
         knowledge_retention, "load", lambda config: (MODEL, BYTES, False)
     )
@@ -336,6 +353,7 @@ def test_the_program_says_how_it_scored(monkeypatch, tmp_path, capsys):
         chunk=C,
         answer=N,
         window=3 * C,
+        known=known,
         facts=tmp_path / "facts.jsonl",
         passages=tmp_path / "told.jsonl",
         output=tmp_path / "result",
