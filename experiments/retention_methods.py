@@ -17,8 +17,15 @@ import numpy as np
 from flax import nnx
 
 from memjax.data import Tokenizer
-from memjax.models import LanguageModel, Sampling, generate
+from memjax.models import (
+    LanguageModel,
+    Sampling,
+    generate,
+    mplus_names,
+    mplus_writing,
+)
 from memjax.models.language_model import with_config
+from memjax.models.lora import Frozen
 from memjax.models.mplus import MPlus
 from memjax.models.snapkv import SnapKVConfig, with_snapkv
 from memjax.models.windowed import with_window
@@ -206,15 +213,53 @@ def without_store(model: MPlus) -> MPlus:
     return rebuilt
 
 
+def with_attention_retrieval(model: MPlus) -> MPlus:
+    """M+-Attn of the same parameters: attention finds rows in the retriever's place.
+
+    The store lies on the device, where every token seeks. Rows that a checkpoint brings
+    become keys and values.
+
+    Raises:
+        ValueError: if the model has no retriever, or the program's legacy store.
+    """
+    if not model.config.has_retriever:
+        raise ValueError(
+            "model must have a learned retriever, got "
+            f"retrieved={model.config.retrieved}, retrieval={model.config.retrieval!r}"
+        )
+    config = dataclasses.replace(
+        model.config,
+        retrieval="attention",
+        retrieval_source="prefix",
+        store_memory="device",
+    )
+    rebuilt = nnx.merge(*nnx.split(model))
+    rebuilt.config = config
+    for name in mplus_names.RETRIEVERS:
+        delattr(rebuilt, name)
+    initial = rebuilt.initial
+    if initial is not None and initial.rows is not None and initial.born is not None:
+        rows, born = initial.rows.get_value(), initial.born.get_value()
+        layers = [
+            mplus_writing.stored(rebuilt, i, rows[i][None], born[i][None])
+            for i in range(rebuilt.layers)
+        ]
+        keep = lambda parts: Frozen(jnp.concatenate(parts))
+        values, keys = keep([x.rows for x in layers]), keep([x.keys for x in layers])
+        rebuilt.initial = initial._replace(rows=values, keys=keys)
+    return rebuilt
+
+
 def device_bytes(model: MPlus) -> int:
     """Bytes of the memory of one text that a read needs on the device.
 
     Those of the long-term store's rows are left out, which lie on the host: its keys
-    are searched on the device.
+    are searched on the device. Where attention finds the rows, all of it is there.
     """
     state = jax.eval_shape(lambda: model.init_state(1))
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    rows = [] if state.store is None else [x.rows for x in state.store.layers]
+    by_attention, store = model.config.by_attention, state.store
+    rows = [] if store is None or by_attention else [x.rows for x in store.layers]
     return size(state) - size(rows)
 
 

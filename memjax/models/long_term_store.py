@@ -44,11 +44,19 @@ class Retrieved(NamedTuple):
 
 
 def empty(config: MPlusConfig, batch: int, layers: int, width: int) -> Store:
-    """A store without rows."""
+    """A store without rows.
+
+    Args:
+        config: of the memory.
+        batch: B.
+        layers: L.
+        width: D of its rows; with retrieval "attention" that of their keys as well.
+    """
     shape = (batch, config.store)
+    key_dim = width if config.by_attention else config.key_dim
     layer = lambda: LayerStore(
         rows=put(config.store_memory, jnp.zeros((*shape, width))),
-        keys=jnp.zeros((*shape, config.key_dim), jnp.float32),
+        keys=jnp.zeros((*shape, key_dim), jnp.float32),
         born=jnp.zeros(shape, jnp.int32),
     )
     return Store(

@@ -33,6 +33,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from memjax import mechanisms
 from memjax.mechanisms.base import check_sizes
 from memjax.models import (
+    attention_retrieval,
     long_term_store,
     mplus_answers,
     mplus_reading,
@@ -44,7 +45,12 @@ from memjax.models.host_memory import near, put, require_place
 from memjax.models.language_model import LanguageModel
 from memjax.models.layers import BlockParams, normalize
 from memjax.models.lora import freeze
-from memjax.models.mplus_layers import adapt, init_adapter, init_bos
+from memjax.models.mplus_layers import (
+    adapt,
+    init_adapter,
+    init_bos,
+    require_backbone,
+)
 from memjax.models.mplus_state import (
     Initial,
     MPlusConfig,
@@ -58,8 +64,8 @@ class MPlus(nnx.Module):
     """A backbone with latent memory: itself a language model.
 
     Holds parameters: `write_adapter` and `read_adapter` (LoRA), `bos` [L, D],
-    `position` [D], and with a store the retriever's `query`, `key` and `encoder_query`.
-    The backbone is frozen.
+    `position` [D], and with a learned retrieval `query`, `key` and `encoder_query` of
+    the retriever. The backbone is frozen.
 
     Example:
         model = mplus(backbone, MPlusConfig(), key=jax.random.key(0))
@@ -70,7 +76,7 @@ class MPlus(nnx.Module):
     def __init__(
         self, backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray
     ):
-        _check_backbone(backbone)
+        require_backbone(backbone)
         require_place("store_memory", config.store_memory)
         require_place("pool_memory", config.pool_memory)
         self.config = config
@@ -84,7 +90,7 @@ class MPlus(nnx.Module):
         self.position = nnx.Param(jnp.zeros(d))
         #: Memory that every text starts from, as a checkpoint brings it, or None.
         self.initial: Initial | None = nnx.data(None)
-        if config.retrieved:
+        if config.has_retriever:
             draw = functools.partial(
                 retriever.init_retriever, layers, d, config.key_dim
             )
@@ -149,11 +155,13 @@ class MPlus(nnx.Module):
             key=jax.random.key_data(keys),
         )
         if c.retrieved:
+            width = attention_retrieval.width(self.backbone.config)
+            width = width if c.by_attention else d
+            store = long_term_store.empty(c, batch, self.layers, width)
+            state = state._replace(store=store)
+        if c.has_retriever:
             shape = (batch, self.layers, c.chunk, c.key_dim)
-            state = state._replace(
-                store=long_term_store.empty(c, batch, self.layers, d),
-                queries=jnp.zeros(shape, jnp.float32),
-            )
+            state = state._replace(queries=jnp.zeros(shape, jnp.float32))
         return state if self.initial is None else self.initial.fill(state)
 
     def reset(self, state: MPlusState, mask: Bool[Array, " B"]) -> MPlusState:
@@ -289,7 +297,8 @@ class MPlus(nnx.Module):
                 n in [1, N].
             kept: which N - n rows of the pool stay then, rising; None draws them.
             prompt: the first so many tokens choose the rows of the long-term store, in
-                [1, T]; None is all, which is right where nothing is scored.
+                [1, T]; None is all, which is right where nothing is scored, and with
+                retrieval "attention", where each chooses for itself.
             room: slots for tokens that `read_on` will read.
 
         Returns:
@@ -297,7 +306,7 @@ class MPlus(nnx.Module):
 
         Raises:
             ValueError: as `features`; on arrays of another shape, `beside_pool` or
-                `kept` without what they need, or a prompt out of range.
+                `kept` without what they need, or a prompt out of range or unneeded.
         """
         given = mplus_reading.Given(new, beside_pool, kept, prompt, room)
         reading, features, _ = mplus_reading.read(self, state, tokens, given)
@@ -313,10 +322,15 @@ class MPlus(nnx.Module):
         return self.logits(features), trace
 
     def read_on(
-        self, reading: Reading, tokens: Int[Array, "B T"], *, alone: bool = False
+        self,
+        reading: Reading,
+        tokens: Int[Array, "B T"],
+        *,
+        alone: bool = False,
+        state: MPlusState | None = None,
     ) -> tuple[Reading, Float[Array, "B T V"]]:
         """Reads on with a reading's cache; see `mplus_reading.read_on`."""
-        return mplus_reading.read_on(self, reading, tokens, alone)
+        return mplus_reading.read_on(self, reading, tokens, alone, state)
 
     def generate(
         self,
@@ -381,17 +395,3 @@ def memoryllm(
 ) -> MPlus:
     """MemoryLLM: the pool alone, without a long-term store; see `mplus`."""
     return MPlus(backbone, dataclasses.replace(config, retrieved=0), key=key)
-
-
-def _check_backbone(backbone):
-    config = backbone.config
-    if others := set(config.mixers) - {"attention"}:
-        raise ValueError(
-            f"backbone must have attention in every layer, got {sorted(others)} as well"
-        )
-    style = config.architecture
-    if style.positions != "rope" or not style.norm_first:
-        raise ValueError(
-            "backbone must be of Llama's kind, with RoPE and norms first, got "
-            f"positions={style.positions!r}, norm_first={style.norm_first}"
-        )

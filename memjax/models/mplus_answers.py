@@ -27,12 +27,13 @@ def generate(
 ) -> Int[Array, "B n"]:
     """See `MPlus.generate`; graph and params are of `nnx.split`."""
     model = nnx.merge(graph, params)
+    told = state if model.config.by_attention else None
     reading, logits = model.read(state, prompt, room=count - 1)
 
     def body(carry, key):
         reading, logits = carry
         token = draw(logits, key, sampling)
-        reading, logits = model.read_on(reading, token[:, None])
+        reading, logits = model.read_on(reading, token[:, None], state=told)
         return (reading, logits[:, 0]), token
 
     *keys, last = jax.random.split(key, count)

@@ -62,8 +62,9 @@ def load_official(
         path: a folder of `config.json` and safetensors, or one safetensors file.
         hf_config: what `config.json` holds, of Llama's kind if it does not say; None is
             the folder's.
-        config: the memory; None is `mplus_config_from_hf`. With retrieved=0 store and
-            retriever of the checkpoint are passed over.
+        config: the memory, with retrieval "learned" if there is a store; None is
+            `mplus_config_from_hf`. With retrieved=0 store and retriever of the
+            checkpoint are passed over.
         dtype: of the activations. RoPE's frequencies are float32 with any, where the
             program rounds them with its weights.
 
@@ -144,9 +145,11 @@ def save_mplus(
     The program's R is a multiple of K, and rounded up for it where ours is none.
 
     Raises:
-        ValueError: if the folder holds something, or dtype cannot hold the initial
-            store's ages.
+        ValueError: if the folder holds something, dtype cannot hold the initial
+            store's ages, or attention finds the rows of the store, which no model of
+            the program's does.
     """
+    _require_retriever(model.config, str(folder))
     backbone, initial = merge_lora(model.backbone), model.initial
     born = None if initial is None else initial.born
     rows = None if initial is None else 0
@@ -184,6 +187,7 @@ def _build(
     source: Source, config: MPlusConfig, rows: int | None, reader: str, dtype: Dtype
 ) -> MPlus:
     """The model, with an initial pool and `rows` in its store, or with neither."""
+    _require_retriever(config, source.where)
     sizes, plain, read_backbone = _backbone(source, dtype)
     begin = lambda: LanguageModel(sizes, key=jax.random.key(0))
     learned = jax.eval_shape(
@@ -216,6 +220,15 @@ def _build(
     if rows is not None:
         model.initial = _initial(source, config, layers, rows)
     return model
+
+
+def _require_retriever(config: MPlusConfig, where: str) -> None:
+    if config.by_attention:
+        raise ValueError(
+            f"{where}: retrieval must be 'learned' in a checkpoint of the official "
+            "program's kind, which keeps a retriever and hidden states, got "
+            f"{config.retrieval!r}"
+        )
 
 
 def _backbone(

@@ -13,6 +13,7 @@ Shapes: B batch, T tokens, K memory tokens, P slots before the tokens, S slots, 
 G key heads, H head width.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -41,6 +42,10 @@ class Slots(NamedTuple):
     values: Float[Array, "B S G H"]
 
 
+#: Like `attend.from_cache`, behind a first argument: the queries without RoPE.
+Attention = Callable[[Array, Array, Array, Array, Array, Array], Array]
+
+
 def write_layer(
     config: ModelConfig,
     block: BlockParams,
@@ -64,20 +69,33 @@ def write_layer(
     return run_block(config, mix, block, None, x[:, first:])[1]
 
 
+def memory_slots(
+    config: ModelConfig, block: BlockParams, rows: Float[Array, "B P D"]
+) -> Slots:
+    """Keys, without RoPE, and values of memory rows, in the dtype of the rows."""
+    normed = normalize(block.mixer_norm, rows, config.norm_epsilon)
+    mixer = block.mixer
+    k = projections.linear(normed, mixer.key, mixer.key_bias)
+    return Slots(k, projections.linear(normed, mixer.value, mixer.value_bias))
+
+
 def prefix_slots(
     config: ModelConfig,
     block: BlockParams,
     rows: Float[Array, "B P D"],
     visible: Bool[Array, "B P"],
+    beside: Int[Array, " B"] | None = None,
 ) -> Slots:
-    """Keys and values of memory rows; positions count the visible ones from 0."""
-    normed = normalize(block.mixer_norm, rows, config.norm_epsilon)
-    mixer = block.mixer
-    k = projections.linear(normed, mixer.key, mixer.key_bias)
-    v = projections.linear(normed, mixer.value, mixer.value_bias)
+    """Keys and values of memory rows; positions count the visible ones from 0.
+
+    With so many rows `beside` them, which take the positions behind the first slot's.
+    """
     positions = jnp.maximum(jnp.cumsum(visible, axis=1, dtype=jnp.int32) - 1, 0)
-    k = projections.turn(heads_config(config), k, positions)
-    return Slots(k.astype(jnp.float32), v.astype(jnp.float32))
+    if beside is not None:
+        positions = positions.at[:, 1:].add(beside[:, None])
+    made = memory_slots(config, block, rows)
+    k = projections.turn(heads_config(config), made.keys, positions)
+    return Slots(k.astype(jnp.float32), made.values.astype(jnp.float32))
 
 
 def read_layer(
@@ -89,6 +107,7 @@ def read_layer(
     places: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     h: Float[Array, "B T D"],
+    attention: Attention | None = None,
 ) -> tuple[Slots, Float[Array, "B T D"]]:
     """Reads tokens into the slots; returns these and the layer's output.
 
@@ -101,18 +120,22 @@ def read_layer(
         places: slot of each; one beyond the last is dropped.
         positions: RoPE's, of each.
         h: what the layer is given.
+        attention: of what to see more than the slots, see `Attention`.
     """
     heads = heads_config(config)
 
     def mix(params, slots, normed):
-        q, k, v = projections.project(params, normed)
-        q = projections.turn(heads, q, positions)
+        plain, k, v = projections.project(params, normed)
+        q = projections.turn(heads, plain, positions)
         k = projections.turn(heads, k, positions)
         new = Slots(k.astype(jnp.float32), v.astype(jnp.float32))
         write = lambda old, new: segments.write(old, places, new)
         slots = jax.tree.map(write, slots, new)
         cache = (slots.keys.astype(q.dtype), slots.values.astype(q.dtype))
-        y = attend.from_cache(q, *cache, start, visible)
+        if attention is None:
+            y = attend.from_cache(q, *cache, start, visible)
+        else:
+            y = attention(plain, q, *cache, start, visible)
         return slots, projections.merge(params, y)
 
     return run_block(config, mix, block, slots, h)
@@ -213,3 +236,18 @@ def adapt(
         hidden = adapted(params.feed_forward, changes["feed_forward"], scale)
         layers.append(params._replace(mixer=mixer, feed_forward=hidden))
     return tuple(layers)
+
+
+def require_backbone(backbone: LanguageModel) -> None:
+    """Raises ValueError unless a backbone is of Llama's kind."""
+    config = backbone.config
+    if others := set(config.mixers) - {"attention"}:
+        raise ValueError(
+            f"backbone must have attention in every layer, got {sorted(others)} as well"
+        )
+    style = config.architecture
+    if style.positions != "rope" or not style.norm_first:
+        raise ValueError(
+            "backbone must be of Llama's kind, with RoPE and norms first, got "
+            f"positions={style.positions!r}, norm_first={style.norm_first}"
+        )

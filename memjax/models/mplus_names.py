@@ -67,7 +67,7 @@ def learned(model: MPlus) -> dict[str, Any]:
     values = {name: getattr(model, name).get_value() for name in ADAPTERS}
     values["bos"] = model.bos.get_value()[:, None]
     values["position"] = model.position.get_value()[None, None]
-    if model.config.retrieved:
+    if model.config.has_retriever:
         for name in RETRIEVERS:
             whole = getattr(model, name).get_value()
             values[name] = [Retriever(*pair) for pair in zip(*whole, strict=True)]
@@ -80,7 +80,7 @@ def fill(model: MPlus, values: Mapping[str, Any]) -> None:
         getattr(model, name).set_value(values[name])
     model.bos.set_value(values["bos"][:, 0])
     model.position.set_value(values["position"][0, 0])
-    if model.config.retrieved:
+    if model.config.has_retriever:
         for name in RETRIEVERS:
             whole = jax.tree.map(lambda *layers: jnp.stack(layers), *values[name])
             getattr(model, name).set_value(whole)

@@ -1,7 +1,7 @@
 """How M+ reads: what stands before the tokens, and the cache of it.
 
 Shapes: B batch, L layers, T time, K memory tokens, N rows of the pool, M capacity of
-the store, R retrieved rows, S slots, D model, V vocabulary.
+the store, R retrieved rows, S slots, h heads, D model, V vocabulary.
 """
 
 import functools
@@ -12,8 +12,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax import mechanisms
-from memjax.models import long_term_store, retriever, segments, short_term_pool
+from memjax.models import (
+    attention_retrieval,
+    long_term_store,
+    retriever,
+    segments,
+    short_term_pool,
+)
+from memjax.models.attention_retrieval import Seeker
 from memjax.models.layers import normalize
+from memjax.models.mplus_given import Given, check
 from memjax.models.mplus_layers import Slots, prefix_slots, read_layer
 from memjax.models.mplus_state import MPlusState, Reading
 
@@ -26,13 +34,14 @@ class ReadTrace(NamedTuple):
 
     Attributes:
         hidden: what each layer was given, and the features.
-        scores: p of the store's rows, -inf in empty ones; nothing without a store.
-        chosen: their places in the store, as they were read: oldest first.
+        scores: p of the store's rows, -inf in empty ones; None without a retriever.
+        chosen: their places in the store, as they were read: oldest first; those of
+            each token and head with retrieval "attention". None without a store.
     """
 
     hidden: Float[Array, "L1 B T D"]
     scores: Float[Array, "L B M"] | None
-    chosen: Int[Array, "L B R"] | None
+    chosen: Int[Array, "L B R"] | Int[Array, "L B T h R"] | None
 
 
 def empty(model: "MPlus", batch: int, first: int, slots: int) -> Reading:
@@ -72,30 +81,44 @@ def prepare(model: "MPlus", state: MPlusState, rows: Bool[Array, " B"]) -> MPlus
 
 
 def _before_tokens(model, state):
-    """[bos ; what the last tokens' queries find ; the pool], and no token yet."""
+    """[bos ; what the last tokens' queries find ; the pool], and no token yet.
+
+    What attention finds has no slots, but positions.
+    """
     c, blocks = model.config, model.blocks(writes=False)
     batch = state.held.shape[0]
     pool = _filled(state.held, c.pool)
     reading = empty(model, batch, c.prefix, c.prefix + c.chunk)
+    beside = _beside(attention_retrieval.seeker(model, state.store))
     keys, values, seen = [], [], pool
     for layer, block in enumerate(blocks):
         memory = [(short_term_pool.of_layer(state.pool, layer), pool)]
-        if state.store is not None:
+        if c.has_retriever:
             asked = _first(state.asked, c.chunk)
             found = long_term_store.retrieve(
                 c, state.store, layer, state.queries[:, layer], asked
             )
             memory.insert(0, (found.rows, found.real))
         rows, seen = _with_bos(model, layer, memory)
-        made = prefix_slots(model.backbone.config, block, rows, seen)
+        made = prefix_slots(model.backbone.config, block, rows, seen, beside)
         keys.append(reading.keys[layer].at[:, : c.prefix].set(made.keys))
         values.append(reading.values[layer].at[:, : c.prefix].set(made.values))
     return reading._replace(
         keys=tuple(keys),
         values=tuple(values),
         visible=reading.visible.at[:, : c.prefix].set(seen),
-        offset=seen.sum(axis=1, dtype=jnp.int32),
+        offset=_count(seen, beside),
     )
+
+
+def _beside(seeker):
+    """Rows that a token finds for itself, which have positions behind that of bos."""
+    return None if seeker is None else seeker.found
+
+
+def _count(seen, beside):
+    count = seen.sum(axis=1, dtype=jnp.int32)
+    return count if beside is None else count + beside
 
 
 def _with_bos(model, layer, memory):
@@ -137,9 +160,10 @@ def read_open(
     """The open chunk's reading goes on by `lengths[b]` tokens; keeps their queries."""
     h = model.backbone.embed(tokens)
     before = state.reading.length
-    reading, y, inputs = _read_tokens(model, state.reading, h, lengths)
+    seeker = attention_retrieval.seeker(model, state.store)
+    reading, y, inputs = _read_tokens(model, state.reading, h, lengths, seeker=seeker)
     state = state._replace(reading=reading)
-    if state.store is None:
+    if state.queries is None:
         return state, y
     asked = jnp.maximum(state.asked, reading.length)
     new = jnp.stack([_queries(model, i, x) for i, x in enumerate(inputs)], axis=1)
@@ -152,31 +176,58 @@ def read_open(
 
 
 def read_on(
-    model: "MPlus", reading: Reading, tokens: Int[Array, "B T"], alone: bool
+    model: "MPlus",
+    reading: Reading,
+    tokens: Int[Array, "B T"],
+    alone: bool,
+    state: MPlusState | None,
 ) -> tuple[Reading, Float[Array, "B T V"]]:
-    """Reads on from a reading, without a retrieval; NaN for tokens beyond its slots.
+    """Reads on from a reading; NaN for tokens beyond its slots.
+
+    The learned retriever's rows stay those of the reading; attention finds each token
+    its own.
 
     Args:
         model: M+.
         reading: what `read` gave.
         tokens: in [0, V).
         alone: whether it is of new memory alone, which the adapter that writes reads.
+        state: the memory that was read; with retrieval "attention" alone, which seeks
+            in its store.
 
     Raises:
-        ValueError: on tokens of another shape, or a known value out of range.
+        ValueError: on tokens of another shape, or a known value out of range; on a
+            state where none is needed, or none where one is.
     """
     segments.check_tokens(tokens, reading.length.shape[0], model.vocab_size)
+    needed = model.config.by_attention and not alone
+    if (state is not None) != needed:
+        raise ValueError(
+            f"state must be {'that of the reading' if needed else 'None'} with "
+            f"retrieval={model.config.retrieval!r}, retrieved="
+            f"{model.config.retrieved} and alone={alone}, got "
+            f"{'None' if state is None else 'a state'}"
+        )
     lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     h = model.backbone.embed(tokens)
-    reading, y, _ = _read_tokens(model, reading, h, lengths, alone)
+    seeker = None if state is None else attention_retrieval.seeker(model, state.store)
+    reading, y, _ = _read_tokens(model, reading, h, lengths, alone, seeker=seeker)
     return reading, model.logits(y)
 
 
-def _read_tokens(model, reading, h, lengths, writes=False, before=None):
+def _read_tokens(
+    model,
+    reading,
+    h,
+    lengths,
+    writes=False,
+    before=None,
+    seeker: Seeker | None = None,
+):
     """All layers; also what each was given.
 
     `before(layer, h)` gives the rows that stand before the tokens, and which are seen,
-    for a reading that has none yet.
+    for a reading that has none yet; `seeker` finds each token others.
     """
     config, slots = model.backbone.config, reading.visible.shape[1]
     times = jnp.arange(h.shape[1], dtype=jnp.int32)[None]
@@ -187,18 +238,22 @@ def _read_tokens(model, reading, h, lengths, writes=False, before=None):
     new = (all_slots >= start[:, None]) & (all_slots < (start + lengths)[:, None])
     visible, offset = reading.visible | new, reading.offset
     keys, values, inputs = [], [], []
+    beside = _beside(seeker)
     for layer, block in enumerate(model.blocks(writes)):
         inputs.append(h)
         old = Slots(reading.keys[layer], reading.values[layer])
         if before is not None:
             rows, seen = before(layer, h)
-            made = prefix_slots(config, block, rows, seen)
+            made = prefix_slots(config, block, rows, seen, beside)
             put = lambda slots, made: slots.at[:, : made.shape[1]].set(made)
             old = jax.tree.map(put, old, made)
             visible = visible.at[:, : seen.shape[1]].set(seen)
-            offset = seen.sum(axis=1, dtype=jnp.int32)
+            offset = _count(seen, beside)
         positions = (offset + reading.length)[:, None] + times
-        made, h = read_layer(config, block, old, visible, start, places, positions, h)
+        attention = seeker and functools.partial(seeker.attend, layer)
+        made, h = read_layer(
+            config, block, old, visible, start, places, positions, h, attention
+        )
         keys.append(made.keys)
         values.append(made.values)
     reading = reading._replace(
@@ -219,50 +274,6 @@ def _last_norm(model, h):
 
 def _queries(model, layer, h):
     return retriever.project(model.query.get_value(), layer, model.normed(layer, h))
-
-
-class Given(NamedTuple):
-    """What a read is given beside its tokens; see `MPlus.read`."""
-
-    new: Array | None
-    beside_pool: bool
-    kept: Array | None
-    prompt: int | None
-    room: int
-
-    @property
-    def alone(self) -> bool:
-        """Whether the tokens read the new memory and nothing else."""
-        return self.new is not None and not self.beside_pool
-
-
-def check(
-    model: "MPlus", state: MPlusState, tokens: Int[Array, "B T"], given: Given
-) -> None:
-    """Raises ValueError on what `MPlus.read` refuses."""
-    segments.check_tokens(tokens, state.held.shape[0], model.vocab_size)
-    b, t = tokens.shape
-    if given.beside_pool and given.new is None:
-        raise ValueError("beside_pool needs new memory, got new=None")
-    count = 0
-    if given.new is not None:
-        count = given.new.shape[2]
-        model.check_rows("new", given.new, b, count)
-        if not 1 <= count <= model.config.pool:
-            raise ValueError(
-                f"new must have 1 to N={model.config.pool} rows, got {count}"
-            )
-    if given.kept is not None:
-        shape = (b, model.layers, model.config.pool - count)
-        if not given.beside_pool or given.kept.shape != shape:
-            raise ValueError(
-                f"kept must be [B, L, N - n] = {list(shape)}, with beside_pool, "
-                f"got {list(given.kept.shape)}, beside_pool={given.beside_pool}"
-            )
-    if given.prompt is not None and not 1 <= given.prompt <= t:
-        raise ValueError(f"prompt must be in [1, T={t}], got {given.prompt}")
-    if given.room < 0:
-        raise ValueError(f"room must be at least 0, got {given.room}")
 
 
 def read(
@@ -311,11 +322,14 @@ def _read(model, given, width, state, tokens):
             chosen.append(found.chosen)
         return rows, seen
 
+    seeker = None if given.alone else attention_retrieval.seeker(model, state.store)
     reading, y, inputs = _read_tokens(
-        model, reading, h, filled + t, given.alone, before
+        model, reading, h, filled + t, given.alone, before, seeker
     )
     taken = filled[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     hidden = jnp.stack([segments.take(x, taken) for x in (*inputs, y)])
+    if seeker is not None:
+        chosen = [segments.take(x, taken) for x in seeker.chosen]
     stack = lambda xs: jnp.stack(xs) if xs else None
     return reading, hidden[-1], ReadTrace(hidden, stack(scores), stack(chosen))
 
@@ -340,7 +354,7 @@ def _memory(model, given, state, layer, h, asked):
         )
         pool = jnp.concatenate([segments.take(pool, kept), new], axis=1)
     memory, found = [(pool, seen)], None
-    if state.store is not None:
+    if c.has_retriever:
         queries = _queries(model, layer, h)
         found = long_term_store.retrieve(c, state.store, layer, queries, asked)
         memory.insert(0, (found.rows, found.real))

@@ -2,7 +2,8 @@
 
 Shapes: B batch, L layers, K memory tokens of a chunk, N rows of the pool, M capacity of
 the store, R retrieved rows, C open chunk, D model, d retriever's keys, S slots of a
-reading, G key heads, H width of a head.
+reading, G key heads, H width of a head. With retrieval "attention" the store's D and d
+are both G * H.
 """
 
 import dataclasses
@@ -32,6 +33,11 @@ class MPlusConfig:
         retrieved: R, rows a read takes from the long-term store; 0 is MemoryLLM, which
             has no store.
         store: M >= R, rows of the store.
+        retrieval: how they are found: by the "learned" retriever, one set of rows a
+            layer for all tokens of a read; or by "attention", each token and head its
+            own, the paper's ablation M+-Attn (`attention_retrieval.py`). That has no
+            parameters, needs the store on the device, and has no `legacy`; no token
+            chooses for another, so that `retrieval_source` stays "prefix".
         key_dim: d, of the retriever.
         rank: of the two adapters, on q, k, v, gate, up and down.
         alpha: their changes are scaled by alpha / rank.
@@ -58,6 +64,7 @@ class MPlusConfig:
     least_chunk: int = 16
     retrieved: int = 2_560
     store: int = 153_600
+    retrieval: Literal["learned", "attention"] = "learned"
     key_dim: int = 256
     rank: int = 16
     alpha: float = 32.0
@@ -101,15 +108,40 @@ class MPlusConfig:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.eviction is not None:
             require_known("eviction", self.eviction, ("oldest", "frequency"))
+        require_known("retrieval", self.retrieval, ("learned", "attention"))
         require_known("retrieval_source", self.retrieval_source, ("prefix", "all"))
         require_known("store_memory", self.store_memory, get_args(Place))
         require_known("pool_memory", self.pool_memory, get_args(Place))
+        if self.by_attention:
+            self._check_by_attention()
         if self.retrieved and self.store < self.least_store:
             raise ValueError(
                 f"store must hold at least {self.least_store} rows, with "
                 f"retrieved={self.retrieved} and by_frequency={self.by_frequency}, "
                 f"got {self.store}"
             )
+
+    def _check_by_attention(self):
+        for name, allowed in (
+            ("legacy", False),
+            ("retrieval_source", "prefix"),
+            ("store_memory", "device"),
+        ):
+            if (value := getattr(self, name)) != allowed:
+                raise ValueError(
+                    f"{name} must be {allowed!r} with retrieval='attention', "
+                    f"got {value!r}"
+                )
+
+    @property
+    def by_attention(self) -> bool:
+        """Whether there is a store whose rows attention finds."""
+        return self.retrieved > 0 and self.retrieval == "attention"
+
+    @property
+    def has_retriever(self) -> bool:
+        """Whether there is a store whose rows the learned retriever finds."""
+        return self.retrieved > 0 and self.retrieval == "learned"
 
     @property
     def by_frequency(self) -> bool:
@@ -132,8 +164,11 @@ class MPlusConfig:
 
     @property
     def prefix(self) -> int:
-        """Slots of a reading before its tokens: bos, retrieved rows, pool."""
-        return 1 + self.retrieved + self.pool
+        """Slots of a reading before its tokens: bos, retrieved rows, pool.
+
+        Rows that attention finds differ from token to token, and have no slots.
+        """
+        return 1 + (0 if self.by_attention else self.retrieved) + self.pool
 
 
 #: A row whose recall frequency is not above this leaves the store.
@@ -144,8 +179,10 @@ class LayerStore(NamedTuple):
     """One layer's rows that the pool dropped.
 
     Attributes:
-        rows: the memory tokens; the first `Store.held` are filled.
-        keys: of the retriever, made when the row was dropped.
+        rows: the memory tokens, with retrieval "attention" their values; the first
+            `Store.held` are filled.
+        keys: of the retriever, or of the layer's attention, made when the row was
+            dropped.
         born: the clock when the row was made (with `legacy`, what its age at the drop
             says): its age is clock - born.
     """
@@ -204,7 +241,7 @@ class MPlusState(NamedTuple):
         tokens: the open chunk, 0 from `filled` on.
         filled: tokens in it, in [0, C).
         queries: the retriever's, of the tokens that were read last: token i of a chunk
-            is in place i. None without a store.
+            is in place i. None without a retriever.
         asked: how many of them there are.
         reading: of the open chunk.
         ready: whether `reading` is up to date; if not, the next read makes it anew.

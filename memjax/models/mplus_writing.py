@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from memjax import mechanisms
 from memjax.models import (
+    attention_retrieval,
     long_term_store,
     mplus_layers,
     retriever,
@@ -150,20 +151,22 @@ def update(
     store = state.store
     if store is not None:
         born = after.clock[:, None, None] - out.ages
-        news = tuple(
-            LayerStore(
-                rows=out.rows[:, i],
-                keys=_keys(model, i, out.rows[:, i]),
-                born=born[:, i],
-            )
-            for i in range(model.layers)
-        )
+        parts = [(i, out.rows[:, i], born[:, i]) for i in range(model.layers)]
+        news = tuple(stored(model, *part) for part in parts)
         store = long_term_store.append(c, store, news, rows & was_full)
     return after._replace(pool=pool, store=store)
 
 
-def _keys(model, layer, rows):
-    return retriever.project(model.key.get_value(), layer, model.normed(layer, rows))
+def stored(
+    model: "MPlus", layer: int, rows: Float[Array, "B K D"], born: Int[Array, "B K"]
+) -> LayerStore:
+    """What the store keeps of memory tokens that a layer's pool drops."""
+    if model.config.by_attention:
+        block = model.blocks(writes=False)[layer]
+        return attention_retrieval.stored(model.backbone.config, block, rows, born)
+    normed = model.normed(layer, rows)
+    keys = retriever.project(model.key.get_value(), layer, normed)
+    return LayerStore(rows, keys, born)
 
 
 def _keep_tokens(state, piece, lengths):

@@ -106,7 +106,8 @@ def task_loss(
             tasks write none.
         prompt: the target's first so many tokens, in [1, T], choose the rows of the
             store, and are not scored. With `retrieval_source` "all" every token
-            chooses, as in the program, and every one is scored.
+            chooses, as in the program, and every one is scored; as with retrieval
+            "attention", where each chooses for itself.
     """
     memory = jax.lax.stop_gradient(memory)
     read = functools.partial(_read_memory, model, prompt=prompt)
@@ -217,7 +218,7 @@ def _read_rows_of(model, read, memory, asks):
     """Reads the cached target with the memory; the retriever seeks its rows."""
     state, cached = memory
     language, hidden = read(state, cached.target)
-    if not model.config.retrieved:
+    if not model.config.has_retriever:
         return Losses(language, None)
     rows = rows_of(state, cached.first, cached.last)
     return Losses(language, retriever_losses(model, state, hidden, asks, *rows))
@@ -225,7 +226,8 @@ def _read_rows_of(model, read, memory, asks):
 
 def _read_memory(model, state, target, *, prompt):
     """Reads a target with pool and store; its loss, and what the layers were given."""
-    seen_before = model.config.retrieved and model.config.retrieval_source == "prefix"
+    config = model.config
+    seen_before = config.has_retriever and config.retrieval_source == "prefix"
     if not seen_before:
         prompt = None
     else:
