@@ -1,12 +1,13 @@
 """Perplexity by what was told: what is told and scored, no leak, the program whole."""
 
 import json
-from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from scipy import stats
 
 import mplus_perplexity
@@ -20,7 +21,7 @@ from memjax.models.mplus_state import MPlusConfig
 BYTES = load_tokenizer("bytes")
 C, P, T = 16, 5, 12
 CONFIG = ModelConfig(
-    mixers=("attention",) * 2,
+    mixers=("attention",),
     vocab_size=256,
     model_dim=16,
     num_heads=2,
@@ -36,6 +37,8 @@ MEMORY = MPlusConfig(
 )
 BACKBONE = LanguageModel(CONFIG, key=jax.random.key(0))
 MODEL = mplus(BACKBONE, MEMORY, key=jax.random.key(1))
+# Queries so long that every token has a say in what is retrieved.
+MODEL.query = nnx.Param(jax.tree.map(lambda x: x * 30, MODEL.query.get_value()))
 RNG = np.random.default_rng(0)
 TEXT = RNG.integers(0, 256, (2, 8 * C + P + T), dtype=np.int32)
 
@@ -77,11 +80,12 @@ def test_only_the_leaking_way_sees_what_it_scores():
     memory, tokens = told(MODEL, 8), TEXT[:, 8 * C :]
     other = tokens.copy()
     other[:, -4:] = (other[:, -4:] + 101) % 256
-    same = lambda leaks: [
+    both = lambda leaks: [
         scores.losses(MODEL, memory, x, P, leaks=leaks)[:, :-4] for x in (tokens, other)
     ]
-    np.testing.assert_array_equal(*same(False))
-    first, second = same(True)
+    first, second = both(False)
+    np.testing.assert_array_equal(first, second)
+    first, second = both(True)
     assert np.abs(first - second).max() > 1e-6
 
 
@@ -89,8 +93,8 @@ def test_a_smaller_store_changes_nothing():
     small = scores.with_room(MODEL, 8 * C)
     assert small.config.store == 8 * 8 - 16 and MODEL.config.store == 1024
     tokens = TEXT[:, 8 * C :]
-    nats = [scores.losses(m, told(m, 8), tokens, P) for m in (MODEL, small)]
-    np.testing.assert_array_equal(*nats)
+    large, less = (scores.losses(m, told(m, 8), tokens, P) for m in (MODEL, small))
+    np.testing.assert_array_equal(large, less)
     assert scores.with_room(MODEL, C).config.store == MEMORY.least_store
     alone = methods.without_store(MODEL)
     assert scores.with_room(alone, C) is alone
@@ -145,8 +149,7 @@ def test_the_last_pieces_are_told_and_the_same_tokens_scored(monkeypatch):
     )
     length = 3 * C + P + T
     texts = [scores.Excerpt("a", "text", np.arange(length, dtype=np.int32))] * 2
-    model = SimpleNamespace()
-    row = mplus_perplexity.Row(model, Notes())
+    row = mplus_perplexity.Row(MODEL, Notes())
     ((leaks, nats),) = mplus_perplexity.score(config, row, texts, C)
     assert not leaks and nats.tolist() == [[0, 0], [C, C], [3 * C, 3 * C]]
     end = tuple(range(3 * C, length))
@@ -235,7 +238,7 @@ def test_models_share_one_backbone_and_others_are_refused(monkeypatch, tmp_path)
     )
     models = dict(stage2=methods.without_store(MODEL), stage3=again)
     trained(monkeypatch, models)
-    load = lambda: scores.load(dict.fromkeys(models, tmp_path), "", tmp_path)
+    load = lambda: scores.load({name: tmp_path for name in models}, "", tmp_path)
     found = load()
     assert found.trained["stage3"].backbone is found.backbone
     assert found.trained["stage2"].backbone is found.backbone
@@ -253,14 +256,15 @@ def test_models_share_one_backbone_and_others_are_refused(monkeypatch, tmp_path)
 
 
 def test_settings_that_cannot_be_are_refused():
-    for changes, message in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"told": (1, 2)}, "told must rise from 0"),
         ({"told": (0, 2, 1)}, "told must rise from 0"),
         ({"texts": 3}, "texts must be a multiple of batch=4, got 3"),
         ({"scored": 0}, "scored must be at least 1, got 0"),
         ({"window": -1}, "window must be at least 0, got -1"),
         ({"references": ()}, "references must name at least one"),
-    ):
+    ]
+    for changes, message in cases:
         with pytest.raises(ValueError, match=message):
             mplus_perplexity.Config(**changes)
     with pytest.raises(ValueError, match="that of M. is 16, got 24"):
