@@ -33,6 +33,8 @@ from memjax.models.safetensors_folder import (
 
 #: Where `config.json` keeps the `MPlusConfig`, beside what the program reads.
 RECORD = "memjax_mplus"
+# Tensors that are no floats.
+FLAGS = {mplus_names.WRITTEN: "U8"}
 # The program's ages are float32, which counts no further.
 OLDEST = 2**24
 
@@ -70,18 +72,19 @@ def load_official(
 
     Raises:
         ValueError: listing every tensor that is missing, unknown or of another shape;
-            on a file without hf_config, a store larger than the config's, or ages and
-            frequencies that are none; as `mplus_config_from_hf` and `mplus`.
+            on a file without hf_config, a memory that was never written, a store larger
+            than the config's, or ages and frequencies that are none; as
+            `mplus_config_from_hf` and `mplus`.
     """
     path = Path(path)
     if path.is_dir():
-        found = SafetensorsFolder(path)
+        found = SafetensorsFolder(path, FLAGS)
         hf_config = found.config if hf_config is None else hf_config
     elif hf_config is None:
         raise ValueError(f"hf_config must be given: {path} is no folder that has one")
     else:
         require_no_pickle(path)
-        found = SafetensorsFile(path)
+        found = SafetensorsFile(path, others=FLAGS)
     if hf_config.get("model_type", "memoryllm") == "memoryllm":
         hf_config = dict(hf_config) | {"model_type": "llama"}
     if not hf_config.get("map_from_hidden_states", True):
@@ -108,7 +111,7 @@ def load_mplus(folder: Path | str, *, dtype: Dtype = "float32") -> MPlus:
     Raises:
         ValueError: as `load_official`, or if `save_mplus` did not write the folder.
     """
-    found = SafetensorsFolder(Path(folder))
+    found = SafetensorsFolder(Path(folder), FLAGS)
     record = found.config.get(RECORD)
     if not isinstance(record, dict) or set(record) != {"config", "initial_rows"}:
         raise ValueError(
@@ -181,6 +184,9 @@ def _named(
     yield from mplus_names.learned_tensors(model)
     if model.initial is not None:
         yield from mplus_names.of_memory(model.initial)
+        if not model.config.retrieved:
+            # Without it MemoryLLM would not read its pool.
+            yield mplus_names.WRITTEN, np.ones((), np.uint8)
 
 
 def _build(
@@ -203,6 +209,8 @@ def _build(
     if rows is not None:
         shapes = mplus_names.memory_shapes(config, layers, sizes.model_dim, rows)
         expected |= shapes
+    if mplus_names.WRITTEN in source.shapes:
+        expected[mplus_names.WRITTEN] = ()
     found = {
         name: shape
         for name, shape in source.shapes.items()
@@ -250,6 +258,11 @@ def _backbone(
 
 def _initial(source: Source, config: MPlusConfig, layers: int, rows: int) -> Initial:
     get, where = source.get, source.where
+    if mplus_names.WRITTEN in source.shapes and not get(mplus_names.WRITTEN):
+        raise ValueError(
+            f"{where}: {mplus_names.WRITTEN} must not be 0: then "
+            f"{mplus_names.POOL!r} was never written, and is noise"
+        )
     pool = Frozen(jnp.asarray(get(mplus_names.POOL)))
     if not config.retrieved or not rows:
         return Initial(pool)

@@ -7,6 +7,7 @@
     model.layers.{l}.self_attn.{query,key,encoder_query}_proj.{0,2}.weight
     bos_embedding [L, 1, D], new_memory_positional_emb [1, 1, D]
     memory [L, N, D]        the pool that texts start from
+    initialized [], uint8   MemoryLLM's: 0 if it was never written, and is not read
     ltm.{l} [n, D], ltm_keys.{l} [n, d], ltm_ages.{l} [n],
     ltm_recall_frequencies.{l} [n]
                             the long-term store that they start from
@@ -30,6 +31,7 @@ from memjax.models.retriever import Retriever
 from memjax.models.tensor_names import Tensor
 
 POOL = "memory"
+WRITTEN = "initialized"
 STORE = ("ltm", "ltm_keys", "ltm_recall_frequencies", "ltm_ages")
 WRITER, READER = "default", "decoder_adapter"
 ADAPTERS = ("write_adapter", "read_adapter")

@@ -8,19 +8,21 @@ import contextlib
 import json
 import os
 import shutil
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Float32
 
 from memjax.models.config import Dtype
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 READ_DTYPES = ("F32", "F16", "BF16")
+NO_OTHERS: Mapping[str, str] = types.MappingProxyType({})
 SAVED_DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -36,12 +38,18 @@ class SafetensorsFile:
         shapes: of the tensors, by name.
     """
 
-    def __init__(self, path: Path, formats: tuple[str, ...] = READ_DTYPES):
+    def __init__(
+        self,
+        path: Path,
+        formats: tuple[str, ...] = READ_DTYPES,
+        others: Mapping[str, str] = NO_OTHERS,
+    ):
         """Reads the header; tensors are read one by one, when asked for.
 
         Args:
             path: of the file.
             formats: of numbers that may occur, as safetensors names them.
+            others: one more format for tensors of these names, such as flags.
 
         Raises:
             ValueError: if the header is not whole and true, names a tensor twice, or
@@ -62,10 +70,11 @@ class SafetensorsFile:
         self.shapes = {}
         for name in self._file.keys():
             part = self._file.get_slice(name)
-            if part.get_dtype() not in formats:
+            allowed = (*formats, others[name]) if name in others else formats
+            if part.get_dtype() not in allowed:
                 raise ValueError(
                     f"{path}: tensor {name!r} has the number format "
-                    f"{part.get_dtype()}, expected one of {formats}"
+                    f"{part.get_dtype()}, expected one of {allowed}"
                 )
             self.shapes[name] = tuple(part.get_shape())
 
@@ -87,8 +96,12 @@ class SafetensorsFolder:
         shapes: of the tensors, by name.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, others: Mapping[str, str] = NO_OTHERS):
         """Reads configuration, index and headers.
+
+        Args:
+            path: of the folder.
+            others: see `SafetensorsFile`.
 
         Raises:
             ValueError: if the configuration is missing or brings its own code, weights
@@ -97,7 +110,7 @@ class SafetensorsFolder:
         """
         self.path = path
         self.config = _read_config(path)
-        self._files = list(_open_files(path))
+        self._files = list(_open_files(path, others))
         self._place = {name: file for file in self._files for name in file.shapes}
         self.shapes = {n: file.shapes[n] for n, file in self._place.items()}
 
@@ -135,7 +148,7 @@ def read_object(raw: bytes, what: str) -> dict[str, Any]:
 def write_folder(
     folder: Path,
     config: Mapping[str, Any],
-    tensors: Iterable[tuple[str, Float[np.ndarray, "..."]]],
+    tensors: Iterable[tuple[str, np.ndarray]],
     tokenizer: bytes | None,
     *,
     dtype: Dtype = "float32",
@@ -149,9 +162,9 @@ def write_folder(
     Args:
         folder: must not exist, or be empty.
         config: of `config.json`; `torch_dtype` is added.
-        tensors: names and values.
+        tensors: names and values; uint8 is a flag, and stays what it is.
         tokenizer: bytes of `tokenizer.json`.
-        dtype: of the saved numbers.
+        dtype: of the other saved numbers.
         shard_bytes: largest file, unless one tensor alone is larger; at least 1.
 
     Raises:
@@ -221,14 +234,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _open_files(folder: Path) -> Iterator[SafetensorsFile]:
+def _open_files(folder: Path, others: Mapping[str, str]) -> Iterator[SafetensorsFile]:
     """The single file, or those of the index."""
     if (folder / SINGLE).exists():
-        yield SafetensorsFile(_inside(folder, SINGLE))
+        yield SafetensorsFile(_inside(folder, SINGLE), others=others)
     elif (folder / INDEX).exists():
         index = _inside(folder, INDEX)
         places = _read_index(index)
-        yield from _open_shards(folder, index, places)
+        yield from _open_shards(folder, index, places, others)
     else:
         for file in sorted(folder.iterdir()):
             require_no_pickle(file)
@@ -251,11 +264,11 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _open_shards(
-    folder: Path, index: Path, places: dict[str, str]
+    folder: Path, index: Path, places: dict[str, str], others: Mapping[str, str]
 ) -> Iterator[SafetensorsFile]:
     wrong = []
     for shard in sorted(set(places.values())):
-        file = SafetensorsFile(_inside(folder, shard))
+        file = SafetensorsFile(_inside(folder, shard), others=others)
         listed = {name for name, place in places.items() if place == shard}
         wrong += [f"{shard} lacks {n!r}" for n in sorted(listed - file.shapes.keys())]
         for name in sorted(file.shapes.keys() - listed):
@@ -312,7 +325,8 @@ def _write_tensors(
     for name, value in tensors:
         if name in places:
             raise ValueError(f"tensor {name!r} is given twice")
-        value = np.asarray(value, dtype, order="C")
+        value = np.asarray(value, order="C")
+        value = value if value.dtype == np.uint8 else value.astype(dtype, copy=False)
         if shard and size + value.nbytes > shard_bytes:
             flush()
             shard, size, count = {}, 0, count + 1

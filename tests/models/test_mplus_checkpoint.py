@@ -230,6 +230,44 @@ def test_a_wrong_checkpoint_is_refused_by_tensor(tmp_path, changes, message):
         load_official(official(tmp_path, **changes), HF)
 
 
+def flagged(tmp_path, **flags):
+    """The golden checkpoint with MemoryLLM's flag, a byte, or others."""
+    file = tmp_path / "flagged.safetensors"
+    save_file(load_file(FILE) | flags, file)
+    return file
+
+
+def test_memoryllms_flag_is_heeded(golden, tmp_path):
+    config = dataclasses.replace(golden.config, retrieved=0)
+    load = lambda **flags: load_official(flagged(tmp_path, **flags), HF, config)
+    one, none = np.ones((), np.uint8), np.zeros((), np.uint8)
+    alone = load(initialized=one)
+    chex.assert_trees_all_equal(
+        parameters(alone), parameters(load_official(FILE, HF, config))
+    )
+    with pytest.raises(ValueError, match="initialized must not be 0: .*'memory' was n"):
+        load(initialized=none)
+    with pytest.raises(ValueError, match=r"'initialized' has the shape \[1\]"):
+        load(initialized=one[None])
+    with pytest.raises(ValueError, match=r"'other' has the number format U8.*'BF16'\)"):
+        load(initialized=one, other=one)
+    with pytest.raises(ValueError, match="'memory' has the number format U8"):
+        load(memory=np.ones((3, 32, 64), np.uint8))
+    with pytest.raises(ValueError, match="'initialized' has the number format I64"):
+        load(initialized=np.ones((), np.int64))
+    # Without the flag the program would not read what is saved.
+    save_mplus(alone, tmp_path / "saved", dtype="bfloat16")
+    found = load_file(tmp_path / "saved" / "model.safetensors")["initialized"]
+    assert (found.dtype, found.shape, found) == (np.uint8, (), 1)
+    for loaded in (
+        load_mplus(tmp_path / "saved"),
+        load_official(tmp_path / "saved", None, config),
+    ):
+        # Of the states, which begin with the checkpoint's pool.
+        rounded = alone.init_state(1).pool.astype(jnp.bfloat16).astype(jnp.float32)
+        np.testing.assert_array_equal(loaded.init_state(1).pool, rounded)
+
+
 def test_settings_that_do_not_fit_are_refused(tmp_path):
     config = mplus_config_from_hf(HF)
     with pytest.raises(ValueError, match="room for the 20 rows .* got 16"):
