@@ -240,6 +240,14 @@ def test_a_text_equals_its_tokens_one_by_one(steps):
         close(result, (states[t + size], logits[:, t : t + size]))
 
 
+def test_a_text_is_read_as_a_question_is(steps):
+    """No token chooses for another, so that it is the same who else asks."""
+    states, logits = steps
+    assert states[6 * C].filled.tolist() == [0] * B
+    _, read = verb("read", states[6 * C], TOKENS[:, 6 * C :])
+    close(read, logits[:, 6 * C :])
+
+
 def test_nothing_reads_ahead_and_what_was_dropped_is_not_forgotten(steps):
     states, logits = steps
     for at in (C + 1, T - 3):
