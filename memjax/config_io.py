@@ -44,6 +44,15 @@ def from_record(kind: type, record: Any, where: str = "config") -> Any:
     return kind(**values)
 
 
+def completed(kind: type, record: Any, where: str = "checkpoint") -> dict[str, Any]:
+    """A record of the dataclass `kind`, with defaults for the fields that it lacks.
+
+    Raises:
+        ValueError: as `from_record`.
+    """
+    return to_record(from_record(kind, record, where))
+
+
 def _kind_of(value: Any, kinds: list[Any]) -> Any:
     """Of several dataclasses the one that has all of the record's fields."""
     if not isinstance(value, dict):

@@ -30,6 +30,7 @@ from memjax.finetune_run import (
     FinetuneRun,
     first_state,
     structure,
+    transform_of,
 )
 from memjax.finetune_run import load as load
 from memjax.finetune_run import load_model as load_model
@@ -42,7 +43,6 @@ from memjax.training import loop, sharding
 from memjax.training.integrity import write_atomically
 from memjax.training.loop_config import DataIterator, Outcome
 from memjax.training.mplus_step import make_task_steps
-from memjax.training.optimizer import optimizer
 from memjax.training.resume import FREE_FIELDS
 from memjax.training.step import make_train_step
 
@@ -174,7 +174,7 @@ def _programs(described: FinetuneRun, mesh: Any) -> tuple[Callable, Callable]:
     create = functools.partial(first_state, described)
     shapes = jax.eval_shape(create, nnx.state(model), jax.random.key(0))
     layout = sharding.shardings(mesh, shapes)
-    transform = optimizer(config.optimizer, config.loop.steps)
+    transform = transform_of(config)
     if isinstance(config, MPlusStage):
         # The model is M+, as the configuration says.
         tasks = make_task_steps(cast(MPlus, model), transform, config.tasks.prompt)

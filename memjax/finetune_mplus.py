@@ -7,6 +7,7 @@ program; the rates are for the batches given here.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,9 @@ class MPlusStage:
         dtype: of activations; None is the backbone's own.
         data: documents; `mode` must be "chunked".
         optimizer: hyperparameters.
+        retriever_rate: learning rate of the retriever over that of the rest, >= 0.
+        position_rate: of `MPlus.position`, likewise. It is added before every layer: a
+            step of it is felt as often.
         loop: steps, checkpoints, evaluation, log.
         mesh: devices.
         seed: of new parameters, data order, tasks, and what pools drop.
@@ -53,6 +57,8 @@ class MPlusStage:
         epsilon=1e-8,
         weight_decay=0.0,
     )
+    retriever_rate: float = 1.0
+    position_rate: float = 1.0
     loop: LoopConfig = LoopConfig(steps=1000, save_every=100, evaluate_every=200)
     mesh: MeshConfig = MeshConfig()
     seed: int = 42
@@ -61,6 +67,10 @@ class MPlusStage:
         if self.dtype is not None:
             require_known("dtype", self.dtype, ("float32", "bfloat16"))
         check_sizes(depth=self.depth)
+        for name in ("retriever_rate", "position_rate"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and >= 0, got {value}")
         check_run(self.data.mode, StepConfig(), self.seed)
         if self.memory.legacy:
             raise ValueError(
@@ -79,6 +89,14 @@ class MPlusStage:
                 f"documents are read beside the rest of a pool of {self.memory.pool} "
                 f"rows, got {self.tasks.chunks}"
             )
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Learning rates over the optimizer's, by the model's attribute."""
+        retriever = dict.fromkeys(
+            ("query", "key", "encoder_query"), self.retriever_rate
+        )
+        return retriever | {"position": self.position_rate}
 
     @property
     def context_length(self) -> int:
@@ -175,7 +193,13 @@ def _paper() -> MPlusStages:
 def _smollm2() -> MPlusStages:
     """SmolLM2-135M on a CPU: a pool that has forgotten most after some eight chunks."""
     memory = MPlusConfig(
-        tokens=128, pool=512, chunk=256, retrieved=128, store=16_384, key_dim=64
+        tokens=128,
+        pool=512,
+        chunk=256,
+        retrieved=128,
+        store=2_048,
+        stored="input",
+        key_dim=64,
     )
     tasks = MPlusTaskConfig(
         full_context=0.0,
@@ -189,8 +213,12 @@ def _smollm2() -> MPlusStages:
     stage = MPlusStage(
         depth=2,
         data=SampleConfig(batch_size=2, validation_texts=4),
-        optimizer=dataclasses.replace(MPlusStage().optimizer, learning_rate=1e-3),
-        loop=LoopConfig(steps=300, save_every=50, evaluate_every=0),
+        optimizer=dataclasses.replace(
+            MPlusStage().optimizer, learning_rate=3e-4, warmup_ratio=0.05
+        ),
+        retriever_rate=5.0,
+        position_rate=0.01,
+        loop=LoopConfig(steps=240, save_every=40),
     )
     return _stages(memory, tasks, stage, 16)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from flax import nnx
 from jaxtyping import PRNGKeyArray, PyTree
 
@@ -21,7 +22,7 @@ from memjax.models.windowed import with_window
 from memjax.run import DataConfig
 from memjax.run_folder import CONFIG_FILE, newest_state, read_config
 from memjax.training.mplus_step import init_task_state
-from memjax.training.optimizer import optimizer
+from memjax.training.optimizer import optimizer, with_rates
 from memjax.training.step import TrainState, init_train_state, model_of
 
 SECOND_STAGE = "stage2"
@@ -115,6 +116,14 @@ def structure(described: FinetuneRun) -> Model:
     )
 
 
+def transform_of(config: FinetuneConfig | MPlusStage) -> optax.GradientTransformation:
+    """How a stage's parameters follow their gradients."""
+    transform = optimizer(config.optimizer, config.loop.steps)
+    if isinstance(config, MPlusStage):
+        return with_rates(transform, config.rates)
+    return transform
+
+
 def first_state(
     described: FinetuneRun, variables: PyTree, key: PRNGKeyArray
 ) -> TrainState:
@@ -124,7 +133,7 @@ def first_state(
     """
     config = described.config
     model: Any = nnx.merge(nnx.graphdef(structure(described)), variables)
-    transform = optimizer(config.optimizer, config.loop.steps)
+    transform = transform_of(config)
     rows = config.data.batch_size
     if isinstance(config, MPlusStage):
         return init_task_state(model, transform, rows, config.tasks.target, key)

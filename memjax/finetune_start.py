@@ -186,7 +186,7 @@ def _mplus_before(config: MPlusStage, start: Path) -> tuple[FinetuneRun, MPlus]:
             f"start={str(start)!r} must be a run of M+ or MemoryLLM; that run has "
             f"{_kind(model)}"
         )
-    fixed = ["tokens", "rank", "alpha"]
+    fixed = ["tokens", "stored", "rank", "alpha"]
     if model.config.retrieved and config.memory.retrieved:
         fixed.append("key_dim")
     for name in fixed:

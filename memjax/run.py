@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from memjax import evaluation
-from memjax.config_io import to_record
+from memjax.config_io import completed, to_record
 from memjax.data import (
     BatchIterator,
     Split,
@@ -116,6 +116,8 @@ class Settings(Protocol):
     def seed(self) -> int: ...
 
 
+#: Beside the configuration in a checkpoint's record.
+DIGEST = "tokenizer_digest"
 # Peak learning rate and tokens of each size: Trellis, Table 5.
 TRELLIS_TRAINING = {
     "125m": (3e-3, 2.4e9),
@@ -182,11 +184,18 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
         data,
         config.loop,
         run_dir,
-        config_record=to_record(config) | {"tokenizer_digest": tokenizer.digest},
+        config_record=to_record(config) | {DIGEST: tokenizer.digest},
         tokens_per_step=config.data.batch_size * config.data.context_length,
         evaluate=evaluate,
+        completed=_completed,
     )
     return outcome
+
+
+def _completed(record: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's record, with defaults for fields that came later."""
+    own = {name: value for name, value in record.items() if name != DIGEST}
+    return record | completed(RunConfig, own)
 
 
 def build_step(config: RunConfig, mesh: Any) -> tuple[TrainState, Callable]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memjax import run
-from memjax.config_io import from_record, to_record
+from memjax.config_io import completed, from_record, to_record
 from memjax.models import ModelConfig
 
 
@@ -109,6 +109,10 @@ def test_a_missing_field_is_named():
 def test_whole_numbers_are_floats_and_defaults_fill_in():
     back = from_record(Outer, dict(size=1, flag=True, choice="b", maybe=2))
     assert back == Outer(1, True, "b", maybe=2.0) and type(back.maybe) is float
+    whole = completed(Outer, dict(size=1, flag=True, choice="b"))
+    assert whole == to_record(Outer(1, True, "b")) and "inner" in whole
+    with pytest.raises(ValueError, match="checkpoint.sise is not a field"):
+        completed(Outer, dict(sise=1))
 
 
 def test_values_are_checked_as_in_code():

@@ -200,6 +200,29 @@ def test_a_trained_model_is_exported_under_the_official_names(whole, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("shipped", [True, False])
+def test_facts_are_told_and_asked_for(shipped, base, tmp_path):
+    backbone, samples = base
+    chosen = load_facts()[:40]
+    told = {fact.subject for fact in split_facts(chosen, seed=FACTS_SEED)[0]}
+    (tmp_path / "facts.jsonl").write_text(
+        "\n".join(json.dumps(fact._asdict()) for fact in chosen)
+    )
+    config = MPlusStage(
+        memory=dataclasses.replace(MEMORY, chunk=400),
+        tasks=dataclasses.replace(
+            TASKS, ask=1.0, target=200, revisit=0.0, shortest_chunk=300, repeat=0.0
+        ),
+        facts=None if shipped else tmp_path / "facts.jsonl",
+        data=samples,
+    )
+    described, _, tokenizer = starting_point(config, backbone, None)
+    lessons = finetune._batches(described, tokenizer.parse())
+    text = BYTES.decode(next(lessons).lesson.target.tokens[0])
+    assert text.startswith("\n\nQuestion: ")
+    assert shipped or any(subject in text for subject in told)
+
+
 def test_starts_that_cannot_be_are_refused(base, whole, tmp_path):
     third = stages(base[1]).stage3
     memory = lambda **changes: dataclasses.replace(
@@ -240,6 +263,8 @@ def test_settings_that_contradict_themselves_are_refused(base):
             "memory.chunk=8, got 9",
         ),
         ({"depth": 0}, "depth must be at least 1"),
+        ({"retriever_rate": -1.0}, "retriever_rate must be finite and >= 0, got -1.0"),
+        ({"position_rate": math.inf}, "position_rate must be finite and >= 0, got inf"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(three.stage3, **changes)

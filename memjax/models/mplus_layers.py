@@ -1,13 +1,13 @@
 """M+'s two passes through one layer: writing a chunk into memory, and reading with it.
 
     write:  x_l = [bos_l ; m_l ; h], its last K rows + p;  y = layer_l(x_l)
-            new_l = y[-K:] (the layer's output), h ← y[-T:]
+            new_l = y[-K:] (the layer's output; or x_l[-K:], its input), h ← y[-T:]
     read:   x_l = [bos_l ; retrieved_l ; pool_l ; h]: what stands before h gives keys
             and values alone, made once and cached
 
 Memory rows are vectors of the residual stream, normalised where they are read. Wang et
 al. (2025), https://arxiv.org/abs/2502.00592, section 3.1; bos_l, p and the storing of
-outputs are the program's.
+outputs are the program's; the paper's Figure 1 can be read either way.
 
 Shapes: B batch, T tokens, K memory tokens, P slots before the tokens, S slots, D model,
 G key heads, H head width.
@@ -150,6 +150,7 @@ def compress(
     real: Bool[Array, " B"],
     h: Float[Array, "B T D"],
     lengths: Int[Array, " B"] | None,
+    inputs: bool,
 ) -> Float[Array, "B L K D"]:
     """The new memory of a chunk, without changing the old one.
 
@@ -164,6 +165,7 @@ def compress(
         real: whether the row of the batch has them; else they are not seen.
         h: embeddings, those of a row first.
         lengths: tokens of each row, 1 to T; None is T in all.
+        inputs: the memory is what the layers were given, not what they made of it.
     """
     b, t, d = h.shape
     k = memory.shape[2]
@@ -184,7 +186,7 @@ def compress(
         x = x.at[:, -k:].add(position[None, None].astype(h.dtype))
         queries = max(t, k)
         y = write_layer(config, block, x, seen, jnp.maximum(places, 0), queries)
-        new.append(y[:, -k:].astype(jnp.float32))
+        new.append((x if inputs else y)[:, -k:].astype(jnp.float32))
         tokens = jnp.concatenate([tokens[:, : width - queries], y], axis=1)
     return jnp.stack(new, axis=1)
 

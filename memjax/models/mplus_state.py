@@ -38,6 +38,10 @@ class MPlusConfig:
             own, the paper's ablation M+-Attn (`attention_retrieval.py`). That has no
             parameters, needs the store on the device, and has no `legacy`; no token
             chooses for another, so that `retrieval_source` stays "prefix".
+        stored: of a chunk's last K tokens in layer l. Their "output" goes into the
+            memory of layer l, as in the program, and comes back as its input: a
+            backbone must learn that. Their "input" is what it knows: before any
+            training a chunk's memory is that of its last K tokens in a Transformer-XL.
         key_dim: d, of the retriever.
         rank: of the two adapters, on q, k, v, gate, up and down.
         alpha: their changes are scaled by alpha / rank.
@@ -65,6 +69,7 @@ class MPlusConfig:
     retrieved: int = 2_560
     store: int = 153_600
     retrieval: Literal["learned", "attention"] = "learned"
+    stored: Literal["output", "input"] = "output"
     key_dim: int = 256
     rank: int = 16
     alpha: float = 32.0
@@ -109,6 +114,7 @@ class MPlusConfig:
         if self.eviction is not None:
             require_known("eviction", self.eviction, ("oldest", "frequency"))
         require_known("retrieval", self.retrieval, ("learned", "attention"))
+        require_known("stored", self.stored, ("output", "input"))
         require_known("retrieval_source", self.retrieval_source, ("prefix", "all"))
         require_known("store_memory", self.store_memory, get_args(Place))
         require_known("pool_memory", self.pool_memory, get_args(Place))

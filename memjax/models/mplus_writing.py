@@ -110,6 +110,7 @@ def compress(
         real,
         model.backbone.embed(tokens),
         lengths,
+        model.config.stored == "input",
     )
 
 

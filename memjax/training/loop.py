@@ -15,7 +15,7 @@ How a run ends:
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -47,6 +47,7 @@ def train(
     evaluate: Callable[[Any, Callable[[], bool]], dict[str, float]] | None = None,
     step_of: Callable[[Any], Any] = lambda state: state.step,
     may_change: Collection[str] = FREE_FIELDS,
+    completed: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda record: record,
 ) -> tuple[Any, Outcome]:
     """Trains to `config.steps`, from where the run in `run_dir` stands if there is one.
 
@@ -68,6 +69,8 @@ def train(
             has, once `should_stop()` is true. Its values are then not recorded.
         step_of: finds the step, an integer scalar, in the state.
         may_change: fields of `config_record`, dotted when nested, that may differ.
+        completed: gives a checkpoint's record the fields that it was written without,
+            because they came later, with the values that mean what was done then.
 
     Returns:
         The state, and how the run ended. Except after an exception the state is in
@@ -88,7 +91,9 @@ def train(
         StopSignals() as signals,
         Checkpoints(run.folder / "checkpoints", keep=config.keep) as checkpoints,
     ):
-        start = resume(checkpoints, state, data, config_record, may_change, step_of)
+        start = resume(
+            checkpoints, state, data, config_record, may_change, step_of, completed
+        )
         reporter = Reporter(
             run.folder,
             step=start.step,

@@ -1,6 +1,7 @@
 """AdamW with warm-up, cosine decay and clipping: the Elastic Memory paper's Table 9."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import optax
@@ -74,3 +75,21 @@ def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformati
             ),
         ),
     )
+
+
+def with_rates(
+    transform: optax.GradientTransformation, rates: Mapping[str, float]
+) -> optax.GradientTransformation:
+    """`transform` with other learning rates for some parameters.
+
+    Args:
+        transform: its state stays as it is.
+        rates: over that of `transform`, by the model's attribute.
+    """
+
+    def update(gradients, state, params=None):
+        updates, state = transform.update(gradients, state, params)
+        scale = lambda path, x: x * rates.get(path[0].key, 1.0)
+        return jax.tree_util.tree_map_with_path(scale, updates), state
+
+    return optax.GradientTransformation(transform.init, update)

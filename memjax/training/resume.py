@@ -73,6 +73,7 @@ def resume(
     config_record: Mapping[str, Any],
     may_change: Collection[str],
     step_of: Callable[[Any], Any],
+    completed: Callable[[dict[str, Any]], Mapping[str, Any]],
 ) -> Start:
     """Restores state and data position if there is a checkpoint to go on from.
 
@@ -86,7 +87,8 @@ def resume(
 
     def accept(meta: dict[str, Any]) -> None:
         where = str(checkpoints.directory)
-        require_same_config(meta["config"], config_record, may_change, where)
+        stored = completed(meta["config"])
+        require_same_config(stored, config_record, may_change, where)
         _free(state)
 
     found = checkpoints.restore(abstract(state), accept=accept)

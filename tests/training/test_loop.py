@@ -295,6 +295,28 @@ def test_contradicting_configuration_is_named(halfway: Path) -> None:
     assert (halfway / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_field_that_came_later_has_the_value_it_meant(tmp_path: Path) -> None:
+    def go(steps: int, record: Any, **earlier: Any) -> Outcome:
+        return train(
+            lambda state, x: toy.train_step(state, x, 0.05, 0.0),
+            toy.init(16),
+            toy.Data({}),
+            LoopConfig(steps=steps),
+            tmp_path,
+            config_record=record,
+            tokens_per_step=1,
+            completed=lambda record: earlier | record,
+        )[1]
+
+    go(1, {"rate": 0.05})
+    now = {"rate": 0.05, "added": 0}
+    with pytest.raises(ValueError, match="added was 'absent' and is now 0"):
+        go(2, now)
+    with pytest.raises(ValueError, match="added was 1 and is now 0"):
+        go(2, now, added=1)
+    assert go(2, now, added=0).step == 2
+
+
 def test_fields_are_compared_by_their_whole_name() -> None:
     stored = {"loop": {"steps": 5}, "schedule": {"steps": 5}, "old": 1}
     require_same_config(stored, stored | {"loop": {"steps": 9}}, {"loop.steps"}, "x")

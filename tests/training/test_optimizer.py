@@ -3,12 +3,18 @@
 import dataclasses
 from typing import Any
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from memjax.training.optimizer import OptimizerConfig, optimizer, schedule
+from memjax.training.optimizer import (
+    OptimizerConfig,
+    optimizer,
+    schedule,
+    with_rates,
+)
 
 CONFIG = OptimizerConfig()
 
@@ -94,3 +100,19 @@ def test_long_gradients_are_scaled_to_the_limit():
 def test_values_out_of_range_are_refused(name, value, allowed):
     with pytest.raises(ValueError, match=f"{name} must be {allowed}, got {value}"):
         OptimizerConfig(**{name: value})
+
+
+def test_a_part_can_have_a_rate_of_its_own_and_the_same_state():
+    config = OptimizerConfig(weight_decay=0.0, max_gradient_norm=float("inf"))
+    whole = optimizer(config, 10)
+    params = {"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(4), "c": jnp.ones(4)}
+    gradients = {"a": {"w": jnp.full((2, 3), 0.3)}, "b": jnp.ones(4), "c": jnp.ones(4)}
+    changed = with_rates(whole, {"a": 5.0, "b": 0.0})
+    state, other = whole.init(params), changed.init(params)
+    for _ in range(3):
+        expected, state = whole.update(gradients, state, params)
+        found, other = changed.update(gradients, other, params)
+        np.testing.assert_array_equal(found["a"]["w"], 5.0 * expected["a"]["w"])
+        np.testing.assert_array_equal(found["b"], 0.0)
+        np.testing.assert_array_equal(found["c"], expected["c"])
+    chex.assert_trees_all_equal(state, other)
