@@ -35,6 +35,7 @@ def test_the_parameters_are_the_same_without_the_retrievers():
 def test_a_checkpoints_store_becomes_keys_and_values():
     """Each row's through the layer that reads, in float64."""
     state, told = OTHER.init_state(1), MODEL.init_state(1)
+    assert state.store is not None and told.store is not None
     count, width = HF["ltm_initial_size"], 2 * 16
     assert state.store.held.tolist() == [count]
     chex.assert_trees_all_equal(state.pool, told.pool)
