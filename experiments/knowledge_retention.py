@@ -5,10 +5,11 @@
 Facts of the CIA World Factbook are told inside their contexts, then other text, and
 asked behind every so many pieces of it (M+, Figures 3, 5, 8 and 9; the authors have
 SQuAD and NaturalQA). An answer is right if it occurs in ten tokens of greedy decoding.
-M+ and MemoryLLM stand beside what the same backbone does with full attention, with a
-window or a cache of SnapKV of as much memory on the device, with the pieces that BM25
-finds, and without having been told. Each fact has an answer and a country of its own,
-and the other text names neither.
+M+, with its retriever and with attention in its place, and MemoryLLM stand beside what
+the same backbone does with full attention, with a window or a cache of SnapKV of as
+much memory on the device, with the pieces that BM25 finds, and without having been
+told. Each fact has an answer and a country of its own, and the other text names
+neither.
 
 With `--carry` the memory goes on from sample to sample, as in the published programs.
 """
@@ -44,7 +45,16 @@ from memjax.models.mplus import MPlus, mplus
 from memjax.models.mplus_state import MPlusConfig
 from retention_samples import book_passages, make_samples
 
-Name = Literal["M+", "MemoryLLM", "full", "window", "SnapKV", "BM25", "closed book"]
+Name = Literal[
+    "M+",
+    "M+ (attention)",
+    "MemoryLLM",
+    "full",
+    "window",
+    "SnapKV",
+    "BM25",
+    "closed book",
+]
 Preset = Literal["cpu", "paper"]
 
 
@@ -84,6 +94,7 @@ class Config:
         backbone: "smollm2", or what `memjax finetune` takes as a backbone.
         model: folder of a fine-tuned M+, whose backbone counts then; none is an
             untrained M+ of the preset's sizes.
+        store: rows of the store; 0 leaves what the model has.
         memoryllm: folder of a fine-tuned MemoryLLM on the same backbone; none is M+
             without its store, whose pool has the retrieved rows' place too.
         samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
@@ -111,6 +122,7 @@ class Config:
     methods: tuple[Name, ...] = get_args(Name)
     backbone: str = "smollm2"
     model: Path | None = None
+    store: int = 0
     memoryllm: Path | None = None
     samples: int = 0
     batch: int = 4
@@ -132,7 +144,7 @@ class Config:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}"
                 )
-        for name in ("samples", "window", "seed"):
+        for name in ("samples", "store", "window", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(
                     f"{name} must be at least 0, got {getattr(self, name)}"
@@ -157,6 +169,8 @@ class Config:
 def main(config: Config) -> None:
     """Tests every method, prints, draws and writes."""
     model, tokenizer, trained = load(config)
+    if config.store:
+        model = methods.with_store(model, config.store)
     scale = config.scale
     if config.facts is None:
         # Of the other subjects M+ may have been told in training.
@@ -264,6 +278,8 @@ def build(
     match name:
         case "M+":
             return methods.LatentMemory(model)
+        case "M+ (attention)":
+            return methods.LatentMemory(methods.with_attention_retrieval(model))
         case "MemoryLLM":
             if config.memoryllm is None:
                 return methods.LatentMemory(methods.without_store(model))

@@ -197,6 +197,17 @@ def closed_book(model: LanguageModel, tokenizer: Tokenizer, question: int) -> Re
     return Retriever(with_config(model, capacity=question), tokenizer, question, 0)
 
 
+def with_store(model: MPlus, rows: int) -> MPlus:
+    """M+ of the same parameters with room for so many rows in its store.
+
+    Raises:
+        ValueError: as `MPlusConfig`, or for a model without a store.
+    """
+    if not model.config.retrieved:
+        raise ValueError(f"store={rows} needs a model with a store; it has none")
+    return _with_config(model, store=rows)
+
+
 def without_store(model: MPlus) -> MPlus:
     """MemoryLLM of the same parameters, whose pool has the retrieved rows' place too.
 
@@ -205,12 +216,8 @@ def without_store(model: MPlus) -> MPlus:
     Raises:
         ValueError: if the retrieved rows are no whole chunks of memory.
     """
-    config = model.config
-    more = config.retrieved if model.initial is None else 0
-    config = dataclasses.replace(config, retrieved=0, pool=config.pool + more)
-    rebuilt = nnx.merge(*nnx.split(model))
-    rebuilt.config = config
-    return rebuilt
+    more = model.config.retrieved if model.initial is None else 0
+    return _with_config(model, retrieved=0, pool=model.config.pool + more)
 
 
 def with_attention_retrieval(model: MPlus) -> MPlus:
@@ -227,14 +234,12 @@ def with_attention_retrieval(model: MPlus) -> MPlus:
             "model must have a learned retriever, got "
             f"retrieved={model.config.retrieved}, retrieval={model.config.retrieval!r}"
         )
-    config = dataclasses.replace(
-        model.config,
+    rebuilt = _with_config(
+        model,
         retrieval="attention",
         retrieval_source="prefix",
         store_memory="device",
     )
-    rebuilt = nnx.merge(*nnx.split(model))
-    rebuilt.config = config
     for name in mplus_names.RETRIEVERS:
         delattr(rebuilt, name)
     initial = rebuilt.initial
@@ -247,6 +252,12 @@ def with_attention_retrieval(model: MPlus) -> MPlus:
         keep = lambda parts: Frozen(jnp.concatenate(parts))
         values, keys = keep([x.rows for x in layers]), keep([x.keys for x in layers])
         rebuilt.initial = initial._replace(rows=values, keys=keys)
+    return rebuilt
+
+
+def _with_config(model, **changes):
+    rebuilt = nnx.merge(*nnx.split(model))
+    rebuilt.config = dataclasses.replace(model.config, **changes)
     return rebuilt
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 
 import jax
 import numpy as np
@@ -10,9 +11,13 @@ import pytest
 from flax import nnx
 
 from memjax import cli, finetune, finetune_run, finetune_start, run
+from memjax.data import load_facts, load_tokenizer
+from memjax.data.fact_lessons import FACTS_SEED, split_facts
+from memjax.data import load_tokenizer
 from memjax.data.lessons import MPlusTaskConfig
 from memjax.finetune_config import FinetuneConfig, SampleConfig
 from memjax.finetune_mplus import MPlusStage, MPlusStages, presets
+from memjax.finetune_start import starting_point
 from memjax.models import ModelConfig
 from memjax.models.hmt import HMTConfig
 from memjax.models.mplus import MPlus
@@ -21,6 +26,7 @@ from memjax.models.mplus_state import MPlusConfig
 from memjax.run_folder import newest_state
 from memjax.training import LoopConfig
 
+BYTES = load_tokenizer("bytes")
 MODEL = ModelConfig(
     mixers=("attention",),
     vocab_size=256,
@@ -221,6 +227,45 @@ def test_facts_are_told_and_asked_for(shipped, base, tmp_path):
     text = BYTES.decode(next(lessons).lesson.target.tokens[0])
     assert text.startswith("\n\nQuestion: ")
     assert shipped or any(subject in text for subject in told)
+
+
+def test_the_command_line_scores_a_run_and_goes_on_with_a_text(whole, capsys):
+    """As the model does token by token, chunks and all."""
+
+    def memjax(*words):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([str(word) for word in words])
+        assert not stop.value.code
+        return capsys.readouterr().out
+
+    described, model = finetune.load(whole)
+    step = jax.jit(lambda state, token: model(state, token[None, None]))
+
+    def read(tokens):
+        state, rows = model.init_state(1), []
+        for token in tokens:
+            state, logits = step(state, token)
+            rows.append(np.asarray(jax.nn.log_softmax(logits[0, 0])))
+        return state, rows
+
+    assert "perplexity" in memjax("eval", whole, "--split", "test")
+    report = json.loads((whole / "eval-test.json").read_text())
+    nats = []
+    for document in run.load_split(described, load_tokenizer("bytes"), "test"):
+        rows = read(document.tokens[:-1])[1]
+        targets = document.tokens[1:]
+        nats += [-row[i] for row, i in zip(rows, targets, strict=True)]
+    expected = pytest.approx(np.exp(np.mean(nats)), rel=1e-4)
+    assert report["perplexity"]["all"]["perplexity"] == expected
+    prompt, bytes_ = "memory of a window", load_tokenizer("bytes")
+    words = ("--prompt", prompt, "--tokens", 12, "--temperature", 0)
+    out = memjax("generate", whole, *words)
+    state, rows = read(bytes_.encode(prompt))
+    drawn = [np.argmax(rows[-1])]
+    while len(drawn) < 12:
+        state, logits = step(state, drawn[-1])
+        drawn.append(np.argmax(logits))
+    assert out == f"{prompt}{bytes_.decode(np.asarray(drawn, np.int32))}\n"
 
 
 def test_starts_that_cannot_be_are_refused(base, whole, tmp_path):

@@ -152,7 +152,7 @@ def save_mplus(
             store's ages, or attention finds the rows of the store, which no model of
             the program's does.
     """
-    _require_retriever(model.config, str(folder))
+    _require_the_programs(model.config, str(folder))
     backbone, initial = merge_lora(model.backbone), model.initial
     born = None if initial is None else initial.born
     rows = None if initial is None else 0
@@ -193,7 +193,7 @@ def _build(
     source: Source, config: MPlusConfig, rows: int | None, reader: str, dtype: Dtype
 ) -> MPlus:
     """The model, with an initial pool and `rows` in its store, or with neither."""
-    _require_retriever(config, source.where)
+    _require_the_programs(config, source.where)
     sizes, plain, read_backbone = _backbone(source, dtype)
     begin = lambda: LanguageModel(sizes, key=jax.random.key(0))
     learned = jax.eval_shape(
@@ -230,7 +230,12 @@ def _build(
     return model
 
 
-def _require_retriever(config: MPlusConfig, where: str) -> None:
+def _require_the_programs(config: MPlusConfig, where: str) -> None:
+    if config.stored != "output":
+        raise ValueError(
+            f"{where}: stored must be 'output' in a checkpoint of the official "
+            f"program's kind, got {config.stored!r}"
+        )
     if config.by_attention:
         raise ValueError(
             f"{where}: retrieval must be 'learned' in a checkpoint of the official "

@@ -290,13 +290,21 @@ def test_memoryllm_reads_as_many_rows_without_a_store():
     assert size - methods.device_bytes(MODEL) == 64 * 16 * 4
 
 
+def test_a_store_can_be_larger_than_in_training():
+    large = methods.with_store(MODEL, 96)
+    store = jax.eval_shape(lambda: large.init_state(1)).store
+    assert store.layers[0].rows.shape == (1, 96, 16) and MODEL.config == MEMORY
+    with pytest.raises(ValueError, match="store=96 needs a model with a store"):
+        methods.with_store(methods.without_store(MODEL), 96)
+
+
 def test_every_method_can_be_built():
     config = knowledge_retention.Config(samples=4, batch=2, after=(0, 2), chunk=C)
     build = lambda name, config=config: knowledge_retention.build(
         name, config, MODEL, BYTES, 3 * C, 60
     )
     names = knowledge_retention.Config.methods
-    assert len(names) == 7
+    assert len(names) == 8
     longest = {name: build(name).longest for name in names}
     assert longest.pop("full") == 3 * C + 60 and set(longest.values()) == {None}
     carried = dataclasses.replace(config, carry=True)

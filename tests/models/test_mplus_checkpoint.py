@@ -274,6 +274,8 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
         load_official(FILE, HF, dataclasses.replace(config, store=16))
     with pytest.raises(ValueError, match=r"'memory' .*\[3, 32, 64\].*\[3, 40, 64\]"):
         load_official(FILE, HF, dataclasses.replace(config, pool=40))
+    with pytest.raises(ValueError, match="stored must be 'output' in a checkpoint"):
+        load_official(FILE, HF, dataclasses.replace(config, stored="input"))
     with pytest.raises(ValueError, match="hf_config must be given"):
         load_official(FILE)
     (tmp_path / "model.pt").write_bytes(b"")
