@@ -32,6 +32,7 @@ from hmt_common import RESULTS
 from memjax import finetune
 from memjax.data import (
     Passage,
+    Question,
     Tokenizer,
     load_facts,
     load_passages,
@@ -172,11 +173,7 @@ def main(config: Config) -> None:
     if config.store:
         model = methods.with_store(model, config.store)
     scale = config.scale
-    if config.facts is None:
-        # Of the other subjects M+ may have been told in training.
-        facts = split_facts(load_facts(), seed=FACTS_SEED)[1]
-    else:
-        facts = read_questions(config.facts)
+    facts = facts_of(config)
     prompts = [tokenizer.encode(f"\n\n{fact.question}") for fact in facts]
     longest = max(map(len, prompts)) + config.answer
     ask = None
@@ -247,6 +244,13 @@ def load_trained(name: str, folder: Path) -> tuple[MPlus, Tokenizer]:
             f"got {type(model).__name__}"
         )
     return model, load_tokenizer(described.data.tokenizer)
+
+
+def facts_of(config: Config) -> list[Question]:
+    """Those to ask for; of the other subjects M+ may have been told in training."""
+    if config.facts is not None:
+        return read_questions(config.facts)
+    return split_facts(load_facts(), seed=FACTS_SEED)[1]
 
 
 def passages(config: Config) -> list[list[Passage]]:

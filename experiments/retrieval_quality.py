@@ -26,12 +26,13 @@ import hmt_common as common
 import knowledge_retention
 import mplus_retrieval as retrieval
 from hmt_common import RESULTS
-from memjax.data import Tokenizer, load_facts, load_tokenizer, read_questions
+from memjax.data import Tokenizer, load_tokenizer
 from memjax.finetune_run import TOKENIZER_FILE, later_stage
 from memjax.models.mplus import MPlus, mplus
 from memjax.models.mplus_checkpoint import load_mplus
 from memjax.models.mplus_state import MPlusConfig
 from memjax.run_folder import CHECKPOINTS
+from retention_methods import with_store
 from retention_samples import make_samples
 
 
@@ -70,6 +71,7 @@ class Config:
             untrained, with the preset's sizes.
         model: a trained M+, whose backbone counts then: the folder of a run, or of
             `memjax export`.
+        store: rows of the store; 0 leaves what the model has.
         samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
         batch: facts side by side.
         lengths: of questions: facts are those whose questions have one of the so many
@@ -78,7 +80,7 @@ class Config:
         chunk: tokens of a piece, a multiple of the memory's; contexts must fit: 1,024
             for the shorter tokens of the tiny backbone.
         facts: JSON lines with context, question, answer, kind and subject; none is
-            those that ship.
+            those that ship, of the subjects that are not trained on.
         passages: JSON lines with text and subject, told between a fact and its
             question; none is those that ship, and behind them the embedded books.
         run_dir: where the tiny backbone is kept.
@@ -89,6 +91,7 @@ class Config:
     preset: knowledge_retention.Preset = "cpu"
     backbone: str = "smollm2"
     model: Path | None = None
+    store: int = 0
     samples: int = 0
     batch: int = 4
     lengths: int = 2
@@ -128,9 +131,10 @@ def main(config: Config) -> None:
     model, tokenizer, trained = load(config)
     check(config, model)
     scale = config.scale
-    facts = load_facts() if config.facts is None else read_questions(config.facts)
+    if config.store:
+        model = with_store(model, config.store)
     batches = make_samples(
-        facts,
+        knowledge_retention.facts_of(config.retention()),
         knowledge_retention.passages(config.retention()),
         tokenizer,
         samples=scale.samples,

@@ -13,7 +13,6 @@ from flax import nnx
 from memjax import cli, finetune, finetune_run, finetune_start, run
 from memjax.data import load_facts, load_tokenizer
 from memjax.data.fact_lessons import FACTS_SEED, split_facts
-from memjax.data import load_tokenizer
 from memjax.data.lessons import MPlusTaskConfig
 from memjax.finetune_config import FinetuneConfig, SampleConfig
 from memjax.finetune_mplus import MPlusStage, MPlusStages, presets

@@ -137,9 +137,9 @@ class Lessons:
         choices = self._chunk - c.shortest_chunk + 1
         lengths = c.shortest_chunk + draw.below(choices, (rows, count))[self._mine]
         last = task == "two_chunk"
-        if count and c.ask and draw.share() < c.ask:
+        if count and self._facts is not None and draw.share() < c.ask:
             lengths = lengths[:, -1 if last else None :]
-            made = self._told(draw, lengths)
+            made = self._told(self._facts, draw, lengths)
         else:
             made = self._read(draw, bucket, lengths, last)
             lengths = lengths[:, -1 if last else None :]
@@ -170,11 +170,11 @@ class Lessons:
             for tokens, row, again in zip(text, lengths, repeats, strict=True)
         ]
 
-    def _told(self, draw, lengths):
+    def _told(self, facts, draw, lengths):
         """Rows of facts: this host's, whose draws do not move those of other hosts."""
         seeds = draw.below(2**32, self._batch_size)[self._mine].tolist()
         return [
-            self._facts.row(Draws(seed, self._step), row.tolist())
+            facts.row(Draws(seed, self._step), row.tolist())
             for seed, row in zip(seeds, lengths, strict=True)
         ]
 
