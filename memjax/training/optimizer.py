@@ -87,8 +87,8 @@ def with_rates(
         rates: over that of `transform`, by the model's attribute.
     """
 
-    def update(gradients, state, params=None):
-        updates, state = transform.update(gradients, state, params)
+    def update(updates, state, params=None):
+        updates, state = transform.update(updates, state, params)
         scale = lambda path, x: x * rates.get(path[0].key, 1.0)
         return jax.tree_util.tree_map_with_path(scale, updates), state
 
