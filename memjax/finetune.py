@@ -18,7 +18,7 @@ import jax
 from flax import nnx
 
 from memjax import run
-from memjax.config_io import to_record
+from memjax.config_io import completed, to_record
 from memjax.data import Tokenizer, load_facts, read_questions
 from memjax.data.fact_lessons import FACTS_SEED, FactTexts, split_facts
 from memjax.data.lesson_batches import Lessons
@@ -98,6 +98,7 @@ def finetune(
         tokens_per_step=config.data.batch_size * _tokens_read(config),
         evaluate=evaluate,
         may_change=FREE,
+        completed=functools.partial(completed, FinetuneRun),
     )
     return outcome
 
