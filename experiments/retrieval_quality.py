@@ -175,14 +175,16 @@ def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
 
 def check(config: Config, model: MPlus) -> None:
     """Raises ValueError on a model whose rows cannot be followed, or such pieces."""
-    if not model.config.retrieved or model.config.legacy:
+    memory = model.config
+    if not memory.has_retriever or memory.legacy:
         raise ValueError(
-            "model must be an M+ that retrieves and knows when rows were made, got "
-            f"retrieved={model.config.retrieved}, legacy={model.config.legacy}"
+            "model must be an M+ with a retriever that knows when rows were made, got "
+            f"retrieved={memory.retrieved}, retrieval={memory.retrieval!r}, "
+            f"legacy={memory.legacy}"
         )
-    if config.chunk % model.config.chunk:
+    if config.chunk % memory.chunk:
         raise ValueError(
-            f"chunk must be a multiple of the memory's {model.config.chunk}, so that "
+            f"chunk must be a multiple of the memory's {memory.chunk}, so that "
             f"the context has rows of its own, got {config.chunk}"
         )
 

@@ -168,7 +168,7 @@ def next_stage(described: FinetuneRun, trained: Any, key: PRNGKeyArray) -> Model
     if isinstance(config, MPlusStage):
         model = wrap(config, trained.backbone, key)
         for name, value in vars(trained).items():
-            if isinstance(value, nnx.Param):
+            if isinstance(value, nnx.Param) and hasattr(model, name):
                 setattr(model, name, value)
         return model
     _, memory_key = jax.random.split(key)

@@ -187,7 +187,7 @@ def _mplus_before(config: MPlusStage, start: Path) -> tuple[FinetuneRun, MPlus]:
             f"{_kind(model)}"
         )
     fixed = ["tokens", "stored", "rank", "alpha"]
-    if model.config.retrieved and config.memory.retrieved:
+    if model.config.has_retriever and config.memory.has_retriever:
         fixed.append("key_dim")
     for name in fixed:
         old, new = getattr(model.config, name), getattr(config.memory, name)

@@ -13,6 +13,7 @@ Shapes: B batch, T tokens, K memory tokens, P slots before the tokens, S slots, 
 G key heads, H head width.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -202,12 +203,12 @@ def init_bos(backbone: LanguageModel) -> Float[Array, "L D"]:
     by activations that no embedding has; without it, reading begins far off (SmolLM2:
     3.06 nats a token behind a compressed chunk instead of 12.3).
     """
+    config = dataclasses.replace(backbone.config, dtype="float32")
     h = backbone.embedding.get_value().mean(axis=0)[None, None]
-    h = h.astype(backbone.config.dtype)
     at, found = jnp.zeros((1, 1), jnp.int32), []
     for block in backbone.blocks:
-        found.append(h[0, 0].astype(jnp.float32))
-        h = write_layer(backbone.config, block.get_value(), h, None, at, 1)
+        found.append(h[0, 0])
+        h = write_layer(config, block.get_value(), h, None, at, 1)
     return jnp.stack(found)
 
 
