@@ -77,7 +77,7 @@ def finetune(
     described, variables, stored = starting_point(config, backbone, start)
     tokenizer = stored.parse()
     mesh = sharding.make_mesh(config.mesh)
-    data = _batches(described, tokenizer)
+    data = batches(described, tokenizer)
     claim(described, run_dir, FREE)
     if stored.file is not None and jax.process_index() == 0:
         write_atomically(run_dir / TOKENIZER_FILE, stored.file.decode())
@@ -137,7 +137,8 @@ def finetune_stages(
     return outcome
 
 
-def _batches(described: FinetuneRun, tokenizer: Tokenizer) -> DataIterator:
+def batches(described: FinetuneRun, tokenizer: Tokenizer) -> DataIterator:
+    """What the steps of a run are given, from the first on; M+: lessons."""
     config = described.config
     documents = run.load_split(described, tokenizer, "train")
     if not isinstance(config, MPlusStage):

@@ -214,15 +214,15 @@ def test_facts_are_told_and_asked_for(shipped, base, tmp_path):
         "\n".join(json.dumps(fact._asdict()) for fact in chosen)
     )
     config = MPlusStage(
-        memory=dataclasses.replace(MEMORY, chunk=400),
+        memory=dataclasses.replace(MEMORY, chunk=180),
         tasks=dataclasses.replace(
-            TASKS, ask=1.0, target=200, revisit=0.0, shortest_chunk=300, repeat=0.0
+            TASKS, ask=1.0, target=200, revisit=0.0, shortest_chunk=160, repeat=0.0
         ),
         facts=None if shipped else tmp_path / "facts.jsonl",
         data=samples,
     )
     described, _, tokenizer = starting_point(config, backbone, None)
-    lessons = finetune._batches(described, tokenizer.parse())
+    lessons = finetune.batches(described, tokenizer.parse())
     text = BYTES.decode(next(lessons).lesson.target.tokens[0])
     assert text.startswith("\n\nQuestion: ")
     assert shipped or any(subject in text for subject in told)

@@ -260,7 +260,7 @@ def test_bfloat16_is_close_to_float32():
     state, y = run(low, low.init_state(B), TOKENS)
     _, expected = run(high, high.init_state(B), TOKENS)
     error = jnp.linalg.norm(y - expected) / jnp.linalg.norm(expected)
-    assert 0 < error < 5e-2
+    assert 0 < error < 0.1
     assert {x.dtype for x in jax.tree.leaves(state)} == {
         np.dtype(x) for x in (np.float32, np.int32, np.uint32, bool)
     }

@@ -1,0 +1,139 @@
+"""Fits the retriever of a trained M+ on more documents than its training had.
+
+    python experiments/mplus_retriever.py --model RUN --output retriever.safetensors
+
+Retriever and language model do not train each other: the backbone's passes run once for
+each document, and the retriever's loss is taken many times, each document's rows
+against those of all others of a batch (`memjax/training/retriever_fit.py`). The
+documents are those of the run's lessons. `--retriever` of `knowledge_retention.py` and
+`retrieval_quality.py` takes what is written.
+"""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import jax
+import numpy as np
+import tyro
+from safetensors.numpy import load_file, save_file
+
+from memjax import finetune
+from memjax.data import load_tokenizer
+from memjax.finetune_mplus import MPlusStage
+from memjax.models.mplus import MPlus
+from memjax.models.retriever import Retriever
+from memjax.training.retriever_fit import collect, fit
+
+PARTS = ("query", "key")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is fitted, and how.
+
+    Attributes:
+        model: folder of a run of stage 3.
+        output: file of the retriever.
+        documents: whose passes are run, in the run's batches.
+        chunks: of a document.
+        asking: tokens of a target that are kept, of which a drawn number asks.
+        rows: of a document that are kept, in each layer.
+        steps: of the fit.
+        batch: documents of a step.
+        learning_rate: the first, of Adam.
+        ask: share of the documents that tell facts; the rest are running text.
+        seed: of documents and draws, other than the run's.
+    """
+
+    model: Path
+    output: Path
+    documents: int = 192
+    chunks: int = 2
+    asking: int = 48
+    rows: int = 64
+    steps: int = 300
+    batch: int = 16
+    learning_rate: float = 2e-3
+    ask: float = 0.75
+    seed: int = 1
+
+
+def main(config: Config) -> None:
+    """Collects, fits, writes; prints the loss."""
+    described, model = finetune.load_model(config.model)
+    stage = described.config
+    if not isinstance(stage, MPlusStage) or not isinstance(model, MPlus):
+        raise ValueError(f"model={str(config.model)!r} must be a run of M+")
+    if not model.config.has_retriever:
+        raise ValueError(f"model={str(config.model)!r} must have a retriever")
+    tasks = dataclasses.replace(
+        stage.tasks,
+        full_context=0.0,
+        revisit=0.0,
+        multi_chunk=1.0,
+        repeat=0.0,
+        chunks=(config.chunks,),
+        ask=config.ask,
+    )
+    other = dataclasses.replace(stage, tasks=tasks, seed=config.seed)
+    tokenizer = load_tokenizer(described.data.tokenizer)
+    lessons = finetune.batches(dataclasses.replace(described, config=other), tokenizer)
+    count = config.documents // stage.data.batch_size
+    given = (
+        lesson._replace(asks=np.minimum(lesson.asks, config.asking))
+        for lesson in (x.lesson for x in itertools.islice(lessons, count))
+    )
+    key = jax.random.key(config.seed)
+    bank = collect(model, given, config.asking, config.rows, key)
+    print(f"{len(bank.asked)} documents", flush=True)
+    losses = fit(
+        model,
+        bank,
+        steps=config.steps,
+        documents=config.batch,
+        learning_rate=config.learning_rate,
+        key=key,
+    )
+    for first in range(0, len(losses), 25):
+        print(f"step {first + 1}: {np.mean(losses[first : first + 25]):.4f}")
+    save(model, config.output)
+
+
+def save(model: MPlus, file: Path) -> None:
+    """Writes query and key of the retriever."""
+    found = {part: getattr(model, part).get_value() for part in PARTS}
+    save_file(
+        {
+            f"{part}.{name}": np.asarray(array)
+            for part, value in found.items()
+            for name, array in value._asdict().items()
+        },
+        file,
+    )
+
+
+def read(model: MPlus, file: Path) -> None:
+    """Gives a model the retriever of a file.
+
+    Raises:
+        ValueError: if the file has other arrays than the model.
+    """
+    found = load_file(file)
+    for part in PARTS:
+        old = getattr(model, part).get_value()._asdict()
+        new = {name: found.pop(f"{part}.{name}", None) for name in old}
+        for name, array in new.items():
+            if array is None or array.shape != old[name].shape:
+                raise ValueError(
+                    f"retriever={str(file)!r}: {part}.{name} must be "
+                    f"{list(old[name].shape)}, got "
+                    f"{None if array is None else list(array.shape)}"
+                )
+        getattr(model, part).set_value(Retriever(**new))
+    if found:
+        raise ValueError(f"retriever={str(file)!r} has more: {sorted(found)}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

@@ -1,0 +1,154 @@
+"""Fits M+'s retriever on many documents, whose passes through the backbone run once.
+
+What the retriever is given is detached: no other parameter changes by its loss, and it
+changes nothing that it is given. So the vectors of a bank of documents can be kept, and
+the loss of `retriever.py` taken as often as is wanted, each document's rows against
+those of all others in a batch. In training the others are the few of the pool.
+
+Shapes: n documents, L layers, Q tokens that ask, R rows of a document, D model.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, Scalar
+
+from memjax.data.lessons import Lesson
+from memjax.mechanisms.base import check_sizes
+from memjax.models import mplus_reading, retriever
+from memjax.models.mplus import MPlus
+from memjax.models.mplus_given import Given
+from memjax.models.retriever import Retriever
+from memjax.training.mplus_tasks import write
+
+
+class Bank(NamedTuple):
+    """What the retriever is given of some documents, in bfloat16.
+
+    Attributes:
+        asking: normed hidden states of the tokens that read the document's memory.
+        asked: which of them ask: the first so many.
+        rows: normed memory tokens of the document.
+    """
+
+    asking: Float[Array, "n L Q D"]
+    asked: Bool[Array, "n Q"]
+    rows: Float[Array, "n L R D"]
+
+
+def collect(
+    model: MPlus, lessons: Iterable[Lesson], asking: int, rows: int, key: PRNGKeyArray
+) -> Bank:
+    """Writes each document into an empty memory, and reads its target.
+
+    Args:
+        model: with a retriever.
+        lessons: with as many chunks each.
+        asking: Q, of a target's tokens the first so many are kept.
+        rows: R, drawn from those that a document makes.
+        key: of the draws.
+
+    Raises:
+        ValueError: if a lesson makes fewer rows, or more than the pool holds.
+    """
+    check_sizes(asking=asking, rows=rows)
+    parts, graph_params = [], nnx.split(model)
+    for i, lesson in enumerate(lessons):
+        made = lesson.chunks.shape[1] * model.config.tokens
+        if not rows <= made <= model.config.pool:
+            raise ValueError(
+                f"lessons must make rows={rows} to pool={model.config.pool} memory "
+                f"tokens each, got {made}"
+            )
+        drawn = jax.random.fold_in(key, i)
+        parts.append(_collect(*graph_params, lesson, drawn, made, asking, rows))
+    return Bank(*(jnp.concatenate(x) for x in zip(*parts, strict=True)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
+def _collect(graph, params, lesson, key, made, asking, rows):
+    model = nnx.merge(graph, params)
+    _, state = write(model, model.init_state(lesson.chunks.shape[0]), lesson)
+    given = Given(None, False, None, None, 0)
+    tokens = lesson.target.tokens[:, :asking]
+    _, _, trace = mplus_reading.read_closed(model, state, tokens, given)
+    chosen = jax.random.choice(key, made, (rows,), replace=False)
+    pool = state.pool[:, :, state.pool.shape[2] - made + chosen]
+    normed = lambda x: jnp.stack(
+        [model.normed(i, x[:, i]) for i in range(model.layers)], axis=1
+    ).astype(jnp.bfloat16)
+    times = jnp.arange(asking, dtype=jnp.int32)[None]
+    return Bank(
+        asking=normed(jnp.moveaxis(trace.hidden[:-1], 0, 1)),
+        asked=times < lesson.asks[:, None],
+        rows=normed(pool),
+    )
+
+
+def fit(
+    model: MPlus,
+    bank: Bank,
+    *,
+    steps: int,
+    documents: int,
+    learning_rate: float,
+    key: PRNGKeyArray,
+) -> list[float]:
+    """Changes the model's `query` and `key`; returns the loss of each step.
+
+    Args:
+        model: whose bank it is.
+        bank: of at least `documents`.
+        steps: updates of Adam, whose rate falls by a cosine to 0.
+        documents: of a batch, at least 2: each is the others' negative.
+        learning_rate: the first.
+        key: of the batches.
+
+    Raises:
+        ValueError: on fewer than two documents in a batch, or a smaller bank.
+    """
+    check_sizes(steps=steps)
+    if not 2 <= documents <= len(bank.asked):
+        raise ValueError(
+            f"documents must be in [2, {len(bank.asked)}], got {documents}"
+        )
+    transform = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params, state, batch):
+        loss, gradients = jax.value_and_grad(bank_loss)(params, batch)
+        updates, state = transform.update(gradients, state)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = jax.tree.map(jnp.copy, (model.query.get_value(), model.key.get_value()))
+    state, losses = transform.init(params), []
+    for step in range(steps):
+        drawn = jax.random.fold_in(key, step)
+        chosen = jax.random.choice(drawn, len(bank.asked), (documents,), replace=False)
+        batch = jax.tree.map(lambda x, chosen=chosen: x[chosen], bank)
+        params, state, loss = update(params, state, batch)
+        losses.append(float(loss))
+    model.query.set_value(params[0])
+    model.key.set_value(params[1])
+    return losses
+
+
+def bank_loss(params: tuple[Retriever, Retriever], batch: Bank) -> Scalar:
+    """The retriever's loss where each document asks among the rows of all."""
+    query, key = params
+    n, layers, rows, width = batch.rows.shape
+    own = jnp.repeat(jnp.eye(n, dtype=bool), rows, axis=1)
+    found = []
+    for layer in range(layers):
+        keys = retriever.project(key, layer, batch.rows[:, layer].reshape(-1, width))
+        asking = retriever.project(query, layer, batch.asking[:, layer])
+        keys = jnp.broadcast_to(keys[None], (n, *keys.shape))
+        found.append(retriever.probabilities(asking, keys, batch.asked))
+    probability = jnp.stack(found)
+    own = jnp.broadcast_to(own[None], probability.shape)
+    return retriever.retriever_loss(probability, own, ~own)
