@@ -27,6 +27,7 @@ import hmt_common as common
 import hmt_qa
 import hmt_scores
 import mplus_retention as retention
+import mplus_retriever
 import retention_methods as methods
 from hmt_common import RESULTS
 from memjax import finetune
@@ -96,6 +97,7 @@ class Config:
         model: folder of a fine-tuned M+, whose backbone counts then; none is an
             untrained M+ of the preset's sizes.
         store: rows of the store; 0 leaves what the model has.
+        retriever: a file of `mplus_retriever.py`; none leaves the model's own.
         memoryllm: folder of a fine-tuned MemoryLLM on the same backbone; none is M+
             without its store, whose pool has the retrieved rows' place too.
         samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
@@ -124,6 +126,7 @@ class Config:
     backbone: str = "smollm2"
     model: Path | None = None
     store: int = 0
+    retriever: Path | None = None
     memoryllm: Path | None = None
     samples: int = 0
     batch: int = 4
@@ -172,6 +175,8 @@ def main(config: Config) -> None:
     model, tokenizer, trained = load(config)
     if config.store:
         model = methods.with_store(model, config.store)
+    if config.retriever is not None:
+        mplus_retriever.read(model, config.retriever)
     scale = config.scale
     facts = facts_of(config)
     prompts = [tokenizer.encode(f"\n\n{fact.question}") for fact in facts]

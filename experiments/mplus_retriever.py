@@ -10,10 +10,10 @@ documents are those of the run's lessons. `--retriever` of `knowledge_retention.
 """
 
 import dataclasses
-import itertools
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from safetensors.numpy import load_file, save_file
@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from memjax import finetune
 from memjax.data import load_tokenizer
 from memjax.finetune_mplus import MPlusStage
+from memjax.finetune_run import FinetuneRun
 from memjax.models.mplus import MPlus
 from memjax.models.retriever import Retriever
 from memjax.training.retriever_fit import collect, fit
@@ -62,11 +63,16 @@ class Config:
 def main(config: Config) -> None:
     """Collects, fits, writes; prints the loss."""
     described, model = finetune.load_model(config.model)
-    stage = described.config
-    if not isinstance(stage, MPlusStage) or not isinstance(model, MPlus):
-        raise ValueError(f"model={str(config.model)!r} must be a run of M+")
-    if not model.config.has_retriever:
-        raise ValueError(f"model={str(config.model)!r} must have a retriever")
+    stage = getattr(described, "config", None)
+    if (
+        not isinstance(described, FinetuneRun)
+        or not isinstance(stage, MPlusStage)
+        or not isinstance(model, MPlus)
+        or not model.config.has_retriever
+    ):
+        raise ValueError(
+            f"model={str(config.model)!r} must be a run of M+ with a retriever"
+        )
     tasks = dataclasses.replace(
         stage.tasks,
         full_context=0.0,
@@ -80,10 +86,8 @@ def main(config: Config) -> None:
     tokenizer = load_tokenizer(described.data.tokenizer)
     lessons = finetune.batches(dataclasses.replace(described, config=other), tokenizer)
     count = config.documents // stage.data.batch_size
-    given = (
-        lesson._replace(asks=np.minimum(lesson.asks, config.asking))
-        for lesson in (x.lesson for x in itertools.islice(lessons, count))
-    )
+    given = [next(lessons).lesson for _ in range(count)]
+    given = [x._replace(asks=np.minimum(x.asks, config.asking)) for x in given]
     key = jax.random.key(config.seed)
     bank = collect(model, given, config.asking, config.rows, key)
     print(f"{len(bank.asked)} documents", flush=True)
@@ -122,14 +126,16 @@ def read(model: MPlus, file: Path) -> None:
     found = load_file(file)
     for part in PARTS:
         old = getattr(model, part).get_value()._asdict()
-        new = {name: found.pop(f"{part}.{name}", None) for name in old}
-        for name, array in new.items():
-            if array is None or array.shape != old[name].shape:
+        new = {}
+        for name, array in old.items():
+            given = found.pop(f"{part}.{name}", None)
+            if given is None or given.shape != array.shape:
                 raise ValueError(
                     f"retriever={str(file)!r}: {part}.{name} must be "
-                    f"{list(old[name].shape)}, got "
-                    f"{None if array is None else list(array.shape)}"
+                    f"{list(array.shape)}, got "
+                    f"{None if given is None else list(given.shape)}"
                 )
+            new[name] = jnp.asarray(given)
         getattr(model, part).set_value(Retriever(**new))
     if found:
         raise ValueError(f"retriever={str(file)!r} has more: {sorted(found)}")

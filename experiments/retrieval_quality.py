@@ -25,6 +25,7 @@ import tyro
 import hmt_common as common
 import knowledge_retention
 import mplus_retrieval as retrieval
+import mplus_retriever
 from hmt_common import RESULTS
 from memjax.data import Tokenizer, load_tokenizer
 from memjax.finetune_run import TOKENIZER_FILE, later_stage
@@ -72,6 +73,7 @@ class Config:
         model: a trained M+, whose backbone counts then: the folder of a run, or of
             `memjax export`.
         store: rows of the store; 0 leaves what the model has.
+        retriever: a file of `mplus_retriever.py`; none leaves the model's own.
         samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
         batch: facts side by side.
         lengths: of questions: facts are those whose questions have one of the so many
@@ -92,6 +94,7 @@ class Config:
     backbone: str = "smollm2"
     model: Path | None = None
     store: int = 0
+    retriever: Path | None = None
     samples: int = 0
     batch: int = 4
     lengths: int = 2
@@ -133,6 +136,8 @@ def main(config: Config) -> None:
     scale = config.scale
     if config.store:
         model = with_store(model, config.store)
+    if config.retriever is not None:
+        mplus_retriever.read(model, config.retriever)
     batches = make_samples(
         knowledge_retention.facts_of(config.retention()),
         knowledge_retention.passages(config.retention()),
