@@ -165,7 +165,7 @@ def test_what_cannot_be_followed_is_refused(monkeypatch, tmp_path):
     check = retrieval_quality.check
     with pytest.raises(ValueError, match="chunk must be a multiple of the memory's 48"):
         check(retrieval_quality.Config(chunk=50), MODEL)
-    with pytest.raises(ValueError, match="retrieves and knows .* retrieved=0"):
+    with pytest.raises(ValueError, match=r"M\+ with a retriever .* retrieved=0"):
         check(retrieval_quality.Config(chunk=C), without_store(MODEL))
     with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
         retrieval_quality.Config(batch=0)

@@ -98,7 +98,7 @@ def close(actual, expected, tolerance=2e-5):
     chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=["mplus", "memoryllm"], name="case", scope="module")
+@pytest.fixture(params=["mplus", "memoryllm", "inputs"], name="case", scope="module")
 def _case(request):
     model = build(request.param)
     states, logits = by_steps(model, model.init_state(B), TOKENS)
@@ -128,25 +128,6 @@ def test_the_programs_store_keeps_the_law():
     assert states[-1].store.recalls[:, :6].tolist() == [[1, 1, 1, 1, 2, 2]] * B
     _, other = run(build(), build().init_state(B), TOKENS)
     assert np.abs(other - logits)[:, -1].max() > 1e-5
-
-
-def test_memory_of_the_layers_inputs_keeps_the_law():
-    model = build("inputs")
-    states, logits = by_steps(model, model.init_state(B), TOKENS)
-    close(run(model, states[0], TOKENS), (states[-1], logits))
-
-
-@pytest.mark.parametrize("count", [1, K, C])
-def test_what_a_layer_is_given_is_what_the_one_before_makes(count):
-    """Beside the position, which is added before every layer."""
-    pair, tokens = [build(), build("inputs")], TOKENS[:, :count]
-    memory = jax.random.normal(jax.random.key(9), (B, L, K, D))
-    made, given = (m.compress(m.init_state(B), tokens, memory) for m in pair)
-    new, p = min(count, K), pair[0].position.get_value()[None, None]
-    close(given[:, 1:, -new:], made[:, :-1, -new:] + p[None])
-    close(given[:, 0, -new:], pair[0].backbone.embed(tokens)[:, -new:] + p)
-    # Fewer tokens than K: the last old rows come along.
-    close(given[:, :, : K - new], memory[:, :, new:] + p[None])
 
 
 def test_nothing_reads_ahead_and_the_past_is_not_forgotten(case):
