@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ class Notes:
 
 
 def samples(**changes):
-    sizes = dict(samples=4, batch=2, pieces=3, chunk=C, seed=0)
+    sizes: dict[str, Any] = dict(samples=4, batch=2, pieces=3, chunk=C, seed=0)
     return make_samples(FACTS, PASSAGES, BYTES, **sizes | changes)
 
 

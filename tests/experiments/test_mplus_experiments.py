@@ -54,7 +54,7 @@ PASSAGES = [[Passage(letter * 90) for letter in "abcdefgh"]]
 
 
 def samples(pieces):
-    sizes = dict(samples=4, batch=2, pieces=pieces, chunk=C, seed=0)
+    sizes: dict[str, Any] = dict(samples=4, batch=2, pieces=pieces, chunk=C, seed=0)
     return make_samples(FACTS, PASSAGES, BYTES, **sizes)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -105,11 +106,17 @@ def test_values_out_of_range_are_refused(name, value, allowed):
 def test_a_part_can_have_a_rate_of_its_own_and_the_same_state():
     config = OptimizerConfig(weight_decay=0.0, max_gradient_norm=float("inf"))
     whole = optimizer(config, 10)
-    params = {"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(4), "c": jnp.ones(4)}
-    gradients = {"a": {"w": jnp.full((2, 3), 0.3)}, "b": jnp.ones(4), "c": jnp.ones(4)}
+    params: Any = {"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(4), "c": jnp.ones(4)}
+    gradients: Any = {
+        "a": {"w": jnp.full((2, 3), 0.3)},
+        "b": jnp.ones(4),
+        "c": jnp.ones(4),
+    }
     changed = with_rates(whole, {"a": 5.0, "b": 0.0})
     state, other = whole.init(params), changed.init(params)
     for _ in range(3):
+        expected: Any
+        found: Any
         expected, state = whole.update(gradients, state, params)
         found, other = changed.update(gradients, other, params)
         np.testing.assert_array_equal(found["a"]["w"], 5.0 * expected["a"]["w"])
