@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
