@@ -43,6 +43,7 @@ from memjax.data import (
 )
 from memjax.data.fact_lessons import FACTS_SEED, split_facts
 from memjax.evaluation import plots
+from memjax.mechanisms.base import check_sizes
 from memjax.models.mplus import MPlus, mplus
 from memjax.models.mplus_state import MPlusConfig
 from retention_samples import book_passages, make_samples
@@ -143,11 +144,7 @@ class Config:
     output: Path = RESULTS / "knowledge_retention"
 
     def __post_init__(self):
-        for name in ("batch", "chunk", "answer"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
-                )
+        check_sizes(batch=self.batch, chunk=self.chunk, answer=self.answer)
         for name in ("samples", "store", "window", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(
@@ -173,10 +170,7 @@ class Config:
 def main(config: Config) -> None:
     """Tests every method, prints, draws and writes."""
     model, tokenizer, trained = load(config)
-    if config.store:
-        model = methods.with_store(model, config.store)
-    if config.retriever is not None:
-        mplus_retriever.read(model, config.retriever)
+    model = as_asked(config, model)
     scale = config.scale
     facts = facts_of(config)
     prompts = [tokenizer.encode(f"\n\n{fact.question}") for fact in facts]
@@ -249,6 +243,15 @@ def load_trained(name: str, folder: Path) -> tuple[MPlus, Tokenizer]:
             f"got {type(model).__name__}"
         )
     return model, load_tokenizer(described.data.tokenizer)
+
+
+def as_asked(config: Config, model: MPlus) -> MPlus:
+    """The model with the store and the retriever that the options name."""
+    if config.store:
+        model = methods.with_store(model, config.store)
+    if config.retriever is not None:
+        mplus_retriever.read(model, config.retriever)
+    return model
 
 
 def facts_of(config: Config) -> list[Question]:

@@ -34,6 +34,7 @@ import mplus_scores as scores
 import retention_methods as methods
 from hmt_common import RESULTS
 from memjax.data import Split, load_tokens
+from memjax.mechanisms.base import check_sizes
 from memjax.models import LanguageModel
 from memjax.models.language_model import with_config
 from memjax.models.mplus import MPlus, mplus
@@ -98,11 +99,9 @@ class Config:
     output: Path = RESULTS / "mplus_perplexity"
 
     def __post_init__(self):
-        for name in ("texts", "batch", "prompt", "scored"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
-                )
+        check_sizes(
+            texts=self.texts, batch=self.batch, prompt=self.prompt, scored=self.scored
+        )
         for name in ("chunk", "window", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(

@@ -3,7 +3,6 @@
 Shapes: B texts side by side, P tokens before those that are scored, T tokens.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from memjax.models.mplus import MPlus
 from memjax.models.mplus_reading import Given, read_closed
 from memjax.models.mplus_state import MPlusConfig
 from memjax.training.loss import token_losses
+from retention_methods import with_store
 
 
 def _memory() -> MPlusConfig:
@@ -110,9 +110,7 @@ def with_room(model: MPlus, tokens: int) -> MPlus:
     if not config.retrieved or model.initial is not None:
         return model
     rows = max(tokens // config.chunk * config.tokens - config.pool, config.least_store)
-    smaller = nnx.merge(*nnx.split(model))
-    smaller.config = dataclasses.replace(config, store=min(config.store, rows))
-    return smaller
+    return with_store(model, min(config.store, rows))
 
 
 def excerpts(

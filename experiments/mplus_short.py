@@ -40,6 +40,7 @@ from memjax.data import (
     read_questions,
 )
 from memjax.data.fact_lessons import FACTS_SEED, split_facts
+from memjax.mechanisms.base import check_sizes
 from memjax.models import LanguageModel
 from memjax.models.language_model import with_config
 from memjax.models.mplus import MPlus, mplus
@@ -93,11 +94,7 @@ class Config:
     output: Path = RESULTS / "mplus_short"
 
     def __post_init__(self):
-        for name in ("texts", "batch", "prompt"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
-                )
+        check_sizes(texts=self.texts, batch=self.batch, prompt=self.prompt)
         for name in ("told", "questions", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(

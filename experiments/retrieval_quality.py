@@ -25,7 +25,6 @@ import tyro
 import hmt_common as common
 import knowledge_retention
 import mplus_retrieval as retrieval
-import mplus_retriever
 from hmt_common import RESULTS
 from memjax.data import Tokenizer, load_tokenizer
 from memjax.finetune_run import TOKENIZER_FILE, later_stage
@@ -33,7 +32,6 @@ from memjax.models.mplus import MPlus, mplus
 from memjax.models.mplus_checkpoint import load_mplus
 from memjax.models.mplus_state import MPlusConfig
 from memjax.run_folder import CHECKPOINTS
-from retention_methods import with_store
 from retention_samples import make_samples
 
 
@@ -134,13 +132,11 @@ def main(config: Config) -> None:
     model, tokenizer, trained = load(config)
     check(config, model)
     scale = config.scale
-    if config.store:
-        model = with_store(model, config.store)
-    if config.retriever is not None:
-        mplus_retriever.read(model, config.retriever)
+    shared = config.retention()
+    model = knowledge_retention.as_asked(shared, model)
     batches = make_samples(
-        knowledge_retention.facts_of(config.retention()),
-        knowledge_retention.passages(config.retention()),
+        knowledge_retention.facts_of(shared),
+        knowledge_retention.passages(shared),
         tokenizer,
         samples=scale.samples,
         batch=config.batch,

@@ -15,6 +15,7 @@ from memjax.data.lessons import MPlusTaskConfig
 from memjax.finetune_config import SampleConfig
 from memjax.mechanisms.base import check_sizes
 from memjax.models.config import Dtype, require_known
+from memjax.models.mplus_names import RETRIEVERS
 from memjax.models.mplus_state import MPlusConfig
 from memjax.training.loop_config import LoopConfig
 from memjax.training.optimizer import OptimizerConfig
@@ -93,9 +94,7 @@ class MPlusStage:
     @property
     def rates(self) -> dict[str, float]:
         """Learning rates over the optimizer's, by the model's attribute."""
-        retriever = dict.fromkeys(
-            ("query", "key", "encoder_query"), self.retriever_rate
-        )
+        retriever = dict.fromkeys(RETRIEVERS, self.retriever_rate)
         return retriever | {"position": self.position_rate}
 
     @property

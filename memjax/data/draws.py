@@ -1,4 +1,4 @@
-"""Random numbers of one step of a data stream.
+"""Random numbers of a seed, and of one step of a data stream.
 
 Raw bits of a bit generator are the part of numpy.random that is promised never to
 change; a saved position must mean the same for ever.
@@ -7,6 +7,17 @@ change; a saved position must mean the same for ever.
 from typing import Any
 
 import numpy as np
+
+
+def shuffled(seed: int, count: int) -> list[int]:
+    """0 to count - 1 in an order that depends on a seed alone.
+
+    Raises:
+        ValueError: if seed is below 0.
+    """
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")
+    return np.random.PCG64(seed).random_raw(count).argsort(kind="stable").tolist()
 
 
 class Draws:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from memjax.data.draws import Draws
+from memjax.data.draws import Draws, shuffled
 from memjax.data.lessons import Target
 from memjax.data.questions import Question
 from memjax.data.tokenizer import Tokenizer
@@ -39,11 +39,8 @@ def split_facts(
     Raises:
         ValueError: if seed is below 0.
     """
-    if seed < 0:
-        raise ValueError(f"seed must be at least 0, got {seed}")
     subjects = sorted({fact.subject for fact in facts})
-    # The raw stream of PCG64 is the same in every version of NumPy.
-    order = np.random.PCG64(seed).random_raw(len(subjects)).argsort(kind="stable")
+    order = shuffled(seed, len(subjects))
     train = {subjects[i] for i in order[: len(subjects) // 2]}
     return (
         [fact for fact in facts if fact.subject in train],

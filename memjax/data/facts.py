@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
+from memjax.data.draws import shuffled
 from memjax.data.json_lines import read_records
 from memjax.data.questions import Question, read_questions
 
@@ -70,11 +69,8 @@ def pick_facts(facts: Sequence[Question], *, seed: int) -> list[Question]:
     Raises:
         ValueError: if seed is below 0.
     """
-    if seed < 0:
-        raise ValueError(f"seed must be at least 0, got {seed}")
     picked, subjects, answers = [], set(), set()
-    # The raw stream of PCG64 is the same in every version of NumPy.
-    for i in np.random.PCG64(seed).random_raw(len(facts)).argsort(kind="stable"):
+    for i in shuffled(seed, len(facts)):
         fact = facts[i]
         answer = fact.answer.casefold()
         if fact.subject in subjects or answer in answers:
