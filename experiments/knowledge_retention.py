@@ -76,11 +76,20 @@ class Scale(NamedTuple):
 
 
 SCALES: dict[Preset, Scale] = {
-    # A pool that has forgotten most of a fact after some six pieces.
+    # As `memjax finetune` trains it, with longer reads: a pool as large as both has
+    # forgotten most of a fact after some eight pieces.
     "cpu": Scale(
-        MPlusConfig(tokens=64, pool=256, retrieved=64, store=2_048, key_dim=64),
-        20,
-        (0, 1, 2, 4, 8),
+        MPlusConfig(
+            tokens=128,
+            pool=512,
+            chunk=256,
+            retrieved=512,
+            store=4_096,
+            stored="input",
+            key_dim=64,
+        ),
+        16,
+        (0, 4, 8, 16),
     ),
     "paper": Scale(MPlusConfig(), 100, tuple(range(313))),
 }
@@ -98,9 +107,10 @@ class Config:
         model: folder of a fine-tuned M+, whose backbone counts then; none is an
             untrained M+ of the preset's sizes.
         store: rows of the store; 0 leaves what the model has.
+        retrieved: rows that a read takes from it; 0 likewise.
         retriever: a file of `mplus_retriever.py`; none leaves the model's own.
         memoryllm: folder of a fine-tuned MemoryLLM on the same backbone; none is M+
-            without its store, whose pool has the retrieved rows' place too.
+            without its store, whose pool is as large as both on the device.
         samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
         batch: facts side by side.
         lengths: of questions: facts are those whose questions have one of the so many
@@ -127,6 +137,7 @@ class Config:
     backbone: str = "smollm2"
     model: Path | None = None
     store: int = 0
+    retrieved: int = 0
     retriever: Path | None = None
     memoryllm: Path | None = None
     samples: int = 0
@@ -145,7 +156,7 @@ class Config:
 
     def __post_init__(self):
         check_sizes(batch=self.batch, chunk=self.chunk, answer=self.answer)
-        for name in ("samples", "store", "window", "seed"):
+        for name in ("samples", "store", "retrieved", "window", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(
                     f"{name} must be at least 0, got {getattr(self, name)}"
@@ -246,9 +257,9 @@ def load_trained(name: str, folder: Path) -> tuple[MPlus, Tokenizer]:
 
 
 def as_asked(config: Config, model: MPlus) -> MPlus:
-    """The model with the store and the retriever that the options name."""
-    if config.store:
-        model = methods.with_store(model, config.store)
+    """The model with the store, the reads and the retriever of the options."""
+    if config.store or config.retrieved:
+        model = methods.with_store(model, config.store, config.retrieved)
     if config.retriever is not None:
         mplus_retriever.read(model, config.retriever)
     return model

@@ -1,16 +1,23 @@
-"""Fits the retriever of a trained M+ on more documents than its training had.
+"""A retriever for a trained M+: similarity, or what many documents teach.
 
     python experiments/mplus_retriever.py --model RUN --output retriever.safetensors
+    python experiments/mplus_retriever.py --model RUN --output fitted.safetensors \\
+        --start model --documents 256 --steps 500
 
-Retriever and language model do not train each other: the backbone's passes run once for
-each document, and the retriever's loss is taken many times, each document's rows
-against those of all others of a batch (`memjax/training/retriever_fit.py`). The
-documents are those of the run's lessons. `--retriever` of `knowledge_retention.py` and
-`retrieval_quality.py` takes what is written.
+By "similarity" rows are found that are like the tokens that ask, which some thirty
+documents are enough for. `--steps` trains on: retriever and language model do not train
+each other, so that the backbone's passes run once for each document, and the
+retriever's loss is taken many times, each document's rows against those of all others
+of a batch (`memjax/training/retriever_fit.py`). That finds more of a document's rows,
+and fewer of those that say what is asked.
+
+The documents are those of the run's lessons. `--retriever` of `knowledge_retention.py`
+and `retrieval_quality.py` takes what is written.
 """
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +31,7 @@ from memjax.finetune_mplus import MPlusStage
 from memjax.finetune_run import FinetuneRun
 from memjax.models.mplus import MPlus
 from memjax.models.retriever import Retriever
-from memjax.training.retriever_fit import collect, fit
+from memjax.training.retriever_fit import collect, fit, similarity
 
 PARTS = ("query", "key")
 
@@ -36,11 +43,12 @@ class Config:
     Attributes:
         model: folder of a run of stage 3.
         output: file of the retriever.
+        start: "similarity", or the "model"'s own retriever.
         documents: whose passes are run, in the run's batches.
         chunks: of a document.
         asking: tokens of a target that are kept, of which a drawn number asks.
         rows: of a document that are kept, in each layer.
-        steps: of the fit.
+        steps: of the fit; 0 leaves what it starts from.
         batch: documents of a step.
         learning_rate: the first, of Adam.
         ask: share of the documents that tell facts; the rest are running text.
@@ -49,19 +57,26 @@ class Config:
 
     model: Path
     output: Path
-    documents: int = 192
+    start: Literal["similarity", "model"] = "similarity"
+    documents: int = 32
     chunks: int = 2
     asking: int = 48
     rows: int = 64
-    steps: int = 300
+    steps: int = 0
     batch: int = 16
     learning_rate: float = 2e-3
     ask: float = 0.75
     seed: int = 1
 
+    def __post_init__(self):
+        if self.steps < 0:
+            raise ValueError(f"steps must be at least 0, got {self.steps}")
+        if not self.steps and self.start == "model":
+            raise ValueError("steps must be above 0 with start='model', got 0")
+
 
 def main(config: Config) -> None:
-    """Collects, fits, writes; prints the loss."""
+    """Collects, starts, fits, writes; prints the loss."""
     described, model = finetune.load_model(config.model)
     stage = getattr(described, "config", None)
     if (
@@ -91,16 +106,21 @@ def main(config: Config) -> None:
     key = jax.random.key(config.seed)
     bank = collect(model, given, config.asking, config.rows, key)
     print(f"{len(bank.asked)} documents", flush=True)
-    losses = fit(
-        model,
-        bank,
-        steps=config.steps,
-        documents=config.batch,
-        learning_rate=config.learning_rate,
-        key=key,
-    )
-    for first in range(0, len(losses), 25):
-        print(f"step {first + 1}: {np.mean(losses[first : first + 25]):.4f}")
+    if config.start == "similarity":
+        query, key_of = similarity(bank, model.config.key_dim)
+        model.query.set_value(query)
+        model.key.set_value(key_of)
+    if config.steps:
+        losses = fit(
+            model,
+            bank,
+            steps=config.steps,
+            documents=config.batch,
+            learning_rate=config.learning_rate,
+            key=key,
+        )
+        for first in range(0, len(losses), 25):
+            print(f"step {first + 1}: {np.mean(losses[first : first + 25]):.4f}")
     save(model, config.output)
 
 

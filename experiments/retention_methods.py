@@ -8,6 +8,7 @@ question alone, behind the pieces that BM25 finds, or behind nothing ("closed bo
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -197,27 +198,43 @@ def closed_book(model: LanguageModel, tokenizer: Tokenizer, question: int) -> Re
     return Retriever(with_config(model, capacity=question), tokenizer, question, 0)
 
 
-def with_store(model: MPlus, rows: int) -> MPlus:
-    """M+ of the same parameters with room for so many rows in its store.
+def with_store(model: MPlus, rows: int = 0, retrieved: int = 0) -> MPlus:
+    """M+ of the same parameters with a store of so many rows, and reads of so many.
+
+    Args:
+        model: with a store.
+        rows: M; 0 leaves it.
+        retrieved: R; 0 leaves it.
 
     Raises:
         ValueError: as `MPlusConfig`, or for a model without a store.
     """
     if not model.config.retrieved:
-        raise ValueError(f"store={rows} needs a model with a store; it has none")
-    return _with_config(model, store=rows)
+        raise ValueError(
+            f"store={rows} and retrieved={retrieved} need a model with a store; it has "
+            "none"
+        )
+    old = model.config
+    return _with_config(
+        model, store=rows or old.store, retrieved=retrieved or old.retrieved
+    )
 
 
 def without_store(model: MPlus) -> MPlus:
-    """MemoryLLM of the same parameters, whose pool has the retrieved rows' place too.
+    """MemoryLLM of the same parameters, whose pool has the store's place too.
 
-    So a read sees as many rows. A pool that a checkpoint brings keeps its size.
-
-    Raises:
-        ValueError: if the retrieved rows are no whole chunks of memory.
+    The least pool that makes a state as large on the device as M+'s, whose store's rows
+    are on the host and its keys are not. A pool that a checkpoint brings keeps its
+    size.
     """
-    more = model.config.retrieved if model.initial is None else 0
-    return _with_config(model, retrieved=0, pool=model.config.pool + more)
+    chunk, pool = model.config.tokens, model.config.pool
+    if model.initial is not None:
+        return _with_config(model, retrieved=0)
+    sized = lambda pool: _with_config(model, retrieved=0, pool=pool)
+    least = device_bytes(sized(pool))
+    each = device_bytes(sized(pool + chunk)) - least
+    more = max(0, math.ceil((device_bytes(model) - least) / each))
+    return sized(pool + more * chunk)
 
 
 def with_attention_retrieval(model: MPlus) -> MPlus:

@@ -8,6 +8,7 @@ Shapes: B samples side by side, I pieces, C tokens of a piece, P tokens of a que
 """
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from memjax.data.sources import embedded_documents
 
 # Characters of a passage that is cut from a book, about 400 tokens.
 PASSAGE = 1_700
+# Behind the full stop, before the space that a token begins with.
+_ENDS = re.compile(r"(?<=[.!?])(?=\s)")
 
 
 class Samples(NamedTuple):
@@ -28,12 +31,15 @@ class Samples(NamedTuple):
     Attributes:
         facts: one a row.
         context: the piece that ends with the fact's context.
+        answers: first token of the context's sentence with the answer, and the first
+            behind it.
         pieces: what is told after it.
         prompts: the questions.
     """
 
     facts: list[Question]
     context: Int32[np.ndarray, "B C"]
+    answers: Int32[np.ndarray, "B 2"]
     pieces: Int32[np.ndarray, "I B C"]
     prompts: Int32[np.ndarray, "B P"]
 
@@ -69,7 +75,7 @@ def make_samples(
 
     Raises:
         ValueError: if there are too few facts or passages, or a context has more than
-            C tokens.
+            C tokens or not its answer.
     """
     if batch < 1 or samples < batch or samples % batch:
         raise ValueError(
@@ -86,11 +92,12 @@ def make_samples(
     made = []
     for group in full:
         rows = [_told(fact, passages, encode, pieces, chunk, seed) for fact, _ in group]
-        context, more = zip(*rows, strict=True)
+        context, answers, more = zip(*rows, strict=True)
         made.append(
             Samples(
                 [fact for fact, _ in group],
                 np.stack(context),
+                np.stack(answers),
                 np.stack(more, axis=1),
                 np.stack([prompt for _, prompt in group]),
             )
@@ -146,7 +153,7 @@ def _unknown(group, ask):
 
 
 def _told(fact, passages, encode, pieces, chunk, seed):
-    """The piece with the context [C], and the others [I, C]."""
+    """The piece with the context [C], its sentence, and the other pieces [I, C]."""
     context = encode(fact.context)
     if len(context) > chunk:
         raise ValueError(
@@ -168,7 +175,21 @@ def _told(fact, passages, encode, pieces, chunk, seed):
         )
     stream = np.concatenate([np.zeros(0, np.int32), *texts])
     first = np.concatenate([stream[wanted : wanted + missing], context])
-    return first.astype(np.int32), stream[:wanted].reshape(pieces, chunk)
+    before = [len(encode(fact.context[:at])) for at in _sentence(fact)]
+    answer = missing + np.array(before, np.int32)
+    return first.astype(np.int32), answer, stream[:wanted].reshape(pieces, chunk)
+
+
+def _sentence(fact) -> tuple[int, int]:
+    """Where the context's first sentence with the answer begins, and ends."""
+    at = fact.context.find(fact.answer)
+    if at < 0:
+        raise ValueError(
+            f"the context of {fact.question!r} must hold {fact.answer!r}, it does not"
+        )
+    begin = max((x.start() for x in _ENDS.finditer(fact.context, 0, at)), default=0)
+    after = _ENDS.search(fact.context, at + len(fact.answer))
+    return begin, len(fact.context) if after is None else after.start()
 
 
 def _shuffled(fact, passages, seed) -> Iterator[Passage]:

@@ -9,6 +9,9 @@ the context's piece: those in the short-term pool, in the long-term store, and a
 what the read retrieved (M+, Figure 6). "at random" is what as many rows drawn from the
 store would hold of them; "at best" is what a retriever that knows them would take.
 
+A piece says more than the fact: counted besides are the rows of the one sentence that
+has the answer, as far as its tokens have rows of their own.
+
 Of an untrained retriever nothing but chance is to be expected: a model of `memjax
 finetune` shows what training brings.
 """
@@ -71,6 +74,7 @@ class Config:
         model: a trained M+, whose backbone counts then: the folder of a run, or of
             `memjax export`.
         store: rows of the store; 0 leaves what the model has.
+        retrieved: rows that a read takes from it; 0 likewise.
         retriever: a file of `mplus_retriever.py`; none leaves the model's own.
         samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
         batch: facts side by side.
@@ -92,6 +96,7 @@ class Config:
     backbone: str = "smollm2"
     model: Path | None = None
     store: int = 0
+    retrieved: int = 0
     retriever: Path | None = None
     samples: int = 0
     batch: int = 4
@@ -223,6 +228,10 @@ def report(
         {
             name: [row[column] for row in rows.values()]
             for name, column in columns.items()
+        }
+        | {
+            f"answer's sentence: {name}": [row["answer"][f] for row in rows.values()]
+            for name, f in list(columns.items())[1:3] + list(columns.items())[5:8]
         },
     )
 
@@ -240,14 +249,22 @@ def plot(
     figure = Figure(figsize=(7.5, 6.5), layout="constrained")
     top, bottom = figure.subplots(2, sharex=True)
     get = lambda name: [row[name] for row in rows.values()]
+    answers = get("answer")
     for i, name in enumerate(("in_pool", "in_store", "retrieved", "at_random")):
         style: dict[str, Any] = {"marker": "o", "markersize": 3, "color": f"C{i}"}
         label = name.replace("_", " ")
         top.plot(distances, get(f"rows_{name}"), label=label, **style)
     top.set(title=title, ylabel="rows a layer")
-    errors = 1.96 * np.asarray(get("standard_error"))
-    style = {"marker": "o", "markersize": 3, "capsize": 2, "color": "C2"}
-    bottom.errorbar(distances, get("share"), errors, label="retrieved", **style)
+    for found, color, label in (
+        (list(rows.values()), "C2", "retrieved"),
+        (answers, "C4", "retrieved of the answer's sentence"),
+    ):
+        shares, errors = (
+            [row[f] for row in found] for f in ("share", "standard_error")
+        )
+        style = {"marker": "o", "markersize": 3, "capsize": 2, "color": color}
+        errors = 1.96 * np.asarray(errors)
+        bottom.errorbar(distances, shares, errors, label=label, **style)
     bottom.plot(distances, get("share_random"), "C3o-", markersize=3, label="random")
     bottom.plot(distances, get("share_best"), "0.5", label="at best")
     bottom.set(xlabel="tokens told since", ylabel="share of those in the store")

@@ -1,9 +1,11 @@
-"""Fits M+'s retriever on many documents, whose passes through the backbone run once.
+"""Makes or fits M+'s retriever on documents whose passes through the model run once.
 
 What the retriever is given is detached: no other parameter changes by its loss, and it
 changes nothing that it is given. So the vectors of a bank of documents can be kept, and
 the loss of `retriever.py` taken as often as is wanted, each document's rows against
 those of all others in a batch. In training the others are the few of the pool.
+
+`similarity` needs no loss: it finds rows that are like the tokens that ask.
 
 Shapes: n documents, L layers, Q tokens that ask, R rows of a document, D model.
 """
@@ -25,6 +27,10 @@ from memjax.models.mplus import MPlus
 from memjax.models.mplus_given import Given
 from memjax.models.retriever import Retriever
 from memjax.training.mplus_tasks import write
+
+#: Of `similarity`: the mean of |f|^2, and what similarity must exceed. From 8 to 32,
+#: and from 3 to 16, it finds nearly the same.
+SCALE, THRESHOLD = 32.0, 8.0
 
 
 class Bank(NamedTuple):
@@ -87,6 +93,63 @@ def _collect(graph, params, lesson, key, made, asking, rows):
         asking=normed(jnp.moveaxis(trace.hidden[:-1], 0, 1)),
         asked=times < lesson.asks[:, None],
         rows=normed(pool),
+    )
+
+
+def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
+    """A query and a key by which p is high for rows like the tokens that ask.
+
+    f_q(h) · f_k(m) = (A h) · (A m) - threshold, with A the first d - 1 principal axes,
+    whitened and orthogonal to the means: a few axes of a backbone's stream are hundreds
+    of times as large as others, and alike in all tokens. As silu(x) - silu(-x) = x, the
+    retriever's two matrices can be linear.
+
+    Args:
+        bank: of some documents; thirty are as good as hundreds.
+        key_dim: d, at least 2.
+
+    Raises:
+        ValueError: if key_dim is below 2, or the bank's vectors span fewer axes.
+    """
+    if key_dim < 2:
+        raise ValueError(f"key_dim must be at least 2, got {key_dim}")
+    n, layers, rows, width = bank.rows.shape
+    if min(n * rows, width) < key_dim:
+        raise ValueError(
+            f"bank must have at least key_dim={key_dim} rows, of as many features, got "
+            f"{n * rows} of {width}"
+        )
+    made = []
+    for layer in range(layers):
+        asking = bank.asking[:, layer][bank.asked].astype(jnp.float32)
+        stored = bank.rows[:, layer].reshape(-1, width).astype(jnp.float32)
+        made.append(_similar(asking, stored, key_dim - 1))
+    query, key = (_linear(jnp.stack(matrices)) for matrices in zip(*made, strict=True))
+    return query, key
+
+
+def _similar(asking, stored, axes):
+    """A of queries and keys; their last column's product is about -THRESHOLD."""
+    means = [x.mean(axis=0) for x in (asking, stored)]
+    spread = sum(jnp.cov(x, rowvar=False) for x in (asking, stored)) / 2
+    values, vectors = jnp.linalg.eigh(spread)
+    values = jnp.maximum(values[-axes:], 1e-6 * values[-1])
+    a = vectors[:, -axes:] * jnp.sqrt(SCALE / axes / values)[None]
+    basis, _ = jnp.linalg.qr(jnp.stack(means, axis=1))
+    a -= basis @ (basis.T @ a)
+    # A vector's part along its mean is about that of all others.
+    along = [mean / (mean @ mean) for mean in means]
+    last = (THRESHOLD * along[0], -along[1])
+    return [jnp.concatenate([a, x[:, None]], axis=1) for x in last]
+
+
+def _linear(matrices):
+    """f(x) = A x."""
+    layers, _, key_dim = matrices.shape
+    up = jnp.concatenate([jnp.eye(key_dim), -jnp.eye(key_dim)])
+    return Retriever(
+        down=jnp.concatenate([matrices, -matrices], axis=2),
+        up=jnp.broadcast_to(up, (layers, *up.shape)),
     )
 
 

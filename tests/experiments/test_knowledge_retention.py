@@ -110,6 +110,33 @@ def test_samples_are_context_other_text_and_question():
     np.testing.assert_array_equal(same[1].pieces, batches[1].pieces)
 
 
+@pytest.mark.parametrize("tokenizer", [BYTES, load_tokenizer("bpe4k")])
+def test_samples_know_the_sentence_of_the_answer(tokenizer):
+    said = "It is old. The pass of Yk is 3.5 km up! Few go there? Yes, 3.5 do."
+    fact = Question(said, "The pass of Yk is", "3.5 km", "", "Yk")
+    for context, expected in (
+        (said, " The pass of Yk is 3.5 km up!"),
+        ("The pass of Yk is 3.5 km", "The pass of Yk is 3.5 km"),
+    ):
+        facts = [fact._replace(context=context)]
+        (batch,) = make_samples(
+            facts, PASSAGES, tokenizer, samples=1, batch=1, pieces=1, chunk=90, seed=0
+        )
+        begin, end = batch.answers[0]
+        assert tokenizer.decode(batch.context[0, begin:end]).lstrip("\n") == expected
+    with pytest.raises(ValueError, match="must hold '3.5 km', it does not"):
+        make_samples(
+            [fact._replace(context="Nobody knows.")],
+            PASSAGES,
+            tokenizer,
+            samples=1,
+            batch=1,
+            pieces=1,
+            chunk=90,
+            seed=0,
+        )
+
+
 def test_the_second_group_of_passages_comes_behind_the_first():
     batch, *_ = samples(pieces=9)
     for row, fact in enumerate(batch.facts):
@@ -282,10 +309,22 @@ def test_m_plus_writes_what_it_is_told_and_reads_the_question():
     jax.tree.map(np.testing.assert_array_equal, before, memory)
 
 
-def test_memoryllm_reads_as_many_rows_without_a_store():
-    small = methods.without_store(MODEL)
-    assert small.config.retrieved == 0 and small.config.prefix == MEMORY.prefix
-    assert small.init_state(1).store is None and MODEL.config == MEMORY
+@pytest.mark.parametrize("store", [MEMORY.store, 1024])
+def test_memoryllm_is_as_large_on_the_device_without_a_store(store):
+    model = methods.with_store(MODEL, store)
+    small = methods.without_store(model)
+    assert small.config.retrieved == 0 and small.init_state(1).store is None
+    size = methods.device_bytes(model)
+    assert methods.device_bytes(small) >= size
+    pool = small.config.pool - MEMORY.tokens
+    less = mplus(
+        BACKBONE, dataclasses.replace(small.config, pool=pool), key=jax.random.key(0)
+    )
+    assert methods.device_bytes(less) < size
+    assert MODEL.config == MEMORY
+
+
+def test_rows_of_the_store_are_not_on_the_device():
     state = jax.eval_shape(lambda: MODEL.init_state(1))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert size - methods.device_bytes(MODEL) == 64 * 16 * 4
@@ -293,9 +332,11 @@ def test_memoryllm_reads_as_many_rows_without_a_store():
 
 def test_a_store_can_be_larger_than_in_training():
     large = methods.with_store(MODEL, 96)
+    assert large.config.retrieved == MEMORY.retrieved
+    assert methods.with_store(MODEL, retrieved=3).config.retrieved == 3
     store = jax.eval_shape(lambda: large.init_state(1)).store
     assert store.layers[0].rows.shape == (1, 96, 16) and MODEL.config == MEMORY
-    with pytest.raises(ValueError, match="store=96 needs a model with a store"):
+    with pytest.raises(ValueError, match="store=96 .* need a model with a store"):
         methods.with_store(methods.without_store(MODEL), 96)
 
 

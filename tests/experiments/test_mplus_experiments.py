@@ -24,7 +24,7 @@ from memjax.models.mplus_checkpoint import save_mplus
 from memjax.models.mplus_reading import Given, read_closed
 from memjax.models.mplus_state import MPlusConfig
 from mplus_cost_programs import compile_programs
-from retention_methods import LatentMemory, Reader, without_store
+from retention_methods import LatentMemory, Reader, with_store, without_store
 from retention_samples import make_samples
 
 BYTES = load_tokenizer("bytes")
@@ -96,18 +96,37 @@ def test_rows_of_the_context_are_found_by_their_values():
     assert (found[6].store < found[4].store).any()
 
 
+def test_rows_of_the_answer_are_those_of_its_tokens():
+    """A chunk's last tokens have a row each, in the order of the tokens."""
+    batch, store = samples(6)[0], 64
+    model = with_store(MODEL, store)
+    for begin, end, rows in ((C - K, C, 8), (C - 3, C, 3), (0, C - K, 0), (41, 44, 3)):
+        told = batch._replace(answers=np.array([[begin, end]] * 2))
+        found = mplus_retrieval.run(model, told, (6,))[6]
+        assert (found.store == K).any() and (found.answer_store <= rows).all()
+        full = found.store == K
+        assert (found.answer_store[full] == rows).all()
+        assert (found.answer_retrieved <= found.retrieved).all()
+        if rows == K:
+            np.testing.assert_array_equal(found.answer_retrieved, found.retrieved)
+
+
 def test_shares_are_of_the_rows_in_the_store():
     found = [
         mplus_retrieval.Found(
             pool=jnp.array([[4, 2]]),
             store=jnp.array([[4, 6]]),
             retrieved=jnp.array([[2, 1]]),
+            answer_store=jnp.array([[1, 3]]),
+            answer_retrieved=jnp.array([[1, 1]]),
             held=jnp.array([16]),
         ),
         mplus_retrieval.Found(
             pool=jnp.array([[8, 8]]),
             store=jnp.zeros((1, 2), int),
             retrieved=jnp.zeros((1, 2), int),
+            answer_store=jnp.zeros((1, 2), int),
+            answer_retrieved=jnp.zeros((1, 2), int),
             held=jnp.array([0]),
         ),
     ]
@@ -117,6 +136,10 @@ def test_shares_are_of_the_rows_in_the_store():
     assert row["share_random"] == 0.5 and row["times_random"] == 0.6
     assert row["share_best"] == 1.0 and row["rows_at_best"] == 2.5
     assert row["rows_made"] == K and row["still_known"] == 1.0
+    answer = row["answer"]
+    assert answer["share"] == 0.5 and answer["times_random"] == 1.0
+    assert answer["share_by_layer"] == [1.0, 1 / 3]
+    assert row["facts_with_rows"] == answer["facts_with_rows"] == 1
     assert row["read"] == (4 + 2 + 2 + 1 + 16) / 4 / K
     assert math.isnan(row["standard_error"])
     none = mplus_retrieval.summary(MEMORY, C, found[1:])

@@ -1,4 +1,4 @@
-"""The retriever's fit: what is collected, its loss, and that nothing else changes."""
+"""The retriever made by similarity, and fitted: its bank, its loss, what changes."""
 
 import chex
 import jax
@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from memjax.data.lessons import Lesson, Target
-from memjax.models import LanguageModel, ModelConfig
+from memjax.models import LanguageModel, ModelConfig, retriever
 from memjax.models.mplus import mplus
 from memjax.models.mplus_state import MPlusConfig
 from memjax.training import retriever_fit
@@ -120,6 +120,75 @@ def test_a_fit_lowers_the_loss_and_changes_the_retriever_alone():
                 getattr(model, name).get_value(),
             )
             assert all(jax.tree.leaves(same)) == (name not in ("query", "key"))
+
+
+WIDTH, AXES = 24, 7
+
+
+def crowd(documents=8):
+    """Documents with a direction each, in a stream with large axes and large means."""
+    rng = np.random.default_rng(0)
+    own = rng.normal(size=(documents, L, 1, WIDTH))
+    seen = lambda n: own + 0.4 * rng.normal(size=(documents, L, n, WIDTH))
+    stretched = np.exp(rng.normal(size=WIDTH))
+    means = 5 * rng.normal(size=(2, WIDTH)) * stretched
+    asking, rows = (
+        jnp.asarray(seen(n) * stretched + mean, jnp.bfloat16)
+        for n, mean in zip((5, 6), means, strict=True)
+    )
+    asked = np.arange(5)[None] < rng.integers(1, 6, documents)[:, None]
+    return retriever_fit.Bank(asking, jnp.asarray(asked), rows)
+
+
+def found_of_own(params, bank):
+    """Share of a document's rows among the best of all, which are as many."""
+    n, _, rows, _ = bank.rows.shape
+    shares = []
+    for layer in range(L):
+        keys = retriever.project(params[1], layer, bank.rows[:, layer])
+        keys = jnp.broadcast_to(keys.reshape(1, n * rows, -1), (n, n * rows, AXES + 1))
+        queries = retriever.project(params[0], layer, bank.asking[:, layer])
+        p = retriever.probabilities(queries, keys, bank.asked)
+        best = np.argsort(-p, axis=1)[:, :rows]
+        shares.append((best // rows == np.arange(n)[:, None]).mean())
+    return np.mean(shares)
+
+
+def test_similarity_finds_rows_like_those_that_ask():
+    bank = crowd()
+    params = retriever_fit.similarity(bank, AXES + 1)
+    assert found_of_own(params, bank) > 0.6
+    drawn = [
+        retriever.init_retriever(L, WIDTH, AXES + 1, jax.random.key(i))
+        for i in range(2)
+    ]
+    assert found_of_own(drawn, bank) < 0.25
+
+
+def test_similarity_is_a_whitened_product_above_a_threshold():
+    bank = crowd()
+    query, key = retriever_fit.similarity(bank, AXES + 1)
+    asking = np.asarray(bank.asking[:, 1][bank.asked], np.float64)
+    rows = np.asarray(bank.rows[:, 1], np.float64).reshape(-1, WIDTH)
+    spread = (np.cov(asking.T) + np.cov(rows.T)) / 2
+    values, vectors = np.linalg.eigh(spread)
+    whiten = vectors[:, -AXES:] * np.sqrt(32 / AXES / values[-AXES:])
+    means = np.stack([asking.mean(axis=0), rows.mean(axis=0)])
+    away = np.eye(WIDTH) - np.linalg.pinv(means) @ means
+    last = [
+        x @ mean / (mean @ mean) for x, mean in zip((asking, rows), means, strict=True)
+    ]
+    expected = (asking @ away @ whiten) @ (rows @ away @ whiten).T
+    expected -= 8 * last[0][:, None] * last[1][None]
+    queries = retriever.project(query, 1, jnp.asarray(asking, jnp.float32))
+    keys = retriever.project(key, 1, jnp.asarray(rows, jnp.float32))
+    np.testing.assert_allclose(queries @ keys.T, expected, rtol=1e-3, atol=0.02)
+
+
+@pytest.mark.parametrize(("key_dim", "message"), [(1, "at least 2, got 1"), (25, "25")])
+def test_more_axes_than_vectors_span_are_refused(key_dim, message):
+    with pytest.raises(ValueError, match=f"key_dim.*{message}"):
+        retriever_fit.similarity(crowd(), key_dim)
 
 
 @pytest.mark.parametrize("rows", [5, 0])
