@@ -40,7 +40,13 @@ def inject(sizes: ModelConfig, memory: MPlusConfig, tokens: int) -> float:
 
 
 def read(sizes: ModelConfig, memory: MPlusConfig, prompt: int, drawn: int) -> float:
-    """Answering with the memory, whose store is searched whole, filled or not."""
+    """Answering with the memory, whose store is searched whole, filled or not.
+
+    Raises:
+        ValueError: if attention finds the rows, which is not counted here.
+    """
+    if memory.by_attention:
+        raise ValueError("memory.retrieval must be 'learned', got 'attention'")
     tokens = prompt + drawn - 1
     found = _layers(sizes, memory, tokens, memory.prefix)
     found += _attention(sizes, tokens * memory.prefix + _causal(0, tokens))

@@ -53,9 +53,12 @@ class Scale(NamedTuple):
 
 
 SCALES: dict[knowledge_retention.Preset, Scale] = {
-    # As in the paper, the store holds some thirty times what a read retrieves at last.
+    # At last the store holds some fifteen times what a read retrieves; the paper's
+    # thirty are twice the tokens.
     "cpu": Scale(
-        knowledge_retention.SCALES["cpu"].memory, 12, (0, 6, 8, 12, 16, 24, 32)
+        dataclasses.replace(knowledge_retention.SCALES["cpu"].memory, store=8_192),
+        12,
+        (4, 8, 16, 32),
     ),
     "paper": Scale(MPlusConfig(), 100, (0, 10, 20, 40, 80, 160, 312)),
 }

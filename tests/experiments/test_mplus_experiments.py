@@ -255,6 +255,12 @@ def test_formulas_count_what_xla_counts():
     assert found == pytest.approx(operations.text(WIDE, 0, 64), rel=0.1)
 
 
+def test_reads_by_attention_are_not_counted():
+    attention = dataclasses.replace(TWO, retrieval="attention")
+    with pytest.raises(ValueError, match="must be .learned., got .attention."):
+        operations.read(WIDE, attention, 4, 1)
+
+
 @pytest.mark.parametrize(("before", "tokens"), [(0, 3), (2, 9), (7, 4)])
 @pytest.mark.parametrize("window", [None, 5])
 def test_attention_is_counted_pair_by_pair(before, tokens, window):
