@@ -27,11 +27,12 @@ from safetensors.numpy import load_file, save_file
 
 from memjax import finetune
 from memjax.data import load_tokenizer
+from memjax.finetune_lessons import retriever_bank
 from memjax.finetune_mplus import MPlusStage
 from memjax.finetune_run import FinetuneRun
 from memjax.models.mplus import MPlus
 from memjax.models.retriever import Retriever
-from memjax.training.retriever_fit import collect, fit, similarity
+from memjax.training.retriever_fit import fit, similarity
 
 PARTS = ("query", "key")
 
@@ -45,9 +46,6 @@ class Config:
         output: file of the retriever.
         start: "similarity", or the "model"'s own retriever.
         documents: whose passes are run, in the run's batches.
-        chunks: of a document.
-        asking: tokens of a target that are kept, of which a drawn number asks.
-        rows: of a document that are kept, in each layer.
         steps: of the fit; 0 leaves what it starts from.
         batch: documents of a step.
         learning_rate: the first, of Adam.
@@ -59,9 +57,6 @@ class Config:
     output: Path
     start: Literal["similarity", "model"] = "similarity"
     documents: int = 32
-    chunks: int = 2
-    asking: int = 48
-    rows: int = 64
     steps: int = 0
     batch: int = 16
     learning_rate: float = 2e-3
@@ -88,28 +83,15 @@ def main(config: Config) -> None:
         raise ValueError(
             f"model={str(config.model)!r} must be a run of M+ with a retriever"
         )
-    tasks = dataclasses.replace(
-        stage.tasks,
-        full_context=0.0,
-        revisit=0.0,
-        multi_chunk=1.0,
-        repeat=0.0,
-        chunks=(config.chunks,),
-        ask=config.ask,
-    )
-    other = dataclasses.replace(stage, tasks=tasks, seed=config.seed)
     tokenizer = load_tokenizer(described.data.tokenizer)
-    lessons = finetune.batches(dataclasses.replace(described, config=other), tokenizer)
-    count = config.documents // stage.data.batch_size
-    given = [next(lessons).lesson for _ in range(count)]
-    given = [x._replace(asks=np.minimum(x.asks, config.asking)) for x in given]
-    key = jax.random.key(config.seed)
-    bank = collect(model, given, config.asking, config.rows, key)
+    bank = retriever_bank(
+        described, model, tokenizer, config.documents, config.seed, config.ask
+    )
     print(f"{len(bank.asked)} documents", flush=True)
     if config.start == "similarity":
-        query, key_of = similarity(bank, model.config.key_dim)
+        query, key = similarity(bank, model.config.key_dim)
         model.query.set_value(query)
-        model.key.set_value(key_of)
+        model.key.set_value(key)
     if config.steps:
         losses = fit(
             model,
@@ -117,7 +99,7 @@ def main(config: Config) -> None:
             steps=config.steps,
             documents=config.batch,
             learning_rate=config.learning_rate,
-            key=key,
+            key=jax.random.key(config.seed),
         )
         for first in range(0, len(losses), 25):
             print(f"step {first + 1}: {np.mean(losses[first : first + 25]):.4f}")

@@ -19,16 +19,16 @@ from flax import nnx
 
 from memjax import run
 from memjax.config_io import completed, to_record
-from memjax.data import Tokenizer, load_facts, read_questions
-from memjax.data.fact_lessons import FACTS_SEED, FactTexts, split_facts
-from memjax.data.lesson_batches import Lessons
+from memjax.data import Tokenizer
 from memjax.finetune_config import FinetuneConfig, TwoStageConfig
+from memjax.finetune_lessons import lessons, with_similarity
 from memjax.finetune_mplus import MPlusStage
 from memjax.finetune_run import (
     SECOND_STAGE,
     TOKENIZER_FILE,
     FinetuneRun,
     first_state,
+    later_stage,
     structure,
     transform_of,
 )
@@ -38,8 +38,9 @@ from memjax.finetune_start import digest as digest
 from memjax.finetune_start import load_backbone as load_backbone
 from memjax.finetune_start import starting_point
 from memjax.models.mplus import MPlus
-from memjax.run_folder import claim
+from memjax.run_folder import CHECKPOINTS, claim, read_config
 from memjax.training import loop, sharding
+from memjax.training.checkpoint_folder import Folder
 from memjax.training.integrity import write_atomically
 from memjax.training.loop_config import DataIterator, Outcome
 from memjax.training.mplus_step import make_task_steps
@@ -47,8 +48,6 @@ from memjax.training.resume import FREE_FIELDS
 from memjax.training.step import make_train_step
 
 FIRST_STAGE = "stage1"
-#: What a target that repeats the chunks before it begins with.
-INSTRUCTION = "Repeat:"
 #: Fields of a `FinetuneRun` that may differ between a run and its continuation.
 FREE = frozenset(f"config.{name}" for name in FREE_FIELDS)
 
@@ -81,6 +80,8 @@ def finetune(
     claim(described, run_dir, FREE)
     if stored.file is not None and jax.process_index() == 0:
         write_atomically(run_dir / TOKENIZER_FILE, stored.file.decode())
+    if _starts_by_similarity(config, run_dir, start):
+        variables = with_similarity(described, variables, tokenizer)
     evaluate = None
     if config.loop.evaluate_every:
         evaluate = run.validation(described, tokenizer, structure(described))
@@ -140,26 +141,22 @@ def finetune_stages(
 def batches(described: FinetuneRun, tokenizer: Tokenizer) -> DataIterator:
     """What the steps of a run are given, from the first on; M+: lessons."""
     config = described.config
-    documents = run.load_split(described, tokenizer, "train")
-    if not isinstance(config, MPlusStage):
-        return run.batches(described, documents)
-    facts = None
-    if config.tasks.ask:
-        found = load_facts() if config.facts is None else read_questions(config.facts)
-        told, _ = split_facts(found, seed=FACTS_SEED)
-        facts = FactTexts(told, tokenizer, config.memory.chunk, config.tasks.target)
-    return Lessons(
-        documents,
-        config.tasks,
-        config.memory.chunk,
-        config.data.batch_size,
-        config.seed,
-        tokenizer.encode(INSTRUCTION),
-        shard_index=jax.process_index(),
-        shard_count=jax.process_count(),
-        vocab_size=described.model.vocab_size,
-        facts=facts,
-    )
+    if isinstance(config, MPlusStage):
+        hosts = jax.process_index(), jax.process_count()
+        return lessons(described, tokenizer, *hosts)
+    return run.batches(described, run.load_split(described, tokenizer, "train"))
+
+
+def _starts_by_similarity(config, run_dir, start) -> bool:
+    """Whether a run begins now, whose retriever is new and not drawn."""
+    if not isinstance(config, MPlusStage) or not config.retriever_documents:
+        return False
+    if Folder(run_dir / CHECKPOINTS).steps():
+        return False
+    if start is None:
+        return True
+    before: FinetuneRun = read_config(FinetuneRun, later_stage(start) or start)
+    return not cast(MPlusStage, before.config).memory.has_retriever
 
 
 def _tokens_read(config: FinetuneConfig | MPlusStage) -> int:

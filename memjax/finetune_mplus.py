@@ -36,6 +36,9 @@ class MPlusStage:
         dtype: of activations; None is the backbone's own.
         data: documents; `mode` must be "chunked".
         optimizer: hyperparameters.
+        retriever_documents: of so many documents a new retriever learns, before the
+            first step, to find rows that are like the tokens that ask, and the steps go
+            on from there (`training/retriever_fit.py`); 0: it is drawn at random.
         retriever_rate: learning rate of the retriever over that of the rest, >= 0.
         position_rate: of `MPlus.position`, likewise. It is added before every layer: a
             step of it is felt as often.
@@ -58,6 +61,7 @@ class MPlusStage:
         epsilon=1e-8,
         weight_decay=0.0,
     )
+    retriever_documents: int = 0
     retriever_rate: float = 1.0
     position_rate: float = 1.0
     loop: LoopConfig = LoopConfig(steps=1000, save_every=100, evaluate_every=200)
@@ -73,6 +77,13 @@ class MPlusStage:
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be finite and >= 0, got {value}")
         check_run(self.data.mode, StepConfig(), self.seed)
+        if self.retriever_documents < 0 or (
+            self.retriever_documents and not self.memory.has_retriever
+        ):
+            raise ValueError(
+                "retriever_documents must be at least 0, and 0 without a retriever, "
+                f"got {self.retriever_documents}"
+            )
         if self.memory.legacy:
             raise ValueError(
                 "memory.legacy must be False: its ages do not say which document a "
@@ -162,9 +173,12 @@ def _stages(
     )
     early = dataclasses.replace(tasks, replace=1.0, multi_chunk=0.9)
     shorter = dataclasses.replace(early, chunks=(1, 2, 4), shortest_chunk=short)
+    without = lambda tasks: dataclasses.replace(
+        stage, memory=alone, tasks=tasks, retriever_documents=0
+    )
     return MPlusStages(
-        stage1=dataclasses.replace(stage, memory=alone, tasks=shorter),
-        stage2=dataclasses.replace(stage, memory=alone, tasks=early),
+        stage1=without(shorter),
+        stage2=without(early),
         stage3=dataclasses.replace(stage, memory=memory, tasks=tasks),
     )
 
@@ -195,8 +209,8 @@ def _smollm2() -> MPlusStages:
         tokens=128,
         pool=512,
         chunk=256,
-        retrieved=128,
-        store=2_048,
+        retrieved=512,
+        store=4_096,
         stored="input",
         key_dim=64,
     )
@@ -215,7 +229,8 @@ def _smollm2() -> MPlusStages:
         optimizer=dataclasses.replace(
             MPlusStage().optimizer, learning_rate=3e-4, warmup_ratio=0.05
         ),
-        retriever_rate=5.0,
+        retriever_documents=32,
+        retriever_rate=0.2,
         position_rate=0.01,
         loop=LoopConfig(steps=240, save_every=40),
     )

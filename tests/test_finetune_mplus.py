@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import json
 import math
+from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from memjax.data import load_facts, load_tokenizer
 from memjax.data.fact_lessons import FACTS_SEED, split_facts
 from memjax.data.lessons import MPlusTaskConfig
 from memjax.finetune_config import FinetuneConfig, SampleConfig
+from memjax.finetune_lessons import retriever_bank
 from memjax.finetune_mplus import MPlusStage, MPlusStages, presets
 from memjax.finetune_start import starting_point
 from memjax.models import ModelConfig
@@ -24,6 +27,7 @@ from memjax.models.mplus_checkpoint import load_mplus
 from memjax.models.mplus_state import MPlusConfig
 from memjax.run_folder import newest_state
 from memjax.training import LoopConfig
+from memjax.training.retriever_fit import similarity
 
 BYTES = load_tokenizer("bytes")
 MODEL = ModelConfig(
@@ -195,6 +199,40 @@ def test_stage_3_starts_from_all_that_stage_2_learned(base, whole):
     assert {*state} - {*kept} == {"query", "key", "encoder_query"}
 
 
+def test_a_new_retriever_starts_by_similarity(base, tmp_path, monkeypatch):
+    third = dataclasses.replace(
+        stages(base[1]).stage3,
+        retriever_documents=3,
+        retriever_rate=0.0,
+        loop=LoopConfig(steps=1, save_every=1, log_every=1),
+    )
+    found, start = [], finetune.with_similarity
+
+    def counted(*given):
+        found.append(start(*given))
+        return found[-1]
+
+    monkeypatch.setattr(finetune, "with_similarity", counted)
+    finetune.finetune(third, base[0], tmp_path / "run")
+    model = finetune.load(tmp_path / "run")[1]
+    described, drawn, tokenizer = finetune_start.starting_point(third, base[0], None)
+    for name in ("query", "key"):
+        trained = getattr(model, name).get_value()
+        chex.assert_trees_all_equal(trained, found[0][name].get_value())
+        assert not np.array_equal(trained.down, drawn[name].get_value().down)
+    # Two whole batches of documents, each of which makes two chunks of rows.
+    first: Any = nnx.merge(nnx.graphdef(finetune_run.structure(described)), drawn)
+    bank = retriever_bank(described, first, tokenizer.parse(), 3, third.seed)
+    chex.assert_shape(bank.rows, (4, 1, 2 * MEMORY.tokens, MODEL.model_dim))
+    query, key = similarity(bank, MEMORY.key_dim)
+    chex.assert_trees_all_equal(query, found[0]["query"].get_value())
+    chex.assert_trees_all_equal(key, found[0]["key"].get_value())
+    # Neither a run that goes on nor one whose start has a retriever makes another.
+    finetune.finetune(third, base[0], tmp_path / "run")
+    finetune.finetune(third, None, tmp_path / "next", tmp_path / "run")
+    assert len(found) == 1
+
+
 def test_a_trained_model_is_exported_under_the_official_names(whole, tmp_path):
     with pytest.raises(SystemExit) as stop:
         cli.main(["export", str(whole), str(tmp_path / "out")])
@@ -308,6 +346,11 @@ def test_settings_that_contradict_themselves_are_refused(base):
         ),
         ({"depth": 0}, "depth must be at least 1"),
         ({"retriever_rate": -1.0}, "retriever_rate must be finite and >= 0, got -1.0"),
+        ({"retriever_documents": -1}, "retriever_documents must be at least 0"),
+        (
+            {"retriever_documents": 1, "memory": three.stage1.memory},
+            "0 without a retriever, got 1",
+        ),
         ({"position_rate": math.inf}, "position_rate must be finite and >= 0, got inf"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -73,9 +73,7 @@ def parts(model):
 
 def test_a_retriever_is_made_fitted_and_read(trained, tmp_path, capsys):
     made, fitted = tmp_path / "made.safetensors", tmp_path / "fitted.safetensors"
-    config = mplus_retriever.Config(
-        trained, made, documents=4, asking=4, rows=6, batch=2, ask=0.0
-    )
+    config = mplus_retriever.Config(trained, made, documents=4, batch=2, ask=0.0)
     mplus_retriever.main(config)
     assert capsys.readouterr().out == "4 documents\n"
     mplus_retriever.main(dataclasses.replace(config, output=fitted, steps=2))
