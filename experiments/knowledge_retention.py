@@ -43,6 +43,7 @@ from memjax.data import (
 )
 from memjax.data.fact_lessons import FACTS_SEED, split_facts
 from memjax.evaluation import plots
+from memjax.finetune_mplus import MPlusStage, presets
 from memjax.mechanisms.base import check_sizes
 from memjax.models.mplus import MPlus, mplus
 from memjax.models.mplus_state import MPlusConfig
@@ -75,23 +76,16 @@ class Scale(NamedTuple):
     after: tuple[int, ...]
 
 
+def trained_sizes(preset: str) -> MPlusConfig:
+    """Of the memory that the last stage of a preset of `memjax finetune` trains."""
+    stage = presets()[f"{preset}-stage3"]
+    assert isinstance(stage, MPlusStage)
+    return stage.memory
+
+
 SCALES: dict[Preset, Scale] = {
-    # As `memjax finetune` trains it, with longer reads: a pool as large as both has
-    # forgotten most of a fact after some eight pieces.
-    "cpu": Scale(
-        MPlusConfig(
-            tokens=128,
-            pool=512,
-            chunk=256,
-            retrieved=512,
-            store=4_096,
-            stored="input",
-            key_dim=64,
-        ),
-        16,
-        (0, 4, 8, 16),
-    ),
-    "paper": Scale(MPlusConfig(), 100, tuple(range(313))),
+    "cpu": Scale(trained_sizes("mplus-smollm2-135m"), 16, (0, 4, 8, 16)),
+    "paper": Scale(trained_sizes("mplus-paper"), 100, tuple(range(313))),
 }
 
 

@@ -73,7 +73,10 @@ def filled(state: MPlusState, held: int) -> MPlusState:
     def layer(old):
         # Every layer has its own, so that all can be donated.
         born = jnp.arange(old.born.shape[1], dtype=jnp.int32)[None] - (held + rows - 1)
-        return LayerStore(normal(old.rows), normal(old.keys), born)
+        new = LayerStore(normal(old.rows), normal(old.keys), born)
+        # Or the peak of the memory would be that of both.
+        jax.tree.map(lambda x: x.delete(), old)
+        return new
 
     ages = jnp.arange(rows - 1, -1, -1, dtype=jnp.int32)[None, None]
     return state._replace(

@@ -32,7 +32,7 @@ from memjax.finetune_mplus import MPlusStage
 from memjax.finetune_run import FinetuneRun
 from memjax.models.mplus import MPlus
 from memjax.models.retriever import Retriever
-from memjax.training.retriever_fit import fit, similarity
+from memjax.training.retriever_fit import fit, start_by_similarity
 
 PARTS = ("query", "key")
 
@@ -89,9 +89,7 @@ def main(config: Config) -> None:
     )
     print(f"{len(bank.asked)} documents", flush=True)
     if config.start == "similarity":
-        query, key = similarity(bank, model.config.key_dim)
-        model.query.set_value(query)
-        model.key.set_value(key)
+        start_by_similarity(model, bank)
     if config.steps:
         losses = fit(
             model,

@@ -17,26 +17,17 @@ from jaxtyping import Float, Float32, Int32
 from scipy.special import stdtrit
 
 import hmt_common as common
-from knowledge_retention import load_trained
+from knowledge_retention import SCALES, load_trained
 from memjax import finetune
 from memjax.data import TokenisedDocument, Tokenizer
-from memjax.finetune_mplus import MPlusStage, presets
 from memjax.models import LanguageModel
 from memjax.models.mplus import MPlus
 from memjax.models.mplus_reading import Given, read_closed
-from memjax.models.mplus_state import MPlusConfig
 from memjax.training.loss import token_losses
 from retention_methods import with_store
 
-
-def _memory() -> MPlusConfig:
-    stage = presets()["mplus-smollm2-135m-stage3"]
-    assert isinstance(stage, MPlusStage)
-    return stage.memory
-
-
 #: Sizes that `memjax finetune mplus-smollm2-135m` trains.
-MEMORY = _memory()
+MEMORY = SCALES["cpu"].memory
 
 
 class Models(NamedTuple):

@@ -15,7 +15,7 @@ from memjax.data.lesson_batches import Lessons
 from memjax.finetune_mplus import MPlusStage
 from memjax.finetune_run import FinetuneRun, structure
 from memjax.models.mplus import MPlus
-from memjax.training.retriever_fit import Bank, collect, similarity
+from memjax.training.retriever_fit import Bank, collect, start_by_similarity
 
 #: What a target that repeats the chunks before it begins with.
 INSTRUCTION = "Repeat:"
@@ -99,7 +99,5 @@ def with_similarity(
     model: Any = nnx.merge(nnx.graphdef(structure(described)), variables)
     documents = config.retriever_documents
     bank = retriever_bank(described, model, tokenizer, documents, config.seed)
-    query, key = similarity(bank, config.memory.key_dim)
-    model.query.set_value(query)
-    model.key.set_value(key)
+    start_by_similarity(model, bank)
     return nnx.state(model)

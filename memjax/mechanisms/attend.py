@@ -19,29 +19,33 @@ LEAST_CUT, PARTS = 96, 3
 
 def causal(
     query: Float[Array, "B T H K"],
-    key: Float[Array, "B T G K"],
-    value: Float[Array, "B T G K"],
-    visible: Bool[Array, "B T"] | None = None,
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S G K"],
+    visible: Bool[Array, "B S"] | None = None,
 ) -> Float[Array, "B T H K"]:
     """Every query sees the keys up to its own position, those that are visible.
+
+    The queries are those of the last T of the S positions.
 
     Half precision on a GPU takes cuDNN's flash attention where all are; elsewhere
     queries go through in blocks, so that scores never need T * T memory at once, and
     a third of the scores that nobody sees is not computed.
     """
-    half = query.dtype in (jnp.bfloat16, jnp.float16) and visible is None
-    if jax.default_backend() == "gpu" and half and query.shape[-1] <= 128:
+    half = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] <= 128
+    whole = visible is None and query.shape[1] == key.shape[1]
+    if jax.default_backend() == "gpu" and half and whole:
         return jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation="cudnn"
         )
-    b, t = query.shape[:2]
+    (b, t), first = query.shape[:2], key.shape[1] - query.shape[1]
     part = t if t < LEAST_CUT else -(-t // PARTS)
     parts = []
     for begin in range(0, t, part):
         end = min(begin + part, t)
-        before = jnp.full(b, begin, jnp.int32)
-        seen = None if visible is None else visible[:, :end]
-        text = (query[:, begin:end], key[:, :end], value[:, :end])
+        before = jnp.full(b, first + begin, jnp.int32)
+        seen = None if visible is None else visible[:, : first + end]
+        slots = (key[:, : first + end], value[:, : first + end])
+        text = (query[:, begin:end], *slots)
         parts.append(from_cache(*text, before, seen))
     return jnp.concatenate(parts, axis=1)
 

@@ -63,8 +63,7 @@ def write_layer(
         q, k, v = projections.project(params, jnp.concatenate([before, normed], axis=1))
         q = projections.turn(heads, q[:, first:], positions[:, first:])
         k = projections.turn(heads, k, positions)
-        start = jnp.full(x.shape[0], first, jnp.int32)
-        y = attend.from_cache(q, k, v, start, visible)
+        y = attend.causal(q, k, v, visible)
         return memory, projections.merge(params, y)
 
     return run_block(config, mix, block, None, x[:, first:])[1]
@@ -185,7 +184,7 @@ def compress(
         x = push(jnp.concatenate([rows, jnp.zeros_like(h)], axis=1))
         x = jnp.where(is_token, tokens, x)
         x = x.at[:, -k:].add(position[None, None].astype(h.dtype))
-        queries = max(t, k)
+        queries = k if layer == len(blocks) - 1 else max(t, k)
         y = write_layer(config, block, x, seen, jnp.maximum(places, 0), queries)
         new.append((x if inputs else y)[:, -k:].astype(jnp.float32))
         tokens = jnp.concatenate([tokens[:, : width - queries], y], axis=1)

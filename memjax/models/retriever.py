@@ -78,9 +78,12 @@ def search(
         # sigmoid(x) = (1 + tanh(x / 2)) / 2, whose mean is one product.
         return 0.5 * (share.sum() + jnp.tanh(0.5 * (keys @ queries.T)) @ share)
 
-    whole = keys.shape[0] - keys.shape[0] % KEYS_AT_ONCE
-    blocks = keys[:whole].reshape(-1, KEYS_AT_ONCE, keys.shape[1])
-    found = jax.lax.map(some, blocks).reshape(-1)
+    # Slices of the keys where they are: in blocks they would be copied.
+    size = min(KEYS_AT_ONCE, keys.shape[0])
+    block = lambda at: some(jax.lax.dynamic_slice_in_dim(keys, at, size))
+    whole = keys.shape[0] - keys.shape[0] % size
+    starts = jnp.arange(0, whole, size, dtype=jnp.int32)
+    found = jax.lax.map(block, starts).reshape(-1)
     return jnp.concatenate([found, some(keys[whole:])])
 
 

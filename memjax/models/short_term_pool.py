@@ -35,9 +35,9 @@ def draw_dropped(
     key: PRNGKeyArray, layers: int, rows: int, count: int
 ) -> Int[Array, "L K"]:
     """Rows to drop in each layer: `count` different ones in rising order."""
-    keys = jax.random.split(key, layers)
-    draw = lambda key: jnp.sort(jax.random.permutation(key, rows)[:count])
-    return jax.vmap(draw)(keys).astype(jnp.int32)
+    # The largest of numbers in float32: a CPU is twenty times as long at permutations.
+    _, drawn = jax.lax.top_k(jax.random.uniform(key, (layers, rows)), count)
+    return jnp.sort(drawn, axis=-1)
 
 
 def replace(

@@ -96,6 +96,17 @@ def _collect(graph, params, lesson, key, made, asking, rows):
     )
 
 
+def start_by_similarity(model: MPlus, bank: Bank) -> None:
+    """Gives the model the query and key that `similarity` makes of its bank.
+
+    Raises:
+        ValueError: as `similarity` does, for the model's `key_dim`.
+    """
+    query, key = similarity(bank, model.config.key_dim)
+    model.query.set_value(query)
+    model.key.set_value(key)
+
+
 def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
     """A query and a key by which p is high for rows like the tokens that ask.
 
@@ -109,7 +120,8 @@ def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
         key_dim: d, at least 2.
 
     Raises:
-        ValueError: if key_dim is below 2, or the bank's vectors span fewer axes.
+        ValueError: if key_dim is below 2, the bank's vectors span fewer axes, or fewer
+            than two of its tokens ask.
     """
     if key_dim < 2:
         raise ValueError(f"key_dim must be at least 2, got {key_dim}")
@@ -119,6 +131,8 @@ def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
             f"bank must have at least key_dim={key_dim} rows, of as many features, got "
             f"{n * rows} of {width}"
         )
+    if (asked := int(bank.asked.sum())) < 2:
+        raise ValueError(f"bank must have at least 2 tokens that ask, got {asked}")
     made = []
     for layer in range(layers):
         asking = bank.asking[:, layer][bank.asked].astype(jnp.float32)

@@ -191,6 +191,14 @@ def test_more_axes_than_vectors_span_are_refused(key_dim, message):
         retriever_fit.similarity(crowd(), key_dim)
 
 
+@pytest.mark.parametrize("asking", [0, 1])
+def test_a_bank_that_hardly_asks_is_refused(asking):
+    bank = crowd()
+    asked = jnp.zeros_like(bank.asked).at[0, :asking].set(True)
+    with pytest.raises(ValueError, match=f"at least 2 tokens that ask, got {asking}"):
+        retriever_fit.similarity(bank._replace(asked=asked), AXES + 1)
+
+
 @pytest.mark.parametrize("rows", [5, 0])
 def test_rows_that_a_document_does_not_make_are_refused(rows):
     with pytest.raises(ValueError, match=f"rows.*{rows}"):
