@@ -28,12 +28,17 @@ def answer(
 def inject(sizes: ModelConfig, memory: MPlusConfig, tokens: int) -> float:
     """Writing whole chunks into memory.
 
-    The K old rows and bos are keys and values alone; K rows leave the pool and get keys
-    of the retriever.
+    The K old rows and bos are keys and values alone; of the last layer only the K new
+    rows are needed, or nothing where layers' inputs are stored. K rows leave the pool
+    and get keys of the retriever.
     """
     k, c = memory.tokens, memory.chunk
-    chunk = _layers(sizes, memory, c, 1 + k)
-    chunk += _attention(sizes, c * (1 + k) + _causal(0, c))
+    deep = 1 - 1 / _depth(sizes)
+    chunk = deep * _layers(sizes, memory, c, 1 + k)
+    chunk += deep * _attention(sizes, _causal(1 + k, c))
+    if memory.stored == "output":
+        last = _layers(sizes, memory, k, 1 + c) + _attention(sizes, _causal(1 + c, k))
+        chunk += last / _depth(sizes)
     if memory.retrieved:
         chunk += _projected(sizes, memory, k)
     return tokens // c * chunk

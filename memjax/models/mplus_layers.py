@@ -59,12 +59,13 @@ def write_layer(
     heads, first = heads_config(config), x.shape[1] - queries
 
     def mix(params, memory, normed):
-        before = normalize(block.mixer_norm, x[:, :first], config.norm_epsilon)
-        q, k, v = projections.project(params, jnp.concatenate([before, normed], axis=1))
-        q = projections.turn(heads, q[:, first:], positions[:, first:])
-        k = projections.turn(heads, k, positions)
-        y = attend.causal(q, k, v, visible)
-        return memory, projections.merge(params, y)
+        q = projections.linear(normed, params.query, params.query_bias)
+        q = projections.turn(heads, q, positions[:, first:])
+        made = memory_slots(config, block, x)
+        k = projections.turn(heads, made.keys, positions)
+        return memory, projections.merge(
+            params, attend.causal(q, k, made.values, visible)
+        )
 
     return run_block(config, mix, block, None, x[:, first:])[1]
 
