@@ -144,6 +144,29 @@ def test_a_window_far_into_a_stream_is_a_fresh_window():
     jax.tree.map(close, state, last)
 
 
+@pytest.mark.parametrize("least_cut", [3, 96])
+@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (7, 12), (4, 5), (1, 6)])
+def test_the_last_queries_see_all_that_is_before_them(
+    monkeypatch, least_cut, queries, keys
+):
+    monkeypatch.setattr(attend, "LEAST_CUT", least_cut)
+    random = np.random.default_rng(queries + keys)
+    q = random.standard_normal((B, queries, H, K))
+    k, v = random.standard_normal((2, B, keys, G, K))
+    visible = random.random((B, keys)) < 0.7
+    visible[:, 0] = True
+    k_all, v_all = (x.repeat(H // G, axis=2) for x in (k, v))
+    scores = np.einsum("bthk,bshk->bhts", q, k_all) / np.sqrt(K)
+    at = np.arange(keys - queries, keys)
+    seen = np.arange(keys)[None] <= at[:, None]
+    weights = np.exp(scores) * (seen[None, None] & visible[:, None, None])
+    weights /= weights.sum(axis=-1, keepdims=True)
+    expected = np.einsum("bhts,bshk->bthk", weights, v_all)
+    given = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    y = attend.causal(*given, jnp.asarray(visible))
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["full", "window"])
 def test_attention_in_pieces_is_attention(monkeypatch, name):
     """Two queries or one block at a time, as in a long context; gradients too."""
