@@ -166,7 +166,8 @@ def _tokens_read(config: FinetuneConfig | MPlusStage) -> int:
     return config.context_length
 
 
-@functools.lru_cache(maxsize=8)
+# Of one stage: those of a real model are gigabytes once they are compiled.
+@functools.lru_cache(maxsize=1)
 def _programs(described: FinetuneRun, mesh: Any) -> tuple[Callable, Callable]:
     """How a state is made of variables, and the update."""
     config, model = described.config, structure(described)

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import gc
 import json
 import math
+import weakref
 from typing import Any
 
 import chex
@@ -26,8 +28,9 @@ from memjax.models.mplus import MPlus
 from memjax.models.mplus_checkpoint import load_mplus
 from memjax.models.mplus_state import MPlusConfig
 from memjax.run_folder import newest_state
-from memjax.training import LoopConfig
+from memjax.training import LoopConfig, sharding
 from memjax.training.retriever_fit import similarity
+from memjax.training.sharding import MeshConfig
 
 BYTES = load_tokenizer("bytes")
 MODEL = ModelConfig(
@@ -157,6 +160,19 @@ def test_all_stages_resume_bit_for_bit_in_the_middle_of_the_last(
     pairs = map(jax.tree.leaves, (newest(tmp_path), newest(whole)))
     for a, b in zip(*pairs, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_stages_programs_are_dropped_for_the_next_ones(whole):
+    def made(stage):
+        described, _ = finetune.load(whole / stage)
+        return finetune._programs(described, sharding.make_mesh(MeshConfig()))[1]
+
+    first = weakref.ref(made("stage1"))
+    gc.collect()
+    assert first() is made("stage1")
+    made("stage3")
+    gc.collect()
+    assert first() is None
 
 
 def test_the_backbone_stays_and_the_memory_is_kept(base, whole):
