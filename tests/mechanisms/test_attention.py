@@ -162,8 +162,8 @@ def test_the_last_queries_see_all_that_is_before_them(
     weights = np.exp(scores) * (seen[None, None] & visible[:, None, None])
     weights /= weights.sum(axis=-1, keepdims=True)
     expected = np.einsum("bhts,bshk->bthk", weights, v_all)
-    given = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
-    y = attend.causal(*given, jnp.asarray(visible))
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    y = attend.causal(q, k, v, jnp.asarray(visible))
     np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
