@@ -2,10 +2,12 @@
 
     python experiments/benchmark_mplus.py
 
-Ours and eager PyTorch (`mplus_peer`, where PyTorch and transformers are installed) in
-float32, with the same number of threads, each in a process of its own where it takes
-its turns, one at a time; compiling and the first turn are not timed. Weights and the
-memory to begin with are random: they do not change the time.
+Ours, eager PyTorch (`mplus_peer`, where PyTorch and transformers are installed) and,
+with `--official FOLDER`, the authors' program itself (`mplus_official` tells what it
+needs), with its own attention and with PyTorch's fused one. All in float32, with the
+same number of threads, each in a process of its own where it takes its turns, one at a
+time; compiling and the first turn are not timed. Weights and the memory to begin with
+are random: they do not change the time.
 
 - `rounds`: 16 chunks of 512 tokens are injected, then a text of 256 is read, with pool
   and store full: seconds, tokens a second and peak memory, for several sizes of both.
@@ -13,7 +15,9 @@ memory to begin with are random: they do not change the time.
   inject slow down as the store grows?
 - `search`: one layer's search of 150,000 rows, with the rows it fetches.
 
-In a full store ours overwrites the oldest rows; a merge of the peer's drops a batch.
+In a full store ours overwrites the oldest rows; a merge of the others drops a batch.
+`speedup` is how many times as fast as each other candidate ours is, by medians;
+`least_speedup` is the other's fastest turn over our slowest.
 """
 
 import dataclasses
@@ -30,9 +34,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+import mplus_official
 from benchmark_hmt import present, summary, take_turns
 from hmt_operations import SHAPES, Shape, Size
-from mplus_candidates import Candidate, Memory, Part, make
+from mplus_candidates import OFFICIAL, Candidate, Memory, Part, make
 from provenance import provenance
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -47,13 +52,14 @@ class Config:
         pools: rows of the short-term pool, at least 256; each with the first store.
         stores: rows of the long-term store; each with the first pool.
         retrieved: rows a read takes from the store.
-        merge_every: updates between the peer's merges; the rows dropped in that time,
-            256 an update, and the retrieved must fit into every store.
+        merge_every: updates between two merges of the others; the rows dropped in that
+            time, 256 an update, and the retrieved must fit into every store.
         chunks: injected in a round.
         prompt: tokens that a read reads.
         injects: timed one by one; 0 leaves the part out. The store is empty at first.
         searched: rows of the search; 0 leaves the part out.
-        candidates: "peer" and "ours".
+        candidates: "ours", "peer", "official" and "official_fused".
+        official: folder of the authors' program; None leaves its two candidates out.
         threads: of every candidate.
         repeats: timed turns of each, at least 1.
         output: where the numbers go.
@@ -69,6 +75,7 @@ class Config:
     injects: int = 130
     searched: int = 150_000
     candidates: tuple[Candidate, ...] = get_args(Candidate)
+    official: pathlib.Path | None = None
     threads: int = 2
     repeats: int = 5
     output: pathlib.Path = RESULTS / "mplus_speed.json"
@@ -95,6 +102,8 @@ class Config:
                 f"searched must be at least retrieved={self.retrieved}, "
                 f"got {self.searched}"
             )
+        if self.official is not None:
+            mplus_official.check(self.official)
         cores = len(os.sched_getaffinity(0))
         if not 1 <= self.threads <= cores:
             raise ValueError(f"threads must be in [1, {cores}], got {self.threads}")
@@ -119,14 +128,20 @@ def run(
     config: Config, part: Part, shape: Shape, memory: Memory, repeats: int
 ) -> dict[str, Any]:
     """All candidates' turns: for each the seconds by act, and the peak memory."""
-    rest = (part, shape, memory, config.chunks, config.prompt)
-    given = {name: (name, *rest) for name in present(config.candidates)}
+    rest = (part, shape, memory, config.chunks, config.prompt, config.official)
+    given = {name: (name, *rest) for name in _at_hand(config)}
     found = take_turns(make, given, config.threads, repeats)
     result = {}
     for name, rows in found.items():
         acts = {act: [turn[act] for _, turn, _ in rows[1:]] for act in rows[0][1]}
         result[name] = {"seconds": acts, "peak_mebibytes": rows[-1][2]}
     return result
+
+
+def _at_hand(config: Config) -> list[Candidate]:
+    """The candidates whose programs are here."""
+    absent = OFFICIAL if config.official is None else ()
+    return present([name for name in config.candidates if name not in absent])
 
 
 def rounds(config: Config, memory: Memory) -> dict[str, Any]:
@@ -174,19 +189,24 @@ def search(config: Config) -> dict[str, Any]:
 
 
 def _compare(found: dict[str, Any], acts: Iterable[str]) -> None:
-    """Adds how many times as fast as the peer ours is: median, and at the least."""
-    if set(found) != set(get_args(Candidate)):
+    """Adds how many times as fast as the others ours is: median, and at the least."""
+    others = {name: row for name, row in found.items() if name != "ours"}
+    if "ours" not in found or not others:
         return
     for act in acts:
-        row, other = found["ours"][act], found["peer"][act]
-        row["speedup"] = other["median_s"] / row["median_s"]
-        row["least_speedup"] = other["min_s"] / row["max_s"]
+        row, over = found["ours"][act], {name: row[act] for name, row in others.items()}
+        for key, of, by in (
+            ("speedup", "median_s", "median_s"),
+            ("least_speedup", "min_s", "max_s"),
+        ):
+            row[key] = {name: other[of] / row[by] for name, other in over.items()}
 
 
 def main(config: Config) -> None:
     """Times, prints and writes the results."""
     fields = dataclasses.asdict(config)
     del fields["output"]
+    fields["official"] = config.official is not None
     report: dict[str, Any] = {"rounds": []}
     for memory in config.memories:
         report["rounds"].append(rounds(config, memory))
@@ -197,7 +217,7 @@ def main(config: Config) -> None:
         report["search"] = search(config)
     packages = [
         name
-        for name in ("torch", "transformers")
+        for name in ("torch", "transformers", "peft")
         if importlib.util.find_spec(name) is not None
     ]
     report["packages"] = {name: importlib.metadata.version(name) for name in packages}
@@ -209,11 +229,12 @@ def main(config: Config) -> None:
 
 def _print(report: dict[str, Any]) -> None:
     table = Table("pool", "store", "act", "candidate", "seconds", "spread")
-    for column in ("tokens/s", "peak MiB", "speedup"):
+    for column in ("tokens/s", "peak MiB", "times as slow as ours"):
         table.add_column(column, justify="right")
     timed = [(row, act) for row in report["rounds"] for act in ("inject", "read")]
     timed += [(report["search"], "search")] if "search" in report else []
     for row, act in timed:
+        ratios = row["candidates"].get("ours", {act: {}})[act].get("speedup", {})
         for name, found in row["candidates"].items():
             times = found[act]
             table.add_row(
@@ -225,7 +246,7 @@ def _print(report: dict[str, Any]) -> None:
                 f"{times['min_s']:.3f} to {times['max_s']:.3f}",
                 f"{times['tokens_per_s']:,.0f}" if "tokens_per_s" in times else "",
                 f"{found['peak_mebibytes']:,.0f}",
-                f"{times['speedup']:.2f}" if "speedup" in times else "",
+                f"{ratios[name]:.2f}" if name in ratios else "",
             )
     Console().print(table)
     for name, row in report.get("growth", {"candidates": {}})["candidates"].items():

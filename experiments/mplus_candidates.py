@@ -1,10 +1,11 @@
-"""The two that `benchmark_mplus.py` times: ours, and eager PyTorch (`mplus_peer`).
+"""Those that `benchmark_mplus.py` times: ours, eager PyTorch, the authors' program.
 
 Weights are random, and so is the memory to begin with.
 """
 
 import dataclasses
 import os
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -20,7 +21,12 @@ from memjax.models import LanguageModel, long_term_store
 from memjax.models.mplus import MPlus, mplus
 from memjax.models.mplus_state import LayerStore, MPlusConfig, MPlusState
 
-Candidate = Literal["peer", "ours"]
+Candidate = Literal["peer", "official", "official_fused", "ours"]
+# The authors' program, by the attention that it is run with.
+OFFICIAL: dict[str, Literal["eager", "sdpa"]] = {
+    "official": "eager",
+    "official_fused": "sdpa",
+}
 Part = Literal["rounds", "growth", "search"]
 
 
@@ -154,6 +160,43 @@ def peer(shape: Shape, memory: Memory, held: int) -> Subject:
     return Subject(inject, read, search)
 
 
+def official(
+    checkout: pathlib.Path,
+    attention: Literal["eager", "sdpa"],
+    shape: Shape,
+    memory: Memory,
+    held: int,
+) -> Subject:
+    """The authors' program, `held` rows in its store; after a search nothing else."""
+    # Optional, and no other candidate's process should load it.
+    import torch  # pyright: ignore[reportMissingImports]
+
+    import mplus_official
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(0)
+    model = mplus_official.build(checkout, attention, shape, memory, held)
+    long = lambda ids: torch.from_numpy(ids).long()
+
+    def inject(ids):
+        with torch.no_grad():
+            for start in range(0, ids.shape[1], memory.chunk):
+                chunk = long(ids[:, start : start + memory.chunk])
+                model.inject_memory(chunk, update_memory=True)
+
+    def read(ids):
+        with torch.no_grad():
+            model(input_ids=long(ids), use_cache=True, return_dict=True)
+
+    def search(queries):
+        layer = model.model.layers[0]
+        # It makes the queries itself: let it make them of themselves.
+        layer.input_layernorm = layer.self_attn.query_proj = torch.nn.Identity()
+        model.get_ltm(0, torch.from_numpy(queries)[None])
+
+    return Subject(inject, read, search)
+
+
 def make(
     candidate: Candidate,
     part: Part,
@@ -161,13 +204,18 @@ def make(
     memory: Memory,
     chunks: int,
     prompt: int,
+    checkout: pathlib.Path | None = None,
 ) -> Callable[[], dict[str, float]]:
     """A candidate's turn, which returns the seconds of what it did."""
     held = 0 if part == "growth" else memory.store
-    if part == "rounds" and candidate == "peer":
-        # What it drops waits beside its store.
+    if part == "rounds" and candidate != "ours":
+        # What the others drop waits beside their store.
         held -= memory.merge_every * memory.tokens
-    subject = (peer if candidate == "peer" else ours)(shape, memory, held)
+    if candidate in OFFICIAL:
+        assert checkout is not None
+        subject = official(checkout, OFFICIAL[candidate], shape, memory, held)
+    else:
+        subject = (peer if candidate == "peer" else ours)(shape, memory, held)
     random = np.random.default_rng(1)
     tokens = lambda t: random.integers(0, shape.vocab, (1, t), dtype=np.int32)
     if part == "rounds":
