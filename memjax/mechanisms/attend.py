@@ -12,6 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 # Scores of one attention call, in elements: 2**26 float32 are 256 MiB.
 MAX_SCORES = 2**26
+# Scores that stay in a CPU's cache, in elements, and the fewest keys at a time: more
+# go to memory and back between every two steps of the softmax.
+CACHED_SCORES, LEAST_KEYS = 2**21, 256
 # A causal text of at least so many tokens is read in parts, each with what is before
 # it: 3 parts have two thirds of the scores. More gain little and take time to compile.
 LEAST_CUT, PARTS = 96, 3
@@ -112,15 +115,58 @@ def _masked(query, key, value, mask):
     if jax.default_backend() != "cpu":
         return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
     # What takes the time on a CPU, that the library does not do: all queries of a key
-    # head are rows of one product, and sums divide the values instead of the scores.
+    # head are rows of one product, sums divide the values instead of the scores, and
+    # scores never leave the cache.
     b, t, h, d = query.shape
-    g, r = key.shape[2], h // key.shape[2]
+    s, g, r = key.shape[1], key.shape[2], h // key.shape[2]
     rows = query.reshape(b, t, g, r, d).transpose(0, 2, 3, 1, 4).reshape(b, g, r * t, d)
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores = product("bgqd,bsgd->bgqs", rows * d**-0.5, key).reshape(b, g, r, t, -1)
-    scores = jnp.where(mask[:, None, None], scores, -1e30)
-    largest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
-    weights = jnp.exp(scores - largest).reshape(b, g, r * t, -1)
-    y = product("bgqs,bsgd->bgqd", weights.astype(value.dtype), value)
-    y = (y / weights.sum(axis=-1, keepdims=True)).astype(query.dtype)
+    rows = rows * d**-0.5
+    size = max(LEAST_KEYS, CACHED_SCORES // (b * h * t))
+    if size >= s:
+        _, total, y = _some_keys(rows, key, value, mask)
+    else:
+        total, y = _by_keys(rows, key, value, mask, size)
+    y = (y / total).astype(query.dtype)
     return y.reshape(b, g, r, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, h, d)
+
+
+def _some_keys(rows, key, value, mask):
+    """Largest score, sum of weights and weighted values of rows [B, G, r T, K]."""
+    b, g, count, _ = rows.shape
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = product("bgqd,bsgd->bgqs", rows, key)
+    scores = scores.reshape(b, g, -1, *mask.shape[1:])
+    scores = jnp.where(mask[:, None, None], scores, -1e30)
+    scores = scores.reshape(b, g, count, -1)
+    largest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    weights = jnp.exp(scores - largest)
+    y = product("bgqs,bsgd->bgqd", weights.astype(value.dtype), value)
+    return largest, weights.sum(axis=-1, keepdims=True), y
+
+
+def _by_keys(rows, key, value, mask, size):
+    """`_some_keys` of `size` keys at a time; the sum of weights and weighted values."""
+    s = key.shape[1]
+    n = -(-s // size)
+    size = -(-s // n)
+
+    @jax.checkpoint
+    def more(before, block):
+        # The last block begins sooner, so that all are as long.
+        start = jnp.minimum(block * size, s - size)
+        here = functools.partial(
+            jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size
+        )
+        new = start + jnp.arange(size, dtype=jnp.int32) >= block * size
+        seen = here(mask, axis=2) & new[None, None]
+        after = _some_keys(rows, here(key, axis=1), here(value, axis=1), seen)
+        largest = jnp.maximum(before[0], after[0])
+        old, new = (jnp.exp(part[0] - largest) for part in (before, after))
+        sums = (x * old + y * new for x, y in zip(before[1:], after[1:], strict=True))
+        return (largest, *sums), None
+
+    none = jnp.zeros((*rows.shape[:3], 1), jnp.float32)
+    y = jnp.zeros((*rows.shape[:3], value.shape[-1]), jnp.float32)
+    begin = (none - jnp.inf, none, y)
+    (_, *sums), _ = jax.lax.scan(more, begin, jnp.arange(n, dtype=jnp.int32))
+    return sums

@@ -202,3 +202,32 @@ def test_sizes_that_cannot_be_are_refused(wrong, message):
         AttentionConfig(**SIZES, capacity=0)
     with pytest.raises(ValueError, match="window must be at least 1, got -1"):
         SlidingWindowConfig(**SIZES, window=-1)
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 6])
+def test_keys_in_parts_are_one_softmax(monkeypatch, at_once):
+    """Values and all gradients; 11 keys in parts of 4 overlap by one."""
+    random = np.random.default_rng(0)
+    q, k, v, ct = (
+        jnp.asarray(random.standard_normal((B, t, heads, K)), jnp.float32)
+        for t, heads in ((3, H), (11, G), (11, G), (3, H))
+    )
+    # Large scores in one part alone: the others' weights vanish beside them.
+    k = k.at[:, 5].multiply(30.0)
+    before = jnp.array([8, 5], jnp.int32)
+    # The first part of a row may be hidden whole.
+    visible = jnp.ones((B, 11), bool).at[0, :6].set(False)
+
+    def run(q, k, v):
+        return attend.from_cache(q, k, v, before, visible)
+
+    whole, pull = jax.vjp(run, q, k, v)
+    monkeypatch.setattr(attend, "CACHED_SCORES", 0)
+    monkeypatch.setattr(attend, "LEAST_KEYS", at_once)
+    # Or the comparison would be of one program with itself.
+    assert "scan" in str(jax.make_jaxpr(run)(q, k, v))
+    parts, pull_parts = jax.vjp(run, q, k, v)
+    close(parts, whole)
+    jax.tree.map(close, pull_parts(ct), pull(ct))
+    half = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    np.testing.assert_allclose(run(*half).astype(jnp.float32), whole, atol=0.1)
