@@ -35,10 +35,10 @@ from rich.console import Console
 from rich.table import Table
 
 import mplus_official
-from benchmark_hmt import present, summary, take_turns
 from hmt_operations import SHAPES, Shape, Size
-from mplus_candidates import OFFICIAL, Candidate, Memory, Part, make
+from mplus_candidates import Candidate, Memory, Part, make
 from provenance import provenance
+from turns import RATIOS, present, summary, take_turns
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -129,19 +129,14 @@ def run(
 ) -> dict[str, Any]:
     """All candidates' turns: for each the seconds by act, and the peak memory."""
     rest = (part, shape, memory, config.chunks, config.prompt, config.official)
-    given = {name: (name, *rest) for name in _at_hand(config)}
+    at_hand = present(config.candidates, config.official)
+    given = {name: (name, *rest) for name in at_hand}
     found = take_turns(make, given, config.threads, repeats)
     result = {}
     for name, rows in found.items():
         acts = {act: [turn[act] for _, turn, _ in rows[1:]] for act in rows[0][1]}
         result[name] = {"seconds": acts, "peak_mebibytes": rows[-1][2]}
     return result
-
-
-def _at_hand(config: Config) -> list[Candidate]:
-    """The candidates whose programs are here."""
-    absent = OFFICIAL if config.official is None else ()
-    return present([name for name in config.candidates if name not in absent])
 
 
 def rounds(config: Config, memory: Memory) -> dict[str, Any]:
@@ -195,10 +190,7 @@ def _compare(found: dict[str, Any], acts: Iterable[str]) -> None:
         return
     for act in acts:
         row, over = found["ours"][act], {name: row[act] for name, row in others.items()}
-        for key, of, by in (
-            ("speedup", "median_s", "median_s"),
-            ("least_speedup", "min_s", "max_s"),
-        ):
+        for key, of, by in RATIOS:
             row[key] = {name: other[of] / row[by] for name, other in over.items()}
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmark_hmt import backbone_config, llama
+from hmt_candidates import backbone_config, llama
 from hmt_operations import Shape
 from memjax.models import LanguageModel, long_term_store
 from memjax.models.mplus import MPlus, mplus

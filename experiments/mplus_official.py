@@ -70,7 +70,8 @@ def build(
     batch = memory.merge_every * memory.tokens
     merges = -(-held // batch) or 10**9
     blocks = memory.retrieved // memory.tokens
-    config = transformers.LlamaConfig(
+    # Its own settings ride in the backbone's.
+    settings: dict[str, Any] = dict(
         vocab_size=shape.vocab,
         hidden_size=shape.width,
         intermediate_size=shape.hidden,
@@ -98,6 +99,7 @@ def build(
         selector_hidden_dim=memory.key_dim,
         map_from_hidden_states=True,
     )
+    config = transformers.LlamaConfig(**settings)
     model = program(checkout).MPlus(config).eval()
     model.put_ltm_to_numpy()
     ages = np.arange(held)[::-1]

@@ -1,11 +1,14 @@
 """The benchmark of HMT's training step: it trains, and its counts add up."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
 
 import benchmark_hmt
+import hmt_candidates
+import turns
 from hmt_operations import SHAPES, Shape, least_bytes, operations
 
 SMALL = Shape(1, 16, 2, 1, 24, 40, False, 8, segment=8, sensory=2, segments=3)
@@ -35,14 +38,15 @@ def test_operations_against_a_count_by_hand():
 
 
 def test_our_step_trains():
-    step = benchmark_hmt.ours(SMALL, 2, "all", "recompute")
+    step = hmt_candidates.ours(SMALL, 2, "all", "recompute")
     losses = [step() for _ in range(3)]
     assert np.isfinite(losses).all() and losses[2] < losses[0]
 
 
 def test_a_report_has_rows_and_shares(monkeypatch, tmp_path):
     times = {"median_s": 2.0, "min_s": 1.0, "max_s": 4.0, "peak_mebibytes": 1.0}
-    race = lambda *_: {"peer": dict(times), "keep": times | {"median_s": 0.5}}
+    others = {"peer": dict(times), "official": times | {"median_s": 3.0}}
+    race = lambda *_: others | {"keep": times | {"median_s": 0.5}}
     monkeypatch.setattr(benchmark_hmt, "race", race)
     file = tmp_path / "speed.json"
     benchmark_hmt.main(
@@ -51,10 +55,21 @@ def test_a_report_has_rows_and_shares(monkeypatch, tmp_path):
     report = json.loads(file.read_text())
     (row,) = report["steps"]
     ours = row["candidates"]["keep"]
-    assert (ours["speedup"], ours["least_speedup"]) == (4.0, 0.25)
+    assert ours["speedup"] == {"peer": 4.0, "official": 6.0}
+    assert ours["least_speedup"] == {"peer": 0.25, "official": 0.25}
     share = row["operations"]["needed"] / 0.5 / report["peaks"]["flops"]
     assert ours["share_of_peak"] == pytest.approx(share)
     assert ours["times_roofline"] == pytest.approx(0.5 / row["roofline_s"])
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("official", [None, pathlib.Path("folder")])
+def test_only_what_is_at_hand_takes_turns(monkeypatch, installed, official):
+    found = lambda name: name if installed else None
+    monkeypatch.setattr(turns.importlib.util, "find_spec", found)
+    expected = ["peer"] * installed + ["official"] * (installed and bool(official))
+    all_ = benchmark_hmt.Config().candidates
+    assert turns.present(all_, official) == [*expected, "keep", "recompute"]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +78,10 @@ def test_a_report_has_rows_and_shares(monkeypatch, tmp_path):
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
         ({"threads": 10**6}, r"threads must be in \[1, "),
         ({"sizes": ()}, "sizes must not be empty"),
+        (
+            {"official": pathlib.Path("nowhere")},
+            "official must be a folder with .* got",
+        ),
     ],
 )
 def test_bad_settings_are_refused(options, message):
