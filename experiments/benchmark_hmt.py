@@ -36,7 +36,7 @@ import hmt_official
 from hmt_candidates import Candidate, build
 from hmt_operations import SHAPES, Shape, Size, Trained, least_bytes, operations
 from provenance import provenance
-from turns import OTHERS, RATIOS, confine, present, summary, take_turns
+from turns import KEEP_FREED, OTHERS, RATIOS, confine, present, summary, take_turns
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -108,6 +108,7 @@ def main(config: Config) -> None:
     fields = dataclasses.asdict(config)
     del fields["output"]
     fields["official"] = config.official is not None
+    fields["environment"] = KEEP_FREED
     report = provenance("speed of a training step of HMT", fields) | {
         "peaks": {"of": name} | device._asdict(),
         "packages": {
