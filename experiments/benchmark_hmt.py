@@ -36,7 +36,16 @@ import hmt_official
 from hmt_candidates import Candidate, build
 from hmt_operations import SHAPES, Shape, Size, Trained, least_bytes, operations
 from provenance import provenance
-from turns import KEEP_FREED, OTHERS, RATIOS, confine, present, summary, take_turns
+from turns import (
+    KEEP_FREED,
+    OTHERS,
+    RATIOS,
+    confine,
+    present,
+    require_program,
+    summary,
+    take_turns,
+)
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -73,8 +82,7 @@ class Config:
         for name, value in (("repeats", self.repeats), ("batches", min(self.batches))):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.official is not None:
-            hmt_official.check(self.official)
+        require_program(self.official, hmt_official.FILE)
         cores = len(os.sched_getaffinity(0))
         if not 1 <= self.threads <= cores:
             raise ValueError(f"threads must be in [1, {cores}], got {self.threads}")

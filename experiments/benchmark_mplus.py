@@ -38,7 +38,7 @@ import mplus_official
 from hmt_operations import SHAPES, Shape, Size
 from mplus_candidates import Candidate, Memory, Part, make
 from provenance import provenance
-from turns import KEEP_FREED, RATIOS, present, summary, take_turns
+from turns import KEEP_FREED, RATIOS, present, require_program, summary, take_turns
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -102,8 +102,7 @@ class Config:
                 f"searched must be at least retrieved={self.retrieved}, "
                 f"got {self.searched}"
             )
-        if self.official is not None:
-            mplus_official.check(self.official)
+        require_program(self.official, mplus_official.FILE)
         cores = len(os.sched_getaffinity(0))
         if not 1 <= self.threads <= cores:
             raise ValueError(f"threads must be in [1, {cores}], got {self.threads}")

@@ -44,12 +44,12 @@ def backbone_config(shape: Shape) -> ModelConfig:
     )
 
 
-def llama(shape: Shape) -> Any:
-    """transformers' Llama of that shape, its parameters random."""
+def llama_config(shape: Shape, **more: Any) -> Any:
+    """transformers' settings of a Llama of that shape, and `more` beside them."""
     # Optional, and no other candidate's process should load it.
     import transformers  # pyright: ignore[reportMissingImports]
 
-    sizes = transformers.LlamaConfig(
+    return transformers.LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.width,
         intermediate_size=shape.hidden,
@@ -58,8 +58,16 @@ def llama(shape: Shape) -> Any:
         num_key_value_heads=shape.kv_heads,
         max_position_embeddings=2048,
         tie_word_embeddings=shape.tied,
+        **more,
     )
-    return transformers.LlamaForCausalLM(sizes)
+
+
+def llama(shape: Shape) -> Any:
+    """transformers' Llama of that shape, its parameters random."""
+    # Optional, and no other candidate's process should load it.
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    return transformers.LlamaForCausalLM(llama_config(shape))
 
 
 def ours(

@@ -16,12 +16,6 @@ from hmt_operations import Shape, Trained
 FILE = "modeling_rmt/language_modeling.py"
 
 
-def check(checkout: pathlib.Path) -> None:
-    """Raises ValueError unless the folder holds the program."""
-    if not (checkout / FILE).is_file():
-        raise ValueError(f"official must be a folder with {FILE}, got {checkout}")
-
-
 def program(checkout: pathlib.Path) -> Any:
     """Its module, for a machine without a GPU and without a network."""
     import accelerate  # pyright: ignore[reportMissingImports]

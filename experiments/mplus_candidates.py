@@ -47,12 +47,37 @@ class Memory:
     key_dim: int = 256
     merge_every: int = 60
 
+    def merging(self, held: int) -> "Merging":
+        """What makes each of the others' merges take the oldest of `held` rows.
+
+        A store then stays as large as it is; one that is empty grows.
+        """
+        batch = self.merge_every * self.tokens
+        ages = np.arange(held)[::-1]
+        merges = -(-held // batch) or 10**9
+        recalls = (merges - ages // batch).astype(float)
+        return Merging(merges + 1.0, ages + self.pool, recalls)
+
     @property
     def config(self) -> MPlusConfig:
         """Ours, with as many rows."""
         fields = dataclasses.asdict(self)
         del fields["merge_every"]
         return MPlusConfig(**fields)
+
+
+class Merging(NamedTuple):
+    """Ages and recall frequencies of a store's rows, for programs that merge.
+
+    Attributes:
+        first_recalls: of a row when it is merged.
+        ages: of the rows held.
+        recalls: what is left to each of them.
+    """
+
+    first_recalls: float
+    ages: np.ndarray
+    recalls: np.ndarray
 
 
 class Subject(NamedTuple):
@@ -134,16 +159,13 @@ def peer(shape: Shape, memory: Memory, held: int) -> Subject:
     torch.manual_seed(0)
     fields = dataclasses.asdict(memory)
     chunk = fields.pop("chunk")
-    batch = memory.merge_every * memory.tokens
-    # Each merge takes the oldest batch, so that the store stays as large as it is; one
-    # that is empty grows.
-    ages = np.arange(held)[::-1]
-    merges = -(-held // batch) or 10**9
-    fields |= {"store": held, "recalls": merges + 1.0, "creation_ages": True}
+    merging = memory.merging(held)
+    recalls = merging.first_recalls
+    fields |= {"store": held, "recalls": recalls, "creation_ages": True}
     model = mplus_peer.PeerMPlus(llama(shape), mplus_peer.PeerConfig(**fields))
     for store in model.stores:
-        store.ages = ages + memory.pool
-        store.recalls = (merges - ages // batch).astype(float)
+        store.ages = merging.ages
+        store.recalls = merging.recalls.copy()
     long = lambda ids: torch.from_numpy(ids).long()
 
     def inject(ids):

@@ -13,19 +13,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
-import numpy as np
-
 from hmt_operations import Shape
 
 FILE = "modeling_mplus.py"
 # What its attention classes leave out, of the five values that a layer takes.
 MISSING = {"LlamaAttention": 1, "LlamaSdpaAttention": 2}
-
-
-def check(checkout: pathlib.Path) -> None:
-    """Raises ValueError unless the folder holds the program."""
-    if not (checkout / FILE).is_file():
-        raise ValueError(f"official must be a folder with {FILE}, got {checkout}")
 
 
 def program(checkout: pathlib.Path) -> Any:
@@ -61,25 +53,16 @@ def build(
         memory: a `mplus_candidates.Memory`.
         held: each merge takes the oldest of them; a store that is empty grows.
     """
-    # Optional, and no other candidate's process should load them.
-    import transformers  # pyright: ignore[reportMissingImports]
-
+    # They load what no other candidate's process should.
+    from hmt_candidates import llama_config
     from mplus_peer import ADAPTED
 
     lora = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "inference_mode": False}
-    batch = memory.merge_every * memory.tokens
-    merges = -(-held // batch) or 10**9
+    merging = memory.merging(held)
     blocks = memory.retrieved // memory.tokens
     # Its own settings ride in the backbone's.
-    settings: dict[str, Any] = dict(
-        vocab_size=shape.vocab,
-        hidden_size=shape.width,
-        intermediate_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=shape.tied,
+    config = llama_config(
+        shape,
         attn_implementation=attention,
         num_tokens=memory.tokens,
         num_ltm_blocks=blocks,
@@ -90,7 +73,7 @@ def build(
         lora_config=lora | {"target_modules": list(ADAPTED)},
         update_ltm_mode="immediate",
         update_ltm_frequency=memory.merge_every,
-        initial_rf_when_moving_stm_to_ltm=merges + 1,
+        initial_rf_when_moving_stm_to_ltm=merging.first_recalls,
         decay_frequency=1.0,
         ltm_initial_size=held,
         add_selector=True,
@@ -99,11 +82,9 @@ def build(
         selector_hidden_dim=memory.key_dim,
         map_from_hidden_states=True,
     )
-    config = transformers.LlamaConfig(**settings)
     model = program(checkout).MPlus(config).eval()
     model.put_ltm_to_numpy()
-    ages = np.arange(held)[::-1]
     for layer in range(shape.layers):
-        model.ltm_ages[layer] = ages + memory.pool
-        model.ltm_recall_frequencies[layer] = (merges - ages // batch).astype(float)
+        model.ltm_ages[layer] = merging.ages.copy()
+        model.ltm_recall_frequencies[layer] = merging.recalls.copy()
     return model

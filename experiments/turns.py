@@ -102,6 +102,12 @@ def present(candidates: Sequence[str], official: pathlib.Path | None) -> list[An
     return [name for name in candidates if here(name)]
 
 
+def require_program(official: pathlib.Path | None, file: str) -> None:
+    """Raises ValueError on a folder without the authors' program, `file` of it."""
+    if official is not None and not (official / file).is_file():
+        raise ValueError(f"official must be a folder with {file}, got {official}")
+
+
 def summary(seconds: list[float]) -> dict[str, float]:
     """Median and spread of times."""
     return {
