@@ -37,7 +37,7 @@ from hmt_candidates import Candidate, build
 from hmt_operations import SHAPES, Shape, Size, Trained, least_bytes, operations
 from provenance import provenance
 from turns import (
-    KEEP_FREED,
+    LARGE_PAGES,
     OTHERS,
     RATIOS,
     confine,
@@ -116,7 +116,7 @@ def main(config: Config) -> None:
     fields = dataclasses.asdict(config)
     del fields["output"]
     fields["official"] = config.official is not None
-    fields["environment"] = KEEP_FREED
+    fields["environment"] = LARGE_PAGES
     report = provenance("speed of a training step of HMT", fields) | {
         "peaks": {"of": name} | device._asdict(),
         "packages": {

@@ -38,7 +38,7 @@ import mplus_official
 from hmt_operations import SHAPES, Shape, Size
 from mplus_candidates import Candidate, Memory, Part, make
 from provenance import provenance
-from turns import KEEP_FREED, RATIOS, present, require_program, summary, take_turns
+from turns import LARGE_PAGES, RATIOS, present, require_program, summary, take_turns
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -198,7 +198,7 @@ def main(config: Config) -> None:
     fields = dataclasses.asdict(config)
     del fields["output"]
     fields["official"] = config.official is not None
-    fields["environment"] = KEEP_FREED
+    fields["environment"] = LARGE_PAGES
     report: dict[str, Any] = {"rounds": []}
     for memory in config.memories:
         report["rounds"].append(rounds(config, memory))

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from memjax.mechanisms.spread import scale_rows
+
 # Scores of one attention call, in elements: 2**26 float32 are 256 MiB.
 MAX_SCORES = 2**26
 # Scores that stay in a CPU's cache, in elements, and the fewest keys at a time: more
@@ -126,7 +128,7 @@ def _masked(query, key, value, mask):
         _, total, y = _some_keys(rows, key, value, mask)
     else:
         total, y = _by_keys(rows, key, value, mask, size)
-    y = (y / total).astype(query.dtype)
+    y = scale_rows(y, 1 / total).astype(query.dtype)
     return y.reshape(b, g, r, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, h, d)
 
 

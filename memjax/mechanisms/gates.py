@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from memjax.mechanisms.spread import scale_rows
+
 
 class Gate(NamedTuple):
     """An affine map from the token to one number for each head, or to more.
@@ -58,4 +60,4 @@ def unit(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
     """x divided by its norm, in float32 inside; zeros stay zeros."""
     high = x.astype(jnp.float32)
     norm = jax.lax.rsqrt((high**2).sum(axis=-1, keepdims=True) + 1e-6)
-    return (high * norm).astype(x.dtype)
+    return scale_rows(high, norm).astype(x.dtype)

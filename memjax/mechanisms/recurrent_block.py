@@ -33,6 +33,7 @@ from memjax.mechanisms.base import (
     reset,
 )
 from memjax.mechanisms.gates import draw_weight, unit
+from memjax.mechanisms.spread import scale_rows
 
 CONV_WIDTH = 4
 
@@ -238,7 +239,7 @@ def _merge(config, params, x, y):
     """Norm, gate and output of the reads [*B, H, V] of the tokens x [*B, D]."""
     y = y.astype(jnp.float32)
     mean_square = (y**2).mean(axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(mean_square + config.norm_epsilon)
+    y = scale_rows(y, jax.lax.rsqrt(mean_square + config.norm_epsilon))
     y = y * params.norm.reshape((1,) * (y.ndim - 1) + params.norm.shape)
     gate = jnp.tensordot(x, params.gate.astype(x.dtype), 1)
     y = y.astype(x.dtype) * jax.nn.gelu(gate)

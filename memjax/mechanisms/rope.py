@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms.base import check_sizes, lead
+from memjax.mechanisms.spread import computed_once
 
 ScalingKind = Literal["linear", "llama3", "yarn"]
 
@@ -128,11 +129,11 @@ def rotate(
     """
     turns = jnp.asarray(frequencies(x.shape[-1], theta, scaling))
     angles = positions[..., None].astype(jnp.float32)
-    angles = (angles * lead(turns, angles))[..., None, :]
-    angles = lead(angles, x)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if scaling is not None:
-        cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
+    angles = angles * lead(turns, angles)
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    # All heads turn alike.
+    table = lambda f: lead(computed_once(f(angles) * amplitude)[..., None, :], x)
+    cos, sin = table(jnp.cos), table(jnp.sin)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -293,7 +293,11 @@ class HMT(nnx.Module):
         c, n = self.config, cuts[0].shape[0]
         if n == 0:
             return jnp.zeros((0, cuts[0].shape[1], self.width), jnp.float32)
-        some = jax.vmap(lambda cut: self.summarise(*cut))
+
+        def some(cuts):
+            rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), cuts)
+            return self.summarise(*rows).reshape(*cuts[2].shape, self.width)
+
         some = segments.kept(c.activations, some)
         together = n if c.activations == "keep" else max(1, c.segment // c.summary)
         whole = n - n % min(together, n)

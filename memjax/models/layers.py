@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray, PyTree
 from memjax.mechanisms import Mechanism
 from memjax.mechanisms.base import lead
 from memjax.mechanisms.projections import Adapted, linear
+from memjax.mechanisms.spread import scale_channels, scale_rows
 from memjax.models.config import ModelConfig
 
 
@@ -93,8 +94,9 @@ def rms_norm(
 ) -> Float[Array, "*B D"]:
     """x / rms(x) * scale, in float32 inside."""
     high = x.astype(jnp.float32)
-    high = high * jax.lax.rsqrt((high**2).mean(axis=-1, keepdims=True) + epsilon)
-    return (high * lead(scale, high)).astype(x.dtype)
+    mean = (high**2).mean(axis=-1, keepdims=True)
+    high = scale_rows(high, jax.lax.rsqrt(mean + epsilon))
+    return scale_channels(high, scale).astype(x.dtype)
 
 
 def layer_norm(
@@ -103,8 +105,10 @@ def layer_norm(
     """(x - mean(x)) / deviation(x) * scale + bias, in float32 inside."""
     high = x.astype(jnp.float32)
     high = high - high.mean(axis=-1, keepdims=True)
-    high = high * jax.lax.rsqrt((high**2).mean(axis=-1, keepdims=True) + epsilon)
-    return (high * lead(params.scale, high) + lead(params.bias, high)).astype(x.dtype)
+    variance = (high**2).mean(axis=-1, keepdims=True)
+    high = scale_rows(high, jax.lax.rsqrt(variance + epsilon))
+    high = scale_channels(high, params.scale)
+    return (high + lead(params.bias, high)).astype(x.dtype)
 
 
 class BlockParams(NamedTuple):

@@ -27,8 +27,9 @@ def search(
     key: Float[Array, "E d"],
 ) -> Float[Array, "B N"]:
     """A: softmax over the memories that are held, 0 in empty slots."""
-    keys = bank @ key
-    scores = jnp.einsum("bd,bnd->bn", summary @ query, keys) * query.shape[-1] ** -0.5
+    # In this order no key is made: E d + N E products a row instead of N E d.
+    asked = (summary @ query) @ key.T
+    scores = jnp.einsum("be,bne->bn", asked, bank) * query.shape[-1] ** -0.5
     real = filled(bank, held)
     # Finite, so that rows without memories have finite gradients.
     scores = jax.nn.softmax(jnp.where(real, scores, -1e30), axis=-1)
