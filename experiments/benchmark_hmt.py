@@ -37,9 +37,10 @@ from hmt_candidates import Candidate, build
 from hmt_operations import SHAPES, Shape, Size, Trained, least_bytes, operations
 from provenance import provenance
 from turns import (
-    LARGE_PAGES,
     OTHERS,
+    PAGES,
     RATIOS,
+    Pages,
     confine,
     present,
     require_program,
@@ -63,6 +64,7 @@ class Config:
         official: folder of the authors' program; None leaves it out.
         threads: of every candidate.
         repeats: timed steps of each, at least 1.
+        pages: of the memory of every candidate: "large", or "kept" when it is freed.
         output: where the numbers go.
     """
 
@@ -73,6 +75,7 @@ class Config:
     official: pathlib.Path | None = None
     threads: int = 2
     repeats: int = 5
+    pages: Pages = "large"
     output: pathlib.Path = RESULTS / "hmt_speed.json"
 
     def __post_init__(self) -> None:
@@ -93,7 +96,7 @@ def race(config: Config, shape: Shape, batch: int, trained: Trained) -> dict[str
     rest = (shape, batch, trained, config.threads, config.official)
     at_hand = present(config.candidates, config.official)
     given = {name: (name, *rest) for name in at_hand}
-    found = take_turns(build, given, config.threads, config.repeats)
+    found = take_turns(build, given, config.threads, config.repeats, config.pages)
     return {
         name: summary([seconds for seconds, _, _ in rows[1:]])
         | {"first_s": rows[0][0], "loss": rows[-1][1], "peak_mebibytes": rows[-1][2]}
@@ -116,7 +119,7 @@ def main(config: Config) -> None:
     fields = dataclasses.asdict(config)
     del fields["output"]
     fields["official"] = config.official is not None
-    fields["environment"] = LARGE_PAGES
+    fields["environment"] = PAGES[config.pages]
     report = provenance("speed of a training step of HMT", fields) | {
         "peaks": {"of": name} | device._asdict(),
         "packages": {

@@ -38,7 +38,7 @@ import mplus_official
 from hmt_operations import SHAPES, Shape, Size
 from mplus_candidates import Candidate, Memory, Part, make
 from provenance import provenance
-from turns import LARGE_PAGES, RATIOS, present, require_program, summary, take_turns
+from turns import PAGES, RATIOS, Pages, present, require_program, summary, take_turns
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -62,6 +62,7 @@ class Config:
         official: folder of the authors' program; None leaves its two candidates out.
         threads: of every candidate.
         repeats: timed turns of each, at least 1.
+        pages: of the memory of every candidate: "large", or "kept" when it is freed.
         output: where the numbers go.
     """
 
@@ -78,6 +79,7 @@ class Config:
     official: pathlib.Path | None = None
     threads: int = 2
     repeats: int = 5
+    pages: Pages = "large"
     output: pathlib.Path = RESULTS / "mplus_speed.json"
 
     def __post_init__(self) -> None:
@@ -130,7 +132,7 @@ def run(
     rest = (part, shape, memory, config.chunks, config.prompt, config.official)
     at_hand = present(config.candidates, config.official)
     given = {name: (name, *rest) for name in at_hand}
-    found = take_turns(make, given, config.threads, repeats)
+    found = take_turns(make, given, config.threads, repeats, config.pages)
     result = {}
     for name, rows in found.items():
         acts = {act: [turn[act] for _, turn, _ in rows[1:]] for act in rows[0][1]}
@@ -198,7 +200,7 @@ def main(config: Config) -> None:
     fields = dataclasses.asdict(config)
     del fields["output"]
     fields["official"] = config.official is not None
-    fields["environment"] = LARGE_PAGES
+    fields["environment"] = PAGES[config.pages]
     report: dict[str, Any] = {"rounds": []}
     for memory in config.memories:
         report["rounds"].append(rounds(config, memory))

@@ -1,7 +1,8 @@
 """Timing candidates side by side: each in its own process, a step of each in turns.
 
-All processes take their memory in large pages (`LARGE_PAGES`, of glibc 2.35): else the
-kernel clears the same small pages again at every step.
+Memory that a step frees goes back to the kernel, which clears its pages again at the
+next step. So all processes have either large pages, 512 times fewer, or keep what they
+free (`PAGES`, settings of glibc 2.35).
 """
 
 import importlib.util
@@ -12,10 +13,19 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
-# 2 MiB instead of 4 KiB, where the kernel gives them to those who ask.
-LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+#: "large" is quicker in a process by itself. Between others it may wait for the kernel
+#: to make room; "kept" never does, but all threads share one heap.
+Pages = Literal["large", "kept"]
+PAGES: dict[Pages, dict[str, str]] = {
+    "large": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+    "kept": {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    },
+}
 # What is called so, of the other's time, by ours.
 RATIOS = (("speedup", "median_s", "median_s"), ("least_speedup", "min_s", "max_s"))
 # Candidates that need PyTorch and transformers.
@@ -46,6 +56,7 @@ def take_turns(
     given: dict[str, tuple[Any, ...]],
     threads: int,
     repeats: int,
+    pages: Pages,
 ) -> dict[str, list[tuple[float, Any, float]]]:
     """Runs one step of every candidate, in turns, after one that is not counted.
 
@@ -54,6 +65,7 @@ def take_turns(
         given: what it is given, for each candidate.
         threads: of each process.
         repeats: steps after the first.
+        pages: of the memory of each process.
 
     Returns:
         For each candidate and step, the first among them: seconds, what the step
@@ -62,7 +74,7 @@ def take_turns(
     spawn = multiprocessing.get_context("spawn")
     lines, processes = {}, []
     # The C library reads it when a process begins; all that begin from here on have it.
-    os.environ.update(LARGE_PAGES)
+    os.environ.update(PAGES[pages])
     for name, arguments in given.items():
         lines[name], other = spawn.Pipe()
         target = (other, threads, make, arguments)
