@@ -33,7 +33,7 @@ from memjax.mechanisms.base import (
     reset,
 )
 from memjax.mechanisms.gates import draw_weight, unit
-from memjax.mechanisms.spread import scale_rows
+from memjax.mechanisms.spread import scale_channels, scale_rows
 
 CONV_WIDTH = 4
 
@@ -240,7 +240,7 @@ def _merge(config, params, x, y):
     y = y.astype(jnp.float32)
     mean_square = (y**2).mean(axis=-1, keepdims=True)
     y = scale_rows(y, jax.lax.rsqrt(mean_square + config.norm_epsilon))
-    y = y * params.norm.reshape((1,) * (y.ndim - 1) + params.norm.shape)
+    y = scale_channels(y, params.norm)
     gate = jnp.tensordot(x, params.gate.astype(x.dtype), 1)
     y = y.astype(x.dtype) * jax.nn.gelu(gate)
     return jnp.tensordot(y, params.output.astype(x.dtype), 2)
