@@ -1,17 +1,17 @@
 """Does a memory help beyond the window? Trains both models on real books and shows.
 
-    python experiments/books.py
+    python -m experiments.books
 
 Transformer++ (sliding windows only) and Elastic Memory (the same model with one of its
 layers reading a compressed history) have equal parameters, see the same batches in the
 same order, and are scored on the same held-out documents. Writes a table, results.json,
 a plot of loss by position, and a sample of text. Running it again goes on where it was
-stopped; what was measured is in `experiments/results/books.json`.
+stopped; what was measured is in `experiments/results/books/books.json`.
 
 The window is 8 tokens because in the minutes that this program has a model learns to
 use some 30 tokens of context and no more. With `--window 64 --steps 1000` Transformer++
 has all the context that it can use and the memory hurts: 106.2 against 104.0
-(`experiments/results/books_window64.json`).
+(`experiments/results/books/books_window64.json`).
 """
 
 import dataclasses
@@ -27,13 +27,14 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from memjax import evaluation, run
+from memjax import evaluation
 from memjax.data import load_tokenizer
 from memjax.evaluation import plots
+from memjax.evaluation.provenance import provenance
 from memjax.models import ElasticOptions, Sampling, generate, preset
 from memjax.training import LoopConfig, OptimizerConfig, sharding
-from memjax.training.integrity import write_atomically
-from provenance import provenance
+from memjax.training import pretrain as run
+from memjax.training.checksums import write_atomically
 
 MODELS = {"transformer": "Transformer++", "elastic": "Elastic Memory"}
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memjax import run
 from memjax.config_io import completed, from_record, to_record
 from memjax.models import ModelConfig
+from memjax.training import pretrain as run
 
 
 @pytest.mark.parametrize("name", run.presets())

@@ -7,7 +7,7 @@ import re
 import jax
 
 from memjax.models import LanguageModel, preset
-from memjax.models.interop import save_pretrained
+from memjax.models.checkpoints.pretrained import save_pretrained
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float32
 
-from memjax.data.questions import QuestionInput
+from memjax.data.tasks.questions import QuestionInput
 
 
 class Answers(NamedTuple):

@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
-from memjax.data.tokens import TokenisedDocument
-from memjax.training.loss import token_losses
+from memjax.data.documents.tokens import TokenisedDocument
+from memjax.models.loss import token_losses
 
 
 class Losses(NamedTuple):

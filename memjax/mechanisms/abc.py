@@ -17,9 +17,9 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism, check_sizes
-from memjax.mechanisms.recurrent_block import BlockConfig
+from memjax.mechanisms.layers import gates, recurrent_block
+from memjax.mechanisms.layers.recurrent_block import BlockConfig
 from memjax_kernels.gated_slots import empty_state, step
 
 

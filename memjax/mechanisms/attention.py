@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from memjax.mechanisms import attend, projections
 from memjax.mechanisms.base import Mechanism, check_input, check_sizes
-from memjax.mechanisms.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers import dot_product_attention as attend
+from memjax.mechanisms.layers import projections
+from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from memjax.mechanisms import attend, projections
 from memjax.mechanisms.base import Mechanism, check_input, check_sizes
-from memjax.mechanisms.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers import dot_product_attention as attend
+from memjax.mechanisms.layers import projections
+from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax_kernels.hippo import (
     HippoBank,
     Implementation,

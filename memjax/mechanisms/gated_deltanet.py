@@ -14,11 +14,11 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism
+from memjax.mechanisms.layers import gates, recurrent_block
+from memjax.mechanisms.layers.recurrent_block import BlockConfig
 from memjax.mechanisms.mamba2 import DecayParams, decay, init_decay
-from memjax.mechanisms.recurrent_block import BlockConfig
-from memjax_kernels.gated_delta_rule import empty_state, step
+from memjax_kernels.delta_rule.gated import empty_state, step
 
 
 class GatedDeltaNetParams(NamedTuple):

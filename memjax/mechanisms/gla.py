@@ -15,10 +15,10 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism
-from memjax.mechanisms.recurrent_block import BlockConfig
-from memjax_kernels.gla import empty_state, step
+from memjax.mechanisms.layers import gates, recurrent_block
+from memjax.mechanisms.layers.recurrent_block import BlockConfig
+from memjax_kernels.linear_attention.gla import empty_state, step
 
 RANK = 16
 DAMPING = 16.0

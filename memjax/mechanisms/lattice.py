@@ -28,11 +28,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism, check_sizes
-from memjax.mechanisms.gates import Gate
-from memjax.mechanisms.recurrent_block import BlockConfig, Core, Memory
-from memjax_kernels.arguments import check_choice
+from memjax.mechanisms.layers import gates, recurrent_block
+from memjax.mechanisms.layers.gates import Gate
+from memjax.mechanisms.layers.recurrent_block import BlockConfig, Core, Memory
+from memjax_kernels.common.arguments import check_choice
 from memjax_kernels.lattice import (
     VARIANTS,
     Forget,

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 import memjax_kernels
-from memjax.mechanisms import recurrent_block
 from memjax.mechanisms.base import Mechanism
-from memjax.mechanisms.recurrent_block import BlockConfig
+from memjax.mechanisms.layers import recurrent_block
+from memjax.mechanisms.layers.recurrent_block import BlockConfig
 from memjax_kernels.linear_attention import empty_state, step
 
 

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism
-from memjax.mechanisms.gates import Gate
-from memjax.mechanisms.recurrent_block import BlockConfig, Core
-from memjax_kernels.ssd import empty_state, step
+from memjax.mechanisms.layers import gates, recurrent_block
+from memjax.mechanisms.layers.gates import Gate
+from memjax.mechanisms.layers.recurrent_block import BlockConfig, Core
+from memjax_kernels.linear_attention.ssd import empty_state, step
 
 
 class DecayParams(NamedTuple):

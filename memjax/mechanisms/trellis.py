@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism, check_sizes
-from memjax.mechanisms.gates import Gate
-from memjax.mechanisms.recurrent_block import BlockConfig, Core, Memory
-from memjax_kernels.arguments import check_choice
+from memjax.mechanisms.layers import gates, recurrent_block
+from memjax.mechanisms.layers.gates import Gate
+from memjax.mechanisms.layers.recurrent_block import BlockConfig, Core, Memory
+from memjax_kernels.common.arguments import check_choice
 from memjax_kernels.trellis import TrellisState, empty_state, step
 from memjax_kernels.trellis.functions import ACTIVATIONS, PHIS, Activation, Phi
 
@@ -46,7 +46,7 @@ class TrellisOptions:
             taken at one memory, and steps of 1 overshoot it. With φ = identity or silu
             they diverge on a key that repeats; with φ = l2_silu and chunks of 64 a
             small model came to perplexity 14.1 instead of 11.8
-            (`experiments/trellis_ablation.py`).
+            (`experiments/recurrent/trellis_ablation.py`).
     """
 
     chunk_size: int = 64

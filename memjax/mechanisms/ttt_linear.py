@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms import gates, recurrent_block
 from memjax.mechanisms.base import Mechanism, check_sizes
-from memjax.mechanisms.recurrent_block import BlockConfig, Core, Memory
+from memjax.mechanisms.layers import gates, recurrent_block
+from memjax.mechanisms.layers.recurrent_block import BlockConfig, Core, Memory
 from memjax_kernels.ttt_linear import empty_state, start_state, step
 
 

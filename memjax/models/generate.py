@@ -8,9 +8,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
-from memjax.models.hmt import HMT
-from memjax.models.language_model import LanguageModel
-from memjax.models.mplus import MPlus
+from memjax.models.hmt.model import HMT
+from memjax.models.language_model.model import LanguageModel
+from memjax.models.mplus.model import MPlus
 from memjax.models.sampling import Sampling, draw
 
 

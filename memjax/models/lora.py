@@ -24,10 +24,10 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.mechanisms.base import check_sizes
-from memjax.mechanisms.projections import Adapted, AttentionParams
-from memjax.models.config import require_known
-from memjax.models.language_model import LanguageModel
-from memjax.models.layers import FeedForwardParams
+from memjax.mechanisms.layers.projections import Adapted, AttentionParams
+from memjax.models.language_model.config import require_known
+from memjax.models.language_model.layers import FeedForwardParams
+from memjax.models.language_model.model import LanguageModel
 
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Model = TypeVar("Model", bound=nnx.Module)

@@ -1,8 +1,8 @@
 """Training: loss, optimizer, the pure update, sharding, checkpoints and the loop."""
 
+from memjax.training.config import LoopConfig as LoopConfig
+from memjax.training.config import Outcome as Outcome
 from memjax.training.loop import train as train
-from memjax.training.loop_config import LoopConfig as LoopConfig
-from memjax.training.loop_config import Outcome as Outcome
 from memjax.training.optimizer import OptimizerConfig as OptimizerConfig
 from memjax.training.optimizer import optimizer as optimizer
 from memjax.training.sharding import MeshConfig as MeshConfig

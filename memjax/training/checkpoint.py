@@ -42,8 +42,8 @@ from memjax.training.checkpoint_folder import (
     Folder,
     SaveError,
 )
-from memjax.training.integrity import write_digests
-from memjax.training.structure import describe, require_same, with_shardings
+from memjax.training.checksums import write_digests
+from memjax.training.tree_spec import describe, require_same, with_shardings
 
 
 class Restored(NamedTuple):

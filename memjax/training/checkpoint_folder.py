@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from memjax.training.integrity import problems, write_atomically
+from memjax.training.checksums import problems, write_atomically
 
 FORMAT_FILE = "memjax-checkpoints.json"
 FORMAT = {"format": "memjax checkpoints", "version": 1}

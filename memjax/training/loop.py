@@ -22,9 +22,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jaxtyping import PyTree
 
-from memjax.training.agreement import agreed, same_everywhere
 from memjax.training.checkpoint import Checkpoints
-from memjax.training.loop_config import DataIterator, LoopConfig, Outcome, Reason
+from memjax.training.config import DataIterator, LoopConfig, Outcome, Reason
+from memjax.training.multihost import agreed, same_everywhere
 from memjax.training.preemption import StopSignals
 from memjax.training.profiling import Profile
 from memjax.training.reporting import Reporter

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from memjax.training.checkpoint import Checkpoints
-from memjax.training.structure import abstract
+from memjax.training.tree_spec import abstract
 
 #: Fields of the loop that may change between a run and its continuation.
 FREE_FIELDS = frozenset(

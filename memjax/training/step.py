@@ -11,9 +11,9 @@ import optax
 from flax import nnx
 from jaxtyping import PyTree, Scalar
 
-from memjax.data.batch import Batch
-from memjax.models.config import require_known
-from memjax.training.loss import (
+from memjax.data.batches.batch import Batch
+from memjax.models.language_model.config import require_known
+from memjax.models.loss import (
     first_scored,
     last_places,
     last_targets,

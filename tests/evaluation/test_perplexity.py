@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from memjax import evaluation
-from memjax.data.tokens import TokenisedDocument
+from memjax.data.documents.tokens import TokenisedDocument
 from memjax.evaluation import Losses
 from memjax.models import ElasticOptions, LanguageModel, ModelConfig
 

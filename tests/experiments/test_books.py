@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-import benchmark_elastic
-import books
+from experiments import books
+from experiments.elastic import cost as benchmark_elastic
 
 
 @pytest.fixture(scope="module", name="run_dir")

@@ -12,6 +12,8 @@ import pytest
 
 from memjax_kernels.delta_rule.xla import delta_rule_xla
 
+MODULES = {"gated_delta_rule": "delta_rule.gated"}
+
 B, H, K, V = 2, 2, 4, 3
 LENGTH = 37
 OPS = ["delta_rule", "gated_delta_rule"]
@@ -25,7 +27,7 @@ every_op = pytest.mark.parametrize("op", OPS)
 
 
 def library(op):
-    return importlib.import_module(f"memjax_kernels.{op}")
+    return importlib.import_module(f"memjax_kernels.{MODULES.get(op, op)}")
 
 
 def door(op, **options):

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memjax_kernels.hippo import bank, discretisations, on_demand
+from experiments.elastic import discretisations
+from memjax_kernels.hippo import bank, on_demand
 
 # The package re-exports the function under the folder's name.
 op = importlib.import_module("memjax_kernels.hippo")

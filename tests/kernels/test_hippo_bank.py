@@ -9,7 +9,8 @@ import pytest
 import scipy.linalg
 import scipy.special
 
-from memjax_kernels.hippo import bank, discretisations
+from experiments.elastic import discretisations
+from memjax_kernels.hippo import bank
 
 ORDERS = [32, 64, 128]
 BOUND = 1e-10

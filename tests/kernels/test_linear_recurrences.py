@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+MODULES = {"ssd": "linear_attention.ssd", "gla": "linear_attention.gla"}
+
 B, H, K, V, M = 2, 2, 5, 3, 4
 LENGTH = 37
 WHOLE = np.zeros((B, LENGTH), bool)
@@ -29,7 +31,9 @@ class Case(NamedTuple):
 
 
 def library(name):
-    return importlib.import_module(f"memjax_kernels.{name}")
+    op, *rest = name.split(".")
+    path = ".".join(["memjax_kernels", MODULES.get(op, op), *rest])
+    return importlib.import_module(path)
 
 
 def chunked(op):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from memjax import mechanisms
-from memjax.mechanisms import attend, rope
 from memjax.mechanisms.attention import AttentionConfig
+from memjax.mechanisms.layers import dot_product_attention as attend
+from memjax.mechanisms.layers import rope
 from memjax.mechanisms.sliding_window import SlidingWindowConfig
 
 B, T, D, H, G, K = 2, 11, 8, 4, 2, 4

@@ -13,7 +13,7 @@ from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig
 from memjax.mechanisms.lattice import LatticeOptions
-from memjax.mechanisms.recurrent_block import BlockConfig
+from memjax.mechanisms.layers.recurrent_block import BlockConfig
 from memjax.mechanisms.sliding_window import SlidingWindowConfig
 from memjax.mechanisms.trellis import TrellisOptions
 from memjax.mechanisms.ttt_linear import TTTOptions

@@ -10,9 +10,9 @@ import optax
 import pytest
 from flax import nnx
 
-from memjax.data.batch import Batch
+from memjax.data.batches.batch import Batch
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.config import Architecture
+from memjax.models.language_model.config import Architecture
 from memjax.models.lora import Frozen, LoraConfig, add_lora, merge_lora
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from memjax.data.batch import Batch
+from memjax.data.batches.batch import Batch
 from memjax.models import ElasticOptions, LanguageModel, ModelConfig
 from memjax.training import sharding
 from memjax.training.step import StepConfig, init_train_state, make_train_step

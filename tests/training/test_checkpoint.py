@@ -23,8 +23,8 @@ from memjax.training.checkpoint import (
     DiskFullError,
     SaveError,
 )
-from memjax.training.integrity import problems
-from memjax.training.structure import abstract
+from memjax.training.checksums import problems
+from memjax.training.tree_spec import abstract
 
 
 class State(NamedTuple):

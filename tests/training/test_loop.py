@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from memjax.training import agreement, checkpoint
+from memjax.training import checkpoint
+from memjax.training import multihost as agreement
+from memjax.training.config import LoopConfig, Outcome
 from memjax.training.loop import train
-from memjax.training.loop_config import LoopConfig, Outcome
 from memjax.training.resume import NonFiniteError, require_same_config
 
 PROGRAM = Path(__file__).with_name("toy_run.py")

@@ -9,12 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from memjax.training.optimizer import (
-    OptimizerConfig,
-    optimizer,
-    schedule,
-    with_rates,
-)
+from memjax.training.optimizer import OptimizerConfig, optimizer, schedule, with_rates
 
 CONFIG = OptimizerConfig()
 

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from memjax.models import LanguageModel, preset
-from memjax.models.presets import FAMILIES
+from memjax.models.language_model.presets import FAMILIES
 from memjax.training import sharding
 from memjax.training.sharding import MeshConfig
 from memjax.training.step import StepConfig, init_train_state

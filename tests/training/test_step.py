@@ -11,10 +11,10 @@ import optax
 import pytest
 from flax import nnx
 
-from memjax.data.batch import Batch
+from memjax.data.batches.batch import Batch
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.hmt import HMTConfig, hmt
-from memjax.training.loss import first_scored, scored, token_losses
+from memjax.models.hmt.model import HMTConfig, hmt
+from memjax.models.loss import first_scored, scored, token_losses
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 B, T, V, WINDOW = 4, 8, 13, 4

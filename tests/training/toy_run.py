@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memjax.training.config import LoopConfig
 from memjax.training.loop import train
-from memjax.training.loop_config import LoopConfig
 
 BATCH, LOOP_FIELDS = 8, tuple(LoopConfig.__dataclass_fields__)
 

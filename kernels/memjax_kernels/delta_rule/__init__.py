@@ -4,17 +4,17 @@ from typing import Literal
 
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels.arguments import (
+from memjax_kernels.common.arguments import (
     check_float32,
     check_range,
     check_reset,
     check_shapes,
 )
+from memjax_kernels.common.implementations import choose
 from memjax_kernels.delta_rule.cost import cost as cost
 from memjax_kernels.delta_rule.reference import delta_rule_reference
 from memjax_kernels.delta_rule.reference import step as step
 from memjax_kernels.delta_rule.xla import delta_rule_xla
-from memjax_kernels.implementations import choose
 from memjax_kernels.linear_attention.reference import empty_state as empty_state
 
 Implementation = Literal["reference", "xla"]

@@ -10,7 +10,7 @@ from typing import Literal
 
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels import arguments, implementations
+from memjax_kernels.common import arguments, implementations
 from memjax_kernels.gated_slots.cost import cost as cost
 from memjax_kernels.gated_slots.reference import SlotState as SlotState
 from memjax_kernels.gated_slots.reference import empty_state as empty_state

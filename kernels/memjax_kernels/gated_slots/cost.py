@@ -2,7 +2,7 @@
 
 from memjax_kernels.cost import Cost
 from memjax_kernels.gated_slots.xla import CHUNK_SIZE
-from memjax_kernels.linear_chunks import linear_cost
+from memjax_kernels.linear_attention.chunks import linear_cost
 
 
 def cost(

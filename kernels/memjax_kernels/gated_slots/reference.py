@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels import token_loop
+from memjax_kernels.common import token_loop
 
 # Else a TPU or GPU would round the operands.
 _EXACT = jax.lax.Precision.HIGHEST

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels import decays, linear_chunks
+from memjax_kernels.common import decays
+from memjax_kernels.common.products import multiplier, operand_dtype
 from memjax_kernels.gated_slots.reference import SlotState
-from memjax_kernels.products import multiplier, operand_dtype
+from memjax_kernels.linear_attention import chunks as linear_chunks
 
 CHUNK_SIZE = 32
 

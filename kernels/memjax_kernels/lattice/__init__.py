@@ -7,8 +7,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels import chunks, implementations, partition
-from memjax_kernels.arguments import (
+from memjax_kernels.common import chunks, implementations, partition
+from memjax_kernels.common.arguments import (
     check_choice,
     check_range,
     check_reset,

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels import chunks
+from memjax_kernels.common import chunks
 from memjax_kernels.lattice.memory import LatticeState, Rule
 
 

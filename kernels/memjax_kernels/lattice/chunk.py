@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels import chunks
+from memjax_kernels.common import chunks
+from memjax_kernels.common.products import Multiply, multiplier
 from memjax_kernels.lattice.memory import Rule, Variant
 from memjax_kernels.lattice.sphere import directions, inverse_norm, shrink, unit
-from memjax_kernels.products import Multiply, multiplier
 
 F32 = jnp.float32
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax_kernels.arguments import check_choice
+from memjax_kernels.common.arguments import check_choice
 
 Variant = Literal["dec", "enc", "sim"]
 Forget = Literal["l2", "l1"]

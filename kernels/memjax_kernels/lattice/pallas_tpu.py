@@ -23,12 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from memjax_kernels import implementations, varying
+from memjax_kernels.common import implementations, varying
+from memjax_kernels.common.products import multiplier, operand_dtype
 from memjax_kernels.lattice import tpu_kernels
 from memjax_kernels.lattice.aligned import Chunks, Memory
 from memjax_kernels.lattice.memory import Rule
 from memjax_kernels.lattice.tpu_kernels import Inputs
-from memjax_kernels.products import multiplier, operand_dtype
 
 F32 = jnp.float32
 # Bytes of blocks that a program may hold, and what Mosaic is allowed beside them.

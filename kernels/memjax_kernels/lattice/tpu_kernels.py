@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from memjax_kernels.common.products import Multiply
 from memjax_kernels.lattice import chunk
 from memjax_kernels.lattice.memory import Rule
-from memjax_kernels.products import Multiply
 
 F32 = jnp.float32
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels import chunks
+from memjax_kernels.common import chunks
+from memjax_kernels.common.products import multiplier, operand_dtype
 from memjax_kernels.lattice import chunk
 from memjax_kernels.lattice.aligned import Chunks, Memory
 from memjax_kernels.lattice.memory import Rule
-from memjax_kernels.products import multiplier, operand_dtype
 
 
 def lattice_xla(

@@ -1,8 +1,8 @@
 """Operations and bytes of linear attention."""
 
 from memjax_kernels.cost import Cost
-from memjax_kernels.linear_chunks import linear_cost
-from memjax_kernels.ssd.xla import CHUNK_SIZE
+from memjax_kernels.linear_attention.chunks import linear_cost
+from memjax_kernels.linear_attention.ssd.xla import CHUNK_SIZE
 
 
 def cost(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from memjax_kernels import arguments, chunks, implementations, partition
+from memjax_kernels.common import arguments, chunks, implementations, partition
 from memjax_kernels.trellis import (
     functions,
     pallas_gpu,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from memjax_kernels.products import Multiply
+from memjax_kernels.common.products import Multiply
 from memjax_kernels.trellis import functions
 from memjax_kernels.trellis.state import Memories
 

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from memjax_kernels import implementations, products, varying
+from memjax_kernels.common import implementations, products, varying
 from memjax_kernels.trellis import chunk as one_chunk
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories

@@ -41,7 +41,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from memjax_kernels import chunks
+from memjax_kernels.common import chunks
 
 
 class Tokens(NamedTuple):

@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from memjax_kernels import chunks, products
+from memjax_kernels.common import chunks, products
 from memjax_kernels.trellis import chunk as one_chunk
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories

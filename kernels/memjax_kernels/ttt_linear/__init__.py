@@ -5,14 +5,14 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels import chunks
-from memjax_kernels.arguments import (
+from memjax_kernels.common import chunks
+from memjax_kernels.common.arguments import (
     check_float32,
     check_range,
     check_reset,
     check_shapes,
 )
-from memjax_kernels.implementations import choose
+from memjax_kernels.common.implementations import choose
 from memjax_kernels.ttt_linear.cost import cost as cost
 from memjax_kernels.ttt_linear.reference import check_chunk_size, ttt_linear_reference
 from memjax_kernels.ttt_linear.reference import step as step

@@ -13,7 +13,7 @@ mid-batch: gradients are then taken at its start, and updates add to what it hol
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels import chunks
+from memjax_kernels.common import chunks
 from memjax_kernels.ttt_linear.reference import layer_norm, loss_gradient, select
 from memjax_kernels.ttt_linear.state import TTTLinearState
 

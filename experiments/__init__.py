@@ -1,0 +1,1 @@
+"""Experiments: one question each, run as `python -m experiments.<room>.<name>`."""

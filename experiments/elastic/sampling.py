@@ -1,0 +1,127 @@
+"""Does it matter where and how densely a trained memory is read?
+
+    python -m experiments.elastic.sampling --run-dir runs/books/elastic
+
+Reads one trained Elastic Memory with other samplings and other numbers of memory
+tokens, with no retraining (the paper's Tables 5 and 6, and L_mem, for which it gives no
+value). Every row scores the same held-out texts; differences are paired with the
+trained setting's, text by text.
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from memjax import evaluation
+from memjax.data import load_tokenizer
+from memjax.evaluation.provenance import provenance
+from memjax.training import pretrain as run
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "elastic"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that changes the result.
+
+    Attributes:
+        run_dir: a trained run with an Elastic Memory.
+        texts: held-out texts of each document.
+        memory_tokens: counts to try with each sampling.
+        decays: of the exponential sampling, with the trained count.
+        output: where the numbers go.
+    """
+
+    run_dir: pathlib.Path = pathlib.Path("runs/books/elastic")
+    texts: int = 8
+    memory_tokens: tuple[int, ...] = (4, 16, 64, 128)
+    decays: tuple[float, ...] = (0.8, 0.9, 0.95)
+    output: pathlib.Path = RESULTS / "elastic_sampling.json"
+
+
+def main(config: Config) -> None:
+    """Scores, prints and writes the results."""
+    settings, model = run.load_model(config.run_dir)
+    trained = settings.model.elastic
+    changes = [{}]
+    changes += [
+        {"sampling": sampling, "memory_tokens": count}
+        for sampling in ("uniform", "exponential")
+        for count in config.memory_tokens
+    ]
+    changes += [{"sampling": "exponential", "decay": decay} for decay in config.decays]
+    length = settings.data.context_length
+    tokenizer = load_tokenizer(settings.data.tokenizer)
+    documents = [
+        d._replace(tokens=d.tokens[: config.texts * length + 1])
+        for d in run.load_split(settings, tokenizer, "test")
+    ]
+    scores = [
+        evaluation.losses(
+            run.with_sampling(model, **change),
+            documents,
+            context_length=length,
+            segment=length,
+            batch_size=settings.data.batch_size,
+        )
+        for change in changes
+    ]
+    rows = _rows(changes, scores, settings.model.window)
+    _print(rows)
+    fields = dataclasses.asdict(config) | {"run_dir": str(config.run_dir)}
+    del fields["output"]
+    report = provenance("where and how densely a memory is read", fields) | {
+        "trained": dataclasses.asdict(trained),
+        "trained_steps": settings.loop.steps,
+        "rows": rows,
+    }
+    config.output.parent.mkdir(parents=True, exist_ok=True)
+    config.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _rows(changes, scores, window):
+    """Perplexities, and nats against the trained setting with standard errors."""
+    base = _means(scores[0], window)
+    rows = []
+    for change, losses in zip(changes, scores, strict=True):
+        difference = _means(losses, window) - base
+        rows.append(
+            {
+                "change": change or "as trained",
+                "perplexity": evaluation.perplexity(losses),
+                "beyond_window": evaluation.perplexity(losses, first=window),
+                "nats_against_trained": float(difference.mean()),
+                "standard_error": float(
+                    difference.std(ddof=1) / np.sqrt(len(difference))
+                ),
+            }
+        )
+    return rows
+
+
+def _means(losses, window):
+    """Mean loss beyond the window of each text that has one."""
+    mask = losses.mask[:, window:]
+    long = mask.sum(axis=1) > 0
+    return (losses.nll[long, window:] * mask[long]).sum(axis=1) / mask[long].sum(axis=1)
+
+
+def _print(rows: list[dict]) -> None:
+    table = Table("read", "perplexity", "beyond the window", "nats against trained")
+    for row in rows:
+        change = row["change"]
+        if not isinstance(change, str):
+            change = " ".join(str(value) for value in change.values())
+        nats = f"{row['nats_against_trained']:+.4f} ± {row['standard_error']:.4f}"
+        values = f"{row['perplexity']:.2f}", f"{row['beyond_window']:.2f}"
+        table.add_row(change, *values, nats)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

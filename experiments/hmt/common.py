@@ -1,0 +1,310 @@
+"""What the HMT experiments share: backbones, fine-tuned models, scores, results.
+
+A backbone is a pretrained model, or one that is trained here on the embedded books in
+a minute or two. Every fine-tuned model lies in a folder named after all that shapes it,
+so that experiments share models, and a program that was stopped goes on where it stood.
+"""
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from memjax.config_io import to_record
+from memjax.data import Tokenizer
+from memjax.evaluation.provenance import provenance
+from memjax.models import LanguageModel, preset
+from memjax.models.hmt.model import HMT
+from memjax.models.lora import merge_lora
+from memjax.training import LoopConfig, OptimizerConfig
+from memjax.training import pretrain as run
+from memjax.training.config import Outcome
+from memjax.training.finetune import finetune
+from memjax.training.finetune.config import FinetuneConfig, TwoStageConfig
+from memjax.training.finetune.config import presets as finetunings
+
+RESULTS = Path(__file__).parents[1] / "results" / "hmt"
+Preset = Literal["cpu", "cpu-short", "smollm2-cpu", "paper"]
+
+
+class Scale(NamedTuple):
+    """How a preset trains and tests.
+
+    Attributes:
+        backbone: "tiny" is trained here, "smollm2" is the PyPI package's; or a path.
+        stages: both stages of HMT.
+        test_tokens: scored of each held-out document, at most.
+    """
+
+    backbone: str
+    stages: TwoStageConfig
+    test_tokens: int
+
+
+def _stages(base: str, depth: int, steps: tuple[int, int], **sizes) -> TwoStageConfig:
+    """Both stages of a preset of `memjax finetune`, with other sizes."""
+    two = finetunings()[base]
+    assert isinstance(two, TwoStageConfig)
+
+    def stage(config, depth, steps):
+        loop = LoopConfig(steps=steps, save_every=50, log_every=4, keep=1)
+        memory = dataclasses.replace(config.hmt, **sizes)
+        return dataclasses.replace(config, hmt=memory, depth=depth, loop=loop)
+
+    return TwoStageConfig(
+        stage(two.stage1, 2, steps[0]), stage(two.stage2, depth, steps[1])
+    )
+
+
+def _short() -> TwoStageConfig:
+    """The real model in float32, by adapters, with the rate that so few steps want."""
+    two = _stages("hmt-smollm-135m", 4, (16, 32), segment=128, sensory=16)
+
+    def stage(config):
+        return dataclasses.replace(
+            config,
+            dtype="float32",
+            train="lora",
+            optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-3),
+            data=dataclasses.replace(config.data, batch_size=1),
+        )
+
+    return TwoStageConfig(stage(two.stage1), stage(two.stage2))
+
+
+SCALES: dict[Preset, Scale] = {
+    "cpu": Scale("tiny", _stages("hmt-tiny", 4, (100, 300), memories=300), 102_400),
+    "cpu-short": Scale("tiny", _stages("hmt-tiny", 4, (60, 150), memories=300), 16_384),
+    "smollm2-cpu": Scale("smollm2", _short(), 16_384),
+    "paper": Scale("smollm2", _stages("hmt-smollm-135m", 15, (200, 500)), 102_400),
+}
+
+
+# The backbone that is trained here: 1.2M parameters, attention in every layer.
+TINY = dataclasses.replace(
+    preset("transformer-tiny", 4096), mixers=("attention",) * 4, capacity=1024
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What every HMT experiment takes.
+
+    Attributes:
+        preset: "cpu" takes minutes on two cores, "cpu-short" fewer, as ablations, which
+            train many models, take by default; "smollm2-cpu" is the real model with
+            a few short steps; "paper" is 200 and 500 steps, 15 segments of 1,024.
+        backbone: "tiny", "smollm2", a Hugging Face folder, a GGUF file or a run's
+            folder; "" is the preset's.
+        steps: of stage 1 and stage 2; none is the preset's.
+        backbone_steps: updates of the tiny backbone.
+        test_tokens: scored of each held-out document, at most; 0 is the preset's.
+        source: documents, as `memjax train` takes them.
+        seed: of new parameters and data order.
+        run_dir: where models are kept.
+        output: where .json and .png go, without the ending.
+    """
+
+    preset: Preset = "cpu"
+    backbone: str = ""
+    steps: tuple[int, int] | None = None
+    backbone_steps: int = 600
+    test_tokens: int = 0
+    source: str = "embedded"
+    seed: int = 0
+    run_dir: Path = Path("runs/hmt")
+    output: Path = RESULTS / "hmt"
+
+    def __post_init__(self):
+        if self.steps is not None and min(self.steps) < 1:
+            raise ValueError(f"steps must be at least 1 and 1, got {self.steps}")
+        for name in ("backbone_steps", "test_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+    @property
+    def scale(self) -> Scale:
+        """The preset with the changes that were asked for."""
+        scale = SCALES[self.preset]
+        stages = scale.stages
+        for name, steps in zip(("stage1", "stage2"), self.steps or (), strict=False):
+            stage = getattr(stages, name)
+            loop = dataclasses.replace(stage.loop, steps=steps)
+            changed = dataclasses.replace(stage, loop=loop)
+            stages = dataclasses.replace(stages, **{name: changed})
+        return Scale(
+            self.backbone or scale.backbone,
+            stages,
+            self.test_tokens or scale.test_tokens,
+        )
+
+
+class Trained(NamedTuple):
+    """A fine-tuned model, and the seconds that its training took when it was done."""
+
+    model: HMT | LanguageModel
+    seconds: float
+
+
+def backbone_path(config: Config) -> Path:
+    """The backbone; the tiny one is trained if it is not there."""
+    name = config.scale.backbone
+    if name == "smollm2":
+        from experiments.common import pretrained
+
+        return pretrained.smollm2()
+    if name != "tiny":
+        return Path(name)
+    settings = _tiny_run(config)
+    folder = config.run_dir / f"backbone-{_digest(to_record(settings))}"
+    return _once(folder, "the backbone", lambda: run.train(settings, folder))
+
+
+def load_backbone(config: Config) -> tuple[LanguageModel, Tokenizer]:
+    """The backbone as it came, and its tokenizer."""
+    found = finetune.load_backbone(backbone_path(config))
+    return found.model, found.tokenizer.parse()
+
+
+def _tiny_run(config: Config) -> run.RunConfig:
+    """Texts of a few segments."""
+    return run.RunConfig(
+        model=TINY,
+        data=run.DataConfig(
+            source="embedded",
+            context_length=min(256, TINY.capacity),
+            batch_size=8,
+        ),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_ratio=0.05),
+        loop=LoopConfig(
+            steps=config.backbone_steps, save_every=100, log_every=50, keep=1
+        ),
+        seed=config.seed,
+    )
+
+
+def train_stage(
+    config: Config, stage: FinetuneConfig, start: Path | None = None
+) -> Path:
+    """Folder of a fine-tuned model; trained unless it is there."""
+    backbone = backbone_path(config) if start is None else None
+    stage = dataclasses.replace(stage, seed=config.seed)
+    identity = {"stage": to_record(stage), "from": str(start or backbone)}
+    folder = config.run_dir / f"model-{_digest(identity)}"
+    what = (
+        f"{stage.memory}, {stage.depth} segments of {stage.segment}, "
+        f"{stage.loop.steps} steps"
+    )
+    return _once(
+        folder, what, lambda: finetune.finetune(stage, backbone, folder, start)
+    )
+
+
+def load(folder: Path) -> Trained:
+    """A model of `train_stage`, adapters joined."""
+    _, model = finetune.load(folder)
+    assert isinstance(model, HMT | LanguageModel), type(model)
+    seconds = json.loads((folder / "seconds.json").read_text())
+    return Trained(merge_lora(model), seconds)
+
+
+def train_hmt(config: Config, stages: TwoStageConfig) -> Trained:
+    """HMT by both stages."""
+    first = train_stage(config, on_source(config, stages.stage1))
+    second = train_stage(config, on_source(config, stages.stage2), first)
+    model, seconds = load(second)
+    return Trained(model, seconds + load(first).seconds)
+
+
+def train_recurrent(config: Config, stages: TwoStageConfig, sensory: int) -> Trained:
+    """The recurrence without retrieval, as many steps in one stage; RMT for k = 0."""
+    memory = dataclasses.replace(stages.stage2.hmt, retrieval=False, sensory=sensory)
+    stage = dataclasses.replace(stages.stage2, hmt=memory, loop=_both(stages))
+    return load(train_stage(config, on_source(config, stage)))
+
+
+def train_window(config: Config, stages: TwoStageConfig, window: int) -> Trained:
+    """The backbone with a window, as many steps; samples of no fewer tokens."""
+    tokens = stages.stage2.context_length
+    stage = dataclasses.replace(
+        stages.stage2,
+        memory="window",
+        window=window,
+        depth=-(-tokens // window),
+        loop=_both(stages),
+    )
+    return load(train_stage(config, on_source(config, stage)))
+
+
+def on_source(config: Config, stage: FinetuneConfig) -> FinetuneConfig:
+    """The stage on the documents of the experiment."""
+    data = dataclasses.replace(stage.data, source=config.source)
+    return dataclasses.replace(stage, data=data)
+
+
+def _both(stages: TwoStageConfig) -> LoopConfig:
+    steps = stages.stage1.loop.steps + stages.stage2.loop.steps
+    return dataclasses.replace(stages.stage2.loop, steps=steps)
+
+
+def _once(folder: Path, what: str, train: Callable[[], Outcome]) -> Path:
+    """The folder, once its training has finished; programs compile once for all."""
+    spent = folder / "seconds.json"
+    if spent.exists():
+        return folder
+    print(f"training {what}, in {folder}", flush=True)
+    if not jax.config.values["jax_compilation_cache_dir"]:
+        cache = folder.parent.resolve() / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+    began = time.monotonic()
+    outcome = train()
+    if outcome.reason != "finished":
+        raise SystemExit(outcome.exit_code)
+    spent.write_text(json.dumps(time.monotonic() - began))
+    return folder
+
+
+def write(config: Config, question: str, **results: Any) -> None:
+    """Writes `config.output`.json: where it comes from, and the results."""
+    training = to_record(config.scale.stages)
+    write_results(config, question, training=training, **results)
+
+
+def write_results(config: Any, question: str, **results: Any) -> None:
+    """As `write`, for any dataclass with an `output`."""
+    fields = dataclasses.asdict(config)
+    for name in ("run_dir", "output"):
+        fields.pop(name, None)
+    report = provenance(question, json.loads(json.dumps(fields, default=_name)))
+    config.output.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(report | results, indent=1) + "\n"
+    Path(f"{config.output}.json").write_text(text)
+
+
+def _name(path: Path) -> str:
+    """A file's name: where it lies says nothing on another machine."""
+    return path.name
+
+
+def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> None:
+    """Prints one row a name; numbers with three digits after the point."""
+    table = Table(title=title)
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    text = lambda x: f"{x:.3f}" if isinstance(x, float) else f"{x:,}"
+    for name, cells in rows.items():
+        table.add_row(name, *(text(cell) for cell in cells))
+    Console().print(table)
+
+
+def _digest(record: Any) -> str:
+    text = json.dumps(record, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,235 @@
+"""Does a memory search help where the context switches, and what does it go back to?
+
+    python -m experiments.hmt.switching
+
+HMT with and without retrieval, each fine-tuned for as many steps on documents as they
+are, on pairs of documents interleaved in pieces, and on documents dilated with "$";
+scored on held-out documents made in the same way (HMT, Figures 9, 11, 14 and 15).
+Without retrieval a segment is given the memory of the segment before. The histograms
+show how many segments back the memory lies that a search weighs most. Pieces of one
+segment mean that the other document is one segment back and one's own two.
+
+Both models score the same targets: those from index j on in their segment. Of dilated
+documents perplexity is given with the "$" and without. Models read exact pieces; what
+they are trained on is the text of such pieces, tokenised as one, so that there the
+switches lie where they lie.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import nnx
+
+from experiments.hmt import common, scores
+from experiments.hmt.common import RESULTS
+from memjax import evaluation
+from memjax.data import (
+    FILLER,
+    LongInput,
+    Split,
+    Tokenizer,
+    dilate,
+    interleave,
+    load_tokens,
+)
+from memjax.evaluation import Losses, plots
+from memjax.models.hmt.model import HMT
+
+Form = Literal["plain", "interleaved", "dilated"]
+WITH, WITHOUT = "with retrieval", "without retrieval"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(common.Config):
+    """See `hmt_common.Config`.
+
+    Attributes:
+        forms: of the documents.
+        chunk: tokens of a piece; 0 is a segment, or 256, as the paper has, with its
+            preset.
+    """
+
+    forms: tuple[Form, ...] = get_args(Form)
+    chunk: int = 0
+    preset: common.Preset = "cpu-short"
+    output: Path = RESULTS / "hmt_switching"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.chunk < 0:
+            raise ValueError(f"chunk must be >= 0, got {self.chunk}")
+
+    @property
+    def piece(self) -> int:
+        """Tokens between two switches."""
+        usual = self.scale.stages.stage2.hmt.segment
+        return self.chunk or (256 if self.preset == "paper" else usual)
+
+
+def main(config: Config) -> None:
+    """Trains what is not trained yet, scores, prints and writes."""
+    backbone, tokenizer = common.load_backbone(config)
+    results, panels = {}, {}
+    for form in config.forms:
+        train = _training_source(config, form, tokenizer)
+        test = _make(config, form, tokenizer, "test")
+        results[form], panels[form] = _compare(config, form, train, test)
+    report(config, results, panels)
+
+
+def _compare(config: Config, form: Form, source: str, test: list[LongInput]):
+    """Both models of one form of documents: their scores, and the searches."""
+    trained_on = dataclasses.replace(config, source=source)
+    stages = config.scale.stages
+    sensory = stages.stage2.hmt.sensory
+    models = {
+        WITH: common.train_hmt(trained_on, stages),
+        WITHOUT: common.train_recurrent(trained_on, stages, sensory),
+    }
+    segment, first = stages.stage2.hmt.segment, stages.stage2.hmt.summary
+    texts = [_cut(text, segment, config.scale.test_tokens) for text in test]
+    losses = {
+        name: scores.score(trained.model, [t.document for t in texts], segment)[0]
+        for name, trained in models.items()
+    }
+    some = {name: _scored(x, texts, segment, first) for name, x in losses.items()}
+    rows: dict[str, Any] = {
+        kind: {name: evaluation.perplexity(x[kind]) for name, x in some.items()}
+        for kind in some[WITH]
+    }
+    base, searched = some[WITHOUT]["text"], some[WITH]["text"]
+    model = models[WITH].model
+    assert isinstance(model, HMT)
+    found = searches(model, texts, segment)
+    row = {
+        "perplexity": rows,
+        "nats_saved_by_retrieval": scores.gain(base, searched, base.mask.shape[1]),
+        "recall": evaluation.recall_summary(*found),
+        "histogram": _histogram(found[0]),
+        "tokens": [len(text.document.tokens) - 1 for text in texts],
+    }
+    return row, found
+
+
+def searches(
+    model: HMT, texts: list[LongInput], segment: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Distances of all searches, text by text, and the memories that were held."""
+    graph, params = nnx.split(model)
+    read = jax.jit(lambda params, *rest: nnx.merge(graph, params).trace(*rest)[::2])
+    found = []
+    for text in texts:
+        state = model.init_state(1)
+        tokens = np.asarray(text.document.tokens)[None, :-1]
+        step = scores.TOGETHER * segment
+        for start in range(0, tokens.shape[1], step):
+            piece = jnp.asarray(tokens[:, start : start + step])
+            state, trace = read(params, state, piece)
+            counts = (trace.scores, trace.held, trace.tokens)
+            found.append(evaluation.recall_distances(*counts))
+    distances, held = zip(*found, strict=True)
+    return np.concatenate(distances), np.concatenate(held)
+
+
+def report(config: Config, results: dict, panels: dict) -> None:
+    """Writes, draws and prints."""
+    memory = config.scale.stages.stage2.hmt
+    common.write(
+        config,
+        "does a memory search help where the context switches?",
+        segment=memory.segment,
+        chunk=config.piece,
+        chunk_over_segment=config.piece / memory.segment,
+        scored_from=memory.summary,
+        forms=results,
+    )
+    common.show(
+        f"Perplexity of targets from index {memory.summary} on in their segment",
+        [WITH, WITHOUT],
+        {
+            f"{form}, {kind}": [*values.values()]
+            for form, row in results.items()
+            for kind, values in row["perplexity"].items()
+        },
+    )
+    for form, row in results.items():
+        print(f"{form}: {json.dumps(row['recall'])}")
+    plots.recall_histogram(
+        panels,
+        Path(f"{config.output}.png"),
+        longest=min(50, memory.memories),
+        title=f"What searches go back to; segments of {memory.segment}, "
+        f"pieces of {config.piece} tokens",
+    )
+
+
+def _make(
+    config: Config, form: Form, tokenizer: Tokenizer, split: Split
+) -> list[LongInput]:
+    """The documents of a split in one form."""
+    documents = load_tokens(config.source, tokenizer, split)
+    match form:
+        case "plain":
+            blank = lambda d: np.zeros(len(d.tokens), np.int8)
+            return [LongInput(d, blank(d)) for d in documents]
+        case "interleaved":
+            return interleave(documents, config.piece)
+        case "dilated":
+            return dilate(documents, _dollar(tokenizer), config.piece)
+
+
+def _dollar(tokenizer: Tokenizer) -> int:
+    """The id of "$"."""
+    ids = tokenizer.encode("$")
+    if len(ids) != 1:
+        raise ValueError(f'"$" must be one token of the tokenizer, got {len(ids)}')
+    return int(ids[0])
+
+
+def _training_source(config: Config, form: Form, tokenizer: Tokenizer) -> str:
+    """Documents of the form to train on, as a folder of texts."""
+    if form == "plain":
+        return config.source
+    name = f"texts-{form}-{config.piece}-{config.source.replace('/', '_')}"
+    folder = config.run_dir / f"{name}-{tokenizer.digest[:8]}" / "train"
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, text in enumerate(_make(config, form, tokenizer, "train")):
+        content = tokenizer.decode(np.asarray(text.document.tokens))
+        (folder / f"{i:03}.txt").write_text(content, "utf-8")
+    return f"folder:{folder.parent}"
+
+
+def _cut(text: LongInput, segment: int, tokens: int) -> LongInput:
+    """Whole segments, at most so many tokens, and one to predict."""
+    size = min(tokens, len(text.origin) - 1) // segment * segment + 1
+    document = text.document._replace(tokens=text.document.tokens[:size])
+    return LongInput(document, text.origin[:size])
+
+
+def _scored(
+    losses: Losses, texts: list[LongInput], segment: int, first: int
+) -> dict[str, Losses]:
+    """The scored targets: of the text, and where there is filler, with it."""
+    causal = evaluation.scored(losses.mask.shape[1], segment, first)
+    real = np.zeros_like(losses.mask)
+    for row, text in enumerate(texts):
+        real[row, : len(text.origin) - 1] = text.origin[1:] != FILLER
+    found = {"text": evaluation.restrict(losses, real * causal)}
+    if any(np.any(text.origin == FILLER) for text in texts):
+        found["text and filler"] = evaluation.restrict(losses, causal)
+    return found
+
+
+def _histogram(distances: np.ndarray) -> dict[str, int]:
+    values, counts = np.unique(distances, return_counts=True)
+    return {str(v): int(c) for v, c in zip(values, counts, strict=True)}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

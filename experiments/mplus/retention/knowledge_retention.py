@@ -1,0 +1,368 @@
+"""What does a model still know that it was told many tokens ago?
+
+    python -m experiments.mplus.retention.knowledge_retention
+
+Facts of the CIA World Factbook are told inside their contexts, then other text, and
+asked behind every so many pieces of it (M+, Figures 3, 5, 8 and 9; the authors have
+SQuAD and NaturalQA). An answer is right if it occurs in ten tokens of greedy decoding.
+M+, with its retriever and with attention in its place, and MemoryLLM stand beside what
+the same backbone does with full attention, with a window or a cache of SnapKV of as
+much memory on the device, with the pieces that BM25 finds, and without having been
+told. Each fact has an answer and a country of its own, and the other text names
+neither.
+
+With `--carry` the memory goes on from sample to sample, as in the published programs.
+"""
+
+import dataclasses
+import functools
+import time
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import tyro
+
+from experiments.hmt import common
+from experiments.hmt import qa as hmt_qa
+from experiments.hmt import scores as hmt_scores
+from experiments.hmt.common import RESULTS
+from experiments.mplus import retriever as mplus_retriever
+from experiments.mplus.retention import methods, retention
+from experiments.mplus.retention.samples import book_passages, make_samples
+from memjax.data import (
+    Passage,
+    Question,
+    Tokenizer,
+    load_facts,
+    load_passages,
+    load_tokenizer,
+    read_passages,
+    read_questions,
+)
+from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, split_facts
+from memjax.evaluation import plots
+from memjax.mechanisms.base import check_sizes
+from memjax.models.mplus.model import MPlus, mplus
+from memjax.models.mplus.state import MPlusConfig
+from memjax.training.finetune import finetune
+from memjax.training.finetune.mplus_config import MPlusStage, presets
+
+Name = Literal[
+    "M+",
+    "M+ (attention)",
+    "MemoryLLM",
+    "full",
+    "window",
+    "SnapKV",
+    "BM25",
+    "closed book",
+]
+Preset = Literal["cpu", "paper"]
+
+
+class Scale(NamedTuple):
+    """How a preset tests.
+
+    Attributes:
+        memory: sizes of M+, for a backbone without a trained one.
+        samples: facts.
+        after: pieces told before a question.
+    """
+
+    memory: MPlusConfig
+    samples: int
+    after: tuple[int, ...]
+
+
+def trained_sizes(preset: str) -> MPlusConfig:
+    """Of the memory that the last stage of a preset of `memjax finetune` trains."""
+    stage = presets()[f"{preset}-stage3"]
+    assert isinstance(stage, MPlusStage)
+    return stage.memory
+
+
+SCALES: dict[Preset, Scale] = {
+    "cpu": Scale(trained_sizes("mplus-smollm2-135m"), 16, (0, 4, 8, 16)),
+    "paper": Scale(trained_sizes("mplus-paper"), 100, tuple(range(313))),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is tested, and how.
+
+    Attributes:
+        preset: "cpu" takes some half an hour on two cores; "paper" has the paper's
+            sizes, 160k tokens behind each of 100 facts.
+        methods: those to test.
+        backbone: "smollm2", or what `memjax finetune` takes as a backbone.
+        model: folder of a fine-tuned M+, whose backbone counts then; none is an
+            untrained M+ of the preset's sizes.
+        store: rows of the store; 0 leaves what the model has.
+        retrieved: rows that a read takes from it; 0 likewise.
+        retriever: a file of `mplus_retriever.py`; none leaves the model's own.
+        memoryllm: folder of a fine-tuned MemoryLLM on the same backbone; none is M+
+            without its store, whose pool is as large as both on the device.
+        samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
+        batch: facts side by side.
+        lengths: of questions: facts are those whose questions have one of the so many
+            most frequent, as programs are compiled for each; 0 is all.
+        after: numbers of pieces told before a question, rising; none is the preset's.
+        chunk: tokens of a piece; contexts must fit.
+        answer: tokens that are generated.
+        window: tokens of the window, of SnapKV's cache with the piece that it reads,
+            and of the pieces that BM25 finds; 0 is as much memory as M+ has on the
+            device, as far as the backbone's positions go.
+        carry: whether memory goes on from sample to sample.
+        known: whether facts are asked, too, that the backbone answers without having
+            been told.
+        facts: JSON lines with context, question, answer, kind and subject; none is
+            those that ship, of the subjects that are not trained on.
+        passages: JSON lines with text and subject, told between a fact and its
+            question; none is those that ship, and behind them the embedded books.
+        seed: of the draws, and of an untrained M+.
+        output: where .json and .png go, without the ending.
+    """
+
+    preset: Preset = "cpu"
+    methods: tuple[Name, ...] = get_args(Name)
+    backbone: str = "smollm2"
+    model: Path | None = None
+    store: int = 0
+    retrieved: int = 0
+    retriever: Path | None = None
+    memoryllm: Path | None = None
+    samples: int = 0
+    batch: int = 4
+    lengths: int = 4
+    after: tuple[int, ...] = ()
+    chunk: int = 512
+    answer: int = 10
+    window: int = 0
+    carry: bool = False
+    known: bool = False
+    facts: Path | None = None
+    passages: Path | None = None
+    seed: int = 0
+    output: Path = RESULTS / "knowledge_retention"
+
+    def __post_init__(self):
+        check_sizes(batch=self.batch, chunk=self.chunk, answer=self.answer)
+        for name in ("samples", "store", "retrieved", "window", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"{name} must be at least 0, got {getattr(self, name)}"
+                )
+        if (
+            list(self.after) != sorted(set(self.after))
+            or min(self.after, default=0) < 0
+        ):
+            raise ValueError(f"after must rise from 0 or more, got {self.after}")
+        if not self.methods:
+            raise ValueError("methods must name at least one, got none")
+
+    @property
+    def scale(self) -> Scale:
+        """The preset with the changes that were asked for."""
+        scale = SCALES[self.preset]
+        return Scale(
+            scale.memory, self.samples or scale.samples, self.after or scale.after
+        )
+
+
+def main(config: Config) -> None:
+    """Tests every method, prints, draws and writes."""
+    model, tokenizer, trained = load(config)
+    model = as_asked(config, model)
+    scale = config.scale
+    facts = facts_of(config)
+    prompts = [tokenizer.encode(f"\n\n{fact.question}") for fact in facts]
+    longest = max(map(len, prompts)) + config.answer
+    ask = None
+    if not config.known:
+        nobody = methods.closed_book(model.backbone, tokenizer, longest)
+        ask = functools.partial(retention.untold, nobody, tokenizer, config.answer)
+    batches = make_samples(
+        facts,
+        passages(config),
+        tokenizer,
+        samples=scale.samples,
+        batch=config.batch,
+        pieces=scale.after[-1],
+        chunk=config.chunk,
+        lengths=config.lengths,
+        seed=config.seed,
+        ask=ask,
+    )
+    window = config.window or min(
+        hmt_scores.equal_window(model.backbone, methods.device_bytes(model)),
+        model.backbone.config.capacity,
+    )
+    results = {}
+    for name in config.methods:
+        method = build(name, config, model, tokenizer, window, longest)
+        began = time.monotonic()
+        asked = list(
+            retention.run(
+                method,
+                batches,
+                tokenizer,
+                after=scale.after,
+                answer=config.answer,
+                carry=config.carry,
+            )
+        )
+        results[name] = retention.summary(asked, scale.after)
+        results[name]["seconds"] = time.monotonic() - began
+        curve = [f"{row['accuracy']:.2f}" for row in results[name]["after"].values()]
+        print(f"{name}: {' '.join(curve)}", flush=True)
+    told = [fact for batch in batches for fact in batch.facts]
+    rest = [fact for fact in facts if fact not in set(told)]
+    report(config, results, window, trained, hmt_qa.majority_exact(rest, told), model)
+
+
+def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
+    """M+ with its backbone and tokenizer, and whether it has been trained."""
+    if config.model is not None:
+        return *load_trained("model", config.model), True
+    if config.backbone == "smollm2":
+        from experiments.common import pretrained
+
+        path = pretrained.smollm2()
+    else:
+        path = Path(config.backbone)
+    found = finetune.load_backbone(path)
+    memory = SCALES[config.preset].memory
+    model = mplus(found.model, memory, key=jax.random.key(config.seed))
+    return model, found.tokenizer.parse(), False
+
+
+def load_trained(name: str, folder: Path) -> tuple[MPlus, Tokenizer]:
+    """A fine-tuned M+ or MemoryLLM and its tokenizer; `name` is the option's."""
+    described, model = finetune.load_model(folder)
+    if not isinstance(model, MPlus):
+        raise ValueError(
+            f"{name}={str(folder)!r} must be a fine-tuned M+ or MemoryLLM, "
+            f"got {type(model).__name__}"
+        )
+    return model, load_tokenizer(described.data.tokenizer)
+
+
+def as_asked(config: Config, model: MPlus) -> MPlus:
+    """The model with the store, the reads and the retriever of the options."""
+    if config.store or config.retrieved:
+        model = methods.with_store(model, config.store, config.retrieved)
+    if config.retriever is not None:
+        mplus_retriever.read(model, config.retriever)
+    return model
+
+
+def facts_of(config: Config) -> list[Question]:
+    """Those to ask for; of the other subjects M+ may have been told in training."""
+    if config.facts is not None:
+        return read_questions(config.facts)
+    return split_facts(load_facts(), seed=FACTS_SEED)[1]
+
+
+def passages(config: Config) -> list[list[Passage]]:
+    """Text to tell, in groups: the first is used up before the next."""
+    if config.passages is not None:
+        return [read_passages(config.passages)]
+    return [load_passages(), book_passages()]
+
+
+def build(
+    name: Name,
+    config: Config,
+    model: MPlus,
+    tokenizer: Tokenizer,
+    window: int,
+    question: int,
+) -> retention.Method:
+    """One method.
+
+    Args:
+        name: which.
+        config: of the program.
+        model: M+, whose backbone all share.
+        tokenizer: of the backbone.
+        window: tokens of memory.
+        question: tokens of question and answer, at most.
+    """
+    backbone, piece = model.backbone, config.chunk
+    match name:
+        case "M+":
+            return methods.LatentMemory(model)
+        case "M+ (attention)":
+            return methods.LatentMemory(methods.with_attention_retrieval(model))
+        case "MemoryLLM":
+            if config.memoryllm is None:
+                return methods.LatentMemory(methods.without_store(model))
+            other, its_own = load_trained("memoryllm", config.memoryllm)
+            if its_own.digest != tokenizer.digest:
+                raise ValueError(
+                    f"memoryllm={str(config.memoryllm)!r} must have the tokenizer of "
+                    "the others, it has another"
+                )
+            return methods.LatentMemory(other)
+        case "full":
+            told = (config.scale.after[-1] + 1) * piece
+            if config.carry:
+                told *= config.scale.samples // config.batch
+            return methods.full(backbone, piece, told + question)
+        case "window":
+            return methods.window(backbone, piece, window)
+        case "SnapKV":
+            return methods.snapkv(backbone, piece, window, question)
+        case "BM25":
+            return methods.bm25(backbone, tokenizer, piece, window, question)
+        case "closed book":
+            return methods.closed_book(backbone, tokenizer, question)
+
+
+def report(
+    config: Config,
+    results: dict[str, Any],
+    window: int,
+    trained: bool,
+    majority: dict[str, float],
+    model: MPlus,
+) -> None:
+    """Writes, draws and prints."""
+    after = config.scale.after
+    distances = [count * config.chunk for count in after]
+    common.write_results(
+        config,
+        "what does a model still know that it was told many tokens ago?",
+        trained=trained,
+        memory=dataclasses.asdict(model.config),
+        device_bytes=methods.device_bytes(model),
+        window_tokens=window,
+        distances=distances,
+        majority_exact=majority,
+        methods=results,
+    )
+    curves = {
+        name: [
+            tuple(row[key] for key in ("accuracy", "low", "high"))
+            for row in result["after"].values()
+        ]
+        for name, result in results.items()
+    }
+    plots.accuracy_by_distance(
+        curves,
+        distances,
+        Path(f"{config.output}.png"),
+        title=f"Facts still known, {config.scale.samples} of them"
+        + (", memory carried on" if config.carry else ""),
+    )
+    rows = {name: [point[0] for point in curve] for name, curve in curves.items()}
+    rows["most frequent answer"] = [majority["all"]] * len(distances)
+    common.show(
+        "Right answers after so many tokens", [f"{d:,}" for d in distances], rows
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

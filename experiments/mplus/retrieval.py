@@ -1,0 +1,173 @@
+"""Where the rows of a text are: in M+'s pool, in its store, in what a read retrieved.
+
+Shapes: B texts side by side, L layers, P tokens of a question.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+
+from experiments.mplus.retention.methods import LatentMemory
+from experiments.mplus.retention.samples import Samples
+from memjax.models.mplus.model import MPlus
+from memjax.models.mplus.state import MPlusConfig, MPlusState
+
+
+class Found(NamedTuple):
+    """Rows of the context's piece, layer by layer, and what the store holds in all.
+
+    Attributes:
+        pool: in the short-term pool.
+        store: in the long-term store.
+        retrieved: of those, what a read retrieves.
+        answer_store: as `store`, of the sentence with the answer alone. A chunk's last
+            K tokens have rows of their own; what the others say is in no certain one.
+        answer_retrieved: as `retrieved`, likewise.
+        held: rows in the store.
+    """
+
+    pool: Int[Array, "B L"]
+    store: Int[Array, "B L"]
+    retrieved: Int[Array, "B L"]
+    answer_store: Int[Array, "B L"]
+    answer_retrieved: Int[Array, "B L"]
+    held: Int[Array, " B"]
+
+
+def run(model: MPlus, batch: Samples, after: Sequence[int]) -> dict[int, Found]:
+    """Tells one batch, and counts behind each number of pieces in `after`."""
+    memory = LatentMemory(model)
+    state = memory.start(len(batch.facts))
+    before = np.asarray(state.clock)
+    told, found = None, {}
+    for count, piece in enumerate([batch.context, *batch.pieces][: after[-1] + 1]):
+        state = memory.tell(state, piece)
+        told = np.asarray(state.clock) if told is None else told
+        if count in after:
+            span = jnp.asarray(np.stack([before, told]))
+            prompt = jnp.asarray(batch.prompts)
+            answers = jnp.asarray(batch.answers)
+            counts = count_rows(*nnx.split(model), state, prompt, span, answers)
+            found[count] = jax.tree.map(np.asarray, counts)
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def count_rows(
+    graph: Any,
+    params: Any,
+    state: MPlusState,
+    prompt: Int[Array, "B P"],
+    span: Int[Array, "2 B"],
+    answers: Int[Array, "B 2"],
+) -> Found:
+    """Where the rows are that were made in a span of time.
+
+    Args:
+        graph: of `nnx.split`, as `params`.
+        params: the model's.
+        state: the memory.
+        prompt: the question, all of which chooses what is retrieved.
+        span: clock before and after the text whose rows are counted was written.
+        answers: of its tokens, first of the answer's sentence and first behind it.
+    """
+    model = nnx.merge(graph, params)
+    config = model.config
+    _, trace = model.trace_read(state, prompt)
+    store = state.store
+    assert store is not None and trace.chosen is not None and trace.scores is not None
+    # The rows of an update are as old as the clock says: born one after the other.
+    first, last = (span + 1)[:, :, None, None]
+    inside = lambda born: (born >= first) & (born < last)
+    begin, end = jnp.moveaxis(answers, 1, 0)[:, :, None, None]
+
+    def of_answer(born):
+        chunk, row = jnp.divmod(born - first, config.tokens)
+        token = (chunk + 1) * config.chunk - config.tokens + row
+        return (token >= begin) & (token < end)
+
+    count = lambda rows: rows.sum(axis=-1, dtype=jnp.int32)
+    places = lambda size: jnp.arange(size, dtype=jnp.int32)[None]
+    size = state.pool.shape[2]
+    filled = places(size) >= size - state.held[:, None]
+    born = jnp.stack([layer.born for layer in store.layers], axis=1)
+    stored = inside(born) & (places(born.shape[2]) < store.held[:, None])[:, None]
+    chosen = jnp.moveaxis(trace.chosen, 0, 1)
+    scores = jnp.moveaxis(trace.scores, 0, 1)
+    take = functools.partial(jnp.take_along_axis, axis=-1)
+    real = take(scores, chosen) > -jnp.inf
+    answer = stored & of_answer(born)
+    return Found(
+        pool=count(inside(state.clock[:, None, None] - state.ages) & filled[:, None]),
+        store=count(stored),
+        retrieved=count(take(stored, chosen) & real),
+        answer_store=count(answer),
+        answer_retrieved=count(take(answer, chosen) & real),
+        held=store.held,
+    )
+
+
+def summary(config: MPlusConfig, chunk: int, found: Sequence[Found]) -> dict[str, Any]:
+    """Means over facts and layers, in rows of a layer and as shares.
+
+    Beside the rows of the context's piece, "answer" has those of the sentence with the
+    answer.
+    """
+    made = chunk // config.chunk * config.tokens
+    pool, store, retrieved, answer_store, answer_retrieved, held = (
+        np.concatenate(x) for x in zip(*found, strict=True)
+    )
+    taken = np.minimum(config.retrieved, held)[:, None]
+    return {
+        "facts": len(store),
+        "rows_made": made,
+        "rows_in_pool": float(pool.mean()),
+        "store_held": float(held.mean()),
+        **_shares(store, retrieved, taken, held),
+        "answer": _shares(answer_store, answer_retrieved, taken, held),
+        "still_known": float((pool + store).mean() / made),
+        "read": float((pool + retrieved).mean() / made),
+    }
+
+
+def _shares(store, retrieved, taken, held) -> dict[str, Any]:
+    """Of the rows in the store how many are retrieved.
+
+    Beside the shares "random" and "best"; the error is that of the mean over facts,
+    which are independent, as layers are not. NaN where the store has none.
+    """
+    random = store * taken / np.maximum(held, 1)[:, None]
+    best = np.minimum(store, taken)
+    total = store.sum(axis=1)
+    some = total > 0
+    shares = retrieved.sum(axis=1)[some] / total[some]
+    share = lambda part: _ratio(part.sum(), store.sum())
+    count = int(some.sum())
+    error = shares.std(ddof=1) / math.sqrt(count) if count > 1 else math.nan
+    return {
+        "rows_in_store": float(store.mean()),
+        "rows_retrieved": float(retrieved.mean()),
+        "rows_at_random": float(random.mean()),
+        "rows_at_best": float(best.mean()),
+        "share": share(retrieved),
+        "share_random": share(random),
+        "share_best": share(best),
+        "standard_error": float(error),
+        "times_random": _ratio(retrieved.sum(), random.sum()),
+        "facts_with_rows": count,
+        "share_by_layer": [
+            _ratio(*sums)
+            for sums in zip(retrieved.sum(axis=0), store.sum(axis=0), strict=True)
+        ],
+    }
+
+
+def _ratio(part: Any, whole: Any) -> float:
+    return float(part / whole) if whole else math.nan

@@ -1,0 +1,283 @@
+"""Does M+ retrieve the rows that a fact was told in?
+
+    python -m experiments.mplus.retrieval_quality
+    python -m experiments.mplus.retrieval_quality --backbone tiny \\\
+        --chunk 1024 --after 3 8 16
+
+A piece with a fact's context is written into memory, then other pieces; the fact's
+question is read behind every so many of them. Counted are the rows that were made from
+the context's piece: those in the short-term pool, in the long-term store, and among
+what the read retrieved (M+, Figure 6). "at random" is what as many rows drawn from the
+store would hold of them; "at best" is what a retriever that knows them would take.
+
+A piece says more than the fact: counted besides are the rows of the one sentence that
+has the answer, as far as its tokens have rows of their own.
+
+Of an untrained retriever nothing but chance is to be expected: a model of `memjax
+finetune` shows what training brings.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tyro
+
+from experiments.hmt import common
+from experiments.hmt.common import RESULTS
+from experiments.mplus import retrieval
+from experiments.mplus.retention import knowledge_retention
+from experiments.mplus.retention.samples import make_samples
+from memjax.data import Tokenizer, load_tokenizer
+from memjax.models.mplus.checkpoint import load_mplus
+from memjax.models.mplus.model import MPlus, mplus
+from memjax.models.mplus.state import MPlusConfig
+from memjax.training.finetune.run import TOKENIZER_FILE, later_stage
+from memjax.training.run_folder import CHECKPOINTS
+
+
+class Scale(NamedTuple):
+    """How a preset tests.
+
+    Attributes:
+        memory: sizes of M+, for a backbone without a trained one.
+        samples: facts.
+        after: pieces told before a question.
+    """
+
+    memory: MPlusConfig
+    samples: int
+    after: tuple[int, ...]
+
+
+SCALES: dict[knowledge_retention.Preset, Scale] = {
+    # At last the store holds some fifteen times what a read retrieves; the paper's
+    # thirty are twice the tokens.
+    "cpu": Scale(
+        dataclasses.replace(knowledge_retention.SCALES["cpu"].memory, store=8_192),
+        12,
+        (4, 8, 16, 32),
+    ),
+    "paper": Scale(MPlusConfig(), 100, (0, 10, 20, 40, 80, 160, 312)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is tested, and how.
+
+    Attributes:
+        preset: "cpu" takes minutes on two cores; "paper" has the paper's sizes, 160k
+            tokens behind each of 100 facts.
+        backbone: "tiny" is trained here in a minute or two, "smollm2" is the PyPI
+            package's; or what `memjax finetune` takes as a backbone. M+ around it is
+            untrained, with the preset's sizes.
+        model: a trained M+, whose backbone counts then: the folder of a run, or of
+            `memjax export`.
+        store: rows of the store; 0 leaves what the model has.
+        retrieved: rows that a read takes from it; 0 likewise.
+        retriever: a file of `mplus_retriever.py`; none leaves the model's own.
+        samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
+        batch: facts side by side.
+        lengths: of questions: facts are those whose questions have one of the so many
+            most frequent, as programs are compiled for each; 0 is all.
+        after: numbers of pieces told before a question, rising; none is the preset's.
+        chunk: tokens of a piece, a multiple of the memory's; contexts must fit: 1,024
+            for the shorter tokens of the tiny backbone.
+        facts: JSON lines with context, question, answer, kind and subject; none is
+            those that ship, of the subjects that are not trained on.
+        passages: JSON lines with text and subject, told between a fact and its
+            question; none is those that ship, and behind them the embedded books.
+        run_dir: where the tiny backbone is kept.
+        seed: of the draws, and of an untrained M+.
+        output: where .json and .png go, without the ending.
+    """
+
+    preset: knowledge_retention.Preset = "cpu"
+    backbone: str = "smollm2"
+    model: Path | None = None
+    store: int = 0
+    retrieved: int = 0
+    retriever: Path | None = None
+    samples: int = 0
+    batch: int = 4
+    lengths: int = 2
+    after: tuple[int, ...] = ()
+    chunk: int = 512
+    facts: Path | None = None
+    passages: Path | None = None
+    run_dir: Path = Path("runs/hmt")
+    seed: int = 0
+    output: Path = RESULTS / "retrieval_quality"
+
+    def __post_init__(self):
+        # What both programs take is refused alike.
+        self.retention()
+
+    def retention(self) -> knowledge_retention.Config:
+        """The settings that knowledge retention has as well."""
+        names = {field.name for field in dataclasses.fields(knowledge_retention.Config)}
+        shared = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name in names
+        }
+        return knowledge_retention.Config(**shared)
+
+    @property
+    def scale(self) -> Scale:
+        """The preset with the changes that were asked for."""
+        scale = SCALES[self.preset]
+        return Scale(
+            scale.memory, self.samples or scale.samples, self.after or scale.after
+        )
+
+
+def main(config: Config) -> None:
+    """Tells, asks, counts; prints, draws and writes."""
+    model, tokenizer, trained = load(config)
+    check(config, model)
+    scale = config.scale
+    shared = config.retention()
+    model = knowledge_retention.as_asked(shared, model)
+    batches = make_samples(
+        knowledge_retention.facts_of(shared),
+        knowledge_retention.passages(shared),
+        tokenizer,
+        samples=scale.samples,
+        batch=config.batch,
+        pieces=scale.after[-1],
+        chunk=config.chunk,
+        lengths=config.lengths,
+        seed=config.seed,
+    )
+    counted = [retrieval.run(model, batch, scale.after) for batch in batches]
+    rows = {
+        after: retrieval.summary(
+            model.config, config.chunk, [found[after] for found in counted]
+        )
+        for after in scale.after
+    }
+    report(config, model, trained, rows)
+
+
+def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
+    """M+, its tokenizer, and whether it was trained.
+
+    Raises:
+        ValueError: if a folder holds no M+.
+    """
+    folder = config.model
+    if folder is not None and not (
+        (folder / CHECKPOINTS).is_dir() or later_stage(folder)
+    ):
+        return load_mplus(folder), load_tokenizer(str(folder / TOKENIZER_FILE)), True
+    if folder is None and config.backbone == "tiny":
+        hmt = common.Config(backbone="tiny", run_dir=config.run_dir)
+        backbone, tokenizer = common.load_backbone(hmt)
+        key = jax.random.key(config.seed)
+        return mplus(backbone, config.scale.memory, key=key), tokenizer, False
+    return knowledge_retention.load(config.retention())
+
+
+def check(config: Config, model: MPlus) -> None:
+    """Raises ValueError on a model whose rows cannot be followed, or such pieces."""
+    memory = model.config
+    if not memory.has_retriever or memory.legacy:
+        raise ValueError(
+            "model must be an M+ with a retriever that knows when rows were made, got "
+            f"retrieved={memory.retrieved}, retrieval={memory.retrieval!r}, "
+            f"legacy={memory.legacy}"
+        )
+    if config.chunk % memory.chunk:
+        raise ValueError(
+            f"chunk must be a multiple of the memory's {memory.chunk}, so that "
+            f"the context has rows of its own, got {config.chunk}"
+        )
+
+
+def report(
+    config: Config, model: MPlus, trained: bool, rows: Mapping[int, dict[str, Any]]
+) -> None:
+    """Writes, draws and prints."""
+    distances = [count * config.chunk for count in rows]
+    common.write_results(
+        config,
+        "does M+ retrieve the rows that a fact was told in?",
+        trained=trained,
+        memory=dataclasses.asdict(model.config),
+        distances=distances,
+        after=rows,
+    )
+    note = "" if trained else ", untrained retriever"
+    title = f"Rows of a fact's context, of {next(iter(rows.values()))['rows_made']}"
+    plot(rows, distances, Path(f"{config.output}.png"), f"{title} a layer{note}")
+    columns = {
+        "in the pool": "rows_in_pool",
+        "in the store": "rows_in_store",
+        "retrieved": "rows_retrieved",
+        "at random": "rows_at_random",
+        "at best": "rows_at_best",
+        "share retrieved": "share",
+        "share at random": "share_random",
+        "times random": "times_random",
+        "in pool or store": "still_known",
+    }
+    common.show(
+        f"{title} a layer after so many tokens{note}",
+        [f"{distance:,}" for distance in distances],
+        {
+            name: [row[column] for row in rows.values()]
+            for name, column in columns.items()
+        }
+        | {
+            f"answer's sentence: {name}": [row["answer"][f] for row in rows.values()]
+            for name, f in list(columns.items())[1:3] + list(columns.items())[5:8]
+        },
+    )
+
+
+def plot(
+    rows: Mapping[int, dict[str, Any]],
+    distances: Sequence[int],
+    path: Path,
+    title: str,
+) -> None:
+    """Figure 6: rows, and below them shares of those in the store."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 6.5), layout="constrained")
+    top, bottom = figure.subplots(2, sharex=True)
+    get = lambda name: [row[name] for row in rows.values()]
+    answers = get("answer")
+    for i, name in enumerate(("in_pool", "in_store", "retrieved", "at_random")):
+        style: dict[str, Any] = {"marker": "o", "markersize": 3, "color": f"C{i}"}
+        label = name.replace("_", " ")
+        top.plot(distances, get(f"rows_{name}"), label=label, **style)
+    top.set(title=title, ylabel="rows a layer")
+    for found, color, label in (
+        (list(rows.values()), "C2", "retrieved"),
+        (answers, "C4", "retrieved of the answer's sentence"),
+    ):
+        shares, errors = (
+            [row[f] for row in found] for f in ("share", "standard_error")
+        )
+        style = {"marker": "o", "markersize": 3, "capsize": 2, "color": color}
+        errors = 1.96 * np.asarray(errors)
+        bottom.errorbar(distances, shares, errors, label=label, **style)
+    bottom.plot(distances, get("share_random"), "C3o-", markersize=3, label="random")
+    bottom.plot(distances, get("share_best"), "0.5", label="at best")
+    bottom.set(xlabel="tokens told since", ylabel="share of those in the store")
+    bottom.set_ylim(-0.03, 1.03)
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    FigureCanvasAgg(figure).print_png(path)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

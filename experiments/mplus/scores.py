@@ -1,0 +1,244 @@
+"""What the M+ experiments on perplexity share: models, texts, losses, paired gains.
+
+Shapes: B texts side by side, P tokens before those that are scored, T tokens.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float, Float32, Int32
+from scipy.special import stdtrit
+
+from experiments.hmt import common
+from experiments.mplus.retention.knowledge_retention import SCALES, load_trained
+from experiments.mplus.retention.methods import with_store
+from memjax.data import TokenisedDocument, Tokenizer
+from memjax.models import LanguageModel
+from memjax.models.loss import token_losses
+from memjax.models.mplus.model import MPlus
+from memjax.models.mplus.read import Given, read_closed
+from memjax.training.finetune import finetune
+
+#: Sizes that `memjax finetune mplus-smollm2-135m` trains.
+MEMORY = SCALES["cpu"].memory
+
+
+class Models(NamedTuple):
+    """Models around one backbone.
+
+    Attributes:
+        trained: by name; their backbone is the same object, kept once.
+        backbone: as it came.
+        tokenizer: of all.
+    """
+
+    trained: dict[str, MPlus]
+    backbone: LanguageModel
+    tokenizer: Tokenizer
+
+
+class Excerpt(NamedTuple):
+    """A part of a document.
+
+    Attributes:
+        name: of the document.
+        kind: of the document.
+        tokens: of the part.
+    """
+
+    name: str
+    kind: str
+    tokens: Int32[np.ndarray, " T"]
+
+
+def load(folders: Mapping[str, Path], backbone: str, run_dir: Path) -> Models:
+    """The trained models of some folders, or a backbone alone where there is none.
+
+    Args:
+        folders: of runs of `memjax finetune`, by the name of the option.
+        backbone: as in `hmt_common.Config`; not looked at if there are folders.
+        run_dir: where a tiny backbone is kept.
+
+    Raises:
+        ValueError: if a folder holds no M+ or MemoryLLM, or one of another backbone or
+            tokenizer than the first.
+    """
+    if not folders:
+        settings = common.Config(backbone=backbone, run_dir=run_dir)
+        return Models({}, *common.load_backbone(settings))
+    trained: dict[str, MPlus] = {}
+    first: tuple[MPlus, Tokenizer, str] | None = None
+    for name, folder in folders.items():
+        model, tokenizer = load_trained(name, folder)
+        parameters = finetune.digest(model.backbone)
+        first = first or (model, tokenizer, parameters)
+        ours = (tokenizer.digest, parameters, model.backbone.config)
+        if ours != (first[1].digest, first[2], first[0].backbone.config):
+            raise ValueError(
+                f"{name}={str(folder)!r} must have the backbone and tokenizer of the "
+                "others, it has another"
+            )
+        model.backbone = first[0].backbone
+        trained[name] = model
+    assert first is not None
+    return Models(trained, first[0].backbone, first[1])
+
+
+def with_room(model: MPlus, tokens: int) -> MPlus:
+    """The same model, whose store has no more room than a text of so many tokens needs.
+
+    Nothing leaves it that would have stayed in a larger one. Memory that a checkpoint
+    brings keeps its store.
+    """
+    config = model.config
+    if not config.retrieved or model.initial is not None:
+        return model
+    rows = max(tokens // config.chunk * config.tokens - config.pool, config.least_store)
+    return with_store(model, min(config.store, rows))
+
+
+def excerpts(
+    documents: Sequence[TokenisedDocument], count: int, length: int
+) -> list[Excerpt]:
+    """Parts of documents in turn, which do not overlap.
+
+    A document is cut into equal stretches, as many as are taken of it; a part is the
+    end of one, so that none begins with a title page.
+
+    Args:
+        documents: to take from; those with fewer than `length` tokens give none.
+        count: how many, at least 1.
+        length: tokens of each, at least 1.
+
+    Raises:
+        ValueError: if the documents have fewer.
+    """
+    room = [len(document.tokens) // length for document in documents]
+    if sum(room) < count:
+        raise ValueError(
+            f"texts must be at most {sum(room)} of {length} tokens from these "
+            f"documents, got {count}"
+        )
+    taken, order = [0] * len(room), []
+    while len(order) < count:
+        for i in range(len(room)):
+            if taken[i] < room[i] and len(order) < count:
+                order.append((i, taken[i]))
+                taken[i] += 1
+    parts = []
+    for i, turn in order:
+        name, kind, tokens = documents[i]
+        end = (turn + 1) * (len(tokens) // taken[i])
+        parts.append(Excerpt(name, kind, np.asarray(tokens[end - length : end])))
+    return parts
+
+
+def losses(
+    model: LanguageModel | MPlus,
+    memory: Any,
+    tokens: Int32[np.ndarray, "B T"],
+    prompt: int,
+    *,
+    leaks: bool = False,
+) -> Float32[np.ndarray, "B T_P"]:
+    """Nats of the tokens behind the prompt, read with a memory that stays as it is.
+
+    Args:
+        model: whose memory it is.
+        memory: its state; of M+ without an open chunk.
+        tokens: the prompt and what is scored.
+        prompt: P in [1, T); of M+ the first P tokens choose the rows of the store.
+        leaks: all tokens that are read choose them instead, as in the published
+            program: a token's score has then seen the token.
+    """
+    scored = _losses(
+        *nnx.split(model),
+        memory,
+        jnp.asarray(tokens),
+        prompt,
+        None if leaks else prompt,
+    )
+    return np.asarray(scored)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+def _losses(graph, params, memory, tokens, prompt, choosing):
+    model = nnx.merge(graph, params)
+    inputs, targets = tokens[:, :-1], tokens[:, prompt:]
+    if isinstance(model, MPlus):
+        given = Given(None, False, None, choosing, 0)
+        _, features, _ = read_closed(model, memory, inputs, given)
+    else:
+        _, features = model.features(memory, inputs)
+    scored = features[:, prompt - 1 :]
+    return token_losses(model.logits, scored, targets, model.vocab_size)
+
+
+def paired(
+    base: Float[np.ndarray, " N"], other: Float[np.ndarray, " N"]
+) -> dict[str, float]:
+    """Mean of base - other over N texts, with Student's 95% interval.
+
+    NaN for the interval of one. Texts count as independent, although several may be
+    of one document.
+    """
+    saved, count = np.asarray(base, float) - np.asarray(other, float), len(base)
+    half = math.nan
+    if count > 1:
+        error = saved.std(ddof=1) / math.sqrt(count)
+        half = float(stdtrit(count - 1, 0.975) * error)
+    mean = float(saved.mean())
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def plot(
+    curves: Mapping[str, Sequence[float]],
+    saved: Mapping[str, Sequence[Mapping[str, float]]],
+    tokens: Sequence[int],
+    path: Path,
+    *,
+    title: str,
+    dotted: Sequence[str],
+) -> None:
+    """Perplexity by how much was told, and below it what telling saves.
+
+    Args:
+        curves: perplexities, one for each of `tokens`, by name.
+        saved: of `paired`, as many.
+        tokens: that were told.
+        path: the PNG to write.
+        title: of the plot.
+        dotted: names whose lines are dotted.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 7), layout="constrained")
+    top, bottom = figure.subplots(2, sharex=True)
+    places = np.arange(len(tokens))
+    for i, (name, values) in enumerate(curves.items()):
+        style: dict[str, Any] = {"color": f"C{i}", "marker": "o", "markersize": 3}
+        style["linestyle"] = ":" if name in dotted else "-"
+        top.plot(places, values, label=name, **style)
+        mean, low, high = (
+            np.asarray([found[part] for found in saved[name]])
+            for part in ("mean", "low", "high")
+        )
+        # Side by side, so that intervals do not hide each other.
+        beside = places + 0.04 * (i - (len(curves) - 1) / 2)
+        bottom.errorbar(beside, mean, [mean - low, high - mean], capsize=2, **style)
+    bottom.axhline(0, color="0.3", linewidth=1)
+    bottom.set_xticks(places, [f"{count:,}" for count in tokens])
+    bottom.set(xlabel="tokens told before", ylabel="nats saved against\nnothing told")
+    top.set(title=title, ylabel="perplexity")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    top.legend(fontsize="small")
+    FigureCanvasAgg(figure).print_png(path)

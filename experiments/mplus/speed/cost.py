@@ -1,0 +1,282 @@
+"""What does it cost to know a long text: memory, time and operations?
+
+    python -m experiments.mplus.speed.cost
+
+M+ and MemoryLLM are told texts of several lengths and asked a question; the backbone
+does the same with full attention, and with a window of as much memory as M+ needs on
+the device (M+, Table 1, Figure 7 and E.4). Given are the bytes of what is remembered,
+part by part, and of XLA's temporary arrays; the seconds of telling and of answering;
+and the operations by formula (`mplus_operations`). Programs are compiled before time
+runs. Parameters are random: they do not change the cost.
+
+M+ keeps its store's rows in the host's memory, as the paper's; "all on the device" does
+not, and "offload" keeps the pool there too. A CPU has one memory: there the way is the
+same, and time says nothing of the transfers.
+
+Full attention is run up to `full_up_to`; beyond, its bytes and operations are given.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import nnx
+
+from experiments.hmt import common
+from experiments.hmt import cost as hmt_cost
+from experiments.hmt import scores as hmt_scores
+from experiments.hmt.common import RESULTS
+from experiments.hmt.speed.operations import Size
+from experiments.mplus.retention import methods
+from experiments.mplus.speed import cost_report as mplus_cost_report
+from experiments.mplus.speed import operations
+from experiments.mplus.speed.cost_programs import compile_programs
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.language_model.model import with_config
+from memjax.models.language_model.windowed import with_window
+from memjax.models.mplus.model import MPlus, mplus
+from memjax.models.mplus.state import MPlusConfig
+from memjax.models.offload import device_bytes
+
+Kind = Literal[
+    "M+",
+    "M+, all on the device",
+    "M+ (offload)",
+    "MemoryLLM",
+    "MemoryLLM (offload)",
+    "full attention",
+    "sliding window",
+]
+
+
+class Scale(NamedTuple):
+    """How a size is measured.
+
+    Attributes:
+        memory: sizes of M+; MemoryLLM has the retrieved rows in its pool.
+        lengths: of the texts.
+        full_up_to: longest text that full attention is told.
+    """
+
+    memory: MPlusConfig
+    lengths: tuple[int, ...]
+    full_up_to: int
+
+
+SCALES: dict[Size, Scale] = {
+    # A quarter of the paper's rows, and its ratio of the width to that of the keys.
+    "tiny": Scale(
+        MPlusConfig(
+            tokens=64, chunk=128, pool=2_560, retrieved=640, store=38_400, key_dim=8
+        ),
+        (2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 131_072),
+        32_768,
+    ),
+    "smollm2": Scale(
+        MPlusConfig(pool=2_560, retrieved=640, store=38_400, key_dim=36),
+        (2_048, 8_192, 32_768),
+        8_192,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is measured.
+
+    Attributes:
+        size: "tiny", or the sizes of "smollm2" (135M).
+        lengths: of the texts, in tokens, rising; multiples of `piece`; none is the
+            size's.
+        full_up_to: longest text for full attention; 0 is the size's.
+        piece: tokens that are told in one call, a multiple of the memory's chunk.
+        prompt: tokens of the question.
+        answer: tokens that are generated.
+        kinds: of models.
+        repeats: timed answers, whose median counts.
+        output: where .json and .png go, without the ending.
+    """
+
+    size: Size = "tiny"
+    lengths: tuple[int, ...] = ()
+    full_up_to: int = 0
+    piece: int = 512
+    prompt: int = 128
+    answer: int = 10
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    repeats: int = 3
+    output: Path = RESULTS / "mplus_cost"
+
+    def __post_init__(self):
+        for name in ("prompt", "answer", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
+        if not self.kinds:
+            raise ValueError("kinds must name at least one, got none")
+        scale = self.scale
+        if self.piece < 1 or self.piece % scale.memory.chunk:
+            raise ValueError(
+                f"piece must be a multiple of the chunk of {scale.memory.chunk}, "
+                f"got {self.piece}"
+            )
+        rising = list(scale.lengths) == sorted(set(scale.lengths))
+        if not rising or any(n < 1 or n % self.piece for n in scale.lengths):
+            raise ValueError(
+                f"lengths must rise, in multiples of piece={self.piece}, "
+                f"got {scale.lengths}"
+            )
+
+    @property
+    def scale(self) -> Scale:
+        """The size's, with the changes that were asked for."""
+        scale = SCALES[self.size]
+        lengths = self.lengths or scale.lengths
+        return Scale(scale.memory, lengths, self.full_up_to or scale.full_up_to)
+
+    @property
+    def backbone(self) -> ModelConfig:
+        """Attention in every layer, in float32."""
+        return hmt_cost.Config(size=self.size).backbone
+
+
+def main(config: Config) -> None:
+    """Measures one kind after the other, prints, draws and writes."""
+    scale = config.scale
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for kind in config.kinds:
+        found = [describe(config, kind, length) for length in scale.lengths]
+        if kind == "full attention":
+            # Its state is as large as the text: one program a length.
+            for row in found:
+                if row["length"] <= scale.full_up_to:
+                    row |= measure(config, kind, [row["length"]])[0]
+        else:
+            timed = measure(config, kind, scale.lengths)
+            found = [row | more for row, more in zip(found, timed, strict=True)]
+        for row in found:
+            print(f"{kind}: {row}", flush=True)
+        rows[kind] = found
+    report(config, rows)
+
+
+def describe(config: Config, kind: Kind, length: int) -> dict[str, Any]:
+    """What needs no run: bytes remembered, and operations by formula."""
+    model = nnx.eval_shape(lambda: build(config, kind, length))
+    sizes = config.backbone
+    if isinstance(model, MPlus):
+        told = operations.inject(sizes, model.config, length)
+        asked = operations.read(sizes, model.config, config.prompt, config.answer)
+    else:
+        window = model.config.window if kind == "sliding window" else None
+        told = operations.text(sizes, 0, length, window)
+        asked = operations.answer(sizes, length, config.prompt, config.answer, window)
+    return {
+        "length": length,
+        "parameter_bytes": _bytes(nnx.state(model)),
+        "state_bytes": state_bytes(model),
+        "operations": {"tell": told, "ask": asked},
+    }
+
+
+def measure(config: Config, kind: Kind, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Tells a text up to the longest of the lengths, and asks at each.
+
+    Seconds of telling are of all tokens up to there.
+    """
+    model = build(config, kind, lengths[-1])
+    params = nnx.split(model)[1]
+    start = jax.jit(lambda: model.init_state(1))
+    sizes = (config.piece, config.prompt, config.answer)
+    programs = compile_programs(model, start(), *sizes)
+    tokens = jnp.zeros((1, config.piece), jnp.int32)
+    prompt = jnp.zeros((1, config.prompt), jnp.int32)
+    changes = not isinstance(model, MPlus)
+    copy = lambda state: jax.tree.map(jnp.copy, state) if changes else state
+    # What is touched for the first time takes longer.
+    jax.block_until_ready(programs.ask(params, start(), prompt))
+    jax.block_until_ready(programs.tell(params, start(), tokens))
+    state, told, spent, rows = start(), 0, 0.0, []
+    for length in lengths:
+        began = time.perf_counter()
+        for _ in range((length - told) // config.piece):
+            state = programs.tell(params, state, tokens)
+        jax.block_until_ready(state)
+        spent, told = spent + time.perf_counter() - began, length
+        asked = []
+        for _ in range(config.repeats):
+            given = jax.block_until_ready(copy(state))
+            began = time.perf_counter()
+            jax.block_until_ready(programs.ask(params, given, prompt))
+            asked.append(time.perf_counter() - began)
+        rows.append(
+            {
+                "seconds": {"tell": spent, "ask": float(np.median(asked))},
+                "temporary_bytes": programs.temporary,
+                "place_bytes": device_bytes(state),
+            }
+        )
+    return rows
+
+
+def build(config: Config, kind: Kind, length: int) -> LanguageModel | MPlus:
+    """A model with random parameters that can be told so many tokens and asked."""
+    backbone = LanguageModel(config.backbone, key=jax.random.key(0))
+    if kind == "full attention":
+        return with_config(backbone, capacity=length + config.prompt + config.answer)
+    sizes = dataclasses.replace(
+        config.scale.memory,
+        store_memory="device" if kind == "M+, all on the device" else "host",
+        pool_memory="host" if kind.endswith("(offload)") else "device",
+    )
+    memory = mplus(backbone, sizes, key=jax.random.key(1))
+    if kind == "sliding window":
+        size = methods.device_bytes(memory)
+        return with_window(backbone, hmt_scores.equal_window(backbone, size))
+    return methods.without_store(memory) if "MemoryLLM" in kind else memory
+
+
+def state_bytes(model: LanguageModel | MPlus) -> dict[str, int]:
+    """Bytes of the memory of one text, part by part."""
+    state = jax.eval_shape(lambda: model.init_state(1))
+    total = _bytes(state)
+    if not isinstance(model, MPlus):
+        return {"reading": total, "total": total}
+    layers = () if state.store is None else state.store.layers
+    parts = {
+        "pool": _bytes((state.pool, state.ages)),
+        "store_rows": _bytes([layer.rows for layer in layers]),
+        "store_keys": _bytes([layer.keys for layer in layers]),
+        "reading": _bytes(state.reading),
+    }
+    return parts | {"rest": total - sum(parts.values()), "total": total}
+
+
+def _bytes(tree) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def report(config: Config, rows: dict[str, list[dict[str, Any]]]) -> None:
+    """Writes, prints and draws."""
+    scale = config.scale
+    common.write_results(
+        config,
+        "what does it cost to know a long text: memory, time and operations?",
+        jax_platform=jax.default_backend(),
+        memory=dataclasses.asdict(scale.memory),
+        full_attention_run_up_to=scale.full_up_to,
+        models=rows,
+    )
+    title = f"M+ and its backbone ({config.size}) against tokens told"
+    mplus_cost_report.show(rows, scale.lengths, Path(f"{config.output}.png"), title)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

@@ -1,0 +1,77 @@
+"""Tables and a plot of what `mplus_cost` measured."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.hmt import common
+
+Row = dict[str, Any]
+
+
+def show(
+    rows: Mapping[str, Sequence[Row]], lengths: Sequence[int], path: Path, title: str
+) -> None:
+    """Prints a table a quantity, and draws a panel each.
+
+    Args:
+        rows: of every kind, one a length.
+        lengths: tokens told.
+        path: the PNG to write.
+        title: of the plot.
+    """
+    tables = {name: _table(rows, *value) for name, value in QUANTITIES.items()}
+    for name, table in tables.items():
+        common.show(name, [f"{length:,}" for length in lengths], table)
+    _plot(tables, lengths, path, title)
+
+
+def _get(*path: str) -> Callable[[Row], float]:
+    """Follows a path in a row; NaN where it ends early."""
+
+    def get(row):
+        for name in path:
+            row = row.get(name, {})
+        return float("nan") if isinstance(row, dict) else row
+
+    return get
+
+
+# What is shown: its value in a row, and the unit.
+QUANTITIES: dict[str, tuple[Callable[[Row], float], float]] = {
+    "remembered (MiB)": (_get("state_bytes", "total"), 2**20),
+    "of that on the device (MiB)": (_get("place_bytes", "device"), 2**20),
+    "temporary, telling (MiB)": (_get("temporary_bytes", "tell"), 2**20),
+    "temporary, asking (MiB)": (_get("temporary_bytes", "ask"), 2**20),
+    "telling (s)": (_get("seconds", "tell"), 1),
+    "asking (s)": (_get("seconds", "ask"), 1),
+    "operations of telling (10^9)": (_get("operations", "tell"), 1e9),
+    "operations of asking (10^9)": (_get("operations", "ask"), 1e9),
+}
+
+
+def _table(rows, get, unit):
+    return {kind: [get(row) / unit for row in found] for kind, found in rows.items()}
+
+
+def _plot(tables, lengths, path, title):
+    """One panel a quantity, both axes logarithmic."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 11), layout="constrained")
+    grid = figure.subplots(4, 2, sharex=True).flat
+    for axes, (name, table) in zip(grid, tables.items(), strict=True):
+        for kind, values in table.items():
+            # Nothing, and what was not run, has no place on a logarithmic axis.
+            shown = [value if value > 0 else float("nan") for value in values]
+            axes.plot(lengths, shown, marker="o", markersize=3, label=kind)
+        axes.set_title(name, fontsize="medium")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small")
+    figure.suptitle(title)
+    FigureCanvasAgg(figure).print_png(path)

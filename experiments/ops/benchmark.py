@@ -1,0 +1,308 @@
+"""How fast are the ops?
+
+    OPENBLAS_NUM_THREADS=1 python -m experiments.ops.benchmark
+
+Every op in every implementation that runs here, forward and forward with backward:
+median, fastest and slowest of `repeats`, the candidates of one shape taking turns;
+tokens a second, the compiler's peak of temporary memory, operations and bytes by the
+op's own formula, and the distance to the roofline: time over the least time that this
+device allows. On a GPU or TPU the peaks are the maker's; on a CPU they are measured
+first, by one matrix product and one copy. Beside them, in the same run: our token
+loop, causal attention (cuDNN on a GPU), and flash-linear-attention where installed
+(see `kernel_peers`). Before anything is timed each candidate must agree with the token
+loop; one that does not is an error. Then growth with T, of Trellis, Lattice and
+attention. Writes a table, a JSON and a plot.
+"""
+
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.elastic.hippo_bank import timed
+from experiments.ops import baselines as kernel_peers
+from experiments.ops import cases as kernel_cases
+from experiments.ops.cases import Shape
+from memjax.evaluation.provenance import provenance
+from memjax_kernels.cost import DEVICES, Device, roofline_seconds
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "ops"
+# The shapes of the papers' and the peers' own benchmarks, and one that a CPU finishes.
+SHAPES = ((8, 2048, 12, 64), (2, 16384, 16, 128), (1, 65536, 12, 64))
+CPU_SHAPES = ((1, 4096, 4, 64),)
+# Relative RMS from the token loop, by dtype of the inputs.
+AGREEMENT = {"float32": 1e-4, "bfloat16": 3e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that changes the result.
+
+    Attributes:
+        ops: which ops.
+        shapes: (batch, tokens, heads, width); empty is `SHAPES`, on a CPU `CPU_SHAPES`.
+        lengths: tokens at which growth is timed, batch and heads of the first shape.
+        chunk_size: of TTT-linear, Trellis and Lattice.
+        dtype: of the inputs; None is bfloat16, on a CPU float32.
+        longest_loop: the token loop is timed up to this many tokens.
+        longest_attention: attention is timed up to this many tokens; None is 65,536,
+            on a CPU 8,192, where it holds all scores.
+        repeats: timings of each, at least 1; None is 20, on a CPU 5.
+        output: where the numbers go; the plot beside them.
+    """
+
+    ops: tuple[str, ...] = tuple(kernel_cases.ARGUMENTS)
+    shapes: tuple[tuple[int, int, int, int], ...] = ()
+    lengths: tuple[int, ...] = (1024, 4096, 8192, 16384)
+    chunk_size: int = 64
+    dtype: str | None = None
+    longest_loop: int = 4096
+    longest_attention: int | None = None
+    repeats: int | None = None
+    output: pathlib.Path = RESULTS / "kernels.json"
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be timed."""
+        unknown = set(self.ops) - set(kernel_cases.ARGUMENTS)
+        if unknown:
+            raise ValueError(
+                f"ops must be of {tuple(kernel_cases.ARGUMENTS)}, got {unknown}"
+            )
+        if self.repeats is not None and self.repeats < 1:
+            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
+
+
+def settle(config: Config) -> Config:
+    """Fills in what depends on the device."""
+    cpu = jax.default_backend() == "cpu"
+    return dataclasses.replace(
+        config,
+        shapes=config.shapes or (CPU_SHAPES if cpu else SHAPES),
+        dtype=config.dtype or ("float32" if cpu else "bfloat16"),
+        longest_attention=config.longest_attention or (8192 if cpu else 65536),
+        repeats=config.repeats or (5 if cpu else 20),
+    )
+
+
+def this_device() -> tuple[str, Device]:
+    """Peaks of the device, by its maker or, for a CPU, as one product and copy show."""
+    kind = jax.devices()[0].device_kind
+    names = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
+    for name, device in DEVICES.items():
+        if name in kind or names.get(kind) == name:
+            return f"{name}, as published", device
+    square = jnp.ones((2048, 2048))
+    line = jnp.ones(2**26)
+    product = jax.jit(lambda x: x @ x).lower(square).compile()
+    # In place: a new page costs more than its bytes.
+    add = jax.jit(lambda x: x + 1, donate_argnums=0).lower(line).compile()
+    holder = [line]
+
+    def copy():
+        holder[0] = jax.block_until_ready(add(holder[0]))
+
+    ways = {"product": lambda: jax.block_until_ready(product(square)), "copy": copy}
+    times = timed(ways, 7)
+    flops = 2 * 2048**3 / times["product"]["min_s"]
+    return f"{kind}, measured", Device(flops, 2**29 / times["copy"]["min_s"])
+
+
+def implementations(op: str, shape: Shape, config: Config) -> list[str]:
+    """What runs here for these inputs, the token loop where it is not too long."""
+    if op == "attention":
+        if shape.time > (config.longest_attention or 0):
+            return []
+        gpu = jax.default_backend() == "gpu"
+        return ["cudnn"] if gpu and config.dtype == "bfloat16" else ["xla"]
+    found = []
+    arrays = kernel_cases.inputs(op, shape, str(config.dtype))
+    for name in kernel_cases.written(op):
+        if name == "reference" and shape.time > config.longest_loop:
+            continue
+        function = kernel_cases.forward(op, name, config.chunk_size)
+        try:
+            jax.eval_shape(function, *arrays.values())
+        except ValueError:
+            continue  # The op says that this one does not run here.
+        found.append(name)
+    return found
+
+
+def check(op: str, shape: Shape, config: Config) -> dict[str, float]:
+    """Relative RMS of every candidate from the token loop, at a short odd length."""
+    if op == "attention":
+        return {}
+    short = shape._replace(batch=1, time=2 * config.chunk_size + 17)
+    arrays = kernel_cases.inputs(op, short, str(config.dtype))
+    exact = kernel_cases.forward(op, "reference", config.chunk_size)
+    wanted = np.asarray(jax.jit(exact)(*arrays.values()), np.float32)
+    found = {}
+    for name in implementations(op, short, config):
+        run = jax.jit(kernel_cases.forward(op, name, config.chunk_size))
+        found[name] = np.asarray(run(*arrays.values()), np.float32)
+    if kernel_peers.available():
+        ways = kernel_peers.ways(op, arrays, str(config.dtype), config.chunk_size)
+        for name, (same, run, _) in ways.items():
+            if same:
+                found[name] = run().float().cpu().numpy()
+    scale = np.sqrt(np.mean(wanted**2))
+    errors = {
+        n: float(np.sqrt(np.mean((y - wanted) ** 2)) / scale) for n, y in found.items()
+    }
+    for name, error in errors.items():
+        if not error <= AGREEMENT[str(config.dtype)]:
+            raise SystemExit(f"{op}: {name} is {error:.1e} from the token loop")
+    return errors
+
+
+def candidates(
+    op: str, shape: Shape, config: Config
+) -> dict[tuple[str, str], tuple[Callable[[], Any], int | None]]:
+    """By implementation and pass: a call that waits, and its temporary bytes."""
+    arrays = kernel_cases.inputs(op, shape, str(config.dtype))
+    ways: dict[tuple[str, str], tuple[Callable[[], Any], int | None]] = {}
+    for name in implementations(op, shape, config):
+        function = kernel_cases.forward(op, name, config.chunk_size)
+        cotangent = jax.random.normal(jax.random.key(1), arrays["v"].shape)
+        cotangent = cotangent.astype(arrays["v"].dtype)
+        for direction, run, given in (
+            ("forward", function, tuple(arrays.values())),
+            ("both", kernel_cases.both(function), (cotangent, *arrays.values())),
+        ):
+            compiled = jax.jit(run).lower(*given).compile()
+            analysis = compiled.memory_analysis()
+            ways[name, direction] = (
+                lambda c=compiled, a=given: jax.block_until_ready(c(*a)),
+                getattr(analysis, "temp_size_in_bytes", None),
+            )
+    if kernel_peers.available():
+        peers = kernel_peers.ways(op, arrays, str(config.dtype), config.chunk_size)
+        for name, (_, forward, backward) in peers.items():
+            ways[name, "forward"] = forward, None
+            ways[name, "both"] = backward, None
+    return ways
+
+
+def measure(op: str, shape: Shape, config: Config, device: Device) -> list[dict]:
+    """One row for every implementation and pass."""
+    ways = candidates(op, shape, config)
+    for run, _ in ways.values():
+        run()
+    names = {"/".join(key): key for key in ways}
+    times = timed({n: ways[key][0] for n, key in names.items()}, config.repeats or 1)
+    rows = []
+    for label, (name, direction) in names.items():
+        cost = kernel_cases.cost(
+            op, shape, config.chunk_size, str(config.dtype), direction == "both"
+        )
+        median = times[label]["median_s"]
+        rows.append(
+            {"op": op, "implementation": name, "pass": direction}
+            | shape._asdict()
+            | times[label]
+            | {
+                "tokens_per_s": shape.batch * shape.time / median,
+                "temporary_bytes": ways[name, direction][1],
+                "flops": cost.flops,
+                "bytes": cost.bytes,
+                "times_roofline": median / roofline_seconds(cost, device),
+            }
+        )
+    return rows
+
+
+def run(config: Config, console: Console) -> dict:
+    """Checks, then times."""
+    config = settle(config)
+    name, device = this_device()
+    console.print(
+        f"{name}: {device.flops / 1e9:.0f} GFLOP/s, {device.bandwidth / 1e9:.0f} GB/s"
+    )
+    rows, agreement = [], {}
+    for sizes in config.shapes:
+        shape = Shape(*sizes)
+        for op in config.ops:
+            agreement[f"{op} {shape.width}"] = check(op, shape, config)
+            rows += measure(op, shape, config, device)
+        _print([r for r in rows if r["time"] == shape.time], console)
+    grown = []
+    first = Shape(*config.shapes[0])
+    brief = dataclasses.replace(config, longest_loop=0)
+    for op in [op for op in ("trellis", "lattice", "attention") if op in config.ops]:
+        for length in config.lengths:
+            shape = first._replace(batch=1, time=length)
+            grown += measure(op, shape, brief, device)
+    return {
+        "peaks": {"of": name} | device._asdict(),
+        "agreement": agreement,
+        "shapes": rows,
+        "growth": grown,
+    }
+
+
+def plot(growth: list[dict], path: pathlib.Path) -> None:
+    """Microseconds a token against T, forward with backward."""
+    figure, axes = plt.subplots(figsize=(6, 4))
+    lines: dict[str, list[dict]] = {}
+    for row in growth:
+        if row["pass"] == "both":
+            lines.setdefault(f"{row['op']}, {row['implementation']}", []).append(row)
+    for name, rows in lines.items():
+        tokens = [row["time"] for row in rows]
+        axes.plot(tokens, [1e6 / row["tokens_per_s"] for row in rows], "o-", label=name)
+    axes.set(
+        xscale="log", yscale="log", xlabel="tokens T", ylabel="µs a token, fwd+bwd"
+    )
+    axes.set_xscale("log", base=2)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(config: Config) -> None:
+    """Times, prints and writes the results."""
+    begin = time.perf_counter()
+    measured = run(config, Console())
+    fields = dataclasses.asdict(settle(config))
+    del fields["output"]
+    report = provenance("speed of the ops", fields) | measured
+    report["seconds"] = time.perf_counter() - begin
+    config.output.parent.mkdir(parents=True, exist_ok=True)
+    config.output.write_text(json.dumps(report, indent=1) + "\n")
+    plot(measured["growth"], config.output.with_suffix(".png"))
+
+
+def _print(rows: list[dict], console: Console) -> None:
+    """One table for a shape."""
+    first = rows[0]
+    title = "B={batch} T={time} H={heads} d={width}".format(**first)
+    table = Table("op", "code", "pass", "ms (spread)", "tokens/s", "MiB", title=title)
+    table.add_column("of roofline", justify="right")
+    for row in rows:
+        spread = f"({1e3 * row['min_s']:.1f}-{1e3 * row['max_s']:.1f})"
+        temporary = row["temporary_bytes"]
+        table.add_row(
+            row["op"],
+            row["implementation"],
+            row["pass"],
+            f"{1e3 * row['median_s']:.1f} {spread}",
+            f"{row['tokens_per_s']:,.0f}",
+            "-" if temporary is None else f"{temporary / 2**20:.0f}",
+            f"{row['times_roofline']:.1f}x",
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

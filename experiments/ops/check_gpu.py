@@ -1,0 +1,246 @@
+"""Do the GPU kernels compute what they should on a real GPU?
+
+    python -m experiments.ops.check_gpu
+
+Every Mosaic GPU kernel against the token loop in float32 on the same bfloat16 inputs:
+reads, memories and all gradients, as relative root mean squares, at the benchmark's
+shapes scaled down, with open chunks and packed documents. Prints a table and writes
+results/check_gpu_kernels.json, only where the kernels ran. Exit code 1 if a case
+disagrees or does not run, 2 without a Hopper GPU.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.ops import cases as kernel_cases
+from experiments.ops.cases import Shape
+from memjax.evaluation.provenance import provenance
+from memjax_kernels.common import implementations
+from memjax_kernels.lattice import VARIANTS, lattice
+from memjax_kernels.lattice import empty_state as empty_lattice
+from memjax_kernels.trellis import (
+    Activation,
+    Phi,
+    empty_pass_state,
+    empty_state,
+    trellis,
+    trellis_pass,
+)
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "ops"
+# (8, 2048, 12, 64), (2, 16384, 16, 128) and (1, 65536, 12, 64) made short and narrow.
+SHAPES = (Shape(4, 256, 12, 64), Shape(1, 1024, 2, 64))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is asked.
+
+    Attributes:
+        tolerance: the largest relative RMS difference that agrees; bfloat16 inputs
+            and chunk memories cost 3e-3 to 1e-2.
+        output: where the numbers go.
+    """
+
+    tolerance: float = 2e-2
+    output: pathlib.Path = RESULTS / "check_gpu_kernels.json"
+
+    def __post_init__(self) -> None:
+        """Refuses a tolerance that says nothing."""
+        if not 0 < self.tolerance < 1:
+            raise ValueError(f"tolerance must be in (0, 1), got {self.tolerance}")
+
+
+class Case(NamedTuple):
+    """A call of an op: (tokens, state, implementation) -> (state, y)."""
+
+    name: str
+    tokens: tuple[Any, ...]
+    state: Any
+    call: Callable[..., Any]
+
+
+def main(config: Config) -> int:
+    """Runs every case; the exit code."""
+    needs = implementations.needs("gpu") or implementations.needs_hopper()
+    if needs:
+        print(f"nothing was checked: {needs}", file=sys.stderr)
+        return 2
+    rows = [measure(case, config.tolerance) for case in all_cases()]
+    table = Table("case", "reads", "memory", "worst gradient", "agrees")
+    for row in rows:
+        numbers = (f"{row[key]:.1e}" for key in ("reads", "memory", "gradient"))
+        table.add_row(row["case"], *numbers, row["error"] or str(row["agrees"]))
+    Console().print(table)
+    settings = dataclasses.asdict(config) | {"output": str(config.output)}
+    question = "Do the GPU kernels compute what the token loop does?"
+    # A case that did not run has no numbers, and JSON has no NaN.
+    cases = [{k: v if v == v else None for k, v in row.items()} for row in rows]
+    result = provenance(question, settings) | {"cases": cases}
+    config.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if all(row["agrees"] for row in rows) else 1
+
+
+def all_cases():
+    """Every kernel, phi, activation and variant; both kinds of start."""
+    for shape in SHAPES:
+        for chunk in (64, 16):
+            for phi in ("l2_silu", "ln_silu", "silu", "identity", "softmax"):
+                yield trellis_case(shape, chunk, phi, "ln_silu")
+                yield pass_case(shape, chunk, phi)
+        for chunk in (64, 16, 1):
+            for variant in VARIANTS:
+                yield lattice_case(shape, chunk, variant)
+    for activation in ("l2_silu", "softmax"):
+        yield trellis_case(SHAPES[0], 64, "l2_silu", activation)
+    # Its backward kernel does not fit: the forward kernel alone.
+    yield trellis_case(SHAPES[1], 64, "l2_silu", "ln_silu", value=128)
+
+
+def trellis_case(
+    shape: Shape, chunk: int, phi: Phi, activation: Activation, value: int = 64
+) -> Case:
+    """Both passes, from open chunks, over resets."""
+    tokens = kernel_cases.inputs("trellis", shape, "bfloat16")
+    wide = jnp.concatenate([tokens["v"]] * (value // shape.width), axis=-1)
+    tokens["v"] = wide
+    b, t, h, d = shape
+    position, reset = places(b, t, chunk)
+    empty = empty_state(b, h, d, d, value, chunk)
+    state = dataclasses.replace(empty, position=position)
+
+    def call(tokens, state, implementation):
+        return trellis(
+            *tokens,
+            state=state,
+            reset=reset,
+            chunk_size=chunk,
+            phi=phi,
+            activation=activation,
+            implementation=implementation,
+        )
+
+    name = f"trellis {tuple(shape)} V={value} C={chunk} {phi} {activation}"
+    return Case(name, tuple(tokens.values()), state, call)
+
+
+def pass_case(shape: Shape, chunk: int, phi: Phi) -> Case:
+    """The single pass, from the empty memory."""
+    tokens = kernel_cases.inputs("trellis", shape, "bfloat16")
+    b, _, h, d = shape
+    given = tuple(tokens[name] for name in ("q", "k", "alpha", "gamma", "g"))
+
+    def call(tokens, state, implementation):
+        return trellis_pass(
+            *tokens,
+            state=state,
+            chunk_size=chunk,
+            phi=phi,
+            implementation=implementation,
+        )
+
+    name = f"trellis_pass {tuple(shape)} C={chunk} {phi}"
+    return Case(name, given, empty_pass_state(b, h, d, d, chunk), call)
+
+
+def lattice_case(shape: Shape, chunk: int, variant) -> Case:
+    """A variant, from chunks that XLA closes, over resets."""
+    tokens = kernel_cases.inputs("lattice", shape, "bfloat16")
+    b, t, h, d = shape
+    position, reset = places(b, t, chunk)
+    state = dataclasses.replace(empty_lattice(b, h, d, d, chunk), position=position)
+
+    def call(tokens, state, implementation):
+        return lattice(
+            *tokens,
+            state=state,
+            variant=variant,
+            chunk_size=chunk,
+            reset=reset,
+            implementation=implementation,
+        )
+
+    name = f"lattice {tuple(shape)} C={chunk} {variant}"
+    return Case(name, tuple(tokens.values()), state, call)
+
+
+def places(batch: int, time: int, chunk: int):
+    """Rows at different places of their chunks, and a document that ends midway."""
+    position = jnp.arange(batch, dtype=jnp.int32) * 5 % chunk
+    starts = (jnp.arange(time)[None] + position[:, None]) % chunk == 0
+    middle = jnp.arange(time)[None] // chunk == time // chunk // 2
+    return position, starts & middle
+
+
+def measure(case: Case, tolerance: float) -> dict[str, Any]:
+    """The kernels' distances from the token loop, or why they did not run."""
+    row: dict[str, Any] = {"case": case.name, "error": "", "agrees": False}
+    row |= {"reads": np.nan, "memory": np.nan, "gradient": np.nan}
+    exact = tuple(x.astype(jnp.float32) for x in case.tokens)
+    expected = pull(case, "reference", exact)
+    try:
+        actual = jax.block_until_ready(pull(case, "pallas_gpu", case.tokens))
+    except Exception as error:  # The other cases are to be seen all the same.
+        return row | {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    for name, a, b in zip(
+        ("memory", "reads", "gradient"), actual, expected, strict=True
+    ):
+        pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        row[name] = max(distance(x, y) for x, y in pairs)
+    worst = max(row[name] for name in ("reads", "memory", "gradient"))
+    return row | {"agrees": bool(worst <= tolerance)}
+
+
+def pull(case: Case, implementation: str, tokens):
+    """Memory, reads, and gradients for random cotangents; compiled as one program."""
+
+    @jax.jit
+    def run(tokens, state):
+        memories, rebuild = split(state)
+
+        def forward(tokens, memories):
+            after, y = case.call(tokens, rebuild(memories), implementation)
+            return split(after)[0], y.astype(jnp.float32)
+
+        (after, y), back = jax.vjp(forward, tokens, memories)
+        normal = functools.partial(jax.random.normal, jax.random.key(1))
+        weights = jax.tree.map(lambda x: normal(x.shape), (after, y))
+        return after, y, back(weights)
+
+    return run(tokens, case.state)
+
+
+def split(state):
+    """The float32 leaves of a state, and a way back."""
+    leaves, treedef = jax.tree.flatten(state)
+    floats = [x for x in leaves if x.dtype == jnp.float32]
+
+    def rebuild(floats):
+        given = iter(floats)
+        whole = [next(given) if x.dtype == jnp.float32 else x for x in leaves]
+        return jax.tree.unflatten(treedef, whole)
+
+    return floats, rebuild
+
+
+def distance(actual, expected) -> float:
+    """Relative root mean square; inf where something is not finite."""
+    a, b = (np.asarray(x, np.float64) for x in (actual, expected))
+    apart = np.sqrt(np.mean((a - b) ** 2) / (np.mean(b**2) + 1e-12))
+    return float(apart) if np.isfinite(apart) else float("inf")
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Config)))

@@ -1,0 +1,125 @@
+"""Which mixers turn a longer training context into lower perplexity?
+
+    python -m experiments.recurrent.context_length
+
+Trains every mixer at several context lengths, with the same number of tokens in every
+update (Trellis, Table 4 and Figure 2; Lattice, Table 2). All models have equal
+parameters, and each length is scored on the same held-out tokens, cut into texts of
+that length. Transformer++ sees its whole context.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import tyro
+
+from experiments.recurrent import comparison
+from experiments.recurrent import report as comparison_report
+from experiments.recurrent.comparison import RESULTS, Case
+from memjax.data import load_tokenizer
+from memjax.models.language_model.config import Mixer
+
+MODELS: dict[str, Mixer] = {
+    "Transformer++": "sliding_window",
+    "Linear Attention": "linear_attention",
+    "Mamba2": "mamba2",
+    "GLA": "gla",
+    "DeltaNet": "deltanet",
+    "Gated DeltaNet": "gated_deltanet",
+    "ABC": "abc",
+    "GSA": "gsa",
+    "TTT": "ttt_linear",
+    "Trellis": "trellis",
+    "Lattice": "lattice",
+}
+BASE = "DeltaNet"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(comparison.Config):
+    """See `comparison.Config`.
+
+    Attributes:
+        contexts: lengths to train and score at; each must divide an update's tokens.
+            none given is the preset's: the papers' on Books, or 64, 256 and 1,024.
+    """
+
+    contexts: tuple[int, ...] = ()
+    run_dir: Path = Path("runs/context_length")
+    output: Path = RESULTS / "context_length"
+
+    @property
+    def scale(self) -> comparison.Scale:
+        """The preset; at the smallest, 99 runs are short ones."""
+        scale = super().scale
+        short = self.preset == "cpu" and not self.steps
+        return scale._replace(steps=min(scale.steps, 100)) if short else scale
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The context lengths, the preset's if none were given."""
+        small = self.preset == "cpu"
+        return self.contexts or tuple(
+            2**power for power in ((6, 8, 10) if small else range(9, 16))
+        )
+
+
+def cases(config: Config) -> list[Case]:
+    """Every mixer at every context length, with equal parameters."""
+    vocab_size = load_tokenizer(config.tokenizer).vocab_size
+    models = [
+        Case(
+            name,
+            comparison.base_model(config.scale, vocab_size, mixer, length),
+            {"context_length": length},
+        )
+        for length in config.lengths
+        for name, mixer in MODELS.items()
+    ]
+    return comparison.equal_parameters(models, config.scale)
+
+
+def main(config: Config) -> None:
+    """Trains what is not trained yet, prints and writes the results."""
+    rows = comparison.study(
+        config,
+        cases(config),
+        lambda case, seed: comparison.run_config(
+            config, config.scale._replace(**case.fields), case.model, seed
+        ),
+        lambda _, settings, folder: comparison.train_and_score(
+            settings, config.test_tokens, folder
+        ),
+        lambda rows: report(config, rows),
+    )
+    places = ("context_length", "name")
+    comparison_report.show(
+        "Perplexity by training context", summarise(rows), BASE, places=places
+    )
+
+
+def summarise(rows: list[dict]) -> list[dict]:
+    """Perplexity of each mixer at each length."""
+    by = "context_length"
+    return comparison_report.summarise(rows, "perplexity", BASE, by)
+
+
+def report(config: Config, rows: list[dict]) -> None:
+    """Writes what there is."""
+    summary = summarise(rows)
+    comparison_report.write(
+        config,
+        "which mixers turn a longer training context into lower perplexity?",
+        rows,
+        perplexity=summary,
+    )
+    comparison_report.plot_lines(
+        Path(f"{config.output}.png"),
+        {"Held-out documents": summary},
+        "context_length",
+        ("training context (tokens)", "perplexity"),
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

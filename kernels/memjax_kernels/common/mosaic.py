@@ -1,0 +1,234 @@
+"""What the Mosaic GPU kernels share: tiles in shared memory and their products.
+
+One program is one warpgroup of 128 threads for one row and head. Tokens of a chunk lie
+in tiles of 64 rows, as many as a tensor-core instruction (wgmma) takes; a shorter chunk
+leaves rows of zeros. Operands of products are tiles in shared memory, products are
+float32 in registers, and so is everything elementwise.
+
+Layouts are written out ("Lane" semantics): jax 0.10.2 infers none of these kernels in
+reasonable time. Not imported with the package, since it imports Mosaic.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from memjax_kernels.common.products import Form
+
+ROWS = 64
+F32 = jnp.float32
+
+
+def tile(*shape: int, dtype: Any):
+    """Shared memory for a matrix, swizzled as copies and products want it."""
+    width = 128 // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def vectors(*shape: int):
+    """Shared memory for float32 vectors."""
+    return plgpu.SMEM(shape, F32)
+
+
+def call(
+    body: Callable[..., None],
+    grid: tuple[int, int],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    scratch: dict[str, Any],
+    name: str,
+    interpret: Any,
+    reduction_bytes: int = 2048,
+) -> Callable[..., list[jax.Array]]:
+    """A kernel over (rows, heads); `body` gets references, scratch by name.
+
+    Sums over the rows of a matrix go through `reduction_bytes` of shared memory, 1 KiB
+    for every 8 columns at a time.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=list(outputs),
+        scratch_types=scratch,
+        grid=grid,
+        grid_names=("rows", "heads"),
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=reduction_bytes,
+        ),
+        interpret=interpret,
+    )
+
+
+def along_rows(x: jax.Array, width: int) -> jax.Array:
+    """[R] -> [R, width]."""
+    return lax.broadcast_in_dim(x, (x.shape[0], width), (0,))
+
+
+def along_columns(x: jax.Array, height: int) -> jax.Array:
+    """[R] -> [height, R]."""
+    return lax.broadcast_in_dim(x, (height, x.shape[0]), (1,))
+
+
+def over_slots(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+    """A reduction of each row, spread over it again."""
+    return along_rows(reduce(x, axis=1), x.shape[1])
+
+
+def pull(
+    function: Callable[..., jax.Array],
+    inputs: Sequence[jax.Array],
+    cotangent: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """The value of an elementwise function, and the cotangents of its inputs.
+
+    `jax.vjp` but for two primitives of gradients that Mosaic GPU cannot lower: the sum
+    of cotangents, and negative powers.
+    """
+
+    def value_and_pull(cotangent, *inputs):
+        value, pull_back = jax.vjp(function, *inputs)
+        return value, *pull_back(cotangent)
+
+    closed = jax.make_jaxpr(value_and_pull)(cotangent, *inputs)
+    return tuple(_evaluate(closed, (cotangent, *inputs)))
+
+
+def _evaluate(closed, arguments):
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values |= dict(zip(jaxpr.invars, arguments, strict=True))
+    read = lambda atom: atom.val if hasattr(atom, "val") else values[atom]
+    for equation in jaxpr.eqns:
+        given = [read(atom) for atom in equation.invars]
+        if equation.primitive.name == "add_any":
+            results = [given[0] + given[1]]
+        elif equation.primitive.name == "integer_pow":
+            results = [_power(given[0], equation.params["y"])]
+        elif "jaxpr" in equation.params:
+            results = _evaluate(equation.params["jaxpr"], given)
+        else:
+            results = equation.primitive.bind(*given, **equation.params)
+            results = results if equation.primitive.multiple_results else [results]
+        values |= dict(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _power(x, exponent):
+    product = functools.reduce(lax.mul, [x] * abs(exponent))
+    return product if exponent > 0 else 1.0 / product
+
+
+def accumulate(*products: Callable[[Any], None], shapes) -> tuple[jax.Array, ...]:
+    """Runs products into one accumulator each, and waits for all of them."""
+
+    def scope(*accumulators):
+        for product, accumulator in zip(products, accumulators, strict=True):
+            product(accumulator)
+        return tuple(accumulator[...] for accumulator in accumulators)
+
+    return pl.run_scoped(
+        scope, *(plgpu.WGMMAAccumulatorRef(shape, F32) for shape in shapes)
+    )
+
+
+class Machine:
+    """Reads and products, on a GPU or in its interpreter.
+
+    The interpreter of jax 0.10.2 has no layouts and no transposed operands; there
+    those two are done on values.
+    """
+
+    def __init__(self, interpret: Any):
+        self.interpreted = interpret is not None and interpret is not False
+
+    def products(self, *triples: tuple[Any, Any, Form]) -> tuple[jax.Array, ...]:
+        """x y^T, x y or x^T y for tiles (x, y, form), side by side."""
+        if self.interpreted:
+            return tuple(_product_of_values(*triple) for triple in triples)
+        products, shapes = [], []
+        for x, y, form in triples:
+            x = x.T if form == "tn" else x
+            y = y.T if form == "nt" else y
+            products.append(functools.partial(_multiply, x=x, y=y))
+            shapes.append((x.shape[0], y.shape[1]))
+        return accumulate(*products, shapes=shapes)
+
+    def product(self, x: Any, y: Any, form: Form) -> jax.Array:
+        return self.products((x, y, form))[0]
+
+    def total(self, *triples: tuple[Any, Any, Form]) -> jax.Array:
+        """The sum of products, in one accumulator."""
+        if self.interpreted:
+            return functools.reduce(jnp.add, self.products(*triples))
+        (x, y, form), *_ = triples
+        shape = (x.shape[form == "tn"], y.shape[form != "nt"])
+
+        def scope(accumulator):
+            for x, y, form in triples:
+                x = x.T if form == "tn" else x
+                plgpu.wgmma(accumulator, x, y.T if form == "nt" else y)
+            return accumulator[...]
+
+        return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef(shape, F32))
+
+    def matrix(self, ref: Any) -> jax.Array:
+        """A tile in float32, laid out as products are."""
+        return self._laid(ref, (), plgpu.Layout.WGMMA).astype(F32)
+
+    def global_matrix(self, ref: Any, *index: Any) -> jax.Array:
+        """A float32 matrix in global memory; no fast way, for what is rare."""
+        if self.interpreted:
+            return ref[index]
+        layout = plgpu.Layout.WGMMA
+        return plgpu.load(ref, index, layout=layout, optimized=False)
+
+    def row_vector(self, ref: Any, *index: Any) -> jax.Array:
+        """A vector with one element for each row of a matrix."""
+        return self._laid(ref, index, plgpu.Layout.WGMMA.reduce(1))
+
+    def column_vector(self, ref: Any, *index: Any) -> jax.Array:
+        """A vector with one element for each column of a matrix."""
+        return self._laid(ref, index, plgpu.Layout.WGMMA.reduce(0))
+
+    def iota(self, shape: tuple[int, int], axis: int) -> jax.Array:
+        if self.interpreted:
+            return lax.broadcasted_iota(jnp.int32, shape, axis)
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any = F32) -> jax.Array:
+        zeros = jnp.zeros(shape, dtype)
+        if self.interpreted:
+            return zeros
+        return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+    def seen(self, size: int) -> jax.Array:
+        """Bool[64, 64]: i >= j, both below `size`."""
+        rows, columns = (self.iota((ROWS, ROWS), axis) for axis in (0, 1))
+        return (rows >= columns) & (rows < size)
+
+    def _laid(self, ref, index, layout):
+        if self.interpreted:
+            return ref[index] if index else ref[...]
+        return plgpu.load(ref, index or ..., layout=layout)
+
+
+def _multiply(accumulator, x, y):
+    plgpu.wgmma(accumulator, x, y)
+
+
+def _product_of_values(x, y, form: Form):
+    contracted = {"nt": (1, 1), "nn": (1, 0), "tn": (0, 0)}[form]
+    return lax.dot_general(
+        x[...],
+        y[...],
+        (((contracted[0],), (contracted[1],)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=F32,
+    )

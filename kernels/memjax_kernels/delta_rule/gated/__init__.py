@@ -1,0 +1,74 @@
+"""Gated delta-rule recurrence over a segment."""
+
+from typing import Literal
+
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels.common.arguments import (
+    check_float32,
+    check_range,
+    check_reset,
+    check_shapes,
+)
+from memjax_kernels.common.implementations import choose
+from memjax_kernels.delta_rule.gated.cost import cost as cost
+from memjax_kernels.delta_rule.gated.reference import gated_delta_rule_reference
+from memjax_kernels.delta_rule.gated.reference import step as step
+from memjax_kernels.delta_rule.xla import delta_rule_xla
+from memjax_kernels.linear_attention.reference import empty_state as empty_state
+
+Implementation = Literal["reference", "xla"]
+
+
+def gated_delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    beta: Float[Array, "B T H"],
+    g: Float[Array, "B T H"],
+    state: Float[Array, "B H K V"] | None = None,
+    *,
+    reset: Bool[Array, "B T"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """S = e^{g_t} S_{t-1}, S_t = S + β_t k_t (v_t - Sᵀ k_t)ᵀ, and y_t = S_tᵀ q_t.
+
+    Yang, Kautz & Hatamizadeh (2024), https://arxiv.org/abs/2412.06464, eq. 10.
+
+    Args:
+        q: queries, taken as they are: the scale is the caller's.
+        k: keys, taken as they are. Stable for β |k|² <= 2: unit keys are the caller's.
+        v: values.
+        beta: write rates, in [0, 1].
+        g: log gates, in [-inf, 0]; e^g of the memory is kept.
+        state: the memory before the segment, float32; None is empty.
+        reset: tokens before which a row's memory is emptied; None is none.
+        implementation: which code runs; None is the fastest that runs here.
+
+    Returns:
+        The memory after the segment, in float32, and the read at every position, in
+        the dtype of `v`.
+
+    Raises:
+        ValueError: on arguments that do not fit each other, a rate or gate outside
+            its range where its value is known, or an implementation that cannot run.
+    """
+    sizes = check_shapes(
+        q=(q, "B T H K"),
+        k=(k, "B T H K"),
+        v=(v, "B T H V"),
+        beta=(beta, "B T H"),
+        g=(g, "B T H"),
+        state=(state, "B H K V"),
+    )
+    check_range("beta", beta, 0.0, 1.0)
+    check_range("g", g, -float("inf"), 0.0)
+    check_reset(reset, sizes["B"], sizes["T"])
+    check_float32("state", state)
+    if state is None:
+        state = empty_state(*(sizes[letter] for letter in "BHKV"))
+    match choose("gated_delta_rule", implementation, {"xla": "", "reference": ""}):
+        case "xla":
+            return delta_rule_xla(q, k, v, beta, g, state, reset)
+        case _:
+            return gated_delta_rule_reference(q, k, v, beta, g, state, reset)

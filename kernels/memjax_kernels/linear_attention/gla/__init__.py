@@ -1,0 +1,69 @@
+"""Gated linear attention: a forget gate for every key channel.
+
+    S ← diag(exp(g)) S + k vᵀ        y = Sᵀ q
+
+Yang et al. (2023), https://arxiv.org/abs/2312.06635, equation 3 with alpha = exp(g).
+"""
+
+from typing import Literal
+
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels.common import arguments, implementations
+from memjax_kernels.linear_attention.gla.cost import cost as cost
+from memjax_kernels.linear_attention.gla.reference import gla_reference
+from memjax_kernels.linear_attention.gla.reference import step as step
+from memjax_kernels.linear_attention.gla.xla import gla_xla
+from memjax_kernels.linear_attention.reference import empty_state as empty_state
+
+Implementation = Literal["reference", "xla"]
+
+
+def gla(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H K"],
+    state: Float[Array, "B H K V"] | None = None,
+    *,
+    reset: Bool[Array, "B T"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """Runs the recurrence over T tokens, T at least 1.
+
+    Args:
+        q: queries, not scaled here.
+        k: keys.
+        v: values.
+        g: log of the share of each row of the memory that is kept, in [-inf, 0];
+            inside jit the range is the caller's promise.
+        state: the memory before the segment, float32; None is empty.
+        reset: True empties a row's memory before that token.
+        implementation: which code runs; None is the fastest that can.
+
+    Returns:
+        The memory after the segment, float32, and the read after each token's write,
+        in the dtype of v.
+
+    Raises:
+        ValueError: on shapes or dtypes that do not fit, gates out of range, or an
+            implementation that is unknown or cannot run here.
+    """
+    sizes = arguments.check_shapes(
+        q=(q, "B T H K"),
+        k=(k, "B T H K"),
+        v=(v, "B T H V"),
+        g=(g, "B T H K"),
+        state=(state, "B H K V"),
+    )
+    arguments.check_float32("state", state)
+    arguments.check_range("g", g, -float("inf"), 0.0)
+    arguments.check_reset(reset, sizes["B"], sizes["T"])
+    if state is None:
+        state = empty_state(*(sizes[letter] for letter in "BHKV"))
+    obstacles = {"xla": "", "reference": ""}
+    match implementations.choose("gla", implementation, obstacles):
+        case "xla":
+            return gla_xla(q, k, v, g, state, reset)
+        case _:
+            return gla_reference(q, k, v, g, state, reset)

@@ -1,0 +1,23 @@
+"""SSD in chunks of matrix products; linear attention is SSD without gates."""
+
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels.linear_attention import chunks as linear_chunks
+
+CHUNK_SIZE = 64
+
+
+def ssd_xla(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H"] | None,
+    state: Float[Array, "B H K V"],
+    reset: Bool[Array, "B T"] | None = None,
+    *,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """The recurrence of `ssd_reference`; without g, of `linear_attention_reference`."""
+    gates = None if g is None else g[..., None]
+    body, tokens = linear_chunks.linear_group, (q, k, v, gates)
+    return linear_chunks.run(body, tokens, state, reset, chunk_size)

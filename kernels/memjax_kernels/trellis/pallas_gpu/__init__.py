@@ -1,0 +1,296 @@
+"""Trellis on a Hopper GPU, in Mosaic: both passes in one kernel, and a backward kernel.
+
+One program walks all chunks of a row and head, its memories in shared memory, its
+products on tensor cores (wgmma, bfloat16 operands, float32 sums). For a gradient the
+forward kernel keeps the memories at every chunk's start in the tokens' dtype, and the
+backward kernel goes through the chunks in reverse and computes each again from there.
+Rematerialisation policies find the names "trellis_chunk_states" and "trellis_reads".
+Where the backward kernel does not fit into shared memory (`has_backward`), gradients
+are those of the XLA form, which computes the chunks again from the first.
+
+The kernels compile for sm_90a and agree with the token loop in the interpreter; they
+have not run on a GPU yet, so nothing picks them unasked.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from memjax_kernels.common import implementations
+from memjax_kernels.trellis.chunk import FORGETS_ALL
+from memjax_kernels.trellis.segment import Tokens
+from memjax_kernels.trellis.state import Memories
+from memjax_kernels.trellis.xla import trellis_xla
+
+ROWS = 64
+SHARED_BYTES = 227 * 1024
+
+
+class Sizes(NamedTuple):
+    """Sizes of one program: n, C, M and the width of each pass."""
+
+    chunks: int
+    size: int
+    slots: int
+    widths: tuple[int, ...]
+
+
+class Static(NamedTuple):
+    """What is fixed when a kernel is compiled.
+
+    Attributes:
+        phi: one of `functions.PHIS`.
+        activation: one of `functions.ACTIVATIONS`, or None for a single pass.
+        stages: chunks of tokens in shared memory at a time, 1 or 2.
+        interpret: None, or parameters of the interpreter of GPU kernels.
+    """
+
+    phi: str
+    activation: str | None
+    stages: int
+    interpret: Any
+
+
+class Inputs(NamedTuple):
+    """What both kernels take; a tuple holds one for each of P passes.
+
+    Attributes:
+        q: [B, n, C, H, K].
+        inputs: [B, n, C, H, K], [B, n, C, H, V].
+        alpha: [B, n, C, H, M].
+        gates: [B, n, H, 2 P, 64] float32: the sum of g up to each token of the chunk
+            and gamma, of each pass; after the chunk the last sum, and 0.
+        begin: memories [B, H, M, D] before the first chunk, in which gradients are
+            taken; None if they are those to read from.
+        running: memories [B, H, M, D] before the first chunk, to read from.
+        empty: [B, H, M, D], or None.
+        middle: Int32[B], the first chunk that a row does not fill, or n.
+        cleared: Int32[B, n], or None; not 0 where a chunk but the first starts from
+            `empty`.
+    """
+
+    q: Any
+    inputs: Any
+    alpha: Any
+    gates: Any
+    begin: Any
+    running: Any
+    empty: Any
+    middle: Any
+    cleared: Any
+
+    @property
+    def sizes(self) -> Sizes:
+        return _sizes(self.q, self.inputs, self.alpha)
+
+
+def obstacle(tokens: Tokens, memories: Memories) -> str:
+    """Why the kernels cannot run with these arguments here; "" if they can."""
+    reason = implementations.needs("gpu") or implementations.needs_hopper()
+    return reason or unsupported(tokens, memories)
+
+
+def unsupported(tokens: Tokens, memories: Memories) -> str:
+    """Why the kernels cannot take these arguments on any GPU; "" if they can.
+
+    Only shapes and dtypes are looked at.
+    """
+    arrays = {"q": tokens.q, "k": tokens.k, "v": tokens.v, "alpha": tokens.alpha}
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        if array.dtype != jnp.bfloat16:
+            return f"{name} must be bfloat16, got {array.dtype}"
+        if array.shape[-1] % 64 or array.shape[-1] > 256:
+            letter = {"v": "V", "alpha": "M"}.get(name, "K")
+            return f"{letter} must be 64, 128, 192 or 256, got {array.shape[-1]}"
+    sizes = _sizes(tokens.q, _inputs(tokens), tokens.alpha)
+    if sizes.size % 8 or sizes.size > ROWS:
+        return f"chunk_size must be a multiple of 8 up to {ROWS}, got {sizes.size}"
+    needed = forward_bytes(sizes, 1)
+    if needed > SHARED_BYTES:
+        return (
+            f"a program takes {needed / 1024:.0f} KiB of shared memory, more than "
+            f"{SHARED_BYTES // 1024}"
+        )
+    return ""
+
+
+def trellis_gpu(
+    tokens: Tokens,
+    memories: Memories,
+    empty: tuple[Array, ...] | None,
+    *,
+    phi: str,
+    activation: str | None,
+    interpret: Any = None,
+) -> tuple[Memories, Array]:
+    """A chunk implementation; see `segment`. `interpret` runs it in an interpreter."""
+    sizes = _sizes(tokens.q, _inputs(tokens), tokens.alpha)
+    stages = 2 if forward_bytes(sizes, 2) <= SHARED_BYTES else 1
+    static = Static(phi, activation, stages, interpret)
+    aligned = all(a is b for a, b in zip(memories.start, memories.running, strict=True))
+    if has_backward(sizes, aligned):
+        return _run(static, tokens, memories, empty, aligned, _chunks)
+    return _forward_only(static, aligned, tokens, memories, empty)
+
+
+def has_backward(sizes: Sizes, aligned: bool) -> bool:
+    """Whether the backward kernel fits: K = V = M = 64 does."""
+    return backward_bytes(sizes, aligned) <= SHARED_BYTES
+
+
+def forward_bytes(sizes: Sizes, stages: int) -> int:
+    """Shared memory of the forward kernel, bfloat16 tokens."""
+    _, _, slots, widths = sizes
+    tokens = ROWS * (widths[0] + sum(widths) + slots)
+    read = widths[-1] if len(widths) == 2 else slots
+    work = ROWS * (ROWS + 3 * slots + read)
+    memories = slots * sum(widths)
+    vectors = 2 * len(widths) * ROWS * 4
+    # Barriers and reductions take what is added here.
+    return 2 * (stages * tokens + work + 3 * memories) + stages * vectors + 6144
+
+
+def backward_bytes(sizes: Sizes, aligned: bool) -> int:
+    """Shared memory of the backward kernel, bfloat16 tokens."""
+    _, _, slots, widths = sizes
+    passes = len(widths)
+    read = widths[-1] if passes == 2 else slots
+    tokens = ROWS * (widths[0] + sum(widths) + slots + read)
+    work = ROWS * ((1 + passes) * ROWS + (4 + 2 * (passes - 1)) * slots)
+    copies = 2 if aligned else 3
+    memories = slots * sum(widths)
+    vectors = passes * (5 * ROWS + slots) * 4
+    reads = 4 * ROWS * slots
+    return 2 * (tokens + work + (copies + 2) * memories) + reads + vectors + 6144
+
+
+def _sizes(q: Any, inputs: tuple[Any, ...], alpha: Any) -> Sizes:
+    _, n, size, _, _ = q.shape
+    return Sizes(n, size, alpha.shape[-1], tuple(x.shape[-1] for x in inputs))
+
+
+def _inputs(tokens: Tokens) -> tuple[Any, ...]:
+    return (tokens.k,) if tokens.v is None else (tokens.k, tokens.v)
+
+
+def _run(static, tokens, memories, empty, aligned, kernel):
+    """Prepares the arguments of a kernel, and takes the memories from its results."""
+    chunks = tokens.q.shape[1]
+    begin, running = memories
+    if tokens.cleared is not None:
+        first = tokens.cleared[:, 0, None, None, None]
+        clear = lambda old: tuple(map(functools.partial(jnp.where, first), empty, old))
+        begin, running = clear(begin), clear(running)
+    incomplete = jnp.sum(tokens.complete, axis=1, dtype=jnp.int32)
+    cleared = tokens.cleared
+    x = Inputs(
+        q=tokens.q,
+        inputs=_inputs(tokens),
+        alpha=tokens.alpha,
+        gates=_gates(tokens),
+        begin=None if aligned else begin,
+        running=running,
+        empty=None if cleared is None else empty,
+        middle=incomplete,
+        cleared=None if cleared is None else cleared.astype(jnp.int32),
+    )
+    y, after, middle = kernel(static, x)
+    place = incomplete[:, None, None, None]
+
+    def start(before, middle, after):
+        later = jnp.where(place == chunks, after, middle)
+        return jnp.where(place == 0, before, later)
+
+    starts = tuple(map(start, begin, middle, after))
+    return Memories(starts, tuple(after)), y
+
+
+def _gates(tokens: Tokens) -> Array:
+    total = jnp.cumsum(jnp.maximum(tokens.g, FORGETS_ALL), axis=2)
+    tail = [(0, 0)] * total.ndim
+    tail[2] = (0, ROWS - total.shape[2])
+    total = jnp.pad(total, tail, mode="edge")
+    gates = jnp.stack([total, jnp.pad(tokens.gamma, tail)], axis=-1)
+    # [B, n, 64, H, P, 2] -> [B, n, H, 2 P, 64]
+    return jnp.moveaxis(gates.reshape(*gates.shape[:4], -1), 2, -1)
+
+
+# The kernels are imported when they run: Mosaic is slow to import.
+def _kernel_forward(static, x, *, keep):
+    from memjax_kernels.trellis.pallas_gpu.forward import forward
+
+    return forward(static, x, keep=keep)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunks(static: Static, x: Inputs):
+    return _kernel_forward(static, x, keep=False)[:3]
+
+
+def _chunks_fwd(static, x):
+    y, after, middle, kept = _kernel_forward(static, x, keep=True)
+    kept = checkpoint_name(kept, "trellis_chunk_states")
+    y = checkpoint_name(y, "trellis_reads")
+    return (y, after, middle), (x, kept)
+
+
+def _chunks_bwd(static, residuals, cotangents):
+    from memjax_kernels.trellis.pallas_gpu.backward import backward
+    from memjax_kernels.trellis.pallas_gpu.chunk import LAST, TOTAL
+
+    x, kept = residuals
+    d = backward(static, x, kept, *cotangents)
+    passes = len(x.inputs)
+    rows = d.gates.reshape(*d.gates.shape[:3], passes, 3, ROWS)
+    last = jnp.sum(rows[..., LAST, :], axis=-1) + jnp.sum(d.last, axis=-1)
+    # The kernels take the last sum from the last of their rows.
+    total = rows[..., TOTAL, :].at[..., -1].add(last)
+    gates = jnp.stack([total, rows[..., 2, :]], axis=-2)
+    return (
+        Inputs(
+            q=d.q,
+            inputs=d.inputs,
+            alpha=d.alpha,
+            gates=gates.reshape(x.gates.shape),
+            begin=d.begin,
+            running=d.running,
+            empty=d.empty,
+            middle=None,
+            cleared=None,
+        ),
+    )
+
+
+_chunks.defvjp(_chunks_fwd, _chunks_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _forward_only(static, aligned, tokens, memories, empty):
+    kernel = functools.partial(_kernel_forward, keep=False)
+    first_three = lambda static, x: kernel(static, x)[:3]
+    return _run(static, tokens, memories, empty, aligned, first_three)
+
+
+def _forward_only_fwd(static, aligned, *arguments):
+    return _forward_only(static, aligned, *arguments), arguments
+
+
+def _forward_only_bwd(static, aligned, arguments, cotangents):
+    tokens, memories, empty = arguments
+    options = {"phi": static.phi, "activation": static.activation}
+    floats = {name: getattr(tokens, name) for name in Tokens._fields[:6]}
+
+    def again(floats, memories, empty):
+        return trellis_xla(tokens._replace(**floats), memories, empty, **options)
+
+    floats, memories, empty = jax.vjp(again, floats, memories, empty)[1](cotangents)
+    return Tokens(**floats, complete=None, cleared=None), memories, empty
+
+
+_forward_only.defvjp(_forward_only_fwd, _forward_only_bwd)

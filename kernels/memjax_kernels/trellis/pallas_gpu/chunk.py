@@ -1,0 +1,244 @@
+"""A chunk in the backward kernel of Trellis on a GPU.
+
+Per pass, with x its input, M the memory at the chunk's start, R the one read from (the
+same but in the first chunk), N the one after, and U, W, cs as in `segment`; a bar
+denotes a cotangent, and q is the query of the pass, y1 of the first:
+
+    w = exp(cs_C - cs)      A = (q x^T) * W, or (q U^T) * W in the second
+    first:   A- = -(y- U^T) * W    q- = (e^cs y-) R + A- x        U- = -A^T y- - ...
+             x- = A-^T q - (w U) N- + Z- M                R- = e^cs_C N- + (e^cs y-)^T q
+    second:  A- = -(y- x^T) * W    q- = e^cs (y- R^T) + A- U      U- = A-^T q - ...
+             x- = -A^T y- - (w U) N- + Z- M               R- = e^cs_C N- + (e^cs q)^T y-
+    U- = ... - w (x N-^T)    Z-, alpha- = vjp of the error's gradient     M- = Z-^T x
+    cs- = <q, q-> - gamma gamma-, and in the chunk's last token the sums over it of
+    -w <U, x N-^T> and over the memory of e^cs_C <N-, R>
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from memjax_kernels.common import mosaic
+from memjax_kernels.common.mosaic import ROWS, Machine
+from memjax_kernels.trellis import functions
+from memjax_kernels.trellis.pallas_gpu.forward import decays
+
+# Rows of the gradients of gates, for each pass.
+TOTAL, LAST, GAMMA = range(3)
+
+
+class Chunk:
+    """The arithmetic of one row and head, tokens and memories in shared memory."""
+
+    x: Any
+    out: Any
+
+    def __init__(self, static, sizes, scratch):
+        self.static, self.sizes, self.scratch = static, sizes, scratch
+        self.machine = Machine(static.interpret)
+        self.at = lax.axis_index("rows"), lax.axis_index("heads")
+        self.passes = range(len(sizes.widths))
+        self.operands = [scratch[f"memory{i}"].at[0] for i in self.passes]
+
+    def each(self, name):
+        return [self.scratch[f"{name}{i}"] for i in self.passes]
+
+    def compute(self, i):
+        """Gradients of a chunk; those of inputs replace them, that of q is returned."""
+        self.again_first()
+        if len(self.passes) == 1:
+            return self.first(i, self.scratch["d_y"])
+        self.again_query(i)
+        self.second(i)
+        query, reads = self.scratch["query"], self.scratch["reads"]
+        query[...] = self.machine.matrix(reads).astype(query.dtype)
+        return self.first(i, query)
+
+    def again_first(self):
+        """Errors and scores of the first pass, as in the forward kernel."""
+        scratch, machine = self.scratch, self.machine
+        q, x = scratch["q"], scratch["inputs0"]
+        predicted, scores = machine.products((x, self.operands[0], "nt"), (q, x, "nt"))
+        _, gamma, _ = self.gates(0)
+        error = self.error(predicted) * mosaic.along_rows(gamma, self.sizes.slots)
+        scratch["errors0"][...] = error.astype(q.dtype)
+        scores = self.decays(0) * scores
+        scratch["scores1"][...] = scores.astype(q.dtype)
+        plgpu.commit_smem()
+
+    def again_query(self, i):
+        """Reads of the first pass, and the query of the second."""
+        scratch = self.scratch
+        past, new = self.machine.products(
+            (scratch["q"], self.read_from(0, i), "nt"),
+            (scratch["scores1"], scratch["errors0"], "nn"),
+        )
+        total, _, _ = self.gates(0)
+        reads = mosaic.along_rows(jnp.exp(total), self.sizes.slots) * past - new
+        scratch["reads"][...] = reads
+        scratch["query"][...] = self.activate(reads).astype(scratch["query"].dtype)
+        plgpu.commit_smem()
+
+    def second(self, i):
+        """The second pass; leaves the cotangent of the first one's reads in `reads`."""
+        scratch, machine, slots = self.scratch, self.machine, self.sizes.slots
+        query, x, d_y = scratch["query"], scratch["inputs1"], scratch["d_y"]
+        d_scores, errors = scratch["d_scores"], scratch["errors1"]
+        predicted = machine.product(x, self.operands[1], "nt")
+        total, gamma, last = self.gates(1)
+        kept = mosaic.along_rows(jnp.exp(total), slots)
+        error = self.error(predicted) * mosaic.along_rows(gamma, slots)
+        errors[...] = error.astype(errors.dtype)
+        self.put("weighted", kept * machine.matrix(query))
+        plgpu.commit_smem()
+        scores, d_score, d_past, d_decayed = machine.products(
+            (query, errors, "nt"),
+            (d_y, x, "nt"),
+            (d_y, self.read_from(1, i), "nt"),
+            (x, scratch["d_operand1"], "nt"),
+        )
+        decays_ = self.decays(1)
+        self.put("scores2", decays_ * scores)
+        self.put("d_scores", -(decays_ * d_score))
+        plgpu.commit_smem()
+        through, d_error = machine.products(
+            (d_scores, errors, "nn"), (d_scores, query, "tn")
+        )
+        d_query = kept * d_past + through
+        d_total = jnp.sum(machine.matrix(query) * d_query, axis=1)
+        reads = machine.matrix(scratch["reads"])
+        _, scratch["reads"][...] = mosaic.pull(self.activate, (reads,), d_query)
+        d_x, d_alpha = self.write(
+            i, 1, predicted, d_error, d_decayed, d_total, (scratch["weighted"], d_y)
+        )
+        direct = machine.product(scratch["scores2"], d_y, "tn")
+        x[...] = (d_x - direct).astype(x.dtype)
+        self.put("errors1", d_alpha)
+
+    def first(self, i, d_y):
+        """The first pass, given its reads' cotangent as a tile; returns that of q."""
+        scratch, machine, slots = self.scratch, self.machine, self.sizes.slots
+        q, x, d_scores = scratch["q"], scratch["inputs0"], scratch["d_scores"]
+        total, _, _ = self.gates(0)
+        kept = mosaic.along_rows(jnp.exp(total), slots)
+        source = d_y if len(self.passes) == 1 else scratch["reads"]
+        self.put("weighted", kept * machine.matrix(source))
+        plgpu.commit_smem()
+        predicted, d_score, d_decayed = machine.products(
+            (x, self.operands[0], "nt"),
+            (d_y, scratch["errors0"], "nt"),
+            (x, scratch["d_operand0"], "nt"),
+        )
+        self.put("d_scores", -(self.decays(0) * d_score))
+        plgpu.commit_smem()
+        through, past = machine.products(
+            (d_scores, x, "nn"), (scratch["weighted"], self.read_from(0, i), "nn")
+        )
+        d_q = through + past
+        d_total = jnp.sum(machine.matrix(q) * d_q, axis=1)
+        d_error = -machine.product(scratch["scores1"], d_y, "tn")
+        d_x, d_alpha = self.write(
+            i, 0, predicted, d_error, d_decayed, d_total, (scratch["weighted"], q)
+        )
+        direct = machine.product(d_scores, q, "tn")
+        x[...] = (d_x + direct).astype(x.dtype)
+        if len(self.passes) == 2:
+            d_alpha = d_alpha + machine.matrix(scratch["errors1"])
+        self.put("alpha", d_alpha)
+        return d_q
+
+    def write(self, i, index, predicted, d_error, d_decayed, d_total, change):
+        """The write of a pass: gates, its memory, and what inputs and alpha get.
+
+        Args:
+            i: the chunk.
+            index: the pass.
+            predicted: Z.
+            d_error: cotangent of U but for its part from the memory after the chunk.
+            d_decayed: x N-^T.
+            d_total: <q, q-> of every token.
+            change: tiles whose x^T y reaches R through the reads.
+
+        Returns:
+            Cotangents of x, but for its part from the reads, and of alpha.
+        """
+        scratch, machine, slots = self.scratch, self.machine, self.sizes.slots
+        total, gamma, last = self.gates(index)
+        left = mosaic.along_rows(jnp.exp(last - total), slots)
+        step = mosaic.along_rows(gamma, slots)
+        d_error = d_error - left * d_decayed
+        alpha = machine.matrix(scratch["alpha"])
+        error, d_predicted, d_alpha = mosaic.pull(
+            self.error_of, (predicted, alpha), step * d_error
+        )
+        d_gamma = jnp.sum(error * d_error, axis=1)
+        decayed = left * step * error
+        rows = scratch["d_gates"].at[pl.ds(3 * index, 3)]
+        rows[TOTAL] = d_total - gamma * d_gamma
+        rows[LAST] = -jnp.sum(decayed * d_decayed, axis=1)
+        rows[GAMMA] = d_gamma
+        self.put("decayed", decayed)
+        self.put("d_predicted", d_predicted)
+        plgpu.commit_smem()
+        self.pass_memory(i, index, change, jnp.exp(last))
+        lost, through = machine.products(
+            (scratch["decayed"], scratch[f"d_operand{index}"], "nn"),
+            (scratch["d_predicted"], self.operands[index], "nn"),
+        )
+        return through - lost, d_alpha
+
+    def pass_memory(self, i, index, change, kept):
+        """The cotangent of a memory, from after the chunk to before it."""
+        machine, d_memory = self.machine, self.scratch[f"d_memory{index}"]
+        x = self.scratch[f"inputs{index}"]
+        read, start = machine.products(
+            (*change, "tn"), (self.scratch["d_predicted"], x, "tn")
+        )
+        after = kept * machine.matrix(d_memory)
+        before = machine.matrix(self.read_from(index, i))
+        self.scratch["d_last"][index] = jnp.sum(after * before, axis=1)
+        if self.x.running is not None:
+            begin = self.out.begin[index]
+
+            @pl.when(i == 0)
+            def _():
+                begin[*self.at] = start
+
+            start = jnp.where(i == 0, 0.0, 1.0) * start
+        d_memory[...] = after + read + start
+
+    def read_from(self, index, i):
+        """The memory that the first chunk's queries read is another one."""
+        if self.x.running is None:
+            return self.operands[index]
+        return self.scratch[f"memory{index}"].at[jnp.where(i == 0, 1, 0)]
+
+    def put(self, name, value):
+        self.scratch[name][...] = value.astype(self.scratch[name].dtype)
+
+    def gates(self, index):
+        """Sums of g, gamma, and the last sum."""
+        gates = self.scratch["gates"]
+        total = self.machine.row_vector(gates, 2 * index)
+        gamma = self.machine.row_vector(gates, 2 * index + 1)
+        return total, gamma, gates[2 * index, ROWS - 1]
+
+    def decays(self, index):
+        gates = self.scratch["gates"]
+        total = self.machine.row_vector(gates, 2 * index)
+        other = self.machine.column_vector(gates, 2 * index)
+        return decays(self.machine, total, other, self.sizes.size)
+
+    def error(self, predicted):
+        return self.error_of(predicted, self.machine.matrix(self.scratch["alpha"]))
+
+    def error_of(self, predicted, alpha):
+        return functions.error_gradient(
+            self.static.phi, predicted, alpha, mosaic.over_slots
+        )
+
+    def activate(self, reads):
+        return functions.apply(self.static.activation, reads, mosaic.over_slots)

@@ -1,0 +1,262 @@
+"""The command line: train, finetune, eval, generate, data, import and export.
+
+Exit codes: 0 done; 2 bad input, with one line on stderr; 75 stopped by a signal with
+everything saved (run the same command again to go on); 1 anything else.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from memjax import evaluation
+from memjax.cli import checkpoints as cli_interop
+from memjax.cli import finetune as cli_finetune
+from memjax.data import Split, load_tokenizer, load_tokens
+from memjax.data.documents.sources import open_documents
+from memjax.evaluation import plots
+from memjax.models import Sampling, generate
+from memjax.models.language_model.config import require_known
+from memjax.training import pretrain as run
+from memjax.training.checksums import write_atomically
+from memjax.training.finetune import finetune
+from memjax.training.resume import NonFiniteError
+
+Config = tyro.extras.subcommand_type_from_defaults(
+    run.presets(), prefix_names=False, sort_subcommands=False
+)
+app = tyro.extras.SubcommandApp()
+
+
+def command(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Registers a command whose parsing returns the call instead of making it.
+
+    So a wrong option can be told from an error while the command runs.
+    """
+
+    def register(function):
+        @functools.wraps(function)
+        def deferred(*args, **kwargs):
+            return functools.partial(function, *args, **kwargs)
+
+        app.command(name=name)(deferred)
+        return function
+
+    return register
+
+
+@command("train")
+def train(
+    config: Annotated[Config, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]
+    run_dir: Path = Path("runs/latest"),
+    distributed: Literal["auto", "on", "off"] = "auto",
+) -> int:
+    """Trains a preset, every field of which can be overridden, or resumes a run.
+
+    Args:
+        config: the preset.
+        run_dir: folder of the run; the same command on the same folder goes on.
+        distributed: join the other hosts: "on" for a TPU pod; "auto" does so where
+            GKE, Slurm or Open MPI name several.
+    """
+    join_cluster(distributed)
+    outcome = run.train(config, run_dir)
+    print(f"{outcome.reason} at step {outcome.step}; run folder {run_dir}")
+    return outcome.exit_code
+
+
+command("finetune")(cli_finetune.finetune)
+command("import")(cli_interop.import_model)
+command("export")(cli_interop.export_model)
+
+
+@command("eval")
+def evaluate(
+    run_dir: Annotated[Path, tyro.conf.Positional],
+    split: Literal["train", "validation", "test"] = "test",
+    context_length: int = 0,
+    segment: int = 0,
+    batch_size: int = 8,
+    sampling: Literal["uniform", "exponential"] | None = None,
+    decay: float = 0.98,
+) -> int:
+    """Perplexity of a run's newest checkpoint, by kind of text and by position.
+
+    Writes `eval-<split>.json` and a plot of loss by position into the run folder. Of
+    HMT no target counts that a summary has read before; beside stands "all_targets",
+    the perplexity of all, as the official program scores.
+
+    Args:
+        run_dir: a folder that `memjax train` or `memjax finetune` wrote.
+        split: which documents.
+        context_length: cut documents into texts of so many tokens, each read with an
+            empty memory; 0 reads every document as one stream.
+        segment: tokens read at a time; 0 is the training context.
+        batch_size: texts read side by side.
+        sampling: read an Elastic Memory at other points than in training.
+        decay: of the exponential sampling.
+    """
+    config, model = finetune.load_model(run_dir)
+    if sampling is not None:
+        model = run.with_sampling(model, sampling=sampling, decay=decay)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    documents = run.load_split(config, tokenizer, split)
+    every = evaluation.losses(
+        model,
+        documents,
+        context_length=context_length,
+        segment=segment or config.data.context_length,
+        batch_size=batch_size,
+    )
+    losses, window = evaluation.causal(model, every), model.window
+    rows = {
+        kind or "all": {
+            "perplexity": evaluation.perplexity(losses, kind=kind),
+            "beyond_window": evaluation.perplexity(losses, kind=kind, first=window),
+            "all_targets": evaluation.perplexity(every, kind=kind),
+        }
+        for kind in (None, *dict.fromkeys(losses.kinds))
+    }
+    edges = evaluation.octaves(losses.nll.shape[1])
+    curve = evaluation.by_position(losses, edges)
+    table = Table("text", "perplexity", f"beyond {window} tokens", "all targets")
+    for kind, row in rows.items():
+        table.add_row(kind, *(f"{value:.3f}" for value in row.values()))
+    Console().print(table)
+    result = {"split": split, "perplexity": rows, "edges": edges, "nats": curve}
+    write_atomically(run_dir / f"eval-{split}.json", json.dumps(result, indent=1))
+    plot = run_dir / f"eval-{split}.png"
+    plots.loss_by_position({split: curve}, edges, plot, window=window)
+    print(f"wrote {run_dir / f'eval-{split}.json'} and {plot}")
+    return 0
+
+
+@command("generate")
+def generate_text(
+    run_dir: Annotated[Path, tyro.conf.Positional],
+    prompt: str = "",
+    prompt_file: Path | None = None,
+    tokens: int = 200,
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling(  # noqa: B008
+        0.8, 0, 0.95
+    ),
+    seed: int = 0,
+) -> int:
+    """Reads a prompt of any length into the memory and writes on.
+
+    Args:
+        run_dir: a folder that `memjax train` or `memjax finetune` wrote.
+        prompt: text to go on from; this or `prompt_file`.
+        prompt_file: a text file, of any length.
+        tokens: how many to draw.
+        sampling: how.
+        seed: of the draws.
+    """
+    if (prompt_file is None) == (not prompt):
+        raise ValueError("give either --prompt or --prompt-file, and not empty")
+    text = prompt if prompt_file is None else prompt_file.read_text()
+    config, model = finetune.load_model(run_dir)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    _, drawn = generate(
+        model,
+        model.init_state(1),
+        tokenizer.encode(text)[None],
+        tokens,
+        key=jax.random.key(seed),
+        sampling=sampling,
+    )
+    print(text if prompt else "", tokenizer.decode(np.asarray(drawn[0])), sep="")
+    return 0
+
+
+@command("data")
+def data(
+    source: str = "embedded",
+    tokenizer: str = "bpe4k",
+) -> int:
+    """Lists a source's documents.
+
+    Args:
+        source: what to list: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME".
+        tokenizer: whose tokens to count.
+    """
+    table = Table("document", "kind", "split", "tokens")
+    splits: tuple[Split, ...] = ("train", "validation", "test")
+    found = {document.split for document in open_documents(source)}
+    counted = load_tokenizer(tokenizer)
+    for split in splits:
+        if split not in found:
+            continue
+        for document in load_tokens(source, counted, split):
+            size = f"{len(document.tokens):,}"
+            table.add_row(document.name, document.kind, split, size)
+    Console().print(table)
+    return 0
+
+
+def join_cluster(distributed: str) -> None:
+    """Initialises jax.distributed before the first JAX computation."""
+    several = (
+        "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+        or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+        or int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1
+        or "JAX_COORDINATOR_ADDRESS" in os.environ
+    )
+    if distributed == "on" or (distributed == "auto" and several):
+        jax.distributed.initialize()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs a command; bad input is one line and exit code 2."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        code = _parse(argv)()
+    except (ValueError, OSError, NonFiniteError) as error:
+        print(f"memjax: {_one_line(str(error))}", file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def _parse(argv: list[str]) -> Callable[[], int]:
+    """The command that the words ask for; a parser's complaint is a ValueError."""
+    presets = {"train": run.presets, "finetune": cli_finetune.presets}
+    if argv and argv[0] in presets:
+        pairs = zip(argv, argv[1:], strict=False)
+        for before, word in pairs:
+            if not word.startswith("-") and not before.startswith("-"):
+                require_known("preset", word, tuple(presets[argv[0]]()))
+                break
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return app.cli(
+                args=argv,
+                prog="memjax",
+                description=__doc__,
+                config=(tyro.conf.CascadeSubcommandArgs,),
+            )
+    except SystemExit as stop:
+        if stop.code == 2:
+            raise ValueError(complaint.getvalue()) from None
+        raise
+
+
+def _one_line(message: str) -> str:
+    """Drops line breaks and the frame that the parser draws around its errors."""
+    return " ".join(re.sub("[\u2500-\u257f]", " ", message).split())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Endless, deterministic batches of tokens."""

@@ -1,0 +1,1 @@
+"""Documents, tokenizers and tokens."""

@@ -1,0 +1,1 @@
+"""The tasks that M+ is trained on."""

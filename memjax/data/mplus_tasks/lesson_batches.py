@@ -1,0 +1,231 @@
+"""M+'s tasks in their proportions, for ever, on documents in length buckets.
+
+What is drawn at a step depends on the seed, the step, and what the steps before have
+left to revisit, which a saved position holds: see `lessons.py`.
+
+Shapes: B rows of this host, W tokens of a text, I of an instruction.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from memjax.data.batches.draws import Draws
+from memjax.data.batches.pipeline import chunked_batches
+from memjax.data.documents.tokens import TokenisedDocument
+from memjax.data.mplus_tasks.fact_lessons import FactTexts
+from memjax.data.mplus_tasks.lessons import (
+    UNSCORED,
+    Assignment,
+    Lesson,
+    MPlusTaskConfig,
+    Target,
+    Task,
+    lay_out,
+)
+
+
+class Lessons:
+    """Yields assignments for ever; this host's rows of each.
+
+    Args:
+        documents: from `load_tokens`.
+        config: proportions and lengths.
+        chunk: C.
+        batch_size: rows over all hosts.
+        seed: in [0, 2**32).
+        instruction: tokens of "Repeat:".
+        shard_index: this host, in [0, shard_count).
+        shard_count: number of hosts.
+        vocab_size: if given, every id is checked to be in [0, vocab_size).
+        facts: for documents that tell facts, where `config.ask` is not 0.
+
+    Raises:
+        ValueError: as `chunked_batches`, for documents of the longest bucket; on chunk
+            or instruction lengths that do not fit.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[TokenisedDocument],
+        config: MPlusTaskConfig,
+        chunk: int,
+        batch_size: int,
+        seed: int,
+        instruction: Int32[np.ndarray, " I"],
+        *,
+        shard_index: int = 0,
+        shard_count: int = 1,
+        vocab_size: int | None = None,
+        facts: FactTexts | None = None,
+    ):
+        if config.shortest_chunk > chunk:
+            raise ValueError(
+                f"shortest_chunk must be at most chunk={chunk}, "
+                f"got {config.shortest_chunk}"
+            )
+        least = len(instruction) + UNSCORED
+        if config.repeat and least >= config.target:
+            raise ValueError(
+                f"target must be more than {least} tokens, of which the first are not "
+                f"scored in a repetition, got {config.target}"
+            )
+        if bool(config.ask) != (facts is not None):
+            raise ValueError(
+                "facts must be given where ask > 0 and only there, got "
+                f"ask={config.ask} and {facts}"
+            )
+        self._config, self._chunk, self._instruction = config, chunk, instruction
+        self._facts = facts
+        self._seed, self._batch_size = seed, batch_size
+        rows = batch_size // shard_count
+        self._mine = slice(shard_index * rows, (shard_index + 1) * rows)
+        self._buckets = {
+            count: chunked_batches(
+                documents,
+                count * chunk + config.target,
+                batch_size,
+                seed,
+                shard_index=shard_index,
+                shard_count=shard_count,
+                vocab_size=vocab_size,
+            )
+            for count in config.chunks
+        }
+        self._step = 0
+        # Chunks written since the target was kept that may be revisited; None: no such.
+        self._distance: int | None = None
+        self._revisited = False
+
+    def __iter__(self) -> "Lessons":
+        return self
+
+    def __next__(self) -> Assignment:
+        draw = Draws(self._seed, self._step)
+        self._step += 1
+        task = self._choose(draw)
+        self._revisited = task == "revisit"
+        count = self._config.chunks[draw.below(len(self._config.chunks))]
+        if task == "revisit":
+            if draw.share() < self._config.replace:
+                self._distance = None
+            return Assignment(task, self._nothing(draw))
+        lesson = self._lesson(draw, task, count)
+        if task == "full_context":
+            return Assignment(task, lesson)
+        keep = self._distance is None
+        self._distance = (
+            0 if self._distance is None else self._distance + lesson.chunks.shape[1]
+        )
+        return Assignment(task, lesson._replace(keep=np.full_like(lesson.keep, keep)))
+
+    def _choose(self, draw: Draws) -> Task:
+        shares = self._config
+        full, again, multi = draw.share(), draw.share(), draw.share()
+        if full < shares.full_context:
+            return "full_context"
+        if self._distance and not self._revisited and again < shares.revisit:
+            return "revisit"
+        return "multi_chunk" if multi < shares.multi_chunk else "two_chunk"
+
+    def _lesson(self, draw: Draws, task: Task, bucket: int) -> Lesson:
+        """A lesson of the next texts, or of facts; nothing of it is kept."""
+        c, rows = self._config, self._batch_size
+        count = 0 if task == "full_context" else bucket
+        choices = self._chunk - c.shortest_chunk + 1
+        lengths = c.shortest_chunk + draw.below(choices, (rows, count))[self._mine]
+        last = task == "two_chunk"
+        if count and self._facts is not None and draw.share() < c.ask:
+            lengths = lengths[:, -1 if last else None :]
+            made = self._told(self._facts, draw, lengths)
+        else:
+            made = self._read(draw, bucket, lengths, last)
+            lengths = lengths[:, -1 if last else None :]
+        chunks, targets = zip(*made, strict=True)
+        return Lesson(
+            chunks=np.stack(chunks),
+            lengths=lengths.astype(np.int32),
+            target=Target(*map(np.stack, zip(*targets, strict=True))),
+            asks=self._asks(draw),
+            keep=np.zeros(len(made), bool),
+        )
+
+    def _read(self, draw, bucket, lengths, last):
+        """Rows of the next texts of a bucket."""
+        c, count = self._config, lengths.shape[1]
+        batch = next(self._buckets[bucket])
+        text = np.concatenate([batch.tokens, batch.targets[:, -1:]], axis=1)
+        repeats = (draw.share(self._batch_size) < c.repeat)[self._mine]
+        return [
+            lay_out(
+                tokens,
+                row.tolist(),
+                self._chunk,
+                c.target,
+                self._instruction if count and again else None,
+                last,
+            )
+            for tokens, row, again in zip(text, lengths, repeats, strict=True)
+        ]
+
+    def _told(self, facts, draw, lengths):
+        """Rows of facts: this host's, whose draws do not move those of other hosts."""
+        seeds = draw.below(2**32, self._batch_size)[self._mine].tolist()
+        return [
+            facts.row(Draws(seed, self._step), row.tolist())
+            for seed, row in zip(seeds, lengths, strict=True)
+        ]
+
+    def _nothing(self, draw: Draws) -> Lesson:
+        """For a revisit: what is read is kept with the memory."""
+        asks = self._asks(draw)
+        none = np.zeros((len(asks), 0, self._chunk), np.int32)
+        tokens = np.zeros((len(asks), self._config.target), np.int32)
+        target = Target(tokens, tokens, tokens.astype(np.float32))
+        return Lesson(none, none[:, :, 0], target, asks, np.zeros(len(asks), bool))
+
+    def _asks(self, draw):
+        count = 1 + draw.below(self._config.target - 1, self._batch_size)[self._mine]
+        return count.astype(np.int32)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position, the same on every host, ready for JSON."""
+        return {
+            "step": self._step,
+            "distance": self._distance,
+            "revisited": self._revisited,
+            "buckets": {
+                str(n): bucket.get_state() for n, bucket in self._buckets.items()
+            },
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Moves to a position that `get_state` gave, on any number of hosts.
+
+        Raises:
+            ValueError: the state is malformed, or is of other documents or buckets.
+        """
+        buckets, distance = state.get("buckets"), state.get("distance")
+        if not isinstance(buckets, Mapping) or set(buckets) != {
+            str(n) for n in self._buckets
+        }:
+            raise ValueError(
+                f"state['buckets'] must be of chunks={self._config.chunks}, "
+                f"got {buckets!r}"
+            )
+        for name in ("step", "distance"):
+            value = state.get(name)
+            if not (name == "distance" and value is None) and (
+                type(value) is not int or value < 0
+            ):
+                raise ValueError(f"state[{name!r}]={value!r} must be an integer >= 0")
+        if type(state.get("revisited")) is not bool:
+            raise ValueError(
+                f"state['revisited']={state.get('revisited')!r} must be true or false"
+            )
+        for n, bucket in self._buckets.items():
+            bucket.set_state(buckets[str(n)])
+        self._step, self._distance = state["step"], distance
+        self._revisited = state["revisited"]

@@ -1,0 +1,1 @@
+"""Synthetic and question-answering tasks."""

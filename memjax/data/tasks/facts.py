@@ -1,0 +1,96 @@
+"""Facts with short answers, and prose to put between a fact and its question.
+
+What a memory retains (Wang et al., M+, https://arxiv.org/abs/2502.00592, section 4.3):
+a context is read, then passages that have nothing to do with it, then a question. Facts
+are `Question`s, so any source of (context, question, answer) will do; those that ship
+are 1,774 of the CIA World Factbook of 2015, which is in the public domain, made from
+templates: see `memjax/data/factbook/README.md`. Their question ends with the beginning
+of the sentence that answers it (a cloze).
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from memjax.data.batches.draws import shuffled
+from memjax.data.documents.json_lines import read_records
+from memjax.data.tasks.questions import Question, read_questions
+
+FACTBOOK = Path(__file__).parents[1] / "factbook"
+
+
+class Passage(NamedTuple):
+    """Text that no question is asked about.
+
+    Attributes:
+        text: some hundreds of tokens.
+        subject: what it is about.
+    """
+
+    text: str
+    subject: str = ""
+
+
+def load_facts() -> list[Question]:
+    """The facts that ship: `kind` is the relation, `subject` the country."""
+    return read_questions(FACTBOOK / "factbook_qa.jsonl.xz")
+
+
+def load_passages() -> list[Passage]:
+    """The 282 passages that ship, 300 to 500 SmolLM2 tokens each."""
+    return read_passages(FACTBOOK / "factbook_prose.jsonl.xz")
+
+
+def read_passages(path: Path) -> list[Passage]:
+    """Reads JSON lines with "text" and, if they like, "subject"; .xz or not.
+
+    Raises:
+        ValueError: naming the line that is not so; or a file without a line.
+    """
+    return [
+        Passage(record.text("text"), record.optional_text("subject"))
+        for record in read_records(path, "passage")
+    ]
+
+
+def pick_facts(facts: Sequence[Question], *, seed: int) -> list[Question]:
+    """Draws facts that can be told side by side: no subject or answer twice.
+
+    Answers that differ in case alone are the same, and "" is no subject.
+
+    Args:
+        facts: to draw from.
+        seed: of the draw, at least 0.
+
+    Returns:
+        As many as go together in the order drawn; no other can be added.
+
+    Raises:
+        ValueError: if seed is below 0.
+    """
+    picked, subjects, answers = [], set(), set()
+    for i in shuffled(seed, len(facts)):
+        fact = facts[i]
+        answer = fact.answer.casefold()
+        if fact.subject in subjects or answer in answers:
+            continue
+        picked.append(fact)
+        subjects |= {fact.subject} - {""}
+        answers.add(answer)
+    return picked
+
+
+def unrelated(passages: Sequence[Passage], fact: Question) -> list[Passage]:
+    """The passages that name neither the fact's answer nor its subject, in any case.
+
+    An answer counts where it stands as words of its own: "12" is not in "1912".
+    """
+    answer = re.compile(rf"(?<![\w.,]){re.escape(fact.answer.casefold())}(?!\w)")
+    subject = fact.subject.casefold()
+
+    def silent(passage: Passage) -> bool:
+        text = passage.text.casefold()
+        return not answer.search(text) and not (subject and subject in text)
+
+    return [passage for passage in passages if silent(passage)]

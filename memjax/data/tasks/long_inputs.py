@@ -1,0 +1,108 @@
+"""Long inputs whose context switches: interleaved and dilated documents.
+
+He et al. (2025), Hierarchical Memory Transformer, https://arxiv.org/abs/2405.06067,
+appendix on context switching (Figures 14 and 15). A memory that can search should go
+back to the part that belongs to what it reads now.
+
+Shapes: T tokens of the new text.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int8, Int32
+
+from memjax.data.documents.tokens import TokenisedDocument
+
+FILLER = -1
+
+
+class LongInput(NamedTuple):
+    """A text made of others.
+
+    Attributes:
+        document: the new text; its kind joins those of its parts by "+".
+        origin: [T] which part each token is of, 0 or 1, and -1 for filler.
+    """
+
+    document: TokenisedDocument
+    origin: Int8[np.ndarray, " T"]
+
+
+def interleave(
+    documents: Sequence[TokenisedDocument], chunk: int = 256
+) -> list[LongInput]:
+    """Pairs documents (0, 1), (2, 3), ... and takes `chunk` tokens of each in turn.
+
+    When one of a pair ends, the rest of the other follows whole. An odd document at
+    the end stays alone. Nothing is lost or repeated.
+
+    Args:
+        documents: in the order that pairs them.
+        chunk: tokens between two switches; the paper has 256. What matters is its
+            size beside the segment of the model that reads the text.
+
+    Raises:
+        ValueError: if chunk is below 1 or there is no document.
+    """
+    _check(documents, chunk)
+    return [
+        _alternate(documents[i : i + 2], chunk) for i in range(0, len(documents), 2)
+    ]
+
+
+def dilate(
+    documents: Sequence[TokenisedDocument], filler: int, chunk: int = 256
+) -> list[LongInput]:
+    """Puts `chunk` copies of a token behind every `chunk` tokens of each document.
+
+    A last piece that is shorter has none behind it.
+
+    Args:
+        documents: each becomes one text.
+        filler: id of the token, in the paper that of "$".
+        chunk: as for `interleave`.
+
+    Raises:
+        ValueError: if chunk is below 1, filler below 0 or there is no document.
+    """
+    _check(documents, chunk)
+    if filler < 0:
+        raise ValueError(f"filler must be a token's id, at least 0, got {filler}")
+    return [_dilated(document, filler, chunk) for document in documents]
+
+
+def _alternate(parts: Sequence[TokenisedDocument], chunk: int) -> LongInput:
+    if len(parts) == 1:
+        (part,) = parts
+        return LongInput(part, np.zeros(len(part.tokens), np.int8))
+    # Chunk c of part p comes (2c + p)th as long as both have chunks, and those left
+    # over keep their order: a stable sort by this number is the whole construction.
+    turn = np.concatenate(
+        [2 * (np.arange(len(d.tokens)) // chunk) + p for p, d in enumerate(parts)]
+    )
+    order = np.argsort(turn, kind="stable")
+    tokens = np.concatenate([np.asarray(d.tokens) for d in parts])[order]
+    origin = np.repeat(np.arange(2, dtype=np.int8), [len(d.tokens) for d in parts])
+    kinds = dict.fromkeys(part.kind for part in parts)
+    name = " + ".join(part.name for part in parts)
+    document = TokenisedDocument(name, "+".join(kinds), tokens)
+    return LongInput(document, origin[order])
+
+
+def _dilated(document: TokenisedDocument, filler: int, chunk: int) -> LongInput:
+    length = len(document.tokens)
+    place = np.arange(length) + chunk * (np.arange(length) // chunk)
+    total = length + chunk * (length // chunk)
+    tokens: Int32[np.ndarray, " T"] = np.full(total, filler, np.int32)
+    origin = np.full(total, FILLER, np.int8)
+    tokens[place], origin[place] = document.tokens, 0
+    return LongInput(document._replace(tokens=tokens), origin)
+
+
+def _check(documents: Sequence[TokenisedDocument], chunk: int) -> None:
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    if not documents:
+        raise ValueError("documents must hold at least one")

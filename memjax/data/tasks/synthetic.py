@@ -1,0 +1,148 @@
+"""Synthetic tasks that only a memory can solve: copying and associative recall.
+
+The needle in a haystack, which is text, is in `memjax.data.tasks.niah`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32, PRNGKeyArray, UInt32
+
+from memjax.data.batches.batch import Batch
+
+Key = PRNGKeyArray | UInt32[Array, "2"]
+
+
+def copy_task(key: Key, batch: int, length: int, vocab: int) -> Batch:
+    """Returns sequences `s, 0, s`; only the second `s` counts.
+
+    The symbols of s are uniform in [1, vocab); 0 is the delimiter. T = 2 * length.
+
+    Args:
+      key: JAX random key.
+      batch: B, at least 1.
+      length: number of symbols in s, at least 1.
+      vocab: number of ids with the delimiter, at least 3.
+
+    Raises:
+      ValueError: an argument is out of its range.
+    """
+    _check("batch", batch, 1)
+    _check("length", length, 1)
+    _check("vocab", vocab, 3)
+    symbols = jax.random.randint(key, (batch, length), 1, vocab, jnp.int32)
+    delimiter = jnp.zeros((batch, 1), jnp.int32)
+    sequence = jnp.concatenate([symbols, delimiter, symbols], axis=1)
+    return _batch(sequence, jnp.arange(2 * length) >= length)
+
+
+def associative_recall(key: Key, batch: int, pairs: int, vocab: int) -> Batch:
+    """Returns key-value pairs, then the same pairs in another order; T = 4 pairs - 1.
+
+    Keys are distinct in a row and lie in [0, vocab // 2), values are uniform in
+    [vocab // 2, vocab). Only the values of the second half count: each follows from
+    the pair seen in the first. (Multi-query associative recall without the filler and
+    the gaps of `multi_query_recall`.)
+
+    Args:
+      key: JAX random key.
+      batch: B, at least 1.
+      pairs: number of pairs, at least 1.
+      vocab: number of ids, at least 2 * pairs and at least 4.
+
+    Raises:
+      ValueError: an argument is out of its range.
+    """
+    _check("batch", batch, 1)
+    _check("pairs", pairs, 1)
+    _check("vocab", vocab, max(4, 2 * pairs))
+    name_key, value_key, order_key = jax.random.split(key, 3)
+    shape = (batch, pairs)
+    half = vocab // 2
+    everything = jnp.broadcast_to(jnp.arange(half, dtype=jnp.int32), (batch, half))
+    names = jax.random.permutation(name_key, everything, axis=1, independent=True)
+    values = jax.random.randint(value_key, shape, half, vocab, jnp.int32)
+    first = jnp.stack([names[:, :pairs], values], axis=2)  # [B, pairs, 2]
+    places = jnp.broadcast_to(jnp.arange(pairs), shape)
+    order = jax.random.permutation(order_key, places, axis=1, independent=True)
+    second = jnp.take_along_axis(first, order[:, :, None], axis=1)
+    sequence = jnp.concatenate([first, second], axis=1).reshape(batch, 4 * pairs)
+    position = jnp.arange(4 * pairs - 1)
+    return _batch(sequence, (position >= 2 * pairs) & (position % 2 == 0))
+
+
+def multi_query_recall(
+    key: Key, batch: int, pairs: int, length: int, vocab: int, *, power: float = 0.01
+) -> Batch:
+    """Returns multi-query associative recall (MQAR) as Zoology defines it.
+
+    Key-value pairs fill the first 2 * pairs places. Then each key comes once more, at
+    a place 2 * pairs + 2 * gap, and its value is the target there; gaps are drawn
+    without replacement with weights (gap + 1) ** (power - 1), so that most queries
+    come soon. Every other place holds an id drawn from the whole vocabulary, and does
+    not count. Unlike elsewhere, `targets` are not the tokens that follow: the value
+    is asked for and never shown. Keys lie in [1, vocab // 2), values in
+    [vocab // 2, vocab), each distinct within a row.
+
+    Arora et al. (2023), https://arxiv.org/abs/2312.04927, section 4 and appendix E.
+
+    Args:
+      key: JAX random key.
+      batch: B, at least 1.
+      pairs: number of pairs, at least 1.
+      length: T, even, at least 4 * pairs.
+      vocab: number of ids, at least 2 * pairs + 2.
+      power: of the gaps, above 0; at 1 they are uniform.
+
+    Raises:
+      ValueError: an argument is out of its range.
+    """
+    _check("batch", batch, 1)
+    _check("pairs", pairs, 1)
+    _check("length", length, 4 * pairs)
+    _check("vocab", vocab, 2 * pairs + 2)
+    if length % 2:
+        raise ValueError(f"length={length} must be even")
+    if not power > 0:
+        raise ValueError(f"power={power} must be above 0")
+    name_key, value_key, gap_key, filler_key = jax.random.split(key, 4)
+    half = vocab // 2
+    weights = jnp.zeros(vocab)
+    names = 1 + _choose(name_key, batch, weights[: half - 1], pairs)
+    values = half + _choose(value_key, batch, weights[half:], pairs)
+    space = (length - 2 * pairs) // 2
+    log_weights = (power - 1) * jnp.log(jnp.arange(1, space + 1, dtype=jnp.float32))
+    places = 2 * pairs + 2 * _choose(gap_key, batch, log_weights, pairs)
+    rows = jnp.arange(batch)[:, None]
+    shown = jnp.stack([names, values], axis=2).reshape(batch, 2 * pairs)
+    tokens = jax.random.randint(filler_key, (batch, length), 0, vocab, jnp.int32)
+    tokens = tokens.at[:, : 2 * pairs].set(shown).at[rows, places].set(names)
+    return Batch(
+        tokens=tokens,
+        targets=jnp.zeros_like(tokens).at[rows, places].set(values),
+        mask=jnp.zeros((batch, length)).at[rows, places].set(1.0),
+        reset=jnp.ones(batch, bool),
+    )
+
+
+def _choose(
+    key: Key, batch: int, log_weights: Float32[Array, " n"], count: int
+) -> Int32[Array, "B count"]:
+    """Draws indices without replacement, in the order drawn, by Gumbel's trick."""
+    noise = jax.random.gumbel(key, (batch, log_weights.shape[0]))
+    _, indices = jax.lax.top_k(log_weights[None] + noise, count)
+    return indices.astype(jnp.int32)
+
+
+def _batch(sequence: Int32[Array, "B T_plus_1"], counts: Array) -> Batch:
+    rows, width = sequence.shape
+    return Batch(
+        tokens=sequence[:, :-1],
+        targets=sequence[:, 1:],
+        mask=jnp.broadcast_to(counts.astype(jnp.float32), (rows, width - 1)),
+        reset=jnp.ones(rows, bool),
+    )
+
+
+def _check(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")

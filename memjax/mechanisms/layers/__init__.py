@@ -1,0 +1,1 @@
+"""What mechanisms are made of: projections, gates, RoPE and attention."""

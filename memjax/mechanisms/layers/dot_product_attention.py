@@ -1,0 +1,174 @@
+"""Library attention over blocks, with memory bounded in the length.
+
+Softmax attention itself is `jax.nn.dot_product_attention`, but on a CPU; this file
+chooses what to hand it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from memjax.mechanisms.layers.cpu import scale_rows
+
+# Scores of one attention call, in elements: 2**26 float32 are 256 MiB.
+MAX_SCORES = 2**26
+# Scores that stay in a CPU's cache, in elements, and the fewest keys at a time: more
+# go to memory and back between every two steps of the softmax.
+CACHED_SCORES, LEAST_KEYS = 2**21, 256
+# A causal text of at least so many tokens is read in parts, each with what is before
+# it: 3 parts have two thirds of the scores. More gain little and take time to compile.
+LEAST_CUT, PARTS = 96, 3
+
+
+def causal(
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S G K"],
+    visible: Bool[Array, "B S"] | None = None,
+) -> Float[Array, "B T H K"]:
+    """Every query sees the keys up to its own position, those that are visible.
+
+    The queries are those of the last T of the S positions.
+
+    Half precision on a GPU takes cuDNN's flash attention where all are; elsewhere
+    queries go through in blocks, so that scores never need T * T memory at once, and
+    a third of the scores that nobody sees is not computed.
+    """
+    half = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] <= 128
+    whole = visible is None and query.shape[1] == key.shape[1]
+    if jax.default_backend() == "gpu" and half and whole:
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, implementation="cudnn"
+        )
+    (b, t), first = query.shape[:2], key.shape[1] - query.shape[1]
+    part = t if t < LEAST_CUT else -(-t // PARTS)
+    parts = []
+    for begin in range(0, t, part):
+        end = min(begin + part, t)
+        before = jnp.full(b, first + begin, jnp.int32)
+        seen = None if visible is None else visible[:, : first + end]
+        slots = (key[:, : first + end], value[:, : first + end])
+        text = (query[:, begin:end], *slots)
+        parts.append(from_cache(*text, before, seen))
+    return jnp.concatenate(parts, axis=1)
+
+
+def from_cache(
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S G K"],
+    before: Int[Array, " B"],
+    visible: Bool[Array, "B S"] | None = None,
+) -> Float[Array, "B T H K"]:
+    """Query t of a row sees the keys 0 to before + t, those that are visible."""
+    b, t, h, _ = query.shape
+    s = key.shape[1]
+    rows = max(1, min(t, MAX_SCORES // (b * h * s)))
+    positions = before[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+
+    def some_queries(query, positions):
+        mask = jnp.arange(s, dtype=jnp.int32)[None, None] <= positions[..., None]
+        if visible is not None:
+            mask &= visible[:, None]
+        return _masked(query, key, value, mask)
+
+    if rows == t:
+        return some_queries(query, positions)
+    pad = -t % rows
+    query = jnp.pad(query, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    positions = jnp.pad(positions, ((0, 0), (0, pad)))
+    split = lambda x: jnp.moveaxis(x.reshape(b, -1, rows, *x.shape[2:]), 1, 0)
+    y = jax.lax.map(
+        jax.checkpoint(lambda xs: some_queries(*xs)), (split(query), split(positions))
+    )
+    return jnp.moveaxis(y, 0, 1).reshape(b, t + pad, *y.shape[3:])[:, :t]
+
+
+def blocks(
+    query: Float[Array, "B n Q H K"],
+    key: Float[Array, "B n S G K"],
+    value: Float[Array, "B n S G K"],
+    mask: Bool[Array, "B n Q S"],
+) -> Float[Array, "B n Q H K"]:
+    """Attention inside each block; as many blocks at a time as scores allow."""
+    b, n, q, h, _ = query.shape
+    s = key.shape[2]
+    together = max(1, MAX_SCORES // (b * h * q * s))
+
+    def attend(block):
+        query, key, value, mask = block
+        return _masked(query, key, value, mask)
+
+    if n <= together:
+        merged = jax.tree.map(
+            lambda x: x.reshape(b * n, *x.shape[2:]), (query, key, value, mask)
+        )
+        return attend(merged).reshape(query.shape)
+    block_first = jax.tree.map(
+        lambda x: jnp.moveaxis(x, 1, 0), (query, key, value, mask)
+    )
+    return jnp.moveaxis(jax.lax.map(jax.checkpoint(attend), block_first), 0, 1)
+
+
+def _masked(query, key, value, mask):
+    """Softmax attention over what the mask [B, T, S] shows."""
+    if jax.default_backend() != "cpu":
+        return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
+    # What takes the time on a CPU, that the library does not do: all queries of a key
+    # head are rows of one product, sums divide the values instead of the scores, and
+    # scores never leave the cache.
+    b, t, h, d = query.shape
+    s, g, r = key.shape[1], key.shape[2], h // key.shape[2]
+    rows = query.reshape(b, t, g, r, d).transpose(0, 2, 3, 1, 4).reshape(b, g, r * t, d)
+    rows = rows * d**-0.5
+    size = max(LEAST_KEYS, CACHED_SCORES // (b * h * t))
+    if size >= s:
+        _, total, y = _some_keys(rows, key, value, mask)
+    else:
+        total, y = _by_keys(rows, key, value, mask, size)
+    y = scale_rows(y, 1 / total).astype(query.dtype)
+    return y.reshape(b, g, r, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, h, d)
+
+
+def _some_keys(rows, key, value, mask):
+    """Largest score, sum of weights and weighted values of rows [B, G, r T, K]."""
+    b, g, count, _ = rows.shape
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = product("bgqd,bsgd->bgqs", rows, key)
+    scores = scores.reshape(b, g, -1, *mask.shape[1:])
+    scores = jnp.where(mask[:, None, None], scores, -1e30)
+    scores = scores.reshape(b, g, count, -1)
+    largest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    weights = jnp.exp(scores - largest)
+    y = product("bgqs,bsgd->bgqd", weights.astype(value.dtype), value)
+    return largest, weights.sum(axis=-1, keepdims=True), y
+
+
+def _by_keys(rows, key, value, mask, size):
+    """`_some_keys` of `size` keys at a time; the sum of weights and weighted values."""
+    s = key.shape[1]
+    n = -(-s // size)
+    size = -(-s // n)
+
+    @jax.checkpoint
+    def more(before, block):
+        # The last block begins sooner, so that all are as long.
+        start = jnp.minimum(block * size, s - size)
+        here = functools.partial(
+            jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size
+        )
+        new = start + jnp.arange(size, dtype=jnp.int32) >= block * size
+        seen = here(mask, axis=2) & new[None, None]
+        after = _some_keys(rows, here(key, axis=1), here(value, axis=1), seen)
+        largest = jnp.maximum(before[0], after[0])
+        old, new = (jnp.exp(part[0] - largest) for part in (before, after))
+        sums = (x * old + y * new for x, y in zip(before[1:], after[1:], strict=True))
+        return (largest, *sums), None
+
+    none = jnp.zeros((*rows.shape[:3], 1), jnp.float32)
+    y = jnp.zeros((*rows.shape[:3], value.shape[-1]), jnp.float32)
+    begin = (none - jnp.inf, none, y)
+    (_, *sums), _ = jax.lax.scan(more, begin, jnp.arange(n, dtype=jnp.int32))
+    return sums

@@ -1,0 +1,63 @@
+"""Weights and gates of the recurrent mechanisms.
+
+Shapes: B batch, D model, H heads, K width of a head.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from memjax.mechanisms.layers.cpu import scale_rows
+
+
+class Gate(NamedTuple):
+    """An affine map from the token to one number for each head, or to more.
+
+    The bias is flat, because weight decay passes over vectors.
+    """
+
+    weight: Float[Array, "D ..."]
+    bias: Float[Array, " N"]
+
+
+def draw_weight(key: PRNGKeyArray, *shape: int) -> Float[Array, "D ..."]:
+    """Weights [D, ...] of a gate, scaled by the fan-in D."""
+    return jax.random.normal(key, shape) * shape[0] ** -0.5
+
+
+def init_gate(key: PRNGKeyArray, shape: tuple[int, ...], start: float) -> Gate:
+    """A gate whose weight has the given shape and whose sigmoid starts at `start`.
+
+    Args:
+        key: of the weight.
+        shape: [D, ...].
+        start: in (0, 1).
+    """
+    bias = np.log(start / (1 - start))
+    return Gate(
+        weight=draw_weight(key, *shape),
+        bias=jnp.full(math.prod(shape[1:]), bias, jnp.float32),
+    )
+
+
+def project(x: Float[Array, "*B D"], weight: Float[Array, "D ..."]) -> Array:
+    """Gate logits [*B, *H] in float32, multiplied in the dtype of x."""
+    return jnp.tensordot(x, weight.astype(x.dtype), 1).astype(jnp.float32)
+
+
+def gate_logits(params: Gate, x: Float[Array, "*B D"]) -> Array:
+    """Logits [*B, *H] of a gate for every token, in float32."""
+    logits = project(x, params.weight)
+    shape = params.weight.shape[1:]
+    return logits + params.bias.reshape((1,) * (x.ndim - 1) + shape)
+
+
+def unit(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
+    """x divided by its norm, in float32 inside; zeros stay zeros."""
+    high = x.astype(jnp.float32)
+    norm = jax.lax.rsqrt((high**2).sum(axis=-1, keepdims=True) + 1e-6)
+    return scale_rows(high, norm).astype(x.dtype)

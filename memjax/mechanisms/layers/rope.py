@@ -1,0 +1,139 @@
+"""Rotary positions (RoPE), plain and stretched to longer texts.
+
+Su et al. (2021), https://arxiv.org/abs/2104.09864, in the half-split layout of Llama:
+channels i and i + K/2 of a head turn together by position * f_i, f_i = θ^(-2i/K).
+A checkpoint that was stretched beyond its training length slows some of the f_i down.
+"""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from memjax.mechanisms.base import check_sizes, lead
+from memjax.mechanisms.layers.cpu import computed_once
+
+ScalingKind = Literal["linear", "llama3", "yarn"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How the frequencies of RoPE were slowed down, as in the checkpoint's config.
+
+    Attributes:
+        kind: "linear" divides all by `factor` (Chen et al. 2023,
+            https://arxiv.org/abs/2306.15595); "llama3" only those that turn fewer
+            than `low_frequency_factor` times in `original_positions`, and by degrees
+            those up to `high_frequency_factor` times (Llama 3.1); "yarn" likewise by
+            channel between `beta_slow` and `beta_fast` turns (Peng et al. 2023,
+            https://arxiv.org/abs/2309.00071).
+        factor: by how much, at least 1.
+        low_frequency_factor: "llama3" alone.
+        high_frequency_factor: "llama3" alone; above the low one.
+        original_positions: length of the texts before; "llama3" and "yarn".
+        beta_fast: "yarn" alone.
+        beta_slow: "yarn" alone; at most `beta_fast`.
+        attention_factor: of queries and keys, "yarn" alone; None is 0.1 ln(factor) + 1.
+    """
+
+    kind: ScalingKind
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self):
+        if self.kind not in get_args(ScalingKind):
+            raise ValueError(
+                f"rope scaling must be one of {get_args(ScalingKind)}, "
+                f"got {self.kind!r}"
+            )
+        if not self.factor >= 1:
+            raise ValueError(f"factor must be at least 1, got {self.factor}")
+        check_sizes(original_positions=self.original_positions)
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if not 0 < low < high:
+            raise ValueError(
+                "high_frequency_factor must be above low_frequency_factor, both "
+                f"positive, got {high} and {low}"
+            )
+        if not 0 < self.beta_slow <= self.beta_fast:
+            raise ValueError(
+                "beta_fast must be at least beta_slow, both positive, got "
+                f"{self.beta_fast} and {self.beta_slow}"
+            )
+        if self.attention_factor is not None and not self.attention_factor > 0:
+            raise ValueError(
+                f"attention_factor must be positive, got {self.attention_factor}"
+            )
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of the turned queries and keys."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is None:
+            return 0.1 * math.log(self.factor) + 1.0
+        return self.attention_factor
+
+
+def frequencies(
+    width: int, theta: float, scaling: RopeScaling | None
+) -> Float[np.ndarray, " half"]:
+    """Angles that each pair of channels turns by a position, in float32."""
+    half = width // 2
+    plain = (theta ** (-np.arange(half) / half)).astype(np.float32)
+    if scaling is None:
+        return plain
+    slow = plain / np.float32(scaling.factor)
+    if scaling.kind == "linear":
+        return slow
+    if scaling.kind == "llama3":
+        turns = scaling.original_positions * plain / (2 * np.pi)
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+    else:
+        kept = 1 - _yarn_ramp(width, theta, scaling)
+    return ((1 - kept) * slow + kept * plain).astype(np.float32)
+
+
+def _yarn_ramp(width: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """0 at the channels that turn beta_fast times or more, 1 from beta_slow on."""
+    channel = lambda turns: (
+        width
+        * math.log(scaling.original_positions / (turns * 2 * math.pi))
+        / (2 * math.log(theta))
+    )
+    first = max(math.floor(channel(scaling.beta_fast)), 0)
+    last = min(math.ceil(channel(scaling.beta_slow)), width - 1)
+    # A ramp of no length is a step.
+    length = last - first if last != first else 1e-3
+    return np.clip((np.arange(width // 2) - first) / length, 0, 1)
+
+
+def rotate(
+    x: Float[Array, "*B T H K"],
+    positions: Int[Array, "*P T"],
+    theta: float,
+    scaling: RopeScaling | None = None,
+) -> Float[Array, "*B T H K"]:
+    """Turns each pair of channels (i, i + K/2) by its position.
+
+    Angles are float32; the result has the dtype of x.
+    """
+    turns = jnp.asarray(frequencies(x.shape[-1], theta, scaling))
+    angles = positions[..., None].astype(jnp.float32)
+    angles = angles * lead(turns, angles)
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    # All heads turn alike.
+    table = lambda f: lead(computed_once(f(angles) * amplitude)[..., None, :], x)
+    cos, sin = table(jnp.cos), table(jnp.sin)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

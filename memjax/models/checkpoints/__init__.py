@@ -1,0 +1,1 @@
+"""Models and memory states in and out of files."""

@@ -1,0 +1,188 @@
+"""What a model was told, in and out of files: a memory that goes on bit by bit.
+
+    state = model.inject(model.init_state(1), book)
+    save_memory("after-the-book", model, state)
+    state = load_memory("after-the-book", model)
+
+A folder of `memory.safetensors`, every leaf of the state under its path, and
+`memory.json`, which says whose memory it is and how to know that it is whole. The
+parameters are not in it, and are not compared: only sizes and settings are. Nothing
+that is read is executed.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from memjax.config_io import to_record
+from memjax.models.checkpoints.own_format import leaf_name, leaves_of
+from memjax.models.checkpoints.safetensors_folder import (
+    SafetensorsFile,
+    library,
+    read_object,
+    whole_or_nothing,
+)
+
+TENSORS, RECORD = "memory.safetensors", "memory.json"
+FORMAT, VERSION = "memjax memory", 1
+# Number formats of states, as safetensors names them.
+FORMATS = ("F32", "BF16", "F16", "I32", "U32", "BOOL")
+# Settings of how a model computes, which change no memory.
+WAYS = ("remat", "activations", "store_memory", "pool_memory")
+
+
+def save_memory(folder: Path | str, model: Any, state: PyTree) -> None:
+    """Writes a memory to a folder, which appears whole or not at all.
+
+    Args:
+        folder: must not exist, or be empty.
+        model: any model of the contract, whose memory it is.
+        state: of `model.init_state`, and whatever followed.
+
+    Raises:
+        ValueError: naming the leaf that is not as in `model.init_state`; if the folder
+            holds something; without the safetensors package. OSError: it could not be
+            written.
+    """
+    leaves = _named(state)
+    empty = _abstract(model, _batch(leaves))
+    _require_leaves(_kinds(leaves), _kinds(_named(empty)), "state")
+    save_file = library().numpy.save_file
+    tensors = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
+    with whole_or_nothing(Path(folder)) as hidden:
+        save_file(tensors, hidden / TENSORS)
+        record = {"format": FORMAT, "version": VERSION, "model": _describe(model)}
+        record["sha256"] = _digest(hidden / TENSORS)
+        (hidden / RECORD).write_text(json.dumps(record, indent=1))
+        # The library makes its files for the owner alone.
+        shutil.copymode(hidden / RECORD, hidden / TENSORS)
+
+
+def load_memory(folder: Path | str, model: Any) -> PyTree:
+    """The state that `save_memory` wrote, from which the model goes on bit by bit.
+
+    Args:
+        folder: of `save_memory`; not trusted.
+        model: of the same class, settings and sizes; how it computes may differ.
+
+    Raises:
+        ValueError: naming what differs, if the memory is of another version, model or
+            setting, or a file is damaged. OSError: no such folder.
+    """
+    folder = Path(folder)
+    record = _read_record(folder)
+    _require_same(record["model"], _describe(model), str(folder / RECORD))
+    file = folder / TENSORS
+    if _digest(file) != record["sha256"]:
+        raise ValueError(f"{file} is not what was written: its sha256 differs")
+    tensors = SafetensorsFile(file, FORMATS)
+    values = {name: tensors.get_as_it_is(name) for name in tensors.shapes}
+    empty = _abstract(model, _batch(values))
+    _require_leaves(_kinds(values), _kinds(_named(empty)), str(file))
+    read = lambda path, leaf: jax.device_put(values[leaf_name(path)], leaf.memory_space)
+    return jax.tree_util.tree_map_with_path(read, empty)
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    file = folder / RECORD
+    record = read_object(file.read_bytes(), str(file))
+    if record.get("format") != FORMAT:
+        raise ValueError(
+            f"{file}: format must be {FORMAT!r}, got {record.get('format')!r}"
+        )
+    if record.get("version") != VERSION:
+        raise ValueError(
+            f"{file}: version must be {VERSION}, which this memjax reads, got "
+            f"{record.get('version')!r}"
+        )
+    kinds = {"format": str, "version": int, "model": dict, "sha256": str}
+    wrong = [name for name, kind in kinds.items() if type(record.get(name)) is not kind]
+    wrong += [name for name in record if name not in kinds]
+    if wrong:
+        raise ValueError(f"{file}: missing, unknown or of another type: {wrong}")
+    return record
+
+
+def _batch(leaves: Mapping[str, Any]) -> int:
+    for leaf in leaves.values():
+        if getattr(leaf, "shape", ()):
+            return leaf.shape[0]
+    raise ValueError(f"state must have leaves with the batch first, got {[*leaves]}")
+
+
+def _abstract(model: Any, batch: int) -> PyTree:
+    """Shapes, number formats and memories of the leaves."""
+    init = lambda: model.init_state(batch)
+    avals = jax.make_jaxpr(init)().out_avals
+    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(init)), avals)
+
+
+def _named(state: PyTree) -> dict[str, Any]:
+    return {leaf_name(path): leaf for path, leaf in leaves_of(state)}
+
+
+def _kinds(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Number format and shape of each leaf, as in `float32[1, 8]`."""
+    return {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
+
+
+def _require_leaves(
+    found: Mapping[str, str], expected: Mapping[str, str], where: str
+) -> None:
+    """Raises one ValueError with all leaves that lack, are too many or unlike."""
+    wrong = [f"{n!r} is missing" for n in expected if n not in found]
+    wrong += [f"{n!r} is not of this model" for n in found if n not in expected]
+    wrong += [
+        f"{name!r} is {found[name]}, expected {kind}"
+        for name, kind in expected.items()
+        if name in found and found[name] != kind
+    ]
+    if wrong:
+        raise ValueError(f"{where}: {len(wrong)} wrong leaves: {'; '.join(wrong)}")
+
+
+def _describe(model: Any) -> dict[str, Any]:
+    """What a memory depends on: the model's kind, its settings and its backbone's."""
+    found: dict[str, Any] = {"class": type(model).__name__}
+    if (config := getattr(model, "config", None)) is not None:
+        found["config"] = {k: v for k, v in to_record(config).items() if k not in WAYS}
+    if (backbone := getattr(model, "backbone", None)) is not None:
+        found["backbone"] = _describe(backbone)
+    # As JSON has it.
+    return json.loads(json.dumps(found))
+
+
+def _require_same(
+    saved: Mapping[str, Any], here: Mapping[str, Any], where: str
+) -> None:
+    """Raises one ValueError with all settings that differ."""
+    saved, here = dict(_settings("", saved)), dict(_settings("", here))
+    none = object()
+    wrong = [
+        f"{name} is {saved.get(name, 'absent')!r} in the memory and "
+        f"{here.get(name, 'absent')!r} in the model"
+        for name in sorted(saved.keys() | here.keys())
+        if saved.get(name, none) != here.get(name, none)
+    ]
+    if wrong:
+        raise ValueError(f"{where} is of another model: {'; '.join(wrong)}")
+
+
+def _settings(place: str, record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _settings(f"{place}{name}.", value)
+        else:
+            yield place + name, value
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

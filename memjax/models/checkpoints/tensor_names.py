@@ -1,0 +1,237 @@
+"""Where Hugging Face's checkpoints keep each parameter, and how it lies there.
+
+Their linear layers are [out, in]; ours are [in, out], heads apart.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float32
+
+from memjax.mechanisms.layers.projections import AttentionParams
+from memjax.models.checkpoints.hf_export import tied_in_file
+from memjax.models.checkpoints.own_format import require_tensors
+from memjax.models.language_model.config import ModelConfig
+from memjax.models.language_model.layers import FeedForwardParams, LayerNormParams
+from memjax.models.language_model.model import LanguageModel
+
+Layout = Literal["as_is", "flat", "into", "out_of"]
+
+
+class Tensor(NamedTuple):
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: of a model with a head; the bare model lacks the leading "model.".
+        layout: "as_is"; "flat", a bias whose heads are joined; "into", a matrix whose
+            first axis here is its input; "out_of", whose last axis is its output.
+    """
+
+    name: str
+    layout: Layout = "as_is"
+
+
+def tensor_names(config: ModelConfig) -> dict[str, Any]:
+    """The tensor of every parameter, in a tree like `nnx.to_pure_dict` gives."""
+    style = config.architecture
+    opt = _is_opt(config)
+    root = "model.decoder" if opt else "model"
+    names = {
+        "embedding": Tensor(f"{root}.embed_tokens.weight"),
+        "blocks": {
+            i: _block(config, f"{root}.layers.{i}") for i in range(len(config.mixers))
+        },
+    }
+    if style.norm_first:
+        names["norm"] = _norm(config, f"{root}.{'final_layer_norm' if opt else 'norm'}")
+    if not config.tied_head:
+        names["head"] = Tensor("lm_head.weight", "into")
+    if style.positions == "learned":
+        names["positions"] = Tensor(f"{root}.embed_positions.weight")
+    if style.embedding_dim is not None:
+        names["project_in"] = Tensor(f"{root}.project_in.weight", "into")
+        names["project_out"] = Tensor(f"{root}.project_out.weight", "into")
+    return names
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a checkpoint, with the leading "model."."""
+    ours = nnx.to_pure_dict(nnx.state(_abstract(config), nnx.Param))
+    theirs = _tensors(tensor_names(config))
+    return {
+        tensor.name: stored_shape(tensor.layout, leaf.shape)
+        for tensor, leaf in zip(theirs, jax.tree.leaves(ours), strict=True)
+    }
+
+
+def parameters_from_tensors(
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    get: Callable[[str], Float32[np.ndarray, "..."]],
+    where: str = "checkpoint",
+) -> LanguageModel:
+    """The model with the parameters of a checkpoint.
+
+    Buffers of RoPE, the version of OPT and a copy of the embedding as the head of a
+    tied model are not parameters and are left out.
+
+    Args:
+        config: from `from_hf_config`.
+        shapes: of the checkpoint's tensors, by name, with or without "model.".
+        get: reads a tensor.
+        where: what an error calls the checkpoint.
+
+    Raises:
+        ValueError: listing every tensor that is missing, unknown or of another shape;
+            or if the head of a tied model is not the embedding.
+    """
+    model = _abstract(config)
+    state = nnx.state(model, nnx.Param)
+    ours = nnx.to_pure_dict(state)
+    bare = not any(name.startswith("model.") for name in shapes)
+    stored = lambda name: name.removeprefix("model.") if bare else name
+    theirs = tensor_names(config)
+    expected = {stored(name): s for name, s in parameter_shapes(config).items()}
+    found = {n: shape for n, shape in shapes.items() if is_parameter(config, n)}
+    require_tensors(expected, found, where)
+    if config.tied_head and "lm_head.weight" in shapes:
+        embedding = get(stored(theirs["embedding"].name))
+        if not np.array_equal(get("lm_head.weight"), embedding):
+            raise ValueError(
+                f"{where}: 'lm_head.weight' must be the embedding in a model with "
+                "tie_word_embeddings, found another matrix"
+            )
+    read = lambda tensor, leaf: jnp.asarray(
+        from_stored(get(stored(tensor.name)), tensor.layout, leaf.shape)
+    )
+    values = map(read, _tensors(theirs), jax.tree.leaves(ours))
+    filled = jax.tree.unflatten(jax.tree.structure(ours), values)
+    nnx.replace_by_pure_dict(state, filled)
+    nnx.update(model, state)
+    return model
+
+
+def tensors_from_parameters(
+    model: LanguageModel,
+) -> Iterator[tuple[str, Float32[np.ndarray, "..."]]]:
+    """Names and values for a checkpoint with the config of `to_hf_config`, one by one.
+
+    A tied head over a scaled embedding becomes a head of its own.
+    """
+    config = model.config
+    ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    theirs = tensor_names(config)
+    scaled = config.tied_head and not tied_in_file(config)
+    if scaled:
+        yield "lm_head.weight", np.asarray(ours["embedding"])
+        ours["embedding"] = ours["embedding"] * model.width**0.5
+    for tensor, value in zip(_tensors(theirs), jax.tree.leaves(ours), strict=True):
+        yield tensor.name, to_stored(np.asarray(value), tensor.layout)
+
+
+def _abstract(config: ModelConfig) -> LanguageModel:
+    return nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
+
+
+def _block(config: ModelConfig, at: str) -> dict[str, Any]:
+    """The tensors of one layer."""
+    style, opt = config.architecture, _is_opt(config)
+    hidden = style.feed_forward_bias
+
+    # Any, because they stand where the parameters will.
+    def into(name) -> Any:
+        return Tensor(f"{at}.{name}.weight", "into")
+
+    def bias(name, has) -> Any:
+        return Tensor(f"{at}.{name}.bias", "flat") if has else None
+
+    query, key, value = (f"self_attn.{name}_proj" for name in "qkv")
+    output = "self_attn.out_proj" if opt else "self_attn.o_proj"
+    gate, up, down = (f"mlp.{name}_proj" for name in ("gate", "up", "down"))
+    if opt:
+        up, down = "fc1", "fc2"
+    return {
+        "mixer": AttentionParams(
+            query=into(query),
+            key=into(key),
+            value=into(value),
+            output=into(output)._replace(layout="out_of"),
+            query_bias=bias(query, style.qkv_bias),
+            key_bias=bias(key, style.qkv_bias),
+            value_bias=bias(value, style.qkv_bias),
+            output_bias=bias(output, style.output_bias),
+        ),
+        "feed_forward": FeedForwardParams(
+            gate=None if opt else into(gate),
+            up=into(up),
+            down=into(down),
+            gate_bias=bias(gate, hidden and not opt),
+            up_bias=bias(up, hidden),
+            down_bias=bias(down, hidden),
+        ),
+        "mixer_norm": _norm(
+            config, f"{at}.{'self_attn_layer_norm' if opt else 'input_layernorm'}"
+        ),
+        "feed_forward_norm": _norm(
+            config, f"{at}.{'final_layer_norm' if opt else 'post_attention_layernorm'}"
+        ),
+    }
+
+
+def _norm(config: ModelConfig, name: str) -> Any:
+    if config.architecture.norm == "rms":
+        return Tensor(f"{name}.weight")
+    scale: Any = Tensor(f"{name}.weight")
+    bias: Any = Tensor(f"{name}.bias")
+    return LayerNormParams(scale, bias)
+
+
+def _is_opt(config: ModelConfig) -> bool:
+    return config.architecture.norm == "layer"
+
+
+def _tensors(names: Any) -> list[Tensor]:
+    return jax.tree.leaves(names, is_leaf=lambda node: isinstance(node, Tensor))
+
+
+def stored_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in a checkpoint of a parameter that has `shape` here."""
+    match layout:
+        case "as_is":
+            return shape
+        case "flat":
+            return (math.prod(shape),)
+        case "into":
+            return (math.prod(shape[1:]), shape[0])
+        case "out_of":
+            return (shape[-1], math.prod(shape[:-1]))
+
+
+def to_stored(value: np.ndarray, layout: Layout) -> np.ndarray:
+    """A parameter as it lies in a checkpoint."""
+    shape = stored_shape(layout, value.shape)
+    if layout in ("into", "out_of"):
+        return value.reshape(shape[::-1]).T
+    return value.reshape(shape)
+
+
+def from_stored(
+    value: np.ndarray, layout: Layout, shape: tuple[int, ...]
+) -> np.ndarray:
+    """A parameter of `shape` from a checkpoint's tensor."""
+    if layout in ("into", "out_of"):
+        value = value.T
+    return value.reshape(shape)
+
+
+def is_parameter(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor of a checkpoint is one; see `parameters_from_tensors`."""
+    copy = config.tied_head and name == "lm_head.weight"
+    buffer = name.endswith("rotary_emb.inv_freq")
+    version = _is_opt(config) and name.endswith("decoder.version")
+    return not (copy or buffer or version)

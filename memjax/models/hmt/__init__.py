@@ -1,0 +1,1 @@
+"""HMT and RMT: segment memory over any pretrained backbone."""

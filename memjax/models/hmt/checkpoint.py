@@ -1,0 +1,184 @@
+"""HMT and RMT in and out of files, under the official program's names.
+
+    memory_cell.model.*          the backbone, as Hugging Face names it
+    memory_cell.memory  [1, E]   M_init
+    mem                 [1, E]   T, with retrieval
+    cross_attn.wq.weight, cross_attn.wk.weight  [d_h, E], with retrieval
+
+OswaldHe/HMT-pytorch saves its state by pickle, which is not read here; in PyTorch,
+`safetensors.torch.save_file(torch.load(file, weights_only=True), "model.safetensors")`
+turns it into what is. Its `mem_map`, which the paper does not have and no option of
+the paper uses, is left out.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float32
+
+from memjax.config_io import from_record, to_record
+from memjax.models.checkpoints import own_format, tensor_names
+from memjax.models.checkpoints.hf_config import from_hf_config
+from memjax.models.checkpoints.hf_export import to_hf_config
+from memjax.models.checkpoints.safetensors_folder import (
+    SafetensorsFile,
+    SafetensorsFolder,
+    write_folder,
+)
+from memjax.models.hmt.model import HMT, hmt
+from memjax.models.hmt.state import HMTConfig
+from memjax.models.language_model.config import Dtype
+from memjax.models.language_model.model import LanguageModel, with_config
+from memjax.models.lora import merge_lora
+
+BACKBONE, FIRST, PROMPT = "memory_cell.model.", "memory_cell.memory", "mem"
+QUERY, KEY = "cross_attn.wq.weight", "cross_attn.wk.weight"
+UNUSED = "memory_cell.mem_map."
+#: Where `config.json` keeps the `HMTConfig`, beside the backbone's.
+RECORD = "memjax_hmt"
+
+Shapes = Mapping[str, tuple[int, ...]]
+Get = Callable[[str], Float32[np.ndarray, "..."]]
+
+
+def load_official(
+    file: Path | str, hf_config: Mapping[str, Any], config: HMTConfig
+) -> HMT:
+    """Reads a checkpoint of the official program.
+
+    Args:
+        file: safetensors under its names.
+        hf_config: `config.json` of the backbone; of Llama's kind if it does not say.
+        config: the memory; a `retrieval_dim` of None is the checkpoint's. Without
+            retrieval, the checkpoint's parameters of it are passed over.
+
+    Raises:
+        ValueError: listing every tensor that is missing, unknown or of another shape;
+            on a backbone whose width is not the memory's; as `hmt`.
+    """
+    found = SafetensorsFile(Path(file))
+    hf_config = {"model_type": "llama"} | dict(hf_config)
+    return _build(hf_config, config, found.shapes, found.get, str(file))
+
+
+def load_hmt(folder: Path | str, config: HMTConfig | None = None) -> HMT:
+    """Reads what `save_hmt` wrote, or an official checkpoint beside its `config.json`.
+
+    Args:
+        folder: of `config.json` and safetensors.
+        config: the memory; None is what `save_hmt` kept.
+
+    Raises:
+        ValueError: as `load_official`, or if nothing says what the memory is.
+    """
+    found = SafetensorsFolder(Path(folder))
+    if config is None:
+        if RECORD not in found.config:
+            raise ValueError(f"{folder} does not say what its memory is: give config")
+        record = found.config[RECORD]
+        kept: HMTConfig = from_record(HMTConfig, record, f"{folder}: {RECORD}")
+    else:
+        kept = config
+    return _build(found.config, kept, found.shapes, found.get, str(folder))
+
+
+def save_hmt(
+    model: HMT,
+    folder: Path | str,
+    tokenizer: bytes | None = None,
+    *,
+    dtype: Dtype = "float32",
+) -> None:
+    """Writes a folder that `load_hmt` and, by its names, the official program read.
+
+    Adapters are merged.
+
+    Args:
+        model: HMT or RMT over any backbone.
+        folder: must not exist, or be empty; it appears whole or not at all.
+        tokenizer: bytes of a `tokenizer.json`.
+        dtype: of the saved numbers.
+
+    Raises:
+        ValueError: if the folder holds something.
+    """
+    own = model.pretrained
+    backbone = with_config(
+        merge_lora(model.backbone),
+        mixers=own.mixers,
+        capacity=own.capacity,
+        remat=own.remat,
+    )
+    try:
+        config = to_hf_config(backbone.config)
+        tensors = tensor_names.tensors_from_parameters(backbone)
+    except ValueError:
+        config, tensors = own_format.to_config(backbone), own_format.tensors(backbone)
+    config = config | {RECORD: to_record(model.config)}
+    write_folder(Path(folder), config, _named(model, tensors), tokenizer, dtype=dtype)
+
+
+def _named(
+    model: HMT, tensors: Iterator[tuple[str, np.ndarray]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    for name, value in tensors:
+        yield BACKBONE + name, value
+    yield FIRST, np.asarray(model.initial_memory.get_value())[None]
+    if model.config.retrieval:
+        yield PROMPT, np.asarray(model.summary_prompt.get_value())[None]
+        yield QUERY, np.asarray(model.query.get_value()).T
+        yield KEY, np.asarray(model.key.get_value()).T
+
+
+def _build(
+    described: Mapping[str, Any],
+    config: HMTConfig,
+    shapes: Shapes,
+    get: Get,
+    where: str,
+) -> HMT:
+    shapes = {n: shape for n, shape in shapes.items() if not n.startswith(UNUSED)}
+    config = _fit_retrieval(config, shapes)
+    start = len(BACKBONE)
+    inner = {n[start:]: s for n, s in shapes.items() if n.startswith(BACKBONE)}
+    backbone = _backbone(described, inner, lambda name: get(BACKBONE + name), where)
+    expected = {FIRST: (1, backbone.width)}
+    if config.retrieval:
+        d_h = config.retrieval_dim or backbone.width
+        expected |= {PROMPT: (1, backbone.width)}
+        expected |= {QUERY: (d_h, backbone.width), KEY: (d_h, backbone.width)}
+    passed = () if config.retrieval else (PROMPT, QUERY, KEY)
+    memory = {
+        name: shape
+        for name, shape in shapes.items()
+        if not name.startswith(BACKBONE) and name not in passed
+    }
+    own_format.require_tensors(expected, memory, where)
+    model = hmt(backbone, config, key=jax.random.key(0))
+    model.initial_memory.set_value(jnp.asarray(get(FIRST)[0]))
+    if config.retrieval:
+        model.summary_prompt.set_value(jnp.asarray(get(PROMPT)[0]))
+        model.query.set_value(jnp.asarray(get(QUERY).T))
+        model.key.set_value(jnp.asarray(get(KEY).T))
+    return model
+
+
+def _fit_retrieval(config: HMTConfig, shapes: Shapes) -> HMTConfig:
+    """The checkpoint's d_h, where the config leaves it open."""
+    if not config.retrieval or config.retrieval_dim or len(shapes.get(QUERY, ())) != 2:
+        return config
+    return dataclasses.replace(config, retrieval_dim=shapes[QUERY][0])
+
+
+def _backbone(
+    described: Mapping[str, Any], shapes: Shapes, get: Get, where: str
+) -> LanguageModel:
+    if described.get("model_type") == own_format.MODEL_TYPE:
+        return own_format.build(described, shapes, get, None, where)
+    config = from_hf_config(described)
+    return tensor_names.parameters_from_tensors(config, shapes, get, where)

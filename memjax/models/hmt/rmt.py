@@ -1,0 +1,39 @@
+"""RMT: a memory token carried from segment to segment, over any backbone.
+
+    Y = BBM([m_n ‖ H_n ‖ m_n]);   logits = head(Y over H_n);   m_{n+1} = Y_last
+
+m_0 is learned. Bulatov et al. (2022), https://arxiv.org/abs/2207.06881, with one token
+read and written, as HMT compares with it: HMT without summary, search and sensory
+memory. Nothing reads ahead, and every split is exact.
+"""
+
+from typing import Literal
+
+from jaxtyping import PRNGKeyArray
+
+from memjax.models.hmt.model import HMT, HMTConfig
+from memjax.models.language_model.model import LanguageModel
+
+
+def rmt(
+    backbone: LanguageModel,
+    segment: int,
+    *,
+    key: PRNGKeyArray,
+    activations: Literal["keep", "recompute", "offload"] = "recompute",
+) -> HMT:
+    """Gives a backbone a recurrent memory token.
+
+    Args:
+        backbone: any language model.
+        segment: L, new tokens a segment.
+        key: of the first memory.
+        activations: see `HMTConfig`.
+
+    Raises:
+        ValueError: as `hmt`.
+    """
+    config = HMTConfig(
+        segment=segment, sensory=0, retrieval=False, activations=activations
+    )
+    return HMT(backbone, config, key=key)

@@ -1,0 +1,1 @@
+"""The decoder: configuration, layers, model and presets."""

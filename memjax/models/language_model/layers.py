@@ -1,0 +1,164 @@
+"""What stands around the mixer in a layer of a decoder: norms and feed-forward.
+
+Each is a function of its parameters; what a model lacks, as Llama lacks biases, is
+None in them.
+
+Shapes: D model, F hidden.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Key, PRNGKeyArray, PyTree
+
+from memjax.mechanisms import Mechanism
+from memjax.mechanisms.base import lead
+from memjax.mechanisms.layers.cpu import scale_channels, scale_rows
+from memjax.mechanisms.layers.projections import Adapted, linear
+from memjax.models.language_model.config import ModelConfig
+
+
+class LayerNormParams(NamedTuple):
+    """A LayerNorm's; an RMSNorm has its scale alone, a plain array."""
+
+    scale: Float[Array, " D"]
+    bias: Float[Array, " D"]
+
+
+NormParams = Float[Array, " D"] | LayerNormParams
+
+
+class FeedForwardParams(NamedTuple):
+    """SwiGLU, or two matrices around a ReLU, which have no gate."""
+
+    gate: Float[Array, "D F"] | Adapted | None
+    up: Float[Array, "D F"] | Adapted
+    down: Float[Array, "F D"] | Adapted
+    gate_bias: Float[Array, " F"] | None = None
+    up_bias: Float[Array, " F"] | None = None
+    down_bias: Float[Array, " D"] | None = None
+
+
+def init_norm(config: ModelConfig) -> NormParams:
+    """A norm that scales by 1."""
+    scale = jnp.ones(config.model_dim)
+    if config.architecture.norm == "rms":
+        return scale
+    return LayerNormParams(scale, jnp.zeros(config.model_dim))
+
+
+def init_feed_forward(config: ModelConfig, keys: Key[Array, "3"]) -> FeedForwardParams:
+    """Draws the matrices by three keys, scaled by their fan-in; biases start at 0."""
+    gate_key, up_key, down_key = keys
+    d, f = config.model_dim, config.hidden_dim
+    draw = jax.nn.initializers.lecun_normal()
+    gated = config.architecture.feed_forward == "swiglu"
+    biased = config.architecture.feed_forward_bias
+    return FeedForwardParams(
+        gate=draw(gate_key, (d, f)) if gated else None,
+        up=draw(up_key, (d, f)),
+        down=draw(down_key, (f, d)),
+        gate_bias=jnp.zeros(f) if gated and biased else None,
+        up_bias=jnp.zeros(f) if biased else None,
+        down_bias=jnp.zeros(d) if biased else None,
+    )
+
+
+def feed_forward(
+    params: FeedForwardParams, x: Float[Array, "*B D"]
+) -> Float[Array, "*B D"]:
+    """W_down (silu(W_gate x) ∘ W_up x), or W_down relu(W_up x) without a gate."""
+    up = linear(x, params.up, params.up_bias)
+    if params.gate is None:
+        hidden = jax.nn.relu(up)
+    else:
+        hidden = jax.nn.silu(linear(x, params.gate, params.gate_bias)) * up
+    return linear(hidden, params.down, params.down_bias)
+
+
+def normalize(
+    params: NormParams, x: Float[Array, "*B D"], epsilon: float
+) -> Float[Array, "*B D"]:
+    """The norm whose parameters these are."""
+    if isinstance(params, LayerNormParams):
+        return layer_norm(x, params, epsilon)
+    return rms_norm(x, params, epsilon)
+
+
+def rms_norm(
+    x: Float[Array, "*B D"], scale: Float[Array, " D"], epsilon: float
+) -> Float[Array, "*B D"]:
+    """x / rms(x) * scale, in float32 inside."""
+    high = x.astype(jnp.float32)
+    mean = (high**2).mean(axis=-1, keepdims=True)
+    high = scale_rows(high, jax.lax.rsqrt(mean + epsilon))
+    return scale_channels(high, scale).astype(x.dtype)
+
+
+def layer_norm(
+    x: Float[Array, "*B D"], params: LayerNormParams, epsilon: float
+) -> Float[Array, "*B D"]:
+    """(x - mean(x)) / deviation(x) * scale + bias, in float32 inside."""
+    high = x.astype(jnp.float32)
+    high = high - high.mean(axis=-1, keepdims=True)
+    variance = (high**2).mean(axis=-1, keepdims=True)
+    high = scale_rows(high, jax.lax.rsqrt(variance + epsilon))
+    high = scale_channels(high, params.scale)
+    return (high + lead(params.bias, high)).astype(x.dtype)
+
+
+class BlockParams(NamedTuple):
+    """Of one layer."""
+
+    mixer: Any
+    feed_forward: FeedForwardParams
+    mixer_norm: NormParams
+    feed_forward_norm: NormParams
+
+
+class Block(nnx.Module):
+    """Parameters of one layer: mixer, feed-forward, two norms."""
+
+    def __init__(self, config: ModelConfig, mechanism: Mechanism, key: PRNGKeyArray):
+        keys = jax.random.split(key, 4)
+        self.mixer = nnx.Param(mechanism.init_params(keys[0]))
+        self.feed_forward = nnx.Param(init_feed_forward(config, keys[1:]))
+        self.mixer_norm = nnx.Param(init_norm(config))
+        self.feed_forward_norm = nnx.Param(init_norm(config))
+
+    def get_value(self) -> BlockParams:
+        """The parameters, as `run_block` takes them."""
+        return BlockParams(
+            self.mixer.get_value(),
+            self.feed_forward.get_value(),
+            self.mixer_norm.get_value(),
+            self.feed_forward_norm.get_value(),
+        )
+
+
+def run_block(
+    config: ModelConfig,
+    mix: Callable[[Any, PyTree, Array], tuple[PyTree, Array]],
+    parameters: BlockParams,
+    memory: PyTree,
+    h: Float[Array, "B T D"],
+) -> tuple[PyTree, Float[Array, "B T D"]]:
+    """One layer around `mix(mixer parameters, memory, x) -> (memory, y)`.
+
+    OPT 350m puts the norms behind the sums.
+    """
+    mixer, hidden, mixer_norm, feed_forward_norm = parameters
+    norm = functools.partial(normalize, epsilon=config.norm_epsilon)
+    if config.architecture.norm_first:
+        memory, y = mix(mixer, memory, norm(mixer_norm, h))
+        h = h + y
+        h = h + feed_forward(hidden, norm(feed_forward_norm, h))
+    else:
+        memory, y = mix(mixer, memory, h)
+        h = norm(mixer_norm, h + y)
+        h = norm(feed_forward_norm, h + feed_forward(hidden, h))
+    return memory, h

@@ -1,0 +1,315 @@
+"""A Llama-3-style decoder over any mixture of mechanisms.
+
+    h ← h + mixer(norm(h));   h ← h + W_down (silu(W_gate norm(h)) ∘ W_up norm(h))
+
+Grattafiori et al. (2024), https://arxiv.org/abs/2407.21783. The model is a function
+of its state: `model(state, tokens) -> (state, logits)`, one mechanism state a layer.
+`ModelConfig.architecture` tells what other published decoders do differently; OPT's
+learned positions are Zhang et al. (2022), https://arxiv.org/abs/2205.01068.
+
+Shapes: B batch, T time, D model, E embedding (D but in OPT 350m), V vocabulary.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+
+from memjax import mechanisms
+from memjax.mechanisms.base import apply_ragged
+from memjax.mechanisms.layers.projections import linear
+from memjax.models.language_model.config import ModelConfig
+from memjax.models.language_model.layers import Block, init_norm, normalize, run_block
+from memjax.models.language_model.mixers import build_mixer
+
+# One memory a layer; behind them, where positions are learned, how many tokens of each
+# row have taken one.
+State = tuple[PyTree, ...]
+LAYER_INPUT = "layer_input"
+
+
+class LanguageModel(nnx.Module):
+    """Holds parameters only; the memory is an argument and a result.
+
+    Example:
+        model = LanguageModel(preset("elastic-tiny"), key=jax.random.key(0))
+        state, logits = model(model.init_state(batch), tokens)
+    """
+
+    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+        embed_key, head_key, *block_keys = jax.random.split(key, len(config.mixers) + 2)
+        style, v, d = config.architecture, config.vocab_size, config.model_dim
+        self.config = config
+        self.mechanisms = tuple(build_mixer(config, m) for m in config.mixers)
+        e = self.width
+        self.embedding = nnx.Param(jax.random.normal(embed_key, (v, e)) * e**-0.5)
+        self.blocks = nnx.List(
+            Block(config, mechanism, block_key)
+            for mechanism, block_key in zip(self.mechanisms, block_keys, strict=True)
+        )
+        if style.norm_first:
+            self.norm = nnx.Param(init_norm(config))
+        draw = jax.nn.initializers.lecun_normal()
+        if not config.tied_head:
+            self.head = nnx.Param(draw(head_key, (e, v)))
+        # Keys of their own, so that the other parameters stay what they are.
+        table_key, into_key, out_key = jax.random.split(jax.random.fold_in(key, 1), 3)
+        if style.positions == "learned":
+            rows = style.learned_positions
+            self.positions = nnx.Param(jax.random.normal(table_key, (rows, d)) * 0.02)
+        if style.embedding_dim is not None:
+            self.project_in = nnx.Param(draw(into_key, (e, d)))
+            self.project_out = nnx.Param(draw(out_key, (d, e)))
+
+    def init_state(self, batch: int) -> State:
+        """Empty memories, one a layer; every leaf has the batch first."""
+        state = tuple(m.init_state(batch) for m in self.mechanisms)
+        if self.config.architecture.positions == "learned":
+            return (*state, jnp.zeros(batch, jnp.int32))
+        return state
+
+    def reset(self, state: State, mask: Bool[Array, " B"]) -> State:
+        """Clears the memory of the rows in `mask`, at their document's start."""
+        return mechanisms.reset(state, self.init_state(mask.shape[0]), mask)
+
+    @property
+    def vocab_size(self) -> int:
+        """V; tokens are in [0, V)."""
+        return self.config.vocab_size
+
+    @property
+    def window(self) -> int:
+        """Tokens of a piece that is read quickly."""
+        return self.config.window
+
+    @property
+    def width(self) -> int:
+        """E, the width of `embed` and of the features."""
+        return self.config.architecture.embedding_dim or self.config.model_dim
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+        """What the model reads in the place of each token, without its position.
+
+        Tokens must be in [0, V): values are not checked inside jit, and one out of
+        range makes its row NaN.
+        """
+        if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim != 2:
+            raise ValueError(
+                f"tokens must be integers [B, T], got {tokens.dtype}"
+                f"{list(tokens.shape)}"
+            )
+        h = _rows(self.embedding.get_value(), tokens).astype(self.config.dtype)
+        if self.config.tied_head and self.config.architecture.scale_embedding:
+            # The embedding is drawn for the head; the stream wants unit variance.
+            h = h * self.width**0.5
+        return h
+
+    def read(
+        self,
+        state: State,
+        x: Float[Array, "B T E"],
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> tuple[State, Float[Array, "B T E"]]:
+        """Reads embeddings into the memories; returns what the head sees.
+
+        Args:
+            state: the memories to go on from.
+            x: what `embed` gives, or anything else of its width.
+            mask: False at tokens that nobody may see, as padding. They keep their
+                place in RoPE and take none of the learned positions, as in Hugging
+                Face; their own features have no meaning. None is all True.
+
+        Raises:
+            ValueError: on rows that the state does not have, or a mask with a mixer
+                that is neither "attention" nor "sliding_window".
+        """
+        self._check(state, x, mask)
+
+        def mix(mechanism, params, memory, h):
+            if mask is not None:
+                return mechanism.apply_masked(params, memory, h, mask, None)
+            if h.shape[1] == 1:
+                memory, y = mechanism.step(params, memory, h[:, 0])
+                return memory, y[:, None]
+            return mechanism.apply(params, memory, h)
+
+        return self._read(mix, state, x, mask)
+
+    def read_ragged(
+        self,
+        state: State,
+        x: Float[Array, "B T E"],
+        lengths: Int[Array, " B"],
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> State:
+        """The state after the first `lengths[b]` tokens, 0 to T, of each row b.
+
+        Quick in attention, whose rows read side by side; other mixers go token by
+        token. Lengths are not checked inside jit.
+
+        Raises:
+            ValueError: as `read`, or on lengths that are not integers [B].
+        """
+        self._check(state, x, mask)
+        if lengths.shape != x.shape[:1] or not jnp.issubdtype(
+            lengths.dtype, jnp.integer
+        ):
+            raise ValueError(
+                f"lengths must be integers [{x.shape[0]}], got {lengths.dtype}"
+                f"{list(lengths.shape)}"
+            )
+        mix = lambda mechanism, params, memory, h: apply_ragged(
+            mechanism, params, memory, h, mask, lengths
+        )
+        after, _ = self._read(mix, state, x, mask)
+        if self.config.architecture.positions == "learned":
+            taken = jnp.arange(x.shape[1], dtype=lengths.dtype)[None] < lengths[:, None]
+            taken = taken if mask is None else taken & mask
+            return (*after[:-1], state[-1] + taken.sum(axis=1, dtype=jnp.int32))
+        return after
+
+    def encode(
+        self, x: Float[Array, "B T E"], mask: Bool[Array, "B T"] | None = None
+    ) -> Float[Array, "B T E"]:
+        """Features of a text that is read whole, of which nothing is kept.
+
+        What `read` gives for the empty state; full attention needs no cache for it.
+
+        Raises:
+            ValueError: on a mask with a mixer that is neither "attention" nor
+                "sliding_window", or a text beyond the capacity of attention.
+        """
+        self._check(None, x, mask)
+        empty: list[PyTree] = [None] * len(self.mechanisms)
+        if self.config.architecture.positions == "learned":
+            empty.append(jnp.zeros(x.shape[0], jnp.int32))
+
+        def mix(mechanism, params, memory, h):
+            if mechanism.whole is not None:
+                return memory, mechanism.whole(params, h, mask)
+            return None, mechanism.apply(params, mechanism.init_state(h.shape[0]), h)[1]
+
+        return self._read(mix, tuple(empty), x, mask)[1]
+
+    def features(
+        self, state: State, tokens: Int[Array, "B T"]
+    ) -> tuple[State, Float[Array, "B T E"]]:
+        """Reads tokens, which must be in [0, V); see `embed` and `read`."""
+        batch = jax.tree.leaves(state)[0].shape[0]
+        if tokens.shape[:1] != (batch,):
+            raise ValueError(
+                f"tokens must be integers [B, T] with {batch} rows, as the state has, "
+                f"got {tokens.dtype}{list(tokens.shape)}"
+            )
+        return self.read(state, self.embed(tokens))
+
+    def logits(self, features: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
+        """Scores of the next token, in float32."""
+        if self.config.tied_head:
+            head = self.embedding.get_value().T
+        else:
+            head = self.head.get_value()
+        head = head.astype(features.dtype)
+        return jnp.matmul(features, head, preferred_element_type=jnp.float32)
+
+    def __call__(
+        self, state: State, tokens: Int[Array, "B T"]
+    ) -> tuple[State, Float[Array, "B T V"]]:
+        """Next-token logits at every position, and the memory after the last."""
+        state, features = self.features(state, tokens)
+        return state, self.logits(features)
+
+    def _read(self, mix, state, x, mask):
+        """All layers; `mix(mechanism, params, memory, h)` runs the mixer of one."""
+        config, h, after = self.config, x, []
+        memories, taken = state[: len(self.blocks)], state[len(self.blocks) :]
+        if config.architecture.embedding_dim is not None:
+            h = linear(h, self.project_in.get_value())
+        if config.architecture.positions == "learned":
+            last, at = _next_positions(taken[0], x, mask)
+            h, taken = (
+                h + _rows(self.positions.get_value(), at).astype(h.dtype),
+                (last,),
+            )
+        for block, mechanism, memory in zip(
+            self.blocks, self.mechanisms, memories, strict=True
+        ):
+            run = functools.partial(
+                run_block, config, functools.partial(mix, mechanism)
+            )
+            if config.remat:
+                run = jax.checkpoint(run)
+            parameters = block.get_value()
+            # What a memory around this model may keep of a text: see `segments`.
+            h = checkpoint_name(h, LAYER_INPUT)
+            memory, h = run(parameters, memory, h)
+            after.append(memory)
+        if config.architecture.norm_first:
+            h = normalize(self.norm.get_value(), h, config.norm_epsilon)
+        if config.architecture.embedding_dim is not None:
+            h = linear(h, self.project_out.get_value())
+        return (*after, *taken), h
+
+    def _check(self, state, x, mask):
+        """Raises ValueError on input that cannot be read."""
+        batch = x.shape[0] if state is None else jax.tree.leaves(state)[0].shape[0]
+        if x.shape[0] != batch or x.shape[-1] != self.width:
+            raise ValueError(
+                f"x must have {batch} rows, as the state has, and {self.width} "
+                f"channels, got {list(x.shape)}"
+            )
+        if mask is None:
+            return
+        if mask.shape != x.shape[:2] or mask.dtype != bool:
+            raise ValueError(
+                f"mask must be bool{list(x.shape[:2])}, as x is, got {mask.dtype}"
+                f"{list(mask.shape)}"
+            )
+        for mixer, mechanism in zip(self.config.mixers, self.mechanisms, strict=True):
+            if mechanism.apply_masked is None:
+                raise ValueError(
+                    "mask must be None with a mixer that compresses what it reads, "
+                    f"got {mixer!r} among the mixers"
+                )
+
+
+def _rows(table, at):
+    """Rows of a table; NaN where there is none, as nothing can be raised inside jit."""
+    return table.at[at].get(
+        mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
+    )
+
+
+def _next_positions(taken, x, mask):
+    """Rows of OPT's table for new tokens, and how many are taken after them.
+
+    Visible tokens take the next positions, from row 2 on; masked ones share row 1.
+    """
+    visible = jnp.ones(x.shape[:2], bool) if mask is None else mask
+    counted = taken[:, None] + jnp.cumsum(visible, axis=1, dtype=jnp.int32)
+    return counted[:, -1], jnp.where(visible, counted + 1, 1)
+
+
+def with_config(model: LanguageModel, **changes: Any) -> LanguageModel:
+    """The same parameters in a model whose config has these `changes`.
+
+    Mixers may change to others with the same parameters: "attention" to
+    "sliding_window" or "elastic_memory", say.
+
+    Raises:
+        ValueError: if a mixer of the new config has other parameters.
+    """
+    config = dataclasses.replace(model.config, **changes)
+    rebuilt = nnx.merge(*nnx.split(model))
+    rebuilt.config = config
+    rebuilt.mechanisms = tuple(build_mixer(config, m) for m in config.mixers)
+    shapes = lambda m: jax.eval_shape(m.init_params, jax.random.key(0))
+    for old, new in zip(model.mechanisms, rebuilt.mechanisms, strict=True):
+        if shapes(old) != shapes(new):
+            raise ValueError(f"{changes} changes the parameters of a mixer")
+    return rebuilt

@@ -1,0 +1,161 @@
+"""SnapKV: a key-value cache of bounded size, chosen by the attention of a text's end.
+
+    v_s = Σ_q softmax_s(q·k / √K)    q: the last W tokens' queries, of a group's heads
+    kept: the n - W tokens before them with the largest max_{|i| <= κ/2} v_{s+i}, and
+    the last W
+
+Li et al. (2024), SnapKV, https://arxiv.org/abs/2404.14469, section 4 and Listing 1; a
+window of 32 and max-pooling over κ = 7 are what its experiments on LongBench have. The
+paper lets every query head keep tokens of its own; here the heads of a group vote
+together, so that grouped queries keep their small cache.
+
+A text that is read in one piece is compressed as published. Read piece by piece, the
+cache is compressed behind every piece, and old tokens compete with new ones: memory is
+bounded at any length (M+, https://arxiv.org/abs/2502.00592, section 4.3).
+
+Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,
+S capacity, W window, n kept.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from memjax.mechanisms import Mechanism
+from memjax.mechanisms.attention import AttentionState
+from memjax.mechanisms.base import check_sizes, reset
+from memjax.mechanisms.layers import projections
+from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.models.language_model.mixers import heads_config
+from memjax.models.language_model.model import LanguageModel, with_config
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKVConfig:
+    """Sizes of the cache, in tokens.
+
+    Attributes:
+        keep: n, what a key-value head keeps behind a piece, the window's own included.
+        room: what fits besides: the longest piece, or the last one and what is decoded.
+        window: W, the last tokens of a piece, which vote and are kept.
+        kernel: κ, neighbours that a vote counts for; odd.
+    """
+
+    keep: int = 1024
+    room: int = 1024
+    window: int = 32
+    kernel: int = 7
+
+    def __post_init__(self):
+        check_sizes(room=self.room, window=self.window, kernel=self.kernel)
+        if self.keep <= self.window:
+            raise ValueError(
+                f"keep must be above window={self.window}, got {self.keep}"
+            )
+        if self.kernel % 2 == 0:
+            raise ValueError(f"kernel must be odd, got {self.kernel}")
+
+
+def with_snapkv(model: LanguageModel, config: SnapKVConfig) -> LanguageModel:
+    """The same parameters; every piece that is read is compressed behind it.
+
+    `keep` tokens or fewer are full attention. Single tokens, as in decoding, are cached
+    and never compressed. What is kept depends on where pieces end, so reading in other
+    pieces gives other results; outputs of a piece see all that was kept before it.
+    Tokens beyond `keep + room` give NaN, as beyond any capacity of full attention.
+
+    Args:
+        model: all of whose layers are "attention".
+        config: sizes of the cache.
+
+    Raises:
+        ValueError: if a layer is another mechanism.
+    """
+    if others := set(model.config.mixers) - {"attention"}:
+        raise ValueError(
+            f"model must have attention in every layer, got {sorted(others)} as well"
+        )
+    rebuilt = with_config(model, capacity=config.keep + config.room)
+    heads = heads_config(model.config)
+    rebuilt.mechanisms = tuple(
+        _compressing(mechanism, heads, config) for mechanism in rebuilt.mechanisms
+    )
+    return rebuilt
+
+
+def choose(
+    queries: Float[Array, "B W H K"], state: AttentionState, keep: int, kernel: int
+) -> Int[Array, "B n G"]:
+    """Slots of the tokens that each key-value head keeps, in the order of the text.
+
+    Args:
+        queries: of the last W tokens that the state has, with RoPE.
+        state: of more than `keep` tokens; a row with fewer gets slots without meaning.
+        keep: n, above W.
+        kernel: κ, odd.
+    """
+    b, window, h, width = queries.shape
+    s, g = state.keys.shape[1:3]
+    slots = jnp.arange(s, dtype=jnp.int32)[None]
+    last = state.length[:, None] - window + jnp.arange(window, dtype=jnp.int32)[None]
+    seen = (slots[:, None] <= last[..., None]) & state.visible[:, None]
+    grouped = queries.astype(jnp.float32).reshape(b, window, g, h // g, width)
+    scores = jnp.einsum("bwgrk,bsgk->bgrws", grouped, state.keys) * width**-0.5
+    scores = jnp.where(seen[:, None, None], scores, -1e30)
+    before = (slots < last[:, :1]) & state.visible
+    votes = jax.nn.softmax(scores, axis=-1).sum(axis=(2, 3)) * before[:, None]
+    pooled = jax.lax.reduce_window(
+        votes, -jnp.inf, jax.lax.max, (1, 1, kernel), (1, 1, 1), "SAME"
+    )
+    # Votes are never negative: no slot of another kind comes before one that counts.
+    best = jax.lax.top_k(jnp.where(before[:, None], pooled, -1.0), keep - window)[1]
+    best = jnp.sort(best, axis=-1).astype(jnp.int32).transpose(0, 2, 1)
+    recent = jnp.broadcast_to(last[..., None], (b, window, g))
+    return jnp.concatenate([best, recent], axis=1)
+
+
+def compact(
+    heads: HeadsConfig, state: AttentionState, slots: Int[Array, "B n G"]
+) -> AttentionState:
+    """The cache of the chosen tokens alone, at its beginning, to go on from.
+
+    The next token takes the position n. Every key is turned by n - length, so that its
+    distance to what comes is what it was.
+    """
+    n, capacity = slots.shape[1], state.keys.shape[1]
+    keys = jnp.take_along_axis(state.keys, slots[..., None], axis=1)
+    values = jnp.take_along_axis(state.values, slots[..., None], axis=1)
+    shift = jnp.broadcast_to(n - state.length[:, None], slots.shape[:2])
+    keys = projections.turn(heads, keys, shift)
+    if heads.rope_scaling is not None:
+        # YaRN's factor is in the keys already.
+        keys = keys / heads.rope_scaling.amplitude
+    fill = ((0, 0), (0, capacity - n), (0, 0), (0, 0))
+    return AttentionState(
+        keys=jnp.pad(keys, fill),
+        values=jnp.pad(values, fill),
+        visible=jnp.broadcast_to(jnp.arange(capacity)[None] < n, state.visible.shape),
+        length=jnp.full_like(state.length, n),
+    )
+
+
+def _compressing(
+    attention: Mechanism, heads: HeadsConfig, config: SnapKVConfig
+) -> Mechanism:
+    """Attention whose `apply` compresses the cache behind what it has read."""
+
+    def apply(params: AttentionParams, state: AttentionState, x: Float[Array, "B T D"]):
+        state, y = attention.apply(params, state, x)
+        window = min(config.window, x.shape[1])
+        queries = projections.project(params, x[:, -window:])[0]
+        places = state.length[:, None] - window
+        places = places + jnp.arange(window, dtype=jnp.int32)[None]
+        queries = projections.turn(heads, queries, places)
+        slots = choose(queries, state, config.keep, config.kernel)
+        longer = state.length > config.keep
+        return reset(state, compact(heads, state, slots), longer), y
+
+    # Heads keep different tokens, so one mask of what is visible would not do.
+    return attention._replace(apply=apply, apply_masked=None)

@@ -1,0 +1,1 @@
+"""M+ and MemoryLLM: memory tokens in every layer, and a long-term store."""

@@ -1,0 +1,181 @@
+"""M+-Attn: every token and head takes rows of the store by its attention scores.
+
+    s_j = q_t · k_j;    token t attends to [bos ; the R rows of best s ; pool ; tokens]
+
+What M+'s retriever is compared with in section 4.5.2 of Wang et al. (2025),
+https://arxiv.org/abs/2502.00592, after H2O: the store has keys and values in the place
+of hidden states, of which each head takes R for each token, where M+ takes R rows a
+layer for all tokens of a read. Nothing of it is learned, and no token chooses for
+another. What the paper leaves open (the authors published no program of it): keys and
+values are made when the pool drops a row, by the adapter that reads; scores are those
+before RoPE, in float32; what was found stands between bos and the pool, oldest first,
+and is turned by these positions, as M+'s rows are.
+
+Shapes: B batch, T tokens, M capacity of the store, R rows of a token and head, S slots,
+K dropped rows, D model, G key heads, r query heads of each, h = G * r, H width of a
+head.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from memjax.mechanisms.layers import projections
+from memjax.mechanisms.layers.dot_product_attention import MAX_SCORES
+from memjax.models.language_model.config import ModelConfig
+from memjax.models.language_model.layers import BlockParams
+from memjax.models.language_model.mixers import heads_config
+from memjax.models.mplus.layers import memory_slots
+from memjax.models.mplus.state import LayerStore, Store
+
+if TYPE_CHECKING:
+    from memjax.models.mplus.model import MPlus
+
+
+def width(config: ModelConfig) -> int:
+    """G * H, of a stored row's keys and of its values."""
+    return config.num_kv_heads * config.head_dim
+
+
+def stored(
+    config: ModelConfig,
+    block: BlockParams,
+    rows: Float[Array, "B K D"],
+    born: Int[Array, "B K"],
+) -> LayerStore:
+    """What the store keeps of memory tokens of a layer, whose block reads."""
+    made = memory_slots(config, block, rows.astype(config.dtype))
+    flat = lambda x: x.reshape(*born.shape, -1).astype(jnp.float32)
+    return LayerStore(rows=flat(made.values), keys=flat(made.keys), born=born)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeker:
+    """The store in which the tokens of a read seek rows.
+
+    Attributes:
+        config: of the backbone.
+        count: R.
+        store: of keys and values.
+        chosen: [B, T, h, R] of every layer that has attended: places in the store,
+            oldest first; those of rows that are none come first.
+    """
+
+    config: ModelConfig
+    count: int
+    store: Store
+    chosen: list[Array] = dataclasses.field(default_factory=list)
+
+    @property
+    def found(self) -> Int[Array, " B"]:
+        """Rows that every token and head finds: R, or all if they are fewer."""
+        return jnp.minimum(self.store.held, self.count)
+
+    def attend(
+        self,
+        layer: int,
+        plain: Float[Array, "B T h H"],
+        query: Float[Array, "B T h H"],
+        key: Float[Array, "B S G H"],
+        value: Float[Array, "B S G H"],
+        before: Int[Array, " B"],
+        visible: Bool[Array, "B S"],
+    ) -> Float[Array, "B T h H"]:
+        """`attend.from_cache`, whose queries see what they find in the store as well.
+
+        Args:
+            layer: whose store it is.
+            plain: the queries without RoPE, which seek.
+            query: with RoPE.
+            key: of the slots.
+            value: of the slots.
+            before: query t sees the slots 0 to before + t,
+            visible: those of them that are visible.
+        """
+        b, t, h, _ = query.shape
+        g, s = key.shape[2], key.shape[1]
+        split = lambda x: jnp.moveaxis(x.reshape(b, t, g, h // g, -1), 1, 0)
+        last = before[None] + jnp.arange(t, dtype=jnp.int32)[:, None]
+        slots = jnp.arange(s, dtype=jnp.int32)[None]
+
+        def one(token):
+            plain, query, last = token
+            keys, values, real, chosen = self._seek(layer, plain)
+            mask = visible & (slots <= last[:, None])
+            found = (keys.astype(query.dtype), values.astype(query.dtype), real)
+            return _attend(query, found, (key, value, mask)), chosen
+
+        # Scores and rows of so many tokens at a time that they stay bounded.
+        sizes = self.store.recalls.shape[1] + s + 2 * self.count * query.shape[-1]
+        together = max(1, min(t, MAX_SCORES // (b * h * sizes)))
+        tokens = (split(plain), split(query), last)
+        y, chosen = jax.lax.map(jax.checkpoint(one), tokens, batch_size=together)
+        self.chosen.append(jnp.moveaxis(chosen, 0, 1).reshape(b, t, h, self.count))
+        return jnp.moveaxis(y, 0, 1).reshape(query.shape)
+
+    def _seek(self, layer, plain):
+        """Keys, turned, and values [B, R, G, r, H]; which are real; their places."""
+        store, held = self.store.layers[layer], self.store.held
+        b, g, r, _ = plain.shape
+        heads = lambda x: x.reshape(*x.shape[:-1], g, -1)
+        scores = jnp.einsum(
+            "bgrh,bmgh->bgrm", plain.astype(jnp.float32), heads(store.keys)
+        )
+        filled = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] < held[:, None]
+        scores = jnp.where(filled[:, None, None], scores, -jnp.inf)
+        _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores), self.count)
+        # Empty places are the last that top_k finds, and stand first.
+        places, found = jnp.arange(self.count, dtype=jnp.int32)[None], self.found
+        real = jnp.broadcast_to(
+            (places < found[:, None])[:, None, None], (b, g, r, self.count)
+        )
+        born = jax.vmap(lambda born, at: born[at])(store.born, chosen)
+        order = jnp.lexsort((chosen, born, real))
+        chosen = jnp.take_along_axis(chosen, order, axis=-1)
+        head = jnp.arange(g, dtype=jnp.int32)[:, None, None]
+        take = jax.vmap(lambda x, at: heads(x)[at, head])
+        # Empty places may hold anything; nothing must not become NaN.
+        first = self.count - found[:, None]
+        real = (places >= first)[..., None, None, None]
+        read = lambda x: jnp.where(real, jnp.moveaxis(take(x, chosen), 3, 1), 0.0)
+        # Position 0 is that of bos.
+        positions = jnp.maximum(places + 1 - first, 0)
+        keys, values = read(store.keys), read(store.rows)
+        sizes = heads_config(self.config)
+        flat = keys.astype(plain.dtype).reshape(b, self.count, g * r, -1)
+        keys = projections.turn(sizes, flat, positions).reshape(keys.shape)
+        return keys, values, real[..., 0, 0, 0], chosen
+
+
+def _attend(query, found, slots):
+    """One token's softmax attention to what it found and to the slots that it sees."""
+    keys, values, real = found
+    key, value, seen = slots
+    product = lambda form, *x: jnp.einsum(form, *x, preferred_element_type=jnp.float32)
+    query = query * query.shape[-1] ** -0.5
+    scores = [
+        product("bgrh,bRgrh->bgrR", query, keys),
+        product("bgrh,bsgh->bgrs", query, key),
+    ]
+    masks = [
+        jnp.broadcast_to(x[:, None, None], y.shape)
+        for x, y in zip((real, seen), scores, strict=True)
+    ]
+    scores = jnp.concatenate(scores, axis=-1)
+    scores = jnp.where(jnp.concatenate(masks, axis=-1), scores, -1e30)
+    weights = jax.nn.softmax(scores).astype(query.dtype)
+    count = keys.shape[1]
+    y = product("bgrR,bRgrh->bgrh", weights[..., :count], values)
+    y = y + product("bgrs,bsgh->bgrh", weights[..., count:], value)
+    return y.astype(query.dtype)
+
+
+def seeker(model: "MPlus", store: Store | None) -> Seeker | None:
+    """None unless attention finds the rows of a read."""
+    config = model.config
+    if store is None or not config.by_attention:
+        return None
+    return Seeker(model.backbone.config, config.retrieved, store)

@@ -1,0 +1,105 @@
+"""Settings of M+ in the official program's `config.json`, in and out."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from memjax.models.mplus import tensor_names as mplus_names
+from memjax.models.mplus.state import MPlusConfig
+
+# No setting of a sound file is larger.
+LARGEST = 1e9
+
+
+def mplus_config_from_hf(described: Mapping[str, Any]) -> MPlusConfig:
+    """The memory that an official `config.json` describes, with memjax's semantics.
+
+    The store has room for all that the program keeps at a time.
+
+    Raises:
+        ValueError: naming the key, if one is missing or not a number of its kind.
+    """
+    lora = described.get("lora_config")
+    if not isinstance(lora, Mapping):
+        raise ValueError(f"lora_config must be an object, got {lora!r}")
+    tokens = _size(described, "num_tokens", 1)
+    long = _size(described, "num_ltm_blocks", 0, 0)
+    common: Any = dict(
+        tokens=tokens,
+        pool=(_size(described, "num_blocks", long + 1) - long) * tokens,
+        chunk=max(MPlusConfig.chunk, tokens),
+        retrieved=long * tokens,
+        rank=_size(lora, "r", 1),
+        alpha=_positive(lora, "lora_alpha"),
+    )
+    if not long:
+        return MPlusConfig(**common)
+    recalls = _positive(described, "initial_rf_when_moving_stm_to_ltm")
+    decay = _positive(described, "decay_frequency")
+    every = _size(described, "update_ltm_frequency", 1)
+    batch = every * tokens
+    start = _size(described, "ltm_initial_size", 0, 0)
+    kept = math.ceil(recalls / decay) * batch
+    return MPlusConfig(
+        **common,
+        store=max(kept, start + batch, long * tokens + 2 * batch),
+        key_dim=_size(described, "selector_hidden_dim", 1),
+        merge_every=every,
+        recalls=recalls,
+        decay=decay,
+    )
+
+
+def describe(config: MPlusConfig, rows: int) -> dict[str, Any]:
+    """The program's keys of `config.json`, for a store that begins with `rows`."""
+    long = -(-config.retrieved // config.tokens)
+    targets = [place.split(".")[1] for place in mplus_names.PROJECTIONS.values()]
+    found = {
+        "architectures": ["MPlus" if long else "MemoryLLM"],
+        "num_tokens": config.tokens,
+        "num_blocks": config.pool // config.tokens + long,
+        "add_bos_embedding": True,
+        "drop_memory_per_layer": True,
+        "add_decoder_lora": True,
+        "lora_config": {
+            "inference_mode": False,
+            "r": config.rank,
+            "lora_alpha": config.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": targets,
+        },
+    }
+    if not long:
+        return found
+    return found | {
+        "num_ltm_blocks": long,
+        "ltm_initial_size": rows,
+        "update_ltm_mode": "immediate",
+        "update_ltm_frequency": config.merge_every,
+        "decay_frequency": config.decay,
+        "initial_rf_when_moving_stm_to_ltm": config.recalls,
+        "add_selector": True,
+        "selector_hidden_dim": config.key_dim,
+        "num_selector_layers": 2,
+        "map_from_hidden_states": True,
+        "detach_hidden_state": True,
+        "add_encoder_retriever": True,
+    }
+
+
+def _size(
+    described: Mapping[str, Any], key: str, least: int, default: int | None = None
+) -> int:
+    value = described.get(key, default)
+    if type(value) is not int or not least <= value <= LARGEST:
+        raise ValueError(
+            f"{key} must be a whole number in [{least}, {LARGEST:g}], got {value!r}"
+        )
+    return value
+
+
+def _positive(described: Mapping[str, Any], key: str) -> float:
+    value: Any = described.get(key)
+    if type(value) not in (int, float) or not 0 < value <= LARGEST:
+        raise ValueError(f"{key} must be a number in (0, {LARGEST:g}], got {value!r}")
+    return float(value)

@@ -1,0 +1,384 @@
+"""M+: a pool of latent memory tokens in every layer, and a store of those it dropped.
+
+    write   a chunk of up to C tokens becomes K vectors a layer, which take the place
+            of K random ones of the pool's N; those go to the long-term store
+    read    in layer l tokens attend to [bos_l ; R rows of the store ; the pool]; the
+            rows are those whose keys the tokens' queries find likeliest
+
+Wang et al. (2025), https://arxiv.org/abs/2502.00592; MemoryLLM, without a store: Wang
+et al. (2024), https://arxiv.org/abs/2402.04624. The passes through a layer are in
+`mplus_layers.py`, pool and store in `short_term_pool.py` and `long_term_store.py`, the
+verbs in `mplus_writing.py` and `mplus_reading.py`.
+
+As a language model it reads its own text: tokens see the memory and the open chunk; a
+full chunk is written into memory, and the next one's rows are retrieved by the queries
+of the tokens read last, so that no score sees what it predicts. `inject`, `flush` and
+`read` are the same under the caller's control. With an empty memory nothing stands
+before the tokens: logits are the plain backbone's, with the adapter that reads.
+
+Shapes: B batch, L layers, T time, K memory tokens of a chunk, N rows of the pool,
+M capacity of the store, R retrieved rows, C longest chunk, D model, V vocabulary,
+S slots of a reading, d retriever's keys.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from memjax import mechanisms
+from memjax.mechanisms.base import check_sizes
+from memjax.models import ragged as segments
+from memjax.models.language_model.layers import BlockParams, normalize
+from memjax.models.language_model.model import LanguageModel
+from memjax.models.lora import freeze
+from memjax.models.mplus import answers as mplus_answers
+from memjax.models.mplus import attention_retrieval, retriever
+from memjax.models.mplus import read as mplus_reading
+from memjax.models.mplus import store as long_term_store
+from memjax.models.mplus import write as mplus_writing
+from memjax.models.mplus.layers import adapt, init_adapter, init_bos, require_backbone
+from memjax.models.mplus.state import Initial, MPlusConfig, MPlusState, Reading
+from memjax.models.offload import near, put, require_place
+from memjax.models.sampling import Sampling
+
+
+class MPlus(nnx.Module):
+    """A backbone with latent memory: itself a language model.
+
+    Holds parameters: `write_adapter` and `read_adapter` (LoRA), `bos` [L, D],
+    `position` [D], and with a learned retrieval `query`, `key` and `encoder_query` of
+    the retriever. The backbone is frozen.
+
+    Example:
+        model = mplus(backbone, MPlusConfig(), key=jax.random.key(0))
+        state = model.inject(model.init_state(1), book)
+        reading, logits = model.read(state, question)
+    """
+
+    def __init__(
+        self, backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray
+    ):
+        require_backbone(backbone)
+        require_place("store_memory", config.store_memory)
+        require_place("pool_memory", config.pool_memory)
+        self.config = config
+        self.backbone = freeze(backbone)
+        write_key, read_key, *keys = jax.random.split(key, 5)
+        draw = functools.partial(init_adapter, self.backbone, config.rank)
+        self.write_adapter = nnx.Param(draw(write_key))
+        self.read_adapter = nnx.Param(draw(read_key))
+        layers, d = len(backbone.blocks), backbone.width
+        self.bos = nnx.Param(init_bos(backbone))
+        self.position = nnx.Param(jnp.zeros(d))
+        #: Memory that every text starts from, as a checkpoint brings it, or None.
+        self.initial: Initial | None = nnx.data(None)
+        if config.has_retriever:
+            draw = functools.partial(
+                retriever.init_retriever, layers, d, config.key_dim
+            )
+            self.query, self.key, self.encoder_query = map(nnx.Param, map(draw, keys))
+
+    @property
+    def vocab_size(self) -> int:
+        """V; tokens are in [0, V)."""
+        return self.backbone.vocab_size
+
+    @property
+    def window(self) -> int:
+        """C: calls of whole chunks are quick."""
+        return self.config.chunk
+
+    @property
+    def width(self) -> int:
+        """D, the width of memories and features."""
+        return self.backbone.width
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.backbone.blocks)
+
+    def blocks(self, writes: bool) -> tuple[BlockParams, ...]:
+        """The layers' parameters, with the adapter that writes or that which reads."""
+        adapter = self.write_adapter if writes else self.read_adapter
+        scale = self.config.alpha / self.config.rank
+        return adapt(self.backbone, adapter.get_value(), scale)
+
+    def normed(self, layer: int, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """What the retriever is given: rows after the norm before attention."""
+        norm = self.backbone.blocks[layer].mixer_norm.get_value()
+        return normalize(norm, x, self.backbone.config.norm_epsilon)
+
+    def init_state(self, batch: int, *, key: PRNGKeyArray | None = None) -> MPlusState:
+        """The memory a text starts from: empty, or the checkpoint's.
+
+        Args:
+            batch: B.
+            key: of what the pools drop, a stream of its own for each row; None is
+                `jax.random.key(0)`.
+        """
+        c, d = self.config, self.width
+        key = jax.random.key(0) if key is None else key
+        rows = jnp.arange(batch, dtype=jnp.int32)
+        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+        zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+        state = MPlusState(
+            pool=put(c.pool_memory, jnp.zeros((batch, self.layers, c.pool, d))),
+            ages=zeros((batch, self.layers, c.pool)),
+            held=zeros(batch),
+            clock=zeros(batch),
+            store=None,
+            tokens=zeros((batch, c.chunk)),
+            filled=zeros(batch),
+            queries=None,
+            asked=zeros(batch),
+            reading=mplus_reading.empty(self, batch, c.prefix, c.prefix + c.chunk),
+            ready=jnp.zeros(batch, bool),
+            key=jax.random.key_data(keys),
+        )
+        if c.retrieved:
+            width = attention_retrieval.width(self.backbone.config)
+            width = width if c.by_attention else d
+            store = long_term_store.empty(c, batch, self.layers, width)
+            state = state._replace(store=store)
+        if c.has_retriever:
+            shape = (batch, self.layers, c.chunk, c.key_dim)
+            state = state._replace(queries=jnp.zeros(shape, jnp.float32))
+        return state if self.initial is None else self.initial.fill(state)
+
+    def reset(self, state: MPlusState, mask: Bool[Array, " B"]) -> MPlusState:
+        """Gives the rows in `mask` the memory a text starts from; their keys go on."""
+        empty = self.init_state(mask.shape[0])._replace(key=state.key)
+        clear = lambda old, new: near(mechanisms.reset, old, new, mask, stays=True)
+        return jax.tree.map(clear, state, empty)
+
+    def features(
+        self, state: MPlusState, tokens: Int[Array, "B T"]
+    ) -> tuple[MPlusState, Float[Array, "B T D"]]:
+        """Reads tokens, and writes the chunks that they complete; what the head sees.
+
+        Args:
+            state: the memory so far.
+            tokens: in [0, V), T >= 1; values are not checked inside jit, where one out
+                of range makes its row NaN.
+
+        Raises:
+            ValueError: on tokens of another shape, or a known value out of range.
+        """
+        self._check(state, tokens)
+        return mplus_writing.by_chunks(self, state, tokens, mplus_reading.read_piece)
+
+    def logits(self, features: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Scores of the next token, in float32."""
+        return self.backbone.logits(features)
+
+    def __call__(
+        self, state: MPlusState, tokens: Int[Array, "B T"]
+    ) -> tuple[MPlusState, Float[Array, "B T V"]]:
+        """Next-token logits at every position, and the memory after the last."""
+        state, features = self.features(state, tokens)
+        return state, self.logits(features)
+
+    def inject(self, state: MPlusState, tokens: Int[Array, "B T"]) -> MPlusState:
+        """Writes tokens into memory, C at a time; the rest waits in the open chunk.
+
+        Args:
+            state: the memory so far.
+            tokens: in [0, V), any T >= 1.
+
+        Raises:
+            ValueError: as `features`.
+        """
+        self._check(state, tokens)
+        skip = lambda model, state, piece, lengths: (state, None)
+        state, _ = mplus_writing.by_chunks(self, state, tokens, skip)
+        return state._replace(ready=jnp.zeros_like(state.ready))
+
+    def flush(self, state: MPlusState) -> MPlusState:
+        """Writes the open chunks that have at least `least_chunk` tokens.
+
+        Shorter ones stay open: fewer tokens than K write old memory again, and a few
+        tokens would be all but lost among it.
+        """
+        return mplus_writing.write_open(
+            self, state, state.filled >= self.config.least_chunk
+        )
+
+    def compress(
+        self,
+        state: MPlusState,
+        tokens: Int[Array, "B T"],
+        memory: Float[Array, "B L K D"] | None = None,
+    ) -> Float[Array, "B L K D"]:
+        """The memory tokens of a chunk of T tokens, which `update` would store.
+
+        Args:
+            state: whose newest K rows the chunk sees.
+            tokens: in [0, V), T in [1, C].
+            memory: other rows to see instead.
+
+        Raises:
+            ValueError: as `features`; on more than C tokens, or memory of another
+                shape.
+        """
+        self._check(state, tokens)
+        if tokens.shape[1] > self.config.chunk:
+            raise ValueError(
+                f"tokens must be at most chunk={self.config.chunk} a row, "
+                f"got {tokens.shape[1]}"
+            )
+        if memory is not None:
+            self.check_rows("memory", memory, tokens.shape[0], self.config.tokens)
+        return mplus_writing.compress(self, state, tokens, None, memory)
+
+    def update(
+        self,
+        state: MPlusState,
+        new: Float[Array, "B L K D"],
+        dropped: Int[Array, "B L K"] | None = None,
+    ) -> MPlusState:
+        """Stores new memory tokens; a full pool drops K rows, into the long-term store.
+
+        Args:
+            state: the memory so far.
+            new: what `compress` gave.
+            dropped: which rows a full pool drops, rising; None draws them.
+
+        Raises:
+            ValueError: on arrays of another shape.
+        """
+        self.check_rows("new", new, state.held.shape[0], self.config.tokens)
+        if dropped is not None and dropped.shape != new.shape[:3]:
+            raise ValueError(
+                f"dropped must be [B, L, K] = {list(new.shape[:3])}, "
+                f"got {list(dropped.shape)}"
+            )
+        return mplus_writing.update(
+            self, state, new, dropped, jnp.ones(new.shape[0], bool)
+        )
+
+    def read(
+        self,
+        state: MPlusState,
+        tokens: Int[Array, "B T"],
+        *,
+        new: Float[Array, "B L n D"] | None = None,
+        beside_pool: bool = False,
+        kept: Int[Array, "B L N_n"] | None = None,
+        prompt: int | None = None,
+        room: int = 0,
+    ) -> tuple[Reading, Float[Array, "B T V"]]:
+        """Reads tokens with the memory, which stays as it is.
+
+        Args:
+            state: the memory; its open chunk is read before the tokens.
+            tokens: in [0, V), T >= 1.
+            new: n memory tokens of `compress` that are not stored: read alone, by the
+                adapter that writes, without the open chunk.
+            beside_pool: reads `new` in the place of n random rows of the pool instead,
+                n in [1, N].
+            kept: which N - n rows of the pool stay then, rising; None draws them.
+            prompt: the first so many tokens choose the rows of the long-term store, in
+                [1, T]; None is all, which is right where nothing is scored, and with
+                retrieval "attention", where each chooses for itself.
+            room: slots for tokens that `read_on` will read.
+
+        Returns:
+            The reading, for `read_on`, and next-token logits.
+
+        Raises:
+            ValueError: as `features`; on arrays of another shape, `beside_pool` or
+                `kept` without what they need, or a prompt out of range or unneeded.
+        """
+        given = mplus_reading.Given(new, beside_pool, kept, prompt, room)
+        reading, features, _ = mplus_reading.read(self, state, tokens, given)
+        return reading, self.logits(features)
+
+    def trace_read(
+        self, state: MPlusState, tokens: Int[Array, "B T"], **options: Any
+    ) -> tuple[Float[Array, "B T V"], mplus_reading.ReadTrace]:
+        """The logits of `read`, and what happened in its layers."""
+        defaults = mplus_reading.Given(None, False, None, None, 0)
+        given = defaults._replace(**options)
+        _, features, trace = mplus_reading.read(self, state, tokens, given)
+        return self.logits(features), trace
+
+    def read_on(
+        self,
+        reading: Reading,
+        tokens: Int[Array, "B T"],
+        *,
+        alone: bool = False,
+        state: MPlusState | None = None,
+    ) -> tuple[Reading, Float[Array, "B T V"]]:
+        """Reads on with a reading's cache; see `mplus_reading.read_on`."""
+        return mplus_reading.read_on(self, reading, tokens, alone, state)
+
+    def generate(
+        self,
+        state: MPlusState,
+        prompt: Int[Array, "B T"],
+        max_new_tokens: int,
+        *,
+        key: PRNGKeyArray,
+        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    ) -> Int[Array, "B n"]:
+        """Answers a prompt with the memory, which stays as it is.
+
+        One retrieval, by the whole prompt; the tokens reuse its reading. (The function
+        `memjax.models.generate` goes on with a text instead, and remembers it.)
+
+        Args:
+            state: the memory.
+            prompt: tokens in [0, V), T >= 1.
+            max_new_tokens: n >= 1.
+            key: of the draws.
+            sampling: greedy, temperature, top-k and top-p.
+
+        Raises:
+            ValueError: as `read`, or if max_new_tokens is below 1.
+        """
+        self._check(state, prompt)
+        check_sizes(max_new_tokens=max_new_tokens)
+        graph, params = nnx.split(self)
+        return mplus_answers.generate(
+            graph, max_new_tokens, sampling, params, state, prompt, key
+        )
+
+    def check_rows(self, name: str, rows: Array, batch: int, count: int) -> None:
+        """Raises ValueError unless rows are [B, L, count, D]."""
+        shape = (batch, self.layers, count, self.width)
+        if rows.shape != shape:
+            raise ValueError(
+                f"{name} must be memory tokens {list(shape)}, got {list(rows.shape)}"
+            )
+
+    def _check(self, state, tokens):
+        segments.check_tokens(tokens, state.held.shape[0], self.vocab_size)
+
+
+def mplus(backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray) -> MPlus:
+    """Gives a backbone a pool of latent memory and a long-term store.
+
+    Args:
+        backbone: a model of Llama's kind; its parameters are shared, and frozen.
+        config: sizes of the memory.
+        key: of the adapters and the retriever.
+
+    Raises:
+        ValueError: on a backbone with other mixers than "attention", without RoPE, or
+            with adapters.
+    """
+    return MPlus(backbone, config, key=key)
+
+
+def memoryllm(
+    backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray
+) -> MPlus:
+    """MemoryLLM: the pool alone, without a long-term store; see `mplus`."""
+    return MPlus(backbone, dataclasses.replace(config, retrieved=0), key=key)

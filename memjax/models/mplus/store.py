@@ -1,0 +1,204 @@
+"""M+'s long-term store: what the pool dropped, and what a read takes back.
+
+One buffer of M rows a layer, of which the first `held` are filled. Two ways to evict:
+
+- "oldest": the store keeps the M youngest rows of all it was given.
+- by recall frequency, as the published program: dropped rows wait in a cache, the
+  buffer's tail, which is searched too; every `merge_every` updates the cache joins the
+  store with frequency `recalls`, all frequencies lose `decay`, and rows of which
+  nothing is left go, unless fewer than R + 1 would stay.
+
+Wang et al. (2025), https://arxiv.org/abs/2502.00592, section 3.2.
+
+Shapes: B batch, M capacity, K rows of an update, R retrieved rows, D model,
+d keys, T queries.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from memjax import mechanisms
+from memjax.models import ragged as segments
+from memjax.models.mplus import retriever
+from memjax.models.mplus.state import LEAST_RECALLS, LayerStore, MPlusConfig, Store
+from memjax.models.offload import near, put
+
+
+class Retrieved(NamedTuple):
+    """Rows of one layer for a read, oldest first.
+
+    Attributes:
+        rows: the memory tokens; nothing where not `real`.
+        chosen: their places in the store.
+        real: False where the store had fewer; those come first.
+        scores: p of every row of the store, -inf in empty ones.
+    """
+
+    rows: Float[Array, "R D"]
+    chosen: Int[Array, " R"]
+    real: Bool[Array, " R"]
+    scores: Float[Array, " M"]
+
+
+def empty(config: MPlusConfig, batch: int, layers: int, width: int) -> Store:
+    """A store without rows.
+
+    Args:
+        config: of the memory.
+        batch: B.
+        layers: L.
+        width: D of its rows; with retrieval "attention" that of their keys as well.
+    """
+    shape = (batch, config.store)
+    key_dim = width if config.by_attention else config.key_dim
+    layer = lambda: LayerStore(
+        rows=put(config.store_memory, jnp.zeros((*shape, width))),
+        keys=jnp.zeros((*shape, key_dim), jnp.float32),
+        born=jnp.zeros(shape, jnp.int32),
+    )
+    return Store(
+        layers=tuple(layer() for _ in range(layers)),
+        recalls=jnp.zeros(shape, jnp.float32),
+        held=jnp.zeros(batch, jnp.int32),
+        fresh=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def append(
+    config: MPlusConfig,
+    store: Store,
+    new: tuple[LayerStore, ...],
+    taken: Bool[Array, " B"],
+) -> Store:
+    """Stores K dropped rows a layer, in the rows of the batch that are `taken`."""
+    count = new[0].born.shape[1]
+    free = store.held[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    full = jnp.any(taken & (store.held + count > config.store))
+    layers = []
+    for old, rows in zip(store.layers, new, strict=True):
+        places = free
+        if not config.by_frequency:
+            oldest = functools.partial(_oldest_places, store.held, old.born, rows.born)
+            places = jax.lax.cond(full, oldest, lambda free=free: free)
+        # A place beyond the buffer is not written.
+        layers.append((old, rows, jnp.where(taken[:, None], places, config.store)))
+    more = jnp.where(taken, jnp.int32(count), 0)
+    places = jnp.where(taken[:, None], free, config.store)
+    recalls = jnp.full(free.shape, config.recalls, jnp.float32)
+    store = Store(
+        layers=(),
+        recalls=_written(store.recalls, recalls, places),
+        held=jnp.minimum(store.held + more, config.store),
+        fresh=store.fresh + more if config.by_frequency else store.fresh,
+    )
+    if not config.by_frequency:
+        return store._replace(layers=_each_layer(_written, layers))
+    due = store.fresh >= config.merge_every * count
+
+    def merged():
+        # One function writes and moves: what is on the host is written once.
+        small, order = _merge(config, store, due)
+        moved = lambda *args: segments.take(_written(*args[:3]), args[3])
+        moves = [(*layer, order) for layer in layers]
+        return small._replace(layers=_each_layer(moved, moves))
+
+    plain = lambda: store._replace(layers=_each_layer(_written, layers))
+    return jax.lax.cond(jnp.any(due), merged, plain)
+
+
+def _written(buffer, rows, at):
+    return segments.write(buffer, at, rows)
+
+
+def _each_layer(function, layers):
+    """LayerStores of function(buffer, new, *rest) where the buffer is."""
+    here = functools.partial(near, function, stays=True)
+    return tuple(
+        jax.tree.map(lambda old, new, rest=rest: here(old, new, *rest), old, new)
+        for old, new, *rest in layers
+    )
+
+
+def _merge(config, store, mask):
+    """The drop cache joins the store in the rows of `mask`: and the rows' new order."""
+    left = store.recalls - config.decay
+    places = jnp.arange(config.store, dtype=jnp.int32)[None]
+    filled = places < store.held[:, None]
+    alive = filled & (left > LEAST_RECALLS)
+    count = alive.sum(axis=1, dtype=jnp.int32)
+    enough = count > config.retrieved
+    stays = jnp.where(enough[:, None], alive, filled)
+    stays = stays | ~mask[:, None]
+    order = jnp.argsort(~stays, axis=1, stable=True).astype(jnp.int32)
+    merged = store._replace(
+        recalls=segments.take(jnp.where(enough[:, None], left, store.recalls), order),
+        held=jnp.where(enough, count, store.held),
+        fresh=jnp.zeros_like(store.fresh),
+    )
+    return mechanisms.reset(store, merged, mask), order
+
+
+def retrieve(
+    config: MPlusConfig,
+    store: Store,
+    layer: int,
+    queries: Float[Array, "B T d"],
+    asked: Bool[Array, "B T"],
+) -> Retrieved:
+    """The R rows of a layer whose keys the queries find likeliest, oldest first.
+
+    Of one score the first in the store are taken; of one age they come in its order.
+    Nothing is real where nothing is asked.
+
+    Returns:
+        `Retrieved`, with the batch first.
+    """
+    rows, keys, born = store.layers[layer]
+    chosen, real, scores = jax.vmap(functools.partial(_choose, config))(
+        keys, born, store.held, store.fresh, queries, asked
+    )
+    # Empty places may hold anything; nothing must not become NaN.
+    found = jnp.where(real[..., None], near(segments.take, rows, chosen), 0.0)
+    return Retrieved(found, chosen, real, scores)
+
+
+def _choose(config, keys, born, held, fresh, queries, asked):
+    places = jnp.arange(config.store, dtype=jnp.int32)
+    found = retriever.search(queries, asked, keys)
+    scores = jnp.where((places < held) & jnp.any(asked), found, -jnp.inf)
+    best, chosen = jax.lax.top_k(scores, config.retrieved)
+    real = best > -jnp.inf
+    if config.legacy:
+        # Without enough merged rows: these again and again, and no search.
+        merged = held - fresh
+        turns = jnp.arange(config.retrieved, dtype=jnp.int32) - config.retrieved
+        tiled = turns % jnp.maximum(merged, 1)
+        few = merged < config.retrieved
+        real = jnp.where(few, merged > 0, real)
+        chosen = jnp.where(few, tiled, jnp.sort(chosen))
+    # The program's order of one age is no order: an unstable sort, turned round.
+    order = jnp.lexsort((chosen, born[chosen], real))
+    return chosen[order], real[order], scores
+
+
+def _oldest_places(held, born, new):
+    """Where K rows go in full buffers: over older ones, oldest first, or nowhere."""
+    places = jnp.arange(born.shape[1], dtype=jnp.int32)
+
+    def one(held, born, new):
+        # Ages in float32, whose search is 30 times that of integers on a CPU: exact
+        # to 2**24, beyond what a store of eight million rows lets grow old.
+        now = jnp.maximum(new.max(), jnp.where(places < held, born, new[0]).max())
+        ages = jnp.where(places < held, (now - born).astype(jnp.float32), jnp.inf)
+        oldest, at = jax.lax.top_k(ages, new.shape[0])
+        # The youngest row goes over the oldest, as long as it is younger.
+        youngest = jnp.argsort(-new)
+        younger = (now - new[youngest]).astype(jnp.float32) < oldest
+        at = jnp.where(younger, at, places.shape[0])
+        return jnp.zeros_like(at).at[youngest].set(at)
+
+    return jax.vmap(one)(held, born, new)

@@ -1,0 +1,178 @@
+"""How M+ writes: chunk after chunk of a text into the pool, and from there the store.
+
+Shapes: B batch, L layers, T time, K memory tokens of a chunk, C longest chunk, D model.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from memjax import mechanisms
+from memjax.models import ragged as segments
+from memjax.models.mplus import attention_retrieval, retriever
+from memjax.models.mplus import layers as mplus_layers
+from memjax.models.mplus import pool as short_term_pool
+from memjax.models.mplus import store as long_term_store
+from memjax.models.mplus.state import LayerStore, MPlusState
+from memjax.models.offload import near
+
+if TYPE_CHECKING:
+    from memjax.models.mplus.model import MPlus
+
+
+def by_chunks(
+    model: "MPlus", state: MPlusState, tokens: Int[Array, "B T"], read: Callable
+) -> tuple[MPlusState, Any]:
+    """Takes tokens up to the end of the open chunk at a time, each row its own.
+
+    Args:
+        model: M+.
+        state: the memory so far.
+        tokens: T >= 1.
+        read: (model, state, tokens, lengths) -> (state, features), of the piece's first
+            `lengths[b]` tokens, before they join the open chunk.
+
+    Returns:
+        The state, in which full chunks are written, and what `read` gave for each
+        token.
+    """
+    c, (b, t) = model.config.chunk, tokens.shape
+    width, before = min(c, t), state.filled
+
+    def step(carry, _):
+        state, done = carry
+        lengths = jnp.minimum(c - state.filled, t - done)
+        at = done[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+        piece = segments.take(tokens, jnp.minimum(at, t - 1))
+        state, y = read(model, state, piece, lengths)
+        state = _keep_tokens(state, piece, lengths)
+        return (write_open(model, state, state.filled == c), done + lengths), y
+
+    count = -(-(c - 1 + t) // c)
+    carry = (state, jnp.zeros(b, jnp.int32))
+    if count == 1:
+        (state, _), ys = step(carry, None)
+        return state, ys
+    empty = jax.eval_shape(step, carry, None)[1]
+    skip = lambda carry, _: (carry, jax.tree.map(jnp.zeros_like, empty))
+    some = lambda carry, _: jax.lax.cond(jnp.any(carry[1] < t), step, skip, carry, None)
+    (state, _), ys = jax.lax.scan(some, carry, length=count)
+    if ys is None:
+        return state, None
+    # Token t of a row was read in the round of its chunk.
+    times = jnp.arange(t, dtype=jnp.int32)[None]
+    rounds = (before[:, None] + times) // c
+    first = jnp.where(rounds == 0, 0, rounds * c - before[:, None])
+    flat = jnp.moveaxis(ys, 0, 1).reshape(b, count * width, -1)
+    return state, segments.take(flat, rounds * width + times - first)
+
+
+def write_open(
+    model: "MPlus", state: MPlusState, rows: Bool[Array, " B"]
+) -> MPlusState:
+    """Compresses and stores the open chunks of `rows`."""
+
+    def write(state):
+        lengths = jnp.maximum(state.filled, 1)
+        new = compress(model, state, state.tokens, lengths, None)
+        state = update(model, state, new, None, rows)
+        return state._replace(
+            tokens=jnp.where(rows[:, None], 0, state.tokens),
+            filled=jnp.where(rows, 0, state.filled),
+        )
+
+    return jax.lax.cond(jnp.any(rows), write, lambda state: state, state)
+
+
+def compress(
+    model: "MPlus",
+    state: MPlusState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"] | None,
+    memory: Float[Array, "B L K D"] | None,
+) -> Float[Array, "B L K D"]:
+    """Memory tokens of each row's first `lengths[b]` tokens; see `MPlus.compress`."""
+    real = jnp.ones_like(state.held, bool) if memory is not None else state.held > 0
+    newest = lambda pool: pool[:, :, -model.config.tokens :]
+    seen = near(newest, state.pool) if memory is None else memory
+    return mplus_layers.compress(
+        model.backbone.config,
+        model.blocks(writes=True),
+        model.bos.get_value(),
+        model.position.get_value(),
+        seen,
+        real,
+        model.backbone.embed(tokens),
+        lengths,
+        model.config.stored == "input",
+    )
+
+
+def update(
+    model: "MPlus",
+    state: MPlusState,
+    new: Float[Array, "B L K D"],
+    dropped: Int[Array, "B L K"] | None,
+    rows: Bool[Array, " B"],
+) -> MPlusState:
+    """Stores new memory tokens in `rows`; see `MPlus.update`."""
+    c = model.config
+    keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(state.key))
+    if dropped is None:
+        draw = lambda key: short_term_pool.draw_dropped(
+            key, model.layers, c.pool, c.tokens
+        )
+        dropped = jax.vmap(draw)(keys[:, 1])
+    pool, ages, out = short_term_pool.replace(
+        state.pool,
+        state.ages,
+        state.held,
+        new,
+        dropped,
+        rows,
+        advance=not c.legacy,
+    )
+    was_full = state.held == c.pool
+    after = state._replace(
+        ages=ages,
+        held=jnp.minimum(state.held + c.tokens, c.pool),
+        clock=state.clock + c.tokens,
+        key=jax.random.key_data(keys[:, 0]),
+        ready=jnp.zeros_like(state.ready),
+    )
+    # Pool and store are large: their own rows are chosen where they are written.
+    small = lambda state: state._replace(pool=None, store=None)
+    after = mechanisms.reset(small(state), small(after), rows)
+    store = state.store
+    if store is not None:
+        born = after.clock[:, None, None] - out.ages
+        parts = [(i, out.rows[:, i], born[:, i]) for i in range(model.layers)]
+        news = tuple(stored(model, *part) for part in parts)
+        store = long_term_store.append(c, store, news, rows & was_full)
+    return after._replace(pool=pool, store=store)
+
+
+def stored(
+    model: "MPlus", layer: int, rows: Float[Array, "B K D"], born: Int[Array, "B K"]
+) -> LayerStore:
+    """What the store keeps of memory tokens that a layer's pool drops."""
+    if model.config.by_attention:
+        block = model.blocks(writes=False)[layer]
+        return attention_retrieval.stored(model.backbone.config, block, rows, born)
+    normed = model.normed(layer, rows)
+    keys = retriever.project(model.key.get_value(), layer, normed)
+    return LayerStore(rows, keys, born)
+
+
+def _keep_tokens(state, piece, lengths):
+    """The open chunk with the first `lengths[b]` tokens of a piece behind it."""
+    times = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
+    at = state.filled[:, None] + times
+    at = jnp.where(times < lengths[:, None], at, state.tokens.shape[1])
+    return state._replace(
+        tokens=segments.write(state.tokens, at, piece.astype(jnp.int32)),
+        filled=state.filled + lengths,
+    )

@@ -1,0 +1,71 @@
+"""Parts of a state in the host's memory, and what of them comes to the device.
+
+    rows = near(lambda store, at: store[at], store, at)
+
+A function of a memory on the host runs there, and its result alone travels; on the
+device it is an ordinary call. Nothing flows back through the host in a backward pass.
+XLA keeps such an array on the host through loops and branches, as long as a program
+reads it first and then writes it once: what it writes and then uses again passes
+through the device.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+from jax.experimental import compute_on
+from jaxtyping import Array, PyTree
+
+from memjax.models.language_model.config import require_known
+
+Place = Literal["device", "host"]
+
+# Newer versions of jax have this one alone, under the shorter name.
+_run: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
+
+
+def require_place(name: str, place: str) -> None:
+    """Raises ValueError unless `place` is one that the default device can reach."""
+    require_known(name, place, get_args(Place))
+    device = jax.devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if place == "host" and "pinned_host" not in kinds:
+        raise ValueError(
+            f"{name} must be 'device' on {device.device_kind}, whose memories are "
+            f"{kinds}, got {place!r}"
+        )
+
+
+def put(place: Place, memory: PyTree) -> PyTree:
+    """The same arrays in that place."""
+    return jax.device_put(memory, jax.memory.Space.Host) if place == "host" else memory
+
+
+def near(
+    function: Callable[..., Any], memory: Array, *args: Any, stays: Any = False
+) -> Any:
+    """function(memory, *args), computed where the memory is.
+
+    Args:
+        function: of arrays; on the host without jit or branches inside.
+        memory: an array of either place.
+        args: arrays, which travel to it.
+        stays: which results stay where the memory is, a tree prefix of the results.
+    """
+    space = jax.typeof(memory).memory_space
+    if space != jax.memory.Space.Host:
+        return function(memory, *args)
+    given = jax.device_put(jax.lax.stop_gradient((memory, *args)), space)
+    back = lambda stay: space if stay else jax.memory.Space.Device
+    spaces = jax.tree.map(back, stays)
+    run = _run(function, compute_type="device_host", out_memory_spaces=spaces)
+    return run(*given)
+
+
+def device_bytes(state: PyTree) -> dict[str, int]:
+    """Bytes of a state's arrays in each kind of memory: "device", "pinned_host"."""
+    found: dict[str, int] = {}
+    for leaf in jax.tree.leaves(state):
+        kind = leaf.sharding.memory_kind
+        found[kind] = found.get(kind, 0) + leaf.nbytes
+    return found

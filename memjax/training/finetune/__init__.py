@@ -1,0 +1,1 @@
+"""Fine-tuning a pretrained backbone with a memory."""

@@ -1,0 +1,1 @@
+"""Training steps, losses and retriever fits of M+."""

@@ -1,0 +1,232 @@
+"""Makes or fits M+'s retriever on documents whose passes through the model run once.
+
+What the retriever is given is detached: no other parameter changes by its loss, and it
+changes nothing that it is given. So the vectors of a bank of documents can be kept, and
+the loss of `retriever.py` taken as often as is wanted, each document's rows against
+those of all others in a batch. In training the others are the few of the pool.
+
+`similarity` needs no loss: it finds rows that are like the tokens that ask.
+
+Shapes: n documents, L layers, Q tokens that ask, R rows of a document, D model.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, Scalar
+
+from memjax.data.mplus_tasks.lessons import Lesson
+from memjax.mechanisms.base import check_sizes
+from memjax.models.mplus import read as mplus_reading
+from memjax.models.mplus import retriever
+from memjax.models.mplus.model import MPlus
+from memjax.models.mplus.read_options import Given
+from memjax.models.mplus.retriever import Retriever
+from memjax.training.mplus.tasks import write
+
+#: Of `similarity`: the mean of |f|^2, and what similarity must exceed. From 8 to 32,
+#: and from 3 to 16, it finds nearly the same.
+SCALE, THRESHOLD = 32.0, 8.0
+
+
+class Bank(NamedTuple):
+    """What the retriever is given of some documents, in bfloat16.
+
+    Attributes:
+        asking: normed hidden states of the tokens that read the document's memory.
+        asked: which of them ask: the first so many.
+        rows: normed memory tokens of the document.
+    """
+
+    asking: Float[Array, "n L Q D"]
+    asked: Bool[Array, "n Q"]
+    rows: Float[Array, "n L R D"]
+
+
+def collect(
+    model: MPlus, lessons: Iterable[Lesson], asking: int, rows: int, key: PRNGKeyArray
+) -> Bank:
+    """Writes each document into an empty memory, and reads its target.
+
+    Args:
+        model: with a retriever.
+        lessons: with as many chunks each.
+        asking: Q, of a target's tokens the first so many are kept.
+        rows: R, drawn from those that a document makes.
+        key: of the draws.
+
+    Raises:
+        ValueError: if a lesson makes fewer rows, or more than the pool holds.
+    """
+    check_sizes(asking=asking, rows=rows)
+    parts, graph_params = [], nnx.split(model)
+    for i, lesson in enumerate(lessons):
+        made = lesson.chunks.shape[1] * model.config.tokens
+        if not rows <= made <= model.config.pool:
+            raise ValueError(
+                f"lessons must make rows={rows} to pool={model.config.pool} memory "
+                f"tokens each, got {made}"
+            )
+        drawn = jax.random.fold_in(key, i)
+        parts.append(_collect(*graph_params, lesson, drawn, made, asking, rows))
+    return Bank(*(jnp.concatenate(x) for x in zip(*parts, strict=True)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
+def _collect(graph, params, lesson, key, made, asking, rows):
+    model = nnx.merge(graph, params)
+    _, state = write(model, model.init_state(lesson.chunks.shape[0]), lesson)
+    given = Given(None, False, None, None, 0)
+    tokens = lesson.target.tokens[:, :asking]
+    _, _, trace = mplus_reading.read_closed(model, state, tokens, given)
+    chosen = jax.random.choice(key, made, (rows,), replace=False)
+    pool = state.pool[:, :, state.pool.shape[2] - made + chosen]
+    normed = lambda x: jnp.stack(
+        [model.normed(i, x[:, i]) for i in range(model.layers)], axis=1
+    ).astype(jnp.bfloat16)
+    times = jnp.arange(asking, dtype=jnp.int32)[None]
+    return Bank(
+        asking=normed(jnp.moveaxis(trace.hidden[:-1], 0, 1)),
+        asked=times < lesson.asks[:, None],
+        rows=normed(pool),
+    )
+
+
+def start_by_similarity(model: MPlus, bank: Bank) -> None:
+    """Gives the model the query and key that `similarity` makes of its bank.
+
+    Raises:
+        ValueError: as `similarity` does, for the model's `key_dim`.
+    """
+    query, key = similarity(bank, model.config.key_dim)
+    model.query.set_value(query)
+    model.key.set_value(key)
+
+
+def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
+    """A query and a key by which p is high for rows like the tokens that ask.
+
+    f_q(h) · f_k(m) = (A h) · (A m) - threshold, with A the first d - 1 principal axes,
+    whitened and orthogonal to the means: a few axes of a backbone's stream are hundreds
+    of times as large as others, and alike in all tokens. As silu(x) - silu(-x) = x, the
+    retriever's two matrices can be linear.
+
+    Args:
+        bank: of some documents; thirty are as good as hundreds.
+        key_dim: d, at least 2.
+
+    Raises:
+        ValueError: if key_dim is below 2, the bank's vectors span fewer axes, or fewer
+            than two of its tokens ask.
+    """
+    if key_dim < 2:
+        raise ValueError(f"key_dim must be at least 2, got {key_dim}")
+    n, layers, rows, width = bank.rows.shape
+    if min(n * rows, width) < key_dim:
+        raise ValueError(
+            f"bank must have at least key_dim={key_dim} rows, of as many features, got "
+            f"{n * rows} of {width}"
+        )
+    if (asked := int(bank.asked.sum())) < 2:
+        raise ValueError(f"bank must have at least 2 tokens that ask, got {asked}")
+    made = []
+    for layer in range(layers):
+        asking = bank.asking[:, layer][bank.asked].astype(jnp.float32)
+        stored = bank.rows[:, layer].reshape(-1, width).astype(jnp.float32)
+        made.append(_similar(asking, stored, key_dim - 1))
+    query, key = (_linear(jnp.stack(matrices)) for matrices in zip(*made, strict=True))
+    return query, key
+
+
+def _similar(asking, stored, axes):
+    """A of queries and keys; their last column's product is about -THRESHOLD."""
+    means = [x.mean(axis=0) for x in (asking, stored)]
+    spread = sum(jnp.cov(x, rowvar=False) for x in (asking, stored)) / 2
+    values, vectors = jnp.linalg.eigh(spread)
+    values = jnp.maximum(values[-axes:], 1e-6 * values[-1])
+    a = vectors[:, -axes:] * jnp.sqrt(SCALE / axes / values)[None]
+    basis, _ = jnp.linalg.qr(jnp.stack(means, axis=1))
+    a -= basis @ (basis.T @ a)
+    # A vector's part along its mean is about that of all others.
+    along = [mean / (mean @ mean) for mean in means]
+    last = (THRESHOLD * along[0], -along[1])
+    return [jnp.concatenate([a, x[:, None]], axis=1) for x in last]
+
+
+def _linear(matrices):
+    """f(x) = A x."""
+    layers, _, key_dim = matrices.shape
+    up = jnp.concatenate([jnp.eye(key_dim), -jnp.eye(key_dim)])
+    return Retriever(
+        down=jnp.concatenate([matrices, -matrices], axis=2),
+        up=jnp.broadcast_to(up, (layers, *up.shape)),
+    )
+
+
+def fit(
+    model: MPlus,
+    bank: Bank,
+    *,
+    steps: int,
+    documents: int,
+    learning_rate: float,
+    key: PRNGKeyArray,
+) -> list[float]:
+    """Changes the model's `query` and `key`; returns the loss of each step.
+
+    Args:
+        model: whose bank it is.
+        bank: of at least `documents`.
+        steps: updates of Adam, whose rate falls by a cosine to 0.
+        documents: of a batch, at least 2: each is the others' negative.
+        learning_rate: the first.
+        key: of the batches.
+
+    Raises:
+        ValueError: on fewer than two documents in a batch, or a smaller bank.
+    """
+    check_sizes(steps=steps)
+    if not 2 <= documents <= len(bank.asked):
+        raise ValueError(
+            f"documents must be in [2, {len(bank.asked)}], got {documents}"
+        )
+    transform = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params, state, batch):
+        loss, gradients = jax.value_and_grad(bank_loss)(params, batch)
+        updates, state = transform.update(gradients, state)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = jax.tree.map(jnp.copy, (model.query.get_value(), model.key.get_value()))
+    state, losses = transform.init(params), []
+    for step in range(steps):
+        drawn = jax.random.fold_in(key, step)
+        chosen = jax.random.choice(drawn, len(bank.asked), (documents,), replace=False)
+        batch = jax.tree.map(lambda x, chosen=chosen: x[chosen], bank)
+        params, state, loss = update(params, state, batch)
+        losses.append(float(loss))
+    model.query.set_value(params[0])
+    model.key.set_value(params[1])
+    return losses
+
+
+def bank_loss(params: tuple[Retriever, Retriever], batch: Bank) -> Scalar:
+    """The retriever's loss where each document asks among the rows of all."""
+    query, key = params
+    n, layers, rows, width = batch.rows.shape
+    own = jnp.repeat(jnp.eye(n, dtype=bool), rows, axis=1)
+    found = []
+    for layer in range(layers):
+        keys = retriever.project(key, layer, batch.rows[:, layer].reshape(-1, width))
+        asking = retriever.project(query, layer, batch.asking[:, layer])
+        keys = jnp.broadcast_to(keys[None], (n, *keys.shape))
+        found.append(retriever.probabilities(asking, keys, batch.asked))
+    probability = jnp.stack(found)
+    own = jnp.broadcast_to(own[None], probability.shape)
+    return retriever.retriever_loss(probability, own, ~own)

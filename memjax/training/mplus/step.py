@@ -1,0 +1,79 @@
+"""One update of M+ on one of its tasks, as a pure function, and its first state.
+
+The loop is the project's; a step takes what `Lessons` yields. Each task is a program of
+its own, and is compiled when it is first met.
+"""
+
+from collections.abc import Callable
+from typing import get_args
+
+import jax
+import optax
+from flax import nnx
+from jaxtyping import PRNGKeyArray
+
+from memjax.data.mplus_tasks.lessons import Lesson, Task
+from memjax.models.mplus.model import MPlus
+from memjax.training.mplus.tasks import first_memory, task_loss
+from memjax.training.step import (
+    Metrics,
+    StepConfig,
+    TrainState,
+    init_train_state,
+    model_of,
+    update,
+)
+
+TaskStep = Callable[[TrainState, Lesson], tuple[TrainState, Metrics]]
+
+
+def init_task_state(
+    model: MPlus,
+    optimizer: optax.GradientTransformation,
+    batch: int,
+    target: int,
+    key: PRNGKeyArray,
+) -> TrainState:
+    """The state before the first step; see `mplus_tasks.first_memory`."""
+    state = init_train_state(model, optimizer, StepConfig(), batch)
+    return state._replace(memory=first_memory(model, batch, target, key))
+
+
+def make_task_steps(
+    model: MPlus, optimizer: optax.GradientTransformation, prompt: int
+) -> dict[Task, TaskStep]:
+    """Builds the update for each task; jit them, donating the state.
+
+    Args:
+        model: gives the structure.
+        optimizer: as of the state.
+        prompt: see `mplus_tasks.task_loss`.
+
+    Metrics beside those of `make_train_step`: the nats per token of the task, as
+    `<task>_loss`, and `retriever_loss` where the task has it; `loss` is their sum.
+
+    Raises:
+        ValueError: for a model with legacy ages, which do not say which document a row
+            is of.
+    """
+    if model.config.legacy:
+        raise ValueError("legacy must be False in training: its ages begin at the drop")
+    graph = nnx.graphdef(model)
+
+    def make(task: Task) -> TaskStep:
+        def step(state: TrainState, lesson: Lesson) -> tuple[TrainState, Metrics]:
+            def loss(params):
+                model = model_of(graph, state._replace(params=params))
+                return task_loss(model, task, state.memory, lesson, prompt)
+
+            grad = jax.value_and_grad(loss, has_aux=True)
+            (total, (memory, losses)), gradients = grad(state.params)
+            new, metrics = update(optimizer, state, total, memory, gradients)
+            metrics[f"{task}_loss"] = losses.language
+            if losses.retriever is not None:
+                metrics["retriever_loss"] = losses.retriever
+            return new, metrics
+
+        return step
+
+    return {task: make(task) for task in get_args(Task)}

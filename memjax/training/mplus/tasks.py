@@ -1,0 +1,255 @@
+"""The tasks that M+ is trained on, each a loss and what it makes of the memory.
+
+    full_context   a text is read with the memory, nothing is written
+    two_chunk      a chunk's K memory tokens are read alone, gradients flow into them
+    multi_chunk    chunks are written without a gradient, and the whole memory is read
+    revisit        the target of an earlier document is read with the memory of today
+
+The memory goes on from step to step and document to document, and gets no gradient.
+Without a store (MemoryLLM; stages 1 and 2) a document's memory is read beside a random
+rest of the pool. Where the pool is read with a store, the retriever learns to tell the
+document's rows from the others; tokens and rows it sees are detached.
+
+Wang et al. (2025), https://arxiv.org/abs/2502.00592, sections 3.2.3 and D; what they
+leave open is as in the published program.
+
+Shapes: B batch, n chunks, C longest chunk, T tokens of a target, L layers, N rows of
+the pool, K memory tokens of a chunk, D model.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Scalar
+
+from memjax.data.mplus_tasks.lessons import Lesson, Target, Task
+from memjax.models.loss import token_losses
+from memjax.models.mplus import pool as short_term_pool
+from memjax.models.mplus import read as mplus_reading
+from memjax.models.mplus import retriever
+from memjax.models.mplus import write as mplus_writing
+from memjax.models.mplus.model import MPlus
+from memjax.models.mplus.state import MPlusState
+
+
+class Cached(NamedTuple):
+    """The target of an earlier document, and when its memory was made.
+
+    Attributes:
+        target: what is read again; all masked while there is none.
+        first: the clock before the document's first chunk.
+        last: the clock after its last: its rows are born in (first, last].
+    """
+
+    target: Target
+    first: Int[Array, " B"]
+    last: Int[Array, " B"]
+
+
+class TaskMemory(NamedTuple):
+    """What goes on from step to step, and is part of a checkpoint."""
+
+    state: MPlusState
+    cached: Cached
+
+
+class Losses(NamedTuple):
+    """What a step found.
+
+    Attributes:
+        language: nats per token that counts.
+        retriever: of both its kinds of queries; None where the task has none.
+    """
+
+    language: Scalar
+    retriever: Scalar | None
+
+    @property
+    def total(self) -> Scalar:
+        """What is minimised: their sum."""
+        return (
+            self.language
+            if self.retriever is None
+            else (self.language + self.retriever)
+        )
+
+
+def first_memory(
+    model: MPlus, batch: int, target: int, key: PRNGKeyArray
+) -> TaskMemory:
+    """The memory before the first step.
+
+    Args:
+        model: M+ or MemoryLLM.
+        batch: B.
+        target: T.
+        key: of what the pools drop.
+    """
+    tokens = jnp.zeros((batch, target), jnp.int32)
+    # Three buffers: a donated state must not hold one of them twice.
+    empty = Target(tokens, tokens + 0, jnp.zeros((batch, target), jnp.float32))
+    clock = jnp.zeros(batch, jnp.int32)
+    state = model.init_state(batch, key=key)
+    return TaskMemory(state, Cached(empty, clock, clock + 0))
+
+
+def task_loss(
+    model: MPlus, task: Task, memory: TaskMemory, lesson: Lesson, prompt: int
+) -> tuple[Scalar, tuple[TaskMemory, Losses]]:
+    """The loss of one step, and the memory after it.
+
+    Args:
+        model: its gradient is that of the loss by the model's parameters.
+        task: what is done with the lesson.
+        memory: of the steps before, without open chunks; gets no gradient.
+        lesson: with one chunk for "two_chunk", any number for "multi_chunk"; the other
+            tasks write none.
+        prompt: the target's first so many tokens, in [1, T], choose the rows of the
+            store, and are not scored. With `retrieval_source` "all" every token
+            chooses, as in the program, and every one is scored; as with retrieval
+            "attention", where each chooses for itself.
+    """
+    memory = jax.lax.stop_gradient(memory)
+    read = functools.partial(_read_memory, model, prompt=prompt)
+    state, cached = memory
+    document = lambda after: Cached(lesson.target, memory.state.clock, after.clock)
+    match task:
+        case "full_context":
+            losses = Losses(read(state, lesson.target)[0], None)
+        case "revisit":
+            losses = _read_rows_of(model, read, memory, lesson.asks)
+        case "two_chunk":
+            news, state = write(model, state, lesson)
+            given = mplus_reading.Given(news[0], False, None, None, 0)
+            language, _ = _language(model, memory.state, lesson.target, given)
+            losses = Losses(language, None)
+        case "multi_chunk":
+            # The program's one chunk keeps its gradient where it is not stored yet.
+            live = lesson.chunks.shape[1] == 1 and not model.config.retrieved
+            news, state = write(model if live else _detached(model), state, lesson)
+            if model.config.retrieved:
+                now = TaskMemory(state, document(state))
+                losses = _read_rows_of(model, read, now, lesson.asks)
+            else:
+                new = jnp.concatenate(list(news), axis=2)
+                given = mplus_reading.Given(new, True, None, None, 0)
+                language, _ = _language(model, memory.state, lesson.target, given)
+                losses = Losses(language, None)
+    if task in ("two_chunk", "multi_chunk"):
+        keep = lambda new, old: jnp.where(
+            lesson.keep.reshape(-1, *[1] * (old.ndim - 1)), new, old
+        )
+        cached = jax.tree.map(keep, document(state), cached)
+    after = jax.lax.stop_gradient(TaskMemory(state, cached))
+    return losses.total, (after, losses)
+
+
+def write(
+    model: MPlus, state: MPlusState, lesson: Lesson
+) -> tuple[Float[Array, "n B L K D"], MPlusState]:
+    """Compresses and stores the chunks of a lesson; also their memory tokens."""
+
+    def step(state, chunk):
+        tokens, lengths = chunk
+        new = mplus_writing.compress(model, state, tokens, lengths, None)
+        return model.update(state, jax.lax.stop_gradient(new)), new
+
+    chunks = (jnp.moveaxis(lesson.chunks, 1, 0), jnp.moveaxis(lesson.lengths, 1, 0))
+    if lesson.chunks.shape[1] == 1:
+        state, new = step(state, jax.tree.map(lambda x: x[0], chunks))
+        return new[None], state
+    state, news = jax.lax.scan(step, state, chunks)
+    return news, state
+
+
+def rows_of(
+    state: MPlusState, first: Int[Array, " B"], last: Int[Array, " B"]
+) -> tuple[Bool[Array, "B L N"], Bool[Array, "B L N"]]:
+    """The pool's rows born in (first, last], and all its other rows."""
+    born = state.clock[:, None, None] - state.ages
+    after = (born > first[:, None, None]) & (born <= last[:, None, None])
+    n = state.ages.shape[2]
+    places = jnp.arange(n, dtype=jnp.int32)[None]
+    filled = (places >= n - state.held[:, None])[:, None]
+    return filled & after, filled & ~after
+
+
+def retriever_losses(
+    model: MPlus,
+    state: MPlusState,
+    hidden: Float[Array, "L1 B T D"],
+    asks: Int[Array, " B"],
+    positive: Bool[Array, "B L N"],
+    negative: Bool[Array, "B L N"],
+) -> Scalar:
+    """The retriever's loss of both kinds of queries over the pool's rows.
+
+    Those of the tokens that read, and those of the pool's last K rows, which the
+    program trains alike and does not use.
+
+    Args:
+        model: with a store.
+        state: with the pool.
+        hidden: what each layer was given of the tokens.
+        asks: the first so many of them are queries.
+        positive: rows of the document.
+        negative: other rows.
+    """
+    times = jnp.arange(hidden.shape[2], dtype=jnp.int32)[None]
+    asked = times < asks[:, None]
+    query, key, encoder = (
+        f.get_value() for f in (model.query, model.key, model.encoder_query)
+    )
+    of_tokens, of_memory = [], []
+    for layer in range(model.layers):
+        rows = short_term_pool.of_layer(state.pool, layer)
+        pool = model.normed(layer, rows)
+        keys = retriever.project(key, layer, pool)
+        tokens = retriever.project(query, layer, model.normed(layer, hidden[layer]))
+        of_tokens.append(retriever.probabilities(tokens, keys, asked))
+        last = retriever.project(encoder, layer, pool[:, -model.config.tokens :])
+        of_memory.append(retriever.probabilities(last, keys))
+    both = (jnp.stack(p, axis=1) for p in (of_tokens, of_memory))
+    loss = [retriever.retriever_loss(p, positive, negative) for p in both]
+    return loss[0] + loss[1]
+
+
+def _read_rows_of(model, read, memory, asks):
+    """Reads the cached target with the memory; the retriever seeks its rows."""
+    state, cached = memory
+    language, hidden = read(state, cached.target)
+    if not model.config.has_retriever:
+        return Losses(language, None)
+    rows = rows_of(state, cached.first, cached.last)
+    return Losses(language, retriever_losses(model, state, hidden, asks, *rows))
+
+
+def _read_memory(model, state, target, *, prompt):
+    """Reads a target with pool and store; its loss, and what the layers were given."""
+    config = model.config
+    seen_before = config.has_retriever and config.retrieval_source == "prefix"
+    if not seen_before:
+        prompt = None
+    else:
+        # Target i is token i + 1.
+        times = jnp.arange(target.mask.shape[1], dtype=jnp.int32)
+        scored = (times >= prompt - 1).astype(target.mask.dtype)
+        target = target._replace(mask=target.mask * scored[None])
+    given = mplus_reading.Given(None, False, None, prompt, 0)
+    return _language(model, state, target, given)
+
+
+def _language(model, state, target, given):
+    """Mean loss of what counts, and what the layers were given."""
+    _, features, trace = mplus_reading.read_closed(model, state, target.tokens, given)
+    losses = token_losses(model.logits, features, target.targets, model.vocab_size)
+    count = jnp.maximum(target.mask.sum(), 1.0)
+    return (losses * target.mask).sum() / count, trace.hidden
+
+
+def _detached(model: MPlus) -> Any:
+    graph, variables = nnx.split(model)
+    return nnx.merge(graph, jax.lax.stop_gradient(variables))

@@ -1,0 +1,63 @@
+"""The folder of a run: whose it is, and its newest checkpoint."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from memjax.config_io import from_record, to_record
+from memjax.training.checkpoint import Checkpoints
+from memjax.training.checksums import write_atomically
+from memjax.training.resume import require_same_config
+from memjax.training.step import TrainState
+
+CONFIG_FILE = "config.json"
+CHECKPOINTS = "checkpoints"
+
+
+def claim(config: Any, run_dir: Path, may_change: Collection[str]) -> None:
+    """Writes the run's configuration, unless another run has the folder.
+
+    Raises:
+        ValueError: another has, naming the fields that differ.
+    """
+    file, record = run_dir / CONFIG_FILE, to_record(config)
+    if file.exists():
+        stored = to_record(read_config(type(config), run_dir))
+        require_same_config(stored, record, may_change, str(run_dir))
+    if jax.process_index() == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(record, indent=1))
+
+
+def read_config(kind: type, run_dir: Path) -> Any:
+    """The configuration that `claim` wrote, a dataclass of the kind.
+
+    Raises:
+        ValueError: if the folder is no run, or its configuration is of another kind.
+    """
+    file = run_dir / CONFIG_FILE
+    if not file.is_file():
+        raise ValueError(
+            f"run_dir={str(run_dir)!r} holds no run: no {CONFIG_FILE} in it"
+        )
+    try:
+        record = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    return from_record(kind, record, f"{file}: config")
+
+
+def newest_state(run_dir: Path, state: TrainState) -> TrainState:
+    """The newest good checkpoint of a run, of the shapes of `state`.
+
+    Raises:
+        ValueError: if there is none, or it is unreadable or of another state.
+    """
+    with Checkpoints(run_dir / CHECKPOINTS) as checkpoints:
+        restored = checkpoints.restore(state)
+    if restored is None:
+        raise ValueError(f"run_dir={str(run_dir)!r} has no checkpoint yet")
+    return restored.state

@@ -1,0 +1,94 @@
+"""`memjax import` and `memjax export`, called in this process."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.cli import main as cli
+from memjax.data import load_tokenizer
+from memjax.models.checkpoints.pretrained import load_pretrained
+from memjax.training import pretrain as run
+
+pytest.importorskip("safetensors", reason="needs the optional package safetensors")
+
+LLAMA = Path(__file__).parents[1] / "models" / "golden" / "families" / "llama3"
+TINY = """
+    --model.model-dim 16 --model.num-heads 2 --model.num-kv-heads 1
+    --model.head-dim 8 --model.hidden-dim 16 --model.mixers attention
+    --model.window 8 --data.context-length 16 --data.batch-size 2 --loop.steps 1
+""".split()
+
+
+def memjax(*words):
+    """Exit code, stdout and stderr of one command."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([str(word) for word in words])
+    return stop.value.code or 0, out.getvalue(), err.getvalue()
+
+
+def refused(*words):
+    code, out, err = memjax(*words)
+    assert code == 2 and out == "" and err.count("\n") == 1, (code, out, err)
+    return err
+
+
+@pytest.fixture(scope="module", name="trained")
+def _trained(tmp_path_factory):
+    """A run of one step, with the tokenizer that ships."""
+    folder = tmp_path_factory.mktemp("run")
+    for i in range(4):
+        (folder / f"{i}.txt").write_text("memory window block state " * 30)
+    source = ["--data.source", f"folder:{folder}", "--data.cache-dir", folder / "cache"]
+    words = ["train", "--run-dir", folder / "one", "transformer-tiny", *source, *TINY]
+    code, _, err = memjax(*words)
+    assert (code, err) == (0, "")
+    return folder / "one"
+
+
+def assert_same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
+
+
+def test_import_writes_a_folder_that_loads(tmp_path):
+    code, out, err = memjax("import", LLAMA, tmp_path / "a")
+    assert (code, err) == (0, "")
+    assert "(llama): memjax and transformers load it" in out
+    assert_same(load_pretrained(tmp_path / "a").model, load_pretrained(LLAMA).model)
+    assert "exists already" in refused("import", LLAMA, tmp_path / "a")
+    assert "neither a folder nor" in refused("import", tmp_path / "no", tmp_path / "b")
+
+
+def test_half_precision_is_asked_for(tmp_path):
+    words = ("import", LLAMA, tmp_path / "a", "--dtype", "bfloat16", "--no-tokenizer")
+    assert memjax(*words)[0] == 0
+    size = (tmp_path / "a" / "model.safetensors").stat().st_size
+    assert size < 0.6 * (LLAMA / "model.safetensors").stat().st_size
+    assert "dtype" in refused("import", LLAMA, tmp_path / "b", "--dtype", "int8")
+
+
+def test_export_writes_what_was_trained(trained, tmp_path):
+    code, out, err = memjax("export", trained, tmp_path / "a")
+    assert (code, err) == (0, "") and "(llama)" in out
+    config, model = run.load_model(trained)
+    found, tokenizer = load_pretrained(tmp_path / "a")
+    # The tied, scaled embedding is told as an embedding and a head.
+    embedding = np.asarray(model.embedding.get_value())
+    np.testing.assert_array_equal(np.asarray(found.head.get_value()).T, embedding)
+    np.testing.assert_array_equal(found.embedding.get_value(), embedding * 4)
+    assert_same(found.blocks, model.blocks)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer or b"")
+    there = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    own = load_tokenizer(config.data.tokenizer)
+    text = "memory of 12 blocks\n"
+    assert there.encode(text).tolist() == own.encode(text).tolist()
+    again = memjax("export", tmp_path / "a", tmp_path / "b")
+    assert again[0] == 0
+    assert_same(load_pretrained(tmp_path / "b").model, found)
+    assert "exists already" in refused("export", trained, tmp_path / "a")

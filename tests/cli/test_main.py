@@ -1,0 +1,222 @@
+"""The command line, called in this process: what it prints, refuses and returns."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from memjax.cli import main as cli
+from memjax.training import pretrain as run
+
+MODEL = """
+    --model.vocab-size 256 --model.model-dim 16 --model.num-heads 2
+    --model.num-kv-heads 1 --model.head-dim 8 --model.hidden-dim 16
+    --model.mixers elastic_memory --model.elastic.order 4
+    --model.elastic.memory-tokens 4 --model.elastic.bank-blocks 0
+""".split()
+SIZES = """
+    --data.tokenizer bytes --data.context-length 16 --data.batch-size 2
+    --loop.steps 2 --model.window 8
+""".split()
+
+
+def memjax(*words):
+    """Exit code, stdout and the lines of stderr of one command."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([str(word) for word in words])
+    return stop.value.code or 0, out.getvalue(), err.getvalue().splitlines()
+
+
+def refused(*words):
+    """The one line of a refusal."""
+    code, out, err = memjax(*words)
+    assert code == 2 and len(err) == 1 and out == "", (code, out, err)
+    assert err[0].startswith("memjax: ")
+    return err[0]
+
+
+@pytest.fixture(scope="module", name="texts")
+def _texts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(4):
+        (folder / f"{i}.txt").write_text("memory window block state " * (6 + i))
+    return folder
+
+
+@pytest.fixture(scope="module", name="train")
+def _train(texts):
+    def words(run_dir, *more, source=f"folder:{texts}"):
+        data = ["--data.source", source, "--data.cache-dir", texts / "cache"]
+        return (
+            "train",
+            "--run-dir",
+            run_dir,
+            "elastic-tiny",
+            *data,
+            *SIZES,
+            *MODEL,
+            *more,
+        )
+
+    return words
+
+
+@pytest.fixture(scope="module", name="trained")
+def _trained(train, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "one"
+    return run_dir, memjax(*train(run_dir))
+
+
+def test_training_writes_a_run_and_says_where(trained):
+    run_dir, (code, out, err) = trained
+    assert (code, err) == (0, [])
+    assert f"finished at step 2; run folder {run_dir}" in out
+    assert (run_dir / "config.json").is_file()
+    records = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert records and all(json.loads(record) for record in records)
+
+
+def test_the_same_command_goes_on_and_finds_nothing_to_do(trained, train):
+    code, out, err = memjax(*train(trained[0]))
+    assert (code, err) == (0, [])
+    assert "resumed at step 2" in out and "finished at step 2" in out
+    assert "loss" not in out
+
+
+def test_another_configuration_on_the_same_folder_names_the_field(trained, train):
+    line = refused(*train(trained[0], "--model.window", "4"))
+    assert "model.window was 8 and is now 4" in line
+
+
+def test_the_written_configuration_reads_back(trained):
+    config, _ = run.load_model(trained[0])
+    assert config.model.mixers == ("elastic_memory",) and config.loop.steps == 2
+
+
+def test_evaluation_prints_a_table_and_writes_numbers_and_a_plot(trained):
+    run_dir, _ = trained
+    code, out, err = memjax("eval", run_dir, "--split", "validation")
+    assert (code, err) == (0, []) and "perplexity" in out
+    result = json.loads((run_dir / "eval-validation.json").read_text())
+    assert result["split"] == "validation" and result["edges"][0] == 0
+    # A byte-level model after two updates is hardly better than chance.
+    assert 100 < result["perplexity"]["all"]["perplexity"] < 600
+    assert len(result["nats"]) == len(result["edges"]) - 1
+    plot = (run_dir / "eval-validation.png").read_bytes()
+    assert plot.startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_another_sampling_gives_other_numbers(trained):
+    results = []
+    for words in ([], ["--sampling", "exponential", "--decay", "0.5"]):
+        code, _, _ = memjax("eval", trained[0], *words)
+        assert code == 0
+        results.append(json.loads((trained[0] / "eval-test.json").read_text()))
+    one, other = (result["perplexity"]["all"]["perplexity"] for result in results)
+    assert one != other and abs(one - other) < 50
+
+
+def test_generation_continues_the_prompt_and_a_file(trained, tmp_path):
+    words = ("generate", trained[0], "--tokens", "5")
+    code, out, err = memjax(*words, "--prompt", "memory")
+    assert (code, err) == (0, []) and out.startswith("memory") and len(out) > 7
+    assert memjax(*words, "--prompt", "memory")[1] == out
+    assert memjax(*words, "--prompt", "memory", "--seed", "1")[1] != out
+    file = tmp_path / "prompt.txt"
+    file.write_text("memory")
+    code, alone, _ = memjax(*words, "--prompt-file", file)
+    assert code == 0 and "memory" + alone == out
+
+
+def test_generation_needs_one_prompt(trained):
+    both = ("--prompt", "a", "--prompt-file", "b")
+    for words in ((), both, ("--prompt", "")):
+        line = refused("generate", trained[0], *words)
+        assert "either --prompt or --prompt-file" in line
+    assert "tokens" in refused("generate", trained[0], "--prompt", "a", "--tokens", "0")
+
+
+def test_the_embedded_corpus_trains_without_a_download(train, tmp_path):
+    code, out, err = memjax(*train(tmp_path / "run", source="embedded"))
+    assert (code, err) == (0, []) and "finished at step 2" in out
+
+
+def test_data_lists_documents_with_their_tokens(texts, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(texts / "cache"))
+    code, out, err = memjax(
+        "data", "--source", f"folder:{texts}", "--tokenizer", "bytes"
+    )
+    assert (code, err) == (0, [])
+    for size in ("156", "182", "208", "234"):
+        assert size in out
+    for split in ("train", "validation", "test"):
+        assert split in out
+
+
+@pytest.mark.parametrize(
+    "words,expected",
+    [
+        ([], ["train", "eval", "generate", "data"]),
+        (["train"], ["--run-dir", "elastic-tiny", "transformer-400m"]),
+        (["train", "elastic-tiny"], ["--model.mixers", "--loop.steps", "--mesh.fsdp"]),
+        (["eval"], ["--split", "--context-length", "--sampling"]),
+        (["generate"], ["--prompt", "--temperature", "--top-p"]),
+        (["data"], ["--source", "--tokenizer"]),
+    ],
+)
+def test_every_command_explains_itself(words, expected):
+    code, out, err = memjax(*words, "--help")
+    assert (code, err) == (0, [])
+    for option in expected:
+        assert option in out
+
+
+def test_an_unknown_preset_comes_with_the_nearest():
+    assert "did you mean 'elastic-tiny'?" in refused("train", "elastic-tinny")
+
+
+def test_an_unknown_mechanism_names_those_there_are():
+    line = refused("train", "elastic-tiny", "--model.mixers", "atention")
+    assert "'atention'" in line and "'sliding_window'" in line
+
+
+@pytest.mark.parametrize(
+    "words,expected",
+    [
+        (["trian"], "trian"),
+        ([], "train"),
+        (["train"], "elastic-tiny"),
+        (["train", "elastic-tiny", "--loop.steps", "many"], "--loop.steps"),
+        (["train", "elastic-tiny", "--loop.steps", "0"], "steps must be >= 1, got 0"),
+        (["train", "elastic-tiny", "--loop.stops", "1"], "--loop.stops"),
+        (["train", "elastic-tiny", "--data.mode", "streamed"], "step.carry_memory"),
+        (["train", "elastic-tiny", "--model.vocab-size", "9"], "the tokenizer's 4096"),
+        (["train", "elastic-tiny", "--data.source", "nowhere"], "nowhere"),
+        (["train", "elastic-tiny", "--mesh.fsdp", "3"], "does not fit 1 devices"),
+        (["eval", "/no/such/run"], "holds no run: no config.json in it"),
+        (["generate", "/no/such/run", "--prompt", "a"], "holds no run"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, expected, tmp_path):
+    if words[1:] and words[0] == "train":
+        words = ["train", "--run-dir", str(tmp_path), *words[1:]]
+    assert expected in refused(*words)
+
+
+@pytest.mark.parametrize(
+    "text,expected",
+    [("notes", "is not JSON"), ('{"a": 1}', "config.a"), ("[]", "must be an object")],
+)
+def test_a_folder_of_something_else_is_refused(text, expected, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    assert expected in refused("eval", tmp_path)
+
+
+def test_a_run_without_a_checkpoint_is_refused(trained, tmp_path):
+    config = (trained[0] / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    assert "has no checkpoint yet" in refused("eval", tmp_path)

@@ -1,0 +1,293 @@
+"""Sources: folders, tensorflow-datasets, Hugging Face, and the split rule."""
+
+import json
+import subprocess
+import sys
+import types
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from memjax.data import Document, assign_splits, open_documents
+from memjax.data.documents import sources
+from memjax.data.documents.folder import folder_documents
+
+
+def _documents(kind, count):
+    return [
+        Document(f"{kind}{i}", kind, "train", f"{kind}{i}" + "x" * i)
+        for i in range(count)
+    ]
+
+
+def _splits(documents):
+    return {document.name: document.split for document in documents}
+
+
+def test_split_rule_puts_a_long_text_of_each_kind_in_each_split():
+    documents = assign_splits(_documents("a", 3) + _documents("b", 20))
+    splits = _splits(documents)
+    assert (splits["a2"], splits["a1"], splits["a0"]) == ("train", "validation", "test")
+    counts = {s: list(splits.values()).count(s) for s in set(splits.values())}
+    assert counts == {"train": 17, "validation": 3, "test": 3}
+    assert {splits[f"b{i}"] for i in (17, 18, 19)} == {"train", "validation", "test"}
+
+
+def test_split_rule_ignores_the_order_of_arrival():
+    documents = _documents("a", 25)
+    assert _splits(assign_splits(documents)) == _splits(assign_splits(documents[::-1]))
+
+
+def test_small_kinds_start_with_train():
+    assert _splits(assign_splits(_documents("a", 1))) == {"a0": "train"}
+    both = _splits(assign_splits(_documents("a", 2)))
+    assert both == {"a1": "train", "a0": "validation"}
+
+
+def test_equal_texts_share_a_split():
+    twins = [Document(f"twin{i}", "a", "train", "same text") for i in range(3)]
+    splits = _splits(assign_splits(twins + _documents("a", 2)))
+    assert splits["twin0"] == splits["twin1"] == splits["twin2"] == "train"
+    assert {splits["a0"], splits["a1"]} == {"validation", "test"}
+
+
+def _write_folder(root):
+    (root / "essays").mkdir()
+    (root / "essays" / "one.txt").write_text("first essay ü", "utf-8")
+    (root / "essays" / "two.md").write_text("second")
+    lines = [{"text": "from json"}, {"text": "again", "other": 1}]
+    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    table = pyarrow.table({"id": [1, 2], "text": ["from parquet", "row two"]})
+    parquet.write_table(table, root / "table.parquet")
+    (root / "picture.png").write_bytes(b"\x89PNG")
+
+
+def test_folder_reads_every_format(tmp_path):
+    _write_folder(tmp_path)
+    found = {d.name: (d.kind, d.text) for d in open_documents(f"folder:{tmp_path}")}
+    assert found == {
+        "essays/one.txt": ("essays", "first essay ü"),
+        "essays/two.md": ("essays", "second"),
+        "rows.jsonl:1": ("text", "from json"),
+        "rows.jsonl:2": ("text", "again"),
+        "table.parquet:1": ("text", "from parquet"),
+        "table.parquet:2": ("text", "row two"),
+    }
+
+
+def test_folder_takes_the_splits_that_it_is_given(tmp_path):
+    for split in ("train", "validation", "test"):
+        (tmp_path / split / "poems").mkdir(parents=True)
+        (tmp_path / split / "poems" / "a.txt").write_text(split)
+    documents = folder_documents(tmp_path)
+    assert {(d.split, d.kind, d.text) for d in documents} == {
+        (split, "poems", split) for split in ("train", "validation", "test")
+    }
+    assert [
+        d.text for d in sources.iterate_documents(f"folder:{tmp_path}", "test")
+    ] == ["test"]
+    (tmp_path / "stray.txt").write_text("outside")
+    with pytest.raises(ValueError, match="stray.txt"):
+        folder_documents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"fine\nthen \xff", r"a\.txt:2: not UTF-8"),
+        ("a.txt", b"", r"a\.txt: the text is empty"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a\.jsonl:2: not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n\xff', r"a\.jsonl:2: not JSON"),
+        ("a.jsonl", b'{"txt": "x"}', r'a\.jsonl:1: needs an object with a "text"'),
+        ("a.jsonl", b'["text"]', r"a\.jsonl:1: needs an object"),
+        ("a.jsonl", b'{"text": 3}', r"a\.jsonl:1: text is int"),
+        ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl:1: not valid Unicode"),
+        ("a.parquet", b"PAR1 nonsense", r"a\.parquet: not a readable parquet"),
+        ("a.pdf", b"%PDF", r"holds no file ending in \.txt, \.md"),
+    ],
+)
+def test_malformed_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        folder_documents(tmp_path)
+
+
+def test_parquet_needs_its_column_and_its_values(tmp_path):
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"body": ["x"]}), file)
+    with pytest.raises(ValueError, match=r"no \"text\" column.*body"):
+        folder_documents(tmp_path)
+    parquet.write_table(pyarrow.table({"text": ["x", None]}), file)
+    with pytest.raises(ValueError, match=r"a\.parquet:2: text is NoneType"):
+        folder_documents(tmp_path)
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"memjax\[data\]"):
+        folder_documents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("embeded", "did you mean 'embedded'"),
+        ("folder", "did you mean 'folder:PATH'"),
+        ("folder:", "must be one of embedded, folder:PATH, tfds:NAME, hf:NAME"),
+        ("s3:bucket", "must be one of"),
+        ("folder:/no/such/place", "is not a folder"),
+    ],
+)
+def test_unknown_sources_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        open_documents(spec)
+
+
+TFDS_PROGRAM = """
+import pathlib
+import sys
+import tensorflow_datasets as tfds
+from memjax.data import sources
+
+class Tiny(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version("1.0.0")
+    SPLITS = ("train", "test")
+
+    def _info(self):
+        features = {"book_text": tfds.features.Text(), "id": tfds.features.Text()}
+        features = tfds.features.FeaturesDict(features)
+        return tfds.core.DatasetInfo(builder=self, features=features)
+
+    def _split_generators(self, manager):
+        return {split: self._generate_examples(split) for split in self.SPLITS}
+
+    def _generate_examples(self, split):
+        for i in range(3):
+            text = f"{split} text {i} \\u00fc" if i else ""
+            yield i, {"book_text": text, "id": f"id {i}"}
+
+class Whole(Tiny):
+    SPLITS = ("train",)
+
+    def _generate_examples(self, split):
+        for i in range(3):
+            yield i, {"book_text": "x" * (i + 1), "id": "same"}
+
+def as_tfrecord(prepared):
+    info = pathlib.Path(prepared, "dataset_info.json")
+    info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
+    return prepared
+
+folder = sys.argv[1]
+say = lambda *found: print(">", *found)
+show = lambda found: sorted((d.split, d.kind, d.text) for d in found)
+say(show(sources.tfds_documents("tiny", data_dir=folder)))
+say(show(sources.tfds_documents("tiny", "test", data_dir=folder, text_key="id")))
+prepared = folder + "/tiny/1.0.0"
+say(sources.open_documents("tfds:" + prepared)[0].text.startswith("train text"))
+say(show(sources.tfds_documents("whole", data_dir=folder)))
+for call in (
+    lambda: sources.open_documents("tfds:tinny"),
+    lambda: sources.tfds_documents("tiny", data_dir=folder, text_key="body"),
+    lambda: sources.open_documents("tfds:" + folder),
+    lambda: sources.open_documents("tfds:" + as_tfrecord(prepared)),
+):
+    try:
+        call()
+    except ValueError as error:
+        say(str(error).splitlines()[0])
+say("tensorflow" in sys.modules)
+"""
+
+
+def test_tfds_without_tensorflow(tmp_path):
+    """In a process of its own: tfds warns on import and registers builders."""
+    program = tmp_path / "program" / "tiny.py"
+    program.parent.mkdir()
+    program.write_text(TFDS_PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "data")],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PATH": "", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"},
+    )
+    both = [(s, "tiny", f"{s} text {i} ü") for s in ("test", "train") for i in (1, 2)]
+    ids = [("test", "tiny", f"id {i}") for i in range(3)]
+    dealt = [("test", "x"), ("train", "xxx"), ("validation", "xx")]
+    # tfds prints its progress to the same place.
+    lines = [s[2:] for s in done.stdout.splitlines() if s.startswith("> ")]
+    assert lines[:4] == [
+        str(both),
+        str(ids),
+        "True",
+        str([(split, "whole", text) for split, text in dealt]),
+    ]
+    assert lines[4] == ("tfds:tinny: tfds knows no such dataset; did you mean 'tiny'?")
+    assert "text_key='body' matches no feature; it has ['book_text', 'id']" in lines[5]
+    assert lines[6].endswith("is not a prepared folder: no dataset_info.json")
+    assert "file format FileFormat.TFRECORD is not supported" in lines[7]
+    assert lines[8:] == ["False"]
+
+
+class _Table:
+    def __init__(self, rows):
+        self._rows = rows
+        self.column_names = list(rows[0])
+
+    def __iter__(self):
+        return iter(self._rows)
+
+
+def _fake_datasets(monkeypatch, tables, calls):
+    def load_dataset(name, config):
+        calls.append((name, config))
+        if name == "missing":
+            raise FileNotFoundError("no such dataset")
+        return tables
+
+    module = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+def test_huggingface_documents(monkeypatch):
+    tables = {
+        "train": _Table([{"text": "a"}, {"text": ""}]),
+        "dev": _Table([{"text": "b"}]),
+        "extra": _Table([{"text": "c"}]),
+    }
+    calls = []
+    _fake_datasets(monkeypatch, tables, calls)
+    found = open_documents("hf:owner/name:raw")
+    assert calls == [("owner/name", "raw")]
+    assert [(d.split, d.text) for d in found] == [("train", "a"), ("validation", "b")]
+    assert [d.text for d in sources.iterate_documents("hf:n", "validation")] == ["b"]
+    with pytest.raises(ValueError, match="hf:missing: no such dataset"):
+        open_documents("hf:missing")
+    with pytest.raises(ValueError, match="text_key='body' matches no feature"):
+        sources.huggingface_documents("n", text_key="body")
+
+
+def test_huggingface_with_train_only_is_split_by_the_rule(monkeypatch):
+    rows = [{"text": text} for text in ("x", "xxx", "xx")]
+    _fake_datasets(monkeypatch, {"train": _Table(rows)}, [])
+    found = {d.text: d.split for d in open_documents("hf:name")}
+    assert found == {"xxx": "train", "xx": "validation", "x": "test"}
+
+
+def test_huggingface_with_foreign_splits_only(monkeypatch):
+    _fake_datasets(monkeypatch, {"extra": _Table([{"text": "c"}])}, [])
+    with pytest.raises(ValueError, match=r"has splits \['extra'\]"):
+        open_documents("hf:name")
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets"):
+        open_documents("hf:name")
+    with pytest.raises(ImportError, match="pip install tensorflow-datasets"):
+        open_documents("tfds:name")

@@ -1,0 +1,85 @@
+"""The HiPPO experiments run, and their bounds hold."""
+
+import json
+import pathlib
+
+import pytest
+
+from experiments.elastic import hippo_bank as benchmark_hippo_bank
+from experiments.elastic import hippo_reconstruction as experiment
+
+ROOT = pathlib.Path(__file__).parents[3]
+BOUNDS = {(1, 32): 1.2e-5, (0, 32): 0.97, (0, 128): 0.90, (0, 512): 0.72}
+
+
+def test_small_run_writes_table_and_plot(tmp_path, capsys):
+    config = experiment.Config(length=64, seeds=2, output=tmp_path / "deep" / "small")
+    experiment.main(config)
+    report = json.loads((tmp_path / "deep" / "small.json").read_text())
+    assert [row["paper"] for row in report["rows"]] == [
+        case.paper for case in experiment.TABLE_12
+    ]
+    assert all(len(row["mse"]) == 2 for row in report["rows"])
+    assert report["bank_minus_recurrence"] <= 1e-10
+    assert (tmp_path / "deep" / "small.png").read_bytes().startswith(b"\x89PNG")
+    assert "5 sine, N=32, bilinear" in capsys.readouterr().out
+
+
+def test_bounds_of_the_paper_hold():
+    config = experiment.Config(seeds=10)
+    checked = 0
+    for case in experiment.TABLE_12:
+        bound = BOUNDS.get((case.waves, case.order))
+        if bound is not None:
+            assert experiment.measure(config, case)["mse_median"] <= bound, case
+            checked += 1
+    assert checked == len(BOUNDS)
+
+
+def test_committed_result_keeps_the_bounds():
+    path = ROOT / "experiments" / "results" / "hippo_reconstruction.json"
+    report = json.loads(path.read_text())
+    assert report["config"]["seeds"] >= 10
+    for row in report["rows"]:
+        bound = BOUNDS.get((row["waves"], row["order"]), 1)
+        assert row["mse_median"] <= bound
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"seeds": 0}, "seeds must"),
+        ({"length": 0}, "length"),
+        ({"min_cycles": 6.0}, "min_cycles must"),
+    ],
+)
+def test_bad_config_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        experiment.Config(**fields)
+
+
+def test_benchmark_times_equal_matrices(tmp_path):
+    config = benchmark_hippo_bank.Config(
+        order=8,
+        block_length=16,
+        whole_order=8,
+        whole_block_length=16,
+        whole_blocks=2,
+        growth=(4, 8),
+        repeats=1,
+        output=tmp_path / "bank.json",
+    )
+    benchmark_hippo_bank.main(config)
+    report = json.loads((tmp_path / "bank.json").read_text())
+    assert report["compared"]["largest_difference"] <= 1e-10
+    assert [row["order"] for row in report["growth"]] == [4, 8]
+    assert report["whole_bank"]["bytes"] == 4 * 2 * 8 * (8 + 16)
+    with pytest.raises(ValueError, match="repeats must"):
+        benchmark_hippo_bank.Config(repeats=0)
+
+
+def test_committed_benchmark_is_a_hundred_times_faster():
+    path = ROOT / "experiments" / "results" / "hippo_bank.json"
+    report = json.loads(path.read_text())
+    assert report["compared"]["least_speedup"] >= 100
+    assert report["whole_bank"]["max_s"] < 10

@@ -1,0 +1,213 @@
+"""Short texts with a memory: the score of answers, what is told, the program whole."""
+
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.mplus import scores
+from experiments.mplus import short as mplus_short
+from memjax.data import Question, load_tokenizer, load_tokens
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.mplus.model import mplus
+from memjax.models.mplus.state import MPlusConfig
+
+BYTES = load_tokenizer("bytes")
+C = 16
+CONFIG = ModelConfig(
+    mixers=("attention",),
+    vocab_size=256,
+    model_dim=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    hidden_dim=16,
+    capacity=256,
+    dtype="float32",
+    remat=False,
+)
+MEMORY = MPlusConfig(
+    tokens=8, pool=16, chunk=C, retrieved=8, store=64, key_dim=4, rank=2
+)
+BACKBONE = LanguageModel(CONFIG, key=jax.random.key(0))
+TRAINED = mplus(BACKBONE, MEMORY, key=jax.random.key(1))
+TRAINED.read_adapter = nnx.Param(
+    jax.tree.map(lambda x: x + 0.1, TRAINED.read_adapter.get_value())
+)
+FACTS = [
+    Question("", f"{'Where' if i % 2 else 'How many'} {i}?", answer, kind, f"s{i}")
+    for i, (answer, kind) in enumerate(
+        zip(
+            ["12", "Rome", "345", "Oslo", "7", "Lima", "89", "rome"],
+            ["count", "place"] * 4,
+            strict=True,
+        )
+    )
+]
+
+
+@pytest.fixture(name="facts", scope="module")
+def _facts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("facts") / "facts.jsonl"
+    lines = [fact._asdict() | {"context": "-"} for fact in FACTS]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def config(facts, **changes):
+    sizes: dict[str, Any] = dict(
+        texts=4, batch=2, tokens=20, prompt=4, questions=9, choices=3
+    )
+    return mplus_short.Config(facts=facts, **sizes | changes)
+
+
+def test_choices_are_answers_to_questions_of_the_same_kind(facts):
+    asked = mplus_short.cloze(config(facts), BYTES)
+    assert asked is not None
+    # "rome" is "Rome" again: one of them is asked.
+    assert len(asked.facts) == 7 and asked.tokens.shape[:2] == (7, 3)
+    assert asked.prompt == len("\n\nWhere 1?")
+    for fact, tokens, answer in zip(*asked[:3], strict=True):
+        question = f"\n\n{fact.question}"
+        given = [
+            BYTES.decode(row[mask]) for row, mask in zip(tokens, answer, strict=True)
+        ]
+        assert given[0] == f" {fact.answer}"
+        folded = [text.strip().casefold() for text in given]
+        kind = {x.answer.casefold() for x in FACTS if x.kind == fact.kind}
+        assert len({*folded}) == 3 and {*folded} <= kind
+        for row, mask, text in zip(tokens, answer, given, strict=True):
+            whole = BYTES.decode(row[: len(question) + len(text)])
+            assert whole == question + text and mask.sum() == len(text)
+            assert not row[len(whole) :].any()
+    fewer = mplus_short.cloze(config(facts, questions=2), BYTES)
+    assert fewer is not None and fewer.facts == asked.facts[:2]
+    assert mplus_short.cloze(config(facts, questions=0), BYTES) is None
+    with pytest.raises(ValueError, match="choices must be at most the answers of some"):
+        mplus_short.cloze(config(facts, choices=5), BYTES)
+
+
+def test_the_likeliest_answer_counts(facts):
+    asked = mplus_short.cloze(config(facts), BYTES)
+    assert asked is not None
+    right = {f" {fact.answer}" for fact in asked.facts[:3]}
+
+    def losses(tokens, prompt):
+        """1 a token, and 0.9 where the text ends with one of the answers."""
+        nats = np.ones((len(tokens), tokens.shape[1] - prompt), np.float32)
+        for row, ids in enumerate(tokens):
+            text = BYTES.decode(ids).rstrip("\0")
+            if any(text.endswith(f"?{answer}") for answer in right):
+                nats[row] *= 0.9
+        return nats
+
+    found = mplus_short.choose(config(facts), asked, losses)
+    by_mean, by_sum = [], []
+    for tokens, answer in zip(asked.tokens, asked.answer, strict=True):
+        given = [
+            BYTES.decode(row[mask]) for row, mask in zip(tokens, answer, strict=True)
+        ]
+        means = [0.9 if text in right else 1.0 for text in given]
+        sums = [len(text) * mean for text, mean in zip(given, means, strict=True)]
+        by_mean.append(means[0] < min(means[1:]))
+        by_sum.append(sums[0] < min(sums[1:]))
+    assert found["right_by_mean"].tolist() == by_mean and any(by_mean)
+    assert found["right"].tolist() == by_sum and by_mean != by_sum
+    # Where all are alike none is the likeliest.
+    flat = lambda tokens, prompt: np.ones((2, tokens.shape[1] - prompt), np.float32)
+    found = mplus_short.choose(config(facts), asked, flat)
+    assert not found["right_by_mean"].any()
+
+
+@pytest.fixture(name="texts", scope="module")
+def _texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for split in ("validation", "test"):
+        (folder / split).mkdir()
+        for i in range(2):
+            (folder / split / f"{i}.txt").write_text(f"{split} {i} window state " * 9)
+    return f"folder:{folder}"
+
+
+def test_the_program_runs_whole(monkeypatch, tmp_path, texts, facts, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(scores, "load_trained", lambda name, folder: (TRAINED, BYTES))
+    given = config(
+        facts, model=tmp_path / "run", source=texts, output=tmp_path / "result"
+    )
+    mplus_short.main(given)
+    report = json.loads((tmp_path / "result.json").read_text())
+    models = report["models"]
+    assert [*models] == [
+        "backbone",
+        "M+, empty memory",
+        "M+, full of other text",
+        "M+, untrained, empty memory",
+        "M+, untrained, full of other text",
+    ]
+    assert report["questions"] == 7 and report["chance"] == 1 / 3
+    nats = {name: np.asarray(row["nats_by_text"]) for name, row in models.items()}
+    # With an empty memory, only an adapter that was trained changes anything.
+    fresh = "M+, untrained, empty memory"
+    np.testing.assert_allclose(nats[fresh], nats["backbone"], atol=1e-5)
+    assert models[fresh]["right"]["lost"]["mean"] == 0
+    assert abs(models["M+, empty memory"]["nats_lost"]["mean"]) > 1e-3
+    pairs = zip(nats["M+, empty memory"], nats["M+, full of other text"], strict=True)
+    assert all(a != b for a, b in pairs)
+    documents = load_tokens(texts, BYTES, "test")
+    found = [x.tokens for x in scores.excerpts(documents, 4, 20)]
+    tokens = np.stack(found)
+    _, logits = BACKBONE(BACKBONE.init_state(4), jnp.asarray(tokens[:, :-1]))
+    right = np.take_along_axis(np.asarray(logits), tokens[:, 1:, None], axis=2)[..., 0]
+    every = np.asarray(jax.nn.logsumexp(logits, axis=-1)) - right
+    np.testing.assert_allclose(nats["backbone"], every[:, 3:].mean(axis=1), atol=1e-5)
+    base, full = models["backbone"], models["M+, full of other text"]
+    assert base["perplexity"] == pytest.approx(math.exp(every[:, 3:].mean()), rel=1e-4)
+    lost = (nats["M+, full of other text"] - nats["backbone"]).mean()
+    assert full["nats_lost"]["mean"] == pytest.approx(lost) and lost != 0
+    assert full["perplexity_change"] == pytest.approx(
+        full["perplexity"] / base["perplexity"] - 1
+    )
+    assert base["right"]["low"] <= base["right"]["accuracy"] <= base["right"]["high"]
+    assert "right by chance: 0.33" in capsys.readouterr().out
+
+
+def test_a_full_memory_is_of_other_documents(monkeypatch, tmp_path, texts, facts):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = []
+
+    class Notes:
+        def __init__(self, model):
+            pass
+
+        def start(self, batch):
+            return batch
+
+        def tell(self, memory, tokens):
+            told.append(tokens)
+            return memory
+
+    monkeypatch.setattr(mplus_short.methods, "LatentMemory", Notes)
+    given = config(facts, source=texts)
+    mplus_short.tell(given, TRAINED, 3, BYTES)
+    rows = [BYTES.decode(row) for row in np.concatenate(told, axis=1)]
+    for i, row in enumerate(rows):
+        assert len(row) == 3 * C and f"validation {i}" in row and "test" not in row
+
+
+def test_settings_that_cannot_be_are_refused():
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"texts": 3}, "texts must be a multiple of batch=4, got 3"),
+        ({"prompt": 0}, "prompt must be at least 1, got 0"),
+        ({"tokens": 32}, "tokens must be more than prompt=32, got 32"),
+        ({"choices": 1}, "choices must be at least 2, got 1"),
+        ({"told": -1}, "told must be at least 0, got -1"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(ValueError, match=message):
+            mplus_short.Config(**changes)

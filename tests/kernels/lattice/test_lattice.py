@@ -1,0 +1,400 @@
+"""Lattice: token loop and chunks against the equations, and the paper's own facts."""
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax_kernels.common.products import multiplier
+from memjax_kernels.lattice import LatticeState, cost, empty_state, lattice, step
+from memjax_kernels.lattice import chunk as one_chunk
+from memjax_kernels.lattice.memory import Rule
+
+B, H, M, V = 2, 2, 5, 6
+# C, variant, normalize, forget.
+CASES = [
+    (1, "dec", True, None),
+    (1, "enc", True, "l2"),
+    (1, "sim", True, "l1"),
+    (1, "enc", False, None),
+    (4, "dec", True, None),
+    (4, "enc", True, None),
+    (4, "sim", True, "l2"),
+    (4, "dec", False, "l2"),
+]
+run_jit: Any = jax.jit(
+    lattice,
+    static_argnames=("variant", "chunk_size", "normalize", "forget", "implementation"),
+)
+step_jit: Any = jax.jit(step, static_argnames=("variant", "normalize", "forget"))
+
+
+def draw(time, seed=0, forget=None, dtype=jnp.float32) -> Any:
+    """Queries, keys, values, step sizes, and log gates or None."""
+    keys = jax.random.split(jax.random.key(seed), 5)
+    q, k = (jax.random.normal(key, (B, time, H, M)) for key in keys[:2])
+    v = jax.random.normal(keys[2], (B, time, H, V))
+    gamma = jax.random.uniform(keys[3], (B, time, H), minval=0.0, maxval=0.8)
+    g = -jax.random.uniform(keys[4], (B, time, H), maxval=0.2)
+    tokens = (x.astype(dtype) for x in (q, jax.nn.softmax(k), v))
+    return *tokens, gamma, (None if forget is None else g)
+
+
+def options(case):
+    return dict(
+        zip(("chunk_size", "variant", "normalize", "forget"), case, strict=True)
+    )
+
+
+def memory(case, seed=1):
+    """A state at a chunk's start: unit rows, or rows of any norm."""
+    size, _, normalize, _ = case
+    rows = jax.random.normal(jax.random.key(seed), (B, H, M, V))
+    if normalize:
+        rows = rows / jnp.linalg.norm(rows, axis=-1, keepdims=True)
+    return dataclasses.replace(empty_state(B, H, M, V, size), start=rows)
+
+
+def column_loop(tokens, start, case):
+    """Reads and the last memory, from eqs. 13, 14, 16 and 18 for columns s_i of S."""
+    size, variant, normalize, forget = case
+    g = tokens[4]
+    arrays = (*tokens[:4], start)
+    q, k, v, gamma, start = (np.asarray(x, np.float64) for x in arrays)
+    reads, last = np.zeros(v.shape), np.zeros(start.shape)
+    for b, h in np.ndindex(v.shape[0], v.shape[2]):
+        state = frozen = seen = start[b, h].T.copy()
+        for t in range(v.shape[1]):
+            if t % size == 0:
+                frozen = state / np.linalg.norm(state, axis=0) if normalize else state
+                state = frozen.copy()
+            norms = np.linalg.norm(frozen, axis=0)
+            phi = frozen / norms
+            key, value, rate = k[b, t, h], v[b, t, h], gamma[b, t, h]
+            match variant:
+                case "dec":
+                    out, code = phi @ key - value, key
+                case "enc":
+                    out, code = value, phi.T @ value - key
+                case _:
+                    out, code = -value, key
+            gate = 0.0 if g is None else float(g[b, t, h])
+            for i in range(state.shape[1]):
+                across = np.eye(len(value)) - np.outer(phi[:, i], phi[:, i])
+                gradient = code[i] * across @ out / norms[i]
+                decay = np.exp(gate) if forget == "l2" else 1.0
+                state[:, i] = decay * state[:, i] - rate * gradient
+            if forget == "l1":
+                state = np.sign(state) * np.maximum(np.abs(state) + gate, 0)
+            seen = state / np.linalg.norm(state, axis=0) if normalize else state
+            reads[b, t, h] = seen @ q[b, t, h]
+        last[b, h] = seen.T
+    return reads, last
+
+
+def distance(actual, expected):
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    return np.sqrt(np.mean((actual - expected) ** 2) / (np.mean(expected**2) + 1e-30))
+
+
+def close(actual, expected, tolerance=1e-5):
+    actual = jax.tree_util.tree_leaves_with_path(actual)
+    for (path, a), b in zip(actual, jax.tree.leaves(expected), strict=True):
+        assert distance(a, b) <= tolerance, (jax.tree_util.keystr(path), distance(a, b))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_are_those_of_the_equations(case, implementation):
+    tokens = draw(8, forget=case[3])
+    start = memory(case)
+    state, y = run_jit(
+        *tokens[:4], start, g=tokens[4], implementation=implementation, **options(case)
+    )
+    reads, last = column_loop(tokens, start.start, case)
+    close((y, state.start), (reads, last))
+    assert state.chunk_size == case[0] and state.position.tolist() == [0, 0]
+
+
+def pulled(case, implementation, arguments, reset):
+    """Results and gradients of all arguments, for random cotangents of all results."""
+    tokens, state, empty = arguments
+
+    def forward(tokens, start, pending, empty_start):
+        # Nothing is pending where C = 1.
+        pending = pending if case[0] > 1 else 0 * pending
+        before = dataclasses.replace(state, start=start, pending=pending)
+        q, k, v, gamma, g = tokens
+        after, y = lattice(
+            q,
+            k,
+            v,
+            gamma,
+            before,
+            g=g,
+            reset=reset,
+            empty=dataclasses.replace(empty, start=empty_start),
+            implementation=implementation,
+            **options(case),
+        )
+        return y, after.start, after.pending, after.decay
+
+    def both(*arguments):
+        values, back = jax.vjp(forward, *arguments)
+        keys = jax.random.split(jax.random.key(9), len(values))
+        weigh = lambda key, x: jax.random.normal(key, x.shape).astype(x.dtype)
+        weights = tuple(map(weigh, keys, values))
+        return values, back(weights)
+
+    return jax.jit(both)(tokens, state.start, state.pending, empty.start)
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[7]], ids=str)
+def test_all_gradients_with_open_chunks_and_resets(case):
+    size = case[0]
+    tokens, state = draw(7, forget=case[3]), memory(case)
+    place = jnp.array([0, 3 % size], jnp.int32)
+    pending = 0.1 * memory(case, seed=2).start * (place > 0)[:, None, None, None]
+    state = LatticeState(state.start, pending, state.decay, place, size)
+    reset = jnp.zeros((B, 7), bool).at[0, 4].set(True).at[1, 1].set(True)
+    arguments = tokens, state, memory(case, seed=3)
+    expected = pulled(case, "reference", arguments, reset)
+    close(pulled(case, "xla", arguments, reset), expected, 2e-5)
+    _, (d_tokens, d_start, d_pending, d_empty) = expected
+    moving = (d_tokens, d_start, d_empty, *([d_pending] if size > 1 else []))
+    assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(moving))
+
+
+def test_one_token_in_chunk_form_is_the_exact_form_with_gradients():
+    tokens = [x[:, 0][:, :, None] for x in draw(1)[:3]]
+    start, weights = memory(CASES[0]).start, memory(CASES[0], seed=5).start
+    gamma = draw(1)[3][:, 0, :, None, None]
+    multiply = multiplier(jnp.dtype(jnp.float32))
+    for variant in ("dec", "enc", "sim"):
+        rule = Rule(variant)
+
+        def in_chunk(q, k, v, gamma, start, rule=rule):
+            given = one_chunk.Tokens(q, k, v, gamma, None)
+            written, y = one_chunk.advance(given, start, None, rule, multiply)
+            return written.after, y
+
+        def exact(q, k, v, gamma, start, rule=rule):
+            given = one_chunk.Tokens(q, k, v, gamma, None)
+            return one_chunk.token(given, start, rule, one_chunk.PRODUCTS)
+
+        def both(form, *arguments):
+            values, back = jax.vjp(form, *arguments)
+            return values, back((weights, jnp.ones_like(values[1])))
+
+        arguments = (*tokens, gamma, start)
+        expected = jax.jit(functools.partial(both, exact))(*arguments)
+        close(jax.jit(functools.partial(both, in_chunk))(*arguments), expected)
+
+
+@pytest.mark.parametrize("case", [CASES[4], CASES[6]], ids=str)
+def test_every_split_point_and_rows_out_of_phase(case):
+    """Tokens one by one up to any place of a chunk, then five at once, then one."""
+    whole = draw(14, forget=case[3])
+    reads, _ = column_loop(whole, memory(case).start, case)
+    rule = {
+        name: value for name, value in options(case).items() if name != "chunk_size"
+    }
+    at = lambda tokens, t: [None if x is None else x[:, t] for x in tokens]
+    states = [memory(case)]
+    for t in range(8):
+        *token, g = at(whole, t)
+        state, y = step_jit(*token, states[-1], g=g, **rule)
+        close(y, reads[:, t])
+        states.append(state)
+    for first in range(8):
+        # Row 1 comes from three tokens later: another place of its chunk.
+        rows = [first, (first + 3) % 8]
+        state = jax.tree.map(lambda *x: jnp.stack([x[0][0], x[1][1]]), states[rows[0]],
+                             states[rows[1]])  # fmt: skip
+        part = [
+            None
+            if x is None
+            else jnp.stack([x[b, r : r + 5] for b, r in enumerate(rows)])
+            for x in whole
+        ]
+        state, y = run_jit(*part[:4], state, g=part[4], **options(case))
+        close(y, np.stack([reads[b, r : r + 5] for b, r in enumerate(rows)]))
+        token = [
+            None if x is None else jnp.stack([x[b, r + 5] for b, r in enumerate(rows)])
+            for x in whole
+        ]
+        _, y = step_jit(*token[:4], state, g=token[4], **rule)
+        close(y, np.stack([reads[b, r + 5] for b, r in enumerate(rows)]))
+
+
+def test_segments_shorter_than_a_chunk_start_from_the_empty_memory():
+    """One token, two that do not fill the chunk either, and two that do."""
+    tokens, start = draw(5), empty_state(B, H, M, V).start
+    reads, _ = column_loop(tokens, start, CASES[4])
+    state = None
+    for first, last in ((0, 1), (1, 3), (3, 5)):
+        part = [x[:, first:last] for x in tokens[:4]]
+        state, y = run_jit(*part, state, chunk_size=4)
+        close(y, reads[:, first:last])
+        assert state.position.tolist() == [last % 4] * B
+        if last < 4:
+            np.testing.assert_array_equal(state.start, start)
+
+
+def test_a_reset_is_a_new_call():
+    tokens = draw(10)
+    reset = jnp.zeros((B, 10), bool).at[:, 4].set(True)
+    for name in ("reference", "xla"):
+        _, y = run_jit(
+            *tokens[:4], reset=reset, chunk_size=4, implementation=name, variant="enc"
+        )
+        start = empty_state(B, H, M, V).start
+        for part in (slice(0, 4), slice(4, 10)):
+            alone = [None if x is None else x[:, part] for x in tokens]
+            expected, _ = column_loop(alone, start, CASES[5])
+            close(y[:, part], expected)
+
+
+def test_a_reset_inside_a_chunk_is_refused_or_shows():
+    tokens = draw(6)[:4]
+    reset = jnp.zeros((B, 6), bool).at[1, 3].set(True)
+    with pytest.raises(ValueError, match="reset"):
+        lattice(*tokens, reset=reset, chunk_size=4)
+    state, y = run_jit(*tokens, reset=reset, chunk_size=4)
+    assert np.isfinite(y[0]).all() and np.isfinite(state.start[0]).all()
+    assert np.isfinite(y[1, :3]).all() and np.isnan(y[1, 3:]).all()
+    assert np.isnan(state.start[1]).all() and np.isnan(state.pending[1]).all()
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_half_precision_tokens_keep_a_float32_memory(size):
+    case = (size, "dec", True, None)
+    tokens = draw(9, dtype=jnp.bfloat16)
+    state, y = run_jit(*tokens[:4], memory(case), chunk_size=size)
+    assert (y.dtype, state.start.dtype) == (jnp.bfloat16, jnp.float32)
+    rounded = [None if x is None else x.astype(jnp.float32) for x in tokens]
+    reads, _ = column_loop(rounded, memory(case).start, case)
+    close(y.astype(jnp.float32), reads, 1e-2)
+    np.testing.assert_allclose(jnp.linalg.norm(state.start, axis=-1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_norms_stay_one_over_a_hundred_thousand_tokens(size):
+    time = 100_000
+    q, k, v, gamma = (x[:1, :, :1] for x in draw(time)[:4])
+    state, y = run_jit(q, k, 3 * v, 2 * gamma, chunk_size=size)
+    norms = jnp.linalg.norm(state.start, axis=-1)
+    np.testing.assert_allclose(norms, 1, atol=1e-5)
+    assert np.isfinite(y).all()
+
+
+@pytest.mark.parametrize("variant", ["dec", "enc", "sim"])
+def test_a_write_is_the_gradient_of_the_objective_across_the_slot(variant):
+    """Equations 7, 10 and 12 are half the gradients of 6, 9 and 11."""
+    objectives = {
+        "dec": lambda phi, k, v: jnp.sum((k @ phi - v) ** 2) / 2,
+        "enc": lambda phi, k, v: jnp.sum((phi @ v - k) ** 2) / 2,
+        "sim": lambda phi, k, v: -jnp.vdot(phi @ v, k),
+    }
+    state = memory((1, variant, False, None))
+    q, k, v, gamma, _ = draw(1)
+    after, _ = step_jit(
+        q[:, 0], k[:, 0], v[:, 0], gamma[:, 0], state, variant=variant, normalize=False
+    )
+
+    def objective(slots, k, v):
+        phi = slots / jnp.linalg.norm(slots, axis=-1, keepdims=True)
+        return objectives[variant](phi, k, v)
+
+    gradient = jax.vmap(jax.vmap(jax.grad(objective)))(state.start, k[:, 0], v[:, 0])
+    rate = gamma[:, 0, :, None, None]
+    close((state.start - after.start) / rate, gradient, 1e-5)
+    unit = memory((1, variant, True, None))
+    after, _ = step_jit(
+        q[:, 0], k[:, 0], v[:, 0], gamma[:, 0], unit, variant=variant, normalize=False
+    )
+    along = jnp.sum((after.start - unit.start) * unit.start, axis=-1)
+    assert np.abs(along).max() <= 1e-6
+
+
+def test_a_slot_that_the_threshold_empties_is_filled_by_the_next_write():
+    q, k, v, gamma, _ = draw(2)
+    g = jnp.zeros((B, 2, H)).at[:, 0].set(-10.0)
+    once = {"chunk_size": 1, "forget": "l1", "implementation": "xla"}
+    first = [x[:, :1] for x in (q, k, v, gamma)]
+    state, y = run_jit(*first, g=g[:, :1], **once)
+    assert not np.any(state.start) and not np.any(y)
+    second = [x[:, 1:] for x in (q, k, v, gamma)]
+    state, _ = run_jit(*second, state, g=g[:, 1:], **once)
+    np.testing.assert_allclose(jnp.linalg.norm(state.start, axis=-1), 1, atol=1e-6)
+
+
+def test_the_empty_memory_has_orthonormal_slots_while_they_fit():
+    slots = empty_state(2, 3, 4, 8).start
+    overlaps = jnp.einsum("bhmv,bhnv->bhmn", slots, slots)
+    np.testing.assert_allclose(overlaps, jnp.broadcast_to(jnp.eye(4)[None, None],
+                               overlaps.shape), atol=1e-6)  # fmt: skip
+    np.testing.assert_array_equal(slots[0], slots[1])
+    assert np.abs(slots[0, 0] - slots[0, 1]).max() > 0.1
+    wide = empty_state(1, 1, 9, 8).start
+    np.testing.assert_allclose(jnp.linalg.norm(wide, axis=-1), 1, atol=1e-6)
+    with pytest.raises(
+        ValueError, match="value_dim=8, got slots=9.*'normalised' takes"
+    ):
+        empty_state(1, 1, 9, 8, initial="orthonormal")
+    with pytest.raises(ValueError, match="heads must be at least 1, got 0"):
+        empty_state(1, 0, 9, 8)
+
+
+def test_bad_arguments_are_named():
+    q, k, v, gamma, g = draw(3, forget="l2")
+    refuse = lambda match, *a, **o: (
+        pytest.raises(ValueError, match=match),
+        functools.partial(inspect.unwrap(lattice), *a, **o),
+    )
+    ok = (q, k, v, gamma)
+    state = memory(CASES[4])
+    long = dataclasses.replace(state, start=2 * state.start)
+    late = dataclasses.replace(state, position=jnp.full(B, 4, jnp.int32))
+    cases = [
+        refuse("state.position must lie in", *ok, late, chunk_size=4),
+        refuse("empty.position must lie in", *ok, chunk_size=4, empty=late),
+        refuse("k must have shape", q, k[:, :2], v, gamma),
+        refuse("gamma must lie in", q, k, v, -gamma),
+        refuse("g must lie in", *ok, g=-g, forget="l2"),
+        refuse("g must be given if and only if", *ok, g=g),
+        refuse("g must be given if and only if", *ok, forget="l2"),
+        refuse("chunk_size=1 only, got chunk_size=16", *ok, g=g, forget="l1"),
+        refuse("variant must be one of .*'dec'", *ok, variant="decode"),
+        refuse("forget must be one of", *ok, g=g, forget="l3"),
+        refuse("chunk_size must be at least 1, got 0", *ok, chunk_size=0),
+        refuse("chunk_size=16, got one of chunk_size=4", *ok, state),
+        refuse("empty must be of chunk_size=16", *ok, empty=state),
+        refuse("state.start must hold slots of unit norm", *ok, long, chunk_size=4),
+        refuse("must be None or one of .*'reference', 'xla'", *ok, implementation="c"),
+        refuse("cannot run here: it needs a tpu", *ok, implementation="pallas_tpu"),
+        refuse("state.start must be", *(x[:1] for x in ok), state, chunk_size=4),
+    ]
+    for raises, call in cases:
+        with raises:
+            call()
+
+
+@pytest.mark.parametrize("size, variant", [(32, "dec"), (32, "sim"), (1, "enc")])
+def test_the_cost_is_what_xla_counts(size, variant):
+    """One chunk, so that no loop hides work; elementwise work is not in the formula."""
+    m, v = 32, 64
+    like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    token = lambda width: like(1, size, 2, width)
+    run = functools.partial(lattice, chunk_size=size, variant=variant)
+    arguments = (token(m), token(m), token(v), like(1, size, 2))
+    counted: Any = jax.jit(run).lower(*arguments).compile().cost_analysis()
+    work = cost(1, size, 2, m, v, size, variant, itemsize=4)
+    assert 0.8 <= counted["flops"] / work.flops <= 1.2
+    both = work + cost(1, size, 2, m, v, size, variant, backward=True)
+    assert 3.4 <= both.flops / work.flops <= 4.0

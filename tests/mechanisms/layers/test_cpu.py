@@ -1,0 +1,54 @@
+"""Shared values: the CPU's form is the plain one, and so are its gradients."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.mechanisms.layers.cpu import computed_once, scale_channels, scale_rows
+
+SHAPES = [(7,), (3, 5), (2, 11, 3, 6)]
+
+
+def draws(*shapes):
+    key = lambda i: jax.random.fold_in(jax.random.key(0), i)
+    return [jax.random.normal(key(i), shape) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("each", ["channel", "row"])
+def test_scaling_is_a_product_with_its_gradients(shape, each):
+    scale_shape = shape[-1:] if each == "channel" else (*shape[:-1], 1)
+    x, g, scale = draws(shape, shape, scale_shape)
+    function = scale_channels if each == "channel" else scale_rows
+    y, pull = jax.vjp(function, x, scale)
+    np.testing.assert_array_equal(y, np.asarray(x) * np.asarray(scale))
+    axes = tuple(range(len(shape) - 1)) if each == "channel" else (-1,)
+    products = np.asarray(x, np.float64) * np.asarray(g, np.float64)
+    sums = products.sum(axis=axes, keepdims=each == "row")
+    by_x, by_scale = pull(g)
+    np.testing.assert_array_equal(by_x, np.asarray(g) * np.asarray(scale))
+    np.testing.assert_allclose(by_scale, sums, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_scaling_keeps_the_dtype(dtype):
+    x, scale, row = (a.astype(dtype) for a in draws((4, 6), (6,), (4, 1)))
+    chex.assert_type([scale_channels(x, scale), scale_rows(x, row)], dtype)
+
+
+def test_a_product_with_the_identity_changes_no_bit():
+    angles = jnp.arange(1000.0)[:, None] * jnp.linspace(1e-4, 1, 33)[None]
+    np.testing.assert_array_equal(computed_once(jnp.cos(angles)), jnp.cos(angles))
+
+
+@pytest.mark.parametrize("function", [scale_channels, scale_rows, computed_once])
+def test_another_device_gets_the_plain_form(monkeypatch, function):
+    arguments = draws((4, 6), (6,) if function is scale_channels else (4, 1))
+    arguments = arguments[: 1 if function is computed_once else 2]
+    assert "dot_general" in str(jax.make_jaxpr(function)(*arguments))
+    expected = function(*arguments)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "dot_general" not in str(jax.make_jaxpr(lambda *a: function(*a))(*arguments))
+    np.testing.assert_array_equal(function(*arguments), expected)

@@ -1,0 +1,238 @@
+"""The block of the recurrent mechanisms, against NumPy and by its options."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax import mechanisms
+from memjax.mechanisms.lattice import LatticeOptions
+from memjax.mechanisms.layers import recurrent_block
+from memjax.mechanisms.layers.recurrent_block import BlockConfig, Core
+from memjax.mechanisms.trellis import TrellisOptions
+from memjax.mechanisms.ttt_linear import TTTOptions
+
+B, T, D, H, K, V = 2, 7, 6, 2, 3, 4
+CONFIG = BlockConfig(D, num_heads=H, key_dim=K, value_dim=V)
+
+
+def probe():
+    """A core that remembers nothing and reads q·k times the value."""
+
+    def run(params, memory, x, q, k, v):
+        return memory, (q * k).sum(axis=-1, keepdims=True) * v
+
+    empty = lambda batch: jnp.zeros((batch, 1))
+    return Core(lambda key: (), empty, run, run)
+
+
+@functools.cache
+def case(shared):
+    mechanism = recurrent_block.build(CONFIG, probe(), shared_projection=shared)
+    mechanism = mechanism._replace(apply=jax.jit(mechanism.apply))
+    params = mechanism.init_params(jax.random.key(0))
+    params = params._replace(norm=jnp.linspace(0.5, 2.0, V))
+    x = jax.random.normal(jax.random.key(1), (B, T, D))
+    return mechanism, params, x
+
+
+def numpy_block(params, x, shared):
+    """Token by token, in float64."""
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    x = np.asarray(x, np.float64)
+    y = np.zeros((B, T, D))
+    for b in range(B):
+        for t in range(T):
+            q_k = np.zeros((2, H, K))
+            for which in range(2):
+                for lag in range(4):
+                    if t - lag >= 0:
+                        weight = p.query_key[:, 0 if shared else which]
+                        inputs = np.einsum("d,dhk->hk", x[b, t - lag], weight)
+                        # The last of the filters belongs to the token itself.
+                        q_k[which] += p.filters[3 - lag, which] * inputs
+            q_k = q_k / (1 + np.exp(-q_k))
+            q, k = q_k / np.sqrt((q_k**2).sum(-1, keepdims=True) + 1e-6)
+            v = np.einsum("d,dhv->hv", x[b, t], p.value)
+            read = (q * k).sum(-1, keepdims=True) * v
+            read /= np.sqrt((read**2).mean(-1, keepdims=True) + 1e-5)
+            z = np.einsum("d,dhv->hv", x[b, t], p.gate)
+            gelu = 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+            y[b, t] = np.einsum("hv,hvd->d", read * p.norm * gelu, p.output)
+    return y
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_block_is_what_its_equations_say(shared):
+    mechanism, params, x = case(shared)
+    state, y = mechanism.apply(params, mechanism.init_state(B), x)
+    np.testing.assert_allclose(y, numpy_block(params, x, shared), rtol=2e-5, atol=2e-5)
+    # The window holds the last three inputs of the convolutions.
+    inputs = np.einsum("btd,dshk->btshk", x[:, -3:], params.query_key)
+    np.testing.assert_allclose(state.window, inputs, rtol=1e-5, atol=1e-6)
+    assert state.window.shape[2] == (1 if shared else 2)
+
+
+def test_the_convolution_reaches_back_three_tokens_and_never_ahead():
+    mechanism, params, x = case(False)
+    run = lambda x: mechanism.apply(params, mechanism.init_state(B), x)[1]
+    changed = np.abs(run(x.at[:, 2].add(1.0)) - run(x)).max(axis=(0, 2)) > 0
+    assert changed.tolist() == [False, False, True, True, True, True, False]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5])
+def test_the_convolution_goes_on_across_any_cut(cut):
+    mechanism, params, x = case(False)
+    whole = mechanism.apply(params, mechanism.init_state(B), x)
+    state, first = mechanism.apply(params, mechanism.init_state(B), x[:, :cut])
+    state, second = mechanism.apply(params, state, x[:, cut:])
+    # The window is kept bit for bit; sums may round apart by length.
+    np.testing.assert_allclose(state.window, whole[0].window, atol=1e-6)
+    joined = np.concatenate([first, second], axis=1)
+    np.testing.assert_allclose(joined, whole[1], rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_keeps_a_float32_window_that_joins_exactly():
+    mechanism, params, x = case(False)
+    x = x.astype(jnp.bfloat16)
+    whole, _ = mechanism.apply(params, mechanism.init_state(B), x)
+    state, _ = mechanism.apply(params, mechanism.init_state(B), x[:, :5])
+    state, y = mechanism.apply(params, state, x[:, 5:])
+    assert whole.window.dtype == jnp.float32 and y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(state.window, whole.window)
+
+
+STARTING = {
+    "trellis": mechanisms.trellis(CONFIG, 5, TrellisOptions(chunk_size=2)),
+    "lattice": mechanisms.lattice(CONFIG, LatticeOptions(chunk_size=2)),
+    "ttt_linear": mechanisms.ttt_linear(
+        BlockConfig(D, num_heads=H, key_dim=K, value_dim=K), TTTOptions(chunk_size=2)
+    ),
+}
+STARTS = {
+    "trellis": ("keys", "values"),
+    "lattice": ("start",),
+    "ttt_linear": ("weights", "bias"),
+}
+
+
+@pytest.mark.parametrize("name", STARTING)
+def test_a_memory_starts_from_what_was_learned_and_teaches_it(name):
+    mechanism = STARTING[name]
+    params = mechanism.init_params(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (B, 3, D))
+
+    @jax.jit
+    def run(params, state, x):
+        def loss(params):
+            after, y = mechanism.apply(params, state, x)
+            return (y**2).sum(), (after, y)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    moved = params._replace(
+        core=params.core._replace(
+            **{
+                field: getattr(params.core, field)[..., ::-1] + 0.1
+                for field in STARTS[name]
+            }
+        )
+    )
+    empty = mechanism.init_state(B)
+    gradient, (state, y) = run(params, empty, x)
+    for field in STARTS[name]:
+        assert np.abs(getattr(gradient.core, field)).max() > 1e-6
+    assert np.abs(run(moved, empty, x)[1][1] - y).max() > 1e-4
+    # Once tokens were read, the start is only in the memory; after a reset, again.
+    assert not state.memory.fresh.any()
+    later, (_, y) = run(params, state, x)
+    for field in STARTS[name]:
+        np.testing.assert_array_equal(getattr(later.core, field), 0.0)
+    np.testing.assert_array_equal(run(moved, state, x)[1][1], y)
+    state = mechanisms.reset(state, empty, jnp.array([True, False]))
+    once_more = run(moved, state, x)[1][1]
+    assert np.abs(once_more[0] - y[0]).max() > 1e-4
+    np.testing.assert_allclose(once_more[1], y[1], atol=1e-6)
+
+
+def test_leaves_of_an_empty_state_are_buffers_of_their_own():
+    for mechanism in STARTING.values():
+        leaves = jax.tree.leaves(mechanism.init_state(B))
+        places = {leaf.unsafe_buffer_pointer() for leaf in leaves}
+        assert len(places) == len(leaves)
+
+
+@pytest.mark.parametrize("options", [{}, dict(phi="identity"), dict(phi="silu")])
+def test_trellis_stays_finite_on_a_key_that_repeats(options):
+    mechanism = mechanisms.trellis(CONFIG, 5, TrellisOptions(chunk_size=16, **options))
+    params = mechanism.init_params(jax.random.key(0))
+    # The largest step, and no forgetting.
+    gates = params.core.step._replace(bias=jnp.full(H, 20.0))
+    params = params._replace(
+        core=params.core._replace(
+            step=gates, forget=params.core.forget._replace(bias=jnp.full(H, 20.0))
+        )
+    )
+    x = 5 * jax.random.normal(jax.random.key(1), (1, 1, D))
+    x = jnp.broadcast_to(x, (1, 320, D))
+    state, y = jax.jit(mechanism.apply)(params, mechanism.init_state(1), x)
+    assert np.isfinite(y).all()
+    assert np.abs(state.memory.memory.values).max() < 100
+
+
+@pytest.mark.parametrize(
+    "build,message",
+    [
+        (lambda: BlockConfig(D, 0, K, V), "num_heads must be at least 1, got 0"),
+        (lambda: BlockConfig(D, H, K, V, 0.0), "norm_epsilon must be positive"),
+        (lambda: mechanisms.gsa(CONFIG, 0), "slots must be at least 1, got 0"),
+        (lambda: mechanisms.abc(CONFIG, 0), "slots must be at least 1, got 0"),
+        (lambda: mechanisms.trellis(CONFIG, 0), "slots must be at least 1, got 0"),
+        (
+            lambda: mechanisms.ttt_linear(CONFIG),
+            "needs key_dim == value_dim, got 3 and 4",
+        ),
+        (lambda: TTTOptions(chunk_size=0), "chunk_size must be at least 1, got 0"),
+        (lambda: TTTOptions(rate=0.0), "rate must be positive, got 0.0"),
+        (lambda: TrellisOptions(step_size=0.0), "step_size must be positive, got 0.0"),
+        (lambda: TrellisOptions(chunk_size=0), "chunk_size must be at least 1, got 0"),
+        (lambda: LatticeOptions(chunk_size=0), "chunk_size must be at least 1, got 0"),
+        (lambda: LatticeOptions(forget="l1"), "chunk_size=1 only, got chunk_size=16"),
+        (
+            lambda: mechanisms.lattice(BlockConfig(D, H, 5, 4)),
+            "needs slots <= value_dim=4, got slots=5; initial='normalised' takes",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    "kind,wrong",
+    [
+        (TrellisOptions, dict(phi="relu")),
+        (TrellisOptions, dict(activation="silu")),
+        (LatticeOptions, dict(variant="both")),
+        (LatticeOptions, dict(forget="l3")),
+        (LatticeOptions, dict(initial="zero")),
+    ],
+)
+def test_an_unknown_choice_is_refused(kind, wrong):
+    options = kind()
+    # Behind the annotations, which are checked in these tests alone.
+    for name, value in wrong.items():
+        object.__setattr__(options, name, value)
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} must be one of .*, got '{value}'"):
+        options.__post_init__()
+
+
+def test_more_slots_than_their_width_start_as_random_rows():
+    options = LatticeOptions(initial="normalised")
+    mechanism = mechanisms.lattice(BlockConfig(D, H, key_dim=5, value_dim=4), options)
+    start = mechanism.init_params(jax.random.key(0)).core.start
+    np.testing.assert_allclose(np.linalg.norm(start, axis=-1), 1.0, rtol=1e-6)

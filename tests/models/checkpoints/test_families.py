@@ -1,0 +1,234 @@
+"""Configurations and tensors of published families: what is read, what is refused."""
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.mechanisms.layers.rope import RopeScaling
+from memjax.models import LanguageModel, ModelConfig, preset
+from memjax.models.checkpoints.hf_config import from_hf_config
+from memjax.models.checkpoints.hf_export import to_hf_config
+from memjax.models.checkpoints.tensor_names import (
+    parameters_from_tensors,
+    tensors_from_parameters,
+)
+
+LLAMA: dict[str, Any] = dict(
+    model_type="llama",
+    vocab_size=48,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=24,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-6,
+)
+KV = dict(num_key_value_heads=2)
+QWEN2 = LLAMA | KV | dict(model_type="qwen2")
+MISTRAL = LLAMA | KV | dict(model_type="mistral", sliding_window=8)
+OPT: dict[str, Any] = dict(
+    model_type="opt",
+    vocab_size=48,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    ffn_dim=24,
+    max_position_embeddings=64,
+)
+
+
+def test_what_old_configs_leave_out():
+    config = from_hf_config(LLAMA)
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 4, 10_000.0)
+    assert not config.tied_head and not config.architecture.scale_embedding
+    assert config.capacity == config.window == 64
+    assert from_hf_config(OPT).tied_head
+    assert from_hf_config(OPT).architecture.learned_positions == 66
+
+
+def test_rope_of_transformers_4_and_5_is_one():
+    scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    scaling["original_max_position_embeddings"] = 32
+    four = dict(rope_theta=5e5, rope_scaling=scaling | dict(type="llama3"))
+    five = dict(rope_parameters=scaling | dict(rope_type="llama3", rope_theta=5e5))
+    config = from_hf_config(LLAMA | four)
+    assert config == from_hf_config(LLAMA | five)
+    expected = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
+    assert (config.rope_theta, config.architecture.rope_scaling) == (5e5, expected)
+
+
+@pytest.mark.parametrize(
+    "config,mixers,window",
+    [
+        (MISTRAL, ("sliding_window",) * 2, 8),
+        (MISTRAL | dict(sliding_window=None), ("attention",) * 2, 64),
+        (QWEN2 | dict(sliding_window=8), ("attention",) * 2, 64),
+        (
+            QWEN2
+            | dict(sliding_window=8, use_sliding_window=True, max_window_layers=1),
+            ("attention", "sliding_window"),
+            8,
+        ),
+        (
+            QWEN2
+            | dict(sliding_window=8, use_sliding_window=True)
+            | dict(layer_types=["sliding_attention", "full_attention"]),
+            ("sliding_window", "attention"),
+            8,
+        ),
+    ],
+)
+def test_windows_are_where_the_config_has_them(config, mixers, window):
+    found = from_hf_config(config)
+    assert (found.mixers, found.window) == (mixers, window)
+    assert from_hf_config(to_hf_config(found)) == found
+
+
+@pytest.mark.parametrize(
+    "base,wrong,message",
+    [
+        (LLAMA, dict(model_type="mamba"), r"model_type must be one of .*got 'mamba'"),
+        (LLAMA, dict(model_type=None), "model_type is missing"),
+        (LLAMA, dict(vocab_size=None), "vocab_size is missing"),
+        (LLAMA, dict(vocab_size="48"), "vocab_size must be of type int, got '48'"),
+        (LLAMA, dict(hidden_size=0), "hidden_size must be at least 1, got 0"),
+        (LLAMA, dict(num_hidden_layers=10**12), "num_hidden_layers must be at most"),
+        (LLAMA, dict(num_attention_heads=3), "must divide hidden_size=16, got 3"),
+        (LLAMA, dict(hidden_act="gelu"), "hidden_act must be 'silu', got 'gelu'"),
+        (LLAMA, dict(rope_scaling=dict(type="dynamic", factor=2.0)), "got 'dynamic'"),
+        (LLAMA, dict(rope_scaling=dict(type="linear")), "factor is missing"),
+        (LLAMA, dict(rope_scaling=[2]), r"rope_scaling must be of type dict, got \[2"),
+        (LLAMA, dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0"),
+        (LLAMA, dict(quantization_config=dict(bits=4)), "quantization_config must be"),
+        (LLAMA, dict(layer_types=["sliding_attention"] * 2), "layer_types must name"),
+        (QWEN2, dict(num_key_value_heads=3), "num_key_value_heads must divide .*got 3"),
+        (QWEN2, dict(layer_types=["full_attention"]), "layer_types must name the 2"),
+        (MISTRAL, dict(sliding_window="8"), "sliding_window must be of type int"),
+        (OPT, dict(activation_function="gelu"), "activation_function must be 'relu'"),
+        (OPT, dict(layer_norm_elementwise_affine=False), "elementwise_affine must be"),
+        (OPT, dict(_remove_final_layer_norm=True), "_remove_final_layer_norm must be"),
+    ],
+)
+def test_what_is_not_built_here_is_refused_by_name(base, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf_config(base | wrong)
+
+
+def test_defaults_that_differ_between_families_must_be_given():
+    for base, key in ((QWEN2, "num_key_value_heads"), (MISTRAL, "sliding_window")):
+        with pytest.raises(ValueError, match=f"{key} is missing from config.json"):
+            from_hf_config({k: v for k, v in base.items() if k != key})
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        (dict(mixers=("gla", "attention")), r"mixers must be .*got \['gla'\]"),
+        (dict(mixers=("sliding_window", "attention")), "mixers must all be alike"),
+        (dict(style=dict(norm_first=False)), "architecture.norm_first must be True"),
+        (dict(style=dict(feed_forward="relu")), "feed_forward must be 'swiglu'"),
+        (
+            dict(style=dict(qkv_bias=True, feed_forward_bias=True)),
+            "feed_forward_bias must be False",
+        ),
+        (dict(num_heads=6, num_kv_heads=2), "num_heads must divide model_dim=16"),
+    ],
+)
+def test_what_no_family_has_is_not_exported(changes, message):
+    config = from_hf_config(LLAMA)
+    style = dataclasses.replace(config.architecture, **changes.pop("style", {}))
+    config = dataclasses.replace(config, architecture=style, **changes)
+    with pytest.raises(ValueError, match=message):
+        to_hf_config(config)
+
+
+def test_opt_has_nothing_but_what_it_has():
+    config = dataclasses.replace(from_hf_config(OPT), norm_epsilon=1e-6)
+    with pytest.raises(ValueError, match="norm_epsilon must be 1e-05 in OPT, got"):
+        to_hf_config(config)
+
+
+@functools.cache
+def checkpoint(family="llama", tied=False):
+    config = from_hf_config(
+        {"llama": LLAMA, "opt": OPT}[family] | dict(tie_word_embeddings=tied)
+    )
+    model = LanguageModel(config, key=jax.random.key(0))
+    return config, dict(tensors_from_parameters(model))
+
+
+def load(config, tensors):
+    shapes = {name: value.shape for name, value in tensors.items()}
+    return parameters_from_tensors(config, shapes, tensors.__getitem__, "here")
+
+
+def same(model, tensors):
+    found = dict(tensors_from_parameters(model))
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_names_without_their_prefix_and_tensors_that_are_none(family):
+    config, tensors = checkpoint(family, tied=True)
+    bare = {name.removeprefix("model."): v for name, v in tensors.items()}
+    same(load(config, bare), tensors)
+    embedding = next(v for name, v in tensors.items() if "embed_tokens" in name)
+    more = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32),
+        "lm_head.weight": embedding,
+    }
+    if family == "opt":
+        more["model.decoder.version"] = np.ones(1, np.float32)
+    same(load(config, tensors | more), tensors)
+
+
+def test_all_wrong_tensors_are_listed():
+    config, tensors = checkpoint()
+    wrong = tensors | {
+        "model.norm.bias": np.ones(16, np.float32),
+        "model.layers.1.mlp.up_proj.weight": np.ones((16, 24), np.float32),
+    }
+    del wrong["lm_head.weight"]
+    with pytest.raises(ValueError) as error:
+        load(config, wrong)
+    for part in (
+        "here: 3 wrong tensors",
+        "'lm_head.weight' is missing",
+        "'model.norm.bias' is not of this model",
+        "'model.layers.1.mlp.up_proj.weight' has the shape [16, 24], expected [24, 16]",
+    ):
+        assert part in str(error.value)
+
+
+def test_a_tied_head_that_is_another_matrix_is_refused():
+    config, tensors = checkpoint(tied=True)
+    other = {"lm_head.weight": np.ones((48, 16), np.float32)}
+    with pytest.raises(ValueError, match="'lm_head.weight' must be the embedding"):
+        load(config, tensors | other)
+
+
+def test_a_model_of_our_own_becomes_a_published_one():
+    """Its tied head over a scaled embedding is a head of its own there."""
+    ours = dataclasses.replace(
+        preset("transformer-tiny", 32),
+        mixers=("attention",),
+        model_dim=16,
+        hidden_dim=24,
+    )
+    model = LanguageModel(ours, key=jax.random.key(0))
+    record = json.loads(json.dumps(to_hf_config(ours)))
+    config: ModelConfig = from_hf_config(record)
+    assert not config.tied_head
+    again = load(config, dict(tensors_from_parameters(model)))
+    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 32)
+    run = nnx.jit(lambda model: model.logits(model.encode(model.embed(tokens))))
+    logits = [run(m) for m in (model, again)]
+    np.testing.assert_allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4)

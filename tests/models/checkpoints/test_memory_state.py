@@ -1,0 +1,189 @@
+"""Memories in and out of files: what follows is the same bit by bit."""
+
+import dataclasses
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt
+from memjax.models.checkpoints import memory_state as memory_file
+from memjax.models.checkpoints.memory_state import load_memory, save_memory
+from memjax.models.mplus.model import memoryllm, mplus
+from memjax.models.mplus.state import MPlusConfig
+
+SIZES = ModelConfig(
+    mixers=("attention",) * 2,
+    vocab_size=19,
+    model_dim=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    hidden_dim=12,
+    capacity=32,
+    dtype="float32",
+    tied_head=False,
+)
+CONFIG = MPlusConfig(
+    tokens=2, pool=4, chunk=3, least_chunk=1, retrieved=3, store=6, key_dim=5, rank=2
+)
+KEY = jax.random.key(0)
+
+
+def build(config=CONFIG, make=mplus, **changes):
+    sizes = dataclasses.replace(SIZES, **changes)
+    return make(LanguageModel(sizes, key=KEY), config, key=KEY)
+
+
+MODEL = build()
+READ = jax.jit(MODEL)
+OTHERS = {
+    "memoryllm": build(make=memoryllm),
+    "hmt": hmt(
+        LanguageModel(SIZES, key=KEY),
+        HMTConfig(segment=6, sensory=2, memories=3),
+        key=KEY,
+    ),
+    "language model": LanguageModel(
+        dataclasses.replace(SIZES, mixers=("attention", "gated_deltanet")), key=KEY
+    ),
+}
+
+
+def tokens(count, seed=0):
+    return jax.random.randint(jax.random.key(seed), (2, count), 0, 19)
+
+
+@pytest.fixture(scope="module")
+def told():
+    """A state with rows in the store, an open chunk, and a reading under way."""
+    state = MODEL.init_state(2, key=jax.random.key(5))
+    return READ(state, tokens(20))[0]
+
+
+@pytest.fixture
+def saved(told, tmp_path):
+    save_memory(tmp_path / "memory", MODEL, told)
+    return tmp_path / "memory"
+
+
+def test_a_memory_goes_on_bit_by_bit(told, saved):
+    assert told.store.held.tolist() == [6, 6] and told.filled.tolist() == [2, 2]
+    loaded = load_memory(saved, MODEL)
+    chex.assert_trees_all_equal_shapes_and_dtypes(loaded, told)
+    chex.assert_trees_all_equal(loaded, told)
+    # What is dropped next comes from the same key.
+    more = tokens(20, 1)
+    chex.assert_trees_all_equal(READ(loaded, more), READ(told, more))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_any_model_of_the_contract_has_its_memory_saved(name, tmp_path):
+    model = OTHERS[name]
+    rng = np.random.default_rng(0)
+    any_bits = lambda x: jnp.asarray(rng.integers(0, 100, x.shape), x.dtype)
+    state = jax.tree.map(any_bits, model.init_state(2))
+    save_memory(tmp_path / "memory", model, state)
+    loaded = load_memory(tmp_path / "memory", model)
+    chex.assert_trees_all_equal_shapes_and_dtypes(loaded, state)
+    chex.assert_trees_all_equal(loaded, state)
+
+
+def test_how_a_model_computes_is_no_setting_of_its_memory(told, saved):
+    chex.assert_trees_all_equal(load_memory(saved, build(remat=False)), told)
+
+
+@pytest.mark.parametrize(
+    "model,message",
+    [
+        (
+            build(dataclasses.replace(CONFIG, pool=8)),
+            "config.pool is 4 in the memory and 8 in the model$",
+        ),
+        (
+            build(dataclasses.replace(CONFIG, legacy=True, store=2000)),
+            "config.legacy is False .* True .*; config.store is 6 .* 2000 in the model",
+        ),
+        (build(hidden_dim=13), "backbone.config.hidden_dim is 12 .* 13 in the model"),
+        (build(mixers=("attention",) * 3), "backbone.config.mixers is "),
+        (OTHERS["hmt"], "class is 'MPlus' .* 'HMT'.* config.segment is 'absent' in"),
+    ],
+    ids=["pool", "legacy", "backbone", "layers", "class"],
+)
+def test_a_memory_of_another_model_is_refused_by_field(saved, model, message):
+    with pytest.raises(ValueError, match=message):
+        load_memory(saved, model)
+
+
+def test_a_state_of_another_model_is_not_saved(told, tmp_path):
+    with pytest.raises(ValueError, match=r"'store.held' is not of this model"):
+        save_memory(tmp_path / "memory", OTHERS["memoryllm"], told)
+    wrong = told._replace(pool=told.pool.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"1 wrong .*'pool' is bfloat16\[2, 2, 4, 8\]"):
+        save_memory(tmp_path / "memory", MODEL, wrong)
+    with pytest.raises(ValueError, match="leaves with the batch first"):
+        save_memory(tmp_path / "memory", MODEL, ())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "field,value,message",
+    [
+        ("version", 2, "version must be 1, .* got 2"),
+        ("format", "other", "format must be 'memjax memory', got 'other'"),
+        ("sha256", 1, r"of another type: \['sha256'\]"),
+        ("sha256", "0", "is not what was written"),
+        ("model", {}, "class is 'absent' in the memory and 'MPlus' in the model"),
+        ("more", 1, r"unknown or of another type: \['more'\]"),
+    ],
+)
+def test_another_record_is_refused(saved, field, value, message):
+    file = saved / "memory.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    with pytest.raises(ValueError, match=message):
+        load_memory(saved, MODEL)
+
+
+@pytest.mark.parametrize("place", [3, 40, -1])
+def test_a_damaged_file_is_refused(saved, place):
+    file = saved / "memory.safetensors"
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="memory.safetensors is not what was written"):
+        load_memory(saved, MODEL)
+    (saved / "memory.json").write_text("{")
+    with pytest.raises(ValueError, match="memory.json is not sound JSON"):
+        load_memory(saved, MODEL)
+
+
+def test_tensors_are_held_against_the_model(saved):
+    """A file that is whole, and says it is this model's, but is not."""
+    import safetensors.numpy
+
+    file = saved / "memory.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    tensors["pool"] = tensors["pool"][:, :1]
+    tensors["held"] = tensors["held"].astype(np.float32)
+    del tensors["clock"]
+    safetensors.numpy.save_file(tensors, file)
+    record = json.loads((saved / "memory.json").read_text())
+    record["sha256"] = memory_file._digest(file)
+    (saved / "memory.json").write_text(json.dumps(record))
+    message = r"3 wrong .*'clock' is missing; 'pool' is .*'held' is float32\[2\], exp"
+    with pytest.raises(ValueError, match=message):
+        load_memory(saved, MODEL)
+
+
+def test_it_is_written_whole_or_not_at_all(told, saved, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="not an empty folder"):
+        save_memory(saved, MODEL, told)
+    monkeypatch.setattr(memory_file, "_digest", lambda file: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_memory(tmp_path / "other", MODEL, told)
+    assert [file.name for file in tmp_path.iterdir()] == ["memory"]
+    monkeypatch.undo()
+    chex.assert_trees_all_equal(load_memory(saved, MODEL), told)

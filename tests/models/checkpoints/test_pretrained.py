@@ -1,0 +1,391 @@
+"""Folders of weights: what goes out comes back, and what lies is refused."""
+
+import dataclasses
+import json
+import os
+import struct
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.checkpoints.pretrained import (
+    convert,
+    load_pretrained,
+    save_pretrained,
+)
+from memjax.models.checkpoints.safetensors_folder import (
+    SafetensorsFile,
+    SafetensorsFolder,
+)
+from memjax.models.lora import LoraConfig, add_lora
+
+safetensors = pytest.importorskip(
+    "safetensors.numpy", reason="needs the optional package safetensors"
+)
+
+TINY = ModelConfig(
+    mixers=("attention", "attention"),
+    vocab_size=48,
+    model_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    hidden_dim=24,
+    window=8,
+    capacity=32,
+    rope_theta=10_000.0,
+    tied_head=False,
+    dtype="float32",
+    remat=False,
+)
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def tiny(**changes):
+    config = dataclasses.replace(TINY, **changes)
+    return LanguageModel(config, key=jax.random.key(0))
+
+
+def parameters(model):
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def assert_same(one, other):
+    one, other = parameters(one), parameters(other)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, other[name], err_msg=name)
+
+
+@pytest.fixture(scope="module", name="model")
+def _model():
+    return tiny()
+
+
+@pytest.fixture(name="folder")
+def _folder(model, tmp_path):
+    save_pretrained(model, tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def refuses(folder, *words):
+    with pytest.raises(ValueError) as error:
+        load_pretrained(folder)
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+def rewrite(folder, change):
+    """Changes the tensors of the single file."""
+    tensors = safetensors.load_file(folder / SINGLE)
+    change(tensors)
+    safetensors.save_file(tensors, folder / SINGLE)
+
+
+def put(folder, **changes):
+    """Changes the configuration; None takes a key away."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    kept = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+
+
+# What goes out comes back.
+
+
+@pytest.mark.parametrize(
+    "model_type, changes",
+    [
+        ("llama", {}),
+        ("mistral", {"mixers": ("sliding_window",) * 2}),
+        ("memjax", {"mixers": ("gated_deltanet", "attention")}),
+        ("memjax", {"mixers": ("elastic_memory", "trellis"), "tied_head": True}),
+    ],
+)
+def test_a_saved_model_is_read_back_exactly(model_type, changes, tmp_path):
+    model = tiny(**changes)
+    assert save_pretrained(model, tmp_path / "a", b"{}") == model_type
+    found, tokenizer = load_pretrained(tmp_path / "a")
+    assert tokenizer == b"{}"
+    assert found.config.mixers == model.config.mixers
+    assert_same(found, model)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert config["model_type"] == model_type
+
+
+def test_shards_are_cut_by_size_and_read_back(model, tmp_path):
+    save_pretrained(model, tmp_path / "a", shard_bytes=4000)
+    files = sorted(path.name for path in (tmp_path / "a").glob("*.safetensors"))
+    count = len(files)
+    assert count > 3 and files[0] == f"model-00001-of-{count:05}.safetensors"
+    sizes = []
+    for name in files:
+        tensors = safetensors.load_file(tmp_path / "a" / name)
+        sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
+        assert sizes[-1] <= 4000 or len(tensors) == 1
+    index = json.loads((tmp_path / "a" / INDEX).read_text())
+    total = sum(value.nbytes for value in parameters(model).values())
+    assert index["metadata"]["total_size"] == total == sum(sizes)
+    assert_same(load_pretrained(tmp_path / "a").model, model)
+
+
+def test_half_the_bytes_in_bfloat16(model, tmp_path):
+    save_pretrained(model, tmp_path / "a", dtype="bfloat16")
+    stored = safetensors.load_file(tmp_path / "a" / SINGLE)
+    assert {value.dtype for value in stored.values()} == {np.dtype("bfloat16")}
+    found = load_pretrained(tmp_path / "a", dtype="bfloat16").model
+    assert found.config.dtype == "bfloat16"
+    for name, value in parameters(found).items():
+        rounded = parameters(model)[name].astype(ml_dtypes.bfloat16)
+        assert value.dtype == np.float32
+        np.testing.assert_array_equal(value, rounded.astype(np.float32))
+
+
+def test_a_scaled_tied_embedding_keeps_its_function(tmp_path):
+    model = tiny(tied_head=True)
+    assert save_pretrained(model, tmp_path / "a") == "llama"
+    found = load_pretrained(tmp_path / "a").model
+    tokens = jnp.arange(6, dtype=jnp.int32)[None]
+    run = nnx.jit(lambda model: model(model.init_state(1), tokens)[1])
+    np.testing.assert_allclose(run(found), run(model), atol=1e-6)
+
+
+def test_adapters_are_merged(model, tmp_path):
+    adapted = add_lora(model, LoraConfig(rank=2), jax.random.key(1))
+    save_pretrained(adapted, tmp_path / "a")
+    assert_same(load_pretrained(tmp_path / "a").model, model)
+
+
+def test_conversion_keeps_tokenizer_and_token_ids(folder, tmp_path, model):
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    put(folder, eos_token_id=3)
+    assert convert(folder, tmp_path / "b") == "llama"
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["eos_token_id"] == 3
+    found, tokenizer = load_pretrained(tmp_path / "b")
+    assert tokenizer == b'{"a": 1}'
+    assert load_pretrained(tmp_path / "b", with_tokenizer=False).tokenizer is None
+    assert_same(found, model)
+
+
+def test_a_folder_that_holds_something_is_left_alone(model, folder, tmp_path):
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for write in (save_pretrained, convert):
+        with pytest.raises(ValueError, match="exists already"):
+            write(folder if write is convert else model, folder)
+    with pytest.raises(ValueError, match="shard_bytes must be at least 1, got 0"):
+        save_pretrained(model, tmp_path / "b", shard_bytes=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_nothing_is_left_of_a_write_that_fails(model, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(safetensors, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_pretrained(model, tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_language_models_are_saved(tmp_path):
+    with pytest.raises(ValueError, match="LanguageModel, got Linear"):
+        save_pretrained(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path / "a")
+
+
+# What lies is refused.
+
+
+def test_tensors_are_held_against_the_configuration_all_at_once(folder):
+    query = "model.layers.0.self_attn.q_proj.weight"
+
+    def change(tensors):
+        tensors["model.layers.7.extra.weight"] = np.ones(3, "f4")
+        tensors[query] = np.ones((5, 16), "f4")
+        del tensors["model.norm.weight"]
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+
+    rewrite(folder, change)
+    refuses(
+        folder,
+        str(folder),
+        "model.norm.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.7.extra.weight",
+        query,
+        "[5, 16]",
+        "[32, 16]",
+    )
+
+
+def test_tensors_of_our_own_format_are_too(tmp_path):
+    save_pretrained(tiny(mixers=("gla",)), tmp_path / "a")
+
+    def change(tensors):
+        tensors["more"] = np.ones(3, "f4")
+        tensors["norm"] = np.ones(5, "f4")
+        del tensors["embedding"]
+
+    rewrite(tmp_path / "a", change)
+    refuses(tmp_path / "a", "'embedding'", "'more'", "'norm'", "[5]", "[16]")
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"model_type": "gemma3"}, ["model_type", "gemma3"]),
+        ({"model_type": None}, ["model_type"]),
+        ({"hidden_size": "many"}, ["hidden_size", "many"]),
+        ({"num_hidden_layers": 10**12}, ["num_hidden_layers=1000000000000"]),
+        ({"hidden_size": 10**13}, ["q_proj", "10000000000000"]),
+        ({"vocab_size": 10**30}, ["embed_tokens", "[48, 16]", str(10**30)]),
+        ({"auto_map": {"AutoModel": "evil.Model"}}, ["auto_map", "evil.Model"]),
+        ({"model_type": "memjax"}, ["memjax", "must be an object, got None"]),
+        ({"model_type": "memjax", "memjax": {"depth": 3}}, ["memjax.depth"]),
+    ],
+)
+def test_configurations_that_are_refused(changes, words, folder):
+    put(folder, **changes)
+    refuses(folder, str(folder), *words)
+
+
+def test_json_that_is_not_an_object_once(folder):
+    for text, word in (
+        ("{", "not sound JSON"),
+        ("[1]", "must be a JSON object, got list"),
+        ("[" * 100_000, "not sound JSON"),
+        ('{"model_type": "llama", "model_type": "opt"}', "['model_type'] given twice"),
+        ("\udcff", "not sound JSON"),
+    ):
+        (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+        refuses(folder, "config.json", word)
+    (folder / "config.json").unlink()
+    refuses(folder, "no file config.json")
+
+
+def test_pickles_are_refused_by_name(folder):
+    (folder / SINGLE).unlink()
+    refuses(folder, SINGLE, INDEX)
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    refuses(folder, "pytorch_model.bin", "runs code", "save safetensors")
+    refuses(folder / "pytorch_model.bin", "runs code")
+    refuses(folder / "nothing", "neither a folder nor a GGUF file")
+
+
+def header(path, tensors, data=b""):
+    """Writes a safetensors file by hand."""
+    text = tensors if isinstance(tensors, bytes) else json.dumps(tensors).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_headers_that_lie_are_refused(tmp_path):
+    path = tmp_path / SINGLE
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    header(path, {"a": entry}, bytes(8))
+    assert SafetensorsFile(path).shapes == {"a": (2,)}
+    text = json.dumps(entry)
+    twice = f'{{"a": {text}, "a": {text}}}'.encode()
+    for tensors, data, word in (
+        ({"a": entry}, bytes(4), "not a safetensors file"),
+        ({"a": entry}, bytes(12), "not a safetensors file"),
+        ({"a": entry | {"shape": [2**62]}}, bytes(8), "not a safetensors file"),
+        ({"a": entry | {"dtype": "I64", "shape": [1]}}, bytes(8), "'a'.*I64"),
+        ({"a": entry | {"dtype": "F8_E4M3", "shape": [8]}}, bytes(8), "F8_E4M3"),
+        ({"a": entry, "b": entry}, bytes(8), "not a safetensors file"),
+        (twice, bytes(8), r"\['a'\] given twice"),
+    ):
+        header(path, tensors, data)
+        with pytest.raises(ValueError, match=f"{SINGLE}.*{word}"):
+            SafetensorsFile(path)
+    path.write_bytes(b"\xff" * 40)
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        SafetensorsFile(path)
+
+
+@pytest.fixture(name="sharded")
+def _sharded(model, tmp_path):
+    folder = tmp_path / "model" / "sharded"
+    save_pretrained(model, folder, shard_bytes=6000)
+    return folder
+
+
+def reindex(folder, change):
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["../secret.safetensors", "/secret.safetensors", "a/b.safetensors", "..", "", 3]
+    + ["..\\secret.safetensors", "model.bin"],
+)
+def test_an_index_leads_nowhere_else(place, sharded, tmp_path):
+    for folder in (tmp_path, tmp_path / "model"):
+        safetensors.save_file({"a": np.ones(1, "f4")}, folder / "secret.safetensors")
+    reindex(sharded, lambda places: places.update({"model.norm.weight": place}))
+    refuses(sharded, INDEX, "model.norm.weight", repr(place), "plain name")
+
+
+def test_an_index_and_its_files_agree(sharded):
+    files = sorted(sharded.glob("*.safetensors"))
+    first, last = files[0], files[-1]
+    names = safetensors.load_file(first)
+    held, other = next(iter(names)), next(iter(safetensors.load_file(last)))
+    reindex(sharded, lambda places: places.update(new=first.name))
+    refuses(sharded, INDEX, f"{first.name} lacks 'new'")
+    reindex(sharded, lambda places: (places.pop("new"), places.pop(held)))
+    refuses(sharded, f"{first.name} holds '{held}', not in the index")
+    reindex(sharded, lambda places: places.update({held: first.name}))
+    safetensors.save_file(names | {other: np.ones(1, "f4")}, first)
+    refuses(sharded, f"'{other}', which the index puts in {last.name}")
+    first.unlink()
+    refuses(sharded, f"has no file {first.name}")
+    (sharded / INDEX).write_text('{"weight_map": {}}')
+    refuses(sharded, "weight_map must map tensors to files")
+
+
+def test_links_do_not_lead_out(folder, tmp_path):
+    outside = tmp_path / "outside.safetensors"
+    (folder / SINGLE).rename(outside)
+    (folder / SINGLE).symlink_to(outside)
+    refuses(folder, SINGLE, "link", "outside its folder")
+    (folder / SINGLE).unlink()
+    os.rename(outside, folder / "real")
+    (folder / SINGLE).symlink_to(folder / "real")
+    assert load_pretrained(folder).model.config.vocab_size == 48
+    (tmp_path / "secret").write_text("{}")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
+    refuses(folder, "tokenizer.json", "outside its folder")
+
+
+def test_the_hub_cache_and_its_links_are_read(folder, tmp_path, model):
+    snapshot, blobs = tmp_path / "hub/snapshots/abc", tmp_path / "hub/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in folder.iterdir():
+        file.rename(blobs / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert_same(load_pretrained(snapshot).model, model)
+
+
+def test_half_precision_files_are_read_exactly(folder, model):
+    rewrite(folder, lambda t: t.update({n: v.astype("f2") for n, v in t.items()}))
+    opened = SafetensorsFolder(folder)
+    for name in opened.shapes:
+        assert opened.get(name).dtype == np.float32
+    found = parameters(load_pretrained(folder).model)
+    for name, value in parameters(model).items():
+        np.testing.assert_array_equal(found[name], value.astype("f2").astype("f4"))
+
+
+def test_without_the_library_the_error_says_what_to_install(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    refuses(folder, "pip install safetensors")

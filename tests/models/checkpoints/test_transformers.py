@@ -1,0 +1,111 @@
+"""What transformers makes of the folders that memjax writes."""
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from memjax.models import LanguageModel, preset
+from memjax.models.checkpoints.pretrained import (
+    convert,
+    load_pretrained,
+    save_pretrained,
+)
+
+with warnings.catch_warnings():
+    # Theirs, of parts of their own.
+    warnings.simplefilter("ignore")
+    torch = pytest.importorskip("torch", reason="needs torch")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+FAMILIES = Path(__file__).parents[1] / "golden" / "families"
+
+
+def their_logits(folder, tokens):
+    """By the model that transformers reads from a folder, all tensors of it used."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        output_loading_info=True,
+        attn_implementation="eager",
+        dtype=torch.float32,
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not report[kind], (kind, report[kind])
+    with torch.no_grad():
+        return model(torch.from_numpy(np.asarray(tokens, np.int64))).logits.numpy()
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FAMILIES.iterdir()))
+@pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
+def test_every_family_goes_there_and_back(name, shard_bytes, tmp_path):
+    model, _ = load_pretrained(FAMILIES / name)
+    model_type = save_pretrained(model, tmp_path / "a", shard_bytes=shard_bytes)
+    theirs = json.loads((FAMILIES / name / "config.json").read_text())
+    assert model_type == theirs["model_type"]
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1 or shard_bytes > 20_000
+    golden = np.load(FAMILIES / name / "logits.npz", allow_pickle=False)
+    found = their_logits(tmp_path / "a", golden["tokens"])
+    np.testing.assert_allclose(found, golden["logits"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model_type, changes",
+    [
+        # As they are trained here: a tied head over a scaled embedding, and windows.
+        ("mistral", {}),
+        ("llama", {"mixers": ("attention",) * 2, "num_kv_heads": 2}),
+        ("llama", {"mixers": ("attention",) * 2, "tied_head": False}),
+    ],
+)
+def test_models_trained_here_mean_the_same_there(model_type, changes, tmp_path):
+    config = preset("transformer-tiny", 64)
+    small = {"mixers": config.mixers[:2], "model_dim": 64, "hidden_dim": 96}
+    config = dataclasses.replace(config, **small | changes, capacity=48, window=6)
+    model = LanguageModel(config, key=jax.random.key(0))
+    assert save_pretrained(model, tmp_path / "a") == model_type
+    tokens = jax.random.randint(jax.random.key(1), (2, 24), 0, 64, jnp.int32)
+    ours = jax.jit(lambda m, t: m.logits(m.encode(m.embed(t))))(model, tokens)
+    theirs = their_logits(tmp_path / "a", tokens)
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_transformers_writes_is_read(dtype, tmp_path):
+    """Sharded and in half precision, as most checkpoints are."""
+    there = transformers.AutoModelForCausalLM.from_pretrained(
+        FAMILIES / "llama3", dtype=getattr(torch, dtype)
+    )
+    there.save_pretrained(tmp_path / "a", max_shard_size="20KB")
+    assert (tmp_path / "a" / "model.safetensors.index.json").exists()
+    convert(tmp_path / "a", tmp_path / "b", dtype=dtype)
+    tokens = np.load(FAMILIES / "llama3" / "logits.npz", allow_pickle=False)["tokens"]
+    before, after = (their_logits(tmp_path / folder, tokens) for folder in "ab")
+    np.testing.assert_array_equal(before, after)
+
+
+def test_the_tokenizer_is_the_same_there(tmp_path):
+    """Also where transformers would rather build its family's own."""
+    model, _ = load_pretrained(FAMILIES / "llama2")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    cuts = tokenizers.pre_tokenizers
+    made.pre_tokenizer = cuts.Sequence(
+        [cuts.Digits(individual_digits=True), cuts.ByteLevel(add_prefix_space=False)]
+    )
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(cuts.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["one two  12 three\n\n1 four"] * 2, trainer)
+    save_pretrained(model, tmp_path / "a", made.to_str().encode())
+    there = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
+    text = "two  12\n\n1 three"
+    assert there.encode(text) == made.encode(text).ids
+    assert there.decode(there.encode(text)) == text

@@ -1,0 +1,166 @@
+"""HMT in and out of files under the official names."""
+
+import dataclasses
+import json
+
+import chex
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt, rmt
+from memjax.models.hmt.checkpoint import load_hmt, load_official, save_hmt
+from memjax.models.lora import LoraConfig, add_lora, merge_lora
+
+CONFIG = HMTConfig(segment=6, sensory=2, memories=3, retrieval_dim=5)
+SIZES = ModelConfig(
+    mixers=("attention",),
+    vocab_size=19,
+    model_dim=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    hidden_dim=12,
+    capacity=32,
+    dtype="float32",
+    tied_head=False,
+)
+HF = {
+    "model_type": "llama",
+    "vocab_size": 19,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def build(config=CONFIG, **changes):
+    sizes = dataclasses.replace(SIZES, **changes)
+    backbone = LanguageModel(sizes, key=jax.random.key(0))
+    return hmt(backbone, config, key=jax.random.key(1))
+
+
+def parameters(model):
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        build(),
+        build(dataclasses.replace(CONFIG, retrieval=False)),
+        build(mixers=("gated_deltanet",)),
+        rmt(LanguageModel(SIZES, key=jax.random.key(3)), 6, key=jax.random.key(4)),
+    ],
+    ids=["hmt", "stage 1", "recurrent", "rmt"],
+)
+def test_what_is_saved_is_loaded(model, tmp_path):
+    save_hmt(model, tmp_path / "saved", b"{}")
+    loaded = load_hmt(tmp_path / "saved")
+    assert loaded.config == model.config
+    # A model of ours says more than its Hugging Face config can hold.
+    assert loaded.pretrained.capacity == model.pretrained.capacity == 32
+    chex.assert_trees_all_equal(parameters(loaded), parameters(model))
+    assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == b"{}"
+
+
+def test_the_names_are_the_official_ones(tmp_path):
+    model = build()
+    save_hmt(model, tmp_path / "saved")
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    memory = {n: x for n, x in tensors.items() if not n.startswith("memory_cell.model")}
+    assert {name: x.shape for name, x in memory.items()} == {
+        "memory_cell.memory": (1, 8),
+        "mem": (1, 8),
+        "cross_attn.wq.weight": (5, 8),
+        "cross_attn.wk.weight": (5, 8),
+    }
+    np.testing.assert_array_equal(memory["mem"][0], model.summary_prompt.get_value())
+    np.testing.assert_array_equal(memory["cross_attn.wk.weight"].T, model.key[...])
+    name = "memory_cell.model.model.layers.0.mlp.up_proj.weight"
+    expected = model.backbone.blocks[0].feed_forward.get_value().up
+    np.testing.assert_array_equal(tensors[name].T, expected)
+
+
+def test_adapters_are_merged(tmp_path):
+    backbone = LanguageModel(SIZES, key=jax.random.key(0))
+    adapted = add_lora(backbone, LoraConfig(rank=2), jax.random.key(1))
+    model = hmt(adapted, CONFIG, key=jax.random.key(1))
+    save_hmt(model, tmp_path / "saved")
+    loaded = load_hmt(tmp_path / "saved")
+    merged = parameters(merge_lora(model.backbone))
+    chex.assert_trees_all_equal(parameters(loaded.backbone), merged)
+
+
+def official(tmp_path, config=CONFIG, **changes):
+    """A checkpoint as the official program has it, some tensors changed."""
+    save_hmt(build(config), tmp_path / "saved")
+    tensors = load_file(tmp_path / "saved" / "model.safetensors")
+    tensors["memory_cell.mem_map.linear.weight"] = np.zeros((8, 8), np.float32)
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = np.zeros(value, np.float32)
+    save_file(tensors, tmp_path / "official.safetensors")
+    return tmp_path / "official.safetensors"
+
+
+def test_an_official_checkpoint_gives_its_retrieval_width(tmp_path):
+    open_width = dataclasses.replace(CONFIG, retrieval_dim=None)
+    model = load_official(official(tmp_path), HF, open_width)
+    assert model.config.retrieval_dim == 5
+    chex.assert_trees_all_equal(parameters(model), parameters(build()))
+    # The recurrence alone, as in stage 1, of the same file.
+    without = dataclasses.replace(CONFIG, retrieval=False)
+    model = load_official(tmp_path / "official.safetensors", HF, without)
+    assert not hasattr(model, "query")
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        (dict(mem=None), "1 wrong tensors: 'mem' is missing"),
+        (
+            dict(memory_cell__memory=(1, 9), mem=(2, 8)),
+            r"'memory_cell.memory' has the shape \[1, 9\], expected \[1, 8\].*"
+            r"'mem' has the shape \[2, 8\], expected \[1, 8\]",
+        ),
+        (dict(cross_attn__wk__weight=(4, 8)), r"wk.* \[4, 8\], expected \[5, 8\]"),
+        (dict(other=(1,)), "'other' is not of this model"),
+        (
+            {"memory_cell__model__model__norm__weight": None},
+            "norm.weight' is missing",
+        ),
+    ],
+)
+def test_a_wrong_checkpoint_is_refused_by_tensor(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        load_official(official(tmp_path, **changes), HF, CONFIG)
+
+
+def test_a_backbone_of_another_width_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"\[19, 8\].*expected \[19, 16\]"):
+        load_official(official(tmp_path), HF | {"hidden_size": 16}, CONFIG)
+
+
+def test_a_folder_must_say_what_its_memory_is(tmp_path):
+    official(tmp_path)
+    file = tmp_path / "saved" / "config.json"
+    record = json.loads(file.read_text())
+    assert record.pop("memjax_hmt")["segment"] == 6
+    file.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="does not say what its memory is"):
+        load_hmt(tmp_path / "saved")
+    assert load_hmt(tmp_path / "saved", CONFIG).config == CONFIG
+    with pytest.raises(ValueError, match="not an empty folder"):
+        save_hmt(build(), tmp_path / "saved")

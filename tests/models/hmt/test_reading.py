@@ -1,0 +1,164 @@
+"""Embeddings in: texts read whole, rows that end early, masks that cannot be."""
+
+import dataclasses
+import functools
+import inspect
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.language_model.config import Architecture
+
+B, T, V, D = 3, 8, 19, 16
+CONFIG = ModelConfig(
+    mixers=("attention", "sliding_window", "gated_deltanet"),
+    vocab_size=V,
+    model_dim=D,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    hidden_dim=24,
+    window=3,
+    capacity=2 * T,
+    dtype="float32",
+    remat=False,
+)
+LEARNED = dataclasses.replace(
+    CONFIG,
+    mixers=("attention", "attention"),
+    architecture=Architecture(
+        norm="layer",
+        norm_first=False,
+        feed_forward="relu",
+        positions="learned",
+        learned_positions=2 * T + 2,
+        embedding_dim=12,
+    ),
+)
+CONFIGS = {"hybrid": CONFIG, "learned": LEARNED}
+TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
+
+
+@functools.cache
+def build(name):
+    return LanguageModel(CONFIGS[name], key=jax.random.key(0))
+
+
+@nnx.jit
+def read(model, state, x, mask=None):
+    return model.read(state, x, mask)
+
+
+@nnx.jit
+def read_ragged(model, state, x, lengths, mask=None):
+    return model.read_ragged(state, x, lengths, mask)
+
+
+def row(tree, b):
+    return jax.tree.map(lambda leaf: leaf[b : b + 1], tree)
+
+
+def close(actual, expected):
+    chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_text_read_whole_is_a_text_read_from_the_empty_state(name):
+    model = build(name)
+    x = model.embed(TOKENS)
+    assert x.shape == (B, T, model.width)
+    encode = nnx.jit(lambda model, x: model.encode(x))
+    _, features = read(model, model.init_state(B), x)
+    assert features.shape == (B, T, model.width)
+    close(encode(model, x), features)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_that_end_early_are_rows_read_alone(name):
+    """Also when they go on; nothing of what lay behind their end is left."""
+    model = build(name)
+    x, lengths = model.embed(TOKENS), [0, 3, T]
+    state, _ = read(model, model.init_state(B), x)
+    after = read_ragged(model, state, x, jnp.array(lengths))
+    for b, n in enumerate(lengths):
+        alone = row(state, b)
+        if n:
+            alone, _ = read(model, alone, x[b : b + 1, :n])
+        close(row(after, b), alone)
+
+
+def test_rows_that_end_early_with_a_mask():
+    model, x = build("learned"), build("learned").embed(TOKENS)
+    mask, lengths = jnp.ones((B, T), bool).at[:, 1].set(False), [3, 3, 3]
+    after = read_ragged(model, model.init_state(B), x, jnp.array(lengths), mask)
+    expected, _ = read(model, model.init_state(B), x[:, :3], mask[:, :3])
+    close(after, expected)
+    np.testing.assert_array_equal(after[-1], [2, 2, 2])
+
+
+def test_remat_changes_nothing_with_a_mask():
+    mask = jnp.ones((B, T), bool).at[0, :2].set(False)
+
+    def gradient(remat):
+        graph, params = nnx.split(
+            LanguageModel(
+                dataclasses.replace(LEARNED, remat=remat), key=jax.random.key(0)
+            )
+        )
+
+        def loss(params):
+            model = nnx.merge(graph, params)
+            features = model.encode(model.embed(TOKENS), mask)
+            return (model.logits(features) ** 2).mean()
+
+        return jax.jit(jax.grad(loss))(params)
+
+    plain = gradient(False)
+    close(gradient(True), plain)
+    for leaf in jax.tree.leaves(plain):
+        assert np.isfinite(leaf).all()
+    assert sum(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(plain)) > 10
+
+
+def test_what_cannot_be_read_is_refused():
+    model, learned = build("hybrid"), build("learned")
+    x = model.embed(TOKENS)
+    state, ones = model.init_state(B), jnp.ones((B, T), bool)
+    for call in (
+        lambda: model.read(state, x, ones),
+        lambda: model.encode(x, ones),
+        lambda: model.read_ragged(state, x, jnp.array([1, 2, 3]), ones),
+    ):
+        with pytest.raises(ValueError, match="mask must be None .*'gated_deltanet'"):
+            call()
+    with pytest.raises(ValueError, match=r"3 rows.* 12 channels, got \[3, 8, 16\]"):
+        learned.read(learned.init_state(B), x)
+    with pytest.raises(ValueError, match=r"x must have 2 rows"):
+        model.read(model.init_state(2), x)
+    for lengths in (jnp.array([1, 2]), jnp.array([1.0, 2.0, 3.0])):
+        with pytest.raises(ValueError, match=r"lengths must be integers \[3\], got"):
+            inspect.unwrap(LanguageModel.read_ragged)(model, state, x, lengths)
+    for mask in (ones[:, 1:], ones.astype(jnp.int32)):
+        with pytest.raises(ValueError, match=r"mask must be bool\[3, 8\].* got"):
+            inspect.unwrap(LanguageModel.encode)(learned, learned.embed(TOKENS), mask)
+    text = jnp.zeros((1, 2 * T + 1, D))
+    with pytest.raises(ValueError, match="x has 17 tokens, capacity is 16"):
+        model.encode(text)
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        (dict(positions="learned"), "learned_positions must be at least 3"),
+        (dict(learned_positions=4), "learned_positions must be 0 with rope, got 4"),
+        (dict(embedding_dim=0), "embedding_dim must be at least 1, got 0"),
+    ],
+)
+def test_architectures_that_cannot_be_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Architecture(**wrong)

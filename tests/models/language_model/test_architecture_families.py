@@ -1,0 +1,154 @@
+"""Published families: tiny random checkpoints and transformers' logits for them.
+
+`golden/make_family_goldens.py` made both.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.models.checkpoints.hf_config import from_hf_config
+from memjax.models.checkpoints.hf_export import to_hf_config
+from memjax.models.checkpoints.tensor_names import (
+    parameters_from_tensors,
+    tensors_from_parameters,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "families"
+NAMES = sorted(path.name for path in GOLDEN.iterdir())
+PIECE = 5
+
+
+def read_safetensors(path):
+    """The format by hand: a header of JSON behind its length, then float32 numbers."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    tensors = {}
+    for name, place in json.loads(raw[8:start]).items():
+        if name != "__metadata__":
+            first, last = place["data_offsets"]
+            numbers = np.frombuffer(raw[start + first : start + last], np.float32)
+            tensors[name] = numbers.reshape(place["shape"])
+    return tensors
+
+
+@functools.cache
+def family(name):
+    """The model, and what transformers gave."""
+    hf_config = json.loads((GOLDEN / name / "config.json").read_text())
+    tensors = read_safetensors(GOLDEN / name / "model.safetensors")
+    shapes = {key: value.shape for key, value in tensors.items()}
+    config = from_hf_config(hf_config)
+    model = parameters_from_tensors(config, shapes, tensors.__getitem__)
+    with np.load(GOLDEN / name / "logits.npz") as golden:
+        return model, dict(golden)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encode(graph, params, tokens, mask):
+    model = nnx.merge(graph, params)
+    return model.logits(model.encode(model.embed(tokens), mask))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _read(graph, params, state, tokens, mask):
+    model = nnx.merge(graph, params)
+    state, features = model.read(state, model.embed(tokens), mask)
+    return state, model.logits(features)
+
+
+def read_in_pieces(model, tokens, mask, size):
+    graph, params = nnx.split(model)
+    state, logits = model.init_state(len(tokens)), []
+    for at in range(0, tokens.shape[1], size):
+        piece = None if mask is None else mask[:, at : at + size]
+        state, y = _read(graph, params, state, tokens[:, at : at + size], piece)
+        logits.append(y)
+    return np.concatenate(logits, axis=1)
+
+
+def close(actual, expected, where=...):
+    np.testing.assert_allclose(actual[where], expected[where], rtol=0, atol=1e-4)
+
+
+def test_there_is_a_checkpoint_of_every_family():
+    assert NAMES == [
+        *("llama2", "llama3", "llama_linear", "llama_yarn"),
+        *("mistral", "opt", "opt_350m", "qwen2"),
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name):
+    model, golden = family(name)
+    logits = _encode(*nnx.split(model), golden["tokens"], None)
+    assert np.abs(golden["logits"]).max() > 1
+    close(logits, golden["logits"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_is_not_seen_whole_or_in_pieces(name):
+    """Nor later, from the cache; the padded tokens' own logits have no meaning."""
+    model, golden = family(name)
+    tokens, mask = golden["tokens"], golden["mask"]
+    # What is masked makes a difference.
+    assert np.abs(golden["padded"] - golden["logits"])[mask].max() > 0.1
+    close(_encode(*nnx.split(model), tokens, mask), golden["padded"], mask)
+    close(read_in_pieces(model, tokens, mask, PIECE), golden["padded"], mask)
+
+
+@pytest.mark.parametrize("name", ["llama_yarn", "mistral", "opt_350m"])
+def test_tokens_one_by_one(name):
+    model, golden = family(name)
+    close(read_in_pieces(model, golden["tokens"], None, 1), golden["logits"])
+
+
+def test_positions_beyond_the_table_are_nan():
+    model, _ = family("opt")
+    tokens = np.zeros((1, model.config.capacity + 2), np.int32)
+    state = model.init_state(1)
+    mask = jnp.ones((1, PIECE), bool)
+    graph, params = nnx.split(model)
+    for at in range(0, 30, PIECE):
+        state, _ = _read(graph, params, state, tokens[:, at : at + PIECE], mask)
+    _, y = _read(graph, params, state, tokens[:, :PIECE], mask)
+    np.testing.assert_array_equal(np.isnan(y).all(axis=-1)[0], [0, 0, 1, 1, 1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_export_is_what_was_imported(name):
+    model, _ = family(name)
+    record = json.loads(json.dumps(to_hf_config(model.config)))
+    assert from_hf_config(record) == model.config
+    tensors = read_safetensors(GOLDEN / name / "model.safetensors")
+    exported = dict(tensors_from_parameters(model))
+    assert exported.keys() == tensors.keys()
+    for key, value in tensors.items():
+        np.testing.assert_array_equal(exported[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["llama_linear", "llama_yarn", "opt_350m", "qwen2"])
+def test_transformers_takes_the_export(name):
+    torch = pytest.importorskip("torch", reason="needs the optional package torch")
+    transformers = pytest.importorskip(
+        "transformers", reason="needs the optional package transformers"
+    )
+    model, golden = family(name)
+    record = to_hf_config(model.config)
+    config = transformers.AutoConfig.for_model(**record)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tensors = {
+        key: torch.tensor(np.array(value))
+        for key, value in tensors_from_parameters(model)
+    }
+    lacking, unknown = theirs.load_state_dict(tensors, strict=False)
+    assert not unknown and set(lacking) <= {"lm_head.weight"}
+    with torch.no_grad():
+        ids = torch.tensor(golden["tokens"], dtype=torch.long)
+        close(theirs(ids).logits.numpy(), golden["logits"])

@@ -1,0 +1,385 @@
+"""M+-Attn: every token and head takes rows of the store by its attention scores."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.data.mplus_tasks.lessons import Lesson, Target
+from memjax.models import LanguageModel, ModelConfig, Sampling
+from memjax.models.checkpoints.memory_state import load_memory, save_memory
+from memjax.models.mplus import attention_retrieval
+from memjax.models.mplus.attention_retrieval import Seeker
+from memjax.models.mplus.checkpoint import load_mplus, load_official, save_mplus
+from memjax.models.mplus.model import memoryllm, mplus
+from memjax.models.mplus.state import LayerStore, MPlusConfig, Store
+from memjax.training.mplus import tasks as mplus_tasks
+
+B, V, D, L, G, HEADS, H = 2, 19, 8, 2, 2, 4, 4
+K, N, C, R, M = 2, 4, 3, 3, 8
+# The pool is full after two chunks; four more fill the store.
+T = 6 * C + 2
+SIZES = ModelConfig(
+    mixers=("attention",) * L,
+    vocab_size=V,
+    model_dim=D,
+    num_heads=HEADS,
+    num_kv_heads=G,
+    head_dim=H,
+    hidden_dim=12,
+    capacity=64,
+    rope_theta=100.0,
+    dtype="float32",
+    tied_head=False,
+)
+CONFIG = MPlusConfig(
+    tokens=K,
+    pool=N,
+    chunk=C,
+    least_chunk=1,
+    retrieved=R,
+    store=M,
+    retrieval="attention",
+    rank=2,
+    alpha=4.0,
+)
+TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
+BACKBONE = LanguageModel(SIZES, key=jax.random.key(0))
+
+near = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
+
+
+def build(make=mplus, **changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    model = make(BACKBONE, config, key=jax.random.key(2))
+    # Learned parts begin as no change at all.
+    for i, part in enumerate((model.write_adapter, model.read_adapter, model.position)):
+        key = jax.random.key(3 + i)
+        draw = lambda x, key=key: x + 0.3 * jax.random.normal(key, x.shape)
+        part.set_value(jax.tree.map(draw, part.get_value()))
+    return model
+
+
+MODEL = build()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _verb(graph, name, params, state, *args):
+    return getattr(nnx.merge(graph, params), name)(state, *args)
+
+
+def verb(name, state, *args, model=MODEL):
+    graph, params = nnx.split(model)
+    return _verb(graph, name, params, state, *args)
+
+
+def close(actual, expected, tolerance=2e-5):
+    chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# One layer against numpy.
+
+
+def turned(x, position):
+    """RoPE by its definition: channels i and i + H/2 are a complex number."""
+    half = x.shape[-1] // 2
+    pairs = x[..., :half] + 1j * x[..., half:]
+    pairs = pairs * np.exp(1j * position * 100.0 ** (-np.arange(half) / half))
+    return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+def best(scores, born):
+    """Places of the R best of a token and head, oldest first; of equals the first."""
+    places = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:R]
+    return sorted(places, key=lambda i: (born[i], i))
+
+
+@pytest.mark.parametrize("at_once", [2**26, 400])
+def test_every_token_and_head_attends_to_its_best_rows(at_once, monkeypatch):
+    """Small whole numbers, so that many scores and births are alike."""
+    monkeypatch.setattr(attention_retrieval, "MAX_SCORES", at_once)
+    random, t, slots, held = np.random.default_rng(0), 5, 7, [M, 2]
+    whole = lambda *shape: random.integers(-2, 3, shape).astype(np.float32)
+    normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
+    plain, query = whole(B, t, HEADS, H), normal(B, t, HEADS, H)
+    key, value = normal(B, slots, G, H), normal(B, slots, G, H)
+    keys, values, born = whole(B, M, G, H), normal(B, M, G, H), whole(B, M)
+    # What is in empty places is nobody's.
+    keys[1, 2:], values[1, 2:] = 9, np.nan
+    flat = lambda x: jnp.asarray(x.reshape(B, M, -1))
+    layer = LayerStore(flat(values), flat(keys), jnp.asarray(born, jnp.int32))
+    none = jnp.zeros(B, jnp.int32)
+    store = Store((layer,), jnp.zeros((B, M)), jnp.array(held, jnp.int32), none)
+    seeker = Seeker(SIZES, R, store)
+    visible, before = random.random((B, slots)) < 0.6, np.array([2, 0], np.int32)
+    for row in range(B):
+        visible[row, before[row] : before[row] + t] = True
+    attend = jax.jit(lambda *args: (seeker.attend(0, *args), seeker.chosen.pop()))
+    given = map(jnp.asarray, (plain, query, key, value, before, visible))
+    y, chosen = attend(*given)
+    assert chosen.shape == (B, t, HEADS, R)
+    for row, token, head in np.ndindex(B, t, HEADS):
+        group, count = head // (HEADS // G), held[row]
+        scores = keys[row, :count, group] @ plain[row, token, head]
+        expected = best(scores, born[row])
+        place = chosen[row, token, head]
+        assert place[R - len(expected) :].tolist() == expected
+        found = [turned(keys[row, j, group], i + 1) for i, j in enumerate(expected)]
+        sees = visible[row] & (np.arange(slots) <= before[row] + token)
+        all_keys = np.concatenate([found, key[row, sees, group]])
+        logits = all_keys @ query[row, token, head] / np.sqrt(H)
+        weights = np.exp(logits) / np.exp(logits).sum()
+        stored = values[row, expected, group]
+        all_values = np.concatenate([stored, value[row, sees, group]])
+        near(y[row, token, head], weights @ all_values)
+
+
+# The whole model.
+
+
+def weights(layer, name, adapter):
+    """A matrix [D, heads, H] of a layer, with its adapter's change."""
+    block = BACKBONE.blocks[layer]
+    change = adapter[layer]["mixer"][name]
+    scale = CONFIG.alpha / CONFIG.rank
+    product = np.tensordot(change.down, change.up, 1)
+    return np.asarray(getattr(block.mixer.get_value(), name)) + scale * product
+
+
+def seen_by(layer, name, x):
+    """What the layer that reads makes of x: queries, keys or values [..., heads, H]."""
+    x = np.asarray(x, np.float64)
+    norm = np.asarray(BACKBONE.blocks[layer].mixer_norm.get_value())
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + SIZES.norm_epsilon) * norm
+    return np.tensordot(x, weights(layer, name, MODEL.read_adapter.get_value()), 1)
+
+
+@pytest.fixture(name="told", scope="module")
+def _told():
+    """A memory whose store is full, and one before its last update."""
+    state = verb("inject", MODEL.init_state(B), TOKENS[:, : 5 * C])
+    return state, verb("inject", state, TOKENS[:, 5 * C :])
+
+
+def test_dropped_rows_are_stored_as_keys_and_values(told):
+    before, _ = told
+    assert before.store.held.tolist() == [6, 6]
+    new = jax.random.normal(jax.random.key(5), (B, L, K, D))
+    dropped = jnp.array([[[0, 2], [1, 3]], [[2, 3], [0, 1]]], jnp.int32)
+    after = verb("update", before, new, dropped)
+    assert after.store.held.tolist() == [M, M]
+    for layer, row, i in np.ndindex(L, B, K):
+        at = int(dropped[row, layer, i])
+        vector, store = before.pool[row, layer, at], after.store.layers[layer]
+        near(store.keys[row, 6 + i], seen_by(layer, "key", vector).ravel())
+        near(store.rows[row, 6 + i], seen_by(layer, "value", vector).ravel())
+        # The clock has gone on by K, and so have ages.
+        age = int(before.ages[row, layer, at])
+        assert store.born[row, 6 + i] == before.clock[row] - age
+
+
+def test_a_read_takes_the_rows_of_best_attention(told):
+    _, state = told
+    assert state.store.held.tolist() == [M, M] and state.filled.tolist() == [2, 2]
+    question = TOKENS[:, 4:9]
+    _, trace = verb("trace_read", state, question)
+    assert trace.scores is None and trace.chosen.shape == (L, B, 5, HEADS, R)
+    different = set()
+    for layer, row in np.ndindex(L, B):
+        store = jax.tree.map(lambda x, row=row: x[row], state.store.layers[layer])
+        keys = np.asarray(store.keys).reshape(M, G, H)
+        queries = seen_by(layer, "query", trace.hidden[layer, row])
+        for token, head in np.ndindex(5, HEADS):
+            scores = keys[:, head // (HEADS // G)] @ queries[token, head]
+            expected = best(scores, np.asarray(store.born))
+            assert trace.chosen[layer, row, token, head].tolist() == expected
+            different.add((layer, row, *expected))
+    # Tokens and heads do not agree.
+    assert len(different) > 10 * L * B / 2
+
+
+def test_all_rows_of_a_small_store_are_read_as_the_retriever_reads_them():
+    """With no choice left: the same rows, order, positions and attention."""
+    by_attention = build(retrieved=M)
+    learned = build(retrieved=M, retrieval="learned", key_dim=3)
+    question, logits = TOKENS[:, :5], []
+    for model in (by_attention, learned):
+        state = model.init_state(B)
+        for start in (0, 3 * C):
+            piece = TOKENS[:, start : start + 3 * C]
+            state = verb("inject", state, piece, model=model)
+            logits.append(verb("read", state, question, model=model)[1])
+        assert state.store.held.tolist() == [M, M]
+    close(logits[:2], logits[2:])
+    assert np.abs(logits[0] - logits[1]).max() > 1e-3
+
+
+# The law of models.
+
+
+@pytest.fixture(name="steps", scope="module")
+def _steps():
+    states, logits = [MODEL.init_state(B)], []
+    for t in range(T):
+        state, y = verb("__call__", states[-1], TOKENS[:, t : t + 1])
+        states.append(state)
+        logits.append(y)
+    return states, jnp.concatenate(logits, axis=1)
+
+
+def test_a_text_equals_its_tokens_one_by_one(steps):
+    states, logits = steps
+    close(verb("__call__", states[0], TOKENS), (states[-1], logits))
+    size = C + 1
+    for t in range(T - size + 1):
+        result = verb("__call__", states[t], TOKENS[:, t : t + size])
+        close(result, (states[t + size], logits[:, t : t + size]))
+
+
+def test_a_text_is_read_as_a_question_is(steps):
+    """No token chooses for another, so that it is the same who else asks."""
+    states, logits = steps
+    assert states[6 * C].filled.tolist() == [0] * B
+    _, read = verb("read", states[6 * C], TOKENS[:, 6 * C :])
+    close(read, logits[:, 6 * C :])
+
+
+def test_nothing_reads_ahead_and_what_was_dropped_is_not_forgotten(steps):
+    states, logits = steps
+    for at in (C + 1, T - 3):
+        changed = TOKENS.at[:, at].set((TOKENS[:, at] + 1) % V)
+        _, other = verb("__call__", states[0], changed)
+        near(other[:, :at], logits[:, :at])
+        assert np.abs(other - logits).max(axis=-1)[:, [at, T - 1]].min() > 1e-5
+    # The store alone tells the last tokens something.
+    store = states[-2].store
+    layers = tuple(x._replace(rows=x.rows[:, ::-1]) for x in store.layers)
+    moved = states[-2]._replace(store=store._replace(layers=layers))
+    _, other = verb("__call__", moved, TOKENS[:, -1:])
+    assert np.abs(other - logits[:, -1:]).max(axis=(1, 2)).min() > 1e-5
+
+
+def test_rows_stand_at_different_places(steps):
+    states, logits = steps
+    state = verb("reset", states[-C - 2], jnp.array([True, False]))
+    tokens = TOKENS[:, -C - 1 :]
+    after, y = verb("__call__", state, tokens)
+    _, fresh = verb("__call__", states[0], tokens)
+    close(y[0], fresh[0])
+    close(y[1], logits[1, -C - 1 :])
+    assert after.held.tolist() == [K, N]
+    chex.assert_tree_all_finite(after)
+
+
+def test_answers_go_on_with_the_store(told):
+    _, state = told
+    prompt, count = TOKENS[:, 5:9], 3
+    greedy = Sampling(temperature=0.0)
+    key = jax.random.key(0)
+    answer = MODEL.generate(state, prompt, count, key=key, sampling=greedy)
+    text = jnp.concatenate([prompt, answer[:, :-1]], axis=1)
+    _, logits = verb("read", state, text)
+    np.testing.assert_array_equal(answer, np.argmax(logits[:, 3:], axis=-1))
+
+
+# Learning.
+
+
+def test_there_is_no_retriever():
+    names = {"backbone", "write_adapter", "read_adapter", "bos", "position"}
+    assert {*nnx.to_pure_dict(nnx.state(MODEL))} == names
+    state = jax.eval_shape(lambda: MODEL.init_state(B))
+    assert state.queries is None
+    assert {x.keys.shape for x in state.store.layers} == {(B, M, G * H)}
+    assert {x.rows.shape for x in state.store.layers} == {(B, M, G * H)}
+    # Nor slots of what it would have found.
+    assert state.reading.visible.shape == (B, 1 + N + C)
+
+
+def test_a_step_has_no_retriever_loss_and_scores_every_token(told):
+    text = TOKENS[:, :7]
+    lesson = Lesson(
+        chunks=TOKENS[:, None, 7 : 7 + C],
+        lengths=jnp.full((B, 1), C, jnp.int32),
+        target=Target(text[:, :-1], text[:, 1:], jnp.ones((B, 6), jnp.float32)),
+        asks=jnp.array([2, 4], jnp.int32),
+        keep=jnp.ones(B, bool),
+    )
+    memory = mplus_tasks.first_memory(MODEL, B, 6, jax.random.key(0))
+    closed = told[0]._replace(filled=jnp.zeros(B, jnp.int32))
+    memory = memory._replace(state=closed)
+    graph, params, rest = nnx.split(MODEL, nnx.Param, ...)
+
+    def loss(params):
+        model = nnx.merge(graph, params, rest)
+        return mplus_tasks.task_loss(model, "multi_chunk", memory, lesson, 3)
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (total, (after, losses)), grads = run(params)
+    assert losses.retriever is None and after.state.store.held.tolist() == [M, M]
+    _, logits = verb("read", after.state, text[:, :-1])
+    scores = jax.nn.log_softmax(logits)
+    near(total, -jnp.take_along_axis(scores, text[:, 1:, None], axis=-1).mean())
+    chex.assert_tree_all_finite(grads)
+    moved = {
+        name
+        for name, tree in nnx.to_pure_dict(grads).items()
+        if any(np.any(leaf) for leaf in jax.tree.leaves(tree))
+    }
+    assert moved == {"read_adapter", "bos"}
+
+
+# Files and bad input.
+
+
+def test_files_know_how_rows_are_found(told, tmp_path):
+    save_memory(tmp_path / "memory", MODEL, told[1])
+    chex.assert_trees_all_equal(load_memory(tmp_path / "memory", MODEL), told[1])
+    learned = build(retrieval="learned", key_dim=G * H)
+    message = "config.retrieval is 'attention' in the memory and 'learned' in the model"
+    with pytest.raises(ValueError, match=message):
+        load_memory(tmp_path / "memory", learned)
+    message = "retrieval must be 'learned' in a checkpoint of the official"
+    with pytest.raises(ValueError, match=message):
+        save_mplus(MODEL, tmp_path / "model")
+    save_mplus(learned, tmp_path / "model")
+    with pytest.raises(ValueError, match=message):
+        load_official(tmp_path / "model", config=CONFIG)
+    # MemoryLLM has no store, and is found in every file.
+    plain = build(memoryllm)
+    save_mplus(plain, tmp_path / "plain")
+    assert load_mplus(tmp_path / "plain").config == plain.config
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (dict(legacy=True), "legacy must be False with retrieval='attention', got"),
+        (
+            dict(retrieval_source="all"),
+            "retrieval_source must be 'prefix' with .*'all'",
+        ),
+        (dict(store_memory="host"), "store_memory must be 'device' with .* got 'host'"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **options)
+
+
+def test_a_read_is_given_what_it_needs(told):
+    tokens, (_, state) = TOKENS[:, :3], told
+    with pytest.raises(ValueError, match="prompt must be None with .* got 2"):
+        MODEL.read(state, tokens, prompt=2)
+    reading = state.reading
+    with pytest.raises(ValueError, match="state must be that of the reading .* None"):
+        MODEL.read_on(reading, tokens)
+    with pytest.raises(ValueError, match="state must be None .*alone=True, got a sta"):
+        MODEL.read_on(reading, tokens, alone=True, state=state)
+    with pytest.raises(ValueError, match="state must be None .*'learned'"):
+        build(retrieval="learned").read_on(reading, tokens, state=state)

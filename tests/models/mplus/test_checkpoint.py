@@ -1,0 +1,338 @@
+"""M+ in and out of files under the official names."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.language_model.config import Architecture
+from memjax.models.mplus import retriever
+from memjax.models.mplus.checkpoint import load_mplus, load_official, save_mplus
+from memjax.models.mplus.hf_config import mplus_config_from_hf
+from memjax.models.mplus.model import memoryllm, mplus
+from memjax.models.mplus.state import MPlusConfig
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "mplus"
+FILE = GOLDEN / "tiny_model.safetensors"
+HF = json.loads((GOLDEN / "config.json").read_text())
+CONFIG = MPlusConfig(
+    tokens=2, pool=6, chunk=4, least_chunk=1, retrieved=3, store=8, key_dim=5, rank=2
+)
+SIZES = ModelConfig(
+    mixers=("attention",) * 2,
+    vocab_size=19,
+    model_dim=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    hidden_dim=12,
+    capacity=32,
+    dtype="float32",
+    tied_head=False,
+)
+
+
+def build(make=mplus, **changes):
+    sizes = dataclasses.replace(SIZES, **changes)
+    model = make(LanguageModel(sizes, key=jax.random.key(0)), CONFIG, key=KEY)
+    # Adapters begin as no change at all.
+    draw = lambda x: x + jax.random.normal(KEY, x.shape)
+    model.write_adapter.set_value(jax.tree.map(draw, model.write_adapter.get_value()))
+    return model
+
+
+KEY = jax.random.key(1)
+
+
+def parameters(model):
+    return nnx.to_pure_dict(nnx.state(model))
+
+
+def official(tmp_path, **changes):
+    """The golden checkpoint with some tensors changed, `__` for a dot; None removes."""
+    tensors = load_file(FILE)
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = np.asarray(value, np.float32)
+    save_file(tensors, tmp_path / "official.safetensors")
+    return tmp_path / "official.safetensors"
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return load_official(FILE, HF)
+
+
+def test_an_official_checkpoint_comes_back_bit_by_bit(golden, tmp_path):
+    save_mplus(golden, tmp_path / "saved", b"{}")
+    expected = load_file(FILE)
+    found = load_file(tmp_path / "saved" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    # What transformers says otherwise, or says nothing of.
+    loose = {"bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp"}
+    loose |= {"initializer_range", "attention_dropout", "use_cache", "lora_config"}
+    assert {k: config[k] for k in HF if k not in loose} == {
+        k: v for k, v in HF.items() if k not in loose
+    }
+    lora = HF["lora_config"] | {"lora_dropout": 0.0}
+    lora["target_modules"] = sorted(lora["target_modules"])
+    config["lora_config"]["target_modules"].sort()
+    assert config["lora_config"] == lora
+    loaded = load_mplus(tmp_path / "saved")
+    chex.assert_trees_all_equal(parameters(loaded), parameters(golden))
+    assert loaded.config == golden.config
+    assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == b"{}"
+
+
+def test_every_part_has_its_place(golden):
+    """Against PyTorch's meaning of the names: y = x W^T, and B A of an adapter."""
+    tensors = load_file(FILE)
+    x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    at = "model.layers.1.self_attn"
+    for adapter, name in (("write", "default"), ("read", "decoder_adapter")):
+        change = getattr(golden, f"{adapter}_adapter").get_value()[1]["mixer"]["query"]
+        up = change.up.reshape(4, -1)
+        expected = x @ tensors[f"{at}.q_proj.lora_A.{name}.weight"].T
+        expected = expected @ tensors[f"{at}.q_proj.lora_B.{name}.weight"].T
+        np.testing.assert_allclose(x @ change.down @ up, expected, atol=1e-6)
+    for ours, theirs in (
+        ("query", "query_proj"),
+        ("key", "key_proj"),
+        ("encoder_query", "encoder_query_proj"),
+    ):
+        hidden = x @ tensors[f"{at}.{theirs}.0.weight"].T
+        hidden = hidden / (1 + np.exp(-hidden))
+        expected = hidden @ tensors[f"{at}.{theirs}.2.weight"].T
+        found = retriever.project(getattr(golden, ours).get_value(), 1, jnp.asarray(x))
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_array_equal(golden.bos[...], tensors["bos_embedding"][:, 0])
+    emb = tensors["new_memory_positional_emb"][0, 0]
+    np.testing.assert_array_equal(golden.position[...], emb)
+
+
+def test_a_text_begins_with_the_checkpoints_memory(tmp_path):
+    rng, tensors = np.random.default_rng(0), load_file(FILE)
+    ages = {f"ltm_ages__{i}": rng.permutation(20) * 5 for i in range(3)}
+    often = rng.normal(size=20)
+    recalls = {f"ltm_recall_frequencies__{i}": often for i in range(3)}
+    model = load_official(official(tmp_path, **ages, **recalls), HF)
+    state = model.init_state(2)
+    np.testing.assert_array_equal(state.pool[1], tensors["memory"])
+    assert state.held.tolist() == [32, 32] and not state.ages.any()
+    store = state.store
+    assert store is not None and store.held.tolist() == [20, 20]
+    assert store.fresh.tolist() == [0, 0]
+    np.testing.assert_array_equal(store.recalls[1, :20], often.astype(np.float32))
+    for i, layer in enumerate(store.layers):
+        np.testing.assert_array_equal(layer.rows[1, :20], tensors[f"ltm.{i}"])
+        np.testing.assert_array_equal(layer.keys[1, :20], tensors[f"ltm_keys.{i}"])
+        age = state.clock[1] - layer.born[1, :20]
+        np.testing.assert_array_equal(age, ages[f"ltm_ages__{i}"])
+    save_mplus(model, tmp_path / "saved")
+    loaded = load_mplus(tmp_path / "saved")
+    chex.assert_trees_all_equal(parameters(loaded), parameters(model))
+
+
+def test_ages_are_not_rounded(tmp_path):
+    many = {f"ltm_ages__{i}": np.arange(20) * 513 for i in range(3)}
+    model = load_official(official(tmp_path, **many), HF)
+    with pytest.raises(ValueError, match="must be 'float32' .*ages of up to 9747"):
+        save_mplus(model, tmp_path / "half", dtype="bfloat16")
+    assert not (tmp_path / "half").exists()
+
+
+def test_the_config_is_read():
+    assert mplus_config_from_hf(HF) == MPlusConfig(
+        tokens=8,
+        pool=32,
+        retrieved=16,
+        store=72,
+        key_dim=16,
+        rank=4,
+        alpha=8.0,
+        merge_every=3,
+        recalls=3.0,
+    )
+    # The published sizes are the defaults.
+    published = HF | dict(num_tokens=256, num_blocks=50, num_ltm_blocks=10)
+    published |= dict(update_ltm_frequency=60, initial_rf_when_moving_stm_to_ltm=10)
+    published |= dict(selector_hidden_dim=256, ltm_initial_size=5120)
+    published["lora_config"] = HF["lora_config"] | {"r": 16, "lora_alpha": 32}
+    assert mplus_config_from_hf(published) == MPlusConfig()
+    del published["num_ltm_blocks"]
+    alone = MPlusConfig(pool=12_800, retrieved=0)
+    assert mplus_config_from_hf(published) == alone
+
+
+@pytest.mark.parametrize(
+    "key,value,message",
+    [
+        ("num_tokens", 0, r"num_tokens must be a whole number in \[1, 1e\+09\], got 0"),
+        ("num_tokens", True, "num_tokens must be a whole number"),
+        ("num_tokens", 10**400, "num_tokens must be a whole number"),
+        ("num_blocks", 2, r"num_blocks must be a whole number in \[3, "),
+        ("num_ltm_blocks", -1, "num_ltm_blocks must be a whole number in"),
+        ("decay_frequency", float("nan"), "decay_frequency must be a number in"),
+        ("decay_frequency", "1", r"decay_frequency must be a number in .* got '1'"),
+        ("selector_hidden_dim", None, "selector_hidden_dim .* got None"),
+        ("lora_config", None, "lora_config must be an object, got None"),
+        ("lora_config", {"r": 4}, "lora_alpha must be a number"),
+        ("map_from_hidden_states", False, "map_from_hidden_states must be true"),
+        ("model_type", "gpt2", "model_type must be one of"),
+    ],
+)
+def test_a_wrong_config_is_refused_by_key(key, value, message):
+    with pytest.raises(ValueError, match=message):
+        load_official(FILE, HF | {key: value})
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        (dict(memory=None), "1 wrong tensors: 'memory' is missing"),
+        (dict(ltm__2=None), "'ltm.2' is missing"),
+        # The first layer's size is taken for that of all.
+        (dict(ltm__1=np.zeros((19, 64))), r"'ltm.1' .*\[19, 64\], expected \[20, 64\]"),
+        (dict(ltm__0=np.zeros(())), r"'ltm.0' has the shape \[\], expected \[1, 64\]"),
+        (
+            dict(bos_embedding=np.zeros((3, 64)), other=np.zeros(1)),
+            r"2 wrong .*'other' is not of .*\[3, 64\], expected \[3, 1, 64\]",
+        ),
+        (
+            dict(model__layers__0__mlp__up_proj__base_layer__weight=None),
+            "1 wrong .*'model.layers.0.mlp.up_proj.base_layer.weight' is missing",
+        ),
+        (
+            dict(model__layers__0__self_attn__key_proj__2__weight=np.zeros((16, 9))),
+            r"self_attn.key_proj.2.weight' .* expected \[16, 32\]",
+        ),
+        (dict(ltm_ages__0=np.full(20, 0.5)), "ltm_ages must be whole numbers"),
+        (dict(ltm_ages__0=np.full(20, -1)), "ltm_ages must be whole numbers"),
+        (dict(ltm_ages__0=np.full(20, np.inf)), "ltm_ages must be whole numbers"),
+        (dict(ltm_recall_frequencies__1=np.ones(20)), "alike in all layers"),
+    ],
+)
+def test_a_wrong_checkpoint_is_refused_by_tensor(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        load_official(official(tmp_path, **changes), HF)
+
+
+def flagged(tmp_path, **flags):
+    """The golden checkpoint with MemoryLLM's flag, a byte, or others."""
+    file = tmp_path / "flagged.safetensors"
+    save_file(load_file(FILE) | flags, file)
+    return file
+
+
+def test_memoryllms_flag_is_heeded(golden, tmp_path):
+    config = dataclasses.replace(golden.config, retrieved=0)
+    load = lambda **flags: load_official(flagged(tmp_path, **flags), HF, config)
+    one, none = np.ones((), np.uint8), np.zeros((), np.uint8)
+    alone = load(initialized=one)
+    chex.assert_trees_all_equal(
+        parameters(alone), parameters(load_official(FILE, HF, config))
+    )
+    with pytest.raises(ValueError, match="initialized must not be 0: .*'memory' was n"):
+        load(initialized=none)
+    with pytest.raises(ValueError, match=r"'initialized' has the shape \[1\]"):
+        load(initialized=one[None])
+    with pytest.raises(ValueError, match=r"'other' has the number format U8.*'BF16'\)"):
+        load(initialized=one, other=one)
+    with pytest.raises(ValueError, match="'memory' has the number format U8"):
+        load(memory=np.ones((3, 32, 64), np.uint8))
+    with pytest.raises(ValueError, match="'initialized' has the number format I64"):
+        load(initialized=np.ones((), np.int64))
+    # Without the flag the program would not read what is saved.
+    save_mplus(alone, tmp_path / "saved", dtype="bfloat16")
+    found = load_file(tmp_path / "saved" / "model.safetensors")["initialized"]
+    assert (found.dtype, found.shape, found) == (np.uint8, (), 1)
+    for loaded in (
+        load_mplus(tmp_path / "saved"),
+        load_official(tmp_path / "saved", None, config),
+    ):
+        # Of the states, which begin with the checkpoint's pool.
+        rounded = alone.init_state(1).pool.astype(jnp.bfloat16).astype(jnp.float32)
+        np.testing.assert_array_equal(loaded.init_state(1).pool, rounded)
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path):
+    config = mplus_config_from_hf(HF)
+    with pytest.raises(ValueError, match="room for the 20 rows .* got 16"):
+        load_official(FILE, HF, dataclasses.replace(config, store=16))
+    with pytest.raises(ValueError, match=r"'memory' .*\[3, 32, 64\].*\[3, 40, 64\]"):
+        load_official(FILE, HF, dataclasses.replace(config, pool=40))
+    with pytest.raises(ValueError, match="stored must be 'output' in a checkpoint"):
+        load_official(FILE, HF, dataclasses.replace(config, stored="input"))
+    with pytest.raises(ValueError, match="hf_config must be given"):
+        load_official(FILE)
+    (tmp_path / "model.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match="is a pickle"):
+        load_official(tmp_path / "model.pt", HF)
+
+
+def test_without_a_store_its_tensors_are_passed_over(golden):
+    config = dataclasses.replace(golden.config, retrieved=0)
+    model = load_official(FILE, HF, config)
+    assert not hasattr(model, "query") and model.init_state(1).store is None
+    np.testing.assert_array_equal(model.bos[...], golden.bos[...])
+
+
+def test_a_single_adapter_writes_and_reads(tmp_path):
+    tensors = load_file(FILE)
+    one = {n.replace(".", "__"): None for n in tensors if "decoder_adapter" in n}
+    model = load_official(official(tmp_path, **one), HF | {"add_decoder_lora": False})
+    reads, writes = model.read_adapter, model.write_adapter
+    chex.assert_trees_all_equal(reads.get_value(), writes.get_value())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        build(),
+        build(memoryllm),
+        build(tied_head=True, architecture=Architecture(scale_embedding=False)),
+        build(architecture=Architecture(qkv_bias=True)),
+        build(architecture=Architecture(norm="layer")),
+    ],
+    ids=["mplus", "memoryllm", "tied", "qwen2", "own format"],
+)
+def test_what_is_saved_is_loaded(model, tmp_path):
+    save_mplus(model, tmp_path / "saved")
+    loaded = load_mplus(tmp_path / "saved")
+    assert loaded.config == model.config and loaded.initial is None
+    chex.assert_trees_all_equal(parameters(loaded), parameters(model))
+    assert loaded.backbone.config.dtype == "float32"
+    half = load_mplus(tmp_path / "saved", dtype="bfloat16")
+    assert half.backbone.config.dtype == "bfloat16"
+    with pytest.raises(ValueError, match="not an empty folder"):
+        save_mplus(model, tmp_path / "saved")
+
+
+def test_a_folder_must_say_what_its_memory_is(tmp_path):
+    save_mplus(build(), tmp_path / "saved")
+    file = tmp_path / "saved" / "config.json"
+    record = json.loads(file.read_text())
+    for wrong, message in [
+        (None, "must hold config and initial_rows under memjax_mplus, got None"),
+        ({"config": {}, "initial_rows": -1}, "initial_rows must be null or at least 0"),
+        ({"config": {"other": 1}, "initial_rows": None}, "config.other is not a field"),
+        # A memory that is not there.
+        (record["memjax_mplus"] | {"initial_rows": 2}, "'memory' is missing"),
+    ]:
+        file.write_text(json.dumps(record | {"memjax_mplus": wrong}))
+        with pytest.raises(ValueError, match=message):
+            load_mplus(tmp_path / "saved")

@@ -1,0 +1,67 @@
+"""M+'s layers: what memory is kept of them, and what a text begins with."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.language_model.layers import normalize
+from memjax.models.mplus.layers import init_bos, write_layer
+from memjax.models.mplus.model import mplus
+from memjax.models.mplus.state import MPlusConfig
+
+B, V, D, L, K, C = 2, 19, 8, 3, 2, 4
+BACKBONE = LanguageModel(
+    ModelConfig(
+        mixers=("attention",) * L,
+        vocab_size=V,
+        model_dim=D,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        hidden_dim=12,
+        capacity=64,
+        dtype="float32",
+    ),
+    key=jax.random.key(0),
+)
+TOKENS = jax.random.randint(jax.random.key(1), (B, C), 0, V)
+
+
+@functools.cache
+def build(stored):
+    config = MPlusConfig(
+        tokens=K, pool=6, chunk=C, least_chunk=1, retrieved=0, stored=stored, rank=2
+    )
+    model = mplus(BACKBONE, config, key=jax.random.key(2))
+    model.position.set_value(jax.random.normal(jax.random.key(3), (D,)))
+    return model
+
+
+@pytest.mark.parametrize("count", [1, K, C])
+def test_what_a_layer_is_given_is_what_the_one_before_makes(count):
+    """Beside the position, which is added before every layer."""
+    pair, tokens = [build("output"), build("input")], TOKENS[:, :count]
+    memory = jax.random.normal(jax.random.key(4), (B, L, K, D))
+    made, given = (m.compress(m.init_state(B), tokens, memory) for m in pair)
+    new, p = min(count, K), pair[0].position.get_value()[None, None]
+    close = functools.partial(chex.assert_trees_all_close, rtol=2e-5, atol=2e-5)
+    close(given[:, 1:, -new:], made[:, :-1, -new:] + p[None])
+    close(given[:, 0, -new:], BACKBONE.embed(tokens)[:, -new:] + p)
+    # Fewer tokens than K: the last old rows come along.
+    close(given[:, :, : K - new], memory[:, :, new:] + p[None])
+
+
+def test_bos_is_what_the_backbone_makes_of_a_first_position():
+    bos = init_bos(BACKBONE)
+    mean = BACKBONE.embedding.get_value().mean(axis=0)
+    np.testing.assert_array_equal(bos[0], mean)
+    _, expected = BACKBONE.read(BACKBONE.init_state(1), mean[None, None])
+    last, at = BACKBONE.blocks[-1].get_value(), jnp.zeros((1, 1), jnp.int32)
+    y = write_layer(BACKBONE.config, last, bos[-1][None, None], None, at, 1)
+    y = normalize(BACKBONE.norm.get_value(), y, BACKBONE.config.norm_epsilon)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,492 @@
+"""M+ and MemoryLLM keep the law of models, and their verbs agree with each other."""
+
+import collections
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.models import LanguageModel, ModelConfig, Sampling, generate
+from memjax.models.mplus.model import memoryllm, mplus
+from memjax.models.mplus.state import MPlusConfig
+
+B, V, D, L, K, N, C, R, M = 2, 19, 8, 2, 2, 6, 4, 3, 8
+# The pool is full after three chunks; three more put six rows into the store.
+T = 6 * C + 3
+SIZES = ModelConfig(
+    mixers=("attention",) * L,
+    vocab_size=V,
+    model_dim=D,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    hidden_dim=12,
+    capacity=64,
+    dtype="float32",
+    tied_head=False,
+)
+CONFIG = MPlusConfig(
+    tokens=K,
+    pool=N,
+    chunk=C,
+    least_chunk=2,
+    retrieved=R,
+    store=M,
+    key_dim=5,
+    rank=2,
+    alpha=4.0,
+)
+LEGACY = dataclasses.replace(CONFIG, legacy=True, merge_every=1, recalls=2.0, store=16)
+TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
+GREEDY = Sampling(temperature=0.0)
+TRACED = collections.Counter()
+
+
+@functools.cache
+def build(kind="mplus", **backbone):
+    sizes = dataclasses.replace(SIZES, **backbone)
+    plain = LanguageModel(sizes, key=jax.random.key(0))
+    make = memoryllm if kind == "memoryllm" else mplus
+    config = LEGACY if kind == "legacy" else CONFIG
+    if kind == "inputs":
+        config = dataclasses.replace(CONFIG, stored="input")
+    model = make(plain, config, key=jax.random.key(2))
+    # Learned parts begin as no change at all.
+    for i, part in enumerate((model.write_adapter, model.read_adapter, model.position)):
+        key = jax.random.key(3 + i)
+        draw = lambda x, key=key: x + 0.3 * jax.random.normal(key, x.shape)
+        part.set_value(jax.tree.map(draw, part.get_value()))
+    return model
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _call(graph, params, state, tokens):
+    TRACED[graph, tokens.shape] += 1
+    return nnx.merge(graph, params)(state, tokens)
+
+
+def run(model, state, tokens):
+    return _call(*nnx.split(model), state, tokens)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _verb(graph, name, params, state, *args):
+    return getattr(nnx.merge(graph, params), name)(state, *args)
+
+
+def verb(model, name, state, *args):
+    """`inject`, `flush`, `compress` or `read_on`, compiled."""
+    graph, params = nnx.split(model)
+    return _verb(graph, name, params, state, *args)
+
+
+def by_steps(model, state, tokens):
+    states, logits = [state], []
+    for t in range(tokens.shape[1]):
+        state, y = run(model, state, tokens[:, t : t + 1])
+        states.append(state)
+        logits.append(y)
+    return states, jnp.concatenate(logits, axis=1)
+
+
+def close(actual, expected, tolerance=2e-5):
+    chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(params=["mplus", "memoryllm", "inputs"], name="case", scope="module")
+def _case(request):
+    model = build(request.param)
+    states, logits = by_steps(model, model.init_state(B), TOKENS)
+    return model, states, logits
+
+
+def test_a_text_equals_its_tokens_one_by_one(case):
+    model, states, logits = case
+    close(run(model, states[0], TOKENS), (states[-1], logits))
+
+
+def test_calls_take_over_at_every_token(case):
+    """So that any split of a text gives what its tokens give."""
+    model, states, logits = case
+    size = C + 1
+    for t in range(T - size + 1):
+        result = run(model, states[t], TOKENS[:, t : t + size])
+        close(result, (states[t + size], logits[:, t : t + size]))
+
+
+def test_the_programs_store_keeps_the_law():
+    model = build("legacy")
+    states, logits = by_steps(model, model.init_state(B), TOKENS)
+    close(run(model, states[0], TOKENS), (states[-1], logits))
+    assert states[-1].store is not None
+    # Two of the three batches would go, and leave fewer than R: none goes.
+    assert states[-1].store.recalls[:, :6].tolist() == [[1, 1, 1, 1, 2, 2]] * B
+    _, other = run(build(), build().init_state(B), TOKENS)
+    assert np.abs(other - logits)[:, -1].max() > 1e-5
+
+
+def test_nothing_reads_ahead_and_the_past_is_not_forgotten(case):
+    model, states, logits = case
+    # In an early chunk, when the pool fills, and in the last that is written.
+    for at, later in ((C + 1, 3 * C), (T - 4, T - 1)):
+        changed = TOKENS.at[:, at].set((TOKENS[:, at] + 1) % V)
+        _, other = run(model, states[0], changed)
+        np.testing.assert_allclose(other[:, :at], logits[:, :at], atol=1e-5)
+        differs = np.abs(other - logits).max(axis=-1) > 1e-5
+        # The token itself changes its score, and what is read from its memory.
+        assert differs[:, at].all()
+        assert differs[:, later].all()
+
+
+def test_rows_are_independent_and_stand_at_different_places(case):
+    model, states, logits = case
+    at, size = 4 * C + 3, C + 1
+    state = model.reset(states[at], jnp.array([True, False]))
+    tokens = TOKENS[:, at : at + size]
+    after, y = run(model, state, tokens)
+    _, fresh = run(model, states[0], tokens)
+    close(y[0], fresh[0])
+    close(y[1], logits[1, at : at + size])
+    stepped, steps = by_steps(model, state, tokens)
+    close((after, y), (stepped[-1], steps))
+    assert after.held.tolist() == [K, N]
+    chex.assert_tree_all_finite(after)
+    # Another neighbour changes nothing.
+    changed = tokens.at[0].set((tokens[0] + 1) % V)
+    other, z = run(model, state, changed)
+    second = lambda tree: jax.tree.map(lambda x: x[1], tree)
+    close((second(other), z[1]), (second(after), y[1]), 1e-6)
+    assert np.abs(z[0] - y[0]).max() > 1e-4
+
+
+def test_reset_empties_rows_whose_random_numbers_go_on(case):
+    model, states, _ = case
+    used, fresh = states[-1], states[0]
+    state = model.reset(used, jnp.array([True, False]))
+    row = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
+    chex.assert_trees_all_equal(row(state, 1), row(used, 1))
+    np.testing.assert_array_equal(state.key, used.key)
+    assert np.any(used.key[0] != fresh.key[0])
+    anew = row(state._replace(key=fresh.key), 0)
+    chex.assert_trees_all_equal(anew, row(fresh, 0))
+
+
+def test_the_state_is_a_fixed_point_in_float32(case):
+    model, states, _ = case
+    kind = lambda x: (x.shape, x.dtype, x.weak_type)
+    expected = jax.tree.map(kind, states[0])
+    for state in (states[-1], run(model, states[0], TOKENS)[0]):
+        assert jax.tree.map(kind, state) == expected
+    for leaf in jax.tree.leaves(states[0]):
+        assert leaf.shape[0] == B
+        assert leaf.dtype in (jnp.float32, jnp.int32, jnp.uint32, bool)
+    # One trace for all the states that its tokens went through.
+    assert TRACED[nnx.graphdef(model), (B, 1)] == 1
+
+
+def test_gradients_are_finite_and_reach_what_the_loss_sees():
+    model = build()
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    state, _ = run(model, model.init_state(B), TOKENS)
+    # One row reads anew, and writes its chunk; the other starts its text.
+    state = state._replace(ready=jnp.zeros_like(state.ready))
+    state = model.reset(state, jnp.array([True, False]))
+    memory = state.store
+    assert memory is not None
+
+    def loss(params, pool, rows):
+        model = nnx.merge(graph, params, rest)
+        layers = tuple(
+            layer._replace(rows=x) for layer, x in zip(memory.layers, rows, strict=True)
+        )
+        store = memory._replace(layers=layers)
+        given = state._replace(pool=pool, store=store)
+        after, y = model(given, TOKENS[:, :1])
+        return (y**2).mean() + (after.pool**2).mean()
+
+    rows = tuple(layer.rows for layer in memory.layers)
+    found = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(params, state.pool, rows)
+    chex.assert_tree_all_finite(found)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(found):
+        name = jax.tree_util.keystr(path)
+        # The choice of rows has no gradient: the retriever has a loss of its own.
+        retriever = any(part in name for part in ("query'", "'key'")) and (
+            "adapter" not in name
+        )
+        assert (np.abs(leaf).max() > 0) != retriever, name
+
+
+def test_rows_of_a_batch_can_be_mapped_over():
+    model = build()
+    graph, params = nnx.split(model)
+    state, _ = run(model, model.init_state(B), TOKENS)
+    state = model.reset(state, jnp.array([True, False]))
+    tokens = TOKENS[:, :1]
+    one = lambda state, tokens: _call(
+        graph, params, *jax.tree.map(lambda x: x[None], (state, tokens))
+    )
+    mapped = jax.jit(jax.vmap(one))(state, tokens)
+    expected = run(model, state, tokens)
+    close(jax.tree.map(lambda x: x[:, 0], mapped), expected)
+
+
+def test_bfloat16_is_close_to_float32():
+    """Without a store, of which next to equal scores may choose other rows."""
+    low, high = build("memoryllm", dtype="bfloat16"), build("memoryllm")
+    state, y = run(low, low.init_state(B), TOKENS)
+    _, expected = run(high, high.init_state(B), TOKENS)
+    error = jnp.linalg.norm(y - expected) / jnp.linalg.norm(expected)
+    assert 0 < error < 0.1
+    assert {x.dtype for x in jax.tree.leaves(state)} == {
+        np.dtype(x) for x in (np.float32, np.int32, np.uint32, bool)
+    }
+
+
+def test_an_empty_memory_is_the_plain_backbone():
+    """With the adapter that reads: without its changes, the backbone itself."""
+    model = build()
+    plain = mplus(model.backbone, CONFIG, key=jax.random.key(0))
+    backbone = model.backbone
+    _, expected = run(backbone, backbone.init_state(B), TOKENS)
+    _, logits = run(plain, plain.init_state(B), TOKENS)
+    close(logits[:, :C], expected[:, :C], 1e-5)
+    assert np.abs(logits - expected)[:, C:].max(axis=-1).min() > 1e-4
+    _, adapted = run(model, model.init_state(B), TOKENS)
+    assert np.abs(adapted - expected)[:, :C].max() > 1e-3
+
+
+# The verbs.
+
+
+def test_the_store_is_read_once_there_is_one():
+    model, pool = build(), build("memoryllm")
+    (after, y), (_, z) = (run(m, m.init_state(B), TOKENS) for m in (model, pool))
+    assert after.store.held.tolist() == [6, 6]
+    same = (3 + 1) * C
+    close(y[:, :same], z[:, :same])
+    assert np.abs(y - z)[:, same:].max(axis=-1).min() > 1e-5
+
+
+@pytest.fixture(name="injected", scope="module")
+def _injected():
+    """The memory before each third of a text and after the last."""
+    model, states = build(), [build().init_state(B)]
+    for start in (0, 9, 18):
+        piece = TOKENS[:, start : start + 9]
+        states.append(verb(model, "inject", states[-1], piece))
+    assert [state.filled.tolist()[0] for state in states] == [0, 1, 2, 3]
+    return model, states
+
+
+def test_injecting_leaves_the_memory_of_reading(injected):
+    """But for the queries, which only tokens that were read have."""
+    model, states = injected
+    close(verb(model, "inject", states[0], TOKENS), states[-1])
+    read_, _ = run(model, states[0], TOKENS)
+    bare = lambda s: s._replace(reading=0, ready=0, queries=0, asked=0)
+    close(bare(states[-1]), bare(read_))
+    assert not states[-1].ready.any()
+
+
+def test_flush_writes_what_is_long_enough(injected):
+    model, (empty, one, two, _) = injected
+    assert CONFIG.least_chunk == 2
+    pick = lambda a, b: jax.tree.map(lambda x, y: jnp.stack([x[0], y[1]]), a, b)
+    state = pick(one, two)
+    after = verb(model, "flush", state)
+    assert after.filled.tolist() == [1, 0]
+    assert after.clock.tolist() == [2 * K, 5 * K]
+    assert after.tokens.tolist() == [[int(TOKENS[0, 8]), 0, 0, 0], [0] * C]
+    chex.assert_trees_all_equal(pick(after, empty), pick(state, empty))
+    new = verb(model, "compress", state, TOKENS[:, 16:18])
+    close(after.pool[1, :, -K:], new[1])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _read(graph, prompt, room, params, state, tokens):
+    return nnx.merge(graph, params).read(state, tokens, prompt=prompt, room=room)
+
+
+def read(model, state, tokens, prompt=None, room=0):
+    graph, params = nnx.split(model)
+    return _read(graph, prompt, room, params, state, tokens)
+
+
+def test_the_open_chunk_is_read(injected):
+    """With fewer rows in the store than are read, which leaves nothing to choose."""
+    model, (_, _, state, _) = injected
+    assert state.store.held.tolist() == [2, 2] and R == 3
+    question = TOKENS[:, :5]
+    _, logits = read(model, state, question)
+    shut = state._replace(filled=jnp.zeros_like(state.filled))
+    _, joined = read(model, shut, jnp.concatenate([TOKENS[:, 16:18], question], axis=1))
+    close(logits, joined[:, 2:])
+    _, without = read(model, shut, question)
+    assert np.abs(without - logits).max(axis=(1, 2)).min() > 1e-4
+    # One row has an open chunk, the other none.
+    mixed = state._replace(filled=state.filled.at[0].set(0))
+    _, both = read(model, mixed, question)
+    close(both, jnp.stack([without[0], logits[1]]))
+
+
+def test_the_prompt_chooses_and_the_rest_goes_on(injected):
+    model, (*_, state) = injected
+    tokens = TOKENS[:, 4:11]
+    _, whole = read(model, state, tokens, prompt=4)
+    reading, first = read(model, state, tokens[:, :4], room=3)
+    close(first, whole[:, :4])
+    one, rest = verb(model, "read_on", reading, tokens[:, 4:6])
+    last, end = verb(model, "read_on", one, tokens[:, 6:])
+    close(jnp.concatenate([rest, end], axis=1), whole[:, 4:])
+    assert last.length.tolist() == [3 + 7] * B
+    _, beyond = verb(model, "read_on", last, tokens[:, :1])
+    assert np.isnan(beyond).all()
+
+
+def test_answers_are_the_likeliest_tokens_of_a_reading(injected):
+    model, (*_, state) = injected
+    prompt, count = TOKENS[:, 5:9], 4
+    answer = model.generate(
+        state, prompt, count, key=jax.random.key(0), sampling=GREEDY
+    )
+    assert answer.shape == (B, count)
+    text = jnp.concatenate([prompt, answer[:, :-1]], axis=1)
+    _, logits = read(model, state, text, prompt=4)
+    np.testing.assert_array_equal(answer, np.argmax(logits[:, 3:], axis=-1))
+    one = model.generate(state, prompt, 1, key=jax.random.key(0), sampling=GREEDY)
+    np.testing.assert_array_equal(one, answer[:, :1])
+
+
+def test_generation_goes_on_beyond_a_chunk():
+    model = build()
+    state, drawn = generate(
+        model, model.init_state(B), TOKENS[:, : C + 1], T - C,
+        key=jax.random.key(0), sampling=GREEDY, segment=C + 1,
+    )  # fmt: skip
+    text = jnp.concatenate([TOKENS[:, : C + 1], drawn[:, :-1]], axis=1)
+    after, logits = run(model, model.init_state(B), text)
+    np.testing.assert_array_equal(drawn, np.argmax(logits[:, C:], axis=-1))
+    close(state, after)
+
+
+def test_a_seed_gives_the_same_memory_and_rows_draw_apart():
+    model = build("memoryllm")
+    same = jnp.broadcast_to(TOKENS[:1], TOKENS.shape)
+    states = [
+        run(model, model.init_state(B, key=jax.random.key(seed)), same)[0]
+        for seed in (0, 0, 1)
+    ]
+    chex.assert_trees_all_equal(states[0], states[1])
+    assert np.any(states[0].ages != states[2].ages)
+    assert np.any(states[0].ages[0] != states[0].ages[1])
+    assert np.any(states[0].ages[:, 0] != states[0].ages[:, 1])
+
+
+# Bad input.
+
+NEW = jnp.zeros((B, L, K, D), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda m, s: m(s, TOKENS.at[1, 3].set(V)), r"tokens must be in \[0, 19\)"),
+        (lambda m, s: m(s, TOKENS.at[1, 3].set(-1)), "tokens must be in .* got -1"),
+        (lambda m, s: m(s, TOKENS[:1]), "tokens must be integers .* 2 rows"),
+        (lambda m, s: m(s, TOKENS[:, :0]), "T >= 1"),
+        (lambda m, s: m.inject(s, TOKENS.at[1, 3].set(V)), "tokens must be in"),
+        (lambda m, s: m.inject(s, TOKENS[:, :0]), "T >= 1"),
+        (lambda m, s: m.compress(s, TOKENS[:, :5]), "at most chunk=4 .* got 5"),
+        (lambda m, s: m.compress(s, TOKENS[:, :0]), "T >= 1"),
+        (
+            lambda m, s: m.compress(s, TOKENS[:, :4], NEW[:, :, 1:]),
+            r"memory must be memory tokens \[2, 2, 2, 8\], got \[2, 2, 1, 8\]",
+        ),
+        (lambda m, s: m.update(s, NEW[:1]), "new must be memory tokens"),
+        (lambda m, s: m.read(s, TOKENS.at[0, 0].set(V)), "tokens must be in"),
+        (
+            lambda m, s: m.read(s, TOKENS[:, :3], prompt=0),
+            r"prompt must be in \[1, T=3",
+        ),
+        (lambda m, s: m.read(s, TOKENS[:, :3], prompt=4), "prompt must be .* got 4"),
+        (lambda m, s: m.read(s, TOKENS[:, :3], room=-1), "room must be at least 0"),
+        (lambda m, s: m.read(s, TOKENS[:, :3], beside_pool=True), "needs new memory"),
+        (
+            lambda m, s: m.read(s, TOKENS[:, :3], new=NEW[:, :1]),
+            "new must be memory tokens",
+        ),
+        (
+            lambda m, s: m.read(
+                s, TOKENS[:, :3], new=jnp.zeros((B, L, N + 1, D), jnp.float32)
+            ),
+            "new must have 1 to N=6 rows, got 7",
+        ),
+        (
+            lambda m, s: m.read(
+                s, TOKENS[:, :3], new=NEW, kept=jnp.zeros((B, L, N - K), jnp.int32)
+            ),
+            "kept must be .* with beside_pool",
+        ),
+        (
+            lambda m, s: m.read(
+                s,
+                TOKENS[:, :3],
+                new=NEW,
+                beside_pool=True,
+                kept=jnp.zeros((B, L, N), jnp.int32),
+            ),
+            r"kept must be \[B, L, N - n\] = \[2, 2, 4\]",
+        ),
+        (
+            lambda m, s: m.generate(s, TOKENS[:, :3], 0, key=jax.random.key(0)),
+            "max_new_tokens must be at least 1",
+        ),
+        (
+            lambda m, s: m.generate(s, TOKENS + V, 2, key=jax.random.key(0)),
+            "tokens must be in",
+        ),
+    ],
+)
+def test_every_bad_input_is_refused(call, message):
+    model = build()
+    with pytest.raises(ValueError, match=message):
+        call(model, model.init_state(B))
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (dict(tokens=0), "tokens must be at least 1, got 0"),
+        (dict(pool=7), "pool must be a multiple of tokens=2, got 7"),
+        (dict(chunk=1), "chunk must be at least tokens=2, got 1"),
+        (dict(least_chunk=5), r"least_chunk must be in \[1, chunk=4\], got 5"),
+        (dict(least_chunk=0), "least_chunk must be at least 1, got 0"),
+        (dict(retrieved=-1), "retrieved must be at least 0, got -1"),
+        (dict(store=2), "store must hold at least 3 rows"),
+        (dict(legacy=True), "store must hold at least 1200 rows"),
+        (dict(key_dim=0), "key_dim must be at least 1"),
+        (dict(rank=0), "rank must be at least 1"),
+        (dict(alpha=0.0), "alpha must be positive, got 0.0"),
+        (dict(decay=float("nan")), "decay must be positive, got nan"),
+        (dict(recalls=float("inf")), "recalls must be positive, got inf"),
+        (dict(merge_every=0), "merge_every must be at least 1"),
+    ],
+)
+def test_every_bad_size_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **options)
+
+
+@pytest.mark.parametrize(
+    "backbone", [dict(mixers=("attention", "sliding_window"), window=4)]
+)
+def test_other_backbones_are_refused(backbone):
+    sizes = dataclasses.replace(SIZES, **backbone)
+    plain = LanguageModel(sizes, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="attention in every layer.*sliding_window"):
+        mplus(plain, CONFIG, key=jax.random.key(0))

@@ -1,0 +1,249 @@
+"""M+ computes what the authors' program computes: memory tokens, stores, reads.
+
+`golden/mplus` holds numbers of that program; its README says how they were made. Its
+gradients and its retriever's loss are in `tests/training`.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.models.mplus import write as mplus_writing
+from memjax.models.mplus.checkpoint import load_official
+from memjax.models.mplus.hf_config import mplus_config_from_hf
+from memjax.models.mplus.model import MPlus
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "mplus"
+HF = json.loads((GOLDEN / "config.json").read_text())
+# The longest chunk of any scenario: 24 tokens.
+SIZES = dataclasses.replace(mplus_config_from_hf(HF), chunk=24, least_chunk=1)
+FROM_CREATION = dataclasses.replace(SIZES, eviction="frequency")
+CONFIGS = {
+    "C": FROM_CREATION,
+    "P": FROM_CREATION,
+    "A": dataclasses.replace(SIZES, legacy=True),
+    "B": dataclasses.replace(SIZES, legacy=True, merge_every=1),
+}
+LAYERS = range(HF["num_hidden_layers"])
+
+near = functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=0)
+same = np.testing.assert_array_equal
+
+
+@functools.cache
+def numbers(scenario):
+    """Arrays of a scenario, by what follows its name."""
+    arrays = np.load(GOLDEN / ("golden.npz" if scenario == "C" else "more.npz"))
+    start = f"{scenario}/"
+    return {k.removeprefix(start): arrays[k] for k in arrays if k.startswith(start)}
+
+
+@functools.cache
+def model(scenario) -> MPlus:
+    config = CONFIGS[scenario]
+    found = load_official(GOLDEN / "tiny_model.safetensors", HF, SIZES)
+    found.config = config
+    return found
+
+
+def ids(golden, step):
+    return jnp.asarray(golden[f"{step}/ids"], jnp.int32)
+
+
+def begin(scenario):
+    """The checkpoint's memory, with the ages that the scenario starts from."""
+    golden, state = numbers(scenario), model(scenario).init_state(1)
+    ages = golden.get("init/ltm_ages")
+    if ages is None:
+        ages = np.stack([golden[f"init/ltm_ages_{i}"] for i in LAYERS])
+    assert state.store is not None
+    layers = tuple(
+        layer._replace(born=layer.born.at[0, : ages.shape[1]].set(-ages[i].astype(int)))
+        for i, layer in enumerate(state.store.layers)
+    )
+    return state._replace(
+        ages=jnp.asarray(golden["init/memory_ages"], jnp.int32)[None],
+        store=state.store._replace(layers=layers),
+    )
+
+
+@functools.cache
+def writer():
+    """Compresses chunks of any length in one program, padded behind."""
+    graph, params = nnx.split(model("C"))
+
+    @jax.jit
+    def run(params, state, tokens, length):
+        model = nnx.merge(graph, params)
+        return mplus_writing.compress(model, state, tokens, length, None)
+
+    def write(state, tokens):
+        length = tokens.shape[1]
+        padded = jnp.pad(tokens, ((0, 0), (0, SIZES.chunk - length)))
+        return run(params, state, padded, jnp.array([length], jnp.int32))
+
+    return write
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _update(graph, params, state, new, dropped):
+    return nnx.merge(graph, params).update(state, new, dropped)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _trace_read(graph, params, state, tokens, new=None, kept=None):
+    model, beside = nnx.merge(graph, params), kept is not None
+    return model.trace_read(state, tokens, new=new, kept=kept, beside_pool=beside)
+
+
+def replay(scenario, check):
+    """The state after all steps, each of which `check` is shown."""
+    golden, state, m = numbers(scenario), begin(scenario), model(scenario)
+    split = nnx.split(m)
+    steps = {k.split("/")[0] for k in golden} - {"init"}
+    # An inject and a query of one number come in this order.
+    for step in sorted(steps, key=lambda step: (step[-2:], step)):
+        if step.startswith("query"):
+            check(step, state, None)
+            continue
+        new = writer()(state, ids(golden, step))
+        dropped = jnp.asarray(golden[f"{step}/dropped_idx"], jnp.int32)[None]
+        state = _update(*split, state, new, dropped)
+        check(step, state, new)
+    return state
+
+
+def check_memory(golden, step, state, new):
+    get = lambda name: golden[f"{step}/{name}"]
+    near(new[0], get("delta_memory"))
+    same(state.ages[0], get("memory_ages"))
+    store = state.store
+    fresh = int(store.fresh[0])
+    merged = int(store.held[0]) - fresh
+    # `update_step` is reckoned in memory tokens, as the cache is.
+    assert fresh == get("update_step") and bool(fresh) == bool(get("has_cache"))
+    whole = f"{step}/memory" in golden
+    if whole:
+        near(state.pool[0], get("memory"))
+    for i, layer in enumerate(store.layers):
+        ages = state.clock[0] - layer.born[0]
+        old, cached = slice(merged), slice(merged, merged + fresh)
+        same(ages[old], get(f"ltm_ages_{i}"))
+        same(store.recalls[0, old], get(f"ltm_rf_{i}"))
+        if whole:
+            near(layer.rows[0, old], get(f"ltm_{i}"))
+            near(layer.keys[0, old], get(f"ltm_keys_{i}"))
+        if fresh:
+            same(ages[cached], get("cache_ages")[i])
+        if fresh and whole:
+            near(layer.rows[0, cached], get("cache_mem")[i])
+            near(layer.keys[0, cached], get("cache_keys")[i])
+
+
+def check_read(golden, step, state, found):
+    get = lambda name: golden[f"{step}/{name}"]
+    logits, trace = found
+    near(logits[0], get("logits"))
+    near(trace.hidden[:, 0], get("hidden"))
+    if trace.chosen is None:
+        return
+    for i in LAYERS:
+        same(trace.chosen[i, 0], get(f"retr_final_{i}"))
+        born = state.store.layers[i].born[0, trace.chosen[i, 0]]
+        same(state.clock[0] - born, get(f"retr_final_ages_{i}"))
+        # The program scores nothing where it reads a short store again and again.
+        scores = golden.get(f"{step}/retr_scores_{i}")
+        if scores is not None:
+            near(trace.scores[i, 0, : len(scores)], scores)
+            assert np.all(np.isneginf(trace.scores[i, 0, len(scores) :]))
+
+
+@pytest.mark.parametrize("scenario", ["C", "A", "B"])
+def test_memory_and_reads(scenario):
+    """C: ages from creation. A: the release. B: the same, merged at every update.
+
+    The release gives equal ages no order; its reads were made again in that of their
+    index.
+    """
+    golden, m = numbers(scenario), model(scenario)
+    split, seen = nnx.split(m), []
+
+    def check(step, state, new):
+        seen.append(step)
+        if new is not None:
+            return check_memory(golden, step, state, new)
+        at = f"{step}/by_index" if f"{step}/by_index/ids" in golden else step
+        assert at != step or scenario == "C"
+        read = _trace_read(*split, state, ids(golden, at))
+        check_read(golden, at, state, read)
+
+    replay(scenario, check)
+    injects = sum(step.startswith("inject") for step in seen)
+    counts = {"C": (11, 5), "A": (10, 4), "B": (7, 3)}
+    assert (injects, len(seen) - injects) == counts[scenario]
+
+
+@pytest.fixture(name="prepared", scope="module")
+def _prepared():
+    """Memory after P, and its model."""
+    golden = numbers("P")
+    check = lambda step, state, new: check_memory(golden, step, state, new)
+    return model("P"), replay("P", check)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _read(graph, params, state, tokens, room, new=None):
+    return nnx.merge(graph, params).read(state, tokens, new=new, room=room)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _read_on(graph, params, reading, tokens, alone):
+    return nnx.merge(graph, params).read_on(reading, tokens, alone=alone)
+
+
+@pytest.mark.parametrize("memory", ["pool", "delta"])
+def test_decoding_with_the_cache(prepared, memory):
+    """Five tokens one by one, then three at once, without another retrieval."""
+    m, state = prepared
+    split, golden = nnx.split(m), numbers("D")
+    new = jnp.asarray(golden["delta/delta_memory"])[None]
+    tokens = ids(golden, f"{memory}/prefill")
+    new = new if memory == "delta" else None
+    reading, logits = _read(*split, state, tokens, 8, new)
+    near(logits[0], golden[f"{memory}/prefill/logits"])
+    for step in range(6):
+        at = f"{memory}/step{step}"
+        reading, logits = _read_on(*split, reading, ids(golden, at), memory == "delta")
+        near(logits[0], golden[f"{at}/logits"])
+    assert reading.length.tolist() == [6 + 5 + 3]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compress(graph, params, state, tokens, memory=None):
+    return nnx.merge(graph, params).compress(state, tokens, memory)
+
+
+def test_memory_tokens_by_hand(prepared):
+    m, state = prepared
+    split, golden = nnx.split(m), numbers("E")
+    first = _compress(*split, state, ids(golden, "compress"))
+    near(first[0], golden["compress/delta_memory"])
+    chained = _compress(*split, state, ids(golden, "chained"), first)
+    near(chained[0], golden["chained/delta_memory"])
+    two = jax.tree.map(lambda x: jnp.concatenate([x, x]), state)
+    batch = _compress(*split, two, ids(golden, "batch"))
+    near(batch, golden["batch/delta_memory"])
+    both = jnp.concatenate([first, chained], axis=2)
+    for step, new in (("alone", first), ("beside", first), ("beside_two", both)):
+        kept = None
+        if step != "alone":
+            kept = jnp.asarray(golden[f"{step}/kept_idx"], jnp.int32)[None]
+        found = _trace_read(*split, state, ids(golden, step), new, kept)
+        check_read(golden, step, state, found)

@@ -1,0 +1,242 @@
+"""M+'s long-term store against plain lists: what stays, and what is found."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memjax.models.mplus import store as long_term_store
+from memjax.models.mplus.state import LayerStore, MPlusConfig
+
+B, L, K, D, KEYS, R = 2, 2, 2, 1, 2, 3
+SIZES: dict[str, Any] = dict(
+    tokens=K, pool=4, chunk=4, least_chunk=1, retrieved=R, key_dim=KEYS
+)
+# Neither a multiple of K nor of what hypothesis gives at a time.
+OLDEST = MPlusConfig(**SIZES, store=7)
+BY_FREQUENCY = MPlusConfig(
+    **SIZES, store=16, eviction="frequency", merge_every=2, recalls=3.0
+)
+LEGACY = MPlusConfig(**SIZES, store=16, legacy=True, merge_every=2, recalls=3.0)
+
+same = np.testing.assert_array_equal
+_append = jax.jit(long_term_store.append, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _retrieve(config, store, layer, queries, asked):
+    return long_term_store.retrieve(config, store, layer, queries, asked)
+
+
+def told(born):
+    """What the pool dropped, [B, L, K]: every part of a row tells when it was born."""
+    born = np.asarray(born, np.int32)
+    wide = lambda i, d: jnp.asarray(np.repeat(born[:, i, :, None], d, 2), jnp.float32)
+    return tuple(
+        LayerStore(wide(i, D), 2 * wide(i, KEYS), jnp.asarray(born[:, i]))
+        for i in range(L)
+    )
+
+
+def held(store, row, layer):
+    """When the filled rows were born, by the three parts that tell it."""
+    count, part = int(store.held[row]), store.layers[layer]
+    born = np.asarray(part.born)[row, :count]
+    same(np.asarray(part.rows)[row, :count], np.repeat(born[:, None], D, 1))
+    same(np.asarray(part.keys)[row, :count], 2 * np.repeat(born[:, None], KEYS, 1))
+    return born.tolist()
+
+
+def batches(updates):
+    """Different births in [-20, ...) for every update, row of the batch and layer."""
+    size = updates * K
+    order = st.permutations(range(-20, size - 20))
+    return st.lists(order, min_size=B * L, max_size=B * L).map(
+        lambda all_: np.array(all_).reshape(B, L, updates, K)
+    )
+
+
+masks = st.lists(
+    st.lists(st.booleans(), min_size=B, max_size=B), min_size=9, max_size=9
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(batches(9), masks)
+def test_the_youngest_rows_stay(born, taken):
+    store, given_ = long_term_store.empty(OLDEST, B, L, D), {}
+    for update, mask in enumerate(taken):
+        new = born[:, :, update]
+        store = _append(OLDEST, store, told(new), jnp.array(mask))
+        for row in range(B):
+            for layer in range(L):
+                all_ = given_.setdefault((row, layer), [])
+                all_.extend(new[row, layer].tolist() if mask[row] else [])
+                expected = sorted(all_)[-OLDEST.store :]
+                assert sorted(held(store, row, layer)) == expected
+    assert store.fresh.tolist() == [0] * B
+
+
+class Program:
+    """One row and layer of the published program's store."""
+
+    def __init__(self, config):
+        self.config, self.rows, self.recalls, self.cache = config, [], [], []
+
+    def drop(self, rows):
+        self.cache += rows
+        if len(self.cache) < self.config.merge_every * K:
+            return
+        rows = self.rows + self.cache
+        recalls = self.recalls + [self.config.recalls] * len(self.cache)
+        left = [(r, f - 1) for r, f in zip(rows, recalls, strict=True) if f - 1 > 0.01]
+        if len(left) > self.config.retrieved:
+            rows, recalls = map(list, zip(*left, strict=True))
+        self.rows, self.recalls, self.cache = rows, recalls, []
+
+
+@settings(deadline=None, max_examples=30)
+@given(batches(9), masks)
+def test_rows_leave_by_their_recall_frequency(born, taken):
+    config = BY_FREQUENCY
+    store = long_term_store.empty(config, B, L, D)
+    programs = {(row, i): Program(config) for row in range(B) for i in range(L)}
+    for update, mask in enumerate(taken):
+        new = born[:, :, update]
+        store = _append(config, store, told(new), jnp.array(mask))
+        for (row, layer), program in programs.items():
+            if mask[row]:
+                program.drop(new[row, layer].tolist())
+            assert held(store, row, layer) == program.rows + program.cache
+            assert store.fresh[row] == len(program.cache)
+            merged = len(program.rows)
+            same(np.asarray(store.recalls)[row, :merged], program.recalls)
+
+
+def test_few_rows_are_not_merged_away():
+    """No more than R would be left: nothing goes, and no frequency falls."""
+    config = MPlusConfig(
+        **SIZES, store=12, eviction="frequency", merge_every=1, recalls=1.0
+    )
+    store, program = long_term_store.empty(config, B, L, D), Program(config)
+    for update in range(4):
+        new = np.full((B, L, K), update * K) + np.arange(K)
+        store = _append(config, store, told(new), jnp.array([True, False]))
+        program.drop(new[0, 0].tolist())
+        assert held(store, 0, 0) == program.rows and held(store, 1, 0) == []
+        same(np.asarray(store.recalls)[0, : len(program.rows)], program.recalls)
+    assert len(program.rows) == 8 and set(program.recalls) == {1.0}
+
+
+def filled(config, born, keys, merged=None):
+    """A store of given rows, in places that hold something else behind them."""
+    store = long_term_store.empty(config, B, L, D)
+    count, layers = len(born), []
+    for layer in store.layers:
+        junk = jax.tree.map(lambda x: jnp.full_like(x, 99), layer)
+        layers.append(
+            LayerStore(
+                rows=junk.rows.at[:, :count, 0].set(jnp.arange(count)[None] + 1.0),
+                keys=junk.keys.at[:, :count].set(jnp.asarray(keys, jnp.float32)[None]),
+                born=junk.born.at[:, :count].set(jnp.asarray(born, jnp.int32)[None]),
+            )
+        )
+    fresh = 0 if merged is None else count - merged
+    return store._replace(
+        layers=tuple(layers),
+        held=jnp.full(B, count, jnp.int32),
+        fresh=jnp.full(B, fresh, jnp.int32),
+    )
+
+
+T = 3
+ROWS = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(-2, 2), st.integers(-2, 2)), max_size=7
+)
+QUERIES = st.lists(
+    st.tuples(st.integers(-1, 1), st.integers(-1, 1), st.booleans()),
+    min_size=T,
+    max_size=T,
+)
+
+
+def find(config, store, layer, queries):
+    vectors = jnp.asarray([q[:2] for q in queries], jnp.float32)
+    asked = jnp.array([q[2] for q in queries])
+    # The second row of the batch asks nothing.
+    both = jnp.stack([asked, jnp.zeros_like(asked)])
+    return _retrieve(config, store, layer, jnp.tile(vectors[None], (B, 1, 1)), both)
+
+
+def probabilities(keys, queries):
+    """p in float64, by its definition."""
+    asked = np.array([q[:2] for q in queries if q[2]], float).reshape(-1, KEYS)
+    logits = asked @ np.asarray(keys, float).reshape(-1, KEYS).T
+    return (1 / (1 + np.exp(-logits))).mean(axis=0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ROWS, QUERIES)
+def test_the_likeliest_rows_are_found_oldest_first(rows, queries):
+    """Few different numbers, so that many scores and births are alike."""
+    born, keys = [row[0] for row in rows], [row[1:] for row in rows]
+    store = filled(OLDEST, born, np.array(keys, float).reshape(-1, KEYS))
+    found = find(OLDEST, store, 1, queries)
+    scores, count = np.asarray(found.scores[0]), len(rows)
+    assert np.all(np.isneginf(scores[count:]))
+    assert np.all(np.isneginf(found.scores[1])) and not found.real[1].any()
+    if not any(q[2] for q in queries):
+        assert not found.real.any() and not found.rows.any()
+        return
+    np.testing.assert_allclose(scores[:count], probabilities(keys, queries), atol=1e-6)
+    best = sorted(range(count), key=lambda place: (-scores[place], place))[:R]
+    expected = sorted(best, key=lambda place: (born[place], place))
+    real = np.asarray(found.real[0])
+    # Nothing stands before what was found.
+    assert real.tolist() == [False] * (R - len(best)) + [True] * len(best)
+    assert np.asarray(found.chosen)[0, real].tolist() == expected
+    same(np.asarray(found.rows)[0, real, 0], np.array(expected) + 1.0)
+    assert not np.asarray(found.rows)[0, ~real].any()
+    # Rows of no batch neighbour's making.
+    assert not found.rows[1].any()
+
+
+def test_of_equal_scores_the_first_are_found():
+    born, keys = [5, 1, 4, 2, 3], np.zeros((5, KEYS))
+    found = find(OLDEST, filled(OLDEST, born, keys), 0, [(1, 1, True)] * T)
+    # Places 0, 1, 2, by their births.
+    assert found.chosen[0].tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("merged", range(R + 2))
+def test_the_program_reads_a_short_store_again_and_again(merged):
+    """Of [0 ... merged) repeated, the last R; the drop cache counts from R rows on."""
+    born = [7, 6, 6, 5, 8, 0][: merged + 2]
+    keys = np.arange(merged + 2)[:, None] * np.ones((1, KEYS))
+    store = filled(LEGACY, born, keys, merged)
+    found = find(LEGACY, store, 1, [(1, 1, True)] * T)
+    if merged == 0:
+        assert not found.real.any() and not found.rows.any()
+        return
+    if merged < R:
+        places = (list(range(merged)) * R)[-R:]
+    else:
+        places = sorted(range(merged + 2), key=lambda place: -place)[:R]
+    expected = sorted(places, key=lambda place: (born[place], place))
+    assert found.chosen[0].tolist() == expected and found.real[0].all()
+    same(found.rows[0, :, 0], np.array(expected) + 1.0)
+    probability = probabilities(keys, [(1, 1, True)])
+    np.testing.assert_allclose(found.scores[0, : merged + 2], probability, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [OLDEST, BY_FREQUENCY, LEGACY])
+def test_an_empty_store_finds_nothing(config):
+    store = long_term_store.empty(config, B, L, D)
+    found = find(config, store, 0, [(1, 1, True)] * T)
+    assert not found.real.any() and not found.rows.any()
+    assert np.all(np.isneginf(found.scores))

@@ -1,0 +1,60 @@
+"""The loss in chunks is the loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.models import loss
+
+B, T, D, V = 2, 7, 4, 5
+FEATURES = jax.random.normal(jax.random.key(0), (B, T, D))
+HEAD = jax.random.normal(jax.random.key(1), (D, V))
+TARGETS = jax.random.randint(jax.random.key(2), (B, T), 0, V)
+
+
+def run(head, features):
+    return loss.token_losses(lambda x: x @ head, features, TARGETS, V)
+
+
+# 1, 2, 3 and all 7 positions of both rows at a time; a budget too small takes 1.
+@pytest.mark.parametrize("at_a_time,chunk", [(0, 1), (20, 2), (39, 3), (70, 7)])
+def test_chunks_give_each_targets_negative_log_likelihood(
+    monkeypatch, at_a_time, chunk
+):
+    monkeypatch.setattr(loss, "LOGITS_AT_A_TIME", at_a_time)
+    shapes = []
+
+    def logits(x):
+        shapes.append(x.shape)
+        return x @ HEAD
+
+    losses = loss.token_losses(logits, FEATURES, TARGETS, V)
+    scores = np.asarray(FEATURES, np.float64) @ np.asarray(HEAD, np.float64)
+    expected = np.log(np.exp(scores).sum(-1)) - np.take_along_axis(
+        scores, np.asarray(TARGETS)[..., None], -1
+    ).squeeze(-1)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
+    assert set(shapes) == {(B, chunk, D)}
+
+
+def test_gradients_do_not_see_the_chunks(monkeypatch):
+    weights = jnp.linspace(0, 1, B * T).reshape(B, T)
+    gradient = lambda: jax.grad(lambda *x: (run(*x) * weights).sum(), (0, 1))(
+        HEAD, FEATURES
+    )
+    whole = gradient()
+    monkeypatch.setattr(loss, "LOGITS_AT_A_TIME", 20)
+    for a, b in zip(gradient(), whole, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_last_places_are_those_of_the_last_targets_that_count():
+    mask = jnp.asarray([[1.0, 1, 0, 1, 1, 0], [0, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+    places = loss.last_places(mask, 3)
+    assert places.tolist()[0] == [1, 3, 4]
+    assert places.tolist()[1][-1] == 2
+    assert places.tolist()[2] == [3, 4, 5]
+    kept = jnp.take_along_axis(loss.last_targets(mask, 3), places, axis=1)
+    assert kept.sum(axis=1).tolist() == [3, 1, 3]
+    assert loss.last_places(mask, 9).shape == mask.shape

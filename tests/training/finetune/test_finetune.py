@@ -1,0 +1,269 @@
+"""Fine-tuning runs: two stages, resuming in the second, what a folder holds."""
+
+import dataclasses
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.cli import main as cli
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.hmt.checkpoint import load_hmt
+from memjax.models.hmt.model import HMT, HMTConfig
+from memjax.training import LoopConfig, StepConfig
+from memjax.training import pretrain as run
+from memjax.training.finetune import finetune
+from memjax.training.finetune import start as finetune_start
+from memjax.training.finetune.config import (
+    PAPER_SIZES,
+    FinetuneConfig,
+    SampleConfig,
+    TwoStageConfig,
+    presets,
+)
+
+SEGMENT = 8
+MODEL = ModelConfig(
+    mixers=("attention",),
+    vocab_size=256,
+    model_dim=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    hidden_dim=8,
+    window=SEGMENT,
+    capacity=32,
+    dtype="float32",
+    remat=False,
+)
+
+
+@pytest.fixture(name="base", scope="module")
+def _base(tmp_path_factory):
+    """A trained backbone, and how its texts are read."""
+    folder = tmp_path_factory.mktemp("texts")
+    rng = np.random.default_rng(0)
+    for i in range(6):
+        words = rng.choice(["memory", "window", "block", "state"], size=30)
+        (folder / f"{i}.txt").write_text(" ".join(words))
+    source, cache = f"folder:{folder}", folder / "cache"
+    config = run.RunConfig(
+        model=MODEL,
+        data=run.DataConfig(
+            source, "bytes", context_length=16, batch_size=2, cache_dir=cache
+        ),
+        loop=LoopConfig(steps=1, save_every=1, log_every=1),
+    )
+    backbone = tmp_path_factory.mktemp("backbone")
+    run.train(config, backbone)
+    return backbone, SampleConfig(source, batch_size=2, cache_dir=cache)
+
+
+def stages(samples):
+    first = FinetuneConfig(
+        hmt=HMTConfig(segment=SEGMENT, sensory=2, memories=3, retrieval=False),
+        window=SEGMENT,
+        data=samples,
+        loop=LoopConfig(steps=2, save_every=1, log_every=1),
+    )
+    memory = dataclasses.replace(first.hmt, retrieval=True)
+    return TwoStageConfig(first, dataclasses.replace(first, hmt=memory, depth=3))
+
+
+@pytest.fixture(name="whole", scope="module")
+def _whole(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    outcome = finetune.finetune_two_stages(stages(base[1]), base[0], folder)
+    assert (outcome.reason, outcome.step) == ("finished", 2)
+    return folder
+
+
+def losses(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [(r["step"], r["values"]["loss"]) for r in records if r["kind"] == "train"]
+
+
+def leaves(folder):
+    return jax.tree.leaves(nnx.state(finetune.load(folder)[1]))
+
+
+def test_both_stages_resume_bit_for_bit_in_the_middle_of_the_second(
+    base, whole, tmp_path, monkeypatch
+):
+    steps, programs = [], finetune._programs
+
+    def interrupted(described, mesh):
+        create, step = programs(described, mesh)
+
+        def counted(state, batch):
+            steps.append(1)
+            if len(steps) == 4:
+                raise KeyboardInterrupt
+            return step(state, batch)
+
+        return create, counted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "_programs", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finetune.finetune_two_stages(stages(base[1]), base[0], tmp_path)
+    assert finetune.load(tmp_path / "stage2")[0].config.depth == 3
+    finetune.finetune_two_stages(stages(base[1]), base[0], tmp_path)
+    for stage in ("stage1", "stage2"):
+        assert losses(tmp_path / stage) == losses(whole / stage)
+    for a, b in zip(leaves(tmp_path), leaves(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_stage_2_keeps_backbone_and_first_memory_and_draws_the_rest(base, whole):
+    described, trained = finetune.load(whole / "stage1")
+    assert isinstance(trained, HMT) and not trained.config.retrieval
+    config = stages(base[1]).stage2
+    before, variables, _ = finetune_start.starting_point(config, None, whole / "stage1")
+    state = nnx.to_pure_dict(variables)
+    kept = nnx.to_pure_dict(nnx.state(trained))
+    for name in ("backbone", "initial_memory"):
+        same = jax.tree.map(np.array_equal, state[name], kept[name])
+        assert all(jax.tree.leaves(same))
+    assert set(state) - set(kept) == {"summary_prompt", "query", "key"}
+    assert before.backbone_digest == described.backbone_digest
+    assert before.start_digest == finetune.digest(trained)
+
+
+def test_a_run_is_read_back_without_its_backbone(base, whole):
+    described, model = finetune.load_model(whole)
+    assert isinstance(described, finetune.FinetuneRun)
+    assert described.model == MODEL and described.config == stages(base[1]).stage2
+    assert isinstance(model, HMT) and described.data.context_length == 3 * SEGMENT
+    original = nnx.state(run.load_model(base[0])[1])
+    moved = jax.tree.map(
+        lambda a, b: not np.array_equal(a, b), original, nnx.state(model.backbone)
+    )
+    assert all(jax.tree.leaves(moved))
+
+
+@pytest.fixture(name="window", scope="module")
+def _window(base, tmp_path_factory):
+    """The baseline, with adapters."""
+    folder = tmp_path_factory.mktemp("window")
+    config = dataclasses.replace(stages(base[1]).stage1, memory="window", train="lora")
+    finetune.finetune(config, base[0], folder)
+    return folder
+
+
+def test_the_baseline_is_the_backbone_with_windows_and_lora_freezes_it(base, window):
+    _, model = finetune.load(window)
+    assert isinstance(model, LanguageModel)
+    assert model.config.mixers == ("sliding_window",)
+    original = run.load_model(base[0])[1]
+    assert finetune.digest(finetune.load_backbone(window).model) != finetune.digest(
+        original
+    )
+    frozen = model.blocks[0].mixer.frozen.get_value()
+    kept = original.blocks[0].mixer.get_value()
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, frozen, kept)))
+
+
+def test_a_finetuned_run_is_evaluated_and_writes_text(whole, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["eval", str(whole), "--split", "test", "--segment", "8"])
+    assert stop.value.code == 0
+    found = json.loads((whole / "eval-test.json").read_text())["perplexity"]["all"]
+    # Its summary reads ahead: not all targets count.
+    assert found["perplexity"] != found["all_targets"]
+    with pytest.raises(SystemExit) as stop:
+        words = ["generate", str(whole), "--prompt", "memory block", "--tokens", "2"]
+        cli.main(words)
+    assert stop.value.code == 0 and "memory block" in capsys.readouterr().out
+
+
+def test_a_finetuned_run_is_exported_under_the_official_names(whole, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["export", str(whole), str(tmp_path / "out")])
+    assert not stop.value.code
+    loaded, (_, trained) = load_hmt(tmp_path / "out"), finetune.load(whole)
+    # Not the same parameters: the embedding's scale goes into the embedding.
+    tokens = jnp.arange(2 * SEGMENT + 3, dtype=jnp.int32)[None]
+    assert isinstance(trained, HMT)
+    answers = [model(model.init_state(1), tokens)[1] for model in (loaded, trained)]
+    chex.assert_trees_all_close(*answers, atol=1e-4)
+
+
+def test_another_backbone_is_refused_where_a_run_goes_on(base, whole, window):
+    with pytest.raises(ValueError, match="backbone_digest was"):
+        finetune.finetune(stages(base[1]).stage1, window, whole / "stage1")
+    with pytest.raises(ValueError, match="must have been trained on backbone="):
+        finetune.finetune(stages(base[1]).stage2, window, whole, whole / "stage1")
+
+
+def test_starts_that_cannot_be_are_refused(base, whole, window, tmp_path):
+    two = stages(base[1])
+    for config, start, message in (
+        (two.stage2, whole / "stage2", "must be a run of stage 1.* has retrieval"),
+        (two.stage2, window, "that run has no memory"),
+        (two.stage1, whole / "stage1", "hmt.retrieval=True, got memory='hmt' and Fa"),
+        (dataclasses.replace(two.stage2, train="lora"), whole / "stage1", "train='lo"),
+        (two.stage2, base[0], "backbone_digest|config.data|is not a field"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            finetune.finetune(config, None, tmp_path / "new", start)
+    wider = run.RunConfig(
+        model=dataclasses.replace(MODEL, model_dim=16),
+        data=run.DataConfig(
+            base[1].source, "bytes", context_length=16, cache_dir=base[1].cache_dir
+        ),
+        loop=LoopConfig(steps=1),
+    )
+    run.train(wider, tmp_path / "wider")
+    with pytest.raises(ValueError, match="the backbone's width of 16, got 8"):
+        finetune.finetune(
+            two.stage2, tmp_path / "wider", tmp_path / "new", whole / "stage1"
+        )
+    assert not (tmp_path / "new").exists()
+
+
+def test_backbones_that_cannot_be_are_refused(base, whole, tmp_path):
+    config = stages(base[1]).stage1
+    for backbone, message in (
+        (None, "backbone=None must be a path"),
+        (tmp_path / "none", "there is nothing there"),
+        (whole, "must be a plain model, but that run has a memory"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            finetune.finetune(config, backbone, tmp_path / "new")
+    longer = dataclasses.replace(config.hmt, segment=31)
+    with pytest.raises(ValueError, match="texts of 35 tokens .* allow 32"):
+        finetune.finetune(
+            dataclasses.replace(config, hmt=longer), base[0], tmp_path / "new"
+        )
+
+
+def test_settings_that_contradict_themselves_are_refused():
+    two = presets()["hmt"]
+    assert isinstance(two, TwoStageConfig)
+    with pytest.raises(ValueError, match="stage2 must have .* hmt.retrieval=True"):
+        TwoStageConfig(two.stage1, two.stage1)
+    with pytest.raises(ValueError, match="carry_memory=True: streams carry"):
+        dataclasses.replace(two.stage1, step=StepConfig(carry_memory=True))
+    with pytest.raises(ValueError, match="depth must be at least 1"):
+        dataclasses.replace(two.stage1, depth=0)
+
+
+def test_presets_follow_table_7():
+    found = presets()
+    lengths = {"opt-350m": 15 * 1024, "rwkv-3b": 5 * 256, "mistral-7b": 3 * 512}
+    for name in PAPER_SIZES:
+        two = found[f"hmt-{name}"]
+        assert isinstance(two, TwoStageConfig)
+        assert (two.stage1.depth, two.stage1.loop.steps) == (2, 200)
+        assert two.stage2.loop.steps == 500
+        if name in lengths:
+            assert two.stage2.context_length == lengths[name]
+    rmt = found["rmt"]
+    assert isinstance(rmt, FinetuneConfig)
+    assert rmt.hmt.sensory == 0 and not rmt.hmt.retrieval

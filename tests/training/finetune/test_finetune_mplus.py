@@ -1,0 +1,398 @@
+"""Training M+: three stages, resuming in the last, what a folder holds."""
+
+import dataclasses
+import functools
+import gc
+import json
+import math
+import weakref
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.cli import main as cli
+from memjax.data import load_facts, load_tokenizer
+from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, split_facts
+from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
+from memjax.models import ModelConfig
+from memjax.models.hmt.model import HMTConfig
+from memjax.models.mplus.checkpoint import load_mplus
+from memjax.models.mplus.model import MPlus
+from memjax.models.mplus.state import MPlusConfig
+from memjax.training import LoopConfig, sharding
+from memjax.training import pretrain as run
+from memjax.training.finetune import finetune
+from memjax.training.finetune import run as finetune_run
+from memjax.training.finetune import start as finetune_start
+from memjax.training.finetune.config import FinetuneConfig, SampleConfig
+from memjax.training.finetune.lessons import retriever_bank
+from memjax.training.finetune.mplus_config import MPlusStage, MPlusStages, presets
+from memjax.training.finetune.start import starting_point
+from memjax.training.mplus.retriever_fit import similarity
+from memjax.training.run_folder import newest_state
+from memjax.training.sharding import MeshConfig
+
+BYTES = load_tokenizer("bytes")
+MODEL = ModelConfig(
+    mixers=("attention",),
+    vocab_size=256,
+    model_dim=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    hidden_dim=8,
+    window=8,
+    capacity=64,
+    dtype="float32",
+    remat=False,
+)
+MEMORY = MPlusConfig(
+    tokens=4, pool=8, chunk=8, least_chunk=2, retrieved=4, store=16, key_dim=4, rank=2
+)
+# Everything that can be revisited is; with seed 0 both other tasks come in each stage.
+TASKS = MPlusTaskConfig(
+    full_context=0.0,
+    revisit=1.0,
+    multi_chunk=0.5,
+    replace=0.0,
+    chunks=(1,),
+    shortest_chunk=3,
+    target=16,
+    prompt=3,
+)
+
+
+@pytest.fixture(name="base", scope="module")
+def _base(tmp_path_factory):
+    """A trained backbone, and how its texts are read."""
+    folder = tmp_path_factory.mktemp("texts")
+    rng = np.random.default_rng(0)
+    for i in range(6):
+        words = rng.choice(["memory", "window", "block", "state"], size=60)
+        (folder / f"{i}.txt").write_text(" ".join(words))
+    source, cache = f"folder:{folder}", folder / "cache"
+    config = run.RunConfig(
+        model=MODEL,
+        data=run.DataConfig(
+            source, "bytes", context_length=16, batch_size=2, cache_dir=cache
+        ),
+        loop=LoopConfig(steps=1, save_every=1, log_every=1),
+    )
+    backbone = tmp_path_factory.mktemp("backbone")
+    run.train(config, backbone)
+    return backbone, SampleConfig(source, batch_size=2, cache_dir=cache)
+
+
+def stages(samples):
+    third = MPlusStage(
+        memory=MEMORY,
+        tasks=TASKS,
+        data=samples,
+        loop=LoopConfig(steps=5, save_every=1, log_every=1),
+        seed=0,
+    )
+    alone = dataclasses.replace(MEMORY, retrieved=0, pool=12)
+    early = dataclasses.replace(
+        third,
+        memory=alone,
+        loop=dataclasses.replace(third.loop, steps=2),
+    )
+    return MPlusStages(early, early, third)
+
+
+def train(base, folder):
+    return finetune.finetune_stages(stages(base[1]).named(), base[0], folder)
+
+
+@pytest.fixture(name="whole", scope="module")
+def _whole(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    outcome = train(base, folder)
+    assert (outcome.reason, outcome.step) == ("finished", 5)
+    return folder
+
+
+def metrics(folder):
+    """What was logged of each step, without the times."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [
+        {k: v for k, v in r["values"].items() if k != "tokens_per_second"}
+        for r in records
+        if r["kind"] == "train"
+    ]
+
+
+def newest(folder):
+    """The newest checkpoint of stage 3: parameters, optimizer, memory."""
+    described, model = finetune.load(folder)
+    create = functools.partial(finetune_run.first_state, described)
+    shapes = jax.eval_shape(create, nnx.state(model), jax.random.key(0))
+    return newest_state(folder / "stage3", shapes)
+
+
+def test_all_stages_resume_bit_for_bit_in_the_middle_of_the_last(
+    base, whole, tmp_path, monkeypatch
+):
+    steps, programs = [], finetune._programs
+
+    def interrupted(described, mesh):
+        create, step = programs(described, mesh)
+
+        def counted(state, given):
+            steps.append(given.task)
+            if len(steps) == 7:
+                raise KeyboardInterrupt
+            return step(state, given)
+
+        return create, counted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "_programs", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(base, tmp_path)
+    # What was kept before the interruption is what is revisited after it.
+    assert steps[-1] == "revisit"
+    assert {*steps[:-1]} == {"two_chunk", "multi_chunk"}
+    train(base, tmp_path)
+    for stage in ("stage1", "stage2", "stage3"):
+        assert metrics(tmp_path / stage) == metrics(whole / stage)
+    pairs = map(jax.tree.leaves, (newest(tmp_path), newest(whole)))
+    for a, b in zip(*pairs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_stages_programs_are_dropped_for_the_next_ones(whole):
+    def made(stage):
+        described, _ = finetune.load(whole / stage)
+        return finetune._programs(described, sharding.make_mesh(MeshConfig()))[1]
+
+    first = weakref.ref(made("stage1"))
+    gc.collect()
+    assert first() is made("stage1")
+    made("stage3")
+    gc.collect()
+    assert first() is None
+
+
+def test_the_backbone_stays_and_the_memory_is_kept(base, whole):
+    described, model = finetune.load_model(whole)
+    assert isinstance(described, finetune_run.FinetuneRun)
+    assert described.config == stages(base[1]).stage3 and isinstance(model, MPlus)
+    original = jax.tree.leaves(nnx.state(run.load_model(base[0])[1]))
+    kept = jax.tree.leaves(nnx.state(model.backbone))
+    for a, b in zip(original, kept, strict=True):
+        np.testing.assert_array_equal(a, b)
+    state, cached = newest(whole).memory
+    wrote = sum("revisit_loss" not in values for values in metrics(whole / "stage3"))
+    np.testing.assert_array_equal(state.clock, [MEMORY.tokens * wrote] * 2)
+    np.testing.assert_array_equal(cached.last, [MEMORY.tokens] * 2)
+    assert cached.target.mask.any(axis=1).all()
+    moved = jax.tree.map(
+        lambda a, b: not np.array_equal(a, b),
+        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+        nnx.to_pure_dict(nnx.state(first_of(base, whole), nnx.Param)),
+    )
+    assert {name for name, tree in moved.items() if any(jax.tree.leaves(tree))} == {
+        *moved
+    }
+
+
+def first_of(base, whole):
+    """The model that stage 3 started from."""
+    third = stages(base[1]).stage3
+    before, variables, _ = finetune_start.starting_point(third, None, whole / "stage2")
+    return nnx.merge(nnx.graphdef(finetune_run.structure(before)), variables)
+
+
+def test_stage_3_starts_from_all_that_stage_2_learned(base, whole):
+    _, trained = finetune.load(whole / "stage2")
+    state = nnx.to_pure_dict(nnx.state(first_of(base, whole)))
+    kept = nnx.to_pure_dict(nnx.state(trained))
+    assert all(
+        jax.tree.leaves(jax.tree.map(np.array_equal, kept, {k: state[k] for k in kept}))
+    )
+    assert {*state} - {*kept} == {"query", "key", "encoder_query"}
+
+
+def test_a_new_retriever_starts_by_similarity(base, tmp_path, monkeypatch):
+    third = dataclasses.replace(
+        stages(base[1]).stage3,
+        retriever_documents=3,
+        retriever_rate=0.0,
+        loop=LoopConfig(steps=1, save_every=1, log_every=1),
+    )
+    found, start = [], finetune.with_similarity
+
+    def counted(*given):
+        found.append(start(*given))
+        return found[-1]
+
+    monkeypatch.setattr(finetune, "with_similarity", counted)
+    finetune.finetune(third, base[0], tmp_path / "run")
+    model = finetune.load(tmp_path / "run")[1]
+    described, drawn, tokenizer = finetune_start.starting_point(third, base[0], None)
+    for name in ("query", "key"):
+        trained = getattr(model, name).get_value()
+        chex.assert_trees_all_equal(trained, found[0][name].get_value())
+        assert not np.array_equal(trained.down, drawn[name].get_value().down)
+    # Two whole batches of documents, each of which makes two chunks of rows.
+    first: Any = nnx.merge(nnx.graphdef(finetune_run.structure(described)), drawn)
+    bank = retriever_bank(described, first, tokenizer.parse(), 3, third.seed)
+    chex.assert_shape(bank.rows, (4, 1, 2 * MEMORY.tokens, MODEL.model_dim))
+    query, key = similarity(bank, MEMORY.key_dim)
+    chex.assert_trees_all_equal(query, found[0]["query"].get_value())
+    chex.assert_trees_all_equal(key, found[0]["key"].get_value())
+    # Neither a run that goes on nor one whose start has a retriever makes another.
+    finetune.finetune(third, base[0], tmp_path / "run")
+    finetune.finetune(third, None, tmp_path / "next", tmp_path / "run")
+    assert len(found) == 1
+
+
+def test_a_trained_model_is_exported_under_the_official_names(whole, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["export", str(whole), str(tmp_path / "out")])
+    assert not stop.value.code
+    loaded, (_, trained) = load_mplus(tmp_path / "out"), finetune.load(whole)
+    pairs = (jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (loaded, trained))
+    for a, b in zip(*pairs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("shipped", [True, False])
+def test_facts_are_told_and_asked_for(shipped, base, tmp_path):
+    backbone, samples = base
+    chosen = load_facts()[:40]
+    told = {fact.subject for fact in split_facts(chosen, seed=FACTS_SEED)[0]}
+    (tmp_path / "facts.jsonl").write_text(
+        "\n".join(json.dumps(fact._asdict()) for fact in chosen)
+    )
+    config = MPlusStage(
+        memory=dataclasses.replace(MEMORY, chunk=180),
+        tasks=dataclasses.replace(
+            TASKS, ask=1.0, target=200, revisit=0.0, shortest_chunk=160, repeat=0.0
+        ),
+        facts=None if shipped else tmp_path / "facts.jsonl",
+        data=samples,
+    )
+    described, _, tokenizer = starting_point(config, backbone, None)
+    lessons = finetune.batches(described, tokenizer.parse())
+    text = BYTES.decode(next(lessons).lesson.target.tokens[0])
+    assert text.startswith("\n\nQuestion: ")
+    assert shipped or any(subject in text for subject in told)
+
+
+def test_the_command_line_scores_a_run_and_goes_on_with_a_text(whole, capsys):
+    """As the model does token by token, chunks and all."""
+
+    def memjax(*words):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([str(word) for word in words])
+        assert not stop.value.code
+        return capsys.readouterr().out
+
+    described, model = finetune.load(whole)
+    step = jax.jit(lambda state, token: model(state, token[None, None]))
+
+    def read(tokens):
+        state, rows = model.init_state(1), []
+        for token in tokens:
+            state, logits = step(state, token)
+            rows.append(np.asarray(jax.nn.log_softmax(logits[0, 0])))
+        return state, rows
+
+    assert "perplexity" in memjax("eval", whole, "--split", "test")
+    report = json.loads((whole / "eval-test.json").read_text())
+    nats = []
+    for document in run.load_split(described, load_tokenizer("bytes"), "test"):
+        rows = read(document.tokens[:-1])[1]
+        targets = document.tokens[1:]
+        nats += [-row[i] for row, i in zip(rows, targets, strict=True)]
+    expected = pytest.approx(np.exp(np.mean(nats)), rel=1e-4)
+    assert report["perplexity"]["all"]["perplexity"] == expected
+    prompt, bytes_ = "memory of a window", load_tokenizer("bytes")
+    words = ("--prompt", prompt, "--tokens", 12, "--temperature", 0)
+    out = memjax("generate", whole, *words)
+    state, rows = read(bytes_.encode(prompt))
+    drawn = [np.argmax(rows[-1])]
+    while len(drawn) < 12:
+        state, logits = step(state, drawn[-1])
+        drawn.append(np.argmax(logits))
+    assert out == f"{prompt}{bytes_.decode(np.asarray(drawn, np.int32))}\n"
+
+
+def test_starts_that_cannot_be_are_refused(base, whole, tmp_path):
+    third = stages(base[1]).stage3
+    memory = lambda **changes: dataclasses.replace(
+        third, memory=dataclasses.replace(MEMORY, **changes)
+    )
+    hmt = FinetuneConfig(hmt=HMTConfig(segment=8, sensory=2), data=base[1])
+    for config, start, message in (
+        (
+            memory(rank=3),
+            whole / "stage2",
+            "memory.rank=3 must be that of the start, 2",
+        ),
+        (memory(tokens=2), whole, "memory.tokens=2 must be that of the start, 4"),
+        (memory(key_dim=8), whole, "memory.key_dim=8 must be that of the start, 4"),
+        (hmt, whole / "stage2", r"HMT without retrieval; that run has M\+"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            finetune.finetune(config, None, tmp_path / "new", start)
+    with pytest.raises(
+        ValueError, match="must be a plain model, but that run has a mem"
+    ):
+        finetune.finetune(third, whole, tmp_path / "new")
+    with pytest.raises(ValueError, match="stages must be at least one"):
+        finetune.finetune_stages([], base[0], tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_settings_that_contradict_themselves_are_refused(base):
+    three = stages(base[1])
+    for changes, message in (
+        ({"data": SampleConfig(mode="streamed")}, "data.mode='streamed' contradicts"),
+        (
+            {"memory": dataclasses.replace(MEMORY, legacy=True, store=3000)},
+            "legacy must",
+        ),
+        (
+            {"tasks": dataclasses.replace(TASKS, shortest_chunk=9)},
+            "memory.chunk=8, got 9",
+        ),
+        ({"depth": 0}, "depth must be at least 1"),
+        ({"retriever_rate": -1.0}, "retriever_rate must be finite and >= 0, got -1.0"),
+        ({"retriever_documents": -1}, "retriever_documents must be at least 0"),
+        (
+            {"retriever_documents": 1, "memory": three.stage1.memory},
+            "0 without a retriever, got 1",
+        ),
+        ({"position_rate": math.inf}, "position_rate must be finite and >= 0, got inf"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(three.stage3, **changes)
+    longer = dataclasses.replace(TASKS, chunks=(2, 3))
+    with pytest.raises(
+        ValueError, match="tasks.chunks must be at most 2 without a sto"
+    ):
+        dataclasses.replace(three.stage1, tasks=longer)
+    with pytest.raises(
+        ValueError, match="stage2 must have memory.retrieved = 0, got 4"
+    ):
+        MPlusStages(three.stage1, three.stage3, three.stage3)
+
+
+def test_presets_follow_the_papers_curriculum():
+    paper = presets()["mplus-paper"]
+    assert isinstance(paper, MPlusStages)
+    for _, stage in paper.named():
+        memory = stage.memory
+        assert memory.pool + memory.retrieved == 12_800
+        assert (stage.tasks.full_context, stage.tasks.revisit) == (0.05, 0.2)
+    assert paper.stage3.tasks.multi_chunk == 0.8 and paper.stage3.tasks.replace == 0.2
+    assert paper.stage2.tasks.multi_chunk == 0.9 and paper.stage2.tasks.replace == 1.0
+    assert paper.stage3.memory.retrieved == 2560

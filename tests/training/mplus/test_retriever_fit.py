@@ -1,0 +1,220 @@
+"""The retriever made by similarity, and fitted: its bank, its loss, what changes."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.data.mplus_tasks.lessons import Lesson, Target
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.mplus import retriever
+from memjax.models.mplus.model import mplus
+from memjax.models.mplus.state import MPlusConfig
+from memjax.training.mplus import retriever_fit
+
+L, D, K, C, T, B, V = 2, 8, 2, 4, 6, 2, 17
+BACKBONE = ModelConfig(
+    mixers=("attention",) * L,
+    vocab_size=V,
+    model_dim=D,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    hidden_dim=12,
+    capacity=64,
+    dtype="float32",
+)
+MEMORY = MPlusConfig(
+    tokens=K, pool=6, chunk=C, least_chunk=1, retrieved=2, store=8, key_dim=4, rank=2
+)
+
+
+def build():
+    backbone = LanguageModel(BACKBONE, key=jax.random.key(0))
+    return mplus(backbone, MEMORY, key=jax.random.key(1))
+
+
+def lessons(count):
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        tokens = rng.integers(0, V, (B, T + 1)).astype(np.int32)
+        yield Lesson(
+            chunks=rng.integers(0, V, (B, 2, C)).astype(np.int32),
+            lengths=np.array([[4, 3], [2, 4]], np.int32),
+            target=Target(tokens[:, :-1], tokens[:, 1:], np.ones((B, T), np.float32)),
+            asks=np.array([2, 5], np.int32),
+            keep=np.zeros(B, bool),
+        )
+
+
+def collect(model, count=3, asking=4, rows=3):
+    return retriever_fit.collect(model, lessons(count), asking, rows, jax.random.key(2))
+
+
+def test_a_bank_holds_what_the_retriever_is_given():
+    model = build()
+    bank = collect(model)
+    chex.assert_shape(bank.asking, (6, L, 4, D))
+    chex.assert_shape(bank.rows, (6, L, 3, D))
+    assert bank.asked.tolist() == [[True, True, False, False], [True] * 4] * 3
+    # The second document by hand: its chunks one by one, then the target's beginning.
+    lesson = next(iter(lessons(1)))
+    state = model.init_state(1)
+    for chunk, length in zip(lesson.chunks[1], lesson.lengths[1], strict=True):
+        new = model.compress(state, jnp.asarray(chunk[None, :length]))
+        state = model.update(state, new)
+    _, trace = model.trace_read(state, jnp.asarray(lesson.target.tokens[1:, :4]))
+    for layer in range(L):
+        expected = model.normed(layer, trace.hidden[layer][0])
+        np.testing.assert_allclose(
+            bank.asking[1, layer].astype(np.float32), expected, rtol=1e-2, atol=1e-2
+        )
+        made = model.normed(layer, state.pool[0, layer, -2 * K :])
+        for row in bank.rows[1, layer].astype(np.float32):
+            assert np.abs(made - row[None]).max(axis=1).min() < 1e-2
+
+
+def test_each_document_asks_among_the_rows_of_all():
+    model = build()
+    bank = collect(model)
+    params = (model.query.get_value(), model.key.get_value())
+    silu = lambda x: x / (1 + np.exp(-x))
+
+    def project(part, layer, x):
+        down, up = (np.asarray(w[layer], np.float64) for w in part)
+        return silu(np.asarray(x, np.float64) @ down) @ up
+
+    own, other = [], []
+    for layer in range(L):
+        for asks in range(6):
+            queries = project(params[0], layer, bank.asking[asks, layer])
+            queries = queries[np.asarray(bank.asked[asks])]
+            for told in range(6):
+                keys = project(params[1], layer, bank.rows[told, layer])
+                p = (1 / (1 + np.exp(-queries @ keys.T))).mean(axis=0)
+                if asks == told:
+                    own.extend(-np.log(p + 1e-5))
+                else:
+                    other.extend(-np.log(1 - p + 1e-5))
+    expected = (np.mean(own) + np.mean(other)) / 2
+    np.testing.assert_allclose(retriever_fit.bank_loss(params, bank), expected, 1e-5)
+
+
+def test_a_fit_lowers_the_loss_and_changes_the_retriever_alone():
+    model, before = build(), build()
+    losses = retriever_fit.fit(
+        model,
+        collect(model),
+        steps=100,
+        documents=4,
+        learning_rate=1e-2,
+        key=jax.random.key(3),
+    )
+    assert len(losses) == 100 and np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])
+    for name, value in vars(before).items():
+        if isinstance(value, nnx.Param):
+            same = jax.tree.map(
+                lambda a, b: bool((a == b).all()),
+                value.get_value(),
+                getattr(model, name).get_value(),
+            )
+            assert all(jax.tree.leaves(same)) == (name not in ("query", "key"))
+
+
+WIDTH, AXES = 24, 7
+
+
+def crowd(documents=8):
+    """Documents with a direction each, in a stream with large axes and large means."""
+    rng = np.random.default_rng(0)
+    own = rng.normal(size=(documents, L, 1, WIDTH))
+    seen = lambda n: own + 0.4 * rng.normal(size=(documents, L, n, WIDTH))
+    stretched = np.exp(rng.normal(size=WIDTH))
+    means = 5 * rng.normal(size=(2, WIDTH)) * stretched
+    asking, rows = (
+        jnp.asarray(seen(n) * stretched + mean, jnp.bfloat16)
+        for n, mean in zip((5, 6), means, strict=True)
+    )
+    asked = np.arange(5)[None] < rng.integers(1, 6, documents)[:, None]
+    return retriever_fit.Bank(asking, jnp.asarray(asked), rows)
+
+
+def found_of_own(params, bank):
+    """Share of a document's rows among the best of all, which are as many."""
+    n, _, rows, _ = bank.rows.shape
+    shares = []
+    for layer in range(L):
+        keys = retriever.project(params[1], layer, bank.rows[:, layer])
+        keys = jnp.broadcast_to(keys.reshape(1, n * rows, -1), (n, n * rows, AXES + 1))
+        queries = retriever.project(params[0], layer, bank.asking[:, layer])
+        p = retriever.probabilities(queries, keys, bank.asked)
+        best = np.argsort(-p, axis=1)[:, :rows]
+        shares.append((best // rows == np.arange(n)[:, None]).mean())
+    return np.mean(shares)
+
+
+def test_similarity_finds_rows_like_those_that_ask():
+    bank = crowd()
+    params = retriever_fit.similarity(bank, AXES + 1)
+    assert found_of_own(params, bank) > 0.6
+    drawn = [
+        retriever.init_retriever(L, WIDTH, AXES + 1, jax.random.key(i))
+        for i in range(2)
+    ]
+    assert found_of_own(drawn, bank) < 0.25
+
+
+def test_similarity_is_a_whitened_product_above_a_threshold():
+    bank = crowd()
+    query, key = retriever_fit.similarity(bank, AXES + 1)
+    asking = np.asarray(bank.asking[:, 1][bank.asked], np.float64)
+    rows = np.asarray(bank.rows[:, 1], np.float64).reshape(-1, WIDTH)
+    spread = (np.cov(asking.T) + np.cov(rows.T)) / 2
+    values, vectors = np.linalg.eigh(spread)
+    whiten = vectors[:, -AXES:] * np.sqrt(32 / AXES / values[-AXES:])
+    means = np.stack([asking.mean(axis=0), rows.mean(axis=0)])
+    away = np.eye(WIDTH) - np.linalg.pinv(means) @ means
+    last = [
+        x @ mean / (mean @ mean) for x, mean in zip((asking, rows), means, strict=True)
+    ]
+    expected = (asking @ away @ whiten) @ (rows @ away @ whiten).T
+    expected -= 8 * last[0][:, None] * last[1][None]
+    queries = retriever.project(query, 1, jnp.asarray(asking, jnp.float32))
+    keys = retriever.project(key, 1, jnp.asarray(rows, jnp.float32))
+    np.testing.assert_allclose(queries @ keys.T, expected, rtol=1e-3, atol=0.02)
+
+
+@pytest.mark.parametrize(("key_dim", "message"), [(1, "at least 2, got 1"), (25, "25")])
+def test_more_axes_than_vectors_span_are_refused(key_dim, message):
+    with pytest.raises(ValueError, match=f"key_dim.*{message}"):
+        retriever_fit.similarity(crowd(), key_dim)
+
+
+@pytest.mark.parametrize("asking", [0, 1])
+def test_a_bank_that_hardly_asks_is_refused(asking):
+    bank = crowd()
+    asked = jnp.zeros_like(bank.asked).at[0, :asking].set(True)
+    with pytest.raises(ValueError, match=f"at least 2 tokens that ask, got {asking}"):
+        retriever_fit.similarity(bank._replace(asked=asked), AXES + 1)
+
+
+@pytest.mark.parametrize("rows", [5, 0])
+def test_rows_that_a_document_does_not_make_are_refused(rows):
+    with pytest.raises(ValueError, match=f"rows.*{rows}"):
+        collect(build(), rows=rows)
+
+
+@pytest.mark.parametrize("documents", [1, 7])
+def test_batches_that_cannot_be_are_refused(documents):
+    model = build()
+    with pytest.raises(ValueError, match=r"documents must be in \[2, 6\]"):
+        retriever_fit.fit(
+            model,
+            collect(model),
+            steps=1,
+            documents=documents,
+            learning_rate=1.0,
+            key=jax.random.key(0),
+        )

@@ -1,0 +1,309 @@
+"""Training tasks of M+: losses and gradients against the official program's."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.data.mplus_tasks.lessons import Lesson, Target
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.mplus import read as mplus_reading
+from memjax.models.mplus import tensor_names as mplus_names
+from memjax.models.mplus.checkpoint import load_official
+from memjax.models.mplus.hf_config import mplus_config_from_hf
+from memjax.models.mplus.model import mplus
+from memjax.models.mplus.state import MPlusConfig
+from memjax.training.mplus import tasks as mplus_tasks
+
+GOLDEN = Path(__file__).parents[2] / "models" / "golden" / "mplus"
+
+
+@pytest.fixture(name="golden", scope="module")
+def _golden():
+    return np.load(GOLDEN / "more.npz")
+
+
+@pytest.fixture(name="official", scope="module")
+def _official(golden):
+    """The authors' tiny model, and its memory after the four injects of P."""
+    described = json.loads((GOLDEN / "config.json").read_text())
+    config = mplus_config_from_hf(described)
+    config = dataclasses.replace(config, eviction="frequency")
+    model = load_official(GOLDEN / "tiny_model.safetensors", described, config)
+    state = model.init_state(1)
+    ages = np.tile(np.arange(32)[::-1], (3, 1)).astype(np.int32)
+    state = state._replace(ages=jnp.asarray(ages)[None])
+    update = jax.jit(lambda state, delta, drop: model.update(state, delta, drop))
+    for i in range(1, 5):
+        at = f"P/inject{i:02d}"
+        delta = jnp.asarray(golden[f"{at}/delta_memory"])[None]
+        dropped = jnp.asarray(golden[f"{at}/dropped_idx"])[None]
+        state = update(state, delta, dropped)
+        np.testing.assert_array_equal(state.ages[0], golden[f"{at}/memory_ages"])
+    return model, state
+
+
+def lesson(chunks, tokens, mask=None):
+    """Chunks [n, C] of full length and a target, one row."""
+    ids = jnp.asarray(tokens, jnp.int32)[None]
+    t = ids.shape[1] - 1
+    chunks = jnp.asarray(chunks, jnp.int32)[None]
+    return Lesson(
+        chunks=chunks,
+        lengths=jnp.full(chunks.shape[:2], chunks.shape[2], jnp.int32),
+        target=Target(
+            ids[:, :-1], ids[:, 1:], jnp.ones((1, t)) if mask is None else mask
+        ),
+        asks=jnp.full(1, t, jnp.int32),
+        keep=jnp.ones(1, bool),
+    )
+
+
+def gradients(model, loss):
+    """Of a function of the model, by its parameters."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    run = lambda params: loss(nnx.merge(graph, params, rest))
+    return jax.jit(jax.value_and_grad(run, has_aux=True))(params)
+
+
+def by_official_name(model, grads):
+    """Gradients under the program's names and in its layout."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    held = nnx.merge(graph, grads, rest)
+    return dict(mplus_names.learned_tensors(held))
+
+
+def memory_of(state, t):
+    empty = Target(*(jnp.zeros((1, t), kind) for kind in (jnp.int32, jnp.int32, float)))
+    clock = jnp.zeros(1, jnp.int32)
+    return mplus_tasks.TaskMemory(state, mplus_tasks.Cached(empty, clock, clock))
+
+
+@pytest.mark.parametrize("name", ["long", "short"])
+def test_two_chunk_gradients_are_the_official_programs(official, golden, name):
+    model, state = official
+    ids = golden[f"F/{name}/ids"][0]
+    given = lesson(golden[f"F/{name}/chunk"], ids)
+    loss = functools.partial(
+        mplus_tasks.task_loss,
+        task="two_chunk",
+        memory=memory_of(state, len(ids) - 1),
+        lesson=given,
+        prompt=1,
+    )
+    (value, (after, _)), grads = gradients(model, loss)
+    np.testing.assert_allclose(value, golden[f"F/{name}/loss"], rtol=1e-4)
+    found = by_official_name(model, grads)
+    stem = f"F/{name}/grad/"
+    wanted = {k.removeprefix(stem): golden[k] for k in golden if k.startswith(stem)}
+    for path, value in wanted.items():
+        error = np.linalg.norm(found[path] - value) / np.linalg.norm(value)
+        assert error < 1e-4, (path, error)
+    # A part of the short one's gradients is on file.
+    missing = {path for path in found if path not in wanted and np.any(found[path])}
+    assert name == "short" or not missing
+    news = np.asarray(after.state.pool[0, :, -8:])
+    np.testing.assert_allclose(news, golden[f"F/{name}/delta_memory"], atol=1e-4)
+
+
+def test_the_retrievers_loss_and_gradients_are_the_official_programs(official, golden):
+    model, state = official
+    ids = jnp.asarray(golden["G/read/ids"])
+    clock = state.clock
+    rows = mplus_tasks.rows_of(state, clock - 16, clock)
+    np.testing.assert_array_equal(rows[0][0], golden["G/read/positive"])
+    np.testing.assert_array_equal(rows[1][0], ~golden["G/read/positive"])
+
+    def loss(model):
+        given = mplus_reading.Given(None, False, None, None, 0)
+        _, _, trace = mplus_reading.read_closed(model, state, ids, given)
+        asks = jnp.full(1, ids.shape[1], jnp.int32)
+        found = mplus_tasks.retriever_losses(model, state, trace.hidden, asks, *rows)
+        return found, None
+
+    (value, _), grads = gradients(model, loss)
+    np.testing.assert_allclose(value, golden["G/read/loss"], rtol=1e-4)
+    stem, found = "G/grad/", by_official_name(model, grads)
+    wanted = {k.removeprefix(stem): golden[k] for k in golden if k.startswith(stem)}
+    for path, value in wanted.items():
+        error = np.linalg.norm(found[path] - value) / np.linalg.norm(value)
+        assert error < 1e-4, (path, error)
+    others = {path for path in found if path not in wanted}
+    assert not any(np.any(found[path]) for path in others)
+
+
+SIZES = ModelConfig(
+    mixers=("attention",),
+    vocab_size=64,
+    model_dim=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    hidden_dim=8,
+    window=8,
+    capacity=64,
+    dtype="float32",
+    remat=False,
+)
+MEMORY = MPlusConfig(
+    tokens=4, pool=16, chunk=8, retrieved=4, store=32, key_dim=4, rank=2, least_chunk=1
+)
+PROMPT = 3
+
+
+def small(retrieved):
+    """A model of one layer, with changed adapters and a position vector."""
+    backbone = LanguageModel(SIZES, key=jax.random.key(0))
+    config = dataclasses.replace(MEMORY, retrieved=retrieved)
+    model = mplus(backbone, config, key=jax.random.key(1))
+    params = nnx.state(model, nnx.Param)
+    random = np.random.default_rng(2)
+    noise = lambda x: x + 0.1 * jnp.asarray(random.standard_normal(x.shape, np.float32))
+    nnx.update(model, jax.tree.map(noise, params))
+    return model
+
+
+def small_lesson(seed, chunks):
+    random = np.random.default_rng(seed)
+    draw = lambda *shape: random.integers(0, 64, shape, dtype=np.int32)
+    text = draw(2, 13)
+    made = Lesson(
+        chunks=draw(2, chunks, 8),
+        lengths=random.integers(2, 9, (2, chunks), dtype=np.int32),
+        target=Target(text[:, :-1], text[:, 1:], np.ones((2, 12), np.float32)),
+        asks=np.array([2, 9], np.int32),
+        keep=np.ones(2, bool),
+    )
+    return jax.tree.map(jnp.asarray, made)
+
+
+def groups(grads):
+    """Which parameters have a gradient."""
+    return {
+        name
+        for name, tree in nnx.to_pure_dict(grads).items()
+        if any(np.any(leaf) for leaf in jax.tree.leaves(tree))
+    }
+
+
+class Told:
+    """A document in two chunks, read with pool and store, by a memory in use."""
+
+    def __init__(self):
+        self.model = small(4)
+        graph, params, rest = nnx.split(self.model, nnx.Param, ...)
+
+        def run(params, pool, memory, lesson):
+            model = nnx.merge(graph, params, rest)
+            state = memory.state._replace(pool=pool)
+            given = memory._replace(state=state)
+            _, (after, losses) = mplus_tasks.task_loss(
+                model, "multi_chunk", given, lesson, PROMPT
+            )
+            return (losses.language, losses.retriever), (after, losses)
+
+        jacobian = jax.jit(jax.jacrev(run, argnums=(0, 1), has_aux=True))
+        key = jax.random.key(3)
+        self.after = mplus_tasks.first_memory(self.model, 2, 12, key)
+        for seed in range(4):
+            self.before, self.lesson = self.after, small_lesson(seed, 2)
+            found = jacobian(params, self.before.state.pool, self.before, self.lesson)
+            self.by_loss, (self.after, self.losses) = found
+
+
+@pytest.fixture(name="told", scope="module")
+def _told():
+    return Told()
+
+
+def test_with_a_store_each_loss_reaches_its_own_parameters_and_no_memory(told):
+    (language, by_pool), (retrieval, also_by_pool) = told.by_loss
+    assert groups(language) == {"read_adapter", "bos"}
+    assert groups(retrieval) == {"query", "key", "encoder_query"}
+    assert not np.any(by_pool) and not np.any(also_by_pool)
+    assert int(told.after.state.store.held.min()) > 0
+
+
+def test_the_documents_rows_are_those_that_were_not_in_the_pool_before(told):
+    state, before = told.after.state, told.before.state
+    rows = mplus_tasks.rows_of(state, before.clock, state.clock)
+    old = np.asarray(before.pool)[:, :, None]
+    same = (np.asarray(state.pool)[:, :, :, None] == old).all(-1).any(-1)
+    np.testing.assert_array_equal(rows[0], ~same)
+    np.testing.assert_array_equal(rows[1], same)
+    np.testing.assert_array_equal(told.after.cached.first, before.clock)
+
+
+def test_a_revisit_at_once_is_the_read_of_the_step_before(told):
+    losses = jax.jit(
+        lambda memory, lesson: mplus_tasks.task_loss(
+            told.model, "revisit", memory, lesson, PROMPT
+        )
+    )
+    asks = small_lesson(9, 0)._replace(asks=told.lesson.asks)
+    total, (after, _) = losses(told.after, asks)
+    expected = told.losses.language + told.losses.retriever
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(told.after), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # The prompt's tokens, and those that the mask leaves out, do not count.
+    mask = np.ones((2, 12), np.float32)
+    mask[:, 0], mask[:, 5:] = 0, 0
+    cached = told.after.cached
+    target = cached.target._replace(mask=jnp.asarray(mask))
+    given = told.after._replace(cached=cached._replace(target=target))
+    marked = target._replace(targets=target.targets.at[:, [0, 1, 7]].set(0))
+    other = told.after._replace(cached=cached._replace(target=marked))
+    np.testing.assert_array_equal(losses(given, asks)[0], losses(other, asks)[0])
+    scored = target._replace(targets=(target.targets.at[:, 2].add(1)) % 64)
+    other = told.after._replace(cached=cached._replace(target=scored))
+    assert float(losses(given, asks)[0]) != float(losses(other, asks)[0])
+
+
+def test_the_targets_first_tokens_alone_ask(told):
+    state, random = told.after.state, np.random.default_rng(5)
+    hidden = jnp.asarray(random.standard_normal((2, 2, 12, 8), np.float32))
+    rows = mplus_tasks.rows_of(state, told.before.state.clock, state.clock)
+
+    @jax.jit
+    def loss(hidden):
+        asks = told.lesson.asks
+        return mplus_tasks.retriever_losses(told.model, state, hidden, asks, *rows)
+
+    # Rows ask with 2 and 9 tokens.
+    others = hidden.at[:, 0, 2:].add(1.0).at[:, 1, 9:].add(1.0)
+    np.testing.assert_array_equal(loss(hidden), loss(others))
+    assert float(loss(hidden)) != float(loss(hidden.at[:, 1, 8].add(1.0)))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "reached"),
+    [
+        (1, {"write_adapter", "position", "bos", "read_adapter"}),
+        (2, {"read_adapter", "bos"}),
+    ],
+)
+def test_without_a_store_one_chunk_keeps_its_gradient_and_more_do_not(chunks, reached):
+    model, lesson = small(0), small_lesson(0, chunks)
+    memory = mplus_tasks.first_memory(model, 2, 12, jax.random.key(0))
+    loss = functools.partial(
+        mplus_tasks.task_loss,
+        task="multi_chunk",
+        memory=memory,
+        lesson=lesson._replace(keep=jnp.array([True, False])),
+        prompt=PROMPT,
+    )
+    (_, (after, losses)), grads = gradients(model, loss)
+    assert groups(grads) == reached and losses.retriever is None
+    np.testing.assert_array_equal(after.state.clock, 4 * chunks)
+    # What is kept is kept row by row.
+    np.testing.assert_array_equal(after.cached.last, [4 * chunks, 0])
+    kept = after.cached.target.tokens
+    np.testing.assert_array_equal(kept[0], lesson.target.tokens[0])
+    assert not np.any(kept[1])

@@ -1,0 +1,159 @@
+"""Whole runs: bit-exact resuming with carried memory, reading a run back."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from memjax.models import ElasticOptions, ModelConfig
+from memjax.training import LoopConfig, StepConfig
+from memjax.training import pretrain as run
+
+MODEL = ModelConfig(
+    mixers=("elastic_memory", "sliding_window"),
+    vocab_size=256,
+    model_dim=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    hidden_dim=16,
+    window=8,
+    elastic=ElasticOptions(order=4),
+    dtype="float32",
+    remat=False,
+)
+
+
+@pytest.fixture(name="config", scope="module")
+def _config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    rng = np.random.default_rng(0)
+    for i in range(6):
+        words = rng.choice(["memory", "window", "block", "state"], size=60)
+        (folder / f"{i}.txt").write_text(" ".join(words))
+    return run.RunConfig(
+        model=MODEL,
+        data=run.DataConfig(
+            source=f"folder:{folder}",
+            tokenizer="bytes",
+            mode="streamed",
+            context_length=16,
+            batch_size=2,
+            validation_texts=2,
+            cache_dir=folder / "cache",
+        ),
+        step=StepConfig(bptt_blocks=1, carry_memory=True),
+        loop=LoopConfig(steps=6, save_every=3, log_every=1, evaluate_every=3),
+    )
+
+
+@pytest.fixture(name="whole", scope="module")
+def _whole(config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    assert run.train(config, folder).reason == "finished"
+    return folder
+
+
+def losses(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    keep = {"loss", "gradient_norm", "validation_perplexity"}
+    return [
+        (r["step"], r["kind"], {k: v for k, v in r["values"].items() if k in keep})
+        for r in records
+    ]
+
+
+def test_a_stream_with_carried_memory_resumes_bit_for_bit(config, whole, tmp_path):
+    # Stopping at 3 must not shape the schedule: only the loop's budget differs.
+    interrupted = tmp_path / "run"
+    calls = []
+
+    def stop_after_three(state, batch, step):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(state, batch)
+
+    build = run.build_step
+
+    def broken(config, mesh):
+        state, step = build(config, mesh)
+        return state, lambda state, batch: stop_after_three(state, batch, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "build_step", broken)
+        with pytest.raises(KeyboardInterrupt):
+            run.train(config, interrupted)
+    outcome = run.train(config, interrupted)
+    assert (outcome.reason, outcome.step) == ("finished", 6)
+    assert losses(interrupted) == losses(whole)
+    for a, b in zip(params(interrupted), params(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_memory_is_carried_from_batch_to_batch(config, whole, tmp_path):
+    forgetful = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, mode="chunked"),
+        step=StepConfig(bptt_blocks=1),
+    )
+    run.train(forgetful, tmp_path)
+    assert losses(tmp_path) != losses(whole)
+
+
+def test_another_model_is_refused_by_field(config, whole):
+    other = dataclasses.replace(config, model=dataclasses.replace(MODEL, window=4))
+    with pytest.raises(ValueError, match=r"model\.window"):
+        run.train(other, whole)
+
+
+def test_a_run_is_read_back_and_read_with_another_sampling(config, whole):
+    found, model = run.load_model(whole)
+    assert found == config
+    changed = run.with_sampling(model, sampling="exponential", decay=0.5)
+    tokens = jax.random.randint(jax.random.key(0), (1, 32), 0, 256)
+    _, plain = model(model.init_state(1), tokens)
+    _, sampled = changed(changed.init_state(1), tokens)
+    # Nothing is remembered in the first block, so nothing is sampled.
+    np.testing.assert_allclose(plain[:, :8], sampled[:, :8], atol=1e-5)
+    assert not np.allclose(plain[:, 8:], sampled[:, 8:], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": dataclasses.replace(MODEL, vocab_size=99)}, "vocab_size=99"),
+        ({"mesh": run.MeshConfig(fsdp=3)}, "fsdp=3"),
+    ],
+)
+def test_bad_runs_are_refused(config, tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        run.train(dataclasses.replace(config, **change), tmp_path)
+
+
+def test_streams_and_carried_memory_go_together():
+    with pytest.raises(ValueError, match="carry_memory=False"):
+        run.RunConfig(data=run.DataConfig(mode="streamed"))
+
+
+def test_no_run_and_no_checkpoint_are_told_apart(config, tmp_path):
+    with pytest.raises(ValueError, match="holds no run"):
+        run.load_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(run.to_record(config)))
+    with pytest.raises(ValueError, match="no checkpoint"):
+        run.load_model(tmp_path)
+
+
+def params(folder):
+    return jax.tree.leaves(run.load_model(folder)[1])
+
+
+def test_a_folder_of_another_run_is_left_alone(config, tmp_path):
+    other = json.dumps(run.to_record(run.RunConfig()))
+    (tmp_path / "config.json").write_text(other)
+    with pytest.raises(ValueError, match=r"model\.window was 64 and is now 8"):
+        run.train(config, tmp_path)
+    assert (tmp_path / "config.json").read_text() == other
