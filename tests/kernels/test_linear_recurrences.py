@@ -31,9 +31,9 @@ class Case(NamedTuple):
 
 
 def library(name):
-    op, *rest = name.split(".")
-    path = ".".join(["memjax_kernels", MODULES.get(op, op), *rest])
-    return importlib.import_module(path)
+    op, _, rest = name.partition(".")
+    module = f"memjax_kernels.{MODULES.get(op, op)}"
+    return importlib.import_module(f"{module}.{rest}" if rest else module)
 
 
 def chunked(op):
