@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from memjax import evaluation
+from memjax.checks import check_positive
 from memjax.data import load_tokenizer
 from memjax.evaluation import plots
 from memjax.evaluation.provenance import provenance
@@ -68,8 +69,7 @@ class Config:
     run_dir: Path = Path("runs/books")
 
     def __post_init__(self):
-        if not self.minutes > 0:
-            raise ValueError(f"minutes must be positive, got {self.minutes}")
+        check_positive(minutes=self.minutes)
         if self.test_texts < 2:
             raise ValueError(
                 f"test_texts must be at least 2 for a standard error, "

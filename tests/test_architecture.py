@@ -80,7 +80,16 @@ def test_imports_go_one_way(name):
 def test_configurations_as_json_stand_below_the_rooms():
     path = ROOT / "memjax" / "config_io.py"
     for imported in imports_of(path, "memjax.config_io"):
-        assert imported.split(".")[0] not in ("memjax", "memjax_kernels")
+        if imported.split(".")[0] in ("memjax", "memjax_kernels"):
+            assert imported.startswith("memjax.checks"), imported
+
+
+def test_checks_stand_below_everything():
+    path = ROOT / "memjax" / "checks.py"
+    assert {i.split(".")[0] for i in imports_of(path, "memjax.checks")} == {
+        "collections",
+        "difflib",
+    }
 
 
 def test_the_library_does_not_import_experiments_or_tests():

@@ -22,8 +22,8 @@ import tyro
 from experiments.hmt import common, scores
 from experiments.hmt.common import RESULTS
 from memjax import evaluation
+from memjax.checks import require_known
 from memjax.evaluation import Losses, plots
-from memjax.models.language_model.config import require_known
 from memjax.models.language_model.windowed import with_window
 from memjax.training.finetune.config import TwoStageConfig
 

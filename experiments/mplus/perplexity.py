@@ -34,8 +34,8 @@ from experiments.hmt.common import RESULTS
 from experiments.mplus import scores
 from experiments.mplus.retention import methods
 from experiments.mplus.scores import Excerpt, Models
+from memjax.checks import check_sizes
 from memjax.data import Split, load_tokens
-from memjax.mechanisms.base import check_sizes
 from memjax.models import LanguageModel
 from memjax.models.language_model.model import with_config
 from memjax.models.mplus.model import MPlus, mplus

@@ -33,6 +33,7 @@ from experiments.mplus import scores
 from experiments.mplus.retention import methods
 from experiments.mplus.retention.retention import wilson
 from experiments.mplus.scores import Models
+from memjax.checks import check_sizes
 from memjax.data import (
     Question,
     Tokenizer,
@@ -42,7 +43,6 @@ from memjax.data import (
     read_questions,
 )
 from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, split_facts
-from memjax.mechanisms.base import check_sizes
 from memjax.models import LanguageModel
 from memjax.models.language_model.model import with_config
 from memjax.models.mplus.model import MPlus, mplus

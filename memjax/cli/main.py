@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from memjax import evaluation
+from memjax.checks import require_known
 from memjax.cli import checkpoints as cli_interop
 from memjax.cli import finetune as cli_finetune
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data.documents.sources import open_documents
 from memjax.evaluation import plots
 from memjax.models import Sampling, generate
-from memjax.models.language_model.config import require_known
 from memjax.training import pretrain as run
 from memjax.training.checksums import write_atomically
 from memjax.training.finetune import finetune

@@ -17,7 +17,8 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms.base import Mechanism, check_sizes
+from memjax.checks import check_sizes
+from memjax.mechanisms.base import Mechanism
 from memjax.mechanisms.layers import gates, recurrent_block
 from memjax.mechanisms.layers.recurrent_block import BlockConfig
 from memjax_kernels.gated_slots import empty_state, step

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from memjax.mechanisms.base import Mechanism, check_input, check_sizes
+from memjax.checks import check_sizes
+from memjax.mechanisms.base import Mechanism, check_input
 from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig

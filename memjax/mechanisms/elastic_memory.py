@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from memjax.mechanisms.base import Mechanism, check_input, check_sizes
+from memjax.checks import check_sizes, require_known
+from memjax.mechanisms.base import Mechanism, check_input
 from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
@@ -72,15 +73,9 @@ class ElasticMemoryConfig(HeadsConfig):
         check_sizes(block=self.block, order=self.order, memory_tokens=self.samples)
         if self.bank_blocks < 0:
             raise ValueError(f"bank_blocks must be >= 0, got {self.bank_blocks}")
-        if self.positions not in ("block", "stream"):
-            raise ValueError(
-                f"positions must be 'block' or 'stream', got {self.positions!r}"
-            )
-        if self.implementation not in (None, *get_args(Implementation)):
-            raise ValueError(
-                f"implementation must be None or one of {get_args(Implementation)}, "
-                f"got {self.implementation!r}"
-            )
+        require_known("positions", self.positions, ("block", "stream"))
+        implementations = (None, *get_args(Implementation))
+        require_known("implementation", self.implementation, implementations)
         sample_points(1, self.sampling, self.decay)
 
     @property

@@ -28,11 +28,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms.base import Mechanism, check_sizes
+from memjax.checks import check_sizes, require_known
+from memjax.mechanisms.base import Mechanism
 from memjax.mechanisms.layers import gates, recurrent_block
 from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.recurrent_block import BlockConfig, Core, Memory
-from memjax_kernels.common.arguments import check_choice
 from memjax_kernels.lattice import (
     VARIANTS,
     Forget,
@@ -68,9 +68,9 @@ class LatticeOptions:
 
     def __post_init__(self):
         check_sizes(chunk_size=self.chunk_size)
-        check_choice("variant", self.variant, VARIANTS)
-        check_choice("forget", self.forget, (None, "l2", "l1"))
-        check_choice("initial", self.initial, ("orthonormal", "normalised"))
+        require_known("variant", self.variant, VARIANTS)
+        require_known("forget", self.forget, (None, "l2", "l1"))
+        require_known("initial", self.initial, ("orthonormal", "normalised"))
         if self.forget == "l1" and self.chunk_size > 1:
             raise ValueError(
                 "forget='l1' is defined for chunk_size=1 only, got "

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms.base import Mechanism, check_sizes
+from memjax.checks import check_positive, check_sizes, require_known
+from memjax.mechanisms.base import Mechanism
 from memjax.mechanisms.layers import gates, recurrent_block
 from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.recurrent_block import BlockConfig, Core, Memory
-from memjax_kernels.common.arguments import check_choice
 from memjax_kernels.trellis import TrellisState, empty_state, step
 from memjax_kernels.trellis.functions import ACTIVATIONS, PHIS, Activation, Phi
 
@@ -58,10 +58,10 @@ class TrellisOptions:
 
     def __post_init__(self):
         check_sizes(chunk_size=self.chunk_size)
-        check_choice("phi", self.phi, PHIS)
-        check_choice("activation", self.activation, ACTIVATIONS)
-        if not self.largest_step > 0:
-            raise ValueError(f"step_size must be positive, got {self.step_size}")
+        require_known("phi", self.phi, PHIS)
+        require_known("activation", self.activation, ACTIVATIONS)
+        if self.step_size is not None:
+            check_positive(step_size=self.step_size)
 
     @property
     def largest_step(self) -> float:

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import memjax_kernels
-from memjax.mechanisms.base import Mechanism, check_sizes
+from memjax.checks import check_positive, check_sizes
+from memjax.mechanisms.base import Mechanism
 from memjax.mechanisms.layers import gates, recurrent_block
 from memjax.mechanisms.layers.recurrent_block import BlockConfig, Core, Memory
 from memjax_kernels.ttt_linear import empty_state, start_state, step
@@ -41,8 +42,7 @@ class TTTOptions:
 
     def __post_init__(self):
         check_sizes(chunk_size=self.chunk_size)
-        if not self.rate > 0:
-            raise ValueError(f"rate must be positive, got {self.rate}")
+        check_positive(rate=self.rate)
 
 
 class TTTParams(NamedTuple):

@@ -23,9 +23,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from memjax.mechanisms.base import check_sizes
+from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.layers.projections import Adapted, AttentionParams
-from memjax.models.language_model.config import require_known
 from memjax.models.language_model.layers import FeedForwardParams
 from memjax.models.language_model.model import LanguageModel
 
@@ -49,8 +48,7 @@ class LoraConfig:
 
     def __post_init__(self):
         check_sizes(rank=self.rank, targets=len(self.targets))
-        if not self.alpha > 0:
-            raise ValueError(f"alpha must be positive, got {self.alpha}")
+        check_positive(alpha=self.alpha)
         for target in self.targets:
             require_known("targets", target, get_args(Target))
 

@@ -16,7 +16,7 @@ import jax
 from jax.experimental import compute_on
 from jaxtyping import Array, PyTree
 
-from memjax.models.language_model.config import require_known
+from memjax.checks import require_known
 
 Place = Literal["device", "host"]
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 import jax
 import optax
 
+from memjax.checks import check_positive
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
@@ -35,10 +37,11 @@ class OptimizerConfig:
     max_gradient_norm: float = 1.0
 
     def __post_init__(self):
-        positive = ("learning_rate", "epsilon", "max_gradient_norm")
-        for name in positive:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_positive(
+            learning_rate=self.learning_rate,
+            epsilon=self.epsilon,
+            max_gradient_norm=self.max_gradient_norm,
+        )
         for name in ("warmup_ratio", "beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")

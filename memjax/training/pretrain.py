@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from memjax import evaluation
+from memjax.checks import check_sizes, require_known
 from memjax.config_io import completed, to_record
 from memjax.data import (
     BatchIterator,
@@ -23,7 +24,6 @@ from memjax.data import (
     streamed_batches,
 )
 from memjax.models import LanguageModel, ModelConfig, preset
-from memjax.models.language_model.config import require_known
 from memjax.models.language_model.model import with_config
 from memjax.models.language_model.presets import FAMILIES, TRELLIS_SIZES
 from memjax.training import loop, sharding
@@ -69,11 +69,11 @@ class DataConfig:
 
     def __post_init__(self):
         require_known("mode", self.mode, ("chunked", "streamed"))
-        for name in ("context_length", "batch_size", "validation_texts"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
-                )
+        check_sizes(
+            context_length=self.context_length,
+            batch_size=self.batch_size,
+            validation_texts=self.validation_texts,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

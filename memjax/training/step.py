@@ -11,8 +11,8 @@ import optax
 from flax import nnx
 from jaxtyping import PyTree, Scalar
 
+from memjax.checks import require_known
 from memjax.data.batches.batch import Batch
-from memjax.models.language_model.config import require_known
 from memjax.models.loss import (
     first_scored,
     last_places,

@@ -30,6 +30,7 @@ from experiments.hmt.common import RESULTS
 from experiments.mplus import retriever as mplus_retriever
 from experiments.mplus.retention import methods, retention
 from experiments.mplus.retention.samples import book_passages, make_samples
+from memjax.checks import check_sizes
 from memjax.data import (
     Passage,
     Question,
@@ -42,7 +43,6 @@ from memjax.data import (
 )
 from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, split_facts
 from memjax.evaluation import plots
-from memjax.mechanisms.base import check_sizes
 from memjax.models.mplus.model import MPlus, mplus
 from memjax.models.mplus.state import MPlusConfig
 from memjax.training.finetune import finetune

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from memjax.mechanisms.base import check_sizes, lead
+from memjax.checks import check_positive, check_sizes
+from memjax.mechanisms.base import lead
 from memjax.mechanisms.layers import rope
 from memjax.mechanisms.layers.rope import RopeScaling
 
@@ -59,8 +60,8 @@ class HeadsConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
-        if self.rope_theta is not None and not self.rope_theta > 0:
-            raise ValueError(f"rope_theta must be positive, got {self.rope_theta}")
+        if self.rope_theta is not None:
+            check_positive(rope_theta=self.rope_theta)
         if self.rope_theta is None and self.rope_scaling is not None:
             raise ValueError("rope_scaling needs a rope_theta, got None")
 

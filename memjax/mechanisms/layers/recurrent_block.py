@@ -24,14 +24,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from memjax.mechanisms.base import (
-    InitParams,
-    InitState,
-    Mechanism,
-    check_input,
-    check_sizes,
-    reset,
-)
+from memjax.checks import check_positive, check_sizes
+from memjax.mechanisms.base import InitParams, InitState, Mechanism, check_input, reset
 from memjax.mechanisms.layers.cpu import scale_channels, scale_rows
 from memjax.mechanisms.layers.gates import draw_weight, unit
 
@@ -63,8 +57,7 @@ class BlockConfig:
             key_dim=self.key_dim,
             value_dim=self.value_dim,
         )
-        if not self.norm_epsilon > 0:
-            raise ValueError(f"norm_epsilon must be positive, got {self.norm_epsilon}")
+        check_positive(norm_epsilon=self.norm_epsilon)
 
 
 class CoreRun(Protocol):

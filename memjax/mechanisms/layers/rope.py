@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from memjax.mechanisms.base import check_sizes, lead
+from memjax.checks import check_positive, check_sizes
+from memjax.mechanisms.base import lead
 from memjax.mechanisms.layers.cpu import computed_once
 
 ScalingKind = Literal["linear", "llama3", "yarn"]
@@ -68,10 +69,8 @@ class RopeScaling:
                 "beta_fast must be at least beta_slow, both positive, got "
                 f"{self.beta_fast} and {self.beta_slow}"
             )
-        if self.attention_factor is not None and not self.attention_factor > 0:
-            raise ValueError(
-                f"attention_factor must be positive, got {self.attention_factor}"
-            )
+        if self.attention_factor is not None:
+            check_positive(attention_factor=self.attention_factor)
 
     @property
     def amplitude(self) -> float:

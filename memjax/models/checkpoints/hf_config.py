@@ -8,14 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from memjax.checks import require_known
 from memjax.mechanisms.layers.rope import RopeScaling
-from memjax.models.language_model.config import (
-    Architecture,
-    Dtype,
-    Mixer,
-    ModelConfig,
-    require_known,
-)
+from memjax.models.language_model.config import Architecture, Dtype, Mixer, ModelConfig
 
 Family = Literal["llama", "mistral", "qwen2", "opt"]
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from memjax.mechanisms.base import check_sizes
-from memjax.models.language_model.config import require_known
+from memjax.checks import check_sizes, require_known
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """Configuration of the language model."""
 
 import dataclasses
-import difflib
 from typing import Literal, get_args
 
-from memjax.mechanisms.base import check_sizes
+from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.lattice import LatticeOptions
 from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.mechanisms.trellis import TrellisOptions
@@ -27,15 +26,6 @@ Dtype = Literal["float32", "bfloat16"]
 Norm = Literal["rms", "layer"]
 FeedForward = Literal["swiglu", "relu"]
 Positions = Literal["rope", "learned"]
-
-
-def require_known(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises ValueError unless `value` is allowed, with the nearest that is."""
-    if value in allowed:
-        return
-    near = difflib.get_close_matches(value, allowed, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ValueError(f"{name} must be one of {allowed}, got {value!r}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +165,7 @@ class ModelConfig:
             hidden_dim=self.hidden_dim,
             slots=self.slots,
         )
-        if not self.norm_epsilon > 0:
-            raise ValueError(f"norm_epsilon must be positive, got {self.norm_epsilon}")
+        check_positive(norm_epsilon=self.norm_epsilon)
         for mixer in self.mixers:
             require_known("mixers", mixer, get_args(Mixer))
         require_known("dtype", self.dtype, get_args(Dtype))

@@ -21,13 +21,13 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple, get_args
 
+from memjax.checks import require_known
 from memjax.mechanisms.trellis import TrellisOptions
 from memjax.models.language_model.config import (
     ElasticOptions,
     Mixer,
     ModelConfig,
     RecurrentMixer,
-    require_known,
 )
 
 TINY = ModelConfig(

@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from memjax.checks import check_sizes
 from memjax.mechanisms import Mechanism
 from memjax.mechanisms.attention import AttentionState
-from memjax.mechanisms.base import check_sizes, reset
+from memjax.mechanisms.base import reset
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax.models.language_model.mixers import heads_config

@@ -1,6 +1,6 @@
 """The same parameters, attention over less: a window, or texts of bounded length."""
 
-from memjax.mechanisms.base import check_sizes
+from memjax.checks import check_sizes
 from memjax.models.language_model.model import LanguageModel, with_config
 
 

@@ -31,7 +31,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
-from memjax.mechanisms.base import check_sizes
+from memjax.checks import check_sizes
 from memjax.models import ragged as segments
 from memjax.models.language_model.layers import BlockParams, normalize
 from memjax.models.language_model.model import LanguageModel

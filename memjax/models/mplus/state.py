@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from memjax.mechanisms.base import check_sizes
-from memjax.models.language_model.config import require_known
+from memjax.checks import check_sizes, require_known
 from memjax.models.lora import Frozen
 from memjax.models.offload import Place, near
 

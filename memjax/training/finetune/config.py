@@ -9,9 +9,9 @@ import dataclasses
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from memjax.mechanisms.base import check_sizes
+from memjax.checks import check_sizes, require_known
 from memjax.models.hmt.model import HMTConfig
-from memjax.models.language_model.config import Dtype, require_known
+from memjax.models.language_model.config import Dtype
 from memjax.models.lora import LoraConfig
 from memjax.training.config import LoopConfig
 from memjax.training.optimizer import OptimizerConfig

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from memjax.checks import check_sizes, require_known
 from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
-from memjax.mechanisms.base import check_sizes
-from memjax.models.language_model.config import Dtype, require_known
+from memjax.models.language_model.config import Dtype
 from memjax.models.mplus.state import MPlusConfig
 from memjax.models.mplus.tensor_names import RETRIEVERS
 from memjax.training.config import LoopConfig

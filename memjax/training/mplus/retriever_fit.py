@@ -20,8 +20,8 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Scalar
 
+from memjax.checks import check_sizes
 from memjax.data.mplus_tasks.lessons import Lesson
-from memjax.mechanisms.base import check_sizes
 from memjax.models.mplus import read as mplus_reading
 from memjax.models.mplus import retriever
 from memjax.models.mplus.model import MPlus
