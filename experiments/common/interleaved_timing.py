@@ -1,7 +1,10 @@
-"""Timing candidates side by side: each in its own process, a step of each in turns.
+"""Interleaved timing: one step of each implementation after the other, repeatedly.
+
+Each implementation has a process of its own, and only one of them works at a time. So
+a change in the machine's load hits all of them alike.
 
 Memory that a step frees goes back to the kernel, which clears its pages again at the
-next step. So all processes have either large pages, 512 times fewer, or keep what they
+next step. So all processes either have large pages, 512 times fewer, or keep what they
 free (`PAGES`, settings of glibc 2.35).
 """
 
@@ -26,10 +29,10 @@ PAGES: dict[Pages, dict[str, str]] = {
         "MALLOC_TRIM_THRESHOLD_": str(2**40),
     },
 }
-# What is called so, of the other's time, by ours.
+# Name of a ratio, which time of the torch baseline it divides, by which of ours.
 RATIOS = (("speedup", "median_s", "median_s"), ("least_speedup", "min_s", "max_s"))
-# Candidates that need PyTorch and transformers.
-OTHERS = ("peer", "official", "official_fused")
+# The torch baselines: the authors' own programs.
+TORCH_BASELINES = ("official", "official_fused")
 
 
 def confine(threads: int) -> None:
@@ -40,7 +43,7 @@ def confine(threads: int) -> None:
 def serve(
     line: Any, threads: int, make: Callable[..., Callable[[], Any]], given: Any
 ) -> None:
-    """A candidate's process: a step whenever it is asked, until it is told to stop."""
+    """One implementation's process: a step for each True received, until a False."""
     confine(threads)
     step = make(*given)
     while line.recv():
@@ -51,33 +54,33 @@ def serve(
         line.send((seconds, value, peak))
 
 
-def take_turns(
+def interleaved_timing(
     make: Callable[..., Callable[[], Any]],
-    given: dict[str, tuple[Any, ...]],
+    arguments: dict[str, tuple[Any, ...]],
     threads: int,
     repeats: int,
     pages: Pages,
 ) -> dict[str, list[tuple[float, Any, float]]]:
-    """Runs one step of every candidate, in turns, after one that is not counted.
+    """Times steps of all implementations, one of each in every round.
 
     Args:
-        make: builds a candidate's step, in the candidate's own process.
-        given: what it is given, for each candidate.
+        make: builds an implementation's step, in that implementation's process.
+        arguments: for each implementation, the arguments of `make`.
         threads: of each process.
-        repeats: steps after the first.
+        repeats: rounds after the first, in which programs compile.
         pages: of the memory of each process.
 
     Returns:
-        For each candidate and step, the first among them: seconds, what the step
-        returned, and the most MiB that the process has had.
+        For each implementation and round, the first included: seconds, what the step
+        returned, and the peak memory of the process so far in MiB.
     """
     spawn = multiprocessing.get_context("spawn")
     lines, processes = {}, []
     # The C library reads it when a process begins; all that begin from here on have it.
     os.environ.update(PAGES[pages])
-    for name, arguments in given.items():
+    for name, given in arguments.items():
         lines[name], other = spawn.Pipe()
-        target = (other, threads, make, arguments)
+        target = (other, threads, make, given)
         processes.append(spawn.Process(target=serve, args=target))
         processes[-1].start()
         other.close()
@@ -93,27 +96,33 @@ def take_turns(
     return found
 
 
-def present(candidates: Sequence[str], official: pathlib.Path | None) -> list[Any]:
-    """The candidates that are at hand.
+def available(names: Sequence[str], official: pathlib.Path | None) -> list[Any]:
+    """The implementations that can be timed: torch baselines need their checkout.
 
     Args:
-        candidates: all that are asked for.
-        official: folder of the authors' program, or None.
+        names: all that are asked for.
+        official: checkout of the authors' program, or None.
     """
-    packages = ("torch", "transformers")
-    installed = all(importlib.util.find_spec(name) is not None for name in packages)
-
-    def here(name):
-        known = official is not None or not name.startswith("official")
-        return name not in OTHERS or (installed and known)
-
-    return [name for name in candidates if here(name)]
+    return [n for n in names if official is not None or n not in TORCH_BASELINES]
 
 
-def require_program(official: pathlib.Path | None, file: str) -> None:
-    """Raises ValueError on a folder without the authors' program, `file` of it."""
-    if official is not None and not (official / file).is_file():
+def require_official(official: pathlib.Path | None, file: str) -> None:
+    """Checks that the authors' program can run, if it is asked for.
+
+    Args:
+        official: checkout of the authors' program, or None.
+        file: a file of that program, relative to the checkout.
+
+    Raises:
+        ValueError: the checkout lacks the file, or PyTorch is not installed.
+    """
+    if official is None:
+        return
+    if not (official / file).is_file():
         raise ValueError(f"official must be a folder with {file}, got {official}")
+    for package in ("torch", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"official={official} needs {package}: not installed")
 
 
 def summary(seconds: list[float]) -> dict[str, float]:

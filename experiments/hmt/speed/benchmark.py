@@ -1,20 +1,20 @@
-"""How fast is a training step of HMT, beside its authors' way of computing it?
+"""How fast is a training step of HMT, beside the program of its authors?
 
-    python -m experiments.hmt.speed.benchmark
+    python -m experiments.hmt.speed.benchmark --official HMT-pytorch
 
-One step: 4 segments of 256 new tokens, loss on the last 256, backward through all
-segments, AdamW; float32, the same number of threads for all. The peer is eager PyTorch
-over a Hugging Face model (`hmt_peer`), where both are installed; `--official FOLDER`
-adds the authors' program itself (`hmt_official` tells what it needs). Each candidate
-lives in a process of its own and takes its turns there, one at a time; what it compiles
-and its first step are not timed. Weights are random: they do not change the time.
+One step reads 4 segments of 256 new tokens. Its loss is on the last 256, its gradients
+go back through all segments, and AdamW updates the parameters. All implementations
+compute in float32 with the same number of threads. The torch baseline is the authors'
+own program, from the checkout that `--official` names; `official.py` says what it
+needs. Without it ours are timed alone. Timing is interleaved: each implementation has a
+process of its own, and they make one step each, one at a time. Compilation and the
+first step are not timed. Weights are random, which does not change the time.
 
-Also counted: the operations that the step needs, the operations that each program
-executes, and the least time that this machine's peaks allow (one product and one copy,
-measured first): `share_of_peak` is needed operations over time, over that peak, and
-`times_roofline` the time over the least time. `speedup` is how many times as fast as
-the others ours are, by medians; `least_speedup` is the other's fastest step over our
-slowest. The cost of long inputs is `hmt_cost.py`.
+The least possible time comes from this machine's peaks, which are measured first (one
+matrix product and one copy). `share_of_peak` is the rate of the needed operations, as a
+share of the peak rate. `times_roofline` is the time over the least possible time.
+`speedup` is the baseline's median time over ours; `least_speedup` is its fastest step
+over our slowest. The cost of long inputs is measured by `experiments.hmt.cost`.
 """
 
 import dataclasses
@@ -32,18 +32,18 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.common.interleaved_timing import (
-    OTHERS,
     PAGES,
     RATIOS,
+    TORCH_BASELINES,
     Pages,
+    available,
     confine,
-    present,
-    require_program,
+    interleaved_timing,
+    require_official,
     summary,
-    take_turns,
 )
-from experiments.hmt.speed import official as hmt_official
-from experiments.hmt.speed.implementations import Candidate, build
+from experiments.hmt.speed import official
+from experiments.hmt.speed.implementations import Implementation, build
 from experiments.hmt.speed.operations import (
     SHAPES,
     Shape,
@@ -64,21 +64,21 @@ class Config:
 
     Attributes:
         sizes: of the backbone: "tiny", or "smollm2" (135M).
-        batches: rows of a step.
+        batches: sequences of a step.
         trained: everything, or LoRA (rank 8) and the memory's parameters.
-        candidates: "peer", "official", and ours keeping all activations or recomputing
+        implementations: "official", and ours keeping all activations or recomputing
             them.
-        official: folder of the authors' program; None leaves it out.
-        threads: of every candidate.
+        official: checkout of the authors' program; None leaves it out.
+        threads: of every implementation.
         repeats: timed steps of each, at least 1.
-        pages: of the memory of every candidate: "large", or "kept" when it is freed.
+        pages: of every implementation's memory: "large", or "kept" when it is freed.
         output: where the numbers go.
     """
 
     sizes: tuple[Size, ...] = ("tiny", "smollm2")
     batches: tuple[int, ...] = (1, 2)
     trained: tuple[Trained, ...] = ("all", "lora")
-    candidates: tuple[Candidate, ...] = get_args(Candidate)
+    implementations: tuple[Implementation, ...] = get_args(Implementation)
     official: pathlib.Path | None = None
     threads: int = 2
     repeats: int = 5
@@ -86,24 +86,28 @@ class Config:
     output: pathlib.Path = RESULTS / "hmt_speed.json"
 
     def __post_init__(self) -> None:
-        for name in ("sizes", "batches", "trained", "candidates"):
+        for name in ("sizes", "batches", "trained", "implementations"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
         for name, value in (("repeats", self.repeats), ("batches", min(self.batches))):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        require_program(self.official, hmt_official.FILE)
+        require_official(self.official, official.FILE)
         cores = len(os.sched_getaffinity(0))
         if not 1 <= self.threads <= cores:
             raise ValueError(f"threads must be in [1, {cores}], got {self.threads}")
 
 
-def race(config: Config, shape: Shape, batch: int, trained: Trained) -> dict[str, Any]:
-    """Times one step of every candidate, in turns, after one that is not timed."""
+def time_steps(
+    config: Config, shape: Shape, batch: int, trained: Trained
+) -> dict[str, Any]:
+    """Seconds, loss and peak memory of one step of every implementation."""
     rest = (shape, batch, trained, config.threads, config.official)
-    at_hand = present(config.candidates, config.official)
-    given = {name: (name, *rest) for name in at_hand}
-    found = take_turns(build, given, config.threads, config.repeats, config.pages)
+    names = available(config.implementations, config.official)
+    arguments = {name: (name, *rest) for name in names}
+    found = interleaved_timing(
+        build, arguments, config.threads, config.repeats, config.pages
+    )
     return {
         name: summary([seconds for seconds, _, _ in rows[1:]])
         | {"first_s": rows[0][0], "loss": rows[-1][1], "peak_mebibytes": rows[-1][2]}
@@ -144,21 +148,21 @@ def main(config: Config) -> None:
 def measure(
     config: Config, size: Size, batch: int, trained: Trained, device: Any
 ) -> dict[str, Any]:
-    """One row: times, ratios to the peer, operations and distance to the peaks."""
+    """One row: times, speedups, operations and shares of the peak."""
     shape = SHAPES[size]
     flops = operations(shape, batch, trained)
     traffic = least_bytes(shape, trained)
     least = max(flops["needed"] / device.flops, traffic / device.bandwidth)
     load = os.getloadavg()[0]
-    times = race(config, shape, batch, trained)
+    times = time_steps(config, shape, batch, trained)
     for name, row in times.items():
         row["share_of_peak"] = flops["needed"] / row["median_s"] / device.flops
         row["times_roofline"] = row["median_s"] / least
-        if name in OTHERS:
+        if name in TORCH_BASELINES:
             continue
-        others = {other: times[other] for other in OTHERS if other in times}
+        baselines = {other: times[other] for other in TORCH_BASELINES if other in times}
         for key, of, by in RATIOS:
-            row[key] = {other: took[of] / row[by] for other, took in others.items()}
+            row[key] = {other: took[of] / row[by] for other, took in baselines.items()}
     return {
         "size": size,
         "batch": batch,
@@ -168,16 +172,16 @@ def measure(
         "roofline_s": least,
         # Beside other work PyTorch's threads wait for each other, and lose far more.
         "load_average_before": load,
-        "candidates": times,
+        "implementations": times,
     }
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table("backbone", "trained", "batch", "candidate", "seconds", "spread")
+    table = Table("backbone", "trained", "batch", "implementation", "seconds", "spread")
     for column in ("peak MiB", "of peak", "of roofline", "speedup"):
         table.add_column(column, justify="right")
     for row in rows:
-        for name, found in row["candidates"].items():
+        for name, found in row["implementations"].items():
             table.add_row(
                 row["size"],
                 row["trained"],

@@ -1,6 +1,6 @@
-"""Those that `benchmark_hmt.py` times: ours, eager PyTorch, the authors' program.
+"""The implementations of HMT's training step that are timed: ours and the authors'.
 
-Weights are random: they do not change the time.
+Weights are random, which does not change the time.
 """
 
 import pathlib
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.hmt.speed import official as hmt_official
+from experiments.hmt.speed import official
 from experiments.hmt.speed.operations import Shape, Trained
 from memjax.data import Batch
 from memjax.models import LanguageModel, ModelConfig
@@ -22,7 +22,7 @@ from memjax.training import OptimizerConfig
 from memjax.training.optimizer import optimizer
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
-Candidate = Literal["peer", "official", "keep", "recompute"]
+Implementation = Literal["official", "keep", "recompute"]
 
 
 def backbone_config(shape: Shape) -> ModelConfig:
@@ -46,7 +46,7 @@ def backbone_config(shape: Shape) -> ModelConfig:
 
 def llama_config(shape: Shape, **more: Any) -> Any:
     """transformers' settings of a Llama of that shape, and `more` beside them."""
-    # Optional, and no other candidate's process should load it.
+    # Optional, and no other implementation's process should load it.
     import transformers  # pyright: ignore[reportMissingImports]
 
     return transformers.LlamaConfig(
@@ -64,7 +64,7 @@ def llama_config(shape: Shape, **more: Any) -> Any:
 
 def llama(shape: Shape) -> Any:
     """transformers' Llama of that shape, its parameters random."""
-    # Optional, and no other candidate's process should load it.
+    # Optional, and no other implementation's process should load it.
     import transformers  # pyright: ignore[reportMissingImports]
 
     return transformers.LlamaForCausalLM(llama_config(shape))
@@ -116,64 +116,34 @@ def ours(
     return step
 
 
-def peer(
-    shape: Shape, batch: int, trained: Trained, threads: int
-) -> Callable[[], float]:
-    """The peer's step; returns the loss."""
-    # Optional, and no other candidate's process should load them.
-    import torch  # pyright: ignore[reportMissingImports]
-
-    from experiments.hmt.speed import pytorch as hmt_peer
-
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    memory = hmt_peer.PeerConfig(
-        segment=shape.segment,
-        sensory=shape.sensory,
-        memories=300,
-        retrieval_dim=shape.retrieval_dim,
-        summary=shape.segment // 2,
-    )
-    model = hmt_peer.PeerHMT(llama(shape), memory)
-    if trained == "lora":
-        hmt_peer.add_lora(model)
-    adamw = hmt_peer.adamw(model)
-    tokens = torch.from_numpy(_tokens(shape, batch)).long()
-    return lambda: hmt_peer.training_step(model, adamw, tokens, shape.segment)
-
-
-def official(
+def authors(
     checkout: pathlib.Path, shape: Shape, batch: int, trained: Trained, threads: int
 ) -> Callable[[], float]:
     """The step of the authors' program; returns the loss."""
-    # Optional, and no other candidate's process should load them.
+    # Optional, and no other implementation's process should load it.
     import torch  # pyright: ignore[reportMissingImports]
-
-    from experiments.hmt.speed import pytorch as hmt_peer
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    model = hmt_official.build(checkout, llama(shape), shape, trained)
-    adamw = hmt_peer.adamw(model)
+    model = official.build(checkout, llama(shape), shape, trained)
+    adamw = official.adamw(model)
     tokens = torch.from_numpy(_tokens(shape, batch)).long()
-    return lambda: hmt_official.training_step(model, adamw, tokens, shape.segment)
+    return lambda: official.training_step(model, adamw, tokens, shape.segment)
 
 
 def build(
-    candidate: Candidate,
+    implementation: Implementation,
     shape: Shape,
     batch: int,
     trained: Trained,
     threads: int,
     checkout: pathlib.Path | None = None,
 ) -> Callable[[], float]:
-    """A candidate's step."""
-    if candidate == "peer":
-        return peer(shape, batch, trained, threads)
-    if candidate == "official":
+    """The training step of an implementation, which returns the loss."""
+    if implementation == "official":
         assert checkout is not None
-        return official(checkout, shape, batch, trained, threads)
-    return ours(shape, batch, trained, candidate)
+        return authors(checkout, shape, batch, trained, threads)
+    return ours(shape, batch, trained, implementation)
 
 
 def _tokens(shape: Shape, batch: int) -> np.ndarray:

@@ -1,10 +1,11 @@
-"""HMT as its authors released it: what `benchmark_hmt.py` times where it is at hand.
+"""The torch baseline of HMT's training step: the program that its authors released.
 
-The program is no part of this project. `git clone` it from
+The program is not part of this project. `git clone` it from
 https://github.com/OswaldHe/HMT-pytorch and install what it imports (PyTorch,
-transformers, accelerate, peft, evaluate, scikit-learn). It sends every batch to a GPU:
-here those calls leave tensors where they are. It asks a server for two metrics that a
-training step does not use: here it gets none. Nothing else is touched.
+transformers, accelerate, peft, evaluate, scikit-learn). Two things are changed so that
+it runs on a machine without a GPU and without a network. Its calls that send tensors to
+a GPU leave them where they are. The two metrics that it downloads, which a training
+step does not use, are None.
 """
 
 import pathlib
@@ -14,6 +15,8 @@ from typing import Any
 from experiments.hmt.speed.operations import Shape, Trained
 
 FILE = "modeling_rmt/language_modeling.py"
+# The linear maps that LoRA adapts.
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def program(checkout: pathlib.Path) -> Any:
@@ -45,8 +48,6 @@ def build(checkout: pathlib.Path, backbone: Any, shape: Shape, trained: Trained)
     if trained == "lora":
         import peft  # pyright: ignore[reportMissingImports]
 
-        from experiments.hmt.speed.pytorch import ADAPTED
-
         lora = peft.LoraConfig(
             task_type=peft.TaskType.CAUSAL_LM,
             target_modules=list(ADAPTED),
@@ -69,6 +70,14 @@ def build(checkout: pathlib.Path, backbone: Any, shape: Shape, trained: Trained)
         n_cell_out=5,
     )
     return model.train()
+
+
+def adamw(model: Any) -> Any:
+    """Its optimizer: weight decay on everything that is trained."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.01)
 
 
 def training_step(model: Any, optimizer: Any, tokens: Any, segment: int) -> float:

@@ -1,4 +1,4 @@
-"""What a training step of HMT takes at least: operations and bytes, by formula."""
+"""Operations and bytes that a training step of HMT needs, by formula."""
 
 import dataclasses
 from typing import Literal
@@ -61,8 +61,8 @@ def operations(shape: Shape, batch: int, trained: Trained) -> dict[str, float]:
 
     "needed" has no logits but those of the loss, no summary of the first segment, half
     of the attention's squares and nothing twice; "recompute" runs the segments forward
-    once more; "peer" makes logits at all positions and carries gradients of all logits
-    of segments back. Low-rank products are left out.
+    once more; "official", as the authors' program, makes logits at all positions and
+    carries gradients of all logits of segments back. Low-rank products are left out.
     """
     lengths = [shape.segment + 2] + (shape.segments - 1) * [
         shape.segment + shape.sensory + 2
@@ -78,12 +78,12 @@ def operations(shape: Shape, batch: int, trained: Trained) -> dict[str, float]:
     searches = (shape.segments - 1) * forward(summary)
     layers = (1 + back) * (segments + searches)
     calls = sum(lengths) + shape.segments * summary
-    peer = layers + forward(summary) + head * (calls + back * sum(lengths))
+    official = layers + forward(summary) + head * (calls + back * sum(lengths))
     needed = layers + (1 + back) * head * shape.segment
     return {
         "needed": batch * needed,
         "recompute": batch * (needed + segments + searches),
-        "peer": batch * peer,
+        "official": batch * official,
     }
 
 

@@ -1,23 +1,23 @@
-"""How fast does M+ write and read, beside its authors' way of computing it?
+"""How fast does M+ inject and read, beside the program of its authors?
 
-    python -m experiments.mplus.speed.benchmark
+    python -m experiments.mplus.speed.benchmark --official MemoryLLM
 
-Ours, eager PyTorch (`mplus_peer`, where PyTorch and transformers are installed) and,
-with `--official FOLDER`, the authors' program itself (`mplus_official` tells what it
-needs), with its own attention and with PyTorch's fused one. All in float32, with the
-same number of threads, each in a process of its own where it takes its turns, one at a
-time; compiling and the first turn are not timed. Weights and the memory to begin with
-are random: they do not change the time.
+The torch baseline is the authors' own program, from the checkout that `--official`
+names, with its own attention and with PyTorch's fused one; `official.py` says what it
+needs. Without it ours is timed alone. All compute in float32 with the same number of
+threads. Timing is interleaved: each implementation has a process of its own, and they
+work one at a time. Compilation and the first round are not timed. Weights and the
+initial memory are random, which does not change the time.
 
-- `rounds`: 16 chunks of 512 tokens are injected, then a text of 256 is read, with pool
-  and store full: seconds, tokens a second and peak memory, for several sizes of both.
-- `growth`: seconds of every single inject into a store that is empty at first: does an
+- `rounds`: 16 chunks of 512 tokens are injected, then a sequence of 256 is read, with
+  pool and store full: seconds, tokens a second and peak memory, for several sizes.
+- `growth`: seconds of every single inject into a store that is empty at first. Does an
   inject slow down as the store grows?
-- `search`: one layer's search of 150,000 rows, with the rows it fetches.
+- `search`: one layer's search of 150,000 store rows, and fetching the best of them.
 
-In a full store ours overwrites the oldest rows; a merge of the others drops a batch.
-`speedup` is how many times as fast as each other candidate ours is, by medians;
-`least_speedup` is the other's fastest turn over our slowest.
+In a full store ours overwrites the oldest rows; the authors' program drops a batch of
+rows when it merges. `speedup` is the baseline's median time over ours; `least_speedup`
+is its fastest step over our slowest.
 """
 
 import dataclasses
@@ -38,14 +38,19 @@ from experiments.common.interleaved_timing import (
     PAGES,
     RATIOS,
     Pages,
-    present,
-    require_program,
+    available,
+    interleaved_timing,
+    require_official,
     summary,
-    take_turns,
 )
 from experiments.hmt.speed.operations import SHAPES, Shape, Size
-from experiments.mplus.speed import official as mplus_official
-from experiments.mplus.speed.implementations import Candidate, Memory, Part, make
+from experiments.mplus.speed import official
+from experiments.mplus.speed.implementations import (
+    Implementation,
+    Memory,
+    Part,
+    make,
+)
 from memjax.evaluation.provenance import provenance
 
 RESULTS = pathlib.Path(__file__).parents[2] / "results" / "mplus"
@@ -60,17 +65,17 @@ class Config:
         pools: rows of the short-term pool, at least 256; each with the first store.
         stores: rows of the long-term store; each with the first pool.
         retrieved: rows a read takes from the store.
-        merge_every: updates between two merges of the others; the rows dropped in that
-            time, 256 an update, and the retrieved must fit into every store.
+        merge_every: updates between two merges of the torch baseline; the rows dropped
+            in that time, 256 an update, and the retrieved must fit into every store.
         chunks: injected in a round.
         prompt: tokens that a read reads.
         injects: timed one by one; 0 leaves the part out. The store is empty at first.
         searched: rows of the search; 0 leaves the part out.
-        candidates: "ours", "peer", "official" and "official_fused".
-        official: folder of the authors' program; None leaves its two candidates out.
-        threads: of every candidate.
-        repeats: timed turns of each, at least 1.
-        pages: of the memory of every candidate: "large", or "kept" when it is freed.
+        implementations: "ours", "official" and "official_fused".
+        official: checkout of the authors' program; None leaves both of those out.
+        threads: of every implementation.
+        repeats: timed rounds, at least 1.
+        pages: of every implementation's memory: "large", or "kept" when it is freed.
         output: where the numbers go.
     """
 
@@ -83,7 +88,7 @@ class Config:
     prompt: int = 256
     injects: int = 130
     searched: int = 150_000
-    candidates: tuple[Candidate, ...] = get_args(Candidate)
+    implementations: tuple[Implementation, ...] = get_args(Implementation)
     official: pathlib.Path | None = None
     threads: int = 2
     repeats: int = 5
@@ -91,7 +96,7 @@ class Config:
     output: pathlib.Path = RESULTS / "mplus_speed.json"
 
     def __post_init__(self) -> None:
-        for name in ("pools", "stores", "candidates"):
+        for name in ("pools", "stores", "implementations"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
         for name in ("retrieved", "merge_every", "chunks", "prompt", "repeats"):
@@ -112,7 +117,7 @@ class Config:
                 f"searched must be at least retrieved={self.retrieved}, "
                 f"got {self.searched}"
             )
-        require_program(self.official, mplus_official.FILE)
+        require_official(self.official, official.FILE)
         cores = len(os.sched_getaffinity(0))
         if not 1 <= self.threads <= cores:
             raise ValueError(f"threads must be in [1, {cores}], got {self.threads}")
@@ -133,26 +138,26 @@ class Config:
         ]
 
 
-def run(
+def time_part(
     config: Config, part: Part, shape: Shape, memory: Memory, repeats: int
 ) -> dict[str, Any]:
-    """All candidates' turns: for each the seconds by act, and the peak memory."""
+    """For each implementation the seconds of every act, and its peak memory."""
     rest = (part, shape, memory, config.chunks, config.prompt, config.official)
-    at_hand = present(config.candidates, config.official)
-    given = {name: (name, *rest) for name in at_hand}
-    found = take_turns(make, given, config.threads, repeats, config.pages)
+    names = available(config.implementations, config.official)
+    arguments = {name: (name, *rest) for name in names}
+    found = interleaved_timing(make, arguments, config.threads, repeats, config.pages)
     result = {}
     for name, rows in found.items():
-        acts = {act: [turn[act] for _, turn, _ in rows[1:]] for act in rows[0][1]}
+        acts = {act: [seconds[act] for _, seconds, _ in rows[1:]] for act in rows[0][1]}
         result[name] = {"seconds": acts, "peak_mebibytes": rows[-1][2]}
     return result
 
 
 def rounds(config: Config, memory: Memory) -> dict[str, Any]:
-    """Times, tokens a second and speedups of writing and reading."""
+    """Times, tokens a second and speedups of injecting and reading."""
     shape = SHAPES[config.size]
     load = os.getloadavg()[0]
-    found = run(config, "rounds", shape, memory, config.repeats)
+    found = time_part(config, "rounds", shape, memory, config.repeats)
     counts = {"inject": config.chunks * memory.chunk, "read": config.prompt}
     for row in found.values():
         for act, seconds in row.pop("seconds").items():
@@ -164,13 +169,13 @@ def rounds(config: Config, memory: Memory) -> dict[str, Any]:
         "store_bytes": 4 * shape.layers * memory.store * (shape.width + memory.key_dim),
         "pool_bytes": 4 * shape.layers * memory.pool * shape.width,
         "load_average_before": load,
-        "candidates": found,
+        "implementations": found,
     }
 
 
 def growth(config: Config, memory: Memory) -> dict[str, Any]:
     """Seconds of every inject into a store that is empty at first."""
-    found = run(config, "growth", SHAPES[config.size], memory, config.injects)
+    found = time_part(config, "growth", SHAPES[config.size], memory, config.injects)
     for row in found.values():
         seconds = row.pop("seconds")["inject"]
         tenth = max(1, len(seconds) // 10)
@@ -178,27 +183,30 @@ def growth(config: Config, memory: Memory) -> dict[str, Any]:
         row["inject_s"] = seconds
         row |= {f"{end}_tenth_s": float(np.median(part)) for end, part in ends.items()}
         row |= {"sum_s": sum(seconds), "max_s": max(seconds)}
-    return {"memory": dataclasses.asdict(memory), "candidates": found}
+    return {"memory": dataclasses.asdict(memory), "implementations": found}
 
 
 def search(config: Config) -> dict[str, Any]:
     """Seconds of one layer's search, as wide as the real model's."""
     shape = dataclasses.replace(SHAPES["smollm2"], layers=1, vocab=256)
     memory = Memory(pool=256, store=config.searched, retrieved=config.retrieved)
-    found = run(config, "search", shape, memory, config.repeats)
+    found = time_part(config, "search", shape, memory, config.repeats)
     for row in found.values():
         row["search"] = summary(row.pop("seconds")["search"])
     _compare(found, ("search",))
-    return {"memory": dataclasses.asdict(memory), "candidates": found}
+    return {"memory": dataclasses.asdict(memory), "implementations": found}
 
 
 def _compare(found: dict[str, Any], acts: Iterable[str]) -> None:
-    """Adds how many times as fast as the others ours is: median, and at the least."""
-    others = {name: row for name, row in found.items() if name != "ours"}
-    if "ours" not in found or not others:
+    """Adds the speedups of ours over each torch baseline to the row of ours."""
+    baselines = {name: row for name, row in found.items() if name != "ours"}
+    if "ours" not in found or not baselines:
         return
     for act in acts:
-        row, over = found["ours"][act], {name: row[act] for name, row in others.items()}
+        row, over = (
+            found["ours"][act],
+            {name: row[act] for name, row in baselines.items()},
+        )
         for key, of, by in RATIOS:
             row[key] = {name: other[of] / row[by] for name, other in over.items()}
 
@@ -223,21 +231,21 @@ def main(config: Config) -> None:
         if importlib.util.find_spec(name) is not None
     ]
     report["packages"] = {name: importlib.metadata.version(name) for name in packages}
-    report = provenance("speed of writing and reading M+", fields) | report
+    report = provenance("speed of injecting into and reading M+", fields) | report
     config.output.parent.mkdir(parents=True, exist_ok=True)
     config.output.write_text(json.dumps(report, indent=1) + "\n")
     _print(report)
 
 
 def _print(report: dict[str, Any]) -> None:
-    table = Table("pool", "store", "act", "candidate", "seconds", "spread")
+    table = Table("pool", "store", "act", "implementation", "seconds", "spread")
     for column in ("tokens/s", "peak MiB", "times as slow as ours"):
         table.add_column(column, justify="right")
     timed = [(row, act) for row in report["rounds"] for act in ("inject", "read")]
     timed += [(report["search"], "search")] if "search" in report else []
     for row, act in timed:
-        ratios = row["candidates"].get("ours", {act: {}})[act].get("speedup", {})
-        for name, found in row["candidates"].items():
+        ratios = row["implementations"].get("ours", {act: {}})[act].get("speedup", {})
+        for name, found in row["implementations"].items():
             times = found[act]
             table.add_row(
                 f"{row['memory']['pool']:,}",
@@ -251,7 +259,9 @@ def _print(report: dict[str, Any]) -> None:
                 f"{ratios[name]:.2f}" if name in ratios else "",
             )
     Console().print(table)
-    for name, row in report.get("growth", {"candidates": {}})["candidates"].items():
+    for name, row in report.get("growth", {"implementations": {}})[
+        "implementations"
+    ].items():
         first, last = row["first_tenth_s"], row["last_tenth_s"]
         print(f"{name}: an inject {first:.4f} s at first, {last:.4f} s at last")
 

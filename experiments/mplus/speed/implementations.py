@@ -1,6 +1,6 @@
-"""Those that `benchmark_mplus.py` times: ours, eager PyTorch, the authors' program.
+"""The implementations of M+ that are timed: ours and the authors'.
 
-Weights are random, and so is the memory to begin with.
+Weights are random, and so is the initial memory.
 """
 
 import dataclasses
@@ -15,16 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments.hmt.speed.implementations import backbone_config, llama
+from experiments.hmt.speed.implementations import backbone_config
 from experiments.hmt.speed.operations import Shape
+from experiments.mplus.speed import official
 from memjax.models import LanguageModel
 from memjax.models.mplus import store as long_term_store
 from memjax.models.mplus.model import MPlus, mplus
 from memjax.models.mplus.state import LayerStore, MPlusConfig, MPlusState
 
-Candidate = Literal["peer", "official", "official_fused", "ours"]
-# The authors' program, by the attention that it is run with.
-OFFICIAL: dict[str, Literal["eager", "sdpa"]] = {
+Implementation = Literal["official", "official_fused", "ours"]
+# The attention that the authors' program is run with.
+ATTENTION: dict[str, Literal["eager", "sdpa"]] = {
     "official": "eager",
     "official_fused": "sdpa",
 }
@@ -37,7 +38,7 @@ class Memory:
 
     Attributes:
         store: rows of the long-term store and the rows dropped since the last merge.
-        merge_every: updates between the peer's merges.
+        merge_every: updates between two merges of the authors' program.
     """
 
     tokens: int = 256
@@ -49,7 +50,7 @@ class Memory:
     merge_every: int = 60
 
     def merging(self, held: int) -> "Merging":
-        """What makes each of the others' merges take the oldest of `held` rows.
+        """What makes each merge of the authors' program drop the oldest of `held` rows.
 
         A store then stays as large as it is; one that is empty grows.
         """
@@ -82,7 +83,7 @@ class Merging(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """What can be timed of a candidate; each returns when it is done.
+    """What can be timed of an implementation; each returns when it is done.
 
     Attributes:
         inject: writes tokens [1, T], whole chunks.
@@ -149,41 +150,7 @@ def ours(shape: Shape, memory: Memory, held: int) -> Subject:
     )
 
 
-def peer(shape: Shape, memory: Memory, held: int) -> Subject:
-    """Eager PyTorch, `held` rows in its store and none waiting for the next merge."""
-    # Optional, and no other candidate's process should load it.
-    import torch  # pyright: ignore[reportMissingImports]
-
-    from experiments.mplus.speed import pytorch as mplus_peer
-
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.manual_seed(0)
-    fields = dataclasses.asdict(memory)
-    chunk = fields.pop("chunk")
-    merging = memory.merging(held)
-    recalls = merging.first_recalls
-    fields |= {"store": held, "recalls": recalls, "creation_ages": True}
-    model = mplus_peer.PeerMPlus(llama(shape), mplus_peer.PeerConfig(**fields))
-    for store in model.stores:
-        store.ages = merging.ages
-        store.recalls = merging.recalls.copy()
-    long = lambda ids: torch.from_numpy(ids).long()
-
-    def inject(ids):
-        for start in range(0, ids.shape[1], chunk):
-            model.inject(long(ids[:, start : start + chunk]))
-
-    def search(queries):
-        with torch.no_grad():
-            model.stores[0].search(torch.from_numpy(queries), memory.retrieved)
-
-    def read(ids):
-        model.read(long(ids))
-
-    return Subject(inject, read, search)
-
-
-def official(
+def authors(
     checkout: pathlib.Path,
     attention: Literal["eager", "sdpa"],
     shape: Shape,
@@ -191,14 +158,12 @@ def official(
     held: int,
 ) -> Subject:
     """The authors' program, `held` rows in its store; after a search nothing else."""
-    # Optional, and no other candidate's process should load it.
+    # Optional, and no other implementation's process should load it.
     import torch  # pyright: ignore[reportMissingImports]
-
-    from experiments.mplus.speed import official as mplus_official
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
-    model = mplus_official.build(checkout, attention, shape, memory, held)
+    model = official.build(checkout, attention, shape, memory, held)
     long = lambda ids: torch.from_numpy(ids).long()
 
     def inject(ids):
@@ -221,7 +186,7 @@ def official(
 
 
 def make(
-    candidate: Candidate,
+    implementation: Implementation,
     part: Part,
     shape: Shape,
     memory: Memory,
@@ -229,16 +194,17 @@ def make(
     prompt: int,
     checkout: pathlib.Path | None = None,
 ) -> Callable[[], dict[str, float]]:
-    """A candidate's turn, which returns the seconds of what it did."""
+    """A round of an implementation, which returns the seconds of each act in it."""
     held = 0 if part == "growth" else memory.store
-    if part == "rounds" and candidate != "ours":
-        # What the others drop waits beside their store.
-        held -= memory.merge_every * memory.tokens
-    if candidate in OFFICIAL:
-        assert checkout is not None
-        subject = official(checkout, OFFICIAL[candidate], shape, memory, held)
+    if implementation == "ours":
+        subject = ours(shape, memory, held)
     else:
-        subject = (peer if candidate == "peer" else ours)(shape, memory, held)
+        if part == "rounds":
+            # The rows dropped since the last merge wait beside the store.
+            held -= memory.merge_every * memory.tokens
+        assert checkout is not None
+        attention = ATTENTION[implementation]
+        subject = authors(checkout, attention, shape, memory, held)
     random = np.random.default_rng(1)
     tokens = lambda t: random.integers(0, shape.vocab, (1, t), dtype=np.int32)
     if part == "rounds":

@@ -1,10 +1,10 @@
-"""M+ as its authors released it: what `benchmark_mplus.py` times where it is at hand.
+"""The torch baseline of M+: the program that its authors released.
 
-The program is no part of this project. `git clone` it from
+The program is not part of this project. `git clone` it from
 https://github.com/wangyu-ustc/MemoryLLM and install what it asks for (transformers
 4.48.2, peft 0.10.0, PyTorch). Its two kinds of attention that run on a CPU return fewer
-values than its layers take, so that the file fails as it stands: that is mended here,
-and nothing else is touched.
+values than its layers unpack, so the file fails as it stands. The missing values are
+filled with None here; nothing else is changed.
 """
 
 import importlib.util
@@ -13,9 +13,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
+from experiments.hmt.speed.implementations import llama_config
 from experiments.hmt.speed.operations import Shape
 
 FILE = "modeling_mplus.py"
+# The linear maps that LoRA adapts.
+ADAPTED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
 # What its attention classes leave out, of the five values that a layer takes.
 MISSING = {"LlamaAttention": 1, "LlamaSdpaAttention": 2}
 
@@ -50,13 +53,9 @@ def build(
         checkout: the program's folder.
         attention: "eager" is the program's own, "sdpa" PyTorch's fused one.
         shape: of the backbone.
-        memory: a `mplus_candidates.Memory`.
+        memory: an `implementations.Memory`.
         held: each merge takes the oldest of them; a store that is empty grows.
     """
-    # They load what no other candidate's process should.
-    from experiments.hmt.speed.implementations import llama_config
-    from experiments.mplus.speed.pytorch import ADAPTED
-
     lora = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "inference_mode": False}
     merging = memory.merging(held)
     blocks = memory.retrieved // memory.tokens

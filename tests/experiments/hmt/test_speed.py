@@ -6,9 +6,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments.common import interleaved_timing as turns
-from experiments.hmt.speed import benchmark as benchmark_hmt
-from experiments.hmt.speed import implementations as hmt_candidates
+from experiments.common import interleaved_timing
+from experiments.hmt.speed import benchmark, implementations
 from experiments.hmt.speed.operations import SHAPES, Shape, least_bytes, operations
 
 SMALL = Shape(1, 16, 2, 1, 24, 40, False, 8, segment=8, sensory=2, segments=3)
@@ -32,44 +31,46 @@ def test_operations_against_a_count_by_hand():
     assert operations(SMALL, 1, "all")["recompute"] == needed + forward
     first = 2 * weights * 6 + 4 * (6 * 7 // 2) * 16
     more = first + head * (34 + 3 * 6) + 2 * head * 34 - 3 * head * 8
-    assert operations(SMALL, 1, "all")["peer"] == needed + more
+    assert operations(SMALL, 1, "all")["official"] == needed + more
     assert operations(SMALL, 1, "lora")["needed"] == 2 * forward + 2 * head * 8
     assert least_bytes(SMALL, "lora") < least_bytes(SMALL, "all")
 
 
 def test_our_step_trains():
-    step = hmt_candidates.ours(SMALL, 2, "all", "recompute")
+    step = implementations.ours(SMALL, 2, "all", "recompute")
     losses = [step() for _ in range(3)]
     assert np.isfinite(losses).all() and losses[2] < losses[0]
 
 
 def test_a_report_has_rows_and_shares(monkeypatch, tmp_path):
     times = {"median_s": 2.0, "min_s": 1.0, "max_s": 4.0, "peak_mebibytes": 1.0}
-    others = {"peer": dict(times), "official": times | {"median_s": 3.0}}
-    race = lambda *_: others | {"keep": times | {"median_s": 0.5}}
-    monkeypatch.setattr(benchmark_hmt, "race", race)
+    others = {"official": times | {"median_s": 3.0}}
+    time_steps = lambda *_: others | {"keep": times | {"median_s": 0.5}}
+    monkeypatch.setattr(benchmark, "time_steps", time_steps)
     file = tmp_path / "speed.json"
-    benchmark_hmt.main(
-        benchmark_hmt.Config(("tiny",), (1,), ("all",), threads=1, output=file)
-    )
+    benchmark.main(benchmark.Config(("tiny",), (1,), ("all",), threads=1, output=file))
     report = json.loads(file.read_text())
     (row,) = report["steps"]
-    ours = row["candidates"]["keep"]
-    assert ours["speedup"] == {"peer": 4.0, "official": 6.0}
-    assert ours["least_speedup"] == {"peer": 0.25, "official": 0.25}
+    ours = row["implementations"]["keep"]
+    assert ours["speedup"] == {"official": 6.0}
+    assert ours["least_speedup"] == {"official": 0.25}
     share = row["operations"]["needed"] / 0.5 / report["peaks"]["flops"]
     assert ours["share_of_peak"] == pytest.approx(share)
     assert ours["times_roofline"] == pytest.approx(0.5 / row["roofline_s"])
 
 
-@pytest.mark.parametrize("installed", [True, False])
-@pytest.mark.parametrize("official", [None, pathlib.Path("folder")])
-def test_only_what_is_at_hand_takes_turns(monkeypatch, installed, official):
-    found = lambda name: name if installed else None
-    monkeypatch.setattr(turns.importlib.util, "find_spec", found)
-    expected = ["peer"] * installed + ["official"] * (installed and bool(official))
-    all_ = benchmark_hmt.Config().candidates
-    assert turns.present(all_, official) == [*expected, "keep", "recompute"]
+def test_only_a_checkout_brings_the_authors_program():
+    names = benchmark.Config().implementations
+    found = interleaved_timing.available(names, pathlib.Path("folder"))
+    assert found == ["official", "keep", "recompute"]
+    assert interleaved_timing.available(names, None) == ["keep", "recompute"]
+
+
+def test_authors_program_without_pytorch_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "program.py").touch()
+    monkeypatch.setattr(interleaved_timing.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="official=.* needs torch: not installed"):
+        interleaved_timing.require_official(tmp_path, "program.py")
 
 
 @pytest.mark.parametrize(
@@ -86,4 +87,4 @@ def test_only_what_is_at_hand_takes_turns(monkeypatch, installed, official):
 )
 def test_bad_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        benchmark_hmt.Config(**options)
+        benchmark.Config(**options)
