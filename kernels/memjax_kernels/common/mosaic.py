@@ -6,7 +6,7 @@ leaves rows of zeros. Operands of products are tiles in shared memory, products 
 float32 in registers, and so is everything elementwise.
 
 Layouts are written out ("Lane" semantics): jax 0.10.2 infers none of these kernels in
-reasonable time. Not imported with the package, since it imports Mosaic.
+reasonable time.
 """
 
 import functools

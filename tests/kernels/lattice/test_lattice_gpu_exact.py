@@ -10,7 +10,7 @@ import pytest
 
 from memjax_kernels.lattice import Rule, aligned, beginning, lattice, lattice_xla_head
 from memjax_kernels.lattice.pallas_gpu import lattice_gpu, unsupported
-from memjax_kernels.lattice.pallas_gpu.exact import BLOCK
+from memjax_kernels.lattice.pallas_gpu.inputs import BLOCK
 
 SLOTS = WIDTH = 64
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels.common import mosaic
 from memjax_kernels.common.mosaic import F32, ROWS
-from memjax_kernels.lattice.pallas_gpu import Inputs, Static
+from memjax_kernels.lattice.pallas_gpu.inputs import ChunkInputs, Static
 from memjax_kernels.lattice.pallas_gpu.program import (
     Program,
     across_width,
@@ -41,7 +41,9 @@ class Gradients(NamedTuple):
     empty: Any
 
 
-def backward(static: Static, x: Inputs, kept, d_y, d_after, d_pending) -> Gradients:
+def backward(
+    static: Static, x: ChunkInputs, kept, d_y, d_after, d_pending
+) -> Gradients:
     """Runs the backward kernel on what `forward` kept, and cotangents."""
     m, width = x.start.shape[2:]
     like = lambda a: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)

@@ -8,7 +8,7 @@ again, in pieces, from there. Rematerialisation policies find the names
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,44 +16,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from memjax_kernels.lattice.aligned import Chunks, Memory
+from memjax_kernels.lattice.pallas_gpu.exact_backward import backward
+from memjax_kernels.lattice.pallas_gpu.exact_forward import forward
+from memjax_kernels.lattice.pallas_gpu.inputs import (
+    BLOCK,
+    GATES,
+    PIECE,
+    Static,
+    TokenInputs,
+)
 
 F32 = jnp.float32
-# Tokens in shared memory at a time; the backward kernel holds as many memories, and
-# one for each piece of a block.
-PIECE = 8
-PIECES = 4
-BLOCK = PIECES * PIECE
-# The fewest float32 of a copy.
-GATES = 32
-
-
-class Static(NamedTuple):
-    """What is fixed when a kernel is compiled."""
-
-    variant: str
-    interpret: Any
-
-
-class Inputs(NamedTuple):
-    """What both kernels take, float32 but for `cleared`; n is whole blocks.
-
-    Attributes:
-        q: [B, n, PIECE, H, M].
-        k: [B, n, PIECE, H, M].
-        v: [B, n, PIECE, H, V].
-        gamma: [B, n, H, GATES], 0 after the piece.
-        start: [B, H, M, V], the memory before the first token.
-        empty: likewise, or None.
-        cleared: Int32[B, n, PIECE], or None; not 0 where a token starts from `empty`.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    gamma: Any
-    start: Any
-    empty: Any
-    cleared: Any
 
 
 def lattice_gpu_exact(
@@ -71,7 +44,7 @@ def lattice_gpu_exact(
 
     cleared = tokens.cleared
     gamma = jnp.swapaxes(cut(tokens.gamma.astype(F32)), 2, 3)
-    x = Inputs(
+    x = TokenInputs(
         *(cut(x.astype(F32)) for x in (tokens.q, tokens.k, tokens.v)),
         gamma=jnp.pad(gamma, [(0, 0)] * 3 + [(0, GATES - PIECE)]),
         start=start,
@@ -84,29 +57,22 @@ def lattice_gpu_exact(
     return (after, jnp.zeros_like(start), jnp.ones((b, h), F32)), y
 
 
-# The kernels are imported when they run: Mosaic is slow to import.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tokens(static: Static, x: Inputs):
-    from memjax_kernels.lattice.pallas_gpu.exact_forward import forward
-
+def _tokens(static: Static, x: TokenInputs):
     return forward(static, x, keep=False)[:2]
 
 
 def _tokens_fwd(static, x):
-    from memjax_kernels.lattice.pallas_gpu.exact_forward import forward
-
     y, after, kept = forward(static, x, keep=True)
     kept = checkpoint_name(kept, "lattice_chunk_states")
     return (checkpoint_name(y, "lattice_reads"), after), (x, kept)
 
 
 def _tokens_bwd(static, residuals, cotangents):
-    from memjax_kernels.lattice.pallas_gpu.exact_backward import backward
-
     d = backward(static, *residuals, *cotangents)
     gamma = jnp.swapaxes(jnp.sum(d.gamma, axis=-1), 2, 3)
     gamma = jnp.pad(gamma, [(0, 0)] * 3 + [(0, GATES - PIECE)])
-    return (Inputs(*d._replace(gamma=gamma), cleared=None),)
+    return (TokenInputs(*d._replace(gamma=gamma), cleared=None),)
 
 
 _tokens.defvjp(_tokens_fwd, _tokens_bwd)

@@ -25,8 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels.common import mosaic
 from memjax_kernels.common.mosaic import F32
-from memjax_kernels.lattice.pallas_gpu.exact import PIECE, PIECES, Inputs, Static
-from memjax_kernels.lattice.pallas_gpu.exact_forward import REDUCTIONS, Program, shared
+from memjax_kernels.lattice.pallas_gpu.exact_program import REDUCTIONS, Program, shared
+from memjax_kernels.lattice.pallas_gpu.inputs import PIECE, PIECES, Static, TokenInputs
 from memjax_kernels.lattice.pallas_gpu.program import across_width, call, unit
 
 
@@ -41,7 +41,7 @@ class Gradients(NamedTuple):
     empty: Any
 
 
-def backward(static: Static, x: Inputs, kept, d_y, d_after) -> Gradients:
+def backward(static: Static, x: TokenInputs, kept, d_y, d_after) -> Gradients:
     """Runs the backward kernel on what `forward` kept, and cotangents."""
     m, width = x.start.shape[2:]
     like = lambda a: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels.common import mosaic
 from memjax_kernels.common.mosaic import F32, ROWS
-from memjax_kernels.lattice.pallas_gpu import Inputs, Static
+from memjax_kernels.lattice.pallas_gpu.inputs import ChunkInputs, Static
 from memjax_kernels.lattice.pallas_gpu.program import (
     Program,
     across_width,
@@ -19,7 +19,7 @@ from memjax_kernels.lattice.pallas_gpu.program import (
 )
 
 
-def forward(static: Static, x: Inputs, *, keep: bool):
+def forward(static: Static, x: ChunkInputs, *, keep: bool):
     """Runs the forward kernel.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What the kernels of Lattice on a GPU share; `pallas_gpu` prepares what they take.
+"""What the kernels of Lattice on a GPU share; `entry` prepares what they take.
 
 All chunks of one row and head are one program. Its memory stays in shared memory in
 float32; products read operands in the dtype of the tokens. `chunk` has the equations.
@@ -14,10 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels.common import mosaic
 from memjax_kernels.common.mosaic import F32, ROWS, Machine
-from memjax_kernels.lattice.pallas_gpu import Inputs, Static
+from memjax_kernels.lattice.pallas_gpu.inputs import ChunkInputs, Static
 
 
-def shared(x: Inputs):
+def shared(x: ChunkInputs):
     """Scratch of both kernels."""
     m, width, dtype = x.q.shape[-1], x.v.shape[-1], x.q.dtype
     work = lambda width: mosaic.tile(ROWS, width, dtype=dtype)
@@ -56,7 +56,7 @@ def call(program, static, x, more, outputs, scratch, name, **options):
 class Program:
     """What both kernels do with a chunk."""
 
-    def __init__(self, static: Static, x: Inputs, scratch):
+    def __init__(self, static: Static, x: ChunkInputs, scratch):
         self.variant, self.x, self.scratch = static.variant, x, scratch
         self.machine = Machine(static.interpret)
         self.at = lax.axis_index("rows"), lax.axis_index("heads")

@@ -1,6 +1,6 @@
 """The backward kernel of Trellis on a GPU: chunks in reverse, each computed again.
 
-What moves between global and shared memory; `pallas_gpu_chunk` has the arithmetic.
+What moves between global and shared memory; `chunk` has the arithmetic.
 """
 
 from typing import Any, NamedTuple
@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels.common import mosaic
 from memjax_kernels.common.mosaic import F32, ROWS
-from memjax_kernels.trellis.pallas_gpu import Inputs, Sizes, Static
 from memjax_kernels.trellis.pallas_gpu.chunk import Chunk
+from memjax_kernels.trellis.pallas_gpu.inputs import Inputs, Sizes, Static
 
 
 class Gradients(NamedTuple):

@@ -25,9 +25,7 @@ from memjax_kernels.common import mosaic
 from memjax_kernels.common.mosaic import ROWS, Machine
 from memjax_kernels.trellis import functions
 from memjax_kernels.trellis.pallas_gpu.forward import decays
-
-# Rows of the gradients of gates, for each pass.
-TOTAL, LAST, GAMMA = range(3)
+from memjax_kernels.trellis.pallas_gpu.inputs import GAMMA, LAST, TOTAL
 
 
 class Chunk:

@@ -1,4 +1,4 @@
-"""The forward kernel of Trellis on a GPU; `pallas_gpu` prepares what it takes.
+"""The forward kernel of Trellis on a GPU; `entry` prepares what it takes.
 
 All chunks of one row and head are one program. Its memories stay in shared memory in
 float32; products read a copy in the dtype of the tokens, which is also what a gradient
@@ -17,7 +17,7 @@ from memjax_kernels.common import mosaic
 from memjax_kernels.common.mosaic import F32, ROWS, Machine
 from memjax_kernels.common.products import Form
 from memjax_kernels.trellis import functions
-from memjax_kernels.trellis.pallas_gpu import Inputs, Static
+from memjax_kernels.trellis.pallas_gpu.inputs import Inputs, Static
 
 
 def forward(static: Static, x: Inputs, *, keep: bool):

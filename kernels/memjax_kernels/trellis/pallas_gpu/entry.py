@@ -1,0 +1,174 @@
+"""Trellis on a Hopper GPU, in Mosaic: both passes in one kernel, and a backward kernel.
+
+One program walks all chunks of a row and head, its memories in shared memory, its
+products on tensor cores (wgmma, bfloat16 operands, float32 sums). For a gradient the
+forward kernel keeps the memories at every chunk's start in the tokens' dtype, and the
+backward kernel goes through the chunks in reverse and computes each again from there.
+Rematerialisation policies find the names "trellis_chunk_states" and "trellis_reads".
+Where the backward kernel does not fit into shared memory (`has_backward`), gradients
+are those of the XLA form, which computes the chunks again from the first.
+
+The kernels compile for sm_90a and agree with the token loop in the interpreter; they
+have not run on a GPU yet, so nothing picks them unasked.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from memjax_kernels.common import implementations
+from memjax_kernels.common.mosaic import ROWS
+from memjax_kernels.trellis.chunk import FORGETS_ALL
+from memjax_kernels.trellis.pallas_gpu.backward import backward
+from memjax_kernels.trellis.pallas_gpu.forward import forward
+from memjax_kernels.trellis.pallas_gpu.inputs import (
+    LAST,
+    SHARED_BYTES,
+    TOTAL,
+    Inputs,
+    Static,
+    forward_bytes,
+    has_backward,
+    inputs_of,
+    sizes_of,
+    unsupported,
+)
+from memjax_kernels.trellis.segment import Tokens
+from memjax_kernels.trellis.state import Memories
+from memjax_kernels.trellis.xla import trellis_xla
+
+
+def obstacle(tokens: Tokens, memories: Memories) -> str:
+    """Why the kernels cannot run with these arguments here; "" if they can."""
+    reason = implementations.needs("gpu") or implementations.needs_hopper()
+    return reason or unsupported(tokens, memories)
+
+
+def trellis_gpu(
+    tokens: Tokens,
+    memories: Memories,
+    empty: tuple[Array, ...] | None,
+    *,
+    phi: str,
+    activation: str | None,
+    interpret: Any = None,
+) -> tuple[Memories, Array]:
+    """A chunk implementation; see `segment`. `interpret` runs it in an interpreter."""
+    sizes = sizes_of(tokens.q, inputs_of(tokens), tokens.alpha)
+    stages = 2 if forward_bytes(sizes, 2) <= SHARED_BYTES else 1
+    static = Static(phi, activation, stages, interpret)
+    aligned = all(a is b for a, b in zip(memories.start, memories.running, strict=True))
+    if has_backward(sizes, aligned):
+        return _run(static, tokens, memories, empty, aligned, _chunks)
+    return _forward_only(static, aligned, tokens, memories, empty)
+
+
+def _run(static, tokens, memories, empty, aligned, kernel):
+    """Prepares the arguments of a kernel, and takes the memories from its results."""
+    chunks = tokens.q.shape[1]
+    begin, running = memories
+    if tokens.cleared is not None:
+        first = tokens.cleared[:, 0, None, None, None]
+        clear = lambda old: tuple(map(functools.partial(jnp.where, first), empty, old))
+        begin, running = clear(begin), clear(running)
+    incomplete = jnp.sum(tokens.complete, axis=1, dtype=jnp.int32)
+    cleared = tokens.cleared
+    x = Inputs(
+        q=tokens.q,
+        inputs=inputs_of(tokens),
+        alpha=tokens.alpha,
+        gates=_gates(tokens),
+        begin=None if aligned else begin,
+        running=running,
+        empty=None if cleared is None else empty,
+        middle=incomplete,
+        cleared=None if cleared is None else cleared.astype(jnp.int32),
+    )
+    y, after, middle = kernel(static, x)
+    place = incomplete[:, None, None, None]
+
+    def start(before, middle, after):
+        later = jnp.where(place == chunks, after, middle)
+        return jnp.where(place == 0, before, later)
+
+    starts = tuple(map(start, begin, middle, after))
+    return Memories(starts, tuple(after)), y
+
+
+def _gates(tokens: Tokens) -> Array:
+    total = jnp.cumsum(jnp.maximum(tokens.g, FORGETS_ALL), axis=2)
+    tail = [(0, 0)] * total.ndim
+    tail[2] = (0, ROWS - total.shape[2])
+    total = jnp.pad(total, tail, mode="edge")
+    gates = jnp.stack([total, jnp.pad(tokens.gamma, tail)], axis=-1)
+    # [B, n, 64, H, P, 2] -> [B, n, H, 2 P, 64]
+    return jnp.moveaxis(gates.reshape(*gates.shape[:4], -1), 2, -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunks(static: Static, x: Inputs):
+    return forward(static, x, keep=False)[:3]
+
+
+def _chunks_fwd(static, x):
+    y, after, middle, kept = forward(static, x, keep=True)
+    kept = checkpoint_name(kept, "trellis_chunk_states")
+    y = checkpoint_name(y, "trellis_reads")
+    return (y, after, middle), (x, kept)
+
+
+def _chunks_bwd(static, residuals, cotangents):
+    x, kept = residuals
+    d = backward(static, x, kept, *cotangents)
+    passes = len(x.inputs)
+    rows = d.gates.reshape(*d.gates.shape[:3], passes, 3, ROWS)
+    last = jnp.sum(rows[..., LAST, :], axis=-1) + jnp.sum(d.last, axis=-1)
+    # The kernels take the last sum from the last of their rows.
+    total = rows[..., TOTAL, :].at[..., -1].add(last)
+    gates = jnp.stack([total, rows[..., 2, :]], axis=-2)
+    return (
+        Inputs(
+            q=d.q,
+            inputs=d.inputs,
+            alpha=d.alpha,
+            gates=gates.reshape(x.gates.shape),
+            begin=d.begin,
+            running=d.running,
+            empty=d.empty,
+            middle=None,
+            cleared=None,
+        ),
+    )
+
+
+_chunks.defvjp(_chunks_fwd, _chunks_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _forward_only(static, aligned, tokens, memories, empty):
+    kernel = functools.partial(forward, keep=False)
+    first_three = lambda static, x: kernel(static, x)[:3]
+    return _run(static, tokens, memories, empty, aligned, first_three)
+
+
+def _forward_only_fwd(static, aligned, *arguments):
+    return _forward_only(static, aligned, *arguments), arguments
+
+
+def _forward_only_bwd(static, aligned, arguments, cotangents):
+    tokens, memories, empty = arguments
+    options = {"phi": static.phi, "activation": static.activation}
+    floats = {name: getattr(tokens, name) for name in Tokens._fields[:6]}
+
+    def again(floats, memories, empty):
+        return trellis_xla(tokens._replace(**floats), memories, empty, **options)
+
+    floats, memories, empty = jax.vjp(again, floats, memories, empty)[1](cotangents)
+    return Tokens(**floats, complete=None, cleared=None), memories, empty
+
+
+_forward_only.defvjp(_forward_only_fwd, _forward_only_bwd)
