@@ -2,3 +2,4 @@
 
 from memjax import mechanisms as mechanisms
 from memjax import models as models
+from memjax import nnx as nnx

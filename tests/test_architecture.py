@@ -19,12 +19,19 @@ PYTHON = [
 ALLOWED = {
     "memjax_kernels": set(),
     "memjax.mechanisms": {"memjax_kernels"},
-    "memjax.models": {"memjax_kernels", "memjax.mechanisms"},
+    "memjax.nnx": {"memjax.mechanisms"},
+    "memjax.models": {"memjax_kernels", "memjax.mechanisms", "memjax.nnx"},
     "memjax.data": set(),
-    "memjax.evaluation": {"memjax.mechanisms", "memjax.models", "memjax.data"},
+    "memjax.evaluation": {
+        "memjax.mechanisms",
+        "memjax.nnx",
+        "memjax.models",
+        "memjax.data",
+    },
     "memjax.training": {
         "memjax_kernels",
         "memjax.mechanisms",
+        "memjax.nnx",
         "memjax.models",
         "memjax.data",
         "memjax.evaluation",

@@ -23,11 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from memjax.data import load_tokenizer
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.retriever import Retriever
+from memjax.nnx.params import as_arrays, as_params
 from memjax.training.finetune import finetune
 from memjax.training.finetune.lessons import retriever_bank
 from memjax.training.finetune.mplus_config import MPlusStage
@@ -106,7 +108,7 @@ def main(config: Config) -> None:
 
 def save(model: MPlus, file: Path) -> None:
     """Writes query and key of the retriever."""
-    found = {part: getattr(model, part).get_value() for part in PARTS}
+    found = {part: as_arrays(getattr(model, part)) for part in PARTS}
     save_file(
         {
             f"{part}.{name}": np.asarray(array)
@@ -125,7 +127,7 @@ def read(model: MPlus, file: Path) -> None:
     """
     found = load_file(file)
     for part in PARTS:
-        old = getattr(model, part).get_value()._asdict()
+        old = as_arrays(getattr(model, part))._asdict()
         new = {}
         for name, array in old.items():
             given = found.pop(f"{part}.{name}", None)
@@ -136,7 +138,7 @@ def read(model: MPlus, file: Path) -> None:
                     f"{None if given is None else list(given.shape)}"
                 )
             new[name] = jnp.asarray(given)
-        getattr(model, part).set_value(Retriever(**new))
+        setattr(model, part, nnx.data(as_params(Retriever(**new))))
     if found:
         raise ValueError(f"retriever={str(file)!r} has more: {sorted(found)}")
 

@@ -7,8 +7,9 @@ adapted model starts as the model it was made from. Everything else is frozen: t
 embedding, the head, norms, biases, and the mixers that are no attention. (HMT's program
 adapts the embedding too; its paper does not say so.)
 
-A trained parameter is an `nnx.Param`, as everywhere; a frozen one is `Frozen`, another
-kind of variable. So what asks for `nnx.Param`, as the optimizer does, never sees it.
+An adapted matrix W stands in its layer as `Adapted(W, A, B, alpha / r)`. A trained
+parameter is an `nnx.Param`, as everywhere; a frozen one is `Frozen`, another kind of
+variable. So what asks for `nnx.Param`, as the optimizer does, never sees it.
 
 Shapes: I input axes, O output axes, R rank.
 """
@@ -27,6 +28,7 @@ from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.layers.projections import Adapted, AttentionParams
 from memjax.models.language_model.layers import FeedForwardParams
 from memjax.models.language_model.model import LanguageModel
+from memjax.nnx.params import as_arrays, as_params, is_variable
 
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Model = TypeVar("Model", bound=nnx.Module)
@@ -64,30 +66,6 @@ class LowRank(NamedTuple):
     up: Float[Array, " R *O"]
 
 
-class AdaptedParams(nnx.Module):
-    """Stands in a layer for the parameters of its mixer or feed-forward."""
-
-    def __init__(self, params: Any, names: list[Target], config: LoraConfig, key):
-        self.frozen = Frozen(params)
-        self.changes = nnx.Param(init_changes(params, names, config.rank, key))
-        self.scale = config.alpha / config.rank
-
-    def get_value(self) -> Any:
-        """The parameters, in which the adapted matrices know their change."""
-        return adapted(self.frozen.get_value(), self.changes.get_value(), self.scale)
-
-    def merged(self) -> Any:
-        """The parameters with the changes added in."""
-        params, changes = self.frozen.get_value(), self.changes.get_value()
-        return params._replace(
-            **{
-                name: getattr(params, name)
-                + self.scale * jnp.tensordot(change.down, change.up, axes=1)
-                for name, change in changes.items()
-            }
-        )
-
-
 def add_lora(
     model: LanguageModel, config: LoraConfig, key: PRNGKeyArray
 ) -> LanguageModel:
@@ -105,11 +83,14 @@ def add_lora(
     count = 0
     for i, block in enumerate(model.blocks):
         for place, name in enumerate(("mixer", "feed_forward")):
-            params = getattr(block, name).get_value()
+            params = getattr(block, name)
             names = targets_in(params, config.targets)
             if names:
                 here = jax.random.fold_in(key, 2 * i + place)
-                setattr(block, name, AdaptedParams(params, names, config, here))
+                changes = init_changes(params, names, config.rank, here)
+                scale = config.alpha / config.rank
+                new = adapted(params, as_params(changes), scale)
+                setattr(block, name, nnx.data(new))
                 count += 1
     if not count:
         raise ValueError(
@@ -125,11 +106,13 @@ def freeze(model: Model) -> Model:
     Raises:
         ValueError: the model has adapters.
     """
-    model = _copy(model)
-    if any(isinstance(module, AdaptedParams) for _, module in nnx.iter_modules(model)):
+    if any(map(_is_adapted, jax.tree.leaves(model, is_leaf=_is_adapted))):
         raise ValueError("model has LoRA adapters already; merge_lora joins them")
-    _retype(model, nnx.Param, Frozen)
-    return model
+
+    def frozen(leaf):
+        return Frozen(leaf.get_value()) if type(leaf) is nnx.Param else leaf
+
+    return jax.tree.map(frozen, model, is_leaf=is_variable)
 
 
 def merge_lora(model: Model) -> Model:
@@ -138,13 +121,15 @@ def merge_lora(model: Model) -> Model:
     A model without adapters comes back equal. The result shares the arrays that were
     not adapted.
     """
-    model = _copy(model)
-    for _, module in list(nnx.iter_modules(model)):
-        for name, held in list(vars(module).items()):
-            if isinstance(held, AdaptedParams):
-                setattr(module, name, nnx.Param(held.merged()))
-    _retype(model, Frozen, nnx.Param)
-    return model
+
+    def merged(leaf):
+        if _is_adapted(leaf):
+            weight, down, up, scale = as_arrays(leaf)
+            return nnx.Param(weight + scale * jnp.tensordot(down, up, axes=1))
+        return nnx.Param(leaf.get_value()) if type(leaf) is Frozen else leaf
+
+    either = lambda node: _is_adapted(node) or is_variable(node)
+    return jax.tree.map(merged, model, is_leaf=either)
 
 
 def adapted(params: Any, changes: dict[str, LowRank], scale: float) -> Any:
@@ -184,13 +169,5 @@ def _low_rank(params, rank, name, key):
     )
 
 
-def _copy(model: Model) -> Model:
-    return nnx.merge(*nnx.split(model))
-
-
-def _retype(model, before, after):
-    """Makes each variable of one kind one of another."""
-    for _, module in list(nnx.iter_modules(model)):
-        for name, held in list(vars(module).items()):
-            if type(held) is before:
-                setattr(module, name, after(held.get_value()))
+def _is_adapted(node):
+    return isinstance(node, Adapted)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,26 +13,25 @@ from jaxtyping import PyTree
 BATCH = ("data", "fsdp")
 HEADS = ("tensor",)
 
-# First match wins. A leaf is named by its path, say params/blocks/0/mixer/value/query
-# (`value` is what an nnx.Param holds); optimizer moments share their parameter's path.
+# First match wins. A leaf is named by its path, say params/blocks/0/mixer/query, a
+# matrix with LoRA mixer/query/weight; optimizer moments share their parameter's path.
 RULES: tuple[tuple[str, P], ...] = (
     (r"^memory(/|$)", P(BATCH)),
     # LoRA's changes are small, and everywhere.
-    (r"/changes/", P()),
+    (r"/(query|key|value|output|gate|up|down)/(down|up)$", P()),
     (r"(^|/)embedding", P("tensor", "fsdp")),
-    (r"(^|/)head/value$", P("fsdp", "tensor")),
-    # HMT's W_q and W_k; its prompts have no second axis, and are everywhere.
-    (r"(^|/)(query|key)/value$", P("fsdp", "tensor")),
-    (r"mixer/(frozen/)?value/(query|key|value)$", P("fsdp", "tensor")),
-    (r"mixer/(frozen/)?value/query_key$", P("fsdp", None, "tensor")),
-    (r"mixer/(frozen/)?value/filters$", P(None, None, "tensor")),
+    (r"(^|/)head$", P("fsdp", "tensor")),
+    # Of attention; HMT's W_q and W_k too, whose prompts have no second axis.
+    (r"(^|/)(query|key|value)(/weight)?$", P("fsdp", "tensor")),
+    (r"mixer/query_key$", P("fsdp", None, "tensor")),
+    (r"mixer/filters$", P(None, None, "tensor")),
     (r"core/(rate|forget|target|.*/weight)$", P("fsdp", "tensor")),
     (r"core/narrow$", P("fsdp")),
     (r"core/widen$", P(None, "tensor")),
     (r"core/(keys|values|start|weights|bias)$", P("tensor")),
-    (r"output$", P("tensor", None, "fsdp")),
-    (r"(gate|up)$", P("fsdp", "tensor")),
-    (r"down$", P("tensor", "fsdp")),
+    (r"output(/weight)?$", P("tensor", None, "fsdp")),
+    (r"(gate|up)(/weight)?$", P("fsdp", "tensor")),
+    (r"down(/weight)?$", P("tensor", "fsdp")),
     (r"", P()),
 )
 
@@ -81,7 +81,7 @@ def shardings(mesh: Mesh, tree: PyTree) -> PyTree:
     """
 
     def place(path, leaf):
-        name = _name(path)
+        name = leaf_name(path)
         spec = next(spec for pattern, spec in RULES if re.search(pattern, name))
         return NamedSharding(mesh, _fit(mesh, spec, leaf.shape))
 
@@ -116,6 +116,10 @@ def _fit(mesh, spec, shape):
     return P(*axes)
 
 
-def _name(path) -> str:
-    """The keys, fields and indices of a path, joined by slashes."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def leaf_name(path: Any) -> str:
+    """The keys, fields and indices of a path, joined by slashes.
+
+    Without the last, "value", by which an nnx.Param holds its array.
+    """
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name.removesuffix("/value")

@@ -11,9 +11,11 @@ import pytest
 from flax import nnx
 
 from memjax.data.batches.batch import Batch
+from memjax.mechanisms.layers.projections import Adapted
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Architecture
 from memjax.models.lora import Frozen, LoraConfig, add_lora, merge_lora
+from memjax.nnx import as_arrays
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 V, D, H, G, K, F = 11, 8, 2, 1, 4, 12
@@ -77,18 +79,20 @@ def test_an_adapted_model_starts_as_its_base():
     np.testing.assert_array_equal(logits(ADAPTED), logits(BASE))
 
 
+def thin(at, down, up):
+    return {f"{at}/down/value": down, f"{at}/up/value": up}
+
+
 def test_what_is_trained_are_two_thin_matrices_a_target_and_nothing_else():
     r = 3
     wide = {"gate": (D, F), "up": (D, F), "down": (F, D)}
     expected = {}
     for block in (0, 1):
         for name, (i, o) in wide.items():
-            at = f"blocks/{block}/feed_forward/changes/value/{name}"
-            expected |= {f"{at}/down": (i, r), f"{at}/up": (r, o)}
-    at = "blocks/0/mixer/changes/value"
+            expected |= thin(f"blocks/{block}/feed_forward/{name}", (i, r), (r, o))
     for name, heads in {"query": H, "key": G, "value": G}.items():
-        expected |= {f"{at}/{name}/down": (D, r), f"{at}/{name}/up": (r, heads, K)}
-    expected |= {f"{at}/output/down": (H, K, r), f"{at}/output/up": (r, D)}
+        expected |= thin(f"blocks/0/mixer/{name}", (D, r), (r, heads, K))
+    expected |= thin("blocks/0/mixer/output", (H, K, r), (r, D))
     assert names(ADAPTED, nnx.Param) == expected
     frozen = sum(np.prod(shape) for shape in names(ADAPTED, Frozen).values())
     assert frozen == sum(x.size for x in jax.tree.leaves(nnx.state(BASE)))
@@ -98,16 +102,16 @@ def test_a_change_is_alpha_over_r_times_the_product():
     model, dense = moved(), nnx.merge(*nnx.split(BASE))
     for block, new in zip(model.blocks, dense.blocks, strict=True):
         for place in ("mixer", "feed_forward"):
-            held = getattr(block, place)
-            if isinstance(held, nnx.Variable):
-                continue
-            params = getattr(new, place).get_value()
-            for name, (a, b) in held.changes.get_value().items():
+            params = getattr(new, place)
+            for name, change in as_arrays(getattr(block, place))._asdict().items():
+                if not isinstance(change, Adapted):
+                    continue
+                a, b = np.asarray(change.down), np.asarray(change.up)
                 weight = np.asarray(getattr(params, name))
-                product = np.asarray(a).reshape(-1, 3) @ np.asarray(b).reshape(3, -1)
+                product = a.reshape(-1, 3) @ b.reshape(3, -1)
                 weight = weight + 6.0 / 3 * product.reshape(weight.shape)
-                params = params._replace(**{name: jnp.asarray(weight)})
-            setattr(new, place, nnx.Param(params))
+                params = params._replace(**{name: nnx.Param(jnp.asarray(weight))})
+            setattr(new, place, nnx.data(params))
     found = logits(model)
     np.testing.assert_allclose(found, logits(dense), atol=1e-5)
     assert np.abs(found - logits(BASE)).max() > 0.1
@@ -145,7 +149,7 @@ def test_a_feed_forward_without_a_gate_has_two_targets():
     adapted = add_lora(
         LanguageModel(config, key=jax.random.key(0)), LORA, jax.random.key(1)
     )
-    found = {name.split("/")[-2] for name in names(adapted, nnx.Param)}
+    found = {name.split("/")[-3] for name in names(adapted, nnx.Param)}
     assert found == {"query", "key", "value", "output", "up", "down"}
 
 

@@ -79,7 +79,7 @@ def specs(tree, axes=(2, 2, 2)):
     mesh = AbstractMesh(axes, ("data", "fsdp", "tensor"))
     placed = inspect.unwrap(sharding.shardings)(mesh, tree)
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): (leaf.shape, place.spec)
+        sharding.leaf_name(path): (leaf.shape, place.spec)
         for (path, leaf), place in zip(
             jax.tree_util.tree_leaves_with_path(tree),
             jax.tree.leaves(placed),
@@ -98,15 +98,15 @@ def train_state(config):
 
 
 INTENDED = {
-    "embedding/value": P("tensor", "fsdp"),
-    "mixer/value/query": P("fsdp", "tensor"),
-    "mixer/value/key": P("fsdp", "tensor"),
-    "mixer/value/value": P("fsdp", "tensor"),
-    "mixer/value/output": P("tensor", None, "fsdp"),
-    "mixer/value/query_key": P("fsdp", None, "tensor"),
-    "mixer/value/filters": P(None, None, "tensor"),
-    "mixer/value/gate": P("fsdp", "tensor"),
-    "mixer/value/norm": P(None),
+    "embedding": P("tensor", "fsdp"),
+    "mixer/query": P("fsdp", "tensor"),
+    "mixer/key": P("fsdp", "tensor"),
+    "mixer/value": P("fsdp", "tensor"),
+    "mixer/output": P("tensor", None, "fsdp"),
+    "mixer/query_key": P("fsdp", None, "tensor"),
+    "mixer/filters": P(None, None, "tensor"),
+    "mixer/gate": P("fsdp", "tensor"),
+    "mixer/norm": P(None),
     "core/rate": P("fsdp", "tensor"),
     "core/target": P("fsdp", "tensor"),
     "core/forget": P("fsdp", "tensor"),
@@ -127,10 +127,10 @@ INTENDED = {
     "step/bias": P(None),
     "pace/bias": P(None),
     "forget/bias": P(None),
-    "feed_forward/value/gate": P("fsdp", "tensor"),
-    "feed_forward/value/up": P("fsdp", "tensor"),
-    "feed_forward/value/down": P("tensor", "fsdp"),
-    "norm/value": P(None),
+    "feed_forward/gate": P("fsdp", "tensor"),
+    "feed_forward/up": P("fsdp", "tensor"),
+    "feed_forward/down": P("tensor", "fsdp"),
+    "norm": P(None),
 }
 
 
@@ -163,7 +163,7 @@ def endings(name):
 def test_every_leaf_of_a_preset_lies_where_it_was_meant_to(name):
     met = endings(name)
     rooms = [{end for at, end in met if at == room} for room in ("params", "optimizer")]
-    assert rooms[0] == rooms[1] >= {"embedding/value", "mixer/value/output"}
+    assert rooms[0] == rooms[1] >= {"embedding", "mixer/output"}
 
 
 def test_every_intention_is_met_by_some_preset():
@@ -176,13 +176,13 @@ def test_an_untied_head_has_its_rule():
         preset("elastic-tiny", 4096), tied_head=False, mixers=("deltanet",)
     )
     placed = specs(train_state(config))
-    assert trimmed(placed["params/head/value"][1]) == ("fsdp", "tensor")
+    assert trimmed(placed["params/head"][1]) == ("fsdp", "tensor")
 
 
 def test_an_axis_that_does_not_divide_is_left_out_for_that_leaf():
     """2 key-value heads on 4 tensor devices; queries have 4 heads."""
     placed = specs(train_state(preset("elastic-tiny", 4096)), (1, 2, 4))
-    mixer = "params/blocks/0/mixer/value/"
+    mixer = "params/blocks/0/mixer/"
     assert trimmed(placed[mixer + "key"][1]) == ("fsdp",)
     assert trimmed(placed[mixer + "query"][1]) == ("fsdp", "tensor")
 

@@ -120,7 +120,7 @@ def test_truncation_cuts_the_gradient_at_the_block_and_not_the_memory(plain):
     close(truncated.params, jax.tree.map(jnp.subtract, PARAMS, gradient))
     # Values of the first block are learned through the memory alone.
     whole, cut = (
-        nnx.merge(GRAPH, state.params).blocks[0].mixer.get_value().value
+        nnx.merge(GRAPH, state.params).blocks[0].parameters().mixer.value
         for state in (plain[0], truncated)
     )
     assert np.abs(whole - cut).max() > 1e-4

@@ -156,23 +156,27 @@ def _block(config: ModelConfig, at: str) -> dict[str, Any]:
     if opt:
         up, down = "fc1", "fc2"
     return {
-        "mixer": AttentionParams(
-            query=into(query),
-            key=into(key),
-            value=into(value),
-            output=into(output)._replace(layout="out_of"),
-            query_bias=bias(query, style.qkv_bias),
-            key_bias=bias(key, style.qkv_bias),
-            value_bias=bias(value, style.qkv_bias),
-            output_bias=bias(output, style.output_bias),
+        "mixer": _present(
+            AttentionParams(
+                query=into(query),
+                key=into(key),
+                value=into(value),
+                output=into(output)._replace(layout="out_of"),
+                query_bias=bias(query, style.qkv_bias),
+                key_bias=bias(key, style.qkv_bias),
+                value_bias=bias(value, style.qkv_bias),
+                output_bias=bias(output, style.output_bias),
+            )
         ),
-        "feed_forward": FeedForwardParams(
-            gate=None if opt else into(gate),
-            up=into(up),
-            down=into(down),
-            gate_bias=bias(gate, hidden and not opt),
-            up_bias=bias(up, hidden),
-            down_bias=bias(down, hidden),
+        "feed_forward": _present(
+            FeedForwardParams(
+                gate=None if opt else into(gate),
+                up=into(up),
+                down=into(down),
+                gate_bias=bias(gate, hidden and not opt),
+                up_bias=bias(up, hidden),
+                down_bias=bias(down, hidden),
+            )
         ),
         "mixer_norm": _norm(
             config, f"{at}.{'self_attn_layer_norm' if opt else 'input_layernorm'}"
@@ -188,7 +192,12 @@ def _norm(config: ModelConfig, name: str) -> Any:
         return Tensor(f"{name}.weight")
     scale: Any = Tensor(f"{name}.weight")
     bias: Any = Tensor(f"{name}.bias")
-    return LayerNormParams(scale, bias)
+    return _present(LayerNormParams(scale, bias))
+
+
+def _present(names: Any) -> dict[str, Any]:
+    """The fields of a NamedTuple that are there."""
+    return {k: name for k, name in names._asdict().items() if name is not None}
 
 
 def _is_opt(config: ModelConfig) -> bool:

@@ -20,6 +20,7 @@ from memjax.mechanisms.base import lead
 from memjax.mechanisms.layers.cpu import scale_channels, scale_rows
 from memjax.mechanisms.layers.projections import Adapted, linear
 from memjax.models.language_model.config import ModelConfig
+from memjax.nnx.params import as_arrays, as_params
 
 
 class LayerNormParams(NamedTuple):
@@ -125,18 +126,18 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, mechanism: Mechanism, key: PRNGKeyArray):
         keys = jax.random.split(key, 4)
-        self.mixer = nnx.Param(mechanism.init_params(keys[0]))
-        self.feed_forward = nnx.Param(init_feed_forward(config, keys[1:]))
-        self.mixer_norm = nnx.Param(init_norm(config))
-        self.feed_forward_norm = nnx.Param(init_norm(config))
+        self.mixer = nnx.data(as_params(mechanism.init_params(keys[0])))
+        self.feed_forward = nnx.data(as_params(init_feed_forward(config, keys[1:])))
+        self.mixer_norm = nnx.data(as_params(init_norm(config)))
+        self.feed_forward_norm = nnx.data(as_params(init_norm(config)))
 
-    def get_value(self) -> BlockParams:
+    def parameters(self) -> BlockParams:
         """The parameters, as `run_block` takes them."""
         return BlockParams(
-            self.mixer.get_value(),
-            self.feed_forward.get_value(),
-            self.mixer_norm.get_value(),
-            self.feed_forward_norm.get_value(),
+            as_arrays(self.mixer),
+            as_arrays(self.feed_forward),
+            as_arrays(self.mixer_norm),
+            as_arrays(self.feed_forward_norm),
         )
 
 

@@ -26,6 +26,7 @@ from memjax.mechanisms.layers.projections import linear
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import Block, init_norm, normalize, run_block
 from memjax.models.language_model.mixers import build_mixer
+from memjax.nnx.params import as_arrays, as_params
 
 # One memory a layer; behind them, where positions are learned, how many tokens of each
 # row have taken one.
@@ -53,7 +54,7 @@ class LanguageModel(nnx.Module):
             for mechanism, block_key in zip(self.mechanisms, block_keys, strict=True)
         )
         if style.norm_first:
-            self.norm = nnx.Param(init_norm(config))
+            self.norm = nnx.data(as_params(init_norm(config)))
         draw = jax.nn.initializers.lecun_normal()
         if not config.tied_head:
             self.head = nnx.Param(draw(head_key, (e, v)))
@@ -244,13 +245,13 @@ class LanguageModel(nnx.Module):
             )
             if config.remat:
                 run = jax.checkpoint(run)
-            parameters = block.get_value()
+            parameters = block.parameters()
             # What a memory around this model may keep of a text: see `segments`.
             h = checkpoint_name(h, LAYER_INPUT)
             memory, h = run(parameters, memory, h)
             after.append(memory)
         if config.architecture.norm_first:
-            h = normalize(self.norm.get_value(), h, config.norm_epsilon)
+            h = normalize(as_arrays(self.norm), h, config.norm_epsilon)
         if config.architecture.embedding_dim is not None:
             h = linear(h, self.project_out.get_value())
         return (*after, *taken), h

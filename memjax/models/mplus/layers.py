@@ -209,7 +209,7 @@ def init_bos(backbone: LanguageModel) -> Float[Array, "L D"]:
     at, found = jnp.zeros((1, 1), jnp.int32), []
     for block in backbone.blocks:
         found.append(h[0, 0])
-        h = write_layer(config, block.get_value(), h, None, at, 1)
+        h = write_layer(config, block.parameters(), h, None, at, 1)
     return jnp.stack(found)
 
 
@@ -221,7 +221,7 @@ def init_adapter(
     for i, block in enumerate(backbone.blocks):
         changes = {}
         for place, name in enumerate(("mixer", "feed_forward")):
-            params = getattr(block, name).get_value()
+            params = getattr(block.parameters(), name)
             here = jax.random.fold_in(key, 2 * i + place)
             names = targets_in(params, TARGETS)
             changes[name] = init_changes(params, names, rank, here)
@@ -235,7 +235,7 @@ def adapt(
     """The layers' parameters, whose matrices know an adapter's changes."""
     layers = []
     for block, changes in zip(backbone.blocks, adapter, strict=True):
-        params = block.get_value()
+        params = block.parameters()
         mixer = adapted(params.mixer, changes["mixer"], scale)
         hidden = adapted(params.feed_forward, changes["feed_forward"], scale)
         layers.append(params._replace(mixer=mixer, feed_forward=hidden))

@@ -45,6 +45,7 @@ from memjax.models.mplus.layers import adapt, init_adapter, init_bos, require_ba
 from memjax.models.mplus.state import Initial, MPlusConfig, MPlusState, Reading
 from memjax.models.offload import near, put, require_place
 from memjax.models.sampling import Sampling
+from memjax.nnx.params import as_arrays, as_params
 
 
 class MPlus(nnx.Module):
@@ -70,8 +71,8 @@ class MPlus(nnx.Module):
         self.backbone = freeze(backbone)
         write_key, read_key, *keys = jax.random.split(key, 5)
         draw = functools.partial(init_adapter, self.backbone, config.rank)
-        self.write_adapter = nnx.Param(draw(write_key))
-        self.read_adapter = nnx.Param(draw(read_key))
+        self.write_adapter = nnx.data(as_params(draw(write_key)))
+        self.read_adapter = nnx.data(as_params(draw(read_key)))
         layers, d = len(backbone.blocks), backbone.width
         self.bos = nnx.Param(init_bos(backbone))
         self.position = nnx.Param(jnp.zeros(d))
@@ -81,7 +82,9 @@ class MPlus(nnx.Module):
             draw = functools.partial(
                 retriever.init_retriever, layers, d, config.key_dim
             )
-            self.query, self.key, self.encoder_query = map(nnx.Param, map(draw, keys))
+            self.query = nnx.data(as_params(draw(keys[0])))
+            self.key = nnx.data(as_params(draw(keys[1])))
+            self.encoder_query = nnx.data(as_params(draw(keys[2])))
 
     @property
     def vocab_size(self) -> int:
@@ -107,11 +110,11 @@ class MPlus(nnx.Module):
         """The layers' parameters, with the adapter that writes or that which reads."""
         adapter = self.write_adapter if writes else self.read_adapter
         scale = self.config.alpha / self.config.rank
-        return adapt(self.backbone, adapter.get_value(), scale)
+        return adapt(self.backbone, as_arrays(adapter), scale)
 
     def normed(self, layer: int, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """What the retriever is given: rows after the norm before attention."""
-        norm = self.backbone.blocks[layer].mixer_norm.get_value()
+        norm = as_arrays(self.backbone.blocks[layer].mixer_norm)
         return normalize(norm, x, self.backbone.config.norm_epsilon)
 
     def init_state(self, batch: int, *, key: PRNGKeyArray | None = None) -> MPlusState:

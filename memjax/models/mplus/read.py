@@ -21,6 +21,7 @@ from memjax.models.mplus.attention_retrieval import Seeker
 from memjax.models.mplus.layers import Slots, prefix_slots, read_layer
 from memjax.models.mplus.read_options import Given, check
 from memjax.models.mplus.state import MPlusState, Reading
+from memjax.nnx.params import as_arrays
 
 if TYPE_CHECKING:
     from memjax.models.mplus.model import MPlus
@@ -265,12 +266,12 @@ def _read_tokens(
 
 
 def _last_norm(model, h):
-    norm = model.backbone.norm.get_value()
+    norm = as_arrays(model.backbone.norm)
     return normalize(norm, h, model.backbone.config.norm_epsilon)
 
 
 def _queries(model, layer, h):
-    return retriever.project(model.query.get_value(), layer, model.normed(layer, h))
+    return retriever.project(as_arrays(model.query), layer, model.normed(layer, h))
 
 
 def read(

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from memjax.models.checkpoints import tensor_names
 from memjax.models.checkpoints.tensor_names import Tensor
@@ -29,6 +30,7 @@ from memjax.models.lora import LowRank
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.retriever import Retriever
 from memjax.models.mplus.state import Initial, MPlusConfig
+from memjax.nnx.params import as_arrays, as_params
 
 POOL = "memory"
 WRITTEN = "initialized"
@@ -66,12 +68,12 @@ def belongs_to_store(name: str) -> bool:
 
 def learned(model: MPlus) -> dict[str, Any]:
     """What was trained, layer by layer; `fill` sets it, `of_learned` names it."""
-    values = {name: getattr(model, name).get_value() for name in ADAPTERS}
+    values = {name: as_arrays(getattr(model, name)) for name in ADAPTERS}
     values["bos"] = model.bos.get_value()[:, None]
     values["position"] = model.position.get_value()[None, None]
     if model.config.has_retriever:
         for name in RETRIEVERS:
-            whole = getattr(model, name).get_value()
+            whole = as_arrays(getattr(model, name))
             values[name] = [Retriever(*pair) for pair in zip(*whole, strict=True)]
     return values
 
@@ -79,13 +81,13 @@ def learned(model: MPlus) -> dict[str, Any]:
 def fill(model: MPlus, values: Mapping[str, Any]) -> None:
     """Sets what `learned` gives."""
     for name in ADAPTERS:
-        getattr(model, name).set_value(values[name])
+        setattr(model, name, nnx.data(as_params(values[name])))
     model.bos.set_value(values["bos"][:, 0])
     model.position.set_value(values["position"][0, 0])
     if model.config.has_retriever:
         for name in RETRIEVERS:
             whole = jax.tree.map(lambda *layers: jnp.stack(layers), *values[name])
-            getattr(model, name).set_value(whole)
+            setattr(model, name, nnx.data(as_params(whole)))
 
 
 def of_learned(values: Mapping[str, Any], reader: str = READER) -> list[Tensor]:

@@ -18,6 +18,7 @@ from memjax.models.mplus import pool as short_term_pool
 from memjax.models.mplus import store as long_term_store
 from memjax.models.mplus.state import LayerStore, MPlusState
 from memjax.models.offload import near
+from memjax.nnx.params import as_arrays
 
 if TYPE_CHECKING:
     from memjax.models.mplus.model import MPlus
@@ -163,7 +164,7 @@ def stored(
         block = model.blocks(writes=False)[layer]
         return attention_retrieval.stored(model.backbone.config, block, rows, born)
     normed = model.normed(layer, rows)
-    keys = retriever.project(model.key.get_value(), layer, normed)
+    keys = retriever.project(as_arrays(model.key), layer, normed)
     return LayerStore(rows, keys, born)
 
 

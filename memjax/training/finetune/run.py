@@ -167,9 +167,9 @@ def next_stage(described: FinetuneRun, trained: Any, key: PRNGKeyArray) -> Model
     config = described.config
     if isinstance(config, MPlusStage):
         model = wrap(config, trained.backbone, key)
-        for name, value in vars(trained).items():
-            if isinstance(value, nnx.Param) and hasattr(model, name):
-                setattr(model, name, value)
+        for name in nnx.state(trained, nnx.Param):
+            if hasattr(model, name):
+                setattr(model, name, nnx.data(getattr(trained, name)))
         return model
     _, memory_key = jax.random.split(key)
     # The backbone as it came: stage 1's has caches of its segments' length.

@@ -27,6 +27,7 @@ from memjax.models.mplus import retriever
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.read_options import Given
 from memjax.models.mplus.retriever import Retriever
+from memjax.nnx.params import as_arrays, as_params
 from memjax.training.mplus.tasks import write
 
 #: Of `similarity`: the mean of |f|^2, and what similarity must exceed. From 8 to 32,
@@ -104,8 +105,8 @@ def start_by_similarity(model: MPlus, bank: Bank) -> None:
         ValueError: as `similarity` does, for the model's `key_dim`.
     """
     query, key = similarity(bank, model.config.key_dim)
-    model.query.set_value(query)
-    model.key.set_value(key)
+    model.query = nnx.data(as_params(query))
+    model.key = nnx.data(as_params(key))
 
 
 def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
@@ -203,7 +204,7 @@ def fit(
         updates, state = transform.update(gradients, state)
         return optax.apply_updates(params, updates), state, loss
 
-    params = jax.tree.map(jnp.copy, (model.query.get_value(), model.key.get_value()))
+    params = jax.tree.map(jnp.copy, as_arrays((model.query, model.key)))
     state, losses = transform.init(params), []
     for step in range(steps):
         drawn = jax.random.fold_in(key, step)
@@ -211,8 +212,8 @@ def fit(
         batch = jax.tree.map(lambda x, chosen=chosen: x[chosen], bank)
         params, state, loss = update(params, state, batch)
         losses.append(float(loss))
-    model.query.set_value(params[0])
-    model.key.set_value(params[1])
+    model.query = nnx.data(as_params(params[0]))
+    model.key = nnx.data(as_params(params[1]))
     return losses
 
 

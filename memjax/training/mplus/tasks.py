@@ -33,6 +33,7 @@ from memjax.models.mplus import retriever
 from memjax.models.mplus import write as mplus_writing
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.state import MPlusState
+from memjax.nnx.params import as_arrays
 
 
 class Cached(NamedTuple):
@@ -200,9 +201,7 @@ def retriever_losses(
     """
     times = jnp.arange(hidden.shape[2], dtype=jnp.int32)[None]
     asked = times < asks[:, None]
-    query, key, encoder = (
-        f.get_value() for f in (model.query, model.key, model.encoder_query)
-    )
+    query, key, encoder = map(as_arrays, (model.query, model.key, model.encoder_query))
     of_tokens, of_memory = [], []
     for layer in range(model.layers):
         rows = short_term_pool.of_layer(state.pool, layer)

@@ -14,6 +14,7 @@ from flax import nnx
 from experiments.mplus.retention import methods
 from memjax.models.mplus.checkpoint import load_official
 from memjax.models.mplus.model import memoryllm
+from memjax.nnx import as_arrays
 
 GOLDEN = Path(__file__).parents[2] / "models" / "golden" / "mplus"
 HF = json.loads((GOLDEN / "config.json").read_text())
@@ -44,12 +45,12 @@ def test_a_checkpoints_store_becomes_keys_and_values():
         rows = np.asarray(told.store.layers[layer].rows[0, :count], np.float64)
         norm = np.asarray(block.mixer_norm.get_value())
         rows /= np.sqrt((rows**2).mean(-1, keepdims=True) + HF["rms_norm_eps"])
-        changes = MODEL.read_adapter.get_value()[layer]["mixer"]
+        changes = as_arrays(MODEL.read_adapter)[layer]["mixer"]
         found = state.store.layers[layer]
         np.testing.assert_array_equal(found.born, told.store.layers[layer].born)
         for name, part in (("key", found.keys), ("value", found.rows)):
             assert part.shape == (1, MODEL.config.store, width)
-            plain = np.asarray(getattr(block.mixer.get_value(), name), np.float64)
+            plain = np.asarray(getattr(block.parameters().mixer, name), np.float64)
             change = np.tensordot(changes[name].down, changes[name].up, 1)
             expected = np.tensordot(rows * norm, plain + scale * change, 1)
             expected = expected.reshape(count, width)

@@ -38,7 +38,7 @@ MEMORY = MPlusConfig(
 BACKBONE = LanguageModel(CONFIG, key=jax.random.key(0))
 MODEL = mplus(BACKBONE, MEMORY, key=jax.random.key(1))
 # Queries so long that every token has a say in what is retrieved.
-MODEL.query = nnx.Param(jax.tree.map(lambda x: x * 30, MODEL.query.get_value()))
+MODEL.query = nnx.data(jax.tree.map(lambda x: x * 30, MODEL.query))
 RNG = np.random.default_rng(0)
 TEXT = RNG.integers(0, 256, (2, 8 * C + P + T), dtype=np.int32)
 

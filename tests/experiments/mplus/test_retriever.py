@@ -12,6 +12,7 @@ from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
 from memjax.models import ModelConfig
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.state import MPlusConfig
+from memjax.nnx import as_arrays
 from memjax.training import LoopConfig
 from memjax.training import pretrain as run
 from memjax.training.finetune import finetune
@@ -69,7 +70,7 @@ def _trained(tmp_path_factory):
 
 
 def parts(model):
-    return jax.tree.leaves((model.query.get_value(), model.key.get_value()))
+    return jax.tree.leaves(as_arrays((model.query, model.key)))
 
 
 def test_a_retriever_is_made_fitted_and_read(trained, tmp_path, capsys):

@@ -36,9 +36,7 @@ MEMORY = MPlusConfig(
 )
 BACKBONE = LanguageModel(CONFIG, key=jax.random.key(0))
 TRAINED = mplus(BACKBONE, MEMORY, key=jax.random.key(1))
-TRAINED.read_adapter = nnx.Param(
-    jax.tree.map(lambda x: x + 0.1, TRAINED.read_adapter.get_value())
-)
+TRAINED.read_adapter = nnx.data(jax.tree.map(lambda x: x + 0.1, TRAINED.read_adapter))
 FACTS = [
     Question("", f"{'Where' if i % 2 else 'How many'} {i}?", answer, kind, f"s{i}")
     for i, (answer, kind) in enumerate(

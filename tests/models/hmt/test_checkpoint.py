@@ -86,7 +86,7 @@ def test_the_names_are_the_official_ones(tmp_path):
     np.testing.assert_array_equal(memory["mem"][0], model.summary_prompt.get_value())
     np.testing.assert_array_equal(memory["cross_attn.wk.weight"].T, model.key[...])
     name = "memory_cell.model.model.layers.0.mlp.up_proj.weight"
-    expected = model.backbone.blocks[0].feed_forward.get_value().up
+    expected = model.backbone.blocks[0].parameters().feed_forward.up
     np.testing.assert_array_equal(tensors[name].T, expected)
 
 

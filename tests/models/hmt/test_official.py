@@ -112,7 +112,7 @@ def parameters(model):
     named[inner + "embed_tokens.weight"] = model.backbone.embedding.get_value()
     named[inner + "norm.weight"] = model.backbone.norm.get_value()
     for i, block in enumerate(model.backbone.blocks):
-        mixer, hidden = block.mixer.get_value(), block.feed_forward.get_value()
+        mixer, hidden = block.parameters().mixer, block.parameters().feed_forward
         flat = lambda w: w.reshape(c.model_dim, -1).T
         layer = {
             "self_attn.q_proj": flat(mixer.query),

@@ -172,7 +172,7 @@ def masked(state, following, slots):
     x = np.asarray(MODEL.embed(following), float)
     positions = T + np.arange(following.shape[1])[None, :, None]
     for memory, kept, block in zip(state, slots, MODEL.blocks, strict=True):
-        mixer, hidden = block.mixer.get_value(), block.feed_forward.get_value()
+        mixer, hidden = block.parameters().mixer, block.parameters().feed_forward
         h = rms(x, block.mixer_norm)
         project = lambda w, h=h: np.einsum("btd,dhk->bthk", h, np.asarray(w, float))
         q, k, v = map(project, (mixer.query, mixer.key, mixer.value))

@@ -18,6 +18,7 @@ from memjax.models.mplus.attention_retrieval import Seeker
 from memjax.models.mplus.checkpoint import load_mplus, load_official, save_mplus
 from memjax.models.mplus.model import memoryllm, mplus
 from memjax.models.mplus.state import LayerStore, MPlusConfig, Store
+from memjax.nnx import as_arrays, as_params
 from memjax.training.mplus import tasks as mplus_tasks
 
 B, V, D, L, G, HEADS, H = 2, 19, 8, 2, 2, 4, 4
@@ -58,10 +59,11 @@ def build(make=mplus, **changes):
     config = dataclasses.replace(CONFIG, **changes)
     model = make(BACKBONE, config, key=jax.random.key(2))
     # Learned parts begin as no change at all.
-    for i, part in enumerate((model.write_adapter, model.read_adapter, model.position)):
+    for i, name in enumerate(("write_adapter", "read_adapter", "position")):
         key = jax.random.key(3 + i)
         draw = lambda x, key=key: x + 0.3 * jax.random.normal(key, x.shape)
-        part.set_value(jax.tree.map(draw, part.get_value()))
+        drawn = jax.tree.map(draw, as_arrays(getattr(model, name)))
+        setattr(model, name, nnx.data(as_params(drawn)))
     return model
 
 
@@ -148,7 +150,7 @@ def weights(layer, name, adapter):
     change = adapter[layer]["mixer"][name]
     scale = CONFIG.alpha / CONFIG.rank
     product = np.tensordot(change.down, change.up, 1)
-    return np.asarray(getattr(block.mixer.get_value(), name)) + scale * product
+    return np.asarray(getattr(block.parameters().mixer, name)) + scale * product
 
 
 def seen_by(layer, name, x):
@@ -156,7 +158,7 @@ def seen_by(layer, name, x):
     x = np.asarray(x, np.float64)
     norm = np.asarray(BACKBONE.blocks[layer].mixer_norm.get_value())
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + SIZES.norm_epsilon) * norm
-    return np.tensordot(x, weights(layer, name, MODEL.read_adapter.get_value()), 1)
+    return np.tensordot(x, weights(layer, name, as_arrays(MODEL.read_adapter)), 1)
 
 
 @pytest.fixture(name="told", scope="module")

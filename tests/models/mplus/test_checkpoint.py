@@ -19,6 +19,7 @@ from memjax.models.mplus.checkpoint import load_mplus, load_official, save_mplus
 from memjax.models.mplus.hf_config import mplus_config_from_hf
 from memjax.models.mplus.model import memoryllm, mplus
 from memjax.models.mplus.state import MPlusConfig
+from memjax.nnx import as_arrays, as_params
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mplus"
 FILE = GOLDEN / "tiny_model.safetensors"
@@ -45,7 +46,8 @@ def build(make=mplus, **changes):
     model = make(LanguageModel(sizes, key=jax.random.key(0)), CONFIG, key=KEY)
     # Adapters begin as no change at all.
     draw = lambda x: x + jax.random.normal(KEY, x.shape)
-    model.write_adapter.set_value(jax.tree.map(draw, model.write_adapter.get_value()))
+    changes = jax.tree.map(draw, as_arrays(model.write_adapter))
+    model.write_adapter = nnx.data(as_params(changes))
     return model
 
 
@@ -104,7 +106,7 @@ def test_every_part_has_its_place(golden):
     x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
     at = "model.layers.1.self_attn"
     for adapter, name in (("write", "default"), ("read", "decoder_adapter")):
-        change = getattr(golden, f"{adapter}_adapter").get_value()[1]["mixer"]["query"]
+        change = as_arrays(getattr(golden, f"{adapter}_adapter"))[1]["mixer"]["query"]
         up = change.up.reshape(4, -1)
         expected = x @ tensors[f"{at}.q_proj.lora_A.{name}.weight"].T
         expected = expected @ tensors[f"{at}.q_proj.lora_B.{name}.weight"].T
@@ -117,7 +119,7 @@ def test_every_part_has_its_place(golden):
         hidden = x @ tensors[f"{at}.{theirs}.0.weight"].T
         hidden = hidden / (1 + np.exp(-hidden))
         expected = hidden @ tensors[f"{at}.{theirs}.2.weight"].T
-        found = retriever.project(getattr(golden, ours).get_value(), 1, jnp.asarray(x))
+        found = retriever.project(as_arrays(getattr(golden, ours)), 1, jnp.asarray(x))
         np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_array_equal(golden.bos[...], tensors["bos_embedding"][:, 0])
     emb = tensors["new_memory_positional_emb"][0, 0]
@@ -296,7 +298,7 @@ def test_a_single_adapter_writes_and_reads(tmp_path):
     one = {n.replace(".", "__"): None for n in tensors if "decoder_adapter" in n}
     model = load_official(official(tmp_path, **one), HF | {"add_decoder_lora": False})
     reads, writes = model.read_adapter, model.write_adapter
-    chex.assert_trees_all_equal(reads.get_value(), writes.get_value())
+    chex.assert_trees_all_equal(as_arrays(reads), as_arrays(writes))
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_bos_is_what_the_backbone_makes_of_a_first_position():
     mean = BACKBONE.embedding.get_value().mean(axis=0)
     np.testing.assert_array_equal(bos[0], mean)
     _, expected = BACKBONE.read(BACKBONE.init_state(1), mean[None, None])
-    last, at = BACKBONE.blocks[-1].get_value(), jnp.zeros((1, 1), jnp.int32)
+    last, at = BACKBONE.blocks[-1].parameters(), jnp.zeros((1, 1), jnp.int32)
     y = write_layer(BACKBONE.config, last, bos[-1][None, None], None, at, 1)
     y = normalize(BACKBONE.norm.get_value(), y, BACKBONE.config.norm_epsilon)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)

@@ -14,6 +14,7 @@ from flax import nnx
 from memjax.models import LanguageModel, ModelConfig, Sampling, generate
 from memjax.models.mplus.model import memoryllm, mplus
 from memjax.models.mplus.state import MPlusConfig
+from memjax.nnx import as_arrays, as_params
 
 B, V, D, L, K, N, C, R, M = 2, 19, 8, 2, 2, 6, 4, 3, 8
 # The pool is full after three chunks; three more put six rows into the store.
@@ -57,10 +58,11 @@ def build(kind="mplus", **backbone):
         config = dataclasses.replace(CONFIG, stored="input")
     model = make(plain, config, key=jax.random.key(2))
     # Learned parts begin as no change at all.
-    for i, part in enumerate((model.write_adapter, model.read_adapter, model.position)):
+    for i, name in enumerate(("write_adapter", "read_adapter", "position")):
         key = jax.random.key(3 + i)
         draw = lambda x, key=key: x + 0.3 * jax.random.normal(key, x.shape)
-        part.set_value(jax.tree.map(draw, part.get_value()))
+        drawn = jax.tree.map(draw, as_arrays(getattr(model, name)))
+        setattr(model, name, nnx.data(as_params(drawn)))
     return model
 
 

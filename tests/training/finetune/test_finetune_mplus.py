@@ -23,6 +23,7 @@ from memjax.models.hmt.model import HMTConfig
 from memjax.models.mplus.checkpoint import load_mplus
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.state import MPlusConfig
+from memjax.nnx import as_arrays
 from memjax.training import LoopConfig, sharding
 from memjax.training import pretrain as run
 from memjax.training.finetune import finetune
@@ -236,17 +237,18 @@ def test_a_new_retriever_starts_by_similarity(base, tmp_path, monkeypatch):
     finetune.finetune(third, base[0], tmp_path / "run")
     model = finetune.load(tmp_path / "run")[1]
     described, drawn, tokenizer = finetune_start.starting_point(third, base[0], None)
+    changed = nnx.to_pure_dict(found[0])
     for name in ("query", "key"):
-        trained = getattr(model, name).get_value()
-        chex.assert_trees_all_equal(trained, found[0][name].get_value())
-        assert not np.array_equal(trained.down, drawn[name].get_value().down)
+        trained = as_arrays(getattr(model, name))
+        chex.assert_trees_all_equal(trained._asdict(), changed[name])
+        assert not np.array_equal(trained.down, nnx.to_pure_dict(drawn)[name]["down"])
     # Two whole batches of documents, each of which makes two chunks of rows.
     first: Any = nnx.merge(nnx.graphdef(finetune_run.structure(described)), drawn)
     bank = retriever_bank(described, first, tokenizer.parse(), 3, third.seed)
     chex.assert_shape(bank.rows, (4, 1, 2 * MEMORY.tokens, MODEL.model_dim))
     query, key = similarity(bank, MEMORY.key_dim)
-    chex.assert_trees_all_equal(query, found[0]["query"].get_value())
-    chex.assert_trees_all_equal(key, found[0]["key"].get_value())
+    chex.assert_trees_all_equal(query._asdict(), changed["query"])
+    chex.assert_trees_all_equal(key._asdict(), changed["key"])
     # Neither a run that goes on nor one whose start has a retriever makes another.
     finetune.finetune(third, base[0], tmp_path / "run")
     finetune.finetune(third, None, tmp_path / "next", tmp_path / "run")

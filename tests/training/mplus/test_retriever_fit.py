@@ -12,6 +12,7 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import retriever
 from memjax.models.mplus.model import mplus
 from memjax.models.mplus.state import MPlusConfig
+from memjax.nnx import as_arrays
 from memjax.training.mplus import retriever_fit
 
 L, D, K, C, T, B, V = 2, 8, 2, 4, 6, 2, 17
@@ -79,7 +80,7 @@ def test_a_bank_holds_what_the_retriever_is_given():
 def test_each_document_asks_among_the_rows_of_all():
     model = build()
     bank = collect(model)
-    params = (model.query.get_value(), model.key.get_value())
+    params = as_arrays((model.query, model.key))
     silu = lambda x: x / (1 + np.exp(-x))
 
     def project(part, layer, x):
@@ -113,14 +114,10 @@ def test_a_fit_lowers_the_loss_and_changes_the_retriever_alone():
         key=jax.random.key(3),
     )
     assert len(losses) == 100 and np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])
-    for name, value in vars(before).items():
-        if isinstance(value, nnx.Param):
-            same = jax.tree.map(
-                lambda a, b: bool((a == b).all()),
-                value.get_value(),
-                getattr(model, name).get_value(),
-            )
-            assert all(jax.tree.leaves(same)) == (name not in ("query", "key"))
+    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    for name, value in nnx.to_pure_dict(nnx.state(before, nnx.Param)).items():
+        same = jax.tree.map(np.array_equal, value, after[name])
+        assert all(jax.tree.leaves(same)) == (name not in ("query", "key"))
 
 
 WIDTH, AXES = 24, 7

@@ -1,0 +1,72 @@
+"""Any mechanism as a layer of a flax model."""
+
+from flax import nnx
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
+
+from memjax.mechanisms.base import Mechanism, reset
+from memjax.nnx.params import as_arrays, as_params, params_key
+
+
+class Memory(nnx.Module):
+    """A mechanism's parameters; the memory is an argument and a result.
+
+    Example:
+        class Layer(nnx.Module):
+            def __init__(self, width, *, rngs):
+                self.norm = nnx.LayerNorm(width, rngs=rngs)
+                self.memory = Memory(trellis(config), rngs=rngs)
+
+            def __call__(self, state, x):
+                state, y = self.memory(state, self.norm(x))
+                return state, x + y
+
+    Flax Linen needs no layer of its own:
+
+        params = self.param("memory", mechanism.init_params)
+        state, y = mechanism.apply(params, state, x)
+    """
+
+    def __init__(
+        self,
+        mechanism: Mechanism,
+        *,
+        key: PRNGKeyArray | None = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        """Draws the parameters.
+
+        Args:
+            mechanism: of `memjax.mechanisms`.
+            key: of the parameters; or
+            rngs: the streams of flax, of which "params" is drawn from.
+
+        Raises:
+            ValueError: on both of key and rngs, or neither.
+        """
+        self.mechanism = mechanism
+        params = mechanism.init_params(params_key(key, rngs))
+        self.params = nnx.data(as_params(params))
+
+    def init_state(self, batch: int) -> PyTree:
+        """The empty memory of `batch` sequences; every leaf has the batch first."""
+        return self.mechanism.init_state(batch)
+
+    def reset(self, state: PyTree, mask: Bool[Array, " B"]) -> PyTree:
+        """Empties the memory of the batch elements in `mask`, as at a document's start."""
+        return reset(state, self.init_state(mask.shape[0]), mask)
+
+    def __call__(
+        self, state: PyTree, x: Float[Array, "B T D"] | Float[Array, "B D"]
+    ) -> tuple[PyTree, Float[Array, "B T D"] | Float[Array, "B D"]]:
+        """Reads a segment [B, T, D], or one token [B, D], into the memory.
+
+        Returns:
+            The memory after it, and an output of the shape of x.
+
+        Raises:
+            ValueError: on x of other axes, width or batch.
+        """
+        if x.ndim not in (2, 3):
+            raise ValueError(f"x must be [B, T, D] or [B, D], got {list(x.shape)}")
+        read = self.mechanism.step if x.ndim == 2 else self.mechanism.apply
+        return read(as_arrays(self.params), state, x)
