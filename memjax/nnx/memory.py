@@ -52,7 +52,7 @@ class Memory(nnx.Module):
         return self.mechanism.init_state(batch)
 
     def reset(self, state: PyTree, mask: Bool[Array, " B"]) -> PyTree:
-        """Empties the memory of the batch elements in `mask`, as at a document's start."""
+        """Empties the memory of the batch elements in `mask`, at a document's start."""
         return reset(state, self.init_state(mask.shape[0]), mask)
 
     def __call__(
