@@ -6,12 +6,12 @@ Transformer++ (sliding windows only) and Elastic Memory (the same model with one
 layers reading a compressed history) have equal parameters, see the same batches in the
 same order, and are scored on the same held-out documents. Writes a table, results.json,
 a plot of loss by position, and a sample of text. Running it again goes on where it was
-stopped; what was measured is in `experiments/results/books/books.json`.
+stopped; what was measured is in `experiments/results/books/window8.json`.
 
 The window is 8 tokens because in the minutes that this program has a model learns to
 use some 30 tokens of context and no more. With `--window 64 --steps 1000` Transformer++
 has all the context that it can use and the memory hurts: 106.2 against 104.0
-(`experiments/results/books/books_window64.json`).
+(`experiments/results/books/window64.json`).
 """
 
 import dataclasses

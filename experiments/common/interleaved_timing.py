@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pathlib
 import resource
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -123,12 +122,3 @@ def require_official(official: pathlib.Path | None, file: str) -> None:
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"official={official} needs {package}: not installed")
-
-
-def summary(seconds: list[float]) -> dict[str, float]:
-    """Median and spread of times."""
-    return {
-        "median_s": statistics.median(seconds),
-        "min_s": min(seconds),
-        "max_s": max(seconds),
-    }

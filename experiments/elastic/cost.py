@@ -3,10 +3,10 @@
     OPENBLAS_NUM_THREADS=1 python -m experiments.elastic.cost
 
 Three questions in one run, every time a median of `repeats` with the fastest and the
-slowest, the candidates taking turns:
+slowest, by interleaved timing:
 
 bank      the closed form against the recurrence multiplied out, and the paper's whole
-          1x bank (both from `benchmark_hippo_bank.py`);
+          1x bank (both from `experiments.elastic.hippo_bank`);
 step      a training step of models that differ in their mixers alone, as a ratio to
           their memory-free baseline: sliding windows everywhere, and full attention
           everywhere, which is what replacing one layer speeds up (Table 8);
@@ -15,7 +15,6 @@ length    one layer over T tokens, forward and backward: time and the compiler's
 """
 
 import dataclasses
-import json
 import pathlib
 
 import jax
@@ -24,17 +23,16 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.elastic import hippo_bank as benchmark_hippo_bank
-from experiments.elastic.hippo_bank import timed
+from experiments.common.results import RESULTS, settings, write_report
+from experiments.common.timing import time_functions
+from experiments.elastic import hippo_bank
 from memjax.data import Batch
-from memjax.evaluation.provenance import provenance
 from memjax.models import ElasticOptions, ModelConfig
 from memjax.models.language_model.config import Mixer
 from memjax.models.language_model.mixers import build_mixer
 from memjax.training import pretrain as run
 from memjax.training import sharding
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "elastic"
 MIXERS: tuple[Mixer, ...] = ("elastic_memory", "attention")
 
 
@@ -51,7 +49,7 @@ class Config:
         lengths: tokens at which one layer is timed.
         longest_full: full attention is timed up to here.
         repeats: timings of each.
-        output: where the numbers go.
+        output: where .json goes, without the ending.
     """
 
     model_dim: int = 256
@@ -62,7 +60,7 @@ class Config:
     lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
     longest_full: int = 8192
     repeats: int = 5
-    output: pathlib.Path = RESULTS / "elastic.json"
+    output: pathlib.Path = RESULTS / "elastic" / "cost"
 
 
 def model(config: Config, *mixers: Mixer, **elastic: int) -> ModelConfig:
@@ -106,11 +104,11 @@ def steps(config: Config) -> dict:
     batch = Batch(tokens, tokens, mask, jnp.ones(1, bool))
     ways = {}
     for name, one in models.items():
-        settings = run.RunConfig(model=one, data=run.DataConfig(batch_size=1))
-        mesh = sharding.make_mesh(settings.mesh)
-        ways[name] = _stepper(*run.build_step(settings, mesh), batch)
+        training = run.RunConfig(model=one, data=run.DataConfig(batch_size=1))
+        mesh = sharding.make_mesh(training.mesh)
+        ways[name] = _stepper(*run.build_step(training, mesh), batch)
         ways[name]()
-    times = timed(ways, config.repeats)
+    times = time_functions(ways, config.repeats)
     return {
         name: row
         | {
@@ -150,22 +148,19 @@ def lengths(config: Config) -> list[dict]:
                 "temporary_bytes": getattr(analysis, "temp_size_in_bytes", None),
                 "state_bytes": sum(s.nbytes for s in jax.tree.leaves(state)),
             }
-    times = timed(ways, config.repeats)
+    times = time_functions(ways, config.repeats)
     return [rows[name] | times[name] for name in rows]
 
 
 def main(config: Config) -> None:
     """Times, prints and writes the results."""
-    banks = benchmark_hippo_bank.Config(repeats=config.repeats)
-    whole = {"whole": lambda: benchmark_hippo_bank.whole_bank(banks)}
-    bank = benchmark_hippo_bank.compare(banks) | timed(whole, config.repeats)
+    banks = hippo_bank.Config(repeats=config.repeats)
+    whole = {"whole": lambda: hippo_bank.whole_bank(banks)}
+    bank = hippo_bank.compare(banks) | time_functions(whole, config.repeats)
     measured = {"bank": bank, "step": steps(config), "length": lengths(config)}
     _print(measured)
-    fields = dataclasses.asdict(config)
-    del fields["output"]
-    report = provenance("cost of Elastic Memory", fields) | measured
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    config.output.write_text(json.dumps(report, indent=1) + "\n")
+    question = "cost of Elastic Memory"
+    write_report(config.output, question, settings(config), measured)
 
 
 def _stepper(state, step, batch):

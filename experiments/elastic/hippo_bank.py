@@ -12,20 +12,15 @@ About 15 seconds.
 """
 
 import dataclasses
-import json
 import pathlib
-import statistics
-import time
-from collections.abc import Callable, Mapping
 
 import numpy as np
 import tyro
 
+from experiments.common.results import RESULTS, settings, write_report
+from experiments.common.timing import time_functions
 from experiments.elastic import discretisations
-from memjax.evaluation.provenance import provenance
 from memjax_kernels.hippo import bank
-
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "elastic"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +41,8 @@ class Config:
     """Orders at which one block of `whole_block_length` tokens is built."""
     repeats: int = 5
     """Timings of each, at least 1."""
-    output: pathlib.Path = RESULTS / "hippo_bank.json"
-    """Where the numbers go."""
+    output: pathlib.Path = RESULTS / "elastic" / "hippo_bank"
+    """Where .json goes, without the ending."""
 
     def __post_init__(self) -> None:
         """Refuses values that time nothing."""
@@ -73,19 +68,6 @@ def whole_bank(config: Config) -> bank.HippoBank:
     )
 
 
-def timed(
-    functions: Mapping[str, Callable[[], object]], repeats: int
-) -> dict[str, dict[str, float]]:
-    """Times the functions in seconds, taking turns, so that they share the noise."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repeats):
-        for name, function in functions.items():
-            begin = time.perf_counter()
-            function()
-            seconds[name].append(time.perf_counter() - begin)
-    return {name: _summary(values) for name, values in seconds.items()}
-
-
 def compare(config: Config) -> dict:
     """Times both ways for the second block of a stream, and their difference."""
     start, stop = config.block_length, 2 * config.block_length
@@ -94,7 +76,7 @@ def compare(config: Config) -> dict:
         "recurrence": lambda: discretisations.unroll(config.order, start, stop),
     }
     differences = map(np.subtract, *(way() for way in ways.values()))
-    times = timed(ways, config.repeats)
+    times = time_functions(ways, config.repeats)
     fast, slow = times["closed_form"], times["recurrence"]
     return times | {
         "speedup": slow["median_s"] / fast["median_s"],
@@ -107,7 +89,7 @@ def grow(config: Config) -> list[dict]:
     """Times one block at each order."""
     start, stop = config.whole_block_length, 2 * config.whole_block_length
     ways = {n: lambda n=n: closed_form(n, start, stop) for n in config.growth}
-    times = timed({str(n): way for n, way in ways.items()}, config.repeats)
+    times = time_functions({str(n): way for n, way in ways.items()}, config.repeats)
     return [
         {"order": n, "bytes_of_whole_bank": _whole_bytes(config, n)} | times[str(n)]
         for n in config.growth
@@ -117,19 +99,13 @@ def grow(config: Config) -> list[dict]:
 def main(config: Config) -> None:
     """Times, prints and writes the results."""
     compared = compare(config)
-    times = timed({"whole": lambda: whole_bank(config)}, config.repeats)
+    times = time_functions({"whole": lambda: whole_bank(config)}, config.repeats)
     whole = times["whole"] | {"bytes": _whole_bytes(config, config.whole_order)}
     growth = grow(config)
     _print(config, compared, whole, growth)
     measured = {"compared": compared, "whole_bank": whole, "growth": growth}
-    fields = dataclasses.asdict(config)
-    del fields["output"]
-    report = (
-        provenance("time to build HiPPO banks in closed form and by recurrence", fields)
-        | measured
-    )
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    config.output.write_text(json.dumps(report, indent=1) + "\n")
+    question = "time to build HiPPO banks in closed form and by recurrence"
+    write_report(config.output, question, settings(config), measured)
 
 
 def _print(config: Config, compared: dict, whole: dict, growth: list[dict]) -> None:
@@ -152,15 +128,6 @@ def _print(config: Config, compared: dict, whole: dict, growth: list[dict]) -> N
 
 def _spread(times: dict) -> str:
     return f"{times['median_s']:.4f} s ({times['min_s']:.4f} to {times['max_s']:.4f})"
-
-
-def _summary(seconds: list[float]) -> dict[str, float]:
-    return {
-        "median_s": statistics.median(seconds),
-        "min_s": min(seconds),
-        "max_s": max(seconds),
-        "repeats": len(seconds),
-    }
 
 
 def _whole_bytes(config: Config, order: int) -> int:

@@ -18,7 +18,6 @@ the factors then vanish in turn do they come back. So its row is a float64 figur
 """
 
 import dataclasses
-import json
 import pathlib
 
 import numpy as np
@@ -26,11 +25,9 @@ import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.common.results import RESULTS, settings, write_report
 from experiments.elastic import discretisations
-from memjax.evaluation.provenance import provenance
 from memjax_kernels.hippo import bank
-
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "elastic"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Config:
     """Slowest sine, in cycles per history."""
     max_cycles: float = 5.0
     """Fastest sine; an order-32 state runs out near 32 / pi = 10 cycles."""
-    output: pathlib.Path = RESULTS / "hippo_reconstruction"
+    output: pathlib.Path = RESULTS / "elastic" / "hippo_reconstruction"
     """Where the .json and .png go, without the ending."""
 
     def __post_init__(self) -> None:
@@ -158,15 +155,8 @@ def main(config: Config) -> None:
     peak = forward_peak(config)
     print(f"largest coefficient on the way of forward Euler, N=32: {peak:.1e}")
     measured = {"bank_minus_recurrence": gap, "forward_peak": peak, "rows": rows}
-    fields = dataclasses.asdict(config)
-    del fields["output"]
-    report = (
-        provenance("table 12 of Elastic Memory: MSE of reconstruction", fields)
-        | measured
-    )
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report, indent=1)
-    pathlib.Path(f"{config.output}.json").write_text(text + "\n")
+    question = "table 12 of Elastic Memory: MSE of reconstruction"
+    write_report(config.output, question, settings(config), measured)
     plot(config, rows).savefig(f"{config.output}.png", dpi=110)
 
 

@@ -9,7 +9,6 @@ trained setting's, text by text.
 """
 
 import dataclasses
-import json
 import pathlib
 
 import numpy as np
@@ -17,12 +16,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from experiments.common.results import RESULTS, settings, write_report
 from memjax import evaluation
 from memjax.data import load_tokenizer
-from memjax.evaluation.provenance import provenance
 from memjax.training import pretrain as run
-
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "elastic"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,20 +31,20 @@ class Config:
         texts: held-out texts of each document.
         memory_tokens: counts to try with each sampling.
         decays: of the exponential sampling, with the trained count.
-        output: where the numbers go.
+        output: where .json goes, without the ending.
     """
 
     run_dir: pathlib.Path = pathlib.Path("runs/books/elastic")
     texts: int = 8
     memory_tokens: tuple[int, ...] = (4, 16, 64, 128)
     decays: tuple[float, ...] = (0.8, 0.9, 0.95)
-    output: pathlib.Path = RESULTS / "elastic_sampling.json"
+    output: pathlib.Path = RESULTS / "elastic" / "sampling"
 
 
 def main(config: Config) -> None:
     """Scores, prints and writes the results."""
-    settings, model = run.load_model(config.run_dir)
-    trained = settings.model.elastic
+    trained_run, model = run.load_model(config.run_dir)
+    trained = trained_run.model.elastic
     changes = [{}]
     changes += [
         {"sampling": sampling, "memory_tokens": count}
@@ -55,11 +52,11 @@ def main(config: Config) -> None:
         for count in config.memory_tokens
     ]
     changes += [{"sampling": "exponential", "decay": decay} for decay in config.decays]
-    length = settings.data.context_length
-    tokenizer = load_tokenizer(settings.data.tokenizer)
+    length = trained_run.data.context_length
+    tokenizer = load_tokenizer(trained_run.data.tokenizer)
     documents = [
         d._replace(tokens=d.tokens[: config.texts * length + 1])
-        for d in run.load_split(settings, tokenizer, "test")
+        for d in run.load_split(trained_run, tokenizer, "test")
     ]
     scores = [
         evaluation.losses(
@@ -67,21 +64,20 @@ def main(config: Config) -> None:
             documents,
             context_length=length,
             segment=length,
-            batch_size=settings.data.batch_size,
+            batch_size=trained_run.data.batch_size,
         )
         for change in changes
     ]
-    rows = _rows(changes, scores, settings.model.window)
+    rows = _rows(changes, scores, trained_run.model.window)
     _print(rows)
-    fields = dataclasses.asdict(config) | {"run_dir": str(config.run_dir)}
-    del fields["output"]
-    report = provenance("where and how densely a memory is read", fields) | {
+    results = {
         "trained": dataclasses.asdict(trained),
-        "trained_steps": settings.loop.steps,
+        "trained_steps": trained_run.loop.steps,
         "rows": rows,
     }
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    config.output.write_text(json.dumps(report, indent=1) + "\n")
+    fields = settings(config) | {"run_dir": str(config.run_dir)}
+    question = "where and how densely is a memory read?"
+    write_report(config.output, question, fields, results)
 
 
 def _rows(changes, scores, window):

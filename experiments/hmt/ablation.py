@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.common.results import show
 from experiments.hmt import common, scores
 from memjax import evaluation
 from memjax.evaluation import Losses
@@ -72,7 +73,7 @@ def measure(
         models=rows,
         paper=dict(paper or {}),
     )
-    common.show(
+    show(
         question,
         ["PPL, causal", "PPL, all (HMT reads ahead)", f"nats saved against {base}"],
         {

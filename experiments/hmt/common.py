@@ -9,17 +9,15 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
+from experiments.common.results import RESULTS, settings, write_report
 from memjax.config_io import to_record
 from memjax.data import Tokenizer
-from memjax.evaluation.provenance import provenance
 from memjax.models import LanguageModel, preset
 from memjax.models.hmt.model import HMT
 from memjax.models.lora import merge_lora
@@ -30,7 +28,6 @@ from memjax.training.finetune import finetune
 from memjax.training.finetune.config import FinetuneConfig, TwoStageConfig
 from memjax.training.finetune.config import presets as finetunings
 
-RESULTS = Path(__file__).parents[1] / "results" / "hmt"
 Preset = Literal["cpu", "cpu-short", "smollm2-cpu", "paper"]
 
 
@@ -120,7 +117,7 @@ class Config:
     source: str = "embedded"
     seed: int = 0
     run_dir: Path = Path("runs/hmt")
-    output: Path = RESULTS / "hmt"
+    output: Path = RESULTS / "hmt" / "result"
 
     def __post_init__(self):
         if self.steps is not None and min(self.steps) < 1:
@@ -162,9 +159,9 @@ def backbone_path(config: Config) -> Path:
         return pretrained.smollm2()
     if name != "tiny":
         return Path(name)
-    settings = _tiny_run(config)
-    folder = config.run_dir / f"backbone-{_digest(to_record(settings))}"
-    return _once(folder, "the backbone", lambda: run.train(settings, folder))
+    run_config = _tiny_run(config)
+    folder = config.run_dir / f"backbone-{_digest(to_record(run_config))}"
+    return _once(folder, "the backbone", lambda: run.train(run_config, folder))
 
 
 def load_backbone(config: Config) -> tuple[LanguageModel, Tokenizer]:
@@ -272,37 +269,15 @@ def _once(folder: Path, what: str, train: Callable[[], Outcome]) -> Path:
 
 
 def write(config: Config, question: str, **results: Any) -> None:
-    """Writes `config.output`.json: where it comes from, and the results."""
-    training = to_record(config.scale.stages)
-    write_results(config, question, training=training, **results)
+    """Writes `config.output`.json, with the settings of the training among the results.
 
-
-def write_results(config: Any, question: str, **results: Any) -> None:
-    """As `write`, for any dataclass with an `output`."""
-    fields = dataclasses.asdict(config)
-    for name in ("run_dir", "output"):
-        fields.pop(name, None)
-    report = provenance(question, json.loads(json.dumps(fields, default=_name)))
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report | results, indent=1) + "\n"
-    Path(f"{config.output}.json").write_text(text)
-
-
-def _name(path: Path) -> str:
-    """A file's name: where it lies says nothing on another machine."""
-    return path.name
-
-
-def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> None:
-    """Prints one row a name; numbers with three digits after the point."""
-    table = Table(title=title)
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
-    text = lambda x: f"{x:.3f}" if isinstance(x, float) else f"{x:,}"
-    for name, cells in rows.items():
-        table.add_row(name, *(text(cell) for cell in cells))
-    Console().print(table)
+    Args:
+        config: of the experiment.
+        question: that the results answer.
+        results: values must be JSON's.
+    """
+    results = {"training": to_record(config.scale.stages)} | results
+    write_report(config.output, question, settings(config), results)
 
 
 def _digest(record: Any) -> str:

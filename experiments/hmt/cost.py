@@ -22,8 +22,8 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from experiments.hmt import common, scores
-from experiments.hmt.common import RESULTS
+from experiments.common.results import RESULTS, settings, show, write_report
+from experiments.hmt import scores
 from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt, preset
 from memjax.models.language_model.windowed import with_window
 
@@ -49,7 +49,7 @@ class Config:
     lengths: tuple[int, ...] = (2048, 4096, 8192, 16_384, 32_768, 65_536, 102_400)
     full_up_to: int = 32_768
     kinds: tuple[Kind, ...] = KINDS
-    output: Path = RESULTS / "hmt_cost"
+    output: Path = RESULTS / "hmt" / "cost"
 
     def __post_init__(self):
         if self.segment < 0:
@@ -97,19 +97,22 @@ def main(config: Config) -> None:
                 row = pool.submit(measure, config, kind, length).result()
             print(f"{kind}, {length:,} tokens: {row}", flush=True)
             rows.setdefault(kind, []).append({"length": length} | row)
-    common.write_results(
-        config,
+    write_report(
+        config.output,
         "what do long inputs cost, beside the backbone alone?",
-        jax_platform=jax.default_backend(),
-        segment=config.memory.segment,
-        models=rows,
+        settings(config),
+        {
+            "jax_platform": jax.default_backend(),
+            "segment": config.memory.segment,
+            "models": rows,
+        },
     )
     for quantity in ("seconds", "peak_mebibytes", "state_bytes"):
         at = {
             kind: {row["length"]: row[quantity] for row in found}
             for kind, found in rows.items()
         }
-        common.show(
+        show(
             quantity,
             [f"{length:,}" for length in config.lengths],
             {

@@ -13,15 +13,14 @@ from pathlib import Path
 
 import tyro
 
-from experiments.hmt import ablation as hmt_ablation
-from experiments.hmt import common
-from experiments.hmt.common import RESULTS
+from experiments.common.results import RESULTS
+from experiments.hmt import ablation, common
 from memjax.training.finetune.config import TwoStageConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(common.Config):
-    """See `hmt_common.Config`.
+    """See `common.Config`.
 
     Attributes:
         depths: segments of a sample in stage 2.
@@ -31,7 +30,7 @@ class Config(common.Config):
     depths: tuple[int, ...] = (2, 4, 8)
     rmt: bool = True
     preset: common.Preset = "cpu-short"
-    output: Path = RESULTS / "hmt_depth"
+    output: Path = RESULTS / "hmt" / "depth"
 
     def __post_init__(self):
         super().__post_init__()
@@ -46,7 +45,7 @@ def main(config: Config) -> None:
     label = lambda depth: f"depth {depth} ({tokens(sizes[depth]):,} tokens a row)"
     cases = {f"HMT, {label(depth)}": stages for depth, stages in sizes.items()}
     baselines = {f"RMT, depth {depth}": stages for depth, stages in sizes.items()}
-    hmt_ablation.measure(
+    ablation.measure(
         config,
         "through how many segments should gradients flow?",
         cases,

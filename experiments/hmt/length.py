@@ -19,8 +19,8 @@ from pathlib import Path
 
 import tyro
 
+from experiments.common.results import RESULTS, show
 from experiments.hmt import common, scores
-from experiments.hmt.common import RESULTS
 from memjax import evaluation
 from memjax.checks import require_known
 from memjax.evaluation import Losses, plots
@@ -37,7 +37,7 @@ LENGTHS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 102_400)
 
 @dataclasses.dataclass(frozen=True)
 class Config(common.Config):
-    """See `hmt_common.Config`.
+    """See `common.Config`.
 
     Attributes:
         lengths: inputs are scored up to these positions; a document that ends before
@@ -47,7 +47,7 @@ class Config(common.Config):
 
     lengths: tuple[int, ...] = LENGTHS
     only: tuple[str, ...] = OTHERS
-    output: Path = RESULTS / "hmt_length"
+    output: Path = RESULTS / "hmt" / "length"
 
     def __post_init__(self):
         super().__post_init__()
@@ -136,7 +136,7 @@ def report(
 def _draw(config: Config, tables: dict, lengths: list[int]) -> None:
     for scoring, table in tables.items():
         curves = table["perplexity"]["all"]
-        common.show(
+        show(
             f"Perplexity by input length, scoring: {scoring}",
             [f"{length:,}" for length in lengths],
             curves,

@@ -11,7 +11,6 @@ one TPU that need not be here.
 
 import dataclasses
 import importlib.util
-import json
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -25,15 +24,14 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
+from experiments.common.results import RESULTS, settings, write_report
 from memjax.data.batches.batch import Batch
-from memjax.evaluation.provenance import provenance
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.model import HMTConfig, hmt
 from memjax.training.finetune.config import FinetuneConfig
 from memjax.training.optimizer import optimizer
 from memjax.training.step import init_train_state, make_train_step
 
-RESULTS = Path(__file__).parents[1] / "results" / "hmt"
 Activations = Literal["keep", "recompute", "offload"]
 ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute", "offload")
 # Compiling for a TPU that is not here must not look for one.
@@ -66,7 +64,7 @@ class Config:
     width: int = 256
     vocab_size: int = 4096
     topology: str = "v5e:2x2"
-    output: Path = RESULTS / "hmt_memory"
+    output: Path = RESULTS / "hmt" / "memory"
 
 
 def compile_step(
@@ -145,11 +143,7 @@ def main(config: Config) -> None:
                 sizes[name][way].append(size)
                 print(f"{name} {way} depth {depth}: {size}", flush=True)
     question = (__doc__ or "").splitlines()[0]
-    settings = dataclasses.asdict(config)
-    del settings["output"]
-    record = provenance(question, settings) | {"bytes": sizes}
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    config.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    write_report(config.output, question, settings(config), {"bytes": sizes})
     plot(config, sizes)
 
 
@@ -172,7 +166,7 @@ def plot(config: Config, sizes: dict[str, dict[str, list[dict[str, int]]]]) -> N
         axis.legend()
     axes[0][0].set_ylabel("MiB beside parameters and moments")
     figure.tight_layout()
-    figure.savefig(config.output.with_suffix(".png"), dpi=120)
+    figure.savefig(f"{config.output}.png", dpi=120)
     plt.close(figure)
 
 

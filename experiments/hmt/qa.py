@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 import tyro
 
+from experiments.common.results import RESULTS, show
 from experiments.hmt import common, scores
-from experiments.hmt.common import RESULTS
 from memjax import evaluation
 from memjax.data import (
     Question,
@@ -46,7 +46,7 @@ WINDOW = "window of no less memory"
 
 @dataclasses.dataclass(frozen=True)
 class Config(common.Config):
-    """See `hmt_common.Config`.
+    """See `common.Config`.
 
     Attributes:
         questions: JSON lines with context, question, answer, and kind and subject.
@@ -60,7 +60,7 @@ class Config(common.Config):
     test_contexts: tuple[int, ...] = (1, 2, 4, 8)
     test_items: int = 96
     preset: common.Preset = "cpu-short"
-    output: Path = RESULTS / "hmt_qa"
+    output: Path = RESULTS / "hmt" / "qa"
 
     def __post_init__(self):
         super().__post_init__()
@@ -241,9 +241,9 @@ def _show(tests: dict, majority: dict[str, float]) -> None:
         rows = {name: [value(test, name) for test in tests.values()] for name in names}
         if measure == "exact":
             rows["most frequent answer"] = [majority["all"]] * len(tests)
-        common.show(f"Answers: {measure}", columns, rows)
+        show(f"Answers: {measure}", columns, rows)
     last = [*tests.values()][-1]["models"]
-    common.show(
+    show(
         f"Exact answers by kind, {columns[-1]}",
         [*names, "most frequent"],
         {

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import tyro
 
-from experiments.hmt import ablation as hmt_ablation
-from experiments.hmt import common
-from experiments.hmt.common import RESULTS
+from experiments.common.results import RESULTS
+from experiments.hmt import ablation, common
 from memjax.training.finetune.config import TwoStageConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(common.Config):
-    """See `hmt_common.Config`.
+    """See `common.Config`.
 
     Attributes:
         sensory: sizes k; none is an eighth of the segment, nothing, and others about.
@@ -28,7 +27,7 @@ class Config(common.Config):
 
     sensory: tuple[int, ...] = ()
     preset: common.Preset = "cpu-short"
-    output: Path = RESULTS / "hmt_sensory"
+    output: Path = RESULTS / "hmt" / "sensory"
 
     def __post_init__(self):
         super().__post_init__()
@@ -47,7 +46,7 @@ def main(config: Config) -> None:
     """Trains what is not trained yet, scores, prints and writes."""
     cases = {f"k = {size}": _stages(config, size) for size in config.sizes}
     question = "how many tokens should a segment read again from the one before?"
-    hmt_ablation.measure(config, question, cases, paper={"best k": 32, "segment": 256})
+    ablation.measure(config, question, cases, paper={"best k": 32, "segment": 256})
 
 
 def _stages(config: Config, size: int) -> TwoStageConfig:

@@ -26,8 +26,8 @@ import numpy as np
 import tyro
 from flax import nnx
 
+from experiments.common.results import RESULTS, show
 from experiments.hmt import common, scores
-from experiments.hmt.common import RESULTS
 from memjax import evaluation
 from memjax.data import (
     FILLER,
@@ -47,7 +47,7 @@ WITH, WITHOUT = "with retrieval", "without retrieval"
 
 @dataclasses.dataclass(frozen=True)
 class Config(common.Config):
-    """See `hmt_common.Config`.
+    """See `common.Config`.
 
     Attributes:
         forms: of the documents.
@@ -58,7 +58,7 @@ class Config(common.Config):
     forms: tuple[Form, ...] = get_args(Form)
     chunk: int = 0
     preset: common.Preset = "cpu-short"
-    output: Path = RESULTS / "hmt_switching"
+    output: Path = RESULTS / "hmt" / "switching"
 
     def __post_init__(self):
         super().__post_init__()
@@ -149,7 +149,7 @@ def report(config: Config, results: dict, panels: dict) -> None:
         scored_from=memory.summary,
         forms=results,
     )
-    common.show(
+    show(
         f"Perplexity of targets from index {memory.summary} on in their segment",
         [WITH, WITHOUT],
         {

@@ -29,8 +29,7 @@ import numpy as np
 import tyro
 from jaxtyping import Float64
 
-from experiments.hmt import common
-from experiments.hmt.common import RESULTS
+from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.mplus import scores
 from experiments.mplus.retention import methods
 from experiments.mplus.scores import Excerpt, Models
@@ -96,7 +95,7 @@ class Config:
     split: Split = "test"
     run_dir: Path = Path("runs/hmt")
     seed: int = 0
-    output: Path = RESULTS / "mplus_perplexity"
+    output: Path = RESULTS / "mplus" / "perplexity"
 
     def __post_init__(self):
         check_sizes(
@@ -307,26 +306,28 @@ def report(
     tokens = [count * chunk for count in config.told]
     saved = compare(config, nats)
     curves = {name: np.exp(x.mean(axis=1)).tolist() for name, x in nats.items()}
-    common.write_results(
-        config,
-        "does a text's memory lower the perplexity of what follows?",
-        memories={name: dataclasses.asdict(x.config) for name, x in memories.items()},
-        tokens_told=tokens,
-        documents=[text.name for text in texts],
-        leaking=[name for name in nats if name.endswith(LEAKING)],
-        perplexity=curves,
-        saved_nats=saved,
-        nats_by_text={name: x.tolist() for name, x in nats.items()},
-        seconds=seconds,
-    )
+    question = "does a text's memory lower the perplexity of what follows?"
+    results = {
+        "memories": {
+            name: dataclasses.asdict(x.config) for name, x in memories.items()
+        },
+        "tokens_told": tokens,
+        "documents": [text.name for text in texts],
+        "leaking": [name for name in nats if name.endswith(LEAKING)],
+        "perplexity": curves,
+        "saved_nats": saved,
+        "nats_by_text": {name: x.tolist() for name, x in nats.items()},
+        "seconds": seconds,
+    }
+    write_report(config.output, question, settings(config), results)
     title = f"{config.scored} tokens of each of {config.texts} held-out texts"
     by_telling = {name: parts["told nothing"] for name, parts in saved.items()}
     dotted = [name for name in nats if name.endswith(LEAKING)]
     path = Path(f"{config.output}.png")
     scores.plot(curves, by_telling, tokens, path, title=title, dotted=dotted)
     columns = [f"{count:,}" for count in tokens]
-    common.show(f"Perplexity after so many tokens told; {title}", columns, curves)
-    common.show(
+    show(f"Perplexity after so many tokens told; {title}", columns, curves)
+    show(
         "Nats saved by telling, and half of the 95% interval",
         columns,
         {

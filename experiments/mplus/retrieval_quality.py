@@ -26,8 +26,8 @@ import jax
 import numpy as np
 import tyro
 
+from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.hmt import common
-from experiments.hmt.common import RESULTS
 from experiments.mplus import retrieval
 from experiments.mplus.retention import knowledge_retention
 from experiments.mplus.retention.samples import make_samples
@@ -79,7 +79,7 @@ class Config:
             `memjax export`.
         store: rows of the store; 0 leaves what the model has.
         retrieved: rows that a read takes from it; 0 likewise.
-        retriever: a file of `mplus_retriever.py`; none leaves the model's own.
+        retriever: a file of `experiments.mplus.retriever`; none leaves the model's own.
         samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
         batch: facts side by side.
         lengths: of questions: facts are those whose questions have one of the so many
@@ -111,7 +111,7 @@ class Config:
     passages: Path | None = None
     run_dir: Path = Path("runs/hmt")
     seed: int = 0
-    output: Path = RESULTS / "retrieval_quality"
+    output: Path = RESULTS / "mplus" / "retrieval_quality"
 
     def __post_init__(self):
         # What both programs take is refused alike.
@@ -204,14 +204,14 @@ def report(
 ) -> None:
     """Writes, draws and prints."""
     distances = [count * config.chunk for count in rows]
-    common.write_results(
-        config,
-        "does M+ retrieve the rows that a fact was told in?",
-        trained=trained,
-        memory=dataclasses.asdict(model.config),
-        distances=distances,
-        after=rows,
-    )
+    question = "does M+ retrieve the rows that a fact was told in?"
+    results = {
+        "trained": trained,
+        "memory": dataclasses.asdict(model.config),
+        "distances": distances,
+        "after": rows,
+    }
+    write_report(config.output, question, settings(config), results)
     note = "" if trained else ", untrained retriever"
     title = f"Rows of a fact's context, of {next(iter(rows.values()))['rows_made']}"
     plot(rows, distances, Path(f"{config.output}.png"), f"{title} a layer{note}")
@@ -226,7 +226,7 @@ def report(
         "times random": "times_random",
         "in pool or store": "still_known",
     }
-    common.show(
+    show(
         f"{title} a layer after so many tokens{note}",
         [f"{distance:,}" for distance in distances],
         {

@@ -63,7 +63,7 @@ def load(folders: Mapping[str, Path], backbone: str, run_dir: Path) -> Models:
 
     Args:
         folders: of runs of `memjax finetune`, by the name of the option.
-        backbone: as in `hmt_common.Config`; not looked at if there are folders.
+        backbone: as in `experiments.hmt.common.Config`; ignored if there are folders.
         run_dir: where a tiny backbone is kept.
 
     Raises:

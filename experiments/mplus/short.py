@@ -27,8 +27,7 @@ import numpy as np
 import tyro
 from jaxtyping import Bool, Float32, Int32
 
-from experiments.hmt import common
-from experiments.hmt.common import RESULTS
+from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.mplus import scores
 from experiments.mplus.retention import methods
 from experiments.mplus.retention.retention import wilson
@@ -91,7 +90,7 @@ class Config:
     source: str = "embedded"
     run_dir: Path = Path("runs/hmt")
     seed: int = 0
-    output: Path = RESULTS / "mplus_short"
+    output: Path = RESULTS / "mplus" / "short"
 
     def __post_init__(self):
         check_sizes(texts=self.texts, batch=self.batch, prompt=self.prompt)
@@ -284,18 +283,18 @@ def report(
             "nats_by_text": nats.tolist(),
             "seconds": row["seconds"],
         }
-    common.write_results(
-        config,
-        "is a model with a memory still as good on short texts, which need none?",
-        documents=documents,
-        questions=0 if asked is None else len(asked.facts),
-        chance=1 / config.choices,
-        models=found,
-    )
+    question = "is a model with a memory still as good on short texts, which need none?"
+    results = {
+        "documents": documents,
+        "questions": 0 if asked is None else len(asked.facts),
+        "chance": 1 / config.choices,
+        "models": found,
+    }
+    write_report(config.output, question, settings(config), results)
     columns = ["perplexity", "nats lost", "low", "high"]
     if asked is not None:
         columns += ["right answers", "by mean token"]
-    common.show(
+    show(
         f"{config.texts} texts of {config.tokens} tokens; right by chance: "
         f"{1 / config.choices:.2f}",
         columns,

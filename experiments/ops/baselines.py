@@ -14,7 +14,7 @@ import numpy as np
 
 # Our op -> (module and function of fla, whether it computes the same function). Where
 # it does not, it is the nearest kernel with the same state: fair for speed alone.
-PEERS: dict[str, tuple[tuple[str, bool], ...]] = {
+BASELINES: dict[str, tuple[tuple[str, bool], ...]] = {
     "linear_attention": (("fla.ops.linear_attn.chunk_linear_attn", True),),
     "ssd": (("fla.ops.simple_gla.chunk_simple_gla", True),),
     "gla": (
@@ -54,9 +54,9 @@ def to_torch(array: Any, dtype: str) -> Any:
     return values.to("cuda", getattr(torch, dtype)).requires_grad_()
 
 
-def call(peer: str, named: dict[str, Any], chunk_size: int) -> Any:
-    """One peer on arrays named as our op names them: the tensor [B, T, H, V]."""
-    module, name = peer.rsplit(".", 1)
+def call(baseline: str, named: dict[str, Any], chunk_size: int) -> Any:
+    """One baseline on arrays named as our op names them: the tensor [B, T, H, V]."""
+    module, name = baseline.rsplit(".", 1)
     function = getattr(importlib.import_module(module), name)
     q, k, v = named["q"], named["k"], named["v"]
     slots = named.get("alpha")
@@ -89,7 +89,7 @@ def call(peer: str, named: dict[str, Any], chunk_size: int) -> Any:
 def ways(
     op: str, named: dict[str, Any], dtype: str, chunk_size: int
 ) -> dict[str, tuple[bool, Callable[[], Any], Callable[[], None]]]:
-    """For every peer of an op: whether it is the same function, forward, and both."""
+    """For every baseline: whether it is the same function, forward, and both."""
     torch = importlib.import_module("torch")
     gates = ("g", "beta", "gamma", "eta")
     tensors = {
@@ -97,18 +97,18 @@ def ways(
         for name, array in named.items()
     }
 
-    def forward(peer: str) -> Any:
+    def forward(baseline: str) -> Any:
         with torch.no_grad():
-            y = call(peer, tensors, chunk_size)
+            y = call(baseline, tensors, chunk_size)
         torch.cuda.synchronize()
         return y
 
-    def both(peer: str) -> None:
-        y = call(peer, tensors, chunk_size)
+    def both(baseline: str) -> None:
+        y = call(baseline, tensors, chunk_size)
         torch.autograd.grad(y.sum(), list(tensors.values()), allow_unused=True)
         torch.cuda.synchronize()
 
     return {
-        peer: (same, lambda p=peer: forward(p), lambda p=peer: both(p))
-        for peer, same in PEERS.get(op, ())
+        name: (same, lambda p=name: forward(p), lambda p=name: both(p))
+        for name, same in BASELINES.get(op, ())
     }

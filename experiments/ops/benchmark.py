@@ -3,19 +3,18 @@
     OPENBLAS_NUM_THREADS=1 python -m experiments.ops.benchmark
 
 Every op in every implementation that runs here, forward and forward with backward:
-median, fastest and slowest of `repeats`, the candidates of one shape taking turns;
+median, fastest and slowest of `repeats`, by interleaved timing;
 tokens a second, the compiler's peak of temporary memory, operations and bytes by the
 op's own formula, and the distance to the roofline: time over the least time that this
 device allows. On a GPU or TPU the peaks are the maker's; on a CPU they are measured
 first, by one matrix product and one copy. Beside them, in the same run: our token
 loop, causal attention (cuDNN on a GPU), and flash-linear-attention where installed
-(see `kernel_peers`). Before anything is timed each candidate must agree with the token
-loop; one that does not is an error. Then growth with T, of Trellis, Lattice and
+(see `baselines.py`). Before anything is timed each implementation must agree with the
+token loop; one that does not is an error. Then growth with T, of Trellis, Lattice and
 attention. Writes a table, a JSON and a plot.
 """
 
 import dataclasses
-import json
 import pathlib
 import time
 from collections.abc import Callable
@@ -29,15 +28,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.elastic.hippo_bank import timed
-from experiments.ops import baselines as kernel_peers
-from experiments.ops import cases as kernel_cases
+from experiments.common.results import RESULTS, settings, write_report
+from experiments.common.timing import time_functions
+from experiments.ops import baselines, cases
 from experiments.ops.cases import Shape
-from memjax.evaluation.provenance import provenance
 from memjax_kernels.cost import DEVICES, Device, roofline_seconds
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "ops"
-# The shapes of the papers' and the peers' own benchmarks, and one that a CPU finishes.
+# Shapes of the papers' and flash-linear-attention's benchmarks; then one for a CPU.
 SHAPES = ((8, 2048, 12, 64), (2, 16384, 16, 128), (1, 65536, 12, 64))
 CPU_SHAPES = ((1, 4096, 4, 64),)
 # Relative RMS from the token loop, by dtype of the inputs.
@@ -58,10 +55,10 @@ class Config:
         longest_attention: attention is timed up to this many tokens; None is 65,536,
             on a CPU 8,192, where it holds all scores.
         repeats: timings of each, at least 1; None is 20, on a CPU 5.
-        output: where the numbers go; the plot beside them.
+        output: where .json and .png go, without the ending.
     """
 
-    ops: tuple[str, ...] = tuple(kernel_cases.ARGUMENTS)
+    ops: tuple[str, ...] = tuple(cases.ARGUMENTS)
     shapes: tuple[tuple[int, int, int, int], ...] = ()
     lengths: tuple[int, ...] = (1024, 4096, 8192, 16384)
     chunk_size: int = 64
@@ -69,15 +66,13 @@ class Config:
     longest_loop: int = 4096
     longest_attention: int | None = None
     repeats: int | None = None
-    output: pathlib.Path = RESULTS / "kernels.json"
+    output: pathlib.Path = RESULTS / "ops" / "kernels"
 
     def __post_init__(self) -> None:
         """Refuses what cannot be timed."""
-        unknown = set(self.ops) - set(kernel_cases.ARGUMENTS)
+        unknown = set(self.ops) - set(cases.ARGUMENTS)
         if unknown:
-            raise ValueError(
-                f"ops must be of {tuple(kernel_cases.ARGUMENTS)}, got {unknown}"
-            )
+            raise ValueError(f"ops must be of {tuple(cases.ARGUMENTS)}, got {unknown}")
         if self.repeats is not None and self.repeats < 1:
             raise ValueError(f"repeats must be at least 1, got {self.repeats}")
 
@@ -112,7 +107,7 @@ def this_device() -> tuple[str, Device]:
         holder[0] = jax.block_until_ready(add(holder[0]))
 
     ways = {"product": lambda: jax.block_until_ready(product(square)), "copy": copy}
-    times = timed(ways, 7)
+    times = time_functions(ways, 7)
     flops = 2 * 2048**3 / times["product"]["min_s"]
     return f"{kind}, measured", Device(flops, 2**29 / times["copy"]["min_s"])
 
@@ -125,11 +120,11 @@ def implementations(op: str, shape: Shape, config: Config) -> list[str]:
         gpu = jax.default_backend() == "gpu"
         return ["cudnn"] if gpu and config.dtype == "bfloat16" else ["xla"]
     found = []
-    arrays = kernel_cases.inputs(op, shape, str(config.dtype))
-    for name in kernel_cases.written(op):
+    arrays = cases.inputs(op, shape, str(config.dtype))
+    for name in cases.written(op):
         if name == "reference" and shape.time > config.longest_loop:
             continue
-        function = kernel_cases.forward(op, name, config.chunk_size)
+        function = cases.forward(op, name, config.chunk_size)
         try:
             jax.eval_shape(function, *arrays.values())
         except ValueError:
@@ -139,19 +134,19 @@ def implementations(op: str, shape: Shape, config: Config) -> list[str]:
 
 
 def check(op: str, shape: Shape, config: Config) -> dict[str, float]:
-    """Relative RMS of every candidate from the token loop, at a short odd length."""
+    """Relative RMS error of every implementation, at a short odd length."""
     if op == "attention":
         return {}
     short = shape._replace(batch=1, time=2 * config.chunk_size + 17)
-    arrays = kernel_cases.inputs(op, short, str(config.dtype))
-    exact = kernel_cases.forward(op, "reference", config.chunk_size)
+    arrays = cases.inputs(op, short, str(config.dtype))
+    exact = cases.forward(op, "reference", config.chunk_size)
     wanted = np.asarray(jax.jit(exact)(*arrays.values()), np.float32)
     found = {}
     for name in implementations(op, short, config):
-        run = jax.jit(kernel_cases.forward(op, name, config.chunk_size))
+        run = jax.jit(cases.forward(op, name, config.chunk_size))
         found[name] = np.asarray(run(*arrays.values()), np.float32)
-    if kernel_peers.available():
-        ways = kernel_peers.ways(op, arrays, str(config.dtype), config.chunk_size)
+    if baselines.available():
+        ways = baselines.ways(op, arrays, str(config.dtype), config.chunk_size)
         for name, (same, run, _) in ways.items():
             if same:
                 found[name] = run().float().cpu().numpy()
@@ -165,19 +160,19 @@ def check(op: str, shape: Shape, config: Config) -> dict[str, float]:
     return errors
 
 
-def candidates(
+def compiled_calls(
     op: str, shape: Shape, config: Config
 ) -> dict[tuple[str, str], tuple[Callable[[], Any], int | None]]:
     """By implementation and pass: a call that waits, and its temporary bytes."""
-    arrays = kernel_cases.inputs(op, shape, str(config.dtype))
+    arrays = cases.inputs(op, shape, str(config.dtype))
     ways: dict[tuple[str, str], tuple[Callable[[], Any], int | None]] = {}
     for name in implementations(op, shape, config):
-        function = kernel_cases.forward(op, name, config.chunk_size)
+        function = cases.forward(op, name, config.chunk_size)
         cotangent = jax.random.normal(jax.random.key(1), arrays["v"].shape)
         cotangent = cotangent.astype(arrays["v"].dtype)
         for direction, run, given in (
             ("forward", function, tuple(arrays.values())),
-            ("both", kernel_cases.both(function), (cotangent, *arrays.values())),
+            ("both", cases.both(function), (cotangent, *arrays.values())),
         ):
             compiled = jax.jit(run).lower(*given).compile()
             analysis = compiled.memory_analysis()
@@ -185,9 +180,9 @@ def candidates(
                 lambda c=compiled, a=given: jax.block_until_ready(c(*a)),
                 getattr(analysis, "temp_size_in_bytes", None),
             )
-    if kernel_peers.available():
-        peers = kernel_peers.ways(op, arrays, str(config.dtype), config.chunk_size)
-        for name, (_, forward, backward) in peers.items():
+    if baselines.available():
+        others = baselines.ways(op, arrays, str(config.dtype), config.chunk_size)
+        for name, (_, forward, backward) in others.items():
             ways[name, "forward"] = forward, None
             ways[name, "both"] = backward, None
     return ways
@@ -195,14 +190,16 @@ def candidates(
 
 def measure(op: str, shape: Shape, config: Config, device: Device) -> list[dict]:
     """One row for every implementation and pass."""
-    ways = candidates(op, shape, config)
+    ways = compiled_calls(op, shape, config)
     for run, _ in ways.values():
         run()
     names = {"/".join(key): key for key in ways}
-    times = timed({n: ways[key][0] for n, key in names.items()}, config.repeats or 1)
+    times = time_functions(
+        {n: ways[key][0] for n, key in names.items()}, config.repeats or 1
+    )
     rows = []
     for label, (name, direction) in names.items():
-        cost = kernel_cases.cost(
+        cost = cases.cost(
             op, shape, config.chunk_size, str(config.dtype), direction == "both"
         )
         median = times[label]["median_s"]
@@ -274,13 +271,10 @@ def main(config: Config) -> None:
     """Times, prints and writes the results."""
     begin = time.perf_counter()
     measured = run(config, Console())
-    fields = dataclasses.asdict(settle(config))
-    del fields["output"]
-    report = provenance("speed of the ops", fields) | measured
-    report["seconds"] = time.perf_counter() - begin
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    config.output.write_text(json.dumps(report, indent=1) + "\n")
-    plot(measured["growth"], config.output.with_suffix(".png"))
+    measured["seconds"] = time.perf_counter() - begin
+    question = "speed of the ops"
+    write_report(config.output, question, settings(settle(config)), measured)
+    plot(measured["growth"], pathlib.Path(f"{config.output}.png"))
 
 
 def _print(rows: list[dict], console: Console) -> None:

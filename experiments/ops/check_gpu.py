@@ -5,13 +5,12 @@
 Every Mosaic GPU kernel against the token loop in float32 on the same bfloat16 inputs:
 reads, memories and all gradients, as relative root mean squares, at the benchmark's
 shapes scaled down, with open chunks and packed documents. Prints a table and writes
-results/check_gpu_kernels.json, only where the kernels ran. Exit code 1 if a case
+results/ops/check_gpu.json, only where the kernels ran. Exit code 1 if a case
 disagrees or does not run, 2 without a Hopper GPU.
 """
 
 import dataclasses
 import functools
-import json
 import pathlib
 import sys
 from collections.abc import Callable
@@ -24,9 +23,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.ops import cases as kernel_cases
+from experiments.common.results import RESULTS, settings, write_report
+from experiments.ops import cases
 from experiments.ops.cases import Shape
-from memjax.evaluation.provenance import provenance
 from memjax_kernels.common import implementations
 from memjax_kernels.lattice import VARIANTS, lattice
 from memjax_kernels.lattice import empty_state as empty_lattice
@@ -39,7 +38,6 @@ from memjax_kernels.trellis import (
     trellis_pass,
 )
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "ops"
 # (8, 2048, 12, 64), (2, 16384, 16, 128) and (1, 65536, 12, 64) made short and narrow.
 SHAPES = (Shape(4, 256, 12, 64), Shape(1, 1024, 2, 64))
 
@@ -51,11 +49,11 @@ class Config:
     Attributes:
         tolerance: the largest relative RMS difference that agrees; bfloat16 inputs
             and chunk memories cost 3e-3 to 1e-2.
-        output: where the numbers go.
+        output: where .json goes, without the ending.
     """
 
     tolerance: float = 2e-2
-    output: pathlib.Path = RESULTS / "check_gpu_kernels.json"
+    output: pathlib.Path = RESULTS / "ops" / "check_gpu"
 
     def __post_init__(self) -> None:
         """Refuses a tolerance that says nothing."""
@@ -84,12 +82,10 @@ def main(config: Config) -> int:
         numbers = (f"{row[key]:.1e}" for key in ("reads", "memory", "gradient"))
         table.add_row(row["case"], *numbers, row["error"] or str(row["agrees"]))
     Console().print(table)
-    settings = dataclasses.asdict(config) | {"output": str(config.output)}
     question = "Do the GPU kernels compute what the token loop does?"
     # A case that did not run has no numbers, and JSON has no NaN.
-    cases = [{k: v if v == v else None for k, v in row.items()} for row in rows]
-    result = provenance(question, settings) | {"cases": cases}
-    config.output.write_text(json.dumps(result, indent=1) + "\n")
+    numbers = [{k: v if v == v else None for k, v in row.items()} for row in rows]
+    write_report(config.output, question, settings(config), {"cases": numbers})
     return 0 if all(row["agrees"] for row in rows) else 1
 
 
@@ -113,7 +109,7 @@ def trellis_case(
     shape: Shape, chunk: int, phi: Phi, activation: Activation, value: int = 64
 ) -> Case:
     """Both passes, from open chunks, over resets."""
-    tokens = kernel_cases.inputs("trellis", shape, "bfloat16")
+    tokens = cases.inputs("trellis", shape, "bfloat16")
     wide = jnp.concatenate([tokens["v"]] * (value // shape.width), axis=-1)
     tokens["v"] = wide
     b, t, h, d = shape
@@ -138,7 +134,7 @@ def trellis_case(
 
 def pass_case(shape: Shape, chunk: int, phi: Phi) -> Case:
     """The single pass, from the empty memory."""
-    tokens = kernel_cases.inputs("trellis", shape, "bfloat16")
+    tokens = cases.inputs("trellis", shape, "bfloat16")
     b, _, h, d = shape
     given = tuple(tokens[name] for name in ("q", "k", "alpha", "gamma", "g"))
 
@@ -157,7 +153,7 @@ def pass_case(shape: Shape, chunk: int, phi: Phi) -> Case:
 
 def lattice_case(shape: Shape, chunk: int, variant) -> Case:
     """A variant, from chunks that XLA closes, over resets."""
-    tokens = kernel_cases.inputs("lattice", shape, "bfloat16")
+    tokens = cases.inputs("lattice", shape, "bfloat16")
     b, t, h, d = shape
     position, reset = places(b, t, chunk)
     state = dataclasses.replace(empty_lattice(b, h, d, d, chunk), position=position)

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from experiments.common.results import RESULTS, settings
 from memjax import evaluation
 from memjax.config_io import to_record
 from memjax.data import Split, TokenisedDocument, load_tokenizer, load_tokens
@@ -29,7 +30,6 @@ from memjax.training import pretrain as run
 from memjax.training.checksums import write_atomically
 from memjax.training.config import DataIterator
 
-RESULTS = Path(__file__).parents[1] / "results" / "recurrent"
 Preset = Literal["cpu", "125m", "170m", "350m", "780m"]
 
 
@@ -85,7 +85,7 @@ class Config:
     tokenizer: str = "bytes"
     test_tokens: int = 16_384
     run_dir: Path = Path("runs/comparison")
-    output: Path = RESULTS / "comparison"
+    output: Path = RESULTS / "recurrent" / "comparison"
 
     def __post_init__(self):
         if len(set(self.seeds)) < max(2, len(self.seeds)):
@@ -240,7 +240,7 @@ def train_and_score(settings: run.RunConfig, test_tokens: int, folder: Path) -> 
 def study(
     config: Config,
     cases: Sequence[Case],
-    settings: Callable[[Case, int], run.RunConfig],
+    run_of: Callable[[Case, int], run.RunConfig],
     measure: Callable[[Case, run.RunConfig, Path], dict],
     report: Callable[[list[dict]], None],
 ) -> list[dict]:
@@ -249,7 +249,7 @@ def study(
     Args:
         config: names the run folder, the seeds, and the cases if not all are run.
         cases: what is compared.
-        settings: (case, seed) -> the run.
+        run_of: (case, seed) -> the run.
         measure: (case, run, folder) -> numbers of this run.
         report: called with all rows so far after each run.
 
@@ -261,7 +261,7 @@ def study(
     if unknown := set(config.only) - set(names):
         raise ValueError(f"only={sorted(unknown)} must be among {names}")
     # What is trained is in the run; how it is scored is in the fields of the tests.
-    fields = record(config).items()
+    fields = settings(config).items()
     shared = {name: value for name, value in fields if name.startswith("test_")}
     rows = []
     for case in cases:
@@ -269,7 +269,7 @@ def study(
             continue
         place = "-".join([case.name, *map(str, case.fields.values())])
         for seed in config.seeds:
-            chosen = settings(case, seed)
+            chosen = run_of(case, seed)
             identity = {"run": to_record(chosen), "config": shared}
             folder = config.run_dir / place.replace(" ", "_") / f"seed{seed}"
             row = _stored(folder, identity)
@@ -281,13 +281,6 @@ def study(
             rows.append({"name": case.name, "seed": seed} | case.fields | row)
             report(rows)
     return rows
-
-
-def record(config: Config) -> dict[str, Any]:
-    """The fields that change the result."""
-    fields = dataclasses.asdict(config)
-    del fields["run_dir"], fields["output"]
-    return fields
 
 
 def _stored(folder: Path, identity: dict) -> dict | None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import tyro
 
-from experiments.recurrent import comparison
-from experiments.recurrent import report as comparison_report
-from experiments.recurrent.comparison import RESULTS, Case
+from experiments.common.results import RESULTS
+from experiments.recurrent import comparison, seed_report
+from experiments.recurrent.comparison import Case
 from memjax.data import load_tokenizer
 from memjax.models.language_model.config import Mixer
 
@@ -46,7 +46,7 @@ class Config(comparison.Config):
 
     contexts: tuple[int, ...] = ()
     run_dir: Path = Path("runs/context_length")
-    output: Path = RESULTS / "context_length"
+    output: Path = RESULTS / "recurrent" / "context_length"
 
     @property
     def scale(self) -> comparison.Scale:
@@ -93,7 +93,7 @@ def main(config: Config) -> None:
         lambda rows: report(config, rows),
     )
     places = ("context_length", "name")
-    comparison_report.show(
+    seed_report.show(
         "Perplexity by training context", summarise(rows), BASE, places=places
     )
 
@@ -101,19 +101,19 @@ def main(config: Config) -> None:
 def summarise(rows: list[dict]) -> list[dict]:
     """Perplexity of each mixer at each length."""
     by = "context_length"
-    return comparison_report.summarise(rows, "perplexity", BASE, by)
+    return seed_report.summarise(rows, "perplexity", BASE, by)
 
 
 def report(config: Config, rows: list[dict]) -> None:
     """Writes what there is."""
     summary = summarise(rows)
-    comparison_report.write(
+    seed_report.write(
         config,
         "which mixers turn a longer training context into lower perplexity?",
         rows,
         perplexity=summary,
     )
-    comparison_report.plot_lines(
+    seed_report.plot_lines(
         Path(f"{config.output}.png"),
         {"Held-out documents": summary},
         "context_length",

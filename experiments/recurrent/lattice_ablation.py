@@ -15,9 +15,9 @@ from pathlib import Path
 
 import tyro
 
-from experiments.recurrent import comparison
-from experiments.recurrent import report as comparison_report
-from experiments.recurrent.comparison import RESULTS, Case
+from experiments.common.results import RESULTS
+from experiments.recurrent import comparison, seed_report
+from experiments.recurrent.comparison import Case
 from memjax.data import load_tokenizer
 from memjax.mechanisms.lattice import LatticeOptions
 
@@ -43,7 +43,7 @@ class Config(comparison.Config):
 
     chunks: tuple[int, ...] = (4, 16, 64)
     run_dir: Path = Path("runs/lattice_ablation")
-    output: Path = RESULTS / "lattice_ablation"
+    output: Path = RESULTS / "recurrent" / "lattice_ablation"
 
 
 def cases(config: Config) -> list[Case]:
@@ -86,14 +86,14 @@ def main(config: Config) -> None:
         lambda rows: report(config, rows),
     )
     base = "normalised projection"
-    summary = comparison_report.summarise(rows, "perplexity", base)
-    comparison_report.show("Lattice, Table 4", summary, base, paper=PAPER)
+    summary = seed_report.summarise(rows, "perplexity", base)
+    seed_report.show("Lattice, Table 4", summary, base, paper=PAPER)
 
 
 def report(config: Config, rows: list[dict]) -> None:
     """Writes what there is."""
-    summary = comparison_report.summarise(rows, "perplexity", "normalised projection")
-    comparison_report.write(
+    summary = seed_report.summarise(rows, "perplexity", "normalised projection")
+    seed_report.write(
         config,
         "what does each part of Lattice bring? (Table 4)",
         rows,
@@ -101,7 +101,7 @@ def report(config: Config, rows: list[dict]) -> None:
         perplexity=summary,
     )
     path = Path(f"{config.output}.png")
-    comparison_report.plot_bars(path, summary, "Lattice, Table 4", "perplexity")
+    seed_report.plot_bars(path, summary, "Lattice, Table 4", "perplexity")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Three questions, each over the step size gamma, the chunk C and the variant:
   of the recurrence (C = 1)?
 - refinement makes a chunk exact by rounds of better gates: how many, and how near?
 - how long does each take, forward, against the scan over tokens? The same on any
-  device that JAX runs on; times are medians over `repeats`, taken in turns.
+  device that JAX runs on; times are medians over `repeats`, interleaved.
 
 Queries and keys are softmax(2 x) of normal x, or normal x of unit norm, as in the
 layer; values have a norm near 1; step sizes are uniform in [0, 2 gamma]. Errors are of
@@ -19,11 +19,8 @@ machine, a triangular solve of 16 tokens took 50 ms instead of 0.05. A few minut
 
 import dataclasses
 import functools
-import json
 import pathlib
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,11 +28,10 @@ import jax.numpy as jnp
 import tyro
 from matplotlib.figure import Figure
 
+from experiments.common.results import RESULTS, settings, write_report
+from experiments.common.timing import time_functions
 from experiments.recurrent.lattice_refine import lattice_refined
-from memjax.evaluation.provenance import provenance
 from memjax_kernels.lattice import VARIANTS, Variant, lattice
-
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "recurrent"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +58,7 @@ class Config:
     """At which refinement stops."""
     repeats: int = 5
     """Timings of each, at least 1."""
-    output: pathlib.Path = RESULTS / "lattice_chunks"
+    output: pathlib.Path = RESULTS / "recurrent" / "lattice_chunks"
     """Where the numbers (.json) and the plot (.png) go."""
 
     def __post_init__(self) -> None:
@@ -147,34 +143,16 @@ def times(config: Config, variant: str, ways: dict[str, Any]) -> list[dict]:
             label = f"{name}, gamma {gamma}" if "refined" in name else name
             arguments = (*tokens, gamma * rates)
             functions[label] = functools.partial(way, *arguments)
-    taken = in_turns(functions, config.repeats)
-    base = statistics.median(taken["tokens"])
-    return [
-        {
-            "variant": variant,
-            "form": name,
-            "median_s": statistics.median(seconds),
-            "min_s": min(seconds),
-            "max_s": max(seconds),
-            "speedup": base / statistics.median(seconds),
-        }
-        for name, seconds in taken.items()
-    ]
-
-
-def in_turns(
-    functions: Mapping[str, Callable[[], object]], repeats: int
-) -> dict[str, list[float]]:
-    """Seconds of each function, after one call that compiles it."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         jax.block_until_ready(function())
-    for _ in range(repeats):
-        for name, function in functions.items():
-            begin = time.perf_counter()
-            jax.block_until_ready(function())
-            seconds[name].append(time.perf_counter() - begin)
-    return seconds
+    taken = time_functions(functions, config.repeats)
+    base = taken["tokens"]["median_s"]
+    return [
+        {"variant": variant, "form": name}
+        | seconds
+        | {"speedup": base / seconds["median_s"]}
+        for name, seconds in taken.items()
+    ]
 
 
 def distance(actual: jax.Array, expected: jax.Array) -> float:
@@ -238,14 +216,10 @@ def main(config: Config) -> None:
             rows += errors(config, keys, variant, ways)
         timings += times(config, variant, ways)
         _print(variant, rows, timings)
-    fields = dataclasses.asdict(config)
-    del fields["output"]
     question = "Lattice: chunks and refined chunks against the exact recurrence"
-    report = provenance(question, fields) | {"errors": rows, "times": timings}
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    path = config.output.with_suffix(".json")
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    plot(config, rows).savefig(config.output.with_suffix(".png"), dpi=110)
+    results = {"errors": rows, "times": timings}
+    write_report(config.output, question, settings(config), results)
+    plot(config, rows).savefig(f"{config.output}.png", dpi=110)
 
 
 def _print(variant: str, rows: list[dict], timings: list[dict]) -> None:

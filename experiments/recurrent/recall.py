@@ -30,9 +30,9 @@ import tyro
 from flax import nnx
 from jaxtyping import Array, Bool
 
-from experiments.recurrent import comparison
-from experiments.recurrent import report as comparison_report
-from experiments.recurrent.comparison import RESULTS, Case, Scale
+from experiments.common.results import RESULTS
+from experiments.recurrent import comparison, seed_report
+from experiments.recurrent.comparison import Case, Scale
 from experiments.recurrent.context_length import MODELS
 from memjax.data import (
     NEEDLE_TASKS,
@@ -69,7 +69,7 @@ class Config(comparison.Config):
     test_rows: int = 48
     tokenizer: str = "bpe4k"
     run_dir: Path = Path("runs/recall")
-    output: Path = RESULTS / "recall"
+    output: Path = RESULTS / "recurrent" / "recall"
 
     def __post_init__(self):
         super().__post_init__()
@@ -181,7 +181,7 @@ def main(config: Config) -> None:
         functools.partial(report, config),
     )
     for title, (summary, by) in summaries(rows).items():
-        comparison_report.show(title, summary, BASE, places=(by, "name"))
+        seed_report.show(title, summary, BASE, places=(by, "name"))
 
 
 def summaries(rows: list[dict]) -> dict[str, tuple[list[dict], str]]:
@@ -200,7 +200,7 @@ def summaries(rows: list[dict]) -> dict[str, tuple[list[dict], str]]:
             found[task] = needles, "accuracy", "length"
             found[f"{task}, tokens"] = needles, "tokens", "length"
     return {
-        title: (comparison_report.summarise(part, metric, BASE, by), by)
+        title: (seed_report.summarise(part, metric, BASE, by), by)
         for title, (part, metric, by) in found.items()
     }
 
@@ -208,7 +208,7 @@ def summaries(rows: list[dict]) -> dict[str, tuple[list[dict], str]]:
 def report(config: Config, rows: list[dict]) -> None:
     """Writes what there is: MQAR and needles each have a plot."""
     found = summaries(rows)
-    comparison_report.write(
+    seed_report.write(
         config,
         "how much does each memory recall, and over what distance?",
         rows,
@@ -220,7 +220,7 @@ def report(config: Config, rows: list[dict]) -> None:
         panels = {t: summary for t, (summary, axis) in found.items() if axis == by}
         if panels:
             path = Path(f"{config.output}_{by}.png")
-            comparison_report.plot_lines(path, panels, by, (label, "accuracy"))
+            seed_report.plot_lines(path, panels, by, (label, "accuracy"))
 
 
 @functools.partial(jax.jit, static_argnums=0)

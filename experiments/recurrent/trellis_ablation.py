@@ -13,9 +13,9 @@ from pathlib import Path
 
 import tyro
 
-from experiments.recurrent import comparison
-from experiments.recurrent import report as comparison_report
-from experiments.recurrent.comparison import RESULTS, Case
+from experiments.common.results import RESULTS
+from experiments.recurrent import comparison, seed_report
+from experiments.recurrent.comparison import Case
 from memjax.data import load_tokenizer
 from memjax.mechanisms.trellis import TrellisOptions
 
@@ -40,7 +40,7 @@ class Config(comparison.Config):
     """See `comparison.Config`."""
 
     run_dir: Path = Path("runs/trellis_ablation")
-    output: Path = RESULTS / "trellis_ablation"
+    output: Path = RESULTS / "recurrent" / "trellis_ablation"
 
 
 def cases(config: Config) -> list[Case]:
@@ -90,14 +90,14 @@ def main(config: Config) -> None:
         ),
         lambda rows: report(config, rows),
     )
-    summary = comparison_report.summarise(rows, "perplexity", "Trellis")
-    comparison_report.show("Trellis, Table 2", summary, "Trellis", paper=PAPER)
+    summary = seed_report.summarise(rows, "perplexity", "Trellis")
+    seed_report.show("Trellis, Table 2", summary, "Trellis", paper=PAPER)
 
 
 def report(config: Config, rows: list[dict]) -> None:
     """Writes what there is."""
-    summary = comparison_report.summarise(rows, "perplexity", "Trellis")
-    comparison_report.write(
+    summary = seed_report.summarise(rows, "perplexity", "Trellis")
+    seed_report.write(
         config,
         "what does each part of Trellis bring? (Table 2)",
         rows,
@@ -106,7 +106,7 @@ def report(config: Config, rows: list[dict]) -> None:
         perplexity=summary,
     )
     path = Path(f"{config.output}.png")
-    comparison_report.plot_bars(path, summary, "Trellis, Table 2", "perplexity")
+    seed_report.plot_bars(path, summary, "Trellis, Table 2", "perplexity")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments import books
-from experiments.elastic import cost as benchmark_elastic
+from experiments.elastic import cost
 
 
 @pytest.fixture(scope="module", name="run_dir")
@@ -75,7 +75,7 @@ def test_a_rerun_trains_no_further(run_dir, capsys):
 
 
 def test_the_benchmark_counts_lengths_and_steps(tmp_path):
-    config = benchmark_elastic.Config(
+    config = cost.Config(
         model_dim=64,
         layers=1,
         window=16,
@@ -84,9 +84,9 @@ def test_the_benchmark_counts_lengths_and_steps(tmp_path):
         lengths=(32, 64),
         longest_full=32,
         repeats=1,
-        output=tmp_path / "elastic.json",
+        output=tmp_path / "cost",
     )
-    rows = benchmark_elastic.lengths(config)
+    rows = cost.lengths(config)
     state = {row["state_bytes"] for row in rows if row["mixer"] == "elastic_memory"}
     assert len(rows) == 3 and len(state) == 1
 

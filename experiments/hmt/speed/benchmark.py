@@ -40,8 +40,9 @@ from experiments.common.interleaved_timing import (
     confine,
     interleaved_timing,
     require_official,
-    summary,
 )
+from experiments.common.results import RESULTS, settings, write_report
+from experiments.common.timing import summary
 from experiments.hmt.speed import official
 from experiments.hmt.speed.implementations import Implementation, build
 from experiments.hmt.speed.operations import (
@@ -52,10 +53,7 @@ from experiments.hmt.speed.operations import (
     least_bytes,
     operations,
 )
-from experiments.ops import benchmark as benchmark_kernels
-from memjax.evaluation.provenance import provenance
-
-RESULTS = pathlib.Path(__file__).parents[2] / "results" / "hmt"
+from experiments.ops.benchmark import this_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Config:
         threads: of every implementation.
         repeats: timed steps of each, at least 1.
         pages: of every implementation's memory: "large", or "kept" when it is freed.
-        output: where the numbers go.
+        output: where .json goes, without the ending.
     """
 
     sizes: tuple[Size, ...] = ("tiny", "smollm2")
@@ -83,7 +81,7 @@ class Config:
     threads: int = 2
     repeats: int = 5
     pages: Pages = "large"
-    output: pathlib.Path = RESULTS / "hmt_speed.json"
+    output: pathlib.Path = RESULTS / "hmt" / "speed"
 
     def __post_init__(self) -> None:
         for name in ("sizes", "batches", "trained", "implementations"):
@@ -119,7 +117,7 @@ def main(config: Config) -> None:
     """Times, prints and writes the results."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, confine, (config.threads,)) as pool:
-        name, device = pool.submit(benchmark_kernels.this_device).result()
+        name, device = pool.submit(this_device).result()
     rows = []
     for size in config.sizes:
         for trained in config.trained:
@@ -127,11 +125,11 @@ def main(config: Config) -> None:
                 row = measure(config, size, batch, trained, device)
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-    fields = dataclasses.asdict(config)
-    del fields["output"]
-    fields["official"] = config.official is not None
-    fields["environment"] = PAGES[config.pages]
-    report = provenance("speed of a training step of HMT", fields) | {
+    changed = {
+        "official": config.official is not None,
+        "environment": PAGES[config.pages],
+    }
+    results = {
         "peaks": {"of": name} | device._asdict(),
         "packages": {
             package: importlib.metadata.version(package)
@@ -140,8 +138,8 @@ def main(config: Config) -> None:
         },
         "steps": rows,
     }
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    config.output.write_text(json.dumps(report, indent=1) + "\n")
+    question = "speed of a training step of HMT"
+    write_report(config.output, question, settings(config) | changed, results)
     _print(rows)
 
 

@@ -23,11 +23,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import tyro
 
-from experiments.hmt import common
-from experiments.hmt import qa as hmt_qa
-from experiments.hmt import scores as hmt_scores
-from experiments.hmt.common import RESULTS
-from experiments.mplus import retriever as mplus_retriever
+from experiments.common.results import RESULTS, settings, show, write_report
+from experiments.hmt import qa, scores
+from experiments.mplus import retriever
 from experiments.mplus.retention import methods, retention
 from experiments.mplus.retention.samples import book_passages, make_samples
 from memjax.checks import check_sizes
@@ -101,7 +99,7 @@ class Config:
             untrained M+ of the preset's sizes.
         store: rows of the store; 0 leaves what the model has.
         retrieved: rows that a read takes from it; 0 likewise.
-        retriever: a file of `mplus_retriever.py`; none leaves the model's own.
+        retriever: a file of `experiments.mplus.retriever`; none leaves the model's own.
         memoryllm: folder of a fine-tuned MemoryLLM on the same backbone; none is M+
             without its store, whose pool is as large as both on the device.
         samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
@@ -145,7 +143,7 @@ class Config:
     facts: Path | None = None
     passages: Path | None = None
     seed: int = 0
-    output: Path = RESULTS / "knowledge_retention"
+    output: Path = RESULTS / "mplus" / "retention"
 
     def __post_init__(self):
         check_sizes(batch=self.batch, chunk=self.chunk, answer=self.answer)
@@ -196,7 +194,7 @@ def main(config: Config) -> None:
         ask=ask,
     )
     window = config.window or min(
-        hmt_scores.equal_window(model.backbone, methods.device_bytes(model)),
+        scores.equal_window(model.backbone, methods.device_bytes(model)),
         model.backbone.config.capacity,
     )
     results = {}
@@ -219,7 +217,7 @@ def main(config: Config) -> None:
         print(f"{name}: {' '.join(curve)}", flush=True)
     told = [fact for batch in batches for fact in batch.facts]
     rest = [fact for fact in facts if fact not in set(told)]
-    report(config, results, window, trained, hmt_qa.majority_exact(rest, told), model)
+    report(config, results, window, trained, qa.majority_exact(rest, told), model)
 
 
 def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
@@ -254,7 +252,7 @@ def as_asked(config: Config, model: MPlus) -> MPlus:
     if config.store or config.retrieved:
         model = methods.with_store(model, config.store, config.retrieved)
     if config.retriever is not None:
-        mplus_retriever.read(model, config.retriever)
+        retriever.read(model, config.retriever)
     return model
 
 
@@ -332,17 +330,17 @@ def report(
     """Writes, draws and prints."""
     after = config.scale.after
     distances = [count * config.chunk for count in after]
-    common.write_results(
-        config,
-        "what does a model still know that it was told many tokens ago?",
-        trained=trained,
-        memory=dataclasses.asdict(model.config),
-        device_bytes=methods.device_bytes(model),
-        window_tokens=window,
-        distances=distances,
-        majority_exact=majority,
-        methods=results,
-    )
+    question = "what does a model still know that it was told many tokens ago?"
+    results = {
+        "trained": trained,
+        "memory": dataclasses.asdict(model.config),
+        "device_bytes": methods.device_bytes(model),
+        "window_tokens": window,
+        "distances": distances,
+        "majority_exact": majority,
+        "methods": results,
+    }
+    write_report(config.output, question, settings(config), results)
     curves = {
         name: [
             tuple(row[key] for key in ("accuracy", "low", "high"))
@@ -359,9 +357,7 @@ def report(
     )
     rows = {name: [point[0] for point in curve] for name, curve in curves.items()}
     rows["most frequent answer"] = [majority["all"]] * len(distances)
-    common.show(
-        "Right answers after so many tokens", [f"{d:,}" for d in distances], rows
-    )
+    show("Right answers after so many tokens", [f"{d:,}" for d in distances], rows)
 
 
 if __name__ == "__main__":

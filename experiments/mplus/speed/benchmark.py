@@ -41,8 +41,9 @@ from experiments.common.interleaved_timing import (
     available,
     interleaved_timing,
     require_official,
-    summary,
 )
+from experiments.common.results import RESULTS, settings, write_report
+from experiments.common.timing import summary
 from experiments.hmt.speed.operations import SHAPES, Shape, Size
 from experiments.mplus.speed import official
 from experiments.mplus.speed.implementations import (
@@ -51,9 +52,6 @@ from experiments.mplus.speed.implementations import (
     Part,
     make,
 )
-from memjax.evaluation.provenance import provenance
-
-RESULTS = pathlib.Path(__file__).parents[2] / "results" / "mplus"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Config:
         threads: of every implementation.
         repeats: timed rounds, at least 1.
         pages: of every implementation's memory: "large", or "kept" when it is freed.
-        output: where the numbers go.
+        output: where .json goes, without the ending.
     """
 
     size: Size = "tiny"
@@ -93,7 +91,7 @@ class Config:
     threads: int = 2
     repeats: int = 5
     pages: Pages = "large"
-    output: pathlib.Path = RESULTS / "mplus_speed.json"
+    output: pathlib.Path = RESULTS / "mplus" / "speed"
 
     def __post_init__(self) -> None:
         for name in ("pools", "stores", "implementations"):
@@ -213,10 +211,10 @@ def _compare(found: dict[str, Any], acts: Iterable[str]) -> None:
 
 def main(config: Config) -> None:
     """Times, prints and writes the results."""
-    fields = dataclasses.asdict(config)
-    del fields["output"]
-    fields["official"] = config.official is not None
-    fields["environment"] = PAGES[config.pages]
+    changed = {
+        "official": config.official is not None,
+        "environment": PAGES[config.pages],
+    }
     report: dict[str, Any] = {"rounds": []}
     for memory in config.memories:
         report["rounds"].append(rounds(config, memory))
@@ -231,9 +229,8 @@ def main(config: Config) -> None:
         if importlib.util.find_spec(name) is not None
     ]
     report["packages"] = {name: importlib.metadata.version(name) for name in packages}
-    report = provenance("speed of injecting into and reading M+", fields) | report
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    config.output.write_text(json.dumps(report, indent=1) + "\n")
+    question = "speed of injecting into and reading M+"
+    write_report(config.output, question, settings(config) | changed, report)
     _print(report)
 
 

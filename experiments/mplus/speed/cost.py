@@ -6,7 +6,7 @@ M+ and MemoryLLM are told texts of several lengths and asked a question; the bac
 does the same with full attention, and with a window of as much memory as M+ needs on
 the device (M+, Table 1, Figure 7 and E.4). Given are the bytes of what is remembered,
 part by part, and of XLA's temporary arrays; the seconds of telling and of answering;
-and the operations by formula (`mplus_operations`). Programs are compiled before time
+and the operations by formula (`operations.py`). Programs are compiled before time
 runs. Parameters are random: they do not change the cost.
 
 M+ keeps its store's rows in the host's memory, as the paper's; "all on the device" does
@@ -28,14 +28,12 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from experiments.hmt import common
+from experiments.common.results import RESULTS, settings, write_report
 from experiments.hmt import cost as hmt_cost
 from experiments.hmt import scores as hmt_scores
-from experiments.hmt.common import RESULTS
 from experiments.hmt.speed.operations import Size
 from experiments.mplus.retention import methods
-from experiments.mplus.speed import cost_report as mplus_cost_report
-from experiments.mplus.speed import operations
+from experiments.mplus.speed import cost_report, operations
 from experiments.mplus.speed.cost_programs import compile_programs
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.model import with_config
@@ -111,7 +109,7 @@ class Config:
     answer: int = 10
     kinds: tuple[Kind, ...] = get_args(Kind)
     repeats: int = 3
-    output: Path = RESULTS / "mplus_cost"
+    output: Path = RESULTS / "mplus" / "cost"
 
     def __post_init__(self):
         for name in ("prompt", "answer", "repeats"):
@@ -266,16 +264,16 @@ def _bytes(tree) -> int:
 def report(config: Config, rows: dict[str, list[dict[str, Any]]]) -> None:
     """Writes, prints and draws."""
     scale = config.scale
-    common.write_results(
-        config,
-        "what does it cost to know a long text: memory, time and operations?",
-        jax_platform=jax.default_backend(),
-        memory=dataclasses.asdict(scale.memory),
-        full_attention_run_up_to=scale.full_up_to,
-        models=rows,
-    )
+    question = "what does it cost to know a long text: memory, time and operations?"
+    results = {
+        "jax_platform": jax.default_backend(),
+        "memory": dataclasses.asdict(scale.memory),
+        "full_attention_run_up_to": scale.full_up_to,
+        "models": rows,
+    }
+    write_report(config.output, question, settings(config), results)
     title = f"M+ and its backbone ({config.size}) against tokens told"
-    mplus_cost_report.show(rows, scale.lengths, Path(f"{config.output}.png"), title)
+    cost_report.show(rows, scale.lengths, Path(f"{config.output}.png"), title)
 
 
 if __name__ == "__main__":

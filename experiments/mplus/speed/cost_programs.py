@@ -1,4 +1,4 @@
-"""Telling and asking, compiled ahead of time: what `mplus_cost` measures."""
+"""Injecting and querying, compiled ahead of time for `cost.py`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

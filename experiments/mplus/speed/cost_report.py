@@ -1,10 +1,10 @@
-"""Tables and a plot of what `mplus_cost` measured."""
+"""Tables and a plot of what `cost.py` measured."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.hmt import common
+from experiments.common import results
 
 Row = dict[str, Any]
 
@@ -22,7 +22,7 @@ def show(
     """
     tables = {name: _table(rows, *value) for name, value in QUANTITIES.items()}
     for name, table in tables.items():
-        common.show(name, [f"{length:,}" for length in lengths], table)
+        results.show(name, [f"{length:,}" for length in lengths], table)
     _plot(tables, lengths, path, title)
 
 

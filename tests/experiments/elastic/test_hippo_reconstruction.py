@@ -1,23 +1,23 @@
 """The HiPPO experiments run, and their bounds hold."""
 
 import json
-import pathlib
 
 import pytest
 
-from experiments.elastic import hippo_bank as benchmark_hippo_bank
-from experiments.elastic import hippo_reconstruction as experiment
+from experiments.common.results import RESULTS
+from experiments.elastic import hippo_bank, hippo_reconstruction
 
-ROOT = pathlib.Path(__file__).parents[3]
 BOUNDS = {(1, 32): 1.2e-5, (0, 32): 0.97, (0, 128): 0.90, (0, 512): 0.72}
 
 
 def test_small_run_writes_table_and_plot(tmp_path, capsys):
-    config = experiment.Config(length=64, seeds=2, output=tmp_path / "deep" / "small")
-    experiment.main(config)
+    config = hippo_reconstruction.Config(
+        length=64, seeds=2, output=tmp_path / "deep" / "small"
+    )
+    hippo_reconstruction.main(config)
     report = json.loads((tmp_path / "deep" / "small.json").read_text())
     assert [row["paper"] for row in report["rows"]] == [
-        case.paper for case in experiment.TABLE_12
+        case.paper for case in hippo_reconstruction.TABLE_12
     ]
     assert all(len(row["mse"]) == 2 for row in report["rows"])
     assert report["bank_minus_recurrence"] <= 1e-10
@@ -26,18 +26,20 @@ def test_small_run_writes_table_and_plot(tmp_path, capsys):
 
 
 def test_bounds_of_the_paper_hold():
-    config = experiment.Config(seeds=10)
+    config = hippo_reconstruction.Config(seeds=10)
     checked = 0
-    for case in experiment.TABLE_12:
+    for case in hippo_reconstruction.TABLE_12:
         bound = BOUNDS.get((case.waves, case.order))
         if bound is not None:
-            assert experiment.measure(config, case)["mse_median"] <= bound, case
+            assert hippo_reconstruction.measure(config, case)["mse_median"] <= bound, (
+                case
+            )
             checked += 1
     assert checked == len(BOUNDS)
 
 
 def test_committed_result_keeps_the_bounds():
-    path = ROOT / "experiments" / "results" / "hippo_reconstruction.json"
+    path = RESULTS / "elastic" / "hippo_reconstruction.json"
     report = json.loads(path.read_text())
     assert report["config"]["seeds"] >= 10
     for row in report["rows"]:
@@ -55,11 +57,11 @@ def test_committed_result_keeps_the_bounds():
 )
 def test_bad_config_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        experiment.Config(**fields)
+        hippo_reconstruction.Config(**fields)
 
 
 def test_benchmark_times_equal_matrices(tmp_path):
-    config = benchmark_hippo_bank.Config(
+    config = hippo_bank.Config(
         order=8,
         block_length=16,
         whole_order=8,
@@ -67,19 +69,19 @@ def test_benchmark_times_equal_matrices(tmp_path):
         whole_blocks=2,
         growth=(4, 8),
         repeats=1,
-        output=tmp_path / "bank.json",
+        output=tmp_path / "bank",
     )
-    benchmark_hippo_bank.main(config)
+    hippo_bank.main(config)
     report = json.loads((tmp_path / "bank.json").read_text())
     assert report["compared"]["largest_difference"] <= 1e-10
     assert [row["order"] for row in report["growth"]] == [4, 8]
     assert report["whole_bank"]["bytes"] == 4 * 2 * 8 * (8 + 16)
     with pytest.raises(ValueError, match="repeats must"):
-        benchmark_hippo_bank.Config(repeats=0)
+        hippo_bank.Config(repeats=0)
 
 
 def test_committed_benchmark_is_a_hundred_times_faster():
-    path = ROOT / "experiments" / "results" / "hippo_bank.json"
+    path = RESULTS / "elastic" / "hippo_bank.json"
     report = json.loads(path.read_text())
     assert report["compared"]["least_speedup"] >= 100
     assert report["whole_bank"]["max_s"] < 10

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.hmt import common as hmt_common
-from experiments.hmt import cost as hmt_cost
-from experiments.hmt import depth as hmt_depth
-from experiments.hmt import length as hmt_length
-from experiments.hmt import qa as hmt_qa
-from experiments.hmt import scores as hmt_scores
-from experiments.hmt import sensory as hmt_sensory
-from experiments.hmt import switching as hmt_switching
+from experiments.hmt import (
+    common,
+    cost,
+    depth,
+    length,
+    qa,
+    scores,
+    sensory,
+    switching,
+)
 from memjax.data import Question
 from memjax.evaluation import Losses
 from memjax.models import LanguageModel, ModelConfig
@@ -45,17 +47,17 @@ def _tiny_stages():
         loop = LoopConfig(steps=2, save_every=50, keep=1)
         return dataclasses.replace(stage, hmt=memory, depth=2, data=data, loop=loop)
 
-    stages = hmt_common.SCALES["cpu"].stages
+    stages = common.SCALES["cpu"].stages
     return TwoStageConfig(shrink(stages.stage1), shrink(stages.stage2))
 
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch):
-    scale = hmt_common.Scale("tiny", _tiny_stages(), 64)
+    scale = common.Scale("tiny", _tiny_stages(), 64)
     for name in ("cpu", "cpu-short"):
-        monkeypatch.setitem(hmt_common.SCALES, name, scale)
-    monkeypatch.setattr(hmt_common, "TINY", BACKBONE)
-    monkeypatch.setattr(hmt_scores, "TOGETHER", 4)
+        monkeypatch.setitem(common.SCALES, name, scale)
+    monkeypatch.setattr(common, "TINY", BACKBONE)
+    monkeypatch.setattr(scores, "TOGETHER", 4)
 
 
 @pytest.fixture(scope="module", name="run_dir")
@@ -75,8 +77,8 @@ def is_png(path):
 
 
 def test_length(run_dir, tmp_path, capsys):
-    more = dict(lengths=(16, 64), only=(hmt_length.FROZEN, hmt_length.APART))
-    report = run(hmt_length, run_dir, tmp_path, **more)
+    more = dict(lengths=(16, 64), only=(length.FROZEN, length.APART))
+    report = run(length, run_dir, tmp_path, **more)
     assert report["documents_that_reach_it"] == [4, 4]
     causal, every = report["scoring"]["causal"], report["scoring"]["all"]
     assert causal["scored_from"] == L // 2 and causal["reads_ahead"] == []
@@ -88,13 +90,13 @@ def test_length(run_dir, tmp_path, capsys):
         # Two updates teach next to nothing of 4,096 tokens.
         assert all(1000 < value < 8000 for row in rows.values() for value in row)
     models = report["models"]
-    window = models[hmt_length.WINDOW]["state_bytes"]
+    window = models[length.WINDOW]["state_bytes"]
     assert 0 <= window - models["HMT"]["state_bytes"] < 2 * 8 * 4
     assert report["command"] and report["versions"] and report["device"]
     assert is_png(tmp_path / "result.png")
     assert "training" in capsys.readouterr().out
 
-    again = run(hmt_length, run_dir, tmp_path, lengths=(16, 64), only=())
+    again = run(length, run_dir, tmp_path, lengths=(16, 64), only=())
     assert "training" not in capsys.readouterr().out
     for scoring, table in again["scoring"].items():
         row = report["scoring"][scoring]["perplexity"]["all"]
@@ -104,16 +106,16 @@ def test_length(run_dir, tmp_path, capsys):
 
 
 def test_sensory_and_depth(run_dir, tmp_path):
-    report = run(hmt_sensory, run_dir, tmp_path, sensory=(1,))
+    report = run(sensory, run_dir, tmp_path, sensory=(1,))
     assert list(report["models"]) == ["k = 1"] and report["base"] == "k = 1"
-    report = run(hmt_depth, run_dir, tmp_path, depths=(2,))
+    report = run(depth, run_dir, tmp_path, depths=(2,))
     assert list(report["models"]) == ["HMT, depth 2 (32 tokens a row)", "RMT, depth 2"]
     for row in report["models"].values():
         assert set(row["perplexity"]) == {"causal", "all"}
 
 
 def test_switching(run_dir, tmp_path):
-    report = run(hmt_switching, run_dir, tmp_path, forms=("dilated",))
+    report = run(switching, run_dir, tmp_path, forms=("dilated",))
     assert report["chunk_over_segment"] == 1 and report["scored_from"] == L // 2
     (row,) = report["forms"].values()
     assert set(row["perplexity"]) == {"text", "text and filler"}
@@ -139,7 +141,7 @@ def test_questions(run_dir, tmp_path):
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     more = dict(questions=path, train_contexts=1, test_contexts=(1, 2), test_items=3)
-    report = run(hmt_qa, run_dir, tmp_path, **more)
+    report = run(qa, run_dir, tmp_path, **more)
     assert report["trained_items"] == 9 and report["test_items"] == 3
     assert report["answers_lie_from"] == L // 2
     for test in report["contexts"].values():
@@ -153,7 +155,7 @@ def test_questions(run_dir, tmp_path):
 
 def test_training_and_test_questions_share_no_subject():
     items = [Question(f"c{i}", "q", "a", "", str(i % 9)) for i in range(40)]
-    train, test = hmt_qa.split(items)
+    train, test = qa.split(items)
     assert sorted(train + test) == sorted(items)
     assert not {x.subject for x in train} & {x.subject for x in test}
 
@@ -162,32 +164,32 @@ def test_the_most_frequent_answer_of_each_kind_in_training_is_the_baseline():
     ask = lambda kind, answer: Question("c", "q", answer, kind)
     train = [ask("a", "x"), ask("a", "x"), ask("a", "y"), ask("b", "y")]
     test = [ask("a", "x"), ask("a", "y"), ask("b", "y"), ask("c", "z")]
-    found = hmt_qa.majority_exact(train, test)
+    found = qa.majority_exact(train, test)
     assert found == {"all": 0.5, "a": 0.5, "b": 1.0, "c": 0.0}
 
 
 @pytest.mark.parametrize("kind", ["HMT", "sliding window"])
 def test_cost(kind, monkeypatch):
-    monkeypatch.setattr(hmt_cost.Config, "backbone", BACKBONE)
-    config = hmt_cost.Config(segment=L, lengths=(64,))
-    row = hmt_cost.measure(config, kind, 64)
+    monkeypatch.setattr(cost.Config, "backbone", BACKBONE)
+    config = cost.Config(segment=L, lengths=(64,))
+    row = cost.measure(config, kind, 64)
     assert row["seconds"] > 0 and row["peak_mebibytes"] > 10
     assert row["growth_mebibytes"] >= 0
-    long = nnx.eval_shape(lambda: hmt_cost.build(config, kind, 640))
-    assert hmt_scores.state_bytes(long) == row["state_bytes"]
+    long = nnx.eval_shape(lambda: cost.build(config, kind, 640))
+    assert scores.state_bytes(long) == row["state_bytes"]
 
 
 def test_a_window_of_equal_memory_is_the_smallest_that_is_no_smaller():
     model = LanguageModel(BACKBONE, key=jax.random.key(0))
-    size = lambda window: hmt_scores.state_bytes(with_window(model, window))
+    size = lambda window: scores.state_bytes(with_window(model, window))
     for wanted in (size(5), size(5) + 1, size(6) - 1):
-        window = hmt_scores.equal_window(model, wanted)
+        window = scores.equal_window(model, wanted)
         assert size(window) >= wanted > size(window - 1)
 
 
 def test_segments_apart_know_nothing_of_each_other():
     model = LanguageModel(BACKBONE, key=jax.random.key(0))
-    apart = hmt_scores.Disjoint(model, 4)
+    apart = scores.Disjoint(model, 4)
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 4096)
     _, features = apart.features(apart.init_state(2), tokens)
     for start in (0, 4):
@@ -197,11 +199,11 @@ def test_segments_apart_know_nothing_of_each_other():
 
 
 def test_gains_are_paired_and_weigh_every_token_alike(monkeypatch):
-    monkeypatch.setattr(hmt_scores, "BLOCK", 2)
+    monkeypatch.setattr(scores, "BLOCK", 2)
     mask = np.array([[1, 1, 1, 0], [0, 0, 1, 1]], np.float32)
     base = Losses(np.full((2, 4), 3, np.float32) * mask, mask, ("a", "b"))
     model = base._replace(nll=base.nll - np.array([[1, 0, 2, 0], [0, 0, 0, 1]]) * mask)
-    found = hmt_scores.gain(base, model._replace(nll=model.nll.astype(np.float32)), 4)
+    found = scores.gain(base, model._replace(nll=model.nll.astype(np.float32)), 4)
     assert found["nats"] == pytest.approx(4 / 5) and found["blocks"] == 3
     assert found["perplexity_change"] == pytest.approx(np.exp(-4 / 5) - 1)
     blocks = np.array([0.5, 2, 0.5])
@@ -211,15 +213,15 @@ def test_gains_are_paired_and_weigh_every_token_alike(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: hmt_length.Config(steps=(0, 2)), "steps must be at least 1"),
-        (lambda: hmt_length.Config(test_tokens=-1), "test_tokens must be >= 0"),
-        (lambda: hmt_length.Config(lengths=()), "lengths must be at least 1"),
-        (lambda: hmt_sensory.Config(sensory=(L + 1,)), r"sensory must be in \[0, 8\]"),
-        (lambda: hmt_depth.Config(depths=(1,)), "depths must be at least 2"),
-        (lambda: hmt_switching.Config(chunk=-1), "chunk must be >= 0"),
-        (lambda: hmt_qa.Config(test_contexts=(0,)), "test_contexts and test_items"),
-        (lambda: hmt_cost.Config(lengths=(8,)), "lengths must be at least a segment"),
-        (lambda: hmt_cost.Config(segment=-1), "segment must be >= 0"),
+        (lambda: length.Config(steps=(0, 2)), "steps must be at least 1"),
+        (lambda: length.Config(test_tokens=-1), "test_tokens must be >= 0"),
+        (lambda: length.Config(lengths=()), "lengths must be at least 1"),
+        (lambda: sensory.Config(sensory=(L + 1,)), r"sensory must be in \[0, 8\]"),
+        (lambda: depth.Config(depths=(1,)), "depths must be at least 2"),
+        (lambda: switching.Config(chunk=-1), "chunk must be >= 0"),
+        (lambda: qa.Config(test_contexts=(0,)), "test_contexts and test_items"),
+        (lambda: cost.Config(lengths=(8,)), "lengths must be at least a segment"),
+        (lambda: cost.Config(segment=-1), "segment must be >= 0"),
     ],
 )
 def test_bad_configs_are_refused(make, message):

@@ -47,9 +47,11 @@ def test_a_report_has_rows_and_shares(monkeypatch, tmp_path):
     others = {"official": times | {"median_s": 3.0}}
     time_steps = lambda *_: others | {"keep": times | {"median_s": 0.5}}
     monkeypatch.setattr(benchmark, "time_steps", time_steps)
-    file = tmp_path / "speed.json"
-    benchmark.main(benchmark.Config(("tiny",), (1,), ("all",), threads=1, output=file))
-    report = json.loads(file.read_text())
+    output = tmp_path / "speed"
+    benchmark.main(
+        benchmark.Config(("tiny",), (1,), ("all",), threads=1, output=output)
+    )
+    report = json.loads((tmp_path / "speed.json").read_text())
     (row,) = report["steps"]
     ours = row["implementations"]["keep"]
     assert ours["speedup"] == {"official": 6.0}

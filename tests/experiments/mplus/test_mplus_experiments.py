@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.hmt import common as hmt_common
-from experiments.mplus import retrieval as mplus_retrieval
-from experiments.mplus import retrieval_quality
+from experiments.hmt import common
+from experiments.mplus import retrieval, retrieval_quality
 from experiments.mplus.retention.methods import (
     LatentMemory,
     Reader,
@@ -21,8 +20,7 @@ from experiments.mplus.retention.methods import (
     without_store,
 )
 from experiments.mplus.retention.samples import make_samples
-from experiments.mplus.speed import cost as mplus_cost
-from experiments.mplus.speed import operations
+from experiments.mplus.speed import cost, operations
 from experiments.mplus.speed.cost_programs import compile_programs
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.data.documents.tokenizer import JsonTokenizer
@@ -66,7 +64,7 @@ def samples(pieces):
 def test_rows_of_the_context_are_found_by_their_values():
     """The count goes by birth; here by what `compress` made of the context."""
     batch, after = samples(6)[0], (0, 2, 4, 6)
-    found = mplus_retrieval.run(MODEL, batch, after)
+    found = retrieval.run(MODEL, batch, after)
     method = LatentMemory(MODEL)
     compress = jax.jit(MODEL.compress)
     choose = jax.jit(lambda *given: MODEL.trace_read(*given)[1].chosen)
@@ -107,7 +105,7 @@ def test_rows_of_the_answer_are_those_of_its_tokens():
     model = with_store(MODEL, store)
     for begin, end, rows in ((C - K, C, 8), (C - 3, C, 3), (0, C - K, 0), (41, 44, 3)):
         told = batch._replace(answers=np.array([[begin, end]] * 2))
-        found = mplus_retrieval.run(model, told, (6,))[6]
+        found = retrieval.run(model, told, (6,))[6]
         assert (found.store == K).any() and (found.answer_store <= rows).all()
         full = found.store == K
         assert (found.answer_store[full] == rows).all()
@@ -118,7 +116,7 @@ def test_rows_of_the_answer_are_those_of_its_tokens():
 
 def test_shares_are_of_the_rows_in_the_store():
     found = [
-        mplus_retrieval.Found(
+        retrieval.Found(
             pool=jnp.array([[4, 2]]),
             store=jnp.array([[4, 6]]),
             retrieved=jnp.array([[2, 1]]),
@@ -126,7 +124,7 @@ def test_shares_are_of_the_rows_in_the_store():
             answer_retrieved=jnp.array([[1, 1]]),
             held=jnp.array([16]),
         ),
-        mplus_retrieval.Found(
+        retrieval.Found(
             pool=jnp.array([[8, 8]]),
             store=jnp.zeros((1, 2), int),
             retrieved=jnp.zeros((1, 2), int),
@@ -135,7 +133,7 @@ def test_shares_are_of_the_rows_in_the_store():
             held=jnp.array([0]),
         ),
     ]
-    row = mplus_retrieval.summary(MEMORY, C, found)
+    row = retrieval.summary(MEMORY, C, found)
     assert row["share"] == 0.3 and row["share_by_layer"] == [0.5, 1 / 6]
     # Half of the store is retrieved.
     assert row["share_random"] == 0.5 and row["times_random"] == 0.6
@@ -147,7 +145,7 @@ def test_shares_are_of_the_rows_in_the_store():
     assert row["facts_with_rows"] == answer["facts_with_rows"] == 1
     assert row["read"] == (4 + 2 + 2 + 1 + 16) / 4 / K
     assert math.isnan(row["standard_error"])
-    none = mplus_retrieval.summary(MEMORY, C, found[1:])
+    none = retrieval.summary(MEMORY, C, found[1:])
     assert math.isnan(none["share"]) and none["rows_retrieved"] == 0
 
 
@@ -155,17 +153,17 @@ def test_untrained_retrievers_find_what_chance_does():
     shares = []
     for seed in range(12):
         model = mplus(BACKBONE, MEMORY, key=jax.random.key(seed))
-        found = mplus_retrieval.run(model, samples(5)[0], (5,))[5]
+        found = retrieval.run(model, samples(5)[0], (5,))[5]
         assert (found.retrieved <= found.store).all()
         shares.append(found)
-    row = mplus_retrieval.summary(MEMORY, C, shares)
+    row = retrieval.summary(MEMORY, C, shares)
     # 8 of 32 rows; 24 facts, whose layers draw apart.
     assert row["share_random"] == 0.25
     assert abs(row["share"] - 0.25) < 4 * row["standard_error"]
 
 
 def test_retrieval_quality_runs_whole(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(hmt_common, "load_backbone", lambda config: (BACKBONE, BYTES))
+    monkeypatch.setattr(common, "load_backbone", lambda config: (BACKBONE, BYTES))
     scale = retrieval_quality.Scale(MEMORY, 4, (0, 2, 4))
     monkeypatch.setitem(retrieval_quality.SCALES, "cpu", scale)
     lines = [fact._asdict() for fact in FACTS]
@@ -298,25 +296,23 @@ def test_answers_are_read_on():
     assert three - one == operations.text(WIDE, 14, 2) + 2 * head
 
 
-KINDS = get_args(mplus_cost.Kind)
-COST = mplus_cost.Scale(MEMORY, (C, 3 * C), C)
+KINDS = get_args(cost.Kind)
+COST = cost.Scale(MEMORY, (C, 3 * C), C)
 # With a head of its own, which does not draw the token that was read last again.
 SHALLOW = dataclasses.replace(CONFIG, mixers=("attention",), tied_head=False)
 
 
 @pytest.fixture(name="cost")
 def _cost(monkeypatch, tmp_path):
-    monkeypatch.setitem(mplus_cost.SCALES, "tiny", COST)
-    monkeypatch.setattr(mplus_cost.Config, "backbone", SHALLOW)
-    return mplus_cost.Config(
-        piece=C, prompt=4, answer=2, repeats=1, output=tmp_path / "cost"
-    )
+    monkeypatch.setitem(cost.SCALES, "tiny", COST)
+    monkeypatch.setattr(cost.Config, "backbone", SHALLOW)
+    return cost.Config(piece=C, prompt=4, answer=2, repeats=1, output=tmp_path / "cost")
 
 
 def test_cost_runs_whole(cost, capsys):
     # Of the others, each a program of its own, the parts are tested below.
     kinds = ("M+ (offload)", "full attention")
-    mplus_cost.main(dataclasses.replace(cost, kinds=kinds))
+    cost.main(dataclasses.replace(cost, kinds=kinds))
     report = json.loads((cost.output.parent / "cost.json").read_text())
     assert tuple(report["models"]) == kinds
     for kind, rows in report["models"].items():
@@ -342,7 +338,7 @@ def test_cost_runs_whole(cost, capsys):
 
 
 def test_the_parts_of_the_state_are_its_bytes(cost):
-    rows = {kind: mplus_cost.describe(cost, kind, C) for kind in KINDS}
+    rows = {kind: cost.describe(cost, kind, C) for kind in KINDS}
     for offload in ("M+, all on the device", "M+ (offload)"):
         assert rows[offload] == rows["M+"]
     parts = rows["M+"]["state_bytes"]
@@ -365,7 +361,7 @@ def test_both_ways_to_draw_agree(cost):
     prompt = jnp.arange(4, dtype=jnp.int32)[None]
     told = jnp.arange(C, dtype=jnp.int32)[None]
     start = lambda model: jax.jit(lambda: model.init_state(1))()
-    model = mplus_cost.build(cost, "full attention", C)
+    model = cost.build(cost, "full attention", C)
     programs = compile_programs(model, start(model), C, 4, cost.answer)
     params = nnx.split(model)[1]
     state = programs.tell(params, start(model), told)
@@ -390,4 +386,4 @@ def test_both_ways_to_draw_agree(cost):
 )
 def test_bad_costs_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        mplus_cost.Config(**options)
+        cost.Config(**options)

@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 from scipy import stats
 
-from experiments.mplus import perplexity as mplus_perplexity
-from experiments.mplus import scores
+from experiments.mplus import perplexity, scores
 from experiments.mplus.retention import methods
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.models import LanguageModel, ModelConfig
@@ -144,19 +143,17 @@ def test_the_last_pieces_are_told_and_the_same_tokens_scored(monkeypatch):
         return np.full((2, T), len(memory) + 0.5 * leaks, np.float32)
 
     monkeypatch.setattr(scores, "losses", losses)
-    config = mplus_perplexity.Config(
-        told=(0, 1, 3), texts=2, batch=2, prompt=P, scored=T
-    )
+    config = perplexity.Config(told=(0, 1, 3), texts=2, batch=2, prompt=P, scored=T)
     length = 3 * C + P + T
     texts = [scores.Excerpt("a", "text", np.arange(length, dtype=np.int32))] * 2
-    row = mplus_perplexity.Row(MODEL, Notes())
-    ((leaks, nats),) = mplus_perplexity.score(config, row, texts, C)
+    row = perplexity.Row(MODEL, Notes())
+    ((leaks, nats),) = perplexity.score(config, row, texts, C)
     assert not leaks and nats.tolist() == [[0, 0], [C, C], [3 * C, 3 * C]]
     end = tuple(range(3 * C, length))
     for count, found in zip((0, 1, 3), seen, strict=True):
         assert found == (tuple(range((3 - count) * C, 3 * C)), end, P, False)
     nothing = row._replace(memory=False)
-    ((_, nats),) = mplus_perplexity.score(config, nothing, texts, C)
+    ((_, nats),) = perplexity.score(config, nothing, texts, C)
     assert not nats.any() and len(seen) == 4
 
 
@@ -184,7 +181,7 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
         for i in (2, 3)
     ]
     trained(monkeypatch, dict(stage1=early[0], stage2=early[1], stage3=MODEL))
-    config = mplus_perplexity.Config(
+    config = perplexity.Config(
         stage1=tmp_path / "stage1",
         stage2=tmp_path / "stage2",
         stage3=tmp_path / "stage3",
@@ -197,7 +194,7 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
         source=texts,
         output=tmp_path / "result",
     )
-    mplus_perplexity.main(config)
+    perplexity.main(config)
     report = json.loads((tmp_path / "result.json").read_text())
     assert report["tokens_told"] == [0, 2 * C, 6 * C]
     leaking = "M+, stage 3, LEAKING: scored tokens choose"
@@ -245,14 +242,14 @@ def test_models_share_one_backbone_and_others_are_refused(monkeypatch, tmp_path)
     models["stage3"] = other
     with pytest.raises(ValueError, match="stage3=.* must have the backbone and token"):
         load()
-    config = mplus_perplexity.Config()
+    config = perplexity.Config()
     for name, model, kind in (
         ("stage1", MODEL, r"MemoryLLM, got one with retrieved=8"),
         ("stage3", methods.without_store(MODEL), r"M\+, got one with retrieved=0"),
     ):
         given = scores.Models({name: model}, BACKBONE, BYTES)
         with pytest.raises(ValueError, match=f"{name} must be a folder of {kind}"):
-            mplus_perplexity.with_memory(config, given)
+            perplexity.with_memory(config, given)
 
 
 def test_settings_that_cannot_be_are_refused():
@@ -266,7 +263,7 @@ def test_settings_that_cannot_be_are_refused():
     ]
     for changes, message in cases:
         with pytest.raises(ValueError, match=message):
-            mplus_perplexity.Config(**changes)
+            perplexity.Config(**changes)
     with pytest.raises(ValueError, match="that of M. is 16, got 24"):
-        mplus_perplexity.piece(mplus_perplexity.Config(chunk=24), {"M+": MODEL})
-    assert mplus_perplexity.piece(mplus_perplexity.Config(), {"M+": MODEL}) == C
+        perplexity.piece(perplexity.Config(chunk=24), {"M+": MODEL})
+    assert perplexity.piece(perplexity.Config(), {"M+": MODEL}) == C

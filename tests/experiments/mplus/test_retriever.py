@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from experiments.mplus import retriever as mplus_retriever
+from experiments.mplus import retriever
 from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
 from memjax.models import ModelConfig
 from memjax.models.mplus.model import MPlus
@@ -75,17 +75,17 @@ def parts(model):
 
 def test_a_retriever_is_made_fitted_and_read(trained, tmp_path, capsys):
     made, fitted = tmp_path / "made.safetensors", tmp_path / "fitted.safetensors"
-    config = mplus_retriever.Config(trained, made, documents=4, batch=2, ask=0.0)
-    mplus_retriever.main(config)
+    config = retriever.Config(trained, made, documents=4, batch=2, ask=0.0)
+    retriever.main(config)
     assert capsys.readouterr().out == "4 documents\n"
-    mplus_retriever.main(dataclasses.replace(config, output=fitted, steps=2))
+    retriever.main(dataclasses.replace(config, output=fitted, steps=2))
     assert "step 1: " in capsys.readouterr().out
     model = finetune.load_model(trained)[1]
     assert isinstance(model, MPlus)
     before = parts(model)
-    mplus_retriever.read(model, made)
+    retriever.read(model, made)
     similar = parts(model)
-    mplus_retriever.read(model, fitted)
+    retriever.read(model, fitted)
     for old, start, new in zip(before, similar, parts(model), strict=True):
         assert old.shape == start.shape == new.shape
         assert 0 < np.abs(new - start).max() < 0.1 < np.abs(start - old).max()
@@ -95,22 +95,22 @@ def test_files_of_other_models_are_refused(trained, tmp_path):
     model = finetune.load_model(trained)[1]
     assert isinstance(model, MPlus)
     file = tmp_path / "other.safetensors"
-    mplus_retriever.save(model, file)
+    retriever.save(model, file)
     found = load_file(file)
     save_file(found | {"query.up": np.zeros((1, 3, 3), np.float32)}, file)
     with pytest.raises(ValueError, match=r"query.up must be \[1, 8, 4\], got \[1, 3"):
-        mplus_retriever.read(model, file)
+        retriever.read(model, file)
     save_file(found | {"more": np.zeros(1, np.float32)}, file)
     with pytest.raises(ValueError, match=r"has more: \['more'\]"):
-        mplus_retriever.read(model, file)
+        retriever.read(model, file)
 
 
 def test_what_cannot_be_made_is_refused(trained, tmp_path):
-    config = mplus_retriever.Config(trained, tmp_path / "x")
+    config = retriever.Config(trained, tmp_path / "x")
     with pytest.raises(ValueError, match="steps must be above 0 with start='model'"):
         dataclasses.replace(config, start="model")
     with pytest.raises(ValueError, match="steps must be at least 0, got -1"):
         dataclasses.replace(config, steps=-1)
     backbone = dataclasses.replace(config, model=tmp_path)
     with pytest.raises(ValueError):
-        mplus_retriever.main(backbone)
+        retriever.main(backbone)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.mplus import scores
-from experiments.mplus import short as mplus_short
+from experiments.mplus import scores, short
 from memjax.data import Question, load_tokenizer, load_tokens
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus.model import mplus
@@ -61,11 +60,11 @@ def config(facts, **changes):
     sizes: dict[str, Any] = dict(
         texts=4, batch=2, tokens=20, prompt=4, questions=9, choices=3
     )
-    return mplus_short.Config(facts=facts, **sizes | changes)
+    return short.Config(facts=facts, **sizes | changes)
 
 
 def test_choices_are_answers_to_questions_of_the_same_kind(facts):
-    asked = mplus_short.cloze(config(facts), BYTES)
+    asked = short.cloze(config(facts), BYTES)
     assert asked is not None
     # "rome" is "Rome" again: one of them is asked.
     assert len(asked.facts) == 7 and asked.tokens.shape[:2] == (7, 3)
@@ -83,15 +82,15 @@ def test_choices_are_answers_to_questions_of_the_same_kind(facts):
             whole = BYTES.decode(row[: len(question) + len(text)])
             assert whole == question + text and mask.sum() == len(text)
             assert not row[len(whole) :].any()
-    fewer = mplus_short.cloze(config(facts, questions=2), BYTES)
+    fewer = short.cloze(config(facts, questions=2), BYTES)
     assert fewer is not None and fewer.facts == asked.facts[:2]
-    assert mplus_short.cloze(config(facts, questions=0), BYTES) is None
+    assert short.cloze(config(facts, questions=0), BYTES) is None
     with pytest.raises(ValueError, match="choices must be at most the answers of some"):
-        mplus_short.cloze(config(facts, choices=5), BYTES)
+        short.cloze(config(facts, choices=5), BYTES)
 
 
 def test_the_likeliest_answer_counts(facts):
-    asked = mplus_short.cloze(config(facts), BYTES)
+    asked = short.cloze(config(facts), BYTES)
     assert asked is not None
     right = {f" {fact.answer}" for fact in asked.facts[:3]}
 
@@ -104,7 +103,7 @@ def test_the_likeliest_answer_counts(facts):
                 nats[row] *= 0.9
         return nats
 
-    found = mplus_short.choose(config(facts), asked, losses)
+    found = short.choose(config(facts), asked, losses)
     by_mean, by_sum = [], []
     for tokens, answer in zip(asked.tokens, asked.answer, strict=True):
         given = [
@@ -118,7 +117,7 @@ def test_the_likeliest_answer_counts(facts):
     assert found["right"].tolist() == by_sum and by_mean != by_sum
     # Where all are alike none is the likeliest.
     flat = lambda tokens, prompt: np.ones((2, tokens.shape[1] - prompt), np.float32)
-    found = mplus_short.choose(config(facts), asked, flat)
+    found = short.choose(config(facts), asked, flat)
     assert not found["right_by_mean"].any()
 
 
@@ -138,7 +137,7 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, facts, capsys):
     given = config(
         facts, model=tmp_path / "run", source=texts, output=tmp_path / "result"
     )
-    mplus_short.main(given)
+    short.main(given)
     report = json.loads((tmp_path / "result.json").read_text())
     models = report["models"]
     assert [*models] == [
@@ -190,9 +189,9 @@ def test_a_full_memory_is_of_other_documents(monkeypatch, tmp_path, texts, facts
             told.append(tokens)
             return memory
 
-    monkeypatch.setattr(mplus_short.methods, "LatentMemory", Notes)
+    monkeypatch.setattr(short.methods, "LatentMemory", Notes)
     given = config(facts, source=texts)
-    mplus_short.tell(given, TRAINED, 3, BYTES)
+    short.tell(given, TRAINED, 3, BYTES)
     rows = [BYTES.decode(row) for row in np.concatenate(told, axis=1)]
     for i, row in enumerate(rows):
         assert len(row) == 3 * C and f"validation {i}" in row and "test" not in row
@@ -208,4 +207,4 @@ def test_settings_that_cannot_be_are_refused():
     ]
     for changes, message in cases:
         with pytest.raises(ValueError, match=message):
-            mplus_short.Config(**changes)
+            short.Config(**changes)

@@ -50,9 +50,9 @@ def test_a_report_has_rates_and_speedups(monkeypatch, tmp_path):
         return found
 
     monkeypatch.setattr(benchmark, "time_part", time_part)
-    file = tmp_path / "speed.json"
-    benchmark.main(benchmark.Config(threads=1, repeats=3, output=file))
-    report = json.loads(file.read_text())
+    output = tmp_path / "speed"
+    benchmark.main(benchmark.Config(threads=1, repeats=3, output=output))
+    report = json.loads((tmp_path / "speed.json").read_text())
     memories = [row["memory"] for row in report["rounds"]]
     sizes = [(memory["pool"], memory["store"]) for memory in memories]
     assert sizes == [(10_240, 153_600), (2_560, 153_600), (10_240, 38_400)]

@@ -6,17 +6,15 @@ import jax.numpy as jnp
 import pytest
 
 import memjax_kernels
-from experiments.ops import baselines as kernel_peers
-from experiments.ops import benchmark as benchmark_kernels
-from experiments.ops import cases as kernel_cases
+from experiments.ops import baselines, benchmark, cases
 
 SMALL = (1, 40, 1, 16)
 
 
 @pytest.fixture(name="report", scope="module")
 def _report(tmp_path_factory):
-    output = tmp_path_factory.mktemp("benchmark") / "kernels.json"
-    config = benchmark_kernels.Config(
+    output = tmp_path_factory.mktemp("benchmark") / "kernels"
+    config = benchmark.Config(
         ops=("linear_attention", "trellis", "attention"),
         shapes=(SMALL,),
         lengths=(32,),
@@ -24,9 +22,9 @@ def _report(tmp_path_factory):
         repeats=1,
         output=output,
     )
-    benchmark_kernels.main(config)
+    benchmark.main(config)
     assert output.with_suffix(".png").stat().st_size > 1000
-    return json.loads(output.read_text())
+    return json.loads(output.with_suffix(".json").read_text())
 
 
 def test_every_implementation_has_both_passes(report):
@@ -45,32 +43,27 @@ def test_every_implementation_has_both_passes(report):
 
 
 def test_what_disagrees_is_not_timed(monkeypatch):
-    config = benchmark_kernels.settle(
-        benchmark_kernels.Config(shapes=(SMALL,), chunk_size=16)
-    )
-    real = kernel_cases.forward
+    config = benchmark.settle(benchmark.Config(shapes=(SMALL,), chunk_size=16))
+    real = cases.forward
 
     def wrong(op, implementation, chunk_size):
         run = real(op, implementation, chunk_size)
         return (lambda *a: 1.01 * run(*a)) if implementation == "xla" else run
 
-    monkeypatch.setattr(kernel_cases, "forward", wrong)
+    monkeypatch.setattr(cases, "forward", wrong)
     with pytest.raises(SystemExit, match="linear_attention: xla is 1.0e-02"):
-        benchmark_kernels.check("linear_attention", kernel_cases.Shape(*SMALL), config)
+        benchmark.check("linear_attention", cases.Shape(*SMALL), config)
 
 
-@pytest.mark.parametrize(
-    "op", [op for op in kernel_cases.ARGUMENTS if op != "attention"]
-)
+@pytest.mark.parametrize("op", [op for op in cases.ARGUMENTS if op != "attention"])
 def test_every_op_takes_its_inputs_and_has_a_cost(op):
-    shape = kernel_cases.Shape(1, 20, 2, 16)
-    arrays = kernel_cases.inputs(op, shape, "float32")
-    assert tuple(arrays) == kernel_cases.ARGUMENTS[op]
-    y = kernel_cases.forward(op, "reference", 16)(*arrays.values())
+    shape = cases.Shape(1, 20, 2, 16)
+    arrays = cases.inputs(op, shape, "float32")
+    assert tuple(arrays) == cases.ARGUMENTS[op]
+    y = cases.forward(op, "reference", 16)(*arrays.values())
     assert y.shape == (1, 20, 2, 16) and bool(jnp.isfinite(y).all())
     ahead, both = (
-        kernel_cases.cost(op, shape, 16, "float32", backward)
-        for backward in (False, True)
+        cases.cost(op, shape, 16, "float32", backward) for backward in (False, True)
     )
     assert 0 < ahead.flops < both.flops and 0 < ahead.bytes < both.bytes
 
@@ -78,11 +71,11 @@ def test_every_op_takes_its_inputs_and_has_a_cost(op):
 def test_every_op_with_tokens_is_in_the_benchmark():
     ops = {name for name in vars(memjax_kernels) if not name.startswith("_")}
     modules = {"arguments", "chunks", "cost", "implementations"}
-    assert set(kernel_cases.ARGUMENTS) - {"attention"} <= ops - modules
+    assert set(cases.ARGUMENTS) - {"attention"} <= ops - modules
 
 
-def test_peers_are_ops_of_ours():
-    assert set(kernel_peers.PEERS) <= set(kernel_cases.ARGUMENTS)
+def test_baselines_are_ops_of_ours():
+    assert set(baselines.BASELINES) <= set(cases.ARGUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -91,4 +84,4 @@ def test_peers_are_ops_of_ours():
 )
 def test_bad_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        benchmark_kernels.Config(**options)
+        benchmark.Config(**options)

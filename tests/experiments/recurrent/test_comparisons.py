@@ -11,9 +11,9 @@ from experiments.recurrent import (
     context_length,
     lattice_ablation,
     recall,
+    seed_report,
     trellis_ablation,
 )
-from experiments.recurrent import report as comparison_report
 
 TINY = comparison.Scale(1, 16, 2, 4, 32, 64, 2, 1e-3)
 
@@ -138,13 +138,13 @@ def test_differences_are_paired_by_seed():
         for name, values in {"a": (1.0, 2.0, 4.0), "b": (0.5, 1.4, 3.5)}.items()
         for seed, value in enumerate(values)
     ]
-    a, b = comparison_report.summarise(rows, "ppl", "a")
+    a, b = seed_report.summarise(rows, "ppl", "a")
     assert a["difference"] is None and not a["clear"]
     np.testing.assert_allclose(a["mean"], 7 / 3)
     np.testing.assert_allclose(a["error"], np.std([1, 2, 4], ddof=1) / 3**0.5)
     np.testing.assert_allclose(b["difference"], np.mean([-0.5, -0.6, -0.5]))
     assert b["clear"]
-    (_, b) = comparison_report.summarise(rows[:2] + rows[3:5], "ppl", "a")
+    (_, b) = seed_report.summarise(rows[:2] + rows[3:5], "ppl", "a")
     assert not b["clear"], "two seeds claim nothing"
 
 

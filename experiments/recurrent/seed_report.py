@@ -1,6 +1,5 @@
 """What the comparisons print, write and draw: means over seeds, paired differences."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,8 +10,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from experiments.common.results import settings, write_report
 from experiments.recurrent import comparison
-from memjax.evaluation.provenance import provenance
 
 # Quantiles 0.975 of Student's t by degrees of freedom; from ten on, that of ten.
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -71,11 +70,8 @@ def write(
     **summaries: Any,
 ) -> None:
     """Writes `config.output`.json: where it comes from, summaries, and every run."""
-    report = provenance(question, comparison.record(config))
-    report |= {"scale": config.scale._asdict()} | summaries | {"rows": list(rows)}
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report, indent=1) + "\n"
-    Path(f"{config.output}.json").write_text(text)
+    results = {"scale": config.scale._asdict()} | summaries | {"rows": list(rows)}
+    write_report(config.output, question, settings(config), results)
 
 
 def show(
