@@ -40,7 +40,6 @@ from memjax.training.step import (
     make_train_step,
     model_of,
 )
-from memjax_kernels.common import partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,13 +224,14 @@ def _programs(config: RunConfig, mesh: Any) -> tuple[Callable, Callable]:
 def on_mesh(update: Callable, layout: Any, mesh: Any) -> Callable:
     """The jitted update of a state laid out so, taking this host's rows of a batch."""
 
-    def update_on_mesh(state, batch):
-        # XLA divides the rest of the program among the devices, but not kernels.
-        with partition.over(mesh, batch=sharding.BATCH, heads=sharding.HEADS):
-            return update(state, batch)
+    step = jax.jit(update, donate_argnums=0, out_shardings=(layout, None))
 
-    step = jax.jit(update_on_mesh, donate_argnums=0, out_shardings=(layout, None))
-    return lambda state, batch: step(state, sharding.put_batch(mesh, batch))
+    def step_on_mesh(state, batch):
+        # XLA divides the program among the devices; kernels ask which mesh is set.
+        with jax.set_mesh(mesh):
+            return step(state, sharding.put_batch(mesh, batch))
+
+    return step_on_mesh
 
 
 def abstract_model(config: ModelConfig) -> LanguageModel:

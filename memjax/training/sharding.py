@@ -10,8 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-BATCH = ("data", "fsdp")
-HEADS = ("tensor",)
+from memjax_kernels.common.partition import BATCH
 
 # First match wins. A leaf is named by its path, say params/blocks/0/mixer/query, a
 # matrix with LoRA mixer/query/weight; optimizer moments share their parameter's path.

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
+from memjax_kernels.common.varying import vary_alike
+
 
 def count_chunks(time: int, size: int, aligned: bool) -> int:
     """Chunks that hold T tokens from any place in a chunk, or from its start."""
@@ -81,6 +83,8 @@ def scan(
             computed again in the backward pass. More keeps less and holds more at
             once.
     """
+    # Inside a shard_map a carry of constants must vary as what it becomes.
+    carry, xs = vary_alike((carry, xs))
     length = jax.tree.leaves(xs)[0].shape[0]
     whole = length - length % remat_every
     inner = lambda carry, xs: jax.lax.scan(body, carry, xs)

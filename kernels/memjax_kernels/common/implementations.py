@@ -1,70 +1,111 @@
-"""Which code runs an op, where."""
+"""Which implementation of an op runs.
+
+Without a choice by the caller this is decided when a program is lowered, by the
+platform that it is lowered for. A program lowered on a CPU for a TPU holds the kernels
+of the TPU.
+"""
 
 import logging
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
-from memjax_kernels.common import partition
+from memjax_kernels.common.varying import vary_alike
 
 _log = logging.getLogger(__name__)
 
-# Fastest first, by platform. Rows with a kernel say what they rest on: a choice
-# without a timing behind it stays behind "xla".
-#   tpu: compiled for v5e, v5p and v6e, never timed: the XLA form carries the state
-#        through HBM at every chunk, which the kernels do not.
-#   gpu: Mosaic GPU kernels have not yet run on a GPU, so they are never picked here.
-FASTEST: dict[str, tuple[str, ...]] = {
-    "cpu": ("xla", "reference"),
-    "gpu": ("xla", "reference"),
-    "tpu": ("pallas_tpu", "xla", "reference"),
-}
+# The platform that each kernel is written for, as jax.default_backend() names it.
+_PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
 
 
-def choose(op: str, implementation: str | None, obstacles: dict[str, str]) -> str:
-    """Picks the implementation of an op.
+def choose(
+    op: str,
+    implementation: str | None,
+    forms: Mapping[str, Callable[..., Any]],
+    unsupported: Mapping[str, str] | None = None,
+) -> Callable[..., Any]:
+    """The implementation of an op that was asked for, or else the fastest.
+
+    The fastest is `pallas_tpu` in a program that is lowered for a TPU, where the op has
+    it and it takes the arguments; everywhere else it is `xla`. The TPU kernels were
+    compiled for v5e, v5p and v6e but never timed: the XLA forms carry the memory
+    through HBM at every chunk, which the kernels do not. `pallas_gpu` kernels have not
+    run on a GPU yet, so that they must be asked for.
 
     Args:
         op: its name, for messages.
-        implementation: what the caller asked for; None is the first of `FASTEST`
-            that runs. A kernel is so picked only where XLA need not partition it,
-            which it cannot: where jax has one device, inside a `shard_map`, or in
-            `partition.over` a mesh.
-        obstacles: for every implementation that the op has, "" if it runs with these
-            arguments here, else why it cannot.
+        implementation: a key of `forms`, or None for the fastest.
+        forms: the implementations. `pallas_tpu` and `xla` take the same positional
+            trees of arrays and static keywords, and return the same structure.
+        unsupported: why a form cannot take the arguments on any device, by its name;
+            "" or no entry where it can.
+
+    Returns:
+        One of the forms, or a function that is `pallas_tpu` or `xla` when lowered.
 
     Raises:
         ValueError: on a name the op does not have, or one that cannot run here.
     """
+    unsupported = unsupported or {}
     if implementation is not None:
-        if implementation not in obstacles:
-            raise ValueError(
-                f"implementation of {op} must be None or one of {tuple(obstacles)}, "
-                f"got {implementation!r}"
-            )
-        if obstacles[implementation]:
-            raise ValueError(
-                f"implementation={implementation!r} of {op} cannot run here: "
-                f"{obstacles[implementation]}"
-            )
-        return implementation
-    for name in FASTEST.get(partition.platform(), FASTEST["cpu"]):
-        obstacle = obstacles.get(name, "not written")
-        if name.startswith("pallas_") and not (obstacle or partition.is_whole()):
-            obstacle = "XLA cannot partition a kernel: call the op in partition.over"
-        if not obstacle:
-            return name
-        _log.debug("%s falls through %s: %s", op, name, obstacle)
-    raise ValueError(f"no implementation of {op} runs here: {obstacles}")
+        _check(op, implementation, forms, unsupported)
+        return forms[implementation]
+    if "pallas_tpu" not in forms:
+        return forms["xla"]
+    if unsupported.get("pallas_tpu"):
+        _log.debug("%s cannot run as pallas_tpu: %s", op, unsupported["pallas_tpu"])
+        return forms["xla"]
+    return _by_platform(tpu=forms["pallas_tpu"], default=forms["xla"])
+
+
+def _by_platform(tpu: Callable, default: Callable) -> Callable:
+    """Traces both forms and lowers one."""
+
+    def chosen(*arrays, **options):
+        def alike(form):
+            # Inside a shard_map, results of both vary over the axes that arrays do.
+            return lambda *x: vary_alike((form(*x, **options), x))[0]
+
+        return jax.lax.platform_dependent(
+            *arrays, tpu=alike(tpu), default=alike(default)
+        )
+
+    return chosen
+
+
+def _check(op, implementation, forms, unsupported):
+    """Raises ValueError unless the implementation exists and can run here."""
+    if implementation not in forms:
+        raise ValueError(
+            f"implementation of {op} must be None or one of {tuple(forms)}, "
+            f"got {implementation!r}"
+        )
+    reason = unsupported.get(implementation)
+    if implementation in _PLATFORMS:
+        reason = needs(_PLATFORMS[implementation]) or reason
+    if reason:
+        raise ValueError(
+            f"implementation={implementation!r} of {op} cannot run here: {reason}"
+        )
 
 
 def needs(platform: str) -> str:
-    """The obstacle of a kernel written for `platform`: "" where jax runs on it."""
-    here = partition.platform()
-    return "" if here == platform else f"it needs a {platform}, jax runs on {here}"
+    """Why a kernel written for `platform` cannot run here; "" if it can.
+
+    Here is the mesh of `jax.set_mesh`, else where jax runs. A single device that a
+    program is only compiled for is not known before it is lowered: leave the
+    implementation to be chosen then.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    here = jax.default_backend() if device is None else device.platform
+    if here != platform:
+        return f"it needs a {platform}, jax runs on {here}"
+    return _needs_hopper() if platform == "gpu" else ""
 
 
-def needs_hopper() -> str:
-    """The obstacle of a kernel of Hopper's tensor-core instructions, on a GPU."""
+def _needs_hopper() -> str:
+    """Why a kernel of Hopper's tensor-core instructions cannot run on this GPU."""
     capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
     if capability.startswith("9."):
         return ""

@@ -1,113 +1,73 @@
-"""Kernels on several devices: each runs on the rows and heads that its device holds.
+"""Kernels on a mesh: each device runs the batch elements and heads that it holds.
 
-XLA partitions everything but kernels. Inside `over` an op wraps its kernels in
-`shard_map`, so that a program written for one device runs on a mesh as it is; outside
-it a caller does so, or the op takes its XLA form.
+XLA partitions everything but kernels, so an op wraps its kernels in `jax.shard_map`.
+The mesh is the one of `jax.set_mesh`, else the one that the op's arguments lie on.
+Inside a caller's `shard_map` over all axes a kernel runs as it is.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-
-class Partition(NamedTuple):
-    """Which axes of a mesh divide the rows of a batch, and which the heads."""
-
-    mesh: Mesh
-    batch: tuple[str, ...]
-    heads: tuple[str, ...]
+# Names of the mesh axes that divide the batch, and of those that divide the heads.
+# A kernel runs whole on every device along any other axis of a mesh.
+BATCH = ("data", "fsdp")
+HEADS = ("tensor",)
 
 
-_current: contextvars.ContextVar[Partition | None] = contextvars.ContextVar(
-    "partition", default=None
-)
-
-
-@contextlib.contextmanager
-def over(
-    mesh: Mesh, *, batch: tuple[str, ...] = (), heads: tuple[str, ...] = ()
-) -> Iterator[None]:
-    """Ops traced inside run their kernels on this mesh.
-
-    The mesh also says for which platform they are traced, which need not be here: a
-    program can be compiled for a TPU pod from its topology. Enter it inside the
-    function that is jitted: jit does not know that a trace depended on it.
-
-    Args:
-        mesh: the devices.
-        batch: axes over which rows are divided. Where they do not divide them evenly,
-            every device of these axes runs all rows.
-        heads: likewise for heads.
-
-    Raises:
-        ValueError: for an axis that the mesh does not have.
-    """
-    unknown = (set(batch) | set(heads)) - set(mesh.axis_names)
-    if unknown:
-        raise ValueError(
-            f"batch and heads must be axes of the mesh, {mesh.axis_names}, got "
-            f"{sorted(unknown)}"
-        )
-    token = _current.set(Partition(mesh, batch, heads))
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-def platform() -> str:
-    """Where ops are traced for: "cpu", "gpu" or "tpu"."""
-    partition = _current.get()
-    if partition is None:
-        return jax.default_backend()
-    here = partition.mesh.devices.flat[0].platform
-    return "gpu" if here == "cuda" else here
-
-
-def is_whole() -> bool:
-    """Whether a kernel sees all of its arrays: one device, `over`, or `shard_map`."""
-    if _current.get() is not None or jax.device_count() == 1:
-        return True
+def mesh_of(*arrays: Any) -> AbstractMesh:
+    """The mesh of `jax.set_mesh`, else that of the arrays; empty if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names)
+    if not mesh.empty:
+        return mesh
+    for x in jax.tree.leaves(arrays):
+        mesh = jax.typeof(x).sharding.mesh
+        if not mesh.empty:
+            return mesh
+    return mesh
 
 
 def chunkwise(form: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """A chunk form (tokens, *memories) -> (memories, y) on each device's share.
+    """A chunk form (tokens, *memories) -> (memories, y), on each device's share.
 
     Tokens and y are [B, n, C, H, ...], flags among the tokens [B, n], and memories
-    [B, H, ...]. Outside `over`, the form as it is.
+    [B, H, ...]. Axes of the mesh that do not divide B or H evenly are left out: all
+    devices along them compute the same. Without a mesh, the form as it is.
     """
-    partition = _current.get()
-    if partition is None:
-        return form
 
-    def run(tokens, *memories):
-        rows, _, _, heads = jax.tree.leaves(tokens)[0].shape[:4]
-        b = _fit(partition.mesh, partition.batch, rows)
-        h = _fit(partition.mesh, partition.heads, heads)
+    def divided(tokens, *memories, **options):
+        share = functools.partial(form, **options)
+        mesh = mesh_of(tokens, memories)
+        axes = [
+            name
+            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if kind != AxisType.Manual
+        ]
+        if not axes:
+            return share(tokens, *memories)
+        batch, _, _, heads = jax.tree.leaves(tokens)[0].shape[:4]
+        b = _fit(mesh, [name for name in BATCH if name in axes], batch)
+        h = _fit(mesh, [name for name in HEADS if name in axes], heads)
         along = P(b, None, None, h)
-        specs = jax.tree.map(lambda x: along if x.ndim > 2 else P(b), tokens)
-        held = jax.tree.map(lambda _: P(b, h), memories)
-        divided = jax.shard_map(
-            form,
-            mesh=partition.mesh,
-            in_specs=(specs, *held),
+        token_specs = jax.tree.map(lambda x: along if x.ndim > 2 else P(b), tokens)
+        memory_specs = jax.tree.map(lambda _: P(b, h), memories)
+        return jax.shard_map(
+            share,
+            mesh=mesh,
+            axis_names=set(axes),
+            in_specs=(token_specs, *memory_specs),
             out_specs=(P(b, h), along),
-        )
-        return divided(tokens, *memories)
+        )(tokens, *memories)
 
-    return run
+    return divided
 
 
-def _fit(
-    mesh: Mesh | AbstractMesh, axes: tuple[str, ...], size: int
-) -> tuple[str, ...] | None:
-    ways = int(np.prod([mesh.shape[axis] for axis in axes]))
-    return axes if axes and size % ways == 0 else None
+def _fit(mesh: AbstractMesh, axes: list[str], size: int) -> tuple[str, ...] | None:
+    """The axes, if they divide `size` evenly."""
+    devices = int(np.prod([mesh.shape[axis] for axis in axes]))
+    return tuple(axes) if axes and size % devices == 0 else None

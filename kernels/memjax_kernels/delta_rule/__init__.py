@@ -63,8 +63,9 @@ def delta_rule(
     check_float32("state", state)
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    match choose("delta_rule", implementation, {"xla": "", "reference": ""}):
-        case "xla":
-            return delta_rule_xla(q, k, v, beta, None, state, reset)
-        case _:
-            return delta_rule_reference(q, k, v, beta, state, reset)
+    forms = {
+        "xla": lambda q, k, v, beta, *rest: delta_rule_xla(q, k, v, beta, None, *rest),
+        "reference": delta_rule_reference,
+    }
+    form = choose("delta_rule", implementation, forms)
+    return form(q, k, v, beta, state, reset)

@@ -75,9 +75,6 @@ def gated_slots(
     arguments.check_reset(reset, sizes["B"], sizes["T"])
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHMKV"))
-    obstacles = {"xla": "", "reference": ""}
-    match implementations.choose("gated_slots", implementation, obstacles):
-        case "xla":
-            return gated_slots_xla(q, k, v, alpha, g, state, reset)
-        case _:
-            return gated_slots_reference(q, k, v, alpha, g, state, reset)
+    forms = {"xla": gated_slots_xla, "reference": gated_slots_reference}
+    form = implementations.choose("gated_slots", implementation, forms)
+    return form(q, k, v, alpha, g, state, reset)

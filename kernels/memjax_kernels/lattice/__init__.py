@@ -1,5 +1,6 @@
 """Lattice: slots on the unit sphere, written by what is new to each of them."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax.numpy as jnp
@@ -29,10 +30,11 @@ from memjax_kernels.lattice.xla import lattice_xla, lattice_xla_head
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 
-# Modules with `obstacle(q, k, v, chunk_size, rule)`, and their forms; see `aligned`.
-_KERNELS = {
-    "pallas_tpu": (pallas_tpu, pallas_tpu.lattice_tpu),
-    "pallas_gpu": (pallas_gpu, pallas_gpu.lattice_gpu),
+# Forms of `aligned`.
+_FORMS: dict[str, Callable] = {
+    "xla": lattice_xla,
+    "pallas_tpu": partition.chunkwise(pallas_tpu.lattice_tpu),
+    "pallas_gpu": partition.chunkwise(pallas_gpu.lattice_gpu),
 }
 
 
@@ -98,29 +100,19 @@ def lattice(
     if reset is not None:
         position = None if in_phase else state.position
         wrong = chunks.misplaced(reset, chunk_size, position)
-    obstacles = {"reference": "", "xla": ""} | {
-        name: kernels.obstacle(q, k, v, chunk_size, rule)
-        for name, (kernels, _) in _KERNELS.items()
+    unsupported = {
+        "pallas_tpu": pallas_tpu.unsupported(q, k, v, chunk_size, rule),
+        "pallas_gpu": pallas_gpu.unsupported(q, k, v, chunk_size, rule),
     }
+    forms = _FORMS | {"reference": lattice_reference}
+    form = implementations.choose("lattice", implementation, forms, unsupported)
     arguments = (q, k, v, gamma, g, state, reset, empty.start, rule)
-    chosen = implementations.choose("lattice", implementation, obstacles)
-    if chosen == "reference":
+    if implementation == "reference":
         state, y = lattice_reference(*arguments)
     else:
-        form = lattice_xla if chosen == "xla" else _divided(_KERNELS[chosen][1])
         head = lattice_xla_head
         state, y = aligned.run(form, head, *arguments, in_phase=in_phase)
     return chunks.poison(state, y, wrong)
-
-
-def _divided(form):
-    """A kernel that runs on each device's rows and heads."""
-
-    def run(tokens, start, empty, rule):
-        share = partition.chunkwise(lambda *arrays: form(*arrays, rule))
-        return share(tokens, start, empty)
-
-    return run
 
 
 def _check_options(rule, chunk_size, g):

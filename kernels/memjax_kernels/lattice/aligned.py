@@ -2,7 +2,7 @@
 
 A form (xla.py, pallas_tpu.py, pallas_gpu.py) is a function
 
-    form(tokens: Chunks, start, empty, rule) -> (start, pending, decay), y
+    form(tokens: Chunks, start, empty, *, rule) -> (start, pending, decay), y
 
 of n >= 1 whole chunks that start with nothing pending: `run` lets XLA take the first
 chunk of rows that come in the middle of one. For each row in turn, with M = `start`:
@@ -54,10 +54,7 @@ class Chunks(NamedTuple):
 
 
 Memory = tuple[Float[Array, "B H M V"], Float[Array, "B H M V"], Float[Array, "B H"]]
-Form = Callable[
-    [Chunks, Float[Array, "B H M V"], Float[Array, "B H M V"], Rule],
-    tuple[Memory, Float[Array, "B n C H V"]],
-]
+Form = Callable[..., tuple[Memory, Float[Array, "B n C H V"]]]
 Head = Callable[
     [Chunks, Memory, Float[Array, "B H M V"], Rule],
     tuple[Memory, Float[Array, "B n C H V"]],
@@ -110,7 +107,7 @@ def run(
         cleared=None if reset is None else cut(reset)[:, :, 0],
     )
     if in_phase:
-        memory, y = form(tokens, state.start, empty, rule)
+        memory, y = form(tokens, state.start, empty, rule=rule)
     else:
         first = jax.tree.map(lambda x: x[:, :1], tokens)
         memory = (state.start, state.pending, state.decay)
@@ -125,7 +122,7 @@ def run(
 def _go_on(form, tokens, memory, y, empty, rule):
     """The chunks after the first, and what the first left where they are empty."""
     rest = jax.tree.map(lambda x: x[:, 1:], tokens)
-    (start, pending, decay), more = form(rest, memory[0], empty, rule)
+    (start, pending, decay), more = form(rest, memory[0], empty, rule=rule)
     # A row that does not fill its first chunk has nothing in the others.
     short = ~tokens.complete[:, 0]
     pending = jnp.where(short[:, None, None, None], memory[1], pending)

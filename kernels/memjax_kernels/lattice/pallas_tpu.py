@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from memjax_kernels.common import implementations, varying
+from memjax_kernels.common import varying
 from memjax_kernels.common.products import multiplier, operand_dtype
 from memjax_kernels.lattice import tpu_kernels
 from memjax_kernels.lattice.aligned import Chunks, Memory
@@ -48,11 +48,6 @@ class Static(NamedTuple):
     exact: bool
     heads: int
     interpret: Any
-
-
-def obstacle(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
-    """Why the kernels cannot run with these arguments here; "" if they can."""
-    return implementations.needs("tpu") or unsupported(q, k, v, chunk_size, rule)
 
 
 def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:

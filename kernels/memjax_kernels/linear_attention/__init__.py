@@ -54,9 +54,9 @@ def linear_attention(
     arguments.check_reset(reset, sizes["B"], sizes["T"])
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    obstacles = {"xla": "", "reference": ""}
-    match implementations.choose("linear_attention", implementation, obstacles):
-        case "xla":
-            return ssd_xla(q, k, v, None, state, reset)
-        case _:
-            return linear_attention_reference(q, k, v, state, reset)
+    forms = {
+        "xla": lambda q, k, v, *rest: ssd_xla(q, k, v, None, *rest),
+        "reference": linear_attention_reference,
+    }
+    form = implementations.choose("linear_attention", implementation, forms)
+    return form(q, k, v, state, reset)

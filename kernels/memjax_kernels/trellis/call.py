@@ -1,6 +1,5 @@
 """The way of a call of either door: checks, choice of code, chunks, the state after."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,12 +24,11 @@ from memjax_kernels.trellis.state import (
     empty_state,
 )
 
-# Chunk implementations, with what keeps each from running on (tokens, memories), of
-# which only shapes and dtypes are known: "" if nothing does.
-CHUNKWISE: dict[str, tuple[Callable, Callable[..., str]]] = {
-    "xla": (xla.trellis_xla, lambda *_: ""),
-    "pallas_tpu": (pallas_tpu.trellis_tpu, pallas_tpu.obstacle),
-    "pallas_gpu": (pallas_gpu.trellis_gpu, pallas_gpu.obstacle),
+# Chunk implementations, which `segment` describes.
+CHUNKWISE: dict[str, Callable] = {
+    "xla": xla.trellis_xla,
+    "pallas_tpu": partition.chunkwise(pallas_tpu.trellis_tpu),
+    "pallas_gpu": partition.chunkwise(pallas_gpu.trellis_gpu),
 }
 
 
@@ -58,14 +56,16 @@ def run(call: Call, implementation: str | None) -> tuple[Any, Array]:
     wrong = _check_reset(call)
     op = "trellis_pass" if call.v is None else "trellis"
     shapes = jax.eval_shape(lambda: chunked(call, empty)[:2])
-    obstacles = {"reference": ""} | {
-        name: obstacle(*shapes) for name, (_, obstacle) in CHUNKWISE.items()
+    unsupported = {
+        "pallas_tpu": pallas_tpu.unsupported(*shapes),
+        "pallas_gpu": pallas_gpu.unsupported(*shapes),
     }
-    chosen = implementations.choose(op, implementation, obstacles)
-    if chosen == "reference":
+    forms = CHUNKWISE | {"reference": _token_loop}
+    form = implementations.choose(op, implementation, forms, unsupported)
+    if implementation == "reference":
         after, y = _token_loop(call, empty)
     else:
-        after, y = in_chunks(CHUNKWISE[chosen][0], call, empty)
+        after, y = in_chunks(form, call, empty)
     return chunks.poison(after, y, wrong)
 
 
@@ -88,13 +88,11 @@ def chunked(call: Call, empty):
     return tokens, before, None if call.reset is None else fresh
 
 
-def in_chunks(implementation: Callable, call: Call, empty):
+def in_chunks(form: Callable, call: Call, empty):
     """Runs a chunk implementation, which `segment` describes."""
     size, time = call.chunk_size, call.q.shape[1]
-    form = functools.partial(implementation, phi=call.phi, activation=call.activation)
-    if implementation is not xla.trellis_xla:
-        form = partition.chunkwise(form)
-    memories, y = form(*chunked(call, empty))
+    arrays = chunked(call, empty)
+    memories, y = form(*arrays, phi=call.phi, activation=call.activation)
     position = None if call.state is None else call.state.position
     start = empty.position if position is None else position
     after = type(empty).of(memories, (start + time) % size, size)

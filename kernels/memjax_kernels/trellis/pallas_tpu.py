@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from memjax_kernels.common import implementations, products, varying
+from memjax_kernels.common import products, varying
 from memjax_kernels.trellis import chunk as one_chunk
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
@@ -60,11 +60,6 @@ class Static(NamedTuple):
     activation: str | None
     heads: int
     interpret: Any
-
-
-def obstacle(tokens: Tokens, memories: Memories) -> str:
-    """Why the kernels cannot run with these arguments here; "" if they can."""
-    return implementations.needs("tpu") or unsupported(tokens, memories)
 
 
 def unsupported(tokens: Tokens, memories: Memories) -> str:

@@ -1,5 +1,6 @@
 """TTT-linear: a linear layer trained while it reads, over a segment."""
 
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
@@ -85,11 +86,9 @@ def ttt_linear(
     if reset is not None:
         wrong = chunks.misplaced(reset, chunk_size, None if aligned else state.position)
     arguments = (q, k, v, eta, ln_scale, ln_bias, state, reset, empty)
-    match choose("ttt_linear", implementation, {"xla": "", "reference": ""}):
-        case "xla":
-            after, y = ttt_linear_xla(*arguments, aligned=aligned)
-        case _:
-            after, y = ttt_linear_reference(*arguments)
+    xla = functools.partial(ttt_linear_xla, aligned=aligned)
+    forms = {"xla": xla, "reference": ttt_linear_reference}
+    after, y = choose("ttt_linear", implementation, forms)(*arguments)
     return chunks.poison(after, y, wrong)
 
 

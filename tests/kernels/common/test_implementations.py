@@ -1,92 +1,119 @@
 """The choice of the code that runs: never wrong in silence."""
 
-import inspect
+import functools
 import logging
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+import memjax_kernels
 from memjax_kernels.common import implementations
 
-choose = inspect.unwrap(implementations.choose)
-HERE = {"pallas_tpu": "it needs a tpu", "xla": "", "reference": ""}
-ON_TPU = {"reference": "", "xla": "", "pallas_tpu": ""}
+NAMES = ("xla", "pallas_tpu", "pallas_gpu", "reference")
+# A form that says its name.
+FORMS = {name: functools.partial(lambda name, *_: name, name) for name in NAMES}
 
 
-@pytest.fixture
-def on_tpu(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-
-
-def test_none_is_the_fastest_that_runs():
-    assert choose("gla", None, HERE) == "xla"
-    assert choose("gla", None, HERE | {"xla": "too wide"}) == "reference"
-
-
-def test_a_kernel_comes_first_where_it_runs(on_tpu):
-    assert choose("gla", None, ON_TPU) == "pallas_tpu"
-    assert implementations.needs("tpu") == ""
-
-
-def test_a_fall_through_says_why_in_the_debug_log(on_tpu, caplog):
+def test_none_is_xla_where_no_kernel_takes_the_arguments(caplog):
     with caplog.at_level(logging.DEBUG, logger="memjax_kernels.common.implementations"):
-        chosen = choose("gla", None, ON_TPU | {"pallas_tpu": "slots above 256"})
-    assert chosen == "xla"
-    assert caplog.messages == ["gla falls through pallas_tpu: slots above 256"]
-
-
-def test_a_kernel_is_not_picked_where_xla_would_have_to_partition_it(
-    on_tpu, monkeypatch, caplog
-):
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
-    with caplog.at_level(logging.DEBUG, logger="memjax_kernels.common.implementations"):
-        assert choose("gla", None, ON_TPU) == "xla"
-    assert "call the op in partition.over" in caplog.text
-    assert choose("gla", "pallas_tpu", ON_TPU) == "pallas_tpu"
-
-
-def test_a_kernel_is_picked_inside_a_shard_map(on_tpu, monkeypatch):
-    chosen = []
-
-    def body(x):
-        chosen.append(choose("gla", None, ON_TPU))
-        return x
-
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((1,), ("data",), auto, devices=jax.devices("cpu")[:1])
-    spec = PartitionSpec("data")
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
-    jax.eval_shape(mapped, jax.ShapeDtypeStruct((2,), "float32"))
-    assert chosen == ["pallas_tpu"]
-
-
-def test_an_unknown_platform_runs_what_a_cpu_runs(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "METAL")
-    assert choose("gla", None, HERE) == "xla"
+        form = implementations.choose("gla", None, FORMS, {"pallas_tpu": "too wide"})
+    assert form() == "xla"
+    assert caplog.messages == ["gla cannot run as pallas_tpu: too wide"]
+    without = {"xla": FORMS["xla"], "reference": FORMS["reference"]}
+    assert implementations.choose("gla", None, without)() == "xla"
 
 
 def test_an_explicit_choice_runs_or_raises():
-    assert choose("gla", "reference", HERE) == "reference"
+    choose = functools.partial(implementations.choose, "gla", forms=FORMS)
+    assert choose(implementation="reference")() == "reference"
     with pytest.raises(
         ValueError,
-        match="'pallas_tpu' of gla cannot run here: it needs a tpu",
+        match="'pallas_tpu' of gla cannot run here: it needs a tpu, jax runs on cpu",
     ):
-        choose("gla", "pallas_tpu", HERE)
+        choose(implementation="pallas_tpu")
+    with pytest.raises(ValueError, match="'xla' of gla cannot run here: too wide"):
+        choose(implementation="xla", unsupported={"xla": "too wide"})
     with pytest.raises(
         ValueError,
-        match="of gla must be None or one of .*'xla', 'reference'.*, got 'cuda'",
+        match="of gla must be None or one of .*'xla'.*'reference'.*, got 'cuda'",
     ):
-        choose("gla", "cuda", HERE)
+        choose(implementation="cuda")
 
 
-def test_nothing_that_runs_is_an_error():
-    with pytest.raises(ValueError, match="no implementation of gla runs here: .*odd"):
-        choose("gla", None, {"xla": "odd"})
+def test_a_kernel_runs_where_jax_does(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert implementations.choose("gla", "pallas_tpu", FORMS)() == "pallas_tpu"
+    assert implementations.needs("gpu") == "it needs a gpu, jax runs on tpu"
 
 
-def test_needs_names_both_platforms():
-    assert implementations.needs("cpu") == ""
-    assert implementations.needs("gpu") == "it needs a gpu, jax runs on cpu"
+def draw(op, time=9):
+    """An op of small sizes, its arguments [B, T, H, ...] and its chunk size."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v, alpha = (jax.random.normal(key, (2, time, 2, 8)) / 3 for key in keys[:4])
+    gamma = jax.nn.sigmoid(jax.random.normal(keys[4], (2, time, 2)))
+    tokens = (q, k, v, alpha, gamma) if op == "trellis" else (q, k, v, gamma)
+    return functools.partial(getattr(memjax_kernels, op), chunk_size=4), tokens
+
+
+def gradient(function, tokens):
+    """Of the sum of the squared reads, for all tokens."""
+    loss = lambda *tokens: jnp.sum(function(*tokens)[1] ** 2)
+    return jax.grad(loss, range(len(tokens)))
+
+
+@pytest.mark.parametrize("op", ["trellis", "lattice"])
+def test_the_platform_of_lowering_decides(op):
+    function, tokens = draw(op)
+    traced = jax.jit(gradient(function, tokens)).trace(*tokens)
+    on_tpu = traced.lower(lowering_platforms=("tpu",)).as_text()
+    # One kernel forward and one backward, and nothing of the XLA form.
+    assert on_tpu.count("@tpu_custom_call") == 2 and "stablehlo.while" not in on_tpu
+    for platform in ("cpu", "cuda"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert "custom_call @tpu" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["trellis", "lattice"])
+def test_the_choice_at_lowering_is_xla_on_a_cpu_under_every_transformation(op):
+    """Bit for bit: vmap, scan, checkpoint, shard_map and the gradient of them."""
+    function, tokens = draw(op)
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,))
+
+    def nested(implementation):
+        call = functools.partial(function, implementation=implementation)
+
+        @jax.checkpoint
+        def layer(v, _):
+            return call(*tokens[:2], v, *tokens[3:])[1], None
+
+        def layers(v):
+            return jax.lax.scan(layer, v, None, length=2)[0]
+
+        mapped = lambda *x: jax.shard_map(
+            lambda *x: call(*x)[1], mesh=mesh, in_specs=P("data"), out_specs=P("data")
+        )(*x)
+        return jax.jit(
+            jax.grad(
+                lambda v: (
+                    jnp.sum(jax.vmap(layers)(v[None]) ** 2)
+                    + jnp.sum(mapped(*tokens[:2], v, *tokens[3:]) ** 2)
+                )
+            )
+        )
+
+    chosen, xla = nested(None)(tokens[2]), nested("xla")(tokens[2])
+    np.testing.assert_array_equal(chosen, xla)
+    assert np.abs(chosen).max() > 0
+
+
+@pytest.mark.parametrize("op", ["trellis", "lattice"])
+def test_outside_jit_only_the_form_of_this_platform_is_traced(op, monkeypatch):
+    function, tokens = draw(op, time=1)
+    fail = lambda *_, **__: pytest.fail("the kernel was traced")
+    monkeypatch.setattr("jax.experimental.pallas.pallas_call", fail)
+    function(*tokens)

@@ -1,18 +1,18 @@
-"""Kernels on a mesh: each device runs its rows and heads, and nothing else changes."""
+"""Kernels on a mesh: each device runs its batch elements and heads."""
 
-import functools
 import os
 import subprocess
 import sys
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax_kernels
-from memjax_kernels.common import implementations, partition
+from memjax_kernels.common import partition
 
 ON_FOUR_DEVICES = """
 import functools
@@ -20,19 +20,18 @@ import jax, jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 import memjax_kernels
-from memjax_kernels import partition
-from memjax_kernels.trellis import call, pallas_tpu
-from memjax_kernels.lattice import _KERNELS
-from memjax_kernels.lattice import pallas_tpu as lattice
+from memjax_kernels.common import implementations, partition
+from memjax_kernels.lattice import _FORMS
+from memjax_kernels.lattice.pallas_tpu import lattice_tpu
+from memjax_kernels.trellis import call
+from memjax_kernels.trellis.pallas_tpu import trellis_tpu
 
 assert jax.device_count() == 4
-mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2)
-interpret = pltpu.InterpretParams()
-run = functools.partial(pallas_tpu.trellis_tpu, interpret=interpret)
-call.CHUNKWISE["pallas_tpu"] = run, lambda *_: ""
-_KERNELS["pallas_tpu"][0].obstacle = lambda *_: ""
-form = functools.partial(lattice.lattice_tpu, interpret=interpret)
-_KERNELS["pallas_tpu"] = lattice, form
+mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+implementations.needs = lambda platform: ""
+for forms, kernel in (call.CHUNKWISE, trellis_tpu), (_FORMS, lattice_tpu):
+    form = functools.partial(kernel, interpret=pltpu.InterpretParams())
+    forms["pallas_tpu"] = partition.chunkwise(form)
 
 keys = jax.random.split(jax.random.key(0), 5)
 q, k, v, a = (jax.random.normal(key, (2, 9, 2, 8)) / 3 for key in keys[:4])
@@ -45,7 +44,7 @@ ops = {
 }
 for name, op in ops.items():
     wanted = op(implementation="xla")
-    with partition.over(mesh, batch=("rows",), heads=("heads",)):
+    with jax.set_mesh(mesh):
         got = jax.jit(functools.partial(op, implementation="pallas_tpu"))()
     pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
     assert all(jnp.allclose(x, y, atol=1e-5) for x, y in pairs), name
@@ -54,7 +53,8 @@ for name, op in ops.items():
 """
 
 
-def test_each_device_runs_its_share():
+@pytest.mark.slow
+def test_each_device_computes_its_share():
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run(
         [sys.executable, "-P", "-c", ON_FOUR_DEVICES],
@@ -71,50 +71,71 @@ def _pod():
     topologies = pytest.importorskip("jax.experimental.topologies")
     topology = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu")
     return jax.make_mesh(
-        (2, 2), ("rows", "heads"), (AxisType.Auto,) * 2, devices=topology.devices
+        (2, 2), ("data", "tensor"), (AxisType.Auto,) * 2, devices=topology.devices
     )
 
 
-def test_a_program_for_a_pod_takes_the_kernel_by_itself(pod, uncached):
-    """Compiled from here for four chips, gradient and all."""
-    place = NamedSharding(pod, P("rows", None, "heads"))
+def lattice_loss(q, k, v, gamma):
+    return memjax_kernels.lattice(q, k, v, gamma, chunk_size=64)[1].sum()
+
+
+def shapes(sharding=None):
     like = lambda *more, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
-        (4, 128, 4, *more), dtype, sharding=place
+        (4, 128, 4, *more), dtype, sharding=sharding
     )
-    tokens, gate = like(64), like(dtype=jnp.float32)
+    return like(64), like(64), like(64), like(dtype=jnp.float32)
 
-    def loss(q, k, v, gamma):
-        with partition.over(pod, batch=("rows",), heads=("heads",)):
-            return memjax_kernels.lattice(q, k, v, gamma, chunk_size=64)[1].sum()
 
-    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
-    compiled = gradient.lower(tokens, tokens, tokens, gate).compile()
+@pytest.mark.slow
+def test_a_program_compiled_for_a_pod_holds_the_kernels(pod, uncached):
+    """Compiled from here for four chips, gradient and all."""
+    gradient = jax.jit(jax.grad(lattice_loss, argnums=(0, 1, 2, 3)))
+    place = NamedSharding(pod, P("data", None, "tensor"))
+    with jax.set_mesh(pod):
+        compiled = gradient.lower(*shapes(place)).compile()
     text = str(compiled.as_text())
     assert "lattice" in text and "tpu_custom_call" in text
     assert compiled.output_shardings[0].shard_shape((4, 128, 4, 64)) == (2, 128, 2, 64)
 
 
-def test_outside_nothing_changes():
-    form = lambda tokens, memory: (memory, tokens)
-    assert partition.chunkwise(form) is form
-    assert partition.platform() == jax.default_backend()
+def kernel_shapes(function, *arguments):
+    """The shapes of the results of each kernel in a program."""
+    found = []
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "pallas_call":
+                found.append([x.aval.shape for x in equation.outvars])
+            for inner in jax.extend.core.jaxprs_in_params(equation.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return found
 
 
-def test_the_mesh_says_where_ops_are_traced_for(pod):
-    obstacles = {"reference": "", "xla": "", "pallas_tpu": ""}
-    assert implementations.choose("op", None, obstacles) == "xla"
-    with partition.over(pod):
-        assert partition.platform() == "tpu" and partition.is_whole()
-        assert implementations.choose("op", None, obstacles) == "pallas_tpu"
-        assert not implementations.needs("tpu")
-    assert implementations.needs("tpu")
+def test_the_mesh_of_the_arguments_divides_the_kernels(pod):
+    """Four batch elements of four heads are four blocks of heads on each of 2 x 2."""
+    whole = kernel_shapes(lattice_loss, *shapes())
+    place = NamedSharding(pod, P("data", None, "tensor"))
+    divided = kernel_shapes(lattice_loss, *shapes(place))
+    assert [shape[0] for shape in whole[0]] == [16] * len(whole[0])
+    assert [shape[0] for shape in divided[0]] == [4] * len(whole[0])
+
+
+def test_a_kernel_in_a_shard_map_is_not_divided_again(pod):
+    spec = P("data", None, "tensor")
+    mapped = jax.shard_map(
+        lambda *x: memjax_kernels.lattice(*x, chunk_size=64)[1],
+        mesh=pod,
+        in_specs=spec,
+        out_specs=spec,
+    )
+    (outputs,) = kernel_shapes(mapped, *shapes())
+    assert [shape[0] for shape in outputs] == [4] * len(outputs)
 
 
 def test_axes_that_do_not_divide_are_left_out():
-    fit = functools.partial(partition._fit, AbstractMesh((2,), ("rows",)))
-    assert fit(("rows",), 4) == ("rows",)
-    assert fit(("rows",), 3) is None and fit((), 4) is None
-    mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
-    with pytest.raises(ValueError, match=r"axes of the mesh.*\['columns'\]"):
-        with partition.over(mesh, heads=("columns",)):
-            pass
+    mesh = AbstractMesh((2, 2), ("data", "fsdp"))
+    assert partition._fit(mesh, ["data", "fsdp"], 8) == ("data", "fsdp")
+    assert partition._fit(mesh, ["data"], 3) is None
+    assert partition._fit(mesh, [], 4) is None

@@ -67,8 +67,6 @@ def gated_delta_rule(
     check_float32("state", state)
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    match choose("gated_delta_rule", implementation, {"xla": "", "reference": ""}):
-        case "xla":
-            return delta_rule_xla(q, k, v, beta, g, state, reset)
-        case _:
-            return gated_delta_rule_reference(q, k, v, beta, g, state, reset)
+    forms = {"xla": delta_rule_xla, "reference": gated_delta_rule_reference}
+    form = choose("gated_delta_rule", implementation, forms)
+    return form(q, k, v, beta, g, state, reset)

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from memjax_kernels.common import implementations
 from memjax_kernels.common.mosaic import ROWS
 from memjax_kernels.lattice.aligned import Chunks, Memory
 from memjax_kernels.lattice.memory import Rule
@@ -27,12 +26,6 @@ from memjax_kernels.lattice.pallas_gpu.backward import backward
 from memjax_kernels.lattice.pallas_gpu.exact import lattice_gpu_exact
 from memjax_kernels.lattice.pallas_gpu.forward import forward
 from memjax_kernels.lattice.pallas_gpu.inputs import ChunkInputs, Static
-
-
-def obstacle(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
-    """Why the kernels cannot run with these arguments here; "" if they can."""
-    reason = implementations.needs("gpu") or implementations.needs_hopper()
-    return reason or unsupported(q, k, v, chunk_size, rule)
 
 
 def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:

@@ -61,9 +61,6 @@ def gla(
     arguments.check_reset(reset, sizes["B"], sizes["T"])
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    obstacles = {"xla": "", "reference": ""}
-    match implementations.choose("gla", implementation, obstacles):
-        case "xla":
-            return gla_xla(q, k, v, g, state, reset)
-        case _:
-            return gla_reference(q, k, v, g, state, reset)
+    forms = {"xla": gla_xla, "reference": gla_reference}
+    form = implementations.choose("gla", implementation, forms)
+    return form(q, k, v, g, state, reset)

@@ -62,9 +62,6 @@ def ssd(
     arguments.check_reset(reset, sizes["B"], sizes["T"])
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    obstacles = {"xla": "", "reference": ""}
-    match implementations.choose("ssd", implementation, obstacles):
-        case "xla":
-            return ssd_xla(q, k, v, g, state, reset)
-        case _:
-            return ssd_reference(q, k, v, g, state, reset)
+    forms = {"xla": ssd_xla, "reference": ssd_reference}
+    form = implementations.choose("ssd", implementation, forms)
+    return form(q, k, v, g, state, reset)

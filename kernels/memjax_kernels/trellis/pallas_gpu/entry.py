@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from memjax_kernels.common import implementations
 from memjax_kernels.common.mosaic import ROWS
 from memjax_kernels.trellis.chunk import FORGETS_ALL
 from memjax_kernels.trellis.pallas_gpu.backward import backward
@@ -35,17 +34,10 @@ from memjax_kernels.trellis.pallas_gpu.inputs import (
     has_backward,
     inputs_of,
     sizes_of,
-    unsupported,
 )
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
 from memjax_kernels.trellis.xla import trellis_xla
-
-
-def obstacle(tokens: Tokens, memories: Memories) -> str:
-    """Why the kernels cannot run with these arguments here; "" if they can."""
-    reason = implementations.needs("gpu") or implementations.needs_hopper()
-    return reason or unsupported(tokens, memories)
 
 
 def trellis_gpu(
