@@ -8,14 +8,14 @@ from experiments.common.results import show
 from experiments.hmt import common, scores
 from memjax import evaluation
 from memjax.evaluation import Losses
-from memjax.training.finetune.config import TwoStageConfig
+from memjax.training.finetune.curricula import HMTStages
 
 
 def measure(
     config: common.Config,
     question: str,
-    cases: Mapping[str, TwoStageConfig],
-    baselines: Mapping[str, TwoStageConfig] | None = None,
+    cases: Mapping[str, HMTStages],
+    baselines: Mapping[str, HMTStages] | None = None,
     paper: Mapping[str, Any] | None = None,
 ) -> None:
     """Trains and scores every case, prints and writes them.

@@ -25,8 +25,9 @@ from memjax.training import LoopConfig, OptimizerConfig
 from memjax.training import pretrain as run
 from memjax.training.config import Outcome
 from memjax.training.finetune import finetune
-from memjax.training.finetune.config import FinetuneConfig, TwoStageConfig
-from memjax.training.finetune.config import presets as finetunings
+from memjax.training.finetune.curricula import HMTStages
+from memjax.training.finetune.hmt_presets import presets as finetunings
+from memjax.training.finetune.segment_stage import SegmentStage
 
 Preset = Literal["cpu", "cpu-short", "smollm2-cpu", "paper"]
 
@@ -41,26 +42,24 @@ class Scale(NamedTuple):
     """
 
     backbone: str
-    stages: TwoStageConfig
+    stages: HMTStages
     test_tokens: int
 
 
-def _stages(base: str, depth: int, steps: tuple[int, int], **sizes) -> TwoStageConfig:
+def _stages(base: str, depth: int, steps: tuple[int, int], **sizes) -> HMTStages:
     """Both stages of a preset of `memjax finetune`, with other sizes."""
     two = finetunings()[base]
-    assert isinstance(two, TwoStageConfig)
+    assert isinstance(two, HMTStages)
 
     def stage(config, depth, steps):
         loop = LoopConfig(steps=steps, save_every=50, log_every=4, keep=1)
         memory = dataclasses.replace(config.hmt, **sizes)
         return dataclasses.replace(config, hmt=memory, depth=depth, loop=loop)
 
-    return TwoStageConfig(
-        stage(two.stage1, 2, steps[0]), stage(two.stage2, depth, steps[1])
-    )
+    return HMTStages(stage(two.stage1, 2, steps[0]), stage(two.stage2, depth, steps[1]))
 
 
-def _short() -> TwoStageConfig:
+def _short() -> HMTStages:
     """The real model in float32, by adapters, with the rate that so few steps want."""
     two = _stages("hmt-smollm-135m", 4, (16, 32), segment=128, sensory=16)
 
@@ -73,7 +72,7 @@ def _short() -> TwoStageConfig:
             data=dataclasses.replace(config.data, batch_size=1),
         )
 
-    return TwoStageConfig(stage(two.stage1), stage(two.stage2))
+    return HMTStages(stage(two.stage1), stage(two.stage2))
 
 
 SCALES: dict[Preset, Scale] = {
@@ -187,9 +186,7 @@ def _tiny_run(config: Config) -> run.RunConfig:
     )
 
 
-def train_stage(
-    config: Config, stage: FinetuneConfig, start: Path | None = None
-) -> Path:
+def train_stage(config: Config, stage: SegmentStage, start: Path | None = None) -> Path:
     """Folder of a fine-tuned model; trained unless it is there."""
     backbone = backbone_path(config) if start is None else None
     stage = dataclasses.replace(stage, seed=config.seed)
@@ -212,7 +209,7 @@ def load(folder: Path) -> Trained:
     return Trained(merge_lora(model), seconds)
 
 
-def train_hmt(config: Config, stages: TwoStageConfig) -> Trained:
+def train_hmt(config: Config, stages: HMTStages) -> Trained:
     """HMT by both stages."""
     first = train_stage(config, on_source(config, stages.stage1))
     second = train_stage(config, on_source(config, stages.stage2), first)
@@ -220,14 +217,14 @@ def train_hmt(config: Config, stages: TwoStageConfig) -> Trained:
     return Trained(model, seconds + load(first).seconds)
 
 
-def train_recurrent(config: Config, stages: TwoStageConfig, sensory: int) -> Trained:
+def train_recurrent(config: Config, stages: HMTStages, sensory: int) -> Trained:
     """The recurrence without retrieval, as many steps in one stage; RMT for k = 0."""
     memory = dataclasses.replace(stages.stage2.hmt, retrieval=False, sensory=sensory)
     stage = dataclasses.replace(stages.stage2, hmt=memory, loop=_both(stages))
     return load(train_stage(config, on_source(config, stage)))
 
 
-def train_window(config: Config, stages: TwoStageConfig, window: int) -> Trained:
+def train_window(config: Config, stages: HMTStages, window: int) -> Trained:
     """The backbone with a window, as many steps; samples of no fewer tokens."""
     tokens = stages.stage2.context_length
     stage = dataclasses.replace(
@@ -240,13 +237,13 @@ def train_window(config: Config, stages: TwoStageConfig, window: int) -> Trained
     return load(train_stage(config, on_source(config, stage)))
 
 
-def on_source(config: Config, stage: FinetuneConfig) -> FinetuneConfig:
+def on_source(config: Config, stage: SegmentStage) -> SegmentStage:
     """The stage on the documents of the experiment."""
     data = dataclasses.replace(stage.data, source=config.source)
     return dataclasses.replace(stage, data=data)
 
 
-def _both(stages: TwoStageConfig) -> LoopConfig:
+def _both(stages: HMTStages) -> LoopConfig:
     steps = stages.stage1.loop.steps + stages.stage2.loop.steps
     return dataclasses.replace(stages.stage2.loop, steps=steps)
 

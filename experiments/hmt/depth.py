@@ -15,7 +15,7 @@ import tyro
 
 from experiments.common.results import RESULTS
 from experiments.hmt import ablation, common
-from memjax.training.finetune.config import TwoStageConfig
+from memjax.training.finetune.curricula import HMTStages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +54,9 @@ def main(config: Config) -> None:
     )
 
 
-def _stages(config: Config, depth: int) -> TwoStageConfig:
+def _stages(config: Config, depth: int) -> HMTStages:
     stages = config.scale.stages
-    return TwoStageConfig(
-        stages.stage1, dataclasses.replace(stages.stage2, depth=depth)
-    )
+    return HMTStages(stages.stage1, dataclasses.replace(stages.stage2, depth=depth))
 
 
 if __name__ == "__main__":

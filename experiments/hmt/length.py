@@ -25,7 +25,7 @@ from memjax import evaluation
 from memjax.checks import require_known
 from memjax.evaluation import Losses, plots
 from memjax.models.language_model.windowed import with_window
-from memjax.training.finetune.config import TwoStageConfig
+from memjax.training.finetune.curricula import HMTStages
 
 HMT = "HMT"
 CAUSAL = "HMT, strictly causal"
@@ -78,7 +78,7 @@ def main(config: Config) -> None:
     report(config, losses, rows, (segment, first))
 
 
-def _models(config: Config, stages: TwoStageConfig, backbone) -> dict:
+def _models(config: Config, stages: HMTStages, backbone) -> dict:
     """Every model by name, with the seconds of its training."""
     hmt = common.train_hmt(config, stages)
     window = scores.equal_window(backbone, scores.state_bytes(hmt.model))

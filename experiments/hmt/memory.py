@@ -28,7 +28,7 @@ from experiments.common.results import RESULTS, settings, write_report
 from memjax.data.batches.batch import Batch
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.model import HMTConfig, hmt
-from memjax.training.finetune.config import FinetuneConfig
+from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.optimizer import optimizer
 from memjax.training.step import init_train_state, make_train_step
 
@@ -88,7 +88,7 @@ def compile_step(
         memories=config.memories,
         activations=activations,
     )
-    settings = FinetuneConfig()
+    settings = SegmentStage()
     transform = optimizer(settings.optimizer, settings.loop.steps)
     build = lambda: hmt(
         LanguageModel(backbone, key=jax.random.key(0)), memory, key=jax.random.key(1)

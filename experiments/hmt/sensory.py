@@ -14,7 +14,7 @@ import tyro
 
 from experiments.common.results import RESULTS
 from experiments.hmt import ablation, common
-from memjax.training.finetune.config import TwoStageConfig
+from memjax.training.finetune.curricula import HMTStages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +49,12 @@ def main(config: Config) -> None:
     ablation.measure(config, question, cases, paper={"best k": 32, "segment": 256})
 
 
-def _stages(config: Config, size: int) -> TwoStageConfig:
+def _stages(config: Config, size: int) -> HMTStages:
     change = lambda stage: dataclasses.replace(
         stage, hmt=dataclasses.replace(stage.hmt, sensory=size)
     )
     stages = config.scale.stages
-    return TwoStageConfig(change(stages.stage1), change(stages.stage2))
+    return HMTStages(change(stages.stage1), change(stages.stage2))
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ from memjax.data import load_tokenizer
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.retriever import Retriever
 from memjax.nnx.params import as_arrays, as_params
+from memjax.training import pretrain
 from memjax.training.finetune import finetune
-from memjax.training.finetune.lessons import retriever_bank
-from memjax.training.finetune.mplus_config import MPlusStage
+from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.run import FinetuneRun
 from memjax.training.mplus.retriever_fit import fit, start_by_similarity
 
@@ -86,8 +86,9 @@ def main(config: Config) -> None:
             f"model={str(config.model)!r} must be a run of M+ with a retriever"
         )
     tokenizer = load_tokenizer(described.data.tokenizer)
-    bank = retriever_bank(
-        described, model, tokenizer, config.documents, config.seed, config.ask
+    documents = pretrain.load_split(described, tokenizer, "train")
+    bank = stage.retriever_bank(
+        model, documents, tokenizer, config.documents, config.seed, config.ask
     )
     print(f"{len(bank.asked)} documents", flush=True)
     if config.start == "similarity":

@@ -10,14 +10,18 @@ from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints import pretrained as interop
 from memjax.models.checkpoints.safetensors_folder import require_free
-from memjax.models.hmt.checkpoint import save_hmt
-from memjax.models.hmt.model import HMT
 from memjax.models.language_model.config import Dtype
-from memjax.models.mplus.checkpoint import save_mplus
-from memjax.models.mplus.model import MPlus
+from memjax.training import pretrain
 from memjax.training.finetune import finetune
-from memjax.training.finetune.run import later_stage
+from memjax.training.finetune.run import is_finetuned, later_stage
 from memjax.training.run_folder import CHECKPOINTS
+
+#: Who reads a folder, by its model type; transformers reads the others.
+READERS = {
+    "hmt": "under HMT's official names; load_hmt loads it",
+    "mplus": "under M+'s official names; load_mplus loads it",
+    own_format.MODEL_TYPE: "memjax loads it; transformers has no such model",
+}
 
 
 def import_model(
@@ -56,27 +60,21 @@ def export_model(
     if not (source / CHECKPOINTS).is_dir() and not later_stage(source):
         return _report(interop.convert(source, destination, dtype=dtype), destination)
     require_free(destination)
-    config, model = finetune.load_model(source)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    if is_finetuned(source):
+        described, model = finetune.load(source)
+        save, name = described.config.export, described.tokenizer
+    else:
+        config, model = pretrain.load_model(source)
+        save, name = interop.save_pretrained, config.data.tokenizer
+    tokenizer = load_tokenizer(name)
     known = isinstance(tokenizer, JsonTokenizer)
     file = tokenizer.backend.to_str().encode() if known else None
     if not known:
-        print(f"no tokenizer.json: there is none of {config.data.tokenizer!r}")
-    if isinstance(model, HMT):
-        save_hmt(model, destination, file, dtype=dtype)
-        print(f"wrote {destination} under HMT's official names: load_hmt loads it")
-        return 0
-    if isinstance(model, MPlus):
-        save_mplus(model, destination, file, dtype=dtype)
-        print(f"wrote {destination} under M+'s official names: load_mplus loads it")
-        return 0
-    model_type = interop.save_pretrained(model, destination, file, dtype=dtype)
-    return _report(model_type, destination)
+        print(f"no tokenizer.json: there is none of {name!r}")
+    return _report(save(model, destination, file, dtype=dtype), destination)
 
 
 def _report(model_type: str, folder: Path) -> int:
-    readers = "memjax and transformers load it"
-    if model_type == own_format.MODEL_TYPE:
-        readers = "memjax loads it; transformers has no such model"
+    readers = READERS.get(model_type, "memjax and transformers load it")
     print(f"wrote {folder} ({model_type}): {readers}")
     return 0

@@ -5,16 +5,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from memjax.training.finetune import config as finetune_config
 from memjax.training.finetune import finetune as finetuning
-from memjax.training.finetune import mplus_config as finetune_mplus
-from memjax.training.finetune.config import TwoStageConfig
-from memjax.training.finetune.mplus_config import MPlusStages
+from memjax.training.finetune import hmt_presets, mplus_presets
 
 
 def presets() -> dict[str, Any]:
     """All fine-tunings by name."""
-    return finetune_config.presets() | finetune_mplus.presets()
+    return hmt_presets.presets() | mplus_presets.presets()
 
 
 Config = tyro.extras.subcommand_type_from_defaults(
@@ -31,24 +28,19 @@ def finetune(
     """Fine-tunes a pretrained model with a memory, or resumes a run.
 
     Args:
-        config: the preset; "hmt" does both stages, in stage1 and stage2 of the folder,
-            "mplus" all three.
+        config: the preset; "hmt" trains both stages, in stage1 and stage2 of the
+            folder, "mplus" all three.
         backbone: folder of a run, Hugging Face folder or GGUF file.
-        run_dir: folder of the run; the same command on the same folder goes on.
-        start: of a later stage: folder of the one before, instead of the backbone.
+        run_dir: folder of the run; the same command on the same folder resumes it.
+        start: of a later stage: folder of the stage before, instead of the backbone.
     """
-    if isinstance(config, TwoStageConfig | MPlusStages):
-        if backbone is None or start is not None:
-            raise ValueError(
-                "all stages need --backbone and take no --start, got "
-                f"backbone={backbone and str(backbone)!r}, "
-                f"start={start and str(start)!r}"
-            )
-        if isinstance(config, MPlusStages):
-            outcome = finetuning.finetune_stages(config.named(), backbone, run_dir)
-        else:
-            outcome = finetuning.finetune_two_stages(config, backbone, run_dir)
-    else:
-        outcome = finetuning.finetune(config, backbone, run_dir, start)
+    stages = config.stages()
+    if len(stages) > 1 and (backbone is None or start is not None):
+        raise ValueError(
+            "all stages need --backbone and take no --start, got "
+            f"backbone={backbone and str(backbone)!r}, "
+            f"start={start and str(start)!r}"
+        )
+    outcome = finetuning.finetune_stages(stages, backbone, run_dir, start)
     print(f"{outcome.reason} at step {outcome.step}; run folder {run_dir}")
     return outcome.exit_code

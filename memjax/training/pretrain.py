@@ -289,16 +289,40 @@ def load_split(
 
 
 def batches(config: Settings, documents: list[TokenisedDocument]) -> BatchIterator:
-    """This host's rows of the run's batches, in its order."""
-    make = {"chunked": chunked_batches, "streamed": streamed_batches}[config.data.mode]
-    return make(
+    """This host's part of the run's batches, in its order."""
+    return make_batches(
+        config.data.mode,
         documents,
         config.data.context_length,
         config.data.batch_size,
         config.seed,
+        config.model.vocab_size,
         shard_index=jax.process_index(),
         shard_count=jax.process_count(),
-        vocab_size=config.model.vocab_size,
+    )
+
+
+def make_batches(
+    mode: Literal["chunked", "streamed"],
+    documents: list[TokenisedDocument],
+    context_length: int,
+    batch_size: int,
+    seed: int,
+    vocab_size: int,
+    *,
+    shard_index: int,
+    shard_count: int,
+) -> BatchIterator:
+    """The batches of a mode: see `chunked_batches` and `streamed_batches`."""
+    make = {"chunked": chunked_batches, "streamed": streamed_batches}[mode]
+    return make(
+        documents,
+        context_length,
+        batch_size,
+        seed,
+        shard_index=shard_index,
+        shard_count=shard_count,
+        vocab_size=vocab_size,
     )
 
 

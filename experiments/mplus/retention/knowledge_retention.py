@@ -44,7 +44,8 @@ from memjax.evaluation import plots
 from memjax.models.mplus.model import MPlus, mplus
 from memjax.models.mplus.state import MPlusConfig
 from memjax.training.finetune import finetune
-from memjax.training.finetune.mplus_config import MPlusStage, presets
+from memjax.training.finetune.mplus_presets import presets
+from memjax.training.finetune.mplus_stage import MPlusStage
 
 Name = Literal[
     "M+",

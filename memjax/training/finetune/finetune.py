@@ -1,7 +1,7 @@
 """Fine-tuning a pretrained backbone, with HMT, RMT or M+ memory or with a window.
 
-    finetune(config, backbone, run_dir)                one stage
-    finetune_stages(stages, backbone, run_dir)         both stages of HMT, three of M+
+    finetune(stage, backbone, run_dir)                    one stage
+    finetune_stages(config.stages(), backbone, run_dir)   both of HMT, three of M+
 
 A run's folder is whole: its checkpoints hold the backbone too, frozen or not, and
 `load(run_dir)` needs no other file. The same call again goes on bit for bit; with a
@@ -12,48 +12,36 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from memjax.config_io import completed, to_record
-from memjax.data import Tokenizer
-from memjax.models.mplus.model import MPlus
-from memjax.training import loop, sharding
-from memjax.training import pretrain as run
+from memjax.training import loop, pretrain, sharding
 from memjax.training.checkpoint_folder import Folder
 from memjax.training.checksums import write_atomically
-from memjax.training.config import DataIterator, Outcome
-from memjax.training.finetune.config import FinetuneConfig, TwoStageConfig
-from memjax.training.finetune.lessons import lessons, with_similarity
-from memjax.training.finetune.mplus_config import MPlusStage
+from memjax.training.config import Outcome
 from memjax.training.finetune.run import (
-    SECOND_STAGE,
     TOKENIZER_FILE,
+    AnyStage,
     FinetuneRun,
-    first_state,
-    later_stage,
-    structure,
-    transform_of,
+    state_shapes,
 )
 from memjax.training.finetune.run import load as load
 from memjax.training.finetune.run import load_model as load_model
 from memjax.training.finetune.start import digest as digest
 from memjax.training.finetune.start import load_backbone as load_backbone
 from memjax.training.finetune.start import starting_point
-from memjax.training.mplus.step import make_task_steps
 from memjax.training.resume import FREE_FIELDS
-from memjax.training.run_folder import CHECKPOINTS, claim, read_config
-from memjax.training.step import make_train_step
+from memjax.training.run_folder import CHECKPOINTS, claim
 
-FIRST_STAGE = "stage1"
 #: Fields of a `FinetuneRun` that may differ between a run and its continuation.
 FREE = frozenset(f"config.{name}" for name in FREE_FIELDS)
 
 
 def finetune(
-    config: FinetuneConfig | MPlusStage,
+    stage: AnyStage,
     backbone: Path | None,
     run_dir: Path,
     start: Path | None = None,
@@ -61,7 +49,7 @@ def finetune(
     """Trains one stage, or goes on with what `run_dir` holds.
 
     Args:
-        config: of the stage.
+        stage: what is trained, on what, and how.
         backbone: a run's folder, a Hugging Face folder or a GGUF file; may be None
             where `start` is given, whose run holds it.
         run_dir: the run's folder.
@@ -73,30 +61,33 @@ def finetune(
         ValueError: on a backbone or a start that cannot be, a run of another
             configuration or backbone in `run_dir`; see `memjax.training.loop.train`.
     """
-    described, variables, stored = starting_point(config, backbone, start)
+    described, model, stored, before = starting_point(stage, backbone, start)
     tokenizer = stored.parse()
-    mesh = sharding.make_mesh(config.mesh)
-    data = batches(described, tokenizer)
+    mesh = sharding.make_mesh(stage.mesh)
+    documents = pretrain.load_split(described, tokenizer, "train")
+    hosts = {"shard_index": jax.process_index(), "shard_count": jax.process_count()}
+    vocab_size = described.model.vocab_size
+    data = stage.batches(documents, tokenizer, vocab_size, **hosts)
     claim(described, run_dir, FREE)
     if stored.file is not None and jax.process_index() == 0:
         write_atomically(run_dir / TOKENIZER_FILE, stored.file.decode())
-    if _starts_by_similarity(config, run_dir, start):
-        variables = with_similarity(described, variables, tokenizer)
+    if not Folder(run_dir / CHECKPOINTS).steps():
+        model = stage.prepare(model, before, documents, tokenizer)
     evaluate = None
-    if config.loop.evaluate_every:
-        evaluate = run.validation(described, tokenizer, structure(described))
+    if stage.loop.evaluate_every:
+        evaluate = pretrain.validation(described, tokenizer, described.structure())
     create, step = _programs(_anonymous(described), mesh)
-    state = create(variables, jax.random.key(config.seed))
+    state = create(nnx.state(model), jax.random.key(stage.seed))
     # The state is a copy, and the loop must be the only one to hold one.
-    del variables
+    del model
     _, outcome = loop.train(
         step,
         state,
         data,
-        config.loop,
+        stage.loop,
         run_dir,
         config_record=to_record(described),
-        tokens_per_step=config.data.batch_size * _tokens_read(config),
+        tokens_per_step=stage.data.batch_size * stage.tokens_read,
         evaluate=evaluate,
         may_change=FREE,
         completed=functools.partial(completed, FinetuneRun),
@@ -104,32 +95,28 @@ def finetune(
     return outcome
 
 
-def finetune_two_stages(
-    config: TwoStageConfig, backbone: Path, run_dir: Path
-) -> Outcome:
-    """Stage 1 in `run_dir/stage1`, then stage 2 in `run_dir/stage2`.
-
-    Interrupted anywhere, the same call goes on there.
-    """
-    stages = ((FIRST_STAGE, config.stage1), (SECOND_STAGE, config.stage2))
-    return finetune_stages(stages, backbone, run_dir)
-
-
 def finetune_stages(
-    stages: Iterable[tuple[str, FinetuneConfig | MPlusStage]],
-    backbone: Path,
+    stages: Iterable[tuple[str, AnyStage]],
+    backbone: Path | None,
     run_dir: Path,
+    start: Path | None = None,
 ) -> Outcome:
     """Stages under their names in `run_dir`, each from where the one before ended.
 
     Interrupted anywhere, the same call goes on there.
 
+    Args:
+        stages: folders below `run_dir`, and the stages in them, in order.
+        backbone: as `finetune`.
+        run_dir: the folder of all.
+        start: of the first stage, as `finetune`.
+
     Raises:
         ValueError: as `finetune`, or without stages.
     """
-    start, outcome = None, None
-    for name, config in stages:
-        outcome = finetune(config, backbone, run_dir / name, start)
+    outcome = None
+    for name, stage in stages:
+        outcome = finetune(stage, backbone, run_dir / name, start)
         if outcome.reason != "finished":
             return outcome
         start = run_dir / name
@@ -138,59 +125,20 @@ def finetune_stages(
     return outcome
 
 
-def batches(described: FinetuneRun, tokenizer: Tokenizer) -> DataIterator:
-    """What the steps of a run are given, from the first on; M+: lessons."""
-    config = described.config
-    if isinstance(config, MPlusStage):
-        hosts = jax.process_index(), jax.process_count()
-        return lessons(described, tokenizer, *hosts)
-    return run.batches(described, run.load_split(described, tokenizer, "train"))
-
-
-def _starts_by_similarity(config, run_dir, start) -> bool:
-    """Whether a run begins now, whose retriever is new and not drawn."""
-    if not isinstance(config, MPlusStage) or not config.retriever_documents:
-        return False
-    if Folder(run_dir / CHECKPOINTS).steps():
-        return False
-    if start is None:
-        return True
-    before: FinetuneRun = read_config(FinetuneRun, later_stage(start) or start)
-    return not cast(MPlusStage, before.config).memory.has_retriever
-
-
-def _tokens_read(config: FinetuneConfig | MPlusStage) -> int:
-    """Tokens of a row of a step that are read: of M+'s tasks the target."""
-    if isinstance(config, MPlusStage):
-        return config.tasks.target
-    return config.context_length
-
-
 # Of one stage: those of a real model are gigabytes once they are compiled.
 @functools.lru_cache(maxsize=1)
-def _programs(described: FinetuneRun, mesh: Any) -> tuple[Callable, Callable]:
+def _programs(described: FinetuneRun, mesh: Mesh) -> tuple[Callable, Callable]:
     """How a state is made of variables, and the update."""
-    config, model = described.config, structure(described)
-    create = functools.partial(first_state, described)
-    shapes = jax.eval_shape(create, nnx.state(model), jax.random.key(0))
-    layout = sharding.shardings(mesh, shapes)
-    transform = transform_of(config)
-    if isinstance(config, MPlusStage):
-        # The model is M+, as the configuration says.
-        tasks = make_task_steps(cast(MPlus, model), transform, config.tasks.prompt)
-        steps = {
-            task: run.on_mesh(update, layout, mesh) for task, update in tasks.items()
-        }
-        step = lambda state, given: steps[given.task](state, given.lesson)
-    else:
-        update = make_train_step(model, transform, config.step)
-        step = run.on_mesh(update, layout, mesh)
+    layout = sharding.shardings(mesh, state_shapes(described))
+    create = functools.partial(FinetuneRun.first_state, described)
+    compiled = lambda update: pretrain.on_mesh(update, layout, mesh)
+    step = described.config.make_step(described.structure(), compiled)
     return jax.jit(create, out_shardings=layout), step
 
 
 def _anonymous(described: FinetuneRun) -> FinetuneRun:
     """Without what its programs do not depend on, so that they are compiled once."""
-    config = dataclasses.replace(described.config, seed=0)
+    stage = dataclasses.replace(described.config, seed=0)
     return dataclasses.replace(
-        described, config=config, backbone_digest="", start_digest=""
+        described, config=stage, backbone_digest="", start_digest=""
     )

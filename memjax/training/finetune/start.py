@@ -3,32 +3,29 @@
 import dataclasses
 import hashlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray
 
 from memjax.data import Tokenizer, load_tokenizer
 from memjax.data.documents.tokenizer import parse_tokenizer
 from memjax.models import LanguageModel
 from memjax.models.checkpoints import pretrained as interop
-from memjax.models.hmt.model import HMT
 from memjax.models.lora import merge_lora
-from memjax.models.mplus.model import MPlus
-from memjax.training.finetune.config import FinetuneConfig
-from memjax.training.finetune.mplus_config import MPlusStage
+from memjax.training import pretrain
 from memjax.training.finetune.run import (
     TOKENIZER_FILE,
+    AnyStage,
     FinetuneRun,
-    Model,
+    is_finetuned,
     later_stage,
     load,
-    load_model,
-    next_stage,
-    wrap,
+    read_run,
 )
+from memjax.training.finetune.stage import NO_MEMORY, Model, Stage
 from memjax.training.run_folder import CHECKPOINTS
 
 
@@ -63,13 +60,8 @@ def load_backbone(path: Path) -> Backbone:
         ValueError: if there is no model or no tokenizer, or it has a memory already.
     """
     if (path / CHECKPOINTS).is_dir() or later_stage(path):
-        config, model = load_model(path)
-        if not isinstance(model, LanguageModel):
-            raise ValueError(
-                f"backbone={str(path)!r} must be a plain model, but that run has a "
-                "memory: give its own backbone, or its folder as start"
-            )
-        model, tokenizer = merge_lora(model), _stored(config.data.tokenizer)
+        model, name = _trained_backbone(path)
+        tokenizer = _stored(name)
     elif path.exists():
         model, file = interop.load_pretrained(path)
         if file is None:
@@ -84,6 +76,22 @@ def load_backbone(path: Path) -> Backbone:
             "folder or a GGUF file; there is nothing there"
         )
     return Backbone(model, tokenizer, digest(model))
+
+
+def _trained_backbone(path: Path) -> tuple[LanguageModel, str]:
+    """The plain model that a run trained, and the name of its tokenizer."""
+    if not is_finetuned(path):
+        config, model = pretrain.load_model(path)
+        return merge_lora(model), config.data.tokenizer
+    described = read_run(path)
+    if described.config.memory_name != NO_MEMORY:
+        raise ValueError(
+            f"backbone={str(path)!r} must be a plain model, but that run has a "
+            "memory: give its own backbone, or its folder as start"
+        )
+    # A stage without a memory trains the backbone itself.
+    model = cast(LanguageModel, load(path)[1])
+    return merge_lora(model), described.tokenizer
 
 
 def digest(model: nnx.Module) -> str:
@@ -102,25 +110,31 @@ def _stored(name: str) -> StoredTokenizer:
     return StoredTokenizer(TOKENIZER_FILE, Path(name).expanduser().read_bytes())
 
 
-def starting_point(
-    config: FinetuneConfig | MPlusStage, backbone: Path | None, start: Path | None
-) -> tuple[FinetuneRun, PyTree, StoredTokenizer]:
-    """The description of a run, its first variables, its tokenizer.
+class Start(NamedTuple):
+    """Where a run begins.
+
+    Attributes:
+        described: the run's record.
+        model: before `Stage.prepare`.
+        tokenizer: of the backbone.
+        before: the stage before, if any.
+    """
+
+    described: FinetuneRun
+    model: Model
+    tokenizer: StoredTokenizer
+    before: Stage | None
+
+
+def starting_point(stage: AnyStage, backbone: Path | None, start: Path | None) -> Start:
+    """The run's record and its first model, made from a backbone or the stage before.
 
     Raises:
         ValueError: see `finetune.finetune`.
     """
-    key = jax.random.key(config.seed)
+    key = jax.random.key(stage.seed)
     if start is not None:
-        before, trained = _stage_before(config, backbone, start)
-        stored = _stored(before.tokenizer)
-        described = dataclasses.replace(
-            before,
-            config=config,
-            tokenizer=stored.name,
-            start_digest=digest(trained),
-        )
-        return described, nnx.state(next_stage(described, trained, key)), stored
+        return _after(stage, start, backbone, key)
     if backbone is None:
         raise ValueError("backbone=None must be a path where start is not given")
     model, stored, identity = load_backbone(backbone)
@@ -131,72 +145,38 @@ def starting_point(
             f"tokenizer has {tokenizer.vocab_size} ids"
         )
     described = FinetuneRun(
-        config, model.config, stored.name, tokenizer.digest, identity
+        stage, model.config, stored.name, tokenizer.digest, identity
     )
-    return described, nnx.state(wrap(config, model, key)), stored
+    return Start(described, stage.wrap(model, key), stored, None)
 
 
-def _stage_before(
-    config: FinetuneConfig | MPlusStage, backbone: Path | None, start: Path
-) -> tuple[FinetuneRun, HMT | MPlus]:
-    """The run that a stage starts from, if it can."""
-    if isinstance(config, MPlusStage):
-        before, model = _mplus_before(config, start)
-    else:
-        before, model = _hmt_before(config, start)
-    if backbone is None:
-        return before, model
+def _after(
+    stage: AnyStage, start: Path, backbone: Path | None, key: PRNGKeyArray
+) -> Start:
+    """Where the stage before, whose folder is `start`, ended."""
+    where = f"start={str(start)!r}"
+    before = read_run(start)
+    stage.check_start(before.config, where)
+    _, trained = load(start)
+    if backbone is not None:
+        _check_same_backbone(before, trained, where, backbone)
+    stored = _stored(before.tokenizer)
+    described = dataclasses.replace(
+        before, config=stage, tokenizer=stored.name, start_digest=digest(trained)
+    )
+    model = stage.wrap_trained(trained, before.model, key)
+    return Start(described, model, stored, before.config)
+
+
+def _check_same_backbone(before, trained, where, backbone):
     given = load_backbone(backbone)
-    if given.model.width != model.width:
+    if given.model.width != trained.width:
         raise ValueError(
-            f"start={str(start)!r} must have the backbone's width of "
-            f"{given.model.width}, got {model.width}"
+            f"{where} must have the backbone's width of {given.model.width}, "
+            f"got {trained.width}"
         )
     if given.digest != before.backbone_digest:
         raise ValueError(
-            f"start={str(start)!r} must have been trained on "
-            f"backbone={str(backbone)!r}; its backbone had other parameters"
+            f"{where} must have been trained on backbone={str(backbone)!r}; its "
+            "backbone had other parameters"
         )
-    return before, model
-
-
-def _hmt_before(config: FinetuneConfig, start: Path) -> tuple[FinetuneRun, HMT]:
-    if config.memory != "hmt" or not config.hmt.retrieval:
-        raise ValueError(
-            f"start={str(start)!r} needs memory='hmt' and hmt.retrieval=True, got "
-            f"memory={config.memory!r} and {config.hmt.retrieval}"
-        )
-    before, model = load(start)
-    if not isinstance(model, HMT) or model.config.retrieval:
-        found = "retrieval" if isinstance(model, HMT) else _kind(model)
-        raise ValueError(
-            f"start={str(start)!r} must be a run of stage 1, HMT without retrieval; "
-            f"that run has {found}"
-        )
-    for name in ("train", "lora"):
-        old, new = getattr(before.config, name), getattr(config, name)
-        if old != new:
-            raise ValueError(f"{name}={new!r} must be that of the start, {old!r}")
-    return before, model
-
-
-def _mplus_before(config: MPlusStage, start: Path) -> tuple[FinetuneRun, MPlus]:
-    before, model = load(start)
-    if not isinstance(model, MPlus):
-        raise ValueError(
-            f"start={str(start)!r} must be a run of M+ or MemoryLLM; that run has "
-            f"{_kind(model)}"
-        )
-    fixed = ["tokens", "stored", "rank", "alpha"]
-    if model.config.has_retriever and config.memory.has_retriever:
-        fixed.append("key_dim")
-    for name in fixed:
-        old, new = getattr(model.config, name), getattr(config.memory, name)
-        if old != new:
-            raise ValueError(f"memory.{name}={new} must be that of the start, {old}")
-    return before, model
-
-
-def _kind(model: Model) -> str:
-    """What a run has for a memory."""
-    return {HMT: "HMT", MPlus: "M+"}.get(type(model), "no memory")

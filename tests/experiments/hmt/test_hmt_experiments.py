@@ -23,7 +23,7 @@ from memjax.evaluation import Losses
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.windowed import with_window
 from memjax.training import LoopConfig
-from memjax.training.finetune.config import TwoStageConfig
+from memjax.training.finetune.curricula import HMTStages
 
 L = 8
 BACKBONE = ModelConfig(
@@ -48,7 +48,7 @@ def _tiny_stages():
         return dataclasses.replace(stage, hmt=memory, depth=2, data=data, loop=loop)
 
     stages = common.SCALES["cpu"].stages
-    return TwoStageConfig(shrink(stages.stage1), shrink(stages.stage2))
+    return HMTStages(shrink(stages.stage1), shrink(stages.stage2))
 
 
 @pytest.fixture(autouse=True)

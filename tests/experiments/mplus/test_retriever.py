@@ -16,8 +16,8 @@ from memjax.nnx import as_arrays
 from memjax.training import LoopConfig
 from memjax.training import pretrain as run
 from memjax.training.finetune import finetune
-from memjax.training.finetune.config import SampleConfig
-from memjax.training.finetune.mplus_config import MPlusStage
+from memjax.training.finetune.mplus_stage import MPlusStage
+from memjax.training.finetune.stage import SampleConfig
 
 MODEL = ModelConfig(
     mixers=("attention",),

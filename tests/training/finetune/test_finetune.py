@@ -18,14 +18,12 @@ from memjax.nnx import as_arrays
 from memjax.training import LoopConfig, StepConfig
 from memjax.training import pretrain as run
 from memjax.training.finetune import finetune
-from memjax.training.finetune import start as finetune_start
-from memjax.training.finetune.config import (
-    PAPER_SIZES,
-    FinetuneConfig,
-    SampleConfig,
-    TwoStageConfig,
-    presets,
-)
+from memjax.training.finetune.curricula import HMTStages
+from memjax.training.finetune.hmt_presets import PAPER_SIZES, presets
+from memjax.training.finetune.run import FinetuneRun
+from memjax.training.finetune.segment_stage import SegmentStage
+from memjax.training.finetune.stage import SampleConfig
+from memjax.training.finetune.start import starting_point
 
 SEGMENT = 8
 MODEL = ModelConfig(
@@ -65,20 +63,20 @@ def _base(tmp_path_factory):
 
 
 def stages(samples):
-    first = FinetuneConfig(
+    first = SegmentStage(
         hmt=HMTConfig(segment=SEGMENT, sensory=2, memories=3, retrieval=False),
         window=SEGMENT,
         data=samples,
         loop=LoopConfig(steps=2, save_every=1, log_every=1),
     )
     memory = dataclasses.replace(first.hmt, retrieval=True)
-    return TwoStageConfig(first, dataclasses.replace(first, hmt=memory, depth=3))
+    return HMTStages(first, dataclasses.replace(first, hmt=memory, depth=3))
 
 
 @pytest.fixture(name="whole", scope="module")
 def _whole(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    outcome = finetune.finetune_two_stages(stages(base[1]), base[0], folder)
+    outcome = finetune.finetune_stages(stages(base[1]).stages(), base[0], folder)
     assert (outcome.reason, outcome.step) == ("finished", 2)
     return folder
 
@@ -112,9 +110,9 @@ def test_both_stages_resume_bit_for_bit_in_the_middle_of_the_second(
     with monkeypatch.context() as patch:
         patch.setattr(finetune, "_programs", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            finetune.finetune_two_stages(stages(base[1]), base[0], tmp_path)
+            finetune.finetune_stages(stages(base[1]).stages(), base[0], tmp_path)
     assert finetune.load(tmp_path / "stage2")[0].config.depth == 3
-    finetune.finetune_two_stages(stages(base[1]), base[0], tmp_path)
+    finetune.finetune_stages(stages(base[1]).stages(), base[0], tmp_path)
     for stage in ("stage1", "stage2"):
         assert losses(tmp_path / stage) == losses(whole / stage)
     for a, b in zip(leaves(tmp_path), leaves(whole), strict=True):
@@ -125,8 +123,8 @@ def test_stage_2_keeps_backbone_and_first_memory_and_draws_the_rest(base, whole)
     described, trained = finetune.load(whole / "stage1")
     assert isinstance(trained, HMT) and not trained.config.retrieval
     config = stages(base[1]).stage2
-    before, variables, _ = finetune_start.starting_point(config, None, whole / "stage1")
-    state = nnx.to_pure_dict(variables)
+    before, model, *_ = starting_point(config, None, whole / "stage1")
+    state = nnx.to_pure_dict(nnx.state(model))
     kept = nnx.to_pure_dict(nnx.state(trained))
     for name in ("backbone", "initial_memory"):
         same = jax.tree.map(np.array_equal, state[name], kept[name])
@@ -138,7 +136,7 @@ def test_stage_2_keeps_backbone_and_first_memory_and_draws_the_rest(base, whole)
 
 def test_a_run_is_read_back_without_its_backbone(base, whole):
     described, model = finetune.load_model(whole)
-    assert isinstance(described, finetune.FinetuneRun)
+    assert isinstance(described, FinetuneRun)
     assert described.model == MODEL and described.config == stages(base[1]).stage2
     assert isinstance(model, HMT) and described.data.context_length == 3 * SEGMENT
     original = nnx.state(run.load_model(base[0])[1])
@@ -207,7 +205,11 @@ def test_another_backbone_is_refused_where_a_run_goes_on(base, whole, window):
 def test_starts_that_cannot_be_are_refused(base, whole, window, tmp_path):
     two = stages(base[1])
     for config, start, message in (
-        (two.stage2, whole / "stage2", "must be a run of stage 1.* has retrieval"),
+        (
+            two.stage2,
+            whole / "stage2",
+            "stage 1, .* has HMT with retrieval",
+        ),
         (two.stage2, window, "that run has no memory"),
         (two.stage1, whole / "stage1", "hmt.retrieval=True, got memory='hmt' and Fa"),
         (dataclasses.replace(two.stage2, train="lora"), whole / "stage1", "train='lo"),
@@ -248,9 +250,9 @@ def test_backbones_that_cannot_be_are_refused(base, whole, tmp_path):
 
 def test_settings_that_contradict_themselves_are_refused():
     two = presets()["hmt"]
-    assert isinstance(two, TwoStageConfig)
+    assert isinstance(two, HMTStages)
     with pytest.raises(ValueError, match="stage2 must have .* hmt.retrieval=True"):
-        TwoStageConfig(two.stage1, two.stage1)
+        HMTStages(two.stage1, two.stage1)
     with pytest.raises(ValueError, match="carry_memory=True: streams carry"):
         dataclasses.replace(two.stage1, step=StepConfig(carry_memory=True))
     with pytest.raises(ValueError, match="depth must be at least 1"):
@@ -262,11 +264,11 @@ def test_presets_follow_table_7():
     lengths = {"opt-350m": 15 * 1024, "rwkv-3b": 5 * 256, "mistral-7b": 3 * 512}
     for name in PAPER_SIZES:
         two = found[f"hmt-{name}"]
-        assert isinstance(two, TwoStageConfig)
+        assert isinstance(two, HMTStages)
         assert (two.stage1.depth, two.stage1.loop.steps) == (2, 200)
         assert two.stage2.loop.steps == 500
         if name in lengths:
             assert two.stage2.context_length == lengths[name]
     rmt = found["rmt"]
-    assert isinstance(rmt, FinetuneConfig)
+    assert isinstance(rmt, SegmentStage)
     assert rmt.hmt.sensory == 0 and not rmt.hmt.retrieval

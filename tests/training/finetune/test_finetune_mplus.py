@@ -1,7 +1,6 @@
 """Training M+: three stages, resuming in the last, what a folder holds."""
 
 import dataclasses
-import functools
 import gc
 import json
 import math
@@ -26,12 +25,13 @@ from memjax.models.mplus.state import MPlusConfig
 from memjax.nnx import as_arrays
 from memjax.training import LoopConfig, sharding
 from memjax.training import pretrain as run
-from memjax.training.finetune import finetune
+from memjax.training.finetune import finetune, mplus_stage
 from memjax.training.finetune import run as finetune_run
-from memjax.training.finetune import start as finetune_start
-from memjax.training.finetune.config import FinetuneConfig, SampleConfig
-from memjax.training.finetune.lessons import retriever_bank
-from memjax.training.finetune.mplus_config import MPlusStage, MPlusStages, presets
+from memjax.training.finetune.curricula import MPlusStages
+from memjax.training.finetune.mplus_presets import presets
+from memjax.training.finetune.mplus_stage import MPlusStage
+from memjax.training.finetune.segment_stage import SegmentStage
+from memjax.training.finetune.stage import SampleConfig
 from memjax.training.finetune.start import starting_point
 from memjax.training.mplus.retriever_fit import similarity
 from memjax.training.run_folder import newest_state
@@ -106,7 +106,7 @@ def stages(samples):
 
 
 def train(base, folder):
-    return finetune.finetune_stages(stages(base[1]).named(), base[0], folder)
+    return finetune.finetune_stages(stages(base[1]).stages(), base[0], folder)
 
 
 @pytest.fixture(name="whole", scope="module")
@@ -130,9 +130,7 @@ def metrics(folder):
 
 def newest(folder):
     """The newest checkpoint of stage 3: parameters, optimizer, memory."""
-    described, model = finetune.load(folder)
-    create = functools.partial(finetune_run.first_state, described)
-    shapes = jax.eval_shape(create, nnx.state(model), jax.random.key(0))
+    shapes = finetune_run.state_shapes(finetune_run.read_run(folder))
     return newest_state(folder / "stage3", shapes)
 
 
@@ -206,8 +204,7 @@ def test_the_backbone_stays_and_the_memory_is_kept(base, whole):
 def first_of(base, whole):
     """The model that stage 3 started from."""
     third = stages(base[1]).stage3
-    before, variables, _ = finetune_start.starting_point(third, None, whole / "stage2")
-    return nnx.merge(nnx.graphdef(finetune_run.structure(before)), variables)
+    return starting_point(third, None, whole / "stage2").model
 
 
 def test_stage_3_starts_from_all_that_stage_2_learned(base, whole):
@@ -227,28 +224,28 @@ def test_a_new_retriever_starts_by_similarity(base, tmp_path, monkeypatch):
         retriever_rate=0.0,
         loop=LoopConfig(steps=1, save_every=1, log_every=1),
     )
-    found, start = [], finetune.with_similarity
+    found, start = [], mplus_stage.start_by_similarity
 
-    def counted(*given):
-        found.append(start(*given))
-        return found[-1]
+    def counted(model, bank):
+        start(model, bank)
+        found.append((bank, model))
 
-    monkeypatch.setattr(finetune, "with_similarity", counted)
+    monkeypatch.setattr(mplus_stage, "start_by_similarity", counted)
     finetune.finetune(third, base[0], tmp_path / "run")
     model = finetune.load(tmp_path / "run")[1]
-    described, drawn, tokenizer = finetune_start.starting_point(third, base[0], None)
-    changed = nnx.to_pure_dict(found[0])
+    drawn: Any = starting_point(third, base[0], None).model
+    [(bank, started)] = found
     for name in ("query", "key"):
-        trained = as_arrays(getattr(model, name))
-        chex.assert_trees_all_equal(trained._asdict(), changed[name])
-        assert not np.array_equal(trained.down, nnx.to_pure_dict(drawn)[name]["down"])
+        trained, first, new = (
+            as_arrays(getattr(m, name)) for m in (model, started, drawn)
+        )
+        chex.assert_trees_all_equal(trained, first)
+        assert not np.array_equal(trained.down, new.down)
     # Two whole batches of documents, each of which makes two chunks of rows.
-    first: Any = nnx.merge(nnx.graphdef(finetune_run.structure(described)), drawn)
-    bank = retriever_bank(described, first, tokenizer.parse(), 3, third.seed)
     chex.assert_shape(bank.rows, (4, 1, 2 * MEMORY.tokens, MODEL.model_dim))
     query, key = similarity(bank, MEMORY.key_dim)
-    chex.assert_trees_all_equal(query._asdict(), changed["query"])
-    chex.assert_trees_all_equal(key._asdict(), changed["key"])
+    chex.assert_trees_all_equal(query, as_arrays(started.query))
+    chex.assert_trees_all_equal(key, as_arrays(started.key))
     # Neither a run that goes on nor one whose start has a retriever makes another.
     finetune.finetune(third, base[0], tmp_path / "run")
     finetune.finetune(third, None, tmp_path / "next", tmp_path / "run")
@@ -281,9 +278,10 @@ def test_facts_are_told_and_asked_for(shipped, base, tmp_path):
         facts=None if shipped else tmp_path / "facts.jsonl",
         data=samples,
     )
-    described, _, tokenizer = starting_point(config, backbone, None)
-    lessons = finetune.batches(described, tokenizer.parse())
-    text = BYTES.decode(next(lessons).lesson.target.tokens[0])
+    described, _, stored, _ = starting_point(config, backbone, None)
+    documents = run.load_split(described, BYTES, "train")
+    lessons = config.batches(documents, stored.parse(), MODEL.vocab_size)
+    text = BYTES.decode(np.asarray(next(lessons).lesson.target.tokens[0]))
     assert text.startswith("\n\nQuestion: ")
     assert shipped or any(subject in text for subject in told)
 
@@ -332,7 +330,7 @@ def test_starts_that_cannot_be_are_refused(base, whole, tmp_path):
     memory = lambda **changes: dataclasses.replace(
         third, memory=dataclasses.replace(MEMORY, **changes)
     )
-    hmt = FinetuneConfig(hmt=HMTConfig(segment=8, sensory=2), data=base[1])
+    hmt = SegmentStage(hmt=HMTConfig(segment=8, sensory=2), data=base[1])
     for config, start, message in (
         (
             memory(rank=3),
@@ -391,7 +389,7 @@ def test_settings_that_contradict_themselves_are_refused(base):
 def test_presets_follow_the_papers_curriculum():
     paper = presets()["mplus-paper"]
     assert isinstance(paper, MPlusStages)
-    for _, stage in paper.named():
+    for _, stage in paper.stages():
         memory = stage.memory
         assert memory.pool + memory.retrieved == 12_800
         assert (stage.tasks.full_context, stage.tasks.revisit) == (0.05, 0.2)

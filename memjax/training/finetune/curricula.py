@@ -1,0 +1,62 @@
+"""Curricula: the two stages of HMT, the three of M+."""
+
+import dataclasses
+
+from memjax.training.finetune.mplus_stage import MPlusStage
+from memjax.training.finetune.segment_stage import SegmentStage
+
+
+@dataclasses.dataclass(frozen=True)
+class HMTStages:
+    """HMT's training: first the recurrence over few segments, then the retrieval.
+
+    Attributes:
+        stage1: without retrieval.
+        stage2: with retrieval; starts from stage 1's backbone and first memory.
+    """
+
+    stage1: SegmentStage
+    stage2: SegmentStage
+
+    def __post_init__(self):
+        for name, stage, retrieval in (
+            ("stage1", self.stage1, False),
+            ("stage2", self.stage2, True),
+        ):
+            if stage.memory != "hmt" or stage.hmt.retrieval != retrieval:
+                raise ValueError(
+                    f"{name} must have memory='hmt' and hmt.retrieval={retrieval}, got "
+                    f"memory={stage.memory!r} and {stage.hmt.retrieval}"
+                )
+
+    def stages(self) -> tuple[tuple[str, SegmentStage], ...]:
+        """The stages in order, by their folders."""
+        return (("stage1", self.stage1), ("stage2", self.stage2))
+
+
+@dataclasses.dataclass(frozen=True)
+class MPlusStages:
+    """The three stages, each from where the one before ended.
+
+    Attributes:
+        stage1: MemoryLLM on short documents.
+        stage2: MemoryLLM on long ones.
+        stage3: M+: with store and retriever.
+    """
+
+    stage1: MPlusStage
+    stage2: MPlusStage
+    stage3: MPlusStage
+
+    def __post_init__(self):
+        for name, stage in self.stages():
+            store = name == "stage3"
+            if bool(stage.memory.retrieved) != store:
+                raise ValueError(
+                    f"{name} must have memory.retrieved {'> 0' if store else '= 0'}, "
+                    f"got {stage.memory.retrieved}"
+                )
+
+    def stages(self) -> tuple[tuple[str, MPlusStage], ...]:
+        """The stages in order, by their folders."""
+        return tuple((n, getattr(self, n)) for n in ("stage1", "stage2", "stage3"))

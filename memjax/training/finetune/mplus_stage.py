@@ -1,0 +1,298 @@
+"""A stage of training M+ or, without a store, MemoryLLM; the backbone is frozen.
+
+Wang et al. (2025), https://arxiv.org/abs/2502.00592, section 3.2 and appendix D.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import PRNGKeyArray
+
+from memjax.checks import check_sizes, require_known
+from memjax.data import TokenisedDocument, Tokenizer, load_facts, read_questions
+from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, FactTexts, split_facts
+from memjax.data.mplus_tasks.lesson_batches import Lessons
+from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.language_model.config import Dtype
+from memjax.models.language_model.model import with_config
+from memjax.models.mplus.checkpoint import save_mplus
+from memjax.models.mplus.model import MPlus, mplus
+from memjax.models.mplus.state import MPlusConfig
+from memjax.models.mplus.tensor_names import RETRIEVERS
+from memjax.training.config import LoopConfig
+from memjax.training.finetune.stage import Model, SampleConfig, Stage
+from memjax.training.mplus.retriever_fit import Bank, collect, start_by_similarity
+from memjax.training.mplus.step import init_task_state, make_task_steps
+from memjax.training.optimizer import OptimizerConfig, optimizer, with_rates
+from memjax.training.sharding import MeshConfig
+from memjax.training.step import StepConfig, TrainState, check_run
+
+MPLUS = "M+"
+#: What a target that repeats the chunks before it begins with.
+INSTRUCTION = "Repeat:"
+# Of a document in a bank: chunks, tokens that ask, and rows that are kept in a layer.
+CHUNKS, ASKING, ROWS = 2, 48, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class MPlusStage:
+    """One stage of training M+, whatever the backbone, which stays as it is.
+
+    Attributes:
+        memory: sizes; retrieved=0 is MemoryLLM, as in stages 1 and 2.
+        tasks: what is trained on, in which proportions.
+        facts: JSON lines of clozes (`memjax.data.tasks.facts`) for `tasks.ask`, half
+            of whose subjects are told; None is those that ship.
+        depth: chunks of a text that is evaluated.
+        dtype: of activations; None is the backbone's own.
+        data: documents; `mode` must be "chunked".
+        optimizer: hyperparameters.
+        retriever_documents: of so many documents a new retriever learns, before the
+            first step, to find rows that are like the tokens that ask, and the steps go
+            on from there (`training/mplus/retriever_fit.py`); 0: it is drawn at random.
+        retriever_rate: learning rate of the retriever over that of the rest, >= 0.
+        position_rate: of `MPlus.position`, likewise. It is added before every layer: a
+            step of it is felt as often.
+        loop: steps, checkpoints, evaluation, log.
+        mesh: devices.
+        seed: of new parameters, data order, tasks, and what pools drop.
+    """
+
+    memory: MPlusConfig = MPlusConfig()
+    tasks: MPlusTaskConfig = MPlusTaskConfig()
+    facts: Path | None = None
+    depth: int = 8
+    dtype: Dtype | None = None
+    data: SampleConfig = SampleConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(
+        learning_rate=1e-4,
+        warmup_ratio=0.01,
+        final_ratio=0.1,
+        beta2=0.999,
+        epsilon=1e-8,
+        weight_decay=0.0,
+    )
+    retriever_documents: int = 0
+    retriever_rate: float = 1.0
+    position_rate: float = 1.0
+    loop: LoopConfig = LoopConfig(steps=1000, save_every=100, evaluate_every=200)
+    mesh: MeshConfig = MeshConfig()
+    seed: int = 42
+
+    def __post_init__(self):
+        if self.dtype is not None:
+            require_known("dtype", self.dtype, ("float32", "bfloat16"))
+        check_sizes(depth=self.depth)
+        for name in ("retriever_rate", "position_rate"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be finite and >= 0, got {value}")
+        check_run(self.data.mode, StepConfig(), self.seed)
+        if self.retriever_documents < 0 or (
+            self.retriever_documents and not self.memory.has_retriever
+        ):
+            raise ValueError(
+                "retriever_documents must be at least 0, and 0 without a retriever, "
+                f"got {self.retriever_documents}"
+            )
+        if self.memory.legacy:
+            raise ValueError(
+                "memory.legacy must be False: its ages do not say which document a "
+                "row is of"
+            )
+        if self.tasks.shortest_chunk > self.memory.chunk:
+            raise ValueError(
+                f"tasks.shortest_chunk must be at most memory.chunk="
+                f"{self.memory.chunk}, got {self.tasks.shortest_chunk}"
+            )
+        room = (self.memory.pool - 1) // self.memory.tokens
+        if not self.memory.retrieved and max(self.tasks.chunks) > room:
+            raise ValueError(
+                f"tasks.chunks must be at most {room} without a store, whose "
+                f"documents are read beside the rest of a pool of {self.memory.pool} "
+                f"rows, got {self.tasks.chunks}"
+            )
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of a text that is evaluated."""
+        return self.depth * self.memory.chunk
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens of a target, which is what a task reads."""
+        return self.tasks.target
+
+    @property
+    def memory_name(self) -> str:
+        """The model's memory, for messages."""
+        return MPLUS
+
+    def stages(self) -> tuple[tuple[str, "MPlusStage"], ...]:
+        """This stage alone, in the run's own folder."""
+        return (("", self),)
+
+    def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> MPlus:
+        """The frozen backbone with a new memory."""
+        _, memory_key = jax.random.split(key)
+        if self.dtype is not None:
+            backbone = with_config(backbone, dtype=self.dtype)
+        return mplus(backbone, self.memory, key=memory_key)
+
+    def check_start(self, before: Stage, start: str) -> None:
+        """A stage of M+ follows any other whose learned parameters fit.
+
+        Raises:
+            ValueError: if that run has no M+, or one of other sizes.
+        """
+        if before.memory_name != MPLUS:
+            raise ValueError(
+                f"{start} must be a run of M+ or MemoryLLM; that run has "
+                f"{before.memory_name}"
+            )
+        # No other kind of stage has that name.
+        learned = cast(MPlusStage, before).memory
+        fixed = ["tokens", "stored", "rank", "alpha"]
+        if learned.has_retriever and self.memory.has_retriever:
+            fixed.append("key_dim")
+        for name in fixed:
+            old, new = getattr(learned, name), getattr(self.memory, name)
+            if old != new:
+                raise ValueError(
+                    f"memory.{name}={new} must be that of the start, {old}"
+                )
+
+    def wrap_trained(
+        self, trained: Model, pretrained: ModelConfig, key: PRNGKeyArray
+    ) -> MPlus:
+        """All that was learned before; a retriever that was not there is new."""
+        before = cast(MPlus, trained)
+        graph, fresh = nnx.split(self.wrap(before.backbone, key))
+        learned = nnx.state(before, nnx.Param)
+        kept = {name: value for name, value in learned.items() if name in fresh}
+        return nnx.merge(graph, nnx.State({**fresh, **kept}))
+
+    def prepare(
+        self,
+        model: Model,
+        before: Stage | None,
+        documents: list[TokenisedDocument],
+        tokenizer: Tokenizer,
+    ) -> Model:
+        """With `retriever_documents`, a new retriever starts by similarity."""
+        learned = before is not None and cast(MPlusStage, before).memory.has_retriever
+        if not self.retriever_documents or learned:
+            return model
+        started = cast(MPlus, nnx.clone(model))
+        bank = self.retriever_bank(
+            started, documents, tokenizer, self.retriever_documents, self.seed
+        )
+        start_by_similarity(started, bank)
+        return started
+
+    def retriever_bank(
+        self,
+        model: MPlus,
+        documents: list[TokenisedDocument],
+        tokenizer: Tokenizer,
+        count: int,
+        seed: int,
+        ask: float | None = None,
+    ) -> Bank:
+        """What a retriever is given of some documents, the same on every host.
+
+        Args:
+            model: of this stage, with a retriever.
+            documents: of the training split.
+            tokenizer: of the run.
+            count: how many documents, rounded up to whole batches.
+            seed: of documents and draws.
+            ask: share of the documents that tell facts; None is the stage's.
+        """
+        memory, tasks = self.memory, self.tasks
+        chunks = min(CHUNKS, memory.pool // memory.tokens)
+        tasks = dataclasses.replace(
+            tasks,
+            full_context=0.0,
+            revisit=0.0,
+            multi_chunk=1.0,
+            repeat=0.0,
+            chunks=(chunks,),
+            ask=tasks.ask if ask is None else ask,
+        )
+        stage = dataclasses.replace(self, tasks=tasks, seed=seed)
+        drawn = stage.batches(documents, tokenizer, model.vocab_size)
+        asking = min(ASKING, tasks.target)
+        given = []
+        for _ in range(-(-count // self.data.batch_size)):
+            lesson = next(drawn).lesson
+            given.append(lesson._replace(asks=np.minimum(lesson.asks, asking)))
+        rows = min(ROWS, chunks * memory.tokens)
+        return collect(model, given, asking, rows, jax.random.key(seed))
+
+    def batches(
+        self,
+        documents: list[TokenisedDocument],
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        *,
+        shard_index: int = 0,
+        shard_count: int = 1,
+    ) -> Lessons:
+        """Tasks and their lessons; a host's rows of each."""
+        facts = None
+        if self.tasks.ask:
+            found = load_facts() if self.facts is None else read_questions(self.facts)
+            told, _ = split_facts(found, seed=FACTS_SEED)
+            facts = FactTexts(told, tokenizer, self.memory.chunk, self.tasks.target)
+        return Lessons(
+            documents,
+            self.tasks,
+            self.memory.chunk,
+            self.data.batch_size,
+            self.seed,
+            tokenizer.encode(INSTRUCTION),
+            shard_index=shard_index,
+            shard_count=shard_count,
+            vocab_size=vocab_size,
+            facts=facts,
+        )
+
+    def transform(self) -> optax.GradientTransformation:
+        """The optimizer, with the learning rates of retriever and position."""
+        transform = optimizer(self.optimizer, self.loop.steps)
+        retriever = dict.fromkeys(RETRIEVERS, self.retriever_rate)
+        return with_rates(transform, retriever | {"position": self.position_rate})
+
+    def first_state(self, model: Model, key: PRNGKeyArray) -> TrainState:
+        """The state before the first step, with an empty memory.
+
+        `key` is of what the pools drop.
+        """
+        rows, target = self.data.batch_size, self.tasks.target
+        given = cast(MPlus, model)
+        return init_task_state(given, self.transform(), rows, target, key)
+
+    def make_step(
+        self, model: Model, compiled: Callable[[Callable], Callable]
+    ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+        """One update on the task of a step, each task a program of its own."""
+        transform, prompt = self.transform(), self.tasks.prompt
+        updates = make_task_steps(cast(MPlus, model), transform, prompt)
+        programs = {task: compiled(update) for task, update in updates.items()}
+        return lambda state, given: programs[given.task](state, given.lesson)
+
+    def export(
+        self, model: Model, folder: Path, tokenizer: bytes | None, dtype: Dtype
+    ) -> str:
+        """Under the names of the official program."""
+        save_mplus(cast(MPlus, model), folder, tokenizer, dtype=dtype)
+        return "mplus"

@@ -1,0 +1,241 @@
+"""A stage that reads samples of whole segments: HMT, RMT, or the backbone alone.
+
+The default optimizer is that of the official HMT program: AdamW with a constant rate,
+weight decay on everything, gradients clipped at 1. He et al. (2025),
+https://arxiv.org/abs/2405.06067, section 4.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import jax
+import optax
+from flax import nnx
+from jaxtyping import PRNGKeyArray
+
+from memjax.checks import check_sizes, require_known
+from memjax.data import BatchIterator, TokenisedDocument, Tokenizer
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.checkpoints.pretrained import save_pretrained
+from memjax.models.hmt.checkpoint import save_hmt
+from memjax.models.hmt.model import HMT, HMTConfig, hmt
+from memjax.models.language_model.config import Dtype
+from memjax.models.language_model.model import with_config
+from memjax.models.language_model.windowed import with_window
+from memjax.models.lora import LoraConfig, add_lora
+from memjax.training.config import LoopConfig
+from memjax.training.finetune.stage import NO_MEMORY, Model, SampleConfig, Stage
+from memjax.training.optimizer import OptimizerConfig, optimizer
+from memjax.training.pretrain import make_batches
+from memjax.training.sharding import MeshConfig
+from memjax.training.step import (
+    StepConfig,
+    TrainState,
+    check_run,
+    init_train_state,
+    make_train_step,
+)
+
+Memory = Literal["hmt", "window"]
+Trained = Literal["full", "lora"]
+WITH_RETRIEVAL, WITHOUT_RETRIEVAL = "HMT with retrieval", "HMT without retrieval"
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentStage:
+    """One stage of fine-tuning on samples of `depth` segments, whatever the backbone.
+
+    Attributes:
+        memory: "hmt", of which RMT is the form without sensory tokens and retrieval;
+            "window", the backbone alone, whose attention sees the last tokens.
+        hmt: the memory; `hmt.retrieval` False is stage 1.
+        window: tokens that attention sees with memory="window": its segment.
+        depth: segments of a sample, through which gradients flow (BPTT) unless
+            `step.bptt_blocks` cuts them.
+        train: "full" trains the backbone's every parameter; "lora" adapters alone. The
+            memory's parameters are always trained.
+        lora: the adapters.
+        dtype: of activations; None is the backbone's own.
+        data: samples.
+        optimizer: hyperparameters.
+        step: truncation, accumulation, loss; "last" counts each sample's last segment.
+        loop: steps, checkpoints, evaluation, log.
+        mesh: devices.
+        seed: of new parameters and data order.
+    """
+
+    memory: Memory = "hmt"
+    hmt: HMTConfig = HMTConfig()
+    window: int = 1024
+    depth: int = 2
+    train: Trained = "full"
+    lora: LoraConfig = LoraConfig()
+    dtype: Dtype | None = None
+    data: SampleConfig = SampleConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(
+        learning_rate=1e-5,
+        warmup_ratio=0.0,
+        final_ratio=1.0,
+        beta2=0.999,
+        epsilon=1e-8,
+        weight_decay=0.01,
+        decay_vectors=True,
+    )
+    step: StepConfig = StepConfig(loss_on="last")
+    loop: LoopConfig = LoopConfig(steps=500, save_every=100, evaluate_every=100)
+    mesh: MeshConfig = MeshConfig()
+    seed: int = 42
+
+    def __post_init__(self):
+        require_known("memory", self.memory, get_args(Memory))
+        require_known("train", self.train, get_args(Trained))
+        if self.dtype is not None:
+            require_known("dtype", self.dtype, get_args(Dtype))
+        check_sizes(window=self.window, depth=self.depth)
+        check_run(self.data.mode, self.step, self.seed)
+
+    @property
+    def segment(self) -> int:
+        """Tokens of a segment, the unit of `depth`."""
+        return self.hmt.segment if self.memory == "hmt" else self.window
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of a sample."""
+        return self.depth * self.segment
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens of a sample."""
+        return self.context_length
+
+    @property
+    def memory_name(self) -> str:
+        """The model's memory, for messages."""
+        if self.memory == "window":
+            return NO_MEMORY
+        return WITH_RETRIEVAL if self.hmt.retrieval else WITHOUT_RETRIEVAL
+
+    def stages(self) -> tuple[tuple[str, "SegmentStage"], ...]:
+        """This stage alone, in the run's own folder."""
+        return (("", self),)
+
+    def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> HMT | LanguageModel:
+        """The backbone with its memory or window, and with adapters if any."""
+        lora_key, memory_key = jax.random.split(key)
+        if self.dtype is not None:
+            backbone = with_config(backbone, dtype=self.dtype)
+        if self.memory == "window":
+            backbone = _limited(backbone, self.window)
+        if self.train == "lora":
+            backbone = add_lora(backbone, self.lora, lora_key)
+        if self.memory == "window":
+            return backbone
+        return hmt(backbone, self.hmt, key=memory_key)
+
+    def check_start(self, before: Stage, start: str) -> None:
+        """Stage 2 follows stage 1: HMT with retrieval one without.
+
+        Raises:
+            ValueError: for any other pair, or where what is trained changes.
+        """
+        if self.memory_name != WITH_RETRIEVAL:
+            raise ValueError(
+                f"{start} needs memory='hmt' and hmt.retrieval=True, got "
+                f"memory={self.memory!r} and {self.hmt.retrieval}"
+            )
+        if before.memory_name != WITHOUT_RETRIEVAL:
+            raise ValueError(
+                f"{start} must be a run of stage 1, {WITHOUT_RETRIEVAL}; "
+                f"that run has {before.memory_name}"
+            )
+        # No other kind of stage has that name.
+        before = cast(SegmentStage, before)
+        for name in ("train", "lora"):
+            old, new = getattr(before, name), getattr(self, name)
+            if old != new:
+                raise ValueError(f"{name}={new!r} must be that of the start, {old!r}")
+
+    def wrap_trained(
+        self, trained: Model, pretrained: ModelConfig, key: PRNGKeyArray
+    ) -> HMT:
+        """A new memory on stage 1's backbone, with its first memory M_init."""
+        stage1 = cast(HMT, trained)
+        _, memory_key = jax.random.split(key)
+        # The backbone as it came: stage 1's has caches of its segments' length.
+        backbone = with_config(
+            stage1.backbone,
+            mixers=pretrained.mixers,
+            capacity=pretrained.capacity,
+            remat=pretrained.remat,
+            dtype=self.dtype or pretrained.dtype,
+        )
+        graph, variables = nnx.split(hmt(backbone, self.hmt, key=memory_key))
+        kept = {"initial_memory": nnx.state(stage1)["initial_memory"]}
+        return nnx.merge(graph, nnx.State({**variables, **kept}))
+
+    def prepare(
+        self,
+        model: Model,
+        before: Stage | None,
+        documents: list[TokenisedDocument],
+        tokenizer: Tokenizer,
+    ) -> Model:
+        """The model as it is: nothing is learned before the first step."""
+        return model
+
+    def batches(
+        self,
+        documents: list[TokenisedDocument],
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        *,
+        shard_index: int = 0,
+        shard_count: int = 1,
+    ) -> BatchIterator:
+        """Samples of `context_length` tokens; a host's rows of each batch."""
+        return make_batches(
+            self.data.mode,
+            documents,
+            self.context_length,
+            self.data.batch_size,
+            self.seed,
+            vocab_size,
+            shard_index=shard_index,
+            shard_count=shard_count,
+        )
+
+    def transform(self) -> optax.GradientTransformation:
+        """The optimizer over all steps of the stage."""
+        return optimizer(self.optimizer, self.loop.steps)
+
+    def first_state(self, model: Model, key: PRNGKeyArray) -> TrainState:
+        """The state before the first step; no random numbers are drawn."""
+        rows = self.data.batch_size
+        return init_train_state(model, self.transform(), self.step, rows)
+
+    def make_step(
+        self, model: Model, compiled: Callable[[Callable], Callable]
+    ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+        """One update of all samples of a batch."""
+        return compiled(make_train_step(model, self.transform(), self.step))
+
+    def export(
+        self, model: Model, folder: Path, tokenizer: bytes | None, dtype: Dtype
+    ) -> str:
+        """HMT under its official names; a plain backbone as transformers reads it."""
+        if self.memory == "window":
+            plain = cast(LanguageModel, model)
+            return save_pretrained(plain, folder, tokenizer, dtype=dtype)
+        save_hmt(cast(HMT, model), folder, tokenizer, dtype=dtype)
+        return "hmt"
+
+
+def _limited(backbone: LanguageModel, window: int) -> LanguageModel:
+    """Attention in windows; in a backbone without attention they are a unit only."""
+    attending = {"attention", "sliding_window", "elastic_memory"}
+    if attending & set(backbone.config.mixers):
+        return with_window(backbone, window)
+    return with_config(backbone, window=window)

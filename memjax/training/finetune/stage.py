@@ -1,0 +1,171 @@
+"""A stage of fine-tuning: it knows its model, its data and its step.
+
+`finetune` is one loop over stages and asks them no more than this. `SegmentStage`
+(HMT, RMT, a window) and `MPlusStage` are the two kinds.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import optax
+from jaxtyping import PRNGKeyArray
+
+from memjax.checks import check_sizes, require_known
+from memjax.data import TokenisedDocument, Tokenizer
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.hmt.model import HMT
+from memjax.models.language_model.config import Dtype
+from memjax.models.mplus.model import MPlus
+from memjax.training.config import DataIterator, LoopConfig
+from memjax.training.sharding import MeshConfig
+from memjax.training.step import TrainState
+
+Model = HMT | MPlus | LanguageModel
+#: `memory_name` of a stage whose model is a plain backbone.
+NO_MEMORY = "no memory"
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """Where the samples of a stage come from.
+
+    Attributes:
+        source: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME".
+        mode: "chunked" samples are independent, as in the paper; "streamed" ones go on
+            with the memory of the sample before, with `step.carry_memory`.
+        batch_size: samples of one update, over all devices.
+        validation_texts: samples in each evaluation.
+        cache_dir: where tokens are kept; None is the user's cache folder.
+    """
+
+    source: str = "embedded"
+    mode: Literal["chunked", "streamed"] = "chunked"
+    batch_size: int = 2
+    validation_texts: int = 16
+    cache_dir: Path | None = None
+
+    def __post_init__(self):
+        require_known("mode", self.mode, ("chunked", "streamed"))
+        check_sizes(batch_size=self.batch_size, validation_texts=self.validation_texts)
+
+
+@runtime_checkable
+class Stage(Protocol):
+    """A frozen dataclass of settings, and what follows from them.
+
+    Methods keep nothing and change no argument: they build models, states and steps.
+    """
+
+    @property
+    def data(self) -> SampleConfig: ...
+
+    @property
+    def loop(self) -> LoopConfig: ...
+
+    @property
+    def mesh(self) -> MeshConfig: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def memory_name(self) -> str:
+        """The model's memory, for messages; `NO_MEMORY` for a plain backbone."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of a text that is evaluated."""
+        ...
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens of a sample that a step reads."""
+        ...
+
+    def stages(self) -> "tuple[tuple[str, Stage], ...]":
+        """This stage alone, in the run's own folder: a curriculum of one."""
+        ...
+
+    def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> Model:
+        """The model that is trained, made from a plain backbone."""
+        ...
+
+    def check_start(self, before: "Stage", start: str) -> None:
+        """Raises ValueError where this stage cannot follow `before`, a run at `start`.
+
+        `start` is how the message names that run.
+        """
+        ...
+
+    def wrap_trained(
+        self, trained: Model, pretrained: ModelConfig, key: PRNGKeyArray
+    ) -> Model:
+        """The model that is trained, made from what the stage before ended with.
+
+        Args:
+            trained: that stage's model; this one's shares its parameters.
+            pretrained: of the backbone, as it came.
+            key: of the parameters that are new.
+        """
+        ...
+
+    def prepare(
+        self,
+        model: Model,
+        before: "Stage | None",
+        documents: list[TokenisedDocument],
+        tokenizer: Tokenizer,
+    ) -> Model:
+        """The model from which a new run takes its first step.
+
+        Args:
+            model: as `wrap` or `wrap_trained` made it.
+            before: the stage that it came from, if any.
+            documents: of the training split.
+            tokenizer: of the run.
+        """
+        ...
+
+    def batches(
+        self,
+        documents: list[TokenisedDocument],
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        *,
+        shard_index: int = 0,
+        shard_count: int = 1,
+    ) -> DataIterator:
+        """What the steps are given, from the first on; a host's rows of it."""
+        ...
+
+    def transform(self) -> optax.GradientTransformation:
+        """How parameters follow their gradients."""
+        ...
+
+    def first_state(self, model: Model, key: PRNGKeyArray) -> TrainState:
+        """The state before the first step.
+
+        `key` is of the random numbers of a memory that training carries.
+        """
+        ...
+
+    def make_step(
+        self, model: Model, compiled: Callable[[Callable], Callable]
+    ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+        """The update that takes what `batches` yields.
+
+        Args:
+            model: gives the structure alone.
+            compiled: turns a pure update `(state, batch) -> (state, metrics)` into the
+                program that runs on the devices.
+        """
+        ...
+
+    def export(
+        self, model: Model, folder: Path, tokenizer: bytes | None, dtype: Dtype
+    ) -> str:
+        """Writes a trained model for other programs; returns its model type."""
+        ...
