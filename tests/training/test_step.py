@@ -15,7 +15,13 @@ from memjax.data.batches.batch import Batch
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.model import HMTConfig, hmt
 from memjax.models.loss import first_scored, scored, token_losses
-from memjax.training.step import StepConfig, init_train_state, make_train_step
+from memjax.training.step import (
+    StepConfig,
+    TrainState,
+    init_train_state,
+    make_train_step,
+)
+from memjax.training.step import update as one_update
 
 B, T, V, WINDOW = 4, 8, 13, 4
 CONFIG = ModelConfig(
@@ -143,6 +149,22 @@ def adam():
     step = jax.jit(make_train_step(MODEL, transform, config))
     state, _ = step(init_train_state(MODEL, transform, config, B), BATCH)
     return step, state
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_gradient_alone_that_is_not_finite_skips_the_update(value):
+    """The loss is finite, and one element of one gradient is not."""
+    transform = optax.adam(1e-2)
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    before = TrainState(
+        jnp.zeros((), jnp.int32), params, transform.init(params), (), ()
+    )
+    gradients = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3).at[1].set(value)}
+    after, metrics = one_update(transform, before, jnp.ones(()), (), gradients)
+    assert metrics["loss"] == 1 and metrics["finite"] == 0
+    assert not np.isfinite(metrics["gradient_norm"])
+    chex.assert_trees_all_equal(after._replace(step=before.step), before)
+    assert after.step == 1
 
 
 @pytest.mark.parametrize("broken", ["parameters", "mask", "infinite mask"])
