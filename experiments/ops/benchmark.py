@@ -32,7 +32,7 @@ from experiments.common.results import RESULTS, settings, write_report
 from experiments.common.timing import time_functions
 from experiments.ops import baselines, cases
 from experiments.ops.cases import Shape
-from memjax_kernels.cost import DEVICES, Device, roofline_seconds
+from experiments.ops.cost import DEVICES, Device, roofline_seconds
 
 # Shapes of the papers' and flash-linear-attention's benchmarks; then one for a CPU.
 SHAPES = ((8, 2048, 12, 64), (2, 16384, 16, 128), (1, 65536, 12, 64))

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 import memjax_kernels
-from memjax_kernels.cost import Cost
+from experiments.ops.cost import COSTS, Cost, Sizes
 
 MODULES = {
     "ssd": "linear_attention.ssd",
@@ -115,19 +114,6 @@ def cost(op: str, shape: Shape, chunk_size: int, dtype: str, backward: bool) -> 
         # The triangle of scores, twice; backward recomputes it and does four more.
         flops = 2.0 * b * h * t * t * d * (3.5 if backward else 1)
         return Cost(flops, 4.0 * b * t * h * d * itemsize * (3 if backward else 1))
-    formula = importlib.import_module(f"memjax_kernels.{MODULES.get(op, op)}").cost
-    known = {
-        "batch": b,
-        "time": t,
-        "heads": h,
-        "key_dim": d,
-        "value_dim": d,
-        "width": d,
-        "slots": d,
-        "chunk_size": chunk_size,
-        "itemsize": itemsize,
-    }
-    wanted = inspect.signature(formula).parameters
-    sizes = {name: size for name, size in known.items() if name in wanted}
-    total = formula(**sizes, backward=False)
-    return total + formula(**sizes, backward=True) if backward else total
+    sizes = Sizes(b, t, h, d, d, d, chunk_size, itemsize)
+    forward = COSTS[op](sizes, False)
+    return forward + COSTS[op](sizes, True) if backward else forward

@@ -261,39 +261,6 @@ def test_the_backward_pass_holds_what_is_linear_in_time():
     assert 0 < long - short <= 3072 * 32 * 32
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "abc"])
-def test_cost_is_near_the_compilers_count(name):
-    """In one chunk, where no loop hides work and forward values serve backward."""
-    op, axes, _ = CASES[name]
-    # Linear attention runs the chunks of SSD.
-    form = "ssd" if name == "linear_attention" else op
-    size, width = library(f"{form}.xla").CHUNK_SIZE, 64
-    sizes = {"B": 1, "T": size, "H": 2, "K": width, "V": width, "M": width}
-    shaped = lambda axes: jax.ShapeDtypeStruct([sizes[a] for a in axes], jnp.float32)
-    *tokens, state = map(shaped, (*map(str, axes), "BHKV"))
-    if op == "gated_slots":
-        state = library(op).SlotState(state, state)
-    call = lambda *arguments: getattr(library(op), op)(*arguments)
-
-    def both(arguments, weights):
-        values, pull = jax.vjp(call, *arguments)
-        return values, pull(weights)
-
-    lowered = jax.jit(both).lower((*tokens, state), (state, tokens[2]))
-    analysis = lowered.compile().cost_analysis()
-    assert analysis is not None
-    known = {"batch": 1, "time": size, "heads": 2, "key_dim": width, "value_dim": width}
-    known |= {"slots": width} if op == "gated_slots" else {}
-    forward, backward = (library(op).cost(**known, backward=b) for b in (False, True))
-    assert 0.8 < analysis["flops"] / (forward.flops + backward.flops) < 1.1
-    # Tokens, gates and memory once; their gradients once more.
-    elements = sum(x.size for x in tokens[:3])
-    assert forward.bytes >= 2 * elements and backward.bytes >= 2 * 2 * elements
-    longer = library(op).cost(**known | {"time": 2 * size})
-    assert longer.flops == 2 * forward.flops
-    assert forward.bytes < longer.bytes < 2 * forward.bytes
-
-
 @pytest.mark.parametrize(
     ("name", "index", "change", "message"),
     [

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import memjax_kernels
-from memjax_kernels.ttt_linear import TTTLinearState, cost, empty_state, start_state
+from memjax_kernels.ttt_linear import TTTLinearState, empty_state, start_state
 
 # Any: called with unpacked tokens.
 ttt_linear: Any = memjax_kernels.ttt_linear
@@ -263,30 +263,6 @@ def test_half_precision_tokens_keep_a_float32_memory(how):
     expected, right = numpy_loop(rounded, memory)
     close(leaves(after), expected)
     close(reads, right, 5e-3)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_the_cost_is_what_xla_counts(backward):
-    array = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
-    q, eta, norm = array(2, 16, 2, 128), array(2, 16, 2), array(2, 128)
-    arguments = (q, q, q, eta, norm, norm, array(2, 2, 128, 128), array(2, 2, 128))
-
-    def forward(*a):
-        q, k, v, eta, scale, bias, *memory = a
-        start = start_state(memory[0], memory[1], 16)
-        state, y = ttt_linear(q, k, v, eta, scale, bias, empty=start)
-        return (state.weights, state.bias), y
-
-    run = forward
-    if backward:
-        run = lambda ct, *a: jax.vjp(lambda *a: forward(*a)[1], *a)[1](ct)
-        arguments = (q, *arguments)
-    counted = jax.jit(run).lower(*arguments).compile().cost_analysis() or {}
-    expected = cost(2, 16, 2, 128, itemsize=4, backward=backward)
-    # XLA also counts the layer norms, and leaves out the last step, not read here.
-    assert 0.9 < counted["flops"] / expected.flops < 1.15
-    moved = jax.tree.leaves((arguments, jax.eval_shape(run, *arguments)))
-    assert 1.0 < 4 * sum(x.size for x in moved) / expected.bytes < 1.02
 
 
 def test_states_are_pytrees_that_know_their_chunk_size():

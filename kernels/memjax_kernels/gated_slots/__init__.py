@@ -11,7 +11,6 @@ from typing import Literal
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
-from memjax_kernels.gated_slots.cost import cost as cost
 from memjax_kernels.gated_slots.reference import SlotState as SlotState
 from memjax_kernels.gated_slots.reference import empty_state as empty_state
 from memjax_kernels.gated_slots.reference import gated_slots_reference

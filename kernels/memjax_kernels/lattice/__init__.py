@@ -16,7 +16,6 @@ from memjax_kernels.common.arguments import (
     check_shapes,
 )
 from memjax_kernels.lattice import aligned, pallas_gpu, pallas_tpu
-from memjax_kernels.lattice.cost import cost as cost
 from memjax_kernels.lattice.memory import VARIANTS as VARIANTS
 from memjax_kernels.lattice.memory import Forget as Forget
 from memjax_kernels.lattice.memory import LatticeState as LatticeState

@@ -11,7 +11,6 @@ from typing import Literal
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
-from memjax_kernels.linear_attention.cost import cost as cost
 from memjax_kernels.linear_attention.reference import empty_state as empty_state
 from memjax_kernels.linear_attention.reference import linear_attention_reference
 from memjax_kernels.linear_attention.reference import step as step

@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from memjax_kernels.common import chunks, decays
 from memjax_kernels.common.products import Multiply, multiplier, operand_dtype
-from memjax_kernels.cost import Cost
 
 # Chunks worked on together: more is more at once, and more held at once.
 GROUP = 8
@@ -102,32 +101,3 @@ def carry(
         return kept[..., None] * state + written, state
 
     return jax.lax.scan(move, state, (kept, written))
-
-
-def linear_cost(
-    *,
-    tokens: int,
-    score_flops: int,
-    read_flops: int,
-    write_flops: int,
-    input_bytes: int,
-    output_bytes: int,
-    state_bytes: int,
-    backward: bool,
-) -> Cost:
-    """Of one direction, from operations and bytes of a token and head.
-
-    Args:
-        tokens: B T H.
-        score_flops: whose results the backward pass makes again.
-        read_flops: of the products that make y.
-        write_flops: of the products that make the memory; they are made again.
-        input_bytes: of all inputs of a token.
-        output_bytes: of its y.
-        state_bytes: of the whole memory.
-        backward: the backward pass alone.
-    """
-    again = score_flops + write_flops
-    flops = 2 * (again + read_flops) + again if backward else again + read_flops
-    moved = (2 if backward else 1) * input_bytes + output_bytes
-    return Cost(tokens * flops, tokens * moved + 2 * state_bytes)

@@ -5,7 +5,6 @@ from typing import Literal
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.trellis import call
-from memjax_kernels.trellis.cost import cost as cost
 from memjax_kernels.trellis.functions import Activation as Activation
 from memjax_kernels.trellis.functions import Phi as Phi
 from memjax_kernels.trellis.reference import pass_step as pass_step

@@ -14,7 +14,6 @@ from memjax_kernels.common.arguments import (
     check_shapes,
 )
 from memjax_kernels.common.implementations import choose
-from memjax_kernels.ttt_linear.cost import cost as cost
 from memjax_kernels.ttt_linear.reference import check_chunk_size, ttt_linear_reference
 from memjax_kernels.ttt_linear.reference import step as step
 from memjax_kernels.ttt_linear.state import TTTLinearState as TTTLinearState

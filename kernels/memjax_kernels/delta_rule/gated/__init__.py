@@ -11,7 +11,6 @@ from memjax_kernels.common.arguments import (
     check_shapes,
 )
 from memjax_kernels.common.implementations import choose
-from memjax_kernels.delta_rule.gated.cost import cost as cost
 from memjax_kernels.delta_rule.gated.reference import gated_delta_rule_reference
 from memjax_kernels.delta_rule.gated.reference import step as step
 from memjax_kernels.delta_rule.xla import delta_rule_xla

@@ -10,7 +10,6 @@ from typing import Literal
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
-from memjax_kernels.linear_attention.gla.cost import cost as cost
 from memjax_kernels.linear_attention.gla.reference import gla_reference
 from memjax_kernels.linear_attention.gla.reference import step as step
 from memjax_kernels.linear_attention.gla.xla import gla_xla

@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
 from memjax_kernels.linear_attention.reference import empty_state as empty_state
-from memjax_kernels.linear_attention.ssd.cost import cost as cost
 from memjax_kernels.linear_attention.ssd.reference import ssd_reference
 from memjax_kernels.linear_attention.ssd.reference import step as step
 from memjax_kernels.linear_attention.ssd.xla import ssd_xla
