@@ -27,7 +27,8 @@ from jaxtyping import PyTree
 from experiments.common.results import RESULTS, settings, write_report
 from memjax.data.batches.batch import Batch
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.hmt.model import HMTConfig, hmt
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.hmt.model import hmt
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.optimizer import optimizer
 from memjax.training.step import init_train_state, make_train_step

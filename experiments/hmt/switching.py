@@ -131,7 +131,7 @@ def searches(
         for start in range(0, tokens.shape[1], step):
             piece = jnp.asarray(tokens[:, start : start + step])
             state, trace = read(params, state, piece)
-            counts = (trace.scores, trace.held, trace.tokens)
+            counts = (trace.scores, trace.num_valid, trace.length)
             found.append(evaluation.recall_distances(*counts))
     distances, held = zip(*found, strict=True)
     return np.concatenate(distances), np.concatenate(held)

@@ -1,7 +1,7 @@
 """Language models: a state and tokens in, a state and logits out."""
 
 from memjax.models.generate import generate as generate
-from memjax.models.hmt.model import HMTConfig as HMTConfig
+from memjax.models.hmt.config import HMTConfig as HMTConfig
 from memjax.models.hmt.model import hmt as hmt
 from memjax.models.hmt.rmt import rmt as rmt
 from memjax.models.language_model.config import ElasticOptions as ElasticOptions

@@ -76,7 +76,7 @@ def test_distances_are_those_of_the_memories_searched():
     state = MODEL.init_state(1)
     *_, trace = jax.jit(MODEL.trace)(state, jnp.asarray(TOKENS[None, : 5 * L + 2]))
     distances, held = evaluation.recall_distances(
-        trace.scores, trace.held, trace.tokens
+        trace.scores, trace.num_valid, trace.length
     )
     assert held.tolist() == [1, 2, 3, 3, 3]
     query, key = (

@@ -13,7 +13,8 @@ from flax import nnx
 
 from memjax.data.batches.batch import Batch
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.hmt.model import HMTConfig, hmt
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.hmt.model import hmt
 from memjax.models.loss import first_scored, scored, token_losses
 from memjax.training.step import (
     StepConfig,

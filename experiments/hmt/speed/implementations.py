@@ -15,7 +15,8 @@ from experiments.hmt.speed import official
 from experiments.hmt.speed.operations import Shape, Trained
 from memjax.data import Batch
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.hmt.model import HMTConfig, hmt
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.hmt.model import hmt
 from memjax.models.language_model.config import Architecture
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.training import OptimizerConfig

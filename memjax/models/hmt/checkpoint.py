@@ -30,8 +30,8 @@ from memjax.models.checkpoints.safetensors_folder import (
     SafetensorsFolder,
     write_folder,
 )
+from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT, hmt
-from memjax.models.hmt.state import HMTConfig
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel, with_config
 from memjax.models.lora import merge_lora

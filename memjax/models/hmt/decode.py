@@ -1,106 +1,145 @@
-"""One token at a time: how HMT generates.
+"""The open segment of HMT, which generated text extends one token at a time.
 
-The open segment goes on from the backbone's state; see `hmt.py` for what prompt it has.
+The backbone's state after prompt, sensory memory and the open tokens is part of HMT's,
+and a single token continues from there. When the j-th token arrives, the segment's own
+summary finds its prompt, and the backbone reads the segment again up to there. A
+complete segment is read once more, for its memory.
 
-Shapes: B batch, L segment, E width.
+Shapes: B batch, n segments, L segment, E width.
 """
-
-import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax import mechanisms
-from memjax.models import ragged as segments
-from memjax.models.hmt.state import HMTState
-
-if TYPE_CHECKING:
-    from memjax.models.hmt.model import HMT
-
-
-def reread(
-    model: "HMT",
-    state: HMTState,
-    prompt: Float[Array, "B E"],
-    most: int,
-    rows: Bool[Array, " B"],
-) -> HMTState:
-    """Gives `rows` the backbone's state after P, sensory and their open tokens.
-
-    `most` bounds the tokens that such a row has.
-    """
-
-    def read(state):
-        words = model.backbone.embed(state.tokens[:, : max(most, 1)])
-        x, start = model.augment(state.memories, prompt, words)
-        x, lengths = x[:, :-1], start + jnp.minimum(state.filled, most)
-        mask = None
-        if state.visible is not None:
-            visible = state.visible[:, : words.shape[1]]
-            mask = segments.mask(visible, start, state.filled, x.shape[1])
-        empty = model.backbone.init_state(state.filled.shape[0])
-        after = model.backbone.read_ragged(empty, x, lengths, mask)
-        return mechanisms.reset(state.backbone, after, rows)
-
-    backbone = jax.lax.cond(jnp.any(rows), read, lambda s: s.backbone, state)
-    return state._replace(backbone=backbone)
+from memjax.models import ragged
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.hmt.retrieval import Segment, search, summarize
+from memjax.models.hmt.segment import augment, summarize_and_read
+from memjax.models.hmt.state import HMTState, Memories, init_state
+from memjax.models.hmt.weights import Weights
 
 
 def read_token(
-    model: "HMT",
+    config: HMTConfig,
+    weights: Weights,
     state: HMTState,
     tokens: Int[Array, "B 1"],
     mask: Bool[Array, "B 1"] | None,
 ) -> tuple[HMTState, Float[Array, "B 1 E"]]:
-    """One token: the open segment goes on from the backbone's state."""
-    c = model.config
-    here = jnp.arange(c.segment, dtype=jnp.int32)[None] == state.filled[:, None]
+    """Appends one token to the open segment; returns its features."""
+    here = jnp.arange(config.segment, dtype=jnp.int32)[None] == state.length[:, None]
     visible = state.visible
     if visible is not None:
-        new = jnp.ones(tokens.shape, bool) if mask is None else mask
-        mask, visible = new, jnp.where(here, new, visible)
+        mask = jnp.ones(tokens.shape, bool) if mask is None else mask
+        visible = jnp.where(here, mask, visible)
     state = state._replace(
         tokens=jnp.where(here, tokens, state.tokens), visible=visible
     )
-    state = _begin(model, state)
-    words = model.backbone.embed(tokens)
-    backbone, features = model.backbone.read(state.backbone, words, mask)
-    state = state._replace(backbone=backbone, filled=state.filled + 1)
-    full = state.filled == c.segment
+    state = _find_prompt(config, weights, state)
+    x = weights.backbone.embed(tokens)
+    backbone, features = weights.backbone.read(state.backbone, x, mask)
+    state = state._replace(backbone=backbone, length=state.length + 1)
     state = jax.lax.cond(
-        jnp.any(full), functools.partial(_complete, model, full), lambda s: s, state
+        jnp.any(state.length == config.segment),
+        lambda state: _complete(config, weights, state),
+        lambda state: state,
+        state,
     )
     return state, features
 
 
-def _begin(model, state):
-    """Opens segments, and finds the prompt of those whose j-th token has come."""
-    c, begins = model.config, state.filled == 0
-    if not c.reads_ahead:
-        prompt, _ = model.search(state.memories, state.memories.summary)
-        return reread(model, state, prompt, 0, begins)
-    found = (state.filled == c.summary - 1) & ~state.searched
-    found &= state.memories.held > 0
+def open_last_segment(
+    config: HMTConfig,
+    weights: Weights,
+    memories: Memories,
+    segments: Segment,
+    prompts: Float[Array, "n B E"],
+) -> HMTState:
+    """The state after n segments have been read, of which the last may be open."""
+    n, batch = segments.length.shape
+    total = segments.length.sum(axis=0, dtype=jnp.int32)
+    last, length = total // config.segment, total % config.segment
+    is_open = length > 0
+    # Where all n are complete, any segment will do: its length is 0.
+    index = jnp.minimum(last, n - 1)[:, None]
+    pick = lambda x: ragged.take(jnp.moveaxis(x, 0, 1), index)[:, 0]
+    known = jnp.arange(config.segment, dtype=jnp.int32)[None] < length[:, None]
+    visible = segments.visible
+    state = HMTState(
+        memories=memories,
+        tokens=jnp.where(known, pick(segments.tokens), 0),
+        visible=None if visible is None else known & pick(visible),
+        length=length,
+        searched=is_open & config.reads_ahead,
+        backbone=weights.backbone.init_state(batch),
+    )
+    return restart_backbone(
+        config, weights, state, pick(prompts), config.segment - 1, is_open
+    )
 
-    def own(state):
-        return model.summarise(state.tokens, state.visible, state.filled + 1)
 
-    last = state.memories.summary
-    summary = jax.lax.cond(jnp.any(found), own, lambda state: last, state)
-    summary = jnp.where(found[:, None], summary, last)
-    prompt, _ = model.search(state.memories, summary)
-    state = reread(model, state, prompt, c.summary - 1, begins | found)
-    return state._replace(searched=state.searched | found)
+def restart_backbone(
+    config: HMTConfig,
+    weights: Weights,
+    state: HMTState,
+    prompt: Float[Array, "B E"],
+    max_length: int,
+    where: Bool[Array, " B"],
+) -> HMTState:
+    """Sets the backbone's state, `where` True, to that after P, sensory and tokens.
+
+    These are the open segment's first `max_length` tokens, or fewer if it is shorter.
+    """
+
+    def read(state):
+        tokens = state.tokens[:, : max(max_length, 1)]
+        x, start = augment(config, weights, state.memories, prompt, tokens)
+        x, lengths = x[:, :-1], start + jnp.minimum(state.length, max_length)
+        mask = None
+        if state.visible is not None:
+            visible = state.visible[:, : tokens.shape[1]]
+            mask = ragged.mask(visible, start, state.length, x.shape[1])
+        empty = weights.backbone.init_state(state.length.shape[0])
+        after = weights.backbone.read_ragged(empty, x, lengths, mask)
+        return mechanisms.reset(state.backbone, after, where)
+
+    backbone = jax.lax.cond(jnp.any(where), read, lambda s: s.backbone, state)
+    return state._replace(backbone=backbone)
 
 
-def _complete(model, full, state):
-    """Runs the rows' complete segments as any other, for their memories."""
-    known = jnp.where(full, model.config.segment, 0)
-    cut = (state.tokens, state.visible, known)
-    memories, _ = model.run_alone(False, state.memories, cut)
-    masked = state.visible is not None
-    empty = model.init_state(full.shape[0], masked=masked)
-    opened = mechanisms.reset(state, empty, full)
-    return opened._replace(memories=memories)
+def _find_prompt(config, weights, state):
+    """Opens segments, and searches with the summary of those that have j tokens."""
+    memories, opens = state.memories, state.length == 0
+    if not config.reads_ahead:
+        prompt, _ = search(weights, memories, memories.summary)
+        return restart_backbone(config, weights, state, prompt, 0, opens)
+    ready = (state.length == config.summary - 1) & ~state.searched
+    ready &= memories.num_valid > 0
+
+    def own_summary(state):
+        segment = Segment(state.tokens, state.visible, state.length + 1)
+        prompt = weights.retrieval.summary_prompt
+        return summarize(config, weights.backbone, prompt, segment)
+
+    # Until j tokens are there the previous segment's summary stands in.
+    previous = memories.summary
+    summary = jax.lax.cond(jnp.any(ready), own_summary, lambda _: previous, state)
+    prompt, _ = search(weights, memories, jnp.where(ready[:, None], summary, previous))
+    state = restart_backbone(
+        config, weights, state, prompt, config.summary - 1, opens | ready
+    )
+    return state._replace(searched=state.searched | ready)
+
+
+def _complete(config, weights, state):
+    """Turns complete segments into memories and opens the next ones."""
+    complete, masked = state.length == config.segment, state.visible is not None
+    length = jnp.where(complete, config.segment, 0)
+    segment = Segment(state.tokens, state.visible, length)
+    memories, _ = summarize_and_read(
+        config, weights, state.memories, segment, always=False
+    )
+    empty = init_state(config, weights.backbone, complete.shape[0], masked)
+    return mechanisms.reset(state, empty, complete)._replace(memories=memories)

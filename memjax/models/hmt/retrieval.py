@@ -1,36 +1,147 @@
-"""HMT's memory search: which memories a segment is read with.
+"""HMT's memory retrieval: a summary of the segment searches the memories.
 
-    A = softmax((S W_q) (M W_k)ᵀ / √d_h);   P = A M
+    S = BBM([T ‖ first j tokens ‖ T])_last                  summary, eq. (1)
+    A = softmax((S W_q) (M W_k)ᵀ / √d_h);   P = A M         search, eqs. (2) and (3)
 
-He et al. (2024), https://arxiv.org/abs/2405.06067, section 3.2. One head, float32,
-values are the memories themselves.
+One head in float32, whose values are the memories themselves. The backbone BBM reads a
+summary's tokens with no memory, so the summaries of many segments are computed in
+parallel, before the segments are read in turn. He et al. (2024),
+https://arxiv.org/abs/2405.06067, section 3.2.
 
-Shapes: B batch, N slots, E width, d_h retrieval width.
+Shapes: B batch, n segments, L segment, N slots, E width, d retrieval width d_h.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from memjax.models import ragged
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.hmt.state import Memories
+from memjax.models.hmt.weights import Weights
+from memjax.models.language_model.model import LanguageModel
 
-def filled(bank: Float[Array, "B N E"], held: Int[Array, " B"]) -> Bool[Array, "B N"]:
-    """Slots that hold a memory: the last `held` of each row."""
-    slots = jnp.arange(bank.shape[1], dtype=jnp.int32)[None]
-    return slots >= bank.shape[1] - held[:, None]
+
+class Segment(NamedTuple):
+    """A segment of each batch element, or n of them along a first axis.
+
+    Attributes:
+        tokens: 0 from `length` on.
+        visible: False where a token is padding; None where nothing is.
+        length: number of tokens, 0 to L.
+    """
+
+    tokens: Int[Array, "*n B L"]
+    visible: Bool[Array, "*n B L"] | None
+    length: Int[Array, "*n B"]
 
 
 def search(
-    bank: Float[Array, "B N E"],
-    held: Int[Array, " B"],
-    summary: Float[Array, "B E"],
-    query: Float[Array, "E d"],
-    key: Float[Array, "E d"],
-) -> Float[Array, "B N"]:
-    """A: softmax over the memories that are held, 0 in empty slots."""
-    # In this order no key is made: E d + N E products a row instead of N E d.
-    asked = (summary @ query) @ key.T
-    scores = jnp.einsum("be,bne->bn", asked, bank) * query.shape[-1] ** -0.5
-    real = filled(bank, held)
-    # Finite, so that rows without memories have finite gradients.
-    scores = jax.nn.softmax(jnp.where(real, scores, -1e30), axis=-1)
-    return jnp.where(real, scores, 0.0)
+    weights: Weights, memories: Memories, summary: Float[Array, "B E"]
+) -> tuple[Float[Array, "B E"], Float[Array, "B N"]]:
+    """Equations (2) and (3): P_n, and the scores A, 0 in empty slots.
+
+    P_n is M_init where there is no memory yet, and without retrieval the last memory.
+    """
+    bank, num_valid = memories.bank, memories.num_valid
+    slots = jnp.arange(bank.shape[1], dtype=jnp.int32)[None]
+    valid = slots >= bank.shape[1] - num_valid[:, None]
+    learned = weights.retrieval
+    if learned is None:
+        scores = valid.astype(jnp.float32)
+    else:
+        # (S W_q) W_k^T first costs E d + N E products instead of N E d.
+        query = (summary @ learned.query) @ learned.key.T
+        scale = learned.query.shape[-1] ** -0.5
+        scores = jnp.einsum("be,bne->bn", query, bank) * scale
+        # Finite, so that batch elements without memories have finite gradients.
+        scores = jax.nn.softmax(jnp.where(valid, scores, -1e30), axis=-1)
+        scores = jnp.where(valid, scores, 0.0)
+    found = jnp.einsum("bn,bne->be", scores, bank)
+    initial = weights.initial_memory[None]
+    return jnp.where(num_valid[:, None] > 0, found, initial), scores
+
+
+def summarize(
+    config: HMTConfig,
+    backbone: LanguageModel,
+    summary_prompt: Float[Array, " E"],
+    segment: Segment,
+) -> Float[Array, "B E"]:
+    """Equation (1): the backbone's last state over [T, first j tokens, T]."""
+    j = config.summary
+    x = backbone.embed(segment.tokens[:, :j])
+    length = jnp.minimum(segment.length, j)
+    end = length + 1
+    prompt = summary_prompt.astype(x.dtype)
+    prompt = jnp.broadcast_to(prompt, (x.shape[0], prompt.shape[0]))
+    x = jnp.concatenate([prompt[:, None], x, prompt[:, None]], axis=1)
+    # With fewer than j tokens T comes sooner; nothing before it sees what follows.
+    x = ragged.put(x, end, prompt)
+    mask = None
+    if segment.visible is not None:
+        start = jnp.ones_like(length)
+        mask = ragged.mask(segment.visible[:, :j], start, length, x.shape[1])
+    y = backbone.encode(x, mask)
+    return ragged.take(y, end[:, None])[:, 0].astype(jnp.float32)
+
+
+def summarize_segments(
+    config: HMTConfig,
+    weights: Weights,
+    num_valid: Int[Array, " B"],
+    segments: Segment,
+    always: bool,
+) -> Float[Array, "n B E"]:
+    """S of n segments, of which the first sees `num_valid` memories.
+
+    Args:
+        config: of the memory.
+        weights: of the memory.
+        num_valid: memories before the first segment.
+        segments: all n.
+        always: also where no search depends on a summary, which is zero otherwise.
+    """
+    n, least = segments.length.shape[0], config.min_memories_to_choose
+    zeros = lambda n: jnp.zeros((n, *num_valid.shape, weights.backbone.width))
+    if weights.retrieval is None or n == 0:
+        return zeros(n)
+    # Every later segment has enough memories to choose from, if the bank has.
+    early = n if config.memories < least else min(n, least)
+    most = jnp.minimum(num_valid + early - 1, config.memories)
+    summaries = ragged.run_if(
+        always | jnp.any(most >= least),
+        lambda weights, segments: _summarize_all(config, weights, segments),
+        lambda weights, segments: zeros(early),
+        weights,
+        jax.tree.map(lambda x: x[:early], segments),
+    )
+    later = jax.tree.map(lambda x: x[early:], segments)
+    return jnp.concatenate([summaries, _summarize_all(config, weights, later)])
+
+
+def _summarize_all(config, weights, segments):
+    """S of n segments, in groups that have no more tokens than one segment has."""
+    n, batch = segments.length.shape
+    if n == 0:
+        return jnp.zeros((0, batch, weights.backbone.width), jnp.float32)
+
+    def summarize_group(group):
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), group)
+        prompt = weights.retrieval.summary_prompt
+        summaries = summarize(config, weights.backbone, prompt, flat)
+        return summaries.reshape(*group.length.shape, -1)
+
+    summarize_group = ragged.kept(config.activations, summarize_group)
+    size = n if config.activations == "keep" else config.segment // config.summary
+    size = min(n, max(1, size))
+    whole = n - n % size
+    groups = lambda x: x[:whole].reshape(-1, size, *x.shape[1:])
+    summaries = jax.lax.map(summarize_group, jax.tree.map(groups, segments))
+    summaries = summaries.reshape(whole, *summaries.shape[2:])
+    if whole == n:
+        return summaries
+    rest = summarize_group(jax.tree.map(lambda x: x[whole:], segments))
+    return jnp.concatenate([summaries, rest])

@@ -11,7 +11,8 @@ from typing import Literal
 
 from jaxtyping import PRNGKeyArray
 
-from memjax.models.hmt.model import HMT, HMTConfig
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.hmt.model import HMT
 from memjax.models.language_model.model import LanguageModel
 
 

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2405.06067, Table 7 and section 4.
 import dataclasses
 from typing import NamedTuple
 
-from memjax.models.hmt.model import HMTConfig
+from memjax.models.hmt.config import HMTConfig
 from memjax.models.language_model.config import Dtype
 from memjax.training.config import LoopConfig
 from memjax.training.finetune.curricula import HMTStages

@@ -20,7 +20,8 @@ from memjax.data import BatchIterator, TokenisedDocument, Tokenizer
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.checkpoints.pretrained import save_pretrained
 from memjax.models.hmt.checkpoint import save_hmt
-from memjax.models.hmt.model import HMT, HMTConfig, hmt
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.hmt.model import HMT, hmt
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import with_config
 from memjax.models.language_model.windowed import with_window

@@ -155,13 +155,13 @@ def test_golden_forward(name):
             near(trace.summary[n], golden[key + "S"][:, 0])
         if retrieval and n > 0:
             near(trace.prompt[n], golden[key + "P"][:, 0])
-            scores, held = golden[key + "scores"][:, 0], trace.held[n, 0]
+            scores, held = golden[key + "scores"][:, 0], trace.num_valid[n, 0]
             near(trace.scores[n, :, -held:], scores, atol=1e-5)
             assert not trace.scores[n, :, :-held].any()
     loss = mean_loss(logits, tokens, None, length)
     np.testing.assert_allclose(loss, golden[f"{name}/loss"], atol=1e-5, rtol=0)
     if retrieval:
-        distances, _ = recall_distances(trace.scores, trace.held, trace.tokens)
+        distances, _ = recall_distances(trace.scores, trace.num_valid, trace.length)
         np.testing.assert_array_equal(distances, golden[f"{name}/hist"])
 
 
@@ -197,7 +197,7 @@ def test_more_forward(name):
         near(trace.summary, golden[f"{name}/S"])
         prompts = golden.get(f"{name}/P", trace.prompt[1:])
         near(trace.prompt[1:], prompts)
-        distances, _ = recall_distances(trace.scores, trace.held, trace.tokens)
+        distances, _ = recall_distances(trace.scores, trace.num_valid, trace.length)
         np.testing.assert_array_equal(distances, golden[f"{name}/hist"])
     for count, expected in c["losses"].items():
         loss = mean_loss(logits, tokens, mask, int(count))

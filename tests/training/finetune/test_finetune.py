@@ -13,7 +13,8 @@ from flax import nnx
 from memjax.cli import main as cli
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.checkpoint import load_hmt
-from memjax.models.hmt.model import HMT, HMTConfig
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.hmt.model import HMT
 from memjax.nnx import as_arrays
 from memjax.training import LoopConfig, StepConfig
 from memjax.training import pretrain as run

@@ -18,7 +18,7 @@ from memjax.data import load_facts, load_tokenizer
 from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, split_facts
 from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
 from memjax.models import ModelConfig
-from memjax.models.hmt.model import HMTConfig
+from memjax.models.hmt.config import HMTConfig
 from memjax.models.mplus.checkpoint import load_mplus
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.state import MPlusConfig

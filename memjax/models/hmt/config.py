@@ -1,0 +1,71 @@
+"""Sizes and options of HMT; the model and its equations are in `model.py`."""
+
+import dataclasses
+from typing import Literal
+
+from memjax.checks import check_sizes, require_known
+
+
+@dataclasses.dataclass(frozen=True)
+class HMTConfig:
+    """Sizes of the memory; the defaults are the paper's for small backbones.
+
+    Attributes:
+        segment: L, tokens of a segment.
+        sensory: k in [0, L], tokens of the previous segment that are read again.
+        memories: N, how many of the last segments' memories a search sees.
+        retrieval_dim: d_h, width of queries and keys; None is the backbone's width.
+        summary_fraction: S_n summarizes the first j = round(L * fraction) tokens; in
+            (0, 1].
+        retrieval: False is the recurrence alone, P_n = Mem_{n-1}: stage 1 of training.
+        summary_source: S_n searches for P_n ("current", as in the paper), or S_{n-1}
+            does ("previous", strictly causal).
+        activations: what the backward pass has of a segment: all activations, or those
+            that the backbone's `remat` saves ("keep"); none, they are computed again
+            ("recompute"); or the layers' inputs, in the host's memory ("offload").
+    """
+
+    segment: int = 1024
+    sensory: int = 32
+    memories: int = 300
+    retrieval_dim: int | None = None
+    summary_fraction: float = 0.5
+    retrieval: bool = True
+    summary_source: Literal["current", "previous"] = "current"
+    activations: Literal["keep", "recompute", "offload"] = "recompute"
+
+    def __post_init__(self):
+        check_sizes(segment=self.segment, memories=self.memories)
+        if self.retrieval_dim is not None:
+            check_sizes(retrieval_dim=self.retrieval_dim)
+        if not 0 <= self.sensory <= self.segment:
+            raise ValueError(
+                f"sensory must be in [0, segment={self.segment}], got {self.sensory}"
+            )
+        if not 1 <= self.summary <= self.segment:
+            raise ValueError(
+                f"summary_fraction={self.summary_fraction} of segment={self.segment} "
+                f"makes j={self.summary}, which must be in [1, {self.segment}]"
+            )
+        require_known("summary_source", self.summary_source, ("current", "previous"))
+        allowed = ("keep", "recompute", "offload")
+        require_known("activations", self.activations, allowed)
+
+    @property
+    def summary(self) -> int:
+        """j, the number of tokens that S_n summarizes."""
+        return int(round(self.segment * self.summary_fraction))
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether logits of a segment's first j tokens depend on all of these."""
+        return self.retrieval and self.summary_source == "current"
+
+    @property
+    def min_memories_to_choose(self) -> int:
+        """Memories from which on P_n depends on the summary.
+
+        With S_n that is two, as one memory has all the weight. S_{n-1} is taken one
+        segment earlier, when there is one memory less.
+        """
+        return 2 if self.reads_ahead else 1

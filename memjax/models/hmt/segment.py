@@ -1,0 +1,158 @@
+"""Reading segments: the backbone reads each with what was retrieved from memory.
+
+    Y = BBM([P_n ‖ last k tokens of segment n-1 ‖ H_n ‖ P_n])    eqs. (4) and (5)
+    Mem_n = Y_last;   M ← [M, Mem_n], the newest N
+
+P_n is the memory prompt that retrieval found, the last k tokens are the sensory memory,
+and H_n are the segment's tokens. He et al. (2024), https://arxiv.org/abs/2405.06067,
+section 3.3.
+
+Shapes: B batch, T time, n segments, L segment, E width.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from memjax import mechanisms
+from memjax.models import ragged
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.hmt.retrieval import Segment, search, summarize_segments
+from memjax.models.hmt.state import HMTState, Memories, SegmentTrace, empty_segment
+from memjax.models.hmt.weights import Weights
+
+# Segments of a call that are compiled one by one instead of as a loop.
+MAX_UNROLLED = 8
+
+
+def join_open_segment(
+    state: HMTState, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"] | None
+) -> Segment:
+    """The open segment and the new tokens after it, as n segments.
+
+    n is what T tokens touch at most, wherever in its segment a batch element is: the
+    last segment may have no tokens.
+    """
+    size, new = state.tokens.shape[1], tokens.shape[1]
+    n = -(-(size - 1 + new) // size)
+
+    def join(open_segment, new):
+        joined = ragged.join(open_segment, state.length, new, n * size)
+        return jnp.moveaxis(joined.reshape(joined.shape[0], n, size), 1, 0)
+
+    visible = None
+    if state.visible is not None:
+        mask = jnp.ones(tokens.shape, bool) if mask is None else mask
+        visible = join(state.visible, mask)
+    starts = jnp.arange(n, dtype=jnp.int32)[:, None] * size
+    length = jnp.clip((state.length + new)[None] - starts, 0, size)
+    return Segment(join(state.tokens, tokens), visible, length)
+
+
+def read_segments(
+    config: HMTConfig,
+    weights: Weights,
+    memories: Memories,
+    segments: Segment,
+    always_summarize: bool,
+) -> tuple[Memories, Float[Array, "n B L E"], SegmentTrace]:
+    """Reads n segments in turn; the last is skipped if it has no tokens at all."""
+    # No branch inside the loop: the backward pass would save the backbone's
+    # parameters, which enter it, once a segment.
+    before = jax.tree.map(lambda x: x[:-1], segments)
+    summaries = summarize_segments(
+        config, weights, memories.num_valid, before, always_summarize
+    )
+    # Without a loop no saved activation is copied, but there is more to compile.
+    unroll = config.activations == "keep" and summaries.shape[0] <= MAX_UNROLLED
+    read = functools.partial(read_segment, config, weights)
+    memories, outputs = jax.lax.scan(
+        ragged.kept(config.activations, lambda memories, x: read(memories, *x)),
+        memories,
+        (before, summaries),
+        unroll=unroll,
+    )
+    last = jax.tree.map(lambda x: x[-1], segments)
+    read = functools.partial(summarize_and_read, config, always=always_summarize)
+    if config.activations == "offload":
+        read = ragged.kept(config.activations, read)
+    dtype = weights.backbone.config.dtype
+    skip = lambda weights, memories, segment: (
+        memories,
+        empty_segment(memories, config.segment, dtype),
+    )
+    memories, output = ragged.run_if(
+        jnp.any(last.length > 0), read, skip, weights, memories, last
+    )
+    append = lambda a, b: jnp.concatenate([a, b[None]])
+    return memories, *jax.tree.map(append, outputs, output)
+
+
+def summarize_and_read(
+    config: HMTConfig,
+    weights: Weights,
+    memories: Memories,
+    segment: Segment,
+    *,
+    always: bool,
+) -> tuple[Memories, tuple[Float[Array, "B L E"], SegmentTrace]]:
+    """One segment with its own summary, if a search needs it or `always`."""
+    one = jax.tree.map(lambda x: x[None], segment)
+    (summary,) = summarize_segments(config, weights, memories.num_valid, one, always)
+    return read_segment(config, weights, memories, segment, summary)
+
+
+def read_segment(
+    config: HMTConfig,
+    weights: Weights,
+    memories: Memories,
+    segment: Segment,
+    summary: Float[Array, "B E"],
+) -> tuple[Memories, tuple[Float[Array, "B L E"], SegmentTrace]]:
+    """Equations (2) to (5) of one segment; complete ones become memories."""
+    searching = summary if config.reads_ahead else memories.summary
+    prompt, scores = search(weights, memories, searching)
+    x, start = augment(config, weights, memories, prompt, segment.tokens)
+    end = start + segment.length
+    x = ragged.put(x, end, prompt.astype(x.dtype))
+    mask = None
+    if segment.visible is not None:
+        mask = ragged.mask(segment.visible, start, segment.length, x.shape[1])
+    y = weights.backbone.encode(x, mask)
+    memory = ragged.take(y, end[:, None])[:, 0].astype(jnp.float32)
+    positions = start[:, None] + jnp.arange(config.segment, dtype=jnp.int32)[None]
+    trace = SegmentTrace(
+        memory, summary, prompt, scores, memories.num_valid, segment.length
+    )
+    needed = memories.num_valid >= config.min_memories_to_choose
+    grown = Memories(
+        bank=jnp.concatenate([memories.bank[:, 1:], memory[:, None]], axis=1),
+        num_valid=jnp.minimum(memories.num_valid + 1, memories.bank.shape[1]),
+        summary=jnp.where(needed[:, None], summary, 0.0),
+        sensory=segment.tokens[:, config.segment - config.sensory :],
+    )
+    complete = segment.length == config.segment
+    memories = mechanisms.reset(memories, grown, complete)
+    return memories, (ragged.take(y, positions), trace)
+
+
+def augment(
+    config: HMTConfig,
+    weights: Weights,
+    memories: Memories,
+    prompt: Float[Array, "B E"],
+    tokens: Int[Array, "B T"],
+) -> tuple[Float[Array, "B _ E"], Int[Array, " B"]]:
+    """Equation (4): [P, sensory, tokens, room for P], and the first token's position.
+
+    A document's first segment has no sensory memory before it.
+    """
+    x, k = weights.backbone.embed(tokens), config.sensory
+    parts = [prompt[:, None].astype(x.dtype), x]
+    if k:
+        parts.insert(1, weights.backbone.embed(memories.sensory))
+    x = jnp.concatenate([*parts, jnp.zeros_like(parts[0])], axis=1)
+    first = memories.num_valid == 0
+    return (ragged.drop(x, k, first) if k else x), jnp.where(first, 1, 1 + k)
