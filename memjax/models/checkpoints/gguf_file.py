@@ -2,18 +2,20 @@
 
 The header is little-endian: magic, version, number of tensors and of metadata entries,
 the entries, one record a tensor; then the tensors, aligned
-(https://github.com/ggml-org/ggml, docs/gguf.md). Every count and offset is held against
-the size of the file before it is believed.
+(https://github.com/ggml-org/ggml, docs/gguf.md). Every count and offset is compared
+with the size of the file before it is used. `gguf.GGUFReader` trusts them: it grows
+lists by a count that lies, and cuts tensors of a short file without a word. So the
+header is read here, and the package `gguf` is asked for number formats alone.
 """
 
+import math
 import mmap
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-from memjax.models.checkpoints import gguf_blocks
+from jaxtyping import Float32
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -32,16 +34,23 @@ SCALARS = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-# The least bytes that an entry of the metadata, and the record of a tensor, can take.
-LEAST_ENTRY, LEAST_RECORD = 13, 24
-MOST_DIMENSIONS = 4
+# Bytes that an entry of the metadata, and the record of a tensor, take at least.
+MIN_ENTRY_BYTES, MIN_RECORD_BYTES = 13, 24
+MAX_DIMENSIONS = 4
 
 
 class TensorRecord(NamedTuple):
-    """Where a tensor lies. Shapes are row-major: GGUF's own order reversed."""
+    """Position of a tensor in the file.
+
+    Attributes:
+        shape: row-major, GGUF's own order reversed.
+        format: a `gguf.GGMLQuantizationType`.
+        start: first byte.
+        size: number of bytes.
+    """
 
     shape: tuple[int, ...]
-    kind: int
+    format: Any
     start: int
     size: int
 
@@ -52,7 +61,7 @@ class GGUFFile:
     Attributes:
         path: of the file.
         metadata: key to int, float, bool, str, list of str or NumPy array.
-        records: tensor name to its place in the file.
+        records: tensor name to its position in the file.
     """
 
     def __init__(self, path: Path):
@@ -60,7 +69,8 @@ class GGUFFile:
 
         Raises:
             ValueError: if the file is not GGUF of version 2 or 3, or cut short, or its
-                counts, offsets, names or types cannot be true; OSError: no file.
+                counts, offsets, names or types cannot be true; without the package
+                gguf. OSError: no file.
         """
         self.path = path
         with path.open("rb") as file:
@@ -72,31 +82,45 @@ class GGUFFile:
         self.metadata = _read_metadata(cursor, entries)
         self.records = _read_records(cursor, tensors, _alignment(self.metadata, path))
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor in float32, dequantised."""
+    def read(self, name: str) -> Float32[np.ndarray, "..."]:
+        """A tensor in float32, dequantized."""
         record = self.records[name]
-        raw = np.frombuffer(self._bytes, np.uint8, record.size, record.start)
-        return gguf_blocks.to_float32(raw, record.kind).reshape(record.shape)
+        stored = np.frombuffer(self._bytes, np.uint8, record.size, record.start)
+        rows = stored.reshape(math.prod(record.shape[:-1]), -1)
+        values = library().dequantize(rows, record.format).reshape(record.shape)
+        # Float32 tensors are views of the file until here.
+        return np.require(values, requirements="W")
+
+
+def library() -> Any:
+    """The optional package gguf; ValueError without it."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError(
+            "GGUF files need the optional package gguf: pip install gguf"
+        ) from error
+    return gguf
 
 
 class _Cursor:
-    """Reads forward through the header; nothing beyond the file's end."""
+    """Reads the header front to back, and never beyond the file's end."""
 
     def __init__(self, data: mmap.mmap, path: Path):
-        self.data, self.path, self.at = data, path, len(MAGIC)
+        self.data, self.path, self.offset = data, path, len(MAGIC)
 
     @property
-    def left(self) -> int:
-        return len(self.data) - self.at
+    def remaining(self) -> int:
+        return len(self.data) - self.offset
 
     def take(self, size: int, what: str) -> bytes:
-        if size > self.left:
+        if size > self.remaining:
             raise ValueError(
-                f"{self.path}: {what} needs {size} bytes at byte {self.at}, "
-                f"the file has {self.left} more"
+                f"{self.path}: {what} needs {size} bytes at byte {self.offset}, "
+                f"the file has {self.remaining} more"
             )
-        self.at += size
-        return self.data[self.at - size : self.at]
+        self.offset += size
+        return self.data[self.offset - size : self.offset]
 
     def unpack(self, layout: str, what: str) -> tuple[Any, ...]:
         record = struct.Struct(f"<{layout}")
@@ -120,11 +144,11 @@ def _read_counts(cursor: _Cursor) -> tuple[int, int]:
         order = " (a big-endian file)" if version & 0xFFFF == 0 else ""
         raise ValueError(f"{path} is GGUF of version {version}{order}, not {VERSIONS}")
     tensors, entries = cursor.unpack("QQ", "the counts")
-    least = tensors * LEAST_RECORD + entries * LEAST_ENTRY
-    if least > cursor.left:
+    least = tensors * MIN_RECORD_BYTES + entries * MIN_ENTRY_BYTES
+    if least > cursor.remaining:
         raise ValueError(
             f"{path} claims {tensors} tensors and {entries} metadata entries, which "
-            f"take {least} bytes at least; it has {cursor.left} more"
+            f"take {least} bytes at least; it has {cursor.remaining} more"
         )
     return tensors, entries
 
@@ -153,10 +177,10 @@ def _read_value(cursor: _Cursor, kind: int, what: str) -> Any:
     if item != STRING:
         raise ValueError(f"{cursor.path}: {what} is an array of the type {item}")
     # Each string has at least its length of 8 bytes.
-    if length * 8 > cursor.left:
+    if length * 8 > cursor.remaining:
         raise ValueError(
             f"{cursor.path}: {what} claims {length} strings, "
-            f"the file has {cursor.left} more bytes"
+            f"the file has {cursor.remaining} more bytes"
         )
     return [cursor.string(what) for _ in range(length)]
 
@@ -188,38 +212,69 @@ def _read_records(
         if name in records:
             raise ValueError(f"{path}: {what} appears twice")
         (dimensions,) = cursor.unpack("I", f"the shape of {what}")
-        if not 1 <= dimensions <= MOST_DIMENSIONS:
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise ValueError(
                 f"{path}: {what} has {dimensions} dimensions, "
-                f"expected 1 to {MOST_DIMENSIONS}"
+                f"expected 1 to {MAX_DIMENSIONS}"
             )
         shape = cursor.unpack("Q" * dimensions, f"the shape of {what}")[::-1]
-        kind, offset = cursor.unpack("IQ", f"the place of {what}")
+        kind, offset = cursor.unpack("IQ", f"the offset of {what}")
         if offset % alignment:
             raise ValueError(
                 f"{path}: {what} starts at offset {offset}, "
                 f"expected a multiple of {alignment}"
             )
-        size = gguf_blocks.size_in_bytes(shape, kind, f"{path}: {what}")
-        records[name] = TensorRecord(shape, kind, offset, size)
-    base = -(-cursor.at // alignment) * alignment
-    return _placed(records, base, len(cursor.data), path)
+        format, size = _size_in_bytes(shape, kind, f"{path}: {what}")
+        records[name] = TensorRecord(shape, format, offset, size)
+    base = -(-cursor.offset // alignment) * alignment
+    return _absolute(records, base, len(cursor.data), path)
 
 
-def _placed(
+def _size_in_bytes(shape: tuple[int, ...], kind: int, what: str) -> tuple[Any, int]:
+    """The number format of a tensor and its size.
+
+    Quantized formats store blocks of a fixed number of values, which never cross the
+    end of a row.
+
+    Raises:
+        ValueError: if the package gguf does not dequantize the format, or a row is not
+            made of whole blocks.
+    """
+    gguf = library()
+    try:
+        format = gguf.GGMLQuantizationType(kind)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[format]
+        # Raises for integers, and for formats that have a number and no decoder.
+        gguf.dequantize(np.zeros((1, block_bytes), np.uint8), format)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise ValueError(
+            f"{what} has the number format {kind}, which is not a known "
+            f"quantization: {error}"
+        ) from error
+    if min(shape) < 1:
+        raise ValueError(f"{what} has the shape {list(shape)}, an axis of 0")
+    if shape[-1] % block:
+        raise ValueError(
+            f"{what} has rows of {shape[-1]} values; {format.name} needs a multiple of "
+            f"{block}"
+        )
+    return format, math.prod(shape) // block * block_bytes
+
+
+def _absolute(
     records: dict[str, TensorRecord], base: int, end: int, path: Path
 ) -> dict[str, TensorRecord]:
-    """Offsets counted from the file's start; none beyond its end, none shared."""
-    placed = {n: r._replace(start=base + r.start) for n, r in records.items()}
-    before, taken = "", base
-    for name, record in sorted(placed.items(), key=lambda item: item[1].start):
+    """Offsets from the file's start; tensors end inside the file and do not overlap."""
+    absolute = {n: r._replace(start=base + r.start) for n, r in records.items()}
+    before, before_end = "", base
+    for name, record in sorted(absolute.items(), key=lambda item: item[1].start):
         if record.start + record.size > end:
             raise ValueError(
                 f"{path}: tensor {name!r} {list(record.shape)} lies in bytes "
                 f"{record.start} to {record.start + record.size}, the file has {end}: "
                 "cut short, or not a GGUF file"
             )
-        if record.start < taken:
+        if record.start < before_end:
             raise ValueError(f"{path}: tensors {before!r} and {name!r} overlap")
-        before, taken = name, record.start + record.size
-    return placed
+        before, before_end = name, record.start + record.size
+    return absolute
