@@ -9,7 +9,7 @@ from memjax.data import load_tokenizer
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints import pretrained as interop
-from memjax.models.checkpoints.safetensors_folder import require_free
+from memjax.models.checkpoints.safetensors_write import require_free
 from memjax.models.language_model.config import Dtype
 from memjax.training import pretrain
 from memjax.training.finetune import finetune

@@ -1,13 +1,13 @@
-"""What a model was told, in and out of files: a memory that goes on bit by bit.
+"""Save and restore a memory state, bit-exactly.
 
     state = model.inject(model.init_state(1), book)
     save_memory("after-the-book", model, state)
     state = load_memory("after-the-book", model)
 
-A folder of `memory.safetensors`, every leaf of the state under its path, and
-`memory.json`, which says whose memory it is and how to know that it is whole. The
-parameters are not in it, and are not compared: only sizes and settings are. Nothing
-that is read is executed.
+A saved memory is a folder of two files: `memory.safetensors` holds every leaf of the
+state under its path in the tree, `memory.json` the model's class, sizes and settings
+and the sha256 of the other file. Loading checks them all. The model's parameters are
+neither saved nor compared. Nothing that is read is executed.
 """
 
 import hashlib
@@ -23,19 +23,19 @@ from jaxtyping import PyTree
 
 from memjax.config_io import to_record
 from memjax.models.checkpoints.own_format import leaf_name, leaves_of
-from memjax.models.checkpoints.safetensors_folder import (
+from memjax.models.checkpoints.safetensors_file import (
     SafetensorsFile,
     library,
     read_object,
-    whole_or_nothing,
 )
+from memjax.models.checkpoints.safetensors_write import atomic_folder
 
 TENSORS, RECORD = "memory.safetensors", "memory.json"
 FORMAT, VERSION = "memjax memory", 1
 # Number formats of states, as safetensors names them.
-FORMATS = ("F32", "BF16", "F16", "I32", "U32", "BOOL")
-# Settings of how a model computes, which change no memory.
-WAYS = ("remat", "activations", "store_memory", "pool_memory")
+NUMBER_FORMATS = ("F32", "BF16", "F16", "I32", "U32", "BOOL")
+# Settings that change how a model computes and not what: they may differ.
+IGNORED_SETTINGS = ("remat", "activations", "store_memory", "pool_memory")
 
 
 def save_memory(folder: Path | str, model: Any, state: PyTree) -> None:
@@ -43,34 +43,35 @@ def save_memory(folder: Path | str, model: Any, state: PyTree) -> None:
 
     Args:
         folder: must not exist, or be empty.
-        model: any model of the contract, whose memory it is.
-        state: of `model.init_state`, and whatever followed.
+        model: the model whose memory it is.
+        state: of `model.init_state`, or any call of the model after it.
 
     Raises:
         ValueError: naming the leaf that is not as in `model.init_state`; if the folder
-            holds something; without the safetensors package. OSError: it could not be
-            written.
+            is not empty; without the safetensors package. OSError: the folder could not
+            be written.
     """
-    leaves = _named(state)
-    empty = _abstract(model, _batch(leaves))
-    _require_leaves(_kinds(leaves), _kinds(_named(empty)), "state")
+    leaves = _leaves_by_name(state)
+    empty = _abstract_state(model, _batch(leaves))
+    _require_leaves(_kinds(leaves), _kinds(_leaves_by_name(empty)), "state")
     save_file = library().numpy.save_file
     tensors = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
-    with whole_or_nothing(Path(folder)) as hidden:
-        save_file(tensors, hidden / TENSORS)
+    with atomic_folder(Path(folder)) as temporary:
+        save_file(tensors, temporary / TENSORS)
         record = {"format": FORMAT, "version": VERSION, "model": _describe(model)}
-        record["sha256"] = _digest(hidden / TENSORS)
-        (hidden / RECORD).write_text(json.dumps(record, indent=1))
+        record["sha256"] = _digest(temporary / TENSORS)
+        (temporary / RECORD).write_text(json.dumps(record, indent=1))
         # The library makes its files for the owner alone.
-        shutil.copymode(hidden / RECORD, hidden / TENSORS)
+        shutil.copymode(temporary / RECORD, temporary / TENSORS)
 
 
 def load_memory(folder: Path | str, model: Any) -> PyTree:
-    """The state that `save_memory` wrote, from which the model goes on bit by bit.
+    """The state that `save_memory` wrote, with the same bits.
 
     Args:
         folder: of `save_memory`; not trusted.
-        model: of the same class, settings and sizes; how it computes may differ.
+        model: of the same class, settings and sizes. Settings that change no result may
+            differ, such as where the memory is stored.
 
     Raises:
         ValueError: naming what differs, if the memory is of another version, model or
@@ -82,10 +83,10 @@ def load_memory(folder: Path | str, model: Any) -> PyTree:
     file = folder / TENSORS
     if _digest(file) != record["sha256"]:
         raise ValueError(f"{file} is not what was written: its sha256 differs")
-    tensors = SafetensorsFile(file, FORMATS)
-    values = {name: tensors.get_as_it_is(name) for name in tensors.shapes}
-    empty = _abstract(model, _batch(values))
-    _require_leaves(_kinds(values), _kinds(_named(empty)), str(file))
+    tensors = SafetensorsFile(file, NUMBER_FORMATS)
+    values = {name: tensors.get_unconverted(name) for name in tensors.shapes}
+    empty = _abstract_state(model, _batch(values))
+    _require_leaves(_kinds(values), _kinds(_leaves_by_name(empty)), str(file))
     read = lambda path, leaf: jax.device_put(values[leaf_name(path)], leaf.memory_space)
     return jax.tree_util.tree_map_with_path(read, empty)
 
@@ -117,14 +118,14 @@ def _batch(leaves: Mapping[str, Any]) -> int:
     raise ValueError(f"state must have leaves with the batch first, got {[*leaves]}")
 
 
-def _abstract(model: Any, batch: int) -> PyTree:
-    """Shapes, number formats and memories of the leaves."""
+def _abstract_state(model: Any, batch: int) -> PyTree:
+    """Shape, dtype and memory space of the leaves of an empty state."""
     init = lambda: model.init_state(batch)
     avals = jax.make_jaxpr(init)().out_avals
     return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(init)), avals)
 
 
-def _named(state: PyTree) -> dict[str, Any]:
+def _leaves_by_name(state: PyTree) -> dict[str, Any]:
     return {leaf_name(path): leaf for path, leaf in leaves_of(state)}
 
 
@@ -136,7 +137,7 @@ def _kinds(leaves: Mapping[str, Any]) -> dict[str, str]:
 def _require_leaves(
     found: Mapping[str, str], expected: Mapping[str, str], where: str
 ) -> None:
-    """Raises one ValueError with all leaves that lack, are too many or unlike."""
+    """Raises one ValueError that lists all missing, unknown and differing leaves."""
     wrong = [f"{n!r} is missing" for n in expected if n not in found]
     wrong += [f"{n!r} is not of this model" for n in found if n not in expected]
     wrong += [
@@ -149,13 +150,15 @@ def _require_leaves(
 
 
 def _describe(model: Any) -> dict[str, Any]:
-    """What a memory depends on: the model's kind, its settings and its backbone's."""
+    """What a memory depends on: the model's class, its settings and its backbone's."""
     found: dict[str, Any] = {"class": type(model).__name__}
     if (config := getattr(model, "config", None)) is not None:
-        found["config"] = {k: v for k, v in to_record(config).items() if k not in WAYS}
+        found["config"] = {
+            k: v for k, v in to_record(config).items() if k not in IGNORED_SETTINGS
+        }
     if (backbone := getattr(model, "backbone", None)) is not None:
         found["backbone"] = _describe(backbone)
-    # As JSON has it.
+    # Tuples become lists, as in the file that this is compared with.
     return json.loads(json.dumps(found))
 
 
@@ -175,12 +178,12 @@ def _require_same(
         raise ValueError(f"{where} is of another model: {'; '.join(wrong)}")
 
 
-def _settings(place: str, record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _settings(prefix: str, record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in record.items():
         if isinstance(value, Mapping):
-            yield from _settings(f"{place}{name}.", value)
+            yield from _settings(f"{prefix}{name}.", value)
         else:
-            yield place + name, value
+            yield prefix + name, value
 
 
 def _digest(file: Path) -> str:

@@ -1,9 +1,10 @@
-"""Pretrained models in, ours out: folders of safetensors and GGUF files.
+"""Load pretrained models from folders of safetensors or GGUF files, and save them.
 
     model, tokenizer = load_pretrained("SmolLM2-135M")
     save_pretrained(model, "mine", tokenizer)
 
-Nothing that is read is executed; `safetensors_folder` and `gguf_file` check it.
+Nothing that is read is executed; `safetensors_file`, `safetensors_folder` and
+`gguf_file` check every name, size and offset before it is used.
 """
 
 from pathlib import Path
@@ -11,11 +12,15 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from memjax.models.checkpoints import own_format, safetensors_folder, tensor_names
+from memjax.models.checkpoints import own_format, tensor_names
 from memjax.models.checkpoints.gguf_checkpoint import GGUFCheckpoint
 from memjax.models.checkpoints.hf_config import from_hf_config
 from memjax.models.checkpoints.hf_export import to_hf_config
-from memjax.models.checkpoints.safetensors_folder import SafetensorsFolder
+from memjax.models.checkpoints.safetensors_folder import (
+    SafetensorsFolder,
+    require_no_pickle,
+)
+from memjax.models.checkpoints.safetensors_write import require_free, write_folder
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.lora import merge_lora
@@ -110,7 +115,7 @@ def convert(
     Raises:
         ValueError: as both.
     """
-    safetensors_folder.require_free(Path(folder))
+    require_free(Path(folder))
     checkpoint = _open(Path(source))
     tokenizer = checkpoint.tokenizer() if with_tokenizer else None
     ids = {k: checkpoint.config[k] for k in TOKEN_IDS if k in checkpoint.config}
@@ -125,7 +130,7 @@ def _open(path: Path) -> SafetensorsFolder | GGUFCheckpoint:
         raise ValueError(f"{path} is neither a folder nor a GGUF file")
     if path.suffix == ".safetensors":
         raise ValueError(f"{path}: give its folder, which has the config.json as well")
-    safetensors_folder.require_no_pickle(path)
+    require_no_pickle(path)
     return GGUFCheckpoint(path)
 
 
@@ -170,7 +175,7 @@ def _write(
         tensors = tensor_names.tensors_from_parameters(model)
     except ValueError:
         config, tensors = own_format.to_config(model), own_format.tensors(model)
-    safetensors_folder.write_folder(
+    write_folder(
         folder,
         config | more,
         tensors,

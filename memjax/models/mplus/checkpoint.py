@@ -18,12 +18,12 @@ from memjax.config_io import from_record, to_record
 from memjax.models.checkpoints import own_format, tensor_names
 from memjax.models.checkpoints.hf_config import from_hf_config
 from memjax.models.checkpoints.hf_export import to_hf_config
+from memjax.models.checkpoints.safetensors_file import SafetensorsFile
 from memjax.models.checkpoints.safetensors_folder import (
-    SafetensorsFile,
     SafetensorsFolder,
     require_no_pickle,
-    write_folder,
 )
+from memjax.models.checkpoints.safetensors_write import write_folder
 from memjax.models.language_model.config import Dtype, ModelConfig
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.lora import Frozen, merge_lora

@@ -16,7 +16,7 @@ from memjax.models.checkpoints.gguf_checkpoint import GGUFCheckpoint
 from memjax.models.checkpoints.gguf_file import GGUFFile
 from memjax.models.checkpoints.gguf_tokenizer import tokenizer_json
 from memjax.models.checkpoints.pretrained import load_pretrained
-from memjax.models.checkpoints.safetensors_folder import write_folder
+from memjax.models.checkpoints.safetensors_write import write_folder
 
 gguf = pytest.importorskip("gguf", reason="needs the optional package gguf")
 

@@ -19,10 +19,8 @@ from memjax.models.checkpoints.pretrained import (
     load_pretrained,
     save_pretrained,
 )
-from memjax.models.checkpoints.safetensors_folder import (
-    SafetensorsFile,
-    SafetensorsFolder,
-)
+from memjax.models.checkpoints.safetensors_file import SafetensorsFile
+from memjax.models.checkpoints.safetensors_folder import SafetensorsFolder
 from memjax.models.lora import LoraConfig, add_lora
 
 safetensors = pytest.importorskip(

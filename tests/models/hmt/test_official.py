@@ -17,7 +17,7 @@ from flax import nnx
 
 from memjax.evaluation import recall_distances
 from memjax.models import HMTConfig, Sampling, generate, hmt
-from memjax.models.checkpoints.safetensors_folder import SafetensorsFile
+from memjax.models.checkpoints.safetensors_file import SafetensorsFile
 from memjax.models.hmt.checkpoint import load_official
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hmt"

@@ -1,0 +1,102 @@
+"""One safetensors file: tensors by name, read without executing or trusting it."""
+
+import json
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+FLOAT_FORMATS = ("F32", "F16", "BF16")
+NO_OTHERS: Mapping[str, str] = types.MappingProxyType({})
+
+
+class SafetensorsFile:
+    """One file of tensors.
+
+    Attributes:
+        path: of the file.
+        shapes: of the tensors, by name.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        formats: tuple[str, ...] = FLOAT_FORMATS,
+        others: Mapping[str, str] = NO_OTHERS,
+    ):
+        """Reads the header; tensors are read one by one, when asked for.
+
+        Args:
+            path: of the file.
+            formats: number formats that may occur, as safetensors names them.
+            others: tensor name to one more format that it may have, such as flags.
+
+        Raises:
+            ValueError: if the header contradicts the file, names a tensor twice, or has
+                another number format; without the package safetensors. OSError: no
+                file.
+        """
+        safetensors = library()
+        self.path = path
+        try:
+            # Checks the header against the file: no gap, overlap or surplus byte.
+            self._file = safetensors.safe_open(path, "numpy")
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from error
+        # The library takes the last of two tensors with one name.
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            read_object(file.read(size), f"{path}: header")
+        self.shapes = {}
+        for name in self._file.keys():
+            part = self._file.get_slice(name)
+            allowed = (*formats, others[name]) if name in others else formats
+            if part.get_dtype() not in allowed:
+                raise ValueError(
+                    f"{path}: tensor {name!r} has the number format "
+                    f"{part.get_dtype()}, expected one of {allowed}"
+                )
+            self.shapes[name] = tuple(part.get_shape())
+
+    def get(self, name: str) -> Float32[np.ndarray, "..."]:
+        """One tensor in float32, which represents the other float formats exactly."""
+        return self.get_unconverted(name).astype(np.float32, copy=False)
+
+    def get_unconverted(self, name: str) -> np.ndarray:
+        """One tensor in the file's number format."""
+        return self._file.get_tensor(name)
+
+
+def read_object(raw: bytes, what: str) -> dict[str, Any]:
+    """Parses a JSON object; ValueError if it is not one, or repeats a key."""
+
+    def unique(pairs):
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(f"{twice} given twice")
+        return result
+
+    try:
+        found = json.loads(raw, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is not sound JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} must be a JSON object, got {type(found).__name__}")
+    return found
+
+
+def library() -> Any:
+    """The optional package safetensors; ValueError without it."""
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ValueError(
+            "safetensors files need the optional package safetensors: "
+            "pip install safetensors"
+        ) from error
+    return safetensors

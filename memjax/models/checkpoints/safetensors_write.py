@@ -1,0 +1,144 @@
+"""Writes folders of `config.json`, safetensors and `tokenizer.json`, as Hugging Face's.
+
+A folder appears under its name only when all of its files are on the disk.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from memjax.models.checkpoints.safetensors_file import library
+from memjax.models.checkpoints.safetensors_folder import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    TOKENIZER,
+)
+from memjax.models.language_model.config import Dtype
+
+SAVED_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+def write_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    tokenizer: bytes | None,
+    *,
+    dtype: Dtype = "float32",
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a folder that `SafetensorsFolder` and Hugging Face's libraries read.
+
+    Tensors of more than `shard_bytes` go to several files and an index; no more than
+    one file's tensors are in memory at a time.
+
+    Args:
+        folder: must not exist, or be empty.
+        config: content of `config.json`; `torch_dtype` is added.
+        tensors: names and values; uint8 tensors are flags, whose dtype stays.
+        tokenizer: bytes of `tokenizer.json`.
+        dtype: of the other saved tensors.
+        shard_bytes: size of the largest file, unless one tensor alone is larger; at
+            least 1.
+
+    Raises:
+        ValueError: if the folder is not empty, or a tensor is given twice.
+    """
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
+    with atomic_folder(folder) as temporary:
+        _write_tensors(temporary, tensors, SAVED_DTYPES[dtype], shard_bytes)
+        record = json.dumps(dict(config) | {"torch_dtype": dtype}, indent=2)
+        (temporary / CONFIG).write_text(record)
+        if tokenizer is not None:
+            (temporary / TOKENIZER).write_bytes(tokenizer)
+            # Without it transformers builds the tokenizer of the model's family.
+            general = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            (temporary / "tokenizer_config.json").write_text(json.dumps(general))
+        for file in temporary.glob("*.safetensors"):
+            # The library makes files that only their owner may read.
+            shutil.copymode(temporary / CONFIG, file)
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder to write in, renamed to `folder` when all is on the disk.
+
+    Raises:
+        ValueError: if `folder` is not empty.
+    """
+    require_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        temporary.replace(folder)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise
+
+
+def require_free(folder: Path) -> None:
+    """Raises ValueError unless a folder can be written there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already and is not an empty folder")
+
+
+def _write_tensors(
+    folder: Path,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    dtype: np.dtype,
+    shard_bytes: int,
+) -> None:
+    save_file = library().numpy.save_file
+    shard_of: dict[str, int] = {}
+    shard, size, count, total = {}, 0, 0, 0
+
+    def flush():
+        # The number of files is not known yet, and is part of their names.
+        save_file(shard, folder / f"{count}.part", metadata={"format": "pt"})
+
+    for name, value in tensors:
+        if name in shard_of:
+            raise ValueError(f"tensor {name!r} is given twice")
+        value = np.asarray(value, order="C")
+        value = value if value.dtype == np.uint8 else value.astype(dtype, copy=False)
+        if shard and size + value.nbytes > shard_bytes:
+            flush()
+            shard, size, count = {}, 0, count + 1
+        shard[name], shard_of[name] = value, count
+        size, total = size + value.nbytes, total + value.nbytes
+    flush()
+    _name_shards(folder, shard_of, count + 1, total)
+
+
+def _name_shards(
+    folder: Path, shard_of: Mapping[str, int], count: int, total_bytes: int
+) -> None:
+    """Gives `count` written files their final names, and several of them an index."""
+    if count == 1:
+        (folder / "0.part").rename(folder / SINGLE)
+        return
+    files = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    for i, file in enumerate(files):
+        (folder / f"{i}.part").rename(folder / file)
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": {name: files[i] for name, i in shard_of.items()},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
