@@ -1,0 +1,1 @@
+"""Tables of the READMEs, rendered from the result files."""

@@ -1,0 +1,188 @@
+"""Tables of the experiments with HMT."""
+
+from typing import Any
+
+from experiments.tables.table import (
+    Table,
+    Tables,
+    load,
+    number,
+    percent,
+    spread,
+    thousands,
+    times,
+)
+
+
+def _lengths(name: str) -> Table:
+    """Perplexity of the causal scoring, by model and length of the input."""
+    result = load(name)
+    curves = result["scoring"]["causal"]["perplexity"]["all"]
+    rows = [
+        [
+            model,
+            number(result["models"][model]["state_bytes"], 0),
+            number(result["models"][model]["window"], 0),
+            *(number(value, 2) for value in values),
+        ]
+        for model, values in curves.items()
+    ]
+    columns = [f"{thousands(n)} tokens" for n in result["lengths"]]
+    return Table(["PPL", "state bytes", "window", *columns], rows, [name])
+
+
+def length() -> Table:
+    """The backbone that is trained here."""
+    return _lengths("hmt/length")
+
+
+def smollm2_length() -> Table:
+    """SmolLM2-135M."""
+    return _lengths("hmt/smollm2/length")
+
+
+def smollm2_gain() -> Table:
+    """Against the window of equal memory, at the longest input, both scorings."""
+    result = load("hmt/smollm2/length")
+    rows = []
+    for scoring, found in result["scoring"].items():
+        for model, gains in found["gain_over_window"].items():
+            last = gains[-1]
+            nats = spread(last["nats"], last["standard_error"], 3)
+            change = f"{last['perplexity_change']:+.1%}"
+            rows.append([f"{model}, scoring: {scoring}", nats, change])
+    header = ["against the window of equal memory", "nats saved a token", "PPL"]
+    return Table(header, rows, ["hmt/smollm2/length"])
+
+
+def _sizes(name: str) -> Table:
+    """Perplexity and training time of each size."""
+    rows = [
+        [
+            case,
+            number(row["perplexity"]["causal"], 1),
+            spread(row["gain"]["nats"], row["gain"]["standard_error"], 4),
+            number(row["training_seconds"], 0),
+        ]
+        for case, row in load(name)["models"].items()
+    ]
+    header = ["", "PPL, causal", "nats saved against the first", "training seconds"]
+    return Table(header, rows, [name])
+
+
+def sensory() -> Table:
+    """Sizes of the sensory memory."""
+    return _sizes("hmt/sensory")
+
+
+def depth() -> Table:
+    """Segments that gradients flow through."""
+    return _sizes("hmt/depth")
+
+
+def switching() -> Table:
+    """What retrieval saves, and where searches go."""
+    rows = []
+    for form, found in load("hmt/switching")["forms"].items():
+        saved, recall = found["nats_saved_by_retrieval"], found["recall"]
+        rows.append(
+            [
+                form,
+                *(number(x, 1) for x in found["perplexity"]["text"].values()),
+                spread(saved["nats"], saved["standard_error"], 3),
+                percent(recall["even"]),
+                percent(recall["chance_even"]),
+            ]
+        )
+    header = ["documents", "PPL with retrieval", "PPL without", "nats saved"]
+    header += ["found an even number of segments back", "by chance"]
+    return Table(header, rows, ["hmt/switching"])
+
+
+def qa() -> Table:
+    """Right answers and perplexity of answers."""
+    result = load("hmt/qa")
+    rows = []
+    for model in result["models"]:
+        found = [by["models"][model]["all"] for by in result["contexts"].values()]
+        exact = [percent(x["exact"]) for x in found]
+        rows.append([model, *exact, *(number(x["perplexity"], 1) for x in found)])
+    counts = list(result["contexts"])
+    header = ["", *(f"right, {n} contexts" for n in counts)]
+    header += [f"PPL of the answer, {n}" for n in counts]
+    return Table(header, rows, ["hmt/qa"])
+
+
+# Of the lengths that were measured; the file has more.
+_COST_LENGTHS = (2048, 16_384, 32_768, 102_400)
+
+
+def cost() -> Table:
+    """Time, growth of memory and state by length."""
+    rows = [
+        [
+            model,
+            thousands(row["length"]),
+            number(row["seconds"], 1),
+            number(1e6 * row["seconds"] / row["length"], 0),
+            number(row["growth_mebibytes"], 1),
+            number(row["state_bytes"] / 1e6, 2),
+        ]
+        for model, found in load("hmt/cost")["models"].items()
+        for row in found
+        if row["length"] in _COST_LENGTHS
+    ]
+    header = ["", "tokens", "seconds", "µs a token", "MiB more while reading"]
+    return Table([*header, "state, MB"], rows, ["hmt/cost"])
+
+
+def memory() -> Table:
+    """Compiled memory of a training step by depth."""
+    result = load("hmt/memory")
+    rows = [
+        [
+            f"{device}, {way}",
+            *(number(size["device"] / 1e6, 0) for size in sizes),
+            *(number(size["host"] / 1e6, 0) for size in sizes),
+        ]
+        for device, ways in result["bytes"].items()
+        for way, sizes in ways.items()
+    ]
+    depths = result["config"]["depths"]
+    header = ["MB beside parameters and moments", *(f"depth {n}" for n in depths)]
+    header += [f"on the host, depth {n}" for n in depths]
+    return Table(header, rows, ["hmt/memory"])
+
+
+def speed() -> Table:
+    """Seconds of a training step, and speedups over the authors' program."""
+    rows = []
+    for name in ("hmt/speed", "hmt/smollm2/speed"):
+        for step in load(name)["steps"]:
+            rows.append(_step(step))
+    header = ["backbone, trained, batch", "memjax: seconds", "fastest", "slowest"]
+    header += ["authors: seconds", "fastest", "slowest", "speedup", "least possible"]
+    return Table(header, rows, ["hmt/speed", "hmt/smollm2/speed"])
+
+
+def _step(step: dict[str, Any]) -> list[str]:
+    ours, official = (step["implementations"][n] for n in ("keep", "official"))
+    cells = [f"{step['size']}, {step['trained']}, {step['batch']}"]
+    for row in (ours, official):
+        cells += [number(row[key], 3) for key in ("median_s", "min_s", "max_s")]
+    speedup = times(ours["speedup"]["official"])
+    return [*cells, speedup, number(step["roofline_s"], 3)]
+
+
+TABLES: Tables = {
+    "hmt/length": length,
+    "hmt/smollm2_length": smollm2_length,
+    "hmt/smollm2_gain": smollm2_gain,
+    "hmt/sensory": sensory,
+    "hmt/depth": depth,
+    "hmt/switching": switching,
+    "hmt/qa": qa,
+    "hmt/cost": cost,
+    "hmt/memory": memory,
+    "hmt/speed": speed,
+}
