@@ -37,8 +37,8 @@ from memjax.checks import check_sizes
 from memjax.data import Split, load_tokens
 from memjax.models import LanguageModel
 from memjax.models.language_model.model import with_config
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus, mplus
-from memjax.models.mplus.state import MPlusConfig
 
 Reference = Literal["M+, untrained", "MemoryLLM, untrained", "backbone", "window"]
 STAGES = {

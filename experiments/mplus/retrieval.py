@@ -16,8 +16,9 @@ from jaxtyping import Array, Int
 
 from experiments.mplus.retention.methods import LatentMemory
 from experiments.mplus.retention.samples import Samples
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
-from memjax.models.mplus.state import MPlusConfig, MPlusState
+from memjax.models.mplus.state import MPlusState
 
 
 class Found(NamedTuple):

@@ -23,13 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from memjax.data import load_tokenizer
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.retriever import Retriever
-from memjax.nnx.params import as_arrays, as_params
+from memjax.nnx.params import as_arrays
 from memjax.training import pretrain
 from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_stage import MPlusStage
@@ -92,9 +91,9 @@ def main(config: Config) -> None:
     )
     print(f"{len(bank.asked)} documents", flush=True)
     if config.start == "similarity":
-        start_by_similarity(model, bank)
+        model = start_by_similarity(model, bank)
     if config.steps:
-        losses = fit(
+        model, losses = fit(
             model,
             bank,
             steps=config.steps,
@@ -120,13 +119,13 @@ def save(model: MPlus, file: Path) -> None:
     )
 
 
-def read(model: MPlus, file: Path) -> None:
-    """Gives a model the retriever of a file.
+def read(model: MPlus, file: Path) -> MPlus:
+    """The model with the retriever of a file.
 
     Raises:
         ValueError: if the file has other arrays than the model.
     """
-    found = load_file(file)
+    found, parts = load_file(file), {}
     for part in PARTS:
         old = as_arrays(getattr(model, part))._asdict()
         new = {}
@@ -139,9 +138,10 @@ def read(model: MPlus, file: Path) -> None:
                     f"{None if given is None else list(given.shape)}"
                 )
             new[name] = jnp.asarray(given)
-        setattr(model, part, nnx.data(as_params(Retriever(**new))))
+        parts[part] = Retriever(**new)
     if found:
         raise ValueError(f"retriever={str(file)!r} has more: {sorted(found)}")
+    return model.replace(**parts)
 
 
 if __name__ == "__main__":

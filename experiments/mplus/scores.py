@@ -174,7 +174,7 @@ def _losses(graph, params, memory, tokens, prompt, choosing):
     inputs, targets = tokens[:, :-1], tokens[:, prompt:]
     if isinstance(model, MPlus):
         given = Given(None, False, None, choosing, 0)
-        _, features, _ = read_closed(model, memory, inputs, given)
+        _, features, _ = read_closed(model.weights, memory, inputs, given)
     else:
         _, features = model.features(memory, inputs)
     scored = features[:, prompt - 1 :]

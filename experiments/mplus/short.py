@@ -44,8 +44,8 @@ from memjax.data import (
 from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, split_facts
 from memjax.models import LanguageModel
 from memjax.models.language_model.model import with_config
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus, mplus
-from memjax.models.mplus.state import MPlusConfig
 
 BACKBONE = "backbone"
 

@@ -8,7 +8,7 @@ from memjax.models.language_model.config import ElasticOptions as ElasticOptions
 from memjax.models.language_model.config import ModelConfig as ModelConfig
 from memjax.models.language_model.model import LanguageModel as LanguageModel
 from memjax.models.language_model.presets import preset as preset
+from memjax.models.mplus.config import MPlusConfig as MPlusConfig
 from memjax.models.mplus.model import memoryllm as memoryllm
 from memjax.models.mplus.model import mplus as mplus
-from memjax.models.mplus.state import MPlusConfig as MPlusConfig
 from memjax.models.sampling import Sampling as Sampling

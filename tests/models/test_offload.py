@@ -11,8 +11,8 @@ import pytest
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models import offload as host_memory
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import mplus
-from memjax.models.mplus.state import MPlusConfig
 from memjax.models.offload import device_bytes, near, put, require_place
 
 SIZES = ModelConfig(

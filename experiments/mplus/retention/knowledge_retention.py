@@ -41,8 +41,8 @@ from memjax.data import (
 )
 from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, split_facts
 from memjax.evaluation import plots
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus, mplus
-from memjax.models.mplus.state import MPlusConfig
 from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_presets import presets
 from memjax.training.finetune.mplus_stage import MPlusStage
@@ -253,7 +253,7 @@ def as_asked(config: Config, model: MPlus) -> MPlus:
     if config.store or config.retrieved:
         model = methods.with_store(model, config.store, config.retrieved)
     if config.retriever is not None:
-        retriever.read(model, config.retriever)
+        model = retriever.read(model, config.retriever)
     return model
 
 

@@ -23,7 +23,6 @@ from memjax.models.language_model.model import with_config
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
 from memjax.models.language_model.windowed import with_window
 from memjax.models.lora import Frozen
-from memjax.models.mplus import tensor_names as mplus_names
 from memjax.models.mplus import write as mplus_writing
 from memjax.models.mplus.model import MPlus
 
@@ -253,25 +252,21 @@ def with_attention_retrieval(model: MPlus) -> MPlus:
         retrieval_source="prefix",
         store_memory="device",
     )
-    for name in mplus_names.RETRIEVERS:
-        delattr(rebuilt, name)
     initial = rebuilt.initial
     if initial is not None and initial.rows is not None and initial.born is not None:
         rows, born = initial.rows.get_value(), initial.born.get_value()
         layers = [
-            mplus_writing.stored(rebuilt, i, rows[i][None], born[i][None])
+            mplus_writing.stored(rebuilt.weights, i, rows[i][None], born[i][None])
             for i in range(rebuilt.layers)
         ]
         keep = lambda parts: Frozen(jnp.concatenate(parts))
         values, keys = keep([x.rows for x in layers]), keep([x.keys for x in layers])
-        rebuilt.initial = initial._replace(rows=values, keys=keys)
+        return MPlus(rebuilt.weights, initial._replace(rows=values, keys=keys))
     return rebuilt
 
 
 def _with_config(model, **changes):
-    rebuilt = nnx.merge(*nnx.split(model))
-    rebuilt.config = dataclasses.replace(model.config, **changes)
-    return rebuilt
+    return model.replace(config=dataclasses.replace(model.config, **changes))
 
 
 def device_bytes(model: MPlus) -> int:

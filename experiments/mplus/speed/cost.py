@@ -38,8 +38,8 @@ from experiments.mplus.speed.cost_programs import compile_programs
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.model import with_config
 from memjax.models.language_model.windowed import with_window
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus, mplus
-from memjax.models.mplus.state import MPlusConfig
 from memjax.models.offload import device_bytes
 
 Kind = Literal[

@@ -20,8 +20,9 @@ from experiments.hmt.speed.operations import Shape
 from experiments.mplus.speed import official
 from memjax.models import LanguageModel
 from memjax.models.mplus import store as long_term_store
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus, mplus
-from memjax.models.mplus.state import LayerStore, MPlusConfig, MPlusState
+from memjax.models.mplus.state import LayerStore, MPlusState
 
 Implementation = Literal["official", "official_fused", "ours"]
 # The attention that the authors' program is run with.

@@ -6,7 +6,7 @@ left out, and so are logits of tokens that are not followed by a drawn one.
 """
 
 from memjax.models import ModelConfig
-from memjax.models.mplus.state import MPlusConfig
+from memjax.models.mplus.config import MPlusConfig
 
 
 def text(

@@ -17,7 +17,6 @@ head.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +29,7 @@ from memjax.models.language_model.layers import BlockParams
 from memjax.models.language_model.mixers import heads_config
 from memjax.models.mplus.layers import memory_slots
 from memjax.models.mplus.state import LayerStore, Store
-
-if TYPE_CHECKING:
-    from memjax.models.mplus.model import MPlus
+from memjax.models.mplus.weights import MPlusWeights
 
 
 def width(config: ModelConfig) -> int:
@@ -173,9 +170,9 @@ def _attend(query, found, slots):
     return y.astype(query.dtype)
 
 
-def seeker(model: "MPlus", store: Store | None) -> Seeker | None:
+def seeker(weights: MPlusWeights, store: Store | None) -> Seeker | None:
     """None unless attention finds the rows of a read."""
-    config = model.config
+    config = weights.config
     if store is None or not config.by_attention:
         return None
-    return Seeker(model.backbone.config, config.retrieved, store)
+    return Seeker(weights.backbone.config, config.retrieved, store)

@@ -28,9 +28,10 @@ from memjax.models.language_model.config import Dtype, ModelConfig
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.lora import Frozen, merge_lora
 from memjax.models.mplus import tensor_names as mplus_names
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.hf_config import describe, mplus_config_from_hf
 from memjax.models.mplus.model import MPlus, mplus
-from memjax.models.mplus.state import Initial, MPlusConfig
+from memjax.models.mplus.state import Initial
 
 #: Where `config.json` keeps the `MPlusConfig`, beside what the program reads.
 RECORD = "memjax_mplus"
@@ -182,7 +183,7 @@ def _named(
 ) -> Iterator[tuple[str, np.ndarray]]:
     for name, value in backbone:
         yield mplus_names.of_backbone(name), value
-    yield from mplus_names.learned_tensors(model)
+    yield from mplus_names.learned_tensors(model.weights)
     if model.initial is not None:
         yield from mplus_names.of_memory(model.initial)
         if not model.config.retrieved:
@@ -198,7 +199,9 @@ def _build(
     sizes, plain, read_backbone = _backbone(source, dtype)
     begin = lambda: LanguageModel(sizes, key=jax.random.key(0))
     learned = jax.eval_shape(
-        lambda: mplus_names.learned(mplus(begin(), config, key=jax.random.key(0)))
+        lambda: mplus_names.learned(
+            mplus(begin(), config, key=jax.random.key(0)).weights
+        )
     )
     tensors = mplus_names.of_learned(learned, reader)
     expected = {mplus_names.of_backbone(name): shape for name, shape in plain.items()}
@@ -220,15 +223,17 @@ def _build(
     }
     own_format.require_tensors(expected, found, source.where)
     get = source.get
-    model = mplus(read_backbone(), config, key=jax.random.key(0))
+    start = mplus(read_backbone(), config, key=jax.random.key(0)).weights
     values = [
         jnp.asarray(tensor_names.from_stored(get(t.name), t.layout, leaf.shape))
         for t, leaf in zip(tensors, jax.tree.leaves(learned), strict=True)
     ]
-    mplus_names.fill(model, jax.tree.unflatten(jax.tree.structure(learned), values))
-    if rows is not None:
-        model.initial = _initial(source, config, layers, rows)
-    return model
+    weights = mplus_names.with_learned(
+        start, jax.tree.unflatten(jax.tree.structure(learned), values)
+    )
+    if rows is None:
+        return MPlus(weights)
+    return MPlus(weights, _initial(source, config, layers, rows))
 
 
 def _require_the_programs(config: MPlusConfig, where: str) -> None:

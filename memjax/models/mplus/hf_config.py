@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memjax.models.mplus import tensor_names as mplus_names
-from memjax.models.mplus.state import MPlusConfig
+from memjax.models.mplus.config import MPlusConfig
 
 # No setting of a sound file is larger.
 LARGEST = 1e9

@@ -13,13 +13,12 @@ Shapes: B batch, T tokens, K memory tokens, P slots before the tokens, S slots, 
 G key heads, H head width.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
 from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import projections
@@ -27,14 +26,6 @@ from memjax.models import ragged as segments
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import BlockParams, normalize, run_block
 from memjax.models.language_model.mixers import heads_config
-from memjax.models.language_model.model import LanguageModel
-from memjax.models.lora import LowRank, Target, adapted, init_changes, targets_in
-
-#: What the adapters change: not the attention's output.
-TARGETS: tuple[Target, ...] = ("query", "key", "value", "gate", "up", "down")
-
-#: Of one layer: of its "mixer" and its "feed_forward", by target.
-Changes = dict[str, dict[str, LowRank]]
 
 
 class Slots(NamedTuple):
@@ -195,63 +186,3 @@ def compress(
 
 def _roll(x, by):
     return jnp.roll(x, by, axis=0)
-
-
-def init_bos(backbone: LanguageModel) -> Float[Array, "L D"]:
-    """What a text's first position is in every layer, whatever token begins it.
-
-    Heads that find nothing to attend to attend there, and a backbone marks the place
-    by activations that no embedding has; without it, reading begins far off (SmolLM2:
-    3.06 nats a token behind a compressed chunk instead of 12.3).
-    """
-    config = dataclasses.replace(backbone.config, dtype="float32")
-    h = backbone.embedding.get_value().mean(axis=0)[None, None]
-    at, found = jnp.zeros((1, 1), jnp.int32), []
-    for block in backbone.blocks:
-        found.append(h[0, 0])
-        h = write_layer(config, block.parameters(), h, None, at, 1)
-    return jnp.stack(found)
-
-
-def init_adapter(
-    backbone: LanguageModel, rank: int, key: PRNGKeyArray
-) -> tuple[Changes, ...]:
-    """LoRA on `TARGETS` in every layer, which changes nothing yet."""
-    layers = []
-    for i, block in enumerate(backbone.blocks):
-        changes = {}
-        for place, name in enumerate(("mixer", "feed_forward")):
-            params = getattr(block.parameters(), name)
-            here = jax.random.fold_in(key, 2 * i + place)
-            names = targets_in(params, TARGETS)
-            changes[name] = init_changes(params, names, rank, here)
-        layers.append(changes)
-    return tuple(layers)
-
-
-def adapt(
-    backbone: LanguageModel, adapter: tuple[Changes, ...], scale: float
-) -> tuple[BlockParams, ...]:
-    """The layers' parameters, whose matrices know an adapter's changes."""
-    layers = []
-    for block, changes in zip(backbone.blocks, adapter, strict=True):
-        params = block.parameters()
-        mixer = adapted(params.mixer, changes["mixer"], scale)
-        hidden = adapted(params.feed_forward, changes["feed_forward"], scale)
-        layers.append(params._replace(mixer=mixer, feed_forward=hidden))
-    return tuple(layers)
-
-
-def require_backbone(backbone: LanguageModel) -> None:
-    """Raises ValueError unless a backbone is of Llama's kind."""
-    config = backbone.config
-    if others := set(config.mixers) - {"attention"}:
-        raise ValueError(
-            f"backbone must have attention in every layer, got {sorted(others)} as well"
-        )
-    style = config.architecture
-    if style.positions != "rope" or not style.norm_first:
-        raise ValueError(
-            "backbone must be of Llama's kind, with RoPE and norms first, got "
-            f"positions={style.positions!r}, norm_first={style.norm_first}"
-        )

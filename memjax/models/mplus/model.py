@@ -6,9 +6,7 @@
             rows are those whose keys the tokens' queries find likeliest
 
 Wang et al. (2025), https://arxiv.org/abs/2502.00592; MemoryLLM, without a store: Wang
-et al. (2024), https://arxiv.org/abs/2402.04624. The passes through a layer are in
-`mplus_layers.py`, pool and store in `short_term_pool.py` and `long_term_store.py`, the
-verbs in `mplus_writing.py` and `mplus_reading.py`.
+et al. (2024), https://arxiv.org/abs/2402.04624.
 
 As a language model it reads its own text: tokens see the memory and the open chunk; a
 full chunk is written into memory, and the next one's rows are retrieved by the queries
@@ -33,16 +31,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from memjax import mechanisms
 from memjax.checks import check_sizes
 from memjax.models import ragged as segments
-from memjax.models.language_model.layers import BlockParams, normalize
 from memjax.models.language_model.model import LanguageModel
-from memjax.models.lora import freeze
-from memjax.models.mplus import answers as mplus_answers
-from memjax.models.mplus import attention_retrieval, retriever
-from memjax.models.mplus import read as mplus_reading
+from memjax.models.mplus import attention_retrieval, kv_cache, read, write
 from memjax.models.mplus import store as long_term_store
-from memjax.models.mplus import write as mplus_writing
-from memjax.models.mplus.layers import adapt, init_adapter, init_bos, require_backbone
-from memjax.models.mplus.state import Initial, MPlusConfig, MPlusState, Reading
+from memjax.models.mplus.config import MPlusConfig
+from memjax.models.mplus.read import ReadTrace
+from memjax.models.mplus.state import Initial, MPlusState, Reading
+from memjax.models.mplus.weights import MPlusWeights, init_weights
 from memjax.models.offload import near, put, require_place
 from memjax.models.sampling import Sampling
 from memjax.nnx.params import as_arrays, as_params
@@ -51,9 +46,9 @@ from memjax.nnx.params import as_arrays, as_params
 class MPlus(nnx.Module):
     """A backbone with latent memory: itself a language model.
 
-    Holds parameters: `write_adapter` and `read_adapter` (LoRA), `bos` [L, D],
-    `position` [D], and with a learned retrieval `query`, `key` and `encoder_query` of
-    the retriever. The backbone is frozen.
+    Holds parameters, which `weights` gives to the functions of this room: the two
+    adapters, `bos`, `position`, and with a learned retrieval `query`, `key` and
+    `encoder_query` of the retriever. The backbone is frozen.
 
     Example:
         model = mplus(backbone, MPlusConfig(), key=jax.random.key(0))
@@ -61,30 +56,32 @@ class MPlus(nnx.Module):
         reading, logits = model.read(state, question)
     """
 
-    def __init__(
-        self, backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray
-    ):
-        require_backbone(backbone)
-        require_place("store_memory", config.store_memory)
-        require_place("pool_memory", config.pool_memory)
-        self.config = config
-        self.backbone = freeze(backbone)
-        write_key, read_key, *keys = jax.random.split(key, 5)
-        draw = functools.partial(init_adapter, self.backbone, config.rank)
-        self.write_adapter = nnx.data(as_params(draw(write_key)))
-        self.read_adapter = nnx.data(as_params(draw(read_key)))
-        layers, d = len(backbone.blocks), backbone.width
-        self.bos = nnx.Param(init_bos(backbone))
-        self.position = nnx.Param(jnp.zeros(d))
+    def __init__(self, weights: MPlusWeights, initial: Initial | None = None):
+        self.config = weights.config
+        self.backbone = weights.backbone
+        self.write_adapter = nnx.data(as_params(weights.write_adapter))
+        self.read_adapter = nnx.data(as_params(weights.read_adapter))
+        self.bos = nnx.Param(weights.bos)
+        self.position = nnx.Param(weights.position)
         #: Memory that every text starts from, as a checkpoint brings it, or None.
-        self.initial: Initial | None = nnx.data(None)
-        if config.has_retriever:
-            draw = functools.partial(
-                retriever.init_retriever, layers, d, config.key_dim
-            )
-            self.query = nnx.data(as_params(draw(keys[0])))
-            self.key = nnx.data(as_params(draw(keys[1])))
-            self.encoder_query = nnx.data(as_params(draw(keys[2])))
+        self.initial: Initial | None = nnx.data(initial)
+        if weights.config.has_retriever:
+            self.query = nnx.data(as_params(weights.query))
+            self.key = nnx.data(as_params(weights.key))
+            self.encoder_query = nnx.data(as_params(weights.encoder_query))
+
+    @property
+    def weights(self) -> MPlusWeights:
+        """The parameters, as the functions of this room take them."""
+        names = ["write_adapter", "read_adapter", "bos", "position"]
+        if self.config.has_retriever:
+            names += ["query", "key", "encoder_query"]
+        values = {name: as_arrays(getattr(self, name)) for name in names}
+        return MPlusWeights(self.config, self.backbone, **values)
+
+    def replace(self, **changes: Any) -> "MPlus":
+        """The same model with these `changes` to its weights or its config."""
+        return MPlus(self.weights._replace(**changes), self.initial)
 
     @property
     def vocab_size(self) -> int:
@@ -105,17 +102,6 @@ class MPlus(nnx.Module):
     def layers(self) -> int:
         """L."""
         return len(self.backbone.blocks)
-
-    def blocks(self, writes: bool) -> tuple[BlockParams, ...]:
-        """The layers' parameters, with the adapter that writes or that which reads."""
-        adapter = self.write_adapter if writes else self.read_adapter
-        scale = self.config.alpha / self.config.rank
-        return adapt(self.backbone, as_arrays(adapter), scale)
-
-    def normed(self, layer: int, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """What the retriever is given: rows after the norm before attention."""
-        norm = as_arrays(self.backbone.blocks[layer].mixer_norm)
-        return normalize(norm, x, self.backbone.config.norm_epsilon)
 
     def init_state(self, batch: int, *, key: PRNGKeyArray | None = None) -> MPlusState:
         """The memory a text starts from: empty, or the checkpoint's.
@@ -140,7 +126,7 @@ class MPlus(nnx.Module):
             filled=zeros(batch),
             queries=None,
             asked=zeros(batch),
-            reading=mplus_reading.empty(self, batch, c.prefix, c.prefix + c.chunk),
+            reading=kv_cache.empty(self.weights, batch, c.prefix, c.prefix + c.chunk),
             ready=jnp.zeros(batch, bool),
             key=jax.random.key_data(keys),
         )
@@ -174,7 +160,7 @@ class MPlus(nnx.Module):
             ValueError: on tokens of another shape, or a known value out of range.
         """
         self._check(state, tokens)
-        return mplus_writing.by_chunks(self, state, tokens, mplus_reading.read_piece)
+        return write.by_chunks(self.weights, state, tokens, kv_cache.read_piece)
 
     def logits(self, features: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Scores of the next token, in float32."""
@@ -198,8 +184,8 @@ class MPlus(nnx.Module):
             ValueError: as `features`.
         """
         self._check(state, tokens)
-        skip = lambda model, state, piece, lengths: (state, None)
-        state, _ = mplus_writing.by_chunks(self, state, tokens, skip)
+        skip = lambda weights, state, piece, lengths: (state, None)
+        state, _ = write.by_chunks(self.weights, state, tokens, skip)
         return state._replace(ready=jnp.zeros_like(state.ready))
 
     def flush(self, state: MPlusState) -> MPlusState:
@@ -208,8 +194,8 @@ class MPlus(nnx.Module):
         Shorter ones stay open: fewer tokens than K write old memory again, and a few
         tokens would be all but lost among it.
         """
-        return mplus_writing.write_open(
-            self, state, state.filled >= self.config.least_chunk
+        return write.write_open(
+            self.weights, state, state.filled >= self.config.least_chunk
         )
 
     def compress(
@@ -236,8 +222,10 @@ class MPlus(nnx.Module):
                 f"got {tokens.shape[1]}"
             )
         if memory is not None:
-            self.check_rows("memory", memory, tokens.shape[0], self.config.tokens)
-        return mplus_writing.compress(self, state, tokens, None, memory)
+            self.weights.check_rows(
+                "memory", memory, tokens.shape[0], self.config.tokens
+            )
+        return write.compress(self.weights, state, tokens, None, memory)
 
     def update(
         self,
@@ -255,14 +243,14 @@ class MPlus(nnx.Module):
         Raises:
             ValueError: on arrays of another shape.
         """
-        self.check_rows("new", new, state.held.shape[0], self.config.tokens)
+        self.weights.check_rows("new", new, state.held.shape[0], self.config.tokens)
         if dropped is not None and dropped.shape != new.shape[:3]:
             raise ValueError(
                 f"dropped must be [B, L, K] = {list(new.shape[:3])}, "
                 f"got {list(dropped.shape)}"
             )
-        return mplus_writing.update(
-            self, state, new, dropped, jnp.ones(new.shape[0], bool)
+        return write.update(
+            self.weights, state, new, dropped, jnp.ones(new.shape[0], bool)
         )
 
     def read(
@@ -298,17 +286,17 @@ class MPlus(nnx.Module):
             ValueError: as `features`; on arrays of another shape, `beside_pool` or
                 `kept` without what they need, or a prompt out of range or unneeded.
         """
-        given = mplus_reading.Given(new, beside_pool, kept, prompt, room)
-        reading, features, _ = mplus_reading.read(self, state, tokens, given)
+        given = read.Given(new, beside_pool, kept, prompt, room)
+        reading, features, _ = read.read(self.weights, state, tokens, given)
         return reading, self.logits(features)
 
     def trace_read(
         self, state: MPlusState, tokens: Int[Array, "B T"], **options: Any
-    ) -> tuple[Float[Array, "B T V"], mplus_reading.ReadTrace]:
+    ) -> tuple[Float[Array, "B T V"], ReadTrace]:
         """The logits of `read`, and what happened in its layers."""
-        defaults = mplus_reading.Given(None, False, None, None, 0)
+        defaults = read.Given(None, False, None, None, 0)
         given = defaults._replace(**options)
-        _, features, trace = mplus_reading.read(self, state, tokens, given)
+        _, features, trace = read.read(self.weights, state, tokens, given)
         return self.logits(features), trace
 
     def read_on(
@@ -319,8 +307,8 @@ class MPlus(nnx.Module):
         alone: bool = False,
         state: MPlusState | None = None,
     ) -> tuple[Reading, Float[Array, "B T V"]]:
-        """Reads on with a reading's cache; see `mplus_reading.read_on`."""
-        return mplus_reading.read_on(self, reading, tokens, alone, state)
+        """Reads on with a reading's cache; see `read.read_on`."""
+        return read.read_on(self.weights, reading, tokens, alone, state)
 
     def generate(
         self,
@@ -349,20 +337,16 @@ class MPlus(nnx.Module):
         self._check(state, prompt)
         check_sizes(max_new_tokens=max_new_tokens)
         graph, params = nnx.split(self)
-        return mplus_answers.generate(
-            graph, max_new_tokens, sampling, params, state, prompt, key
-        )
-
-    def check_rows(self, name: str, rows: Array, batch: int, count: int) -> None:
-        """Raises ValueError unless rows are [B, L, count, D]."""
-        shape = (batch, self.layers, count, self.width)
-        if rows.shape != shape:
-            raise ValueError(
-                f"{name} must be memory tokens {list(shape)}, got {list(rows.shape)}"
-            )
+        return _generate(graph, max_new_tokens, sampling, params, state, prompt, key)
 
     def _check(self, state, tokens):
         segments.check_tokens(tokens, state.held.shape[0], self.vocab_size)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _generate(graph, count, sampling, params, state, prompt, key):
+    weights = nnx.merge(graph, params).weights
+    return read.generate(weights, count, sampling, state, prompt, key)
 
 
 def mplus(backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray) -> MPlus:
@@ -377,11 +361,13 @@ def mplus(backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray) ->
         ValueError: on a backbone with other mixers than "attention", without RoPE, or
             with adapters.
     """
-    return MPlus(backbone, config, key=key)
+    require_place("store_memory", config.store_memory)
+    require_place("pool_memory", config.pool_memory)
+    return MPlus(init_weights(backbone, config, key))
 
 
 def memoryllm(
     backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray
 ) -> MPlus:
     """MemoryLLM: the pool alone, without a long-term store; see `mplus`."""
-    return MPlus(backbone, dataclasses.replace(config, retrieved=0), key=key)
+    return mplus(backbone, dataclasses.replace(config, retrieved=0), key=key)

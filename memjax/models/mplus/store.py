@@ -24,7 +24,8 @@ from jaxtyping import Array, Bool, Float, Int
 from memjax import mechanisms
 from memjax.models import ragged as segments
 from memjax.models.mplus import retriever
-from memjax.models.mplus.state import LEAST_RECALLS, LayerStore, MPlusConfig, Store
+from memjax.models.mplus.config import LEAST_RECALLS, MPlusConfig
+from memjax.models.mplus.state import LayerStore, Store
 from memjax.models.offload import near, put
 
 

@@ -22,15 +22,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from memjax.models.checkpoints import tensor_names
 from memjax.models.checkpoints.tensor_names import Tensor
 from memjax.models.lora import LowRank
-from memjax.models.mplus.model import MPlus
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.retriever import Retriever
-from memjax.models.mplus.state import Initial, MPlusConfig
-from memjax.nnx.params import as_arrays, as_params
+from memjax.models.mplus.state import Initial
+from memjax.models.mplus.weights import MPlusWeights
 
 POOL = "memory"
 WRITTEN = "initialized"
@@ -66,28 +65,31 @@ def belongs_to_store(name: str) -> bool:
     return parts[0] in STORE or not {*parts}.isdisjoint(RETRIEVERS.values())
 
 
-def learned(model: MPlus) -> dict[str, Any]:
-    """What was trained, layer by layer; `fill` sets it, `of_learned` names it."""
-    values = {name: as_arrays(getattr(model, name)) for name in ADAPTERS}
-    values["bos"] = model.bos.get_value()[:, None]
-    values["position"] = model.position.get_value()[None, None]
-    if model.config.has_retriever:
+def learned(weights: MPlusWeights) -> dict[str, Any]:
+    """What was trained, layer by layer; `of_learned` names it."""
+    values: dict[str, Any] = {name: getattr(weights, name) for name in ADAPTERS}
+    values["bos"] = weights.bos[:, None]
+    values["position"] = weights.position[None, None]
+    if weights.config.has_retriever:
         for name in RETRIEVERS:
-            whole = as_arrays(getattr(model, name))
+            whole = getattr(weights, name)
             values[name] = [Retriever(*pair) for pair in zip(*whole, strict=True)]
     return values
 
 
-def fill(model: MPlus, values: Mapping[str, Any]) -> None:
-    """Sets what `learned` gives."""
-    for name in ADAPTERS:
-        setattr(model, name, nnx.data(as_params(values[name])))
-    model.bos.set_value(values["bos"][:, 0])
-    model.position.set_value(values["position"][0, 0])
-    if model.config.has_retriever:
-        for name in RETRIEVERS:
-            whole = jax.tree.map(lambda *layers: jnp.stack(layers), *values[name])
-            setattr(model, name, nnx.data(as_params(whole)))
+def with_learned(weights: MPlusWeights, values: Mapping[str, Any]) -> MPlusWeights:
+    """The weights with what `learned` gives."""
+    retrievers = {
+        name: jax.tree.map(lambda *layers: jnp.stack(layers), *values[name])
+        for name in RETRIEVERS
+        if name in values
+    }
+    return weights._replace(
+        **{name: values[name] for name in ADAPTERS},
+        **retrievers,
+        bos=values["bos"][:, 0],
+        position=values["position"][0, 0],
+    )
 
 
 def of_learned(values: Mapping[str, Any], reader: str = READER) -> list[Tensor]:
@@ -154,9 +156,9 @@ def of_memory(initial: Initial) -> Iterator[tuple[str, np.ndarray]]:
         yield from ((f"{name}.{layer}", value) for layer, value in enumerate(whole))
 
 
-def learned_tensors(model: MPlus) -> Iterator[tuple[str, np.ndarray]]:
+def learned_tensors(weights: MPlusWeights) -> Iterator[tuple[str, np.ndarray]]:
     """Names and values of what was trained."""
-    values = learned(model)
+    values = learned(weights)
     pairs = zip(of_learned(values), jax.tree.leaves(values), strict=True)
     for tensor, value in pairs:
         yield tensor.name, tensor_names.to_stored(np.asarray(value), tensor.layout)

@@ -4,7 +4,7 @@ Shapes: B batch, L layers, T time, K memory tokens of a chunk, C longest chunk, 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,35 +12,32 @@ from jaxtyping import Array, Bool, Float, Int
 
 from memjax import mechanisms
 from memjax.models import ragged as segments
-from memjax.models.mplus import attention_retrieval, retriever
+from memjax.models.mplus import attention_retrieval
 from memjax.models.mplus import layers as mplus_layers
 from memjax.models.mplus import pool as short_term_pool
 from memjax.models.mplus import store as long_term_store
 from memjax.models.mplus.state import LayerStore, MPlusState
+from memjax.models.mplus.weights import MPlusWeights
 from memjax.models.offload import near
-from memjax.nnx.params import as_arrays
-
-if TYPE_CHECKING:
-    from memjax.models.mplus.model import MPlus
 
 
 def by_chunks(
-    model: "MPlus", state: MPlusState, tokens: Int[Array, "B T"], read: Callable
+    weights: MPlusWeights, state: MPlusState, tokens: Int[Array, "B T"], read: Callable
 ) -> tuple[MPlusState, Any]:
     """Takes tokens up to the end of the open chunk at a time, each row its own.
 
     Args:
-        model: M+.
+        weights: of M+.
         state: the memory so far.
         tokens: T >= 1.
-        read: (model, state, tokens, lengths) -> (state, features), of the piece's first
-            `lengths[b]` tokens, before they join the open chunk.
+        read: (weights, state, tokens, lengths) -> (state, features), of the piece's
+            first `lengths[b]` tokens, before they join the open chunk.
 
     Returns:
         The state, in which full chunks are written, and what `read` gave for each
         token.
     """
-    c, (b, t) = model.config.chunk, tokens.shape
+    c, (b, t) = weights.config.chunk, tokens.shape
     width, before = min(c, t), state.filled
 
     def step(carry, _):
@@ -48,9 +45,9 @@ def by_chunks(
         lengths = jnp.minimum(c - state.filled, t - done)
         at = done[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
         piece = segments.take(tokens, jnp.minimum(at, t - 1))
-        state, y = read(model, state, piece, lengths)
+        state, y = read(weights, state, piece, lengths)
         state = _keep_tokens(state, piece, lengths)
-        return (write_open(model, state, state.filled == c), done + lengths), y
+        return (write_open(weights, state, state.filled == c), done + lengths), y
 
     count = -(-(c - 1 + t) // c)
     carry = (state, jnp.zeros(b, jnp.int32))
@@ -72,14 +69,14 @@ def by_chunks(
 
 
 def write_open(
-    model: "MPlus", state: MPlusState, rows: Bool[Array, " B"]
+    weights: MPlusWeights, state: MPlusState, rows: Bool[Array, " B"]
 ) -> MPlusState:
     """Compresses and stores the open chunks of `rows`."""
 
     def write(state):
         lengths = jnp.maximum(state.filled, 1)
-        new = compress(model, state, state.tokens, lengths, None)
-        state = update(model, state, new, None, rows)
+        new = compress(weights, state, state.tokens, lengths, None)
+        state = update(weights, state, new, None, rows)
         return state._replace(
             tokens=jnp.where(rows[:, None], 0, state.tokens),
             filled=jnp.where(rows, 0, state.filled),
@@ -89,7 +86,7 @@ def write_open(
 
 
 def compress(
-    model: "MPlus",
+    weights: MPlusWeights,
     state: MPlusState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"] | None,
@@ -97,34 +94,34 @@ def compress(
 ) -> Float[Array, "B L K D"]:
     """Memory tokens of each row's first `lengths[b]` tokens; see `MPlus.compress`."""
     real = jnp.ones_like(state.held, bool) if memory is not None else state.held > 0
-    newest = lambda pool: pool[:, :, -model.config.tokens :]
+    newest = lambda pool: pool[:, :, -weights.config.tokens :]
     seen = near(newest, state.pool) if memory is None else memory
     return mplus_layers.compress(
-        model.backbone.config,
-        model.blocks(writes=True),
-        model.bos.get_value(),
-        model.position.get_value(),
+        weights.backbone.config,
+        weights.blocks(writes=True),
+        weights.bos,
+        weights.position,
         seen,
         real,
-        model.backbone.embed(tokens),
+        weights.backbone.embed(tokens),
         lengths,
-        model.config.stored == "input",
+        weights.config.stored == "input",
     )
 
 
 def update(
-    model: "MPlus",
+    weights: MPlusWeights,
     state: MPlusState,
     new: Float[Array, "B L K D"],
     dropped: Int[Array, "B L K"] | None,
     rows: Bool[Array, " B"],
 ) -> MPlusState:
     """Stores new memory tokens in `rows`; see `MPlus.update`."""
-    c = model.config
+    c = weights.config
     keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(state.key))
     if dropped is None:
         draw = lambda key: short_term_pool.draw_dropped(
-            key, model.layers, c.pool, c.tokens
+            key, weights.layers, c.pool, c.tokens
         )
         dropped = jax.vmap(draw)(keys[:, 1])
     pool, ages, out = short_term_pool.replace(
@@ -150,22 +147,23 @@ def update(
     store = state.store
     if store is not None:
         born = after.clock[:, None, None] - out.ages
-        parts = [(i, out.rows[:, i], born[:, i]) for i in range(model.layers)]
-        news = tuple(stored(model, *part) for part in parts)
+        parts = [(i, out.rows[:, i], born[:, i]) for i in range(weights.layers)]
+        news = tuple(stored(weights, *part) for part in parts)
         store = long_term_store.append(c, store, news, rows & was_full)
     return after._replace(pool=pool, store=store)
 
 
 def stored(
-    model: "MPlus", layer: int, rows: Float[Array, "B K D"], born: Int[Array, "B K"]
+    weights: MPlusWeights,
+    layer: int,
+    rows: Float[Array, "B K D"],
+    born: Int[Array, "B K"],
 ) -> LayerStore:
     """What the store keeps of memory tokens that a layer's pool drops."""
-    if model.config.by_attention:
-        block = model.blocks(writes=False)[layer]
-        return attention_retrieval.stored(model.backbone.config, block, rows, born)
-    normed = model.normed(layer, rows)
-    keys = retriever.project(as_arrays(model.key), layer, normed)
-    return LayerStore(rows, keys, born)
+    if weights.config.by_attention:
+        block = weights.blocks(writes=False)[layer]
+        return attention_retrieval.stored(weights.backbone.config, block, rows, born)
+    return LayerStore(rows, weights.retriever_keys(layer, rows), born)
 
 
 def _keep_tokens(state, piece, lengths):

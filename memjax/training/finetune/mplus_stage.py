@@ -24,8 +24,8 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import with_config
 from memjax.models.mplus.checkpoint import save_mplus
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus, mplus
-from memjax.models.mplus.state import MPlusConfig
 from memjax.models.mplus.tensor_names import RETRIEVERS
 from memjax.training.config import LoopConfig
 from memjax.training.finetune.stage import Model, SampleConfig, Stage
@@ -191,12 +191,11 @@ class MPlusStage:
         learned = before is not None and cast(MPlusStage, before).memory.has_retriever
         if not self.retriever_documents or learned:
             return model
-        started = cast(MPlus, nnx.clone(model))
+        start = cast(MPlus, model)
         bank = self.retriever_bank(
-            started, documents, tokenizer, self.retriever_documents, self.seed
+            start, documents, tokenizer, self.retriever_documents, self.seed
         )
-        start_by_similarity(started, bank)
-        return started
+        return start_by_similarity(start, bank)
 
     def retriever_bank(
         self,

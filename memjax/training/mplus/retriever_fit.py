@@ -25,9 +25,8 @@ from memjax.data.mplus_tasks.lessons import Lesson
 from memjax.models.mplus import read as mplus_reading
 from memjax.models.mplus import retriever
 from memjax.models.mplus.model import MPlus
-from memjax.models.mplus.read_options import Given
+from memjax.models.mplus.read import Given
 from memjax.models.mplus.retriever import Retriever
-from memjax.nnx.params import as_arrays, as_params
 from memjax.training.mplus.tasks import write
 
 #: Of `similarity`: the mean of |f|^2, and what similarity must exceed. From 8 to 32,
@@ -84,11 +83,11 @@ def _collect(graph, params, lesson, key, made, asking, rows):
     _, state = write(model, model.init_state(lesson.chunks.shape[0]), lesson)
     given = Given(None, False, None, None, 0)
     tokens = lesson.target.tokens[:, :asking]
-    _, _, trace = mplus_reading.read_closed(model, state, tokens, given)
+    _, _, trace = mplus_reading.read_closed(model.weights, state, tokens, given)
     chosen = jax.random.choice(key, made, (rows,), replace=False)
     pool = state.pool[:, :, state.pool.shape[2] - made + chosen]
     normed = lambda x: jnp.stack(
-        [model.normed(i, x[:, i]) for i in range(model.layers)], axis=1
+        [model.weights.normed(i, x[:, i]) for i in range(model.layers)], axis=1
     ).astype(jnp.bfloat16)
     times = jnp.arange(asking, dtype=jnp.int32)[None]
     return Bank(
@@ -98,15 +97,14 @@ def _collect(graph, params, lesson, key, made, asking, rows):
     )
 
 
-def start_by_similarity(model: MPlus, bank: Bank) -> None:
-    """Gives the model the query and key that `similarity` makes of its bank.
+def start_by_similarity(model: MPlus, bank: Bank) -> MPlus:
+    """The model with the query and key that `similarity` makes of its bank.
 
     Raises:
         ValueError: as `similarity` does, for the model's `key_dim`.
     """
     query, key = similarity(bank, model.config.key_dim)
-    model.query = nnx.data(as_params(query))
-    model.key = nnx.data(as_params(key))
+    return model.replace(query=query, key=key)
 
 
 def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
@@ -177,8 +175,8 @@ def fit(
     documents: int,
     learning_rate: float,
     key: PRNGKeyArray,
-) -> list[float]:
-    """Changes the model's `query` and `key`; returns the loss of each step.
+) -> tuple[MPlus, list[float]]:
+    """The model with fitted `query` and `key`, and the loss of each step.
 
     Args:
         model: whose bank it is.
@@ -204,7 +202,7 @@ def fit(
         updates, state = transform.update(gradients, state)
         return optax.apply_updates(params, updates), state, loss
 
-    params = jax.tree.map(jnp.copy, as_arrays((model.query, model.key)))
+    params = jax.tree.map(jnp.copy, query_and_key(model))
     state, losses = transform.init(params), []
     for step in range(steps):
         drawn = jax.random.fold_in(key, step)
@@ -212,9 +210,23 @@ def fit(
         batch = jax.tree.map(lambda x, chosen=chosen: x[chosen], bank)
         params, state, loss = update(params, state, batch)
         losses.append(float(loss))
-    model.query = nnx.data(as_params(params[0]))
-    model.key = nnx.data(as_params(params[1]))
-    return losses
+    return model.replace(query=params[0], key=params[1]), losses
+
+
+def query_and_key(model: MPlus) -> tuple[Retriever, Retriever]:
+    """The parts of a model's retriever that a read uses.
+
+    Raises:
+        ValueError: for a model without a learned retriever.
+    """
+    query, key = model.weights.query, model.weights.key
+    if query is None or key is None:
+        raise ValueError(
+            "model must have a learned retriever, got "
+            f"retrieved={model.config.retrieved}, "
+            f"retrieval={model.config.retrieval!r}"
+        )
+    return query, key
 
 
 def bank_loss(params: tuple[Retriever, Retriever], batch: Bank) -> Scalar:

@@ -33,7 +33,6 @@ from memjax.models.mplus import retriever
 from memjax.models.mplus import write as mplus_writing
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.state import MPlusState
-from memjax.nnx.params import as_arrays
 
 
 class Cached(NamedTuple):
@@ -155,7 +154,7 @@ def write(
 
     def step(state, chunk):
         tokens, lengths = chunk
-        new = mplus_writing.compress(model, state, tokens, lengths, None)
+        new = mplus_writing.compress(model.weights, state, tokens, lengths, None)
         return model.update(state, jax.lax.stop_gradient(new)), new
 
     chunks = (jnp.moveaxis(lesson.chunks, 1, 0), jnp.moveaxis(lesson.lengths, 1, 0))
@@ -201,15 +200,18 @@ def retriever_losses(
     """
     times = jnp.arange(hidden.shape[2], dtype=jnp.int32)[None]
     asked = times < asks[:, None]
-    query, key, encoder = map(as_arrays, (model.query, model.key, model.encoder_query))
+    weights = model.weights
+    assert weights.encoder_query is not None
     of_tokens, of_memory = [], []
     for layer in range(model.layers):
         rows = short_term_pool.of_layer(state.pool, layer)
-        pool = model.normed(layer, rows)
-        keys = retriever.project(key, layer, pool)
-        tokens = retriever.project(query, layer, model.normed(layer, hidden[layer]))
+        pool = weights.normed(layer, rows)
+        keys = weights.retriever_keys(layer, rows)
+        tokens = weights.retriever_queries(layer, hidden[layer])
         of_tokens.append(retriever.probabilities(tokens, keys, asked))
-        last = retriever.project(encoder, layer, pool[:, -model.config.tokens :])
+        last = retriever.project(
+            weights.encoder_query, layer, pool[:, -model.config.tokens :]
+        )
         of_memory.append(retriever.probabilities(last, keys))
     both = (jnp.stack(p, axis=1) for p in (of_tokens, of_memory))
     loss = [retriever.retriever_loss(p, positive, negative) for p in both]
@@ -243,7 +245,9 @@ def _read_memory(model, state, target, *, prompt):
 
 def _language(model, state, target, given):
     """Mean loss of what counts, and what the layers were given."""
-    _, features, trace = mplus_reading.read_closed(model, state, target.tokens, given)
+    _, features, trace = mplus_reading.read_closed(
+        model.weights, state, target.tokens, given
+    )
     losses = token_losses(model.logits, features, target.targets, model.vocab_size)
     count = jnp.maximum(target.mask.sum(), 1.0)
     return (losses * target.mask).sum() / count, trace.hidden

@@ -15,8 +15,8 @@ from experiments.mplus.retention import knowledge_retention, methods, retention
 from experiments.mplus.retention.samples import make_samples
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import mplus
-from memjax.models.mplus.state import MPlusConfig
 from memjax.training.finetune import finetune
 
 BYTES = load_tokenizer("bytes")

@@ -26,9 +26,9 @@ from memjax.data import Passage, Question, load_tokenizer
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus.checkpoint import save_mplus
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import mplus
 from memjax.models.mplus.read import Given, read_closed
-from memjax.models.mplus.state import MPlusConfig
 
 BYTES = load_tokenizer("bytes")
 C, K = 48, 8
@@ -259,7 +259,7 @@ def test_formulas_of_reading_count_what_xla_counts():
     given = Given(None, False, None, None, 0)
 
     def read(state, tokens):
-        features = read_closed(model, state, tokens, given)[1]
+        features = read_closed(model.weights, state, tokens, given)[1]
         return model.logits(features[:, -1])
 
     found = _counted(read, state, tokens)

@@ -14,8 +14,8 @@ from experiments.mplus import perplexity, scores
 from experiments.mplus.retention import methods
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import mplus
-from memjax.models.mplus.state import MPlusConfig
 
 BYTES = load_tokenizer("bytes")
 C, P, T = 16, 5, 12

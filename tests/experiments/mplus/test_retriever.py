@@ -10,8 +10,8 @@ from safetensors.numpy import load_file, save_file
 from experiments.mplus import retriever
 from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
 from memjax.models import ModelConfig
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
-from memjax.models.mplus.state import MPlusConfig
 from memjax.nnx import as_arrays
 from memjax.training import LoopConfig
 from memjax.training import pretrain as run
@@ -83,9 +83,9 @@ def test_a_retriever_is_made_fitted_and_read(trained, tmp_path, capsys):
     model = finetune.load_model(trained)[1]
     assert isinstance(model, MPlus)
     before = parts(model)
-    retriever.read(model, made)
+    model = retriever.read(model, made)
     similar = parts(model)
-    retriever.read(model, fitted)
+    model = retriever.read(model, fitted)
     for old, start, new in zip(before, similar, parts(model), strict=True):
         assert old.shape == start.shape == new.shape
         assert 0 < np.abs(new - start).max() < 0.1 < np.abs(start - old).max()

@@ -13,8 +13,8 @@ from flax import nnx
 from experiments.mplus import scores, short
 from memjax.data import Question, load_tokenizer, load_tokens
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import mplus
-from memjax.models.mplus.state import MPlusConfig
 
 BYTES = load_tokenizer("bytes")
 C = 16

@@ -12,8 +12,8 @@ import pytest
 from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt
 from memjax.models.checkpoints import memory_state as memory_file
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import memoryllm, mplus
-from memjax.models.mplus.state import MPlusConfig
 
 SIZES = ModelConfig(
     mixers=("attention",) * 2,

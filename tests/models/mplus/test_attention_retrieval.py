@@ -16,8 +16,9 @@ from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.mplus import attention_retrieval
 from memjax.models.mplus.attention_retrieval import Seeker
 from memjax.models.mplus.checkpoint import load_mplus, load_official, save_mplus
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import memoryllm, mplus
-from memjax.models.mplus.state import LayerStore, MPlusConfig, Store
+from memjax.models.mplus.state import LayerStore, Store
 from memjax.nnx import as_arrays, as_params
 from memjax.training.mplus import tasks as mplus_tasks
 

@@ -16,9 +16,9 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Architecture
 from memjax.models.mplus import retriever
 from memjax.models.mplus.checkpoint import load_mplus, load_official, save_mplus
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.hf_config import mplus_config_from_hf
 from memjax.models.mplus.model import memoryllm, mplus
-from memjax.models.mplus.state import MPlusConfig
 from memjax.nnx import as_arrays, as_params
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mplus"

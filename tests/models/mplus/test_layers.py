@@ -10,9 +10,10 @@ import pytest
 
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.layers import normalize
-from memjax.models.mplus.layers import init_bos, write_layer
+from memjax.models.mplus.config import MPlusConfig
+from memjax.models.mplus.layers import write_layer
 from memjax.models.mplus.model import mplus
-from memjax.models.mplus.state import MPlusConfig
+from memjax.models.mplus.weights import init_bos
 
 B, V, D, L, K, C = 2, 19, 8, 3, 2, 4
 BACKBONE = LanguageModel(

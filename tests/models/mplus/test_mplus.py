@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from memjax.models import LanguageModel, ModelConfig, Sampling, generate
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import memoryllm, mplus
-from memjax.models.mplus.state import MPlusConfig
 from memjax.nnx import as_arrays, as_params
 
 B, V, D, L, K, N, C, R, M = 2, 19, 8, 2, 2, 6, 4, 3, 8

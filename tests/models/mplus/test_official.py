@@ -82,7 +82,7 @@ def writer():
     @jax.jit
     def run(params, state, tokens, length):
         model = nnx.merge(graph, params)
-        return mplus_writing.compress(model, state, tokens, length, None)
+        return mplus_writing.compress(model.weights, state, tokens, length, None)
 
     def write(state, tokens):
         length = tokens.shape[1]

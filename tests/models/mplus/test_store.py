@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memjax.models.mplus import store as long_term_store
-from memjax.models.mplus.state import LayerStore, MPlusConfig
+from memjax.models.mplus.config import MPlusConfig
+from memjax.models.mplus.state import LayerStore
 
 B, L, K, D, KEYS, R = 2, 2, 2, 1, 2, 3
 SIZES: dict[str, Any] = dict(

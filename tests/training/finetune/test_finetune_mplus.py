@@ -20,8 +20,8 @@ from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
 from memjax.models import ModelConfig
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.mplus.checkpoint import load_mplus
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
-from memjax.models.mplus.state import MPlusConfig
 from memjax.nnx import as_arrays
 from memjax.training import LoopConfig, sharding
 from memjax.training import pretrain as run
@@ -227,8 +227,8 @@ def test_a_new_retriever_starts_by_similarity(base, tmp_path, monkeypatch):
     found, start = [], mplus_stage.start_by_similarity
 
     def counted(model, bank):
-        start(model, bank)
-        found.append((bank, model))
+        found.append((bank, start(model, bank)))
+        return found[-1][1]
 
     monkeypatch.setattr(mplus_stage, "start_by_similarity", counted)
     finetune.finetune(third, base[0], tmp_path / "run")

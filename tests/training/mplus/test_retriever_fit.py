@@ -10,9 +10,8 @@ from flax import nnx
 from memjax.data.mplus_tasks.lessons import Lesson, Target
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import retriever
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import mplus
-from memjax.models.mplus.state import MPlusConfig
-from memjax.nnx import as_arrays
 from memjax.training.mplus import retriever_fit
 
 L, D, K, C, T, B, V = 2, 8, 2, 4, 6, 2, 17
@@ -68,11 +67,11 @@ def test_a_bank_holds_what_the_retriever_is_given():
         state = model.update(state, new)
     _, trace = model.trace_read(state, jnp.asarray(lesson.target.tokens[1:, :4]))
     for layer in range(L):
-        expected = model.normed(layer, trace.hidden[layer][0])
+        expected = model.weights.normed(layer, trace.hidden[layer][0])
         np.testing.assert_allclose(
             bank.asking[1, layer].astype(np.float32), expected, rtol=1e-2, atol=1e-2
         )
-        made = model.normed(layer, state.pool[0, layer, -2 * K :])
+        made = model.weights.normed(layer, state.pool[0, layer, -2 * K :])
         for row in bank.rows[1, layer].astype(np.float32):
             assert np.abs(made - row[None]).max(axis=1).min() < 1e-2
 
@@ -80,7 +79,7 @@ def test_a_bank_holds_what_the_retriever_is_given():
 def test_each_document_asks_among_the_rows_of_all():
     model = build()
     bank = collect(model)
-    params = as_arrays((model.query, model.key))
+    params = retriever_fit.query_and_key(model)
     silu = lambda x: x / (1 + np.exp(-x))
 
     def project(part, layer, x):
@@ -105,7 +104,7 @@ def test_each_document_asks_among_the_rows_of_all():
 
 def test_a_fit_lowers_the_loss_and_changes_the_retriever_alone():
     model, before = build(), build()
-    losses = retriever_fit.fit(
+    model, losses = retriever_fit.fit(
         model,
         collect(model),
         steps=100,

@@ -16,9 +16,9 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import read as mplus_reading
 from memjax.models.mplus import tensor_names as mplus_names
 from memjax.models.mplus.checkpoint import load_official
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.hf_config import mplus_config_from_hf
 from memjax.models.mplus.model import mplus
-from memjax.models.mplus.state import MPlusConfig
 from memjax.training.mplus import tasks as mplus_tasks
 
 GOLDEN = Path(__file__).parents[2] / "models" / "golden" / "mplus"
@@ -76,7 +76,7 @@ def by_official_name(model, grads):
     """Gradients under the program's names and in its layout."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     held = nnx.merge(graph, grads, rest)
-    return dict(mplus_names.learned_tensors(held))
+    return dict(mplus_names.learned_tensors(held.weights))
 
 
 def memory_of(state, t):
@@ -122,7 +122,7 @@ def test_the_retrievers_loss_and_gradients_are_the_official_programs(official, g
 
     def loss(model):
         given = mplus_reading.Given(None, False, None, None, 0)
-        _, _, trace = mplus_reading.read_closed(model, state, ids, given)
+        _, _, trace = mplus_reading.read_closed(model.weights, state, ids, given)
         asks = jnp.full(1, ids.shape[1], jnp.int32)
         found = mplus_tasks.retriever_losses(model, state, trace.hidden, asks, *rows)
         return found, None

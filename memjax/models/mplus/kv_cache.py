@@ -1,0 +1,213 @@
+"""The KV cache of a read: [bos ; retrieved rows ; pool ; tokens] in every layer.
+
+Shapes: B batch, L layers, T time, S slots of the cache, D model.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from memjax import mechanisms
+from memjax.models.language_model.layers import normalize
+from memjax.models.mplus import attention_retrieval
+from memjax.models.mplus import pool as short_term_pool
+from memjax.models.mplus import store as long_term_store
+from memjax.models.mplus.attention_retrieval import Seeker
+from memjax.models.mplus.layers import Slots, prefix_slots, read_layer
+from memjax.models.mplus.state import MPlusState, Reading
+from memjax.models.mplus.weights import MPlusWeights
+from memjax.nnx.params import as_arrays
+
+
+def empty(weights: MPlusWeights, batch: int, first: int, slots: int) -> Reading:
+    """A reading of nothing, whose tokens begin at slot `first`."""
+    config = weights.backbone.config
+    shape = (batch, slots, config.num_kv_heads, config.head_dim)
+    layer = lambda: jnp.zeros(shape, jnp.float32)
+    return Reading(
+        keys=tuple(layer() for _ in range(weights.layers)),
+        values=tuple(layer() for _ in range(weights.layers)),
+        visible=jnp.zeros((batch, slots), bool),
+        first=jnp.full(batch, first, jnp.int32),
+        length=jnp.zeros(batch, jnp.int32),
+        offset=jnp.zeros(batch, jnp.int32),
+    )
+
+
+def read_tokens(
+    weights,
+    reading,
+    h,
+    lengths,
+    writes=False,
+    before=None,
+    seeker: Seeker | None = None,
+):
+    """All layers; also what each was given.
+
+    `before(layer, h)` gives the rows that stand before the tokens, and which are seen,
+    for a reading that has none yet; `seeker` finds each token others.
+    """
+    config, slots = weights.backbone.config, reading.visible.shape[1]
+    times = jnp.arange(h.shape[1], dtype=jnp.int32)[None]
+    start = reading.first + reading.length
+    places = jnp.where(times < lengths[:, None], start[:, None] + times, slots)
+    fits = start[:, None] + times < slots
+    all_slots = jnp.arange(slots, dtype=jnp.int32)[None]
+    new = (all_slots >= start[:, None]) & (all_slots < (start + lengths)[:, None])
+    visible, offset = reading.visible | new, reading.offset
+    keys, values, inputs = [], [], []
+    beside = _beside(seeker)
+    for layer, block in enumerate(weights.blocks(writes)):
+        inputs.append(h)
+        old = Slots(reading.keys[layer], reading.values[layer])
+        if before is not None:
+            rows, seen = before(layer, h)
+            made = prefix_slots(config, block, rows, seen, beside)
+            put = lambda slots, made: slots.at[:, : made.shape[1]].set(made)
+            old = jax.tree.map(put, old, made)
+            visible = visible.at[:, : seen.shape[1]].set(seen)
+            offset = _count(seen, beside)
+        positions = (offset + reading.length)[:, None] + times
+        attention = seeker and functools.partial(seeker.attend, layer)
+        made, h = read_layer(
+            config, block, old, visible, start, places, positions, h, attention
+        )
+        keys.append(made.keys)
+        values.append(made.values)
+    reading = reading._replace(
+        keys=tuple(keys),
+        values=tuple(values),
+        visible=visible,
+        length=reading.length + lengths,
+        offset=offset,
+    )
+    y = jnp.where(fits[..., None], _last_norm(weights, h), jnp.nan)
+    return reading, y, inputs
+
+
+def _last_norm(weights, h):
+    norm = as_arrays(weights.backbone.norm)
+    return normalize(norm, h, weights.backbone.config.norm_epsilon)
+
+
+def _beside(seeker):
+    """Rows that a token finds for itself, which have positions behind that of bos."""
+    return None if seeker is None else seeker.found
+
+
+def _count(seen, beside):
+    count = seen.sum(axis=1, dtype=jnp.int32)
+    return count if beside is None else count + beside
+
+
+def with_bos(weights, layer, memory):
+    """Rows that stand before the tokens, and which are seen: bos only with others."""
+    rows, seen = zip(*memory, strict=True)
+    bos = weights.bos[layer][None, None]
+    bos = jnp.broadcast_to(bos, (rows[0].shape[0], 1, bos.shape[-1]))
+    seen = jnp.concatenate(seen, axis=1)
+    rows = jnp.concatenate([bos, *rows], axis=1).astype(weights.backbone.config.dtype)
+    some = jnp.any(seen, axis=1, keepdims=True)
+    return rows, jnp.concatenate([some, seen], axis=1)
+
+
+def filled_rows(held, rows):
+    """Which rows of the pool are filled: the last."""
+    return jnp.arange(rows, dtype=jnp.int32)[None] >= rows - held[:, None]
+
+
+def _first(count, total):
+    return jnp.arange(total, dtype=jnp.int32)[None] < count[:, None]
+
+
+def prepare(
+    weights: MPlusWeights, state: MPlusState, rows: Bool[Array, " B"]
+) -> MPlusState:
+    """Makes the readings of `rows` anew, where they are not ready."""
+    rows = rows & ~state.ready
+
+    made = lambda state: (state.reading, state.queries, state.asked)
+
+    def make():
+        begun = state._replace(reading=_before_tokens(weights, state))
+        skip = lambda: made(begun)
+        again = lambda: made(read_open(weights, begun, begun.tokens, begun.filled)[0])
+        after = jax.lax.cond(jnp.any(rows & (state.filled > 0)), again, skip)
+        return mechanisms.reset(made(state), after, rows)
+
+    # Pool and store, which may be on the host, stay outside.
+    parts = jax.lax.cond(jnp.any(rows), make, lambda: made(state))
+    reading, queries, asked = parts
+    return state._replace(
+        reading=reading, queries=queries, asked=asked, ready=state.ready | rows
+    )
+
+
+def _before_tokens(weights, state):
+    """[bos ; what the last tokens' queries find ; the pool], and no token yet.
+
+    What attention finds has no slots, but positions.
+    """
+    c, blocks = weights.config, weights.blocks(writes=False)
+    batch = state.held.shape[0]
+    pool = filled_rows(state.held, c.pool)
+    reading = empty(weights, batch, c.prefix, c.prefix + c.chunk)
+    beside = _beside(attention_retrieval.seeker(weights, state.store))
+    keys, values, seen = [], [], pool
+    for layer, block in enumerate(blocks):
+        memory = [(short_term_pool.of_layer(state.pool, layer), pool)]
+        if c.has_retriever:
+            asked = _first(state.asked, c.chunk)
+            found = long_term_store.retrieve(
+                c, state.store, layer, state.queries[:, layer], asked
+            )
+            memory.insert(0, (found.rows, found.real))
+        rows, seen = with_bos(weights, layer, memory)
+        made = prefix_slots(weights.backbone.config, block, rows, seen, beside)
+        keys.append(reading.keys[layer].at[:, : c.prefix].set(made.keys))
+        values.append(reading.values[layer].at[:, : c.prefix].set(made.values))
+    return reading._replace(
+        keys=tuple(keys),
+        values=tuple(values),
+        visible=reading.visible.at[:, : c.prefix].set(seen),
+        offset=_count(seen, beside),
+    )
+
+
+def read_piece(
+    weights: MPlusWeights,
+    state: MPlusState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+) -> tuple[MPlusState, Float[Array, "B T D"]]:
+    """Reads `lengths[b]` more tokens of a text in its open chunk; features of all."""
+    return read_open(weights, prepare(weights, state, lengths > 0), tokens, lengths)
+
+
+def read_open(
+    weights: MPlusWeights,
+    state: MPlusState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+) -> tuple[MPlusState, Float[Array, "B T D"]]:
+    """The open chunk's reading goes on by `lengths[b]` tokens; keeps their queries."""
+    h = weights.backbone.embed(tokens)
+    before = state.reading.length
+    seeker = attention_retrieval.seeker(weights, state.store)
+    reading, y, inputs = read_tokens(weights, state.reading, h, lengths, seeker=seeker)
+    state = state._replace(reading=reading)
+    if state.queries is None:
+        return state, y
+    asked = jnp.maximum(state.asked, reading.length)
+    new = jnp.stack(
+        [weights.retriever_queries(i, x) for i, x in enumerate(inputs)], axis=1
+    )
+    times = jnp.arange(h.shape[1], dtype=jnp.int32)[None]
+    places = jnp.where(
+        times < lengths[:, None], before[:, None] + times, weights.config.chunk
+    )
+    write = jax.vmap(lambda old, new, at: old.at[:, at].set(new, mode="drop"))
+    return state._replace(asked=asked, queries=write(state.queries, new, places)), y

@@ -1,0 +1,203 @@
+"""The parameters of M+ beside its frozen backbone, and how they start.
+
+    write_adapter, read_adapter    LoRA for writing a chunk and for reading with memory
+    bos [L, D], position [D]       first vector of every layer; what marks memory tokens
+    query, key, encoder_query      the retriever, where there is a learned one
+
+Wang et al. (2025), https://arxiv.org/abs/2502.00592, section 3.
+
+Shapes: B batch, D model, L layers, d retriever's keys.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from memjax.models.language_model.layers import BlockParams, normalize
+from memjax.models.language_model.model import LanguageModel
+from memjax.models.lora import (
+    LowRank,
+    Target,
+    adapted,
+    freeze,
+    init_changes,
+    targets_in,
+)
+from memjax.models.mplus.config import MPlusConfig
+from memjax.models.mplus.layers import write_layer
+from memjax.models.mplus.retriever import Retriever, init_retriever, project
+from memjax.nnx.params import as_arrays
+
+#: What the adapters change: not the attention's output.
+TARGETS: tuple[Target, ...] = ("query", "key", "value", "gate", "up", "down")
+
+#: Of one layer: of its "mixer" and its "feed_forward", by target.
+Changes = dict[str, dict[str, LowRank]]
+
+
+class MPlusWeights(NamedTuple):
+    """What every part of M+ computes with.
+
+    Attributes:
+        config: sizes of the memory.
+        backbone: the frozen language model.
+        write_adapter: low-rank changes of the layers that compress a chunk.
+        read_adapter: those of the layers that read with memory.
+        bos: in each layer, the vector before the first position.
+        position: added to the last K positions before every layer that writes.
+        query: of the tokens that read; None, as the next two, without a learned
+            retriever.
+        key: of memory tokens.
+        encoder_query: of the newest memory tokens; trained, and not used by reads.
+    """
+
+    config: MPlusConfig
+    backbone: LanguageModel
+    write_adapter: tuple[Changes, ...]
+    read_adapter: tuple[Changes, ...]
+    bos: Float[Array, "L D"]
+    position: Float[Array, " D"]
+    query: Retriever | None = None
+    key: Retriever | None = None
+    encoder_query: Retriever | None = None
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.backbone.blocks)
+
+    @property
+    def width(self) -> int:
+        """D, the width of memories and features."""
+        return self.backbone.width
+
+    def blocks(self, writes: bool) -> tuple[BlockParams, ...]:
+        """The layers' parameters, with the adapter that writes or that which reads."""
+        adapter = self.write_adapter if writes else self.read_adapter
+        return adapt(self.backbone, adapter, self.config.alpha / self.config.rank)
+
+    def normed(self, layer: int, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """What the retriever is given: rows after the norm before attention."""
+        norm = as_arrays(self.backbone.blocks[layer].mixer_norm)
+        return normalize(norm, x, self.backbone.config.norm_epsilon)
+
+    def retriever_queries(
+        self, layer: int, h: Float[Array, "*B D"]
+    ) -> Float[Array, "*B d"]:
+        """f_q of what a layer is given; needs a learned retriever."""
+        assert self.query is not None
+        return project(self.query, layer, self.normed(layer, h))
+
+    def retriever_keys(
+        self, layer: int, rows: Float[Array, "*B D"]
+    ) -> Float[Array, "*B d"]:
+        """f_k of a layer's memory tokens; needs a learned retriever."""
+        assert self.key is not None
+        return project(self.key, layer, self.normed(layer, rows))
+
+    def check_rows(self, name: str, rows: Array, batch: int, count: int) -> None:
+        """Raises ValueError unless rows are [B, L, count, D]."""
+        shape = (batch, self.layers, count, self.width)
+        if rows.shape != shape:
+            raise ValueError(
+                f"{name} must be memory tokens {list(shape)}, got {list(rows.shape)}"
+            )
+
+
+def init_weights(
+    backbone: LanguageModel, config: MPlusConfig, key: PRNGKeyArray
+) -> MPlusWeights:
+    """Weights before any training, which leave the backbone's layers as they are.
+
+    Args:
+        backbone: a model of Llama's kind; its arrays are shared, and frozen.
+        config: sizes of the memory.
+        key: of the adapters and the retriever.
+
+    Raises:
+        ValueError: on a backbone with other mixers than "attention", without RoPE, or
+            with adapters.
+    """
+    require_backbone(backbone)
+    backbone = freeze(backbone)
+    write_key, read_key, *keys = jax.random.split(key, 5)
+    adapter = functools.partial(init_adapter, backbone, config.rank)
+    weights = MPlusWeights(
+        config=config,
+        backbone=backbone,
+        write_adapter=adapter(write_key),
+        read_adapter=adapter(read_key),
+        bos=init_bos(backbone),
+        position=jnp.zeros(backbone.width),
+    )
+    if not config.has_retriever:
+        return weights
+    draw = functools.partial(
+        init_retriever, weights.layers, weights.width, config.key_dim
+    )
+    query, key_, encoder_query = map(draw, keys)
+    return weights._replace(query=query, key=key_, encoder_query=encoder_query)
+
+
+def init_adapter(
+    backbone: LanguageModel, rank: int, key: PRNGKeyArray
+) -> tuple[Changes, ...]:
+    """LoRA on `TARGETS` in every layer, which changes nothing yet."""
+    layers = []
+    for i, block in enumerate(backbone.blocks):
+        changes = {}
+        for place, name in enumerate(("mixer", "feed_forward")):
+            params = getattr(block.parameters(), name)
+            here = jax.random.fold_in(key, 2 * i + place)
+            names = targets_in(params, TARGETS)
+            changes[name] = init_changes(params, names, rank, here)
+        layers.append(changes)
+    return tuple(layers)
+
+
+def adapt(
+    backbone: LanguageModel, adapter: tuple[Changes, ...], scale: float
+) -> tuple[BlockParams, ...]:
+    """The layers' parameters, whose matrices know an adapter's changes."""
+    layers = []
+    for block, changes in zip(backbone.blocks, adapter, strict=True):
+        params = block.parameters()
+        mixer = adapted(params.mixer, changes["mixer"], scale)
+        hidden = adapted(params.feed_forward, changes["feed_forward"], scale)
+        layers.append(params._replace(mixer=mixer, feed_forward=hidden))
+    return tuple(layers)
+
+
+def init_bos(backbone: LanguageModel) -> Float[Array, "L D"]:
+    """What a text's first position is in every layer, whatever token begins it.
+
+    Heads that find nothing to attend to attend there, and a backbone marks the place
+    by activations that no embedding has; without it, reading begins far off (SmolLM2:
+    3.06 nats a token behind a compressed chunk instead of 12.3).
+    """
+    config = dataclasses.replace(backbone.config, dtype="float32")
+    h = backbone.embedding.get_value().mean(axis=0)[None, None]
+    at, found = jnp.zeros((1, 1), jnp.int32), []
+    for block in backbone.blocks:
+        found.append(h[0, 0])
+        h = write_layer(config, block.parameters(), h, None, at, 1)
+    return jnp.stack(found)
+
+
+def require_backbone(backbone: LanguageModel) -> None:
+    """Raises ValueError unless a backbone is of Llama's kind."""
+    config = backbone.config
+    if others := set(config.mixers) - {"attention"}:
+        raise ValueError(
+            f"backbone must have attention in every layer, got {sorted(others)} as well"
+        )
+    style = config.architecture
+    if style.positions != "rope" or not style.norm_first:
+        raise ValueError(
+            "backbone must be of Llama's kind, with RoPE and norms first, got "
+            f"positions={style.positions!r}, norm_first={style.norm_first}"
+        )
