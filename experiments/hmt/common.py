@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from experiments.common import pretrained
 from experiments.common.results import RESULTS, settings, write_report
 from memjax.config_io import to_record
 from memjax.data import Tokenizer
@@ -153,8 +154,6 @@ def backbone_path(config: Config) -> Path:
     """The backbone; the tiny one is trained if it is not there."""
     name = config.scale.backbone
     if name == "smollm2":
-        from experiments.common import pretrained
-
         return pretrained.smollm2()
     if name != "tiny":
         return Path(name)

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import tyro
 
+from experiments.common import pretrained
 from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.hmt import qa, scores
 from experiments.mplus import retriever
@@ -226,8 +227,6 @@ def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
     if config.model is not None:
         return *load_trained("model", config.model), True
     if config.backbone == "smollm2":
-        from experiments.common import pretrained
-
         path = pretrained.smollm2()
     else:
         path = Path(config.backbone)
