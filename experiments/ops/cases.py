@@ -1,7 +1,7 @@
 """What the kernel benchmark calls: inputs of every op, its call and its cost."""
 
 import functools
-import importlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
@@ -11,12 +11,6 @@ from jaxtyping import Array
 
 import memjax_kernels
 from experiments.ops.cost import COSTS, Cost, Sizes
-
-MODULES = {
-    "ssd": "linear_attention.ssd",
-    "gla": "linear_attention.gla",
-    "gated_delta_rule": "delta_rule.gated",
-}
 
 # The order in which an op takes its arrays.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -91,9 +85,8 @@ def forward(
 
 def written(op: str) -> tuple[str, ...]:
     """Every implementation that the op has, whether it runs here or not."""
-    return get_args(
-        importlib.import_module(f"memjax_kernels.{MODULES.get(op, op)}").Implementation
-    )
+    module = sys.modules[getattr(memjax_kernels, op).__module__]
+    return get_args(module.Implementation)
 
 
 def both(function: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:

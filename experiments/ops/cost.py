@@ -9,11 +9,11 @@ the backward pass of the gradients of all. Gradients have the sizes of their arg
 from collections.abc import Callable
 from typing import NamedTuple
 
-from memjax_kernels.delta_rule.xla import CHUNK_SIZE as DELTA_RULE_CHUNK
+from memjax_kernels.delta_rule.chunks import CHUNK_SIZE as DELTA_RULE_CHUNK
 from memjax_kernels.gated_slots.xla import CHUNK_SIZE as GATED_SLOTS_CHUNK
 from memjax_kernels.lattice import Variant
-from memjax_kernels.linear_attention.gla.xla import CHUNK_SIZE as GLA_CHUNK
-from memjax_kernels.linear_attention.ssd.xla import CHUNK_SIZE as SSD_CHUNK
+from memjax_kernels.linear_attention.gla import CHUNK_SIZE as GLA_CHUNK
+from memjax_kernels.linear_attention.ssd import CHUNK_SIZE as SSD_CHUNK
 
 
 class Cost(NamedTuple):

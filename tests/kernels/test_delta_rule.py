@@ -1,8 +1,8 @@
-"""Delta rules, gated or not: token loops against float64, chunks against both."""
+"""Delta rules, gated or not: references against float64, chunks against both."""
 
 import functools
-import importlib
 import inspect
+import sys
 from typing import Any
 
 import jax
@@ -10,28 +10,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels.delta_rule.xla import delta_rule_xla
-
-MODULES = {"gated_delta_rule": "delta_rule.gated"}
+import memjax_kernels
+from memjax_kernels.delta_rule.chunks import scan_chunks
 
 B, H, K, V = 2, 2, 4, 3
 LENGTH = 37
 OPS = ["delta_rule", "gated_delta_rule"]
 WHOLE = np.zeros((B, LENGTH), bool)
-# A row that starts anew, and one with documents of 1, 19 and 17 tokens.
+# A batch element that starts anew, and one with documents of 1, 19 and 17 tokens.
 PACKED = np.array(WHOLE)
 PACKED[0, 0] = PACKED[1, [1, 20]] = True
 # 37 tokens are 10 chunks of 4, in two groups.
 SMALL = 4
 every_op = pytest.mark.parametrize("op", OPS)
+every_reset = pytest.mark.parametrize(
+    "reset",
+    [
+        pytest.param(WHOLE, id="whole", marks=pytest.mark.slow),
+        pytest.param(PACKED, id="packed"),
+    ],
+)
 
 
 def library(op):
-    return importlib.import_module(f"memjax_kernels.{MODULES.get(op, op)}")
+    """The module of an op: its step and its empty state."""
+    return sys.modules[getattr(memjax_kernels, op).__module__]
 
 
-def door(op, **options):
-    return functools.partial(getattr(library(op), op), **options)
+def with_options(op, **options):
+    return functools.partial(getattr(memjax_kernels, op), **options)
 
 
 def draw(op, length=LENGTH, seed=0) -> Any:
@@ -50,11 +57,13 @@ def draw(op, length=LENGTH, seed=0) -> Any:
 def forward(op, how):
     """An implementation by name, or chunks of a size: values."""
     if isinstance(how, str):
-        return jax.jit(lambda *a: door(op, reset=a[-1], implementation=how)(*a[:-1]))
+        return jax.jit(
+            lambda *a: with_options(op, reset=a[-1], implementation=how)(*a[:-1])
+        )
     if op == "gated_delta_rule":
-        return jax.jit(lambda *a: delta_rule_xla(*a, chunk_size=how))
+        return jax.jit(lambda *a: scan_chunks(*a, chunk_size=how))
     return jax.jit(
-        lambda q, k, v, beta, *rest: delta_rule_xla(
+        lambda q, k, v, beta, *rest: scan_chunks(
             q, k, v, beta, None, *rest, chunk_size=how
         )
     )
@@ -64,11 +73,11 @@ def forward(op, how):
 def both(op, how):
     """Values, and gradients under cotangents of the reads and of the last memory."""
 
-    def run(arguments, reset, weights):
+    def pull_back(arguments, reset, weights):
         values, pull = jax.vjp(lambda *a: forward(op, how)(*a, reset), *arguments)
         return values, pull(weights)
 
-    return jax.jit(run)
+    return jax.jit(pull_back)
 
 
 def gradients(op, how, arguments, reset=WHOLE):
@@ -105,6 +114,7 @@ def close(actual, expected, tolerance=1e-5):
         assert error(a, b) <= tolerance
 
 
+@pytest.mark.slow
 @every_op
 @pytest.mark.parametrize("reset", [WHOLE, PACKED], ids=["whole", "packed"])
 def test_values_are_those_of_the_recurrence(op, reset):
@@ -115,34 +125,39 @@ def test_values_are_those_of_the_recurrence(op, reset):
 
 
 @every_op
-@pytest.mark.parametrize("reset", [WHOLE, PACKED], ids=["whole", "packed"])
-def test_chunks_have_the_gradients_of_the_token_loop(op, reset):
+@every_reset
+def test_values_and_gradients_of_chunks_and_reference_agree(op, reset):
     arguments = draw(op)
-    actual = gradients(op, SMALL, arguments, reset)[1]
-    expected = gradients(op, "reference", arguments, reset)[1]
-    if reset is PACKED:  # The initial memory of row 0 is never read.
+    values, actual = gradients(op, SMALL, arguments, reset)
+    reference, expected = gradients(op, "reference", arguments, reset)
+    close(values, numpy_loop(*arguments, reset=reset))
+    close(reference, values)
+    if reset is PACKED:  # The initial memory of the first element is never read.
         assert not np.any(actual[-1][0]) and np.any(actual[-1][1])
     close(actual, expected)
     assert all(np.abs(g).max() > 1e-3 for g in actual)
 
 
+@pytest.mark.slow
 @every_op
-def test_one_token_has_the_gradients_of_the_token_loop(op):
+def test_one_token_has_the_gradients_of_the_reference(op):
     arguments, none = draw(op, 1), WHOLE[:, :1]
     actual = gradients(op, "xla", arguments, none)
     close(actual, gradients(op, "reference", arguments, none))
 
 
+@pytest.mark.slow
 def test_chunks_of_one_token_are_chunks():
     arguments = draw("gated_delta_rule")
     close(forward("gated_delta_rule", 1)(*arguments, None), numpy_loop(*arguments))
 
 
+@pytest.mark.slow
 @every_op
 def test_any_split_gives_the_same(op):
     *tokens, state = draw(op, 6)
     expected = numpy_loop(*tokens, state)
-    run = jax.jit(door(op))
+    run = jax.jit(with_options(op))
     for split in range(1, 6):
         middle, first = run(*(x[:, :split] for x in tokens), state)
         last, second = run(*(x[:, split:] for x in tokens), middle)
@@ -156,21 +171,24 @@ def test_a_step_is_one_token(op):
     close((after, read[:, None]), numpy_loop(*tokens, state))
 
 
+@pytest.mark.slow
 @every_op
 def test_no_state_is_an_empty_memory_and_the_default_is_the_fast_form(op):
     *tokens, _ = draw(op, 9)
-    jaxpr = lambda **options: str(jax.make_jaxpr(door(op, **options))(*tokens))
+    zeros = np.zeros((B, H, K, V))
+    jaxpr = lambda **options: str(jax.make_jaxpr(with_options(op, **options))(*tokens))
     assert jaxpr() == jaxpr(implementation="xla") != jaxpr(implementation="reference")
-    close(jax.jit(door(op))(*tokens), numpy_loop(*tokens, np.zeros((B, H, K, V))))
+    close(jax.jit(with_options(op))(*tokens), numpy_loop(*tokens, zeros))
     assert not library(op).empty_state(B, H, K, V).any()
 
 
 def test_a_full_rate_recalls_the_last_value_of_a_key():
     _, k, v, beta, state = draw("delta_rule", 9)
-    _, reads = jax.jit(door("delta_rule"))(k, k, v, np.ones_like(beta), state)
+    _, reads = jax.jit(with_options("delta_rule"))(k, k, v, np.ones_like(beta), state)
     close(reads, v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [1.0, 1.3, 0.05])
 @pytest.mark.parametrize("keys", ["one", "two", "all"])
 def test_repeated_and_unnormalised_keys_are_solved_for_stably(norm, keys):
@@ -189,6 +207,7 @@ def test_repeated_and_unnormalised_keys_are_solved_for_stably(norm, keys):
     close(actual, numpy_loop(*arguments, reset=reset))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strong", [-1e3, -1e30, -np.inf])
 def test_strong_gates_forget_and_harm_nothing_after_them(strong):
     q, k, v, beta, g, state = draw("gated_delta_rule")
@@ -202,6 +221,7 @@ def test_strong_gates_forget_and_harm_nothing_after_them(strong):
     assert not np.any(grads[-1])
 
 
+@pytest.mark.slow
 @every_op
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_half_precision_tokens_keep_a_float32_memory(op, implementation):
@@ -222,7 +242,7 @@ def test_half_precision_tokens_keep_a_float32_memory(op, implementation):
 def test_bad_input_is_refused_by_name(op):
     q, k, v, *gates, state = draw(op, 3)
     # Without the annotations' own check.
-    run = functools.partial(inspect.unwrap(getattr(library(op), op)))
+    run = functools.partial(inspect.unwrap(getattr(memjax_kernels, op)))
     bad: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         (r"k must have shape", (q, k[:, :2], v, *gates), {}),
         (r"v must have shape", (q, k, v[:, :, :1], *gates), {}),

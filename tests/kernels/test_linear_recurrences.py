@@ -1,8 +1,8 @@
-"""Linear recurrences: token loops against float64 on the host, chunks against both."""
+"""Linear recurrences: references against float64 on the host, chunks against both."""
 
 import functools
-import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-MODULES = {"ssd": "linear_attention.ssd", "gla": "linear_attention.gla"}
+import memjax_kernels
 
 B, H, K, V, M = 2, 2, 5, 3, 4
 LENGTH = 37
 WHOLE = np.zeros((B, LENGTH), bool)
-# A row that starts anew, and one with documents of 1, 19 and 17 tokens.
+# A batch element that starts anew, and one with documents of 1, 19 and 17 tokens.
 PACKED = np.array(WHOLE)
 PACKED[0, 0] = PACKED[1, [1, 20]] = True
 FAST, SLOW = "xla", "reference"
@@ -30,23 +30,18 @@ class Case(NamedTuple):
     form: Callable[..., Any]
 
 
-def library(name):
-    op, _, rest = name.partition(".")
-    module = f"memjax_kernels.{MODULES.get(op, op)}"
-    return importlib.import_module(f"{module}.{rest}" if rest else module)
+def library(op):
+    """The module of an op: its step, its empty state and its forms."""
+    return sys.modules[getattr(memjax_kernels, op).__module__]
 
 
 def chunked(op):
-    return getattr(library(f"{op}.xla"), f"{op}_xla")
-
-
-def without_gates(q, k, v, state, reset, **options):
-    return chunked("ssd")(q, k, v, None, state, reset, **options)
+    return getattr(library(op), f"{op}_xla")
 
 
 QKV = ("BTHK", "BTHK", "BTHV")
 CASES = {
-    "linear_attention": Case("linear_attention", QKV, without_gates),
+    "linear_attention": Case("linear_attention", QKV, chunked("linear_attention")),
     "ssd": Case("ssd", (*QKV, "BTH"), chunked("ssd")),
     "gla": Case("gla", (*QKV, "BTHK"), chunked("gla")),
     "gsa": Case("gated_slots", (*QKV, "BTHM", "BTHM"), chunked("gated_slots")),
@@ -120,26 +115,27 @@ def forward(name, how):
     case = CASES[name]
     if isinstance(how, int):
         return jax.jit(functools.partial(case.form, chunk_size=how))
-    door = getattr(library(case.op), case.op)
-    return jax.jit(lambda *a: door(*a[:-1], reset=a[-1], implementation=how))
+    op = getattr(memjax_kernels, case.op)
+    return jax.jit(lambda *a: op(*a[:-1], reset=a[-1], implementation=how))
 
 
 @functools.cache
 def both(name, how):
     """Values, and gradients under cotangents of reads and of the last memory."""
 
-    def run(arguments, reset, weights):
+    def pull_back(arguments, reset, weights):
         values, pull = jax.vjp(lambda *a: forward(name, how)(*a, reset), *arguments)
         return values, pull(weights)
 
-    return jax.jit(run)
+    return jax.jit(pull_back)
 
 
-def gradients(name, how, arguments, reset=WHOLE):
+def with_gradients(name, how, arguments, reset=WHOLE):
     weights = draw(name, seed=1)
-    return both(name, how)(arguments, reset, (weights[-1], weights[2]))[1]
+    return both(name, how)(arguments, reset, (weights[-1], weights[2]))
 
 
+@pytest.mark.slow
 @every_case
 @pytest.mark.parametrize("reset", [WHOLE, PACKED], ids=["whole", "packed"])
 def test_values_are_those_of_the_recurrence(name, reset):
@@ -150,10 +146,13 @@ def test_values_are_those_of_the_recurrence(name, reset):
 
 
 @every_case
-def test_gradients_of_chunks_are_those_of_the_token_loop(name):
+def test_values_and_gradients_of_chunks_and_reference_agree(name):
     arguments = draw(name)
-    expected = gradients(name, SLOW, arguments, PACKED)
-    close(gradients(name, SMALL, arguments, PACKED), expected, 2e-5)
+    values, actual = with_gradients(name, SMALL, arguments, PACKED)
+    reference, expected = with_gradients(name, SLOW, arguments, PACKED)
+    close(values, numpy_loop(name, *arguments, reset=PACKED))
+    close(reference, values)
+    close(actual, expected, 2e-5)
     assert all(np.abs(x).max() > 1e-2 for x in jax.tree.leaves(expected))
     # What a reset forgot has none.
     assert all(np.all(x[0] == 0) for x in jax.tree.leaves(expected[-1]))
@@ -171,6 +170,7 @@ def test_one_token_is_a_step(name):
     close((after, y[:, None]), expected)
 
 
+@pytest.mark.slow
 @every_case
 def test_any_split_gives_the_same(name):
     length = SMALL + 2
@@ -183,6 +183,7 @@ def test_any_split_gives_the_same(name):
         close((after, jnp.concatenate([first, second], axis=1)), whole)
 
 
+@pytest.mark.slow
 @gated_case
 def test_strong_gates_forget_and_weak_ones_after_them_still_count(name):
     *tokens, g, state = draw(name)
@@ -195,9 +196,13 @@ def test_strong_gates_forget_and_weak_ones_after_them_still_count(name):
     expected = numpy_loop(name, *arguments)
     for how in (SLOW, FAST, SMALL):
         close(forward(name, how)(*arguments, WHOLE), expected)
-    close(gradients(name, SMALL, arguments), gradients(name, SLOW, arguments), 2e-5)
+    actual, expected = (
+        with_gradients(name, how, arguments)[1] for how in (SMALL, SLOW)
+    )
+    close(actual, expected, 2e-5)
 
 
+@pytest.mark.slow
 @gated_case
 def test_one_strong_gate_costs_the_weak_ones_no_digits(name):
     """A difference of sums of about -1e6 would have lost gates of -1e-3."""
@@ -209,6 +214,7 @@ def test_one_strong_gate_costs_the_weak_ones_no_digits(name):
     close(forward(name, FAST)(*arguments, WHOLE), expected, 2e-6)
 
 
+@pytest.mark.slow
 @every_case
 @pytest.mark.parametrize("how", [SLOW, FAST])
 def test_half_precision_tokens_keep_a_float32_memory(name, how):
@@ -222,21 +228,23 @@ def test_half_precision_tokens_keep_a_float32_memory(name, how):
     assert error(y, expected) <= 5e-3
 
 
+@pytest.mark.slow
 @every_case
 def test_nothing_given_is_an_empty_memory_and_the_chunks(name):
     *tokens, state = jax.tree.map(jnp.asarray, draw(name, 1))
-    op = library(CASES[name].op)
-    door = getattr(op, CASES[name].op)
+    op = getattr(memjax_kernels, CASES[name].op)
     empty = jax.tree.map(jnp.zeros_like, state)
-    close(jax.jit(door)(*tokens), numpy_loop(name, *tokens, empty))
+    close(jax.jit(op)(*tokens), numpy_loop(name, *tokens, empty))
     sizes = (B, H, M, K, V) if CASES[name].op == "gated_slots" else (B, H, K, V)
-    jax.tree.map(np.testing.assert_array_equal, op.empty_state(*sizes), empty)
+    actual = library(CASES[name].op).empty_state(*sizes)
+    jax.tree.map(np.testing.assert_array_equal, actual, empty)
     text = lambda **options: str(
-        jax.make_jaxpr(lambda *tokens: door(*tokens, **options))(*tokens)
+        jax.make_jaxpr(lambda *tokens: op(*tokens, **options))(*tokens)
     )
     assert text() == text(implementation=FAST) != text(implementation=SLOW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "v", "m"), [(16, 256, 8), (256, 16, 256)])
 def test_heads_and_slots_of_all_widths(k, v, m):
     rng = np.random.default_rng(0)
@@ -248,10 +256,11 @@ def test_heads_and_slots_of_all_widths(k, v, m):
     close(forward("gsa", FAST)(*arguments), forward("gsa", SLOW)(*arguments))
 
 
+@pytest.mark.slow
 def test_the_backward_pass_holds_what_is_linear_in_time():
     def held(length):
         arguments = [jax.ShapeDtypeStruct((1, length, 1, 32), jnp.float32)] * 3
-        loss = lambda *a: library("linear_attention").linear_attention(*a)[1].sum()
+        loss = lambda *a: memjax_kernels.linear_attention(*a)[1].sum()
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arguments)
         memory = compiled.compile().memory_analysis()
         return memory.temp_size_in_bytes if memory else 0
@@ -289,17 +298,17 @@ def test_the_backward_pass_holds_what_is_linear_in_time():
 )
 def test_what_does_not_fit_is_refused(name, index, change, message):
     arguments = jax.tree.map(jnp.asarray, draw(name, 3))
-    door = inspect.unwrap(getattr(library(CASES[name].op), CASES[name].op))
+    op = inspect.unwrap(getattr(memjax_kernels, CASES[name].op))
     with pytest.raises(ValueError, match=message):
-        door(*(change(x) if i == index else x for i, x in enumerate(arguments)))
+        op(*(change(x) if i == index else x for i, x in enumerate(arguments)))
 
 
 @every_case
 def test_unknown_implementations_and_odd_resets_are_refused(name):
     arguments = jax.tree.map(jnp.asarray, draw(name, 3))
     # Without the annotations' own check.
-    door = inspect.unwrap(getattr(library(CASES[name].op), CASES[name].op))
+    op = inspect.unwrap(getattr(memjax_kernels, CASES[name].op))
     with pytest.raises(ValueError, match="one of .*'xla', 'reference'.* got 'cuda'"):
-        door(*arguments, implementation="cuda")
+        op(*arguments, implementation="cuda")
     with pytest.raises(ValueError, match=r"reset must be bool of shape .* \[2, 3\]"):
-        door(*arguments, reset=jnp.zeros((B, 2), bool))
+        op(*arguments, reset=jnp.zeros((B, 2), bool))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels.common import token_loop
+from memjax_kernels.common.token_scan import scan_tokens
 
 # Else a TPU or GPU would round the operands.
 _EXACT = jax.lax.Precision.HIGHEST
@@ -68,4 +68,4 @@ def gated_slots_reference(
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[SlotState, Float[Array, "B T H V"]]:
     """`step` for every token; a reset empties the memory before its token."""
-    return token_loop.run(step, (q, k, v, alpha, g), state, reset)
+    return scan_tokens(step, (q, k, v, alpha, g), state, reset)

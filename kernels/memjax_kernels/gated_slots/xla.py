@@ -30,7 +30,7 @@ def gated_slots_xla(
 ) -> tuple[SlotState, Float[Array, "B T H V"]]:
     """The recurrence of `gated_slots_reference`."""
     tokens = (q, k, v, alpha, g)
-    return linear_chunks.run(_group, tokens, state, reset, chunk_size)
+    return linear_chunks.scan_groups(_group, tokens, state, reset, chunk_size)
 
 
 def _group(state, q, k, v, alpha, g, reset):

@@ -8,15 +8,17 @@ feature maps and normalisation left to the layer.
 
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
-from memjax_kernels.linear_attention.reference import empty_state as empty_state
-from memjax_kernels.linear_attention.reference import linear_attention_reference
-from memjax_kernels.linear_attention.reference import step as step
-from memjax_kernels.linear_attention.ssd.xla import ssd_xla
+from memjax_kernels.common.token_scan import scan_tokens
+from memjax_kernels.linear_attention import chunks
 
 Implementation = Literal["reference", "xla"]
+
+CHUNK_SIZE = 64
 
 
 def linear_attention(
@@ -35,7 +37,7 @@ def linear_attention(
         k: keys.
         v: values.
         state: the memory before the segment, float32; None is empty.
-        reset: True empties a row's memory before that token.
+        reset: True empties the memory of a batch element before that token.
         implementation: which code runs; None is the fastest that can.
 
     Returns:
@@ -53,9 +55,53 @@ def linear_attention(
     arguments.check_reset(reset, sizes["B"], sizes["T"])
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    forms = {
-        "xla": lambda q, k, v, *rest: ssd_xla(q, k, v, None, *rest),
-        "reference": linear_attention_reference,
-    }
+    forms = {"xla": linear_attention_xla, "reference": linear_attention_reference}
     form = implementations.choose("linear_attention", implementation, forms)
     return form(q, k, v, state, reset)
+
+
+def empty_state(
+    batch: int, heads: int, key_dim: int, value_dim: int
+) -> Float[Array, "B H K V"]:
+    """The memory before the first token: zeros, float32."""
+    return jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32)
+
+
+def step(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    state: Float[Array, "B H K V"],
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
+    """S ← S + k vᵀ, then y = Sᵀq; in float32, the read in the dtype of v."""
+    key, value = k.astype(jnp.float32), v.astype(jnp.float32)
+    state = state + key[..., :, None] * value[..., None, :]
+    # A TPU or GPU would round the operands at a lower precision.
+    exact = jax.lax.Precision.HIGHEST
+    y = jnp.einsum("bhkv,bhk->bhv", state, q.astype(jnp.float32), precision=exact)
+    return state, y.astype(v.dtype)
+
+
+def linear_attention_reference(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    state: Float[Array, "B H K V"],
+    reset: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """`step` for every token; a reset empties the memory before its token."""
+    return scan_tokens(step, (q, k, v), state, reset)
+
+
+def linear_attention_xla(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    state: Float[Array, "B H K V"],
+    reset: Bool[Array, "B T"] | None = None,
+    *,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """The recurrence of `linear_attention_reference` in chunks of matrix products."""
+    tokens = (q, k, v, None)
+    return chunks.scan_groups(chunks.linear_group, tokens, state, reset, chunk_size)

@@ -21,8 +21,8 @@ from memjax_kernels.common.products import Multiply, multiplier, operand_dtype
 GROUP = 8
 
 
-def run(
-    body: Callable[..., tuple[PyTree, Array]],
+def scan_groups(
+    advance_group: Callable[..., tuple[PyTree, Array]],
     tokens: tuple[Float[Array, "B T ..."] | None, ...],
     state: PyTree[Float[Array, "B ..."]],
     reset: Bool[Array, "B T"] | None,
@@ -31,8 +31,8 @@ def run(
     """Scans over groups of n chunks.
 
     Args:
-        body: (state, *tokens, reset) -> (state, y) of a group, where tokens and y are
-            [n, B, H, C, D] and reset is [n, B, C].
+        advance_group: (state, *tokens, reset) -> (state, y) of a group, where tokens
+            and y are [n, B, H, C, D] and reset is [n, B, C].
         tokens: [B, T, H, D] or None; a token of zeros must be no token.
         state: the memory before the first.
         reset: True empties the memory before that token.
@@ -51,7 +51,9 @@ def run(
         return x if x.ndim == 4 else jnp.moveaxis(x, 4, 3)
 
     items = jax.tree.map(grouped, (*tokens, reset))
-    state, y = chunks.scan(lambda state, item: body(state, *item), state, items)
+    state, y = chunks.scan(
+        lambda state, item: advance_group(state, *item), state, items
+    )
     y = jnp.moveaxis(jnp.moveaxis(y, 3, 4), 2, 0)
     return state, y.reshape(y.shape[0], -1, *y.shape[4:])[:, :time]
 

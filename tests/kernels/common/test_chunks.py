@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels.common import chunks, decays, token_loop
+from memjax_kernels.common import chunks, decays
 from memjax_kernels.common.products import multiplier
+from memjax_kernels.common.token_scan import scan_tokens
 
 SIZE = 4
 
@@ -160,7 +161,7 @@ def test_a_reset_is_misplaced_but_at_a_chunks_start():
     np.testing.assert_array_equal(wrong(reset, SIZE, None)[:, 3], [False, True])
 
 
-def test_the_token_loop_steps_and_empties_rows():
+def test_the_scan_of_tokens_steps_and_resets():
     step = lambda x, y, state: (
         {"sum": state["sum"] + x},
         state["sum"] if y is None else y,
@@ -168,8 +169,8 @@ def test_the_token_loop_steps_and_empties_rows():
     x = jnp.arange(1.0, 9.0).reshape(2, 4, 1)
     reset = jnp.asarray([[False] * 4, [True, False, True, False]])
     start = {"sum": jnp.asarray([[10.0], [jnp.nan]])}
-    state, before = token_loop.run(step, (x, None), start, reset)
+    state, before = scan_tokens(step, (x, None), start, reset)
     np.testing.assert_array_equal(state["sum"], [[20], [15]])
     np.testing.assert_array_equal(before[..., 0], [[10, 11, 13, 16], [0, 5, 0, 7]])
-    kept, _ = token_loop.run(step, (x, None), {"sum": jnp.ones((2, 1))})
+    kept, _ = scan_tokens(step, (x, None), {"sum": jnp.ones((2, 1))})
     np.testing.assert_array_equal(kept["sum"], [[11], [27]])

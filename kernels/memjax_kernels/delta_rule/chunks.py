@@ -22,7 +22,7 @@ from memjax_kernels.linear_attention import chunks as linear_chunks
 CHUNK_SIZE = 64
 
 
-def delta_rule_xla(
+def scan_chunks(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
@@ -33,10 +33,21 @@ def delta_rule_xla(
     *,
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """The recurrence of `gated_delta_rule_reference`; without g, of `delta_rule`'s."""
+    """The gated delta rule, or without g the delta rule, a chunk at a time.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        beta: write rates.
+        g: log gates, or None.
+        state: the memory before the segment.
+        reset: True empties the memory of a batch element before that token.
+        chunk_size: C at most, a power of two; it does not change what is computed.
+    """
     gates = None if g is None else g[..., None]
     tokens = (q, k, v, beta[..., None], gates)
-    return linear_chunks.run(_group, tokens, state, reset, chunk_size)
+    return linear_chunks.scan_groups(_group, tokens, state, reset, chunk_size)
 
 
 def _group(

@@ -7,15 +7,18 @@ Yang et al. (2023), https://arxiv.org/abs/2312.06635, equation 3 with alpha = ex
 
 from typing import Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
-from memjax_kernels.linear_attention.gla.reference import gla_reference
-from memjax_kernels.linear_attention.gla.reference import step as step
-from memjax_kernels.linear_attention.gla.xla import gla_xla
-from memjax_kernels.linear_attention.reference import empty_state as empty_state
+from memjax_kernels.common.token_scan import scan_tokens
+from memjax_kernels.linear_attention import chunks
+from memjax_kernels.linear_attention import empty_state as empty_state
+from memjax_kernels.linear_attention import step as add_and_read
 
 Implementation = Literal["reference", "xla"]
+
+CHUNK_SIZE = 32
 
 
 def gla(
@@ -34,10 +37,10 @@ def gla(
         q: queries, not scaled here.
         k: keys.
         v: values.
-        g: log of the share of each row of the memory that is kept, in [-inf, 0];
+        g: log of the share of each key channel that is kept, in [-inf, 0];
             inside jit the range is the caller's promise.
         state: the memory before the segment, float32; None is empty.
-        reset: True empties a row's memory before that token.
+        reset: True empties the memory of a batch element before that token.
         implementation: which code runs; None is the fastest that can.
 
     Returns:
@@ -63,3 +66,42 @@ def gla(
     forms = {"xla": gla_xla, "reference": gla_reference}
     form = implementations.choose("gla", implementation, forms)
     return form(q, k, v, g, state, reset)
+
+
+def step(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    g: Float[Array, "B H K"],
+    state: Float[Array, "B H K V"],
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
+    """S ← diag(exp(g)) S + k vᵀ, y = Sᵀq; in float32, the read in the dtype of v."""
+    kept = jnp.exp(g.astype(jnp.float32))[..., None] * state
+    return add_and_read(q, k, v, kept)
+
+
+def gla_reference(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H K"],
+    state: Float[Array, "B H K V"],
+    reset: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """`step` for every token; a reset empties the memory before its token."""
+    return scan_tokens(step, (q, k, v, g), state, reset)
+
+
+def gla_xla(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H K"],
+    state: Float[Array, "B H K V"],
+    reset: Bool[Array, "B T"] | None = None,
+    *,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """The recurrence of `gla_reference` in chunks of matrix products."""
+    tokens = (q, k, v, g)
+    return chunks.scan_groups(chunks.linear_group, tokens, state, reset, chunk_size)

@@ -1,0 +1,38 @@
+"""The references of the ops whose empty memory is zeros: one token at a time."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+
+def scan_tokens(
+    step: Callable,
+    tokens: tuple[Float[Array, "B T ..."] | None, ...],
+    state: PyTree[Float[Array, "B ..."]],
+    reset: Bool[Array, "B T"] | None = None,
+) -> tuple[PyTree[Float[Array, "B ..."]], Float[Array, "B T *_"]]:
+    """Calls step(*token, state) -> (state, y) for every token in order.
+
+    Args:
+        step: one token of the op.
+        tokens: its arrays of all tokens; None stays None.
+        state: the memory before the first.
+        reset: True fills the memory of a batch element with zeros before that token.
+    """
+
+    def reset_and_step(state, item):
+        token, is_reset = item
+        if is_reset is not None:
+            state = jax.tree.map(lambda s: _zeros_where(is_reset, s), state)
+        return step(*token, state)
+
+    time_first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, reset))
+    state, y = jax.lax.scan(reset_and_step, state, time_first)
+    return state, jnp.moveaxis(y, 0, 1)
+
+
+def _zeros_where(elements, state):
+    """Zeros for the batch elements that are named, [B]."""
+    return jnp.where(elements.reshape(-1, *(1,) * (state.ndim - 1)), 0.0, state)
