@@ -1,1 +1,1 @@
-"""Experiments: common."""
+"""Experiments: shared by the rooms."""

@@ -1,1 +1,1 @@
-"""Experiments: corpus."""
+"""Experiments: a larger corpus and the tokenizer."""

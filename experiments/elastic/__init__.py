@@ -1,1 +1,1 @@
-"""Experiments: elastic."""
+"""Experiments: Elastic Memory."""

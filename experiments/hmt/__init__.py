@@ -1,1 +1,1 @@
-"""Experiments: hmt."""
+"""Experiments: HMT and RMT."""

@@ -1,4 +1,4 @@
-"""One size of HMT at a time: trains each value by both stages and scores it."""
+"""Compares sizes of HMT: trains each by both stages and scores it."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,9 @@
-"""What the HMT experiments share: backbones, fine-tuned models, scores, results.
+"""What the HMT experiments share: backbones, fine-tuned models, result files.
 
-A backbone is a pretrained model, or one that is trained here on the embedded books in
-a minute or two. Every fine-tuned model lies in a folder named after all that shapes it,
-so that experiments share models, and a program that was stopped goes on where it stood.
+A backbone is a pretrained model, or a small one that is trained here on the embedded
+books in a minute or two. Every fine-tuned model is kept in a folder whose name is a
+digest of its settings. So experiments share models, and a program that was stopped
+continues.
 """
 
 import dataclasses

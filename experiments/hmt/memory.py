@@ -3,10 +3,10 @@
     python -m experiments.hmt.memory
 
 Compiles one training step (stage 2, all parameters, AdamW) at several depths, in
-segments a sample, keeping all activations of every segment for the backward pass,
-recomputing them, or keeping the layers' inputs in the host's memory. Nothing is run:
-the sizes are what the compiler allots, on this machine and, with libtpu installed, for
-one TPU that need not be here.
+segments a sample. The activations for the backward pass are kept, recomputed, or
+recomputed from layers' inputs that are kept in the host's memory. Nothing is executed:
+the sizes are what the compiler allocates, on this machine and, with libtpu installed,
+for a TPU that need not be here.
 """
 
 import dataclasses

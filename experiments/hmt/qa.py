@@ -2,17 +2,17 @@
 
     python -m experiments.hmt.qa
 
-Contexts of several questions one after another, and each question asked behind all of
-them (HMT, Figure 5, which has PubMedQA). Any source of (context, question, answer) will
-do; the one that is here are facts of the CIA World Factbook, made from templates: see
+An input has the contexts of several questions one after another, and then one of the
+questions (HMT, Figure 5, which has PubMedQA). Any source of (context, question, answer)
+will do. Here they are facts of the CIA World Factbook, made from templates: see
 `memjax/data/factbook/README.md`. HMT, RMT and the backbone with a window of no less
-memory are fine-tuned on inputs of a few contexts, about other countries than those of
-the test, and tested on inputs of as many and more.
+memory are fine-tuned on inputs of a few contexts, and tested on other countries, with
+as many contexts and more.
 
-What is scored is the answer: perplexity of its tokens, and whether greedy decoding
-gives all of them. Inputs begin with some tokens of another text, so that no answer
-lies where HMT reads ahead; all models read the same. Beside the exact answers stands
-how often the most frequent answer of that kind in training would have been right.
+The answer is scored: perplexity of its tokens, and whether greedy decoding gives all of
+them. Inputs begin with some tokens of another text, so that no answer lies where HMT
+reads ahead; all models read the same. For comparison the file has the share of
+questions whose answer is the most frequent one of its kind in training.
 """
 
 import dataclasses

@@ -2,17 +2,17 @@
 
     python -m experiments.hmt.switching
 
-HMT with and without retrieval, each fine-tuned for as many steps on documents as they
-are, on pairs of documents interleaved in pieces, and on documents dilated with "$";
-scored on held-out documents made in the same way (HMT, Figures 9, 11, 14 and 15).
-Without retrieval a segment is given the memory of the segment before. The histograms
-show how many segments back the memory lies that a search weighs most. Pieces of one
-segment mean that the other document is one segment back and one's own two.
+HMT with and without retrieval is fine-tuned on three forms of documents: as they are,
+interleaved in pairs, and dilated with "$". Both models of a form train for as many
+steps, and are scored on held-out documents of the same form (HMT, Figures 9, 11, 14 and
+15). Without retrieval a segment gets the memory of the segment before. The histograms
+show how many segments back the memory lies that a search weighs most. With pieces of
+one segment, the other document's memory is one segment back, and a document's own two.
 
-Both models score the same targets: those from index j on in their segment. Of dilated
-documents perplexity is given with the "$" and without. Models read exact pieces; what
-they are trained on is the text of such pieces, tokenised as one, so that there the
-switches lie where they lie.
+Both models score the same targets: those from index j on in their segment. The
+perplexity of dilated documents is given with the "$" and without. Test documents are
+cut exactly between tokens. Training texts are decoded and tokenised again, so that
+their switches may move by a few tokens.
 """
 
 import dataclasses

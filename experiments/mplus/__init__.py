@@ -1,1 +1,1 @@
-"""Experiments: mplus."""
+"""Experiments: M+ and MemoryLLM."""

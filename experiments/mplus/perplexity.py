@@ -4,17 +4,17 @@
     python -m experiments.mplus.perplexity --stage1 RUN/stage1 --stage2 RUN/stage2 \\
         --stage3 RUN/stage3
 
-Of held-out documents the last pieces before a place are told, none to many; then some
-tokens are read with that memory and those behind them scored: the same tokens however
-much was told (M+, Figure 4, which compares its three stages of training). Beside the
-trained models stand M+ as it is before training, the backbone that is told nothing,
-and the backbone with a window that sees as many tokens as M+ sees rows and tokens.
+From each held-out document the chunks before a certain position are injected: none, a
+few or many. Then a short prompt is read with that memory, and the tokens behind it are
+scored. The scored tokens are the same however much was injected (M+, Figure 4, which
+compares its three stages of training). Beside the trained models stand the untrained
+M+, the backbone without any context, and the backbone with a window of as many tokens
+as M+ sees memory tokens and tokens.
 
-The rows of the long-term store are chosen by the tokens before those that are scored.
-In the published program all tokens choose, those that are scored among them: that way
-is given too, as "LEAKING".
+The prompt chooses the rows of the long-term store. In the published program the scored
+tokens take part in the choice; that variant is reported too, as "LEAKING".
 
-What is saved by telling is paired: by text, against the same model told nothing.
+Gains are paired by text, against the same model without anything injected.
 """
 
 import dataclasses
@@ -251,7 +251,7 @@ def score(
                 continue
             memory = row.method.start(config.batch)
             for at in range(told - count * chunk, told, chunk):
-                memory = row.method.tell(memory, tokens[rows, at : at + chunk])
+                memory = row.method.inject(memory, tokens[rows, at : at + chunk])
             for way, leaks in enumerate(ways):
                 if leaks and not np.any(memory.store.held):
                     # There is nothing to choose from.

@@ -1,6 +1,6 @@
-"""Where the rows of a text are: in M+'s pool, in its store, in what a read retrieved.
+"""Where the rows of a text are: in M+'s pool, in its store, or among the retrieved.
 
-Shapes: B texts side by side, L layers, P tokens of a question.
+Shapes: B batch, L layers, P tokens of a question.
 """
 
 import functools
@@ -49,7 +49,7 @@ def run(model: MPlus, batch: Samples, after: Sequence[int]) -> dict[int, Found]:
     before = np.asarray(state.clock)
     told, found = None, {}
     for count, piece in enumerate([batch.context, *batch.pieces][: after[-1] + 1]):
-        state = memory.tell(state, piece)
+        state = memory.inject(state, piece)
         told = np.asarray(state.clock) if told is None else told
         if count in after:
             span = jnp.asarray(np.stack([before, told]))

@@ -1,20 +1,20 @@
-"""Does M+ retrieve the rows that a fact was told in?
+"""Does M+ retrieve the rows that hold a fact?
 
     python -m experiments.mplus.retrieval_quality
-    python -m experiments.mplus.retrieval_quality --backbone tiny \\\
+    python -m experiments.mplus.retrieval_quality --backbone tiny \\
         --chunk 1024 --after 3 8 16
 
-A piece with a fact's context is written into memory, then other pieces; the fact's
-question is read behind every so many of them. Counted are the rows that were made from
-the context's piece: those in the short-term pool, in the long-term store, and among
-what the read retrieved (M+, Figure 6). "at random" is what as many rows drawn from the
-store would hold of them; "at best" is what a retriever that knows them would take.
+A chunk with a fact's context is injected, then other chunks; after some of them the
+fact's question is read. The rows that came from the context's chunk are counted: those
+in the short-term pool, those in the long-term store, and those that the read retrieved
+(M+, Figure 6). "at random" is the expected count when as many rows are drawn at random
+from the store; "at best" is what a perfect retriever would take.
 
-A piece says more than the fact: counted besides are the rows of the one sentence that
-has the answer, as far as its tokens have rows of their own.
+The chunk says more than the fact. So the rows of the one sentence that has the answer
+are counted separately, as far as its tokens have rows of their own.
 
-Of an untrained retriever nothing but chance is to be expected: a model of `memjax
-finetune` shows what training brings.
+An untrained retriever finds no more than chance. Give a model of `memjax finetune` to
+see what training brings.
 """
 
 import dataclasses

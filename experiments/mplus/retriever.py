@@ -1,18 +1,18 @@
-"""A retriever for a trained M+: similarity, or what many documents teach.
+"""Fits a retriever for a trained M+: by similarity, or by training on many documents.
 
     python -m experiments.mplus.retriever --model RUN --output retriever.safetensors
     python -m experiments.mplus.retriever --model RUN --output fitted.safetensors \\
         --start model --documents 256 --steps 500
 
-By "similarity" rows are found that are like the tokens that ask, which some thirty
-documents are enough for. `--steps` trains on: retriever and language model do not train
-each other, so that the backbone's passes run once for each document, and the
-retriever's loss is taken many times, each document's rows against those of all others
-of a batch (`memjax/training/mplus/retriever_fit.py`). That finds more rows of a
-document, and fewer of those that say what is asked.
+"similarity" fits queries and keys so that a query finds rows that resemble its tokens.
+Thirty documents are enough for that. `--steps` trains the retriever further. The
+backbone and the retriever do not train each other. So the backbone reads each document
+once, and the retriever's loss is taken many times: each document's rows against those
+of all others of a batch (`memjax/training/mplus/retriever_fit.py`). That finds more
+rows of a document, but fewer of those that hold the answer.
 
-The documents are those of the run's lessons. `--retriever` of `knowledge_retention.py`
-and `retrieval_quality.py` takes what is written.
+The documents are those that the run trained on. The result is given to `--retriever`
+of `experiments.mplus.retrieval_quality` and `experiments.mplus.retention`.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """What the M+ experiments on perplexity share: models, texts, losses, paired gains.
 
-Shapes: B texts side by side, P tokens before those that are scored, T tokens.
+Shapes: B batch, P tokens of the prompt, which is not scored, T tokens.
 """
 
 import functools

@@ -3,15 +3,15 @@
     python -m experiments.mplus.short
     python -m experiments.mplus.short --model RUN
 
-Held-out texts of some hundred tokens are scored by the plain backbone, by M+ with an
-empty memory, and by M+ with a memory full of other text (M+, section 4.6.1, which has
-the perplexity of 2,048 tokens of web pages). Beside it questions about the world that
-nobody is told the answer of: is the right answer likelier than answers to other
-questions of the same kind? All score the same tokens, and differences from the backbone
-are paired, by text and by question.
+Short held-out texts are scored by the plain backbone, by M+ with an empty memory, and
+by M+ with a memory full of other text (M+, section 4.6.1, which has the perplexity of
+2,048 tokens of web pages). Besides, questions about the world are asked closed book:
+is the right answer likelier than answers to other questions of the same kind? All
+models score the same tokens. Differences from the backbone are paired, by text and by
+question.
 
-The memory is of documents of the validation split; texts are of the test split. The
-rows of the long-term store are chosen by the first tokens, which are not scored.
+The memory is of documents of the validation split, the texts are of the test split. A
+text's first tokens choose the rows of the long-term store, and are not scored.
 """
 
 import dataclasses
@@ -173,7 +173,7 @@ def readers(
             model = scores.with_room(model, pieces * sizes.chunk)
             empty = model.init_state(config.batch)
             yield f"{name}{note}, empty memory", read(model, empty)
-            full = tell(config, model, pieces, models.tokenizer)
+            full = inject(config, model, pieces, models.tokenizer)
             yield f"{name}{note}, full of other text", read(model, full)
 
 
@@ -182,7 +182,7 @@ def read(model: LanguageModel | MPlus, memory: Any) -> Losses:
     return functools.partial(scores.losses, model, memory)
 
 
-def tell(config: Config, model: MPlus, pieces: int, tokenizer: Tokenizer) -> Any:
+def inject(config: Config, model: MPlus, pieces: int, tokenizer: Tokenizer) -> Any:
     """A memory of so many chunks of text; rows have other documents, if there are."""
     method, chunk = methods.LatentMemory(model), model.config.chunk
     documents = load_tokens(config.source, tokenizer, "validation")
@@ -190,7 +190,7 @@ def tell(config: Config, model: MPlus, pieces: int, tokenizer: Tokenizer) -> Any
     tokens = np.stack([excerpt.tokens for excerpt in told])
     memory = method.start(config.batch)
     for start in range(0, pieces * chunk, chunk):
-        memory = method.tell(memory, tokens[:, start : start + chunk])
+        memory = method.inject(memory, tokens[:, start : start + chunk])
     return memory
 
 

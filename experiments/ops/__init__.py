@@ -1,1 +1,1 @@
-"""Experiments: ops."""
+"""Experiments: the ops, timed and checked."""

@@ -1,8 +1,7 @@
-"""Other projects' kernels for the benchmark, where they are installed.
+"""Kernels of flash-linear-attention, timed beside ours where they are installed.
 
-flash-linear-attention runs on PyTorch and Triton: on a GPU with both, every function
-below takes the same arrays as our ops and is timed in the same run. Elsewhere there
-is nothing here.
+They need PyTorch, Triton and a GPU. Every function takes the same arrays as our op and
+is timed in the same run.
 """
 
 import importlib

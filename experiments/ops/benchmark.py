@@ -2,16 +2,17 @@
 
     OPENBLAS_NUM_THREADS=1 python -m experiments.ops.benchmark
 
-Every op in every implementation that runs here, forward and forward with backward:
-median, fastest and slowest of `repeats`, by interleaved timing;
-tokens a second, the compiler's peak of temporary memory, operations and bytes by the
-op's own formula, and the distance to the roofline: time over the least time that this
-device allows. On a GPU or TPU the peaks are the maker's; on a CPU they are measured
-first, by one matrix product and one copy. Beside them, in the same run: our token
-loop, causal attention (cuDNN on a GPU), and flash-linear-attention where installed
-(see `baselines.py`). Before anything is timed each implementation must agree with the
-token loop; one that does not is an error. Then growth with T, of Trellis, Lattice and
-attention. Writes a table, a JSON and a plot.
+Times every op in every implementation that runs here, forward, and forward with
+backward. Timing is interleaved; reported are median, fastest and slowest of `repeats`,
+tokens a second, the compiler's peak of temporary memory, and operations and bytes by
+the op's own formula. The distance to the roofline is the time over the least time that
+the device allows. Its peaks are the maker's on a GPU or TPU. On a CPU they are measured
+first, by one matrix product and one copy.
+
+Beside the ops are timed our token loop, causal attention (cuDNN on a GPU), and
+flash-linear-attention where it is installed (see `baselines.py`). Each implementation
+must first agree with the token loop; one that does not is an error. Then Trellis,
+Lattice and attention are timed against length. Writes a table, a JSON and a plot.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the kernel benchmark calls: inputs of every op, its call and its cost."""
+"""Inputs, call and cost of every op, for the benchmark and the GPU check."""
 
 import functools
 import sys

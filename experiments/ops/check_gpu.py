@@ -2,11 +2,11 @@
 
     python -m experiments.ops.check_gpu
 
-Every Mosaic GPU kernel against the token loop in float32 on the same bfloat16 inputs:
-reads, memories and all gradients, as relative root mean squares, at the benchmark's
-shapes scaled down, with open chunks and packed documents. Prints a table and writes
-results/ops/check_gpu.json, only where the kernels ran. Exit code 1 if a case
-disagrees or does not run, 2 without a Hopper GPU.
+Compares every Mosaic GPU kernel with the token loop in float32 on the same bfloat16
+inputs: outputs, memories and all gradients, as relative root mean squares. The shapes
+are the benchmark's, scaled down, with open chunks and packed documents. Prints a table.
+Writes results/ops/check_gpu.json where the kernels ran. The exit code is 1 if a case
+disagrees or does not run, and 2 without a Hopper GPU.
 """
 
 import dataclasses

@@ -1,1 +1,1 @@
-"""Experiments: recurrent."""
+"""Experiments: Trellis, Lattice and other recurrent mixers."""

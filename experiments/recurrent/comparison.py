@@ -1,9 +1,10 @@
-"""What the comparisons share: sizes, equal parameters, runs that go on, statistics.
+"""What the comparisons share: sizes, equal parameters, training, scoring.
 
-A comparison trains models that differ in one thing: equal parameters (the width of
-the feed-forward layers makes up for what a mixer has more or less), equal tokens in
-equal order, equal seeds. Every run leaves its score in the run folder and the results
-are written anew after each, so a program that was stopped goes on where it stood.
+A comparison trains models that differ in one thing. They have equal parameters (the
+width of the feed-forward layers makes up for what a mixer has more or less), and see
+equal tokens in equal order with equal seeds. Every run keeps its score in the run
+folder, and the results are written anew after each run, so that a program that was
+stopped continues.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the comparisons print, write and draw: means over seeds, paired differences."""
+"""Results over seeds: means and paired differences, printed, written and drawn."""
 
 import math
 from collections.abc import Mapping, Sequence

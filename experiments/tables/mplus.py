@@ -138,9 +138,9 @@ def cost() -> Table:
                     thousands(row["length"]),
                     number(None if device is None else device / 1e6, 1),
                     number(row["state_bytes"]["total"] / 1e6, 1),
-                    number(seconds.get("tell"), 1),
-                    number(seconds.get("ask"), 2),
-                    number(row["operations"]["tell"] / 1e9, 0),
+                    number(seconds.get("inject"), 1),
+                    number(seconds.get("query"), 2),
+                    number(row["operations"]["inject"] / 1e9, 0),
                 ]
             )
     header = ["", "tokens", "MB on the device", "state, MB", "inject, s", "query, s"]

@@ -5,6 +5,8 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 
 def provenance(question: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The question, command, settings, device, versions and date of a result."""
+    """Question, command, settings, commit, device, versions and date of a result."""
     packages = ("jax", "jaxlib", "numpy", "scipy")
     return {
         "question": question,
@@ -20,11 +22,24 @@ def provenance(question: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "library default"),
         "config": dict(config),
         "date": datetime.date.today().isoformat(),
+        "commit": commit(),
         "device": device_name(),
         "load_average_1min": os.getloadavg()[0],
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def commit() -> str | None:
+    """The commit that the code is from, "-dirty" behind it where files have changed.
+
+    None where the code is not in a git repository, or there is no git.
+    """
+    root = Path(__file__).parents[2]
+    if shutil.which("git") is None or not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def device_name() -> str:

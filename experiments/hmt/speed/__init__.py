@@ -1,1 +1,1 @@
-"""Experiments: hmt, speed."""
+"""Experiments: a training step of HMT, timed."""

@@ -1,1 +1,1 @@
-"""Experiments: mplus, retention."""
+"""Experiments: what M+ retains."""

@@ -1,17 +1,17 @@
-"""What does a model still know that it was told many tokens ago?
+"""What does a model still know that was injected many tokens ago?
 
     python -m experiments.mplus.retention.knowledge_retention
 
-Facts of the CIA World Factbook are told inside their contexts, then other text, and
-asked behind every so many pieces of it (M+, Figures 3, 5, 8 and 9; the authors have
-SQuAD and NaturalQA). An answer is right if it occurs in ten tokens of greedy decoding.
-M+, with its retriever and with attention in its place, and MemoryLLM stand beside what
-the same backbone does with full attention, with a window or a cache of SnapKV of as
-much memory on the device, with the pieces that BM25 finds, and without having been
-told. Each fact has an answer and a country of its own, and the other text names
+A fact of the CIA World Factbook is injected inside its context, then chunks of other
+text. After certain numbers of chunks the question is asked (M+, Figures 3, 5, 8 and 9;
+the authors have SQuAD and NaturalQA). An answer is right if it occurs in ten tokens of
+greedy decoding. M+, with its retriever or with attention in its place, and MemoryLLM
+are compared with the same backbone: with full attention, with a window or a cache of
+SnapKV of as much memory on the device, with the passages that BM25 finds, and closed
+book. Each fact has an answer and a country of its own, and the other text names
 neither.
 
-With `--carry` the memory goes on from sample to sample, as in the published programs.
+With `--carry` the memory is kept from sample to sample, as in the published programs.
 """
 
 import dataclasses

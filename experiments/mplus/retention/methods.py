@@ -1,8 +1,8 @@
-"""Methods whose retention is measured: see `mplus_retention.Method`.
+"""The methods whose retention is measured: see `retention.Method`.
 
 M+ and MemoryLLM, and what they are compared with, all on one backbone: full attention
-as far as it goes; a window, or a cache of SnapKV, of as much memory as M+ has; the
-question alone, behind the pieces that BM25 finds, or behind nothing ("closed book").
+as far as its positions go; a window, or a cache of SnapKV, of as much memory as M+ has;
+the question behind the passages that BM25 finds; the question alone ("closed book").
 """
 
 import dataclasses
@@ -45,11 +45,11 @@ class Reader:
         """An empty memory."""
         return self.model.init_state(batch)
 
-    def tell(self, memory, tokens):
+    def inject(self, memory, tokens):
         """Reads them; the memory that was given is gone."""
         return _read(*nnx.split(self.model), memory, jnp.asarray(tokens))
 
-    def ask(self, memory, prompt, count):
+    def query(self, memory, prompt, count):
         """Reads the prompt and decodes."""
         return _answer(self.model, memory, prompt, count, self.piece)
 
@@ -70,11 +70,11 @@ class LatentMemory:
         """The memory a text starts from."""
         return self.model.init_state(batch)
 
-    def tell(self, memory, tokens):
+    def inject(self, memory, tokens):
         """Writes full chunks; the rest waits. The memory that was given is gone."""
         return _write(*nnx.split(self.model), memory, jnp.asarray(tokens))
 
-    def ask(self, memory, prompt, count):
+    def query(self, memory, prompt, count):
         """Reads the prompt with the memory and decodes with the same reading."""
         prompt, key = jnp.asarray(prompt), jax.random.key(0)
         return np.asarray(
@@ -114,12 +114,12 @@ class Retriever:
         """No piece in any row."""
         return tuple(() for _ in range(batch))
 
-    def tell(self, memory, tokens):
+    def inject(self, memory, tokens):
         """Keeps them as they are."""
         rows = zip(memory, np.asarray(tokens), strict=True)
         return tuple((*pieces, row) for pieces, row in rows)
 
-    def ask(self, memory, prompt, count):
+    def query(self, memory, prompt, count):
         """Searches, reads what was found and the prompt, and decodes."""
         found = [
             self._found(pieces, self.tokenizer.decode(row))

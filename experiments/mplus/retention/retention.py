@@ -1,11 +1,10 @@
-"""What a memory retains: facts, other text, and questions after each piece of it.
+"""Measures what a memory retains: inject facts and other text, query after each chunk.
 
-The question is asked behind every number of pieces that is wanted, and is forgotten
-again; the answer is right if it occurs in what is generated greedily, as in the
-published programs of M+ (Wang et al., 2025, https://arxiv.org/abs/2502.00592, section
-4.3).
+A query does not change the memory. The answer is right if it occurs in what is
+generated greedily, as in the published programs of M+ (Wang et al., 2025,
+https://arxiv.org/abs/2502.00592, section 4.3).
 
-Shapes: B samples side by side, C tokens of a piece, P of a question, N of an answer.
+Shapes: B batch, C tokens of a chunk, P of a question, N of an answer.
 """
 
 import math
@@ -31,11 +30,11 @@ class Method(Protocol):
         """The memory of so many rows that know nothing."""
         ...
 
-    def tell(self, memory: Any, tokens: Int32[np.ndarray, "B C"]) -> Any:
+    def inject(self, memory: Any, tokens: Int32[np.ndarray, "B C"]) -> Any:
         """The memory after more text."""
         ...
 
-    def ask(
+    def query(
         self, memory: Any, prompt: Int32[np.ndarray, "B P"], count: int
     ) -> Int32[np.ndarray, "B N"]:
         """The likeliest `count` tokens behind a prompt, one by one; nothing is kept."""
@@ -84,11 +83,11 @@ def run(
             needed = told + batch.prompts.shape[1] + answer
             fits = method.longest is None or needed <= method.longest
             if fits:
-                memory = method.tell(memory, piece)
+                memory = method.inject(memory, piece)
             if count in after:
                 texts: list[str | None] = [None] * len(batch.facts)
                 if fits:
-                    found = method.ask(memory, batch.prompts, answer)
+                    found = method.query(memory, batch.prompts, answer)
                     texts = [tokenizer.decode(row) for row in found]
                 for fact, text in zip(batch.facts, texts, strict=True):
                     yield Asked(fact, count, text)
@@ -101,7 +100,7 @@ def untold(
     prompts: Int32[np.ndarray, "B P"],
 ) -> list[str]:
     """What is answered without anything told."""
-    found = method.ask(method.start(len(prompts)), prompts, answer)
+    found = method.query(method.start(len(prompts)), prompts, answer)
     return [tokenizer.decode(row) for row in found]
 
 

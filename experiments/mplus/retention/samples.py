@@ -1,10 +1,11 @@
 """Samples of knowledge retention: a fact, text to forget it by, a question.
 
-A sample is a fact's context, then pieces of passages that do not name its subject or
-answer, all of as many tokens; where the context is shorter, other text stands before
-it. Samples of a batch have questions of one length, so that nothing is padded.
+A sample is a fact's context, then chunks of passages that name neither its subject nor
+its answer. All chunks have the same number of tokens; where the context is shorter,
+other text stands before it. Samples of a batch have questions of one length, so that
+nothing is padded.
 
-Shapes: B samples side by side, I pieces, C tokens of a piece, P tokens of a question.
+Shapes: B batch, I chunks, C tokens of a chunk, P tokens of a question.
 """
 
 import functools

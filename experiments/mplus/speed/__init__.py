@@ -1,1 +1,1 @@
-"""Experiments: mplus, speed."""
+"""Experiments: M+ timed, and its cost."""

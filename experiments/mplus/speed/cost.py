@@ -2,18 +2,19 @@
 
     python -m experiments.mplus.speed.cost
 
-M+ and MemoryLLM are told texts of several lengths and asked a question; the backbone
-does the same with full attention, and with a window of as much memory as M+ needs on
-the device (M+, Table 1, Figure 7 and E.4). Given are the bytes of what is remembered,
-part by part, and of XLA's temporary arrays; the seconds of telling and of answering;
-and the operations by formula (`operations.py`). Programs are compiled before time
-runs. Parameters are random: they do not change the cost.
+Texts of several lengths are injected into M+ and MemoryLLM, which then answer a query.
+The backbone does the same with full attention, and with a window of as much memory as
+M+ needs on the device (M+, Table 1, Figure 7 and E.4). Reported are the bytes of the
+state, part by part, and of XLA's temporary arrays; the seconds of injecting and of
+answering; and the operations by formula (`operations.py`). Compilation is not timed.
+Parameters are random, which does not change the cost.
 
-M+ keeps its store's rows in the host's memory, as the paper's; "all on the device" does
-not, and "offload" keeps the pool there too. A CPU has one memory: there the way is the
-same, and time says nothing of the transfers.
+M+ keeps its store's rows in the host's memory, as the paper does. "all on the device"
+does not, and "offload" keeps the pool in the host's memory too. A CPU has one memory,
+so that times there say nothing about transfers.
 
-Full attention is run up to `full_up_to`; beyond, its bytes and operations are given.
+Full attention is executed up to `full_up_to` tokens. Beyond, only its bytes and
+operations are given.
 """
 
 import dataclasses
@@ -34,12 +35,13 @@ from experiments.hmt import scores as hmt_scores
 from experiments.hmt.speed.operations import Size
 from experiments.mplus.retention import methods
 from experiments.mplus.speed import cost_report, operations
-from experiments.mplus.speed.cost_programs import compile_programs
+from experiments.mplus.speed.cost_programs import BACKBONE, MEMORY, compile_programs
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.model import with_config
 from memjax.models.language_model.windowed import with_window
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus, mplus
+from memjax.models.mplus.state import MPlusState
 from memjax.models.offload import device_bytes
 
 Kind = Literal[
@@ -52,6 +54,9 @@ Kind = Literal[
     "sliding window",
 ]
 
+# The kinds that have no memory but keys and values.
+BACKBONES: tuple[Kind, ...] = ("full attention", "sliding window")
+
 
 class Scale(NamedTuple):
     """How a size is measured.
@@ -59,7 +64,7 @@ class Scale(NamedTuple):
     Attributes:
         memory: sizes of M+; MemoryLLM has the retrieved rows in its pool.
         lengths: of the texts.
-        full_up_to: longest text that full attention is told.
+        full_up_to: longest text for full attention.
     """
 
     memory: MPlusConfig
@@ -90,10 +95,10 @@ class Config:
 
     Attributes:
         size: "tiny", or the sizes of "smollm2" (135M).
-        lengths: of the texts, in tokens, rising; multiples of `piece`; none is the
+        lengths: of the texts, in tokens, rising; multiples of `chunk`; none is the
             size's.
         full_up_to: longest text for full attention; 0 is the size's.
-        piece: tokens that are told in one call, a multiple of the memory's chunk.
+        chunk: tokens injected in one call, a multiple of the memory's chunk.
         prompt: tokens of the question.
         answer: tokens that are generated.
         kinds: of models.
@@ -104,7 +109,7 @@ class Config:
     size: Size = "tiny"
     lengths: tuple[int, ...] = ()
     full_up_to: int = 0
-    piece: int = 512
+    chunk: int = 512
     prompt: int = 128
     answer: int = 10
     kinds: tuple[Kind, ...] = get_args(Kind)
@@ -120,15 +125,15 @@ class Config:
         if not self.kinds:
             raise ValueError("kinds must name at least one, got none")
         scale = self.scale
-        if self.piece < 1 or self.piece % scale.memory.chunk:
+        if self.chunk < 1 or self.chunk % scale.memory.chunk:
             raise ValueError(
-                f"piece must be a multiple of the chunk of {scale.memory.chunk}, "
-                f"got {self.piece}"
+                f"chunk must be a multiple of the chunk of {scale.memory.chunk}, "
+                f"got {self.chunk}"
             )
         rising = list(scale.lengths) == sorted(set(scale.lengths))
-        if not rising or any(n < 1 or n % self.piece for n in scale.lengths):
+        if not rising or any(n < 1 or n % self.chunk for n in scale.lengths):
             raise ValueError(
-                f"lengths must rise, in multiples of piece={self.piece}, "
+                f"lengths must rise, in multiples of chunk={self.chunk}, "
                 f"got {scale.lengths}"
             )
 
@@ -166,57 +171,64 @@ def main(config: Config) -> None:
 
 
 def describe(config: Config, kind: Kind, length: int) -> dict[str, Any]:
-    """What needs no run: bytes remembered, and operations by formula."""
-    model = nnx.eval_shape(lambda: build(config, kind, length))
-    sizes = config.backbone
-    if isinstance(model, MPlus):
-        told = operations.inject(sizes, model.config, length)
-        asked = operations.read(sizes, model.config, config.prompt, config.answer)
-    else:
+    """What needs no execution: bytes of the state, and operations by formula."""
+    sizes, asked = config.backbone, (config.prompt, config.answer)
+    if kind in BACKBONES:
+        model = nnx.eval_shape(lambda: build_backbone(config, kind, length))
         window = model.config.window if kind == "sliding window" else None
-        told = operations.text(sizes, 0, length, window)
-        asked = operations.answer(sizes, length, config.prompt, config.answer, window)
+        inject = operations.text(sizes, 0, length, window)
+        query = operations.answer(sizes, length, *asked, window)
+        state = jax.eval_shape(lambda: model.init_state(1))
+        parts = {"reading": _bytes(state), "total": _bytes(state)}
+    else:
+        model = nnx.eval_shape(lambda: build_memory(config, kind))
+        inject = operations.inject(sizes, model.config, length)
+        query = operations.read(sizes, model.config, *asked)
+        parts = memory_bytes(jax.eval_shape(lambda: model.init_state(1)))
     return {
         "length": length,
         "parameter_bytes": _bytes(nnx.state(model)),
-        "state_bytes": state_bytes(model),
-        "operations": {"tell": told, "ask": asked},
+        "state_bytes": parts,
+        "operations": {"inject": inject, "query": query},
     }
 
 
 def measure(config: Config, kind: Kind, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Tells a text up to the longest of the lengths, and asks at each.
+    """Injects a text up to the longest of the lengths, and queries at each.
 
-    Seconds of telling are of all tokens up to there.
+    Seconds of injecting are of all tokens up to there.
     """
-    model = build(config, kind, lengths[-1])
+    if kind in BACKBONES:
+        model, calls = build_backbone(config, kind, lengths[-1]), BACKBONE
+    else:
+        model, calls = build_memory(config, kind), MEMORY
     params = nnx.split(model)[1]
     start = jax.jit(lambda: model.init_state(1))
-    sizes = (config.piece, config.prompt, config.answer)
-    programs = compile_programs(model, start(), *sizes)
-    tokens = jnp.zeros((1, config.piece), jnp.int32)
+    sizes = (config.chunk, config.prompt, config.answer)
+    programs = compile_programs(model, calls, start(), *sizes)
+    tokens = jnp.zeros((1, config.chunk), jnp.int32)
     prompt = jnp.zeros((1, config.prompt), jnp.int32)
-    changes = not isinstance(model, MPlus)
+    changes = calls.query_changes_state
     copy = lambda state: jax.tree.map(jnp.copy, state) if changes else state
     # What is touched for the first time takes longer.
-    jax.block_until_ready(programs.ask(params, start(), prompt))
-    jax.block_until_ready(programs.tell(params, start(), tokens))
-    state, told, spent, rows = start(), 0, 0.0, []
+    jax.block_until_ready(programs.query(params, start(), prompt))
+    jax.block_until_ready(programs.inject(params, start(), tokens))
+    state, done, spent, rows = start(), 0, 0.0, []
     for length in lengths:
         began = time.perf_counter()
-        for _ in range((length - told) // config.piece):
-            state = programs.tell(params, state, tokens)
+        for _ in range((length - done) // config.chunk):
+            state = programs.inject(params, state, tokens)
         jax.block_until_ready(state)
-        spent, told = spent + time.perf_counter() - began, length
-        asked = []
+        spent, done = spent + time.perf_counter() - began, length
+        answered = []
         for _ in range(config.repeats):
             given = jax.block_until_ready(copy(state))
             began = time.perf_counter()
-            jax.block_until_ready(programs.ask(params, given, prompt))
-            asked.append(time.perf_counter() - began)
+            jax.block_until_ready(programs.query(params, given, prompt))
+            answered.append(time.perf_counter() - began)
         rows.append(
             {
-                "seconds": {"tell": spent, "ask": float(np.median(asked))},
+                "seconds": {"inject": spent, "query": float(np.median(answered))},
                 "temporary_bytes": programs.temporary,
                 "place_bytes": device_bytes(state),
             }
@@ -224,29 +236,29 @@ def measure(config: Config, kind: Kind, lengths: Sequence[int]) -> list[dict[str
     return rows
 
 
-def build(config: Config, kind: Kind, length: int) -> LanguageModel | MPlus:
-    """A model with random parameters that can be told so many tokens and asked."""
+def build_memory(config: Config, kind: Kind) -> MPlus:
+    """M+ or MemoryLLM with random parameters."""
     backbone = LanguageModel(config.backbone, key=jax.random.key(0))
-    if kind == "full attention":
-        return with_config(backbone, capacity=length + config.prompt + config.answer)
     sizes = dataclasses.replace(
         config.scale.memory,
         store_memory="device" if kind == "M+, all on the device" else "host",
         pool_memory="host" if kind.endswith("(offload)") else "device",
     )
     memory = mplus(backbone, sizes, key=jax.random.key(1))
-    if kind == "sliding window":
-        size = methods.device_bytes(memory)
-        return with_window(backbone, hmt_scores.equal_window(backbone, size))
     return methods.without_store(memory) if "MemoryLLM" in kind else memory
 
 
-def state_bytes(model: LanguageModel | MPlus) -> dict[str, int]:
+def build_backbone(config: Config, kind: Kind, length: int) -> LanguageModel:
+    """The backbone with attention over so many tokens, or with a sliding window."""
+    backbone = LanguageModel(config.backbone, key=jax.random.key(0))
+    if kind == "full attention":
+        return with_config(backbone, capacity=length + config.prompt + config.answer)
+    size = methods.device_bytes(build_memory(config, "M+"))
+    return with_window(backbone, hmt_scores.equal_window(backbone, size))
+
+
+def memory_bytes(state: MPlusState) -> dict[str, int]:
     """Bytes of the memory of one text, part by part."""
-    state = jax.eval_shape(lambda: model.init_state(1))
-    total = _bytes(state)
-    if not isinstance(model, MPlus):
-        return {"reading": total, "total": total}
     layers = () if state.store is None else state.store.layers
     parts = {
         "pool": _bytes((state.pool, state.ages)),
@@ -254,6 +266,7 @@ def state_bytes(model: LanguageModel | MPlus) -> dict[str, int]:
         "store_keys": _bytes([layer.keys for layer in layers]),
         "reading": _bytes(state.reading),
     }
+    total = _bytes(state)
     return parts | {"rest": total - sum(parts.values()), "total": total}
 
 
@@ -272,7 +285,7 @@ def report(config: Config, rows: dict[str, list[dict[str, Any]]]) -> None:
         "models": rows,
     }
     write_report(config.output, question, settings(config), results)
-    title = f"M+ and its backbone ({config.size}) against tokens told"
+    title = f"M+ and its backbone ({config.size}) against tokens injected"
     cost_report.show(rows, scale.lengths, Path(f"{config.output}.png"), title)
 
 

@@ -12,55 +12,69 @@ from memjax.models import LanguageModel
 from memjax.models.mplus.model import MPlus
 
 
+class Calls(NamedTuple):
+    """How a kind of model takes a text in, and how it answers.
+
+    Attributes:
+        inject: (model, state, tokens [1, T]) -> state
+        query: (model, state, prompt [1, P], N) -> (state, tokens [1, N]); the state is
+            None where the query leaves it as it is.
+        query_changes_state: whether it does not.
+    """
+
+    inject: Callable[..., Any]
+    query: Callable[..., Any]
+    query_changes_state: bool
+
+
 class Programs(NamedTuple):
     """Compiled for one model.
 
     Attributes:
-        tell: (parameters, state, tokens [1, T]) -> state; the old one is gone
-        ask: (parameters, state, prompt [1, P]) -> (state, tokens [1, N]); of M+, which
-            does not change, the state is None, of others the old one is gone
-        temporary: bytes that each takes beside what it is given and gives.
+        inject: (parameters, state, tokens [1, T]) -> state; the old one is donated.
+        query: (parameters, state, prompt [1, P]) -> (state, tokens [1, N]); the old
+            state is donated where the query changes it.
+        temporary: bytes that each takes beside its arguments and results.
     """
 
-    tell: Callable[..., Any]
-    ask: Callable[..., Any]
+    inject: Callable[..., Any]
+    query: Callable[..., Any]
     temporary: dict[str, int]
 
 
 def compile_programs(
-    model: LanguageModel | MPlus, state: Any, piece: int, prompt: int, answer: int
+    model: LanguageModel | MPlus,
+    calls: Calls,
+    state: Any,
+    chunk: int,
+    prompt: int,
+    answer: int,
 ) -> Programs:
     """Compiles for a state like this one.
 
     Args:
-        model: told and asked; its parameters are an argument of the programs.
+        model: its parameters are an argument of the programs.
+        calls: of this kind of model.
         state: of one text.
-        piece: tokens that are told at a time.
+        chunk: tokens that are injected at a time.
         prompt: tokens of the question.
-        answer: tokens that are drawn.
+        answer: tokens that are generated.
     """
     graph, params = nnx.split(model)
     merged: Callable[[Any], Any] = lambda params: nnx.merge(graph, params)
 
-    def tell(params, state, tokens):
-        model = merged(params)
-        if isinstance(model, MPlus):
-            return model.inject(state, tokens)
-        return model.features(state, tokens)[0]
+    def inject(params, state, tokens):
+        return calls.inject(merged(params), state, tokens)
 
-    def ask(params, state, tokens):
-        model = merged(params)
-        if isinstance(model, MPlus):
-            key = jax.random.key(0)
-            return None, model.generate(
-                state, tokens, answer, key=key, sampling=methods.GREEDY
-            )
-        return _greedy(model, state, tokens, answer)
+    def query(params, state, tokens):
+        return calls.query(merged(params), state, tokens, answer)
 
+    query_donates = (1,) if calls.query_changes_state else ()
     compiled, temporary = {}, {}
-    given = {"tell": (tell, piece), "ask": (ask, prompt)}
-    for name, (program, length) in given.items():
-        donated = () if name == "ask" and isinstance(model, MPlus) else (1,)
+    for name, program, length, donated in (
+        ("inject", inject, chunk, (1,)),
+        ("query", query, prompt, query_donates),
+    ):
         tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
         lowered = jax.jit(program, donate_argnums=donated).lower(params, state, tokens)
         compiled[name] = lowered.compile()
@@ -68,6 +82,13 @@ def compile_programs(
         temporary[name] = analysis.temp_size_in_bytes
         temporary[f"{name}_host"] = analysis.host_temp_size_in_bytes
     return Programs(**compiled, temporary=temporary)
+
+
+def _generate(model, state, prompt, count):
+    """M+ answers from its memory, which stays as it is."""
+    key = jax.random.key(0)
+    tokens = model.generate(state, prompt, count, key=key, sampling=methods.GREEDY)
+    return None, tokens
 
 
 def _greedy(model, state, prompt, count):
@@ -83,3 +104,11 @@ def _greedy(model, state, prompt, count):
     first = (state, best(features[:, -1]))
     (state, last), tokens = jax.lax.scan(body, first, length=count - 1)
     return state, jnp.concatenate([tokens, last[None]]).T
+
+
+MEMORY = Calls(
+    lambda model, state, tokens: model.inject(state, tokens), _generate, False
+)
+BACKBONE = Calls(
+    lambda model, state, tokens: model.features(state, tokens)[0], _greedy, True
+)

@@ -16,7 +16,7 @@ def show(
 
     Args:
         rows: of every kind, one a length.
-        lengths: tokens told.
+        lengths: tokens injected.
         path: the PNG to write.
         title: of the plot.
     """
@@ -39,14 +39,14 @@ def _get(*path: str) -> Callable[[Row], float]:
 
 # What is shown: its value in a row, and the unit.
 QUANTITIES: dict[str, tuple[Callable[[Row], float], float]] = {
-    "remembered (MiB)": (_get("state_bytes", "total"), 2**20),
+    "state (MiB)": (_get("state_bytes", "total"), 2**20),
     "of that on the device (MiB)": (_get("place_bytes", "device"), 2**20),
-    "temporary, telling (MiB)": (_get("temporary_bytes", "tell"), 2**20),
-    "temporary, asking (MiB)": (_get("temporary_bytes", "ask"), 2**20),
-    "telling (s)": (_get("seconds", "tell"), 1),
-    "asking (s)": (_get("seconds", "ask"), 1),
-    "operations of telling (10^9)": (_get("operations", "tell"), 1e9),
-    "operations of asking (10^9)": (_get("operations", "ask"), 1e9),
+    "temporary, injecting (MiB)": (_get("temporary_bytes", "inject"), 2**20),
+    "temporary, querying (MiB)": (_get("temporary_bytes", "query"), 2**20),
+    "injecting (s)": (_get("seconds", "inject"), 1),
+    "querying (s)": (_get("seconds", "query"), 1),
+    "operations of injecting (10^9)": (_get("operations", "inject"), 1e9),
+    "operations of querying (10^9)": (_get("operations", "query"), 1e9),
 }
 
 

@@ -60,7 +60,7 @@ def test_a_checkpoints_store_becomes_keys_and_values():
 def test_it_answers():
     """All of the store must be on the device, keys and values."""
     prompt = jnp.array([[3, 1, 4, 1]], jnp.int32)
-    found = methods.LatentMemory(OTHER).ask(OTHER.init_state(1), prompt, 2)
+    found = methods.LatentMemory(OTHER).query(OTHER.init_state(1), prompt, 2)
     assert found.shape == (1, 2)
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
     assert methods.device_bytes(OTHER) == size(OTHER.init_state(1))

@@ -64,11 +64,11 @@ class Notes:
     def start(self, batch):
         return [""] * batch
 
-    def tell(self, memory, tokens):
+    def inject(self, memory, tokens):
         rows = zip(memory, tokens, strict=True)
         return [(old + BYTES.decode(new))[-self.tokens :] for old, new in rows]
 
-    def ask(self, memory, prompt, count):
+    def query(self, memory, prompt, count):
         answers = []
         for text, question in zip(memory, map(BYTES.decode, prompt), strict=True):
             sentence = question.split("Answer: ")[1]
@@ -218,9 +218,9 @@ def test_memory_goes_on_between_samples_only_if_it_is_carried():
             self.started += 1
             return super().start(batch)
 
-        def ask(self, memory, prompt, count):
+        def query(self, memory, prompt, count):
             lengths.append({len(text) for text in memory})
-            return super().ask(memory, prompt, count)
+            return super().query(memory, prompt, count)
 
     for carry, starts, last in ((False, 2, 2 * C), (True, 1, 4 * C)):
         lengths = []
@@ -233,9 +233,9 @@ def test_what_a_method_has_no_room_for_is_not_asked():
     class Short(Notes):
         longest = 2 * C + 47 + N
 
-        def tell(self, memory, tokens):
+        def inject(self, memory, tokens):
             assert len(memory[0]) <= C
-            return super().tell(memory, tokens)
+            return super().inject(memory, tokens)
 
     asked = ask(Short(10_000), samples(), after=(1, 2))
     texts = {after: {x.text for x in asked if x.pieces == after} for after in (1, 2)}
@@ -270,7 +270,7 @@ def test_bm25_puts_the_best_pieces_in_front_in_their_order():
     told = ["the cat sat", "Arda is old", "dogs run", "rivers: a river of Arda"]
     memory = method.start(1)
     for text in told:
-        memory = method.tell(memory, BYTES.encode(text.ljust(C))[None])
+        memory = method.inject(memory, BYTES.encode(text.ljust(C))[None])
     found = method._found(memory[0], "Which river has Arda?")
     assert BYTES.decode(found).split() == f"{told[1]} {told[3]}".split()
     assert method._found((), "Which?").size == 0
@@ -297,10 +297,10 @@ def test_equal_methods_answer_alike():
 def test_m_plus_writes_what_it_is_told_and_reads_the_question():
     batch, *_ = samples()
     method = methods.LatentMemory(MODEL)
-    memory = method.tell(method.start(2), batch.context)
+    memory = method.inject(method.start(2), batch.context)
     assert memory.clock.tolist() == [MEMORY.tokens] * 2
     before = jax.tree.map(np.asarray, memory)
-    found = method.ask(memory, batch.prompts, N)
+    found = method.query(memory, batch.prompts, N)
     assert found.shape == (2, N)
     first = jax.jit(MODEL.read)(memory, jnp.asarray(batch.prompts))[1][:, -1]
     np.testing.assert_array_equal(found[:, 0], first.argmax(axis=-1))

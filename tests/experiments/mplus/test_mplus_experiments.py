@@ -20,8 +20,7 @@ from experiments.mplus.retention.methods import (
     without_store,
 )
 from experiments.mplus.retention.samples import make_samples
-from experiments.mplus.speed import cost, operations
-from experiments.mplus.speed.cost_programs import compile_programs
+from experiments.mplus.speed import cost, cost_programs, operations
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models import LanguageModel, ModelConfig
@@ -71,7 +70,7 @@ def test_rows_of_the_context_are_found_by_their_values():
     made = np.asarray(compress(method.start(2), jnp.asarray(batch.context)))
     state, seen = method.start(2), 0
     for count, piece in enumerate([batch.context, *batch.pieces]):
-        state = method.tell(state, piece)
+        state = method.inject(state, piece)
         if count not in after:
             continue
         places = np.asarray(choose(state, jnp.asarray(batch.prompts)))
@@ -302,18 +301,18 @@ COST = cost.Scale(MEMORY, (C, 3 * C), C)
 SHALLOW = dataclasses.replace(CONFIG, mixers=("attention",), tied_head=False)
 
 
-@pytest.fixture(name="cost")
+@pytest.fixture(name="config")
 def _cost(monkeypatch, tmp_path):
     monkeypatch.setitem(cost.SCALES, "tiny", COST)
     monkeypatch.setattr(cost.Config, "backbone", SHALLOW)
-    return cost.Config(piece=C, prompt=4, answer=2, repeats=1, output=tmp_path / "cost")
+    return cost.Config(chunk=C, prompt=4, answer=2, repeats=1, output=tmp_path / "cost")
 
 
-def test_cost_runs_whole(cost, capsys):
+def test_cost_runs_whole(config, capsys):
     # Of the others, each a program of its own, the parts are tested below.
     kinds = ("M+ (offload)", "full attention")
-    cost.main(dataclasses.replace(cost, kinds=kinds))
-    report = json.loads((cost.output.parent / "cost.json").read_text())
+    cost.main(dataclasses.replace(config, kinds=kinds))
+    report = json.loads((config.output.parent / "cost.json").read_text())
     assert tuple(report["models"]) == kinds
     for kind, rows in report["models"].items():
         assert [row["length"] for row in rows] == [C, 3 * C]
@@ -321,8 +320,8 @@ def test_cost_runs_whole(cost, capsys):
             if kind == "full attention" and row["length"] > C:
                 assert "seconds" not in row
                 continue
-            assert row["seconds"]["ask"] > 0 and row["seconds"]["tell"] > 0
-            assert row["temporary_bytes"]["tell"] > 0
+            assert row["seconds"]["query"] > 0 and row["seconds"]["inject"] > 0
+            assert row["temporary_bytes"]["inject"] > 0
             host = row["place_bytes"].get("pinned_host", 0)
             parts = row["state_bytes"]
             assert sum(row["place_bytes"].values()) == parts["total"]
@@ -331,14 +330,14 @@ def test_cost_runs_whole(cost, capsys):
             assert host == offloaded
         first, last = (row["state_bytes"]["total"] for row in rows)
         assert (last > first) == (kind == "full attention")
-        tell = [row["operations"]["tell"] for row in rows]
-        assert tell[1] >= 3 * tell[0]
-    assert (cost.output.parent / "cost.png").read_bytes().startswith(b"\x89PNG")
+        inject = [row["operations"]["inject"] for row in rows]
+        assert inject[1] >= 3 * inject[0]
+    assert (config.output.parent / "cost.png").read_bytes().startswith(b"\x89PNG")
     assert "nan" in capsys.readouterr().out
 
 
-def test_the_parts_of_the_state_are_its_bytes(cost):
-    rows = {kind: cost.describe(cost, kind, C) for kind in KINDS}
+def test_the_parts_of_the_state_are_its_bytes(config):
+    rows = {kind: cost.describe(config, kind, C) for kind in KINDS}
     for offload in ("M+, all on the device", "M+ (offload)"):
         assert rows[offload] == rows["M+"]
     parts = rows["M+"]["state_bytes"]
@@ -356,20 +355,21 @@ def test_the_parts_of_the_state_are_its_bytes(cost):
     assert 0 <= window - (parts["total"] - parts["store_rows"]) < 2 * 4 * layers * 8 + 9
 
 
-def test_both_ways_to_draw_agree(cost):
+def test_both_ways_to_draw_agree(config):
     """The compiled program gives what the public generation gives."""
     prompt = jnp.arange(4, dtype=jnp.int32)[None]
     told = jnp.arange(C, dtype=jnp.int32)[None]
     start = lambda model: jax.jit(lambda: model.init_state(1))()
-    model = cost.build(cost, "full attention", C)
-    programs = compile_programs(model, start(model), C, 4, cost.answer)
+    model = cost.build_backbone(config, "full attention", C)
+    programs = cost_programs.compile_programs(
+        model, cost_programs.BACKBONE, start(model), C, 4, config.answer
+    )
     params = nnx.split(model)[1]
-    state = programs.tell(params, start(model), told)
-    drawn = programs.ask(params, state, prompt)[1]
-    assert isinstance(model, LanguageModel)
+    state = programs.inject(params, start(model), told)
+    drawn = programs.query(params, state, prompt)[1]
     method = Reader(model, C)
-    memory = method.tell(method.start(1), np.asarray(told))
-    found = method.ask(memory, np.asarray(prompt), cost.answer)
+    memory = method.inject(method.start(1), np.asarray(told))
+    found = method.query(memory, np.asarray(prompt), config.answer)
     np.testing.assert_array_equal(drawn, found)
     assert found[0, 0] != found[0, 1]
 
@@ -379,9 +379,9 @@ def test_both_ways_to_draw_agree(cost):
     [
         ({"prompt": 0}, "prompt must be at least 1, got 0"),
         ({"kinds": ()}, "kinds must name at least one"),
-        ({"piece": 100}, "piece must be a multiple of the chunk of 128, got 100"),
+        ({"chunk": 100}, "chunk must be a multiple of the chunk of 128, got 100"),
         ({"lengths": (4096, 2048)}, "lengths must rise"),
-        ({"lengths": (1000,)}, "in multiples of piece=512"),
+        ({"lengths": (1000,)}, "in multiples of chunk=512"),
     ],
 )
 def test_bad_costs_are_refused(options, message):

@@ -46,7 +46,7 @@ def told(model, pieces):
     method = methods.LatentMemory(model)
     memory = method.start(2)
     for i in range(8 - pieces, 8):
-        memory = method.tell(memory, TEXT[:, i * C : (i + 1) * C])
+        memory = method.inject(memory, TEXT[:, i * C : (i + 1) * C])
     return memory
 
 
@@ -135,7 +135,7 @@ def test_the_last_pieces_are_told_and_the_same_tokens_scored(monkeypatch):
         def start(self, batch):
             return ()
 
-        def tell(self, memory, tokens):
+        def inject(self, memory, tokens):
             return (*memory, *tokens[0])
 
     def losses(model, memory, tokens, prompt, *, leaks):

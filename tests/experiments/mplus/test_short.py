@@ -185,13 +185,13 @@ def test_a_full_memory_is_of_other_documents(monkeypatch, tmp_path, texts, facts
         def start(self, batch):
             return batch
 
-        def tell(self, memory, tokens):
+        def inject(self, memory, tokens):
             told.append(tokens)
             return memory
 
     monkeypatch.setattr(short.methods, "LatentMemory", Notes)
     given = config(facts, source=texts)
-    short.tell(given, TRAINED, 3, BYTES)
+    short.inject(given, TRAINED, 3, BYTES)
     rows = [BYTES.decode(row) for row in np.concatenate(told, axis=1)]
     for i, row in enumerate(rows):
         assert len(row) == 3 * C and f"validation {i}" in row and "test" not in row
