@@ -20,9 +20,9 @@ sides of the bilinear rule, as the HiPPO authors' program does: at its start the
 first token would divide by zero.
 
 References:
-  Elastic Memory, equations 3, 4, 19 and 25, table 12.
-  Gu et al., HiPPO: Recurrent Memory with Optimal Polynomial Projections, 2020,
-  appendix B.3.
+    Elastic Memory, equations 3, 4, 19 and 25, table 12.
+    Gu et al., HiPPO: Recurrent Memory with Optimal Polynomial Projections, 2020,
+    appendix B.3.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -38,8 +38,8 @@ class Step(NamedTuple):
     """One token's update.
 
     Attributes:
-      state: [N, N] multiplies the old state.
-      token: [N] multiplies the token.
+        state: [N, N] multiplies the old state.
+        token: [N] multiplies the token.
     """
 
     state: Float64[np.ndarray, "N N"]
@@ -50,8 +50,8 @@ class Unrolled(NamedTuple):
     """The product of a block's steps.
 
     Attributes:
-      transition: [N, N] multiplies the state before the block.
-      kernel: [N, L] multiplies the block's tokens.
+        transition: [N, N] multiplies the state before the block.
+        kernel: [N, L] multiplies the block's tokens.
     """
 
     transition: Float64[np.ndarray, "N N"]
@@ -62,10 +62,10 @@ def legs_matrices(order: int) -> Step:
     """Builds A [N, N] and B [N] of the equation above.
 
     Args:
-      order: number N of coefficients, at least 1.
+        order: number N of coefficients, at least 1.
 
     Raises:
-      ValueError: if `order` is below 1.
+        ValueError: if `order` is below 1.
     """
     if order < 1:
         raise ValueError(f"order must be at least 1, got {order}")
@@ -78,15 +78,15 @@ def step_matrices(order: int, k: int, method: Method = "zoh") -> Step:
     """Discretises the equation over token k.
 
     Args:
-      order: number N of coefficients, at least 1.
-      k: index of the token in its stream, at least 0.
-      method: "zoh", "forward", "backward" or "bilinear".
+        order: number N of coefficients, at least 1.
+        k: index of the token in its stream, at least 0.
+        method: "zoh", "forward", "backward" or "bilinear".
 
     Returns:
-      A_k and B_k.
+        A_k and B_k.
 
     Raises:
-      ValueError: if `order` is below 1, `k` below 0 or `method` unknown.
+        ValueError: if `order` is below 1, `k` below 0 or `method` unknown.
     """
     if method not in get_args(Method):
         raise ValueError(f"method must be one of {get_args(Method)}, got {method!r}")
@@ -103,15 +103,15 @@ def compress(
     """Runs the recurrence over a whole signal from the zero state.
 
     Args:
-      signal: [T, D] tokens, T at least 1.
-      order: number N of coefficients, at least 1.
-      method: "zoh", "forward", "backward" or "bilinear".
+        signal: [T, D] tokens, T at least 1.
+        order: number N of coefficients, at least 1.
+        method: "zoh", "forward", "backward" or "bilinear".
 
     Returns:
-      [N, D] the state after the last token.
+        [N, D] the state after the last token.
 
     Raises:
-      ValueError: if `signal` is empty, `order` below 1 or `method` unknown.
+        ValueError: if `signal` is empty, `order` below 1 or `method` unknown.
     """
     if len(signal) < 1:
         raise ValueError(f"signal must hold at least 1 token, got {len(signal)}")
@@ -131,17 +131,17 @@ def unroll(order: int, start: int, stop: int, method: Method = "zoh") -> Unrolle
     Costs O(L N**2 (N + L)): the naive way to build a bank.
 
     Args:
-      order: number N of coefficients, at least 1.
-      start: tokens before the block, at least 0.
-      stop: tokens up to and with the block, above `start`.
-      method: "zoh", "forward", "backward" or "bilinear".
+        order: number N of coefficients, at least 1.
+        start: tokens before the block, at least 0.
+        stop: tokens up to and with the block, above `start`.
+        method: "zoh", "forward", "backward" or "bilinear".
 
     Returns:
-      The transition [N, N] and kernel [N, stop - start].
+        The transition [N, N] and kernel [N, stop - start].
 
     Raises:
-      ValueError: if `order` is below 1, `start` below 0, `stop` not above it or
-        `method` unknown.
+        ValueError: if `order` is below 1, `start` below 0, `stop` not above it or
+          `method` unknown.
     """
     if start < 0:
         raise ValueError(f"start must be at least 0, got {start}")

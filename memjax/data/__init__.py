@@ -1,4 +1,4 @@
-"""Real documents, streamed and resettable: sources, tokens, pipelines, tasks."""
+"""Data: documents from several sources, tokenizers, batches of tokens, and tasks."""
 
 from memjax.data.batches.batch import Batch as Batch
 from memjax.data.batches.pipeline import BatchIterator as BatchIterator
@@ -23,7 +23,6 @@ from memjax.data.tasks.long_inputs import LongInput as LongInput
 from memjax.data.tasks.long_inputs import dilate as dilate
 from memjax.data.tasks.long_inputs import interleave as interleave
 from memjax.data.tasks.niah import NEEDLE_TASKS as NEEDLE_TASKS
-from memjax.data.tasks.niah import NeedleSample as NeedleSample
 from memjax.data.tasks.niah import NeedleTask as NeedleTask
 from memjax.data.tasks.niah import needle_batch as needle_batch
 from memjax.data.tasks.niah import needle_sample as needle_sample

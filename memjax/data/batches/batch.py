@@ -1,4 +1,4 @@
-"""What a training step receives."""
+"""A batch of tokens: what a training step receives."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 
 class Batch(NamedTuple):
-    """Next-token prediction for B rows of T positions; numpy or JAX arrays.
+    """Next-token prediction for B sequences of T positions; numpy or JAX arrays.
 
     Attributes:
-      tokens: [B, T], inputs.
-      targets: [B, T], the token after each input.
-      mask: [B, T], 1 where the target counts, 0 where the position is padding.
-      reset: [B], True where a row's memory must be cleared before this batch.
+        tokens: [B, T], inputs.
+        targets: [B, T], the token after each input.
+        mask: [B, T], 1 where the target counts, 0 where the position is padding.
+        reset: [B], True where a sequence's memory must be cleared before this batch.
     """
 
     tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]

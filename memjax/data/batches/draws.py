@@ -1,7 +1,7 @@
-"""Random numbers of a seed, and of one step of a data stream.
+"""Random numbers that depend on a seed, and on the step of a data stream.
 
-Raw bits of a bit generator are the part of numpy.random that is promised never to
-change; a saved position must mean the same for ever.
+Only raw bits of numpy's bit generators are used. numpy promises that those never
+change, and a saved position of a data stream must mean the same for ever.
 """
 
 from typing import Any

@@ -1,10 +1,11 @@
 """Endless, deterministic batches of tokenised documents, on any number of hosts.
 
-Both pipelines are random access: what row r holds at step s is index arithmetic over
-the documents and the seed. A host reads the contiguous rows
-[shard_index * R, (shard_index + 1) * R), R = batch_size / shard_count, of one global
-batch that does not depend on the number of hosts. So a saved position is restored on
-another number of hosts, and row r carries the same stream before and after.
+Both pipelines are random access: what batch element r holds at step s follows from the
+documents and the seed by index arithmetic. There is one global batch, which does not
+depend on the number of hosts. A host reads its contiguous elements
+[shard_index * R, (shard_index + 1) * R), R = batch_size / shard_count. So a saved
+position can be restored on another number of hosts, and batch element r carries the
+same stream before and after.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class BatchIterator:
-    """Yields this host's rows, `Batch` with B = batch_size / shard_count, for ever."""
+    """Yields this host's part of each batch, B = batch_size / shard_count, for ever."""
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class BatchIterator:
         """Moves to a position that `get_state` gave, on any number of hosts.
 
         Raises:
-          ValueError: the state is malformed, or comes from other documents, lengths,
-            batch size or seed (the message says which).
+            ValueError: the state is malformed, or comes from other documents, lengths,
+              batch size or seed (the message says which).
         """
         step = state.get("step")
         if type(step) is not int or step < 0:
@@ -96,16 +97,16 @@ def chunked_batches(
     the next. `mask` is all 1, `reset` all True.
 
     Args:
-      documents: from `load_tokens`.
-      context_length: T, at least 1.
-      batch_size: rows over all hosts, divisible by shard_count.
-      seed: in [0, 2**32).
-      shard_index: this host, in [0, shard_count).
-      shard_count: number of hosts.
-      vocab_size: if given, every id is checked to be in [0, vocab_size).
+        documents: from `load_tokens`.
+        context_length: T, at least 1.
+        batch_size: sequences over all hosts, divisible by shard_count.
+        seed: in [0, 2**32).
+        shard_index: this host, in [0, shard_count).
+        shard_count: number of hosts.
+        vocab_size: if given, every id is checked to be in [0, vocab_size).
 
     Raises:
-      ValueError: an argument is out of its range, or no document is long enough.
+        ValueError: an argument is out of its range, or no document is long enough.
     """
     _check_rows(batch_size, seed, shard_index, shard_count)
     _check_documents(documents, vocab_size)
@@ -131,25 +132,25 @@ def streamed_batches(
     shard_count: int = 1,
     vocab_size: int | None = None,
 ) -> BatchIterator:
-    """Yields consecutive segments: every row is an endless stream of whole documents.
+    """Yields consecutive segments; each batch element streams whole documents.
 
-    Each row reads all documents once per epoch, in an order of its own, each document
-    in consecutive segments. A document of n tokens has n - 1 inputs and targets; its
-    last segment is padded with id 0 under mask 0. `reset` is True exactly at a
-    document's first segment. Documents of one token have no target and are left out
-    (the log says how many).
+    Each batch element reads all documents once per epoch, in an order of its own, each
+    document in consecutive segments. A document of n tokens has n - 1 inputs and
+    targets; its last segment is padded with id 0 under mask 0. `reset` is True exactly
+    at a document's first segment. Documents of one token have no target and are left
+    out (the log says how many).
 
     Args:
-      documents: from `load_tokens`.
-      segment_length: T, at least 1.
-      batch_size: rows over all hosts, divisible by shard_count.
-      seed: in [0, 2**32).
-      shard_index: this host, in [0, shard_count).
-      shard_count: number of hosts.
-      vocab_size: if given, every id is checked to be in [0, vocab_size).
+        documents: from `load_tokens`.
+        segment_length: T, at least 1.
+        batch_size: sequences over all hosts, divisible by shard_count.
+        seed: in [0, 2**32).
+        shard_index: this host, in [0, shard_count).
+        shard_count: number of hosts.
+        vocab_size: if given, every id is checked to be in [0, vocab_size).
 
     Raises:
-      ValueError: an argument is out of its range, or no document has two tokens.
+        ValueError: an argument is out of its range, or no document has two tokens.
     """
     _check_rows(batch_size, seed, shard_index, shard_count)
     _check_documents(documents, vocab_size)

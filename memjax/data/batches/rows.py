@@ -1,4 +1,4 @@
-"""Random access to the rows of global batches: index arithmetic over documents."""
+"""Random access to the elements of global batches, by index arithmetic."""
 
 import functools
 import sys
@@ -14,7 +14,7 @@ from memjax.data.documents.tokens import TokenisedDocument
 
 @runtime_checkable
 class Rows(Protocol):
-    """Rows of the global batches in order: row r of step s is at s * batch_size + r."""
+    """Elements of all global batches: r of step s is at index s * batch_size + r."""
 
     def __len__(self) -> int: ...
 

@@ -11,10 +11,10 @@ class Document(NamedTuple):
     """One whole text.
 
     Attributes:
-      name: unique within its source.
-      kind: what sort of text, for example "prose" or "proofs".
-      split: "train", "validation" or "test"; a document is in exactly one.
-      text: never empty.
+        name: unique within its source.
+        kind: what sort of text, for example "prose" or "proofs".
+        split: "train", "validation" or "test"; a document is in exactly one.
+        text: never empty.
     """
 
     name: str

@@ -21,9 +21,9 @@ def folder_documents(path: Path) -> list[Document]:
     name of the (next) sub-folder, or "text" for files that lie in none.
 
     Raises:
-      ValueError: no such folder, nothing readable in it, only some files under split
-        folders, or a file is malformed or holds an empty text (named, with the line).
-      ImportError: a parquet file is there and pyarrow is not.
+        ValueError: no such folder, nothing readable in it, only some files under split
+          folders, or a file is malformed or holds an empty text (named, with the line).
+        ImportError: a parquet file is there and pyarrow is not.
     """
     root = Path(path).expanduser()
     if not root.is_dir():

@@ -30,14 +30,14 @@ def open_documents(spec: str) -> list[Document]:
     """Returns every document of a source.
 
     Args:
-      spec: "embedded"; "folder:PATH"; "tfds:NAME", a tensorflow-datasets name such as
-        `pg19` or `lm1b` (`wiki40b/en` too, where tfds can build it without
-        TensorFlow), or the folder of a prepared one; "hf:NAME" or "hf:NAME:CONFIG",
-        a Hugging Face dataset.
+        spec: "embedded"; "folder:PATH"; "tfds:NAME", a tensorflow-datasets name such as
+          `pg19` or `lm1b` (`wiki40b/en` too, where tfds can build it without
+          TensorFlow), or the folder of a prepared one; "hf:NAME" or "hf:NAME:CONFIG",
+          a Hugging Face dataset.
 
     Raises:
-      ValueError: another form of spec, or a source that cannot be read.
-      ImportError: the source needs a package that is not installed.
+        ValueError: another form of spec, or a source that cannot be read.
+        ImportError: the source needs a package that is not installed.
     """
     return list(iterate_documents(spec))
 
@@ -70,7 +70,7 @@ def embedded_documents() -> list[Document]:
     `memjax/data/corpus/MANIFEST.json` and `LICENSES.md`.
 
     Raises:
-      ValueError: a file of the installation does not match its digest.
+        ValueError: a file of the installation does not match its digest.
     """
     corpus = resources.files("memjax.data") / "corpus"
     manifest = json.loads((corpus / "MANIFEST.json").read_text("utf-8"))
@@ -98,16 +98,16 @@ def tfds_documents(
     that you trust.
 
     Args:
-      name: a builder's name, or the folder of a prepared dataset.
-      split: yield only this one.
-      data_dir: tfds's data folder; None means tfds's default (TFDS_DATA_DIR).
-      text_key: the feature with the text; None takes the first present of "text",
-        "book_text", "content", "document", "article".
+        name: a builder's name, or the folder of a prepared dataset.
+        split: yield only this one.
+        data_dir: tfds's data folder; None means tfds's default (TFDS_DATA_DIR).
+        text_key: the feature with the text; None takes the first present of "text",
+          "book_text", "content", "document", "article".
 
     Raises:
-      ValueError: unknown name, no such feature, or stored in a format that needs
-        TensorFlow.
-      ImportError: tensorflow-datasets is not installed.
+        ValueError: unknown name, no such feature, or stored in a format that needs
+          TensorFlow.
+        ImportError: tensorflow-datasets is not installed.
     """
     tfds = _import("tensorflow_datasets", "tensorflow-datasets")
     builder = _tfds_builder(tfds, name, data_dir)
@@ -125,12 +125,12 @@ def huggingface_documents(
     """Yields the documents of a Hugging Face dataset; runs none of its code.
 
     Args:
-      name: "NAME" or "NAME:CONFIG", as `datasets.load_dataset` takes them.
-      split, text_key: as for `tfds_documents`.
+        name: "NAME" or "NAME:CONFIG", as `datasets.load_dataset` takes them.
+        split, text_key: as for `tfds_documents`.
 
     Raises:
-      ValueError: no such dataset or feature.
-      ImportError: the `datasets` package is not installed.
+        ValueError: no such dataset or feature.
+        ImportError: the `datasets` package is not installed.
     """
     datasets = _import("datasets", "datasets")
     dataset_name, _, config = name.partition(":")

@@ -23,8 +23,8 @@ class Tokenizer(Protocol):
     """Text to ids and back.
 
     Attributes:
-      vocab_size: every id is in [0, vocab_size).
-      digest: hexadecimal; two tokenizers with one digest encode alike.
+        vocab_size: every id is in [0, vocab_size).
+        digest: hexadecimal; two tokenizers with one digest encode alike.
     """
 
     @property
@@ -80,11 +80,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     """Returns a tokenizer.
 
     Args:
-      name: "bytes" (256 ids), "bpe4k" (4,096 ids, trained on the train split of the
-        embedded corpus only), or the path of a `tokenizers` JSON file.
+        name: "bytes" (256 ids), "bpe4k" (4,096 ids, trained on the train split of the
+          embedded corpus only), or the path of a `tokenizers` JSON file.
 
     Raises:
-      ValueError: `name` is none of these, or the file is not a tokenizer.
+        ValueError: `name` is none of these, or the file is not a tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -106,7 +106,7 @@ def parse_tokenizer(serialised: bytes, name: str) -> JsonTokenizer:
     """Returns the tokenizer that `serialised` (JSON) describes.
 
     Raises:
-      ValueError: not a tokenizer; `name` is what the message calls it.
+        ValueError: not a tokenizer; `name` is what the message calls it.
     """
     try:
         backend = tokenizers.Tokenizer.from_str(serialised.decode("utf-8"))

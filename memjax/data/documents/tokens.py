@@ -21,9 +21,9 @@ class TokenisedDocument(NamedTuple):
     """One document as ids.
 
     Attributes:
-      name: as in `Document`.
-      kind: as in `Document`.
-      tokens: [T], at least one, memory-mapped read-only from the cache.
+        name: as in `Document`.
+        kind: as in `Document`.
+        tokens: [T], at least one, memory-mapped read-only from the cache.
     """
 
     name: str
@@ -44,13 +44,13 @@ def load_tokens(
     damaged. Several processes may share a cache.
 
     Args:
-      spec: a source, as for `open_documents`.
-      tokenizer: see `load_tokenizer`.
-      split: "train", "validation" or "test".
-      cache_dir: None means `$XDG_CACHE_HOME/memjax`, or `~/.cache/memjax`.
+        spec: a source, as for `open_documents`.
+        tokenizer: see `load_tokenizer`.
+        split: "train", "validation" or "test".
+        cache_dir: None means `$XDG_CACHE_HOME/memjax`, or `~/.cache/memjax`.
 
     Raises:
-      ValueError: unknown split, no document in it, or a source that cannot be read.
+        ValueError: unknown split, no document in it, or a source that cannot be read.
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} must be one of {', '.join(SPLITS)}")

@@ -1,1 +1,1 @@
-"""Synthetic and question-answering tasks."""
+"""Synthetic tasks, needles in haystacks, questions and facts."""

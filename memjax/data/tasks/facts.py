@@ -1,11 +1,11 @@
 """Facts with short answers, and prose to put between a fact and its question.
 
-What a memory retains (Wang et al., M+, https://arxiv.org/abs/2502.00592, section 4.3):
-a context is read, then passages that have nothing to do with it, then a question. Facts
-are `Question`s, so any source of (context, question, answer) will do; those that ship
-are 1,774 of the CIA World Factbook of 2015, which is in the public domain, made from
-templates: see `memjax/data/factbook/README.md`. Their question ends with the beginning
-of the sentence that answers it (a cloze).
+They measure what a memory retains (Wang et al., M+, https://arxiv.org/abs/2502.00592,
+section 4.3): a context is read, then passages that have nothing to do with it, then a
+question. Facts are `Question`s, so any source of (context, question, answer) will do.
+The 1,774 facts that ship are made from templates and the CIA World Factbook of 2015,
+which is in the public domain: see `memjax/data/factbook/README.md`. Their question ends
+with the beginning of the sentence that answers it (a cloze).
 """
 
 import re
@@ -21,7 +21,7 @@ FACTBOOK = Path(__file__).parents[1] / "factbook"
 
 
 class Passage(NamedTuple):
-    """Text that no question is asked about.
+    """Text that no question is about.
 
     Attributes:
         text: some hundreds of tokens.
@@ -43,10 +43,10 @@ def load_passages() -> list[Passage]:
 
 
 def read_passages(path: Path) -> list[Passage]:
-    """Reads JSON lines with "text" and, if they like, "subject"; .xz or not.
+    """Reads JSON lines with "text" and, optionally, "subject"; compressed (.xz) or not.
 
     Raises:
-        ValueError: naming the line that is not so; or a file without a line.
+        ValueError: a line is not like that (it is named), or the file has none.
     """
     return [
         Passage(record.text("text"), record.optional_text("subject"))
@@ -55,7 +55,7 @@ def read_passages(path: Path) -> list[Passage]:
 
 
 def pick_facts(facts: Sequence[Question], *, seed: int) -> list[Question]:
-    """Draws facts that can be told side by side: no subject or answer twice.
+    """Draws facts that one memory can hold: no subject and no answer twice.
 
     Answers that differ in case alone are the same, and "" is no subject.
 

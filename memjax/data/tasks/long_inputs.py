@@ -1,8 +1,8 @@
 """Long inputs whose context switches: interleaved and dilated documents.
 
 He et al. (2025), Hierarchical Memory Transformer, https://arxiv.org/abs/2405.06067,
-appendix on context switching (Figures 14 and 15). A memory that can search should go
-back to the part that belongs to what it reads now.
+appendix on context switching (Figures 14 and 15). A memory that can be searched should
+return to the document that the current tokens belong to.
 
 Shapes: T tokens of the new text.
 """
@@ -33,7 +33,7 @@ class LongInput(NamedTuple):
 def interleave(
     documents: Sequence[TokenisedDocument], chunk: int = 256
 ) -> list[LongInput]:
-    """Pairs documents (0, 1), (2, 3), ... and takes `chunk` tokens of each in turn.
+    """Pairs documents (0, 1), (2, 3), ... and alternates chunks of both.
 
     When one of a pair ends, the rest of the other follows whole. An odd document at
     the end stays alone. Nothing is lost or repeated.
@@ -57,7 +57,7 @@ def dilate(
 ) -> list[LongInput]:
     """Puts `chunk` copies of a token behind every `chunk` tokens of each document.
 
-    A last piece that is shorter has none behind it.
+    A last chunk that is shorter has none behind it.
 
     Args:
         documents: each becomes one text.
@@ -79,10 +79,10 @@ def _alternate(parts: Sequence[TokenisedDocument], chunk: int) -> LongInput:
         return LongInput(part, np.zeros(len(part.tokens), np.int8))
     # Chunk c of part p comes (2c + p)th as long as both have chunks, and those left
     # over keep their order: a stable sort by this number is the whole construction.
-    turn = np.concatenate(
+    number = np.concatenate(
         [2 * (np.arange(len(d.tokens)) // chunk) + p for p, d in enumerate(parts)]
     )
-    order = np.argsort(turn, kind="stable")
+    order = np.argsort(number, kind="stable")
     tokens = np.concatenate([np.asarray(d.tokens) for d in parts])[order]
     origin = np.repeat(np.arange(2, dtype=np.int8), [len(d.tokens) for d in parts])
     kinds = dict.fromkeys(part.kind for part in parts)
@@ -93,11 +93,11 @@ def _alternate(parts: Sequence[TokenisedDocument], chunk: int) -> LongInput:
 
 def _dilated(document: TokenisedDocument, filler: int, chunk: int) -> LongInput:
     length = len(document.tokens)
-    place = np.arange(length) + chunk * (np.arange(length) // chunk)
+    position = np.arange(length) + chunk * (np.arange(length) // chunk)
     total = length + chunk * (length // chunk)
     tokens: Int32[np.ndarray, " T"] = np.full(total, filler, np.int32)
     origin = np.full(total, FILLER, np.int8)
-    tokens[place], origin[place] = document.tokens, 0
+    tokens[position], origin[position] = document.tokens, 0
     return LongInput(document._replace(tokens=tokens), origin)
 
 

@@ -51,8 +51,8 @@ class NeedleTask(NamedTuple):
     """What hides what.
 
     Attributes:
-      haystack: "noise" repeats five short sentences; "essay" is running text.
-      kind: of the value: a seven-digit number, an adjective-noun word, or a UUID.
+        haystack: "noise" repeats five short sentences; "essay" is running text.
+        kind: of the value: a seven-digit number, an adjective-noun word, or a UUID.
     """
 
     haystack: Literal["noise", "essay"]
@@ -71,8 +71,8 @@ class NeedleSample(NamedTuple):
     """One question.
 
     Attributes:
-      prompt: haystack with the needle, question, and the opening of the answer.
-      answer: what must follow, after a space.
+        prompt: haystack with the needle, question, and the opening of the answer.
+        answer: what must follow, after a space.
     """
 
     prompt: str
@@ -93,17 +93,17 @@ def needle_sample(
     kept for a longer answer.
 
     Args:
-      seed: integers >= 0; equal seeds give equal samples.
-      task: see `NeedleTask`.
-      length: tokens in all.
-      tokenizer: counts them.
-      essay: the words of the essays, read round and round; used for "essay" only.
-      start: the haystack begins where the essays do, as RULER's always does, or at
-        a random word: for models that train on the task and could learn it by heart.
+        seed: integers >= 0; equal seeds give equal samples.
+        task: see `NeedleTask`.
+        length: tokens in all.
+        tokenizer: counts them.
+        essay: the words of the essays, read round and round; used for "essay" only.
+        start: the haystack begins where the essays do, as RULER's always does, or at
+          a random word: for models that train on the task and could learn it by heart.
 
     Raises:
-      ValueError: `length` has no room for the question and one piece of haystack, or
-        an essay task comes without an essay.
+        ValueError: `length` has no room for the question and one piece of haystack, or
+          an essay task comes without an essay.
     """
     if task.haystack == "essay" and not essay:
         raise ValueError("essay is empty; an essay task needs its words")
@@ -145,7 +145,7 @@ def needle_batch(
     are.
 
     Raises:
-      ValueError: as `needle_sample`, or `batch` below 1.
+        ValueError: as `needle_sample`, or `batch` below 1.
     """
     if batch < 1:
         raise ValueError(f"batch={batch} must be at least 1")

@@ -18,13 +18,13 @@ def copy_task(key: Key, batch: int, length: int, vocab: int) -> Batch:
     The symbols of s are uniform in [1, vocab); 0 is the delimiter. T = 2 * length.
 
     Args:
-      key: JAX random key.
-      batch: B, at least 1.
-      length: number of symbols in s, at least 1.
-      vocab: number of ids with the delimiter, at least 3.
+        key: JAX random key.
+        batch: B, at least 1.
+        length: number of symbols in s, at least 1.
+        vocab: number of ids with the delimiter, at least 3.
 
     Raises:
-      ValueError: an argument is out of its range.
+        ValueError: an argument is out of its range.
     """
     _check("batch", batch, 1)
     _check("length", length, 1)
@@ -44,13 +44,13 @@ def associative_recall(key: Key, batch: int, pairs: int, vocab: int) -> Batch:
     the gaps of `multi_query_recall`.)
 
     Args:
-      key: JAX random key.
-      batch: B, at least 1.
-      pairs: number of pairs, at least 1.
-      vocab: number of ids, at least 2 * pairs and at least 4.
+        key: JAX random key.
+        batch: B, at least 1.
+        pairs: number of pairs, at least 1.
+        vocab: number of ids, at least 2 * pairs and at least 4.
 
     Raises:
-      ValueError: an argument is out of its range.
+        ValueError: an argument is out of its range.
     """
     _check("batch", batch, 1)
     _check("pairs", pairs, 1)
@@ -62,8 +62,8 @@ def associative_recall(key: Key, batch: int, pairs: int, vocab: int) -> Batch:
     names = jax.random.permutation(name_key, everything, axis=1, independent=True)
     values = jax.random.randint(value_key, shape, half, vocab, jnp.int32)
     first = jnp.stack([names[:, :pairs], values], axis=2)  # [B, pairs, 2]
-    places = jnp.broadcast_to(jnp.arange(pairs), shape)
-    order = jax.random.permutation(order_key, places, axis=1, independent=True)
+    positions = jnp.broadcast_to(jnp.arange(pairs), shape)
+    order = jax.random.permutation(order_key, positions, axis=1, independent=True)
     second = jnp.take_along_axis(first, order[:, :, None], axis=1)
     sequence = jnp.concatenate([first, second], axis=1).reshape(batch, 4 * pairs)
     position = jnp.arange(4 * pairs - 1)
@@ -75,26 +75,26 @@ def multi_query_recall(
 ) -> Batch:
     """Returns multi-query associative recall (MQAR) as Zoology defines it.
 
-    Key-value pairs fill the first 2 * pairs places. Then each key comes once more, at
-    a place 2 * pairs + 2 * gap, and its value is the target there; gaps are drawn
+    Key-value pairs fill the first 2 * pairs positions. Then each key comes once more,
+    at position 2 * pairs + 2 * gap, and its value is the target there. Gaps are drawn
     without replacement with weights (gap + 1) ** (power - 1), so that most queries
-    come soon. Every other place holds an id drawn from the whole vocabulary, and does
-    not count. Unlike elsewhere, `targets` are not the tokens that follow: the value
-    is asked for and never shown. Keys lie in [1, vocab // 2), values in
+    come soon. Every other position holds an id drawn from the whole vocabulary, and
+    does not count. Unlike elsewhere, `targets` are not the tokens that follow: the
+    value is asked for and never shown. Keys lie in [1, vocab // 2), values in
     [vocab // 2, vocab), each distinct within a row.
 
     Arora et al. (2023), https://arxiv.org/abs/2312.04927, section 4 and appendix E.
 
     Args:
-      key: JAX random key.
-      batch: B, at least 1.
-      pairs: number of pairs, at least 1.
-      length: T, even, at least 4 * pairs.
-      vocab: number of ids, at least 2 * pairs + 2.
-      power: of the gaps, above 0; at 1 they are uniform.
+        key: JAX random key.
+        batch: B, at least 1.
+        pairs: number of pairs, at least 1.
+        length: T, even, at least 4 * pairs.
+        vocab: number of ids, at least 2 * pairs + 2.
+        power: of the gaps, above 0; at 1 they are uniform.
 
     Raises:
-      ValueError: an argument is out of its range.
+        ValueError: an argument is out of its range.
     """
     _check("batch", batch, 1)
     _check("pairs", pairs, 1)
@@ -111,15 +111,15 @@ def multi_query_recall(
     values = half + _choose(value_key, batch, weights[half:], pairs)
     space = (length - 2 * pairs) // 2
     log_weights = (power - 1) * jnp.log(jnp.arange(1, space + 1, dtype=jnp.float32))
-    places = 2 * pairs + 2 * _choose(gap_key, batch, log_weights, pairs)
+    positions = 2 * pairs + 2 * _choose(gap_key, batch, log_weights, pairs)
     rows = jnp.arange(batch)[:, None]
     shown = jnp.stack([names, values], axis=2).reshape(batch, 2 * pairs)
     tokens = jax.random.randint(filler_key, (batch, length), 0, vocab, jnp.int32)
-    tokens = tokens.at[:, : 2 * pairs].set(shown).at[rows, places].set(names)
+    tokens = tokens.at[:, : 2 * pairs].set(shown).at[rows, positions].set(names)
     return Batch(
         tokens=tokens,
-        targets=jnp.zeros_like(tokens).at[rows, places].set(values),
-        mask=jnp.zeros((batch, length)).at[rows, places].set(1.0),
+        targets=jnp.zeros_like(tokens).at[rows, positions].set(values),
+        mask=jnp.zeros((batch, length)).at[rows, positions].set(1.0),
         reset=jnp.ones(batch, bool),
     )
 
