@@ -24,6 +24,7 @@ def _run_dir(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_it_reports_both_models_fairly(run_dir):
     report = json.loads((run_dir / "results.json").read_text())
     plain, memory = report["models"].values()
@@ -51,6 +52,7 @@ def test_bad_config_is_refused(fields, message):
         books.Config(**fields)
 
 
+@pytest.mark.slow
 def test_both_models_see_the_same_batches(run_dir):
     del run_dir
     first, second = (
@@ -59,6 +61,7 @@ def test_both_models_see_the_same_batches(run_dir):
     np.testing.assert_array_equal(first.tokens, second.tokens)
 
 
+@pytest.mark.slow
 def test_a_rerun_trains_no_further(run_dir, capsys):
     before = (run_dir / "elastic" / "metrics.jsonl").read_text()
     config = books.Config(
@@ -74,6 +77,7 @@ def test_a_rerun_trains_no_further(run_dir, capsys):
     assert "Elastic Memory: 2 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_benchmark_counts_lengths_and_steps(tmp_path):
     config = cost.Config(
         model_dim=64,

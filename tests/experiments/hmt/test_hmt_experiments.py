@@ -76,6 +76,7 @@ def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_length(run_dir, tmp_path, capsys):
     more = dict(lengths=(16, 64), only=(length.FROZEN, length.APART))
     report = run(length, run_dir, tmp_path, **more)
@@ -105,6 +106,7 @@ def test_length(run_dir, tmp_path, capsys):
         }
 
 
+@pytest.mark.slow
 def test_sensory_and_depth(run_dir, tmp_path):
     report = run(sensory, run_dir, tmp_path, sensory=(1,))
     assert list(report["models"]) == ["k = 1"] and report["base"] == "k = 1"
@@ -114,6 +116,7 @@ def test_sensory_and_depth(run_dir, tmp_path):
         assert set(row["perplexity"]) == {"causal", "all"}
 
 
+@pytest.mark.slow
 def test_switching(run_dir, tmp_path):
     report = run(switching, run_dir, tmp_path, forms=("dilated",))
     assert report["chunk_over_segment"] == 1 and report["scored_from"] == L // 2
@@ -127,6 +130,7 @@ def test_switching(run_dir, tmp_path):
     assert is_png(tmp_path / "result.png")
 
 
+@pytest.mark.slow
 def test_questions(run_dir, tmp_path):
     path = tmp_path / "qa.jsonl"
     lines = [

@@ -36,6 +36,7 @@ def test_operations_against_a_count_by_hand():
     assert least_bytes(SMALL, "lora") < least_bytes(SMALL, "all")
 
 
+@pytest.mark.slow
 def test_our_step_trains():
     step = implementations.ours(SMALL, 2, "all", "recompute")
     losses = [step() for _ in range(3)]

@@ -1,6 +1,7 @@
 """M+-Attn of a trained model: what is kept, what goes, and what a checkpoint brings."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -18,38 +19,51 @@ from memjax.nnx import as_arrays
 
 GOLDEN = Path(__file__).parents[2] / "models" / "golden" / "mplus"
 HF = json.loads((GOLDEN / "config.json").read_text())
-MODEL = load_official(GOLDEN / "tiny_model.safetensors", HF)
-OTHER = methods.with_attention_retrieval(MODEL)
+
+
+@functools.cache
+def official_model():
+    return load_official(GOLDEN / "tiny_model.safetensors", HF)
+
+
+@functools.cache
+def by_attention():
+    return methods.with_attention_retrieval(official_model())
 
 
 def test_the_parameters_are_the_same_without_the_retrievers():
-    before, after = (nnx.to_pure_dict(nnx.state(m)) for m in (MODEL, OTHER))
+    before, after = (
+        nnx.to_pure_dict(nnx.state(m)) for m in (official_model(), by_attention())
+    )
     for name in ("query", "key", "encoder_query"):
         del before[name]
     # The initial store is another, see below.
     del before["initial"], after["initial"]
     chex.assert_trees_all_equal(after, before)
-    expected = dataclasses.replace(MODEL.config, retrieval="attention")
-    assert OTHER.config == expected and MODEL.config.retrieval == "learned"
+    expected = dataclasses.replace(official_model().config, retrieval="attention")
+    assert (
+        by_attention().config == expected
+        and official_model().config.retrieval == "learned"
+    )
 
 
 def test_a_checkpoints_store_becomes_keys_and_values():
     """Each row's through the layer that reads, in float64."""
-    state, told = OTHER.init_state(1), MODEL.init_state(1)
+    state, told = by_attention().init_state(1), official_model().init_state(1)
     assert state.store is not None and told.store is not None
     count, width = HF["ltm_initial_size"], 2 * 16
     assert state.store.held.tolist() == [count]
     chex.assert_trees_all_equal(state.pool, told.pool)
     scale = HF["lora_config"]["lora_alpha"] / HF["lora_config"]["r"]
-    for layer, block in enumerate(MODEL.backbone.blocks):
+    for layer, block in enumerate(official_model().backbone.blocks):
         rows = np.asarray(told.store.layers[layer].rows[0, :count], np.float64)
         norm = np.asarray(block.mixer_norm.get_value())
         rows /= np.sqrt((rows**2).mean(-1, keepdims=True) + HF["rms_norm_eps"])
-        changes = as_arrays(MODEL.read_adapter)[layer]["mixer"]
+        changes = as_arrays(official_model().read_adapter)[layer]["mixer"]
         found = state.store.layers[layer]
         np.testing.assert_array_equal(found.born, told.store.layers[layer].born)
         for name, part in (("key", found.keys), ("value", found.rows)):
-            assert part.shape == (1, MODEL.config.store, width)
+            assert part.shape == (1, official_model().config.store, width)
             plain = np.asarray(getattr(block.parameters().mixer, name), np.float64)
             change = np.tensordot(changes[name].down, changes[name].up, 1)
             expected = np.tensordot(rows * norm, plain + scale * change, 1)
@@ -57,18 +71,23 @@ def test_a_checkpoints_store_becomes_keys_and_values():
             np.testing.assert_allclose(part[0, :count], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_answers():
     """All of the store must be on the device, keys and values."""
     prompt = jnp.array([[3, 1, 4, 1]], jnp.int32)
-    found = methods.LatentMemory(OTHER).query(OTHER.init_state(1), prompt, 2)
+    found = methods.LatentMemory(by_attention()).query(
+        by_attention().init_state(1), prompt, 2
+    )
     assert found.shape == (1, 2)
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
-    assert methods.device_bytes(OTHER) == size(OTHER.init_state(1))
+    assert methods.device_bytes(by_attention()) == size(by_attention().init_state(1))
 
 
 def test_a_model_without_a_retriever_is_refused():
-    plain = memoryllm(MODEL.backbone, MODEL.config, key=jax.random.key(0))
+    plain = memoryllm(
+        official_model().backbone, official_model().config, key=jax.random.key(0)
+    )
     with pytest.raises(ValueError, match="must have a learned .* retrieved=0"):
         methods.with_attention_retrieval(plain)
     with pytest.raises(ValueError, match="must have a learned .*'attention'"):
-        methods.with_attention_retrieval(OTHER)
+        methods.with_attention_retrieval(by_attention())

@@ -1,6 +1,7 @@
 """Knowledge retention: what is told and asked, how it is scored, every method once."""
 
 import dataclasses
+import functools
 import json
 import math
 from types import SimpleNamespace
@@ -49,8 +50,16 @@ CONFIG = ModelConfig(
 MEMORY = MPlusConfig(
     tokens=8, pool=16, chunk=C, retrieved=8, store=64, key_dim=4, rank=2
 )
-BACKBONE = LanguageModel(CONFIG, key=jax.random.key(0))
-MODEL = mplus(BACKBONE, MEMORY, key=jax.random.key(1))
+
+
+@functools.cache
+def tiny_backbone():
+    return LanguageModel(CONFIG, key=jax.random.key(0))
+
+
+@functools.cache
+def tiny_memory():
+    return mplus(tiny_backbone(), MEMORY, key=jax.random.key(1))
 
 
 class Notes:
@@ -266,7 +275,7 @@ def test_an_answer_counts_where_it_occurs():
 
 
 def test_bm25_puts_the_best_pieces_in_front_in_their_order():
-    method = methods.Retriever(BACKBONE, BYTES, C, 2)
+    method = methods.Retriever(tiny_backbone(), BYTES, C, 2)
     told = ["the cat sat", "Arda is old", "dogs run", "rivers: a river of Arda"]
     memory = method.start(1)
     for text in told:
@@ -278,70 +287,74 @@ def test_bm25_puts_the_best_pieces_in_front_in_their_order():
     assert BYTES.decode(method._found(memory[0], "?")).startswith("the cat")
 
 
+@pytest.mark.slow
 def test_equal_methods_answer_alike():
     """Where all that was told is seen, a window and SnapKV are full attention."""
     batches = samples(pieces=1)
     built = (
-        methods.full(BACKBONE, C, 400),
-        methods.window(BACKBONE, C, 400),
-        methods.snapkv(BACKBONE, C, 250, 60),
+        methods.full(tiny_backbone(), C, 400),
+        methods.window(tiny_backbone(), C, 400),
+        methods.snapkv(tiny_backbone(), C, 250, 60),
         # The best two pieces of two are all of them.
-        methods.bm25(BACKBONE, BYTES, C, 2 * C, 60),
+        methods.bm25(tiny_backbone(), BYTES, C, 2 * C, 60),
     )
     texts = [[x.text for x in ask(method, batches, after=(1,))] for method in built]
     assert texts[0] == texts[1] == texts[2] == texts[3]
-    closed = methods.closed_book(BACKBONE, BYTES, 60)
+    closed = methods.closed_book(tiny_backbone(), BYTES, 60)
     assert [x.text for x in ask(closed, batches, after=(1,))] != texts[0]
 
 
 def test_m_plus_writes_what_it_is_told_and_reads_the_question():
     batch, *_ = samples()
-    method = methods.LatentMemory(MODEL)
+    method = methods.LatentMemory(tiny_memory())
     memory = method.inject(method.start(2), batch.context)
     assert memory.clock.tolist() == [MEMORY.tokens] * 2
     before = jax.tree.map(np.asarray, memory)
     found = method.query(memory, batch.prompts, N)
     assert found.shape == (2, N)
-    first = jax.jit(MODEL.read)(memory, jnp.asarray(batch.prompts))[1][:, -1]
+    first = jax.jit(tiny_memory().read)(memory, jnp.asarray(batch.prompts))[1][:, -1]
     np.testing.assert_array_equal(found[:, 0], first.argmax(axis=-1))
     jax.tree.map(np.testing.assert_array_equal, before, memory)
 
 
 @pytest.mark.parametrize("store", [MEMORY.store, 1024])
 def test_memoryllm_is_as_large_on_the_device_without_a_store(store):
-    model = methods.with_store(MODEL, store)
+    model = methods.with_store(tiny_memory(), store)
     small = methods.without_store(model)
     assert small.config.retrieved == 0 and small.init_state(1).store is None
     size = methods.device_bytes(model)
     assert methods.device_bytes(small) >= size
     pool = small.config.pool - MEMORY.tokens
     less = mplus(
-        BACKBONE, dataclasses.replace(small.config, pool=pool), key=jax.random.key(0)
+        tiny_backbone(),
+        dataclasses.replace(small.config, pool=pool),
+        key=jax.random.key(0),
     )
     assert methods.device_bytes(less) < size
-    assert MODEL.config == MEMORY
+    assert tiny_memory().config == MEMORY
 
 
 def test_rows_of_the_store_are_not_on_the_device():
-    state = jax.eval_shape(lambda: MODEL.init_state(1))
+    model = tiny_memory()
+    state = jax.eval_shape(lambda: model.init_state(1))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    assert size - methods.device_bytes(MODEL) == 64 * 16 * 4
+    assert size - methods.device_bytes(tiny_memory()) == 64 * 16 * 4
 
 
 def test_a_store_can_be_larger_than_in_training():
-    large = methods.with_store(MODEL, 96)
+    large = methods.with_store(tiny_memory(), 96)
     assert large.config.retrieved == MEMORY.retrieved
-    assert methods.with_store(MODEL, retrieved=3).config.retrieved == 3
+    assert methods.with_store(tiny_memory(), retrieved=3).config.retrieved == 3
     store = jax.eval_shape(lambda: large.init_state(1)).store
-    assert store.layers[0].rows.shape == (1, 96, 16) and MODEL.config == MEMORY
+    assert store.layers[0].rows.shape == (1, 96, 16) and tiny_memory().config == MEMORY
     with pytest.raises(ValueError, match="store=96 .* need a model with a store"):
-        methods.with_store(methods.without_store(MODEL), 96)
+        methods.with_store(methods.without_store(tiny_memory()), 96)
 
 
 def test_every_method_can_be_built():
     config = knowledge_retention.Config(samples=4, batch=2, after=(0, 2), chunk=C)
     build = lambda name, config=config: knowledge_retention.build(
-        name, config, MODEL, BYTES, 3 * C, 60
+        name, config, tiny_memory(), BYTES, 3 * C, 60
     )
     names = knowledge_retention.Config.methods
     assert len(names) == 8
@@ -360,23 +373,25 @@ def test_fine_tuned_models_are_loaded(monkeypatch, tmp_path):
         )
     )
     config = knowledge_retention.Config(model=tmp_path, memoryllm=tmp_path)
-    monkeypatch.setattr(finetune, "load_model", stored("bytes", MODEL))
+    monkeypatch.setattr(finetune, "load_model", stored("bytes", tiny_memory()))
     model, tokenizer, trained = knowledge_retention.load(config)
-    assert model is MODEL and trained and tokenizer.digest == BYTES.digest
-    build = lambda: knowledge_retention.build("MemoryLLM", config, MODEL, BYTES, 1, 1)
+    assert model is tiny_memory() and trained and tokenizer.digest == BYTES.digest
+    build = lambda: knowledge_retention.build(
+        "MemoryLLM", config, tiny_memory(), BYTES, 1, 1
+    )
     built = build()
-    assert isinstance(built, methods.LatentMemory) and built.model is MODEL
-    monkeypatch.setattr(finetune, "load_model", stored("bpe4k", MODEL))
+    assert isinstance(built, methods.LatentMemory) and built.model is tiny_memory()
+    monkeypatch.setattr(finetune, "load_model", stored("bpe4k", tiny_memory()))
     with pytest.raises(ValueError, match="memoryllm=.* must have the tokenizer"):
         build()
-    monkeypatch.setattr(finetune, "load_model", stored("bytes", BACKBONE))
+    monkeypatch.setattr(finetune, "load_model", stored("bytes", tiny_backbone()))
     with pytest.raises(ValueError, match="model=.* must be a fine-tuned M"):
         knowledge_retention.load(config)
 
 
 def test_a_backbone_gets_an_untrained_memory(monkeypatch):
     tokenizer = SimpleNamespace(parse=lambda: BYTES)
-    found = SimpleNamespace(model=BACKBONE, tokenizer=tokenizer)
+    found = SimpleNamespace(model=tiny_backbone(), tokenizer=tokenizer)
     monkeypatch.setattr(finetune, "load_backbone", lambda path: found)
     config = knowledge_retention.Config(backbone="somewhere")
     model, _, trained = knowledge_retention.load(config)
@@ -385,9 +400,10 @@ def test_a_backbone_gets_an_untrained_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("known", [False, True])
+@pytest.mark.slow
 def test_the_program_says_how_it_scored(known, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(
-        knowledge_retention, "load", lambda config: (MODEL, BYTES, False)
+        knowledge_retention, "load", lambda config: (tiny_memory(), BYTES, False)
     )
     lines = [fact._asdict() for fact in FACTS]
     (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -1,6 +1,7 @@
 """What M+ costs and what it retrieves: counted otherwise, and both programs whole."""
 
 import dataclasses
+import functools
 import json
 import math
 from typing import Any, get_args
@@ -46,8 +47,18 @@ CONFIG = ModelConfig(
 MEMORY = MPlusConfig(
     tokens=K, pool=16, chunk=C, retrieved=8, store=32, key_dim=4, rank=2
 )
-BACKBONE = LanguageModel(CONFIG, key=jax.random.key(0))
-MODEL = mplus(BACKBONE, MEMORY, key=jax.random.key(1))
+
+
+@functools.cache
+def tiny_backbone():
+    return LanguageModel(CONFIG, key=jax.random.key(0))
+
+
+@functools.cache
+def tiny_memory():
+    return mplus(tiny_backbone(), MEMORY, key=jax.random.key(1))
+
+
 FACTS = [
     Question(f"River {i} is {i * 37:03}.", f"River {i} is", f"{i * 37:03}", "", f"r{i}")
     for i in range(6)
@@ -63,10 +74,11 @@ def samples(pieces):
 def test_rows_of_the_context_are_found_by_their_values():
     """The count goes by birth; here by what `compress` made of the context."""
     batch, after = samples(6)[0], (0, 2, 4, 6)
-    found = retrieval.run(MODEL, batch, after)
-    method = LatentMemory(MODEL)
-    compress = jax.jit(MODEL.compress)
-    choose = jax.jit(lambda *given: MODEL.trace_read(*given)[1].chosen)
+    found = retrieval.run(tiny_memory(), batch, after)
+    method = LatentMemory(tiny_memory())
+    compress = jax.jit(tiny_memory().compress)
+    model = tiny_memory()
+    choose = jax.jit(lambda *given: model.trace_read(*given)[1].chosen)
     made = np.asarray(compress(method.start(2), jnp.asarray(batch.context)))
     state, seen = method.start(2), 0
     for count, piece in enumerate([batch.context, *batch.pieces]):
@@ -101,7 +113,7 @@ def test_rows_of_the_context_are_found_by_their_values():
 def test_rows_of_the_answer_are_those_of_its_tokens():
     """A chunk's last tokens have a row each, in the order of the tokens."""
     batch, store = samples(6)[0], 64
-    model = with_store(MODEL, store)
+    model = with_store(tiny_memory(), store)
     for begin, end, rows in ((C - K, C, 8), (C - 3, C, 3), (0, C - K, 0), (41, 44, 3)):
         told = batch._replace(answers=np.array([[begin, end]] * 2))
         found = retrieval.run(model, told, (6,))[6]
@@ -148,10 +160,11 @@ def test_shares_are_of_the_rows_in_the_store():
     assert math.isnan(none["share"]) and none["rows_retrieved"] == 0
 
 
+@pytest.mark.slow
 def test_untrained_retrievers_find_what_chance_does():
     shares = []
     for seed in range(12):
-        model = mplus(BACKBONE, MEMORY, key=jax.random.key(seed))
+        model = mplus(tiny_backbone(), MEMORY, key=jax.random.key(seed))
         found = retrieval.run(model, samples(5)[0], (5,))[5]
         assert (found.retrieved <= found.store).all()
         shares.append(found)
@@ -161,8 +174,11 @@ def test_untrained_retrievers_find_what_chance_does():
     assert abs(row["share"] - 0.25) < 4 * row["standard_error"]
 
 
+@pytest.mark.slow
 def test_retrieval_quality_runs_whole(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(common, "load_backbone", lambda config: (BACKBONE, BYTES))
+    monkeypatch.setattr(
+        common, "load_backbone", lambda config: (tiny_backbone(), BYTES)
+    )
     scale = retrieval_quality.Scale(MEMORY, 4, (0, 2, 4))
     monkeypatch.setitem(retrieval_quality.SCALES, "cpu", scale)
     lines = [fact._asdict() for fact in FACTS]
@@ -189,20 +205,21 @@ def test_retrieval_quality_runs_whole(monkeypatch, tmp_path, capsys):
 def test_what_cannot_be_followed_is_refused(monkeypatch, tmp_path):
     check = retrieval_quality.check
     with pytest.raises(ValueError, match="chunk must be a multiple of the memory's 48"):
-        check(retrieval_quality.Config(chunk=50), MODEL)
+        check(retrieval_quality.Config(chunk=50), tiny_memory())
     with pytest.raises(ValueError, match=r"M\+ with a retriever .* retrieved=0"):
-        check(retrieval_quality.Config(chunk=C), without_store(MODEL))
+        check(retrieval_quality.Config(chunk=C), without_store(tiny_memory()))
     with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
         retrieval_quality.Config(batch=0)
     with pytest.raises(ValueError):
         retrieval_quality.load(retrieval_quality.Config(model=tmp_path))
 
 
+@pytest.mark.slow
 def test_an_exported_model_is_loaded(tmp_path):
     folder = tmp_path / "exported"
     tokenizer = load_tokenizer("bpe4k")
     assert isinstance(tokenizer, JsonTokenizer)
-    save_mplus(MODEL, folder, tokenizer.backend.to_str().encode())
+    save_mplus(tiny_memory(), folder, tokenizer.backend.to_str().encode())
     config = retrieval_quality.Config(model=folder)
     model, found, trained = retrieval_quality.load(config)
     assert trained and model.config == MEMORY and found.digest == tokenizer.digest
@@ -233,6 +250,7 @@ def _counted(function, *given) -> float:
 
 
 @pytest.mark.parametrize("stored", ["output", "input"])
+@pytest.mark.slow
 def test_the_formula_of_writing_counts_what_xla_counts(stored):
     memory = dataclasses.replace(TWO, stored=stored)
     model = mplus(
@@ -249,6 +267,7 @@ def test_the_formula_of_writing_counts_what_xla_counts(stored):
     assert found == pytest.approx(operations.inject(WIDE, memory, TWO.chunk), rel=0.1)
 
 
+@pytest.mark.slow
 def test_formulas_of_reading_count_what_xla_counts():
     model = mplus(
         LanguageModel(WIDE, key=jax.random.key(0)), TWO, key=jax.random.key(1)
@@ -308,6 +327,7 @@ def _cost(monkeypatch, tmp_path):
     return cost.Config(chunk=C, prompt=4, answer=2, repeats=1, output=tmp_path / "cost")
 
 
+@pytest.mark.slow
 def test_cost_runs_whole(config, capsys):
     # Of the others, each a program of its own, the parts are tested below.
     kinds = ("M+ (offload)", "full attention")
@@ -355,6 +375,7 @@ def test_the_parts_of_the_state_are_its_bytes(config):
     assert 0 <= window - (parts["total"] - parts["store_rows"]) < 2 * 4 * layers * 8 + 9
 
 
+@pytest.mark.slow
 def test_both_ways_to_draw_agree(config):
     """The compiled program gives what the public generation gives."""
     prompt = jnp.arange(4, dtype=jnp.int32)[None]

@@ -1,5 +1,6 @@
 """Perplexity by what was told: what is told and scored, no leak, the program whole."""
 
+import functools
 import json
 from typing import Any
 
@@ -34,10 +35,21 @@ CONFIG = ModelConfig(
 MEMORY = MPlusConfig(
     tokens=8, pool=16, chunk=C, retrieved=8, store=1024, key_dim=4, rank=2
 )
-BACKBONE = LanguageModel(CONFIG, key=jax.random.key(0))
-MODEL = mplus(BACKBONE, MEMORY, key=jax.random.key(1))
-# Queries so long that every token has a say in what is retrieved.
-MODEL.query = nnx.data(jax.tree.map(lambda x: x * 30, MODEL.query))
+
+
+@functools.cache
+def tiny_backbone():
+    return LanguageModel(CONFIG, key=jax.random.key(0))
+
+
+@functools.cache
+def tiny_memory():
+    model = mplus(tiny_backbone(), MEMORY, key=jax.random.key(1))
+    # Queries so long that every token has a say in what is retrieved.
+    model.query = nnx.data(jax.tree.map(lambda x: x * 30, model.query))
+    return model
+
+
 RNG = np.random.default_rng(0)
 TEXT = RNG.integers(0, 256, (2, 8 * C + P + T), dtype=np.int32)
 
@@ -52,19 +64,21 @@ def told(model, pieces):
 
 def direct(tokens, skip):
     """Nats by the backbone on a whole text, without a memory between its parts."""
-    state = BACKBONE.init_state(len(tokens))
-    _, logits = jax.jit(lambda s, x: BACKBONE(s, x))(state, jnp.asarray(tokens[:, :-1]))
+    state = tiny_backbone().init_state(len(tokens))
+    _, logits = jax.jit(lambda s, x: tiny_backbone()(s, x))(
+        state, jnp.asarray(tokens[:, :-1])
+    )
     nats = -jax.nn.log_softmax(logits)
     nats = np.take_along_axis(np.asarray(nats), tokens[:, 1:, None], axis=2)[..., 0]
     return nats[:, skip - 1 :]
 
 
 def test_losses_are_those_of_the_logits_and_leave_the_memory():
-    memory, tokens = told(MODEL, 8), TEXT[:, 8 * C :]
+    memory, tokens = told(tiny_memory(), 8), TEXT[:, 8 * C :]
     before = jax.tree.map(np.asarray, memory)
-    found = scores.losses(MODEL, memory, tokens, P)
+    found = scores.losses(tiny_memory(), memory, tokens, P)
     assert found.shape == (2, T)
-    _, logits = jax.jit(lambda s, x: MODEL.read(s, x, prompt=P))(
+    _, logits = jax.jit(lambda s, x: tiny_memory().read(s, x, prompt=P))(
         memory, jnp.asarray(tokens[:, :-1])
     )
     logits = np.asarray(logits, np.float64)[:, P - 1 :]
@@ -75,12 +89,14 @@ def test_losses_are_those_of_the_logits_and_leave_the_memory():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_only_the_leaking_way_sees_what_it_scores():
-    memory, tokens = told(MODEL, 8), TEXT[:, 8 * C :]
+    memory, tokens = told(tiny_memory(), 8), TEXT[:, 8 * C :]
     other = tokens.copy()
     other[:, -4:] = (other[:, -4:] + 101) % 256
     both = lambda leaks: [
-        scores.losses(MODEL, memory, x, P, leaks=leaks)[:, :-4] for x in (tokens, other)
+        scores.losses(tiny_memory(), memory, x, P, leaks=leaks)[:, :-4]
+        for x in (tokens, other)
     ]
     first, second = both(False)
     np.testing.assert_array_equal(first, second)
@@ -88,14 +104,17 @@ def test_only_the_leaking_way_sees_what_it_scores():
     assert np.abs(first - second).max() > 1e-6
 
 
+@pytest.mark.slow
 def test_a_smaller_store_changes_nothing():
-    small = scores.with_room(MODEL, 8 * C)
-    assert small.config.store == 8 * 8 - 16 and MODEL.config.store == 1024
+    small = scores.with_room(tiny_memory(), 8 * C)
+    assert small.config.store == 8 * 8 - 16 and tiny_memory().config.store == 1024
     tokens = TEXT[:, 8 * C :]
-    large, less = (scores.losses(m, told(m, 8), tokens, P) for m in (MODEL, small))
+    large, less = (
+        scores.losses(m, told(m, 8), tokens, P) for m in (tiny_memory(), small)
+    )
     np.testing.assert_array_equal(large, less)
-    assert scores.with_room(MODEL, C).config.store == MEMORY.least_store
-    alone = methods.without_store(MODEL)
+    assert scores.with_room(tiny_memory(), C).config.store == MEMORY.least_store
+    alone = methods.without_store(tiny_memory())
     assert scores.with_room(alone, C) is alone
 
 
@@ -146,7 +165,7 @@ def test_the_last_pieces_are_told_and_the_same_tokens_scored(monkeypatch):
     config = perplexity.Config(told=(0, 1, 3), texts=2, batch=2, prompt=P, scored=T)
     length = 3 * C + P + T
     texts = [scores.Excerpt("a", "text", np.arange(length, dtype=np.int32))] * 2
-    row = perplexity.Row(MODEL, Notes())
+    row = perplexity.Row(tiny_memory(), Notes())
     ((leaks, nats),) = perplexity.score(config, row, texts, C)
     assert not leaks and nats.tolist() == [[0, 0], [C, C], [3 * C, 3 * C]]
     end = tuple(range(3 * C, length))
@@ -174,13 +193,14 @@ def _texts(tmp_path_factory):
     return f"folder:{folder}"
 
 
+@pytest.mark.slow
 def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     early = [
-        methods.without_store(mplus(BACKBONE, MEMORY, key=jax.random.key(i)))
+        methods.without_store(mplus(tiny_backbone(), MEMORY, key=jax.random.key(i)))
         for i in (2, 3)
     ]
-    trained(monkeypatch, dict(stage1=early[0], stage2=early[1], stage3=MODEL))
+    trained(monkeypatch, dict(stage1=early[0], stage2=early[1], stage3=tiny_memory()))
     config = perplexity.Config(
         stage1=tmp_path / "stage1",
         stage2=tmp_path / "stage2",
@@ -233,7 +253,7 @@ def test_models_share_one_backbone_and_others_are_refused(monkeypatch, tmp_path)
     other = mplus(
         LanguageModel(CONFIG, key=jax.random.key(7)), MEMORY, key=jax.random.key(5)
     )
-    models = dict(stage2=methods.without_store(MODEL), stage3=again)
+    models = dict(stage2=methods.without_store(tiny_memory()), stage3=again)
     trained(monkeypatch, models)
     load = lambda: scores.load({name: tmp_path for name in models}, "", tmp_path)
     found = load()
@@ -244,10 +264,14 @@ def test_models_share_one_backbone_and_others_are_refused(monkeypatch, tmp_path)
         load()
     config = perplexity.Config()
     for name, model, kind in (
-        ("stage1", MODEL, r"MemoryLLM, got one with retrieved=8"),
-        ("stage3", methods.without_store(MODEL), r"M\+, got one with retrieved=0"),
+        ("stage1", tiny_memory(), r"MemoryLLM, got one with retrieved=8"),
+        (
+            "stage3",
+            methods.without_store(tiny_memory()),
+            r"M\+, got one with retrieved=0",
+        ),
     ):
-        given = scores.Models({name: model}, BACKBONE, BYTES)
+        given = scores.Models({name: model}, tiny_backbone(), BYTES)
         with pytest.raises(ValueError, match=f"{name} must be a folder of {kind}"):
             perplexity.with_memory(config, given)
 
@@ -265,5 +289,5 @@ def test_settings_that_cannot_be_are_refused():
         with pytest.raises(ValueError, match=message):
             perplexity.Config(**changes)
     with pytest.raises(ValueError, match="that of M. is 16, got 24"):
-        perplexity.piece(perplexity.Config(chunk=24), {"M+": MODEL})
-    assert perplexity.piece(perplexity.Config(), {"M+": MODEL}) == C
+        perplexity.piece(perplexity.Config(chunk=24), {"M+": tiny_memory()})
+    assert perplexity.piece(perplexity.Config(), {"M+": tiny_memory()}) == C

@@ -73,6 +73,7 @@ def parts(model):
     return jax.tree.leaves(as_arrays((model.query, model.key)))
 
 
+@pytest.mark.slow
 def test_a_retriever_is_made_fitted_and_read(trained, tmp_path, capsys):
     made, fitted = tmp_path / "made.safetensors", tmp_path / "fitted.safetensors"
     config = retriever.Config(trained, made, documents=4, batch=2, ask=0.0)
@@ -91,6 +92,7 @@ def test_a_retriever_is_made_fitted_and_read(trained, tmp_path, capsys):
         assert 0 < np.abs(new - start).max() < 0.1 < np.abs(start - old).max()
 
 
+@pytest.mark.slow
 def test_files_of_other_models_are_refused(trained, tmp_path):
     model = finetune.load_model(trained)[1]
     assert isinstance(model, MPlus)
@@ -105,6 +107,7 @@ def test_files_of_other_models_are_refused(trained, tmp_path):
         retriever.read(model, file)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_made_is_refused(trained, tmp_path):
     config = retriever.Config(trained, tmp_path / "x")
     with pytest.raises(ValueError, match="steps must be above 0 with start='model'"):

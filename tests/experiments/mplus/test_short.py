@@ -1,5 +1,6 @@
 """Short texts with a memory: the score of answers, what is told, the program whole."""
 
+import functools
 import json
 import math
 from typing import Any
@@ -33,9 +34,20 @@ CONFIG = ModelConfig(
 MEMORY = MPlusConfig(
     tokens=8, pool=16, chunk=C, retrieved=8, store=64, key_dim=4, rank=2
 )
-BACKBONE = LanguageModel(CONFIG, key=jax.random.key(0))
-TRAINED = mplus(BACKBONE, MEMORY, key=jax.random.key(1))
-TRAINED.read_adapter = nnx.data(jax.tree.map(lambda x: x + 0.1, TRAINED.read_adapter))
+
+
+@functools.cache
+def tiny_backbone():
+    return LanguageModel(CONFIG, key=jax.random.key(0))
+
+
+@functools.cache
+def trained_memory():
+    model = mplus(tiny_backbone(), MEMORY, key=jax.random.key(1))
+    model.read_adapter = nnx.data(jax.tree.map(lambda x: x + 0.1, model.read_adapter))
+    return model
+
+
 FACTS = [
     Question("", f"{'Where' if i % 2 else 'How many'} {i}?", answer, kind, f"s{i}")
     for i, (answer, kind) in enumerate(
@@ -131,9 +143,12 @@ def _texts(tmp_path_factory):
     return f"folder:{folder}"
 
 
+@pytest.mark.slow
 def test_the_program_runs_whole(monkeypatch, tmp_path, texts, facts, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(scores, "load_trained", lambda name, folder: (TRAINED, BYTES))
+    monkeypatch.setattr(
+        scores, "load_trained", lambda name, folder: (trained_memory(), BYTES)
+    )
     given = config(
         facts, model=tmp_path / "run", source=texts, output=tmp_path / "result"
     )
@@ -159,7 +174,9 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, facts, capsys):
     documents = load_tokens(texts, BYTES, "test")
     found = [x.tokens for x in scores.excerpts(documents, 4, 20)]
     tokens = np.stack(found)
-    _, logits = BACKBONE(BACKBONE.init_state(4), jnp.asarray(tokens[:, :-1]))
+    _, logits = tiny_backbone()(
+        tiny_backbone().init_state(4), jnp.asarray(tokens[:, :-1])
+    )
     right = np.take_along_axis(np.asarray(logits), tokens[:, 1:, None], axis=2)[..., 0]
     every = np.asarray(jax.nn.logsumexp(logits, axis=-1)) - right
     np.testing.assert_allclose(nats["backbone"], every[:, 3:].mean(axis=1), atol=1e-5)
@@ -191,7 +208,7 @@ def test_a_full_memory_is_of_other_documents(monkeypatch, tmp_path, texts, facts
 
     monkeypatch.setattr(short.methods, "LatentMemory", Notes)
     given = config(facts, source=texts)
-    short.inject(given, TRAINED, 3, BYTES)
+    short.inject(given, trained_memory(), 3, BYTES)
     rows = [BYTES.decode(row) for row in np.concatenate(told, axis=1)]
     for i, row in enumerate(rows):
         assert len(row) == 3 * C and f"validation {i}" in row and "test" not in row

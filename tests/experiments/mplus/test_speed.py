@@ -18,6 +18,7 @@ MEMORY = implementations.Memory(
 
 
 @pytest.mark.parametrize("part", ["rounds", "growth", "search"])
+@pytest.mark.slow
 def test_every_part_times_its_acts(part):
     round_ = implementations.make("ours", part, SHAPE, MEMORY, 3, 5)
     acts = {"rounds": {"inject", "read"}, "growth": {"inject"}, "search": {"search"}}

@@ -27,6 +27,7 @@ def _report(tmp_path_factory):
     return json.loads(output.with_suffix(".json").read_text())
 
 
+@pytest.mark.slow
 def test_every_implementation_has_both_passes(report):
     found = {(r["op"], r["implementation"], r["pass"]) for r in report["shapes"]}
     ops = [("linear_attention", c) for c in ("reference", "xla")]

@@ -15,6 +15,7 @@ def test_nothing_is_checked_without_a_gpu(capsys, tmp_path):
     assert error == "nothing was checked: it needs a gpu, jax runs on cpu\n"
 
 
+@pytest.mark.slow
 def test_a_case_compares_everything_with_the_token_loop(monkeypatch):
     real = check_gpu.pull
 

@@ -36,6 +36,7 @@ def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_an_ablation_trains_scores_and_goes_on(tmp_path, capsys):
     config = lattice_ablation.Config(**options(tmp_path, "SIM", "C = 16"))
     lattice_ablation.main(config)
@@ -64,12 +65,14 @@ def test_an_ablation_trains_scores_and_goes_on(tmp_path, capsys):
         lattice_ablation.main(other)
 
 
+@pytest.mark.slow
 def test_trellis_ablation_runs(tmp_path):
     trellis_ablation.main(trellis_ablation.Config(**options(tmp_path, "2 m")))
     (row,) = load(tmp_path)["perplexity"]
     assert row["name"] == "2 m" and row["seeds"] == 2 and row["difference"] is None
 
 
+@pytest.mark.slow
 def test_context_length_runs(tmp_path):
     more = options(tmp_path, "Linear Attention", contexts=(16,))
     context_length.main(context_length.Config(**more))
@@ -81,6 +84,7 @@ def test_context_length_runs(tmp_path):
         context_length.main(context_length.Config(**more | {"contexts": (48,)}))
 
 
+@pytest.mark.slow
 def test_recall_runs_both_tasks(tmp_path, monkeypatch):
     monkeypatch.setattr(recall, "TIMES", (2,))
     small = TINY._replace(context_length=48, tokens_per_update=48 * 3)

@@ -76,6 +76,7 @@ def test_a_loose_tolerance_ends_after_one_round():
     assert np.abs(y[:, 4] - reads[:, 4]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_small_steps_take_few_rounds_and_float32_is_kept():
     q, k, v, gamma, _ = draw()
     start = empty_state(B, H, M, V, 1).start
