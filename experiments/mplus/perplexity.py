@@ -31,7 +31,7 @@ from jaxtyping import Float64
 
 from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.mplus import scores
-from experiments.mplus.retention import methods
+from experiments.mplus.retention import methods, variants
 from experiments.mplus.scores import Excerpt, Models
 from memjax.checks import check_sizes
 from memjax.data import Split, load_tokens
@@ -183,7 +183,7 @@ def with_memory(config: Config, models: Models) -> dict[str, MPlus]:
     if "M+, untrained" in config.references:
         found["M+, untrained"] = fresh
     if "MemoryLLM, untrained" in config.references:
-        found["MemoryLLM, untrained"] = methods.without_store(fresh)
+        found["MemoryLLM, untrained"] = variants.without_store(fresh)
     return found
 
 

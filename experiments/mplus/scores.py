@@ -18,7 +18,7 @@ from scipy.special import stdtrit
 
 from experiments.hmt import common
 from experiments.mplus.retention.knowledge_retention import SCALES, load_trained
-from experiments.mplus.retention.methods import with_store
+from experiments.mplus.retention.variants import with_store
 from memjax.data import TokenisedDocument, Tokenizer
 from memjax.models import LanguageModel
 from memjax.models.loss import token_losses

@@ -27,7 +27,7 @@ from experiments.common import pretrained
 from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.hmt import qa, scores
 from experiments.mplus import retriever
-from experiments.mplus.retention import methods, retention
+from experiments.mplus.retention import methods, retention, variants
 from experiments.mplus.retention.samples import book_passages, make_samples
 from memjax.checks import check_sizes
 from memjax.data import (
@@ -196,7 +196,7 @@ def main(config: Config) -> None:
         ask=ask,
     )
     window = config.window or min(
-        scores.equal_window(model.backbone, methods.device_bytes(model)),
+        scores.equal_window(model.backbone, variants.device_bytes(model)),
         model.backbone.config.capacity,
     )
     results = {}
@@ -250,7 +250,7 @@ def load_trained(name: str, folder: Path) -> tuple[MPlus, Tokenizer]:
 def as_asked(config: Config, model: MPlus) -> MPlus:
     """The model with the store, the reads and the retriever of the options."""
     if config.store or config.retrieved:
-        model = methods.with_store(model, config.store, config.retrieved)
+        model = variants.with_store(model, config.store, config.retrieved)
     if config.retriever is not None:
         model = retriever.read(model, config.retriever)
     return model
@@ -293,10 +293,10 @@ def build(
         case "M+":
             return methods.LatentMemory(model)
         case "M+ (attention)":
-            return methods.LatentMemory(methods.with_attention_retrieval(model))
+            return methods.LatentMemory(variants.with_attention_retrieval(model))
         case "MemoryLLM":
             if config.memoryllm is None:
-                return methods.LatentMemory(methods.without_store(model))
+                return methods.LatentMemory(variants.without_store(model))
             other, its_own = load_trained("memoryllm", config.memoryllm)
             if its_own.digest != tokenizer.digest:
                 raise ValueError(
@@ -334,7 +334,7 @@ def report(
     results = {
         "trained": trained,
         "memory": dataclasses.asdict(model.config),
-        "device_bytes": methods.device_bytes(model),
+        "device_bytes": variants.device_bytes(model),
         "window_tokens": window,
         "distances": distances,
         "majority_exact": majority,

@@ -5,10 +5,8 @@ as far as its positions go; a window, or a cache of SnapKV, of as much memory as
 the question behind the passages that BM25 finds; the question alone ("closed book").
 """
 
-import dataclasses
 import functools
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +20,6 @@ from memjax.models import LanguageModel, Sampling, generate
 from memjax.models.language_model.model import with_config
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
 from memjax.models.language_model.windowed import with_window
-from memjax.models.lora import Frozen
-from memjax.models.mplus import write as mplus_writing
 from memjax.models.mplus.model import MPlus
 
 GREEDY = Sampling(temperature=0.0)
@@ -191,95 +187,6 @@ def bm25(
 def closed_book(model: LanguageModel, tokenizer: Tokenizer, question: int) -> Retriever:
     """The backbone, which is told nothing."""
     return Retriever(with_config(model, capacity=question), tokenizer, question, 0)
-
-
-def with_store(model: MPlus, rows: int = 0, retrieved: int = 0) -> MPlus:
-    """M+ of the same parameters with a store of so many rows, and reads of so many.
-
-    Args:
-        model: with a store.
-        rows: M; 0 leaves it.
-        retrieved: R; 0 leaves it.
-
-    Raises:
-        ValueError: as `MPlusConfig`, or for a model without a store.
-    """
-    if not model.config.retrieved:
-        raise ValueError(
-            f"store={rows} and retrieved={retrieved} need a model with a store; it has "
-            "none"
-        )
-    old = model.config
-    return _with_config(
-        model, store=rows or old.store, retrieved=retrieved or old.retrieved
-    )
-
-
-def without_store(model: MPlus) -> MPlus:
-    """MemoryLLM of the same parameters, whose pool has the store's place too.
-
-    The least pool that makes a state as large on the device as M+'s, whose store's rows
-    are on the host and its keys are not. A pool that a checkpoint brings keeps its
-    size.
-    """
-    chunk, pool = model.config.tokens, model.config.pool
-    if model.initial is not None:
-        return _with_config(model, retrieved=0)
-    sized = lambda pool: _with_config(model, retrieved=0, pool=pool)
-    least = device_bytes(sized(pool))
-    each = device_bytes(sized(pool + chunk)) - least
-    more = max(0, math.ceil((device_bytes(model) - least) / each))
-    return sized(pool + more * chunk)
-
-
-def with_attention_retrieval(model: MPlus) -> MPlus:
-    """M+-Attn of the same parameters: attention finds rows in the retriever's place.
-
-    The store lies on the device, where every token seeks. Rows that a checkpoint brings
-    become keys and values.
-
-    Raises:
-        ValueError: if the model has no retriever, or the program's legacy store.
-    """
-    if not model.config.has_retriever:
-        raise ValueError(
-            "model must have a learned retriever, got "
-            f"retrieved={model.config.retrieved}, retrieval={model.config.retrieval!r}"
-        )
-    rebuilt = _with_config(
-        model,
-        retrieval="attention",
-        retrieval_source="prefix",
-        store_memory="device",
-    )
-    initial = rebuilt.initial
-    if initial is not None and initial.rows is not None and initial.born is not None:
-        rows, born = initial.rows.get_value(), initial.born.get_value()
-        layers = [
-            mplus_writing.stored(rebuilt.weights, i, rows[i][None], born[i][None])
-            for i in range(rebuilt.layers)
-        ]
-        keep = lambda parts: Frozen(jnp.concatenate(parts))
-        values, keys = keep([x.rows for x in layers]), keep([x.keys for x in layers])
-        return MPlus(rebuilt.weights, initial._replace(rows=values, keys=keys))
-    return rebuilt
-
-
-def _with_config(model, **changes):
-    return model.replace(config=dataclasses.replace(model.config, **changes))
-
-
-def device_bytes(model: MPlus) -> int:
-    """Bytes of the memory of one text that a read needs on the device.
-
-    Those of the long-term store's rows are left out, which lie on the host: its keys
-    are searched on the device. Where attention finds the rows, all of it is there.
-    """
-    state = jax.eval_shape(lambda: model.init_state(1))
-    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    by_attention, store = model.config.by_attention, state.store
-    rows = [] if store is None or by_attention else [x.rows for x in store.layers]
-    return size(state) - size(rows)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

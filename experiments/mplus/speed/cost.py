@@ -33,7 +33,7 @@ from experiments.common.results import RESULTS, settings, write_report
 from experiments.hmt import cost as hmt_cost
 from experiments.hmt import scores as hmt_scores
 from experiments.hmt.speed.operations import Size
-from experiments.mplus.retention import methods
+from experiments.mplus.retention import variants
 from experiments.mplus.speed import cost_report, operations
 from experiments.mplus.speed.cost_programs import BACKBONE, MEMORY, compile_programs
 from memjax.models import LanguageModel, ModelConfig
@@ -245,7 +245,7 @@ def build_memory(config: Config, kind: Kind) -> MPlus:
         pool_memory="host" if kind.endswith("(offload)") else "device",
     )
     memory = mplus(backbone, sizes, key=jax.random.key(1))
-    return methods.without_store(memory) if "MemoryLLM" in kind else memory
+    return variants.without_store(memory) if "MemoryLLM" in kind else memory
 
 
 def build_backbone(config: Config, kind: Kind, length: int) -> LanguageModel:
@@ -253,7 +253,7 @@ def build_backbone(config: Config, kind: Kind, length: int) -> LanguageModel:
     backbone = LanguageModel(config.backbone, key=jax.random.key(0))
     if kind == "full attention":
         return with_config(backbone, capacity=length + config.prompt + config.answer)
-    size = methods.device_bytes(build_memory(config, "M+"))
+    size = variants.device_bytes(build_memory(config, "M+"))
     return with_window(backbone, hmt_scores.equal_window(backbone, size))
 
 

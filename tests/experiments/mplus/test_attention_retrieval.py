@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.mplus.retention import methods
+from experiments.mplus.retention import methods, variants
 from memjax.models.mplus.checkpoint import load_official
 from memjax.models.mplus.model import memoryllm
 from memjax.nnx import as_arrays
@@ -28,7 +28,7 @@ def official_model():
 
 @functools.cache
 def by_attention():
-    return methods.with_attention_retrieval(official_model())
+    return variants.with_attention_retrieval(official_model())
 
 
 def test_the_parameters_are_the_same_without_the_retrievers():
@@ -80,7 +80,7 @@ def test_it_answers():
     )
     assert found.shape == (1, 2)
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
-    assert methods.device_bytes(by_attention()) == size(by_attention().init_state(1))
+    assert variants.device_bytes(by_attention()) == size(by_attention().init_state(1))
 
 
 def test_a_model_without_a_retriever_is_refused():
@@ -88,6 +88,6 @@ def test_a_model_without_a_retriever_is_refused():
         official_model().backbone, official_model().config, key=jax.random.key(0)
     )
     with pytest.raises(ValueError, match="must have a learned .* retrieved=0"):
-        methods.with_attention_retrieval(plain)
+        variants.with_attention_retrieval(plain)
     with pytest.raises(ValueError, match="must have a learned .*'attention'"):
-        methods.with_attention_retrieval(by_attention())
+        variants.with_attention_retrieval(by_attention())

@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.mplus.retention import knowledge_retention, methods, retention
+from experiments.mplus.retention import (
+    knowledge_retention,
+    methods,
+    retention,
+    variants,
+)
 from experiments.mplus.retention.samples import make_samples
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.models import LanguageModel, ModelConfig
@@ -319,18 +324,18 @@ def test_m_plus_writes_what_it_is_told_and_reads_the_question():
 
 @pytest.mark.parametrize("store", [MEMORY.store, 1024])
 def test_memoryllm_is_as_large_on_the_device_without_a_store(store):
-    model = methods.with_store(tiny_memory(), store)
-    small = methods.without_store(model)
+    model = variants.with_store(tiny_memory(), store)
+    small = variants.without_store(model)
     assert small.config.retrieved == 0 and small.init_state(1).store is None
-    size = methods.device_bytes(model)
-    assert methods.device_bytes(small) >= size
+    size = variants.device_bytes(model)
+    assert variants.device_bytes(small) >= size
     pool = small.config.pool - MEMORY.tokens
     less = mplus(
         tiny_backbone(),
         dataclasses.replace(small.config, pool=pool),
         key=jax.random.key(0),
     )
-    assert methods.device_bytes(less) < size
+    assert variants.device_bytes(less) < size
     assert tiny_memory().config == MEMORY
 
 
@@ -338,17 +343,17 @@ def test_rows_of_the_store_are_not_on_the_device():
     model = tiny_memory()
     state = jax.eval_shape(lambda: model.init_state(1))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    assert size - methods.device_bytes(tiny_memory()) == 64 * 16 * 4
+    assert size - variants.device_bytes(tiny_memory()) == 64 * 16 * 4
 
 
 def test_a_store_can_be_larger_than_in_training():
-    large = methods.with_store(tiny_memory(), 96)
+    large = variants.with_store(tiny_memory(), 96)
     assert large.config.retrieved == MEMORY.retrieved
-    assert methods.with_store(tiny_memory(), retrieved=3).config.retrieved == 3
+    assert variants.with_store(tiny_memory(), retrieved=3).config.retrieved == 3
     store = jax.eval_shape(lambda: large.init_state(1)).store
     assert store.layers[0].rows.shape == (1, 96, 16) and tiny_memory().config == MEMORY
     with pytest.raises(ValueError, match="store=96 .* need a model with a store"):
-        methods.with_store(methods.without_store(tiny_memory()), 96)
+        variants.with_store(variants.without_store(tiny_memory()), 96)
 
 
 def test_every_method_can_be_built():

@@ -12,7 +12,7 @@ from flax import nnx
 from scipy import stats
 
 from experiments.mplus import perplexity, scores
-from experiments.mplus.retention import methods
+from experiments.mplus.retention import methods, variants
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus.config import MPlusConfig
@@ -114,7 +114,7 @@ def test_a_smaller_store_changes_nothing():
     )
     np.testing.assert_array_equal(large, less)
     assert scores.with_room(tiny_memory(), C).config.store == MEMORY.least_store
-    alone = methods.without_store(tiny_memory())
+    alone = variants.without_store(tiny_memory())
     assert scores.with_room(alone, C) is alone
 
 
@@ -197,7 +197,7 @@ def _texts(tmp_path_factory):
 def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     early = [
-        methods.without_store(mplus(tiny_backbone(), MEMORY, key=jax.random.key(i)))
+        variants.without_store(mplus(tiny_backbone(), MEMORY, key=jax.random.key(i)))
         for i in (2, 3)
     ]
     trained(monkeypatch, dict(stage1=early[0], stage2=early[1], stage3=tiny_memory()))
@@ -253,7 +253,7 @@ def test_models_share_one_backbone_and_others_are_refused(monkeypatch, tmp_path)
     other = mplus(
         LanguageModel(CONFIG, key=jax.random.key(7)), MEMORY, key=jax.random.key(5)
     )
-    models = dict(stage2=methods.without_store(tiny_memory()), stage3=again)
+    models = dict(stage2=variants.without_store(tiny_memory()), stage3=again)
     trained(monkeypatch, models)
     load = lambda: scores.load({name: tmp_path for name in models}, "", tmp_path)
     found = load()
@@ -267,7 +267,7 @@ def test_models_share_one_backbone_and_others_are_refused(monkeypatch, tmp_path)
         ("stage1", tiny_memory(), r"MemoryLLM, got one with retrieved=8"),
         (
             "stage3",
-            methods.without_store(tiny_memory()),
+            variants.without_store(tiny_memory()),
             r"M\+, got one with retrieved=0",
         ),
     ):
