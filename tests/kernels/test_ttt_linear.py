@@ -246,7 +246,7 @@ def test_a_misplaced_reset_is_refused_or_poisons_its_row():
         for leaf, right in zip(leaves(after), expected, strict=True):
             close(leaf[0], right[0])
             assert np.isnan(leaf[1]).all()
-    message = "a chunk of 4 starts, got one in row 1 before token 7, 2 into it"
+    message = "of 4 starts, got one in batch element 1 before token 7, 2 into it"
     known = [*map(jnp.asarray, tokens), begun(memory)]
     with pytest.raises(ValueError, match=message):
         ttt_linear(*known, chunk_size=C, reset=jnp.asarray(reset))

@@ -1,9 +1,9 @@
-"""Cutting a segment into chunks, at each row's own place in its chunk.
+"""Splits a segment into chunks, at each batch element's own position in its chunk.
 
-A row whose memory stands `position` tokens into a chunk puts its first token there,
-so that any split of a sequence meets the same chunks. Places before the first token
-and after the last hold zeros: an op must take a token of zeros, rates and log gates
-included, as no token.
+Where the memory of a batch element is `position` tokens into a chunk, its first token
+goes there. So a sequence has the same chunks however it is split into segments.
+Positions before the first token and after the last hold zeros: an op must treat a token
+of zeros, rates and log gates included, as no token.
 """
 
 from collections.abc import Callable
@@ -17,26 +17,26 @@ from memjax_kernels.common.varying import vary_alike
 
 
 def count_chunks(time: int, size: int, aligned: bool) -> int:
-    """Chunks that hold T tokens from any place in a chunk, or from its start."""
+    """Chunks that hold T tokens from any position in a chunk, or from its start."""
     return -(-(time if aligned else time + size - 1) // size)
 
 
 def split(
     x: Shaped[Array, "B T *X"], size: int, position: Int[Array, " B"] | None
 ) -> Shaped[Array, "B n C *X"]:
-    """Cuts [B, T, ...] into [B, n, C, ...], zeros around it.
+    """Splits [B, T, ...] into [B, n, C, ...], with zeros around it.
 
     Args:
         x: tokens.
         size: C.
-        position: tokens of each row's chunk that came before, in [0, C). None says
-            that every row starts a chunk, and saves the shifting.
+        position: tokens of each batch element's chunk that came before, in [0, C).
+            None says that all start a chunk, which saves the shift.
     """
     chunks = count_chunks(x.shape[1], size, position is None)
     tail = chunks * size - x.shape[1]
     padded = jnp.pad(x, [(0, 0), (0, tail)] + [(0, 0)] * (x.ndim - 2))
     if position is not None:
-        shift = jax.vmap(lambda row, by: jnp.roll(row, by, axis=0))
+        shift = jax.vmap(lambda element, by: jnp.roll(element, by, axis=0))
         # The rolled-in end is padding: position < C, and tail >= C - 1.
         padded = jax.lax.cond(
             jnp.any(position > 0), lambda p: shift(p, position), lambda p: p, padded
@@ -47,10 +47,10 @@ def split(
 def join(
     chunks: Shaped[Array, "B n C *X"], time: int, position: Int[Array, " B"] | None
 ) -> Shaped[Array, "B T *X"]:
-    """Takes the T tokens that `split` laid into chunks out of them."""
+    """The T tokens that `split` put into chunks."""
     flat = chunks.reshape(chunks.shape[0], -1, *chunks.shape[3:])
     if position is not None:
-        shift = jax.vmap(lambda row, by: jnp.roll(row, -by, axis=0))
+        shift = jax.vmap(lambda element, by: jnp.roll(element, -by, axis=0))
         flat = jax.lax.cond(
             jnp.any(position > 0), lambda f: shift(f, position), lambda f: f, flat
         )
@@ -60,14 +60,14 @@ def join(
 def completed(
     chunks: int, size: int, time: int, position: Int[Array, " B"] | None, batch: int
 ) -> Bool[Array, "B n"]:
-    """Whether the tokens of a row reach the end of each chunk."""
-    filled = jnp.full(batch, time) if position is None else position + time
+    """Whether the tokens of a batch element reach the end of each chunk."""
+    end_of_tokens = jnp.full(batch, time) if position is None else position + time
     ends = (jnp.arange(chunks, dtype=jnp.int32) + 1) * size
-    return ends[None] <= filled[:, None]
+    return ends[None] <= end_of_tokens[:, None]
 
 
 def scan(
-    body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
     carry: PyTree,
     xs: PyTree,
     *,
@@ -76,18 +76,18 @@ def scan(
     """`lax.scan` that keeps the carry of every n-th step for the backward pass.
 
     Args:
-        body: one step.
+        step: (carry, x) -> (carry, y).
         carry: the state before the first.
         xs: [n, ...] leaves.
-        remat_every: steps between two kept carries, at least 1; the steps between are
-            computed again in the backward pass. More keeps less and holds more at
-            once.
+        remat_every: steps between two kept carries, at least 1. The backward pass
+            computes the steps between them again: a larger number keeps fewer carries
+            and needs more memory at once.
     """
-    # Inside a shard_map a carry of constants must vary as what it becomes.
+    # Inside a shard_map a carry must vary over the axes that its later values do.
     carry, xs = vary_alike((carry, xs))
     length = jax.tree.leaves(xs)[0].shape[0]
     whole = length - length % remat_every
-    inner = lambda carry, xs: jax.lax.scan(body, carry, xs)
+    inner = lambda carry, xs: jax.lax.scan(step, carry, xs)
     if not whole:  # A scan of no group would still be compiled.
         return inner(carry, xs)
     group = lambda x: x[:whole].reshape(-1, remat_every, *x.shape[1:])
@@ -104,8 +104,8 @@ def scan(
 def decay(log_gates: Float[Array, "*B C"]) -> Float[Array, "*B C C"]:
     """exp of the sum of gates j+1..i for i >= j, zero above: masks before exp.
 
-    Each sum is of its own gates: a difference of running sums would lose the gates
-    that come after a strong one. Gates may be -inf.
+    Each sum is over its own gates: a difference of cumulative sums would lose the
+    gates after a strong one. Gates may be -inf.
     """
     size = log_gates.shape[-1]
     seen = jnp.tril(jnp.ones((size, size), bool))
@@ -122,39 +122,41 @@ def decay(log_gates: Float[Array, "*B C"]) -> Float[Array, "*B C C"]:
     return jnp.where(like_gates(seen), jnp.exp(sums), 0.0)
 
 
-def misplaced(
+def misplaced_resets(
     reset: Bool[Array, "B T"], size: int, position: Int[Array, " B"] | None
 ) -> Bool[Array, "B T"]:
-    """Tokens from a row's first reset on that is not at a chunk's start.
+    """True from the first reset of a batch element on that starts no chunk.
 
-    What an op computes there is not defined: it must be NaN, as must the row's state.
+    What an op computes from there on is not defined. Its reads must be NaN, and so must
+    the batch element's state.
 
     Raises:
         ValueError: where such a reset is known, outside jit.
     """
     time = jnp.arange(reset.shape[1], dtype=jnp.int32)[None]
-    place = time if position is None else position[:, None] + time
-    wrong = reset & (place % size != 0)
+    offset = time if position is None else position[:, None] + time
+    wrong = reset & (offset % size != 0)
     if not isinstance(wrong, Tracer) and wrong.any():
-        row, token = (int(index[0]) for index in jnp.nonzero(wrong))
+        element, token = (int(index[0]) for index in jnp.nonzero(wrong))
         raise ValueError(
-            f"reset must be where a chunk of {size} starts, got one in row {row} "
-            f"before token {token}, {place[row % len(place), token] % size} into it"
+            f"reset must be where a chunk of {size} starts, got one in batch element "
+            f"{element} before token {token}, "
+            f"{offset[element % len(offset), token] % size} into it"
         )
     return jnp.cumsum(wrong, axis=1, dtype=jnp.int32) > 0
 
 
-def poison(
+def mask_with_nan(
     state: PyTree, y: Float[Array, "B T H V"], wrong: Bool[Array, "B T"] | None
 ) -> tuple[PyTree, Float[Array, "B T H V"]]:
-    """NaN for the reads that `misplaced` names, and in the state of their rows."""
+    """NaN for the reads after a misplaced reset, and in those batch elements' state."""
     if wrong is None:
         return state, y
 
-    def spoil(leaf):
+    def masked(leaf):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        rows = wrong[:, -1].reshape(-1, *[1] * (leaf.ndim - 1))
-        return jnp.where(rows, jnp.nan, leaf)
+        elements = wrong[:, -1].reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(elements, jnp.nan, leaf)
 
-    return jax.tree.map(spoil, state), jnp.where(wrong[..., None, None], jnp.nan, y)
+    return jax.tree.map(masked, state), jnp.where(wrong[..., None, None], jnp.nan, y)

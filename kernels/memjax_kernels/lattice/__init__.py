@@ -98,7 +98,7 @@ def lattice(
     wrong = None
     if reset is not None:
         position = None if in_phase else state.position
-        wrong = chunks.misplaced(reset, chunk_size, position)
+        wrong = chunks.misplaced_resets(reset, chunk_size, position)
     unsupported = {
         "pallas_tpu": pallas_tpu.unsupported(q, k, v, chunk_size, rule),
         "pallas_gpu": pallas_gpu.unsupported(q, k, v, chunk_size, rule),
@@ -111,7 +111,7 @@ def lattice(
     else:
         head = lattice_xla_head
         state, y = aligned.run(form, head, *arguments, in_phase=in_phase)
-    return chunks.poison(state, y, wrong)
+    return chunks.mask_with_nan(state, y, wrong)
 
 
 def _check_options(rule, chunk_size, g):

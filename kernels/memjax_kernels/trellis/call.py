@@ -66,7 +66,7 @@ def run(call: Call, implementation: str | None) -> tuple[Any, Array]:
         after, y = _token_loop(call, empty)
     else:
         after, y = in_chunks(form, call, empty)
-    return chunks.poison(after, y, wrong)
+    return chunks.mask_with_nan(after, y, wrong)
 
 
 def chunked(call: Call, empty):
@@ -185,4 +185,4 @@ def _check_reset(call: Call) -> Array | None:
     if call.reset is None:
         return None
     position = None if call.state is None else call.state.position
-    return chunks.misplaced(call.reset, call.chunk_size, position)
+    return chunks.misplaced_resets(call.reset, call.chunk_size, position)

@@ -83,12 +83,14 @@ def ttt_linear(
         state = empty
     wrong = None
     if reset is not None:
-        wrong = chunks.misplaced(reset, chunk_size, None if aligned else state.position)
+        wrong = chunks.misplaced_resets(
+            reset, chunk_size, None if aligned else state.position
+        )
     arguments = (q, k, v, eta, ln_scale, ln_bias, state, reset, empty)
     xla = functools.partial(ttt_linear_xla, aligned=aligned)
     forms = {"xla": xla, "reference": ttt_linear_reference}
     after, y = choose("ttt_linear", implementation, forms)(*arguments)
-    return chunks.poison(after, y, wrong)
+    return chunks.mask_with_nan(after, y, wrong)
 
 
 def _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size):

@@ -10,6 +10,7 @@ import pytest
 import memjax_kernels
 from experiments.ops import cost
 from experiments.ops.cost import DEVICES, Cost, Device, Sizes, roofline_seconds
+from memjax_kernels.lattice import Variant
 from memjax_kernels.trellis import TrellisState
 from memjax_kernels.ttt_linear import start_state
 
@@ -51,7 +52,8 @@ def test_work_grows_with_the_tokens_and_the_memory_moves_once():
 
 
 def test_a_backward_pass_of_lattice_is_two_to_three_forward_passes():
-    for size, variant in ((32, "dec"), (32, "sim"), (1, "enc")):
+    cases: list[tuple[int, Variant]] = [(32, "dec"), (32, "sim"), (1, "enc")]
+    for size, variant in cases:
         sizes = Sizes(1, size, 2, 0, 64, 32, size)
         forward, backward = (cost.lattice(sizes, b, variant) for b in (False, True))
         assert 2.4 <= backward.flops / forward.flops <= 3.0
@@ -121,8 +123,8 @@ def test_ttt_linear_is_what_xla_counts(backward):
     q, eta, norm = array(2, 16, 2, 128), array(2, 16, 2), array(2, 128)
     arguments = (q, q, q, eta, norm, norm, array(2, 2, 128, 128), array(2, 2, 128))
 
-    def forward(q, k, v, eta, scale, bias, *memory):
-        start = start_state(*memory, 16)
+    def forward(q, k, v, eta, scale, bias, weights, offset):
+        start = start_state(weights, offset, 16)
         state, y = memjax_kernels.ttt_linear(q, k, v, eta, scale, bias, empty=start)
         return (state.weights, state.bias), y
 

@@ -149,11 +149,11 @@ def test_a_reset_is_misplaced_but_at_a_chunks_start():
     reset = np.zeros((2, 9), bool)
     reset[0, [0, 4, 8]] = reset[1, [2, 6]] = True
     position = positions(0, 2)
-    assert not chunks.misplaced(jnp.asarray(reset), SIZE, position).any()
+    assert not chunks.misplaced_resets(jnp.asarray(reset), SIZE, position).any()
     reset[1, 5] = True
-    with pytest.raises(ValueError, match="row 1 before token 5, 3 into it"):
-        chunks.misplaced(jnp.asarray(reset), SIZE, position)
-    wrong = jax.jit(chunks.misplaced, static_argnums=1)
+    with pytest.raises(ValueError, match="batch element 1 before token 5, 3 into it"):
+        chunks.misplaced_resets(jnp.asarray(reset), SIZE, position)
+    wrong = jax.jit(chunks.misplaced_resets, static_argnums=1)
     expected = np.zeros((2, 9), bool)
     expected[1, 5:] = True
     np.testing.assert_array_equal(wrong(reset, SIZE, position), expected)
