@@ -32,7 +32,8 @@ from memjax.checks import check_positive
 from memjax.data import load_tokenizer
 from memjax.evaluation import plots
 from memjax.evaluation.provenance import provenance
-from memjax.models import ElasticOptions, Sampling, generate, preset
+from memjax.models import Sampling, generate
+from memjax.models.language_model.presets import TINY
 from memjax.training import LoopConfig, OptimizerConfig, sharding
 from memjax.training import pretrain as run
 from memjax.training.checksums import write_atomically
@@ -104,14 +105,11 @@ def main(config: Config) -> None:
 def run_config(config: Config, family: str, steps: int) -> run.RunConfig:
     """The run of one family; the two differ in the middle layer's mixer alone."""
     middle = "elastic_memory" if family == "elastic" else "sliding_window"
-    model = dataclasses.replace(
-        preset("transformer-tiny", 4096),
-        mixers=("sliding_window", middle, "sliding_window"),
-        window=config.window,
-        elastic=ElasticOptions(
-            order=64, memory_tokens=32, sampling="exponential", decay=0.8
-        ),
+    read = dict(order=64, memory_tokens=32, sampling="exponential", decay=0.8)
+    size = dataclasses.replace(
+        TINY, num_layers=3, window=config.window, options={"elastic_memory": read}
     )
+    model = size.model("sliding_window", middle, "sliding_window", vocab_size=4096)
     return run.RunConfig(
         model=model,
         data=run.DataConfig(

@@ -1,23 +1,30 @@
-"""Configurations to JSON and back; nothing but data is read."""
+"""Configurations to JSON and back; nothing but data is read.
+
+A field whose type is a Protocol names the dataclasses that it may hold in its
+metadata, `field(metadata={TYPES: (A, B)})`. Each is written with its class name as
+"type" and read back from that list alone: a file can name no other class.
+"""
 
 import dataclasses
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from memjax.checks import require_known
+
+#: Key of a field's metadata: the dataclasses that the field may hold.
+TYPES = "types"
 
 
 def to_record(config: Any) -> dict[str, Any]:
     """A frozen dataclass as JSON-able values; paths become strings."""
 
-    def plain(value):
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, tuple | list):
-            return [plain(item) for item in value]
-        return str(value) if isinstance(value, Path) else value
-
-    return typing.cast(dict[str, Any], plain(dataclasses.asdict(config)))
+    return {
+        field.name: _plain(getattr(config, field.name), TYPES in field.metadata)
+        for field in dataclasses.fields(config)
+    }
 
 
 def from_record(kind: type, record: Any, where: str = "config") -> Any:
@@ -37,8 +44,9 @@ def from_record(kind: type, record: Any, where: str = "config") -> Any:
         required = field.default is field.default_factory is dataclasses.MISSING
         if required and field.name not in record:
             raise ValueError(f"{where}.{field.name} is missing")
+    allowed = {f.name: f.metadata.get(TYPES, ()) for f in dataclasses.fields(kind)}
     values = {
-        name: _convert(hints[name], value, f"{where}.{name}")
+        name: _convert(hints[name], value, f"{where}.{name}", allowed[name])
         for name, value in record.items()
     }
     return kind(**values)
@@ -51,6 +59,28 @@ def completed(kind: type, record: Any, where: str = "checkpoint") -> dict[str, A
         ValueError: as `from_record`.
     """
     return to_record(from_record(kind, record, where))
+
+
+def _plain(value: Any, typed: bool) -> Any:
+    """A value as JSON has it; a dataclass with its class name where `typed`."""
+    if dataclasses.is_dataclass(value):
+        name = {"type": type(value).__name__} if typed else {}
+        return name | to_record(value)
+    if isinstance(value, dict):
+        return {key: _plain(item, typed) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item, typed) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _from_typed(allowed: Sequence[type], value: Any, where: str) -> Any:
+    """The dataclass, one of those allowed, that the record says it is."""
+    if not isinstance(value, dict) or "type" not in value:
+        raise ValueError(f"{where} must be an object with a type, got {value!r}")
+    kinds = {kind.__name__: kind for kind in allowed}
+    require_known(f"{where}.type", value["type"], tuple(kinds))
+    rest = {name: item for name, item in value.items() if name != "type"}
+    return from_record(kinds[value["type"]], rest, where)
 
 
 def _kind_of(value: Any, kinds: list[Any]) -> Any:
@@ -69,20 +99,25 @@ def _kind_of(value: Any, kinds: list[Any]) -> Any:
     return next(filter(has_all, kinds), kinds[0])
 
 
-def _convert(hint: Any, value: Any, where: str) -> Any:
+def _convert(hint: Any, value: Any, where: str, allowed: Sequence[type] = ()) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if allowed and getattr(hint, "_is_protocol", False):
+        return _from_typed(allowed, value, where)
     if dataclasses.is_dataclass(hint):
         return from_record(typing.cast(type, hint), value, where)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
         kinds = [arg for arg in args if arg is not type(None)]
-        return _convert(_kind_of(value, kinds), value, where)
+        return _convert(_kind_of(value, kinds), value, where, allowed)
     if origin is tuple and isinstance(value, list):
         items = args[:1] * len(value) if args[-1] is Ellipsis else args
         if len(items) != len(value):
             raise ValueError(f"{where} must have {len(items)} items, got {value!r}")
-        return tuple(_convert(i, v, where) for i, v in zip(items, value, strict=True))
+        return tuple(
+            _convert(item, part, f"{where}[{i}]" if allowed else where, allowed)
+            for i, (item, part) in enumerate(zip(items, value, strict=True))
+        )
     if origin is typing.Literal and value in args:
         return value
     if hint is Path and isinstance(value, str):

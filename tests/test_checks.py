@@ -19,8 +19,10 @@ def test_what_is_not_above_zero_is_refused(value):
 
 
 def test_an_unknown_choice_is_answered_with_the_nearest():
-    require_known("forget", None, (None, "l2"))
-    with pytest.raises(ValueError, match=r"got 'l3' \(did you mean 'l2'\?\)$"):
-        require_known("forget", "l3", (None, "l2"))
+    require_known("rule", None, (None, "uniform"))
+    with pytest.raises(
+        ValueError, match=r"got 'uniforn' \(did you mean 'uniform'\?\)$"
+    ):
+        require_known("rule", "uniforn", (None, "uniform"))
     with pytest.raises(ValueError, match=r"one of \('a', 'b'\), got None$"):
         require_known("kind", None, ("a", "b"))

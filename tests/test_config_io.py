@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memjax.config_io import completed, from_record, to_record
+from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.models import ModelConfig
+from memjax.models.language_model.config import MIXERS
 from memjax.training import pretrain as run
 
 
@@ -119,5 +121,38 @@ def test_values_are_checked_as_in_code():
     record = to_record(ModelConfig())
     with pytest.raises(ValueError, match="vocab_size must be at least 1, got 0"):
         from_record(ModelConfig, record | dict(vocab_size=0))
-    with pytest.raises(ValueError, match="config.mixers must be .*'lstm'"):
-        from_record(ModelConfig, record | dict(mixers=["lstm"]))
+    (mixer,) = record["mixers"]
+    with pytest.raises(ValueError, match=r"config.mixers\[0\].window must be .*'2'"):
+        from_record(ModelConfig, record | dict(mixers=[mixer | dict(window="2")]))
+
+
+@pytest.mark.parametrize(
+    "mixer,message",
+    [
+        (dict(type="Trelis"), r"mixers\[0\].type must be one of .* got 'Trelis'"),
+        (dict(type="TreliConfig"), r"did you mean 'TrellisConfig'"),
+        (dict(type="RecurrentConfig"), "mixers.0..type must be one of .*AttentionC"),
+        (dict(type="os.system"), "must be one of .*, got 'os.system'"),
+        (dict(type=["TrellisConfig"]), r"got \['TrellisConfig'\]"),
+        (dict(type="GLAConfig"), r"config.mixers\[0\].model_dim is missing"),
+        (dict(model_dim=8), r"mixers\[0\] must be an object with a type, got {'model"),
+        ("TrellisConfig", r"mixers\[0\] must be an object with a type, got 'Trellis"),
+    ],
+)
+def test_a_file_names_only_mixers_that_there_are(mixer, message):
+    record = to_record(ModelConfig())
+    with pytest.raises(ValueError, match=message):
+        from_record(ModelConfig, record | dict(mixers=[mixer]))
+
+
+def test_every_exported_mixer_survives_json():
+    for kind in MIXERS:
+        heads = (
+            dict(num_kv_heads=2, head_dim=4) if issubclass(kind, HeadsConfig) else {}
+        )
+        widths = {} if heads else dict(key_dim=4, value_dim=4)
+        mixer = kind(model_dim=8, num_heads=2, **heads, **widths)
+        model = ModelConfig(mixers=(mixer,), model_dim=8)
+        record = json.loads(json.dumps(to_record(model)))
+        assert record["mixers"][0]["type"] == kind.__name__
+        assert from_record(ModelConfig, record) == model

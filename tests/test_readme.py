@@ -6,8 +6,9 @@ import re
 
 import jax
 
-from memjax.models import LanguageModel, preset
+from memjax.models import LanguageModel
 from memjax.models.checkpoints.pretrained import save_pretrained
+from memjax.models.language_model import presets
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 
@@ -26,9 +27,8 @@ def test_the_examples_run(tmp_path, monkeypatch):
     assert scope["drawn"].shape == (2, 20)
 
     # A model of another size in the place of the one that is named.
-    config = dataclasses.replace(
-        preset("transformer-tiny", 4096), mixers=("attention",)
-    )
+    size = dataclasses.replace(presets.TINY, num_layers=1)
+    config = size.model("attention", vocab_size=4096)
     small = LanguageModel(config, key=jax.random.key(0))
     save_pretrained(small, tmp_path / "SmolLM2-135M")
     monkeypatch.chdir(tmp_path)

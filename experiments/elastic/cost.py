@@ -27,13 +27,12 @@ from experiments.common.results import RESULTS, settings, write_report
 from experiments.common.timing import time_functions
 from experiments.elastic import hippo_bank
 from memjax.data import Batch
-from memjax.models import ElasticOptions, ModelConfig
-from memjax.models.language_model.config import Mixer
-from memjax.models.language_model.mixers import build_mixer
+from memjax.models import ModelConfig
+from memjax.models.language_model.presets import Size
 from memjax.training import pretrain as run
 from memjax.training import sharding
 
-MIXERS: tuple[Mixer, ...] = ("elastic_memory", "attention")
+MIXERS: tuple[str, ...] = ("elastic_memory", "attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,28 +62,33 @@ class Config:
     output: pathlib.Path = RESULTS / "elastic" / "cost"
 
 
-def model(config: Config, *mixers: Mixer, **elastic: int) -> ModelConfig:
-    """The model of the benchmark with the given mixers."""
+def size(config: Config, **elastic: int) -> Size:
+    """The sizes of the benchmark's mixers and models."""
     heads = config.model_dim // 64
-    return ModelConfig(
-        mixers=mixers,
-        vocab_size=4096,
+    return Size(
+        num_layers=config.layers,
         model_dim=config.model_dim,
         num_heads=heads,
         num_kv_heads=heads,
+        head_dim=64,
         hidden_dim=3 * config.model_dim,
         window=config.window,
         capacity=config.context,
-        elastic=dataclasses.replace(ElasticOptions(order=config.order), **elastic),
+        options={"elastic_memory": {"order": config.order} | elastic},
         dtype="float32",
         remat=False,
     )
 
 
+def model(config: Config, *mixers: str, **elastic: int) -> ModelConfig:
+    """The model of the benchmark with the given mixers."""
+    return size(config, **elastic).model(*mixers, vocab_size=4096)
+
+
 def steps(config: Config) -> dict:
     """Seconds of a training step by model, and ratios of throughput."""
-    windows: tuple[Mixer, ...] = ("sliding_window",) * (config.layers - 1)
-    full: tuple[Mixer, ...] = ("attention",) * (config.layers - 1)
+    windows: tuple[str, ...] = ("sliding_window",) * (config.layers - 1)
+    full: tuple[str, ...] = ("attention",) * (config.layers - 1)
     bank = {"bank_blocks": config.context // config.window}
     models = {
         "sliding": model(config, *windows, "sliding_window"),
@@ -126,8 +130,8 @@ def lengths(config: Config) -> list[dict]:
         for mixer in MIXERS:
             if mixer == "attention" and length > config.longest_full:
                 continue
-            one = dataclasses.replace(model(config, mixer), capacity=length)
-            layer = build_mixer(one, one.mixers[0])
+            sizes = dataclasses.replace(size(config), capacity=length)
+            layer = sizes.mixer(mixer).build()
             params = layer.init_params(jax.random.key(0))
             state = layer.init_state(1)
             x = jnp.ones((1, length, config.model_dim))

@@ -19,6 +19,7 @@ from rich.table import Table
 from experiments.common.results import RESULTS, settings, write_report
 from memjax import evaluation
 from memjax.data import load_tokenizer
+from memjax.mechanisms import ElasticMemoryConfig
 from memjax.training import pretrain as run
 
 
@@ -44,7 +45,9 @@ class Config:
 def main(config: Config) -> None:
     """Scores, prints and writes the results."""
     trained_run, model = run.load_model(config.run_dir)
-    trained = trained_run.model.elastic
+    trained = next(
+        m for m in trained_run.model.mixers if isinstance(m, ElasticMemoryConfig)
+    )
     changes = [{}]
     changes += [
         {"sampling": sampling, "memory_tokens": count}

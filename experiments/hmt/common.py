@@ -20,8 +20,9 @@ from experiments.common import pretrained
 from experiments.common.results import RESULTS, settings, write_report
 from memjax.config_io import to_record
 from memjax.data import Tokenizer
-from memjax.models import LanguageModel, preset
+from memjax.models import LanguageModel
 from memjax.models.hmt.model import HMT
+from memjax.models.language_model import presets
 from memjax.models.lora import merge_lora
 from memjax.training import LoopConfig, OptimizerConfig
 from memjax.training import pretrain as run
@@ -86,8 +87,8 @@ SCALES: dict[Preset, Scale] = {
 
 
 # The backbone that is trained here: 1.2M parameters, attention in every layer.
-TINY = dataclasses.replace(
-    preset("transformer-tiny", 4096), mixers=("attention",) * 4, capacity=1024
+TINY = dataclasses.replace(presets.TINY, capacity=1024).model(
+    "attention", vocab_size=4096
 )
 
 
@@ -175,7 +176,7 @@ def _tiny_run(config: Config) -> run.RunConfig:
         model=TINY,
         data=run.DataConfig(
             source="embedded",
-            context_length=min(256, TINY.capacity),
+            context_length=256,
             batch_size=8,
         ),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_ratio=0.05),

@@ -24,8 +24,9 @@ from flax import nnx
 
 from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.hmt import scores
-from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt, preset
-from memjax.models.language_model.windowed import with_window
+from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt
+from memjax.models.language_model import presets
+from memjax.models.language_model.windowed import with_capacity, with_window
 
 Kind = Literal["HMT", "sliding window", "full attention"]
 KINDS: tuple[Kind, ...] = ("HMT", "sliding window", "full attention")
@@ -69,13 +70,11 @@ class Config:
     @property
     def backbone(self) -> ModelConfig:
         """Attention in every layer."""
-        tiny = preset("transformer-tiny", 4096)
         if self.size == "tiny":
-            return dataclasses.replace(tiny, mixers=("attention",) * 4)
-        return dataclasses.replace(
-            tiny,
-            mixers=("attention",) * 30,
-            vocab_size=49_152,
+            return presets.TINY.model("attention", vocab_size=4096)
+        smollm2 = dataclasses.replace(
+            presets.TINY,
+            num_layers=30,
             model_dim=576,
             num_heads=9,
             num_kv_heads=3,
@@ -83,6 +82,7 @@ class Config:
             hidden_dim=1536,
             capacity=8192,
         )
+        return smollm2.model("attention", vocab_size=49_152)
 
 
 def main(config: Config) -> None:
@@ -160,8 +160,8 @@ def measure(config: Config, kind: Kind, length: int) -> dict[str, Any]:
 
 def build(config: Config, kind: Kind, length: int) -> Any:
     """A model with random parameters that can read so many tokens."""
-    full = dataclasses.replace(config.backbone, capacity=length)
-    backbone = LanguageModel(full, key=jax.random.key(0))
+    backbone = LanguageModel(config.backbone, key=jax.random.key(0))
+    backbone = with_capacity(backbone, length)
     if kind == "full attention":
         return backbone
     memory = hmt(backbone, config.memory, key=jax.random.key(1))

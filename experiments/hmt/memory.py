@@ -26,6 +26,7 @@ from jaxtyping import PyTree
 
 from experiments.common.results import RESULTS, settings, write_report
 from memjax.data.batches.batch import Batch
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import hmt
@@ -72,14 +73,13 @@ def compile_step(
     config: Config, depth: int, activations: Activations, device: Any
 ) -> dict[str, int]:
     """Bytes that the compiled step takes beyond its arguments and results."""
+    heads, longest = config.width // 64, config.segment + config.sensory + 2
     backbone = ModelConfig(
-        mixers=("attention",) * config.layers,
+        mixers=(AttentionConfig(config.width, heads, heads, 64, capacity=longest),),
+        num_layers=config.layers,
         vocab_size=config.vocab_size,
         model_dim=config.width,
-        num_heads=config.width // 64,
-        num_kv_heads=config.width // 64,
         hidden_dim=3 * config.width,
-        capacity=config.segment + config.sensory + 2,
         dtype="float32",
         remat=False,
     )

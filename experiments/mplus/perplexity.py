@@ -36,7 +36,7 @@ from experiments.mplus.scores import Excerpt, Models
 from memjax.checks import check_sizes
 from memjax.data import Split, load_tokens
 from memjax.models import LanguageModel
-from memjax.models.language_model.model import with_config
+from memjax.models.language_model.windowed import with_capacity
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus, mplus
 
@@ -218,7 +218,7 @@ def build(
         rows[name] = Row(small, methods.LatentMemory(small), retrieves)
     read = config.prompt + config.scored
     if "backbone" in config.references:
-        alone = with_config(backbone, capacity=read)
+        alone = with_capacity(backbone, read)
         rows["backbone, told nothing"] = Row(
             alone, methods.Reader(alone, chunk), memory=False
         )

@@ -43,7 +43,7 @@ from memjax.data import (
 )
 from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, split_facts
 from memjax.models import LanguageModel
-from memjax.models.language_model.model import with_config
+from memjax.models.language_model.windowed import with_capacity
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus, mplus
 
@@ -161,7 +161,7 @@ def readers(
 ) -> Iterator[tuple[str, Losses]]:
     """How everything that is scored reads, by name; the backbone first."""
     longest = max(config.tokens, 0 if asked is None else asked.tokens.shape[2])
-    alone = with_config(models.backbone, capacity=longest)
+    alone = with_capacity(models.backbone, longest)
     yield BACKBONE, read(alone, alone.init_state(config.batch))
     trained = models.trained.get("model")
     sizes = config.memory if trained is None else trained.config

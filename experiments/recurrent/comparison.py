@@ -24,8 +24,9 @@ from experiments.common.results import RESULTS, settings
 from memjax import evaluation
 from memjax.config_io import to_record
 from memjax.data import Split, TokenisedDocument, load_tokenizer, load_tokens
+from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.language_model.config import Mixer
+from memjax.models.language_model.presets import Size
 from memjax.training import LoopConfig, OptimizerConfig, loop, sharding
 from memjax.training import pretrain as run
 from memjax.training.checksums import write_atomically
@@ -117,12 +118,16 @@ class Case(NamedTuple):
     fields: dict[str, Any] = {}
 
 
-def base_model(scale: Scale, vocab_size: int, mixer: Mixer, length: int) -> ModelConfig:
-    """A model of this size with one mixer in every layer; attention sees `length`."""
+def base_model(
+    scale: Scale, vocab_size: int, mixer: str, length: int, **options: Any
+) -> ModelConfig:
+    """A model of this size with one mixer in every layer; attention sees `length`.
+
+    `options` are the mixer's own, such as slots=8.
+    """
     small = scale.model_dim < 512
-    return ModelConfig(
-        mixers=(mixer,) * scale.layers,
-        vocab_size=vocab_size,
+    size = Size(
+        num_layers=scale.layers,
         model_dim=scale.model_dim,
         num_heads=scale.heads,
         num_kv_heads=scale.heads,
@@ -131,9 +136,25 @@ def base_model(scale: Scale, vocab_size: int, mixer: Mixer, length: int) -> Mode
         window=length,
         capacity=length,
         slots=scale.slots,
+        options={mixer: options},
         dtype="float32" if small else "bfloat16",
         remat=not small,
     )
+    return size.model(mixer, vocab_size=vocab_size)
+
+
+def for_length(model: ModelConfig, length: int) -> ModelConfig:
+    """The same model for texts of `length` tokens, all of which attention sees."""
+
+    def sized(mixer):
+        match mixer:
+            case AttentionConfig():
+                return dataclasses.replace(mixer, capacity=length)
+            case SlidingWindowConfig():
+                return dataclasses.replace(mixer, window=length)
+        return mixer
+
+    return dataclasses.replace(model, mixers=tuple(map(sized, model.mixers)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -153,7 +174,7 @@ def equal_parameters(cases: Sequence[Case], scale: Scale) -> list[Case]:
     goal = parameters(base_model(scale, vocab_size, "sliding_window", 1))
     equal = []
     for case in cases:
-        each = 3 * case.model.model_dim * len(case.model.mixers)
+        each = 3 * case.model.model_dim * case.model.num_layers
         missing = round((goal - parameters(case.model)) / each)
         width = case.model.hidden_dim + missing
         if width < 1:

@@ -17,9 +17,8 @@ from experiments.common.results import RESULTS
 from experiments.recurrent import comparison, seed_report
 from experiments.recurrent.comparison import Case
 from memjax.data import load_tokenizer
-from memjax.models.language_model.config import Mixer
 
-MODELS: dict[str, Mixer] = {
+MODELS: dict[str, str] = {
     "Transformer++": "sliding_window",
     "Linear Attention": "linear_attention",
     "Mamba2": "mamba2",

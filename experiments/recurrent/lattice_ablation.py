@@ -11,6 +11,7 @@ documents, per token.
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import tyro
@@ -19,7 +20,6 @@ from experiments.common.results import RESULTS
 from experiments.recurrent import comparison, seed_report
 from experiments.recurrent.comparison import Case
 from memjax.data import load_tokenizer
-from memjax.mechanisms.lattice import LatticeOptions
 
 #: The paper's perplexities: 125M parameters, The Pile; variants from Table 2.
 PAPER = {
@@ -51,23 +51,22 @@ def cases(config: Config) -> list[Case]:
     scale = config.scale
     vocab_size = load_tokenizer(config.tokenizer).vocab_size
 
-    def model(mixer, chunk_size=1, **options):
+    def model(mixer, **options):
         length = scale.context_length
-        base = comparison.base_model(scale, vocab_size, mixer, length)
-        options = LatticeOptions(chunk_size=chunk_size, **options)
-        return dataclasses.replace(base, lattice=options)
+        return comparison.base_model(scale, vocab_size, mixer, length, **options)
 
+    lattice = functools.partial(model, "lattice")
     models = {
         "DeltaNet": model("deltanet"),
         "TTT": model("ttt_linear"),
-        "orthogonal recurrence": model("lattice", normalize=False),
-        "normalised projection": model("lattice"),
-        "forget gate (l2)": model("lattice", forget="l2"),
-        "forget gate (l1)": model("lattice", forget="l1"),
-        "ENC": model("lattice", variant="enc"),
-        "SIM": model("lattice", variant="sim"),
+        "orthogonal recurrence": lattice(chunk_size=1, normalize=False),
+        "normalised projection": lattice(chunk_size=1),
+        "forget gate (l2)": lattice(chunk_size=1, forget="l2"),
+        "forget gate (l1)": lattice(chunk_size=1, forget="l1"),
+        "ENC": lattice(chunk_size=1, variant="enc"),
+        "SIM": lattice(chunk_size=1, variant="sim"),
     }
-    models |= {f"C = {c}": model("lattice", c) for c in config.chunks}
+    models |= {f"C = {c}": lattice(chunk_size=c) for c in config.chunks}
     named = [Case(name, model) for name, model in models.items()]
     return comparison.equal_parameters(named, scale)
 

@@ -160,7 +160,7 @@ def accuracy(model: LanguageModel, batches: Iterable[Batch]) -> dict[str, float]
     for batch in batches:
         # The parameters at another length: attention has a cache of that length.
         length = batch.tokens.shape[1]
-        sized = dataclasses.replace(model.config, window=length, capacity=length)
+        sized = comparison.for_length(model.config, length)
         hits = np.asarray(
             _hits(comparison.structure(sized), nnx.state(model, nnx.Param), batch)
         )

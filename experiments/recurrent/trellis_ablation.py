@@ -17,7 +17,7 @@ from experiments.common.results import RESULTS
 from experiments.recurrent import comparison, seed_report
 from experiments.recurrent.comparison import Case
 from memjax.data import load_tokenizer
-from memjax.mechanisms.trellis import TrellisOptions
+from memjax.mechanisms import TrellisConfig
 
 #: The paper's perplexities: 125M parameters, The Pile.
 PAPER = {
@@ -48,10 +48,9 @@ def cases(config: Config) -> list[Case]:
     scale = config.scale
     vocab_size = load_tokenizer(config.tokenizer).vocab_size
 
-    def model(mixer, slots=scale.slots, **options):
+    def model(mixer, **options):
         length = scale.context_length
-        base = comparison.base_model(scale, vocab_size, mixer, length)
-        return dataclasses.replace(base, slots=slots, trellis=TrellisOptions(**options))
+        return comparison.base_model(scale, vocab_size, mixer, length, **options)
 
     models = {
         "DeltaNet": model("deltanet"),
@@ -62,12 +61,12 @@ def cases(config: Config) -> list[Case]:
         "f = softmax": model("trellis", activation="softmax"),
         "linear, f = softmax": model("trellis", phi="identity", activation="softmax"),
         "linear, f = ln_silu": model("trellis", phi="identity"),
-        "m / 2": model("trellis", scale.slots // 2),
-        "2 m": model("trellis", scale.slots * 2),
+        "m / 2": model("trellis", slots=scale.slots // 2),
+        "2 m": model("trellis", slots=scale.slots * 2),
         "C = 1": model("trellis", chunk_size=1),
         "steps up to 1": model("trellis", step_size=1.0),
     }
-    default = TrellisOptions().phi
+    default = TrellisConfig.phi
     others = {
         f"phi = {phi}": model("trellis", phi=phi)
         for phi in ("silu", "l2_silu", "ln_silu", "softmax")
@@ -101,7 +100,7 @@ def report(config: Config, rows: list[dict]) -> None:
         config,
         "what does each part of Trellis bring? (Table 2)",
         rows,
-        phi=TrellisOptions().phi,
+        phi=TrellisConfig.phi,
         paper=PAPER,
         perplexity=summary,
     )

@@ -25,6 +25,7 @@ from memjax import evaluation
 from memjax.checks import require_known
 from memjax.cli import checkpoints as cli_interop
 from memjax.cli import finetune as cli_finetune
+from memjax.cli.mixers import REGISTRY
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data.documents.sources import open_documents
 from memjax.evaluation import plots
@@ -246,6 +247,7 @@ def _parse(argv: list[str]) -> Callable[[], int]:
                 prog="memjax",
                 description=__doc__,
                 config=(tyro.conf.CascadeSubcommandArgs,),
+                registry=REGISTRY,
             )
     except SystemExit as stop:
         if stop.code == 2:

@@ -38,6 +38,14 @@ class AttentionConfig(HeadsConfig):
         super().__post_init__()
         check_sizes(capacity=self.capacity)
 
+    def build(self) -> Mechanism:
+        """The mechanism of these sizes."""
+        return attention(self)
+
+    def param_axes(self) -> AttentionParams:
+        """How the projections are divided among devices."""
+        return projections.AXES
+
 
 class AttentionState(NamedTuple):
     """Keys (with RoPE) and values of every token so far, in float32."""

@@ -9,16 +9,36 @@ scale, β = sigmoid(w x).
 Shapes: B batch, T time, D model, H heads, K key, V value.
 """
 
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-import memjax_kernels
-from memjax.mechanisms.base import Mechanism
+from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.layers import gates, recurrent_block
-from memjax.mechanisms.layers.recurrent_block import BlockConfig
-from memjax_kernels.delta_rule import empty_state, step
+from memjax.mechanisms.layers.recurrent_block import (
+    BlockParams,
+    BlockState,
+    RecurrentConfig,
+    output_projection,
+)
+from memjax_kernels.delta_rule import delta_rule, empty_state
+from memjax_kernels.delta_rule import step as op_step
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNetConfig(RecurrentConfig):
+    """Sizes of a layer of DeltaNet; see `RecurrentConfig`."""
+
+    def build(self) -> Mechanism:
+        """The mechanism of these sizes."""
+        return deltanet(self)
+
+    def param_axes(self) -> BlockParams:
+        """How the parameters are divided among devices."""
+        return recurrent_block.param_axes(AXES)
 
 
 class DeltaNetParams(NamedTuple):
@@ -27,30 +47,53 @@ class DeltaNetParams(NamedTuple):
     rate: Float[Array, "D H"]
 
 
-def deltanet(config: BlockConfig) -> Mechanism:
+AXES = DeltaNetParams(rate=axes("model", "heads"))
+
+
+def init_params(config: DeltaNetConfig, key: PRNGKeyArray) -> BlockParams:
+    """Draws the weights of the block and of β."""
+    rate_key = recurrent_block.core_key(key)
+    rate = gates.draw_weight(rate_key, config.model_dim, config.num_heads)
+    return recurrent_block.init_params(config, DeltaNetParams(rate), key)
+
+
+def init_state(config: DeltaNetConfig, batch: int) -> BlockState:
+    """The empty memory: zeros."""
+    memory = empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
+    return recurrent_block.init_state(config, batch, memory)
+
+
+def step(
+    config: DeltaNetConfig,
+    params: BlockParams,
+    state: BlockState,
+    x: Float[Array, "B D"],
+) -> tuple[BlockState, Float[Array, "B D"]]:
+    """Writes one token and reads with its query."""
+    window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
+    beta = jax.nn.sigmoid(gates.linear_logits(x, params.core.rate))
+    memory, y = op_step(q, k, v, beta, state.memory)
+    return BlockState(window, memory), output_projection(config, params, x, y)
+
+
+def apply(
+    config: DeltaNetConfig,
+    params: BlockParams,
+    state: BlockState,
+    x: Float[Array, "B T D"],
+) -> tuple[BlockState, Float[Array, "B T D"]]:
+    """What T steps give, a chunk at a time."""
+    window, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
+    beta = jax.nn.sigmoid(gates.linear_logits(x, params.core.rate))
+    memory, y = delta_rule(q, k, v, beta, state.memory)
+    return BlockState(window, memory), output_projection(config, params, x, y)
+
+
+def deltanet(config: DeltaNetConfig) -> Mechanism:
     """Builds the mechanism for one configuration."""
-
-    def init_params(key: PRNGKeyArray) -> DeltaNetParams:
-        rate = gates.draw_weight(key, config.model_dim, config.num_heads)
-        return DeltaNetParams(rate)
-
-    core = recurrent_block.op_core(
-        init_params=init_params,
-        init_memory=lambda batch: empty_state(
-            batch, config.num_heads, config.key_dim, config.value_dim
-        ),
-        arguments=_arguments,
-        op=memjax_kernels.delta_rule,
-        step=step,
+    return Mechanism(
+        init_params=functools.partial(init_params, config),
+        init_state=functools.partial(init_state, config),
+        step=functools.partial(step, config),
+        apply=functools.partial(apply, config),
     )
-    return recurrent_block.build(config, core)
-
-
-def _arguments(
-    params: DeltaNetParams,
-    x: Float[Array, "*B D"],
-    q: Float[Array, "*B H K"],
-    k: Float[Array, "*B H K"],
-    v: Float[Array, "*B H V"],
-):
-    return q, k, v, jax.nn.sigmoid(gates.project(x, params.rate))

@@ -85,6 +85,14 @@ class ElasticMemoryConfig(HeadsConfig):
             return min(self.order, self.block)
         return self.memory_tokens
 
+    def build(self) -> Mechanism:
+        """The mechanism of these sizes."""
+        return elastic_memory(self)
+
+    def param_axes(self) -> AttentionParams:
+        """How the projections are divided among devices."""
+        return projections.AXES
+
 
 class ElasticMemoryState(NamedTuple):
     """Coefficients of the past blocks and the tokens of the open one, in float32."""

@@ -21,33 +21,33 @@ Shapes: B batch, T time, D model, H heads, M = K slots, V value, C chunk.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-import memjax_kernels
 from memjax.checks import check_sizes, require_known
-from memjax.mechanisms.base import Mechanism
+from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.layers import gates, recurrent_block
 from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.recurrent_block import BlockConfig, Core, Memory
-from memjax_kernels.lattice import (
-    VARIANTS,
-    Forget,
-    Variant,
-    beginning,
-    empty_state,
-    step,
+from memjax.mechanisms.layers.recurrent_block import (
+    BlockParams,
+    BlockState,
+    RecurrentConfig,
+    output_projection,
 )
+from memjax_kernels.lattice import VARIANTS, Forget, Variant, beginning, empty_state
+from memjax_kernels.lattice import lattice as lattice_op
+from memjax_kernels.lattice import step as op_step
 from memjax_kernels.lattice.memory import Initial
 from memjax_kernels.lattice.sphere import unit
 
 
 @dataclasses.dataclass(frozen=True)
-class LatticeOptions:
-    """Options of Lattice.
+class LatticeConfig(RecurrentConfig):
+    """Sizes and options of a layer of Lattice; `key_dim` is its number of slots M.
 
     Attributes:
         variant: the objective of a write.
@@ -57,7 +57,7 @@ class LatticeOptions:
             directions are read by the objective and they themselves by the query.
         forget: None, "l2", or "l1", which needs chunk_size=1.
         initial: the start of training: "orthonormal" slots, which must not be more
-            than they are wide, or "normalised", random ones of unit norm.
+            than they are wide (`value_dim`), or "normalised", random ones of unit norm.
     """
 
     variant: Variant = "dec"
@@ -67,6 +67,7 @@ class LatticeOptions:
     initial: Initial = "orthonormal"
 
     def __post_init__(self):
+        super().__post_init__()
         check_sizes(chunk_size=self.chunk_size)
         require_known("variant", self.variant, VARIANTS)
         require_known("forget", self.forget, (None, "l2", "l1"))
@@ -76,6 +77,19 @@ class LatticeOptions:
                 "forget='l1' is defined for chunk_size=1 only, got "
                 f"chunk_size={self.chunk_size}"
             )
+        if self.initial == "orthonormal" and self.key_dim > self.value_dim:
+            raise ValueError(
+                f"initial='orthonormal' needs slots <= value_dim={self.value_dim}, "
+                f"got slots=key_dim={self.key_dim}; initial='normalised' takes more"
+            )
+
+    def build(self) -> Mechanism:
+        """The mechanism of these sizes."""
+        return lattice(self)
+
+    def param_axes(self) -> BlockParams:
+        """How the parameters are divided among devices."""
+        return recurrent_block.param_axes(AXES)
 
 
 class LatticeParams(NamedTuple):
@@ -86,68 +100,100 @@ class LatticeParams(NamedTuple):
     start: Float[Array, "H M V"]
 
 
-def lattice(config: BlockConfig, options: LatticeOptions | None = None) -> Mechanism:
-    """Builds the mechanism for one configuration.
+AXES = LatticeParams(step=gates.AXES, forget=gates.AXES, start=axes("heads"))
 
-    Args:
-        config: sizes; `key_dim` is the number of slots.
-        options: which Lattice.
 
-    Raises:
-        ValueError: on initial="orthonormal" with more slots than `value_dim`.
-    """
-    options = options or LatticeOptions()
-    heads, slots, width = config.num_heads, config.key_dim, config.value_dim
-    size = options.chunk_size
-    start = empty_state(1, heads, slots, width, size, initial=options.initial).start[0]
-    rule = dict(
-        variant=options.variant, normalize=options.normalize, forget=options.forget
+def init_params(config: LatticeConfig, key: PRNGKeyArray) -> BlockParams:
+    """Draws the block's and the gates' weights; slots start as `initial` says."""
+    step_key, forget_key = jax.random.split(recurrent_block.core_key(key))
+    gate = (config.model_dim, config.num_heads)
+    forget = None
+    if config.forget is not None:
+        forget = gates.init_gate(forget_key, gate, 0.01)
+    slots = empty_state(1, *_sizes(config), initial=config.initial).start[0]
+    core = LatticeParams(gates.init_gate(step_key, gate, 0.05), forget, slots)
+    return recurrent_block.init_params(config, core, key, shared_projection=True)
+
+
+def init_state(config: LatticeConfig, batch: int) -> BlockState:
+    """Slots that wait for their learned start."""
+    memory = recurrent_block.unstarted(batch, empty_state(batch, *_sizes(config)))
+    return recurrent_block.init_state(config, batch, memory, shared_projection=True)
+
+
+def step(
+    config: LatticeConfig,
+    params: BlockParams,
+    state: BlockState,
+    x: Float[Array, "B D"],
+) -> tuple[BlockState, Float[Array, "B D"]]:
+    """Writes one token and reads with its query."""
+    window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
+    memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
+    gamma, g = _gates(config, params.core, x)
+    memory, y = op_step(
+        *(q, k, _values(config, v), gamma, memory),
+        g=g,
+        variant=config.variant,
+        normalize=config.normalize,
+        forget=config.forget,
+    )
+    state = recurrent_block.after_start(window, memory, state)
+    return state, output_projection(config, params, x, y)
+
+
+def apply(
+    config: LatticeConfig,
+    params: BlockParams,
+    state: BlockState,
+    x: Float[Array, "B T D"],
+) -> tuple[BlockState, Float[Array, "B T D"]]:
+    """What T steps give, a chunk at a time."""
+    window, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
+    memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
+    gamma, g = _gates(config, params.core, x)
+    memory, y = lattice_op(
+        *(q, k, _values(config, v), gamma, memory),
+        g=g,
+        chunk_size=config.chunk_size,
+        variant=config.variant,
+        normalize=config.normalize,
+        forget=config.forget,
+    )
+    state = recurrent_block.after_start(window, memory, state)
+    return state, output_projection(config, params, x, y)
+
+
+def lattice(config: LatticeConfig) -> Mechanism:
+    """Builds the mechanism for one configuration."""
+    return Mechanism(
+        init_params=functools.partial(init_params, config),
+        init_state=functools.partial(init_state, config),
+        step=functools.partial(step, config),
+        apply=functools.partial(apply, config),
     )
 
-    def init_params(key: PRNGKeyArray) -> LatticeParams:
-        step_key, forget_key = jax.random.split(key)
-        gate = (config.model_dim, heads)
-        forget = None
-        if options.forget is not None:
-            forget = gates.init_gate(forget_key, gate, 0.01)
-        return LatticeParams(
-            step=gates.init_gate(step_key, gate, 0.05),
-            forget=forget,
-            start=jnp.array(start),
-        )
 
-    def run(call, **static):
-        def tokens(params, memory, x, q, k, v):
-            gamma = jax.nn.sigmoid(gates.gate_logits(params.step, x))
-            rows = jnp.repeat(params.start[None], x.shape[0], axis=0)
-            if options.normalize:
-                rows = unit(rows)
-            if options.variant == "enc":
-                v = recurrent_block.unit(v)
-            state, y = call(
-                *(q, k, v, gamma),
-                recurrent_block.started(memory, beginning(rows, size)),
-                g=_log_gate(options.forget, params, gamma, x),
-                **static,
-            )
-            return Memory(state, jnp.zeros_like(memory.fresh)), y
-
-        return tokens
-
-    core = Core(
-        init_params=init_params,
-        init_memory=lambda batch: recurrent_block.unstarted(
-            batch, empty_state(batch, heads, slots, width, size)
-        ),
-        step=run(step, **rule),
-        apply=run(memjax_kernels.lattice, chunk_size=size, **rule),
-    )
-    return recurrent_block.build(config, core, shared_projection=True)
+def _sizes(config):
+    """H, M, V and C, as the op counts them."""
+    return config.num_heads, config.key_dim, config.value_dim, config.chunk_size
 
 
-def _log_gate(forget, params, gamma, x):
-    """log(1 - γ λ) for "l2", -γ λ for "l1"."""
-    if forget is None:
-        return None
+def _start(config, params, batch):
+    """The learned slots, at the start of a chunk, for every row."""
+    slots = jnp.repeat(params.start[None], batch, axis=0)
+    return beginning(unit(slots) if config.normalize else slots, config.chunk_size)
+
+
+def _values(config, v):
+    """Values, of unit norm where they are what the objective predicts from."""
+    return gates.l2_normalize(v) if config.variant == "enc" else v
+
+
+def _gates(config, params, x):
+    """γ, and the log of what is kept: log(1 - γ λ) for "l2", -γ λ for "l1"."""
+    gamma = jax.nn.sigmoid(gates.gate_logits(params.step, x))
+    if config.forget is None:
+        return gamma, None
     amount = gamma * jax.nn.sigmoid(gates.gate_logits(params.forget, x))
-    return jnp.log1p(-amount) if forget == "l2" else -amount
+    return gamma, jnp.log1p(-amount) if config.forget == "l2" else -amount

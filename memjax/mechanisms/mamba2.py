@@ -11,18 +11,38 @@ the block that all recurrent mechanisms share.
 Shapes: B batch, T time, D model, H heads, K key, V value.
 """
 
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-import memjax_kernels
-from memjax.mechanisms.base import Mechanism
+from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.layers import gates, recurrent_block
 from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.recurrent_block import BlockConfig, Core
-from memjax_kernels.linear_attention.ssd import empty_state, step
+from memjax.mechanisms.layers.recurrent_block import (
+    BlockParams,
+    BlockState,
+    RecurrentConfig,
+    output_projection,
+)
+from memjax_kernels.linear_attention.ssd import empty_state, ssd
+from memjax_kernels.linear_attention.ssd import step as op_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba2Config(RecurrentConfig):
+    """Sizes of a layer of Mamba-2; see `RecurrentConfig`."""
+
+    def build(self) -> Mechanism:
+        """The mechanism of these sizes."""
+        return mamba2(self)
+
+    def param_axes(self) -> BlockParams:
+        """How the parameters are divided among devices."""
+        return recurrent_block.param_axes(AXES)
 
 
 class DecayParams(NamedTuple):
@@ -32,6 +52,9 @@ class DecayParams(NamedTuple):
     log_rate: Float[Array, " H"]
 
 
+DECAY_AXES = DecayParams(pace=gates.AXES, log_rate=axes())
+
+
 class Mamba2Params(NamedTuple):
     """Learned gates."""
 
@@ -39,7 +62,62 @@ class Mamba2Params(NamedTuple):
     skip: Float[Array, " H"]
 
 
-def init_decay(config: BlockConfig, key: PRNGKeyArray) -> DecayParams:
+AXES = Mamba2Params(decay=DECAY_AXES, skip=axes())
+
+
+def init_params(config: Mamba2Config, key: PRNGKeyArray) -> BlockParams:
+    """Draws the weights of the block and of the decay; the skip starts at 1."""
+    core = Mamba2Params(
+        decay=init_decay(config, recurrent_block.core_key(key)),
+        skip=jnp.ones(config.num_heads),
+    )
+    return recurrent_block.init_params(config, core, key)
+
+
+def init_state(config: Mamba2Config, batch: int) -> BlockState:
+    """The empty memory: zeros."""
+    memory = empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
+    return recurrent_block.init_state(config, batch, memory)
+
+
+def step(
+    config: Mamba2Config, params: BlockParams, state: BlockState, x: Float[Array, "B D"]
+) -> tuple[BlockState, Float[Array, "B D"]]:
+    """Writes one token and reads with its query."""
+    window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
+    pace, g = decay(params.core.decay, x)
+    write = (v * pace[..., None]).astype(v.dtype)
+    memory, y = op_step(q * config.key_dim**-0.5, k, write, g, state.memory)
+    y = y + (params.core.skip[None, :, None] * v).astype(v.dtype)
+    return BlockState(window, memory), output_projection(config, params, x, y)
+
+
+def apply(
+    config: Mamba2Config,
+    params: BlockParams,
+    state: BlockState,
+    x: Float[Array, "B T D"],
+) -> tuple[BlockState, Float[Array, "B T D"]]:
+    """What T steps give, a chunk at a time."""
+    window, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
+    pace, g = decay(params.core.decay, x)
+    write = (v * pace[..., None]).astype(v.dtype)
+    memory, y = ssd(q * config.key_dim**-0.5, k, write, g, state.memory)
+    y = y + (params.core.skip[None, None, :, None] * v).astype(v.dtype)
+    return BlockState(window, memory), output_projection(config, params, x, y)
+
+
+def mamba2(config: Mamba2Config) -> Mechanism:
+    """Builds the mechanism for one configuration."""
+    return Mechanism(
+        init_params=functools.partial(init_params, config),
+        init_state=functools.partial(init_state, config),
+        step=functools.partial(step, config),
+        apply=functools.partial(apply, config),
+    )
+
+
+def init_decay(config: RecurrentConfig, key: PRNGKeyArray) -> DecayParams:
     """Draws paces between 0.001 and 0.1, log-uniform, and rates between 1 and 16."""
     weight_key, pace_key, rate_key = jax.random.split(key, 3)
     heads = config.num_heads
@@ -62,31 +140,3 @@ def decay(
     pace = jax.nn.softplus(gates.gate_logits(params.pace, x))
     rate = jnp.exp(params.log_rate).reshape((1,) * (pace.ndim - 1) + (-1,))
     return pace, -rate * pace
-
-
-def mamba2(config: BlockConfig) -> Mechanism:
-    """Builds the mechanism for one configuration."""
-
-    def init_params(key: PRNGKeyArray) -> Mamba2Params:
-        return Mamba2Params(init_decay(config, key), jnp.ones(config.num_heads))
-
-    def run(call):
-        def tokens(params, memory, x, q, k, v):
-            pace, g = decay(params.decay, x)
-            write = (v * pace[..., None]).astype(v.dtype)
-            q = q * config.key_dim**-0.5
-            memory, y = call(q, k, write, g, memory)
-            skip = params.skip.reshape((1,) * (v.ndim - 2) + (-1, 1))
-            return memory, y + (skip * v).astype(v.dtype)
-
-        return tokens
-
-    core = Core(
-        init_params=init_params,
-        init_memory=lambda batch: empty_state(
-            batch, config.num_heads, config.key_dim, config.value_dim
-        ),
-        step=run(step),
-        apply=run(memjax_kernels.ssd),
-    )
-    return recurrent_block.build(config, core)

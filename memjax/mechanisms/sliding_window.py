@@ -40,6 +40,14 @@ class SlidingWindowConfig(HeadsConfig):
         super().__post_init__()
         check_sizes(window=self.window)
 
+    def build(self) -> Mechanism:
+        """The mechanism of these sizes."""
+        return sliding_window(self)
+
+    def param_axes(self) -> AttentionParams:
+        """How the projections are divided among devices."""
+        return projections.AXES
+
 
 class SlidingWindowState(NamedTuple):
     """The last W keys (without RoPE) and values, newest last, in float32."""

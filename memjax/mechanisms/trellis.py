@@ -15,27 +15,35 @@ Shapes: B batch, T time, D model, H heads, K key, V value, M slots, C chunk.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-import memjax_kernels
 from memjax.checks import check_positive, check_sizes, require_known
-from memjax.mechanisms.base import Mechanism
+from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.layers import gates, recurrent_block
 from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.recurrent_block import BlockConfig, Core, Memory
-from memjax_kernels.trellis import TrellisState, empty_state, step
+from memjax.mechanisms.layers.recurrent_block import (
+    BlockParams,
+    BlockState,
+    RecurrentConfig,
+    output_projection,
+)
+from memjax_kernels.trellis import TrellisState, empty_state
+from memjax_kernels.trellis import step as op_step
+from memjax_kernels.trellis import trellis as trellis_op
 from memjax_kernels.trellis.functions import ACTIVATIONS, PHIS, Activation, Phi
 
 
 @dataclasses.dataclass(frozen=True)
-class TrellisOptions:
-    """Options of Trellis.
+class TrellisConfig(RecurrentConfig):
+    """Sizes and options of a layer of Trellis.
 
     Attributes:
+        slots: M, of each head.
         chunk_size: C, tokens whose gradients are taken at one memory; 1 is the fully
             nonlinear recurrence. Part of what is computed.
         phi: φ, what bends a prediction before it is compared with its target.
@@ -49,6 +57,7 @@ class TrellisOptions:
             (`experiments/recurrent/trellis_ablation.py`).
     """
 
+    slots: int = 64
     chunk_size: int = 64
     phi: Phi = "l2_silu"
     activation: Activation = "ln_silu"
@@ -57,7 +66,8 @@ class TrellisOptions:
     step_size: float | None = None
 
     def __post_init__(self):
-        check_sizes(chunk_size=self.chunk_size)
+        super().__post_init__()
+        check_sizes(slots=self.slots, chunk_size=self.chunk_size)
         require_known("phi", self.phi, PHIS)
         require_known("activation", self.activation, ACTIVATIONS)
         if self.step_size is not None:
@@ -67,6 +77,14 @@ class TrellisOptions:
     def largest_step(self) -> float:
         """`step_size`, with None resolved."""
         return 1.0 / self.chunk_size if self.step_size is None else self.step_size
+
+    def build(self) -> Mechanism:
+        """The mechanism of these sizes."""
+        return trellis(self)
+
+    def param_axes(self) -> BlockParams:
+        """How the parameters are divided among devices."""
+        return recurrent_block.param_axes(AXES)
 
 
 class TrellisParams(NamedTuple):
@@ -79,71 +97,109 @@ class TrellisParams(NamedTuple):
     values: Float[Array, "H M V"]
 
 
-def trellis(
-    config: BlockConfig, slots: int = 64, options: TrellisOptions | None = None
-) -> Mechanism:
-    """Builds the mechanism for one configuration and number of slots M."""
-    check_sizes(slots=slots)
-    options = options or TrellisOptions()
-    size = options.chunk_size
-    functions = dict(phi=options.phi, activation=options.activation)
+AXES = TrellisParams(
+    target=axes("model", "heads"),
+    step=gates.AXES,
+    forget=gates.AXES,
+    keys=axes("heads"),
+    values=axes("heads"),
+)
 
-    def run(call, **static):
-        def tokens(params, memory, x, q, k, v):
-            start = _start(params, x.shape[0], size)
-            gamma = jax.nn.sigmoid(gates.gate_logits(params.step, x))
-            g = None
-            if params.forget is not None:
-                g = jax.nn.log_sigmoid(gates.gate_logits(params.forget, x))
-            state, y = call(
-                *(q, k, gates.unit(v)),
-                gates.project(x, params.target),
-                gamma * options.largest_step,
-                g,
-                recurrent_block.started(memory, start),
-                **static,
-            )
-            return Memory(state, jnp.zeros_like(memory.fresh)), y
 
-        return tokens
-
-    core = Core(
-        init_params=lambda key: _init_params(config, slots, options, key),
-        init_memory=lambda batch: recurrent_block.unstarted(
-            batch,
-            empty_state(
-                *(batch, config.num_heads, slots, config.key_dim, config.value_dim),
-                chunk_size=size,
-            ),
-        ),
-        step=run(step, **functions),
-        apply=run(memjax_kernels.trellis, chunk_size=size, **functions),
+def init_params(config: TrellisConfig, key: PRNGKeyArray) -> BlockParams:
+    """Draws all weights; memories map unit keys to vectors of norm √(M / K)."""
+    d, h, m = config.model_dim, config.num_heads, config.slots
+    core_key = recurrent_block.core_key(key)
+    target_key, step_key, forget_key, keys_key, values_key = jax.random.split(
+        core_key, 5
     )
-    return recurrent_block.build(config, core)
-
-
-def _init_params(
-    config: BlockConfig, slots: int, options: TrellisOptions, key: PRNGKeyArray
-) -> TrellisParams:
-    """Draws memories that map unit keys to vectors of norm √(M / K)."""
-    d, h = config.model_dim, config.num_heads
-    target_key, step_key, forget_key, keys_key, values_key = jax.random.split(key, 5)
-    gate = (d, h) if options.shared_gates else (d, h, 2)
-    draw = lambda key, width: jax.random.normal(key, (h, slots, width)) * width**-0.5
-    return TrellisParams(
-        target=gates.draw_weight(target_key, d, h, slots),
+    gate = (d, h) if config.shared_gates else (d, h, 2)
+    draw = lambda key, width: jax.random.normal(key, (h, m, width)) * width**-0.5
+    core = TrellisParams(
+        target=gates.draw_weight(target_key, d, h, m),
         step=gates.init_gate(step_key, gate, 0.5),
-        forget=gates.init_gate(forget_key, gate, 0.99) if options.forget else None,
+        forget=gates.init_gate(forget_key, gate, 0.99) if config.forget else None,
         keys=draw(keys_key, config.key_dim),
         values=draw(values_key, config.value_dim),
     )
+    return recurrent_block.init_params(config, core, key)
 
 
-def _start(params, batch, chunk_size):
-    """The learned memory, at the start of a chunk, for every row."""
+def init_state(config: TrellisConfig, batch: int) -> BlockState:
+    """Memories that wait for their learned start."""
+    heads, slots = config.num_heads, config.slots
+    memory = empty_state(
+        *(batch, heads, slots, config.key_dim, config.value_dim),
+        chunk_size=config.chunk_size,
+    )
+    memory = recurrent_block.unstarted(batch, memory)
+    return recurrent_block.init_state(config, batch, memory)
+
+
+def step(
+    config: TrellisConfig,
+    params: BlockParams,
+    state: BlockState,
+    x: Float[Array, "B D"],
+) -> tuple[BlockState, Float[Array, "B D"]]:
+    """Writes one token into both memories and reads with its query."""
+    window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
+    memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
+    target, gamma, g = _target_and_gates(config, params.core, x)
+    memory, y = op_step(
+        *(q, k, gates.l2_normalize(v), target, gamma, g, memory),
+        phi=config.phi,
+        activation=config.activation,
+    )
+    state = recurrent_block.after_start(window, memory, state)
+    return state, output_projection(config, params, x, y)
+
+
+def apply(
+    config: TrellisConfig,
+    params: BlockParams,
+    state: BlockState,
+    x: Float[Array, "B T D"],
+) -> tuple[BlockState, Float[Array, "B T D"]]:
+    """What T steps give, a chunk at a time."""
+    window, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
+    memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
+    target, gamma, g = _target_and_gates(config, params.core, x)
+    memory, y = trellis_op(
+        *(q, k, gates.l2_normalize(v), target, gamma, g, memory),
+        chunk_size=config.chunk_size,
+        phi=config.phi,
+        activation=config.activation,
+    )
+    state = recurrent_block.after_start(window, memory, state)
+    return state, output_projection(config, params, x, y)
+
+
+def trellis(config: TrellisConfig) -> Mechanism:
+    """Builds the mechanism for one configuration."""
+    return Mechanism(
+        init_params=functools.partial(init_params, config),
+        init_state=functools.partial(init_state, config),
+        step=functools.partial(step, config),
+        apply=functools.partial(apply, config),
+    )
+
+
+def _start(config, params, batch):
+    """The learned memories, at the start of a chunk, for every row."""
     keys, values = (
         jnp.repeat(matrix[None], batch, axis=0)
         for matrix in (params.keys, params.values)
     )
     position = jnp.zeros(batch, jnp.int32)
-    return TrellisState(keys, keys, values, values, position, chunk_size)
+    return TrellisState(keys, keys, values, values, position, config.chunk_size)
+
+
+def _target_and_gates(config, params, x):
+    """a, γ and g of the tokens x; g is None where nothing is forgotten."""
+    gamma = jax.nn.sigmoid(gates.gate_logits(params.step, x))
+    g = None
+    if params.forget is not None:
+        g = jax.nn.log_sigmoid(gates.gate_logits(params.forget, x))
+    target = gates.linear_logits(x, params.target)
+    return target, gamma * config.largest_step, g

@@ -4,7 +4,6 @@ from memjax.models.generate import generate as generate
 from memjax.models.hmt.config import HMTConfig as HMTConfig
 from memjax.models.hmt.model import hmt as hmt
 from memjax.models.hmt.rmt import rmt as rmt
-from memjax.models.language_model.config import ElasticOptions as ElasticOptions
 from memjax.models.language_model.config import ModelConfig as ModelConfig
 from memjax.models.language_model.model import LanguageModel as LanguageModel
 from memjax.models.language_model.presets import preset as preset

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
+from memjax.mechanisms.attention import AttentionState
 from memjax.models.hmt.model import HMT
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.mplus.model import MPlus
@@ -106,9 +107,9 @@ def _check(model, state, prompt, max_new_tokens, segment):
             f"prompt must hold tokens in [0, {model.vocab_size}), got {worst}"
         )
     # HMT's backbone starts afresh in every segment, and so does M+'s.
-    if isinstance(model, LanguageModel) and "attention" in model.config.mixers:
-        layer = model.config.mixers.index("attention")
-        total = int(state[layer].length.max()) + prompt.shape[1] + max_new_tokens - 1
+    if isinstance(model, LanguageModel) and model.config.capacity is not None:
+        lengths = [m.length.max() for m in state if isinstance(m, AttentionState)]
+        total = int(lengths[0]) + prompt.shape[1] + max_new_tokens - 1
         if total > model.config.capacity:
             raise ValueError(
                 f"prompt and max_new_tokens make {total} tokens with what the state "

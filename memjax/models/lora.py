@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.layers.projections import Adapted, AttentionParams
+from memjax.models.language_model.config import kinds
 from memjax.models.language_model.layers import FeedForwardParams
 from memjax.models.language_model.model import LanguageModel
 from memjax.nnx.params import as_arrays, as_params, is_variable
@@ -95,7 +96,7 @@ def add_lora(
     if not count:
         raise ValueError(
             f"targets={config.targets} are none of the model's: its mixers are "
-            f"{model.config.mixers}"
+            f"{kinds(model.config)}"
         )
     return model
 

@@ -23,6 +23,7 @@ from memjax.data import (
     load_tokens,
     streamed_batches,
 )
+from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.language_model.model import with_config
 from memjax.models.language_model.presets import FAMILIES, TRELLIS_SIZES
@@ -216,7 +217,8 @@ def _programs(config: RunConfig, mesh: Any) -> tuple[Callable, Callable]:
         rows = config.data.batch_size
         return init_train_state(model, transform, config.step, rows)
 
-    layout = sharding.shardings(mesh, jax.eval_shape(create, jax.random.key(0)))
+    shapes = jax.eval_shape(create, jax.random.key(0))
+    layout = sharding.shardings(mesh, shapes, config.model)
     update = make_train_step(abstract_model(config.model), transform, config.step)
     return jax.jit(create, out_shardings=layout), on_mesh(update, layout, mesh)
 
@@ -271,13 +273,14 @@ def with_sampling(model: Any, **changes: Any) -> LanguageModel:
     """
     for name in changes:
         require_known("change", name, ("sampling", "decay", "memory_tokens"))
+    elastic = lambda mixer: isinstance(mixer, ElasticMemoryConfig)
     mixers = model.config.mixers if isinstance(model, LanguageModel) else ()
-    if "elastic_memory" not in mixers:
+    if not any(map(elastic, mixers)):
         raise ValueError(
-            f"{changes} needs an elastic_memory layer; the mixers are {mixers}"
+            f"{changes} needs an Elastic Memory layer; the mixers are {mixers}"
         )
-    elastic = dataclasses.replace(model.config.elastic, **changes)
-    return with_config(model, elastic=elastic)
+    changed = lambda m: dataclasses.replace(m, **changes) if elastic(m) else m
+    return with_config(model, mixers=tuple(map(changed, mixers)))
 
 
 def load_split(

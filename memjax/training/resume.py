@@ -143,6 +143,8 @@ def as_json(record: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for name, value in record.items():
+        if isinstance(value, list) and any(isinstance(x, Mapping) for x in value):
+            value = {str(i): item for i, item in enumerate(value)}
         if isinstance(value, Mapping) and value:
             flat |= _flat(value, f"{prefix}{name}.")
         else:

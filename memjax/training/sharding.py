@@ -1,4 +1,8 @@
-"""One mesh, one table of rules: where each parameter, memory and batch row lives."""
+"""Where each parameter, memory and batch element lives on a mesh of devices.
+
+A mixer's config names the logical axes of its parameters; this file maps those to the
+mesh, and has rules by name for all else.
+"""
 
 import dataclasses
 import re
@@ -10,25 +14,22 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from memjax.models import ModelConfig
 from memjax_kernels.common.partition import BATCH
 
-# First match wins. A leaf is named by its path, say params/blocks/0/mixer/query, a
-# matrix with LoRA mixer/query/weight; optimizer moments share their parameter's path.
+# The axis of the mesh that divides a logical axis of a mixer's parameters.
+MESH_AXES = {"model": "fsdp", "heads": "tensor", None: None}
+# All that is no mixer's. First match wins. A leaf is named by its path, say
+# params/blocks/0/feed_forward/up, a matrix with LoRA feed_forward/up/weight; optimizer
+# moments share their parameter's path.
 RULES: tuple[tuple[str, P], ...] = (
     (r"^memory(/|$)", P(BATCH)),
     # LoRA's changes are small, and everywhere.
     (r"/(query|key|value|output|gate|up|down)/(down|up)$", P()),
     (r"(^|/)embedding", P("tensor", "fsdp")),
     (r"(^|/)head$", P("fsdp", "tensor")),
-    # Of attention; HMT's W_q and W_k too, whose prompts have no second axis.
-    (r"(^|/)(query|key|value)(/weight)?$", P("fsdp", "tensor")),
-    (r"mixer/query_key$", P("fsdp", None, "tensor")),
-    (r"mixer/filters$", P(None, None, "tensor")),
-    (r"core/(rate|forget|target|.*/weight)$", P("fsdp", "tensor")),
-    (r"core/narrow$", P("fsdp")),
-    (r"core/widen$", P(None, "tensor")),
-    (r"core/(keys|values|start|weights|bias)$", P("tensor")),
-    (r"output(/weight)?$", P("tensor", None, "fsdp")),
+    # HMT's W_q and W_k, whose prompts have no second axis.
+    (r"(^|/)(query|key)$", P("fsdp", "tensor")),
     (r"(gate|up)(/weight)?$", P("fsdp", "tensor")),
     (r"down(/weight)?$", P("tensor", "fsdp")),
     (r"", P()),
@@ -72,19 +73,52 @@ def make_mesh(config: MeshConfig) -> Mesh:
     )
 
 
-def shardings(mesh: Mesh, tree: PyTree) -> PyTree:
-    """The sharding of each leaf, by the rules.
+def shardings(mesh: Mesh, tree: PyTree, model: ModelConfig) -> PyTree:
+    """The sharding of each leaf: by its mixer's axes, or by the rules.
 
     An axis of the mesh that does not divide its dimension is left out for that leaf,
     which is then replicated along it: 2 key-value heads on 4 tensor devices, say.
+
+    Args:
+        mesh: the devices.
+        tree: a train state, of the model or of a memory around it.
+        model: configuration of the language model, whose mixers name their axes.
     """
+    mixers = _mixer_specs(model)
 
     def place(path, leaf):
         name = leaf_name(path)
-        spec = next(spec for pattern, spec in RULES if re.search(pattern, name))
+        within = _place_in_mixer(name)
+        spec = None if within is None else mixers.get(within)
+        if spec is None:
+            spec = next(spec for pattern, spec in RULES if re.search(pattern, name))
         return NamedSharding(mesh, _fit(mesh, spec, leaf.shape))
 
     return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _mixer_specs(model: ModelConfig) -> dict[tuple[int, str], P]:
+    """By layer and name, as in (0, "core/rate")."""
+    is_axes = lambda node: type(node) is tuple
+    return {
+        (layer, leaf_name(path)): P(*(MESH_AXES[axis] for axis in axes))
+        for layer, mixer in enumerate(model.layers)
+        for path, axes in jax.tree_util.tree_leaves_with_path(
+            mixer.param_axes(), is_leaf=is_axes
+        )
+    }
+
+
+def _place_in_mixer(name: str) -> tuple[int, str] | None:
+    """Layer and name of a mixer's parameter in a leaf's name; None is none.
+
+    A matrix with LoRA is in an `Adapted`, as its `weight`.
+    """
+    found = re.search(r"blocks/(\d+)/mixer/(.*)$", name)
+    if found is None:
+        return None
+    adapted = r"^(query|key|value|output)/weight$"
+    return int(found[1]), re.sub(adapted, r"\1", found[2])
 
 
 def put_batch(mesh: Mesh, batch: PyTree) -> PyTree:

@@ -7,20 +7,18 @@ import pytest
 
 from memjax import evaluation
 from memjax.data import Question, QuestionInput, align
+from memjax.mechanisms import AttentionConfig
 from memjax.models import HMTConfig, LanguageModel, ModelConfig, generate, hmt
 from memjax.models import Sampling as Draw
 
 V, L = 11, 6
 BACKBONE = LanguageModel(
     ModelConfig(
-        mixers=("attention",),
+        mixers=(AttentionConfig(8, 2, 1, 4, capacity=48),),
+        num_layers=1,
         vocab_size=V,
         model_dim=8,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
         hidden_dim=8,
-        capacity=48,
         dtype="float32",
         remat=False,
     ),

@@ -7,19 +7,17 @@ import pytest
 
 from memjax import evaluation
 from memjax.evaluation import Losses
+from memjax.mechanisms import AttentionConfig
 from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt
 
 V, L, N = 11, 4, 3
 BACKBONE = LanguageModel(
     ModelConfig(
-        mixers=("attention",),
+        mixers=(AttentionConfig(8, 2, 1, 4, capacity=16),),
+        num_layers=1,
         vocab_size=V,
         model_dim=8,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
         hidden_dim=8,
-        capacity=16,
         dtype="float32",
         remat=False,
     ),

@@ -11,19 +11,16 @@ from flax import nnx
 from memjax import evaluation
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.evaluation import Losses
-from memjax.models import ElasticOptions, LanguageModel, ModelConfig
+from memjax.mechanisms import ElasticMemoryConfig
+from memjax.models import LanguageModel, ModelConfig
 
 V = 11
 CONFIG = ModelConfig(
-    mixers=("elastic_memory",),
+    mixers=(ElasticMemoryConfig(8, 2, 1, 4, block=4, order=4, decay=0.8),),
+    num_layers=1,
     vocab_size=V,
     model_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=8,
-    window=4,
-    elastic=ElasticOptions(order=4, decay=0.8),
     dtype="float32",
     remat=False,
 )

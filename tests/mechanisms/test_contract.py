@@ -10,59 +10,64 @@ import numpy as np
 import pytest
 
 from memjax import mechanisms
-from memjax.mechanisms.attention import AttentionConfig
-from memjax.mechanisms.elastic_memory import ElasticMemoryConfig
-from memjax.mechanisms.lattice import LatticeOptions
-from memjax.mechanisms.layers.recurrent_block import BlockConfig
-from memjax.mechanisms.sliding_window import SlidingWindowConfig
-from memjax.mechanisms.trellis import TrellisOptions
-from memjax.mechanisms.ttt_linear import TTTOptions
+from memjax.mechanisms import (
+    ABCConfig,
+    AttentionConfig,
+    DeltaNetConfig,
+    ElasticMemoryConfig,
+    GatedDeltaNetConfig,
+    GLAConfig,
+    GSAConfig,
+    LatticeConfig,
+    LinearAttentionConfig,
+    Mamba2Config,
+    MixerConfig,
+    SlidingWindowConfig,
+    TrellisConfig,
+    TTTLinearConfig,
+)
 
 B, T, D = 2, 9, 16
 HEADS: dict[str, Any] = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=4)
-BLOCK = BlockConfig(D, num_heads=2, key_dim=4, value_dim=6)
-
-
-def elastic(**options):
-    sizes: dict[str, Any] = dict(HEADS, block=4, order=6) | options
-    return mechanisms.elastic_memory(ElasticMemoryConfig(**sizes))
-
-
-MECHANISMS = {
-    "attention": mechanisms.attention(AttentionConfig(**HEADS, capacity=T + 1)),
-    "attention_full": mechanisms.attention(AttentionConfig(**HEADS, capacity=T)),
-    "elastic_memory": elastic(),
-    "elastic_memory_bank": elastic(
-        block=3, bank_blocks=3, sampling="exponential", positions="stream"
+BLOCK: dict[str, Any] = dict(model_dim=D, num_heads=2, key_dim=4, value_dim=6)
+CONFIGS: dict[str, MixerConfig] = {
+    "attention": AttentionConfig(**HEADS, capacity=T + 1),
+    "attention_full": AttentionConfig(**HEADS, capacity=T),
+    "elastic_memory": ElasticMemoryConfig(**HEADS, block=4, order=6),
+    "elastic_memory_bank": ElasticMemoryConfig(
+        **HEADS,
+        block=3,
+        order=6,
+        bank_blocks=3,
+        sampling="exponential",
+        positions="stream",
     ),
-    "sliding_window": mechanisms.sliding_window(SlidingWindowConfig(**HEADS, window=4)),
-    "linear_attention": mechanisms.linear_attention(BLOCK),
-    "mamba2": mechanisms.mamba2(BLOCK),
-    "gla": mechanisms.gla(BLOCK),
-    "deltanet": mechanisms.deltanet(BLOCK),
-    "gated_deltanet": mechanisms.gated_deltanet(BLOCK),
-    "gsa": mechanisms.gsa(BLOCK, slots=5),
-    "abc": mechanisms.abc(BLOCK, slots=5),
-    "ttt_linear": mechanisms.ttt_linear(
-        BlockConfig(D, num_heads=2, key_dim=6, value_dim=6), TTTOptions(chunk_size=4)
+    "sliding_window": SlidingWindowConfig(**HEADS, window=4),
+    "linear_attention": LinearAttentionConfig(**BLOCK),
+    "mamba2": Mamba2Config(**BLOCK),
+    "gla": GLAConfig(**BLOCK),
+    "deltanet": DeltaNetConfig(**BLOCK),
+    "gated_deltanet": GatedDeltaNetConfig(**BLOCK),
+    "gsa": GSAConfig(**BLOCK, slots=5),
+    "abc": ABCConfig(**BLOCK, slots=5),
+    "ttt_linear": TTTLinearConfig(D, 2, key_dim=6, value_dim=6, chunk_size=4),
+    "trellis": TrellisConfig(**BLOCK, slots=5, chunk_size=4),
+    "trellis_nonlinear": TrellisConfig(
+        **BLOCK,
+        slots=5,
+        chunk_size=1,
+        phi="softmax",
+        activation="softmax",
+        forget=False,
+        shared_gates=False,
     ),
-    "trellis": mechanisms.trellis(BLOCK, 5, TrellisOptions(chunk_size=4)),
-    "trellis_nonlinear": mechanisms.trellis(
-        BLOCK,
-        5,
-        TrellisOptions(
-            1, phi="softmax", activation="softmax", forget=False, shared_gates=False
-        ),
+    "lattice": LatticeConfig(**BLOCK, chunk_size=4),
+    "lattice_unnormalised": LatticeConfig(
+        **BLOCK, variant="enc", chunk_size=4, normalize=False, forget="l2"
     ),
-    "lattice": mechanisms.lattice(BLOCK, LatticeOptions(chunk_size=4)),
-    "lattice_unnormalised": mechanisms.lattice(
-        BLOCK, LatticeOptions("enc", chunk_size=4, normalize=False, forget="l2")
-    ),
-    "lattice_sparse": mechanisms.lattice(
-        BLOCK, LatticeOptions("sim", chunk_size=1, forget="l1")
-    ),
+    "lattice_sparse": LatticeConfig(**BLOCK, variant="sim", chunk_size=1, forget="l1"),
 }
-
+MECHANISMS = {name: config.build() for name, config in CONFIGS.items()}
 
 # Jitted once: the tests share each shape's compilation.
 JITTED = {

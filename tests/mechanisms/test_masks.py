@@ -11,7 +11,6 @@ import pytest
 from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.base import apply_ragged
-from memjax.mechanisms.layers.recurrent_block import BlockConfig
 from memjax.mechanisms.sliding_window import SlidingWindowConfig
 
 B, T, D, H, G, K, W = 3, 9, 8, 2, 1, 4, 4
@@ -19,7 +18,7 @@ SIZES: dict[str, Any] = dict(model_dim=D, num_heads=H, num_kv_heads=G, head_dim=
 MECHANISMS = {
     "attention": mechanisms.attention(AttentionConfig(**SIZES, capacity=2 * T)),
     "sliding_window": mechanisms.sliding_window(SlidingWindowConfig(**SIZES, window=W)),
-    "gated_deltanet": mechanisms.gated_deltanet(BlockConfig(D, 2, 4, 4)),
+    "gated_deltanet": mechanisms.GatedDeltaNetConfig(D, 2, 4, 4).build(),
 }
 JITTED: dict[str, Any] = {
     name: m._replace(

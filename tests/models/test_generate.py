@@ -10,22 +10,21 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from memjax.models import ElasticOptions, LanguageModel, ModelConfig, Sampling, generate
+from memjax.mechanisms import AttentionConfig, ElasticMemoryConfig
+from memjax.models import LanguageModel, ModelConfig, Sampling, generate
 
 draw = importlib.import_module("memjax.models.generate").draw
 
 B, P, NEW, V = 2, 9, 6, 17
 CONFIG = ModelConfig(
-    mixers=("elastic_memory", "attention"),
+    mixers=(
+        ElasticMemoryConfig(8, 2, 1, 4, block=4, order=4, decay=0.8),
+        AttentionConfig(8, 2, 1, 4, capacity=P + NEW),
+    ),
+    num_layers=2,
     vocab_size=V,
     model_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=16,
-    window=4,
-    capacity=P + NEW,
-    elastic=ElasticOptions(order=4, decay=0.8),
     dtype="float32",
     remat=False,
 )

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from memjax.data.batches.batch import Batch
+from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
 from memjax.mechanisms.layers.projections import Adapted
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Architecture
@@ -19,15 +20,13 @@ from memjax.nnx import as_arrays
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 V, D, H, G, K, F = 11, 8, 2, 1, 4, 12
+ATTENTION = AttentionConfig(D, H, G, K, capacity=16)
 CONFIG = ModelConfig(
-    mixers=("attention", "gated_deltanet"),
+    mixers=(ATTENTION, GatedDeltaNetConfig(D, H, K, K)),
+    num_layers=2,
     vocab_size=V,
     model_dim=D,
-    num_heads=H,
-    num_kv_heads=G,
-    head_dim=K,
     hidden_dim=F,
-    capacity=16,
     tied_head=False,
     dtype="float32",
     remat=False,
@@ -144,8 +143,11 @@ def test_an_update_moves_the_adapters_alone_and_keeps_no_moments_of_the_rest():
 
 
 def test_a_feed_forward_without_a_gate_has_two_targets():
-    opt = Architecture(feed_forward="relu", feed_forward_bias=True, qkv_bias=True)
-    config = dataclasses.replace(CONFIG, architecture=opt)
+    opt = Architecture(feed_forward="relu", feed_forward_bias=True)
+    biased = dataclasses.replace(ATTENTION, qkv_bias=True)
+    config = dataclasses.replace(
+        CONFIG, architecture=opt, mixers=(biased, CONFIG.mixers[1])
+    )
     adapted = add_lora(
         LanguageModel(config, key=jax.random.key(0)), LORA, jax.random.key(1)
     )
@@ -169,7 +171,7 @@ def test_adapters_that_cannot_be_are_refused(wrong, message):
 def test_models_that_cannot_be_adapted_are_refused():
     with pytest.raises(ValueError, match="has LoRA adapters already"):
         add_lora(ADAPTED, LORA, jax.random.key(0))
-    recurrent = dataclasses.replace(CONFIG, mixers=("gated_deltanet",))
+    recurrent = dataclasses.replace(CONFIG, mixers=CONFIG.mixers[1:])
     model = LanguageModel(recurrent, key=jax.random.key(0))
     with pytest.raises(ValueError, match="none of the model's: its mixers are"):
         add_lora(model, LoraConfig(targets=("query",)), jax.random.key(0))

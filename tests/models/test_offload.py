@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models import offload as host_memory
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
@@ -16,14 +17,11 @@ from memjax.models.mplus.model import mplus
 from memjax.models.offload import device_bytes, near, put, require_place
 
 SIZES = ModelConfig(
-    mixers=("attention",) * 2,
+    mixers=(AttentionConfig(8, 2, 1, 4, capacity=32),),
+    num_layers=2,
     vocab_size=19,
     model_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=12,
-    capacity=32,
     dtype="float32",
     tied_head=False,
 )

@@ -16,7 +16,8 @@ import optax
 from flax import nnx
 
 from memjax.data.batches.batch import Batch
-from memjax.models import ElasticOptions, LanguageModel, ModelConfig
+from memjax.mechanisms import ElasticMemoryConfig
+from memjax.models import LanguageModel, ModelConfig
 from memjax.training import sharding
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
@@ -24,15 +25,11 @@ from memjax.training.step import StepConfig, init_train_state, make_train_step
 B, T, V, STEPS = 8, 6, 16, 3
 MESHES = {"none": None, "8 1 1": (8, 1, 1), "2 2 2": (2, 2, 2), "1 4 2": (1, 4, 2)}
 MODEL = ModelConfig(
-    mixers=("elastic_memory",),
+    mixers=(ElasticMemoryConfig(16, 4, 2, 4, block=4, order=4, decay=0.8),),
+    num_layers=1,
     vocab_size=V,
     model_dim=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
     hidden_dim=32,
-    window=4,
-    elastic=ElasticOptions(order=4, decay=0.8),
     tied_head=False,
     dtype="float32",
     remat=False,
@@ -61,7 +58,7 @@ def run(axes):
         state, step, put = jax.jit(create)(), jax.jit(update), lambda batch: batch
     else:
         mesh = sharding.make_mesh(sharding.MeshConfig(*axes))
-        layout = sharding.shardings(mesh, jax.eval_shape(create))
+        layout = sharding.shardings(mesh, jax.eval_shape(create), MODEL)
         state = jax.jit(create, out_shardings=layout)()
         step = jax.jit(update, donate_argnums=0, out_shardings=(layout, None))
         put = lambda batch: sharding.put_batch(mesh, batch)

@@ -7,20 +7,20 @@ import jax
 import numpy as np
 import pytest
 
-from memjax.models import ElasticOptions, ModelConfig
+from memjax.mechanisms import ElasticMemoryConfig, SlidingWindowConfig
+from memjax.models import ModelConfig
 from memjax.training import LoopConfig, StepConfig
 from memjax.training import pretrain as run
 
 MODEL = ModelConfig(
-    mixers=("elastic_memory", "sliding_window"),
+    mixers=(
+        ElasticMemoryConfig(16, 2, 1, 8, block=8, order=4),
+        SlidingWindowConfig(16, 2, 1, 8, window=8),
+    ),
+    num_layers=2,
     vocab_size=256,
     model_dim=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
     hidden_dim=16,
-    window=8,
-    elastic=ElasticOptions(order=4),
     dtype="float32",
     remat=False,
 )
@@ -105,8 +105,8 @@ def test_memory_is_carried_from_batch_to_batch(config, whole, tmp_path):
 
 
 def test_another_model_is_refused_by_field(config, whole):
-    other = dataclasses.replace(config, model=dataclasses.replace(MODEL, window=4))
-    with pytest.raises(ValueError, match=r"model\.window"):
+    other = dataclasses.replace(config, model=dataclasses.replace(MODEL, hidden_dim=4))
+    with pytest.raises(ValueError, match=r"model\.hidden_dim"):
         run.train(other, whole)
 
 
@@ -154,6 +154,8 @@ def params(folder):
 def test_a_folder_of_another_run_is_left_alone(config, tmp_path):
     other = json.dumps(run.to_record(run.RunConfig()))
     (tmp_path / "config.json").write_text(other)
-    with pytest.raises(ValueError, match=r"model\.window was 64 and is now 8"):
+    with pytest.raises(
+        ValueError, match=r"model\.mixers\.0\.block was 64 and is now 8"
+    ):
         run.train(config, tmp_path)
     assert (tmp_path / "config.json").read_text() == other

@@ -74,10 +74,11 @@ def test_rows_that_do_not_divide_are_refused(result):
     assert result["rows"] == message
 
 
-def specs(tree, axes=(2, 2, 2)):
-    """The rules' placement by path, on a mesh of no devices."""
+def specs(config, axes=(2, 2, 2)):
+    """Where each leaf of a train state lies, by path, on a mesh of no devices."""
     mesh = AbstractMesh(axes, ("data", "fsdp", "tensor"))
-    placed = inspect.unwrap(sharding.shardings)(mesh, tree)
+    tree = train_state(config)
+    placed = inspect.unwrap(sharding.shardings)(mesh, tree, config)
     return {
         sharding.leaf_name(path): (leaf.shape, place.spec)
         for (path, leaf), place in zip(
@@ -146,7 +147,7 @@ def trimmed(spec):
 def endings(name):
     """Which intended leaves a preset has, after checking where they lie."""
     met = set()
-    for path, (shape, spec) in specs(train_state(preset(name, 4096))).items():
+    for path, (shape, spec) in specs(preset(name, 4096)).items():
         if path.startswith("memory/"):
             assert trimmed(spec) == (BATCH,), path
         elif shape:
@@ -172,16 +173,14 @@ def test_every_intention_is_met_by_some_preset():
 
 
 def test_an_untied_head_has_its_rule():
-    config = dataclasses.replace(
-        preset("elastic-tiny", 4096), tied_head=False, mixers=("deltanet",)
-    )
-    placed = specs(train_state(config))
+    config = dataclasses.replace(preset("deltanet-tiny", 4096), tied_head=False)
+    placed = specs(config)
     assert trimmed(placed["params/head"][1]) == ("fsdp", "tensor")
 
 
 def test_an_axis_that_does_not_divide_is_left_out_for_that_leaf():
     """2 key-value heads on 4 tensor devices; queries have 4 heads."""
-    placed = specs(train_state(preset("elastic-tiny", 4096)), (1, 2, 4))
+    placed = specs(preset("elastic-tiny", 4096), (1, 2, 4))
     mixer = "params/blocks/0/mixer/"
     assert trimmed(placed[mixer + "key"][1]) == ("fsdp",)
     assert trimmed(placed[mixer + "query"][1]) == ("fsdp", "tensor")

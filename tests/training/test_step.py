@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from memjax.data.batches.batch import Batch
+from memjax.mechanisms import SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import hmt
@@ -26,14 +27,11 @@ from memjax.training.step import update as one_update
 
 B, T, V, WINDOW = 4, 8, 13, 4
 CONFIG = ModelConfig(
-    mixers=("sliding_window",),
+    mixers=(SlidingWindowConfig(8, 2, 1, 4, window=WINDOW),),
+    num_layers=1,
     vocab_size=V,
     model_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=16,
-    window=WINDOW,
     dtype="float32",
     remat=False,
 )

@@ -14,6 +14,7 @@ import numpy as np
 from experiments.hmt.speed import official
 from experiments.hmt.speed.operations import Shape, Trained
 from memjax.data import Batch
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import hmt
@@ -29,18 +30,22 @@ Implementation = Literal["official", "keep", "recompute"]
 def backbone_config(shape: Shape) -> ModelConfig:
     """Our backbone of that shape, in float32."""
     return ModelConfig(
-        mixers=("attention",) * shape.layers,
+        mixers=(
+            AttentionConfig(
+                shape.width,
+                shape.heads,
+                shape.kv_heads,
+                shape.width // shape.heads,
+                capacity=2048,
+            ),
+        ),
+        num_layers=shape.layers,
         vocab_size=shape.vocab,
         model_dim=shape.width,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.width // shape.heads,
         hidden_dim=shape.hidden,
-        capacity=2048,
         tied_head=shape.tied,
         architecture=Architecture(scale_embedding=False),
         dtype="float32",
-        # What the memory's segments keep is theirs to say.
         remat=False,
     )
 

@@ -195,10 +195,11 @@ def main(config: Config) -> None:
         seed=config.seed,
         ask=ask,
     )
-    window = config.window or min(
-        scores.equal_window(model.backbone, variants.device_bytes(model)),
-        model.backbone.config.capacity,
+    window = config.window or scores.equal_window(
+        model.backbone, variants.device_bytes(model)
     )
+    if not config.window and model.backbone.config.capacity is not None:
+        window = min(window, model.backbone.config.capacity)
     results = {}
     for name in config.methods:
         method = build(name, config, model, tokenizer, window, longest)

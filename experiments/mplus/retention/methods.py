@@ -19,7 +19,7 @@ from memjax.data import Tokenizer
 from memjax.models import LanguageModel, Sampling, generate
 from memjax.models.language_model.model import with_config
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import with_capacity, with_window
 from memjax.models.mplus.model import MPlus
 
 GREEDY = Sampling(temperature=0.0)
@@ -141,8 +141,8 @@ def full(model: LanguageModel, piece: int, tokens: int) -> Reader:
         piece: C.
         tokens: the longest sample, its question and answer.
     """
-    longest = min(tokens, model.config.capacity)
-    return Reader(with_config(model, capacity=longest), piece, longest)
+    longest = min(tokens, model.config.capacity or tokens)
+    return Reader(with_capacity(model, longest), piece, longest)
 
 
 def window(model: LanguageModel, piece: int, tokens: int) -> Reader:
@@ -180,13 +180,13 @@ def bm25(
     """
     pieces = max(1, tokens // piece)
     return Retriever(
-        with_config(model, capacity=pieces * piece + question), tokenizer, piece, pieces
+        with_capacity(model, pieces * piece + question), tokenizer, piece, pieces
     )
 
 
 def closed_book(model: LanguageModel, tokenizer: Tokenizer, question: int) -> Retriever:
     """The backbone, which is told nothing."""
-    return Retriever(with_config(model, capacity=question), tokenizer, question, 0)
+    return Retriever(with_capacity(model, question), tokenizer, question, 0)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

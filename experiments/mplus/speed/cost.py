@@ -38,7 +38,7 @@ from experiments.mplus.speed import cost_report, operations
 from experiments.mplus.speed.cost_programs import BACKBONE, MEMORY, compile_programs
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.model import with_config
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import with_capacity, with_window
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus, mplus
 from memjax.models.mplus.state import MPlusState
@@ -252,7 +252,7 @@ def build_backbone(config: Config, kind: Kind, length: int) -> LanguageModel:
     """The backbone with attention over so many tokens, or with a sliding window."""
     backbone = LanguageModel(config.backbone, key=jax.random.key(0))
     if kind == "full attention":
-        return with_config(backbone, capacity=length + config.prompt + config.answer)
+        return with_capacity(backbone, length + config.prompt + config.answer)
     size = variants.device_bytes(build_memory(config, "M+"))
     return with_window(backbone, hmt_scores.equal_window(backbone, size))
 

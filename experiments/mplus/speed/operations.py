@@ -62,14 +62,14 @@ def read(sizes: ModelConfig, memory: MPlusConfig, prompt: int, drawn: int) -> fl
 
 
 def _depth(sizes):
-    return len(sizes.mixers)
+    return sizes.num_layers
 
 
 def _matrices(sizes):
     """In and out of all in a layer: keys and values, queries and gates, the others."""
     d, f = sizes.model_dim, sizes.hidden_dim
-    heads = sizes.num_heads * sizes.head_dim
-    key_heads = sizes.num_kv_heads * sizes.head_dim
+    heads = sizes.heads.num_heads * sizes.heads.head_dim
+    key_heads = sizes.heads.num_kv_heads * sizes.heads.head_dim
     return [(d, key_heads)] * 2, [(d, heads), (d, f), (d, f), (f, d)], [(heads, d)]
 
 
@@ -89,7 +89,7 @@ def _layers(sizes, memory, rows, prefix):
 
 
 def _attention(sizes, seen):
-    return 4.0 * _depth(sizes) * sizes.num_heads * sizes.head_dim * seen
+    return 4.0 * _depth(sizes) * sizes.heads.num_heads * sizes.heads.head_dim * seen
 
 
 def _causal(before, tokens, window=None):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from memjax.mechanisms.base import axes
 from memjax.mechanisms.layers.cpu import scale_rows
 
 
@@ -22,6 +23,10 @@ class Gate(NamedTuple):
 
     weight: Float[Array, "D ..."]
     bias: Float[Array, " N"]
+
+
+#: How a gate of heads is divided among devices; see `MixerConfig.param_axes`.
+AXES = Gate(weight=axes("model", "heads"), bias=axes())
 
 
 def draw_weight(key: PRNGKeyArray, *shape: int) -> Float[Array, "D ..."]:
@@ -44,19 +49,19 @@ def init_gate(key: PRNGKeyArray, shape: tuple[int, ...], start: float) -> Gate:
     )
 
 
-def project(x: Float[Array, "*B D"], weight: Float[Array, "D ..."]) -> Array:
+def linear_logits(x: Float[Array, "*B D"], weight: Float[Array, "D ..."]) -> Array:
     """Gate logits [*B, *H] in float32, multiplied in the dtype of x."""
     return jnp.tensordot(x, weight.astype(x.dtype), 1).astype(jnp.float32)
 
 
 def gate_logits(params: Gate, x: Float[Array, "*B D"]) -> Array:
     """Logits [*B, *H] of a gate for every token, in float32."""
-    logits = project(x, params.weight)
+    logits = linear_logits(x, params.weight)
     shape = params.weight.shape[1:]
     return logits + params.bias.reshape((1,) * (x.ndim - 1) + shape)
 
 
-def unit(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
+def l2_normalize(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
     """x divided by its norm, in float32 inside; zeros stay zeros."""
     high = x.astype(jnp.float32)
     norm = jax.lax.rsqrt((high**2).sum(axis=-1, keepdims=True) + 1e-6)

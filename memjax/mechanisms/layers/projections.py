@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from memjax.checks import check_positive, check_sizes
-from memjax.mechanisms.base import lead
+from memjax.mechanisms.base import axes, lead
 from memjax.mechanisms.layers import rope
 from memjax.mechanisms.layers.rope import RopeScaling
 
@@ -95,6 +95,19 @@ class AttentionParams(NamedTuple):
     key_bias: Float[Array, "G K"] | None = None
     value_bias: Float[Array, "G K"] | None = None
     output_bias: Float[Array, " D"] | None = None
+
+
+#: How the projections are divided among devices; see `MixerConfig.param_axes`.
+AXES = AttentionParams(
+    query=axes("model", "heads"),
+    key=axes("model", "heads"),
+    value=axes("model", "heads"),
+    output=axes("heads", None, "model"),
+    query_bias=axes(),
+    key_bias=axes(),
+    value_bias=axes(),
+    output_bias=axes(),
+)
 
 
 def init_params(config: HeadsConfig, key: PRNGKeyArray) -> AttentionParams:

@@ -9,13 +9,17 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from memjax.checks import require_known
+from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.rope import RopeScaling
-from memjax.models.language_model.config import Architecture, Dtype, Mixer, ModelConfig
+from memjax.models.language_model.config import (
+    Architecture,
+    Dtype,
+    ModelConfig,
+    period,
+)
 
 Family = Literal["llama", "mistral", "qwen2", "opt"]
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Tokens that a model without a window reads at a time.
-PIECE = 2048
 LAYER_NORM_EPSILON = 1e-5
 MAX_LAYERS = 1024
 
@@ -50,7 +54,7 @@ def _from_llama(config: Mapping[str, Any], family: str, dtype: Dtype) -> ModelCo
     layers = _layers(config)
     capacity = _size(config, "max_position_embeddings")
     theta, scaling = _read_rope(config, capacity)
-    mixers, window = _read_mixers(config, family, layers)
+    windows = _read_windows(config, family, layers)
     # Absent in old Llama configs; the other families' default fits no model but one.
     fallback = heads if family == "llama" or "num_key_value_heads" in config else None
     kv_heads = _size(config, "num_key_value_heads", fallback)
@@ -60,25 +64,32 @@ def _from_llama(config: Mapping[str, Any], family: str, dtype: Dtype) -> ModelCo
             f"got {kv_heads}"
         )
     attention_bias = family == "llama" and _read(config, "attention_bias", bool, False)
-    return ModelConfig(
-        mixers=mixers,
-        vocab_size=_size(config, "vocab_size"),
+    sizes: Any = dict(
         model_dim=width,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=_size(config, "head_dim", width // heads),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qkv_bias=family == "qwen2" or attention_bias,
+        output_bias=attention_bias,
+    )
+    return ModelConfig(
+        mixers=period(
+            SlidingWindowConfig(**sizes, window=window)
+            if window
+            else AttentionConfig(**sizes, capacity=capacity)
+            for window in windows
+        ),
+        num_layers=layers,
+        vocab_size=_size(config, "vocab_size"),
+        model_dim=width,
         hidden_dim=_size(config, "intermediate_size"),
-        window=window or min(capacity, PIECE),
-        capacity=capacity,
         architecture=Architecture(
-            qkv_bias=family == "qwen2" or attention_bias,
-            output_bias=attention_bias,
             feed_forward_bias=family == "llama"
             and _read(config, "mlp_bias", bool, False),
-            rope_scaling=scaling,
             scale_embedding=False,
         ),
-        rope_theta=theta,
         norm_epsilon=_read(config, "rms_norm_eps", float),
         tied_head=_read(config, "tie_word_embeddings", bool, False),
         dtype=dtype,
@@ -93,24 +104,27 @@ def _from_opt(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     capacity = _size(config, "max_position_embeddings")
     bias = _read(config, "enable_bias", bool, True)
     embedding = _size(config, "word_embed_proj_dim", width)
-    return ModelConfig(
-        mixers=("attention",) * _layers(config),
-        vocab_size=_size(config, "vocab_size"),
+    attention = AttentionConfig(
         model_dim=width,
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=width // heads,
-        hidden_dim=_size(config, "ffn_dim"),
-        window=min(capacity, PIECE),
+        rope_theta=None,
+        qkv_bias=bias,
+        output_bias=bias,
         capacity=capacity,
+    )
+    return ModelConfig(
+        mixers=(attention,),
+        num_layers=_layers(config),
+        vocab_size=_size(config, "vocab_size"),
+        model_dim=width,
+        hidden_dim=_size(config, "ffn_dim"),
         architecture=Architecture(
             norm="layer",
             norm_first=_read(config, "do_layer_norm_before", bool, True),
             feed_forward="relu",
-            positions="learned",
             learned_positions=capacity + 2,
-            qkv_bias=bias,
-            output_bias=bias,
             feed_forward_bias=bias,
             embedding_dim=None if embedding == width else embedding,
             scale_embedding=False,
@@ -121,10 +135,8 @@ def _from_opt(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     )
 
 
-def _read_mixers(
-    config: Mapping[str, Any], family: str, layers: int
-) -> tuple[tuple[Mixer, ...], int | None]:
-    """The mixer of each layer, and the window of those that have one."""
+def _read_windows(config: Mapping[str, Any], family: str, layers: int) -> list[int]:
+    """The window of each layer; 0 is full attention."""
     if family == "mistral" and "sliding_window" not in config:
         raise ValueError("sliding_window is missing from config.json; null is none")
     used = family == "mistral" or (
@@ -144,11 +156,7 @@ def _read_mixers(
             f"layer_types must name the {layers} layers of {family}, each of "
             f"{sorted(allowed)} with sliding_window={window or None}, got {given!r}"
         )
-    mixers: dict[str, Mixer] = {
-        "full_attention": "attention",
-        "sliding_attention": "sliding_window",
-    }
-    return tuple(mixers[kind] for kind in given), window or None
+    return [window if kind == "sliding_attention" else 0 for kind in given]
 
 
 def _read_rope(

@@ -2,9 +2,13 @@
 
 from typing import Any
 
+from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models.checkpoints.hf_config import LAYER_NORM_EPSILON, Family
-from memjax.models.language_model.config import Mixer, ModelConfig
+from memjax.models.language_model.config import ModelConfig, kinds
+
+# Longest text that the file of a model of windows names, as Mistral's; it has none.
+POSITIONS = 32_768
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -16,16 +20,17 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ValueError: if no family has the model's mixers, norms, biases or positions.
     """
-    if others := set(config.mixers) - {"attention", "sliding_window"}:
+    published = AttentionConfig | SlidingWindowConfig
+    if not all(isinstance(mixer, published) for mixer in config.mixers):
         raise ValueError(
-            f"mixers must be attention or sliding_window for a published family, "
-            f"got {sorted(others)}"
+            "mixers must be full attention or sliding windows for a published family, "
+            f"got {kinds(config)}"
         )
     common = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.model_dim,
-        "num_hidden_layers": len(config.mixers),
-        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.heads.num_heads,
         "tie_word_embeddings": tied_in_file(config),
     }
     if config.architecture.norm == "layer":
@@ -39,65 +44,71 @@ def tied_in_file(config: ModelConfig) -> bool:
 
 
 def _to_llama(config: ModelConfig) -> dict[str, Any]:
-    style, sliding = config.architecture, "sliding_window" in config.mixers
+    heads, windows = config.heads, _windows(config)
+    sliding = any(windows)
     _expressible(
         config,
         norm_first=True,
         feed_forward="swiglu",
-        positions="rope",
+        learned_positions=0,
         embedding_dim=None,
     )
-    if config.model_dim % config.num_heads:
+    if heads.rope_theta is None:
+        raise ValueError("rope_theta must be a number in Llama's families, got None")
+    if config.model_dim % config.heads.num_heads:
         raise ValueError(
             f"num_heads must divide model_dim={config.model_dim} in transformers, "
-            f"got {config.num_heads}"
+            f"got {config.heads.num_heads}"
         )
     common = {
         "intermediate_size": config.hidden_dim,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_key_value_heads": config.heads.num_kv_heads,
+        "head_dim": config.heads.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": config.capacity,
+        "max_position_embeddings": config.capacity or POSITIONS,
         "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": _rope_record(style.rope_scaling),
+        "rope_theta": config.heads.rope_theta,
+        "rope_scaling": _rope_record(heads.rope_scaling),
     }
-    if style.qkv_bias == style.output_bias and not sliding:
-        biases = {"attention_bias": style.qkv_bias, "mlp_bias": style.feed_forward_bias}
+    hidden_bias = config.architecture.feed_forward_bias
+    if heads.qkv_bias == heads.output_bias and not sliding:
+        biases = {"attention_bias": heads.qkv_bias, "mlp_bias": hidden_bias}
         return _named("llama", "LlamaForCausalLM") | common | biases
-    _expressible(config, output_bias=False, feed_forward_bias=False)
-    if style.qkv_bias:
-        kinds = {"attention": "full_attention", "sliding_window": "sliding_attention"}
-        windows = {
+    if heads.output_bias:
+        raise ValueError("output_bias must be False in the family, got True")
+    _expressible(config, feed_forward_bias=False)
+    if heads.qkv_bias:
+        layers = {
             "use_sliding_window": sliding,
             "sliding_window": config.window if sliding else None,
-            "max_window_layers": _first_window(config.mixers),
-            "layer_types": [kinds[mixer] for mixer in config.mixers],
+            "max_window_layers": next(
+                (i for i, window in enumerate(windows) if window), len(windows)
+            ),
+            "layer_types": [
+                "sliding_attention" if window else "full_attention"
+                for window in windows
+            ],
         }
-        return _named("qwen2", "Qwen2ForCausalLM") | common | windows
-    if "attention" in config.mixers:
+        return _named("qwen2", "Qwen2ForCausalLM") | common | layers
+    if not all(windows):
         raise ValueError(
             "mixers must all be alike without qkv_bias: only Qwen2 mixes attention "
-            f"and sliding windows, got {config.mixers}"
+            f"and sliding windows, got {kinds(config)}"
         )
     window = {"sliding_window": config.window}
     return _named("mistral", "MistralForCausalLM") | common | window
 
 
 def _to_opt(config: ModelConfig) -> dict[str, Any]:
-    style = config.architecture
-    _expressible(
-        config,
-        feed_forward="relu",
-        positions="learned",
-        output_bias=style.qkv_bias,
-        feed_forward_bias=style.qkv_bias,
-    )
+    style, heads = config.architecture, config.heads
+    _expressible(config, feed_forward="relu", feed_forward_bias=heads.qkv_bias)
     for name, found, expected in (
-        ("num_kv_heads", config.num_kv_heads, config.num_heads),
-        ("num_heads * head_dim", config.num_heads * config.head_dim, config.model_dim),
+        ("learned_positions > 0", style.learned_positions > 0, True),
+        ("output_bias", heads.output_bias, heads.qkv_bias),
+        ("num_kv_heads", heads.num_kv_heads, heads.num_heads),
+        ("num_heads * head_dim", heads.num_heads * heads.head_dim, config.model_dim),
         ("norm_epsilon", config.norm_epsilon, LAYER_NORM_EPSILON),
-        ("sliding_window in mixers", "sliding_window" in config.mixers, False),
+        ("sliding_window in mixers", any(_windows(config)), False),
     ):
         if found != expected:
             raise ValueError(f"{name} must be {expected} in OPT, got {found}")
@@ -107,7 +118,7 @@ def _to_opt(config: ModelConfig) -> dict[str, Any]:
         "do_layer_norm_before": style.norm_first,
         "word_embed_proj_dim": style.embedding_dim or config.model_dim,
         "activation_function": "relu",
-        "enable_bias": style.qkv_bias,
+        "enable_bias": heads.qkv_bias,
         "layer_norm_elementwise_affine": True,
         "_remove_final_layer_norm": False,
         "dropout": 0.0,
@@ -118,9 +129,21 @@ def _named(family: Family, architecture: str) -> dict[str, Any]:
     return {"model_type": family, "architectures": [architecture]}
 
 
-def _first_window(mixers: tuple[Mixer, ...]) -> int:
-    """Layers before the first sliding window."""
-    return mixers.index("sliding_window") if "sliding_window" in mixers else len(mixers)
+def _windows(config: ModelConfig) -> list[int]:
+    """The window of each layer; 0 is full attention.
+
+    Raises:
+        ValueError: if there are several.
+    """
+    windows = [
+        mixer.window if isinstance(mixer, SlidingWindowConfig) else 0
+        for mixer in config.layers
+    ]
+    if len(different := {window for window in windows if window}) > 1:
+        raise ValueError(
+            f"windows must all be alike in a published family, got {sorted(different)}"
+        )
+    return windows
 
 
 def _rope_record(scaling: RopeScaling | None) -> dict[str, Any] | None:

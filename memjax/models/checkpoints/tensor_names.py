@@ -44,14 +44,14 @@ def tensor_names(config: ModelConfig) -> dict[str, Any]:
     names = {
         "embedding": Tensor(f"{root}.embed_tokens.weight"),
         "blocks": {
-            i: _block(config, f"{root}.layers.{i}") for i in range(len(config.mixers))
+            i: _block(config, f"{root}.layers.{i}") for i in range(config.num_layers)
         },
     }
     if style.norm_first:
         names["norm"] = _norm(config, f"{root}.{'final_layer_norm' if opt else 'norm'}")
     if not config.tied_head:
         names["head"] = Tensor("lm_head.weight", "into")
-    if style.positions == "learned":
+    if style.learned_positions:
         names["positions"] = Tensor(f"{root}.embed_positions.weight")
     if style.embedding_dim is not None:
         names["project_in"] = Tensor(f"{root}.project_in.weight", "into")
@@ -140,8 +140,8 @@ def _abstract(config: ModelConfig) -> LanguageModel:
 
 def _block(config: ModelConfig, at: str) -> dict[str, Any]:
     """The tensors of one layer."""
-    style, opt = config.architecture, _is_opt(config)
-    hidden = style.feed_forward_bias
+    heads, opt = config.heads, _is_opt(config)
+    hidden = config.architecture.feed_forward_bias
 
     # Any, because they stand where the parameters will.
     def into(name) -> Any:
@@ -162,10 +162,10 @@ def _block(config: ModelConfig, at: str) -> dict[str, Any]:
                 key=into(key),
                 value=into(value),
                 output=into(output)._replace(layout="out_of"),
-                query_bias=bias(query, style.qkv_bias),
-                key_bias=bias(key, style.qkv_bias),
-                value_bias=bias(value, style.qkv_bias),
-                output_bias=bias(output, style.output_bias),
+                query_bias=bias(query, heads.qkv_bias),
+                key_bias=bias(key, heads.qkv_bias),
+                value_bias=bias(value, heads.qkv_bias),
+                output_bias=bias(output, heads.output_bias),
             )
         ),
         "feed_forward": _present(

@@ -109,7 +109,6 @@ def save_hmt(
     backbone = with_config(
         merge_lora(model.backbone),
         mixers=own.mixers,
-        capacity=own.capacity,
         remat=own.remat,
     )
     try:

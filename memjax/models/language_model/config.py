@@ -1,54 +1,32 @@
 """Configuration of the language model."""
 
 import dataclasses
-from typing import Literal, get_args
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
 
+from memjax import mechanisms
 from memjax.checks import check_positive, check_sizes, require_known
-from memjax.mechanisms.lattice import LatticeOptions
-from memjax.mechanisms.layers.rope import RopeScaling
-from memjax.mechanisms.trellis import TrellisOptions
-from memjax.mechanisms.ttt_linear import TTTOptions
+from memjax.config_io import TYPES
+from memjax.mechanisms import (
+    AttentionConfig,
+    ElasticMemoryConfig,
+    MixerConfig,
+    SlidingWindowConfig,
+)
+from memjax.mechanisms.layers.projections import HeadsConfig
 
-RecurrentMixer = Literal[
-    "linear_attention",
-    "mamba2",
-    "gla",
-    "deltanet",
-    "gated_deltanet",
-    "gsa",
-    "abc",
-    "ttt_linear",
-    "trellis",
-    "lattice",
-]
-Mixer = Literal["attention", "sliding_window", "elastic_memory", RecurrentMixer]
 Dtype = Literal["float32", "bfloat16"]
 Norm = Literal["rms", "layer"]
 FeedForward = Literal["swiglu", "relu"]
-Positions = Literal["rope", "learned"]
 
-
-@dataclasses.dataclass(frozen=True)
-class ElasticOptions:
-    """Options of the layers whose mixer is "elastic_memory".
-
-    The block is the model's `window`; `ElasticMemoryConfig` says more.
-
-    Attributes:
-        order: coefficients per channel.
-        memory_tokens: points at which the memory is read; None is min(order, window).
-        sampling: where they lie in the history.
-        decay: of the exponential sampling, in (0, 1).
-        positions: RoPE restarts in each "block", or counts on along the "stream".
-        bank_blocks: blocks whose matrices are built ahead; 0 computes all when met.
-    """
-
-    order: int = 540
-    memory_tokens: int | None = None
-    sampling: Literal["uniform", "exponential"] = "uniform"
-    decay: float = 0.98
-    positions: Literal["block", "stream"] = "block"
-    bank_blocks: int = 0
+#: Tokens that a model without a window reads at a time.
+PIECE = 2048
+#: The configurations that a file may name: those that `memjax.mechanisms` exports.
+MIXERS: tuple[Any, ...] = tuple(
+    kind
+    for kind in vars(mechanisms).values()
+    if dataclasses.is_dataclass(kind) and hasattr(kind, "build")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +39,9 @@ class Architecture:
         norm_first: norms before the mixer and the feed-forward and one at the end;
             False puts them behind each sum, with none at the end (OPT 350m).
         feed_forward: "swiglu", or "relu" of one matrix.
-        positions: "rope" in the attention layers, or "learned": a table added to the
-            embeddings, as in OPT (its `offset` of 2 rows is in the table).
-        learned_positions: rows of that table, 2 more than positions; 0 with "rope".
-        qkv_bias: biases of queries, keys and values.
-        output_bias: bias of the attention's output.
+        learned_positions: rows of a table of positions added to the embeddings, 2 more
+            than positions (OPT's `offset`); 0 is no table, as with RoPE.
         feed_forward_bias: biases inside the feed-forward.
-        rope_scaling: how a checkpoint's RoPE was stretched.
         embedding_dim: E, width of embeddings and features where it is not the model's
             (OPT 350m); two matrices lead from it into the layers and out of them.
         scale_embedding: times sqrt(D) where the head is tied.
@@ -76,33 +50,18 @@ class Architecture:
     norm: Norm = "rms"
     norm_first: bool = True
     feed_forward: FeedForward = "swiglu"
-    positions: Positions = "rope"
     learned_positions: int = 0
-    qkv_bias: bool = False
-    output_bias: bool = False
     feed_forward_bias: bool = False
-    rope_scaling: RopeScaling | None = None
     embedding_dim: int | None = None
     scale_embedding: bool = True
 
     def __post_init__(self):
         require_known("norm", self.norm, get_args(Norm))
         require_known("feed_forward", self.feed_forward, get_args(FeedForward))
-        require_known("positions", self.positions, get_args(Positions))
-        if self.positions == "learned":
-            if self.learned_positions < 3:
-                raise ValueError(
-                    "learned_positions must be at least 3, one position and 2 rows, "
-                    f"got {self.learned_positions}"
-                )
-            if self.rope_scaling is not None:
-                raise ValueError(
-                    "rope_scaling must be None with learned positions, "
-                    f"got {self.rope_scaling}"
-                )
-        elif self.learned_positions != 0:
+        if self.learned_positions < 0 or self.learned_positions in (1, 2):
             raise ValueError(
-                f"learned_positions must be 0 with rope, got {self.learned_positions}"
+                "learned_positions must be 0, or at least 3, one position and 2 rows, "
+                f"got {self.learned_positions}"
             )
         if self.embedding_dim is not None:
             check_sizes(embedding_dim=self.embedding_dim)
@@ -112,47 +71,28 @@ class Architecture:
 class ModelConfig:
     """A decoder, Llama 3's by default, whose token mixer is chosen layer by layer.
 
-    A hybrid is a config whose `mixers` differ: ("trellis",) * 3 + ("attention",).
-
     Attributes:
-        mixers: the mechanism of each layer, first to last; its length is the depth.
+        mixers: one period of the layers' mechanisms, first to last. A hybrid is
+            (trellis, trellis, trellis, attention): every fourth layer attends.
+        num_layers: the depth; layer i has mixers[i % len(mixers)].
         vocab_size: V; tokens are in [0, V).
-        model_dim: D.
-        num_heads: query heads.
-        num_kv_heads: key-value heads of the attention family; divides `num_heads`.
-        head_dim: width of a head, in recurrent mixers of its keys and its values.
+        model_dim: D, also of every mixer.
         hidden_dim: width inside the feed-forward.
-        window: tokens seen by "sliding_window"; block of "elastic_memory".
-        capacity: longest history of "attention".
-        slots: memory slots a head of "gsa", "abc", "trellis" and "lattice".
-        elastic: options of "elastic_memory".
-        ttt: options of "ttt_linear".
-        trellis: options of "trellis".
-        lattice: options of "lattice".
-        architecture: norms, feed-forward, positions and biases of published models.
-        rope_theta: base of the RoPE frequencies.
+        architecture: norms, feed-forward and positions of published models.
         norm_epsilon: of the norms.
         tied_head: whether the output layer is the embedding, transposed.
         dtype: of activations; parameters, states and logits are float32.
         remat: recompute each layer's activations in the backward pass.
     """
 
-    mixers: tuple[Mixer, ...] = ("sliding_window",) * 12
+    mixers: tuple[MixerConfig, ...] = dataclasses.field(
+        default=(SlidingWindowConfig(768, 12, 12, 64),), metadata={TYPES: MIXERS}
+    )
+    num_layers: int = 12
     vocab_size: int = 32_000
     model_dim: int = 768
-    num_heads: int = 12
-    num_kv_heads: int = 12
-    head_dim: int = 64
     hidden_dim: int = 2048
-    window: int = 2048
-    capacity: int = 32_768
-    slots: int = 64
-    elastic: ElasticOptions = ElasticOptions()
-    ttt: TTTOptions = TTTOptions()
-    trellis: TrellisOptions = TrellisOptions()
-    lattice: LatticeOptions = LatticeOptions()
     architecture: Architecture = Architecture()
-    rope_theta: float = 500_000.0
     norm_epsilon: float = 1e-5
     tied_head: bool = True
     dtype: Dtype = "bfloat16"
@@ -160,12 +100,84 @@ class ModelConfig:
 
     def __post_init__(self):
         check_sizes(
-            layers=len(self.mixers),
+            mixers=len(self.mixers),
+            num_layers=self.num_layers,
             vocab_size=self.vocab_size,
             hidden_dim=self.hidden_dim,
-            slots=self.slots,
         )
         check_positive(norm_epsilon=self.norm_epsilon)
-        for mixer in self.mixers:
-            require_known("mixers", mixer, get_args(Mixer))
         require_known("dtype", self.dtype, get_args(Dtype))
+        if len(self.mixers) > self.num_layers:
+            raise ValueError(
+                f"num_layers must be at least {len(self.mixers)}, the period of the "
+                f"mixers, got {self.num_layers}"
+            )
+        for i, mixer in enumerate(self.mixers):
+            if mixer.model_dim != self.model_dim:
+                raise ValueError(
+                    f"mixers[{i}].model_dim must be the model's {self.model_dim}, "
+                    f"got {mixer.model_dim}"
+                )
+            theta = mixer.rope_theta if isinstance(mixer, HeadsConfig) else None
+            if self.architecture.learned_positions and theta is not None:
+                raise ValueError(
+                    f"mixers[{i}].rope_theta must be None with learned positions, "
+                    f"got {theta}"
+                )
+
+    @property
+    def layers(self) -> tuple[MixerConfig, ...]:
+        """The mechanism of every layer, first to last."""
+        period = len(self.mixers)
+        return tuple(self.mixers[i % period] for i in range(self.num_layers))
+
+    @property
+    def window(self) -> int:
+        """Tokens of a piece that is read quickly.
+
+        The shortest window or block of the mixers; without one, `PIECE` tokens or what
+        full attention holds, if that is less.
+        """
+        windows = [m.window for m in self.mixers if isinstance(m, SlidingWindowConfig)]
+        windows += [m.block for m in self.mixers if isinstance(m, ElasticMemoryConfig)]
+        return min(windows or [PIECE, self.capacity or PIECE])
+
+    @property
+    def capacity(self) -> int | None:
+        """Longest text that all layers of full attention hold; None without one."""
+        held = [m.capacity for m in self.mixers if isinstance(m, AttentionConfig)]
+        return min(held, default=None)
+
+    @property
+    def heads(self) -> HeadsConfig:
+        """Sizes of the attention family's projections, where all layers have the same.
+
+        Raises:
+            ValueError: if a layer has none, or layers differ.
+        """
+        sizes = {heads_of(m) if isinstance(m, HeadsConfig) else m for m in self.mixers}
+        (heads, *others) = sizes
+        if others or not isinstance(heads, HeadsConfig):
+            raise ValueError(
+                f"mixers must all have the same attention heads, got {self.mixers}"
+            )
+        return heads
+
+
+def period(layers: Iterable[MixerConfig]) -> tuple[MixerConfig, ...]:
+    """The shortest beginning of `layers` that, repeated, gives them all."""
+    layers = tuple(layers)
+    length = len(layers)
+    repeats = lambda p: all(layers[i] == layers[i % p] for i in range(length))
+    return layers[: next(filter(repeats, range(1, length + 1)))]
+
+
+def heads_of(config: HeadsConfig) -> HeadsConfig:
+    """The sizes of the projections alone, of a mixer that has them."""
+    names = [field.name for field in dataclasses.fields(HeadsConfig)]
+    return HeadsConfig(**{name: getattr(config, name) for name in names})
+
+
+def kinds(config: ModelConfig) -> str:
+    """Names of the mixers' configurations, for an error."""
+    return ", ".join(dict.fromkeys(type(mixer).__name__ for mixer in config.mixers))

@@ -25,7 +25,6 @@ from memjax.mechanisms.base import apply_ragged
 from memjax.mechanisms.layers.projections import linear
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import Block, init_norm, normalize, run_block
-from memjax.models.language_model.mixers import build_mixer
 from memjax.nnx.params import as_arrays, as_params
 
 # One memory a layer; behind them, where positions are learned, how many tokens of each
@@ -43,10 +42,10 @@ class LanguageModel(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
-        embed_key, head_key, *block_keys = jax.random.split(key, len(config.mixers) + 2)
+        embed_key, head_key, *block_keys = jax.random.split(key, config.num_layers + 2)
         style, v, d = config.architecture, config.vocab_size, config.model_dim
         self.config = config
-        self.mechanisms = tuple(build_mixer(config, m) for m in config.mixers)
+        self.mechanisms = tuple(mixer.build() for mixer in config.layers)
         e = self.width
         self.embedding = nnx.Param(jax.random.normal(embed_key, (v, e)) * e**-0.5)
         self.blocks = nnx.List(
@@ -60,7 +59,7 @@ class LanguageModel(nnx.Module):
             self.head = nnx.Param(draw(head_key, (e, v)))
         # Keys of their own, so that the other parameters stay what they are.
         table_key, into_key, out_key = jax.random.split(jax.random.fold_in(key, 1), 3)
-        if style.positions == "learned":
+        if style.learned_positions:
             rows = style.learned_positions
             self.positions = nnx.Param(jax.random.normal(table_key, (rows, d)) * 0.02)
         if style.embedding_dim is not None:
@@ -70,7 +69,7 @@ class LanguageModel(nnx.Module):
     def init_state(self, batch: int) -> State:
         """Empty memories, one a layer; every leaf has the batch first."""
         state = tuple(m.init_state(batch) for m in self.mechanisms)
-        if self.config.architecture.positions == "learned":
+        if self.config.architecture.learned_positions:
             return (*state, jnp.zeros(batch, jnp.int32))
         return state
 
@@ -127,7 +126,7 @@ class LanguageModel(nnx.Module):
 
         Raises:
             ValueError: on rows that the state does not have, or a mask with a mixer
-                that is neither "attention" nor "sliding_window".
+                that compresses what it reads.
         """
         self._check(state, x, mask)
 
@@ -168,7 +167,7 @@ class LanguageModel(nnx.Module):
             mechanism, params, memory, h, mask, lengths
         )
         after, _ = self._read(mix, state, x, mask)
-        if self.config.architecture.positions == "learned":
+        if self.config.architecture.learned_positions:
             taken = jnp.arange(x.shape[1], dtype=lengths.dtype)[None] < lengths[:, None]
             taken = taken if mask is None else taken & mask
             return (*after[:-1], state[-1] + taken.sum(axis=1, dtype=jnp.int32))
@@ -182,12 +181,12 @@ class LanguageModel(nnx.Module):
         What `read` gives for the empty state; full attention needs no cache for it.
 
         Raises:
-            ValueError: on a mask with a mixer that is neither "attention" nor
-                "sliding_window", or a text beyond the capacity of attention.
+            ValueError: on a mask with a mixer that compresses what it reads, or a
+                text beyond the capacity of attention.
         """
         self._check(None, x, mask)
         empty: list[PyTree] = [None] * len(self.mechanisms)
-        if self.config.architecture.positions == "learned":
+        if self.config.architecture.learned_positions:
             empty.append(jnp.zeros(x.shape[0], jnp.int32))
 
         def mix(mechanism, params, memory, h):
@@ -231,7 +230,7 @@ class LanguageModel(nnx.Module):
         memories, taken = state[: len(self.blocks)], state[len(self.blocks) :]
         if config.architecture.embedding_dim is not None:
             h = linear(h, self.project_in.get_value())
-        if config.architecture.positions == "learned":
+        if config.architecture.learned_positions:
             last, at = _next_positions(taken[0], x, mask)
             h, taken = (
                 h + _rows(self.positions.get_value(), at).astype(h.dtype),
@@ -271,11 +270,11 @@ class LanguageModel(nnx.Module):
                 f"mask must be bool{list(x.shape[:2])}, as x is, got {mask.dtype}"
                 f"{list(mask.shape)}"
             )
-        for mixer, mechanism in zip(self.config.mixers, self.mechanisms, strict=True):
+        for mixer, mechanism in zip(self.config.layers, self.mechanisms, strict=True):
             if mechanism.apply_masked is None:
                 raise ValueError(
                     "mask must be None with a mixer that compresses what it reads, "
-                    f"got {mixer!r} among the mixers"
+                    f"got {type(mixer).__name__} among the mixers"
                 )
 
 
@@ -299,8 +298,8 @@ def _next_positions(taken, x, mask):
 def with_config(model: LanguageModel, **changes: Any) -> LanguageModel:
     """The same parameters in a model whose config has these `changes`.
 
-    Mixers may change to others with the same parameters: "attention" to
-    "sliding_window" or "elastic_memory", say.
+    Mixers may change to others with the same parameters: full attention to a sliding
+    window or Elastic Memory, say.
 
     Raises:
         ValueError: if a mixer of the new config has other parameters.
@@ -308,7 +307,7 @@ def with_config(model: LanguageModel, **changes: Any) -> LanguageModel:
     config = dataclasses.replace(model.config, **changes)
     rebuilt = nnx.merge(*nnx.split(model))
     rebuilt.config = config
-    rebuilt.mechanisms = tuple(build_mixer(config, m) for m in config.mixers)
+    rebuilt.mechanisms = tuple(mixer.build() for mixer in config.layers)
     shapes = lambda m: jax.eval_shape(m.init_params, jax.random.key(0))
     for old, new in zip(model.mechanisms, rebuilt.mechanisms, strict=True):
         if shapes(old) != shapes(new):

@@ -19,70 +19,162 @@ makes them equal by `hidden_dim`.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from memjax.checks import require_known
-from memjax.mechanisms.trellis import TrellisOptions
-from memjax.models.language_model.config import (
-    ElasticOptions,
-    Mixer,
-    ModelConfig,
-    RecurrentMixer,
+from memjax.mechanisms import (
+    ABCConfig,
+    AttentionConfig,
+    DeltaNetConfig,
+    ElasticMemoryConfig,
+    GatedDeltaNetConfig,
+    GLAConfig,
+    GSAConfig,
+    LatticeConfig,
+    LinearAttentionConfig,
+    Mamba2Config,
+    MixerConfig,
+    SlidingWindowConfig,
+    TrellisConfig,
+    TTTLinearConfig,
 )
+from memjax.models.language_model.config import Dtype, ModelConfig
 
-TINY = ModelConfig(
-    mixers=("sliding_window",) * 4,
+ATTENTION: dict[str, Any] = {
+    "attention": AttentionConfig,
+    "sliding_window": SlidingWindowConfig,
+    "elastic_memory": ElasticMemoryConfig,
+}
+RECURRENT: dict[str, Any] = {
+    "linear_attention": LinearAttentionConfig,
+    "mamba2": Mamba2Config,
+    "gla": GLAConfig,
+    "deltanet": DeltaNetConfig,
+    "gated_deltanet": GatedDeltaNetConfig,
+    "gsa": GSAConfig,
+    "abc": ABCConfig,
+    "ttt_linear": TTTLinearConfig,
+    "trellis": TrellisConfig,
+    "lattice": LatticeConfig,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Sizes that fit any mixer, so that models differ in their mixers alone.
+
+    Attributes:
+        num_layers: the depth.
+        model_dim: D.
+        num_heads: query heads, and heads of the recurrent mixers.
+        num_kv_heads: key and value heads of the attention family.
+        head_dim: width of a head, in recurrent mixers of its keys and its values.
+        hidden_dim: width inside the feed-forward.
+        tied_head: whether the output layer is the embedding, transposed.
+        default: the mixer of the transformer of this size.
+        window: of sliding windows; block of Elastic Memory.
+        capacity: of full attention.
+        slots: of each head of GSA, ABC, Trellis and Lattice.
+        options: of single mixers, by name.
+        dtype: of activations.
+        remat: recompute activations in the backward pass.
+    """
+
+    num_layers: int
+    model_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    tied_head: bool = True
+    default: str = "attention"
+    window: int = 2048
+    capacity: int = 32_768
+    slots: int = 64
+    options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    dtype: Dtype = "bfloat16"
+    remat: bool = True
+
+    def mixer(self, name: str, **options: Any) -> MixerConfig:
+        """The mixer of this name in this size, `options` before the size's own."""
+        require_known("mixer", name, (*ATTENTION, *RECURRENT))
+        options = self.options.get(name, {}) | options
+        common = dict(model_dim=self.model_dim, num_heads=self.num_heads)
+        if name in ATTENTION:
+            common |= dict(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+            sizes = {
+                "attention": dict(capacity=self.capacity),
+                "sliding_window": dict(window=self.window),
+                "elastic_memory": dict(block=self.window),
+            }
+            return ATTENTION[name](**(common | sizes[name] | options))
+        common |= dict(key_dim=self.head_dim, value_dim=self.head_dim)
+        if name in ("gsa", "abc", "trellis"):
+            common |= dict(slots=self.slots)
+        if name == "lattice":
+            # Its queries and keys have one channel a slot.
+            common |= dict(key_dim=self.slots)
+        return RECURRENT[name](**(common | options))
+
+    def model(self, *names: str, vocab_size: int = 32_000) -> ModelConfig:
+        """The model of this size whose mixers, one period, have these names."""
+        return ModelConfig(
+            mixers=tuple(self.mixer(name) for name in names),
+            num_layers=self.num_layers,
+            vocab_size=vocab_size,
+            model_dim=self.model_dim,
+            hidden_dim=self.hidden_dim,
+            tied_head=self.tied_head,
+            dtype=self.dtype,
+            remat=self.remat,
+        )
+
+
+TINY = Size(
+    num_layers=4,
     model_dim=128,
     num_heads=4,
     num_kv_heads=2,
     head_dim=32,
     hidden_dim=384,
+    default="sliding_window",
     window=64,
     capacity=4096,
     slots=32,
-    elastic=ElasticOptions(order=64, memory_tokens=64, decay=0.9),
-    trellis=TrellisOptions(chunk_size=16),
+    options={
+        "elastic_memory": dict(order=64, memory_tokens=64, decay=0.9),
+        "trellis": dict(chunk_size=16),
+    },
     dtype="float32",
     remat=False,
 )
 
 
-def _elastic_paper(heads: int) -> ModelConfig:
+def _elastic_paper(heads: int) -> Size:
     """12 layers of width 64 * heads; the paper's 100M, 200M and 400M.
 
     The paper gives the parameter counts and memory sizes alone; 540 * 128 * heads
     floats of memory (Table 4: 0.8M, 1.2M, 1.6M) give 12, 18 and 24 heads.
     """
-    return ModelConfig(
-        model_dim=64 * heads,
-        num_heads=heads,
-        num_kv_heads=heads,
-        hidden_dim=64 * heads * 8 // 3,
-    )
+    width = 64 * heads
+    return Size(12, width, heads, heads, 64, width * 8 // 3, default="sliding_window")
 
 
 def _trellis_paper(
     layers: int, width: int, heads: int, head_dim: int, tied_head: bool = True
-) -> ModelConfig:
+) -> Size:
     """A row of Trellis, Table 5; attention, where a model has it, sees everything."""
-    return ModelConfig(
-        mixers=("attention",) * layers,
-        model_dim=width,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=head_dim,
-        hidden_dim=-(-width * 8 // 3 // 64) * 64,
-        tied_head=tied_head,
-    )
+    hidden = -(-width * 8 // 3 // 64) * 64
+    return Size(layers, width, heads, heads, head_dim, hidden, tied_head)
 
 
-ELASTIC_SIZES: dict[str, ModelConfig] = {
+ELASTIC_SIZES: dict[str, Size] = {
     "tiny": TINY,
     "100m": _elastic_paper(12),
     "200m": _elastic_paper(18),
     "400m": _elastic_paper(24),
 }
-TRELLIS_SIZES: dict[str, ModelConfig] = {
+TRELLIS_SIZES: dict[str, Size] = {
     "tiny": TINY,
     "125m": _trellis_paper(12, 768, 12, 64),
     "170m": _trellis_paper(12, 768, 16, 64, tied_head=False),
@@ -99,7 +191,7 @@ def transformer(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
     as in the papers.
     """
     require_known("size", size, tuple(SIZES))
-    return dataclasses.replace(SIZES[size], vocab_size=vocab_size)
+    return SIZES[size].model(SIZES[size].default, vocab_size=vocab_size)
 
 
 def elastic(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
@@ -109,41 +201,32 @@ def elastic(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
     is added, so both presets of a size have equal parameters.
     """
     require_known("size", size, tuple(ELASTIC_SIZES))
-    base = transformer(size, vocab_size)
-    depth = len(base.mixers)
-    memory = depth * 3 // 4 - 1
-    mixers = list(base.mixers)
-    mixers[memory] = "elastic_memory"
-    return dataclasses.replace(base, mixers=tuple(mixers))
+    sizes = ELASTIC_SIZES[size]
+    names = [sizes.default] * sizes.num_layers
+    names[sizes.num_layers * 3 // 4 - 1] = "elastic_memory"
+    return sizes.model(*names, vocab_size=vocab_size)
 
 
-def recurrent(
-    mixer: Mixer, size: str = "tiny", vocab_size: int = 32_000
-) -> ModelConfig:
+def recurrent(mixer: str, size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
     """One recurrent memory in every layer."""
     require_known("size", size, tuple(TRELLIS_SIZES))
-    base = transformer(size, vocab_size)
-    return dataclasses.replace(base, mixers=(mixer,) * len(base.mixers))
+    return TRELLIS_SIZES[size].model(mixer, vocab_size=vocab_size)
 
 
 def hybrid(
-    size: str = "tiny", vocab_size: int = 32_000, mixer: Mixer = "trellis"
+    size: str = "tiny", vocab_size: int = 32_000, mixer: str = "trellis"
 ) -> ModelConfig:
     """A recurrent memory in three layers of four, attention in the fourth."""
     require_known("size", size, tuple(TRELLIS_SIZES))
-    base = transformer(size, vocab_size)
-    mixers = tuple(
-        attention if layer % 4 == 3 else mixer
-        for layer, attention in enumerate(base.mixers)
-    )
-    return dataclasses.replace(base, mixers=mixers)
+    sizes = TRELLIS_SIZES[size]
+    return sizes.model(mixer, mixer, mixer, sizes.default, vocab_size=vocab_size)
 
 
 class Family(NamedTuple):
     """A way to choose the mixers, and the sizes it comes in."""
 
     build: Callable[[str, int], ModelConfig]
-    sizes: dict[str, ModelConfig]
+    sizes: dict[str, Size]
 
 
 FAMILIES: dict[str, Family] = {
@@ -151,8 +234,8 @@ FAMILIES: dict[str, Family] = {
     "elastic": Family(elastic, ELASTIC_SIZES),
     "hybrid": Family(hybrid, TRELLIS_SIZES),
 } | {
-    mixer: Family(functools.partial(recurrent, mixer), TRELLIS_SIZES)
-    for mixer in get_args(RecurrentMixer)
+    name: Family(functools.partial(recurrent, name), TRELLIS_SIZES)
+    for name in RECURRENT
 }
 PRESETS = tuple(
     f"{name}-{size}" for name, family in FAMILIES.items() for size in family.sizes

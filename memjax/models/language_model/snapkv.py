@@ -18,6 +18,7 @@ S capacity, W window, n kept.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,11 @@ from jaxtyping import Array, Float, Int
 
 from memjax.checks import check_sizes
 from memjax.mechanisms import Mechanism
-from memjax.mechanisms.attention import AttentionState
+from memjax.mechanisms.attention import AttentionConfig, AttentionState
 from memjax.mechanisms.base import reset
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
-from memjax.models.language_model.mixers import heads_config
+from memjax.models.language_model.config import kinds
 from memjax.models.language_model.model import LanguageModel, with_config
 
 
@@ -68,21 +69,22 @@ def with_snapkv(model: LanguageModel, config: SnapKVConfig) -> LanguageModel:
     Tokens beyond `keep + room` give NaN, as beyond any capacity of full attention.
 
     Args:
-        model: all of whose layers are "attention".
+        model: all of whose layers are full attention.
         config: sizes of the cache.
 
     Raises:
         ValueError: if a layer is another mechanism.
     """
-    if others := set(model.config.mixers) - {"attention"}:
+    attention = [m for m in model.config.mixers if isinstance(m, AttentionConfig)]
+    if len(attention) < len(model.config.mixers):
         raise ValueError(
-            f"model must have attention in every layer, got {sorted(others)} as well"
+            f"model must have attention in every layer, got {kinds(model.config)}"
         )
-    rebuilt = with_config(model, capacity=config.keep + config.room)
-    heads = heads_config(model.config)
-    rebuilt.mechanisms = tuple(
-        _compressing(mechanism, heads, config) for mechanism in rebuilt.mechanisms
-    )
+    capacity = config.keep + config.room
+    mixers = tuple(dataclasses.replace(m, capacity=capacity) for m in attention)
+    rebuilt = with_config(model, mixers=mixers)
+    layers = zip(rebuilt.mechanisms, rebuilt.config.layers, strict=True)
+    rebuilt.mechanisms = tuple(_compressing(m, heads, config) for m, heads in layers)
     return rebuilt
 
 
@@ -142,9 +144,7 @@ def compact(
     )
 
 
-def _compressing(
-    attention: Mechanism, heads: HeadsConfig, config: SnapKVConfig
-) -> Mechanism:
+def _compressing(attention: Mechanism, heads: Any, config: SnapKVConfig) -> Mechanism:
     """Attention whose `apply` compresses the cache behind what it has read."""
 
     def apply(params: AttentionParams, state: AttentionState, x: Float[Array, "B T D"]):

@@ -1,6 +1,10 @@
 """The same parameters, attention over less: a window, or texts of bounded length."""
 
+import dataclasses
+
 from memjax.checks import check_sizes
+from memjax.mechanisms import AttentionConfig, MixerConfig, SlidingWindowConfig
+from memjax.models.language_model.config import heads_of, kinds
 from memjax.models.language_model.model import LanguageModel, with_config
 
 
@@ -11,7 +15,7 @@ def with_window(model: LanguageModel, window: int) -> LanguageModel:
     of a text it computes what full attention does.
 
     Args:
-        model: all of whose layers are "attention" or "sliding_window".
+        model: all of whose layers are full attention or sliding windows.
         window: tokens that a query sees, its own included.
 
     Raises:
@@ -20,16 +24,34 @@ def with_window(model: LanguageModel, window: int) -> LanguageModel:
     """
     check_sizes(window=window)
     config = model.config
-    if others := set(config.mixers) - {"attention", "sliding_window"}:
+    attention = [
+        m for m in config.mixers if isinstance(m, AttentionConfig | SlidingWindowConfig)
+    ]
+    if len(attention) < len(config.mixers):
         raise ValueError(
-            f"model must have attention in every layer, got {sorted(others)} as well"
+            f"model must have attention in every layer, got {kinds(config)}"
         )
-    if config.architecture.positions == "learned":
+    if config.architecture.learned_positions:
         raise ValueError(
-            "model must have positions='rope' to read on in a window, got 'learned'"
+            "model must have RoPE to read on in a window, got learned_positions="
+            f"{config.architecture.learned_positions}"
         )
-    mixers = ("sliding_window",) * len(config.mixers)
-    return with_config(model, mixers=mixers, window=window)
+    windows = (
+        SlidingWindowConfig(**vars(heads_of(mixer)), window=window)
+        for mixer in attention
+    )
+    return with_config(model, mixers=tuple(windows))
+
+
+def with_capacity(model: LanguageModel, capacity: int) -> LanguageModel:
+    """The same parameters, caches of full attention that hold `capacity` tokens."""
+    mixers = (
+        dataclasses.replace(m, capacity=capacity)
+        if isinstance(m, AttentionConfig)
+        else m
+        for m in model.config.mixers
+    )
+    return with_config(model, mixers=tuple(mixers))
 
 
 def with_texts_of(model: LanguageModel, length: int, remat: bool) -> LanguageModel:
@@ -44,15 +66,20 @@ def with_texts_of(model: LanguageModel, length: int, remat: bool) -> LanguageMod
         ValueError: if the model's positions end before.
     """
     config = model.config
-    if "attention" in config.mixers and length > config.capacity:
+    if config.capacity is not None and length > config.capacity:
         raise ValueError(
             f"segment and sensory make texts of {length} tokens with two prompts; the "
             f"backbone's positions allow {config.capacity}"
         )
     # A window that sees all of a text is full attention, whose state is smaller.
-    mixers = tuple(
-        "attention" if mixer == "sliding_window" and config.window >= length else mixer
-        for mixer in config.mixers
-    )
-    remat = remat and config.remat
-    return with_config(model, mixers=mixers, capacity=length, remat=remat)
+    mixers = tuple(_attention_within(mixer, length) for mixer in config.mixers)
+    return with_config(model, mixers=mixers, remat=remat and config.remat)
+
+
+def _attention_within(mixer: MixerConfig, length: int) -> MixerConfig:
+    """The mixer of a layer for texts of at most `length` tokens."""
+    if isinstance(mixer, AttentionConfig):
+        return dataclasses.replace(mixer, capacity=length)
+    if isinstance(mixer, SlidingWindowConfig) and mixer.window >= length:
+        return AttentionConfig(**vars(heads_of(mixer)), capacity=length)
+    return mixer

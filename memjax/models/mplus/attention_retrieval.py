@@ -26,7 +26,6 @@ from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.dot_product_attention import MAX_SCORES
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import BlockParams
-from memjax.models.language_model.mixers import heads_config
 from memjax.models.mplus.layers import memory_slots
 from memjax.models.mplus.state import LayerStore, Store
 from memjax.models.mplus.weights import MPlusWeights
@@ -34,7 +33,7 @@ from memjax.models.mplus.weights import MPlusWeights
 
 def width(config: ModelConfig) -> int:
     """G * H, of a stored row's keys and of its values."""
-    return config.num_kv_heads * config.head_dim
+    return config.heads.num_kv_heads * config.heads.head_dim
 
 
 def stored(
@@ -141,7 +140,7 @@ class Seeker:
         # Position 0 is that of bos.
         positions = jnp.maximum(places + 1 - first, 0)
         keys, values = read(store.keys), read(store.rows)
-        sizes = heads_config(self.config)
+        sizes = self.config.heads
         flat = keys.astype(plain.dtype).reshape(b, self.count, g * r, -1)
         keys = projections.turn(sizes, flat, positions).reshape(keys.shape)
         return keys, values, real[..., 0, 0, 0], chosen

@@ -209,7 +209,7 @@ def _build(
         tensor.name: tensor_names.stored_shape(tensor.layout, leaf.shape)
         for tensor, leaf in zip(tensors, jax.tree.leaves(learned), strict=True)
     }
-    layers = len(sizes.mixers)
+    layers = sizes.num_layers
     if rows is not None:
         shapes = mplus_names.memory_shapes(config, layers, sizes.model_dim, rows)
         expected |= shapes

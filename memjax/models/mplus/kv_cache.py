@@ -24,7 +24,7 @@ from memjax.nnx.params import as_arrays
 def empty(weights: MPlusWeights, batch: int, first: int, slots: int) -> Reading:
     """A reading of nothing, whose tokens begin at slot `first`."""
     config = weights.backbone.config
-    shape = (batch, slots, config.num_kv_heads, config.head_dim)
+    shape = (batch, slots, config.heads.num_kv_heads, config.heads.head_dim)
     layer = lambda: jnp.zeros(shape, jnp.float32)
     return Reading(
         keys=tuple(layer() for _ in range(weights.layers)),

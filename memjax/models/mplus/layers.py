@@ -25,7 +25,6 @@ from memjax.mechanisms.layers import projections
 from memjax.models import ragged as segments
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import BlockParams, normalize, run_block
-from memjax.models.language_model.mixers import heads_config
 
 
 class Slots(NamedTuple):
@@ -48,7 +47,7 @@ def write_layer(
     queries: int,
 ) -> Float[Array, "B Q D"]:
     """The layer's output for the last `queries` rows; those before are only seen."""
-    heads, first = heads_config(config), x.shape[1] - queries
+    heads, first = config.heads, x.shape[1] - queries
 
     def mix(params, memory, normed):
         q = projections.linear(normed, params.query, params.query_bias)
@@ -87,7 +86,7 @@ def prefix_slots(
     if beside is not None:
         positions = positions.at[:, 1:].add(beside[:, None])
     made = memory_slots(config, block, rows)
-    k = projections.turn(heads_config(config), made.keys, positions)
+    k = projections.turn(config.heads, made.keys, positions)
     return Slots(k.astype(jnp.float32), made.values.astype(jnp.float32))
 
 
@@ -115,7 +114,7 @@ def read_layer(
         h: what the layer is given.
         attention: of what to see more than the slots, see `Attention`.
     """
-    heads = heads_config(config)
+    heads = config.heads
 
     def mix(params, slots, normed):
         plain, k, v = projections.project(params, normed)

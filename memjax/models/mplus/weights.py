@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from memjax.mechanisms import AttentionConfig
+from memjax.models.language_model.config import kinds
 from memjax.models.language_model.layers import BlockParams, normalize
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.lora import (
@@ -191,13 +193,13 @@ def init_bos(backbone: LanguageModel) -> Float[Array, "L D"]:
 def require_backbone(backbone: LanguageModel) -> None:
     """Raises ValueError unless a backbone is of Llama's kind."""
     config = backbone.config
-    if others := set(config.mixers) - {"attention"}:
+    if not all(isinstance(mixer, AttentionConfig) for mixer in config.mixers):
         raise ValueError(
-            f"backbone must have attention in every layer, got {sorted(others)} as well"
+            f"backbone must have attention in every layer, got {kinds(config)}"
         )
-    style = config.architecture
-    if style.positions != "rope" or not style.norm_first:
+    theta, norm_first = config.heads.rope_theta, config.architecture.norm_first
+    if theta is None or not norm_first:
         raise ValueError(
             "backbone must be of Llama's kind, with RoPE and norms first, got "
-            f"positions={style.positions!r}, norm_first={style.norm_first}"
+            f"rope_theta={theta}, norm_first={norm_first}"
         )

@@ -129,7 +129,7 @@ def finetune_stages(
 @functools.lru_cache(maxsize=1)
 def _programs(described: FinetuneRun, mesh: Mesh) -> tuple[Callable, Callable]:
     """How a state is made of variables, and the update."""
-    layout = sharding.shardings(mesh, state_shapes(described))
+    layout = sharding.shardings(mesh, state_shapes(described), described.model)
     create = functools.partial(FinetuneRun.first_state, described)
     compiled = lambda update: pretrain.on_mesh(update, layout, mesh)
     step = described.config.make_step(described.structure(), compiled)

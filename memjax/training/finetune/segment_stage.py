@@ -17,6 +17,7 @@ from jaxtyping import PRNGKeyArray
 
 from memjax.checks import check_sizes, require_known
 from memjax.data import BatchIterator, TokenisedDocument, Tokenizer
+from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.checkpoints.pretrained import save_pretrained
 from memjax.models.hmt.checkpoint import save_hmt
@@ -169,7 +170,6 @@ class SegmentStage:
         backbone = with_config(
             stage1.backbone,
             mixers=pretrained.mixers,
-            capacity=pretrained.capacity,
             remat=pretrained.remat,
             dtype=self.dtype or pretrained.dtype,
         )
@@ -235,8 +235,7 @@ class SegmentStage:
 
 
 def _limited(backbone: LanguageModel, window: int) -> LanguageModel:
-    """Attention in windows; in a backbone without attention they are a unit only."""
-    attending = {"attention", "sliding_window", "elastic_memory"}
-    if attending & set(backbone.config.mixers):
+    """Attention in windows; a backbone without attention stays as it is."""
+    if any(isinstance(mixer, HeadsConfig) for mixer in backbone.config.mixers):
         return with_window(backbone, window)
-    return with_config(backbone, window=window)
+    return backbone

@@ -20,6 +20,7 @@ from experiments.hmt import (
 )
 from memjax.data import Question
 from memjax.evaluation import Losses
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.windowed import with_window
 from memjax.training import LoopConfig
@@ -27,14 +28,11 @@ from memjax.training.finetune.curricula import HMTStages
 
 L = 8
 BACKBONE = ModelConfig(
-    mixers=("attention",),
+    mixers=(AttentionConfig(16, 2, 1, 8, capacity=64),),
+    num_layers=1,
     vocab_size=4096,
     model_dim=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
     hidden_dim=16,
-    capacity=64,
     dtype="float32",
     remat=False,
 )

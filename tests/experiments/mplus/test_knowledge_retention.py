@@ -20,6 +20,7 @@ from experiments.mplus.retention import (
 )
 from experiments.mplus.retention.samples import make_samples
 from memjax.data import Passage, Question, load_tokenizer
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import mplus
@@ -41,14 +42,11 @@ FACTS = [
 # Of 42 tokens with what is between them; eight of the ten subjects have one.
 PASSAGES = [[Passage(f"{name} " * 8) for name in NAMES[:8]], [Passage("z" * 400)]]
 CONFIG = ModelConfig(
-    mixers=("attention",),
+    mixers=(AttentionConfig(16, 2, 1, 8, capacity=400),),
+    num_layers=1,
     vocab_size=256,
     model_dim=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
     hidden_dim=16,
-    capacity=400,
     dtype="float32",
     remat=False,
 )

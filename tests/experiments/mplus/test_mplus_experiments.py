@@ -20,6 +20,7 @@ from experiments.mplus.retention.variants import with_store, without_store
 from experiments.mplus.speed import cost, cost_programs, operations
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.data.documents.tokenizer import JsonTokenizer
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus.checkpoint import save_mplus
 from memjax.models.mplus.config import MPlusConfig
@@ -29,14 +30,11 @@ from memjax.models.mplus.read import Given, read_closed
 BYTES = load_tokenizer("bytes")
 C, K = 48, 8
 CONFIG = ModelConfig(
-    mixers=("attention",) * 2,
+    mixers=(AttentionConfig(16, 2, 1, 8, capacity=400),),
+    num_layers=2,
     vocab_size=256,
     model_dim=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
     hidden_dim=16,
-    capacity=400,
     dtype="float32",
     remat=False,
 )
@@ -223,14 +221,11 @@ def test_an_exported_model_is_loaded(tmp_path):
 
 # Wide, so that matrices are nearly all that counts.
 WIDE = ModelConfig(
-    mixers=("attention",) * 2,
+    mixers=(AttentionConfig(128, 4, 2, 32, capacity=128),),
+    num_layers=2,
     vocab_size=300,
     model_dim=128,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
     hidden_dim=256,
-    capacity=128,
     dtype="float32",
     remat=False,
 )
@@ -313,7 +308,7 @@ def test_answers_are_read_on():
 KINDS = get_args(cost.Kind)
 COST = cost.Scale(MEMORY, (C, 3 * C), C)
 # With a head of its own, which does not draw the token that was read last again.
-SHALLOW = dataclasses.replace(CONFIG, mixers=("attention",), tied_head=False)
+SHALLOW = dataclasses.replace(CONFIG, num_layers=1, tied_head=False)
 
 
 @pytest.fixture(name="config")

@@ -14,6 +14,7 @@ from scipy import stats
 from experiments.mplus import perplexity, scores
 from experiments.mplus.retention import methods, variants
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import mplus
@@ -21,14 +22,11 @@ from memjax.models.mplus.model import mplus
 BYTES = load_tokenizer("bytes")
 C, P, T = 16, 5, 12
 CONFIG = ModelConfig(
-    mixers=("attention",),
+    mixers=(AttentionConfig(16, 2, 1, 8, capacity=256),),
+    num_layers=1,
     vocab_size=256,
     model_dim=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
     hidden_dim=16,
-    capacity=256,
     dtype="float32",
     remat=False,
 )

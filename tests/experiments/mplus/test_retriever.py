@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from experiments.mplus import retriever
 from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
+from memjax.mechanisms import AttentionConfig
 from memjax.models import ModelConfig
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
@@ -20,14 +21,11 @@ from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.stage import SampleConfig
 
 MODEL = ModelConfig(
-    mixers=("attention",),
+    mixers=(AttentionConfig(8, 2, 1, 4, capacity=64),),
+    num_layers=1,
     vocab_size=256,
     model_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=8,
-    capacity=64,
     dtype="float32",
     remat=False,
 )

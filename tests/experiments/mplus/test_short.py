@@ -13,6 +13,7 @@ from flax import nnx
 
 from experiments.mplus import scores, short
 from memjax.data import Question, load_tokenizer, load_tokens
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import mplus
@@ -20,14 +21,11 @@ from memjax.models.mplus.model import mplus
 BYTES = load_tokenizer("bytes")
 C = 16
 CONFIG = ModelConfig(
-    mixers=("attention",),
+    mixers=(AttentionConfig(16, 2, 1, 8, capacity=256),),
+    num_layers=1,
     vocab_size=256,
     model_dim=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
     hidden_dim=16,
-    capacity=256,
     dtype="float32",
     remat=False,
 )

@@ -1,6 +1,7 @@
 """The block of the recurrent mechanisms, against NumPy and by its options."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,30 +9,46 @@ import numpy as np
 import pytest
 
 from memjax import mechanisms
-from memjax.mechanisms.lattice import LatticeOptions
+from memjax.mechanisms import (
+    ABCConfig,
+    GSAConfig,
+    LatticeConfig,
+    Mechanism,
+    TrellisConfig,
+    TTTLinearConfig,
+)
 from memjax.mechanisms.layers import recurrent_block
-from memjax.mechanisms.layers.recurrent_block import BlockConfig, Core
-from memjax.mechanisms.trellis import TrellisOptions
-from memjax.mechanisms.ttt_linear import TTTOptions
+from memjax.mechanisms.layers.recurrent_block import BlockState, RecurrentConfig
 
 B, T, D, H, K, V = 2, 7, 6, 2, 3, 4
-CONFIG = BlockConfig(D, num_heads=H, key_dim=K, value_dim=V)
+SIZES: dict[str, Any] = dict(model_dim=D, num_heads=H, key_dim=K, value_dim=V)
+CONFIG = RecurrentConfig(**SIZES)
 
 
-def probe():
-    """A core that remembers nothing and reads q·k times the value."""
+def probe(shared):
+    """A block whose memory keeps nothing and gives q·k times the value."""
 
-    def run(params, memory, x, q, k, v):
-        return memory, (q * k).sum(axis=-1, keepdims=True) * v
+    def init_params(key):
+        return recurrent_block.init_params(CONFIG, (), key, shared_projection=shared)
 
-    empty = lambda batch: jnp.zeros((batch, 1))
-    return Core(lambda key: (), empty, run, run)
+    def init_state(batch):
+        memory = jnp.zeros((batch, 1))
+        return recurrent_block.init_state(
+            CONFIG, batch, memory, shared_projection=shared
+        )
+
+    def apply(params, state, x):
+        window, q, k, v = recurrent_block.qkv_projection(CONFIG, params, state, x)
+        y = (q * k).sum(axis=-1, keepdims=True) * v
+        y = recurrent_block.output_projection(CONFIG, params, x, y)
+        return BlockState(window, state.memory), y
+
+    return Mechanism(init_params, init_state, apply, jax.jit(apply))
 
 
 @functools.cache
 def case(shared):
-    mechanism = recurrent_block.build(CONFIG, probe(), shared_projection=shared)
-    mechanism = mechanism._replace(apply=jax.jit(mechanism.apply))
+    mechanism = probe(shared)
     params = mechanism.init_params(jax.random.key(0))
     params = params._replace(norm=jnp.linspace(0.5, 2.0, V))
     x = jax.random.normal(jax.random.key(1), (B, T, D))
@@ -105,11 +122,9 @@ def test_half_precision_keeps_a_float32_window_that_joins_exactly():
 
 
 STARTING = {
-    "trellis": mechanisms.trellis(CONFIG, 5, TrellisOptions(chunk_size=2)),
-    "lattice": mechanisms.lattice(CONFIG, LatticeOptions(chunk_size=2)),
-    "ttt_linear": mechanisms.ttt_linear(
-        BlockConfig(D, num_heads=H, key_dim=K, value_dim=K), TTTOptions(chunk_size=2)
-    ),
+    "trellis": TrellisConfig(**SIZES, slots=5, chunk_size=2).build(),
+    "lattice": LatticeConfig(**SIZES, chunk_size=2).build(),
+    "ttt_linear": TTTLinearConfig(D, H, K, K, chunk_size=2).build(),
 }
 STARTS = {
     "trellis": ("keys", "values"),
@@ -166,7 +181,7 @@ def test_leaves_of_an_empty_state_are_buffers_of_their_own():
 
 @pytest.mark.parametrize("options", [{}, dict(phi="identity"), dict(phi="silu")])
 def test_trellis_stays_finite_on_a_key_that_repeats(options):
-    mechanism = mechanisms.trellis(CONFIG, 5, TrellisOptions(chunk_size=16, **options))
+    mechanism = TrellisConfig(**SIZES, slots=5, chunk_size=16, **options).build()
     params = mechanism.init_params(jax.random.key(0))
     # The largest step, and no forgetting.
     gates = params.core.step._replace(bias=jnp.full(H, 20.0))
@@ -183,46 +198,40 @@ def test_trellis_stays_finite_on_a_key_that_repeats(options):
 
 
 @pytest.mark.parametrize(
-    "build,message",
+    "kind,wrong,message",
     [
-        (lambda: BlockConfig(D, 0, K, V), "num_heads must be at least 1, got 0"),
-        (lambda: BlockConfig(D, H, K, V, 0.0), "norm_epsilon must be positive"),
-        (lambda: mechanisms.gsa(CONFIG, 0), "slots must be at least 1, got 0"),
-        (lambda: mechanisms.abc(CONFIG, 0), "slots must be at least 1, got 0"),
-        (lambda: mechanisms.trellis(CONFIG, 0), "slots must be at least 1, got 0"),
-        (
-            lambda: mechanisms.ttt_linear(CONFIG),
-            "needs key_dim == value_dim, got 3 and 4",
-        ),
-        (lambda: TTTOptions(chunk_size=0), "chunk_size must be at least 1, got 0"),
-        (lambda: TTTOptions(rate=0.0), "rate must be positive, got 0.0"),
-        (lambda: TrellisOptions(step_size=0.0), "step_size must be positive, got 0.0"),
-        (lambda: TrellisOptions(chunk_size=0), "chunk_size must be at least 1, got 0"),
-        (lambda: LatticeOptions(chunk_size=0), "chunk_size must be at least 1, got 0"),
-        (lambda: LatticeOptions(forget="l1"), "chunk_size=1 only, got chunk_size=16"),
-        (
-            lambda: mechanisms.lattice(BlockConfig(D, H, 5, 4)),
-            "needs slots <= value_dim=4, got slots=5; initial='normalised' takes",
-        ),
+        (RecurrentConfig, dict(num_heads=0), "num_heads must be at least 1, got 0"),
+        (GSAConfig, dict(norm_epsilon=0.0), "norm_epsilon must be positive, got 0.0"),
+        (GSAConfig, dict(slots=0), "slots must be at least 1, got 0"),
+        (ABCConfig, dict(slots=0), "slots must be at least 1, got 0"),
+        (TrellisConfig, dict(slots=0), "slots must be at least 1, got 0"),
+        (TrellisConfig, dict(chunk_size=0), "chunk_size must be at least 1, got 0"),
+        (TrellisConfig, dict(step_size=0.0), "step_size must be positive, got 0.0"),
+        (TTTLinearConfig, {}, "needs key_dim == value_dim, got 3 and 4"),
+        (TTTLinearConfig, dict(chunk_size=0), "chunk_size must be at least 1, got 0"),
+        (TTTLinearConfig, dict(rate=0.0), "rate must be positive, got 0.0"),
+        (LatticeConfig, dict(chunk_size=0), "chunk_size must be at least 1, got 0"),
+        (LatticeConfig, dict(forget="l1"), "chunk_size=1 only, got chunk_size=16"),
+        (LatticeConfig, dict(key_dim=5), "slots <= value_dim=4, got slots=key_dim=5"),
     ],
 )
-def test_what_cannot_be_is_refused(build, message):
+def test_what_cannot_be_is_refused(kind, wrong, message):
     with pytest.raises(ValueError, match=message):
-        build()
+        kind(**(SIZES | wrong))
 
 
 @pytest.mark.parametrize(
     "kind,wrong",
     [
-        (TrellisOptions, dict(phi="relu")),
-        (TrellisOptions, dict(activation="silu")),
-        (LatticeOptions, dict(variant="both")),
-        (LatticeOptions, dict(forget="l3")),
-        (LatticeOptions, dict(initial="zero")),
+        (TrellisConfig, dict(phi="relu")),
+        (TrellisConfig, dict(activation="silu")),
+        (LatticeConfig, dict(variant="both")),
+        (LatticeConfig, dict(forget="l3")),
+        (LatticeConfig, dict(initial="zero")),
     ],
 )
 def test_an_unknown_choice_is_refused(kind, wrong):
-    options = kind()
+    options = kind(**SIZES)
     # Behind the annotations, which are checked in these tests alone.
     for name, value in wrong.items():
         object.__setattr__(options, name, value)
@@ -232,7 +241,7 @@ def test_an_unknown_choice_is_refused(kind, wrong):
 
 
 def test_more_slots_than_their_width_start_as_random_rows():
-    options = LatticeOptions(initial="normalised")
-    mechanism = mechanisms.lattice(BlockConfig(D, H, key_dim=5, value_dim=4), options)
+    config = LatticeConfig(D, H, key_dim=5, value_dim=4, initial="normalised")
+    mechanism = config.build()
     start = mechanism.init_params(jax.random.key(0)).core.start
     np.testing.assert_allclose(np.linalg.norm(start, axis=-1), 1.0, rtol=1e-6)

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from memjax.mechanisms import AttentionConfig, GLAConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.rope import RopeScaling
-from memjax.models import LanguageModel, ModelConfig, preset
+from memjax.models import LanguageModel, ModelConfig
 from memjax.models.checkpoints.hf_config import from_hf_config
 from memjax.models.checkpoints.hf_export import to_hf_config
 from memjax.models.checkpoints.tensor_names import (
     parameters_from_tensors,
     tensors_from_parameters,
 )
+from memjax.models.language_model.presets import TINY
 
 LLAMA: dict[str, Any] = dict(
     model_type="llama",
@@ -32,6 +34,7 @@ LLAMA: dict[str, Any] = dict(
 KV = dict(num_key_value_heads=2)
 QWEN2 = LLAMA | KV | dict(model_type="qwen2")
 MISTRAL = LLAMA | KV | dict(model_type="mistral", sliding_window=8)
+HEADS: dict[str, Any] = dict(model_dim=16, num_heads=4, num_kv_heads=4, head_dim=4)
 OPT: dict[str, Any] = dict(
     model_type="opt",
     vocab_size=48,
@@ -45,7 +48,8 @@ OPT: dict[str, Any] = dict(
 
 def test_what_old_configs_leave_out():
     config = from_hf_config(LLAMA)
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 4, 10_000.0)
+    heads = config.heads
+    assert (heads.num_kv_heads, heads.head_dim, heads.rope_theta) == (4, 4, 10_000.0)
     assert not config.tied_head and not config.architecture.scale_embedding
     assert config.capacity == config.window == 64
     assert from_hf_config(OPT).tied_head
@@ -60,33 +64,35 @@ def test_rope_of_transformers_4_and_5_is_one():
     config = from_hf_config(LLAMA | four)
     assert config == from_hf_config(LLAMA | five)
     expected = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
-    assert (config.rope_theta, config.architecture.rope_scaling) == (5e5, expected)
+    heads = config.heads
+    assert (heads.rope_theta, heads.rope_scaling) == (5e5, expected)
 
 
 @pytest.mark.parametrize(
-    "config,mixers,window",
+    "config,windows,window",
     [
-        (MISTRAL, ("sliding_window",) * 2, 8),
-        (MISTRAL | dict(sliding_window=None), ("attention",) * 2, 64),
-        (QWEN2 | dict(sliding_window=8), ("attention",) * 2, 64),
+        (MISTRAL, (8, 8), 8),
+        (MISTRAL | dict(sliding_window=None), (None, None), 64),
+        (QWEN2 | dict(sliding_window=8), (None, None), 64),
         (
             QWEN2
             | dict(sliding_window=8, use_sliding_window=True, max_window_layers=1),
-            ("attention", "sliding_window"),
+            (None, 8),
             8,
         ),
         (
             QWEN2
             | dict(sliding_window=8, use_sliding_window=True)
             | dict(layer_types=["sliding_attention", "full_attention"]),
-            ("sliding_window", "attention"),
+            (8, None),
             8,
         ),
     ],
 )
-def test_windows_are_where_the_config_has_them(config, mixers, window):
+def test_windows_are_where_the_config_has_them(config, windows, window):
     found = from_hf_config(config)
-    assert (found.mixers, found.window) == (mixers, window)
+    layers = tuple(getattr(mixer, "window", None) for mixer in found.layers)
+    assert (layers, found.window) == (windows, window)
     assert from_hf_config(to_hf_config(found)) == found
 
 
@@ -129,20 +135,37 @@ def test_defaults_that_differ_between_families_must_be_given():
 @pytest.mark.parametrize(
     "changes,message",
     [
-        (dict(mixers=("gla", "attention")), r"mixers must be .*got \['gla'\]"),
-        (dict(mixers=("sliding_window", "attention")), "mixers must all be alike"),
+        (dict(mixers=(GLAConfig(16, 4, 4, 4),)), "mixers must be .*got GLAConfig"),
+        (
+            dict(mixers=(SlidingWindowConfig(**HEADS), AttentionConfig(**HEADS))),
+            "mixers must all be alike",
+        ),
+        (
+            dict(mixers=[SlidingWindowConfig(**HEADS, window=w) for w in (4, 8)]),
+            r"windows must all be alike in a published family, got \[4, 8\]",
+        ),
+        (
+            dict(mixers=(AttentionConfig(**HEADS), AttentionConfig(16, 2, 2, 8))),
+            "mixers must all have the same attention heads",
+        ),
+        (dict(mixers=(AttentionConfig(**HEADS, rope_theta=None),)), "rope_theta must"),
         (dict(style=dict(norm_first=False)), "architecture.norm_first must be True"),
         (dict(style=dict(feed_forward="relu")), "feed_forward must be 'swiglu'"),
         (
-            dict(style=dict(qkv_bias=True, feed_forward_bias=True)),
+            dict(
+                mixers=(AttentionConfig(**HEADS, qkv_bias=True),),
+                style=dict(feed_forward_bias=True),
+            ),
             "feed_forward_bias must be False",
         ),
-        (dict(num_heads=6, num_kv_heads=2), "num_heads must divide model_dim=16"),
+        (dict(mixers=(AttentionConfig(16, 6, 2, 4),)), "num_heads must divide model"),
     ],
 )
 def test_what_no_family_has_is_not_exported(changes, message):
     config = from_hf_config(LLAMA)
     style = dataclasses.replace(config.architecture, **changes.pop("style", {}))
+    if "mixers" in changes:
+        changes["mixers"] = tuple(changes["mixers"])
     config = dataclasses.replace(config, architecture=style, **changes)
     with pytest.raises(ValueError, match=message):
         to_hf_config(config)
@@ -217,12 +240,8 @@ def test_a_tied_head_that_is_another_matrix_is_refused():
 
 def test_a_model_of_our_own_becomes_a_published_one():
     """Its tied head over a scaled embedding is a head of its own there."""
-    ours = dataclasses.replace(
-        preset("transformer-tiny", 32),
-        mixers=("attention",),
-        model_dim=16,
-        hidden_dim=24,
-    )
+    small = dataclasses.replace(TINY, num_layers=1, model_dim=16, hidden_dim=24)
+    ours = small.model("attention", vocab_size=32)
     model = LanguageModel(ours, key=jax.random.key(0))
     record = json.loads(json.dumps(to_hf_config(ours)))
     config: ModelConfig = from_hf_config(record)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
 from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt
 from memjax.models.checkpoints import memory_state as memory_file
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
@@ -16,14 +17,11 @@ from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import memoryllm, mplus
 
 SIZES = ModelConfig(
-    mixers=("attention",) * 2,
+    mixers=(AttentionConfig(8, 2, 1, 4, capacity=32),),
+    num_layers=2,
     vocab_size=19,
     model_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=12,
-    capacity=32,
     dtype="float32",
     tied_head=False,
 )
@@ -48,7 +46,10 @@ OTHERS = {
         key=KEY,
     ),
     "language model": LanguageModel(
-        dataclasses.replace(SIZES, mixers=("attention", "gated_deltanet")), key=KEY
+        dataclasses.replace(
+            SIZES, mixers=(*SIZES.mixers, GatedDeltaNetConfig(8, 2, 4, 4))
+        ),
+        key=KEY,
     ),
 }
 
@@ -108,7 +109,7 @@ def test_how_a_model_computes_is_no_setting_of_its_memory(told, saved):
             "config.legacy is False .* True .*; config.store is 6 .* 2000 in the model",
         ),
         (build(hidden_dim=13), "backbone.config.hidden_dim is 12 .* 13 in the model"),
-        (build(mixers=("attention",) * 3), "backbone.config.mixers is "),
+        (build(num_layers=3), "backbone.config.num_layers is 2 .* 3 in the model"),
         (OTHERS["hmt"], "class is 'MPlus' .* 'HMT'.* config.segment is 'absent' in"),
     ],
     ids=["pool", "legacy", "backbone", "layers", "class"],

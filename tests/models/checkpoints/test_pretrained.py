@@ -13,6 +13,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from memjax.mechanisms import (
+    AttentionConfig,
+    ElasticMemoryConfig,
+    GatedDeltaNetConfig,
+    GLAConfig,
+    SlidingWindowConfig,
+    TrellisConfig,
+)
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.checkpoints.pretrained import (
     convert,
@@ -28,20 +36,16 @@ safetensors = pytest.importorskip(
 )
 
 TINY = ModelConfig(
-    mixers=("attention", "attention"),
+    mixers=(AttentionConfig(16, 4, 2, 8, capacity=32, rope_theta=10_000.0),),
+    num_layers=2,
     vocab_size=48,
     model_dim=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
     hidden_dim=24,
-    window=8,
-    capacity=32,
-    rope_theta=10_000.0,
     tied_head=False,
     dtype="float32",
     remat=False,
 )
+MEMORIES = (ElasticMemoryConfig(16, 4, 2, 8), TrellisConfig(16, 4, 8, 8))
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -102,9 +106,9 @@ def put(folder, **changes):
     "model_type, changes",
     [
         ("llama", {}),
-        ("mistral", {"mixers": ("sliding_window",) * 2}),
-        ("memjax", {"mixers": ("gated_deltanet", "attention")}),
-        ("memjax", {"mixers": ("elastic_memory", "trellis"), "tied_head": True}),
+        ("mistral", {"mixers": (SlidingWindowConfig(16, 4, 2, 8),)}),
+        ("memjax", {"mixers": (GatedDeltaNetConfig(16, 4, 8, 8), *TINY.mixers)}),
+        ("memjax", {"mixers": MEMORIES, "tied_head": True}),
     ],
 )
 def test_a_saved_model_is_read_back_exactly(model_type, changes, tmp_path):
@@ -223,7 +227,7 @@ def test_tensors_are_held_against_the_configuration_all_at_once(folder):
 
 
 def test_tensors_of_our_own_format_are_too(tmp_path):
-    save_pretrained(tiny(mixers=("gla",)), tmp_path / "a")
+    save_pretrained(tiny(mixers=(GLAConfig(16, 4, 8, 8),)), tmp_path / "a")
 
     def change(tensors):
         tensors["more"] = np.ones(3, "f4")

@@ -68,8 +68,9 @@ def nll(logits, ids):
 
 def test_its_sizes(pretrained):
     config = pretrained.model.config
-    assert (len(config.mixers), config.model_dim, config.vocab_size) == (30, 576, 49152)
-    assert (config.num_heads, config.num_kv_heads, config.capacity) == (9, 3, 8192)
+    assert (config.num_layers, config.model_dim, config.vocab_size) == (30, 576, 49152)
+    heads = config.heads
+    assert (heads.num_heads, heads.num_kv_heads, config.capacity) == (9, 3, 8192)
     leaves = jax.tree.leaves(pretrained.model)
     assert sum(leaf.size for leaf in leaves) == 134_515_008
 

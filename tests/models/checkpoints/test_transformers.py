@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, preset
 from memjax.models.checkpoints.pretrained import (
     convert,
@@ -60,14 +61,21 @@ def test_every_family_goes_there_and_back(name, shard_bytes, tmp_path):
     [
         # As they are trained here: a tied head over a scaled embedding, and windows.
         ("mistral", {}),
-        ("llama", {"mixers": ("attention",) * 2, "num_kv_heads": 2}),
-        ("llama", {"mixers": ("attention",) * 2, "tied_head": False}),
+        ("llama", {"mixers": (AttentionConfig(64, 4, 2, 32, capacity=48),)}),
+        (
+            "llama",
+            {
+                "mixers": (AttentionConfig(64, 4, 4, 32, capacity=48),),
+                "tied_head": False,
+            },
+        ),
     ],
 )
 def test_models_trained_here_mean_the_same_there(model_type, changes, tmp_path):
     config = preset("transformer-tiny", 64)
-    small = {"mixers": config.mixers[:2], "model_dim": 64, "hidden_dim": 96}
-    config = dataclasses.replace(config, **small | changes, capacity=48, window=6)
+    small = {"num_layers": 2, "model_dim": 64, "hidden_dim": 96}
+    windows = {"mixers": (SlidingWindowConfig(64, 4, 2, 32, window=6),)}
+    config = dataclasses.replace(config, **small | windows | changes)
     model = LanguageModel(config, key=jax.random.key(0))
     assert save_pretrained(model, tmp_path / "a") == model_type
     tokens = jax.random.randint(jax.random.key(1), (2, 24), 0, 64, jnp.int32)

@@ -12,6 +12,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig, SlidingWindowConfig
 from memjax.models import (
     HMTConfig,
     LanguageModel,
@@ -25,22 +26,24 @@ from memjax.models import (
 B, V, D, L, K, N = 2, 23, 16, 5, 2, 2
 T = 3 * L + 2
 ATTENTION = ModelConfig(
-    mixers=("attention",),
+    mixers=(AttentionConfig(D, 4, 2, 4, capacity=64),),
+    num_layers=1,
     vocab_size=V,
     model_dim=D,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
     hidden_dim=24,
-    window=4,
-    capacity=64,
     dtype="float32",
     remat=False,
 )
 BACKBONES = {
     "attention": ATTENTION,
-    "windows": dataclasses.replace(ATTENTION, mixers=("sliding_window", "attention")),
-    "recurrent": dataclasses.replace(ATTENTION, mixers=("gated_deltanet",)),
+    "windows": dataclasses.replace(
+        ATTENTION,
+        mixers=(SlidingWindowConfig(D, 4, 2, 4), *ATTENTION.mixers),
+        num_layers=2,
+    ),
+    "recurrent": dataclasses.replace(
+        ATTENTION, mixers=(GatedDeltaNetConfig(D, 4, 4, 4),)
+    ),
 }
 CAUSAL = HMTConfig(
     segment=L,
@@ -311,7 +314,8 @@ def test_every_bad_input_is_refused():
     with pytest.raises(ValueError, match="mask needs a state made for it"):
         model(state, TOKENS, jnp.ones((B, T), bool))
     with pytest.raises(ValueError, match="texts of 9 tokens .* allow 8"):
-        build("attention", CAUSAL, capacity=L + K + 1)
+        short = AttentionConfig(D, 4, 2, 4, capacity=L + K + 1)
+        build("attention", CAUSAL, mixers=(short,))
     recurrent = build("recurrent", CAUSAL)
     with pytest.raises(ValueError, match="mask"):
         masked = recurrent.init_state(B, masked=True)

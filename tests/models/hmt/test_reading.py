@@ -11,31 +11,32 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Architecture
 
 B, T, V, D = 3, 8, 19, 16
 CONFIG = ModelConfig(
-    mixers=("attention", "sliding_window", "gated_deltanet"),
+    mixers=(
+        AttentionConfig(D, 4, 2, 4, capacity=2 * T),
+        SlidingWindowConfig(D, 4, 2, 4, window=3),
+        GatedDeltaNetConfig(D, 4, 4, 4),
+    ),
+    num_layers=3,
     vocab_size=V,
     model_dim=D,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
     hidden_dim=24,
-    window=3,
-    capacity=2 * T,
     dtype="float32",
     remat=False,
 )
 LEARNED = dataclasses.replace(
     CONFIG,
-    mixers=("attention", "attention"),
+    mixers=(AttentionConfig(D, 4, 2, 4, capacity=2 * T, rope_theta=None),),
+    num_layers=2,
     architecture=Architecture(
         norm="layer",
         norm_first=False,
         feed_forward="relu",
-        positions="learned",
         learned_positions=2 * T + 2,
         embedding_dim=12,
     ),
@@ -154,8 +155,8 @@ def test_what_cannot_be_read_is_refused():
 @pytest.mark.parametrize(
     "wrong,message",
     [
-        (dict(positions="learned"), "learned_positions must be at least 3"),
-        (dict(learned_positions=4), "learned_positions must be 0 with rope, got 4"),
+        (dict(learned_positions=2), "learned_positions must be 0, or at least 3, .* 2"),
+        (dict(learned_positions=-1), "learned_positions must be 0, or at least 3"),
         (dict(embedding_dim=0), "embedding_dim must be at least 1, got 0"),
     ],
 )

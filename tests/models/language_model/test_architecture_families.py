@@ -111,7 +111,7 @@ def test_tokens_one_by_one(name):
 
 def test_positions_beyond_the_table_are_nan():
     model, _ = family("opt")
-    tokens = np.zeros((1, model.config.capacity + 2), np.int32)
+    tokens = np.zeros((1, (model.config.capacity or 0) + 2), np.int32)
     state = model.init_state(1)
     mask = jnp.ones((1, PIECE), bool)
     graph, params = nnx.split(model)

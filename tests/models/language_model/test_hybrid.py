@@ -8,24 +8,21 @@ import optax
 from flax import nnx
 
 from memjax.data.batches.batch import Batch
-from memjax.mechanisms.lattice import LatticeOptions
-from memjax.mechanisms.trellis import TrellisOptions
+from memjax.mechanisms import AttentionConfig, LatticeConfig, TrellisConfig
 from memjax.models import LanguageModel, ModelConfig, Sampling, generate
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 B, T, V, NEW = 2, 6, 11, 4
 CONFIG = ModelConfig(
-    mixers=("trellis", "attention", "lattice"),
+    mixers=(
+        TrellisConfig(8, 2, 4, 4, slots=3, chunk_size=4),
+        AttentionConfig(8, 2, 1, 4, capacity=2 * T + NEW),
+        LatticeConfig(8, 2, 3, 4, chunk_size=4, forget="l2"),
+    ),
+    num_layers=3,
     vocab_size=V,
     model_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=16,
-    slots=3,
-    capacity=2 * T + NEW,
-    trellis=TrellisOptions(chunk_size=4),
-    lattice=LatticeOptions(chunk_size=4, forget="l2"),
     dtype="float32",
     remat=False,
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from memjax.mechanisms import AttentionConfig, GLAConfig
 from memjax.mechanisms.attention import AttentionState
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.projections import HeadsConfig
@@ -22,16 +23,13 @@ from memjax.models.language_model.snapkv import (
 )
 
 B, T, V = 2, 24, 29
+ATTENTION = AttentionConfig(16, 4, 2, 4, capacity=T + 8, rope_theta=50.0)
 CONFIG = ModelConfig(
-    mixers=("attention",) * 2,
+    mixers=(ATTENTION,),
+    num_layers=2,
     vocab_size=V,
     model_dim=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
     hidden_dim=16,
-    rope_theta=50.0,
-    capacity=T + 8,
     dtype="float32",
     remat=False,
 )
@@ -176,9 +174,9 @@ def masked(state, following, slots):
         h = rms(x, block.mixer_norm)
         project = lambda w, h=h: np.einsum("btd,dhk->bthk", h, np.asarray(w, float))
         q, k, v = map(project, (mixer.query, mixer.key, mixer.value))
-        q, k = (rotation(x, positions, CONFIG.rope_theta) for x in (q, k))
+        q, k = (rotation(x, positions, ATTENTION.rope_theta) for x in (q, k))
         y = np.zeros_like(q)
-        for b, head in np.ndindex(B, CONFIG.num_heads):
+        for b, head in np.ndindex(B, ATTENTION.num_heads):
             g = head // 2
             old = [np.asarray(m, float)[b, kept[b, :, g], g] for m in memory[:2]]
             y[b, :, head] = attend(q[b, :, head], k[b, :, g], v[b, :, g], *old)
@@ -245,9 +243,11 @@ def test_bad_sizes_are_refused(make, message):
 
 
 def test_other_models_and_masks_are_refused():
-    config = dataclasses.replace(CONFIG, mixers=("attention", "gla"))
+    config = dataclasses.replace(
+        CONFIG, mixers=(*CONFIG.mixers, GLAConfig(CONFIG.model_dim, 2, 4, 4))
+    )
     shapes = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
-    with pytest.raises(ValueError, match=r"attention in every layer, got \['gla"):
+    with pytest.raises(ValueError, match="attention in every layer, got .*GLAConfig"):
         with_snapkv(shapes, SMALL)
     model = with_snapkv(MODEL, SMALL)
     mask = jnp.ones((B, 4), bool)
@@ -256,8 +256,9 @@ def test_other_models_and_masks_are_refused():
 
 
 def test_learned_positions_go_on_where_they_were():
-    style = Architecture(positions="learned", learned_positions=64)
-    config = dataclasses.replace(CONFIG, architecture=style)
+    style = Architecture(learned_positions=64)
+    plain = dataclasses.replace(ATTENTION, rope_theta=None)
+    config = dataclasses.replace(CONFIG, architecture=style, mixers=(plain,))
     model = LanguageModel(config, key=jax.random.key(2))
     state, _ = read(with_snapkv(model, SMALL), TOKENS)
     assert state[-1].tolist() == [T] * B

@@ -7,20 +7,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from memjax.mechanisms import AttentionConfig, GLAConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Architecture
 from memjax.models.language_model.windowed import with_window
 
 T, V, W = 12, 11, 5
+ATTENTION = AttentionConfig(8, 2, 1, 4, capacity=T)
 CONFIG = ModelConfig(
-    mixers=("attention",) * 2,
+    mixers=(ATTENTION,),
+    num_layers=2,
     vocab_size=V,
     model_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=8,
-    capacity=T,
     dtype="float32",
     remat=False,
 )
@@ -56,11 +55,18 @@ def test_parameters_are_the_same_and_the_model_is_left_alone():
     ("changes", "window", "message"),
     [
         ({}, 0, "window must be at least 1, got 0"),
-        ({"mixers": ("attention", "gla")}, 4, r"attention in every layer, got \['gla"),
         (
-            {"architecture": Architecture(positions="learned", learned_positions=16)},
+            {"mixers": (*CONFIG.mixers, GLAConfig(CONFIG.model_dim, 2, 4, 4))},
             4,
-            "positions='rope'",
+            "attention in every layer, got AttentionConfig, GLAConfig",
+        ),
+        (
+            {
+                "mixers": (dataclasses.replace(ATTENTION, rope_theta=None),),
+                "architecture": Architecture(learned_positions=16),
+            },
+            4,
+            "must have RoPE .* got learned_positions=16",
         ),
     ],
 )

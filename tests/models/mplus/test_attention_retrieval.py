@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from memjax.data.mplus_tasks.lessons import Lesson, Target
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig, Sampling
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.mplus import attention_retrieval
@@ -27,15 +28,11 @@ K, N, C, R, M = 2, 4, 3, 3, 8
 # The pool is full after two chunks; four more fill the store.
 T = 6 * C + 2
 SIZES = ModelConfig(
-    mixers=("attention",) * L,
+    mixers=(AttentionConfig(D, HEADS, G, H, capacity=64, rope_theta=100.0),),
+    num_layers=L,
     vocab_size=V,
     model_dim=D,
-    num_heads=HEADS,
-    num_kv_heads=G,
-    head_dim=H,
     hidden_dim=12,
-    capacity=64,
-    rope_theta=100.0,
     dtype="float32",
     tied_head=False,
 )

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Architecture
 from memjax.models.mplus import retriever
@@ -27,15 +28,13 @@ HF = json.loads((GOLDEN / "config.json").read_text())
 CONFIG = MPlusConfig(
     tokens=2, pool=6, chunk=4, least_chunk=1, retrieved=3, store=8, key_dim=5, rank=2
 )
+ATTENTION = AttentionConfig(8, 2, 1, 4, capacity=32)
 SIZES = ModelConfig(
-    mixers=("attention",) * 2,
+    mixers=(ATTENTION,),
+    num_layers=2,
     vocab_size=19,
     model_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=12,
-    capacity=32,
     dtype="float32",
     tied_head=False,
 )
@@ -307,7 +306,7 @@ def test_a_single_adapter_writes_and_reads(tmp_path):
         build(),
         build(memoryllm),
         build(tied_head=True, architecture=Architecture(scale_embedding=False)),
-        build(architecture=Architecture(qkv_bias=True)),
+        build(mixers=(dataclasses.replace(ATTENTION, qkv_bias=True),)),
         build(architecture=Architecture(norm="layer")),
     ],
     ids=["mplus", "memoryllm", "tied", "qwen2", "own format"],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.layers import normalize
 from memjax.models.mplus.config import MPlusConfig
@@ -18,14 +19,11 @@ from memjax.models.mplus.weights import init_bos
 B, V, D, L, K, C = 2, 19, 8, 3, 2, 4
 BACKBONE = LanguageModel(
     ModelConfig(
-        mixers=("attention",) * L,
+        mixers=(AttentionConfig(D, 2, 1, 4, capacity=64),),
+        num_layers=L,
         vocab_size=V,
         model_dim=D,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
         hidden_dim=12,
-        capacity=64,
         dtype="float32",
     ),
     key=jax.random.key(0),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig, Sampling, generate
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import memoryllm, mplus
@@ -20,14 +21,11 @@ B, V, D, L, K, N, C, R, M = 2, 19, 8, 2, 2, 6, 4, 3, 8
 # The pool is full after three chunks; three more put six rows into the store.
 T = 6 * C + 3
 SIZES = ModelConfig(
-    mixers=("attention",) * L,
+    mixers=(AttentionConfig(D, 2, 1, 4, capacity=64),),
+    num_layers=L,
     vocab_size=V,
     model_dim=D,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=12,
-    capacity=64,
     dtype="float32",
     tied_head=False,
 )
@@ -484,11 +482,11 @@ def test_every_bad_size_is_refused(options, message):
         dataclasses.replace(CONFIG, **options)
 
 
-@pytest.mark.parametrize(
-    "backbone", [dict(mixers=("attention", "sliding_window"), window=4)]
-)
-def test_other_backbones_are_refused(backbone):
-    sizes = dataclasses.replace(SIZES, **backbone)
+def test_other_backbones_are_refused():
+    windows = SlidingWindowConfig(**vars(SIZES.heads), window=4)
+    sizes = dataclasses.replace(SIZES, mixers=(*SIZES.mixers, windows), num_layers=2)
     plain = LanguageModel(sizes, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="attention in every layer.*sliding_window"):
+    with pytest.raises(
+        ValueError, match="attention in every layer.*SlidingWindowConfig"
+    ):
         mplus(plain, CONFIG, key=jax.random.key(0))

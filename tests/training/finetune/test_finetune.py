@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from memjax.cli import main as cli
+from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.checkpoint import load_hmt
 from memjax.models.hmt.config import HMTConfig
@@ -28,15 +29,11 @@ from memjax.training.finetune.start import starting_point
 
 SEGMENT = 8
 MODEL = ModelConfig(
-    mixers=("attention",),
+    mixers=(AttentionConfig(8, 2, 1, 4, capacity=32),),
+    num_layers=1,
     vocab_size=256,
     model_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=8,
-    window=SEGMENT,
-    capacity=32,
     dtype="float32",
     remat=False,
 )
@@ -159,7 +156,7 @@ def _window(base, tmp_path_factory):
 def test_the_baseline_is_the_backbone_with_windows_and_lora_freezes_it(base, window):
     _, model = finetune.load(window)
     assert isinstance(model, LanguageModel)
-    assert model.config.mixers == ("sliding_window",)
+    assert [type(mixer) for mixer in model.config.mixers] == [SlidingWindowConfig]
     original = run.load_model(base[0])[1]
     assert finetune.digest(finetune.load_backbone(window).model) != finetune.digest(
         original

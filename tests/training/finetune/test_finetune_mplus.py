@@ -17,6 +17,7 @@ from memjax.cli import main as cli
 from memjax.data import load_facts, load_tokenizer
 from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, split_facts
 from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
+from memjax.mechanisms import AttentionConfig
 from memjax.models import ModelConfig
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.mplus.checkpoint import load_mplus
@@ -39,15 +40,11 @@ from memjax.training.sharding import MeshConfig
 
 BYTES = load_tokenizer("bytes")
 MODEL = ModelConfig(
-    mixers=("attention",),
+    mixers=(AttentionConfig(8, 2, 1, 4, capacity=64),),
+    num_layers=1,
     vocab_size=256,
     model_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=8,
-    window=8,
-    capacity=64,
     dtype="float32",
     remat=False,
 )

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from memjax.data.mplus_tasks.lessons import Lesson, Target
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import retriever
 from memjax.models.mplus.config import MPlusConfig
@@ -16,14 +17,11 @@ from memjax.training.mplus import retriever_fit
 
 L, D, K, C, T, B, V = 2, 8, 2, 4, 6, 2, 17
 BACKBONE = ModelConfig(
-    mixers=("attention",) * L,
+    mixers=(AttentionConfig(D, 2, 1, 4, capacity=64),),
+    num_layers=L,
     vocab_size=V,
     model_dim=D,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=12,
-    capacity=64,
     dtype="float32",
 )
 MEMORY = MPlusConfig(

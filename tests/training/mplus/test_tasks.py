@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from memjax.data.mplus_tasks.lessons import Lesson, Target
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import read as mplus_reading
 from memjax.models.mplus import tensor_names as mplus_names
@@ -139,15 +140,11 @@ def test_the_retrievers_loss_and_gradients_are_the_official_programs(official, g
 
 
 SIZES = ModelConfig(
-    mixers=("attention",),
+    mixers=(AttentionConfig(8, 2, 1, 4, capacity=64),),
+    num_layers=1,
     vocab_size=64,
     model_dim=8,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     hidden_dim=8,
-    window=8,
-    capacity=64,
     dtype="float32",
     remat=False,
 )

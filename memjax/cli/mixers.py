@@ -1,0 +1,37 @@
+"""Options of the mixers on the command line: --model.mixers.0.window 64.
+
+A preset says which mixers a model has; each of their fields is an option.
+"""
+
+import dataclasses
+import typing
+
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+from memjax.mechanisms import MixerConfig
+
+REGISTRY = ConstructorRegistry()
+
+
+@REGISTRY.struct_rule
+def _fields_of_the_default(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """A field of the type `MixerConfig` has the options of the class of its default.
+
+    Without this rule tyro cannot build a Protocol and offers no option.
+    """
+    if info.type is not MixerConfig:
+        return None
+    kind = type(info.default)
+    hints = typing.get_type_hints(kind)
+    return StructConstructorSpec(
+        instantiate=kind,
+        fields=tuple(
+            StructFieldSpec(f.name, hints[f.name], getattr(info.default, f.name))
+            for f in dataclasses.fields(kind)
+        ),
+    )
