@@ -97,11 +97,11 @@ def apply(
     check_input(x, config.model_dim, state)
     b, t, _ = x.shape
     _check_fits(config, t)
-    q, k, v = projections.project(params, x)
+    q, k, v = projections.qkv_projection(params, x)
     times = jnp.arange(t, dtype=jnp.int32)[None]
     positions = state.length[:, None] + times
-    q = projections.turn(config, q, positions)
-    k = projections.turn(config, k, positions)
+    q = projections.apply_rope(config, q, positions)
+    k = projections.apply_rope(config, k, positions)
     slots, length = positions, state.length + t
     if lengths is not None:
         # A slot beyond the cache is dropped.
@@ -124,7 +124,7 @@ def apply(
     else:
         y = from_cache()
     fits = (positions < config.capacity)[..., None]
-    return state, jnp.where(fits, projections.merge(params, y), jnp.nan)
+    return state, jnp.where(fits, projections.output_projection(params, y), jnp.nan)
 
 
 def whole(
@@ -138,11 +138,11 @@ def whole(
     Tokens at which `mask` is False keep their place and are seen by nobody; what is
     given for them, and before the first visible token, has no meaning.
     """
-    q, k, v = projections.project(params, x)
+    q, k, v = projections.qkv_projection(params, x)
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-    q = projections.turn(config, q, positions)
-    k = projections.turn(config, k, positions)
-    return projections.merge(params, attend.causal(q, k, v, mask))
+    q = projections.apply_rope(config, q, positions)
+    k = projections.apply_rope(config, k, positions)
+    return projections.output_projection(params, attend.causal(q, k, v, mask))
 
 
 def attention(config: AttentionConfig) -> Mechanism:

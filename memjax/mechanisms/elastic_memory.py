@@ -1,4 +1,4 @@
-"""Elastic Memory: the history of keys and values as polynomials, read at will.
+"""Elastic Memory: keys and values of the past as polynomials, read at sampled points.
 
     C_i = P_i C_{i-1} + K_i F_i         for F = keys without RoPE, and values  (eq. 6)
     K_mem, V_mem = R C_{i-1}            R: Legendre basis at sampled fractions (eq. 8)
@@ -149,7 +149,7 @@ def step(
     The memory is read as R (C q) and (wᵀ R) C: no memory token is ever formed.
     """
     check_input(x, config.model_dim, state)
-    q, k, v = projections.project(params, x[:, None])
+    q, k, v = projections.qkv_projection(params, x[:, None])
     write = jax.vmap(lambda block, token, at: block.at[at].set(token[0]))
     open_keys = write(state.open_keys, k.astype(jnp.float32), state.filled)
     open_values = write(state.open_values, v.astype(jnp.float32), state.filled)
@@ -162,7 +162,9 @@ def step(
     state = jax.lax.cond(
         jnp.any(complete), lambda s: _compress(s, complete), lambda s: s, state
     )
-    return state, projections.merge(params, y[:, None].astype(x.dtype))[:, 0]
+    return state, projections.output_projection(params, y[:, None].astype(x.dtype))[
+        :, 0
+    ]
 
 
 def apply(
@@ -173,7 +175,7 @@ def apply(
 ) -> tuple[ElasticMemoryState, Float[Array, "B T D"]]:
     """Attends block by block, each row at its own place in its block."""
     check_input(x, config.model_dim, state)
-    q, k, v = projections.project(params, x)
+    q, k, v = projections.qkv_projection(params, x)
     # An open block of up to L-1 tokens may push the segment into one block more.
     blocks = (x.shape[1] + config.block - 2) // config.block + 1
     ragged = functools.partial(_apply_blocks, config, blocks, False)
@@ -188,7 +190,7 @@ def apply(
             ragged,
             *(state, q, k, v),
         )
-    return state, projections.merge(params, y)
+    return state, projections.output_projection(params, y)
 
 
 def flush(state: ElasticMemoryState) -> ElasticMemoryState:
@@ -256,7 +258,7 @@ def _trapezoid(config, tokens, remembered, length):
     first = length[:, None] + jnp.arange(blocks, dtype=jnp.int32)[None] * block
     if config.positions == "stream":
         places = first[..., None] + places[None, None]
-    turn = lambda x: projections.turn(config, x, places)
+    rope = lambda x: projections.apply_rope(config, x, places)
     causal = jnp.tril(jnp.ones((block, block), bool))
     mask = jnp.concatenate(
         [
@@ -267,7 +269,7 @@ def _trapezoid(config, tokens, remembered, length):
     )
     join = lambda memory, tokens: jnp.concatenate([memory, tokens], axis=2)
     return attend.blocks(
-        turn(q), join(memory_keys, turn(k)), join(memory_values, v), mask
+        rope(q), join(memory_keys, rope(k)), join(memory_values, v), mask
     )
 
 
@@ -279,13 +281,13 @@ def _attend_one(config, state, q, open_keys, open_values):
     now = state.filled[:, None]
     if config.positions == "stream":
         places, now = state.length[:, None] + places[None], state.length[:, None] + now
-    turn = lambda x, at: projections.turn(config, x, at)
-    q = turn(q.astype(jnp.float32)[:, None], now)[:, 0]
+    rope = lambda x, at: projections.apply_rope(config, x, at)
+    q = rope(q.astype(jnp.float32)[:, None], now)[:, 0]
     q = q.reshape(b, config.num_kv_heads, -1, width) * width**-0.5
 
     in_basis = jnp.einsum("bgqk,bgnk->bgqn", q, state.keys)
     to_memory = jnp.einsum("bgqn,mn->bgqm", in_basis, basis)
-    to_block = jnp.einsum("bgqk,blgk->bgql", q, turn(open_keys, places))
+    to_block = jnp.einsum("bgqk,blgk->bgql", q, rope(open_keys, places))
     seen = jnp.arange(config.block, dtype=jnp.int32)[None] <= state.filled[:, None]
     mask = jnp.concatenate(
         [

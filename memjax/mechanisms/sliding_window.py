@@ -94,7 +94,7 @@ def apply(
     b, t, _ = x.shape
     window = config.window
     size = min(window, t)
-    q, k, v = projections.project(params, x)
+    q, k, v = projections.qkv_projection(params, x)
     new = SlidingWindowState(
         keys=k.astype(jnp.float32),
         values=v.astype(jnp.float32),
@@ -107,8 +107,8 @@ def apply(
     keys, values, visible = (_around(_pad(x, -t % size), window, size) for x in stream)
     places = jnp.arange(window + size, dtype=jnp.int32)
     y = attend.blocks(
-        projections.turn(config, queries, places[window:]),
-        projections.turn(config, keys.astype(x.dtype), places),
+        projections.apply_rope(config, queries, places[window:]),
+        projections.apply_rope(config, keys.astype(x.dtype), places),
         values.astype(x.dtype),
         _band(window, size)[None, None] & visible[:, :, None],
     )
@@ -119,7 +119,7 @@ def apply(
         cut = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, window, 0)
         newest = lambda leaf: jax.vmap(cut)(leaf, lengths)
     state = SlidingWindowState(*map(newest, stream))
-    return state, projections.merge(params, y)
+    return state, projections.output_projection(params, y)
 
 
 def _pad(x: Array, more: int) -> Array:

@@ -37,7 +37,7 @@ PARAMS = full(T).init_params(jax.random.key(0))
 INPUTS = jax.random.normal(jax.random.key(1), (B, T, D))
 
 
-def turn(x, theta):
+def apply_rope(x, theta):
     """RoPE as complex rotation, float64: channels i and i + K/2 are one number."""
     half = x.shape[-1] // 2
     angle = np.arange(x.shape[1])[:, None] * theta ** (-np.arange(half) / half)
@@ -49,8 +49,8 @@ def oracle(params, x, band):
     """Softmax attention in float64: query t sees the `band` keys up to its own."""
     x = np.asarray(x, np.float64)
     query, key, value, output = (np.asarray(w, np.float64) for w in params[:4])
-    q = turn(np.einsum("btd,dhk->bthk", x, query), 100.0)
-    k = turn(np.einsum("btd,dgk->btgk", x, key), 100.0).repeat(H // G, axis=2)
+    q = apply_rope(np.einsum("btd,dhk->bthk", x, query), 100.0)
+    k = apply_rope(np.einsum("btd,dgk->btgk", x, key), 100.0).repeat(H // G, axis=2)
     v = np.einsum("btd,dgk->btgk", x, value).repeat(H // G, axis=2)
     scores = np.einsum("bthk,bshk->bhts", q, k) / np.sqrt(K)
     back = np.arange(x.shape[1])[:, None] - np.arange(x.shape[1])[None]

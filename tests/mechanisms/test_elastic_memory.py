@@ -43,7 +43,7 @@ PARAMS = elastic().init_params(jax.random.key(0))
 INPUTS = jax.random.normal(jax.random.key(1), (B, T, D))
 
 
-def turn(x, positions):
+def apply_rope(x, positions):
     """RoPE as complex rotation: channels i and i + K/2 are one number."""
     half = K // 2
     angle = positions[:, None] * THETA ** (-np.arange(half) / half)
@@ -66,7 +66,7 @@ def algorithm_1(x, sampling, positions, edges):
         at = np.arange(start, stop) - (start if positions == "block" else 0)
         here = slice(start, min(stop, len(x)))
         at = at[: here.stop - start]
-        queries, keys = turn(q[here], at), turn(k[here], at)
+        queries, keys = apply_rope(q[here], at), apply_rope(k[here], at)
         for i, h in np.ndindex(here.stop - start, H):
             g = h // (H // G)
             past = read if start else read[:0]

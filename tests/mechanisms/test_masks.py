@@ -39,7 +39,7 @@ def build(name):
     return mechanism, mechanism.init_params(jax.random.key(0))
 
 
-def turn(x):
+def apply_rope(x):
     half = x.shape[-1] // 2
     angle = np.arange(x.shape[1])[:, None] * 500_000.0 ** (-np.arange(half) / half)
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[None, :, None]
@@ -50,7 +50,7 @@ def oracle(params, mask, band):
     """Float64; NaN where a token sees none."""
     x = np.asarray(X, np.float64)
     query, key, value, output = (np.asarray(w, np.float64) for w in params[:4])
-    q, k = (turn(np.einsum("btd,dhk->bthk", x, w)) for w in (query, key))
+    q, k = (apply_rope(np.einsum("btd,dhk->bthk", x, w)) for w in (query, key))
     v = np.einsum("btd,dgk->btgk", x, value)
     scores = np.einsum("bthk,bsgk->bhts", q, k) / np.sqrt(K)
     back = np.arange(T)[:, None] - np.arange(T)[None]

@@ -155,7 +155,7 @@ def test_a_folder_of_another_run_is_left_alone(config, tmp_path):
     other = json.dumps(run.to_record(run.RunConfig()))
     (tmp_path / "config.json").write_text(other)
     with pytest.raises(
-        ValueError, match=r"model\.mixers\.0\.block was 64 and is now 8"
+        ValueError, match=r"mixers\.0\.type was 'SlidingWindowConfig' and is now 'El"
     ):
         run.train(config, tmp_path)
     assert (tmp_path / "config.json").read_text() == other

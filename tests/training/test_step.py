@@ -172,9 +172,9 @@ def test_a_batch_that_is_not_finite_changes_nothing_but_the_step(broken, adam):
     batch = batch_of(text(seed=2))
     match broken:
         case "parameters":
-            poison = lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.nan)
+            mask_with_nan = lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.nan)
             leaves, structure = jax.tree.flatten(state.params)
-            leaves[1] = poison(leaves[1])
+            leaves[1] = mask_with_nan(leaves[1])
             state = state._replace(params=jax.tree.unflatten(structure, leaves))
         case "mask":
             batch = batch._replace(mask=batch.mask.at[1, 2].set(jnp.nan))

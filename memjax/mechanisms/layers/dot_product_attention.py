@@ -1,7 +1,7 @@
-"""Library attention over blocks, with memory bounded in the length.
+"""Softmax attention whose scores take bounded memory, at any length.
 
-Softmax attention itself is `jax.nn.dot_product_attention`, but on a CPU; this file
-chooses what to hand it.
+Queries go through in blocks. Each block is `jax.nn.dot_product_attention`, but on a
+CPU, where the library's form is slow: see `_masked`.
 """
 
 import functools

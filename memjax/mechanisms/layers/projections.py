@@ -1,8 +1,8 @@
-"""Query, key, value and output projections shared by the attention family.
+"""Query, key, value and output projections of the attention family.
 
-One parameter type for all of them, so that the weights of a plain attention layer
-load into a sliding window or an Elastic Memory as they are. What a model lacks, as
-Llama lacks biases, is None.
+All of the family have one parameter type, so that the weights of full attention load
+into a sliding window or an Elastic Memory as they are. Biases that a model lacks are
+None.
 
 `linear` is the product of every weight that may be adapted (LoRA), of the feed-forward
 layers too: Hu et al. (2021), https://arxiv.org/abs/2106.09685.
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from memjax.checks import check_positive, check_sizes
-from memjax.mechanisms.base import axes, lead
+from memjax.mechanisms.base import axes, expand_leading_dims
 from memjax.mechanisms.layers import rope
 from memjax.mechanisms.layers.rope import RopeScaling
 
@@ -155,10 +155,10 @@ def linear(
         y = jnp.tensordot(x, weight.astype(x.dtype), axes)
     if bias is None:
         return y
-    return y + lead(bias.astype(x.dtype), y)
+    return y + expand_leading_dims(bias.astype(x.dtype), y)
 
 
-def project(
+def qkv_projection(
     params: AttentionParams, x: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
     """Queries, keys and values in the dtype of x, without positions."""
@@ -169,15 +169,17 @@ def project(
     )
 
 
-def merge(params: AttentionParams, y: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
+def output_projection(
+    params: AttentionParams, y: Float[Array, "B T H K"]
+) -> Float[Array, "B T D"]:
     """Joins the heads."""
     return linear(y, params.output, params.output_bias, axes=2)
 
 
-def turn(
+def apply_rope(
     config: HeadsConfig, x: Float[Array, "*B T H K"], positions: Int[Array, "*P T"]
 ) -> Float[Array, "*B T H K"]:
-    """Queries or keys turned by their positions, where the layer has RoPE."""
+    """Queries or keys rotated by their positions, where the layer has RoPE."""
     if config.rope_theta is None:
         return x
     return rope.rotate(x, positions, config.rope_theta, config.rope_scaling)

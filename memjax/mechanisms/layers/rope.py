@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from memjax.checks import check_positive, check_sizes
-from memjax.mechanisms.base import lead
+from memjax.mechanisms.base import expand_leading_dims
 from memjax.mechanisms.layers.cpu import computed_once
 
 ScalingKind = Literal["linear", "llama3", "yarn"]
@@ -128,10 +128,12 @@ def rotate(
     """
     turns = jnp.asarray(frequencies(x.shape[-1], theta, scaling))
     angles = positions[..., None].astype(jnp.float32)
-    angles = angles * lead(turns, angles)
+    angles = angles * expand_leading_dims(turns, angles)
     amplitude = 1.0 if scaling is None else scaling.amplitude
     # All heads turn alike.
-    table = lambda f: lead(computed_once(f(angles) * amplitude)[..., None, :], x)
+    table = lambda f: expand_leading_dims(
+        computed_once(f(angles) * amplitude)[..., None, :], x
+    )
     cos, sin = table(jnp.cos), table(jnp.sin)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key, PRNGKeyArray, PyTree
 
 from memjax.mechanisms import Mechanism
-from memjax.mechanisms.base import lead
+from memjax.mechanisms.base import expand_leading_dims
 from memjax.mechanisms.layers.cpu import scale_channels, scale_rows
 from memjax.mechanisms.layers.projections import Adapted, linear
 from memjax.models.language_model.config import ModelConfig
@@ -109,7 +109,7 @@ def layer_norm(
     variance = (high**2).mean(axis=-1, keepdims=True)
     high = scale_rows(high, jax.lax.rsqrt(variance + epsilon))
     high = scale_channels(high, params.scale)
-    return (high + lead(params.bias, high)).astype(x.dtype)
+    return (high + expand_leading_dims(params.bias, high)).astype(x.dtype)
 
 
 class BlockParams(NamedTuple):

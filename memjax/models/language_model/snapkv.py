@@ -131,7 +131,7 @@ def compact(
     keys = jnp.take_along_axis(state.keys, slots[..., None], axis=1)
     values = jnp.take_along_axis(state.values, slots[..., None], axis=1)
     shift = jnp.broadcast_to(n - state.length[:, None], slots.shape[:2])
-    keys = projections.turn(heads, keys, shift)
+    keys = projections.apply_rope(heads, keys, shift)
     if heads.rope_scaling is not None:
         # YaRN's factor is in the keys already.
         keys = keys / heads.rope_scaling.amplitude
@@ -150,10 +150,10 @@ def _compressing(attention: Mechanism, heads: Any, config: SnapKVConfig) -> Mech
     def apply(params: AttentionParams, state: AttentionState, x: Float[Array, "B T D"]):
         state, y = attention.apply(params, state, x)
         window = min(config.window, x.shape[1])
-        queries = projections.project(params, x[:, -window:])[0]
+        queries = projections.qkv_projection(params, x[:, -window:])[0]
         places = state.length[:, None] - window
         places = places + jnp.arange(window, dtype=jnp.int32)[None]
-        queries = projections.turn(heads, queries, places)
+        queries = projections.apply_rope(heads, queries, places)
         slots = choose(queries, state, config.keep, config.kernel)
         longer = state.length > config.keep
         return reset(state, compact(heads, state, slots), longer), y

@@ -142,7 +142,7 @@ class Seeker:
         keys, values = read(store.keys), read(store.rows)
         sizes = self.config.heads
         flat = keys.astype(plain.dtype).reshape(b, self.count, g * r, -1)
-        keys = projections.turn(sizes, flat, positions).reshape(keys.shape)
+        keys = projections.apply_rope(sizes, flat, positions).reshape(keys.shape)
         return keys, values, real[..., 0, 0, 0], chosen
 
 

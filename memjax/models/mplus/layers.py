@@ -51,10 +51,10 @@ def write_layer(
 
     def mix(params, memory, normed):
         q = projections.linear(normed, params.query, params.query_bias)
-        q = projections.turn(heads, q, positions[:, first:])
+        q = projections.apply_rope(heads, q, positions[:, first:])
         made = memory_slots(config, block, x)
-        k = projections.turn(heads, made.keys, positions)
-        return memory, projections.merge(
+        k = projections.apply_rope(heads, made.keys, positions)
+        return memory, projections.output_projection(
             params, attend.causal(q, k, made.values, visible)
         )
 
@@ -86,7 +86,7 @@ def prefix_slots(
     if beside is not None:
         positions = positions.at[:, 1:].add(beside[:, None])
     made = memory_slots(config, block, rows)
-    k = projections.turn(config.heads, made.keys, positions)
+    k = projections.apply_rope(config.heads, made.keys, positions)
     return Slots(k.astype(jnp.float32), made.values.astype(jnp.float32))
 
 
@@ -117,9 +117,9 @@ def read_layer(
     heads = config.heads
 
     def mix(params, slots, normed):
-        plain, k, v = projections.project(params, normed)
-        q = projections.turn(heads, plain, positions)
-        k = projections.turn(heads, k, positions)
+        plain, k, v = projections.qkv_projection(params, normed)
+        q = projections.apply_rope(heads, plain, positions)
+        k = projections.apply_rope(heads, k, positions)
         new = Slots(k.astype(jnp.float32), v.astype(jnp.float32))
         write = lambda old, new: segments.write(old, places, new)
         slots = jax.tree.map(write, slots, new)
@@ -128,7 +128,7 @@ def read_layer(
             y = attend.from_cache(q, *cache, start, visible)
         else:
             y = attention(plain, q, *cache, start, visible)
-        return slots, projections.merge(params, y)
+        return slots, projections.output_projection(params, y)
 
     return run_block(config, mix, block, slots, h)
 

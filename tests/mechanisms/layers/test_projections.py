@@ -53,13 +53,15 @@ def test_biases_are_added_once():
     )
     x, y = draw(8, B, T, D), draw(9, B, T, H, K)
     for with_bias, without, bias in zip(
-        projections.project(params, x),
-        projections.project(bare, x),
+        projections.qkv_projection(params, x),
+        projections.qkv_projection(bare, x),
         biases,
         strict=True,
     ):
         close(with_bias - without, np.broadcast_to(bias, without.shape))
-    difference = projections.merge(params, y) - projections.merge(bare, y)
+    difference = projections.output_projection(
+        params, y
+    ) - projections.output_projection(bare, y)
     close(difference, np.broadcast_to(draw(7, D), difference.shape))
 
 
@@ -93,7 +95,12 @@ def test_attention_takes_adapted_weights():
     )
     formed = AttentionParams(query, key, value, output)
     for a, b in zip(
-        projections.project(adapted, x), projections.project(formed, x), strict=True
+        projections.qkv_projection(adapted, x),
+        projections.qkv_projection(formed, x),
+        strict=True,
     ):
         close(a, b)
-    close(projections.merge(adapted, y), projections.merge(formed, y))
+    close(
+        projections.output_projection(adapted, y),
+        projections.output_projection(formed, y),
+    )

@@ -135,7 +135,7 @@ def test_what_cannot_be_read_is_refused():
         lambda: model.encode(x, ones),
         lambda: model.read_ragged(state, x, jnp.array([1, 2, 3]), ones),
     ):
-        with pytest.raises(ValueError, match="mask must be None .*'gated_deltanet'"):
+        with pytest.raises(ValueError, match="mask must be None .*GatedDeltaNetConfig"):
             call()
     with pytest.raises(ValueError, match=r"3 rows.* 12 channels, got \[3, 8, 16\]"):
         learned.read(learned.init_state(B), x)

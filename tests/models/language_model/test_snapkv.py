@@ -127,7 +127,7 @@ def test_chosen_tokens_keep_their_distance_to_what_comes(scaling):
     rng = np.random.default_rng(0)
     bare, values = rng.normal(size=(2, 1, 12, 1, 4)).astype(np.float32)
     places = jnp.arange(12, dtype=jnp.int32)[None]
-    turned = projections.turn(heads, jnp.asarray(bare), places)
+    turned = projections.apply_rope(heads, jnp.asarray(bare), places)
     state = AttentionState(
         turned, jnp.asarray(values), jnp.ones((1, 12), bool), jnp.array([12])
     )
@@ -138,7 +138,8 @@ def test_chosen_tokens_keep_their_distance_to_what_comes(scaling):
     np.testing.assert_array_equal(small.values[0, :4], values[0, [0, 3, 10, 11]])
     # The next query stands at 4 now and stood at 12: scores must not show it.
     query = jnp.asarray(rng.normal(size=(1, 1, 1, 4)), jnp.float32)
-    at = lambda place: projections.turn(heads, query, jnp.array([[place]]))[0, 0, 0]
+    rotated = lambda place: projections.apply_rope(heads, query, jnp.array([[place]]))
+    at = lambda place: rotated(place)[0, 0, 0]
     before = turned[0, [0, 3, 10, 11], 0] @ at(12)
     np.testing.assert_allclose(small.keys[0, :4, 0] @ at(4), before, atol=2e-5)
     if scaling is None:
