@@ -75,7 +75,7 @@ def _plain(value: Any, typed: bool) -> Any:
 
 def _from_typed(allowed: Sequence[type], value: Any, where: str) -> Any:
     """The dataclass, one of those allowed, that the record says it is."""
-    if not isinstance(value, dict) or "type" not in value:
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise ValueError(f"{where} must be an object with a type, got {value!r}")
     kinds = {kind.__name__: kind for kind in allowed}
     require_known(f"{where}.type", value["type"], tuple(kinds))

@@ -133,7 +133,7 @@ def test_values_are_checked_as_in_code():
         (dict(type="TreliConfig"), r"did you mean 'TrellisConfig'"),
         (dict(type="RecurrentConfig"), "mixers.0..type must be one of .*AttentionC"),
         (dict(type="os.system"), "must be one of .*, got 'os.system'"),
-        (dict(type=["TrellisConfig"]), r"got \['TrellisConfig'\]"),
+        (dict(type=["TrellisConfig"]), "must be an object with a type, got {'type': "),
         (dict(type="GLAConfig"), r"config.mixers\[0\].model_dim is missing"),
         (dict(model_dim=8), r"mixers\[0\] must be an object with a type, got {'model"),
         ("TrellisConfig", r"mixers\[0\] must be an object with a type, got 'Trellis"),

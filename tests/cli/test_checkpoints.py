@@ -61,7 +61,7 @@ def assert_same(one, other):
 def test_import_writes_a_folder_that_loads(tmp_path):
     code, out, err = memjax("import", LLAMA, tmp_path / "a")
     assert (code, err) == (0, "")
-    assert "(llama): memjax and transformers load it" in out
+    assert "(mistral): memjax and transformers load it" in out
     assert_same(load_pretrained(tmp_path / "a").model, load_pretrained(LLAMA).model)
     assert "exists already" in refused("import", LLAMA, tmp_path / "a")
     assert "neither a folder nor" in refused("import", tmp_path / "no", tmp_path / "b")
@@ -77,7 +77,7 @@ def test_half_precision_is_asked_for(tmp_path):
 
 def test_export_writes_what_was_trained(trained, tmp_path):
     code, out, err = memjax("export", trained, tmp_path / "a")
-    assert (code, err) == (0, "") and "(llama)" in out
+    assert (code, err) == (0, "") and "(mistral)" in out
     config, model = run.load_model(trained)
     found, tokenizer = load_pretrained(tmp_path / "a")
     # The tied, scaled embedding is told as an embedding and a head.
