@@ -61,7 +61,7 @@ def assert_same(one, other):
 def test_import_writes_a_folder_that_loads(tmp_path):
     code, out, err = memjax("import", LLAMA, tmp_path / "a")
     assert (code, err) == (0, "")
-    assert "(mistral): memjax and transformers load it" in out
+    assert "(llama): memjax and transformers load it" in out
     assert_same(load_pretrained(tmp_path / "a").model, load_pretrained(LLAMA).model)
     assert "exists already" in refused("import", LLAMA, tmp_path / "a")
     assert "neither a folder nor" in refused("import", tmp_path / "no", tmp_path / "b")

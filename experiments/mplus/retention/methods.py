@@ -17,7 +17,6 @@ from flax import nnx
 
 from memjax.data import Tokenizer
 from memjax.models import LanguageModel, Sampling, generate
-from memjax.models.language_model.model import with_config
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
 from memjax.models.language_model.windowed import with_capacity, with_window
 from memjax.models.mplus.model import MPlus

@@ -37,7 +37,6 @@ from experiments.mplus.retention import variants
 from experiments.mplus.speed import cost_report, operations
 from experiments.mplus.speed.cost_programs import BACKBONE, MEMORY, compile_programs
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.language_model.model import with_config
 from memjax.models.language_model.windowed import with_capacity, with_window
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus, mplus
