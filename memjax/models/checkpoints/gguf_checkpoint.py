@@ -1,7 +1,8 @@
-"""A GGUF file as a Hugging Face checkpoint: its configuration and tensor names.
+"""Reads a GGUF file as a Hugging Face checkpoint: its configuration and tensor names.
 
-llama.cpp stores the rows of Llama's query and key projections with the pairs that RoPE
-turns side by side; here they are half a head apart, as everywhere else in memjax.
+llama.cpp stores the two channels that RoPE rotates together next to each other in
+Llama's query and key projections. In Hugging Face's checkpoints, and in memjax, they
+are half a head apart: reading permutes them.
 """
 
 import re
@@ -37,7 +38,7 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-# Llama 3.1 and 3.2: the published scaling; GGUF keeps only what follows from it.
+# The published RoPE scaling of Llama 3.1 and 3.2. GGUF has only the factors by channel.
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -51,7 +52,7 @@ class GGUFCheckpoint:
 
     Attributes:
         path: of the file.
-        config: what `config.json` would hold.
+        config: content of the model's `config.json`.
         shapes: of the tensors, by Hugging Face's names.
     """
 
@@ -79,7 +80,7 @@ class GGUFCheckpoint:
         return _unpermute(tensor, self.config[heads[role]]) if role in heads else tensor
 
     def tokenizer(self) -> bytes | None:
-        """The bytes of a tokenizer.json, None without a vocabulary."""
+        """The bytes of a `tokenizer.json`; None without a vocabulary in the file."""
         return gguf_tokenizer.tokenizer_json(self._file.metadata, str(self.path))
 
 
@@ -93,7 +94,7 @@ def _unpermute(
 
 def _hf_names(file: GGUFFile) -> dict[str, str]:
     """Hugging Face's name of every tensor -> its name in the file."""
-    names, strangers = {}, []
+    names, unknown = {}, []
     for own in file.records:
         layer = re.fullmatch(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)", own)
         outside = re.fullmatch(r"(\w+)\.(weight)", own)
@@ -102,16 +103,16 @@ def _hf_names(file: GGUFFile) -> dict[str, str]:
         elif outside and outside[1] in OUTSIDE:
             names[f"{OUTSIDE[outside[1]]}.weight"] = own
         elif own != ROPE_FACTORS:
-            strangers.append(own)
-    if strangers:
-        raise ValueError(f"{file.path} has tensors of no known role: {strangers}")
+            unknown.append(own)
+    if unknown:
+        raise ValueError(f"{file.path} has tensors of no known role: {unknown}")
     if "model.embed_tokens.weight" not in names:
         raise ValueError(f"{file.path} has no tensor 'token_embd.weight'")
     return names
 
 
 def _config(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What the original model's config.json says of the same things."""
+    """The `config.json` of the original model, from the metadata."""
     entry = _Entries(file)
     model_type, architecture = ARCHITECTURES[entry.prefix]
     embedding = shapes["model.embed_tokens.weight"]
@@ -158,7 +159,7 @@ def _config(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
 
 
 def _require(entry: "_Entries", values: Mapping[str, int]) -> None:
-    """Refuses an entry that is there and says what this reader cannot do."""
+    """Raises ValueError for an entry that differs from what is supported here."""
     for key, expected in values.items():
         if entry(key, expected) != expected:
             raise ValueError(
@@ -168,7 +169,7 @@ def _require(entry: "_Entries", values: Mapping[str, int]) -> None:
 
 
 class _Entries:
-    """Metadata under the architecture's prefix, of the type that is wanted."""
+    """Metadata entries of the architecture, each checked for its type."""
 
     def __init__(self, file: GGUFFile):
         self.file = file
@@ -194,7 +195,7 @@ class _Entries:
             raise ValueError(
                 f"{self.file.path}: {self.prefix}.{key} must be a number, got {found!r}"
             )
-        # Stored in float32: 1e-5 comes back as 9.999999747378752e-06.
+        # Stored in float32: 1e-5 is read as 9.999999747378752e-06.
         return float(str(np.float32(found)))
 
     def word(self, key: str, default: str) -> str:
@@ -222,16 +223,16 @@ def _rope_scaling(entry: _Entries, config: dict[str, Any]) -> dict[str, Any] | N
 
 
 def _llama3_scaling(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Finds Llama 3's published scaling again in the factors that follow from it."""
+    """Recovers Llama 3's published scaling from the factors by channel."""
     stored = file.read(ROPE_FACTORS)
     half = config["head_dim"] // 2
     scaling = LLAMA3_SCALING | {"factor": float(stored.max())}
     if stored.shape == (half,):
         inverse = config["rope_theta"] ** (-np.arange(half) / half)
         wavelength = 2 * np.pi / inverse
-        # Turns within the original context; one is slow, four are fast.
-        turns = LLAMA3_SCALING["original_max_position_embeddings"] / wavelength
-        fast = np.clip((turns - 1) / (4 - 1), 0, 1)
+        # Rotations within the original context: fast channels have 4 or more.
+        rotations = LLAMA3_SCALING["original_max_position_embeddings"] / wavelength
+        fast = np.clip((rotations - 1) / (4 - 1), 0, 1)
         expected = 1 / (fast + (1 - fast) / scaling["factor"])
         if np.allclose(stored, expected, rtol=1e-5):
             return scaling

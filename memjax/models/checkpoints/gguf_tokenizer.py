@@ -1,11 +1,11 @@
-"""The tokenizer inside a GGUF file, as a `tokenizers` JSON.
+"""Converts the tokenizer in a GGUF file to a `tokenizer.json`.
 
-"gpt2" is a byte-level BPE: tokens and merges. How a text is cut before the merges is
-only named (`tokenizer.ggml.pre`), and the same merges after another cut give other
-tokens; so a name that is not known here is refused.
+"gpt2" is a byte-level BPE: tokens and merges. How text is split into words before the
+merges (pre-tokenization) is only named, in `tokenizer.ggml.pre`. The same merges after
+another split give other tokens, so unknown names are refused.
 
-"llama" is SentencePiece's BPE: tokens and scores. Of all neighbours that make a token,
-those with the best score are joined first, the leftmost first.
+"llama" is SentencePiece's BPE: tokens and scores. Of all adjacent pairs that form a
+token, the one with the best score is merged first, and of equal ones the leftmost.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,17 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, normalizers, processors
-from tokenizers import pre_tokenizers as cuts
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers.models import BPE
 
-# GPT-2's cut (Radford et al., 2019); the byte-level step applies the same by itself.
+# GPT-2's split (Radford et al., 2019).
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Llama 3's and Qwen2's, which differ in how many digits stay together.
 LLAMA3 = (
@@ -25,7 +31,7 @@ LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-# What llama.cpp calls "default": four cuts, one inside the other.
+# What llama.cpp calls "default": four splits, one after the other.
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 PATTERNS: dict[str, tuple[str, ...]] = {
     "gpt-2": (GPT2,),
@@ -37,7 +43,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "qwen2": (QWEN2,),
     "deepseek-r1-qwen": (QWEN2,),
 }
-# Kinds of tokens.
+# Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 SPACE = "\u2581"
 BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -54,8 +60,8 @@ def tokenizer_json(metadata: Mapping[str, Any], where: str) -> bytes | None:
         None if the file has no vocabulary.
 
     Raises:
-        ValueError: if the kind of vocabulary or its cut is not known, or tokens and
-            merges contradict each other.
+        ValueError: if the kind of vocabulary or its pre-tokenizer is not known, or
+            tokens and merges contradict each other.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind in (None, "none", "no_vocab"):
@@ -67,7 +73,7 @@ def tokenizer_json(metadata: Mapping[str, Any], where: str) -> bytes | None:
             f"of {tuple(builders)}; load the model without its tokenizer, and a "
             "tokenizer.json from the original model"
         )
-    vocabulary = _vocabulary(_texts(metadata, "tokens", where), where)
+    vocabulary = _vocabulary(_strings(metadata, "tokens", where), where)
     result = builders[kind](metadata, vocabulary, where)
     _add_special(result, metadata, list(vocabulary), where)
     return result.to_str().encode()
@@ -76,21 +82,23 @@ def tokenizer_json(metadata: Mapping[str, Any], where: str) -> bytes | None:
 def _byte_level(
     metadata: Mapping[str, Any], vocabulary: dict[str, int], where: str
 ) -> tokenizers.Tokenizer:
-    cut = metadata.get("tokenizer.ggml.pre")
-    if cut not in PATTERNS:
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre not in PATTERNS:
         raise ValueError(
-            f"{where}: tokenizer.ggml.pre={cut!r} is not a known way to cut a text, "
+            f"{where}: tokenizer.ggml.pre={pre!r} is not a known pre-tokenizer, "
             f"expected one of {tuple(PATTERNS)}"
         )
-    merges = _merges(_texts(metadata, "merges", where), vocabulary, where)
-    # Llama 3 takes a word that is a token as it is, whatever the merges say.
-    whole = PATTERNS[cut] == (LLAMA3,)
-    result = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=whole))
-    if PATTERNS[cut] == (QWEN2,):
+    merges = _merges(_strings(metadata, "merges", where), vocabulary, where)
+    # Llama 3 does not apply the merges to a word that is a token.
+    whole_words = PATTERNS[pre] == (LLAMA3,)
+    result = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=whole_words))
+    if PATTERNS[pre] == (QWEN2,):
         result.normalizer = normalizers.NFC()
-    splits = [cuts.Split(Regex(p), behavior="isolated") for p in PATTERNS[cut]]
-    byte_level = cuts.ByteLevel(add_prefix_space=False, use_regex=False)
-    result.pre_tokenizer = cuts.Sequence([*splits, byte_level])
+    splits = [
+        pre_tokenizers.Split(Regex(p), behavior="isolated") for p in PATTERNS[pre]
+    ]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    result.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     result.decoder = decoders.ByteLevel()
     return result
 
@@ -137,16 +145,16 @@ def _sentencepiece(
 def _merges_by_score(
     tokens: dict[str, int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """All pairs that make a token, the best score first.
+    """All pairs that form a token, the best score first.
 
-    Which of two cuts of one token goes first makes no difference: SentencePiece's ids
-    of 80,000 random texts of repeats came out with either order.
+    The order of two pairs that form the same token makes no difference: either order
+    gave SentencePiece's ids for 80,000 random texts of repeats.
     """
     merges = [
-        (-scores[index], index, token[:cut], token[cut:])
+        (-scores[index], index, token[:at], token[at:])
         for token, index in tokens.items()
-        for cut in range(1, len(token))
-        if token[:cut] in tokens and token[cut:] in tokens
+        for at in range(1, len(token))
+        if token[:at] in tokens and token[at:] in tokens
     ]
     return [(left, right) for *_, left, right in sorted(merges)]
 
@@ -164,7 +172,7 @@ def special_id(
     return found
 
 
-def _texts(metadata, name: str, where: str) -> list[str]:
+def _strings(metadata, name: str, where: str) -> list[str]:
     found = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(found, list) or not found:
         raise ValueError(f"{where}: tokenizer.ggml.{name} must list strings")
@@ -211,7 +219,7 @@ def _add_special(
     tokens: list[str],
     where: str,
 ) -> None:
-    """Tokens that are found in a text before it is cut, and those put around it."""
+    """Adds tokens that are matched before splitting, and those around every text."""
     kinds = ()
     if "tokenizer.ggml.token_type" in metadata:
         kinds = _numbers(metadata, "token_type", len(tokens), where)
@@ -224,10 +232,10 @@ def _add_special(
     around = {"bos": "", "eos": ""}
     for name in around:
         index = special_id(metadata, name, len(tokens), where)
-        # SentencePiece's models start a text unless they say otherwise.
-        usual = name == "bos" and metadata["tokenizer.ggml.model"] == "llama"
-        asked = metadata.get(f"tokenizer.ggml.add_{name}_token", usual) is True
-        if asked and index is not None:
+        # SentencePiece's models add the first token unless the file says otherwise.
+        default = name == "bos" and metadata["tokenizer.ggml.model"] == "llama"
+        added = metadata.get(f"tokenizer.ggml.add_{name}_token", default) is True
+        if added and index is not None:
             around[name] = tokens[index]
     if any(around.values()):
         result.post_processor = processors.TemplateProcessing(

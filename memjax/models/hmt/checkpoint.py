@@ -1,14 +1,14 @@
-"""HMT and RMT in and out of files, under the official program's names.
+"""Save and load HMT and RMT, under the tensor names of the official program.
 
     memory_cell.model.*          the backbone, as Hugging Face names it
     memory_cell.memory  [1, E]   M_init
     mem                 [1, E]   T, with retrieval
     cross_attn.wq.weight, cross_attn.wk.weight  [d_h, E], with retrieval
 
-OswaldHe/HMT-pytorch saves its state by pickle, which is not read here; in PyTorch,
+OswaldHe/HMT-pytorch saves pickles, which are not read here. In PyTorch,
 `safetensors.torch.save_file(torch.load(file, weights_only=True), "model.safetensors")`
-turns it into what is. Its `mem_map`, which the paper does not have and no option of
-the paper uses, is left out.
+converts one. Its `mem_map` is left out: the paper does not have it, and none of the
+paper's settings uses it.
 """
 
 import dataclasses
@@ -34,11 +34,15 @@ from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel, with_config
 from memjax.models.lora import merge_lora
 
-BACKBONE, FIRST, PROMPT = "memory_cell.model.", "memory_cell.memory", "mem"
+BACKBONE, INITIAL_MEMORY, SUMMARY_PROMPT = (
+    "memory_cell.model.",
+    "memory_cell.memory",
+    "mem",
+)
 QUERY, KEY = "cross_attn.wq.weight", "cross_attn.wk.weight"
 UNUSED = "memory_cell.mem_map."
-#: Where `config.json` keeps the `HMTConfig`, beside the backbone's.
-RECORD = "memjax_hmt"
+#: Key of the `HMTConfig` in the backbone's `config.json`.
+CONFIG_KEY = "memjax_hmt"
 
 Shapes = Mapping[str, tuple[int, ...]]
 Get = Callable[[str], Float32[np.ndarray, "..."]]
@@ -50,14 +54,14 @@ def load_official(
     """Reads a checkpoint of the official program.
 
     Args:
-        file: safetensors under its names.
-        hf_config: `config.json` of the backbone; of Llama's kind if it does not say.
-        config: the memory; a `retrieval_dim` of None is the checkpoint's. Without
-            retrieval, the checkpoint's parameters of it are passed over.
+        file: safetensors with its names.
+        hf_config: `config.json` of the backbone; without `model_type` that of a Llama.
+        config: of the memory. A `retrieval_dim` of None is the checkpoint's. Without
+            retrieval, the checkpoint's parameters of it are not read.
 
     Raises:
-        ValueError: listing every tensor that is missing, unknown or of another shape;
-            on a backbone whose width is not the memory's; as `hmt`.
+        ValueError: listing every tensor that is missing, unknown or of another shape,
+            as those of a backbone of another width are; or as `hmt`.
     """
     found = SafetensorsFile(Path(file))
     hf_config = {"model_type": "llama"} | dict(hf_config)
@@ -68,21 +72,22 @@ def load_hmt(folder: Path | str, config: HMTConfig | None = None) -> HMT:
     """Reads what `save_hmt` wrote, or an official checkpoint beside its `config.json`.
 
     Args:
-        folder: of `config.json` and safetensors.
-        config: the memory; None is what `save_hmt` kept.
+        folder: has `config.json` and safetensors.
+        config: of the memory; None reads what `save_hmt` saved.
 
     Raises:
-        ValueError: as `load_official`, or if nothing says what the memory is.
+        ValueError: as `load_official`, or if neither `config` nor the folder has the
+            memory's configuration.
     """
     found = SafetensorsFolder(Path(folder))
     if config is None:
-        if RECORD not in found.config:
+        if CONFIG_KEY not in found.config:
             raise ValueError(f"{folder} does not say what its memory is: give config")
-        record = found.config[RECORD]
-        kept: HMTConfig = from_record(HMTConfig, record, f"{folder}: {RECORD}")
+        record = found.config[CONFIG_KEY]
+        saved: HMTConfig = from_record(HMTConfig, record, f"{folder}: {CONFIG_KEY}")
     else:
-        kept = config
-    return _build(found.config, kept, found.shapes, found.get, str(folder))
+        saved = config
+    return _build(found.config, saved, found.shapes, found.get, str(folder))
 
 
 def save_hmt(
@@ -92,18 +97,18 @@ def save_hmt(
     *,
     dtype: Dtype = "float32",
 ) -> None:
-    """Writes a folder that `load_hmt` and, by its names, the official program read.
+    """Writes a folder for `load_hmt`, with the official program's tensor names.
 
-    Adapters are merged.
+    LoRA adapters are merged.
 
     Args:
         model: HMT or RMT over any backbone.
         folder: must not exist, or be empty; it appears whole or not at all.
         tokenizer: bytes of a `tokenizer.json`.
-        dtype: of the saved numbers.
+        dtype: of the saved tensors.
 
     Raises:
-        ValueError: if the folder holds something.
+        ValueError: if the folder is not empty.
     """
     own = model.pretrained
     backbone = with_config(
@@ -116,7 +121,7 @@ def save_hmt(
         tensors = tensor_names.tensors_from_parameters(backbone)
     except ValueError:
         config, tensors = own_format.to_config(backbone), own_format.tensors(backbone)
-    config = config | {RECORD: to_record(model.config)}
+    config = config | {CONFIG_KEY: to_record(model.config)}
     write_folder(Path(folder), config, _named(model, tensors), tokenizer, dtype=dtype)
 
 
@@ -125,9 +130,9 @@ def _named(
 ) -> Iterator[tuple[str, np.ndarray]]:
     for name, value in tensors:
         yield BACKBONE + name, value
-    yield FIRST, np.asarray(model.initial_memory.get_value())[None]
+    yield INITIAL_MEMORY, np.asarray(model.initial_memory.get_value())[None]
     if model.config.retrieval:
-        yield PROMPT, np.asarray(model.summary_prompt.get_value())[None]
+        yield SUMMARY_PROMPT, np.asarray(model.summary_prompt.get_value())[None]
         yield QUERY, np.asarray(model.query.get_value()).T
         yield KEY, np.asarray(model.key.get_value()).T
 
@@ -140,33 +145,33 @@ def _build(
     where: str,
 ) -> HMT:
     shapes = {n: shape for n, shape in shapes.items() if not n.startswith(UNUSED)}
-    config = _fit_retrieval(config, shapes)
+    config = _fill_retrieval_dim(config, shapes)
     start = len(BACKBONE)
     inner = {n[start:]: s for n, s in shapes.items() if n.startswith(BACKBONE)}
     backbone = _backbone(described, inner, lambda name: get(BACKBONE + name), where)
-    expected = {FIRST: (1, backbone.width)}
+    expected = {INITIAL_MEMORY: (1, backbone.width)}
     if config.retrieval:
         d_h = config.retrieval_dim or backbone.width
-        expected |= {PROMPT: (1, backbone.width)}
+        expected |= {SUMMARY_PROMPT: (1, backbone.width)}
         expected |= {QUERY: (d_h, backbone.width), KEY: (d_h, backbone.width)}
-    passed = () if config.retrieval else (PROMPT, QUERY, KEY)
+    ignored = () if config.retrieval else (SUMMARY_PROMPT, QUERY, KEY)
     memory = {
         name: shape
         for name, shape in shapes.items()
-        if not name.startswith(BACKBONE) and name not in passed
+        if not name.startswith(BACKBONE) and name not in ignored
     }
     own_format.require_tensors(expected, memory, where)
     model = hmt(backbone, config, key=jax.random.key(0))
-    model.initial_memory.set_value(jnp.asarray(get(FIRST)[0]))
+    model.initial_memory.set_value(jnp.asarray(get(INITIAL_MEMORY)[0]))
     if config.retrieval:
-        model.summary_prompt.set_value(jnp.asarray(get(PROMPT)[0]))
+        model.summary_prompt.set_value(jnp.asarray(get(SUMMARY_PROMPT)[0]))
         model.query.set_value(jnp.asarray(get(QUERY).T))
         model.key.set_value(jnp.asarray(get(KEY).T))
     return model
 
 
-def _fit_retrieval(config: HMTConfig, shapes: Shapes) -> HMTConfig:
-    """The checkpoint's d_h, where the config leaves it open."""
+def _fill_retrieval_dim(config: HMTConfig, shapes: Shapes) -> HMTConfig:
+    """The config with the checkpoint's d_h, if its own is None."""
     if not config.retrieval or config.retrieval_dim or len(shapes.get(QUERY, ())) != 2:
         return config
     return dataclasses.replace(config, retrieval_dim=shapes[QUERY][0])

@@ -1,4 +1,4 @@
-"""Memories in and out of files: what follows is the same bit by bit."""
+"""A restored memory state has the same bits, and so does all that follows from it."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import pytest
 
 from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
 from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt
-from memjax.models.checkpoints import memory_state as memory_file
+from memjax.models.checkpoints import memory_state
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import memoryllm, mplus
@@ -28,28 +28,23 @@ SIZES = ModelConfig(
 CONFIG = MPlusConfig(
     tokens=2, pool=4, chunk=3, least_chunk=1, retrieved=3, store=6, key_dim=5, rank=2
 )
-KEY = jax.random.key(0)
+
+
+def backbone(**changes):
+    sizes = dataclasses.replace(SIZES, **changes)
+    return LanguageModel(sizes, key=jax.random.key(0))
 
 
 def build(config=CONFIG, make=mplus, **changes):
-    sizes = dataclasses.replace(SIZES, **changes)
-    return make(LanguageModel(sizes, key=KEY), config, key=KEY)
+    return make(backbone(**changes), config, key=jax.random.key(0))
 
 
-MODEL = build()
-READ = jax.jit(MODEL)
+# Functions: nothing is computed before a test needs it.
 OTHERS = {
-    "memoryllm": build(make=memoryllm),
-    "hmt": hmt(
-        LanguageModel(SIZES, key=KEY),
-        HMTConfig(segment=6, sensory=2, memories=3),
-        key=KEY,
-    ),
-    "language model": LanguageModel(
-        dataclasses.replace(
-            SIZES, mixers=(*SIZES.mixers, GatedDeltaNetConfig(8, 2, 4, 4))
-        ),
-        key=KEY,
+    "memoryllm": lambda: build(make=memoryllm),
+    "hmt": lambda: build(HMTConfig(segment=6, sensory=2, memories=3), hmt),
+    "language model": lambda: backbone(
+        mixers=(*SIZES.mixers, GatedDeltaNetConfig(8, 2, 4, 4))
     ),
 }
 
@@ -58,32 +53,41 @@ def tokens(count, seed=0):
     return jax.random.randint(jax.random.key(seed), (2, count), 0, 19)
 
 
-@pytest.fixture(scope="module")
-def told():
-    """A state with rows in the store, an open chunk, and a reading under way."""
-    state = MODEL.init_state(2, key=jax.random.key(5))
-    return READ(state, tokens(20))[0]
+@pytest.fixture(scope="module", name="model")
+def _model():
+    return build()
 
 
-@pytest.fixture
-def saved(told, tmp_path):
-    save_memory(tmp_path / "memory", MODEL, told)
+@pytest.fixture(scope="module", name="read")
+def _read(model):
+    return jax.jit(model)
+
+
+@pytest.fixture(scope="module", name="state")
+def _state(model, read):
+    """Entries in the store, an open chunk, and a cache of what was read last."""
+    return read(model.init_state(2, key=jax.random.key(5)), tokens(20))[0]
+
+
+@pytest.fixture(name="saved")
+def _saved(model, state, tmp_path):
+    save_memory(tmp_path / "memory", model, state)
     return tmp_path / "memory"
 
 
-def test_a_memory_goes_on_bit_by_bit(told, saved):
-    assert told.store.held.tolist() == [6, 6] and told.filled.tolist() == [2, 2]
-    loaded = load_memory(saved, MODEL)
-    chex.assert_trees_all_equal_shapes_and_dtypes(loaded, told)
-    chex.assert_trees_all_equal(loaded, told)
-    # What is dropped next comes from the same key.
+def test_a_restored_memory_continues_bit_exactly(model, read, state, saved):
+    assert state.store.held.tolist() == [6, 6] and state.filled.tolist() == [2, 2]
+    loaded = load_memory(saved, model)
+    chex.assert_trees_all_equal_shapes_and_dtypes(loaded, state)
+    chex.assert_trees_all_equal(loaded, state)
+    # Which entries are dropped next follows from the same random key.
     more = tokens(20, 1)
-    chex.assert_trees_all_equal(READ(loaded, more), READ(told, more))
+    chex.assert_trees_all_equal(read(loaded, more), read(state, more))
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_any_model_of_the_contract_has_its_memory_saved(name, tmp_path):
-    model = OTHERS[name]
+def test_the_state_of_every_model_is_restored(name, tmp_path):
+    model = OTHERS[name]()
     rng = np.random.default_rng(0)
     any_bits = lambda x: jnp.asarray(rng.integers(0, 100, x.shape), x.dtype)
     state = jax.tree.map(any_bits, model.init_state(2))
@@ -93,40 +97,46 @@ def test_any_model_of_the_contract_has_its_memory_saved(name, tmp_path):
     chex.assert_trees_all_equal(loaded, state)
 
 
-def test_how_a_model_computes_is_no_setting_of_its_memory(told, saved):
-    chex.assert_trees_all_equal(load_memory(saved, build(remat=False)), told)
+def test_settings_that_change_no_result_may_differ(state, saved):
+    chex.assert_trees_all_equal(load_memory(saved, build(remat=False)), state)
 
 
 @pytest.mark.parametrize(
     "model,message",
     [
         (
-            build(dataclasses.replace(CONFIG, pool=8)),
+            lambda: build(dataclasses.replace(CONFIG, pool=8)),
             "config.pool is 4 in the memory and 8 in the model$",
         ),
         (
-            build(dataclasses.replace(CONFIG, legacy=True, store=2000)),
+            lambda: build(dataclasses.replace(CONFIG, legacy=True, store=2000)),
             "config.legacy is False .* True .*; config.store is 6 .* 2000 in the model",
         ),
-        (build(hidden_dim=13), "backbone.config.hidden_dim is 12 .* 13 in the model"),
-        (build(num_layers=3), "backbone.config.num_layers is 2 .* 3 in the model"),
+        (
+            lambda: build(hidden_dim=13),
+            "backbone.config.hidden_dim is 12 .* 13 in the model",
+        ),
+        (
+            lambda: build(num_layers=3),
+            "backbone.config.num_layers is 2 .* 3 in the model",
+        ),
         (OTHERS["hmt"], "class is 'MPlus' .* 'HMT'.* config.segment is 'absent' in"),
     ],
     ids=["pool", "legacy", "backbone", "layers", "class"],
 )
 def test_a_memory_of_another_model_is_refused_by_field(saved, model, message):
     with pytest.raises(ValueError, match=message):
-        load_memory(saved, model)
+        load_memory(saved, model())
 
 
-def test_a_state_of_another_model_is_not_saved(told, tmp_path):
+def test_a_state_of_another_model_is_not_saved(model, state, tmp_path):
     with pytest.raises(ValueError, match=r"'store.held' is not of this model"):
-        save_memory(tmp_path / "memory", OTHERS["memoryllm"], told)
-    wrong = told._replace(pool=told.pool.astype(jnp.bfloat16))
+        save_memory(tmp_path / "memory", OTHERS["memoryllm"](), state)
+    wrong = state._replace(pool=state.pool.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match=r"1 wrong .*'pool' is bfloat16\[2, 2, 4, 8\]"):
-        save_memory(tmp_path / "memory", MODEL, wrong)
+        save_memory(tmp_path / "memory", model, wrong)
     with pytest.raises(ValueError, match="leaves with the batch first"):
-        save_memory(tmp_path / "memory", MODEL, ())
+        save_memory(tmp_path / "memory", model, ())
     assert not list(tmp_path.iterdir())
 
 
@@ -141,28 +151,28 @@ def test_a_state_of_another_model_is_not_saved(told, tmp_path):
         ("more", 1, r"unknown or of another type: \['more'\]"),
     ],
 )
-def test_another_record_is_refused(saved, field, value, message):
+def test_a_wrong_record_is_refused(model, saved, field, value, message):
     file = saved / "memory.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with pytest.raises(ValueError, match=message):
-        load_memory(saved, MODEL)
+        load_memory(saved, model)
 
 
-@pytest.mark.parametrize("place", [3, 40, -1])
-def test_a_damaged_file_is_refused(saved, place):
+@pytest.mark.parametrize("byte", [3, 40, -1])
+def test_a_flipped_bit_is_refused(model, saved, byte):
     file = saved / "memory.safetensors"
     content = bytearray(file.read_bytes())
-    content[place] ^= 1
+    content[byte] ^= 1
     file.write_bytes(content)
     with pytest.raises(ValueError, match="memory.safetensors is not what was written"):
-        load_memory(saved, MODEL)
+        load_memory(saved, model)
     (saved / "memory.json").write_text("{")
     with pytest.raises(ValueError, match="memory.json is not sound JSON"):
-        load_memory(saved, MODEL)
+        load_memory(saved, model)
 
 
-def test_tensors_are_held_against_the_model(saved):
-    """A file that is whole, and says it is this model's, but is not."""
+def test_tensors_of_other_shapes_than_the_model_are_refused(model, saved):
+    """The file is intact and its record is that of the model."""
     import safetensors.numpy
 
     file = saved / "memory.safetensors"
@@ -172,19 +182,19 @@ def test_tensors_are_held_against_the_model(saved):
     del tensors["clock"]
     safetensors.numpy.save_file(tensors, file)
     record = json.loads((saved / "memory.json").read_text())
-    record["sha256"] = memory_file._digest(file)
+    record["sha256"] = memory_state._digest(file)
     (saved / "memory.json").write_text(json.dumps(record))
     message = r"3 wrong .*'clock' is missing; 'pool' is .*'held' is float32\[2\], exp"
     with pytest.raises(ValueError, match=message):
-        load_memory(saved, MODEL)
+        load_memory(saved, model)
 
 
-def test_it_is_written_whole_or_not_at_all(told, saved, tmp_path, monkeypatch):
+def test_a_failed_write_leaves_nothing(model, state, saved, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="not an empty folder"):
-        save_memory(saved, MODEL, told)
-    monkeypatch.setattr(memory_file, "_digest", lambda file: 1 / 0)
+        save_memory(saved, model, state)
+    monkeypatch.setattr(memory_state, "_digest", lambda file: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        save_memory(tmp_path / "other", MODEL, told)
+        save_memory(tmp_path / "other", model, state)
     assert [file.name for file in tmp_path.iterdir()] == ["memory"]
     monkeypatch.undo()
-    chex.assert_trees_all_equal(load_memory(saved, MODEL), told)
+    chex.assert_trees_all_equal(load_memory(saved, model), state)

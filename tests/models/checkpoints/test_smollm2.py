@@ -1,4 +1,4 @@
-"""The real SmolLM2-135M, from a GGUF file, against figures of transformers.
+"""SmolLM2-135M, loaded from a GGUF file, against numbers of transformers.
 
 `golden/smollm2.npz` holds logits of 64 tokens in float32 by PyTorch; what made
 `golden/smollm2_book.json` is `experiments/common/pretrained_reference.py`.
@@ -22,6 +22,7 @@ try:
 except ValueError as error:
     pytest.skip(str(error), allow_module_level=True)
 
+pytestmark = pytest.mark.slow
 GOLDEN = Path(__file__).parents[1] / "golden"
 # By the tokenizer of SmolLM2 whose digits stand alone: runs of white space before
 # digits are what GPT-2's cut gets wrong.
@@ -45,16 +46,16 @@ def _pretrained():
 
 @pytest.fixture(scope="module", name="logits")
 def _logits(pretrained):
-    """Logits of texts of up to 512 tokens; what follows a token is not seen."""
+    """Computes logits of up to 512 tokens, padded at the end: attention is causal."""
 
     @jax.jit
-    def run(model, tokens):
+    def encode(model, tokens):
         return model.logits(model.encode(model.embed(tokens)))
 
     def logits(ids):
         tokens = np.zeros((1, 512), np.int32)
         tokens[0, : len(ids)] = ids
-        return np.asarray(run(pretrained.model, jnp.asarray(tokens)))[0, : len(ids)]
+        return np.asarray(encode(pretrained.model, jnp.asarray(tokens)))[0, : len(ids)]
 
     return logits
 

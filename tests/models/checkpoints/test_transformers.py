@@ -1,4 +1,4 @@
-"""What transformers makes of the folders that memjax writes."""
+"""Folders that memjax writes, read by transformers, and the reverse."""
 
 import dataclasses
 import json
@@ -20,16 +20,19 @@ from memjax.models.checkpoints.pretrained import (
 )
 
 with warnings.catch_warnings():
-    # Theirs, of parts of their own.
+    # Both libraries warn of deprecated parts of their own.
     warnings.simplefilter("ignore")
     torch = pytest.importorskip("torch", reason="needs torch")
     transformers = pytest.importorskip("transformers", reason="needs transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 
 
-def their_logits(folder, tokens):
+def transformers_logits(folder, tokens):
     """By the model that transformers reads from a folder, all tensors of it used."""
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
@@ -45,14 +48,14 @@ def their_logits(folder, tokens):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FAMILIES.iterdir()))
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
-def test_every_family_goes_there_and_back(name, shard_bytes, tmp_path):
+def test_every_family_has_the_same_logits_in_transformers(name, shard_bytes, tmp_path):
     model, _ = load_pretrained(FAMILIES / name)
     model_type = save_pretrained(model, tmp_path / "a", shard_bytes=shard_bytes)
     theirs = json.loads((FAMILIES / name / "config.json").read_text())
     assert model_type == theirs["model_type"]
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1 or shard_bytes > 20_000
     golden = np.load(FAMILIES / name / "logits.npz", allow_pickle=False)
-    found = their_logits(tmp_path / "a", golden["tokens"])
+    found = transformers_logits(tmp_path / "a", golden["tokens"])
     np.testing.assert_allclose(found, golden["logits"], rtol=0, atol=1e-5)
 
 
@@ -71,7 +74,9 @@ def test_every_family_goes_there_and_back(name, shard_bytes, tmp_path):
         ),
     ],
 )
-def test_models_trained_here_mean_the_same_there(model_type, changes, tmp_path):
+def test_our_own_models_have_the_same_logits_in_transformers(
+    model_type, changes, tmp_path
+):
     config = preset("transformer-tiny", 64)
     small = {"num_layers": 2, "model_dim": 64, "hidden_dim": 96}
     windows = {"mixers": (SlidingWindowConfig(64, 4, 2, 32, window=6),)}
@@ -80,12 +85,12 @@ def test_models_trained_here_mean_the_same_there(model_type, changes, tmp_path):
     assert save_pretrained(model, tmp_path / "a") == model_type
     tokens = jax.random.randint(jax.random.key(1), (2, 24), 0, 64, jnp.int32)
     ours = jax.jit(lambda m, t: m.logits(m.encode(m.embed(t))))(model, tokens)
-    theirs = their_logits(tmp_path / "a", tokens)
+    theirs = transformers_logits(tmp_path / "a", tokens)
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_transformers_writes_is_read(dtype, tmp_path):
+def test_folders_of_transformers_are_read(dtype, tmp_path):
     """Sharded and in half precision, as most checkpoints are."""
     there = transformers.AutoModelForCausalLM.from_pretrained(
         FAMILIES / "llama3", dtype=getattr(torch, dtype)
@@ -94,11 +99,11 @@ def test_what_transformers_writes_is_read(dtype, tmp_path):
     assert (tmp_path / "a" / "model.safetensors.index.json").exists()
     convert(tmp_path / "a", tmp_path / "b", dtype=dtype)
     tokens = np.load(FAMILIES / "llama3" / "logits.npz", allow_pickle=False)["tokens"]
-    before, after = (their_logits(tmp_path / folder, tokens) for folder in "ab")
+    before, after = (transformers_logits(tmp_path / folder, tokens) for folder in "ab")
     np.testing.assert_array_equal(before, after)
 
 
-def test_the_tokenizer_is_the_same_there(tmp_path):
+def test_transformers_reads_the_same_tokenizer(tmp_path):
     """Also where transformers would rather build its family's own."""
     model, _ = load_pretrained(FAMILIES / "llama2")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())

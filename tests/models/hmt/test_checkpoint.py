@@ -1,4 +1,4 @@
-"""HMT in and out of files under the official names."""
+"""Save and load HMT under the official program's tensor names."""
 
 import dataclasses
 import json
@@ -50,27 +50,29 @@ def parameters(model):
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        build(),
-        build(dataclasses.replace(CONFIG, retrieval=False)),
-        build(mixers=(GatedDeltaNetConfig(8, 2, 4, 4),)),
-        rmt(LanguageModel(SIZES, key=jax.random.key(3)), 6, key=jax.random.key(4)),
-    ],
-    ids=["hmt", "stage 1", "recurrent", "rmt"],
-)
-def test_what_is_saved_is_loaded(model, tmp_path):
+MODELS = {
+    "hmt": lambda: build(),
+    "stage 1": lambda: build(dataclasses.replace(CONFIG, retrieval=False)),
+    "recurrent": lambda: build(mixers=(GatedDeltaNetConfig(8, 2, 4, 4),)),
+    "rmt": lambda: rmt(
+        LanguageModel(SIZES, key=jax.random.key(3)), 6, key=jax.random.key(4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_saved_model_is_loaded_exactly(name, tmp_path):
+    model = MODELS[name]()
     save_hmt(model, tmp_path / "saved", b"{}")
     loaded = load_hmt(tmp_path / "saved")
     assert loaded.config == model.config
-    # A model of ours says more than its Hugging Face config can hold.
+    # Those of the backbone before HMT made their capacity that of a segment.
     assert loaded.pretrained.mixers == model.pretrained.mixers
     chex.assert_trees_all_equal(parameters(loaded), parameters(model))
     assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == b"{}"
 
 
-def test_the_names_are_the_official_ones(tmp_path):
+def test_tensors_have_the_official_names(tmp_path):
     model = build()
     save_hmt(model, tmp_path / "saved")
     tensors = load_file(tmp_path / "saved" / "model.safetensors")
@@ -141,7 +143,7 @@ def test_an_official_checkpoint_gives_its_retrieval_width(tmp_path):
         ),
     ],
 )
-def test_a_wrong_checkpoint_is_refused_by_tensor(tmp_path, changes, message):
+def test_every_wrong_tensor_of_a_checkpoint_is_named(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         load_official(official(tmp_path, **changes), HF, CONFIG)
 
@@ -151,7 +153,7 @@ def test_a_backbone_of_another_width_is_refused(tmp_path):
         load_official(official(tmp_path), HF | {"hidden_size": 16}, CONFIG)
 
 
-def test_a_folder_must_say_what_its_memory_is(tmp_path):
+def test_a_folder_without_the_memory_config_is_refused(tmp_path):
     official(tmp_path)
     file = tmp_path / "saved" / "config.json"
     record = json.loads(file.read_text())

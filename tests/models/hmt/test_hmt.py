@@ -1,4 +1,8 @@
-"""HMT and RMT keep the law of models, over backbones of every kind."""
+"""HMT and RMT against the contract of models, over attention and recurrent backbones.
+
+One call equals its tokens one by one, every split of a text gives the same, no logit
+depends on later tokens, and batch elements are independent.
+"""
 
 import dataclasses
 import functools
@@ -56,7 +60,14 @@ CAUSAL = HMTConfig(
 STAGE_1 = dataclasses.replace(CAUSAL, retrieval=False)
 PAPER = dataclasses.replace(CAUSAL, summary_source="current", summary_fraction=0.6)
 J = PAPER.summary
-TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
+TOKENS = np.random.default_rng(1).integers(0, V, (B, T), np.int32)
+
+
+def change(tokens, element, position):
+    """Another token at one position."""
+    tokens = tokens.copy()
+    tokens[element, position] = (tokens[element, position] + 1) % V
+    return tokens
 
 
 @functools.cache
@@ -73,14 +84,14 @@ def _call(graph, params, state, tokens, mask):
     return nnx.merge(graph, params)(state, tokens, mask)
 
 
-def run(model, state, tokens, mask=None):
+def call(model, state, tokens, mask=None):
     return _call(*nnx.split(model), state, tokens, mask)
 
 
 def by_steps(model, state, tokens):
     states, logits = [state], []
     for t in range(tokens.shape[1]):
-        state, y = run(model, state, tokens[:, t : t + 1])
+        state, y = call(model, state, tokens[:, t : t + 1])
         states.append(state)
         logits.append(y)
     return states, jnp.concatenate(logits, axis=1)
@@ -100,43 +111,49 @@ EXACT = {
 }
 
 
-@pytest.fixture(params=EXACT, name="case", scope="module")
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=() if name == "previous" else pytest.mark.slow)
+        for name in EXACT
+    ],
+    name="case",
+    scope="module",
+)
 def _case(request):
     model = build(*EXACT[request.param])
     states, logits = by_steps(model, model.init_state(B), TOKENS)
     return model, states, logits
 
 
-def test_a_text_equals_its_tokens_one_by_one(case):
+def test_one_call_equals_its_tokens_one_by_one(case):
     model, states, logits = case
-    close(run(model, states[0], TOKENS), (states[-1], logits))
+    close(call(model, states[0], TOKENS), (states[-1], logits))
 
 
-def test_calls_take_over_at_every_token(case):
+def test_calls_continue_from_the_state_after_every_token(case):
     """So that any split of a text gives what its tokens give."""
     model, states, logits = case
     size = L + 1
     for t in range(T - size + 1):
-        result = run(model, states[t], TOKENS[:, t : t + size])
+        result = call(model, states[t], TOKENS[:, t : t + size])
         close(result, (states[t + size], logits[:, t : t + size]))
 
 
-def test_nothing_reads_ahead_and_the_past_is_not_forgotten(case):
+def test_no_logit_depends_on_later_tokens_and_all_later_ones_on_this(case):
     model, states, logits = case
     at = L + 1
-    changed = TOKENS.at[:, at].set((TOKENS[:, at] + 1) % V)
-    _, other = run(model, states[0], changed)
+    _, other = call(model, states[0], change(TOKENS, slice(None), at))
     np.testing.assert_allclose(other[:, :at], logits[:, :at], atol=1e-5)
     assert np.all(np.abs(other - logits)[:, -1].max(axis=-1) > 1e-5)
 
 
-def test_rows_are_independent_and_stand_at_different_places(case):
+def test_batch_elements_are_independent_at_different_lengths(case):
     model, states, logits = case
     at, size = L + 3, L + 1
     state = model.reset(states[at], jnp.array([True, False]))
     tokens = TOKENS[:, at : at + size]
-    after, y = run(model, state, tokens)
-    _, fresh = run(model, states[0], tokens)
+    after, y = call(model, state, tokens)
+    _, fresh = call(model, states[0], tokens)
     close(y[0], fresh[0])
     close(y[1], logits[1, at : at + size])
     stepped, steps = by_steps(model, state, tokens)
@@ -161,13 +178,20 @@ def test_the_state_is_a_fixed_point_in_float32(case):
         assert leaf.dtype in (jnp.float32, jnp.int32, bool)
 
 
-@pytest.mark.parametrize("config", [CAUSAL, PAPER, "rmt"], ids=["causal", "paper", ""])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(CAUSAL, marks=pytest.mark.slow, id="causal"),
+        pytest.param(PAPER, id="paper"),
+        pytest.param("rmt", marks=pytest.mark.slow, id="rmt"),
+    ],
+)
 def test_gradients_reach_every_parameter_and_the_state(config):
     model = build("attention", config)
     graph, params = nnx.split(model)
-    tokens = TOKENS[:, : 3 * L + 1]
-    state, _ = run(model, model.init_state(B), TOKENS[:, : L + 1])
-    # One row starts its text, with the first memory; the other has memories.
+    tokens = jnp.asarray(TOKENS[:, : 3 * L + 1])
+    state, _ = call(model, model.init_state(B), TOKENS[:, : L + 1])
+    # One batch element starts, with the initial memory; the other has memories.
     state = model.reset(state, jnp.array([True, False]))
 
     def loss(params, bank):
@@ -182,8 +206,9 @@ def test_gradients_reach_every_parameter_and_the_state(config):
         assert np.abs(leaf).max() > 0, jax.tree_util.keystr(path)
 
 
+@pytest.mark.slow
 def test_recomputing_changes_no_gradient():
-    tokens = TOKENS[:, : 2 * L]
+    tokens = jnp.asarray(TOKENS[:, : 2 * L])
 
     def gradient(activations):
         config = dataclasses.replace(PAPER, activations=activations)
@@ -202,47 +227,49 @@ def test_recomputing_changes_no_gradient():
         close(pure, nnx.to_pure_dict(keep), 1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_to_float32():
     low = build("attention", PAPER, dtype="bfloat16")
-    state, y = run(low, low.init_state(B), TOKENS)
+    state, y = call(low, low.init_state(B), TOKENS)
     high = build("attention", PAPER)
-    _, expected = run(high, high.init_state(B), TOKENS)
+    _, expected = call(high, high.init_state(B), TOKENS)
     error = jnp.linalg.norm(y - expected) / jnp.linalg.norm(expected)
     assert error < 5e-2
     assert state.memories.bank.dtype == jnp.float32
 
 
-# The paper's way: P_n stands before the tokens that it was searched with.
+# As in the paper: P_n stands before the tokens whose summary found it.
 
 
 @functools.cache
 def paper():
     model = build("attention", PAPER)
-    return model, run(model, model.init_state(B), TOKENS)
+    return model, call(model, model.init_state(B), TOKENS)
 
 
-def test_the_papers_way_reads_ahead_by_j_tokens_and_no_more():
+def test_with_its_own_summary_a_segment_reads_ahead_j_tokens_and_no_more():
     model, (_, logits) = paper()
     # With one memory there is nothing to choose: the third segment is the first.
     for at, first in ((2 * L + J - 1, 2 * L), (2 * L + J, 2 * L + J)):
-        changed = TOKENS.at[:, at].set((TOKENS[:, at] + 1) % V)
-        _, other = run(model, model.init_state(B), changed)
+        changed = change(TOKENS, slice(None), at)
+        _, other = call(model, model.init_state(B), changed)
         differs = np.abs(other - logits).max(axis=(0, 2)) > 1e-6
         assert differs.argmax() == first
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.sampled_from([2, 3, L + 1]), min_size=T, max_size=T))
-def test_the_papers_way_is_exact_from_j_on_at_every_split(pieces):
+def test_with_its_own_summary_every_split_is_exact_from_token_j_on(sizes):
     model, (_, logits) = paper()
     state, start = model.init_state(B), 0
-    for size in pieces:
+    for size in sizes:
         if start + size > T:
             break
-        state, y = run(model, state, TOKENS[:, start : start + size])
-        place = np.arange(start, start + size)
-        known = start + size - place // L * L >= J
-        close(y[:, known], logits[:, place[known]])
+        state, y = call(model, state, TOKENS[:, start : start + size])
+        positions = np.arange(start, start + size)
+        summarized = start + size - positions // L * L >= J
+        close(y[:, summarized], logits[:, positions[summarized]])
         start += size
     assert start > T - L - 1
     close(state.memories.bank[:, -1], _memories(start // L))
@@ -250,13 +277,14 @@ def test_the_papers_way_is_exact_from_j_on_at_every_split(pieces):
 
 @functools.cache
 def _memories(segments):
-    """The last memory after so many segments, read whole."""
+    """The last memory after so many segments, read in one call."""
     model, _ = paper()
-    state, _ = run(model, model.init_state(B), TOKENS[:, : segments * L])
+    state, _ = call(model, model.init_state(B), TOKENS[:, : segments * L])
     return state.memories.bank[:, -1]
 
 
-def test_generated_tokens_find_their_own_prompt_once_j_are_there():
+@pytest.mark.slow
+def test_single_tokens_use_their_own_summary_from_token_j_on():
     model, (after, logits) = paper()
     states, stepped = by_steps(model, model.init_state(B), TOKENS)
     from_j = np.arange(T) % L >= J - 1
@@ -266,15 +294,16 @@ def test_generated_tokens_find_their_own_prompt_once_j_are_there():
     assert np.abs(stepped - logits)[:, early].max() > 1e-4
 
 
-def test_generation_goes_on_beyond_a_segment():
+@pytest.mark.slow
+def test_generation_continues_beyond_a_segment():
     model = build("attention", CAUSAL)
     greedy, count = Sampling(temperature=0.0), 2 * L + 1
     state, drawn = generate(
         model, model.init_state(B), TOKENS[:, : L + 1], count,
         key=jax.random.key(0), sampling=greedy, segment=4,
     )  # fmt: skip
-    text = jnp.concatenate([TOKENS[:, : L + 1], drawn[:, :-1]], axis=1)
-    after, logits = run(model, model.init_state(B), text)
+    tokens = np.concatenate([TOKENS[:, : L + 1], drawn[:, :-1]], axis=1)
+    after, logits = call(model, model.init_state(B), tokens)
     np.testing.assert_array_equal(drawn, np.argmax(logits[:, L:], axis=-1))
     close(state, after)
 
@@ -282,44 +311,45 @@ def test_generation_goes_on_beyond_a_segment():
 # Padding.
 
 
-def test_masked_tokens_are_seen_by_nobody():
+@pytest.mark.slow
+def test_no_logit_depends_on_masked_tokens():
     model = build("attention", PAPER)
     mask = jnp.ones((B, T), bool).at[0, :2].set(False)
     empty = model.init_state(B, masked=True)
-    state, logits = run(model, empty, TOKENS, mask)
-    changed = TOKENS.at[0, :2].set((TOKENS[0, :2] + 1) % V)
-    _, other = run(model, empty, changed, mask)
+    state, logits = call(model, empty, TOKENS, mask)
+    changed = change(TOKENS, 0, slice(2))
+    _, other = call(model, empty, changed, mask)
     close(other[0, 2:], logits[0, 2:])
     _, (_, unmasked) = paper()
     close(logits[1], unmasked[1])
     assert np.abs(logits - unmasked)[0, 2:].max() > 1e-4
-    # The open segment's padding stays unseen when tokens follow one by one.
-    first, _ = run(model, empty, TOKENS[:, :4], mask[:, :4])
-    _, following = run(model, first, TOKENS[:, 4:5], mask[:, 4:5])
+    # The open segment's padding stays masked when tokens follow one by one.
+    first, _ = call(model, empty, TOKENS[:, :4], mask[:, :4])
+    _, following = call(model, first, TOKENS[:, 4:5], mask[:, 4:5])
     close(following[:, 0], logits[:, 4])
     chex.assert_trees_all_equal_shapes_and_dtypes(state, empty)
 
 
 def test_every_bad_input_is_refused():
     model = build("attention", CAUSAL)
-    state = model.init_state(B)
+    state, tokens = model.init_state(B), jnp.asarray(TOKENS)
     with pytest.raises(ValueError, match=rf"tokens must be in \[0, {V}\), got {V}"):
-        model(state, TOKENS.at[1, 3].set(V))
+        model(state, tokens.at[1, 3].set(V))
     with pytest.raises(ValueError, match=r"tokens must be in .*, got -1"):
-        model(state, TOKENS.at[1, 3].set(-1))
+        model(state, tokens.at[1, 3].set(-1))
     with pytest.raises(ValueError, match="tokens must be integers .* 2 rows"):
-        model(state, TOKENS[:1])
+        model(state, tokens[:1])
     with pytest.raises(ValueError, match="T >= 1"):
-        model(state, TOKENS[:, :0])
+        model(state, tokens[:, :0])
     with pytest.raises(ValueError, match="mask needs a state made for it"):
-        model(state, TOKENS, jnp.ones((B, T), bool))
+        model(state, tokens, jnp.ones((B, T), bool))
     with pytest.raises(ValueError, match="texts of 9 tokens .* allow 8"):
         short = AttentionConfig(D, 4, 2, 4, capacity=L + K + 1)
         build("attention", CAUSAL, mixers=(short,))
     recurrent = build("recurrent", CAUSAL)
     with pytest.raises(ValueError, match="mask"):
         masked = recurrent.init_state(B, masked=True)
-        recurrent(masked, TOKENS, jnp.ones((B, T), bool))
+        recurrent(masked, tokens, jnp.ones((B, T), bool))
 
 
 @pytest.mark.parametrize(

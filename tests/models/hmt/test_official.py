@@ -1,6 +1,6 @@
-"""HMT computes what the authors' program computes: forward, loss, gradients, training.
+"""HMT against numbers of the authors' program: forward, loss, gradients, training.
 
-`golden/hmt` holds numbers of that program; its README says how they were made.
+The numbers are in `golden/hmt`, whose README says how they were made.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ def loss_and_gradients(graph, params, tokens):
     return jax.value_and_grad(loss)(params)
 
 
-def run(case, tokens, mask=None):
+def logits_and_trace(case, tokens, mask=None):
     """Logits, and the trace of the segments that have tokens."""
     graph, params = build(*case)
     mask = None if mask is None else jnp.asarray(mask)
@@ -87,7 +87,7 @@ def run(case, tokens, mask=None):
 
 
 def mean_loss(logits, tokens, mask, count):
-    """Of the last `count` targets of each row, in float64; padding is no target."""
+    """Of the last `count` targets of each element, in float64, without padding."""
     count = min(count, tokens.shape[1] - 1)
     logits = logits[:, -count - 1 : -1].astype(np.float64)
     targets = tokens[:, -count:].astype(int)
@@ -139,25 +139,28 @@ def more_case(c):
     return c["L"], c["k"], c["N"], c["retrieval"], c["fraction"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])],
+)
 def test_golden_forward(name):
     golden = numbers("golden.npz")
     case, tokens = golden_case(name), golden[f"{name}/input_ids"]
-    logits, trace = run(case, tokens)
+    logits, trace = logits_and_trace(case, tokens)
     length, retrieval = case[0], case[3]
     for n in range(-(-tokens.shape[1] // length)):
         key = f"{name}/seg{n}/"
         near = functools.partial(np.testing.assert_allclose, atol=5e-4, rtol=0)
-        piece = logits[:, n * length : (n + 1) * length, ::4]
-        near(piece, golden[key + "logits"])
+        segment = logits[:, n * length : (n + 1) * length, ::4]
+        near(segment, golden[key + "logits"])
         near(trace.memory[n], golden[key + "Mem"][:, 0])
         if retrieval:
             near(trace.summary[n], golden[key + "S"][:, 0])
         if retrieval and n > 0:
             near(trace.prompt[n], golden[key + "P"][:, 0])
-            scores, held = golden[key + "scores"][:, 0], trace.num_valid[n, 0]
-            near(trace.scores[n, :, -held:], scores, atol=1e-5)
-            assert not trace.scores[n, :, :-held].any()
+            scores, valid = golden[key + "scores"][:, 0], trace.num_valid[n, 0]
+            near(trace.scores[n, :, -valid:], scores, atol=1e-5)
+            assert not trace.scores[n, :, :-valid].any()
     loss = mean_loss(logits, tokens, None, length)
     np.testing.assert_allclose(loss, golden[f"{name}/loss"], atol=1e-5, rtol=0)
     if retrieval:
@@ -165,6 +168,7 @@ def test_golden_forward(name):
         np.testing.assert_array_equal(distances, golden[f"{name}/hist"])
 
 
+@pytest.mark.slow
 def test_golden_gradients():
     golden = numbers("golden.npz")
     graph, params = build(*golden_case("hmt4"))
@@ -181,13 +185,14 @@ def test_golden_gradients():
         assert error < 1e-4, (name, error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MORE["cases"])
 def test_more_forward(name):
     """Padding, odd L, other fractions, k = 0 and k = L, N = 1, short last segments."""
     c, golden = MORE["cases"][name], numbers()
     tokens = golden[f"{name}/input_ids"]
     mask = golden.get(f"{name}/attention_mask")
-    logits, trace = run(more_case(c), tokens, mask)
+    logits, trace = logits_and_trace(more_case(c), tokens, mask)
     visible = np.ones(tokens.shape, bool) if mask is None else mask
     near = functools.partial(np.testing.assert_allclose, atol=5e-4, rtol=0)
     step = MORE["logits_column_step"]
@@ -204,6 +209,7 @@ def test_more_forward(name):
         np.testing.assert_allclose(loss, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MORE["generate"])
 def test_greedy_generation(name):
     """Token for token, as far as the prompt's last segment goes.
@@ -227,11 +233,12 @@ def test_greedy_generation(name):
     np.testing.assert_array_equal(tokens[:, :count], expected[:, :count])
 
 
+@pytest.mark.slow
 def test_training_of_both_stages():
     """AdamW; stage 2 keeps the backbone and M_init of stage 1.
 
-    Adam's first step is lr * sign(g), whatever the size of g: where g is next to 0 it
-    is a matter of rounding, hence the wider bounds behind it.
+    Adam's first step is lr * sign(g), whatever the size of g. Where g is next to 0
+    rounding decides its sign, hence the wider bounds after it.
     """
     o = MORE["train"]["optimizer"]
     optimizer = optax.adamw(
@@ -267,9 +274,9 @@ def train(stage, optimizer, update, before):
         params, state = update(params, state, gradients)
     model = nnx.merge(graph, params)
     found, start = parameters(model), f"train/{stage}/param/"
-    kept = [key for key in golden if key.startswith(start)]
-    assert kept
-    for key in kept:
+    saved = [key for key in golden if key.startswith(start)]
+    assert saved
+    for key in saved:
         value, expected = found[key.removeprefix(start)], golden[key]
         if value.shape != expected.shape:
             value = value[:: MORE["parameter_row_step"]]
