@@ -1,7 +1,7 @@
-"""Models without a Hugging Face family: safetensors under memjax's own names.
+"""memjax's own format, for models that no Hugging Face family describes.
 
-`config.json` says model_type "memjax" and holds the `ModelConfig`; a tensor's name is
-the path of its parameter, as in `blocks.0.mixer.query`.
+`config.json` has the model_type "memjax" and the `ModelConfig`; a tensor's name is the
+path of its parameter, as in `blocks.0.mixer.query`.
 """
 
 import dataclasses
@@ -22,24 +22,24 @@ MODEL_TYPE = "memjax"
 
 
 def to_config(model: LanguageModel) -> dict[str, Any]:
-    """What `config.json` holds."""
+    """The content of `config.json`."""
     return {"model_type": MODEL_TYPE, "memjax": to_record(model.config)}
 
 
-def tensors(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
+def named_tensors(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
     """Names and values of all parameters, one at a time."""
     for path, value in leaves_of(nnx.to_pure_dict(nnx.state(model, nnx.Param))):
         yield leaf_name(path), np.asarray(value)
 
 
-def read_sizes(
+def read_config(
     config: Mapping[str, Any], dtype: Dtype | None, where: str
 ) -> ModelConfig:
-    """The model's configuration in `config.json`; see `build`."""
-    kept: ModelConfig = from_record(
+    """The model's configuration in `config.json`; see `build_model`."""
+    saved: ModelConfig = from_record(
         ModelConfig, config.get("memjax"), f"{where}: memjax"
     )
-    return kept if dtype is None else dataclasses.replace(kept, dtype=dtype)
+    return saved if dtype is None else dataclasses.replace(saved, dtype=dtype)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -48,7 +48,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {leaf_name(path): leaf.shape for path, leaf in leaves_of(pure)}
 
 
-def build(
+def build_model(
     config: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     get: Callable[[str], Float32[np.ndarray, "..."]],
@@ -58,21 +58,21 @@ def build(
     """The model that a folder describes.
 
     Args:
-        config: what `config.json` holds.
+        config: content of `config.json`.
         shapes: of the folder's tensors, by name.
-        get: reads a tensor.
-        dtype: of the activations; None as it was saved.
-        where: what an error calls the folder.
+        get: reads a tensor by name.
+        dtype: of the activations; None is the saved one.
+        where: the folder's name in errors.
 
     Raises:
-        ValueError: if the configuration is not one, or names or shapes differ from
-            those of its model.
+        ValueError: if the configuration is not a `ModelConfig`, or names or shapes
+            differ from those of its model.
     """
-    kept = read_sizes(config, dtype, where)
-    model = _abstract(kept)
+    model_config = read_config(config, dtype, where)
+    model = _abstract(model_config)
     state = nnx.state(model, nnx.Param)
     pure = nnx.to_pure_dict(state)
-    require_tensors(parameter_shapes(kept), shapes, where)
+    require_tensors(parameter_shapes(model_config), shapes, where)
     read = lambda path, _: jnp.asarray(get(leaf_name(path)))
     nnx.replace_by_pure_dict(state, jax.tree_util.tree_map_with_path(read, pure))
     nnx.update(model, state)
@@ -84,7 +84,7 @@ def require_tensors(
     found: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> None:
-    """Raises one ValueError with all tensors that lack, are too many or misshapen."""
+    """Raises one ValueError that lists all missing, unknown and misshapen tensors."""
     wrong = [f"{n!r} is missing" for n in expected if n not in found]
     wrong += [f"{n!r} is not of this model" for n in found if n not in expected]
     wrong += [
@@ -106,5 +106,5 @@ def leaves_of(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def leaf_name(path: Any) -> str:
-    """A leaf's place in a tree, as in `blocks.0.mixer.query`."""
+    """A leaf's path in a tree, as in `blocks.0.mixer.query`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -26,12 +26,12 @@ from memjax.models.language_model.model import LanguageModel
 from memjax.models.lora import merge_lora
 
 SHARD_BYTES = 5 * 10**9
-# What a config says of its tokenizer, which a model does not know.
+# Entries of `config.json` about the tokenizer, which a model does not have.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class Pretrained(NamedTuple):
-    """A model and what its tokens mean.
+    """A model and its tokenizer.
 
     Attributes:
         model: parameters in float32.
@@ -50,8 +50,9 @@ def load_pretrained(
 
     Args:
         path: a folder of `config.json` and safetensors, or a GGUF file.
-        dtype: of the activations; None is that of a model of ours, else float32.
-        with_tokenizer: False leaves it, where it is of a kind that cannot be read.
+        dtype: of the activations; None is the saved one of models that memjax saved in
+            its own format, float32 of others.
+        with_tokenizer: False does not read it, which helps if its kind is unknown.
 
     Raises:
         ValueError: naming file, tensor, what was expected and found, if the files are
@@ -71,25 +72,25 @@ def save_pretrained(
     dtype: Dtype = "float32",
     shard_bytes: int = SHARD_BYTES,
 ) -> str:
-    """Writes a folder that transformers loads, if it has such a model at all.
+    """Writes a folder that transformers loads, if it has such a model.
 
-    Llama's, Mistral's, Qwen2's and OPT's kinds of model go under their names. Others,
-    as all with recurrent memories, are written for `load_pretrained` alone. Adapters
-    are merged.
+    Models of the kinds of Llama, Mistral, Qwen2 and OPT have their tensor names.
+    Others, as all with recurrent layers, are written for `load_pretrained` alone. LoRA
+    adapters are merged.
 
     Args:
-        model: a LanguageModel, without a memory of segments around it.
+        model: a LanguageModel; of HMT and M+ save the backbone.
         folder: must not exist, or be empty; it appears whole or not at all.
         tokenizer: bytes of a `tokenizer.json`.
-        dtype: of the saved numbers.
-        shard_bytes: beyond it the tensors are put in several files.
+        dtype: of the saved tensors.
+        shard_bytes: size of the largest file; more tensors go to several files.
 
     Returns:
         The model_type: "llama", "mistral", "qwen2", "opt", or "memjax" for a model
         that transformers does not have.
 
     Raises:
-        ValueError: if the folder holds something, or the model is of another kind.
+        ValueError: if the folder is not empty, or the model is no LanguageModel.
     """
     return _write(model, Path(folder), tokenizer, {}, dtype, shard_bytes)
 
@@ -101,12 +102,12 @@ def convert(
     dtype: Dtype = "float32",
     with_tokenizer: bool = True,
 ) -> str:
-    """Reads any source and writes it as a folder that loads quickly.
+    """Reads any source and writes it as a folder, which loads faster than GGUF.
 
     Args:
         source: as in `load_pretrained`.
         folder: as in `save_pretrained`.
-        dtype: of the saved numbers; float32 holds what the source held.
+        dtype: of the saved tensors; float32 represents all others exactly.
         with_tokenizer: as in `load_pretrained`.
 
     Returns:
@@ -140,10 +141,10 @@ def _build(
     where, shapes = str(checkpoint.path), checkpoint.shapes
     if checkpoint.config.get("model_type") == own_format.MODEL_TYPE:
         config = checkpoint.config
-        return own_format.build(config, shapes, checkpoint.get, dtype, where)
+        return own_format.build_model(config, shapes, checkpoint.get, dtype, where)
     layers = checkpoint.config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(shapes):
-        # Before so many are built.
+        # Checked before a model of so many layers is built.
         raise ValueError(
             f"{where}: num_hidden_layers={layers} in a checkpoint of "
             f"{len(shapes)} tensors"
@@ -167,14 +168,14 @@ def _write(
     if not isinstance(model, LanguageModel):
         raise ValueError(
             f"model must be a LanguageModel, got {type(model).__name__}: a memory "
-            "around a backbone has no place in these folders; save its backbone"
+            "around a backbone is not part of these folders; save its backbone"
         )
     model = merge_lora(model)
     try:
         config = to_hf_config(model.config)
         tensors = tensor_names.tensors_from_parameters(model)
     except ValueError:
-        config, tensors = own_format.to_config(model), own_format.tensors(model)
+        config, tensors = own_format.to_config(model), own_format.named_tensors(model)
     write_folder(
         folder,
         config | more,

@@ -120,7 +120,10 @@ def save_hmt(
         config = to_hf_config(backbone.config)
         tensors = tensor_names.tensors_from_parameters(backbone)
     except ValueError:
-        config, tensors = own_format.to_config(backbone), own_format.tensors(backbone)
+        config, tensors = (
+            own_format.to_config(backbone),
+            own_format.named_tensors(backbone),
+        )
     config = config | {CONFIG_KEY: to_record(model.config)}
     write_folder(Path(folder), config, _named(model, tensors), tokenizer, dtype=dtype)
 
@@ -181,6 +184,6 @@ def _backbone(
     described: Mapping[str, Any], shapes: Shapes, get: Get, where: str
 ) -> LanguageModel:
     if described.get("model_type") == own_format.MODEL_TYPE:
-        return own_format.build(described, shapes, get, None, where)
+        return own_format.build_model(described, shapes, get, None, where)
     config = from_hf_config(described)
     return tensor_names.parameters_from_tensors(config, shapes, get, where)

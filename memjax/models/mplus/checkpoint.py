@@ -171,7 +171,7 @@ def save_mplus(
         tensors = tensor_names.tensors_from_parameters(backbone)
     except ValueError:
         described = own_format.to_config(backbone)
-        tensors = own_format.tensors(backbone)
+        tensors = own_format.named_tensors(backbone)
     record = {"config": to_record(model.config), "initial_rows": rows}
     described = described | describe(model.config, rows or 0) | {RECORD: record}
     named = _named(model, tensors)
@@ -257,9 +257,9 @@ def _backbone(
     described, where = source.described, source.where
     get = lambda name: source.get(mplus_names.of_backbone(name))
     if described.get("model_type") == own_format.MODEL_TYPE:
-        sizes = own_format.read_sizes(described, dtype, where)
+        sizes = own_format.read_config(described, dtype, where)
         plain = own_format.parameter_shapes(sizes)
-        read = lambda: own_format.build(described, plain, get, dtype, where)
+        read = lambda: own_format.build_model(described, plain, get, dtype, where)
     else:
         sizes = from_hf_config(described, dtype)
         plain = tensor_names.parameter_shapes(sizes)
