@@ -22,6 +22,7 @@ from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.state import Memories
 from memjax.models.hmt.weights import Weights
 from memjax.models.language_model.model import LanguageModel
+from memjax.models.remat import cond_with_remat, remat
 
 
 class Segment(NamedTuple):
@@ -111,7 +112,7 @@ def summarize_segments(
     # Every later segment has enough memories to choose from, if the bank has.
     early = n if config.memories < least else min(n, least)
     most = jnp.minimum(num_valid + early - 1, config.memories)
-    summaries = ragged.run_if(
+    summaries = cond_with_remat(
         always | jnp.any(most >= least),
         lambda weights, segments: _summarize_all(config, weights, segments),
         lambda weights, segments: zeros(early),
@@ -134,7 +135,7 @@ def _summarize_all(config, weights, segments):
         summaries = summarize(config, weights.backbone, prompt, flat)
         return summaries.reshape(*group.length.shape, -1)
 
-    summarize_group = ragged.kept(config.activations, summarize_group)
+    summarize_group = remat(config.activations, summarize_group)
     size = n if config.activations == "keep" else config.segment // config.summary
     size = min(n, max(1, size))
     whole = n - n % size

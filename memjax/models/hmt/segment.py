@@ -22,6 +22,7 @@ from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.retrieval import Segment, search, summarize_segments
 from memjax.models.hmt.state import HMTState, Memories, SegmentTrace, empty_segment
 from memjax.models.hmt.weights import Weights
+from memjax.models.remat import cond_with_remat, remat
 
 # Segments of a call that are compiled one by one instead of as a loop.
 MAX_UNROLLED = 8
@@ -69,7 +70,7 @@ def read_segments(
     unroll = config.activations == "keep" and summaries.shape[0] <= MAX_UNROLLED
     read = functools.partial(read_segment, config, weights)
     memories, outputs = jax.lax.scan(
-        ragged.kept(config.activations, lambda memories, x: read(memories, *x)),
+        remat(config.activations, lambda memories, x: read(memories, *x)),
         memories,
         (before, summaries),
         unroll=unroll,
@@ -77,13 +78,13 @@ def read_segments(
     last = jax.tree.map(lambda x: x[-1], segments)
     read = functools.partial(summarize_and_read, config, always=always_summarize)
     if config.activations == "offload":
-        read = ragged.kept(config.activations, read)
+        read = remat(config.activations, read)
     dtype = weights.backbone.config.dtype
     skip = lambda weights, memories, segment: (
         memories,
         empty_segment(memories, config.segment, dtype),
     )
-    memories, output = ragged.run_if(
+    memories, output = cond_with_remat(
         jnp.any(last.length > 0), read, skip, weights, memories, last
     )
     append = lambda a, b: jnp.concatenate([a, b[None]])

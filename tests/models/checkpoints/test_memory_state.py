@@ -102,7 +102,7 @@ def test_settings_that_change_no_result_may_differ(state, saved):
 
 
 @pytest.mark.parametrize(
-    "model,message",
+    "other,message",
     [
         (
             lambda: build(dataclasses.replace(CONFIG, pool=8)),
@@ -124,9 +124,9 @@ def test_settings_that_change_no_result_may_differ(state, saved):
     ],
     ids=["pool", "legacy", "backbone", "layers", "class"],
 )
-def test_a_memory_of_another_model_is_refused_by_field(saved, model, message):
+def test_a_memory_of_another_model_is_refused_by_field(saved, other, message):
     with pytest.raises(ValueError, match=message):
-        load_memory(saved, model())
+        load_memory(saved, other())
 
 
 def test_a_state_of_another_model_is_not_saved(model, state, tmp_path):

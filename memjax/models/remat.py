@@ -1,0 +1,81 @@
+"""What the backward pass saves, and what it computes again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from memjax.models.language_model.model import LAYER_INPUT
+
+# Saves the inputs of the layers, in the host's memory, and nothing else.
+offload_layers = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[LAYER_INPUT],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
+
+def remat(activations: str, function: Callable) -> Callable:
+    """The function, whose backward pass saves what `activations` says.
+
+    Args:
+        activations: "keep" all, "offload" the layers' inputs to the host's memory, or
+            "recompute" everything from the function's arguments.
+        function: of arrays.
+    """
+    match activations:
+        case "keep":
+            return function
+        case "offload":
+            return jax.checkpoint(function, policy=offload_layers)
+        case _:
+            return jax.checkpoint(function)
+
+
+def cond_with_remat(
+    needed: Bool[Array, ""], function: Callable, otherwise: Callable, *args: Any
+) -> Any:
+    """function(*args) where `needed`, else otherwise(*args).
+
+    As `jax.lax.cond`, but the backward pass runs the branch again. That of `lax.cond`
+    saves the residuals of both branches, zeros for the one that did not run. Both
+    functions take all arrays they use as arguments.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    is_float = [bool(jnp.issubdtype(x.dtype, jnp.inexact)) for x in leaves]
+    floats = [x for x, inexact in zip(leaves, is_float, strict=True) if inexact]
+    fixed = [x for x, inexact in zip(leaves, is_float, strict=True) if not inexact]
+
+    def branches(fixed):
+        """Both functions of the floats alone: the only arguments with gradients."""
+
+        def of_floats(branch):
+            def call(*floats):
+                rest, first = iter(fixed), iter(floats)
+                merged = [
+                    next(first) if inexact else next(rest) for inexact in is_float
+                ]
+                return branch(*jax.tree.unflatten(tree, merged))
+
+            return call
+
+        return of_floats(function), of_floats(otherwise)
+
+    @jax.custom_vjp
+    def cond(needed, fixed, floats):
+        return jax.lax.cond(needed, *branches(fixed), *floats)
+
+    def forward(needed, fixed, floats):
+        return cond(needed, fixed, floats), (needed, fixed, floats)
+
+    def backward(saved, cotangent):
+        needed, fixed, floats = saved
+        pull = lambda branch: lambda *floats: jax.vjp(branch, *floats)[1](cotangent)
+        gradients = jax.lax.cond(needed, *map(pull, branches(fixed)), *floats)
+        return None, None, list(gradients)
+
+    cond.defvjp(forward, backward)
+    return cond(needed, fixed, floats)
