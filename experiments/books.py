@@ -34,7 +34,7 @@ from memjax.evaluation import plots
 from memjax.evaluation.provenance import provenance
 from memjax.models import Sampling, generate
 from memjax.models.language_model.presets import TINY
-from memjax.training import LoopConfig, OptimizerConfig, sharding
+from memjax.training import LoopConfig, OptimizerConfig, run_data, sharding
 from memjax.training import pretrain as run
 from memjax.training.checksums import write_atomically
 
@@ -145,7 +145,7 @@ def _seconds(config: Config, family: str) -> float:
     """Seconds of one update, median of five after compiling."""
     settings = run_config(config, family, steps=100)
     tokenizer = load_tokenizer(settings.data.tokenizer)
-    data = run.batches(settings, run.load_split(settings, tokenizer, "train"))
+    data = run_data.batches(settings, run_data.load_split(settings, tokenizer, "train"))
     state, step = run.build_step(settings, sharding.make_mesh(settings.mesh))
     times = []
     for _ in range(6):
@@ -170,7 +170,7 @@ def _train_and_score(config: Config, family: str, steps: int) -> dict:
         document._replace(
             tokens=document.tokens[: config.test_texts * config.context_length + 1]
         )
-        for document in run.load_split(settings, tokenizer, "test")
+        for document in run_data.load_split(settings, tokenizer, "test")
     ]
     losses = evaluation.losses(
         model,

@@ -21,6 +21,7 @@ from memjax import evaluation
 from memjax.data import load_tokenizer
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.training import pretrain as run
+from memjax.training import run_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ def main(config: Config) -> None:
     tokenizer = load_tokenizer(trained_run.data.tokenizer)
     documents = [
         d._replace(tokens=d.tokens[: config.texts * length + 1])
-        for d in run.load_split(trained_run, tokenizer, "test")
+        for d in run_data.load_split(trained_run, tokenizer, "test")
     ]
     scores = [
         evaluation.losses(

@@ -29,7 +29,7 @@ from memjax.data import load_tokenizer
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.retriever import Retriever
 from memjax.nnx.params import as_arrays
-from memjax.training import pretrain
+from memjax.training import run_data
 from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.run import FinetuneRun
@@ -85,7 +85,7 @@ def main(config: Config) -> None:
             f"model={str(config.model)!r} must be a run of M+ with a retriever"
         )
     tokenizer = load_tokenizer(described.data.tokenizer)
-    documents = pretrain.load_split(described, tokenizer, "train")
+    documents = run_data.load_split(described, tokenizer, "train")
     bank = stage.retriever_bank(
         model, documents, tokenizer, config.documents, config.seed, config.ask
     )

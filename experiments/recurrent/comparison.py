@@ -27,7 +27,7 @@ from memjax.data import Split, TokenisedDocument, load_tokenizer, load_tokens
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.presets import Size
-from memjax.training import LoopConfig, OptimizerConfig, loop, sharding
+from memjax.training import LoopConfig, OptimizerConfig, loop, run_data, sharding
 from memjax.training import pretrain as run
 from memjax.training.checksums import write_atomically
 from memjax.training.config import DataIterator
@@ -242,7 +242,7 @@ def train(
 
 def train_and_score(settings: run.RunConfig, test_tokens: int, folder: Path) -> dict:
     """Trains on the documents and scores held-out ones at the same context length."""
-    data = run.batches(settings, _documents(settings.data, "train"))
+    data = run_data.batches(settings, _documents(settings.data, "train"))
     model, seconds = train(settings, data, folder)
     length = settings.data.context_length
     documents = [

@@ -31,6 +31,7 @@ from memjax.data.documents.sources import open_documents
 from memjax.evaluation import plots
 from memjax.models import Sampling, generate
 from memjax.training import pretrain as run
+from memjax.training import run_data
 from memjax.training.checksums import write_atomically
 from memjax.training.finetune import finetune
 from memjax.training.resume import NonFiniteError
@@ -113,7 +114,7 @@ def evaluate(
     if sampling is not None:
         model = run.with_sampling(model, sampling=sampling, decay=decay)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    documents = run.load_split(config, tokenizer, split)
+    documents = run_data.load_split(config, tokenizer, split)
     every = evaluation.losses(
         model,
         documents,

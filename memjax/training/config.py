@@ -1,9 +1,19 @@
-"""What the training loop takes and gives: its settings, its data, how it ended."""
+"""Settings of a training run, presets of them, and how a run ended."""
 
-from dataclasses import dataclass
+import dataclasses
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from memjax.training.preemption import EXIT_PREEMPTED
+from memjax.checks import check_sizes, require_known
+from memjax.models import ModelConfig, preset
+from memjax.models.language_model.presets import FAMILIES, TRELLIS_SIZES
+from memjax.training.optimizer import OptimizerConfig
+from memjax.training.sharding import MeshConfig
+from memjax.training.step import StepConfig, check_run
+
+#: Exit code of a run that a signal stopped after its state was saved: the
+#: `EX_TEMPFAIL` of sysexits.h. Running the same command again continues it.
+EXIT_PREEMPTED = 75
 
 Reason = Literal["finished", "out of time", "preempted"]
 
@@ -22,7 +32,7 @@ class DataIterator(Protocol):
     def set_state(self, state: Any, /) -> Any: ...
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class LoopConfig:
     """How long to train and what to do meanwhile; steps are counted from 1.
 
@@ -61,7 +71,7 @@ class LoopConfig:
             )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a run ended, the step it stands at, and the steps skipped in all."""
 
@@ -73,3 +83,110 @@ class Outcome:
     def exit_code(self) -> int:
         """What the program should exit with: 75 if it should be run again, else 0."""
         return EXIT_PREEMPTED if self.reason == "preempted" else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What is read, and in what pieces.
+
+    Attributes:
+        source: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME".
+        tokenizer: "bpe4k", "bytes" or the path of a tokenizers JSON.
+        mode: "chunked" cuts documents into independent texts of `context_length`, as
+            the paper does; "streamed" reads whole documents, `context_length` tokens
+            of each row at a time, and goes with `step.carry_memory`.
+        context_length: tokens of a row in one update.
+        batch_size: rows of one update, over all devices.
+        validation_texts: texts of `context_length` tokens in each evaluation.
+        cache_dir: where tokens are kept; None is the user's cache folder.
+    """
+
+    source: str = "embedded"
+    tokenizer: str = "bpe4k"
+    mode: Literal["chunked", "streamed"] = "chunked"
+    context_length: int = 2048
+    batch_size: int = 8
+    validation_texts: int = 16
+    cache_dir: Path | None = None
+
+    def __post_init__(self):
+        require_known("mode", self.mode, ("chunked", "streamed"))
+        check_sizes(
+            context_length=self.context_length,
+            batch_size=self.batch_size,
+            validation_texts=self.validation_texts,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Everything that shapes a run; running the same again resumes it bit for bit.
+
+    Attributes:
+        model: the model; its vocab_size must be the tokenizer's.
+        data: documents and batches.
+        optimizer: hyperparameters; the paper's Table 9.
+        step: backpropagation through time, accumulation, carried memory.
+        loop: steps, checkpoints, evaluation, log.
+        mesh: devices.
+        seed: of parameters and data order.
+    """
+
+    model: ModelConfig = dataclasses.field(default_factory=lambda: _tiny("elastic"))
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    step: StepConfig = StepConfig()
+    loop: LoopConfig = LoopConfig(steps=1000)
+    mesh: MeshConfig = MeshConfig()
+    seed: int = 42
+
+    def __post_init__(self):
+        check_run(self.data.mode, self.step, self.seed)
+
+
+# Peak learning rate and tokens of each size: Trellis, Table 5.
+TRELLIS_TRAINING = {
+    "125m": (3e-3, 2.4e9),
+    "170m": (3e-3, 15e9),
+    "350m": (1.5e-3, 15e9),
+    "780m": (1.25e-3, 30e9),
+}
+
+
+def presets() -> dict[str, RunConfig]:
+    """Runs by name: the tiny ones for a laptop, the others as the papers train them."""
+    models = {
+        (name, size): preset(f"{name}-{size}", 4096 if size == "tiny" else 32_000)
+        for name, family in FAMILIES.items()
+        for size in family.sizes
+    }
+    # The tiny ones first, as they are listed.
+    named = sorted(models.items(), key=lambda item: item[0][1] != "tiny")
+    return {f"{name}-{size}": _run_of(size, model) for (name, size), model in named}
+
+
+def _run_of(size: str, model: ModelConfig) -> RunConfig:
+    """How the paper of a size trains, with 2**19 tokens an update."""
+    if size == "tiny":
+        return RunConfig(model=model)
+    if size in TRELLIS_SIZES:
+        rate, tokens = TRELLIS_TRAINING[size]
+        return RunConfig(
+            model=model,
+            data=DataConfig(context_length=2048, batch_size=256, tokenizer="llama2"),
+            optimizer=OptimizerConfig(learning_rate=rate),
+            loop=_long_loop(round(tokens / 2**19)),
+        )
+    return RunConfig(
+        model=model,
+        data=DataConfig(context_length=32_768, batch_size=16, tokenizer="llama2"),
+        loop=_long_loop(80_000),
+    )
+
+
+def _long_loop(steps: int) -> LoopConfig:
+    return LoopConfig(steps=steps, save_every=1000, evaluate_every=1000)
+
+
+def _tiny(family: str) -> ModelConfig:
+    return preset(f"{family}-tiny", 4096)

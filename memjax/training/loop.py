@@ -24,10 +24,8 @@ from jaxtyping import PyTree
 
 from memjax.training.checkpoint import Checkpoints
 from memjax.training.config import DataIterator, LoopConfig, Outcome, Reason
-from memjax.training.multihost import agreed, same_everywhere
-from memjax.training.preemption import StopSignals
-from memjax.training.profiling import Profile
-from memjax.training.reporting import Reporter
+from memjax.training.multihost import StopSignals, agreed, same_everywhere
+from memjax.training.reporting import Profile, Reporter
 from memjax.training.resume import FREE_FIELDS, Start, finite_flag, resume
 
 #: Steps whose metrics may still be on the device. Reading a metric this late

@@ -1,4 +1,4 @@
-"""What a run tells its user: a progress line, `metrics.jsonl` and TensorBoard.
+"""What a run reports: progress, `metrics.jsonl`, TensorBoard, profiler traces.
 
 `metrics.jsonl` has one JSON object a line: `step`, `kind` ("train" or
 "evaluation"), `time` (seconds since 1970) and `values`, where a value that is not
@@ -12,11 +12,12 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from tensorboardX import SummaryWriter
@@ -141,6 +142,32 @@ class Reporter:
             self._bar.update(self._task, completed=step, text=text)
         else:
             self.message(f"step {step}/{self._steps} {text}")
+
+
+class Profile:
+    """A profiler trace of some steps."""
+
+    def __init__(self, steps: tuple[int, int] | None, folder: Path):
+        self._steps, self._folder, self._running = steps, folder, False
+
+    def start(self, step: int) -> None:
+        """Starts if `step`, about to be done, is the first one wanted."""
+        if self._steps and step == self._steps[0]:
+            jax.profiler.start_trace(str(self._folder))
+            self._running = True
+
+    def stop_after(self, step: int, state: PyTree) -> None:
+        """Stops if `step`, just begun, is the last one wanted."""
+        if self._steps and step == self._steps[1]:
+            self.stop(state)
+
+    def stop(self, state: PyTree) -> None:
+        """Stops if running, once `state` is computed."""
+        if self._running:
+            self._running = False
+            with suppress(RuntimeError):  # a failed step shows elsewhere
+                jax.block_until_ready(state)
+            jax.profiler.stop_trace()
 
 
 class _Clock:

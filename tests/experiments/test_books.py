@@ -56,7 +56,8 @@ def test_bad_config_is_refused(fields, message):
 def test_both_models_see_the_same_batches(run_dir):
     del run_dir
     first, second = (
-        next(books.run.batches(settings, documents)) for settings, documents in _data()
+        next(books.run_data.batches(settings, documents))
+        for settings, documents in _data()
     )
     np.testing.assert_array_equal(first.tokens, second.tokens)
 
@@ -99,4 +100,4 @@ def _data():
     for family in books.MODELS:
         settings = books.run_config(books.Config(context_length=64), family, 1)
         tokenizer = books.load_tokenizer(settings.data.tokenizer)
-        yield settings, books.run.load_split(settings, tokenizer, "train")
+        yield settings, books.run_data.load_split(settings, tokenizer, "train")

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from memjax.config_io import completed, to_record
-from memjax.training import loop, pretrain, sharding
+from memjax.training import loop, pretrain, run_data, sharding
 from memjax.training.checkpoint_folder import Folder
 from memjax.training.checksums import write_atomically
 from memjax.training.config import Outcome
@@ -64,7 +64,7 @@ def finetune(
     described, model, stored, before = starting_point(stage, backbone, start)
     tokenizer = stored.parse()
     mesh = sharding.make_mesh(stage.mesh)
-    documents = pretrain.load_split(described, tokenizer, "train")
+    documents = run_data.load_split(described, tokenizer, "train")
     hosts = {"shard_index": jax.process_index(), "shard_count": jax.process_count()}
     vocab_size = described.model.vocab_size
     data = stage.batches(documents, tokenizer, vocab_size, **hosts)
@@ -75,7 +75,7 @@ def finetune(
         model = stage.prepare(model, before, documents, tokenizer)
     evaluate = None
     if stage.loop.evaluate_every:
-        evaluate = pretrain.validation(described, tokenizer, described.structure())
+        evaluate = run_data.validation(described, tokenizer, described.structure())
     create, step = _programs(_anonymous(described), mesh)
     state = create(nnx.state(model), jax.random.key(stage.seed))
     # The state is a copy, and the loop must be the only one to hold one.

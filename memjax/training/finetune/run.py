@@ -10,10 +10,10 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from memjax.models import LanguageModel, ModelConfig
 from memjax.training import pretrain
+from memjax.training.config import DataConfig, RunConfig
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import Model
-from memjax.training.pretrain import DataConfig
 from memjax.training.run_folder import CONFIG_FILE, newest_state, read_config
 from memjax.training.step import TrainState, model_of
 
@@ -123,7 +123,7 @@ def state_shapes(described: FinetuneRun) -> TrainState:
     return jax.eval_shape(create, variables, key)
 
 
-def load_model(run_dir: Path) -> tuple[pretrain.RunConfig | FinetuneRun, Model]:
+def load_model(run_dir: Path) -> tuple[RunConfig | FinetuneRun, Model]:
     """The newest model of any run, trained from scratch or fine-tuned.
 
     Raises:

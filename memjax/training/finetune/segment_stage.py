@@ -30,7 +30,7 @@ from memjax.models.lora import LoraConfig, add_lora
 from memjax.training.config import LoopConfig
 from memjax.training.finetune.stage import NO_MEMORY, Model, SampleConfig, Stage
 from memjax.training.optimizer import OptimizerConfig, optimizer
-from memjax.training.pretrain import make_batches
+from memjax.training.run_data import make_batches
 from memjax.training.sharding import MeshConfig
 from memjax.training.step import (
     StepConfig,

@@ -24,7 +24,7 @@ from memjax.models.mplus.checkpoint import load_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from memjax.nnx import as_arrays
-from memjax.training import LoopConfig, sharding
+from memjax.training import LoopConfig, run_data, sharding
 from memjax.training import pretrain as run
 from memjax.training.finetune import finetune, mplus_stage
 from memjax.training.finetune import run as finetune_run
@@ -276,7 +276,7 @@ def test_facts_are_told_and_asked_for(shipped, base, tmp_path):
         data=samples,
     )
     described, _, stored, _ = starting_point(config, backbone, None)
-    documents = run.load_split(described, BYTES, "train")
+    documents = run_data.load_split(described, BYTES, "train")
     lessons = config.batches(documents, stored.parse(), MODEL.vocab_size)
     text = BYTES.decode(np.asarray(next(lessons).lesson.target.tokens[0]))
     assert text.startswith("\n\nQuestion: ")
@@ -305,7 +305,7 @@ def test_the_command_line_scores_a_run_and_goes_on_with_a_text(whole, capsys):
     assert "perplexity" in memjax("eval", whole, "--split", "test")
     report = json.loads((whole / "eval-test.json").read_text())
     nats = []
-    for document in run.load_split(described, load_tokenizer("bytes"), "test"):
+    for document in run_data.load_split(described, load_tokenizer("bytes"), "test"):
         rows = read(document.tokens[:-1])[1]
         targets = document.tokens[1:]
         nats += [-row[i] for row, i in zip(rows, targets, strict=True)]
