@@ -16,7 +16,6 @@ has all the context that it can use and the memory hurts: 106.2 against 104.0
 
 import dataclasses
 import json
-import math
 import time
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from memjax.checks import check_positive
 from memjax.data import load_tokenizer
 from memjax.evaluation import plots
 from memjax.evaluation.provenance import provenance
+from memjax.evaluation.statistics import standard_error
 from memjax.models import Sampling, generate
 from memjax.models.language_model.presets import TINY
 from memjax.training import LoopConfig, OptimizerConfig, run_data, sharding
@@ -258,7 +258,7 @@ def _gain(results: dict, window: int) -> dict:
     return {
         kind: {
             "nats": float(values.mean()),
-            "standard_error": float(values.std(ddof=1) / math.sqrt(len(values))),
+            "standard_error": standard_error(values),
             "texts": len(values),
         }
         for kind, values in rows.items()

@@ -11,7 +11,6 @@ trained setting's, text by text.
 import dataclasses
 import pathlib
 
-import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +18,7 @@ from rich.table import Table
 from experiments.common.results import RESULTS, settings, write_report
 from memjax import evaluation
 from memjax.data import load_tokenizer
+from memjax.evaluation.statistics import standard_error
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.training import pretrain as run
 from memjax.training import run_data
@@ -96,9 +96,7 @@ def _rows(changes, scores, window):
                 "perplexity": evaluation.perplexity(losses),
                 "beyond_window": evaluation.perplexity(losses, first=window),
                 "nats_against_trained": float(difference.mean()),
-                "standard_error": float(
-                    difference.std(ddof=1) / np.sqrt(len(difference))
-                ),
+                "standard_error": standard_error(difference),
             }
         )
     return rows

@@ -13,6 +13,7 @@ from flax import nnx
 from memjax import evaluation
 from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
 from memjax.evaluation import Losses
+from memjax.evaluation.statistics import standard_error
 from memjax.models import LanguageModel
 from memjax.models.language_model.windowed import with_window
 
@@ -117,10 +118,9 @@ def gain(base: Losses, model: Losses, length: int) -> dict[str, float]:
     saved = np.add.reduceat(base.nll - model.nll, starts, axis=1)
     tokens = np.add.reduceat(base.mask, starts, axis=1)
     values = saved[tokens > 0] / tokens[tokens > 0]
-    error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return {
         "nats": float(saved.sum() / tokens.sum()),
-        "standard_error": float(error),
+        "standard_error": standard_error(values),
         "perplexity_change": float(math.expm1(-saved.sum() / tokens.sum())),
         "blocks": len(values),
     }

@@ -35,6 +35,7 @@ from experiments.mplus.retention import methods, variants
 from experiments.mplus.scores import Excerpt, Models
 from memjax.checks import check_sizes
 from memjax.data import Split, load_tokens
+from memjax.evaluation.statistics import paired
 from memjax.models import LanguageModel
 from memjax.models.language_model.windowed import with_capacity
 from memjax.models.mplus.config import MPlusConfig
@@ -288,7 +289,7 @@ def compare(
             honest = name.removesuffix(f", {LEAKING}")
             base[honest] = nats[honest]
         saved[name] = {
-            against: [scores.paired(a, b) for a, b in zip(x, own, strict=True)]
+            against: [paired(a, b)._asdict() for a, b in zip(x, own, strict=True)]
             for against, x in base.items()
         }
     return saved

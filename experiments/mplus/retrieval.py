@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 
 from experiments.mplus.retention.methods import LatentMemory
 from experiments.mplus.retention.samples import Samples
+from memjax.evaluation.statistics import standard_error
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.state import MPlusState
@@ -151,7 +152,6 @@ def _shares(store, retrieved, taken, held) -> dict[str, Any]:
     shares = retrieved.sum(axis=1)[some] / total[some]
     share = lambda part: _ratio(part.sum(), store.sum())
     count = int(some.sum())
-    error = shares.std(ddof=1) / math.sqrt(count) if count > 1 else math.nan
     return {
         "rows_in_store": float(store.mean()),
         "rows_retrieved": float(retrieved.mean()),
@@ -160,7 +160,7 @@ def _shares(store, retrieved, taken, held) -> dict[str, Any]:
         "share": share(retrieved),
         "share_random": share(random),
         "share_best": share(best),
-        "standard_error": float(error),
+        "standard_error": standard_error(shares),
         "times_random": _ratio(retrieved.sum(), random.sum()),
         "facts_with_rows": count,
         "share_by_layer": [

@@ -4,7 +4,6 @@ Shapes: B batch, P tokens of the prompt, which is not scored, T tokens.
 """
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Float32, Int32
-from scipy.special import stdtrit
+from jaxtyping import Float32, Int32
 
 from experiments.hmt import common
 from experiments.mplus.retention.knowledge_retention import SCALES, load_trained
@@ -181,23 +179,6 @@ def _losses(graph, params, memory, tokens, prompt, choosing):
     return token_losses(model.logits, scored, targets, model.vocab_size)
 
 
-def paired(
-    base: Float[np.ndarray, " N"], other: Float[np.ndarray, " N"]
-) -> dict[str, float]:
-    """Mean of base - other over N texts, with Student's 95% interval.
-
-    NaN for the interval of one. Texts count as independent, although several may be
-    of one document.
-    """
-    saved, count = np.asarray(base, float) - np.asarray(other, float), len(base)
-    half = math.nan
-    if count > 1:
-        error = saved.std(ddof=1) / math.sqrt(count)
-        half = float(stdtrit(count - 1, 0.975) * error)
-    mean = float(saved.mean())
-    return {"mean": mean, "low": mean - half, "high": mean + half}
-
-
 def plot(
     curves: Mapping[str, Sequence[float]],
     saved: Mapping[str, Sequence[Mapping[str, float]]],
@@ -211,7 +192,7 @@ def plot(
 
     Args:
         curves: perplexities, one for each of `tokens`, by name.
-        saved: of `paired`, as many.
+        saved: intervals of what is saved, as many.
         tokens: that were told.
         path: the PNG to write.
         title: of the plot.

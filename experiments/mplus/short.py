@@ -42,6 +42,7 @@ from memjax.data import (
     read_questions,
 )
 from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, split_facts
+from memjax.evaluation.statistics import paired
 from memjax.models import LanguageModel
 from memjax.models.language_model.windowed import with_capacity
 from memjax.models.mplus.config import MPlusConfig
@@ -268,7 +269,7 @@ def report(
     base, found, table = rows[BACKBONE], {}, {}
     for name, row in rows.items():
         nats = row["nats_by_text"]
-        lost = scores.paired(nats, base["nats_by_text"])
+        lost = paired(nats, base["nats_by_text"])._asdict()
         result: dict[str, Any] = {
             "perplexity": math.exp(nats.mean()),
             "nats_lost": lost,
@@ -311,7 +312,7 @@ def share(
         "accuracy": float(right.mean()),
         "low": low,
         "high": high,
-        "lost": scores.paired(base.astype(float), right.astype(float)),
+        "lost": paired(base.astype(float), right.astype(float))._asdict(),
     }
 
 

@@ -1,6 +1,5 @@
 """Results over seeds: means and paired differences, printed, written and drawn."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ from rich.table import Table
 
 from experiments.common.results import settings, write_report
 from experiments.recurrent import comparison
-
-# Quantiles 0.975 of Student's t by degrees of freedom; from ten on, that of ten.
-_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+from memjax.evaluation.statistics import interval, standard_error
 
 
 def summarise(
@@ -48,7 +45,7 @@ def summarise(
             | ({by: place} if by else {})
             | {"mean": mean, "error": error, "seeds": len(values)}
             | {"difference": difference, "difference_error": difference_error}
-            | {"clear": _clear(difference, difference_error, len(paired))}
+            | {"clear": _clear(paired)}
         )
     return summary
 
@@ -60,7 +57,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, None
-    return mean, float(np.std(values, ddof=1) / math.sqrt(len(values)))
+    return mean, standard_error(values)
 
 
 def write(
@@ -160,10 +157,8 @@ def plot_lines(
     figure.savefig(path, dpi=110)
 
 
-def _clear(difference: float | None, error: float | None, count: int) -> bool:
-    if difference is None or error is None or count < 3:
-        return False
-    return abs(difference) > error * _STUDENT[min(count - 2, len(_STUDENT) - 1)]
+def _clear(differences: Sequence[float]) -> bool:
+    return len(differences) >= 3 and interval(differences).excludes_zero
 
 
 def _pair(mean: float | None, error: float | None, digits: int) -> str:

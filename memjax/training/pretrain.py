@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from memjax.checks import require_known
 from memjax.config_io import completed, to_record

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from memjax.evaluation.statistics import interval, paired, standard_error
 
@@ -36,3 +37,10 @@ def test_pairing_cancels_what_texts_have_in_common():
     assert paired(hard - saved, hard).high < 0
     with pytest.raises(ValueError, match="as many, got 4 and 3"):
         paired(hard, hard[:3])
+
+
+def test_interval_of_pairs_is_that_of_the_t_test():
+    base, other = np.random.default_rng(0).normal(size=(2, 7))
+    low, high = stats.ttest_rel(base, other).confidence_interval()
+    expected = ((base - other).mean(), low, high)
+    np.testing.assert_allclose(paired(base, other), expected)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from scipy import stats
 
 from experiments.mplus import perplexity, scores
 from experiments.mplus.retention import methods, variants
@@ -133,16 +132,6 @@ def test_excerpts_do_not_overlap_and_documents_take_turns():
     assert len(scores.excerpts(documents, 12, 10)) == 12
     with pytest.raises(ValueError, match="texts must be at most 12 of 10 tokens"):
         scores.excerpts(documents, 13, 10)
-
-
-def test_intervals_are_those_of_the_paired_t_test():
-    base, other = RNG.normal(size=(2, 7))
-    found = scores.paired(base, other)
-    low, high = stats.ttest_rel(base, other).confidence_interval()
-    expected = ((base - other).mean(), low, high)
-    np.testing.assert_allclose(list(found.values()), expected)
-    one = scores.paired(base[:1], other[:1])
-    assert one["mean"] == base[0] - other[0] and np.isnan(one["low"])
 
 
 def test_the_last_pieces_are_told_and_the_same_tokens_scored(monkeypatch):
