@@ -9,7 +9,7 @@ import pytest
 
 from memjax.mechanisms import ElasticMemoryConfig, SlidingWindowConfig
 from memjax.models import ModelConfig
-from memjax.training import LoopConfig, StepConfig
+from memjax.training import LoopConfig, MeshConfig, StepConfig
 from memjax.training import pretrain as run
 
 MODEL = ModelConfig(
@@ -126,7 +126,7 @@ def test_a_run_is_read_back_and_read_with_another_sampling(config, whole):
     ("change", "message"),
     [
         ({"model": dataclasses.replace(MODEL, vocab_size=99)}, "vocab_size=99"),
-        ({"mesh": run.MeshConfig(fsdp=3)}, "fsdp=3"),
+        ({"mesh": MeshConfig(fsdp=3)}, "fsdp=3"),
     ],
 )
 def test_bad_runs_are_refused(config, tmp_path, change, message):
