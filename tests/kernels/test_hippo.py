@@ -24,8 +24,6 @@ BANK = op.build_bank(N, L, 4)
 FORMS = [
     ("scan", False),
     ("scan", True),
-    ("associative", False),
-    ("associative", True),
     ("direct", False),
 ]
 # Starts and counts by name: rows apart, together off the grid of blocks, together on
@@ -121,14 +119,13 @@ def test_every_form_agrees_with_the_oracle_and_the_gradients_of_the_loop(
     assert np.all(gradients[1][new] == 0) and np.all(gradients[1][~new] != 0)
 
 
-@pytest.mark.parametrize("form", ["scan", "associative"])
-def test_a_bank_is_looked_up_exactly_where_it_covers_all_rows(form):
+def test_a_bank_is_looked_up_exactly_where_it_covers_all_batch_elements():
     doubled = BANK._replace(kernel=2 * BANK.kernel)
     changed = {}
     for place, (start, count) in PLACES.items():
         arguments = FEATURES, STATE, int32(start), int32(count)
-        (state, _), _ = run(form)(*arguments, BANK)
-        (other, _), _ = run(form)(*arguments, doubled)
+        (state, _), _ = run("scan")(*arguments, BANK)
+        (other, _), _ = run("scan")(*arguments, doubled)
         changed[place] = bool(np.abs(state - other).max() > 1e-3)
     covered = {"empty", "end of the bank"}
     assert changed == {place: place in covered for place in PLACES}
@@ -235,14 +232,12 @@ def test_operations_counted_by_hand():
     write, read = 12, 8
     assert op.cost(2, 3, 2, 2, 1, True) == {
         "scan": 2 * 4 + write + read,
-        "associative": 2 * 2 * (8 + 4) + write + read,
         # Each block: R K 2*2*6 and R times a factor of the move 2*2*2, onto the signal
         # 2*6 and the carried state 2*2. The last state: 2*6 and a move's two factors.
         "direct": 2 * (24 + 8 + 12 + 4) + 12 + 2 * 4,
     }
     unbanked = op.cost(2, 3, 2, 2, 1, False)
     assert unbanked["scan"] == 2 * 8 + write + read
-    assert unbanked["associative"] == 2 * 2 * 8 + 2 * 2 * 12 + write + read
 
 
 @pytest.mark.parametrize(
