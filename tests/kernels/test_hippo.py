@@ -1,4 +1,4 @@
-"""The HiPPO op: every form against the token loop and against float64 on the host."""
+"""The HiPPO op: every form against the reference and against float64 on the host."""
 
 import functools
 import importlib
@@ -26,12 +26,12 @@ FORMS = [
     ("scan", True),
     ("direct", False),
 ]
-# Starts and counts by name: rows apart, together off the grid of blocks, together on
-# it inside the bank, at its end and beyond it.
+# Starts and counts by name: batch elements apart; together inside a block; together at
+# the start of a block inside the bank, at its end and beyond it.
 PLACES = {
     "ragged": ([0, 4, 7], [3, 1, 0]),
     "ragged counts": ([4, 4, 4], [3, 2, 3]),
-    "off the grid": ([5, 5, 5], [3, 3, 3]),
+    "inside a block": ([5, 5, 5], [3, 3, 3]),
     "empty": ([0, 0, 0], [3, 3, 3]),
     "end of the bank": ([4, 4, 4], [2, 2, 2]),
     "beyond the bank": ([8, 8, 8], [3, 3, 3]),
@@ -95,7 +95,7 @@ def close(actual, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_token_loop_computes_the_float64_oracle(place):
+def test_the_reference_computes_the_float64_oracle(place):
     start, count = PLACES[place]
     values, _ = run("reference")(FEATURES, STATE, int32(start), int32(count), None)
     close(values, oracle(FEATURES, STATE, start, count))
@@ -103,7 +103,7 @@ def test_the_token_loop_computes_the_float64_oracle(place):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("form,banked", FORMS)
-def test_every_form_agrees_with_the_oracle_and_the_gradients_of_the_loop(
+def test_every_form_agrees_with_the_oracle_and_the_gradients_of_the_reference(
     form, banked, place
 ):
     start, count = PLACES[place]
@@ -132,9 +132,10 @@ def test_a_bank_is_looked_up_exactly_where_it_covers_all_batch_elements():
 
 
 @pytest.mark.parametrize(
-    "in_step,places", [(True, ["end of the bank", "off the grid"]), (False, ["ragged"])]
+    "in_step,places",
+    [(True, ["end of the bank", "inside a block"]), (False, ["ragged"])],
 )
-def test_the_callers_word_on_rows_in_step_saves_the_question(in_step, places):
+def test_in_step_says_at_trace_time_whether_matrices_are_shared(in_step, places):
     call = lambda start, count, in_step=in_step: op.hippo(
         FEATURES,
         jnp.asarray(READ, jnp.float32),
@@ -170,6 +171,7 @@ def test_the_state_is_that_of_the_papers_recurrence():
     close(state[0], discretisations.compress(whole, N))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 1, 100, 1_000_003, 123_456_789, 2**31 - 64])
 def test_matrices_on_demand_equal_the_float64_bank_however_late(start):
     order, length = 64, 32
@@ -183,6 +185,7 @@ def test_matrices_on_demand_equal_the_float64_bank_however_late(start):
     assert np.linalg.norm(transition - expected, 2) <= 2e-6
 
 
+@pytest.mark.slow
 def test_a_million_tokens_on_time_still_passes():
     """300 blocks late in a stream: rounding the ratio to float32 would lose 1%."""
     order, length, steps, begin = 64, 4, 300, 1_000_000
@@ -207,6 +210,7 @@ def absorb_padded(features, state, start, count):
     return op.update(features, state, start, count)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(cuts=st.sets(st.integers(1, 39), min_size=2, max_size=12))
 def test_any_cuts_give_the_coefficients_of_one_block(cuts):
@@ -220,7 +224,7 @@ def test_any_cuts_give_the_coefficients_of_one_block(cuts):
     close(state[0], bank.block_kernel(N, 0, 40) @ np.float64(signal))
 
 
-def test_a_row_that_absorbs_nothing_keeps_its_state():
+def test_a_batch_element_that_absorbs_nothing_keeps_its_state():
     features = FEATURES[:2, 0]
     after = op.update(features, STATE[:2], int32([0, 9]), int32([0, L]))
     np.testing.assert_array_equal(after[0], STATE[0])
@@ -262,6 +266,7 @@ def test_the_cheapest_has_the_fewest_operations(order, banked, samples, channels
     assert costs[op.cheapest(*sizes)] == min(costs.values())
 
 
+@pytest.mark.slow
 def test_the_default_runs_the_cheapest(monkeypatch):
     asked = []
     monkeypatch.setattr(op, "cheapest", lambda *sizes: asked.append(sizes) or "direct")

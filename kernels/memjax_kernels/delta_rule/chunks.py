@@ -47,10 +47,10 @@ def scan_chunks(
     """
     gates = None if g is None else g[..., None]
     tokens = (q, k, v, beta[..., None], gates)
-    return linear_chunks.scan_groups(_group, tokens, state, reset, chunk_size)
+    return linear_chunks.scan_groups(_advance_group, tokens, state, reset, chunk_size)
 
 
-def _group(
+def _advance_group(
     state: Float[Array, "B H K V"],
     q: Float[Array, "n B H C K"],
     k: Float[Array, "n B H C K"],

@@ -41,7 +41,7 @@ def gated_slots(
         g: log of the share that each slot keeps, in [-inf, 0]; inside jit the range is
             the caller's promise. None keeps all.
         state: the memory before the segment, float32; None is empty.
-        reset: True empties a row's memory before that token.
+        reset: True empties the memory of a batch element before that token.
         implementation: which code runs; None is the fastest that can.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What the gated-slots op computes, one token at a time, in plain JAX."""
+"""Gated slots one token at a time, in plain JAX: what all implementations compute."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common.token_scan import scan_tokens
 
-# Else a TPU or GPU would round the operands.
+# A TPU or GPU would round the operands at a lower precision.
 _EXACT = jax.lax.Precision.HIGHEST
 
 

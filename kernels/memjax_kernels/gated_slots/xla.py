@@ -1,8 +1,9 @@
-"""Gated slots in chunks of matrix products: two linear recurrences in a row.
+"""Gated slots in chunks of matrix products: two linear recurrences in sequence.
 
-The first decays along what it reads, K̃ q; the second, whose queries are the softmax of
-that, along its keys, as gated linear attention does. Zhang et al. (2024),
-https://arxiv.org/abs/2409.07146, section 3.2.
+The first computes K̃ q, and the second reads values with the softmax of that as queries.
+There is a gate for each slot: in the first recurrence slots are the channels that are
+read, in the second they are the key channels, as in gated linear attention.
+Zhang et al. (2024), https://arxiv.org/abs/2409.07146, section 3.2.
 """
 
 import jax
@@ -30,10 +31,10 @@ def gated_slots_xla(
 ) -> tuple[SlotState, Float[Array, "B T H V"]]:
     """The recurrence of `gated_slots_reference`."""
     tokens = (q, k, v, alpha, g)
-    return linear_chunks.scan_groups(_group, tokens, state, reset, chunk_size)
+    return linear_chunks.scan_groups(_advance_group, tokens, state, reset, chunk_size)
 
 
-def _group(state, q, k, v, alpha, g, reset):
+def _advance_group(state, q, k, v, alpha, g, reset):
     left = decays.decays(g, reset, q.shape[-2])
     multiply = multiplier(operand_dtype(q, k, v, alpha))
     q, k, value, alpha = (x.astype(jnp.float32) for x in (q, k, v, alpha))

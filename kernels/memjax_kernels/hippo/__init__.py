@@ -1,4 +1,10 @@
-"""HiPPO-LegS block recurrence with polynomial sampling (Elastic Memory, eqs. 6-8)."""
+"""HiPPO-LegS: the whole history on shifted Legendre polynomials, a block at a time.
+
+    C_{j+1} = P_j C_j + K_j F_j        M_j = R C_j
+
+Elastic Memory, equations 6 to 8. F_j are the tokens of block j, C_j the coefficients
+before it and M_j the memory tokens that it reads.
+"""
 
 import functools
 from typing import Literal, get_args
@@ -36,15 +42,15 @@ def hippo(
         features: float32 signals, X channels, n >= 1 blocks of L tokens.
         reconstruction: basis values at the sampled fractions, see `reconstruction`.
         state: coefficients of the history; None is empty. Not read where start is 0.
-        start: tokens behind `state`, per row; None is none. Any number: it need not
-            be a multiple of L, nor small.
-        count: how many of the n blocks to absorb, per row, in [0, n]; None is all.
-            Memory tokens of later blocks repeat those of block `count`.
-        in_step: whether all rows have the same `start` and `count`, and so share their
-            matrices. True is the caller's promise, and is not checked; None finds out
-            at run time, at the price of compiling both ways.
-        bank: matrices of the first blocks, used where all rows start at the same
-            multiple of L that it covers; otherwise they are computed on demand.
+        start: tokens behind `state`, per batch element; None is none. Any number: it
+            need not be a multiple of L, nor small.
+        count: how many of the n blocks to absorb, per batch element, in [0, n]; None is
+            all. Memory tokens of later blocks repeat those of block `count`.
+        in_step: whether all batch elements have the same `start` and `count`, and so
+            share their matrices. True is the caller's promise and is not checked. None
+            decides at run time, for which both ways are compiled.
+        bank: matrices of the first blocks, used where all batch elements start at the
+            same multiple of L that it covers; otherwise they are computed on demand.
         implementation: by default the one with the fewest operations, see `cost`.
 
     Returns:
@@ -68,15 +74,15 @@ def hippo(
     if implementation == "reference":
         return hippo_reference(features, state, start, count, reconstruction)
 
-    run = functools.partial(_run, implementation, bank)
-    each_row, all_rows = run, functools.partial(run, rows=1)
+    separate = functools.partial(_absorb_blocks, implementation, bank)
+    shared = functools.partial(separate, matrices_for=1)
     if bank is not None and implementation != "direct":
-        all_rows = functools.partial(_look_up_or_compute, run, bank.kernel.shape[0])
+        shared = functools.partial(_look_up_or_compute, separate, bank.kernel.shape[0])
     arguments = (features, state, start, count, reconstruction)
     if in_step is not None:
-        return (all_rows if in_step else each_row)(*arguments)
-    shared = jnp.all(start == start[0]) & jnp.all(count == count[0])
-    return jax.lax.cond(shared, all_rows, each_row, *arguments)
+        return (shared if in_step else separate)(*arguments)
+    agree = jnp.all(start == start[0]) & jnp.all(count == count[0])
+    return jax.lax.cond(agree, shared, separate, *arguments)
 
 
 def update(
@@ -90,8 +96,9 @@ def update(
     Args:
         features: float32 signals of T tokens.
         state: coefficients of the history.
-        start: tokens behind `state`, per row: t0.
-        count: how many of the T tokens count, per row; None is all. t1 = t0 + count.
+        start: tokens behind `state`, per batch element: t0.
+        count: how many of the T tokens count, per batch element; None is all.
+            t1 = t0 + count.
     """
     count = jnp.full_like(start, features.shape[1]) if count is None else count
     stop = start + count
@@ -104,14 +111,14 @@ def update(
 def cost(
     order: int, length: int, samples: int, blocks: int, channels: int, banked: bool
 ) -> dict[Implementation, int]:
-    """Multiply-adds of each implementation, whole batch, all rows in step.
+    """Multiply-adds of each implementation, whole batch, all elements in step.
 
     Args:
         order: N.
         length: L, tokens a block.
         samples: M, memory tokens.
         blocks: n.
-        channels: batch rows times channels, B * X.
+        channels: batch elements times channels, B * X.
         banked: whether a bank holds the transitions; without one each is applied
             through two factors, twice the work.
 
@@ -140,7 +147,7 @@ def cheapest(
     return min(costs, key=lambda name: (costs[name], name != "scan"))
 
 
-def _run(
+def _absorb_blocks(
     implementation,
     bank,
     features,
@@ -148,30 +155,32 @@ def _run(
     start,
     count,
     reconstruction,
-    rows=None,
+    matrices_for=None,
     look_up=False,
 ):
-    """Runs one form with matrices for `rows` rows: all of them, or one shared."""
+    """Runs one form; `matrices_for` 1 is one set of matrices, None one an element."""
     length, order = features.shape[2], state.shape[1]
     if implementation == "direct":
-        return xla.direct(features, state, start[:rows], count[:rows], reconstruction)
+        return xla.direct(
+            features, state, start[:matrices_for], count[:matrices_for], reconstruction
+        )
     matrices = (
         xla.banked(bank, start, length)
         if look_up
-        else xla.computed(order, start[:rows], length)
+        else xla.computed(order, start[:matrices_for], length)
     )
     form = xla.scan if implementation == "scan" else xla.associative
     return form(features, state, count, reconstruction, matrices)
 
 
-def _look_up_or_compute(run, covered, features, state, start, *rest):
-    """Takes the bank's matrices while the stream is within its `covered` blocks."""
+def _look_up_or_compute(absorb, covered, features, state, start, *rest):
+    """With the bank's matrices while the stream is within its `covered` blocks."""
     blocks, length = features.shape[1:3]
-    first, place = start[0] // length, start[0] % length
+    first, offset = start[0] // length, start[0] % length
     return jax.lax.cond(
-        (place == 0) & (first + blocks <= covered),
-        functools.partial(run, rows=1, look_up=True),
-        functools.partial(run, rows=1),
+        (offset == 0) & (first + blocks <= covered),
+        functools.partial(absorb, matrices_for=1, look_up=True),
+        functools.partial(absorb, matrices_for=1),
         *(features, state, start, *rest),
     )
 

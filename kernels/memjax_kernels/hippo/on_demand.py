@@ -3,7 +3,7 @@
 The closed forms of `bank.py` with no table, hence no limit on the history.
 Differences of antiderivatives cancel, so Legendre values are taken in float64
 (which XLA emulates on TPU) and only finished matrices are rounded to float32.
-Every array starts with R: 1 where all batch rows share their edges, else B.
+Every array starts with R: 1 where all batch elements share their edges, else B.
 """
 
 import jax
@@ -38,7 +38,7 @@ def kernel(
 def advance(
     start: Int[Array, " R"], stop: Int[Array, " R"], coefficients: Float[Array, "B N X"]
 ) -> Float[Array, "B N X"]:
-    """Moves a history of `start` tokens on to one of `stop`: (start/stop)**A C.
+    """Moves coefficients of `start` tokens to `stop` tokens: (start/stop)**A C.
 
     With r = start/stop, Gauss nodes u and weights w, r**A = (r g(r u) w) g(u)^T: two
     factors, N*N floats each, that live for this call only. No past, r = 0, gives 0.
@@ -48,7 +48,7 @@ def advance(
 
 
 def to_nodes(coefficients: Float[Array, "B N X"]) -> Float[Array, "B N X"]:
-    """The second factor applied: values at the nodes, times the roots of weights."""
+    """Applies the second factor: values at the nodes, times the roots of weights."""
     nodes, weights = bank.gauss_legendre(coefficients.shape[1])
     evaluate = basis(len(nodes), jnp.ones(1), nodes)[0] * _root(weights)
     return jnp.einsum("nq,bnx->bqx", evaluate, coefficients, precision=HIGHEST)
@@ -80,7 +80,7 @@ def basis(order: int, ratio: Float[Array, " R"], points) -> Float[Array, "R N Q"
 def product(
     matrix: Float[Array, "R N Q"], signal: Float[Array, "B Q X"]
 ) -> Float[Array, "B N X"]:
-    """Multiplies each row's signal by its own matrix, or all by the shared one."""
+    """Multiplies each batch element's signal by its own matrix, or all by one."""
     if matrix.shape[0] == 1:
         return jnp.einsum("nq,bqx->bnx", matrix[0], signal, precision=HIGHEST)
     return jnp.einsum("bnq,bqx->bnx", matrix, signal, precision=HIGHEST)
@@ -94,12 +94,12 @@ def _by_degree(order, x, emit):
     """Stacks emit(n, P_{n-1}, P_n, P_{n+1}) at 2x-1 for n below `order`, on axis 1."""
     z = 2 * x - 1
 
-    def body(pair, n):
+    def next_degree(pair, n):
         before, now = pair
         after = ((2 * n + 1) * z * now - n * before) / (n + 1)
         return (now, after), emit(n, before, now, after)
 
     # P_{-1} = -1 makes the antiderivative of degree 0 equal to x.
     start = (-jnp.ones_like(z), jnp.ones_like(z))
-    _, rows = jax.lax.scan(body, start, jnp.arange(order, dtype=jnp.float64))
+    _, rows = jax.lax.scan(next_degree, start, jnp.arange(order, dtype=jnp.float64))
     return jnp.moveaxis(rows, 0, 1)

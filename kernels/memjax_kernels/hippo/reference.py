@@ -1,4 +1,4 @@
-"""What the HiPPO op computes, one token at a time, in plain JAX."""
+"""HiPPO one token at a time, in plain JAX: what all implementations compute."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def hippo_reference(
     """c_t = (t/(t+1))^A c_{t-1} + B_t f_t (eq. 4); reads R c before each block."""
     length = features.shape[2]
 
-    def token(carry, f):
+    def absorb_token(carry, f):
         c, t = carry
         stop = t + 1
         moved = on_demand.advance(t, stop, c)
@@ -25,11 +25,13 @@ def hippo_reference(
         keep = (t - start < count * length)[:, None, None]
         return (jnp.where(keep, moved + written, c), jnp.where(keep[:, 0, 0], stop, t))
 
-    def block(carry, f):
+    def read_and_absorb(carry, f):
         memory = jnp.einsum("mn,bnx->bmx", reconstruction, carry[0])
-        carry, _ = jax.lax.scan(lambda c, x: (token(c, x), None), carry, f)
+        carry, _ = jax.lax.scan(lambda c, x: (absorb_token(c, x), None), carry, f)
         return carry, memory
 
     time_first = jnp.moveaxis(features, (1, 2), (0, 1))
-    (coefficients, _), memory = jax.lax.scan(block, (coefficients, start), time_first)
+    (coefficients, _), memory = jax.lax.scan(
+        read_and_absorb, (coefficients, start), time_first
+    )
     return coefficients, jnp.moveaxis(memory, 0, 1)

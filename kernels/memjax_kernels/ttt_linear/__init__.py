@@ -1,4 +1,10 @@
-"""TTT-linear: a linear layer trained while it reads, over a segment."""
+"""TTT-linear: a memory that is a linear layer, trained on every token that it reads.
+
+    f(x) = x + LN(xᵀW + b)        (W, b) ← (W, b) - η ∇ℓ        y = f(q)
+
+with the loss ℓ = ½ |LN(kᵀW + b) - (v - k)|². Sun et al. (2024),
+https://arxiv.org/abs/2407.04620.
+"""
 
 import functools
 from typing import Literal
@@ -38,36 +44,34 @@ def ttt_linear(
     empty: TTTLinearState | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[TTTLinearState, Float[Array, "B T H V"]]:
-    """Trains f(x) = x + LN(xᵀW + b) to map k to v, and reads y = f(q) at every token.
+    """Trains f to map k to v and reads y = f(q) at every token, T at least 1.
 
-    The loss of a token is ½ |LN(kᵀW + b) - (v - k)|². Its gradient with respect to W
-    and b is taken at the start of the mini-batch of C tokens, and its step, of rate
-    η, is taken before the token's own read: the TTT-linear of Sun et al. (2024),
-    https://arxiv.org/abs/2407.04620, sections 2.4, 2.5 and 2.7, where η stands for all
-    rates: the paper's code also divides by the place in the mini-batch, which is not
-    a function of the writing token alone, and leaves W after a whole mini-batch
-    as rates of η / C here do. LN has eps 1e-6 under the root.
+    The gradient of a token's loss is taken at the start of its mini-batch of C tokens.
+    Its step, of rate η, is taken before the token's own read. See sections 2.4, 2.5 and
+    2.7 of the paper. Here η stands for all rates: the paper's code also divides by the
+    position in the mini-batch, so that W after a whole mini-batch is what rates of
+    η / C give here. LN has eps 1e-6 under the root.
 
     Args:
-        q: queries, taken as they are; K = V, for residual and target.
-        k: keys, taken as they are.
+        q: queries, not scaled here; K = V, for residual and target.
+        k: keys, not normalised here.
         v: values.
         eta: learning rates, at least 0.
         ln_scale: scale of LN.
         ln_bias: bias of LN.
-        state: the memory before the segment; None is `empty`. Its place in a
-            mini-batch, which may differ by row, goes on.
-        chunk_size: C, tokens of a mini-batch, at least 1: part of what is computed.
-        reset: tokens before which a row's memory becomes `empty`; each must start a
-            mini-batch. One that does not is refused where that is known; else, from
-            there on, the row's reads and the memory after it are NaN.
+        state: the memory before the segment; None is `empty`. Batch elements may be at
+            different positions in a mini-batch, which goes on.
+        chunk_size: C, tokens of a mini-batch, at least 1; part of what is computed.
+        reset: True makes the memory of a batch element `empty` before that token, which
+            must start a mini-batch. Where that is not known before the call, the reads
+            from a misplaced reset on are NaN, and so is the memory after the segment.
         empty: the memory after a reset, at position 0, from `start_state`; None is
             `empty_state`, zero weights.
-        implementation: which code runs; None is the fastest that runs here.
+        implementation: which code runs; None is the fastest that can.
 
     Returns:
-        The memory after the segment, in float32, and the read at every position, in
-        the dtype of `v`.
+        The memory after the segment, float32, and the read after each token's write,
+        in the dtype of v.
 
     Raises:
         ValueError: on arguments that do not fit each other, a state of another chunk

@@ -1,4 +1,4 @@
-"""What TTT-linear computes, in plain JAX, one token at a time.
+"""TTT-linear one token at a time, in plain JAX: what all implementations compute.
 
 The memory is a layer f(x) = x + LN(xᵀW + b), LN with learned scale and bias, that is
 trained while it reads, to give the value for the key:
@@ -71,9 +71,9 @@ def ttt_linear_reference(
     reset: Bool[Array, "B T"] | None,
     empty: TTTLinearState,
 ) -> tuple[TTTLinearState, Float[Array, "B T H V"]]:
-    """`step` on every token, from `empty` where `reset`, at a mini-batch's start."""
+    """`step` for every token; a reset makes the memory `empty` before its token."""
 
-    def body(state, token):
+    def reset_and_step(state, token):
         q, k, v, eta, reset = token
         if reset is not None:
             state = select(reset, empty, state)
@@ -82,7 +82,7 @@ def ttt_linear_reference(
 
     tokens = (q, k, v, eta, reset)
     after, y = jax.lax.scan(
-        body, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
+        reset_and_step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
     )
     return after, jnp.moveaxis(y, 0, 1)
 
@@ -116,12 +116,12 @@ def _normalise(x):
 
 
 def select(
-    rows: Bool[Array, " B"], chosen: TTTLinearState, other: TTTLinearState
+    elements: Bool[Array, " B"], chosen: TTTLinearState, other: TTTLinearState
 ) -> TTTLinearState:
-    """The state with the given rows of `chosen` and the others of `other`."""
+    """The named batch elements of `chosen`, and the others of `other`."""
 
     def pick(a, b):
-        return jnp.where(rows.reshape(-1, *[1] * (b.ndim - 1)), a, b)
+        return jnp.where(elements.reshape(-1, *[1] * (b.ndim - 1)), a, b)
 
     return jax.tree.map(pick, chosen, other)
 

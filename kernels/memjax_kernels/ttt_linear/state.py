@@ -1,4 +1,4 @@
-"""The memory of TTT-linear: a layer being trained, and its place in a mini-batch."""
+"""The memory of TTT-linear: a layer in training and its position in a mini-batch."""
 
 import dataclasses
 from typing import Any

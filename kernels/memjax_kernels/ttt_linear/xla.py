@@ -6,8 +6,9 @@ product, and each read is a causal attention over the updates so far:
     G = ∇ℓ(K W + b)     Q W_t + b_t = Q W + b - (tril(Q Kᵀ + 1) ∘ η_j) G
     W ← W - Kᵀ (η G)    b ← b - Σ η G
 
-Sun et al. (2024), https://arxiv.org/abs/2407.04620, section 2.5. A memory may come in
-mid-batch: gradients are then taken at its start, and updates add to what it holds.
+Sun et al. (2024), https://arxiv.org/abs/2407.04620, section 2.5. Where a segment begins
+inside a mini-batch, gradients are taken at that mini-batch's start, and updates add to
+the memory as it is.
 """
 
 import jax.numpy as jnp
@@ -42,9 +43,9 @@ def ttt_linear_xla(
         ln_scale: scale of the layer norm.
         ln_bias: bias of the layer norm.
         state: the memory before the segment.
-        reset: tokens, each at a mini-batch's start, before which memory is `empty`.
+        reset: True, at a mini-batch's start, makes the memory `empty` before a token.
         empty: the memory after a reset.
-        aligned: the caller's promise that every row is at a mini-batch's start.
+        aligned: whether every batch element is known to start a mini-batch.
         remat_every: mini-batches between two memories kept for the backward pass.
     """
     batch, time = q.shape[:2]
@@ -63,14 +64,14 @@ def ttt_linear_xla(
         starts = chunks.split(reset, size, position)[:, :, 0].T
     scale, shift = (x.astype(jnp.float32)[None, :, None] for x in (ln_scale, ln_bias))
 
-    def body(state, item):
+    def advance(state, item):
         q, k, v, eta, end, start = item
         if start is not None:
             state = select(start, empty, state)
         return _mini_batch(state, q, k, v, eta, scale, shift, end)
 
     items = (chunked(q), chunked(k), chunked(v), chunked(eta), ends.T, starts)
-    after, y = chunks.scan(body, state, items, remat_every=remat_every)
+    after, y = chunks.scan(advance, state, items, remat_every=remat_every)
     y = chunks.join(jnp.moveaxis(y, (0, 2), (1, 3)), time, position)
     after = TTTLinearState(
         after.weights_start,

@@ -18,7 +18,7 @@ def positions(*places):
 
 @pytest.mark.parametrize("time", [1, 3, 4, 5, 9])
 @pytest.mark.parametrize("places", [None, (0, 0), (3, 1)])
-def test_tokens_lie_at_their_places_and_come_back(time, places):
+def test_split_puts_tokens_at_their_positions_and_join_returns_them(time, places):
     position = None if places is None else positions(*places)
     x = np.random.default_rng(0).normal(size=(2, time, 3)).astype("f4")
     cut = np.asarray(chunks.split(jnp.asarray(x), SIZE, position))
@@ -32,7 +32,7 @@ def test_tokens_lie_at_their_places_and_come_back(time, places):
     np.testing.assert_array_equal(back, x)
 
 
-def test_no_place_needs_more_chunks_than_counted_and_one_needs_all():
+def test_no_position_needs_more_chunks_than_counted_and_one_needs_all():
     for time in range(1, 14):
         needed = [-(-(place + time) // SIZE) for place in range(SIZE)]
         assert chunks.count_chunks(time, SIZE, aligned=False) == max(needed)
@@ -78,6 +78,7 @@ def test_scan_is_a_scan_whatever_it_keeps(every):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), actual, expected)
 
 
+@pytest.mark.slow
 def test_scan_keeps_fewer_memories_the_further_apart():
     """What crosses from the forward to the backward pass, by its leading axis."""
 
@@ -116,6 +117,7 @@ def test_decay_is_what_the_gates_between_leave(size):
     assert np.isfinite(grad).all()
 
 
+@pytest.mark.slow
 def test_decays_of_channels_are_those_of_each():
     """Every product that a chunk needs, with resets as gates of -inf."""
     rng = np.random.default_rng(0)
@@ -157,7 +159,7 @@ def test_a_reset_is_misplaced_but_at_a_chunks_start():
     expected = np.zeros((2, 9), bool)
     expected[1, 5:] = True
     np.testing.assert_array_equal(wrong(reset, SIZE, position), expected)
-    # Without positions every row starts a chunk.
+    # Without positions every batch element starts a chunk.
     np.testing.assert_array_equal(wrong(reset, SIZE, None)[:, 3], [False, True])
 
 
