@@ -254,7 +254,7 @@ def score(
             for at in range(told - count * chunk, told, chunk):
                 memory = row.method.inject(memory, tokens[rows, at : at + chunk])
             for way, leaks in enumerate(ways):
-                if leaks and not np.any(memory.store.held):
+                if leaks and not np.any(memory.store.num_valid):
                     # There is nothing to choose from.
                     found[way, i, rows] = found[0, i, rows]
                     continue

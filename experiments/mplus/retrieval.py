@@ -98,9 +98,9 @@ def count_rows(
     count = lambda rows: rows.sum(axis=-1, dtype=jnp.int32)
     places = lambda size: jnp.arange(size, dtype=jnp.int32)[None]
     size = state.pool.shape[2]
-    filled = places(size) >= size - state.held[:, None]
+    filled = places(size) >= size - state.num_valid[:, None]
     born = jnp.stack([layer.born for layer in store.layers], axis=1)
-    stored = inside(born) & (places(born.shape[2]) < store.held[:, None])[:, None]
+    stored = inside(born) & (places(born.shape[2]) < store.num_valid[:, None])[:, None]
     chosen = jnp.moveaxis(trace.chosen, 0, 1)
     scores = jnp.moveaxis(trace.scores, 0, 1)
     take = functools.partial(jnp.take_along_axis, axis=-1)
@@ -112,7 +112,7 @@ def count_rows(
         retrieved=count(take(stored, chosen) & real),
         answer_store=count(answer),
         answer_retrieved=count(take(answer, chosen) & real),
-        held=store.held,
+        held=store.num_valid,
     )
 
 

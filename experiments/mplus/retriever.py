@@ -89,7 +89,7 @@ def main(config: Config) -> None:
     bank = stage.retriever_bank(
         model, documents, tokenizer, config.documents, config.seed, config.ask
     )
-    print(f"{len(bank.asked)} documents", flush=True)
+    print(f"{len(bank.query_mask)} documents", flush=True)
     if config.start == "similarity":
         model = start_by_similarity(model, bank)
     if config.steps:

@@ -21,7 +21,7 @@ from memjax.data import TokenisedDocument, Tokenizer
 from memjax.models import LanguageModel
 from memjax.models.loss import token_losses
 from memjax.models.mplus.model import MPlus
-from memjax.models.mplus.read import Given, read_closed
+from memjax.models.mplus.read import ReadOptions, read_closed
 from memjax.training.finetune import finetune
 
 #: Sizes that `memjax finetune mplus-smollm2-135m` trains.
@@ -171,7 +171,7 @@ def _losses(graph, params, memory, tokens, prompt, choosing):
     model = nnx.merge(graph, params)
     inputs, targets = tokens[:, :-1], tokens[:, prompt:]
     if isinstance(model, MPlus):
-        given = Given(None, False, None, choosing, 0)
+        given = ReadOptions(prompt_length=choosing)
         _, features, _ = read_closed(model.weights, memory, inputs, given)
     else:
         _, features = model.features(memory, inputs)

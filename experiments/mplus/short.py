@@ -41,7 +41,7 @@ from memjax.data import (
     pick_facts,
     read_questions,
 )
-from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, split_facts
+from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
 from memjax.evaluation.statistics import paired
 from memjax.models import LanguageModel
 from memjax.models.language_model.windowed import with_capacity

@@ -40,7 +40,7 @@ from memjax.data import (
     read_passages,
     read_questions,
 )
-from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, split_facts
+from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
 from memjax.evaluation import plots
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus, mplus

@@ -263,7 +263,7 @@ def memory_bytes(state: MPlusState) -> dict[str, int]:
         "pool": _bytes((state.pool, state.ages)),
         "store_rows": _bytes([layer.rows for layer in layers]),
         "store_keys": _bytes([layer.keys for layer in layers]),
-        "reading": _bytes(state.reading),
+        "reading": _bytes(state.cache),
     }
     total = _bytes(state)
     return parts | {"rest": total - sum(parts.values()), "total": total}

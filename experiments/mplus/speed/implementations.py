@@ -116,9 +116,10 @@ def filled(state: MPlusState, held: int) -> MPlusState:
     return state._replace(
         pool=normal(state.pool),
         ages=jnp.broadcast_to(ages, state.ages.shape),
-        held=jnp.full_like(state.held, rows),
+        num_valid=jnp.full_like(state.num_valid, rows),
         store=store._replace(
-            layers=tuple(map(layer, store.layers)), held=jnp.full_like(store.held, held)
+            layers=tuple(map(layer, store.layers)),
+            num_valid=jnp.full_like(store.num_valid, held),
         ),
     )
 

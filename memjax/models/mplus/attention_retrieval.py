@@ -49,7 +49,7 @@ def stored(
 
 
 @dataclasses.dataclass(frozen=True)
-class Seeker:
+class AttentionRetriever:
     """The store in which the tokens of a read seek rows.
 
     Attributes:
@@ -68,7 +68,7 @@ class Seeker:
     @property
     def found(self) -> Int[Array, " B"]:
         """Rows that every token and head finds: R, or all if they are fewer."""
-        return jnp.minimum(self.store.held, self.count)
+        return jnp.minimum(self.store.num_valid, self.count)
 
     def attend(
         self,
@@ -114,13 +114,15 @@ class Seeker:
 
     def _seek(self, layer, plain):
         """Keys, turned, and values [B, R, G, r, H]; which are real; their places."""
-        store, held = self.store.layers[layer], self.store.held
+        store, num_valid = self.store.layers[layer], self.store.num_valid
         b, g, r, _ = plain.shape
         heads = lambda x: x.reshape(*x.shape[:-1], g, -1)
         scores = jnp.einsum(
             "bgrh,bmgh->bgrm", plain.astype(jnp.float32), heads(store.keys)
         )
-        filled = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] < held[:, None]
+        filled = (
+            jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] < num_valid[:, None]
+        )
         scores = jnp.where(filled[:, None, None], scores, -jnp.inf)
         _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores), self.count)
         # Empty places are the last that top_k finds, and stand first.
@@ -169,9 +171,9 @@ def _attend(query, found, slots):
     return y.astype(query.dtype)
 
 
-def seeker(weights: MPlusWeights, store: Store | None) -> Seeker | None:
+def of_store(weights: MPlusWeights, store: Store | None) -> AttentionRetriever | None:
     """None unless attention finds the rows of a read."""
     config = weights.config
     if store is None or not config.by_attention:
         return None
-    return Seeker(weights.backbone.config, config.retrieved, store)
+    return AttentionRetriever(weights.backbone.config, config.retrieved, store)

@@ -166,7 +166,7 @@ class MPlusConfig:
 
     @property
     def prefix(self) -> int:
-        """Slots of a reading before its tokens: bos, retrieved rows, pool.
+        """Slots of a cache before its tokens: bos, retrieved rows, pool.
 
         Rows that attention finds differ from token to token, and have no slots.
         """

@@ -14,23 +14,23 @@ from memjax.models.language_model.layers import normalize
 from memjax.models.mplus import attention_retrieval
 from memjax.models.mplus import pool as short_term_pool
 from memjax.models.mplus import store as long_term_store
-from memjax.models.mplus.attention_retrieval import Seeker
+from memjax.models.mplus.attention_retrieval import AttentionRetriever
 from memjax.models.mplus.layers import Slots, prefix_slots, read_layer
-from memjax.models.mplus.state import MPlusState, Reading
+from memjax.models.mplus.state import KVCache, MPlusState
 from memjax.models.mplus.weights import MPlusWeights
 from memjax.nnx.params import as_arrays
 
 
-def empty(weights: MPlusWeights, batch: int, first: int, slots: int) -> Reading:
-    """A reading of nothing, whose tokens begin at slot `first`."""
+def empty(weights: MPlusWeights, batch: int, first: int, slots: int) -> KVCache:
+    """A cache of nothing, whose tokens begin at slot `first`."""
     config = weights.backbone.config
     shape = (batch, slots, config.heads.num_kv_heads, config.heads.head_dim)
     layer = lambda: jnp.zeros(shape, jnp.float32)
-    return Reading(
+    return KVCache(
         keys=tuple(layer() for _ in range(weights.layers)),
         values=tuple(layer() for _ in range(weights.layers)),
         visible=jnp.zeros((batch, slots), bool),
-        first=jnp.full(batch, first, jnp.int32),
+        prefix_length=jnp.full(batch, first, jnp.int32),
         length=jnp.zeros(batch, jnp.int32),
         offset=jnp.zeros(batch, jnp.int32),
     )
@@ -38,31 +38,31 @@ def empty(weights: MPlusWeights, batch: int, first: int, slots: int) -> Reading:
 
 def read_tokens(
     weights,
-    reading,
+    cache,
     h,
     lengths,
     writes=False,
     before=None,
-    seeker: Seeker | None = None,
+    attention_retriever: AttentionRetriever | None = None,
 ):
     """All layers; also what each was given.
 
     `before(layer, h)` gives the rows that stand before the tokens, and which are seen,
-    for a reading that has none yet; `seeker` finds each token others.
+    for a cache that has none yet; `attention_retriever` finds each token others.
     """
-    config, slots = weights.backbone.config, reading.visible.shape[1]
+    config, slots = weights.backbone.config, cache.visible.shape[1]
     times = jnp.arange(h.shape[1], dtype=jnp.int32)[None]
-    start = reading.first + reading.length
+    start = cache.prefix_length + cache.length
     places = jnp.where(times < lengths[:, None], start[:, None] + times, slots)
     fits = start[:, None] + times < slots
     all_slots = jnp.arange(slots, dtype=jnp.int32)[None]
     new = (all_slots >= start[:, None]) & (all_slots < (start + lengths)[:, None])
-    visible, offset = reading.visible | new, reading.offset
+    visible, offset = cache.visible | new, cache.offset
     keys, values, inputs = [], [], []
-    beside = _beside(seeker)
+    beside = _beside(attention_retriever)
     for layer, block in enumerate(weights.blocks(writes)):
         inputs.append(h)
-        old = Slots(reading.keys[layer], reading.values[layer])
+        old = Slots(cache.keys[layer], cache.values[layer])
         if before is not None:
             rows, seen = before(layer, h)
             made = prefix_slots(config, block, rows, seen, beside)
@@ -70,22 +70,24 @@ def read_tokens(
             old = jax.tree.map(put, old, made)
             visible = visible.at[:, : seen.shape[1]].set(seen)
             offset = _count(seen, beside)
-        positions = (offset + reading.length)[:, None] + times
-        attention = seeker and functools.partial(seeker.attend, layer)
+        positions = (offset + cache.length)[:, None] + times
+        attention = attention_retriever and functools.partial(
+            attention_retriever.attend, layer
+        )
         made, h = read_layer(
             config, block, old, visible, start, places, positions, h, attention
         )
         keys.append(made.keys)
         values.append(made.values)
-    reading = reading._replace(
+    cache = cache._replace(
         keys=tuple(keys),
         values=tuple(values),
         visible=visible,
-        length=reading.length + lengths,
+        length=cache.length + lengths,
         offset=offset,
     )
     y = jnp.where(fits[..., None], _last_norm(weights, h), jnp.nan)
-    return reading, y, inputs
+    return cache, y, inputs
 
 
 def _last_norm(weights, h):
@@ -93,9 +95,9 @@ def _last_norm(weights, h):
     return normalize(norm, h, weights.backbone.config.norm_epsilon)
 
 
-def _beside(seeker):
+def _beside(attention_retriever):
     """Rows that a token finds for itself, which have positions behind that of bos."""
-    return None if seeker is None else seeker.found
+    return None if attention_retriever is None else attention_retriever.found
 
 
 def _count(seen, beside):
@@ -114,9 +116,9 @@ def with_bos(weights, layer, memory):
     return rows, jnp.concatenate([some, seen], axis=1)
 
 
-def filled_rows(held, rows):
+def valid_rows(num_valid, rows):
     """Which rows of the pool are filled: the last."""
-    return jnp.arange(rows, dtype=jnp.int32)[None] >= rows - held[:, None]
+    return jnp.arange(rows, dtype=jnp.int32)[None] >= rows - num_valid[:, None]
 
 
 def _first(count, total):
@@ -127,22 +129,25 @@ def prepare(
     weights: MPlusWeights, state: MPlusState, rows: Bool[Array, " B"]
 ) -> MPlusState:
     """Makes the readings of `rows` anew, where they are not ready."""
-    rows = rows & ~state.ready
+    rows = rows & ~state.cache_ready
 
-    made = lambda state: (state.reading, state.queries, state.asked)
+    made = lambda state: (state.cache, state.queries, state.num_queries)
 
     def make():
-        begun = state._replace(reading=_before_tokens(weights, state))
+        begun = state._replace(cache=_before_tokens(weights, state))
         skip = lambda: made(begun)
-        again = lambda: made(read_open(weights, begun, begun.tokens, begun.filled)[0])
-        after = jax.lax.cond(jnp.any(rows & (state.filled > 0)), again, skip)
+        again = lambda: made(read_open(weights, begun, begun.tokens, begun.length)[0])
+        after = jax.lax.cond(jnp.any(rows & (state.length > 0)), again, skip)
         return mechanisms.reset(made(state), after, rows)
 
     # Pool and store, which may be on the host, stay outside.
     parts = jax.lax.cond(jnp.any(rows), make, lambda: made(state))
-    reading, queries, asked = parts
+    cache, queries, num_queries = parts
     return state._replace(
-        reading=reading, queries=queries, asked=asked, ready=state.ready | rows
+        cache=cache,
+        queries=queries,
+        num_queries=num_queries,
+        cache_ready=state.cache_ready | rows,
     )
 
 
@@ -152,27 +157,27 @@ def _before_tokens(weights, state):
     What attention finds has no slots, but positions.
     """
     c, blocks = weights.config, weights.blocks(writes=False)
-    batch = state.held.shape[0]
-    pool = filled_rows(state.held, c.pool)
-    reading = empty(weights, batch, c.prefix, c.prefix + c.chunk)
-    beside = _beside(attention_retrieval.seeker(weights, state.store))
+    batch = state.num_valid.shape[0]
+    pool = valid_rows(state.num_valid, c.pool)
+    cache = empty(weights, batch, c.prefix, c.prefix + c.chunk)
+    beside = _beside(attention_retrieval.of_store(weights, state.store))
     keys, values, seen = [], [], pool
     for layer, block in enumerate(blocks):
         memory = [(short_term_pool.of_layer(state.pool, layer), pool)]
         if c.has_retriever:
-            asked = _first(state.asked, c.chunk)
+            num_queries = _first(state.num_queries, c.chunk)
             found = long_term_store.retrieve(
-                c, state.store, layer, state.queries[:, layer], asked
+                c, state.store, layer, state.queries[:, layer], num_queries
             )
             memory.insert(0, (found.rows, found.real))
         rows, seen = with_bos(weights, layer, memory)
         made = prefix_slots(weights.backbone.config, block, rows, seen, beside)
-        keys.append(reading.keys[layer].at[:, : c.prefix].set(made.keys))
-        values.append(reading.values[layer].at[:, : c.prefix].set(made.values))
-    return reading._replace(
+        keys.append(cache.keys[layer].at[:, : c.prefix].set(made.keys))
+        values.append(cache.values[layer].at[:, : c.prefix].set(made.values))
+    return cache._replace(
         keys=tuple(keys),
         values=tuple(values),
-        visible=reading.visible.at[:, : c.prefix].set(seen),
+        visible=cache.visible.at[:, : c.prefix].set(seen),
         offset=_count(seen, beside),
     )
 
@@ -193,15 +198,17 @@ def read_open(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[MPlusState, Float[Array, "B T D"]]:
-    """The open chunk's reading goes on by `lengths[b]` tokens; keeps their queries."""
+    """The open chunk's cache goes on by `lengths[b]` tokens; keeps their queries."""
     h = weights.backbone.embed(tokens)
-    before = state.reading.length
-    seeker = attention_retrieval.seeker(weights, state.store)
-    reading, y, inputs = read_tokens(weights, state.reading, h, lengths, seeker=seeker)
-    state = state._replace(reading=reading)
+    before = state.cache.length
+    attention_retriever = attention_retrieval.of_store(weights, state.store)
+    cache, y, inputs = read_tokens(
+        weights, state.cache, h, lengths, attention_retriever=attention_retriever
+    )
+    state = state._replace(cache=cache)
     if state.queries is None:
         return state, y
-    asked = jnp.maximum(state.asked, reading.length)
+    num_queries = jnp.maximum(state.num_queries, cache.length)
     new = jnp.stack(
         [weights.retriever_queries(i, x) for i, x in enumerate(inputs)], axis=1
     )
@@ -210,4 +217,6 @@ def read_open(
         times < lengths[:, None], before[:, None] + times, weights.config.chunk
     )
     write = jax.vmap(lambda old, new, at: old.at[:, at].set(new, mode="drop"))
-    return state._replace(asked=asked, queries=write(state.queries, new, places)), y
+    return state._replace(
+        num_queries=num_queries, queries=write(state.queries, new, places)
+    ), y

@@ -1,4 +1,4 @@
-"""M+'s two passes through one layer: writing a chunk into memory, and reading with it.
+"""M+'s two passes through one layer: writing a chunk into memory, and cache with it.
 
     write:  x_l = [bos_l ; m_l ; h], its last K rows + p;  y = layer_l(x_l)
             new_l = y[-K:] (the layer's output; or x_l[-K:], its input), h ← y[-T:]

@@ -16,7 +16,7 @@ before the tokens: logits are the plain backbone's, with the adapter that reads.
 
 Shapes: B batch, L layers, T time, K memory tokens of a chunk, N rows of the pool,
 M capacity of the store, R retrieved rows, C longest chunk, D model, V vocabulary,
-S slots of a reading, d retriever's keys.
+S slots of a cache, d retriever's keys.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ from memjax.models.language_model.model import LanguageModel
 from memjax.models.mplus import attention_retrieval, kv_cache, read, write
 from memjax.models.mplus import store as long_term_store
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.read import ReadTrace
-from memjax.models.mplus.state import Initial, MPlusState, Reading
+from memjax.models.mplus.read import ReadOptions, ReadTrace
+from memjax.models.mplus.state import Initial, KVCache, MPlusState
 from memjax.models.mplus.weights import MPlusWeights, init_weights
 from memjax.models.offload import near, put, require_place
 from memjax.models.sampling import Sampling
@@ -53,7 +53,7 @@ class MPlus(nnx.Module):
     Example:
         model = mplus(backbone, MPlusConfig(), key=jax.random.key(0))
         state = model.inject(model.init_state(1), book)
-        reading, logits = model.read(state, question)
+        cache, logits = model.read(state, question)
     """
 
     def __init__(self, weights: MPlusWeights, initial: Initial | None = None):
@@ -119,15 +119,15 @@ class MPlus(nnx.Module):
         state = MPlusState(
             pool=put(c.pool_memory, jnp.zeros((batch, self.layers, c.pool, d))),
             ages=zeros((batch, self.layers, c.pool)),
-            held=zeros(batch),
+            num_valid=zeros(batch),
             clock=zeros(batch),
             store=None,
             tokens=zeros((batch, c.chunk)),
-            filled=zeros(batch),
+            length=zeros(batch),
             queries=None,
-            asked=zeros(batch),
-            reading=kv_cache.empty(self.weights, batch, c.prefix, c.prefix + c.chunk),
-            ready=jnp.zeros(batch, bool),
+            num_queries=zeros(batch),
+            cache=kv_cache.empty(self.weights, batch, c.prefix, c.prefix + c.chunk),
+            cache_ready=jnp.zeros(batch, bool),
             key=jax.random.key_data(keys),
         )
         if c.retrieved:
@@ -186,7 +186,7 @@ class MPlus(nnx.Module):
         self._check(state, tokens)
         skip = lambda weights, state, piece, lengths: (state, None)
         state, _ = write.by_chunks(self.weights, state, tokens, skip)
-        return state._replace(ready=jnp.zeros_like(state.ready))
+        return state._replace(cache_ready=jnp.zeros_like(state.cache_ready))
 
     def flush(self, state: MPlusState) -> MPlusState:
         """Writes the open chunks that have at least `least_chunk` tokens.
@@ -195,7 +195,7 @@ class MPlus(nnx.Module):
         tokens would be all but lost among it.
         """
         return write.write_open(
-            self.weights, state, state.filled >= self.config.least_chunk
+            self.weights, state, state.length >= self.config.least_chunk
         )
 
     def compress(
@@ -243,7 +243,9 @@ class MPlus(nnx.Module):
         Raises:
             ValueError: on arrays of another shape.
         """
-        self.weights.check_rows("new", new, state.held.shape[0], self.config.tokens)
+        self.weights.check_rows(
+            "new", new, state.num_valid.shape[0], self.config.tokens
+        )
         if dropped is not None and dropped.shape != new.shape[:3]:
             raise ValueError(
                 f"dropped must be [B, L, K] = {list(new.shape[:3])}, "
@@ -257,58 +259,45 @@ class MPlus(nnx.Module):
         self,
         state: MPlusState,
         tokens: Int[Array, "B T"],
-        *,
-        new: Float[Array, "B L n D"] | None = None,
-        beside_pool: bool = False,
-        kept: Int[Array, "B L N_n"] | None = None,
-        prompt: int | None = None,
-        room: int = 0,
-    ) -> tuple[Reading, Float[Array, "B T V"]]:
+        options: ReadOptions = ReadOptions(),  # noqa: B008 (frozen)
+    ) -> tuple[KVCache, Float[Array, "B T V"]]:
         """Reads tokens with the memory, which stays as it is.
 
         Args:
             state: the memory; its open chunk is read before the tokens.
             tokens: in [0, V), T >= 1.
-            new: n memory tokens of `compress` that are not stored: read alone, by the
-                adapter that writes, without the open chunk.
-            beside_pool: reads `new` in the place of n random rows of the pool instead,
-                n in [1, N].
-            kept: which N - n rows of the pool stay then, rising; None draws them.
-            prompt: the first so many tokens choose the rows of the long-term store, in
-                [1, T]; None is all, which is right where nothing is scored, and with
-                retrieval "attention", where each chooses for itself.
-            room: slots for tokens that `read_on` will read.
+            options: which memory is read, and by which tokens it is chosen.
 
         Returns:
-            The reading, for `read_on`, and next-token logits.
+            The KV cache, for `decode`, and next-token logits.
 
         Raises:
-            ValueError: as `features`; on arrays of another shape, `beside_pool` or
-                `kept` without what they need, or a prompt out of range or unneeded.
+            ValueError: as `features`; on options of another shape, out of range, or
+                without what they need.
         """
-        given = read.Given(new, beside_pool, kept, prompt, room)
-        reading, features, _ = read.read(self.weights, state, tokens, given)
-        return reading, self.logits(features)
+        cache, features, _ = read.read(self.weights, state, tokens, options)
+        return cache, self.logits(features)
 
     def trace_read(
-        self, state: MPlusState, tokens: Int[Array, "B T"], **options: Any
+        self,
+        state: MPlusState,
+        tokens: Int[Array, "B T"],
+        options: ReadOptions = ReadOptions(),  # noqa: B008 (frozen)
     ) -> tuple[Float[Array, "B T V"], ReadTrace]:
         """The logits of `read`, and what happened in its layers."""
-        defaults = read.Given(None, False, None, None, 0)
-        given = defaults._replace(**options)
-        _, features, trace = read.read(self.weights, state, tokens, given)
+        _, features, trace = read.read(self.weights, state, tokens, options)
         return self.logits(features), trace
 
-    def read_on(
+    def decode(
         self,
-        reading: Reading,
+        cache: KVCache,
         tokens: Int[Array, "B T"],
         *,
-        alone: bool = False,
+        only_new: bool = False,
         state: MPlusState | None = None,
-    ) -> tuple[Reading, Float[Array, "B T V"]]:
-        """Reads on with a reading's cache; see `read.read_on`."""
-        return read.read_on(self.weights, reading, tokens, alone, state)
+    ) -> tuple[KVCache, Float[Array, "B T V"]]:
+        """Reads further tokens with a KV cache; see `read.decode`."""
+        return read.decode(self.weights, cache, tokens, only_new, state)
 
     def generate(
         self,
@@ -321,7 +310,7 @@ class MPlus(nnx.Module):
     ) -> Int[Array, "B n"]:
         """Answers a prompt with the memory, which stays as it is.
 
-        One retrieval, by the whole prompt; the tokens reuse its reading. (The function
+        One retrieval, by the whole prompt; the tokens reuse its cache. (The function
         `memjax.models.generate` goes on with a text instead, and remembers it.)
 
         Args:
@@ -340,7 +329,7 @@ class MPlus(nnx.Module):
         return _generate(graph, max_new_tokens, sampling, params, state, prompt, key)
 
     def _check(self, state, tokens):
-        segments.check_tokens(tokens, state.held.shape[0], self.vocab_size)
+        segments.check_tokens(tokens, state.num_valid.shape[0], self.vocab_size)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

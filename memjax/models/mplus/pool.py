@@ -43,7 +43,7 @@ def draw_dropped(
 def replace(
     pool: Float[Array, "B L N D"],
     ages: Int[Array, "B L N"],
-    held: Int[Array, " B"],
+    num_valid: Int[Array, " B"],
     new: Float[Array, "B L K D"],
     dropped: Int[Array, "B L K"],
     changes: Bool[Array, " B"],
@@ -52,9 +52,9 @@ def replace(
     """One update.
 
     Args:
-        pool: the rows, of which the last `held` are filled.
+        pool: the rows, of which the last `num_valid` are filled.
         ages: theirs.
-        held: filled rows, a multiple of K.
+        num_valid: filled rows, a multiple of K.
         new: the new rows.
         dropped: rows to drop where the pool is full, rising.
         changes: rows of the batch that are updated; the others stay as they are.
@@ -63,7 +63,7 @@ def replace(
     """
     rows, count = pool.shape[2], new.shape[2]
     places = functools.partial(jnp.arange, dtype=jnp.int32)
-    full = (held == rows)[:, None, None]
+    full = (num_valid == rows)[:, None, None]
     dropped = jnp.where(full, dropped, places(count)[None, None])
     # The j-th row that stays has moved up by the dropped rows before it.
     before = dropped - places(count)[None, None]

@@ -15,65 +15,86 @@ from memjax.models import ragged as segments
 from memjax.models.mplus import attention_retrieval, kv_cache
 from memjax.models.mplus import pool as short_term_pool
 from memjax.models.mplus import store as long_term_store
-from memjax.models.mplus.state import MPlusState, Reading
+from memjax.models.mplus.state import KVCache, MPlusState
 from memjax.models.mplus.weights import MPlusWeights
 from memjax.models.sampling import Sampling, draw
 
 
-class Given(NamedTuple):
-    """What a read is given beside its tokens; see `MPlus.read`."""
+class ReadOptions(NamedTuple):
+    """What a read takes beside the memory and the tokens.
 
-    new: Array | None
-    beside_pool: bool
-    kept: Array | None
-    prompt: int | None
-    room: int
+    Attributes:
+        new: [B, L, n, D], memory tokens of `compress` that are not stored. They are
+            read alone, by the adapter that writes, without the open chunk; with
+            `beside_pool` in the place of n random rows of the pool, n in [1, N].
+        beside_pool: see `new`.
+        kept_rows: [B, L, N - n], rising: the rows of the pool that stay beside `new`;
+            None draws them.
+        prompt_length: the first so many tokens choose the rows of the long-term store,
+            in [1, T]. None is all of them, which is right where nothing is scored, and
+            with retrieval "attention", where each token chooses for itself.
+        max_new_tokens: at least 0, how many tokens `decode` can read afterwards.
+    """
+
+    new: Array | None = None
+    beside_pool: bool = False
+    kept_rows: Array | None = None
+    prompt_length: int | None = None
+    max_new_tokens: int = 0
 
     @property
-    def alone(self) -> bool:
+    def only_new(self) -> bool:
         """Whether the tokens read the new memory and nothing else."""
         return self.new is not None and not self.beside_pool
 
 
 def check(
-    weights: MPlusWeights, state: MPlusState, tokens: Int[Array, "B T"], given: Given
+    weights: MPlusWeights,
+    state: MPlusState,
+    tokens: Int[Array, "B T"],
+    options: ReadOptions,
 ) -> None:
     """Raises ValueError on what `MPlus.read` refuses."""
-    segments.check_tokens(tokens, state.held.shape[0], weights.backbone.vocab_size)
+    segments.check_tokens(tokens, state.num_valid.shape[0], weights.backbone.vocab_size)
     b, t = tokens.shape
-    if given.beside_pool and given.new is None:
+    if options.beside_pool and options.new is None:
         raise ValueError("beside_pool needs new memory, got new=None")
     count = 0
-    if given.new is not None:
-        count = given.new.shape[2]
-        weights.check_rows("new", given.new, b, count)
+    if options.new is not None:
+        count = options.new.shape[2]
+        weights.check_rows("new", options.new, b, count)
         if not 1 <= count <= weights.config.pool:
             raise ValueError(
                 f"new must have 1 to N={weights.config.pool} rows, got {count}"
             )
-    if given.kept is not None:
+    if options.kept_rows is not None:
         shape = (b, weights.layers, weights.config.pool - count)
-        if not given.beside_pool or given.kept.shape != shape:
+        if not options.beside_pool or options.kept_rows.shape != shape:
             raise ValueError(
-                f"kept must be [B, L, N - n] = {list(shape)}, with beside_pool, "
-                f"got {list(given.kept.shape)}, beside_pool={given.beside_pool}"
+                f"kept_rows must be [B, L, N - n] = {list(shape)}, with beside_pool, "
+                f"got {list(options.kept_rows.shape)}, "
+                f"beside_pool={options.beside_pool}"
             )
-    if given.prompt is not None and weights.config.by_attention:
+    if options.prompt_length is not None and weights.config.by_attention:
         raise ValueError(
-            "prompt must be None with retrieval='attention', where no token chooses "
-            f"for another, got {given.prompt}"
+            "prompt_length must be None with retrieval='attention', where no token "
+            f"chooses for another, got {options.prompt_length}"
         )
-    if given.prompt is not None and not 1 <= given.prompt <= t:
-        raise ValueError(f"prompt must be in [1, T={t}], got {given.prompt}")
-    if given.room < 0:
-        raise ValueError(f"room must be at least 0, got {given.room}")
+    if options.prompt_length is not None and not 1 <= options.prompt_length <= t:
+        raise ValueError(
+            f"prompt_length must be in [1, T={t}], got {options.prompt_length}"
+        )
+    if options.max_new_tokens < 0:
+        raise ValueError(
+            f"max_new_tokens must be at least 0, got {options.max_new_tokens}"
+        )
 
 
 class ReadTrace(NamedTuple):
     """What a read did.
 
     Attributes:
-        hidden: what each layer was given, and the features.
+        hidden: what each layer was options, and the features.
         scores: p of the store's rows, -inf in empty ones; None without a retriever.
         chosen: their places in the store, as they were read: oldest first; those of
             each token and head with retrieval "attention". None without a store.
@@ -84,23 +105,23 @@ class ReadTrace(NamedTuple):
     chosen: Int[Array, "L B R"] | Int[Array, "L B T h R"] | None
 
 
-def read_on(
+def decode(
     weights: MPlusWeights,
-    reading: Reading,
+    cache: KVCache,
     tokens: Int[Array, "B T"],
-    alone: bool,
+    only_new: bool,
     state: MPlusState | None,
-) -> tuple[Reading, Float[Array, "B T V"]]:
-    """Reads on from a reading; NaN for tokens beyond its slots.
+) -> tuple[KVCache, Float[Array, "B T V"]]:
+    """Reads on from a cache; NaN for tokens beyond its slots.
 
-    The learned retriever's rows stay those of the reading; attention finds each token
+    The learned retriever's rows stay those of the cache; attention finds each token
     its own.
 
     Args:
         weights: of M+.
-        reading: what `read` gave.
+        cache: what `read` gave.
         tokens: in [0, V).
-        alone: whether it is of new memory alone, which the adapter that writes reads.
+        only_new: whether it is of new memory alone, read by the adapter that writes.
         state: the memory that was read; with retrieval "attention" alone, which seeks
             in its store.
 
@@ -108,44 +129,52 @@ def read_on(
         ValueError: on tokens of another shape, or a known value out of range; on a
             state where none is needed, or none where one is.
     """
-    segments.check_tokens(tokens, reading.length.shape[0], weights.backbone.vocab_size)
-    needed = weights.config.by_attention and not alone
+    segments.check_tokens(tokens, cache.length.shape[0], weights.backbone.vocab_size)
+    needed = weights.config.by_attention and not only_new
     if (state is not None) != needed:
         raise ValueError(
-            f"state must be {'that of the reading' if needed else 'None'} with "
+            f"state must be {'that of the cache' if needed else 'None'} with "
             f"retrieval={weights.config.retrieval!r}, retrieved="
-            f"{weights.config.retrieved} and alone={alone}, got "
+            f"{weights.config.retrieved} and only_new={only_new}, got "
             f"{'None' if state is None else 'a state'}"
         )
     lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     h = weights.backbone.embed(tokens)
-    seeker = None if state is None else attention_retrieval.seeker(weights, state.store)
-    reading, y, _ = kv_cache.read_tokens(
-        weights, reading, h, lengths, alone, seeker=seeker
+    attention_retriever = (
+        None if state is None else attention_retrieval.of_store(weights, state.store)
     )
-    return reading, weights.backbone.logits(y)
+    cache, y, _ = kv_cache.read_tokens(
+        weights, cache, h, lengths, only_new, attention_retriever=attention_retriever
+    )
+    return cache, weights.backbone.logits(y)
 
 
 def read(
-    weights: MPlusWeights, state: MPlusState, tokens: Int[Array, "B T"], given: Given
-) -> tuple[Reading, Float[Array, "B T D"], ReadTrace]:
-    """A reading of the memory, the open chunk and the tokens; features of the last."""
-    check(weights, state, tokens, given)
-    run = functools.partial(_read, weights, given)
-    if given.alone:
+    weights: MPlusWeights,
+    state: MPlusState,
+    tokens: Int[Array, "B T"],
+    options: ReadOptions,
+) -> tuple[KVCache, Float[Array, "B T D"], ReadTrace]:
+    """A cache of the memory, the open chunk and the tokens; features of the last."""
+    check(weights, state, tokens, options)
+    run = functools.partial(_read, weights, options)
+    if options.only_new:
         return run(0, state, tokens)
     open_ = functools.partial(run, weights.config.chunk - 1)
     return jax.lax.cond(
-        jnp.any(state.filled > 0), open_, functools.partial(run, 0), state, tokens
+        jnp.any(state.length > 0), open_, functools.partial(run, 0), state, tokens
     )
 
 
 def read_closed(
-    weights: MPlusWeights, state: MPlusState, tokens: Int[Array, "B T"], given: Given
-) -> tuple[Reading, Float[Array, "B T D"], ReadTrace]:
+    weights: MPlusWeights,
+    state: MPlusState,
+    tokens: Int[Array, "B T"],
+    options: ReadOptions,
+) -> tuple[KVCache, Float[Array, "B T D"], ReadTrace]:
     """`read` where the caller knows that no row has an open chunk: half the program."""
-    check(weights, state, tokens, given)
-    return _read(weights, given, 0, state, tokens)
+    check(weights, state, tokens, options)
+    return _read(weights, options, 0, state, tokens)
 
 
 def generate(
@@ -158,18 +187,18 @@ def generate(
 ) -> Int[Array, "B n"]:
     """Answers of `count` tokens; see `MPlus.generate`."""
     told = state if weights.config.by_attention else None
-    given = Given(None, False, None, None, count - 1)
-    reading, features, _ = read(weights, state, prompt, given)
+    options = ReadOptions(max_new_tokens=count - 1)
+    cache, features, _ = read(weights, state, prompt, options)
     logits = weights.backbone.logits(features)
 
     def body(carry, key):
-        reading, logits = carry
+        cache, logits = carry
         token = draw(logits, key, sampling)
-        reading, logits = read_on(weights, reading, token[:, None], False, told)
-        return (reading, logits[:, 0]), token
+        cache, logits = decode(weights, cache, token[:, None], False, told)
+        return (cache, logits[:, 0]), token
 
     *keys, last = jax.random.split(key, count)
-    carry = (reading, logits[:, -1])
+    carry = (cache, logits[:, -1])
     tokens = jnp.zeros((0, prompt.shape[0]), jnp.int32)
     if keys:
         carry, tokens = jax.lax.scan(body, carry, jnp.stack(keys))
@@ -177,59 +206,65 @@ def generate(
     return jnp.concatenate([tokens, token[None]]).T
 
 
-def _read(weights, given, width, state, tokens):
+def _read(weights, options, width, state, tokens):
     """`width` bounds the open chunk's tokens, which are read before these."""
     c, (b, t) = weights.config, tokens.shape
-    if given.beside_pool and given.kept is None:
-        given = given._replace(kept=_draw_kept(weights, state, given.new.shape[2]))
-    filled = state.filled if width else jnp.zeros_like(state.filled)
-    joined = segments.join(state.tokens, filled, tokens, width + t)
+    if options.beside_pool and options.kept_rows is None:
+        options = options._replace(
+            kept_rows=_draw_kept(weights, state, options.new.shape[2])
+        )
+    length = state.length if width else jnp.zeros_like(state.length)
+    joined = segments.join(state.tokens, length, tokens, width + t)
     h = weights.backbone.embed(joined)
     times = jnp.arange(width + t, dtype=jnp.int32)[None]
-    after = times - filled[:, None]
-    asked = (after >= 0) & (after < (given.prompt or t))
-    memory = _alone if given.alone else _memory
-    first = 1 + given.new.shape[2] if given.alone else c.prefix
-    reading = kv_cache.empty(weights, b, first, first + (c.chunk - 1) + t + given.room)
+    after = times - length[:, None]
+    query_mask = (after >= 0) & (after < (options.prompt_length or t))
+    memory = _only_new if options.only_new else _memory
+    first = 1 + options.new.shape[2] if options.only_new else c.prefix
+    cache = kv_cache.empty(
+        weights, b, first, first + (c.chunk - 1) + t + options.max_new_tokens
+    )
     scores: list[Array] = []
     chosen: list[Array] = []
 
     def before(layer, h):
-        rows, seen, found = memory(weights, given, state, layer, h, asked)
+        rows, seen, found = memory(weights, options, state, layer, h, query_mask)
         if found is not None:
             scores.append(found.scores)
             chosen.append(found.chosen)
         return rows, seen
 
-    seeker = None if given.alone else attention_retrieval.seeker(weights, state.store)
-    reading, y, inputs = kv_cache.read_tokens(
-        weights, reading, h, filled + t, given.alone, before, seeker
+    attention_retriever = (
+        None if options.only_new else attention_retrieval.of_store(weights, state.store)
     )
-    taken = filled[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    cache, y, inputs = kv_cache.read_tokens(
+        weights, cache, h, length + t, options.only_new, before, attention_retriever
+    )
+    taken = length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     hidden = jnp.stack([segments.take(x, taken) for x in (*inputs, y)])
-    if seeker is not None:
-        chosen = [segments.take(x, taken) for x in seeker.chosen]
+    if attention_retriever is not None:
+        chosen = [segments.take(x, taken) for x in attention_retriever.chosen]
     stack = lambda xs: jnp.stack(xs) if xs else None
-    return reading, hidden[-1], ReadTrace(hidden, stack(scores), stack(chosen))
+    return cache, hidden[-1], ReadTrace(hidden, stack(scores), stack(chosen))
 
 
-def _alone(weights, given, state, layer, h, asked):
+def _only_new(weights, options, state, layer, h, query_mask):
     """[bos ; new rows] of a layer."""
-    del h, asked, state
-    new = given.new[:, layer]
+    del h, query_mask, state
+    new = options.new[:, layer]
     return *kv_cache.with_bos(
         weights, layer, [(new, jnp.ones(new.shape[:2], bool))]
     ), None
 
 
-def _memory(weights, given, state, layer, h, asked):
+def _memory(weights, options, state, layer, h, query_mask):
     """[bos ; retrieved ; pool] of a layer, whose rows its own tokens choose."""
     c = weights.config
     pool = short_term_pool.of_layer(state.pool, layer)
-    seen = kv_cache.filled_rows(state.held, c.pool)
-    if given.new is not None:
-        new = given.new[:, layer]
-        kept = given.kept[:, layer]
+    seen = kv_cache.valid_rows(state.num_valid, c.pool)
+    if options.new is not None:
+        new = options.new[:, layer]
+        kept = options.kept_rows[:, layer]
         seen = jnp.concatenate(
             [segments.take(seen, kept), jnp.ones(new.shape[:2], bool)], axis=1
         )
@@ -237,7 +272,7 @@ def _memory(weights, given, state, layer, h, asked):
     memory, found = [(pool, seen)], None
     if c.has_retriever:
         queries = weights.retriever_queries(layer, h)
-        found = long_term_store.retrieve(c, state.store, layer, queries, asked)
+        found = long_term_store.retrieve(c, state.store, layer, queries, query_mask)
         memory.insert(0, (found.rows, found.real))
     return *kv_cache.with_bos(weights, layer, memory), found
 

@@ -55,24 +55,26 @@ def project(
 def probabilities(
     queries: Float[Array, "*B T d"],
     keys: Float[Array, "*B n d"],
-    asked: Bool[Array, "*B T"] | None = None,
+    query_mask: Bool[Array, "*B T"] | None = None,
 ) -> Float[Array, "*B n"]:
-    """p, in [0, 1]: the mean over the queries that are asked; 0 where none is."""
+    """p, in [0, 1]: the mean over the queries that are query_mask; 0 where none is."""
     logits = jnp.einsum("...td,...nd->...tn", queries, keys)
     p = jax.nn.sigmoid(logits)
-    if asked is None:
+    if query_mask is None:
         return p.mean(axis=-2)
-    total = jnp.where(asked[..., None], p, 0.0).sum(axis=-2)
-    return total / jnp.maximum(asked.sum(axis=-1, dtype=p.dtype), 1.0)[..., None]
+    total = jnp.where(query_mask[..., None], p, 0.0).sum(axis=-2)
+    return total / jnp.maximum(query_mask.sum(axis=-1, dtype=p.dtype), 1.0)[..., None]
 
 
 def search(
-    queries: Float[Array, "T d"], asked: Bool[Array, " T"], keys: Float[Array, "M d"]
+    queries: Float[Array, "T d"],
+    query_mask: Bool[Array, " T"],
+    keys: Float[Array, "M d"],
 ) -> Float[Array, " M"]:
     """`probabilities` for many keys, some of them at a time, without a gradient."""
     queries, keys = jax.lax.stop_gradient((queries, keys))
-    count = jnp.maximum(asked.sum(dtype=jnp.float32), 1.0)
-    share = jnp.where(asked, 1.0 / count, 0.0)
+    count = jnp.maximum(query_mask.sum(dtype=jnp.float32), 1.0)
+    share = jnp.where(query_mask, 1.0 / count, 0.0)
 
     def some(keys):
         # sigmoid(x) = (1 + tanh(x / 2)) / 2, whose mean is one product.

@@ -2,7 +2,7 @@
 
 Shapes: B batch, L layers, K memory tokens of a chunk, N rows of the pool, M capacity of
 the store, R retrieved rows, C open chunk, D model, d retriever's keys, S slots of a
-reading, G key heads, H width of a head. With retrieval "attention" the store's D and d
+cache, G key heads, H width of a head. With retrieval "attention" the store's D and d
 are both G * H.
 """
 
@@ -22,7 +22,7 @@ class LayerStore(NamedTuple):
 
     Attributes:
         rows: the memory tokens, with retrieval "attention" their values; the first
-            `Store.held` are filled.
+            `Store.num_valid` are filled.
         keys: of the retriever, or of the layer's attention, made when the row was
             dropped.
         born: the clock when the row was made (with `legacy`, what its age at the drop
@@ -40,24 +40,24 @@ class Store(NamedTuple):
     Attributes:
         layers: their rows.
         recalls: recall frequency, for eviction by it.
-        held: filled rows, those of the drop cache last.
-        fresh: rows in the drop cache, which is searched as well.
+        num_valid: filled rows, those of the drop cache last.
+        num_pending: rows in the drop cache, which is searched as well.
     """
 
     layers: tuple[LayerStore, ...]
     recalls: Float[Array, "B M"]
-    held: Int[Array, " B"]
-    fresh: Int[Array, " B"]
+    num_valid: Int[Array, " B"]
+    num_pending: Int[Array, " B"]
 
 
-class Reading(NamedTuple):
+class KVCache(NamedTuple):
     """Keys and values of [bos, retrieved rows, pool, tokens], layer by layer.
 
     Attributes:
         keys: with RoPE.
         values: of the same slots.
         visible: False in slots that nobody may see: empty memory, no token yet.
-        first: slot of the first token.
+        prefix_length: slot of the first token.
         length: tokens so far.
         offset: RoPE position of the first token, the number of visible slots before.
     """
@@ -65,7 +65,7 @@ class Reading(NamedTuple):
     keys: tuple[Float[Array, "B S G H"], ...]
     values: tuple[Float[Array, "B S G H"], ...]
     visible: Bool[Array, "B S"]
-    first: Int[Array, " B"]
+    prefix_length: Int[Array, " B"]
     length: Int[Array, " B"]
     offset: Int[Array, " B"]
 
@@ -74,33 +74,33 @@ class MPlusState(NamedTuple):
     """The memory of every row of the batch.
 
     Attributes:
-        pool: short-term memory, the residual stream's vectors; the last `held` rows of
-            a layer are filled, oldest first.
+        pool: short-term memory, vectors of the residual stream; the last `num_valid`
+            rows of a layer are filled, oldest first.
         ages: of the pool's rows, in memory tokens.
-        held: filled rows of the pool, the same in all layers.
+        num_valid: filled rows of the pool, the same in all layers.
         clock: memory tokens made so far: K an update.
         store: None without long-term memory.
-        tokens: the open chunk, 0 from `filled` on.
-        filled: tokens in it, in [0, C).
+        tokens: the open chunk, 0 from `length` on.
+        length: tokens in it, in [0, C).
         queries: the retriever's, of the tokens that were read last: token i of a chunk
             is in place i. None without a retriever.
-        asked: how many of them there are.
-        reading: of the open chunk.
-        ready: whether `reading` is up to date; if not, the next read makes it anew.
+        num_queries: how many of them there are.
+        cache: of the open chunk.
+        cache_ready: whether `cache` is up to date; if not, the next read makes it anew.
         key: of the row's random numbers.
     """
 
     pool: Float[Array, "B L N D"]
     ages: Int[Array, "B L N"]
-    held: Int[Array, " B"]
+    num_valid: Int[Array, " B"]
     clock: Int[Array, " B"]
     store: Store | None
     tokens: Int[Array, "B C"]
-    filled: Int[Array, " B"]
+    length: Int[Array, " B"]
     queries: Float[Array, "B L C d"] | None
-    asked: Int[Array, " B"]
-    reading: Reading
-    ready: Bool[Array, " B"]
+    num_queries: Int[Array, " B"]
+    cache: KVCache
+    cache_ready: Bool[Array, " B"]
     key: UInt32[Array, "B 2"]
 
 
@@ -124,11 +124,11 @@ class Initial(NamedTuple):
 
     def fill(self, state: MPlusState) -> MPlusState:
         """An empty state with this memory in every row."""
-        batch, pool = state.held.shape[0], self.pool.get_value()
+        batch, pool = state.num_valid.shape[0], self.pool.get_value()
         each = lambda x: jnp.broadcast_to(x[None], (batch, *x.shape))
         state = state._replace(
             pool=near(lambda _, start: start, state.pool, each(pool), stays=True),
-            held=jnp.full_like(state.held, pool.shape[1]),
+            num_valid=jnp.full_like(state.num_valid, pool.shape[1]),
         )
         parts = (self.rows, self.keys, self.born, self.recalls)
         if state.store is None or self.recalls is None:
@@ -144,6 +144,6 @@ class Initial(NamedTuple):
         store = state.store._replace(
             layers=layers,
             recalls=begin(state.store.recalls, recalls),
-            held=jnp.full_like(state.held, count),
+            num_valid=jnp.full_like(state.num_valid, count),
         )
         return state._replace(store=store)

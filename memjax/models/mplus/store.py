@@ -1,6 +1,7 @@
 """M+'s long-term store: what the pool dropped, and what a read takes back.
 
-One buffer of M rows a layer, of which the first `held` are filled. Two ways to evict:
+One buffer of M rows a layer, of which the first `num_valid` are filled. Two ways to
+evict:
 
 - "oldest": the store keeps the M youngest rows of all it was given.
 - by recall frequency, as the published program: dropped rows wait in a cache, the
@@ -64,8 +65,8 @@ def empty(config: MPlusConfig, batch: int, layers: int, width: int) -> Store:
     return Store(
         layers=tuple(layer() for _ in range(layers)),
         recalls=jnp.zeros(shape, jnp.float32),
-        held=jnp.zeros(batch, jnp.int32),
-        fresh=jnp.zeros(batch, jnp.int32),
+        num_valid=jnp.zeros(batch, jnp.int32),
+        num_pending=jnp.zeros(batch, jnp.int32),
     )
 
 
@@ -77,13 +78,15 @@ def append(
 ) -> Store:
     """Stores K dropped rows a layer, in the rows of the batch that are `taken`."""
     count = new[0].born.shape[1]
-    free = store.held[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-    full = jnp.any(taken & (store.held + count > config.store))
+    free = store.num_valid[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    full = jnp.any(taken & (store.num_valid + count > config.store))
     layers = []
     for old, rows in zip(store.layers, new, strict=True):
         places = free
         if not config.by_frequency:
-            oldest = functools.partial(_oldest_places, store.held, old.born, rows.born)
+            oldest = functools.partial(
+                _oldest_places, store.num_valid, old.born, rows.born
+            )
             places = jax.lax.cond(full, oldest, lambda free=free: free)
         # A place beyond the buffer is not written.
         layers.append((old, rows, jnp.where(taken[:, None], places, config.store)))
@@ -93,12 +96,14 @@ def append(
     store = Store(
         layers=(),
         recalls=_written(store.recalls, recalls, places),
-        held=jnp.minimum(store.held + more, config.store),
-        fresh=store.fresh + more if config.by_frequency else store.fresh,
+        num_valid=jnp.minimum(store.num_valid + more, config.store),
+        num_pending=store.num_pending + more
+        if config.by_frequency
+        else store.num_pending,
     )
     if not config.by_frequency:
         return store._replace(layers=_each_layer(_written, layers))
-    due = store.fresh >= config.merge_every * count
+    due = store.num_pending >= config.merge_every * count
 
     def merged():
         # One function writes and moves: what is on the host is written once.
@@ -128,7 +133,7 @@ def _merge(config, store, mask):
     """The drop cache joins the store in the rows of `mask`: and the rows' new order."""
     left = store.recalls - config.decay
     places = jnp.arange(config.store, dtype=jnp.int32)[None]
-    filled = places < store.held[:, None]
+    filled = places < store.num_valid[:, None]
     alive = filled & (left > LEAST_RECALLS)
     count = alive.sum(axis=1, dtype=jnp.int32)
     enough = count > config.retrieved
@@ -137,8 +142,8 @@ def _merge(config, store, mask):
     order = jnp.argsort(~stays, axis=1, stable=True).astype(jnp.int32)
     merged = store._replace(
         recalls=segments.take(jnp.where(enough[:, None], left, store.recalls), order),
-        held=jnp.where(enough, count, store.held),
-        fresh=jnp.zeros_like(store.fresh),
+        num_valid=jnp.where(enough, count, store.num_valid),
+        num_pending=jnp.zeros_like(store.num_pending),
     )
     return mechanisms.reset(store, merged, mask), order
 
@@ -148,34 +153,34 @@ def retrieve(
     store: Store,
     layer: int,
     queries: Float[Array, "B T d"],
-    asked: Bool[Array, "B T"],
+    query_mask: Bool[Array, "B T"],
 ) -> Retrieved:
     """The R rows of a layer whose keys the queries find likeliest, oldest first.
 
     Of one score the first in the store are taken; of one age they come in its order.
-    Nothing is real where nothing is asked.
+    Nothing is real where nothing is query_mask.
 
     Returns:
         `Retrieved`, with the batch first.
     """
     rows, keys, born = store.layers[layer]
     chosen, real, scores = jax.vmap(functools.partial(_choose, config))(
-        keys, born, store.held, store.fresh, queries, asked
+        keys, born, store.num_valid, store.num_pending, queries, query_mask
     )
     # Empty places may hold anything; nothing must not become NaN.
     found = jnp.where(real[..., None], near(segments.take, rows, chosen), 0.0)
     return Retrieved(found, chosen, real, scores)
 
 
-def _choose(config, keys, born, held, fresh, queries, asked):
+def _choose(config, keys, born, num_valid, num_pending, queries, query_mask):
     places = jnp.arange(config.store, dtype=jnp.int32)
-    found = retriever.search(queries, asked, keys)
-    scores = jnp.where((places < held) & jnp.any(asked), found, -jnp.inf)
+    found = retriever.search(queries, query_mask, keys)
+    scores = jnp.where((places < num_valid) & jnp.any(query_mask), found, -jnp.inf)
     best, chosen = jax.lax.top_k(scores, config.retrieved)
     real = best > -jnp.inf
     if config.legacy:
         # Without enough merged rows: these again and again, and no search.
-        merged = held - fresh
+        merged = num_valid - num_pending
         turns = jnp.arange(config.retrieved, dtype=jnp.int32) - config.retrieved
         tiled = turns % jnp.maximum(merged, 1)
         few = merged < config.retrieved
@@ -186,15 +191,15 @@ def _choose(config, keys, born, held, fresh, queries, asked):
     return chosen[order], real[order], scores
 
 
-def _oldest_places(held, born, new):
+def _oldest_places(num_valid, born, new):
     """Where K rows go in full buffers: over older ones, oldest first, or nowhere."""
     places = jnp.arange(born.shape[1], dtype=jnp.int32)
 
-    def one(held, born, new):
+    def one(num_valid, born, new):
         # Ages in float32, whose search is 30 times that of integers on a CPU: exact
         # to 2**24, beyond what a store of eight million rows lets grow old.
-        now = jnp.maximum(new.max(), jnp.where(places < held, born, new[0]).max())
-        ages = jnp.where(places < held, (now - born).astype(jnp.float32), jnp.inf)
+        now = jnp.maximum(new.max(), jnp.where(places < num_valid, born, new[0]).max())
+        ages = jnp.where(places < num_valid, (now - born).astype(jnp.float32), jnp.inf)
         oldest, at = jax.lax.top_k(ages, new.shape[0])
         # The youngest row goes over the oldest, as long as it is younger.
         youngest = jnp.argsort(-new)
@@ -202,4 +207,4 @@ def _oldest_places(held, born, new):
         at = jnp.where(younger, at, places.shape[0])
         return jnp.zeros_like(at).at[youngest].set(at)
 
-    return jax.vmap(one)(held, born, new)
+    return jax.vmap(one)(num_valid, born, new)

@@ -1,6 +1,6 @@
 """The parameters of M+ beside its frozen backbone, and how they start.
 
-    write_adapter, read_adapter    LoRA for writing a chunk and for reading with memory
+    write_adapter, read_adapter    LoRA for writing a chunk and for cache with memory
     bos [L, D], position [D]       first vector of every layer; what marks memory tokens
     query, key, encoder_query      the retriever, where there is a learned one
 
@@ -178,7 +178,7 @@ def init_bos(backbone: LanguageModel) -> Float[Array, "L D"]:
     """What a text's first position is in every layer, whatever token begins it.
 
     Heads that find nothing to attend to attend there, and a backbone marks the place
-    by activations that no embedding has; without it, reading begins far off (SmolLM2:
+    by activations that no embedding has; without it, cache begins far off (SmolLM2:
     3.06 nats a token behind a compressed chunk instead of 12.3).
     """
     config = dataclasses.replace(backbone.config, dtype="float32")

@@ -38,16 +38,16 @@ def by_chunks(
         token.
     """
     c, (b, t) = weights.config.chunk, tokens.shape
-    width, before = min(c, t), state.filled
+    width, before = min(c, t), state.length
 
     def step(carry, _):
         state, done = carry
-        lengths = jnp.minimum(c - state.filled, t - done)
+        lengths = jnp.minimum(c - state.length, t - done)
         at = done[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
         piece = segments.take(tokens, jnp.minimum(at, t - 1))
         state, y = read(weights, state, piece, lengths)
         state = _keep_tokens(state, piece, lengths)
-        return (write_open(weights, state, state.filled == c), done + lengths), y
+        return (write_open(weights, state, state.length == c), done + lengths), y
 
     count = -(-(c - 1 + t) // c)
     carry = (state, jnp.zeros(b, jnp.int32))
@@ -74,12 +74,12 @@ def write_open(
     """Compresses and stores the open chunks of `rows`."""
 
     def write(state):
-        lengths = jnp.maximum(state.filled, 1)
+        lengths = jnp.maximum(state.length, 1)
         new = compress(weights, state, state.tokens, lengths, None)
         state = update(weights, state, new, None, rows)
         return state._replace(
             tokens=jnp.where(rows[:, None], 0, state.tokens),
-            filled=jnp.where(rows, 0, state.filled),
+            length=jnp.where(rows, 0, state.length),
         )
 
     return jax.lax.cond(jnp.any(rows), write, lambda state: state, state)
@@ -93,7 +93,11 @@ def compress(
     memory: Float[Array, "B L K D"] | None,
 ) -> Float[Array, "B L K D"]:
     """Memory tokens of each row's first `lengths[b]` tokens; see `MPlus.compress`."""
-    real = jnp.ones_like(state.held, bool) if memory is not None else state.held > 0
+    real = (
+        jnp.ones_like(state.num_valid, bool)
+        if memory is not None
+        else state.num_valid > 0
+    )
     newest = lambda pool: pool[:, :, -weights.config.tokens :]
     seen = near(newest, state.pool) if memory is None else memory
     return mplus_layers.compress(
@@ -127,19 +131,19 @@ def update(
     pool, ages, out = short_term_pool.replace(
         state.pool,
         state.ages,
-        state.held,
+        state.num_valid,
         new,
         dropped,
         rows,
         advance=not c.legacy,
     )
-    was_full = state.held == c.pool
+    was_full = state.num_valid == c.pool
     after = state._replace(
         ages=ages,
-        held=jnp.minimum(state.held + c.tokens, c.pool),
+        num_valid=jnp.minimum(state.num_valid + c.tokens, c.pool),
         clock=state.clock + c.tokens,
         key=jax.random.key_data(keys[:, 0]),
-        ready=jnp.zeros_like(state.ready),
+        cache_ready=jnp.zeros_like(state.cache_ready),
     )
     # Pool and store are large: their own rows are chosen where they are written.
     small = lambda state: state._replace(pool=None, store=None)
@@ -169,9 +173,9 @@ def stored(
 def _keep_tokens(state, piece, lengths):
     """The open chunk with the first `lengths[b]` tokens of a piece behind it."""
     times = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
-    at = state.filled[:, None] + times
+    at = state.length[:, None] + times
     at = jnp.where(times < lengths[:, None], at, state.tokens.shape[1])
     return state._replace(
         tokens=segments.write(state.tokens, at, piece.astype(jnp.int32)),
-        filled=state.filled + lengths,
+        length=state.length + lengths,
     )

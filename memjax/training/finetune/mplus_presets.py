@@ -8,7 +8,7 @@ program; the rates are for the batches given here.
 
 import dataclasses
 
-from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
+from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
 from memjax.models.mplus.config import MPlusConfig
 from memjax.training.config import LoopConfig
 from memjax.training.finetune.curricula import MPlusStages

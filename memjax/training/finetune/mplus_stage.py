@@ -17,9 +17,9 @@ from jaxtyping import PRNGKeyArray
 
 from memjax.checks import check_sizes, require_known
 from memjax.data import TokenisedDocument, Tokenizer, load_facts, read_questions
-from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, FactTexts, split_facts
-from memjax.data.mplus_tasks.lesson_batches import Lessons
-from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
+from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, FactTexts, split_facts
+from memjax.data.mplus_tasks.task_batches import TaskBatches
+from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import with_config
@@ -232,8 +232,10 @@ class MPlusStage:
         asking = min(ASKING, tasks.target)
         given = []
         for _ in range(-(-count // self.data.batch_size)):
-            lesson = next(drawn).lesson
-            given.append(lesson._replace(asks=np.minimum(lesson.asks, asking)))
+            batch = next(drawn).batch
+            given.append(
+                batch._replace(num_queries=np.minimum(batch.num_queries, asking))
+            )
         rows = min(ROWS, chunks * memory.tokens)
         return collect(model, given, asking, rows, jax.random.key(seed))
 
@@ -245,14 +247,14 @@ class MPlusStage:
         *,
         shard_index: int = 0,
         shard_count: int = 1,
-    ) -> Lessons:
-        """Tasks and their lessons; a host's rows of each."""
+    ) -> TaskBatches:
+        """Tasks and their batches; a host's rows of each."""
         facts = None
         if self.tasks.ask:
             found = load_facts() if self.facts is None else read_questions(self.facts)
             told, _ = split_facts(found, seed=FACTS_SEED)
             facts = FactTexts(told, tokenizer, self.memory.chunk, self.tasks.target)
-        return Lessons(
+        return TaskBatches(
             documents,
             self.tasks,
             self.memory.chunk,
@@ -287,7 +289,7 @@ class MPlusStage:
         transform, prompt = self.transform(), self.tasks.prompt
         updates = make_task_steps(cast(MPlus, model), transform, prompt)
         programs = {task: compiled(update) for task, update in updates.items()}
-        return lambda state, given: programs[given.task](state, given.lesson)
+        return lambda state, given: programs[given.task](state, given.batch)
 
     def export(
         self, model: Model, folder: Path, tokenizer: bytes | None, dtype: Dtype

@@ -21,11 +21,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Scalar
 
 from memjax.checks import check_sizes
-from memjax.data.mplus_tasks.lessons import Lesson
+from memjax.data.mplus_tasks.tasks import TaskBatch
 from memjax.models.mplus import read as mplus_reading
 from memjax.models.mplus import retriever
 from memjax.models.mplus.model import MPlus
-from memjax.models.mplus.read import Given
+from memjax.models.mplus.read import ReadOptions
 from memjax.models.mplus.retriever import Retriever
 from memjax.training.mplus.tasks import write
 
@@ -39,50 +39,54 @@ class Bank(NamedTuple):
 
     Attributes:
         asking: normed hidden states of the tokens that read the document's memory.
-        asked: which of them ask: the first so many.
+        query_mask: which of them ask: the first so many.
         rows: normed memory tokens of the document.
     """
 
     asking: Float[Array, "n L Q D"]
-    asked: Bool[Array, "n Q"]
+    query_mask: Bool[Array, "n Q"]
     rows: Float[Array, "n L R D"]
 
 
 def collect(
-    model: MPlus, lessons: Iterable[Lesson], asking: int, rows: int, key: PRNGKeyArray
+    model: MPlus,
+    batches: Iterable[TaskBatch],
+    asking: int,
+    rows: int,
+    key: PRNGKeyArray,
 ) -> Bank:
     """Writes each document into an empty memory, and reads its target.
 
     Args:
         model: with a retriever.
-        lessons: with as many chunks each.
+        batches: with as many chunks each.
         asking: Q, of a target's tokens the first so many are kept.
         rows: R, drawn from those that a document makes.
         key: of the draws.
 
     Raises:
-        ValueError: if a lesson makes fewer rows, or more than the pool holds.
+        ValueError: if a batch makes fewer rows, or more than the pool holds.
     """
     check_sizes(asking=asking, rows=rows)
     parts, graph_params = [], nnx.split(model)
-    for i, lesson in enumerate(lessons):
-        made = lesson.chunks.shape[1] * model.config.tokens
+    for i, batch in enumerate(batches):
+        made = batch.chunks.shape[1] * model.config.tokens
         if not rows <= made <= model.config.pool:
             raise ValueError(
-                f"lessons must make rows={rows} to pool={model.config.pool} memory "
+                f"batches must make rows={rows} to pool={model.config.pool} memory "
                 f"tokens each, got {made}"
             )
         drawn = jax.random.fold_in(key, i)
-        parts.append(_collect(*graph_params, lesson, drawn, made, asking, rows))
+        parts.append(_collect(*graph_params, batch, drawn, made, asking, rows))
     return Bank(*(jnp.concatenate(x) for x in zip(*parts, strict=True)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def _collect(graph, params, lesson, key, made, asking, rows):
+def _collect(graph, params, batch, key, made, asking, rows):
     model = nnx.merge(graph, params)
-    _, state = write(model, model.init_state(lesson.chunks.shape[0]), lesson)
-    given = Given(None, False, None, None, 0)
-    tokens = lesson.target.tokens[:, :asking]
+    _, state = write(model, model.init_state(batch.chunks.shape[0]), batch)
+    given = ReadOptions()
+    tokens = batch.target.tokens[:, :asking]
     _, _, trace = mplus_reading.read_closed(model.weights, state, tokens, given)
     chosen = jax.random.choice(key, made, (rows,), replace=False)
     pool = state.pool[:, :, state.pool.shape[2] - made + chosen]
@@ -92,7 +96,7 @@ def _collect(graph, params, lesson, key, made, asking, rows):
     times = jnp.arange(asking, dtype=jnp.int32)[None]
     return Bank(
         asking=normed(jnp.moveaxis(trace.hidden[:-1], 0, 1)),
-        asked=times < lesson.asks[:, None],
+        query_mask=times < batch.num_queries[:, None],
         rows=normed(pool),
     )
 
@@ -131,11 +135,11 @@ def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
             f"bank must have at least key_dim={key_dim} rows, of as many features, got "
             f"{n * rows} of {width}"
         )
-    if (asked := int(bank.asked.sum())) < 2:
-        raise ValueError(f"bank must have at least 2 tokens that ask, got {asked}")
+    if (query_mask := int(bank.query_mask.sum())) < 2:
+        raise ValueError(f"bank must have at least 2 tokens that ask, got {query_mask}")
     made = []
     for layer in range(layers):
-        asking = bank.asking[:, layer][bank.asked].astype(jnp.float32)
+        asking = bank.asking[:, layer][bank.query_mask].astype(jnp.float32)
         stored = bank.rows[:, layer].reshape(-1, width).astype(jnp.float32)
         made.append(_similar(asking, stored, key_dim - 1))
     query, key = (_linear(jnp.stack(matrices)) for matrices in zip(*made, strict=True))
@@ -190,9 +194,9 @@ def fit(
         ValueError: on fewer than two documents in a batch, or a smaller bank.
     """
     check_sizes(steps=steps)
-    if not 2 <= documents <= len(bank.asked):
+    if not 2 <= documents <= len(bank.query_mask):
         raise ValueError(
-            f"documents must be in [2, {len(bank.asked)}], got {documents}"
+            f"documents must be in [2, {len(bank.query_mask)}], got {documents}"
         )
     transform = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
 
@@ -206,7 +210,9 @@ def fit(
     state, losses = transform.init(params), []
     for step in range(steps):
         drawn = jax.random.fold_in(key, step)
-        chosen = jax.random.choice(drawn, len(bank.asked), (documents,), replace=False)
+        chosen = jax.random.choice(
+            drawn, len(bank.query_mask), (documents,), replace=False
+        )
         batch = jax.tree.map(lambda x, chosen=chosen: x[chosen], bank)
         params, state, loss = update(params, state, batch)
         losses.append(float(loss))
@@ -239,7 +245,7 @@ def bank_loss(params: tuple[Retriever, Retriever], batch: Bank) -> Scalar:
         keys = retriever.project(key, layer, batch.rows[:, layer].reshape(-1, width))
         asking = retriever.project(query, layer, batch.asking[:, layer])
         keys = jnp.broadcast_to(keys[None], (n, *keys.shape))
-        found.append(retriever.probabilities(asking, keys, batch.asked))
+        found.append(retriever.probabilities(asking, keys, batch.query_mask))
     probability = jnp.stack(found)
     own = jnp.broadcast_to(own[None], probability.shape)
     return retriever.retriever_loss(probability, own, ~own)

@@ -1,7 +1,7 @@
 """One update of M+ on one of its tasks, as a pure function, and its first state.
 
-The loop is the project's; a step takes what `Lessons` yields. Each task is a program of
-its own, and is compiled when it is first met.
+The loop is the project's; a step takes what `TaskBatches` yields. Each task is a
+program of its own, and is compiled when it is first met.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from memjax.data.mplus_tasks.lessons import Lesson, Task
+from memjax.data.mplus_tasks.tasks import Task, TaskBatch
 from memjax.models.mplus.model import MPlus
 from memjax.training.mplus.tasks import first_memory, task_loss
 from memjax.training.step import (
@@ -24,7 +24,7 @@ from memjax.training.step import (
     update,
 )
 
-TaskStep = Callable[[TrainState, Lesson], tuple[TrainState, Metrics]]
+TaskStep = Callable[[TrainState, TaskBatch], tuple[TrainState, Metrics]]
 
 
 def init_task_state(
@@ -61,10 +61,10 @@ def make_task_steps(
     graph = nnx.graphdef(model)
 
     def make(task: Task) -> TaskStep:
-        def step(state: TrainState, lesson: Lesson) -> tuple[TrainState, Metrics]:
+        def step(state: TrainState, batch: TaskBatch) -> tuple[TrainState, Metrics]:
             def loss(params):
                 model = model_of(graph, state._replace(params=params))
-                return task_loss(model, task, state.memory, lesson, prompt)
+                return task_loss(model, task, state.memory, batch, prompt)
 
             grad = jax.value_and_grad(loss, has_aux=True)
             (total, (memory, losses)), gradients = grad(state.params)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Scalar
 
-from memjax.data.mplus_tasks.lessons import Lesson, Target, Task
+from memjax.data.mplus_tasks.tasks import Target, Task, TaskBatch
 from memjax.models.loss import token_losses
 from memjax.models.mplus import pool as short_term_pool
 from memjax.models.mplus import read as mplus_reading
@@ -97,15 +97,15 @@ def first_memory(
 
 
 def task_loss(
-    model: MPlus, task: Task, memory: TaskMemory, lesson: Lesson, prompt: int
+    model: MPlus, task: Task, memory: TaskMemory, batch: TaskBatch, prompt: int
 ) -> tuple[Scalar, tuple[TaskMemory, Losses]]:
     """The loss of one step, and the memory after it.
 
     Args:
         model: its gradient is that of the loss by the model's parameters.
-        task: what is done with the lesson.
+        task: what is done with the batch.
         memory: of the steps before, without open chunks; gets no gradient.
-        lesson: with one chunk for "two_chunk", any number for "multi_chunk"; the other
+        batch: with one chunk for "two_chunk", any number for "multi_chunk"; the other
             tasks write none.
         prompt: the target's first so many tokens, in [1, T], choose the rows of the
             store, and are not scored. With `retrieval_source` "all" every token
@@ -115,32 +115,32 @@ def task_loss(
     memory = jax.lax.stop_gradient(memory)
     read = functools.partial(_read_memory, model, prompt=prompt)
     state, cached = memory
-    document = lambda after: Cached(lesson.target, memory.state.clock, after.clock)
+    document = lambda after: Cached(batch.target, memory.state.clock, after.clock)
     match task:
         case "full_context":
-            losses = Losses(read(state, lesson.target)[0], None)
+            losses = Losses(read(state, batch.target)[0], None)
         case "revisit":
-            losses = _read_rows_of(model, read, memory, lesson.asks)
+            losses = _read_rows_of(model, read, memory, batch.num_queries)
         case "two_chunk":
-            news, state = write(model, state, lesson)
-            given = mplus_reading.Given(news[0], False, None, None, 0)
-            language, _ = _language(model, memory.state, lesson.target, given)
+            news, state = write(model, state, batch)
+            given = mplus_reading.ReadOptions(new=news[0])
+            language, _ = _language(model, memory.state, batch.target, given)
             losses = Losses(language, None)
         case "multi_chunk":
             # The program's one chunk keeps its gradient where it is not stored yet.
-            live = lesson.chunks.shape[1] == 1 and not model.config.retrieved
-            news, state = write(model if live else _detached(model), state, lesson)
+            live = batch.chunks.shape[1] == 1 and not model.config.retrieved
+            news, state = write(model if live else _detached(model), state, batch)
             if model.config.retrieved:
                 now = TaskMemory(state, document(state))
-                losses = _read_rows_of(model, read, now, lesson.asks)
+                losses = _read_rows_of(model, read, now, batch.num_queries)
             else:
                 new = jnp.concatenate(list(news), axis=2)
-                given = mplus_reading.Given(new, True, None, None, 0)
-                language, _ = _language(model, memory.state, lesson.target, given)
+                given = mplus_reading.ReadOptions(new=new, beside_pool=True)
+                language, _ = _language(model, memory.state, batch.target, given)
                 losses = Losses(language, None)
     if task in ("two_chunk", "multi_chunk"):
         keep = lambda new, old: jnp.where(
-            lesson.keep.reshape(-1, *[1] * (old.ndim - 1)), new, old
+            batch.keep.reshape(-1, *[1] * (old.ndim - 1)), new, old
         )
         cached = jax.tree.map(keep, document(state), cached)
     after = jax.lax.stop_gradient(TaskMemory(state, cached))
@@ -148,17 +148,17 @@ def task_loss(
 
 
 def write(
-    model: MPlus, state: MPlusState, lesson: Lesson
+    model: MPlus, state: MPlusState, batch: TaskBatch
 ) -> tuple[Float[Array, "n B L K D"], MPlusState]:
-    """Compresses and stores the chunks of a lesson; also their memory tokens."""
+    """Compresses and stores the chunks of a batch; also their memory tokens."""
 
     def step(state, chunk):
         tokens, lengths = chunk
         new = mplus_writing.compress(model.weights, state, tokens, lengths, None)
         return model.update(state, jax.lax.stop_gradient(new)), new
 
-    chunks = (jnp.moveaxis(lesson.chunks, 1, 0), jnp.moveaxis(lesson.lengths, 1, 0))
-    if lesson.chunks.shape[1] == 1:
+    chunks = (jnp.moveaxis(batch.chunks, 1, 0), jnp.moveaxis(batch.lengths, 1, 0))
+    if batch.chunks.shape[1] == 1:
         state, new = step(state, jax.tree.map(lambda x: x[0], chunks))
         return new[None], state
     state, news = jax.lax.scan(step, state, chunks)
@@ -173,7 +173,7 @@ def rows_of(
     after = (born > first[:, None, None]) & (born <= last[:, None, None])
     n = state.ages.shape[2]
     places = jnp.arange(n, dtype=jnp.int32)[None]
-    filled = (places >= n - state.held[:, None])[:, None]
+    filled = (places >= n - state.num_valid[:, None])[:, None]
     return filled & after, filled & ~after
 
 
@@ -181,7 +181,7 @@ def retriever_losses(
     model: MPlus,
     state: MPlusState,
     hidden: Float[Array, "L1 B T D"],
-    asks: Int[Array, " B"],
+    num_queries: Int[Array, " B"],
     positive: Bool[Array, "B L N"],
     negative: Bool[Array, "B L N"],
 ) -> Scalar:
@@ -194,12 +194,12 @@ def retriever_losses(
         model: with a store.
         state: with the pool.
         hidden: what each layer was given of the tokens.
-        asks: the first so many of them are queries.
+        num_queries: the first so many of them are queries.
         positive: rows of the document.
         negative: other rows.
     """
     times = jnp.arange(hidden.shape[2], dtype=jnp.int32)[None]
-    asked = times < asks[:, None]
+    query_mask = times < num_queries[:, None]
     weights = model.weights
     assert weights.encoder_query is not None
     of_tokens, of_memory = [], []
@@ -208,7 +208,7 @@ def retriever_losses(
         pool = weights.normed(layer, rows)
         keys = weights.retriever_keys(layer, rows)
         tokens = weights.retriever_queries(layer, hidden[layer])
-        of_tokens.append(retriever.probabilities(tokens, keys, asked))
+        of_tokens.append(retriever.probabilities(tokens, keys, query_mask))
         last = retriever.project(
             weights.encoder_query, layer, pool[:, -model.config.tokens :]
         )
@@ -218,14 +218,14 @@ def retriever_losses(
     return loss[0] + loss[1]
 
 
-def _read_rows_of(model, read, memory, asks):
+def _read_rows_of(model, read, memory, num_queries):
     """Reads the cached target with the memory; the retriever seeks its rows."""
     state, cached = memory
     language, hidden = read(state, cached.target)
     if not model.config.has_retriever:
         return Losses(language, None)
     rows = rows_of(state, cached.first, cached.last)
-    return Losses(language, retriever_losses(model, state, hidden, asks, *rows))
+    return Losses(language, retriever_losses(model, state, hidden, num_queries, *rows))
 
 
 def _read_memory(model, state, target, *, prompt):
@@ -239,7 +239,7 @@ def _read_memory(model, state, target, *, prompt):
         times = jnp.arange(target.mask.shape[1], dtype=jnp.int32)
         scored = (times >= prompt - 1).astype(target.mask.dtype)
         target = target._replace(mask=target.mask * scored[None])
-    given = mplus_reading.Given(None, False, None, prompt, 0)
+    given = mplus_reading.ReadOptions(prompt_length=prompt)
     return _language(model, state, target, given)
 
 

@@ -52,7 +52,7 @@ def test_a_checkpoints_store_becomes_keys_and_values():
     state, told = by_attention().init_state(1), official_model().init_state(1)
     assert state.store is not None and told.store is not None
     count, width = HF["ltm_initial_size"], 2 * 16
-    assert state.store.held.tolist() == [count]
+    assert state.store.num_valid.tolist() == [count]
     chex.assert_trees_all_equal(state.pool, told.pool)
     scale = HF["lora_config"]["lora_alpha"] / HF["lora_config"]["r"]
     for layer, block in enumerate(official_model().backbone.blocks):

@@ -25,7 +25,7 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus.checkpoint import save_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import mplus
-from memjax.models.mplus.read import Given, read_closed
+from memjax.models.mplus.read import ReadOptions, read_closed
 
 BYTES = load_tokenizer("bytes")
 C, K = 48, 8
@@ -81,7 +81,7 @@ def test_rows_of_the_context_are_found_by_their_values():
             continue
         places = np.asarray(choose(state, jnp.asarray(batch.prompts)))
         for row in range(2):
-            held = int(state.store.held[row])
+            held = int(state.store.num_valid[row])
             assert found[count].held[row] == held == min(max(0, count - 1) * K, 32)
             for layer in range(2):
                 own = {vector.tobytes() for vector in made[row, layer]}
@@ -265,7 +265,7 @@ def test_formulas_of_reading_count_what_xla_counts():
     )
     tokens = jnp.zeros((1, TWO.chunk), jnp.int32)
     state = model.init_state(1)
-    given = Given(None, False, None, None, 0)
+    given = ReadOptions()
 
     def read(state, tokens):
         features = read_closed(model.weights, state, tokens, given)[1]
@@ -297,7 +297,7 @@ def test_attention_is_counted_pair_by_pair(before, tokens, window):
     assert found == 4 * 2 * 128 * pairs
 
 
-def test_answers_are_read_on():
+def test_answers_are_decode():
     """A prompt and all but the last drawn token, and logits of each drawn one."""
     one, three = (operations.answer(WIDE, 10, 4, drawn) for drawn in (1, 3))
     head = 2 * 128 * 300

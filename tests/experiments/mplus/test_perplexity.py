@@ -17,6 +17,7 @@ from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import mplus
+from memjax.models.mplus.read import ReadOptions
 
 BYTES = load_tokenizer("bytes")
 C, P, T = 16, 5, 12
@@ -75,9 +76,9 @@ def test_losses_are_those_of_the_logits_and_leave_the_memory():
     before = jax.tree.map(np.asarray, memory)
     found = scores.losses(tiny_memory(), memory, tokens, P)
     assert found.shape == (2, T)
-    _, logits = jax.jit(lambda s, x: tiny_memory().read(s, x, prompt=P))(
-        memory, jnp.asarray(tokens[:, :-1])
-    )
+    _, logits = jax.jit(
+        lambda s, x: tiny_memory().read(s, x, ReadOptions(prompt_length=P))
+    )(memory, jnp.asarray(tokens[:, :-1]))
     logits = np.asarray(logits, np.float64)[:, P - 1 :]
     right = np.take_along_axis(logits, tokens[:, P:, None], axis=2)[..., 0]
     nats = np.log(np.exp(logits).sum(axis=2)) - right

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from experiments.mplus import retriever
-from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
+from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
 from memjax.mechanisms import AttentionConfig
 from memjax.models import ModelConfig
 from memjax.models.mplus.config import MPlusConfig

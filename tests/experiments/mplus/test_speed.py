@@ -34,7 +34,7 @@ def test_a_filled_state_is_full_and_its_store_older_than_its_pool():
     model = mplus(backbone, MEMORY.config, key=jax.random.key(1))
     state = implementations.filled(model.init_state(1), 10)
     assert state.store is not None
-    assert state.held == 8 and state.store.held == 10
+    assert state.num_valid == 8 and state.store.num_valid == 10
     ages = state.clock[0] - state.store.layers[0].born[0, :10]
     assert ages.tolist() == list(range(17, 7, -1))
     assert state.ages[0, 0].tolist() == list(range(7, -1, -1))

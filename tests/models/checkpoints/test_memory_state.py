@@ -76,7 +76,7 @@ def _saved(model, state, tmp_path):
 
 
 def test_a_restored_memory_continues_bit_exactly(model, read, state, saved):
-    assert state.store.held.tolist() == [6, 6] and state.filled.tolist() == [2, 2]
+    assert state.store.num_valid.tolist() == [6, 6] and state.length.tolist() == [2, 2]
     loaded = load_memory(saved, model)
     chex.assert_trees_all_equal_shapes_and_dtypes(loaded, state)
     chex.assert_trees_all_equal(loaded, state)
@@ -130,7 +130,7 @@ def test_a_memory_of_another_model_is_refused_by_field(saved, other, message):
 
 
 def test_a_state_of_another_model_is_not_saved(model, state, tmp_path):
-    with pytest.raises(ValueError, match=r"'store.held' is not of this model"):
+    with pytest.raises(ValueError, match=r"'store.num_valid' is not of this model"):
         save_memory(tmp_path / "memory", OTHERS["memoryllm"](), state)
     wrong = state._replace(pool=state.pool.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match=r"1 wrong .*'pool' is bfloat16\[2, 2, 4, 8\]"):
@@ -178,13 +178,13 @@ def test_tensors_of_other_shapes_than_the_model_are_refused(model, saved):
     file = saved / "memory.safetensors"
     tensors = safetensors.numpy.load_file(file)
     tensors["pool"] = tensors["pool"][:, :1]
-    tensors["held"] = tensors["held"].astype(np.float32)
+    tensors["num_valid"] = tensors["num_valid"].astype(np.float32)
     del tensors["clock"]
     safetensors.numpy.save_file(tensors, file)
     record = json.loads((saved / "memory.json").read_text())
     record["sha256"] = memory_state._digest(file)
     (saved / "memory.json").write_text(json.dumps(record))
-    message = r"3 wrong .*'clock' is missing; 'pool' is .*'held' is float32\[2\], exp"
+    message = r"3 wrong .*'clock' is missing; 'pool' is .*'num_valid' is float32\[2"
     with pytest.raises(ValueError, match=message):
         load_memory(saved, model)
 

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from memjax.data.mplus_tasks.lessons import Lesson, Target
+from memjax.data.mplus_tasks.tasks import Target, TaskBatch
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig, Sampling
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.mplus import attention_retrieval
-from memjax.models.mplus.attention_retrieval import Seeker
+from memjax.models.mplus.attention_retrieval import AttentionRetriever
 from memjax.models.mplus.checkpoint import load_mplus, load_official, save_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import memoryllm, mplus
+from memjax.models.mplus.read import ReadOptions
 from memjax.models.mplus.state import LayerStore, Store
 from memjax.nnx import as_arrays, as_params
 from memjax.training.mplus import tasks as mplus_tasks
@@ -115,11 +116,16 @@ def test_every_token_and_head_attends_to_its_best_rows(at_once, monkeypatch):
     layer = LayerStore(flat(values), flat(keys), jnp.asarray(born, jnp.int32))
     none = jnp.zeros(B, jnp.int32)
     store = Store((layer,), jnp.zeros((B, M)), jnp.array(held, jnp.int32), none)
-    seeker = Seeker(SIZES, R, store)
+    attention_retriever = AttentionRetriever(SIZES, R, store)
     visible, before = random.random((B, slots)) < 0.6, np.array([2, 0], np.int32)
     for row in range(B):
         visible[row, before[row] : before[row] + t] = True
-    attend = jax.jit(lambda *args: (seeker.attend(0, *args), seeker.chosen.pop()))
+    attend = jax.jit(
+        lambda *args: (
+            attention_retriever.attend(0, *args),
+            attention_retriever.chosen.pop(),
+        )
+    )
     given = map(jnp.asarray, (plain, query, key, value, before, visible))
     y, chosen = attend(*given)
     assert chosen.shape == (B, t, HEADS, R)
@@ -168,11 +174,11 @@ def _told():
 
 def test_dropped_rows_are_stored_as_keys_and_values(told):
     before, _ = told
-    assert before.store.held.tolist() == [6, 6]
+    assert before.store.num_valid.tolist() == [6, 6]
     new = jax.random.normal(jax.random.key(5), (B, L, K, D))
     dropped = jnp.array([[[0, 2], [1, 3]], [[2, 3], [0, 1]]], jnp.int32)
     after = verb("update", before, new, dropped)
-    assert after.store.held.tolist() == [M, M]
+    assert after.store.num_valid.tolist() == [M, M]
     for layer, row, i in np.ndindex(L, B, K):
         at = int(dropped[row, layer, i])
         vector, store = before.pool[row, layer, at], after.store.layers[layer]
@@ -185,7 +191,7 @@ def test_dropped_rows_are_stored_as_keys_and_values(told):
 
 def test_a_read_takes_the_rows_of_best_attention(told):
     _, state = told
-    assert state.store.held.tolist() == [M, M] and state.filled.tolist() == [2, 2]
+    assert state.store.num_valid.tolist() == [M, M] and state.length.tolist() == [2, 2]
     question = TOKENS[:, 4:9]
     _, trace = verb("trace_read", state, question)
     assert trace.scores is None and trace.chosen.shape == (L, B, 5, HEADS, R)
@@ -214,7 +220,7 @@ def test_all_rows_of_a_small_store_are_read_as_the_retriever_reads_them():
             piece = TOKENS[:, start : start + 3 * C]
             state = verb("inject", state, piece, model=model)
             logits.append(verb("read", state, question, model=model)[1])
-        assert state.store.held.tolist() == [M, M]
+        assert state.store.num_valid.tolist() == [M, M]
     close(logits[:2], logits[2:])
     assert np.abs(logits[0] - logits[1]).max() > 1e-3
 
@@ -242,9 +248,9 @@ def test_a_text_equals_its_tokens_one_by_one(steps):
 
 
 def test_a_text_is_read_as_a_question_is(steps):
-    """No token chooses for another, so that it is the same who else asks."""
+    """No token chooses for another, so that it is the same who else num_queries."""
     states, logits = steps
-    assert states[6 * C].filled.tolist() == [0] * B
+    assert states[6 * C].length.tolist() == [0] * B
     _, read = verb("read", states[6 * C], TOKENS[:, 6 * C :])
     close(read, logits[:, 6 * C :])
 
@@ -272,7 +278,7 @@ def test_rows_stand_at_different_places(steps):
     _, fresh = verb("__call__", states[0], tokens)
     close(y[0], fresh[0])
     close(y[1], logits[1, -C - 1 :])
-    assert after.held.tolist() == [K, N]
+    assert after.num_valid.tolist() == [K, N]
     chex.assert_tree_all_finite(after)
 
 
@@ -298,30 +304,30 @@ def test_there_is_no_retriever():
     assert {x.keys.shape for x in state.store.layers} == {(B, M, G * H)}
     assert {x.rows.shape for x in state.store.layers} == {(B, M, G * H)}
     # Nor slots of what it would have found.
-    assert state.reading.visible.shape == (B, 1 + N + C)
+    assert state.cache.visible.shape == (B, 1 + N + C)
 
 
 def test_a_step_has_no_retriever_loss_and_scores_every_token(told):
     text = TOKENS[:, :7]
-    lesson = Lesson(
+    batch = TaskBatch(
         chunks=TOKENS[:, None, 7 : 7 + C],
         lengths=jnp.full((B, 1), C, jnp.int32),
         target=Target(text[:, :-1], text[:, 1:], jnp.ones((B, 6), jnp.float32)),
-        asks=jnp.array([2, 4], jnp.int32),
+        num_queries=jnp.array([2, 4], jnp.int32),
         keep=jnp.ones(B, bool),
     )
     memory = mplus_tasks.first_memory(MODEL, B, 6, jax.random.key(0))
-    closed = told[0]._replace(filled=jnp.zeros(B, jnp.int32))
+    closed = told[0]._replace(length=jnp.zeros(B, jnp.int32))
     memory = memory._replace(state=closed)
     graph, params, rest = nnx.split(MODEL, nnx.Param, ...)
 
     def loss(params):
         model = nnx.merge(graph, params, rest)
-        return mplus_tasks.task_loss(model, "multi_chunk", memory, lesson, 3)
+        return mplus_tasks.task_loss(model, "multi_chunk", memory, batch, 3)
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (total, (after, losses)), grads = run(params)
-    assert losses.retriever is None and after.state.store.held.tolist() == [M, M]
+    assert losses.retriever is None and after.state.store.num_valid.tolist() == [M, M]
     _, logits = verb("read", after.state, text[:, :-1])
     scores = jax.nn.log_softmax(logits)
     near(total, -jnp.take_along_axis(scores, text[:, 1:, None], axis=-1).mean())
@@ -374,12 +380,12 @@ def test_what_cannot_be_is_refused(options, message):
 
 def test_a_read_is_given_what_it_needs(told):
     tokens, (_, state) = TOKENS[:, :3], told
-    with pytest.raises(ValueError, match="prompt must be None with .* got 2"):
-        MODEL.read(state, tokens, prompt=2)
-    reading = state.reading
-    with pytest.raises(ValueError, match="state must be that of the reading .* None"):
-        MODEL.read_on(reading, tokens)
-    with pytest.raises(ValueError, match="state must be None .*alone=True, got a sta"):
-        MODEL.read_on(reading, tokens, alone=True, state=state)
+    with pytest.raises(ValueError, match="prompt_length must be None with .* got 2"):
+        MODEL.read(state, tokens, ReadOptions(prompt_length=2))
+    reading = state.cache
+    with pytest.raises(ValueError, match="state must be that of the cache .* None"):
+        MODEL.decode(reading, tokens)
+    with pytest.raises(ValueError, match="state must be None .*only_new=True, got a"):
+        MODEL.decode(reading, tokens, only_new=True, state=state)
     with pytest.raises(ValueError, match="state must be None .*'learned'"):
-        build(retrieval="learned").read_on(reading, tokens, state=state)
+        build(retrieval="learned").decode(reading, tokens, state=state)

@@ -133,10 +133,10 @@ def test_a_text_begins_with_the_checkpoints_memory(tmp_path):
     model = load_official(official(tmp_path, **ages, **recalls), HF)
     state = model.init_state(2)
     np.testing.assert_array_equal(state.pool[1], tensors["memory"])
-    assert state.held.tolist() == [32, 32] and not state.ages.any()
+    assert state.num_valid.tolist() == [32, 32] and not state.ages.any()
     store = state.store
-    assert store is not None and store.held.tolist() == [20, 20]
-    assert store.fresh.tolist() == [0, 0]
+    assert store is not None and store.num_valid.tolist() == [20, 20]
+    assert store.num_pending.tolist() == [0, 0]
     np.testing.assert_array_equal(store.recalls[1, :20], often.astype(np.float32))
     for i, layer in enumerate(store.layers):
         np.testing.assert_array_equal(layer.rows[1, :20], tensors[f"ltm.{i}"])

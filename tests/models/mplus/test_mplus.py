@@ -15,6 +15,7 @@ from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig, Sampling, generate
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import memoryllm, mplus
+from memjax.models.mplus.read import ReadOptions
 from memjax.nnx import as_arrays, as_params
 
 B, V, D, L, K, N, C, R, M = 2, 19, 8, 2, 2, 6, 4, 3, 8
@@ -80,7 +81,7 @@ def _verb(graph, name, params, state, *args):
 
 
 def verb(model, name, state, *args):
-    """`inject`, `flush`, `compress` or `read_on`, compiled."""
+    """`inject`, `flush`, `compress` or `decode`, compiled."""
     graph, params = nnx.split(model)
     return _verb(graph, name, params, state, *args)
 
@@ -154,7 +155,7 @@ def test_rows_are_independent_and_stand_at_different_places(case):
     close(y[1], logits[1, at : at + size])
     stepped, steps = by_steps(model, state, tokens)
     close((after, y), (stepped[-1], steps))
-    assert after.held.tolist() == [K, N]
+    assert after.num_valid.tolist() == [K, N]
     chex.assert_tree_all_finite(after)
     # Another neighbour changes nothing.
     changed = tokens.at[0].set((tokens[0] + 1) % V)
@@ -194,7 +195,7 @@ def test_gradients_are_finite_and_reach_what_the_loss_sees():
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     state, _ = run(model, model.init_state(B), TOKENS)
     # One row reads anew, and writes its chunk; the other starts its text.
-    state = state._replace(ready=jnp.zeros_like(state.ready))
+    state = state._replace(cache_ready=jnp.zeros_like(state.cache_ready))
     state = model.reset(state, jnp.array([True, False]))
     memory = state.store
     assert memory is not None
@@ -266,7 +267,7 @@ def test_an_empty_memory_is_the_plain_backbone():
 def test_the_store_is_read_once_there_is_one():
     model, pool = build(), build("memoryllm")
     (after, y), (_, z) = (run(m, m.init_state(B), TOKENS) for m in (model, pool))
-    assert after.store.held.tolist() == [6, 6]
+    assert after.store.num_valid.tolist() == [6, 6]
     same = (3 + 1) * C
     close(y[:, :same], z[:, :same])
     assert np.abs(y - z)[:, same:].max(axis=-1).min() > 1e-5
@@ -279,7 +280,7 @@ def _injected():
     for start in (0, 9, 18):
         piece = TOKENS[:, start : start + 9]
         states.append(verb(model, "inject", states[-1], piece))
-    assert [state.filled.tolist()[0] for state in states] == [0, 1, 2, 3]
+    assert [state.length.tolist()[0] for state in states] == [0, 1, 2, 3]
     return model, states
 
 
@@ -288,9 +289,9 @@ def test_injecting_leaves_the_memory_of_reading(injected):
     model, states = injected
     close(verb(model, "inject", states[0], TOKENS), states[-1])
     read_, _ = run(model, states[0], TOKENS)
-    bare = lambda s: s._replace(reading=0, ready=0, queries=0, asked=0)
+    bare = lambda s: s._replace(cache=0, cache_ready=0, queries=0, num_queries=0)
     close(bare(states[-1]), bare(read_))
-    assert not states[-1].ready.any()
+    assert not states[-1].cache_ready.any()
 
 
 def test_flush_writes_what_is_long_enough(injected):
@@ -299,7 +300,7 @@ def test_flush_writes_what_is_long_enough(injected):
     pick = lambda a, b: jax.tree.map(lambda x, y: jnp.stack([x[0], y[1]]), a, b)
     state = pick(one, two)
     after = verb(model, "flush", state)
-    assert after.filled.tolist() == [1, 0]
+    assert after.length.tolist() == [1, 0]
     assert after.clock.tolist() == [2 * K, 5 * K]
     assert after.tokens.tolist() == [[int(TOKENS[0, 8]), 0, 0, 0], [0] * C]
     chex.assert_trees_all_equal(pick(after, empty), pick(state, empty))
@@ -309,7 +310,9 @@ def test_flush_writes_what_is_long_enough(injected):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _read(graph, prompt, room, params, state, tokens):
-    return nnx.merge(graph, params).read(state, tokens, prompt=prompt, room=room)
+    return nnx.merge(graph, params).read(
+        state, tokens, ReadOptions(prompt_length=prompt, max_new_tokens=room)
+    )
 
 
 def read(model, state, tokens, prompt=None, room=0):
@@ -320,16 +323,16 @@ def read(model, state, tokens, prompt=None, room=0):
 def test_the_open_chunk_is_read(injected):
     """With fewer rows in the store than are read, which leaves nothing to choose."""
     model, (_, _, state, _) = injected
-    assert state.store.held.tolist() == [2, 2] and R == 3
+    assert state.store.num_valid.tolist() == [2, 2] and R == 3
     question = TOKENS[:, :5]
     _, logits = read(model, state, question)
-    shut = state._replace(filled=jnp.zeros_like(state.filled))
+    shut = state._replace(length=jnp.zeros_like(state.length))
     _, joined = read(model, shut, jnp.concatenate([TOKENS[:, 16:18], question], axis=1))
     close(logits, joined[:, 2:])
     _, without = read(model, shut, question)
     assert np.abs(without - logits).max(axis=(1, 2)).min() > 1e-4
     # One row has an open chunk, the other none.
-    mixed = state._replace(filled=state.filled.at[0].set(0))
+    mixed = state._replace(length=state.length.at[0].set(0))
     _, both = read(model, mixed, question)
     close(both, jnp.stack([without[0], logits[1]]))
 
@@ -340,11 +343,11 @@ def test_the_prompt_chooses_and_the_rest_goes_on(injected):
     _, whole = read(model, state, tokens, prompt=4)
     reading, first = read(model, state, tokens[:, :4], room=3)
     close(first, whole[:, :4])
-    one, rest = verb(model, "read_on", reading, tokens[:, 4:6])
-    last, end = verb(model, "read_on", one, tokens[:, 6:])
+    one, rest = verb(model, "decode", reading, tokens[:, 4:6])
+    last, end = verb(model, "decode", one, tokens[:, 6:])
     close(jnp.concatenate([rest, end], axis=1), whole[:, 4:])
     assert last.length.tolist() == [3 + 7] * B
-    _, beyond = verb(model, "read_on", last, tokens[:, :1])
+    _, beyond = verb(model, "decode", last, tokens[:, :1])
     assert np.isnan(beyond).all()
 
 
@@ -410,37 +413,48 @@ NEW = jnp.zeros((B, L, K, D), jnp.float32)
         (lambda m, s: m.update(s, NEW[:1]), "new must be memory tokens"),
         (lambda m, s: m.read(s, TOKENS.at[0, 0].set(V)), "tokens must be in"),
         (
-            lambda m, s: m.read(s, TOKENS[:, :3], prompt=0),
-            r"prompt must be in \[1, T=3",
+            lambda m, s: m.read(s, TOKENS[:, :3], ReadOptions(prompt_length=0)),
+            r"prompt_length must be in \[1, T=3",
         ),
-        (lambda m, s: m.read(s, TOKENS[:, :3], prompt=4), "prompt must be .* got 4"),
-        (lambda m, s: m.read(s, TOKENS[:, :3], room=-1), "room must be at least 0"),
-        (lambda m, s: m.read(s, TOKENS[:, :3], beside_pool=True), "needs new memory"),
         (
-            lambda m, s: m.read(s, TOKENS[:, :3], new=NEW[:, :1]),
+            lambda m, s: m.read(s, TOKENS[:, :3], ReadOptions(prompt_length=4)),
+            "prompt_length must be .* got 4",
+        ),
+        (
+            lambda m, s: m.read(s, TOKENS[:, :3], ReadOptions(max_new_tokens=-1)),
+            "max_new_tokens must be at least 0",
+        ),
+        (
+            lambda m, s: m.read(s, TOKENS[:, :3], ReadOptions(beside_pool=True)),
+            "needs new memory",
+        ),
+        (
+            lambda m, s: m.read(s, TOKENS[:, :3], ReadOptions(new=NEW[:, :1])),
             "new must be memory tokens",
-        ),
-        (
-            lambda m, s: m.read(
-                s, TOKENS[:, :3], new=jnp.zeros((B, L, N + 1, D), jnp.float32)
-            ),
-            "new must have 1 to N=6 rows, got 7",
-        ),
-        (
-            lambda m, s: m.read(
-                s, TOKENS[:, :3], new=NEW, kept=jnp.zeros((B, L, N - K), jnp.int32)
-            ),
-            "kept must be .* with beside_pool",
         ),
         (
             lambda m, s: m.read(
                 s,
                 TOKENS[:, :3],
-                new=NEW,
-                beside_pool=True,
-                kept=jnp.zeros((B, L, N), jnp.int32),
+                ReadOptions(new=jnp.zeros((B, L, N + 1, D), jnp.float32)),
             ),
-            r"kept must be \[B, L, N - n\] = \[2, 2, 4\]",
+            "new must have 1 to N=6 rows, got 7",
+        ),
+        (
+            lambda m, s: m.read(
+                s,
+                TOKENS[:, :3],
+                ReadOptions(new=NEW, kept_rows=jnp.zeros((B, L, N - K), jnp.int32)),
+            ),
+            "kept_rows must be .* with beside_pool",
+        ),
+        (
+            lambda m, s: m.read(
+                s,
+                TOKENS[:, :3],
+                ReadOptions(NEW, True, jnp.zeros((B, L, N), jnp.int32)),
+            ),
+            r"kept_rows must be \[B, L, N - n\] = \[2, 2, 4\]",
         ),
         (
             lambda m, s: m.generate(s, TOKENS[:, :3], 0, key=jax.random.key(0)),

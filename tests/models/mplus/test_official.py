@@ -19,6 +19,7 @@ from memjax.models.mplus import write as mplus_writing
 from memjax.models.mplus.checkpoint import load_official
 from memjax.models.mplus.hf_config import mplus_config_from_hf
 from memjax.models.mplus.model import MPlus
+from memjax.models.mplus.read import ReadOptions
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mplus"
 HF = json.loads((GOLDEN / "config.json").read_text())
@@ -100,7 +101,7 @@ def _update(graph, params, state, new, dropped):
 @functools.partial(jax.jit, static_argnums=0)
 def _trace_read(graph, params, state, tokens, new=None, kept=None):
     model, beside = nnx.merge(graph, params), kept is not None
-    return model.trace_read(state, tokens, new=new, kept=kept, beside_pool=beside)
+    return model.trace_read(state, tokens, ReadOptions(new, beside, kept))
 
 
 def replay(scenario, check):
@@ -125,8 +126,8 @@ def check_memory(golden, step, state, new):
     near(new[0], get("delta_memory"))
     same(state.ages[0], get("memory_ages"))
     store = state.store
-    fresh = int(store.fresh[0])
-    merged = int(store.held[0]) - fresh
+    fresh = int(store.num_pending[0])
+    merged = int(store.num_valid[0]) - fresh
     # `update_step` is reckoned in memory tokens, as the cache is.
     assert fresh == get("update_step") and bool(fresh) == bool(get("has_cache"))
     whole = f"{step}/memory" in golden
@@ -200,12 +201,14 @@ def _prepared():
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def _read(graph, params, state, tokens, room, new=None):
-    return nnx.merge(graph, params).read(state, tokens, new=new, room=room)
+    return nnx.merge(graph, params).read(
+        state, tokens, ReadOptions(new, max_new_tokens=room)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
-def _read_on(graph, params, reading, tokens, alone):
-    return nnx.merge(graph, params).read_on(reading, tokens, alone=alone)
+def _decode(graph, params, reading, tokens, alone):
+    return nnx.merge(graph, params).decode(reading, tokens, only_new=alone)
 
 
 @pytest.mark.parametrize("memory", ["pool", "delta"])
@@ -220,7 +223,7 @@ def test_decoding_with_the_cache(prepared, memory):
     near(logits[0], golden[f"{memory}/prefill/logits"])
     for step in range(6):
         at = f"{memory}/step{step}"
-        reading, logits = _read_on(*split, reading, ids(golden, at), memory == "delta")
+        reading, logits = _decode(*split, reading, ids(golden, at), memory == "delta")
         near(logits[0], golden[f"{at}/logits"])
     assert reading.length.tolist() == [6 + 5 + 3]
 

@@ -46,7 +46,7 @@ def told(born):
 
 def held(store, row, layer):
     """When the filled rows were born, by the three parts that tell it."""
-    count, part = int(store.held[row]), store.layers[layer]
+    count, part = int(store.num_valid[row]), store.layers[layer]
     born = np.asarray(part.born)[row, :count]
     same(np.asarray(part.rows)[row, :count], np.repeat(born[:, None], D, 1))
     same(np.asarray(part.keys)[row, :count], 2 * np.repeat(born[:, None], KEYS, 1))
@@ -80,7 +80,7 @@ def test_the_youngest_rows_stay(born, taken):
                 all_.extend(new[row, layer].tolist() if mask[row] else [])
                 expected = sorted(all_)[-OLDEST.store :]
                 assert sorted(held(store, row, layer)) == expected
-    assert store.fresh.tolist() == [0] * B
+    assert store.num_pending.tolist() == [0] * B
 
 
 class Program:
@@ -114,7 +114,7 @@ def test_rows_leave_by_their_recall_frequency(born, taken):
             if mask[row]:
                 program.drop(new[row, layer].tolist())
             assert held(store, row, layer) == program.rows + program.cache
-            assert store.fresh[row] == len(program.cache)
+            assert store.num_pending[row] == len(program.cache)
             merged = len(program.rows)
             same(np.asarray(store.recalls)[row, :merged], program.recalls)
 
@@ -150,8 +150,8 @@ def filled(config, born, keys, merged=None):
     fresh = 0 if merged is None else count - merged
     return store._replace(
         layers=tuple(layers),
-        held=jnp.full(B, count, jnp.int32),
-        fresh=jnp.full(B, fresh, jnp.int32),
+        num_valid=jnp.full(B, count, jnp.int32),
+        num_pending=jnp.full(B, fresh, jnp.int32),
     )
 
 

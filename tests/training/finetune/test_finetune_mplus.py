@@ -15,8 +15,8 @@ from flax import nnx
 
 from memjax.cli import main as cli
 from memjax.data import load_facts, load_tokenizer
-from memjax.data.mplus_tasks.fact_lessons import FACTS_SEED, split_facts
-from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
+from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
+from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
 from memjax.mechanisms import AttentionConfig
 from memjax.models import ModelConfig
 from memjax.models.hmt.config import HMTConfig

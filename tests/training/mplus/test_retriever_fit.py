@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from memjax.data.mplus_tasks.lessons import Lesson, Target
+from memjax.data.mplus_tasks.tasks import Target, TaskBatch
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import retriever
@@ -34,21 +34,23 @@ def build():
     return mplus(backbone, MEMORY, key=jax.random.key(1))
 
 
-def lessons(count):
+def task_batches(count):
     rng = np.random.default_rng(0)
     for _ in range(count):
         tokens = rng.integers(0, V, (B, T + 1)).astype(np.int32)
-        yield Lesson(
+        yield TaskBatch(
             chunks=rng.integers(0, V, (B, 2, C)).astype(np.int32),
             lengths=np.array([[4, 3], [2, 4]], np.int32),
             target=Target(tokens[:, :-1], tokens[:, 1:], np.ones((B, T), np.float32)),
-            asks=np.array([2, 5], np.int32),
+            num_queries=np.array([2, 5], np.int32),
             keep=np.zeros(B, bool),
         )
 
 
 def collect(model, count=3, asking=4, rows=3):
-    return retriever_fit.collect(model, lessons(count), asking, rows, jax.random.key(2))
+    return retriever_fit.collect(
+        model, task_batches(count), asking, rows, jax.random.key(2)
+    )
 
 
 def test_a_bank_holds_what_the_retriever_is_given():
@@ -56,14 +58,14 @@ def test_a_bank_holds_what_the_retriever_is_given():
     bank = collect(model)
     chex.assert_shape(bank.asking, (6, L, 4, D))
     chex.assert_shape(bank.rows, (6, L, 3, D))
-    assert bank.asked.tolist() == [[True, True, False, False], [True] * 4] * 3
+    assert bank.query_mask.tolist() == [[True, True, False, False], [True] * 4] * 3
     # The second document by hand: its chunks one by one, then the target's beginning.
-    lesson = next(iter(lessons(1)))
+    batch = next(iter(task_batches(1)))
     state = model.init_state(1)
-    for chunk, length in zip(lesson.chunks[1], lesson.lengths[1], strict=True):
+    for chunk, length in zip(batch.chunks[1], batch.lengths[1], strict=True):
         new = model.compress(state, jnp.asarray(chunk[None, :length]))
         state = model.update(state, new)
-    _, trace = model.trace_read(state, jnp.asarray(lesson.target.tokens[1:, :4]))
+    _, trace = model.trace_read(state, jnp.asarray(batch.target.tokens[1:, :4]))
     for layer in range(L):
         expected = model.weights.normed(layer, trace.hidden[layer][0])
         np.testing.assert_allclose(
@@ -86,13 +88,13 @@ def test_each_document_asks_among_the_rows_of_all():
 
     own, other = [], []
     for layer in range(L):
-        for asks in range(6):
-            queries = project(params[0], layer, bank.asking[asks, layer])
-            queries = queries[np.asarray(bank.asked[asks])]
+        for asker in range(6):
+            queries = project(params[0], layer, bank.asking[asker, layer])
+            queries = queries[np.asarray(bank.query_mask[asker])]
             for told in range(6):
                 keys = project(params[1], layer, bank.rows[told, layer])
                 p = (1 / (1 + np.exp(-queries @ keys.T))).mean(axis=0)
-                if asks == told:
+                if asker == told:
                     own.extend(-np.log(p + 1e-5))
                 else:
                     other.extend(-np.log(1 - p + 1e-5))
@@ -131,8 +133,8 @@ def crowd(documents=8):
         jnp.asarray(seen(n) * stretched + mean, jnp.bfloat16)
         for n, mean in zip((5, 6), means, strict=True)
     )
-    asked = np.arange(5)[None] < rng.integers(1, 6, documents)[:, None]
-    return retriever_fit.Bank(asking, jnp.asarray(asked), rows)
+    query_mask = np.arange(5)[None] < rng.integers(1, 6, documents)[:, None]
+    return retriever_fit.Bank(asking, jnp.asarray(query_mask), rows)
 
 
 def found_of_own(params, bank):
@@ -143,7 +145,7 @@ def found_of_own(params, bank):
         keys = retriever.project(params[1], layer, bank.rows[:, layer])
         keys = jnp.broadcast_to(keys.reshape(1, n * rows, -1), (n, n * rows, AXES + 1))
         queries = retriever.project(params[0], layer, bank.asking[:, layer])
-        p = retriever.probabilities(queries, keys, bank.asked)
+        p = retriever.probabilities(queries, keys, bank.query_mask)
         best = np.argsort(-p, axis=1)[:, :rows]
         shares.append((best // rows == np.arange(n)[:, None]).mean())
     return np.mean(shares)
@@ -163,7 +165,7 @@ def test_similarity_finds_rows_like_those_that_ask():
 def test_similarity_is_a_whitened_product_above_a_threshold():
     bank = crowd()
     query, key = retriever_fit.similarity(bank, AXES + 1)
-    asking = np.asarray(bank.asking[:, 1][bank.asked], np.float64)
+    asking = np.asarray(bank.asking[:, 1][bank.query_mask], np.float64)
     rows = np.asarray(bank.rows[:, 1], np.float64).reshape(-1, WIDTH)
     spread = (np.cov(asking.T) + np.cov(rows.T)) / 2
     values, vectors = np.linalg.eigh(spread)
@@ -189,9 +191,9 @@ def test_more_axes_than_vectors_span_are_refused(key_dim, message):
 @pytest.mark.parametrize("asking", [0, 1])
 def test_a_bank_that_hardly_asks_is_refused(asking):
     bank = crowd()
-    asked = jnp.zeros_like(bank.asked).at[0, :asking].set(True)
+    query_mask = jnp.zeros_like(bank.query_mask).at[0, :asking].set(True)
     with pytest.raises(ValueError, match=f"at least 2 tokens that ask, got {asking}"):
-        retriever_fit.similarity(bank._replace(asked=asked), AXES + 1)
+        retriever_fit.similarity(bank._replace(query_mask=query_mask), AXES + 1)
 
 
 @pytest.mark.parametrize("rows", [5, 0])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from memjax.data.mplus_tasks.lessons import Lesson, Target
+from memjax.data.mplus_tasks.tasks import Target, TaskBatch
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import read as mplus_reading
@@ -50,18 +50,18 @@ def _official(golden):
     return model, state
 
 
-def lesson(chunks, tokens, mask=None):
+def task_batch(chunks, tokens, mask=None):
     """Chunks [n, C] of full length and a target, one row."""
     ids = jnp.asarray(tokens, jnp.int32)[None]
     t = ids.shape[1] - 1
     chunks = jnp.asarray(chunks, jnp.int32)[None]
-    return Lesson(
+    return TaskBatch(
         chunks=chunks,
         lengths=jnp.full(chunks.shape[:2], chunks.shape[2], jnp.int32),
         target=Target(
             ids[:, :-1], ids[:, 1:], jnp.ones((1, t)) if mask is None else mask
         ),
-        asks=jnp.full(1, t, jnp.int32),
+        num_queries=jnp.full(1, t, jnp.int32),
         keep=jnp.ones(1, bool),
     )
 
@@ -90,12 +90,12 @@ def memory_of(state, t):
 def test_two_chunk_gradients_are_the_official_programs(official, golden, name):
     model, state = official
     ids = golden[f"F/{name}/ids"][0]
-    given = lesson(golden[f"F/{name}/chunk"], ids)
+    given = task_batch(golden[f"F/{name}/chunk"], ids)
     loss = functools.partial(
         mplus_tasks.task_loss,
         task="two_chunk",
         memory=memory_of(state, len(ids) - 1),
-        lesson=given,
+        batch=given,
         prompt=1,
     )
     (value, (after, _)), grads = gradients(model, loss)
@@ -122,10 +122,12 @@ def test_the_retrievers_loss_and_gradients_are_the_official_programs(official, g
     np.testing.assert_array_equal(rows[1][0], ~golden["G/read/positive"])
 
     def loss(model):
-        given = mplus_reading.Given(None, False, None, None, 0)
+        given = mplus_reading.ReadOptions()
         _, _, trace = mplus_reading.read_closed(model.weights, state, ids, given)
-        asks = jnp.full(1, ids.shape[1], jnp.int32)
-        found = mplus_tasks.retriever_losses(model, state, trace.hidden, asks, *rows)
+        num_queries = jnp.full(1, ids.shape[1], jnp.int32)
+        found = mplus_tasks.retriever_losses(
+            model, state, trace.hidden, num_queries, *rows
+        )
         return found, None
 
     (value, _), grads = gradients(model, loss)
@@ -166,15 +168,15 @@ def small(retrieved):
     return model
 
 
-def small_lesson(seed, chunks):
+def small_batch(seed, chunks):
     random = np.random.default_rng(seed)
     draw = lambda *shape: random.integers(0, 64, shape, dtype=np.int32)
     text = draw(2, 13)
-    made = Lesson(
+    made = TaskBatch(
         chunks=draw(2, chunks, 8),
         lengths=random.integers(2, 9, (2, chunks), dtype=np.int32),
         target=Target(text[:, :-1], text[:, 1:], np.ones((2, 12), np.float32)),
-        asks=np.array([2, 9], np.int32),
+        num_queries=np.array([2, 9], np.int32),
         keep=np.ones(2, bool),
     )
     return jax.tree.map(jnp.asarray, made)
@@ -196,12 +198,12 @@ class Told:
         self.model = small(4)
         graph, params, rest = nnx.split(self.model, nnx.Param, ...)
 
-        def run(params, pool, memory, lesson):
+        def run(params, pool, memory, batch):
             model = nnx.merge(graph, params, rest)
             state = memory.state._replace(pool=pool)
             given = memory._replace(state=state)
             _, (after, losses) = mplus_tasks.task_loss(
-                model, "multi_chunk", given, lesson, PROMPT
+                model, "multi_chunk", given, batch, PROMPT
             )
             return (losses.language, losses.retriever), (after, losses)
 
@@ -209,8 +211,8 @@ class Told:
         key = jax.random.key(3)
         self.after = mplus_tasks.first_memory(self.model, 2, 12, key)
         for seed in range(4):
-            self.before, self.lesson = self.after, small_lesson(seed, 2)
-            found = jacobian(params, self.before.state.pool, self.before, self.lesson)
+            self.before, self.batch = self.after, small_batch(seed, 2)
+            found = jacobian(params, self.before.state.pool, self.before, self.batch)
             self.by_loss, (self.after, self.losses) = found
 
 
@@ -224,7 +226,7 @@ def test_with_a_store_each_loss_reaches_its_own_parameters_and_no_memory(told):
     assert groups(language) == {"read_adapter", "bos"}
     assert groups(retrieval) == {"query", "key", "encoder_query"}
     assert not np.any(by_pool) and not np.any(also_by_pool)
-    assert int(told.after.state.store.held.min()) > 0
+    assert int(told.after.state.store.num_valid.min()) > 0
 
 
 def test_the_documents_rows_are_those_that_were_not_in_the_pool_before(told):
@@ -239,12 +241,12 @@ def test_the_documents_rows_are_those_that_were_not_in_the_pool_before(told):
 
 def test_a_revisit_at_once_is_the_read_of_the_step_before(told):
     losses = jax.jit(
-        lambda memory, lesson: mplus_tasks.task_loss(
-            told.model, "revisit", memory, lesson, PROMPT
+        lambda memory, batch: mplus_tasks.task_loss(
+            told.model, "revisit", memory, batch, PROMPT
         )
     )
-    asks = small_lesson(9, 0)._replace(asks=told.lesson.asks)
-    total, (after, _) = losses(told.after, asks)
+    num_queries = small_batch(9, 0)._replace(num_queries=told.batch.num_queries)
+    total, (after, _) = losses(told.after, num_queries)
     expected = told.losses.language + told.losses.retriever
     np.testing.assert_allclose(total, expected, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(told.after), strict=True):
@@ -257,10 +259,12 @@ def test_a_revisit_at_once_is_the_read_of_the_step_before(told):
     given = told.after._replace(cached=cached._replace(target=target))
     marked = target._replace(targets=target.targets.at[:, [0, 1, 7]].set(0))
     other = told.after._replace(cached=cached._replace(target=marked))
-    np.testing.assert_array_equal(losses(given, asks)[0], losses(other, asks)[0])
+    np.testing.assert_array_equal(
+        losses(given, num_queries)[0], losses(other, num_queries)[0]
+    )
     scored = target._replace(targets=(target.targets.at[:, 2].add(1)) % 64)
     other = told.after._replace(cached=cached._replace(target=scored))
-    assert float(losses(given, asks)[0]) != float(losses(other, asks)[0])
+    assert float(losses(given, num_queries)[0]) != float(losses(other, num_queries)[0])
 
 
 def test_the_targets_first_tokens_alone_ask(told):
@@ -270,8 +274,10 @@ def test_the_targets_first_tokens_alone_ask(told):
 
     @jax.jit
     def loss(hidden):
-        asks = told.lesson.asks
-        return mplus_tasks.retriever_losses(told.model, state, hidden, asks, *rows)
+        num_queries = told.batch.num_queries
+        return mplus_tasks.retriever_losses(
+            told.model, state, hidden, num_queries, *rows
+        )
 
     # Rows ask with 2 and 9 tokens.
     others = hidden.at[:, 0, 2:].add(1.0).at[:, 1, 9:].add(1.0)
@@ -287,13 +293,13 @@ def test_the_targets_first_tokens_alone_ask(told):
     ],
 )
 def test_without_a_store_one_chunk_keeps_its_gradient_and_more_do_not(chunks, reached):
-    model, lesson = small(0), small_lesson(0, chunks)
+    model, batch = small(0), small_batch(0, chunks)
     memory = mplus_tasks.first_memory(model, 2, 12, jax.random.key(0))
     loss = functools.partial(
         mplus_tasks.task_loss,
         task="multi_chunk",
         memory=memory,
-        lesson=lesson._replace(keep=jnp.array([True, False])),
+        batch=batch._replace(keep=jnp.array([True, False])),
         prompt=PROMPT,
     )
     (_, (after, losses)), grads = gradients(model, loss)
@@ -302,5 +308,5 @@ def test_without_a_store_one_chunk_keeps_its_gradient_and_more_do_not(chunks, re
     # What is kept is kept row by row.
     np.testing.assert_array_equal(after.cached.last, [4 * chunks, 0])
     kept = after.cached.target.tokens
-    np.testing.assert_array_equal(kept[0], lesson.target.tokens[0])
+    np.testing.assert_array_equal(kept[0], batch.target.tokens[0])
     assert not np.any(kept[1])

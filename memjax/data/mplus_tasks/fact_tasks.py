@@ -1,4 +1,4 @@
-"""Lessons that tell facts and ask for them, beside M+'s lessons of running text.
+"""Chunks that state facts and targets that query them, beside running text.
 
 The chunks are running text about one subject, and among its sentences some facts with
 short answers; the target asks for them, and only answers are scored. Each answer is
@@ -21,7 +21,7 @@ from jaxtyping import Int32
 
 from memjax.data.batches.draws import Draws, shuffled
 from memjax.data.documents.tokenizer import Tokenizer
-from memjax.data.mplus_tasks.lessons import Target
+from memjax.data.mplus_tasks.tasks import Target
 from memjax.data.tasks.questions import Question
 
 #: Of the split into facts to train on and facts to test with.

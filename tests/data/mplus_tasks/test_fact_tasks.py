@@ -7,9 +7,9 @@ import pytest
 
 from memjax.data import TokenisedDocument, load_facts, load_tokenizer
 from memjax.data.batches.draws import Draws
-from memjax.data.mplus_tasks.fact_lessons import FactTexts, split_facts
-from memjax.data.mplus_tasks.lesson_batches import Lessons
-from memjax.data.mplus_tasks.lessons import MPlusTaskConfig
+from memjax.data.mplus_tasks.fact_tasks import FactTexts, split_facts
+from memjax.data.mplus_tasks.task_batches import TaskBatches
+from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
 
 BYTES = load_tokenizer("bytes")
 FACTS = load_facts()
@@ -21,8 +21,8 @@ CONFIG = MPlusTaskConfig(
 BOOK = TokenisedDocument("book", "prose", np.full(60_000, ord("z"), np.int32))
 
 
-def lessons(config=CONFIG, facts=TEXTS, **options):
-    return Lessons(
+def task_batches(config=CONFIG, facts=TEXTS, **options):
+    return TaskBatches(
         [BOOK], config, CHUNK, 2, 1, BYTES.encode("Repeat:"), facts=facts, **options
     )
 
@@ -92,33 +92,31 @@ def test_subjects_are_either_trained_on_or_tested():
 
 def test_as_many_steps_tell_facts_as_were_asked_for():
     told = read = 0
-    for assignment, _ in zip(lessons(), range(200), strict=False):
-        if assignment.lesson.chunks.shape[1]:
-            facts = bool((assignment.lesson.chunks != ord("z")).any(axis=2).all())
+    for assignment, _ in zip(task_batches(), range(200), strict=False):
+        if assignment.batch.chunks.shape[1]:
+            facts = bool((assignment.batch.chunks != ord("z")).any(axis=2).all())
             facts = facts and b"Question" in bytes(
-                assignment.lesson.target.tokens[0].astype(np.uint8)
+                assignment.batch.target.tokens[0].astype(np.uint8)
             )
             told, read = told + facts, read + (not facts)
     assert 0.35 < told / (told + read) < 0.65
 
 
 def test_a_stream_goes_on_from_its_position_and_is_shared_out_between_hosts():
-    whole = lessons()
+    whole = task_batches()
     for _ in range(5):
         next(whole)
     position = whole.get_state()
     expected = [next(whole) for _ in range(6)]
-    again = lessons()
+    again = task_batches()
     again.set_state(position)
     for host in range(2):
-        part = lessons(shard_index=host, shard_count=2)
+        part = task_batches(shard_index=host, shard_count=2)
         part.set_state(position)
         for one, other in zip(expected, (next(part) for _ in range(6)), strict=True):
-            np.testing.assert_array_equal(
-                one.lesson.chunks[host], other.lesson.chunks[0]
-            )
+            np.testing.assert_array_equal(one.batch.chunks[host], other.batch.chunks[0])
     for one in expected:
-        np.testing.assert_array_equal(one.lesson.chunks, next(again).lesson.chunks)
+        np.testing.assert_array_equal(one.batch.chunks, next(again).batch.chunks)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +128,7 @@ def test_a_stream_goes_on_from_its_position_and_is_shared_out_between_hosts():
 )
 def test_facts_are_given_where_they_are_asked_for(change, message):
     with pytest.raises(ValueError, match=message):
-        lessons(**change)
+        task_batches(**change)
 
 
 def test_what_is_no_cloze_is_refused():

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from memjax.data import TokenisedDocument
-from memjax.data.mplus_tasks.lesson_batches import Lessons
-from memjax.data.mplus_tasks.lessons import UNSCORED, MPlusTaskConfig, lay_out
+from memjax.data.mplus_tasks.task_batches import TaskBatches
+from memjax.data.mplus_tasks.tasks import UNSCORED, MPlusTaskConfig, lay_out
 
 CONFIG = MPlusTaskConfig(chunks=(1, 3), shortest_chunk=2, target=12, prompt=2)
 CHUNK, ROWS = 5, 2
@@ -22,34 +22,34 @@ DOCUMENTS = [
 ]
 
 
-def lessons(config=CONFIG, seed=1, **options):
-    return Lessons(DOCUMENTS, config, CHUNK, ROWS, seed, INSTRUCTION, **options)
+def task_batches(config=CONFIG, seed=1, **options):
+    return TaskBatches(DOCUMENTS, config, CHUNK, ROWS, seed, INSTRUCTION, **options)
 
 
-def context(lesson, row):
+def context(batch, row):
     """The tokens of a row's chunks, one after another."""
-    pieces = zip(lesson.chunks[row], lesson.lengths[row], strict=True)
+    pieces = zip(batch.chunks[row], batch.lengths[row], strict=True)
     return np.concatenate([np.zeros(0, np.int32), *(c[:n] for c, n in pieces)])
 
 
 def test_a_document_is_chunks_and_the_target_behind_them():
     config = dataclasses.replace(CONFIG, repeat=0.0)
     seen = set()
-    for assignment, _ in zip(lessons(config), range(60), strict=False):
-        lesson = assignment.lesson
+    for assignment, _ in zip(task_batches(config), range(60), strict=False):
+        batch = assignment.batch
         if assignment.task == "revisit":
-            assert lesson.chunks.shape == (ROWS, 0, CHUNK)
+            assert batch.chunks.shape == (ROWS, 0, CHUNK)
             continue
-        seen.add((assignment.task, lesson.chunks.shape[1]))
+        seen.add((assignment.task, batch.chunks.shape[1]))
         for row in range(ROWS):
-            whole = np.concatenate([context(lesson, row), lesson.target.tokens[row]])
+            whole = np.concatenate([context(batch, row), batch.target.tokens[row]])
             np.testing.assert_array_equal(np.diff(whole), 1)
             np.testing.assert_array_equal(
-                lesson.target.targets[row], lesson.target.tokens[row] + 1
+                batch.target.targets[row], batch.target.tokens[row] + 1
             )
-        assert np.all((lesson.lengths >= 2) & (lesson.lengths <= CHUNK))
-        assert np.all(lesson.target.mask == 1)
-        assert np.all((lesson.asks >= 1) & (lesson.asks < CONFIG.target))
+        assert np.all((batch.lengths >= 2) & (batch.lengths <= CHUNK))
+        assert np.all(batch.target.mask == 1)
+        assert np.all((batch.num_queries >= 1) & (batch.num_queries < CONFIG.target))
     expected = {("two_chunk", 1), ("multi_chunk", 1), ("multi_chunk", 3)}
     assert expected <= seen <= expected | {("full_context", 0)}
 
@@ -90,9 +90,9 @@ def test_tasks_come_in_their_proportions_and_revisits_by_their_rules():
     full = multi = two = again = eligible = kept = repeated = 0
     distance, revisited, freed = None, False, True
     steps = 1500
-    for assignment, _ in zip(lessons(), range(steps), strict=False):
-        task, lesson = assignment
-        assert len({*lesson.keep.tolist()}) == 1
+    for assignment, _ in zip(task_batches(), range(steps), strict=False):
+        task, batch = assignment
+        assert len({*batch.keep.tolist()}) == 1
         full += task == "full_context"
         if task == "revisit":
             assert distance and not revisited
@@ -104,16 +104,16 @@ def test_tasks_come_in_their_proportions_and_revisits_by_their_rules():
             eligible += 1
         revisited = False
         if task == "full_context":
-            assert not lesson.keep[0]
+            assert not batch.keep[0]
             continue
         multi, two = multi + (task == "multi_chunk"), two + (task == "two_chunk")
-        repeated += (lesson.target.tokens[:, 0] == INSTRUCTION[0]).sum()
-        if lesson.keep[0]:
+        repeated += (batch.target.tokens[:, 0] == INSTRUCTION[0]).sum()
+        if batch.keep[0]:
             assert freed
             kept, distance = kept + 1, 0
         else:
             assert distance is not None
-            distance += lesson.chunks.shape[1]
+            distance += batch.chunks.shape[1]
         freed = False
     assert full + multi + two + again == steps
     assert near(full, steps, CONFIG.full_context)
@@ -125,14 +125,14 @@ def test_tasks_come_in_their_proportions_and_revisits_by_their_rules():
 
 def same(a, b):
     assert a.task == b.task
-    for x, y in zip(a.lesson.target, b.lesson.target, strict=True):
+    for x, y in zip(a.batch.target, b.batch.target, strict=True):
         np.testing.assert_array_equal(x, y)
-    for name in ("chunks", "lengths", "asks", "keep"):
-        np.testing.assert_array_equal(getattr(a.lesson, name), getattr(b.lesson, name))
+    for name in ("chunks", "lengths", "num_queries", "keep"):
+        np.testing.assert_array_equal(getattr(a.batch, name), getattr(b.batch, name))
 
 
 def test_a_position_restores_every_draw_that_follows():
-    whole, again = lessons(), lessons()
+    whole, again = task_batches(), task_batches()
     for _ in range(37):
         next(whole)
     again.set_state(json.loads(json.dumps(whole.get_state())))
@@ -142,7 +142,7 @@ def test_a_position_restores_every_draw_that_follows():
 
 def test_a_position_behind_a_revisit_knows_it():
     config = dataclasses.replace(CONFIG, full_context=0.0, revisit=1.0, replace=0.0)
-    whole, again = lessons(config), lessons(config)
+    whole, again = task_batches(config), task_batches(config)
     while next(whole).task != "revisit":
         pass
     again.set_state(whole.get_state())
@@ -151,24 +151,24 @@ def test_a_position_behind_a_revisit_knows_it():
 
 
 def test_hosts_read_their_rows_of_one_batch():
-    both = [lessons(shard_index=i, shard_count=2) for i in range(2)]
-    whole = lessons()
+    both = [task_batches(shard_index=i, shard_count=2) for i in range(2)]
+    whole = task_batches()
     for _ in range(12):
         parts, expected = [next(host) for host in both], next(whole)
         for row, part in enumerate(parts):
             assert part.task == expected.task
             pick = lambda x, row=row: x[row : row + 1]
-            lesson = expected.lesson
-            target = type(lesson.target)(*map(pick, lesson.target))
-            others = (lesson.chunks, lesson.lengths, lesson.asks, lesson.keep)
-            chunks, lengths, asks, keep = map(pick, others)
-            rows = type(lesson)(chunks, lengths, target, asks, keep)
-            same(part, expected._replace(lesson=rows))
+            batch = expected.batch
+            target = type(batch.target)(*map(pick, batch.target))
+            others = (batch.chunks, batch.lengths, batch.num_queries, batch.keep)
+            chunks, lengths, num_queries, keep = map(pick, others)
+            rows = type(batch)(chunks, lengths, target, num_queries, keep)
+            same(part, expected._replace(batch=rows))
     assert both[0].get_state() == both[1].get_state() == whole.get_state()
 
 
 def test_seeds_differ():
-    first, second = lessons(seed=1), lessons(seed=2)
+    first, second = task_batches(seed=1), task_batches(seed=2)
     tasks = [[next(data).task for _ in range(30)] for data in (first, second)]
     assert tasks[0] != tasks[1]
 
@@ -199,11 +199,11 @@ def test_lengths_that_do_not_fit_are_refused():
         ({"chunks": (1, 200)}, "no document is longer"),
     ):
         with pytest.raises(ValueError, match=message):
-            lessons(dataclasses.replace(CONFIG, **changes))
+            task_batches(dataclasses.replace(CONFIG, **changes))
 
 
 def test_positions_of_others_are_refused():
-    data = lessons()
+    data = task_batches()
     good = data.get_state()
     for changes, message in (
         ({"step": -1}, r"state\['step'\]=-1 must be an integer"),
@@ -214,4 +214,4 @@ def test_positions_of_others_are_refused():
         with pytest.raises(ValueError, match=message):
             data.set_state(good | changes)
     with pytest.raises(ValueError, match="belongs to another pipeline"):
-        lessons(seed=2).set_state(good)
+        task_batches(seed=2).set_state(good)

@@ -29,22 +29,22 @@ class Target(NamedTuple):
     mask: Float32[Array, "B T"] | Float32[np.ndarray, "B T"]
 
 
-class Lesson(NamedTuple):
+class TaskBatch(NamedTuple):
     """What one step is given.
 
     Attributes:
         chunks: to be written, in order; n may be 0.
         lengths: tokens of each, in [1, C]; what follows them is 0.
         target: to be read.
-        asks: the target's first tokens that are queries of the retriever's loss, in
-            [1, T).
+        num_queries: in [1, T), how many of the target's first tokens are queries of the
+            retriever's loss.
         keep: whether the target is kept, to be revisited.
     """
 
     chunks: Int32[Array, "B n C"] | Int32[np.ndarray, "B n C"]
     lengths: Int32[Array, "B n"] | Int32[np.ndarray, "B n"]
     target: Target
-    asks: Int32[Array, " B"] | Int32[np.ndarray, " B"]
+    num_queries: Int32[Array, " B"] | Int32[np.ndarray, " B"]
     keep: Bool[Array, " B"] | Bool[np.ndarray, " B"]
 
 
@@ -52,7 +52,7 @@ class Assignment(NamedTuple):
     """A task and what it is done with."""
 
     task: Task
-    lesson: Lesson
+    batch: TaskBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class MPlusTaskConfig:
         multi_chunk: share of all other steps; the rest are two-chunk.
         repeat: share of documents whose target is "Repeat:" and their chunks.
         ask: share of the steps that write whose documents tell facts, which the target
-            asks for (`fact_lessons.py`), in the place of running text.
+            asks for (`fact_tasks.py`), in the place of running text.
         replace: how often a revisited target gives way to the next document's.
         chunks: numbers of chunks, drawn evenly: the length buckets.
         shortest_chunk: a chunk has this many to C tokens.

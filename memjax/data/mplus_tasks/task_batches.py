@@ -1,7 +1,7 @@
 """M+'s tasks in their proportions, for ever, on documents in length buckets.
 
 What is drawn at a step depends on the seed, the step, and what the steps before have
-left to revisit, which a saved position holds: see `lessons.py`.
+left to revisit, which a saved position holds: see `tasks.py`.
 
 Shapes: B rows of this host, W tokens of a text, I of an instruction.
 """
@@ -15,19 +15,19 @@ from jaxtyping import Int32
 from memjax.data.batches.draws import Draws
 from memjax.data.batches.pipeline import chunked_batches
 from memjax.data.documents.tokens import TokenisedDocument
-from memjax.data.mplus_tasks.fact_lessons import FactTexts
-from memjax.data.mplus_tasks.lessons import (
+from memjax.data.mplus_tasks.fact_tasks import FactTexts
+from memjax.data.mplus_tasks.tasks import (
     UNSCORED,
     Assignment,
-    Lesson,
     MPlusTaskConfig,
     Target,
     Task,
+    TaskBatch,
     lay_out,
 )
 
 
-class Lessons:
+class TaskBatches:
     """Yields assignments for ever; this host's rows of each.
 
     Args:
@@ -99,7 +99,7 @@ class Lessons:
         self._distance: int | None = None
         self._revisited = False
 
-    def __iter__(self) -> "Lessons":
+    def __iter__(self) -> "TaskBatches":
         return self
 
     def __next__(self) -> Assignment:
@@ -112,14 +112,14 @@ class Lessons:
             if draw.share() < self._config.replace:
                 self._distance = None
             return Assignment(task, self._nothing(draw))
-        lesson = self._lesson(draw, task, count)
+        batch = self._task_batch(draw, task, count)
         if task == "full_context":
-            return Assignment(task, lesson)
+            return Assignment(task, batch)
         keep = self._distance is None
         self._distance = (
-            0 if self._distance is None else self._distance + lesson.chunks.shape[1]
+            0 if self._distance is None else self._distance + batch.chunks.shape[1]
         )
-        return Assignment(task, lesson._replace(keep=np.full_like(lesson.keep, keep)))
+        return Assignment(task, batch._replace(keep=np.full_like(batch.keep, keep)))
 
     def _choose(self, draw: Draws) -> Task:
         shares = self._config
@@ -130,8 +130,8 @@ class Lessons:
             return "revisit"
         return "multi_chunk" if multi < shares.multi_chunk else "two_chunk"
 
-    def _lesson(self, draw: Draws, task: Task, bucket: int) -> Lesson:
-        """A lesson of the next texts, or of facts; nothing of it is kept."""
+    def _task_batch(self, draw: Draws, task: Task, bucket: int) -> TaskBatch:
+        """A batch of the next documents, or of facts; nothing of it is kept."""
         c, rows = self._config, self._batch_size
         count = 0 if task == "full_context" else bucket
         choices = self._chunk - c.shortest_chunk + 1
@@ -144,11 +144,11 @@ class Lessons:
             made = self._read(draw, bucket, lengths, last)
             lengths = lengths[:, -1 if last else None :]
         chunks, targets = zip(*made, strict=True)
-        return Lesson(
+        return TaskBatch(
             chunks=np.stack(chunks),
             lengths=lengths.astype(np.int32),
             target=Target(*map(np.stack, zip(*targets, strict=True))),
-            asks=self._asks(draw),
+            num_queries=self._asks(draw),
             keep=np.zeros(len(made), bool),
         )
 
@@ -178,13 +178,15 @@ class Lessons:
             for seed, row in zip(seeds, lengths, strict=True)
         ]
 
-    def _nothing(self, draw: Draws) -> Lesson:
+    def _nothing(self, draw: Draws) -> TaskBatch:
         """For a revisit: what is read is kept with the memory."""
-        asks = self._asks(draw)
-        none = np.zeros((len(asks), 0, self._chunk), np.int32)
-        tokens = np.zeros((len(asks), self._config.target), np.int32)
+        num_queries = self._asks(draw)
+        none = np.zeros((len(num_queries), 0, self._chunk), np.int32)
+        tokens = np.zeros((len(num_queries), self._config.target), np.int32)
         target = Target(tokens, tokens, tokens.astype(np.float32))
-        return Lesson(none, none[:, :, 0], target, asks, np.zeros(len(asks), bool))
+        return TaskBatch(
+            none, none[:, :, 0], target, num_queries, np.zeros(len(num_queries), bool)
+        )
 
     def _asks(self, draw):
         count = 1 + draw.below(self._config.target - 1, self._batch_size)[self._mine]
