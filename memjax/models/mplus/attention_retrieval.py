@@ -1,19 +1,20 @@
-"""M+-Attn: every token and head takes rows of the store by its attention scores.
+"""M+-Attn: every token and head retrieves rows of the store by its attention scores.
 
-    s_j = q_t · k_j;    token t attends to [bos ; the R rows of best s ; pool ; tokens]
+    s_j = q_t · k_j;    token t attends to [bos ; R rows of highest s ; pool ; tokens]
 
-What M+'s retriever is compared with in section 4.5.2 of Wang et al. (2025),
-https://arxiv.org/abs/2502.00592, after H2O: the store has keys and values in the place
-of hidden states, of which each head takes R for each token, where M+ takes R rows a
-layer for all tokens of a read. Nothing of it is learned, and no token chooses for
-another. What the paper leaves open (the authors published no program of it): keys and
-values are made when the pool drops a row, by the adapter that reads; scores are those
-before RoPE, in float32; what was found stands between bos and the pool, oldest first,
-and is turned by these positions, as M+'s rows are.
+The ablation that M+'s retriever is compared with in section 4.5.2 of Wang et al.
+(2025), https://arxiv.org/abs/2502.00592, after H2O. The store holds attention keys and
+values instead of hidden states. Each head retrieves R of them for each token, where M+
+retrieves R rows per layer for all tokens of a read. It has no parameters.
 
-Shapes: B batch, T tokens, M capacity of the store, R rows of a token and head, S slots,
-K dropped rows, D model, G key heads, r query heads of each, h = G * r, H width of a
-head.
+The authors published no program of it. Choices that the paper leaves open: keys and
+values are computed when the pool drops a row, with the adapter that reads; scores are
+taken before RoPE, in float32; retrieved rows stand between bos and the pool, oldest
+first, and get the RoPE positions that follow from it, as in M+.
+
+Shapes: B batch, T tokens, M capacity of the store, R rows of a token and head, S
+positions of the KV cache, K dropped rows, D model, G key heads, r query heads of each,
+h = G * r, H width of a head.
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ def stored(
     rows: Float[Array, "B K D"],
     born: Int[Array, "B K"],
 ) -> LayerStore:
-    """What the store keeps of memory tokens of a layer, whose block reads."""
+    """The store's entry for memory tokens: the keys and values of a layer."""
     made = memory_slots(config, block, rows.astype(config.dtype))
     flat = lambda x: x.reshape(*born.shape, -1).astype(jnp.float32)
     return LayerStore(rows=flat(made.values), keys=flat(made.keys), born=born)
@@ -50,14 +51,14 @@ def stored(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRetriever:
-    """The store in which the tokens of a read seek rows.
+    """Attention whose tokens retrieve rows of the store.
 
     Attributes:
         config: of the backbone.
         count: R.
         store: of keys and values.
-        chosen: [B, T, h, R] of every layer that has attended: places in the store,
-            oldest first; those of rows that are none come first.
+        chosen: [B, T, h, R] of every layer that has attended: indices in the store,
+            oldest first; where there are fewer than R rows, unused ones come first.
     """
 
     config: ModelConfig
@@ -67,7 +68,7 @@ class AttentionRetriever:
 
     @property
     def found(self) -> Int[Array, " B"]:
-        """Rows that every token and head finds: R, or all if they are fewer."""
+        """Number of rows that every token and head retrieves: R, or all if fewer."""
         return jnp.minimum(self.store.num_valid, self.count)
 
     def attend(
@@ -80,16 +81,16 @@ class AttentionRetriever:
         before: Int[Array, " B"],
         visible: Bool[Array, "B S"],
     ) -> Float[Array, "B T h H"]:
-        """`attend.from_cache`, whose queries see what they find in the store as well.
+        """`attend.from_cache`, whose queries attend to the rows they retrieve as well.
 
         Args:
-            layer: whose store it is.
-            plain: the queries without RoPE, which seek.
+            layer: whose rows are searched.
+            plain: the queries before RoPE, which search.
             query: with RoPE.
-            key: of the slots.
-            value: of the slots.
-            before: query t sees the slots 0 to before + t,
-            visible: those of them that are visible.
+            key: of the KV cache.
+            value: of the KV cache.
+            before: query t attends to positions 0 to before + t of the cache,
+            visible: where they are visible.
         """
         b, t, h, _ = query.shape
         g, s = key.shape[2], key.shape[1]
@@ -99,12 +100,12 @@ class AttentionRetriever:
 
         def one(token):
             plain, query, last = token
-            keys, values, real, chosen = self._seek(layer, plain)
+            keys, values, real, chosen = self._retrieve(layer, plain)
             mask = visible & (slots <= last[:, None])
             found = (keys.astype(query.dtype), values.astype(query.dtype), real)
             return _attend(query, found, (key, value, mask)), chosen
 
-        # Scores and rows of so many tokens at a time that they stay bounded.
+        # Process as many tokens at a time as keep scores and rows in bounds.
         sizes = self.store.recalls.shape[1] + s + 2 * self.count * query.shape[-1]
         together = max(1, min(t, MAX_SCORES // (b * h * sizes)))
         tokens = (split(plain), split(query), last)
@@ -112,8 +113,8 @@ class AttentionRetriever:
         self.chosen.append(jnp.moveaxis(chosen, 0, 1).reshape(b, t, h, self.count))
         return jnp.moveaxis(y, 0, 1).reshape(query.shape)
 
-    def _seek(self, layer, plain):
-        """Keys, turned, and values [B, R, G, r, H]; which are real; their places."""
+    def _retrieve(self, layer, plain):
+        """Keys after RoPE and values [B, R, G, r, H]; which are real; their indices."""
         store, num_valid = self.store.layers[layer], self.store.num_valid
         b, g, r, _ = plain.shape
         heads = lambda x: x.reshape(*x.shape[:-1], g, -1)
@@ -125,7 +126,7 @@ class AttentionRetriever:
         )
         scores = jnp.where(filled[:, None, None], scores, -jnp.inf)
         _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores), self.count)
-        # Empty places are the last that top_k finds, and stand first.
+        # top_k puts unused parts of the buffer last; they are moved to the front.
         places, found = jnp.arange(self.count, dtype=jnp.int32)[None], self.found
         real = jnp.broadcast_to(
             (places < found[:, None])[:, None, None], (b, g, r, self.count)
@@ -135,7 +136,7 @@ class AttentionRetriever:
         chosen = jnp.take_along_axis(chosen, order, axis=-1)
         head = jnp.arange(g, dtype=jnp.int32)[:, None, None]
         take = jax.vmap(lambda x, at: heads(x)[at, head])
-        # Empty places may hold anything; nothing must not become NaN.
+        # Unused parts of the buffer may hold anything, and must not give NaN.
         first = self.count - found[:, None]
         real = (places >= first)[..., None, None, None]
         read = lambda x: jnp.where(real, jnp.moveaxis(take(x, chosen), 3, 1), 0.0)
@@ -149,7 +150,7 @@ class AttentionRetriever:
 
 
 def _attend(query, found, slots):
-    """One token's softmax attention to what it found and to the slots that it sees."""
+    """Softmax attention of one token to its retrieved rows and to the KV cache."""
     keys, values, real = found
     key, value, seen = slots
     product = lambda form, *x: jnp.einsum(form, *x, preferred_element_type=jnp.float32)
@@ -172,7 +173,7 @@ def _attend(query, found, slots):
 
 
 def of_store(weights: MPlusWeights, store: Store | None) -> AttentionRetriever | None:
-    """None unless attention finds the rows of a read."""
+    """The retriever of a read; None unless retrieval is "attention"."""
     config = weights.config
     if store is None or not config.by_attention:
         return None

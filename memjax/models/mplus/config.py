@@ -1,9 +1,10 @@
-"""Sizes and choices of M+.
+"""Sizes and options of M+.
 
-Wang et al. (2025), https://arxiv.org/abs/2502.00592.
+Wang et al. (2025), https://arxiv.org/abs/2502.00592. Where this file says "the
+program", it means the code that the authors published.
 
-Shapes: C open chunk, K memory tokens of a chunk, M capacity of the store, N rows of the
-pool, R retrieved rows, d retriever's keys.
+Shapes: C longest chunk, K memory tokens of a chunk, M capacity of the store, N rows of
+the pool, R retrieved rows, d width of the retriever's keys.
 """
 
 import dataclasses
@@ -22,40 +23,44 @@ class MPlusConfig:
     """Sizes of the memory; the defaults are the paper's for an 8B backbone.
 
     Attributes:
-        tokens: K, memory tokens that a chunk becomes in each layer.
+        tokens: K, memory tokens that a chunk is compressed to in each layer.
         pool: N, rows of the short-term pool; a multiple of K.
-        chunk: C >= K, the longest text that is compressed at once.
-        least_chunk: in [1, C]; `flush` leaves shorter open chunks as they are.
-        retrieved: R, rows a read takes from the long-term store; 0 is MemoryLLM, which
-            has no store.
+        chunk: C >= K, most tokens that are compressed at once.
+        least_chunk: in [1, C]; `flush` does not compress a chunk with fewer tokens.
+        retrieved: R, rows that a read retrieves from the long-term store. 0 is
+            MemoryLLM, which has no store.
         store: M >= R, rows of the store.
-        retrieval: how they are found: by the "learned" retriever, one set of rows a
-            layer for all tokens of a read; or by "attention", each token and head its
-            own, the paper's ablation M+-Attn (`attention_retrieval.py`). That has no
-            parameters, needs the store on the device, and has no `legacy`; no token
-            chooses for another, so that `retrieval_source` stays "prefix".
-        stored: of a chunk's last K tokens in layer l. Their "output" goes into the
-            memory of layer l, as in the program, and comes back as its input: a
-            backbone must learn that. Their "input" is what it knows: before any
-            training a chunk's memory is that of its last K tokens in a Transformer-XL.
-        key_dim: d, of the retriever.
-        rank: of the two adapters, on q, k, v, gate, up and down.
-        alpha: their changes are scaled by alpha / rank.
-        legacy: ages since the drop, the eviction and the short store of the published
-            program, whose rows are read again and again if there are fewer than R.
-            False counts ages since the row was made.
-        eviction: what leaves a full store: its "oldest" rows, or by recall "frequency",
-            batch by batch, as in the program. None is the program's with `legacy`.
-        merge_every: updates that fill the drop cache, for "frequency".
-        recalls: recall frequency of a row that is merged, for "frequency".
-        decay: of all frequencies a merge, for "frequency".
-        store_memory: where the store's rows are; their keys, by which they are found,
-            are on the device. "host": only the R chosen ones travel to it.
-        pool_memory: where the pool is; "host": a read takes it layer by layer. What is
-            on the host gets no gradient, and passes none on.
-        retrieval_source: "prefix": a read's rows are chosen by the tokens before those
-            that are scored; "all": by all of its tokens, as in the program, where a
-            score has seen what it predicts.
+        retrieval: how rows are found. "learned": a trained retriever selects one set of
+            rows per layer for all tokens of a read. "attention": each token and head
+            selects its own by attention scores, the paper's ablation M+-Attn
+            (`attention_retrieval.py`). It has no parameters, and requires
+            store_memory="device", legacy=False and retrieval_source="prefix".
+        stored: which hidden states of a chunk's last K positions become the memory of
+            layer l. "output": what layer l computes, as in the program. A read feeds
+            it to layer l as input, which the backbone has to learn. "input": what
+            layer l is given, which an untrained backbone can read, as Transformer-XL
+            does.
+        key_dim: d, width of the retriever's queries and keys.
+        rank: of the two LoRA adapters, on q, k, v, gate, up and down.
+        alpha: the adapters' changes are scaled by alpha / rank.
+        legacy: follows the program in three points: ages count from when the pool
+            dropped a row, eviction is by frequency, and a store of fewer than R rows
+            is repeated until R rows are read. False counts ages from when a row was
+            made.
+        eviction: which rows leave a full store. "oldest", or those of lowest recall
+            "frequency", as in the program. None is "frequency" with `legacy` and
+            "oldest" without.
+        merge_every: number of updates after which pending rows are merged into the
+            store, for "frequency".
+        recalls: recall frequency of a row when it is merged, for "frequency".
+        decay: subtracted from all frequencies at each merge, for "frequency".
+        store_memory: where the store's rows lie, "device" or "host". Their keys are
+            always on the device. With "host" only the R retrieved rows are copied.
+        pool_memory: where the pool lies. With "host" a read copies it layer by layer.
+            No gradient flows through memory on the host.
+        retrieval_source: which tokens of a training target select the rows. "prefix":
+            the tokens before those that are scored. "all": every token, as in the
+            program; then a score has seen the token that it predicts.
     """
 
     tokens: int = 256
@@ -154,20 +159,20 @@ class MPlusConfig:
 
     @property
     def least_store(self) -> int:
-        """Rows that the store must have room for."""
+        """Smallest capacity that the store may have."""
         if not self.by_frequency:
             return max(self.retrieved, self.tokens)
         batch = self.merge_every * self.tokens
-        # A batch stays until its frequency is gone, the cache beside it; and while
-        # fewer than R would be left, none goes.
+        # Merged rows stay until their frequency is used up, with the pending rows
+        # beside them. While R rows or fewer would remain, none is evicted.
         lives = math.ceil((self.recalls - LEAST_RECALLS) / self.decay) - 1
         most = max(0, lives) * batch
         return (most if most > self.retrieved else self.retrieved + batch) + batch
 
     @property
     def prefix(self) -> int:
-        """Slots of a cache before its tokens: bos, retrieved rows, pool.
+        """Positions of the KV cache before the tokens: bos, retrieved rows, pool.
 
-        Rows that attention finds differ from token to token, and have no slots.
+        Rows that attention retrieves differ from token to token, and are not cached.
         """
         return 1 + (0 if self.by_attention else self.retrieved) + self.pool

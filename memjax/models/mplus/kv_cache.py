@@ -1,6 +1,9 @@
-"""The KV cache of a read: [bos ; retrieved rows ; pool ; tokens] in every layer.
+"""Builds and extends the KV cache of a read.
 
-Shapes: B batch, L layers, T time, S slots of the cache, D model.
+In every layer the tokens attend to [bos ; retrieved rows ; pool ; tokens so far]. Keys
+and values of what stands before the tokens are computed once and cached.
+
+Shapes: B batch, L layers, T time, S positions of the cache, D model.
 """
 
 import functools
@@ -22,7 +25,7 @@ from memjax.nnx.params import as_arrays
 
 
 def empty(weights: MPlusWeights, batch: int, first: int, slots: int) -> KVCache:
-    """A cache of nothing, whose tokens begin at slot `first`."""
+    """A cache without keys, whose tokens will begin at position `first`."""
     config = weights.backbone.config
     shape = (batch, slots, config.heads.num_kv_heads, config.heads.head_dim)
     layer = lambda: jnp.zeros(shape, jnp.float32)
@@ -45,10 +48,20 @@ def read_tokens(
     before=None,
     attention_retriever: AttentionRetriever | None = None,
 ):
-    """All layers; also what each was given.
+    """Passes tokens through all layers and adds them to the cache.
 
-    `before(layer, h)` gives the rows that stand before the tokens, and which are seen,
-    for a cache that has none yet; `attention_retriever` finds each token others.
+    Args:
+        weights: of M+.
+        cache: the tokens' predecessors.
+        h: [B, T, D], embeddings of the tokens.
+        lengths: [B], how many of them are real.
+        writes: with the adapter that writes instead of that which reads.
+        before: (layer, h) -> rows [B, P, D] before the tokens and their mask [B, P],
+            for a cache that has no such rows yet.
+        attention_retriever: finds further rows for each token.
+
+    Returns:
+        The cache, the features [B, T, D], and the input of each layer.
     """
     config, slots = weights.backbone.config, cache.visible.shape[1]
     times = jnp.arange(h.shape[1], dtype=jnp.int32)[None]
@@ -96,7 +109,7 @@ def _last_norm(weights, h):
 
 
 def _beside(attention_retriever):
-    """Rows that a token finds for itself, which have positions behind that of bos."""
+    """Number of rows that a token retrieves for itself; they follow bos in RoPE."""
     return None if attention_retriever is None else attention_retriever.found
 
 
@@ -106,7 +119,7 @@ def _count(seen, beside):
 
 
 def with_bos(weights, layer, memory):
-    """Rows that stand before the tokens, and which are seen: bos only with others."""
+    """Rows before the tokens and their mask; bos is visible if any other row is."""
     rows, seen = zip(*memory, strict=True)
     bos = weights.bos[layer][None, None]
     bos = jnp.broadcast_to(bos, (rows[0].shape[0], 1, bos.shape[-1]))
@@ -117,7 +130,7 @@ def with_bos(weights, layer, memory):
 
 
 def valid_rows(num_valid, rows):
-    """Which rows of the pool are filled: the last."""
+    """Mask [B, N] of the pool's rows that hold something: the last ones."""
     return jnp.arange(rows, dtype=jnp.int32)[None] >= rows - num_valid[:, None]
 
 
@@ -128,7 +141,7 @@ def _first(count, total):
 def prepare(
     weights: MPlusWeights, state: MPlusState, rows: Bool[Array, " B"]
 ) -> MPlusState:
-    """Makes the readings of `rows` anew, where they are not ready."""
+    """Computes the open chunk's cache for batch elements in `rows` that need it."""
     rows = rows & ~state.cache_ready
 
     made = lambda state: (state.cache, state.queries, state.num_queries)
@@ -140,7 +153,7 @@ def prepare(
         after = jax.lax.cond(jnp.any(rows & (state.length > 0)), again, skip)
         return mechanisms.reset(made(state), after, rows)
 
-    # Pool and store, which may be on the host, stay outside.
+    # Pool and store stay outside of the branch, as they may lie on the host.
     parts = jax.lax.cond(jnp.any(rows), make, lambda: made(state))
     cache, queries, num_queries = parts
     return state._replace(
@@ -152,9 +165,9 @@ def prepare(
 
 
 def _before_tokens(weights, state):
-    """[bos ; what the last tokens' queries find ; the pool], and no token yet.
+    """A cache of [bos ; rows that the last queries retrieve ; pool], without tokens.
 
-    What attention finds has no slots, but positions.
+    Rows that attention retrieves are not cached, but take RoPE positions.
     """
     c, blocks = weights.config, weights.blocks(writes=False)
     batch = state.num_valid.shape[0]
@@ -188,7 +201,7 @@ def read_piece(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[MPlusState, Float[Array, "B T D"]]:
-    """Reads `lengths[b]` more tokens of a text in its open chunk; features of all."""
+    """Reads the next `lengths[b]` tokens of the open chunk; returns their features."""
     return read_open(weights, prepare(weights, state, lengths > 0), tokens, lengths)
 
 
@@ -198,7 +211,7 @@ def read_open(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, " B"],
 ) -> tuple[MPlusState, Float[Array, "B T D"]]:
-    """The open chunk's cache goes on by `lengths[b]` tokens; keeps their queries."""
+    """`read_piece` for a cache that is ready; stores the tokens' queries."""
     h = weights.backbone.embed(tokens)
     before = state.cache.length
     attention_retriever = attention_retrieval.of_store(weights, state.store)

@@ -1,16 +1,18 @@
-"""M+'s two passes through one layer: writing a chunk into memory, and cache with it.
+"""M+'s two passes through one layer: writing a chunk into memory, and reading with it.
 
     write:  x_l = [bos_l ; m_l ; h], its last K rows + p;  y = layer_l(x_l)
-            new_l = y[-K:] (the layer's output; or x_l[-K:], its input), h ← y[-T:]
-    read:   x_l = [bos_l ; retrieved_l ; pool_l ; h]: what stands before h gives keys
-            and values alone, made once and cached
+            new_l = y[-K:] (or x_l[-K:] with stored="input");  h ← y[-T:]
+    read:   x_l = [bos_l ; retrieved_l ; pool_l ; h]; only h has queries, and keys and
+            values of the rows before h are cached
 
-Memory rows are vectors of the residual stream, normalised where they are read. Wang et
-al. (2025), https://arxiv.org/abs/2502.00592, section 3.1; bos_l, p and the storing of
-outputs are the program's; the paper's Figure 1 can be read either way.
+h are the hidden states of the chunk or of the tokens that read, m_l the newest K rows
+of the pool. Memory rows are hidden states of the residual stream; they pass the layer's
+norm when they are read. Wang et al. (2025), https://arxiv.org/abs/2502.00592, section
+3.1. bos_l, p and storing outputs follow the program; the paper's Figure 1 leaves open
+which is stored.
 
-Shapes: B batch, T tokens, K memory tokens, P slots before the tokens, S slots, D model,
-G key heads, H head width.
+Shapes: B batch, T tokens, K memory tokens, P positions before the tokens, S positions
+of the KV cache, D model, G key heads, H head width.
 """
 
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from memjax.models.language_model.layers import BlockParams, normalize, run_bloc
 
 
 class Slots(NamedTuple):
-    """Keys and values of one layer, as attention caches them."""
+    """One layer's part of the KV cache."""
 
     keys: Float[Array, "B S G H"]
     values: Float[Array, "B S G H"]
@@ -46,7 +48,7 @@ def write_layer(
     positions: Int[Array, "B W"],
     queries: int,
 ) -> Float[Array, "B Q D"]:
-    """The layer's output for the last `queries` rows; those before are only seen."""
+    """The layer's output at the last `queries` positions; the others are context."""
     heads, first = config.heads, x.shape[1] - queries
 
     def mix(params, memory, normed):
@@ -64,7 +66,7 @@ def write_layer(
 def memory_slots(
     config: ModelConfig, block: BlockParams, rows: Float[Array, "B P D"]
 ) -> Slots:
-    """Keys, without RoPE, and values of memory rows, in the dtype of the rows."""
+    """Keys before RoPE, and values, of memory rows, in the dtype of the rows."""
     normed = normalize(block.mixer_norm, rows, config.norm_epsilon)
     mixer = block.mixer
     k = projections.linear(normed, mixer.key, mixer.key_bias)
@@ -78,9 +80,9 @@ def prefix_slots(
     visible: Bool[Array, "B P"],
     beside: Int[Array, " B"] | None = None,
 ) -> Slots:
-    """Keys and values of memory rows; positions count the visible ones from 0.
+    """Keys and values of memory rows, whose RoPE positions count the visible ones.
 
-    With so many rows `beside` them, which take the positions behind the first slot's.
+    `beside` further rows take the positions right after that of bos.
     """
     positions = jnp.maximum(jnp.cumsum(visible, axis=1, dtype=jnp.int32) - 1, 0)
     if beside is not None:
@@ -101,18 +103,18 @@ def read_layer(
     h: Float[Array, "B T D"],
     attention: Attention | None = None,
 ) -> tuple[Slots, Float[Array, "B T D"]]:
-    """Reads tokens into the slots; returns these and the layer's output.
+    """Adds tokens to a layer's cache; returns it and the layer's output.
 
     Args:
         config: of the backbone.
         block: the layer.
-        slots: with the prefix, and the tokens before.
-        visible: which slots may be seen, those of the new tokens among them.
-        start: slot of the first new token.
-        places: slot of each; one beyond the last is dropped.
-        positions: RoPE's, of each.
-        h: what the layer is given.
-        attention: of what to see more than the slots, see `Attention`.
+        slots: keys and values of the prefix and of earlier tokens.
+        visible: which positions may be attended to, the new tokens included.
+        start: index in the cache of the first new token.
+        places: index in the cache of each; one beyond the end is dropped.
+        positions: RoPE position of each.
+        h: the layer's input.
+        attention: replaces attention to the cache; see `Attention`.
     """
     heads = config.heads
 
@@ -144,26 +146,26 @@ def compress(
     lengths: Int[Array, " B"] | None,
     inputs: bool,
 ) -> Float[Array, "B L K D"]:
-    """The new memory of a chunk, without changing the old one.
+    """Compresses a chunk to K memory tokens per layer.
 
-    With fewer than K tokens the last of the old rows are written again.
+    With fewer than K tokens the newest of the old rows become new ones again.
 
     Args:
         config: of the backbone.
         blocks: with the adapter that writes.
         bos: one vector a layer.
         position: p, added to the last K rows before every layer.
-        memory: the pool's last K rows.
-        real: whether the row of the batch has them; else they are not seen.
-        h: embeddings, those of a row first.
-        lengths: tokens of each row, 1 to T; None is T in all.
-        inputs: the memory is what the layers were given, not what they made of it.
+        memory: the pool's newest K rows.
+        real: False where a batch element has no such rows; they are not visible then.
+        h: embeddings of the chunk.
+        lengths: number of tokens of each batch element, 1 to T; None is T for all.
+        inputs: stores the layers' inputs instead of their outputs.
     """
     b, t, d = h.shape
     k = memory.shape[2]
     width = 1 + k + t
     late = jnp.zeros(b, jnp.int32) if lengths is None else t - lengths
-    # Each row ends at the right edge, so that the last K rows are everywhere the last.
+    # Sequences are aligned at the right, so that the last K positions are the same.
     push = lambda x: x if lengths is None else jax.vmap(_roll)(x, late)
     places = jnp.arange(width, dtype=jnp.int32)[None] - late[:, None]
     seen = (places >= 0) & (real[:, None] | (places == 0) | (places > k))

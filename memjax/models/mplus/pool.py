@@ -1,9 +1,11 @@
 """M+'s short-term pool: an update drops K random rows and appends K new ones.
 
-    θ_l ← [keep_{N-K}(θ_l) ; new_l]        rows keep their order, layers drop apart
+    θ_l ← [keep_{N-K}(θ_l) ; new_l]
 
-Wang et al. (2025), https://arxiv.org/abs/2502.00592, section 3.1; uniform over all N
-rows, as in the program. While the pool is not full, what goes is empty room.
+Rows keep their order, and every layer draws its own rows to drop, uniformly over all N
+as in the program. While the pool is not full, empty rows are dropped instead.
+
+Wang et al. (2025), https://arxiv.org/abs/2502.00592, section 3.1.
 
 Shapes: B batch, L layers, N rows, K new rows, D model.
 """
@@ -20,22 +22,22 @@ from memjax.models.offload import near
 
 
 class Dropped(NamedTuple):
-    """What left the pool; empty rows where the pool was not full."""
+    """Rows that an update dropped; empty ones where the pool was not full."""
 
     rows: Float[Array, "B L K D"]
     ages: Int[Array, "B L K"]
 
 
 def of_layer(pool: Float[Array, "B L N D"], layer: int) -> Float[Array, "B N D"]:
-    """One layer's rows, on the device."""
+    """One layer's rows, copied to the device if they lie on the host."""
     return near(lambda pool: pool[:, layer], pool)
 
 
 def draw_dropped(
     key: PRNGKeyArray, layers: int, rows: int, count: int
 ) -> Int[Array, "L K"]:
-    """Rows to drop in each layer: `count` different ones in rising order."""
-    # The largest of numbers in float32: a CPU is twenty times as long at permutations.
+    """Draws `count` different rows for each layer, in rising order."""
+    # On a CPU top_k of random numbers is twenty times as fast as a permutation.
     _, drawn = jax.lax.top_k(jax.random.uniform(key, (layers, rows)), count)
     return jnp.sort(drawn, axis=-1)
 
@@ -49,15 +51,15 @@ def replace(
     changes: Bool[Array, " B"],
     advance: bool,
 ) -> tuple[Float[Array, "B L N D"], Int[Array, "B L N"], Dropped]:
-    """One update.
+    """Drops K rows of each layer and appends the new ones.
 
     Args:
-        pool: the rows, of which the last `num_valid` are filled.
-        ages: theirs.
-        num_valid: filled rows, a multiple of K.
+        pool: the rows, of which the last `num_valid` hold something.
+        ages: ages of the rows, in memory tokens.
+        num_valid: a multiple of K.
         new: the new rows.
         dropped: rows to drop where the pool is full, rising.
-        changes: rows of the batch that are updated; the others stay as they are.
+        changes: batch elements that are updated; the others stay as they are.
         advance: whether the ages of old rows grow by K, before the drop; new rows have
             the ages K - 1 to 0.
     """

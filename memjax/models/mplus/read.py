@@ -1,7 +1,7 @@
-"""How M+ reads: what stands before the tokens, and the cache of it.
+"""Reads tokens with the memory, and decodes further ones, without changing the memory.
 
-Shapes: B batch, L layers, T time, K memory tokens, N rows of the pool, M capacity of
-the store, R retrieved rows, S slots, h heads, D model, V vocabulary.
+Shapes: B batch, L layers, T time, n new tokens or memory tokens, N rows of the pool, M
+capacity of the store, R retrieved rows, h heads, D model, V vocabulary.
 """
 
 import functools
@@ -54,7 +54,7 @@ def check(
     tokens: Int[Array, "B T"],
     options: ReadOptions,
 ) -> None:
-    """Raises ValueError on what `MPlus.read` refuses."""
+    """Raises ValueError on tokens or options that `MPlus.read` refuses."""
     segments.check_tokens(tokens, state.num_valid.shape[0], weights.backbone.vocab_size)
     b, t = tokens.shape
     if options.beside_pool and options.new is None:
@@ -91,13 +91,14 @@ def check(
 
 
 class ReadTrace(NamedTuple):
-    """What a read did.
+    """What happened in the layers during a read.
 
     Attributes:
-        hidden: what each layer was options, and the features.
-        scores: p of the store's rows, -inf in empty ones; None without a retriever.
-        chosen: their places in the store, as they were read: oldest first; those of
-            each token and head with retrieval "attention". None without a store.
+        hidden: the input of each layer, and the features.
+        scores: the retriever's p of every row of the store, -inf where there is none.
+            None without a learned retriever.
+        chosen: indices of the retrieved rows in the store, oldest first; with
+            retrieval="attention" those of each token and head. None without a store.
     """
 
     hidden: Float[Array, "L1 B T D"]
@@ -112,18 +113,19 @@ def decode(
     only_new: bool,
     state: MPlusState | None,
 ) -> tuple[KVCache, Float[Array, "B T V"]]:
-    """Reads on from a cache; NaN for tokens beyond its slots.
+    """Reads the next tokens with a KV cache.
 
-    The learned retriever's rows stay those of the cache; attention finds each token
-    its own.
+    The rows of the learned retriever stay those of the cache; with
+    retrieval="attention" each new token retrieves its own. Logits are NaN for tokens
+    that do not fit into the cache.
 
     Args:
         weights: of M+.
         cache: what `read` gave.
         tokens: in [0, V).
         only_new: whether it is of new memory alone, read by the adapter that writes.
-        state: the memory that was read; with retrieval "attention" alone, which seeks
-            in its store.
+        state: the memory that was read; only with retrieval="attention", which
+            searches its store.
 
     Raises:
         ValueError: on tokens of another shape, or a known value out of range; on a
@@ -155,7 +157,11 @@ def read(
     tokens: Int[Array, "B T"],
     options: ReadOptions,
 ) -> tuple[KVCache, Float[Array, "B T D"], ReadTrace]:
-    """A cache of the memory, the open chunk and the tokens; features of the last."""
+    """Reads the memory, the open chunk and the tokens.
+
+    Returns:
+        The KV cache, the tokens' features, and a trace of what happened.
+    """
     check(weights, state, tokens, options)
     run = functools.partial(_read, weights, options)
     if options.only_new:
@@ -172,7 +178,7 @@ def read_closed(
     tokens: Int[Array, "B T"],
     options: ReadOptions,
 ) -> tuple[KVCache, Float[Array, "B T D"], ReadTrace]:
-    """`read` where the caller knows that no row has an open chunk: half the program."""
+    """`read` where every open chunk is known to be empty: half the program."""
     check(weights, state, tokens, options)
     return _read(weights, options, 0, state, tokens)
 
@@ -185,7 +191,7 @@ def generate(
     prompt: Int[Array, "B T"],
     key: PRNGKeyArray,
 ) -> Int[Array, "B n"]:
-    """Answers of `count` tokens; see `MPlus.generate`."""
+    """Samples `count` tokens after a prompt; see `MPlus.generate`."""
     told = state if weights.config.by_attention else None
     options = ReadOptions(max_new_tokens=count - 1)
     cache, features, _ = read(weights, state, prompt, options)
@@ -207,7 +213,7 @@ def generate(
 
 
 def _read(weights, options, width, state, tokens):
-    """`width` bounds the open chunk's tokens, which are read before these."""
+    """`width` is the most tokens that an open chunk has; 0 if all are empty."""
     c, (b, t) = weights.config, tokens.shape
     if options.beside_pool and options.kept_rows is None:
         options = options._replace(
@@ -258,7 +264,7 @@ def _only_new(weights, options, state, layer, h, query_mask):
 
 
 def _memory(weights, options, state, layer, h, query_mask):
-    """[bos ; retrieved ; pool] of a layer, whose rows its own tokens choose."""
+    """[bos ; retrieved rows ; pool] of a layer, retrieved by the tokens' queries."""
     c = weights.config
     pool = short_term_pool.of_layer(state.pool, layer)
     seen = kv_cache.valid_rows(state.num_valid, c.pool)
@@ -278,7 +284,7 @@ def _memory(weights, options, state, layer, h, query_mask):
 
 
 def _draw_kept(weights, state, new):
-    """Which rows of the pool stay beside `new` ones, without a change of the state."""
+    """Draws which rows of the pool stay beside `new` ones; the state's key stays."""
     rows = weights.config.pool
     draw = lambda key: short_term_pool.draw_dropped(
         key, weights.layers, rows, rows - new

@@ -1,15 +1,16 @@
-"""M+'s retriever: which dropped memories a read takes back.
+"""M+'s retriever: which rows of the long-term store a read retrieves.
 
     f(x) = W_2 silu(W_1 norm(x));    p_j = mean_t sigmoid(f_q(h_t) · f_k(m_j))
 
-Norm is the layer's own, before its attention; its input is detached, so that language
-model and retriever do not train each other. Trained to tell the rows of this document
-from older ones (section 3.2):
+p_j is the score of memory token m_j for the hidden states h_t of the tokens that are
+read. The norm is the layer's own, before its attention. The retriever's input is
+detached, so that its loss trains nothing else. It learns to tell rows of the current
+document from older ones (section 3.2):
 
     loss = (mean_pos -log(p + ε) + mean_neg -log(1 - p + ε)) / 2,    ε = 1e-5
 
-The sigmoid inside, and the mean over tokens before the log, are the program's. Wang et
-al. (2025), https://arxiv.org/abs/2502.00592.
+As in the program, the sigmoid is inside the mean over tokens, and the log outside. Wang
+et al. (2025), https://arxiv.org/abs/2502.00592.
 
 Shapes: L layers, D model, d keys, T tokens, n rows, V hidden (2 d).
 """
@@ -21,12 +22,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 EPSILON = 1e-5
-# Keys that meet all queries at a time, so that the scores stay in a cache.
+# Keys scored at a time, so that their scores stay in the CPU's cache.
 KEYS_AT_ONCE = 1024
 
 
 class Retriever(NamedTuple):
-    """One f in every layer."""
+    """The two matrices of f, for every layer."""
 
     down: Float[Array, "L D V"]
     up: Float[Array, "L V d"]
@@ -57,7 +58,7 @@ def probabilities(
     keys: Float[Array, "*B n d"],
     query_mask: Bool[Array, "*B T"] | None = None,
 ) -> Float[Array, "*B n"]:
-    """p, in [0, 1]: the mean over the queries that are query_mask; 0 where none is."""
+    """p, in [0, 1]: the mean over the queries in the mask; 0 where there is none."""
     logits = jnp.einsum("...td,...nd->...tn", queries, keys)
     p = jax.nn.sigmoid(logits)
     if query_mask is None:
@@ -71,7 +72,7 @@ def search(
     query_mask: Bool[Array, " T"],
     keys: Float[Array, "M d"],
 ) -> Float[Array, " M"]:
-    """`probabilities` for many keys, some of them at a time, without a gradient."""
+    """`probabilities` of many keys, computed block by block and without a gradient."""
     queries, keys = jax.lax.stop_gradient((queries, keys))
     count = jnp.maximum(query_mask.sum(dtype=jnp.float32), 1.0)
     share = jnp.where(query_mask, 1.0 / count, 0.0)
@@ -80,7 +81,7 @@ def search(
         # sigmoid(x) = (1 + tanh(x / 2)) / 2, whose mean is one product.
         return 0.5 * (share.sum() + jnp.tanh(0.5 * (keys @ queries.T)) @ share)
 
-    # Slices of the keys where they are: in blocks they would be copied.
+    # Slicing the keys in the loop avoids the copy that a reshape to blocks makes.
     size = min(KEYS_AT_ONCE, keys.shape[0])
     block = lambda at: some(jax.lax.dynamic_slice_in_dim(keys, at, size))
     whole = keys.shape[0] - keys.shape[0] % size

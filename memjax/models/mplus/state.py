@@ -1,9 +1,9 @@
-"""The memory that M+ carries: pool, long-term store, open chunk and its KV cache.
+"""The memory that M+ carries from call to call, and the one a checkpoint starts with.
 
 Shapes: B batch, L layers, K memory tokens of a chunk, N rows of the pool, M capacity of
-the store, R retrieved rows, C open chunk, D model, d retriever's keys, S slots of a
-cache, G key heads, H width of a head. With retrieval "attention" the store's D and d
-are both G * H.
+the store, R retrieved rows, C longest chunk, D model, d width of the retriever's keys,
+S positions of the KV cache, G key heads, H width of a head. With retrieval="attention"
+the store's D and d are both G * H.
 """
 
 import functools
@@ -18,15 +18,14 @@ from memjax.models.offload import near
 
 
 class LayerStore(NamedTuple):
-    """One layer's rows that the pool dropped.
+    """The rows that one layer's pool has dropped.
 
     Attributes:
-        rows: the memory tokens, with retrieval "attention" their values; the first
-            `Store.num_valid` are filled.
-        keys: of the retriever, or of the layer's attention, made when the row was
-            dropped.
-        born: the clock when the row was made (with `legacy`, what its age at the drop
-            says): its age is clock - born.
+        rows: the memory tokens; with retrieval="attention" their attention values. The
+            first `Store.num_valid` rows hold something.
+        keys: retriever keys, or attention keys, computed when the row was dropped.
+        born: the clock when the row was made, so that its age is clock - born. With
+            `legacy` it is clock - age at the drop.
     """
 
     rows: Float[Array, "B M D"]
@@ -35,13 +34,13 @@ class LayerStore(NamedTuple):
 
 
 class Store(NamedTuple):
-    """The long-term store; every layer holds as many rows.
+    """The long-term store; all layers hold the same number of rows.
 
     Attributes:
-        layers: their rows.
-        recalls: recall frequency, for eviction by it.
-        num_valid: filled rows, those of the drop cache last.
-        num_pending: rows in the drop cache, which is searched as well.
+        layers: the rows of each layer.
+        recalls: recall frequencies, used by eviction="frequency".
+        num_valid: number of rows, the pending ones last.
+        num_pending: number of rows that are not merged yet; they are searched too.
     """
 
     layers: tuple[LayerStore, ...]
@@ -51,15 +50,16 @@ class Store(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """Keys and values of [bos, retrieved rows, pool, tokens], layer by layer.
+    """Attention keys and values of [bos, retrieved rows, pool, tokens] in each layer.
 
     Attributes:
-        keys: with RoPE.
-        values: of the same slots.
-        visible: False in slots that nobody may see: empty memory, no token yet.
-        prefix_length: slot of the first token.
-        length: tokens so far.
-        offset: RoPE position of the first token, the number of visible slots before.
+        keys: after RoPE.
+        values: at the same positions.
+        visible: False where there is nothing: empty memory, or no token yet.
+        prefix_length: positions before the first token.
+        length: number of tokens in the cache.
+        offset: RoPE position of the first token: the number of visible positions
+            before it.
     """
 
     keys: tuple[Float[Array, "B S G H"], ...]
@@ -71,23 +71,25 @@ class KVCache(NamedTuple):
 
 
 class MPlusState(NamedTuple):
-    """The memory of every row of the batch.
+    """The memory of every batch element, and its open chunk.
+
+    The open chunk holds the tokens that are not compressed yet.
 
     Attributes:
-        pool: short-term memory, vectors of the residual stream; the last `num_valid`
-            rows of a layer are filled, oldest first.
-        ages: of the pool's rows, in memory tokens.
-        num_valid: filled rows of the pool, the same in all layers.
-        clock: memory tokens made so far: K an update.
+        pool: short-term memory, hidden states of each layer. The last `num_valid` rows
+            hold something, oldest first.
+        ages: of the pool's rows, counted in memory tokens.
+        num_valid: number of rows in the pool, the same in all layers.
+        clock: number of memory tokens made so far: K per update.
         store: None without long-term memory.
-        tokens: the open chunk, 0 from `length` on.
-        length: tokens in it, in [0, C).
-        queries: the retriever's, of the tokens that were read last: token i of a chunk
-            is in place i. None without a retriever.
-        num_queries: how many of them there are.
-        cache: of the open chunk.
-        cache_ready: whether `cache` is up to date; if not, the next read makes it anew.
-        key: of the row's random numbers.
+        tokens: of the open chunk; 0 from `length` on.
+        length: number of tokens in the open chunk, in [0, C).
+        queries: retriever queries of the last C tokens read, by position in their
+            chunk. None without a learned retriever.
+        num_queries: number of valid queries.
+        cache: KV cache of the open chunk.
+        cache_ready: False if the next read has to compute `cache` again.
+        key: of the batch element's random numbers.
     """
 
     pool: Float[Array, "B L N D"]
@@ -105,15 +107,15 @@ class MPlusState(NamedTuple):
 
 
 class Initial(NamedTuple):
-    """Memory of a checkpoint, from which every text starts.
+    """The memory that a checkpoint brings, from which every sequence starts.
 
     Attributes:
         pool: [L, N, D], short-term memory, of age 0.
-        rows: [L, n, D] of the long-term store, n in [1, M]; none where the checkpoint
-            has none.
-        keys: [L, n, d], theirs.
-        born: [L, n], minus their ages.
-        recalls: [n], their recall frequency.
+        rows: [L, n, D] of the long-term store, n in [1, M]. None, as the next three,
+            where the checkpoint has no store.
+        keys: [L, n, d], keys of these rows.
+        born: [L, n], minus the ages of these rows.
+        recalls: [n], recall frequencies of these rows.
     """
 
     pool: Frozen
@@ -123,7 +125,7 @@ class Initial(NamedTuple):
     recalls: Frozen | None = None
 
     def fill(self, state: MPlusState) -> MPlusState:
-        """An empty state with this memory in every row."""
+        """The empty state with this memory in every batch element."""
         batch, pool = state.num_valid.shape[0], self.pool.get_value()
         each = lambda x: jnp.broadcast_to(x[None], (batch, *x.shape))
         state = state._replace(

@@ -1,13 +1,13 @@
-"""M+'s long-term store: what the pool dropped, and what a read takes back.
+"""M+'s long-term store: keeps rows that the pool dropped, and retrieves some of them.
 
-One buffer of M rows a layer, of which the first `num_valid` are filled. Two ways to
-evict:
+A layer's store is a buffer of M rows, of which the first `num_valid` hold something.
+There are two rules for which rows to evict:
 
-- "oldest": the store keeps the M youngest rows of all it was given.
-- by recall frequency, as the published program: dropped rows wait in a cache, the
-  buffer's tail, which is searched too; every `merge_every` updates the cache joins the
-  store with frequency `recalls`, all frequencies lose `decay`, and rows of which
-  nothing is left go, unless fewer than R + 1 would stay.
+- "oldest": the store keeps the M youngest of all rows it was given.
+- "frequency", as the published program: dropped rows are pending at the end of the
+  buffer, where they can already be retrieved. Every `merge_every` updates they are
+  merged with recall frequency `recalls`. Then all frequencies lose `decay`, and rows
+  whose frequency is used up are evicted, unless fewer than R + 1 rows would remain.
 
 Wang et al. (2025), https://arxiv.org/abs/2502.00592, section 3.2.
 
@@ -31,13 +31,13 @@ from memjax.models.offload import near, put
 
 
 class Retrieved(NamedTuple):
-    """Rows of one layer for a read, oldest first.
+    """The rows of one layer that a read retrieves, oldest first.
 
     Attributes:
-        rows: the memory tokens; nothing where not `real`.
-        chosen: their places in the store.
-        real: False where the store had fewer; those come first.
-        scores: p of every row of the store, -inf in empty ones.
+        rows: the memory tokens; 0 where not `real`.
+        chosen: their indices in the store.
+        real: False where the store has fewer than R rows; these come first.
+        scores: the retriever's p of every row of the store, -inf where there is none.
     """
 
     rows: Float[Array, "R D"]
@@ -74,12 +74,12 @@ def append(
     config: MPlusConfig,
     store: Store,
     new: tuple[LayerStore, ...],
-    taken: Bool[Array, " B"],
+    mask: Bool[Array, " B"],
 ) -> Store:
-    """Stores K dropped rows a layer, in the rows of the batch that are `taken`."""
+    """Stores K dropped rows per layer, for the batch elements in `mask`."""
     count = new[0].born.shape[1]
     free = store.num_valid[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-    full = jnp.any(taken & (store.num_valid + count > config.store))
+    full = jnp.any(mask & (store.num_valid + count > config.store))
     layers = []
     for old, rows in zip(store.layers, new, strict=True):
         places = free
@@ -88,10 +88,10 @@ def append(
                 _oldest_places, store.num_valid, old.born, rows.born
             )
             places = jax.lax.cond(full, oldest, lambda free=free: free)
-        # A place beyond the buffer is not written.
-        layers.append((old, rows, jnp.where(taken[:, None], places, config.store)))
-    more = jnp.where(taken, jnp.int32(count), 0)
-    places = jnp.where(taken[:, None], free, config.store)
+        # Indices beyond the buffer are not written.
+        layers.append((old, rows, jnp.where(mask[:, None], places, config.store)))
+    more = jnp.where(mask, jnp.int32(count), 0)
+    places = jnp.where(mask[:, None], free, config.store)
     recalls = jnp.full(free.shape, config.recalls, jnp.float32)
     store = Store(
         layers=(),
@@ -106,7 +106,7 @@ def append(
     due = store.num_pending >= config.merge_every * count
 
     def merged():
-        # One function writes and moves: what is on the host is written once.
+        # One function writes and moves, so that memory on the host is written once.
         small, order = _merge(config, store, due)
         moved = lambda *args: segments.take(_written(*args[:3]), args[3])
         moves = [(*layer, order) for layer in layers]
@@ -121,7 +121,7 @@ def _written(buffer, rows, at):
 
 
 def _each_layer(function, layers):
-    """LayerStores of function(buffer, new, *rest) where the buffer is."""
+    """Applies function(buffer, new, *rest) to every buffer, where the buffer lies."""
     here = functools.partial(near, function, stays=True)
     return tuple(
         jax.tree.map(lambda old, new, rest=rest: here(old, new, *rest), old, new)
@@ -130,7 +130,7 @@ def _each_layer(function, layers):
 
 
 def _merge(config, store, mask):
-    """The drop cache joins the store in the rows of `mask`: and the rows' new order."""
+    """Merges pending rows and evicts others; also returns the rows' new order."""
     left = store.recalls - config.decay
     places = jnp.arange(config.store, dtype=jnp.int32)[None]
     filled = places < store.num_valid[:, None]
@@ -155,10 +155,10 @@ def retrieve(
     queries: Float[Array, "B T d"],
     query_mask: Bool[Array, "B T"],
 ) -> Retrieved:
-    """The R rows of a layer whose keys the queries find likeliest, oldest first.
+    """Retrieves the R rows of a layer with the highest p, oldest first.
 
-    Of one score the first in the store are taken; of one age they come in its order.
-    Nothing is real where nothing is query_mask.
+    Among rows of equal p the first in the store win; rows of equal age keep the
+    store's order. Nothing is real for a batch element without queries.
 
     Returns:
         `Retrieved`, with the batch first.
@@ -167,7 +167,7 @@ def retrieve(
     chosen, real, scores = jax.vmap(functools.partial(_choose, config))(
         keys, born, store.num_valid, store.num_pending, queries, query_mask
     )
-    # Empty places may hold anything; nothing must not become NaN.
+    # Unused parts of the buffer may hold anything, and must not give NaN.
     found = jnp.where(real[..., None], near(segments.take, rows, chosen), 0.0)
     return Retrieved(found, chosen, real, scores)
 
@@ -179,29 +179,32 @@ def _choose(config, keys, born, num_valid, num_pending, queries, query_mask):
     best, chosen = jax.lax.top_k(scores, config.retrieved)
     real = best > -jnp.inf
     if config.legacy:
-        # Without enough merged rows: these again and again, and no search.
+        # With fewer than R merged rows there is no search: they are repeated.
         merged = num_valid - num_pending
         turns = jnp.arange(config.retrieved, dtype=jnp.int32) - config.retrieved
         tiled = turns % jnp.maximum(merged, 1)
         few = merged < config.retrieved
         real = jnp.where(few, merged > 0, real)
         chosen = jnp.where(few, tiled, jnp.sort(chosen))
-    # The program's order of one age is no order: an unstable sort, turned round.
+    # The program sorts ages with an unstable sort; here ties keep the store's order.
     order = jnp.lexsort((chosen, born[chosen], real))
     return chosen[order], real[order], scores
 
 
 def _oldest_places(num_valid, born, new):
-    """Where K rows go in full buffers: over older ones, oldest first, or nowhere."""
+    """Where K new rows go in a full buffer: the j-th youngest over the j-th oldest.
+
+    A row that is not younger than the one it would replace is not stored.
+    """
     places = jnp.arange(born.shape[1], dtype=jnp.int32)
 
     def one(num_valid, born, new):
-        # Ages in float32, whose search is 30 times that of integers on a CPU: exact
-        # to 2**24, beyond what a store of eight million rows lets grow old.
+        # top_k of float32 is 30 times as fast as of integers on a CPU. Ages are exact
+        # up to 2**24, which a store of eight million rows does not reach.
         now = jnp.maximum(new.max(), jnp.where(places < num_valid, born, new[0]).max())
         ages = jnp.where(places < num_valid, (now - born).astype(jnp.float32), jnp.inf)
         oldest, at = jax.lax.top_k(ages, new.shape[0])
-        # The youngest row goes over the oldest, as long as it is younger.
+        # The youngest row replaces the oldest, as long as it is younger.
         youngest = jnp.argsort(-new)
         younger = (now - new[youngest]).astype(jnp.float32) < oldest
         at = jnp.where(younger, at, places.shape[0])

@@ -1,4 +1,4 @@
-"""How M+ writes: chunk after chunk of a text into the pool, and from there the store.
+"""Compresses chunks into memory tokens, which go to the pool and later to the store.
 
 Shapes: B batch, L layers, T time, K memory tokens of a chunk, C longest chunk, D model.
 """
@@ -24,7 +24,9 @@ from memjax.models.offload import near
 def by_chunks(
     weights: MPlusWeights, state: MPlusState, tokens: Int[Array, "B T"], read: Callable
 ) -> tuple[MPlusState, Any]:
-    """Takes tokens up to the end of the open chunk at a time, each row its own.
+    """Fills the open chunks with tokens, and writes each one that is full.
+
+    Batch elements fill their chunks independently, as their lengths may differ.
 
     Args:
         weights: of M+.
@@ -34,8 +36,7 @@ def by_chunks(
             first `lengths[b]` tokens, before they join the open chunk.
 
     Returns:
-        The state, in which full chunks are written, and what `read` gave for each
-        token.
+        The state, and what `read` returned for each token.
     """
     c, (b, t) = weights.config.chunk, tokens.shape
     width, before = min(c, t), state.length
@@ -60,7 +61,7 @@ def by_chunks(
     (state, _), ys = jax.lax.scan(some, carry, length=count)
     if ys is None:
         return state, None
-    # Token t of a row was read in the round of its chunk.
+    # Token t was read in the iteration that read its chunk.
     times = jnp.arange(t, dtype=jnp.int32)[None]
     rounds = (before[:, None] + times) // c
     first = jnp.where(rounds == 0, 0, rounds * c - before[:, None])
@@ -71,7 +72,7 @@ def by_chunks(
 def write_open(
     weights: MPlusWeights, state: MPlusState, rows: Bool[Array, " B"]
 ) -> MPlusState:
-    """Compresses and stores the open chunks of `rows`."""
+    """Compresses and stores the open chunks of the batch elements in `rows`."""
 
     def write(state):
         lengths = jnp.maximum(state.length, 1)
@@ -92,7 +93,7 @@ def compress(
     lengths: Int[Array, " B"] | None,
     memory: Float[Array, "B L K D"] | None,
 ) -> Float[Array, "B L K D"]:
-    """Memory tokens of each row's first `lengths[b]` tokens; see `MPlus.compress`."""
+    """Memory tokens of the first `lengths[b]` tokens; see `MPlus.compress`."""
     real = (
         jnp.ones_like(state.num_valid, bool)
         if memory is not None
@@ -120,7 +121,7 @@ def update(
     dropped: Int[Array, "B L K"] | None,
     rows: Bool[Array, " B"],
 ) -> MPlusState:
-    """Stores new memory tokens in `rows`; see `MPlus.update`."""
+    """Stores memory tokens of the batch elements in `rows`; see `MPlus.update`."""
     c = weights.config
     keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(state.key))
     if dropped is None:
@@ -145,7 +146,7 @@ def update(
         key=jax.random.key_data(keys[:, 0]),
         cache_ready=jnp.zeros_like(state.cache_ready),
     )
-    # Pool and store are large: their own rows are chosen where they are written.
+    # Pool and store are large: they select by `rows` themselves, as they are written.
     small = lambda state: state._replace(pool=None, store=None)
     after = mechanisms.reset(small(state), small(after), rows)
     store = state.store
@@ -163,7 +164,7 @@ def stored(
     rows: Float[Array, "B K D"],
     born: Int[Array, "B K"],
 ) -> LayerStore:
-    """What the store keeps of memory tokens that a layer's pool drops."""
+    """The store's entry for memory tokens that a layer's pool drops."""
     if weights.config.by_attention:
         block = weights.blocks(writes=False)[layer]
         return attention_retrieval.stored(weights.backbone.config, block, rows, born)
@@ -171,7 +172,7 @@ def stored(
 
 
 def _keep_tokens(state, piece, lengths):
-    """The open chunk with the first `lengths[b]` tokens of a piece behind it."""
+    """Appends the first `lengths[b]` tokens of a piece to the open chunk."""
     times = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
     at = state.length[:, None] + times
     at = jnp.where(times < lengths[:, None], at, state.tokens.shape[1])
