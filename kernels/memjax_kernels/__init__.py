@@ -1,4 +1,4 @@
-"""Ops, one folder each: `reference.py` is the meaning, the rest is speed."""
+"""Recurrent memory ops in JAX: each has a reference, chunk forms and kernels."""
 
 from memjax_kernels.delta_rule import delta_rule as delta_rule
 from memjax_kernels.delta_rule.gated import gated_delta_rule as gated_delta_rule

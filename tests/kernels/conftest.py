@@ -1,4 +1,4 @@
-"""What tests of GPU kernels share: the interpreter, and compiling for absent GPUs."""
+"""Fixtures for GPU kernels: the interpreter, and compiling for GPUs that are absent."""
 
 import functools
 import importlib.util

@@ -19,7 +19,7 @@ step: Any = importlib.import_module("memjax_kernels.ttt_linear").step
 
 B, H, D, C = 2, 2, 5, 4
 LENGTH = 19
-# Rows 1 and 3 tokens into a mini-batch.
+# Batch elements 1 and 3 tokens into a mini-batch.
 PLACES = np.array([1, 3], np.int32)
 WHOLE = np.zeros((B, LENGTH), bool)
 # Documents of 3, 8 and 8 tokens, and of 1, 4 and 14: all end with a mini-batch.
@@ -99,7 +99,7 @@ def slope(x, target, scale, bias):
 
 
 def numpy_loop(tokens, memory, places=PLACES, reset=WHOLE):
-    """The recurrence in float64, a token, row and head at a time."""
+    """The recurrence in float64, a token, batch element and head at a time."""
     q, k, v, eta, scale, bias = (np.array(x, np.float64) for x in tokens)
     memory = [np.array(x, np.float64) for x in memory]
     fresh = [np.array(x, np.float64) for x in leaves(EMPTY)]
@@ -153,11 +153,14 @@ def test_values_are_those_of_the_recurrence(how, reset):
 
 
 @pytest.mark.parametrize("reset", [WHOLE, PACKED], ids=["whole", "packed"])
-def test_mini_batches_have_the_gradients_of_the_reference(reset):
+def test_values_and_gradients_of_mini_batches_and_reference_agree(reset):
     tokens, memory = draw()
     other, weights = draw(seed=1)
-    run = lambda how: both(how)(tokens, memory, PLACES, reset, (weights, other[2]))
-    actual, expected = run("xla")[1], run("reference")[1]
+    ((after, reads), actual), (_, expected) = (
+        both(how)(tokens, memory, PLACES, reset, (weights, other[2]))
+        for how in ("xla", "reference")
+    )
+    close((after, reads), numpy_loop(tokens, memory, reset=reset))
     if reset is PACKED:
         close(actual[0], expected[0])
     else:

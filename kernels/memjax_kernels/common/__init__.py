@@ -1,1 +1,1 @@
-"""What the ops share."""
+"""Checks, choice of implementation, meshes, chunks and products, for all ops."""

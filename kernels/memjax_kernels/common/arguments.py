@@ -1,4 +1,4 @@
-"""Checks that every op makes of its arguments before any compute."""
+"""Checks of an op's arguments before anything is computed."""
 
 import numpy as np
 from jax.core import Tracer
@@ -10,7 +10,7 @@ def check_shapes(**arguments: tuple[Array | None, str]) -> dict[str, int]:
 
     Args:
         **arguments: by name, the array and its axes, as in q=(q, "B T H K"). The
-            first array with a letter gives its size. None is passed over.
+            first array with a letter gives its size. None is skipped.
 
     Returns:
         The size of each letter.

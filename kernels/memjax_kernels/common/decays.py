@@ -1,12 +1,12 @@
-"""How much of what one token wrote is left when another reads, inside a chunk.
+"""Decay inside a chunk: how much of what one token wrote is left for another to read.
 
-What is left between token j and token i is exp of the sum of gates j+1 to i. With one
-gate for all channels these are a matrix. With a gate for each channel they are put
-together from products over the halves of blocks of 2, 4, 8 ... tokens: a pair (i, j)
-lies in the late and the early half of exactly one block, so what is left is a product
-over the late half's tokens up to i times one over the early half's after j. Nothing is
-divided and no two sums are subtracted: a gate of -1e4, or -inf, forgets without harm
-to what comes after it, and every gradient is finite.
+The decay from token j to token i is exp of the sum of gates j+1 to i. With one gate for
+all channels the decays form a matrix. With a gate for each channel they are products
+over the halves of blocks of 2, 4, 8 ... tokens: i and j lie in the late and the early
+half of exactly one block, so that their decay is a product over the late half's tokens
+up to i times one over the early half's tokens after j. Nothing is divided and no two
+sums are subtracted. So a gate of -1e4 or -inf costs the tokens after it no digits, and
+every gradient is finite.
 """
 
 from typing import NamedTuple
@@ -19,14 +19,14 @@ from memjax_kernels.common.products import Multiply
 
 
 class Decays(NamedTuple):
-    """What is left in a chunk of C tokens, for D channels.
+    """Decays in a chunk of C tokens, for D channels.
 
     Attributes:
-        since: of the memory before the chunk, at each token, [..., C, D].
-        until: of each token at the chunk's end, [..., C, D].
-        matrix: of token j at token i, [..., C, C], where D is 1.
-        early: where it is not, for blocks of 2, 4 ... C tokens, of each token in a
-            block's early half at that half's end, [..., C/2s, s, D].
+        since: from the chunk's start up to and with each token, [..., C, D].
+        until: from each token to the chunk's end, [..., C, D].
+        matrix: from token j to token i, [..., C, C], where D is 1.
+        early: where D is not 1, for blocks of 2, 4 ... C tokens, from each token of a
+            block's early half to that half's end, [..., C/2s, s, D].
         late: likewise, from the start of a late half up to and with each token.
     """
 
@@ -40,7 +40,7 @@ class Decays(NamedTuple):
 def decays(
     g: Float[Array, "*n B H C D"] | None, reset: Bool[Array, "*n B C"] | None, size: int
 ) -> Decays:
-    """Sums up log gates; None is no forgetting, a reset a gate of -inf.
+    """The decays of log gates. No gates are no decay, and a reset is a gate of -inf.
 
     Args:
         g: in [-inf, 0]; C is a power of two unless D is 1.
@@ -62,7 +62,7 @@ def scores(
     left: Decays,
     multiply: Multiply,
 ) -> Float[Array, "*B C C"]:
-    """sum_c q_ic k_jc times what is left at i of token j in channel c, for j <= i."""
+    """sum_c q_ic k_jc times the decay from j to i in channel c, for j <= i."""
     if left.matrix is not None:
         return multiply(q, k, "nt") * left.matrix
     blocks = jnp.sum(q * k, axis=-1)[..., None, None]
@@ -80,7 +80,7 @@ def sums(
     left: Decays,
     multiply: Multiply,
 ) -> Float[Array, "*B C M"]:
-    """sum over j <= i of weights_ij x_jm times what is left at i of token j in m."""
+    """sum over j <= i of weights_ij x_jm times the decay from j to i in channel m."""
     if left.matrix is not None:
         return multiply(weights * left.matrix, x, "nn")
     blocks, out = weights[..., None, :, :], jnp.zeros_like(x)
@@ -100,7 +100,7 @@ def _scalar(g):
 
 
 def _vector(g):
-    """A gate for each channel: products over halves, from those over their halves."""
+    """A gate for each channel: products over blocks, from those over their halves."""
     since, until = jnp.exp(g), jnp.ones_like(g)
     early, late = [], []
     for half in _halves(g.shape[-2]):

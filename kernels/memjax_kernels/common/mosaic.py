@@ -1,11 +1,11 @@
-"""What the Mosaic GPU kernels share: tiles in shared memory and their products.
+"""Building blocks of the Mosaic GPU kernels: tiles in shared memory and their products.
 
-One program is one warpgroup of 128 threads for one row and head. Tokens of a chunk lie
-in tiles of 64 rows, as many as a tensor-core instruction (wgmma) takes; a shorter chunk
-leaves rows of zeros. Operands of products are tiles in shared memory, products are
-float32 in registers, and so is everything elementwise.
+One program is one warpgroup of 128 threads for one batch element and head. Tokens of a
+chunk lie in tiles of 64 rows, which is what a tensor-core instruction (wgmma) takes; a
+shorter chunk leaves rows of zeros. Operands of products are tiles in shared memory.
+Products, and everything elementwise, are float32 in registers.
 
-Layouts are written out ("Lane" semantics): jax 0.10.2 infers none of these kernels in
+Layouts are explicit ("Lane" semantics): jax 0.10.2 infers none of these kernels in
 reasonable time.
 """
 
@@ -26,7 +26,7 @@ F32 = jnp.float32
 
 
 def tile(*shape: int, dtype: Any):
-    """Shared memory for a matrix, swizzled as copies and products want it."""
+    """Shared memory for a matrix, swizzled as copies and products need it."""
     width = 128 // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -46,7 +46,7 @@ def call(
     interpret: Any,
     reduction_bytes: int = 2048,
 ) -> Callable[..., list[jax.Array]]:
-    """A kernel over (rows, heads); `body` gets references, scratch by name.
+    """A kernel over (batch, heads); `body` takes references, and scratch by name.
 
     Sums over the rows of a matrix go through `reduction_bytes` of shared memory, 1 KiB
     for every 8 columns at a time.
@@ -126,7 +126,7 @@ def _power(x, exponent):
 
 
 def accumulate(*products: Callable[[Any], None], shapes) -> tuple[jax.Array, ...]:
-    """Runs products into one accumulator each, and waits for all of them."""
+    """Computes products in one accumulator each, and waits for all of them."""
 
     def scope(*accumulators):
         for product, accumulator in zip(products, accumulators, strict=True):

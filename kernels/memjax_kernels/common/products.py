@@ -1,4 +1,4 @@
-"""Batched products of matrices, for XLA and inside Pallas kernels alike."""
+"""Batched products of matrices, for XLA and inside Pallas kernels."""
 
 import functools
 from typing import Literal, Protocol, runtime_checkable
@@ -42,7 +42,7 @@ def multiply(
 
 @functools.cache
 def multiplier(dtype: jnp.dtype) -> Multiply:
-    """`multiply` in `dtype`, as are its gradients, which need no transposes."""
+    """`multiply` in `dtype`, with gradients in `dtype` that need no transposes."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
     def product(x, y, form):

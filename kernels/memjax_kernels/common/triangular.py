@@ -1,4 +1,4 @@
-"""Inverses of unit lower-triangular matrices, by halves."""
+"""Inverses of unit lower-triangular matrices, by recursion on their halves."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ _EXACT = jax.lax.Precision.HIGHEST
 def inverse(lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
     """(I + L)⁻¹ in products of halves; C is a power of two.
 
-    As stable as substitution, and in large products. A sum of powers of L is not: it
-    cancels catastrophically where the entries of L do not fall off.
+    It is as stable as substitution, but works in large products. A sum of powers of L
+    would cancel catastrophically where the entries of L do not decay.
 
     Args:
         lower: L, zero on the diagonal and above.
@@ -31,7 +31,7 @@ def inverse(lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
 
 @inverse.defjvp
 def _inverse_jvp(primals, tangents):
-    """d(I + L)⁻¹ = -(I + L)⁻¹ dL (I + L)⁻¹: two products instead of all halves'."""
+    """d(I + L)⁻¹ = -(I + L)⁻¹ dL (I + L)⁻¹: two products, no recursion."""
     (lower,), (tangent,) = primals, tangents
     result = inverse(lower)
     return result, -_product(_product(result, jnp.tril(tangent, -1)), result)

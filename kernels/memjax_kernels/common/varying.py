@@ -1,4 +1,4 @@
-"""Under `shard_map`, which mesh axes the arrays around a kernel vary over."""
+"""Types of arrays inside a `shard_map`: the mesh axes over which they vary."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from jaxtyping import Array
 
 
 def vary_alike(tree: Any) -> Any:
-    """Arrays that vary over the axes over which any of them does.
+    """The arrays of a tree, made to vary over every axis that one of them varies over.
 
-    A kernel's outputs do, and a gradient must vary over the axes of its argument.
+    The outputs of a kernel vary so, and a gradient must vary as its argument does.
     """
     leaves = jax.tree.leaves(tree)
     axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
@@ -22,6 +22,6 @@ def vary_alike(tree: Any) -> Any:
 
 
 def like(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """An output that varies over the axes that `x` varies over."""
+    """The type of a kernel's output that varies over the axes that `x` varies over."""
     varying = jax.typeof(x).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)

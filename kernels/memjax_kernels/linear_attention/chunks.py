@@ -1,8 +1,8 @@
 """Linear recurrences S ← diag(exp(g)) S + k vᵀ in chunks of matrix products.
 
-A segment is cut into groups of chunks. The chunks of a group are worked on together;
-their memories alone follow one another. The backward pass keeps the memory before
-each group and computes the rest again, so what it holds is linear in T.
+A segment is split into groups of chunks. The products of all chunks of a group are
+computed together, and only the memories in sequence. The backward pass keeps the memory
+before each group and computes the rest again, so that what it keeps is linear in T.
 
 Dao and Gu (2024), https://arxiv.org/abs/2405.21060, section 6, for one gate a head;
 Yang et al. (2023), https://arxiv.org/abs/2312.06635, section 4, for one a channel.
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from memjax_kernels.common import chunks, decays
 from memjax_kernels.common.products import Multiply, multiplier, operand_dtype
 
-# Chunks worked on together: more is more at once, and more held at once.
+# Chunks of a group: more chunks are larger products, and more memory at once.
 GROUP = 8
 
 
@@ -82,7 +82,7 @@ def linear_reads(
     left: decays.Decays,
     multiply: Multiply,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H C V"]]:
-    """What `linear_group` computes, from gates summed up."""
+    """What `linear_group` computes, from the decays of the gates."""
     written = multiply(k * left.until, v, "tn")
     state, starts = carry(state, left.since[..., -1, :], written)
     inside = decays.scores(q, k, left, multiply)
