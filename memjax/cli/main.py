@@ -1,7 +1,7 @@
 """The command line: train, finetune, eval, generate, data, import and export.
 
 Exit codes: 0 done; 2 bad input, with one line on stderr; 75 stopped by a signal with
-everything saved (run the same command again to go on); 1 anything else.
+everything saved (run the same command again to resume); 1 anything else.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def train(
 
     Args:
         config: the preset.
-        run_dir: folder of the run; the same command on the same folder goes on.
+        run_dir: folder of the run; the same command on the same folder resumes it.
         distributed: join the other hosts: "on" for a TPU pod; "auto" does so where
             GKE, Slurm or Open MPI name several.
     """
@@ -160,7 +160,7 @@ def generate_text(
 
     Args:
         run_dir: a folder that `memjax train` or `memjax finetune` wrote.
-        prompt: text to go on from; this or `prompt_file`.
+        prompt: text to continue; this or `prompt_file`.
         prompt_file: a text file, of any length.
         tokens: how many to draw.
         sampling: how.
@@ -232,7 +232,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parse(argv: list[str]) -> Callable[[], int]:
-    """The command that the words ask for; a parser's complaint is a ValueError."""
+    """The command of an argument list; a parser error becomes a ValueError."""
     presets = {"train": run.presets, "finetune": cli_finetune.presets}
     if argv and argv[0] in presets:
         pairs = zip(argv, argv[1:], strict=False)

@@ -1,4 +1,4 @@
-"""Evaluation: perplexity over streams, loss by position, answers, recall, plots."""
+"""Evaluation: perplexity, loss by position, answers, recall, statistics, plots."""
 
 from memjax.evaluation.answers import Answers as Answers
 from memjax.evaluation.answers import answer_perplexity as answer_perplexity

@@ -1,4 +1,4 @@
-"""Answers behind long inputs: their loss, and whether greedy decoding gives them.
+"""Loss and exact match of answers that follow long inputs.
 
 The answer's tokens are read as they are (teacher forcing). Greedy decoding gives the
 answer if, and only if, each of its tokens is then the likeliest: up to the first that
@@ -64,8 +64,9 @@ def answers(
         state = model.init_state(batch_size)
         seen = jnp.zeros((batch_size, longest, model.width), jnp.float32)
         for start in range(0, tokens.shape[1], segment):
-            piece = jnp.asarray(tokens[:, start : start + segment])
-            state, seen = _read(graph, params, state, piece, places - start, seen)
+            part = jnp.asarray(tokens[:, start : start + segment])
+            positions = places - start
+            state, seen = _read_segment(graph, params, state, part, positions, seen)
         scores, likeliest = _score(graph, params, seen, jnp.asarray(targets))
         count = len(rows)
         mask[rows] = real[:count]
@@ -83,8 +84,8 @@ def answer_perplexity(answers: Answers, rows: Sequence[int] | None = None) -> fl
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 5))
-def _read(graph, params, state, tokens, places, seen):
-    """Reads a piece and keeps the features from which answers are predicted."""
+def _read_segment(graph, params, state, tokens, places, seen):
+    """Reads a segment and keeps the features that predict the answers."""
     model = nnx.merge(graph, params)
     state, features = model.features(state, tokens)
     inside = (places >= 0) & (places < tokens.shape[1])

@@ -1,8 +1,8 @@
-"""What of a text read in segments is scored, and what a memory search goes back to.
+"""Targets that a model has seen before it predicts them, and how far HMT recalls.
 
 He et al. (2025), Hierarchical Memory Transformer, https://arxiv.org/abs/2405.06067.
 HMT's summary of a segment reads its first j tokens before their logits are computed:
-scoring them would score what was seen. `causal` leaves them out.
+a score of them would not be a prediction. `causal` leaves them out.
 
 Shapes: T targets, n segments, B batch, N memory slots.
 """
@@ -20,7 +20,7 @@ from memjax.models.mplus.model import MPlus
 
 
 def causal(model: LanguageModel | HMT | MPlus, losses: Losses) -> Losses:
-    """Losses of which only those count that no logit has seen before: `scored`.
+    """The losses without targets that their own logits have seen; see `scored`.
 
     All of them, unless the model is an HMT whose summary reads ahead.
 

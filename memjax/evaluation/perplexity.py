@@ -1,4 +1,4 @@
-"""Perplexity over streams: the memory is carried, and cleared at each text's start.
+"""Perplexity of long texts, read segment by segment with the memory carried along.
 
 Every score is of the next token given those before it; a token's loss is taken from
 logits computed before the token was read.

@@ -1,4 +1,4 @@
-"""What a committed result says of where it came from."""
+"""Where a result comes from: command, settings, device, versions and date."""
 
 import datetime
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Training: loss, optimizer, the pure update, sharding, checkpoints and the loop."""
+"""Training: the update as a pure function, sharding, checkpoints and the loop."""
 
 from memjax.training.config import LoopConfig as LoopConfig
 from memjax.training.config import Outcome as Outcome

@@ -1,7 +1,13 @@
-"""The folder that checkpoints live in: what may be there, and what is good.
+"""The folder of checkpoints: which ones are undamaged, which go, who may write.
 
-Plain files and names only; `memjax.training.checkpoint` writes and reads what is
-inside a checkpoint, and describes the layout.
+Files and names only; `memjax.training.checkpoint` writes and reads what is inside a
+checkpoint, and describes the layout.
+
+orbax's `CheckpointManager` (0.12) does not do this. It deletes a checkpoint in place,
+so that a kill leaves a numbered folder with some files gone. A save that fails counts
+as one of those to keep, and the oldest good one is forgotten for it. Two managers save
+in one folder, and delete each other's checkpoints. It knows neither damage nor a disk
+without room.
 """
 
 import errno
@@ -70,7 +76,7 @@ class Folder:
         return -1, len(self._damaged)
 
     def make_ready(self, step: int, size: int, keep: int) -> None:
-        """Creates and locks the folder and makes way for `size` bytes at `step`.
+        """Prepares a save of `size` bytes at `step`: creates and locks the folder.
 
         Drops the oldest down to `keep`, where it is known which ones are good.
 
@@ -92,7 +98,7 @@ class Folder:
             write_atomically(self.path / FORMAT_FILE, json.dumps(FORMAT))
 
     def drop_old(self, keep: int) -> None:
-        """Deletes all but the newest `keep`; damaged ones neither count nor go."""
+        """Deletes all but the newest `keep`; damaged ones do not count and stay."""
         good = [step for step in self.steps() if step not in self._damaged]
         for step in good[:-keep]:
             # Renamed first: a half-deleted folder must not look like a damaged one.

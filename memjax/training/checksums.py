@@ -1,9 +1,9 @@
-"""Digests of the files of a folder: how a checkpoint proves that it is whole.
+"""Checksums of a checkpoint's files, written with it and verified before it is read.
 
-`write_digests` records the size and the sha256 of every file under the
-subfolders of a folder; `problems` says in words what no longer agrees. Files
-that lie directly in the folder are not covered: the checkpoint library rewrites
-its own timestamps there after the digests are taken, and reads nothing from them.
+`write_digests` records the size and the SHA-256 of every file in the subfolders of a
+folder; `problems` lists what has changed since. Files that lie directly in the folder
+are not covered: orbax rewrites its timestamps there after the digests are taken, and
+nothing is read from them.
 """
 
 import hashlib
@@ -27,7 +27,10 @@ def write_digests(folder: Path) -> None:
 
 
 def problems(folder: Path) -> list[str]:
-    """What is wrong with the files of `folder`, one line a file; empty when whole."""
+    """What differs from the digests, one line a file; empty if nothing does.
+
+    Only files inside `folder` are opened, whatever the digests name.
+    """
     try:
         record = json.loads((folder / DIGEST_FILE).read_bytes())
         items = [(str(n), int(e["bytes"]), str(e["sha256"])) for n, e in record.items()]

@@ -87,17 +87,17 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What is read, and in what pieces.
+    """The documents of a run, and how they are cut into batches.
 
     Attributes:
         source: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME".
         tokenizer: "bpe4k", "bytes" or the path of a tokenizers JSON.
-        mode: "chunked" cuts documents into independent texts of `context_length`, as
+        mode: "chunked" cuts documents into independent samples of `context_length`, as
             the paper does; "streamed" reads whole documents, `context_length` tokens
-            of each row at a time, and goes with `step.carry_memory`.
-        context_length: tokens of a row in one update.
-        batch_size: rows of one update, over all devices.
-        validation_texts: texts of `context_length` tokens in each evaluation.
+            at a time, and needs `step.carry_memory`.
+        context_length: tokens of a sample in one update.
+        batch_size: samples of one update, over all devices.
+        validation_texts: samples of `context_length` tokens in each evaluation.
         cache_dir: where tokens are kept; None is the user's cache folder.
     """
 

@@ -1,9 +1,9 @@
-"""The training loop: the only code of the library that holds changing state.
+"""The training loop: batches, updates, metrics, evaluations and checkpoints.
 
-Everything a run needs to go on is in its checkpoints: the state with its step,
+Everything that a run needs to resume is in its checkpoints: the state with its step,
 the position in the data, the counts of skipped steps, and the record of the
-configuration. So running the same command again continues bit for bit where the
-newest good checkpoint stands, whatever ended the run before.
+configuration. Running the same command again resumes bit for bit from the newest good
+checkpoint, whatever ended the run before.
 
 How a run ends:
 

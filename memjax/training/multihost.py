@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 def agreed(flag: bool) -> bool:
-    """What process 0 says, so that all do the same."""
+    """The flag of process 0, on every process."""
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.broadcast_one_to_all(np.asarray(flag)))
 
 
 def same_everywhere(data_state: Any) -> Any:
-    """The position in the data, which one process writes down for all.
+    """The position in the data, checked to be the same on every process.
 
     Raises:
         ValueError: it is not JSON, or differs between processes.

@@ -37,7 +37,7 @@ DIGEST = "tokenizer_digest"
 
 
 def train(config: RunConfig, run_dir: Path) -> Outcome:
-    """Trains, or goes on with what `run_dir` holds.
+    """Trains a model, or resumes the run in `run_dir`.
 
     Raises:
         ValueError: on a configuration that contradicts itself, the data, the devices

@@ -1,4 +1,4 @@
-"""Where a run stands: found in its newest checkpoint, or its beginning."""
+"""Resuming: the newest checkpoint, if there is one and it is of this run."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -58,7 +58,7 @@ class SkipCount(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What a loop starts from."""
+    """The step, state and skipped steps that the loop starts with."""
 
     step: int
     state: PyTree
@@ -75,7 +75,7 @@ def resume(
     step_of: Callable[[Any], Any],
     completed: Callable[[dict[str, Any]], Mapping[str, Any]],
 ) -> Start:
-    """Restores state and data position if there is a checkpoint to go on from.
+    """Restores state and data position from the newest checkpoint, if there is one.
 
     The arrays of `state` are freed before those of the checkpoint are read, so
     that resuming needs no more memory than training.

@@ -24,7 +24,7 @@ from memjax.training.step import TrainState, model_of
 
 @runtime_checkable
 class Settings(Protocol):
-    """What reading data asks of a run's configuration, of training or fine-tuning."""
+    """The part of a run's configuration that says which data it reads."""
 
     @property
     def model(self) -> ModelConfig: ...

@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, and its newest checkpoint."""
+"""The folder of a run: its configuration file and its newest checkpoint."""
 
 import json
 from collections.abc import Collection
@@ -18,10 +18,11 @@ CHECKPOINTS = "checkpoints"
 
 
 def claim(config: Any, run_dir: Path, may_change: Collection[str]) -> None:
-    """Writes the run's configuration, unless another run has the folder.
+    """Writes the run's configuration into its folder.
 
     Raises:
-        ValueError: another has, naming the fields that differ.
+        ValueError: the folder has another run's; the message names the fields that
+            differ.
     """
     file, record = run_dir / CONFIG_FILE, to_record(config)
     if file.exists():

@@ -26,14 +26,14 @@ LossOn = Literal["all", "last", "scored"]
 
 
 class TrainState(NamedTuple):
-    """All that a checkpoint holds of the computation.
+    """What training updates, and all that a checkpoint holds of the computation.
 
     Attributes:
         step: updates done, skipped ones included.
         params: trained parameters by path, float32: those that are `nnx.Param`.
         optimizer: the optimizer's state, of the trained parameters alone.
-        memory: each row's memory, where training carries it from batch to batch; else
-            an empty tuple.
+        memory: of each batch element, where training carries it from batch to batch;
+            else an empty tuple.
         frozen: all other variables of the model, by path; they never change, and are
             here so that a checkpoint is whole.
     """
@@ -52,12 +52,12 @@ class StepConfig:
     Attributes:
         bptt_blocks: gradients flow back through this many blocks of the model's
             window and are cut there, the memory going on; 0 is through all.
-        accumulate: parts of the batch, each rows/accumulate, whose gradients are
-            summed: less memory, the same update.
-        carry_memory: keep each row's memory from one batch to the next, for streams;
-            rows marked `reset` start empty.
+        accumulate: microbatches that a batch is split into; their gradients are
+            summed. Less memory, the same update.
+        carry_memory: keep each batch element's memory from one batch to the next, for
+            streams; those marked `reset` start empty.
         loss_on: targets that count, of those the batch's mask lets through: "all";
-            "last", each row's last L, L the model's window (HMT's official training:
+            "last", each sample's last L, L the model's window (HMT's official training:
             what comes before is learned through the memory alone); "scored", those
             whose logits had not seen them (HMT with retrieval: from index j of a
             segment on).
@@ -172,7 +172,7 @@ def update(
 
 
 def _counted(model, config, mask):
-    """The mask without the targets that `loss_on` leaves out."""
+    """The mask, zero also where `loss_on` leaves a target out."""
     match config.loss_on:
         case "last":
             return last_targets(mask, model.window)
@@ -190,7 +190,7 @@ def _counted(model, config, mask):
 
 
 def _gradients(graph, config, state, memory, batch):
-    """The mean loss over the batch, the memory after it, and gradients, by parts."""
+    """Mean loss over the batch, the memory after it, and gradients, by microbatch."""
     parts = config.accumulate
     if batch.tokens.shape[0] % parts:
         raise ValueError(
@@ -202,12 +202,13 @@ def _gradients(graph, config, state, memory, batch):
     if parts == 1:
         (nll, (tokens, memory)), gradients = grad(state.params, memory, batch)
     else:
-        # Rows are dealt out like cards: every part keeps the rows' sharding.
-        deal = lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
-        gather = lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+        # Microbatch i takes rows i, i + n, ...: every microbatch keeps the batch's
+        # sharding, where consecutive rows would lie on some devices only.
+        split = lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
+        join = lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
-        def part(total, piece):
-            (nll, (tokens, memory)), gradients = grad(state.params, *piece)
+        def microbatch(total, inputs):
+            (nll, (tokens, memory)), gradients = grad(state.params, *inputs)
             return jax.tree.map(jnp.add, total, (nll, tokens, gradients)), memory
 
         zero = (
@@ -215,9 +216,9 @@ def _gradients(graph, config, state, memory, batch):
             jnp.zeros(()),
             jax.tree.map(jnp.zeros_like, state.params),
         )
-        pieces = jax.tree.map(deal, (memory, batch))
-        (nll, tokens, gradients), memory = jax.lax.scan(part, zero, pieces)
-        memory = jax.tree.map(gather, memory)
+        inputs = jax.tree.map(split, (memory, batch))
+        (nll, tokens, gradients), memory = jax.lax.scan(microbatch, zero, inputs)
+        memory = jax.tree.map(join, memory)
     tokens = jnp.maximum(tokens, 1.0)
     return nll / tokens, memory, jax.tree.map(lambda g: g / tokens, gradients)
 
@@ -228,11 +229,11 @@ def _total_loss(graph, config, frozen, params, memory, batch):
     t = batch.tokens.shape[1]
     window = min(t, config.bptt_blocks * model.window) or t
 
-    def piece(memory, item):
-        tokens, targets, mask = item
+    def block(memory, inputs):
+        tokens, targets, mask = inputs
         memory, features = model.features(jax.lax.stop_gradient(memory), tokens)
         if config.loss_on == "last":
-            # The others would pass through the head, the widest product, for nothing.
+            # The head is the widest product: no other position goes through it.
             places = last_places(mask, model.window)
             features = jnp.take_along_axis(features, places[..., None], axis=1)
             targets = jnp.take_along_axis(targets, places, axis=1)
@@ -242,7 +243,7 @@ def _total_loss(graph, config, frozen, params, memory, batch):
 
     items = (batch.tokens, batch.targets, batch.mask)
     if window == t:
-        memory, (nll, tokens) = piece(memory, items)
+        memory, (nll, tokens) = block(memory, items)
         return nll, (tokens, jax.lax.stop_gradient(memory))
     if t % window:
         raise ValueError(
@@ -250,6 +251,6 @@ def _total_loss(graph, config, frozen, params, memory, batch):
             f"divide the context of {t}"
         )
     split = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, window), 1, 0)
-    memory, sums = jax.lax.scan(piece, memory, jax.tree.map(split, items))
+    memory, sums = jax.lax.scan(block, memory, jax.tree.map(split, items))
     nll, tokens = (x.sum() for x in sums)
     return nll, (tokens, jax.lax.stop_gradient(memory))

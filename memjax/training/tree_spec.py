@@ -1,4 +1,4 @@
-"""Shapes and dtypes of a state by leaf name, and the comparison of two of them."""
+"""The shape and dtype of every leaf of a state, by name, and how two states differ."""
 
 from typing import Any
 

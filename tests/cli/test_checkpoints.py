@@ -75,6 +75,7 @@ def test_half_precision_is_asked_for(tmp_path):
     assert "dtype" in refused("import", LLAMA, tmp_path / "b", "--dtype", "int8")
 
 
+@pytest.mark.slow
 def test_export_writes_what_was_trained(trained, tmp_path):
     code, out, err = memjax("export", trained, tmp_path / "a")
     assert (code, err) == (0, "") and "(mistral)" in out

@@ -105,6 +105,7 @@ def test_the_written_configuration_reads_back(trained):
     assert config.loop.steps == 2
 
 
+@pytest.mark.slow
 def test_evaluation_prints_a_table_and_writes_numbers_and_a_plot(trained):
     run_dir, _ = trained
     code, out, err = memjax("eval", run_dir, "--split", "validation")
@@ -118,6 +119,7 @@ def test_evaluation_prints_a_table_and_writes_numbers_and_a_plot(trained):
     assert plot.startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.slow
 def test_another_sampling_gives_other_numbers(trained):
     results = []
     for words in ([], ["--sampling", "exponential", "--decay", "0.5"]):
@@ -128,6 +130,7 @@ def test_another_sampling_gives_other_numbers(trained):
     assert one != other and abs(one - other) < 50
 
 
+@pytest.mark.slow
 def test_generation_continues_the_prompt_and_a_file(trained, tmp_path):
     words = ("generate", trained[0], "--tokens", "5")
     code, out, err = memjax(*words, "--prompt", "memory")
@@ -148,6 +151,7 @@ def test_generation_needs_one_prompt(trained):
     assert "tokens" in refused("generate", trained[0], "--prompt", "a", "--tokens", "0")
 
 
+@pytest.mark.slow
 def test_the_embedded_corpus_trains_without_a_download(train, tmp_path):
     code, out, err = memjax(*train(tmp_path / "run", source="embedded"))
     assert (code, err) == (0, []) and "finished at step 2" in out

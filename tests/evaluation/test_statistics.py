@@ -36,7 +36,7 @@ def test_pairing_cancels_what_texts_have_in_common():
     assert found.mean == pytest.approx(0.1) and found.excludes_zero
     assert paired(hard - saved, hard).high < 0
     with pytest.raises(ValueError, match="as many, got 4 and 3"):
-        paired(hard, hard[:3])
+        paired(hard.tolist(), hard[:3].tolist())
 
 
 def test_interval_of_pairs_is_that_of_the_t_test():

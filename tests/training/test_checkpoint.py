@@ -427,6 +427,7 @@ print("all meshes agree")
 """
 
 
+@pytest.mark.slow
 def test_restores_onto_other_meshes(tmp_path: Path) -> None:
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",

@@ -109,6 +109,7 @@ def trim_last_evaluation(run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").write_text("".join(lines[:-1]))
 
 
+@pytest.mark.slow
 def test_resumed_in_another_process_equals_uninterrupted(
     halfway: Path, peaceful: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_finished_run_does_nothing_more(peaceful: Path, tmp_path: Path) -> Non
     require_same_end(run_dir, peaceful)
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment(tmp_path: Path) -> None:
     """Kills in the first steps, in the middle of saves, and at random moments."""
     options = BASE | {"size": 256, "sleep": 0.02, "steps": 60}
@@ -165,6 +167,7 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> No
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_75(tmp_path: Path, peaceful: Path) -> None:
     process = start(tmp_path, BASE | {"sleep": 0.05})
     read_until(process, "step 7/")
@@ -178,6 +181,7 @@ def test_sigterm_saves_and_exits_75(tmp_path: Path, peaceful: Path) -> None:
     require_same_end(tmp_path, peaceful)
 
 
+@pytest.mark.slow
 def test_sigterm_while_the_first_step_compiles(tmp_path: Path) -> None:
     process = start(tmp_path, BASE | {"compile_sleep": 1.0})
     read_until(process, "compiling")
@@ -186,6 +190,7 @@ def test_sigterm_while_the_first_step_compiles(tmp_path: Path) -> None:
     assert whole(tmp_path / "checkpoints" / "1")
 
 
+@pytest.mark.slow
 def test_interrupt_in_evaluation_which_is_done_again(
     tmp_path: Path, peaceful: Path
 ) -> None:
@@ -238,6 +243,7 @@ def test_damaged_newest_checkpoint_costs_only_time(
     require_same_end(halfway, peaceful)
 
 
+@pytest.mark.slow
 def test_full_disk_stops_the_run_at_once(small_disk: Path) -> None:
     # 8 MiB hold two checkpoints of this size, and not three.
     options = BASE | {"size": 512, "steps": 1000, "log_every": 1000, "save_every": 10}
@@ -441,6 +447,7 @@ def test_data_positions_that_differ_between_processes_are_refused(
         agreement.same_everywhere(object())
 
 
+@pytest.mark.slow
 def test_two_processes_stop_at_one_step_and_go_on(tmp_path: Path) -> None:
     """SIGTERM reaches only the second; both save the same step and resume it."""
     run_dir = tmp_path / "run"

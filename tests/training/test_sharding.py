@@ -42,6 +42,7 @@ def result():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["8 1 1", "2 2 2", "1 4 2"])
 def test_every_mesh_gives_the_losses_of_one_device(result, mesh):
     alone = result["none"]["losses"]
@@ -49,6 +50,7 @@ def test_every_mesh_gives_the_losses_of_one_device(result, mesh):
     assert len(set(alone)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(8, 1, 1), (2, 2, 2), (1, 4, 2)])
 def test_each_device_holds_its_share(result, axes):
     data, fsdp, tensor = axes
@@ -65,10 +67,12 @@ def test_each_device_holds_its_share(result, axes):
         assert share == expected, name
 
 
+@pytest.mark.slow
 def test_what_is_left_over_goes_to_data(result):
     assert result["left over"] == dict(data=4, fsdp=2, tensor=1)
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_divide_are_refused(result):
     message = "batch of 4 rows does not divide among data * fsdp = 8 devices"
     assert result["rows"] == message

@@ -4,7 +4,7 @@
     finetune_stages(config.stages(), backbone, run_dir)   both of HMT, three of M+
 
 A run's folder is whole: its checkpoints hold the backbone too, frozen or not, and
-`load(run_dir)` needs no other file. The same call again goes on bit for bit; with a
+`load(run_dir)` needs no other file. The same call again resumes bit for bit; with a
 backbone or a first stage of other parameters it is refused, by their digests.
 """
 
@@ -46,7 +46,7 @@ def finetune(
     run_dir: Path,
     start: Path | None = None,
 ) -> Outcome:
-    """Trains one stage, or goes on with what `run_dir` holds.
+    """Trains one stage, or resumes the run in `run_dir`.
 
     Args:
         stage: what is trained, on what, and how.
@@ -103,7 +103,7 @@ def finetune_stages(
 ) -> Outcome:
     """Stages under their names in `run_dir`, each from where the one before ended.
 
-    Interrupted anywhere, the same call goes on there.
+    After an interruption the same call resumes where it was.
 
     Args:
         stages: folders below `run_dir`, and the stages in them, in order.
@@ -128,7 +128,7 @@ def finetune_stages(
 # Of one stage: those of a real model are gigabytes once they are compiled.
 @functools.lru_cache(maxsize=1)
 def _programs(described: FinetuneRun, mesh: Mesh) -> tuple[Callable, Callable]:
-    """How a state is made of variables, and the update."""
+    """Two compiled programs: variables to first state, and the update."""
     layout = sharding.shardings(mesh, state_shapes(described), described.model)
     create = functools.partial(FinetuneRun.first_state, described)
     compiled = lambda update: pretrain.on_mesh(update, layout, mesh)
@@ -137,7 +137,7 @@ def _programs(described: FinetuneRun, mesh: Mesh) -> tuple[Callable, Callable]:
 
 
 def _anonymous(described: FinetuneRun) -> FinetuneRun:
-    """Without what its programs do not depend on, so that they are compiled once."""
+    """The run without seed and digests, on which its programs do not depend."""
     stage = dataclasses.replace(described.config, seed=0)
     return dataclasses.replace(
         described, config=stage, backbone_digest="", start_digest=""

@@ -206,7 +206,9 @@ class MPlusStage:
         seed: int,
         ask: float | None = None,
     ) -> Bank:
-        """What a retriever is given of some documents, the same on every host.
+        """Queries and rows of some documents, from which a retriever learns.
+
+        The same on every host.
 
         Args:
             model: of this stage, with a retriever.
@@ -230,14 +232,14 @@ class MPlusStage:
         stage = dataclasses.replace(self, tasks=tasks, seed=seed)
         drawn = stage.batches(documents, tokenizer, model.vocab_size)
         asking = min(ASKING, tasks.target)
-        given = []
+        batches = []
         for _ in range(-(-count // self.data.batch_size)):
             batch = next(drawn).batch
-            given.append(
+            batches.append(
                 batch._replace(num_queries=np.minimum(batch.num_queries, asking))
             )
         rows = min(ROWS, chunks * memory.tokens)
-        return collect(model, given, asking, rows, jax.random.key(seed))
+        return collect(model, batches, asking, rows, jax.random.key(seed))
 
     def batches(
         self,
@@ -279,8 +281,8 @@ class MPlusStage:
         `key` is of what the pools drop.
         """
         rows, target = self.data.batch_size, self.tasks.target
-        given = cast(MPlus, model)
-        return init_task_state(given, self.transform(), rows, target, key)
+        model = cast(MPlus, model)
+        return init_task_state(model, self.transform(), rows, target, key)
 
     def make_step(
         self, model: Model, compiled: Callable[[Callable], Callable]
@@ -289,7 +291,7 @@ class MPlusStage:
         transform, prompt = self.transform(), self.tasks.prompt
         updates = make_task_steps(cast(MPlus, model), transform, prompt)
         programs = {task: compiled(update) for task, update in updates.items()}
-        return lambda state, given: programs[given.task](state, given.batch)
+        return lambda state, assigned: programs[assigned.task](state, assigned.batch)
 
     def export(
         self, model: Model, folder: Path, tokenizer: bytes | None, dtype: Dtype

@@ -33,8 +33,8 @@ class SampleConfig:
 
     Attributes:
         source: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME".
-        mode: "chunked" samples are independent, as in the paper; "streamed" ones go on
-            with the memory of the sample before, with `step.carry_memory`.
+        mode: "chunked" samples are independent, as in the paper; "streamed" ones
+            start with the memory of the sample before, and need `step.carry_memory`.
         batch_size: samples of one update, over all devices.
         validation_texts: samples in each evaluation.
         cache_dir: where tokens are kept; None is the user's cache folder.
@@ -138,7 +138,7 @@ class Stage(Protocol):
         shard_index: int = 0,
         shard_count: int = 1,
     ) -> DataIterator:
-        """What the steps are given, from the first on; a host's rows of it."""
+        """The batches of all steps, from the first on; one host's part of each."""
         ...
 
     def transform(self) -> optax.GradientTransformation:

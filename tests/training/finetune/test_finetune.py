@@ -89,6 +89,7 @@ def leaves(folder):
     return jax.tree.leaves(nnx.state(finetune.load(folder)[1]))
 
 
+@pytest.mark.slow
 def test_both_stages_resume_bit_for_bit_in_the_middle_of_the_second(
     base, whole, tmp_path, monkeypatch
 ):
@@ -117,6 +118,7 @@ def test_both_stages_resume_bit_for_bit_in_the_middle_of_the_second(
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_stage_2_keeps_backbone_and_first_memory_and_draws_the_rest(base, whole):
     described, trained = finetune.load(whole / "stage1")
     assert isinstance(trained, HMT) and not trained.config.retrieval
@@ -132,6 +134,7 @@ def test_stage_2_keeps_backbone_and_first_memory_and_draws_the_rest(base, whole)
     assert before.start_digest == finetune.digest(trained)
 
 
+@pytest.mark.slow
 def test_a_run_is_read_back_without_its_backbone(base, whole):
     described, model = finetune.load_model(whole)
     assert isinstance(described, FinetuneRun)
@@ -153,6 +156,7 @@ def _window(base, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_baseline_is_the_backbone_with_windows_and_lora_freezes_it(base, window):
     _, model = finetune.load(window)
     assert isinstance(model, LanguageModel)
@@ -168,6 +172,7 @@ def test_the_baseline_is_the_backbone_with_windows_and_lora_freezes_it(base, win
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, frozen, kept)))
 
 
+@pytest.mark.slow
 def test_a_finetuned_run_is_evaluated_and_writes_text(whole, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["eval", str(whole), "--split", "test", "--segment", "8"])
@@ -181,6 +186,7 @@ def test_a_finetuned_run_is_evaluated_and_writes_text(whole, capsys):
     assert stop.value.code == 0 and "memory block" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_finetuned_run_is_exported_under_the_official_names(whole, tmp_path):
     with pytest.raises(SystemExit) as stop:
         cli.main(["export", str(whole), str(tmp_path / "out")])
@@ -193,6 +199,7 @@ def test_a_finetuned_run_is_exported_under_the_official_names(whole, tmp_path):
     chex.assert_trees_all_close(*answers, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_another_backbone_is_refused_where_a_run_goes_on(base, whole, window):
     with pytest.raises(ValueError, match="backbone_digest was"):
         finetune.finetune(stages(base[1]).stage1, window, whole / "stage1")
@@ -200,6 +207,7 @@ def test_another_backbone_is_refused_where_a_run_goes_on(base, whole, window):
         finetune.finetune(stages(base[1]).stage2, window, whole, whole / "stage1")
 
 
+@pytest.mark.slow
 def test_starts_that_cannot_be_are_refused(base, whole, window, tmp_path):
     two = stages(base[1])
     for config, start, message in (
@@ -230,6 +238,7 @@ def test_starts_that_cannot_be_are_refused(base, whole, window, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_backbones_that_cannot_be_are_refused(base, whole, tmp_path):
     config = stages(base[1]).stage1
     for backbone, message in (

@@ -131,6 +131,7 @@ def newest(folder):
     return newest_state(folder / "stage3", shapes)
 
 
+@pytest.mark.slow
 def test_all_stages_resume_bit_for_bit_in_the_middle_of_the_last(
     base, whole, tmp_path, monkeypatch
 ):
@@ -162,6 +163,7 @@ def test_all_stages_resume_bit_for_bit_in_the_middle_of_the_last(
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_stages_programs_are_dropped_for_the_next_ones(whole):
     def made(stage):
         described, _ = finetune.load(whole / stage)
@@ -175,6 +177,7 @@ def test_a_stages_programs_are_dropped_for_the_next_ones(whole):
     assert first() is None
 
 
+@pytest.mark.slow
 def test_the_backbone_stays_and_the_memory_is_kept(base, whole):
     described, model = finetune.load_model(whole)
     assert isinstance(described, finetune_run.FinetuneRun)
@@ -204,6 +207,7 @@ def first_of(base, whole):
     return starting_point(third, None, whole / "stage2").model
 
 
+@pytest.mark.slow
 def test_stage_3_starts_from_all_that_stage_2_learned(base, whole):
     _, trained = finetune.load(whole / "stage2")
     state = nnx.to_pure_dict(nnx.state(first_of(base, whole)))
@@ -214,6 +218,7 @@ def test_stage_3_starts_from_all_that_stage_2_learned(base, whole):
     assert {*state} - {*kept} == {"query", "key", "encoder_query"}
 
 
+@pytest.mark.slow
 def test_a_new_retriever_starts_by_similarity(base, tmp_path, monkeypatch):
     third = dataclasses.replace(
         stages(base[1]).stage3,
@@ -249,6 +254,7 @@ def test_a_new_retriever_starts_by_similarity(base, tmp_path, monkeypatch):
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_a_trained_model_is_exported_under_the_official_names(whole, tmp_path):
     with pytest.raises(SystemExit) as stop:
         cli.main(["export", str(whole), str(tmp_path / "out")])
@@ -259,6 +265,7 @@ def test_a_trained_model_is_exported_under_the_official_names(whole, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shipped", [True, False])
 def test_facts_are_told_and_asked_for(shipped, base, tmp_path):
     backbone, samples = base
@@ -283,6 +290,7 @@ def test_facts_are_told_and_asked_for(shipped, base, tmp_path):
     assert shipped or any(subject in text for subject in told)
 
 
+@pytest.mark.slow
 def test_the_command_line_scores_a_run_and_goes_on_with_a_text(whole, capsys):
     """As the model does token by token, chunks and all."""
 
@@ -322,6 +330,7 @@ def test_the_command_line_scores_a_run_and_goes_on_with_a_text(whole, capsys):
     assert out == f"{prompt}{bytes_.decode(np.asarray(drawn, np.int32))}\n"
 
 
+@pytest.mark.slow
 def test_starts_that_cannot_be_are_refused(base, whole, tmp_path):
     third = stages(base[1]).stage3
     memory = lambda **changes: dataclasses.replace(
@@ -349,8 +358,8 @@ def test_starts_that_cannot_be_are_refused(base, whole, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_settings_that_contradict_themselves_are_refused(base):
-    three = stages(base[1])
+def test_settings_that_contradict_themselves_are_refused():
+    three = stages(SampleConfig())
     for changes, message in (
         ({"data": SampleConfig(mode="streamed")}, "data.mode='streamed' contradicts"),
         (
