@@ -28,7 +28,7 @@ FORMS = [
 ]
 # Starts and counts by name: batch elements apart; together inside a block; together at
 # the start of a block inside the bank, at its end and beyond it.
-PLACES = {
+EDGES = {
     "ragged": ([0, 4, 7], [3, 1, 0]),
     "ragged counts": ([4, 4, 4], [3, 2, 3]),
     "inside a block": ([5, 5, 5], [3, 3, 3]),
@@ -51,7 +51,7 @@ WEIGHTS = draw(B, N, X, seed=2), draw(B, BLOCKS, M, X, seed=3)
 
 
 @functools.cache
-def run(form):
+def with_gradients(form):
     """Values and gradients of one form, compiled once; the bank is an argument."""
 
     def both(features, state, start, count, tables):
@@ -73,9 +73,9 @@ def run(form):
 def oracle(features, state, start, count):
     """Blocks one by one in float64, by the matrices of the bank."""
     coefficients, memory = [], []
-    for row, c, t, complete in zip(features, state, start, count, strict=True):
+    for element, c, t, complete in zip(features, state, start, count, strict=True):
         c, reads = np.float64(c) * (t > 0), []
-        for j, f in enumerate(row):
+        for j, f in enumerate(element):
             reads.append(READ @ c)
             if j < complete:
                 c = bank.transition(N, t / (t + L)) @ c
@@ -94,24 +94,26 @@ def close(actual, expected, tolerance=1e-5):
     )
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_the_reference_computes_the_float64_oracle(place):
-    start, count = PLACES[place]
-    values, _ = run("reference")(FEATURES, STATE, int32(start), int32(count), None)
+@pytest.mark.parametrize("name", EDGES)
+def test_the_reference_computes_the_float64_oracle(name):
+    start, count = EDGES[name]
+    values, _ = with_gradients("reference")(
+        FEATURES, STATE, int32(start), int32(count), None
+    )
     close(values, oracle(FEATURES, STATE, start, count))
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", EDGES)
 @pytest.mark.parametrize("form,banked", FORMS)
 def test_every_form_agrees_with_the_oracle_and_the_gradients_of_the_reference(
-    form, banked, place
+    form, banked, name
 ):
-    start, count = PLACES[place]
+    start, count = EDGES[name]
     tables = BANK if banked else None
     arguments = FEATURES, STATE, int32(start), int32(count)
-    values, gradients = run(form)(*arguments, tables)
+    values, gradients = with_gradients(form)(*arguments, tables)
     close(values, oracle(FEATURES, STATE, start, count))
-    expected_values, expected_gradients = run("reference")(*arguments, None)
+    expected_values, expected_gradients = with_gradients("reference")(*arguments, None)
     close(values, expected_values)
     close(gradients, expected_gradients)
     assert np.abs(gradients[0]).max() > 0.01
@@ -122,20 +124,20 @@ def test_every_form_agrees_with_the_oracle_and_the_gradients_of_the_reference(
 def test_a_bank_is_looked_up_exactly_where_it_covers_all_batch_elements():
     doubled = BANK._replace(kernel=2 * BANK.kernel)
     changed = {}
-    for place, (start, count) in PLACES.items():
+    for name, (start, count) in EDGES.items():
         arguments = FEATURES, STATE, int32(start), int32(count)
-        (state, _), _ = run("scan")(*arguments, BANK)
-        (other, _), _ = run("scan")(*arguments, doubled)
-        changed[place] = bool(np.abs(state - other).max() > 1e-3)
+        (state, _), _ = with_gradients("scan")(*arguments, BANK)
+        (other, _), _ = with_gradients("scan")(*arguments, doubled)
+        changed[name] = bool(np.abs(state - other).max() > 1e-3)
     covered = {"empty", "end of the bank"}
-    assert changed == {place: place in covered for place in PLACES}
+    assert changed == {name: name in covered for name in EDGES}
 
 
 @pytest.mark.parametrize(
-    "in_step,places",
+    "in_step,names",
     [(True, ["end of the bank", "inside a block"]), (False, ["ragged"])],
 )
-def test_in_step_says_at_trace_time_whether_matrices_are_shared(in_step, places):
+def test_in_step_says_at_trace_time_whether_matrices_are_shared(in_step, names):
     call = lambda start, count, in_step=in_step: op.hippo(
         FEATURES,
         jnp.asarray(READ, jnp.float32),
@@ -146,15 +148,15 @@ def test_in_step_says_at_trace_time_whether_matrices_are_shared(in_step, places)
         bank=BANK,
         implementation="scan",
     )
-    told = jax.jit(call)
-    for start, count in map(PLACES.__getitem__, places):
-        close(told(int32(start), int32(count)), oracle(FEATURES, STATE, start, count))
+    jitted = jax.jit(call)
+    for start, count in map(EDGES.__getitem__, names):
+        close(jitted(int32(start), int32(count)), oracle(FEATURES, STATE, start, count))
     branches = lambda in_step: str(
         jax.make_jaxpr(functools.partial(call, in_step=in_step))(
             int32([0] * B), int32([3] * B)
         )
     ).count("cond[")
-    # Whether the rows agree, and then whether the bank covers them.
+    # Whether batch elements agree, and then whether the bank covers them.
     assert (branches(None), branches(True), branches(False)) == (2, 1, 0)
 
 
@@ -218,9 +220,9 @@ def test_any_cuts_give_the_coefficients_of_one_block(cuts):
     state, edges = jnp.zeros((1, N, X)), [0, *sorted(cuts), 40]
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         # Beyond the count stand tokens that must not be read.
-        piece = np.full((1, size, X), 1e6, np.float32)
-        piece[0, : stop - start] = signal[start:stop]
-        state = absorb_padded(piece, state, int32([start]), int32([stop - start]))
+        padded = np.full((1, size, X), 1e6, np.float32)
+        padded[0, : stop - start] = signal[start:stop]
+        state = absorb_padded(padded, state, int32([start]), int32([stop - start]))
     close(state[0], bank.block_kernel(N, 0, 40) @ np.float64(signal))
 
 

@@ -20,7 +20,7 @@ step: Any = importlib.import_module("memjax_kernels.ttt_linear").step
 B, H, D, C = 2, 2, 5, 4
 LENGTH = 19
 # Batch elements 1 and 3 tokens into a mini-batch.
-PLACES = np.array([1, 3], np.int32)
+POSITIONS = np.array([1, 3], np.int32)
 WHOLE = np.zeros((B, LENGTH), bool)
 # Documents of 3, 8 and 8 tokens, and of 1, 4 and 14: all end with a mini-batch.
 PACKED = np.array(WHOLE)
@@ -38,10 +38,10 @@ def draw(length=LENGTH, seed=0) -> Any:
     return (q, k, v, eta, scale, bias), memory
 
 
-def begun(memory, places=PLACES):
+def begun(memory, positions=POSITIONS):
     """A state of these matrices, in the middle of a mini-batch."""
     start, now, bias_start, bias = map(jnp.asarray, memory)
-    return TTTLinearState(start, now, bias_start, bias, jnp.asarray(places), C)
+    return TTTLinearState(start, now, bias_start, bias, jnp.asarray(positions), C)
 
 
 def other_start(seed=7):
@@ -56,28 +56,28 @@ EMPTY = other_start()
 
 @functools.cache
 def forward(how):
-    def run(tokens, memory, places, reset):
-        state = begun(memory, places)
+    def call(tokens, memory, positions, reset):
+        state = begun(memory, positions)
         return ttt_linear(
             *tokens, state, chunk_size=C, reset=reset, empty=EMPTY, implementation=how
         )
 
-    return jax.jit(run)
+    return jax.jit(call)
 
 
 @functools.cache
 def both(how):
     """Values, and gradients under cotangents of the reads and of the last memory."""
 
-    def run(tokens, memory, places, reset, weights):
+    def pull_back(tokens, memory, positions, reset, weights):
         def values(tokens, memory):
-            after, y = forward(how)(tokens, memory, places, reset)
+            after, y = forward(how)(tokens, memory, positions, reset)
             return leaves(after), y
 
         out, pull = jax.vjp(values, tokens, memory)
         return out, pull(weights)
 
-    return jax.jit(run)
+    return jax.jit(pull_back)
 
 
 def leaves(state):
@@ -98,7 +98,7 @@ def slope(x, target, scale, bias):
     return jacobian.T @ (scale * (normalised(x, scale, bias) - target))
 
 
-def numpy_loop(tokens, memory, places=PLACES, reset=WHOLE):
+def numpy_loop(tokens, memory, positions=POSITIONS, reset=WHOLE):
     """The recurrence in float64, a token, batch element and head at a time."""
     q, k, v, eta, scale, bias = (np.array(x, np.float64) for x in tokens)
     memory = [np.array(x, np.float64) for x in memory]
@@ -107,7 +107,7 @@ def numpy_loop(tokens, memory, places=PLACES, reset=WHOLE):
     for b, h in np.ndindex(B, H):
         w0, w, c0, c = (m[b, h] for m in memory)
         for t in range(q.shape[1]):
-            if (places[b] + t) % C == 0:
+            if (positions[b] + t) % C == 0:
                 w0, c0 = w, c
             if reset[b, t]:
                 w0, w, c0, c = (m[b, h] for m in fresh)
@@ -115,7 +115,7 @@ def numpy_loop(tokens, memory, places=PLACES, reset=WHOLE):
             update = eta[b, t, h] * slope(w0.T @ key + c0, v[b, t, h] - key, *norm)
             w, c = w - np.outer(key, update), c - update
             reads[b, t, h] = query + normalised(w.T @ query + c, *norm)
-        if (places[b] + q.shape[1]) % C == 0:
+        if (positions[b] + q.shape[1]) % C == 0:
             w0, c0 = w, c
         for m, new in zip(memory, (w0, w, c0, c), strict=True):
             m[b, h] = new
@@ -147,9 +147,9 @@ def test_the_slope_is_that_of_the_loss():
 @pytest.mark.parametrize("reset", [WHOLE, PACKED], ids=["whole", "packed"])
 def test_values_are_those_of_the_recurrence(how, reset):
     tokens, memory = draw()
-    after, reads = forward(how)(tokens, memory, PLACES, reset)
+    after, reads = forward(how)(tokens, memory, POSITIONS, reset)
     close((leaves(after), reads), numpy_loop(tokens, memory, reset=reset))
-    np.testing.assert_array_equal(after.position, (PLACES + LENGTH) % C)
+    np.testing.assert_array_equal(after.position, (POSITIONS + LENGTH) % C)
 
 
 @pytest.mark.parametrize("reset", [WHOLE, PACKED], ids=["whole", "packed"])
@@ -157,7 +157,7 @@ def test_values_and_gradients_of_mini_batches_and_reference_agree(reset):
     tokens, memory = draw()
     other, weights = draw(seed=1)
     ((after, reads), actual), (_, expected) = (
-        both(how)(tokens, memory, PLACES, reset, (weights, other[2]))
+        both(how)(tokens, memory, POSITIONS, reset, (weights, other[2]))
         for how in ("xla", "reference")
     )
     close((after, reads), numpy_loop(tokens, memory, reset=reset))
@@ -168,7 +168,7 @@ def test_values_and_gradients_of_mini_batches_and_reference_agree(reset):
         assert all(np.abs(g).max() > 1e-3 for g in jax.tree.leaves(actual))
 
 
-def pieces(tokens, split):
+def split_tokens(tokens, split):
     part = lambda which: (*(x[:, which] for x in tokens[:4]), *tokens[4:])
     return part(slice(None, split)), part(slice(split, None))
 
@@ -179,7 +179,7 @@ def test_any_split_gives_the_same():
     expected = numpy_loop(tokens, memory)
     run = jax.jit(functools.partial(ttt_linear, chunk_size=C))
     for split in range(1, 6):
-        first, second = pieces(tokens, split)
+        first, second = split_tokens(tokens, split)
         middle, before = run(*first, begun(memory))
         last, after = run(*second, middle)
         close((leaves(last), np.concatenate([before, after], axis=1)), expected)
@@ -192,7 +192,7 @@ def test_a_split_has_the_same_gradients():
 
     def run(tokens, memory, split):
         state, reads = begun(memory), []
-        for part in pieces(tokens, split) if split else (tokens,):
+        for part in split_tokens(tokens, split) if split else (tokens,):
             state, y = ttt_linear(*part, state, chunk_size=C)
             reads.append(y)
         loss = (jnp.concatenate(reads, axis=1) ** 2).sum()
@@ -234,16 +234,18 @@ def test_no_state_is_the_start_of_a_mini_batch_of_zero_weights(length):
 
 def test_the_default_is_the_fast_form():
     tokens, memory = draw()
-    jaxpr = lambda how: str(jax.make_jaxpr(forward(how))(tokens, memory, PLACES, WHOLE))
+    jaxpr = lambda how: str(
+        jax.make_jaxpr(forward(how))(tokens, memory, POSITIONS, WHOLE)
+    )
     assert jaxpr(None) == jaxpr("xla") != jaxpr("reference")
 
 
 def test_a_misplaced_reset_is_refused_or_gives_nan():
     tokens, memory = draw()
     reset = np.array(WHOLE)
-    reset[1, [1, 7]] = True  # A mini-batch of row 1 starts at 1, none at 7.
+    reset[1, [1, 7]] = True  # A mini-batch of batch element 1 starts at 1, none at 7.
     for how in ("xla", "reference"):
-        after, reads = forward(how)(tokens, memory, PLACES, reset)
+        after, reads = forward(how)(tokens, memory, POSITIONS, reset)
         reset_well = np.array(WHOLE)
         reset_well[1, 1] = True
         expected, well = numpy_loop(tokens, memory, reset=reset_well)
@@ -264,7 +266,7 @@ def test_a_misplaced_reset_is_refused_or_gives_nan():
 def test_half_precision_tokens_keep_a_float32_memory(how):
     tokens, memory = draw()
     low = [jnp.asarray(x, jnp.bfloat16) for x in tokens[:3]]
-    after, reads = forward(how)((*low, *tokens[3:]), memory, PLACES, WHOLE)
+    after, reads = forward(how)((*low, *tokens[3:]), memory, POSITIONS, WHOLE)
     assert (after.weights.dtype, reads.dtype) == (jnp.float32, jnp.bfloat16)
     # What remains is the rounding of the tokens and of the reads alone.
     rounded = (*(x.astype(jnp.float32) for x in low), *tokens[3:])
@@ -315,7 +317,7 @@ def test_bad_input_is_refused_by_name():
         (
             r"empty.position must lie in \[0.0, 0.0\]",
             good,
-            {"empty": replace(EMPTY, position=jnp.asarray(PLACES))},
+            {"empty": replace(EMPTY, position=jnp.asarray(POSITIONS))},
         ),
         (
             "state.weights must be float32",

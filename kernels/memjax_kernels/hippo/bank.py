@@ -11,8 +11,8 @@ is ever formed. A history of `start` tokens becomes one of `stop` tokens by
 with C the state [N, D] and F the block's tokens [stop - start, D].
 
 References:
-  Elastic Memory, section 2.2, equations 4 to 8 and appendix E.
-  Gu et al., HiPPO: Recurrent Memory with Optimal Polynomial Projections, 2020.
+    Elastic Memory, section 2.2, equations 4 to 8 and appendix E.
+    Gu et al., HiPPO: Recurrent Memory with Optimal Polynomial Projections, 2020.
 """
 
 import functools
@@ -30,8 +30,8 @@ class HippoBank(NamedTuple):
     """The update matrices of blocks 0 to I-1, all of one length.
 
     Attributes:
-      transition: [I, N, N] lower triangular; block 0 has no past, so it is zero.
-      kernel: [I, N, L] column j is the projection of token j of the block.
+        transition: [I, N, N] lower triangular; block 0 has no past, so it is zero.
+        kernel: [I, N, L] column j is the projection of token j of the block.
     """
 
     transition: Float32[np.ndarray, "I N N"]
@@ -42,14 +42,14 @@ def legendre(order: int, x: Float64[np.ndarray, " X"]) -> Float64[np.ndarray, "N
     """Evaluates the orthonormal basis g_n(x) = sqrt(2n+1) P_n(2x-1) of [0, 1].
 
     Args:
-      order: number N of polynomials, at least 1.
-      x: [X] points in [0, 1].
+        order: number N of polynomials, at least 1.
+        x: [X] points in [0, 1].
 
     Returns:
-      [N, X] values, row n for degree n.
+        [N, X] values, row n for degree n.
 
     Raises:
-      ValueError: if `order` is below 1 or a point lies outside [0, 1].
+        ValueError: if `order` is below 1 or a point lies outside [0, 1].
     """
     _check_positive(order=order)
     _check_points("x", x)
@@ -68,14 +68,14 @@ def gauss_legendre(
     and O(order) memory, where an eigenvalue solver would take O(order**3).
 
     Args:
-      order: number N of nodes, at least 1.
+        order: number N of nodes, at least 1.
 
     Returns:
-      Ascending nodes [N] in (0, 1) and weights [N] that sum to 1; exact for
-      polynomials of degree up to 2N-1.
+        Ascending nodes [N] in (0, 1) and weights [N] that sum to 1; exact for
+        polynomials of degree up to 2N-1.
 
     Raises:
-      ValueError: if `order` is below 1.
+        ValueError: if `order` is below 1.
     """
     _check_positive(order=order)
     nodes, weights = _gauss_legendre(int(order))
@@ -90,14 +90,14 @@ def transition(order: int, ratio: float) -> Float64[np.ndarray, "N N"]:
     at most sqrt(ratio), and reaches it as N grows: the recurrence contracts.
 
     Args:
-      order: number N of coefficients, at least 1.
-      ratio: old length over new length, in [0, 1]; 0 (no past) gives zeros.
+        order: number N of coefficients, at least 1.
+        ratio: old length over new length, in [0, 1]; 0 (no past) gives zeros.
 
     Returns:
-      [N, N] lower-triangular matrix.
+        [N, N] lower-triangular matrix.
 
     Raises:
-      ValueError: if `order` is below 1 or `ratio` lies outside [0, 1].
+        ValueError: if `order` is below 1 or `ratio` lies outside [0, 1].
     """
     _check_positive(order=order)
     if not 0 <= ratio <= 1:
@@ -112,15 +112,15 @@ def block_kernel(order: int, start: int, stop: int) -> Float64[np.ndarray, "N L"
     Column j is the integral of g_n over [(start+j)/stop, (start+j+1)/stop].
 
     Args:
-      order: number N of coefficients, at least 1.
-      start: tokens before the block, at least 0.
-      stop: tokens up to and with the block, above `start`.
+        order: number N of coefficients, at least 1.
+        start: tokens before the block, at least 0.
+        stop: tokens up to and with the block, above `start`.
 
     Returns:
-      [N, stop - start] matrix; it multiplies the block's tokens.
+        [N, stop - start] matrix; it multiplies the block's tokens.
 
     Raises:
-      ValueError: if `order` is below 1, `start` below 0 or `stop` not above it.
+        ValueError: if `order` is below 1, `start` below 0 or `stop` not above it.
     """
     _check_positive(order=order)
     if start < 0:
@@ -144,16 +144,16 @@ def sample_points(
     to 1, so a small `decay` with many points reads the present many times.
 
     Args:
-      count: number M of points, at least 1.
-      sampling: "uniform" or "exponential".
-      decay: the factor by which the distance to the present shrinks from one point
-        to the next, in (0, 1); checked for both samplings, used by "exponential".
+        count: number M of points, at least 1.
+        sampling: "uniform" or "exponential".
+        decay: the factor by which the distance to the present shrinks from one point
+            to the next, in (0, 1); checked for both samplings, used by "exponential".
 
     Returns:
-      [M] fractions in [0, 1].
+        [M] fractions in [0, 1].
 
     Raises:
-      ValueError: if `count` is below 1, `sampling` unknown or `decay` outside (0, 1).
+        ValueError: if `count` is below 1, `sampling` unknown or `decay` outside (0, 1).
     """
     _check_positive(count=count)
     if not 0 < decay < 1:
@@ -173,14 +173,14 @@ def reconstruction(
     """Builds the matrix that reads a state back at fractions of its history.
 
     Args:
-      order: number N of coefficients, at least 1.
-      points: [M] fractions in [0, 1], for example from `sample_points`.
+        order: number N of coefficients, at least 1.
+        points: [M] fractions in [0, 1], for example from `sample_points`.
 
     Returns:
-      [M, N] matrix R; R @ C is the remembered signal at the points.
+        [M, N] matrix R; R @ C is the remembered signal at the points.
 
     Raises:
-      ValueError: if `order` is below 1 or a point lies outside [0, 1].
+        ValueError: if `order` is below 1 or a point lies outside [0, 1].
     """
     _check_positive(order=order)
     _check_points("points", points)
@@ -195,15 +195,15 @@ def bank_bytes(order: int, block_length: int, blocks: int) -> int:
     transitions, and building it 1.8 GB more.
 
     Args:
-      order: number N of coefficients, at least 1.
-      block_length: tokens L in a block, at least 1.
-      blocks: number I of blocks, at least 1.
+        order: number N of coefficients, at least 1.
+        block_length: tokens L in a block, at least 1.
+        blocks: number I of blocks, at least 1.
 
     Returns:
-      4 * I * N * (N + L).
+        4 * I * N * (N + L).
 
     Raises:
-      ValueError: if an argument is below 1.
+        ValueError: if an argument is below 1.
     """
     _check_positive(order=order, block_length=block_length, blocks=blocks)
     return 4 * blocks * order * (order + block_length)
@@ -215,15 +215,15 @@ def build_bank(order: int, block_length: int, blocks: int) -> HippoBank:
     Computed in float64 and rounded to float32 once.
 
     Args:
-      order: number N of coefficients, at least 1.
-      block_length: tokens L in a block, at least 1.
-      blocks: number I of blocks, at least 1.
+        order: number N of coefficients, at least 1.
+        block_length: tokens L in a block, at least 1.
+        blocks: number I of blocks, at least 1.
 
     Returns:
-      The bank; `bank_bytes` says its size.
+        The bank; `bank_bytes` says its size.
 
     Raises:
-      ValueError: if an argument is below 1.
+        ValueError: if an argument is below 1.
     """
     _check_positive(order=order, block_length=block_length, blocks=blocks)
     transitions = np.empty((blocks, order, order), np.float32)

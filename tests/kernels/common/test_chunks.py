@@ -1,4 +1,4 @@
-"""Cutting segments into chunks, rows at their own places, against lists of tokens."""
+"""Chunks of segments, elements at their own positions, against lists of tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from memjax_kernels.common.token_scan import scan_tokens
 SIZE = 4
 
 
-def positions(*places):
-    return jnp.asarray(places, jnp.int32)
+def positions(*offsets):
+    return jnp.asarray(offsets, jnp.int32)
 
 
 @pytest.mark.parametrize("time", [1, 3, 4, 5, 9])
