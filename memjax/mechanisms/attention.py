@@ -133,10 +133,10 @@ def whole(
     x: Float[Array, "B T D"],
     mask: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Causal attention inside one text, without a cache.
+    """Causal attention inside one sequence, without a cache.
 
-    Tokens at which `mask` is False keep their place and are seen by nobody; what is
-    given for them, and before the first visible token, has no meaning.
+    Tokens at which `mask` is False keep their position and are never attended to;
+    outputs there, and before the first visible token, have no meaning.
     """
     q, k, v = projections.qkv_projection(params, x)
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)
@@ -148,7 +148,7 @@ def whole(
 def attention(config: AttentionConfig) -> Mechanism:
     """Builds the mechanism for one configuration."""
 
-    def whole_text(params, x, mask):
+    def whole_sequence(params, x, mask):
         _check_fits(config, x.shape[1])
         return whole(config, params, x, mask)
 
@@ -158,7 +158,7 @@ def attention(config: AttentionConfig) -> Mechanism:
         step=functools.partial(step, config),
         apply=functools.partial(apply, config),
         apply_masked=functools.partial(apply, config),
-        whole=whole_text,
+        whole=whole_sequence,
     )
 
 

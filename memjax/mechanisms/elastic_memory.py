@@ -100,9 +100,9 @@ class ElasticMemoryState(NamedTuple):
     keys: Float[Array, "B G N K"]
     values: Float[Array, "B G N K"]
     length: Int[Array, " B"]  # tokens in the coefficients
-    open_keys: Float[Array, "B L G K"]  # without RoPE; zero beyond `filled`
+    open_keys: Float[Array, "B L G K"]  # without RoPE; zero beyond `open_length`
     open_values: Float[Array, "B L G K"]
-    filled: Int[Array, " B"]
+    open_length: Int[Array, " B"]
 
 
 class Tables(NamedTuple):
@@ -134,7 +134,7 @@ def init_state(config: ElasticMemoryConfig, batch: int) -> ElasticMemoryState:
         length=jnp.zeros(batch, jnp.int32),
         open_keys=jnp.zeros(tokens, jnp.float32),
         open_values=jnp.zeros(tokens, jnp.float32),
-        filled=jnp.zeros(batch, jnp.int32),
+        open_length=jnp.zeros(batch, jnp.int32),
     )
 
 
@@ -151,13 +151,18 @@ def step(
     check_input(x, config.model_dim, state)
     q, k, v = projections.qkv_projection(params, x[:, None])
     write = jax.vmap(lambda block, token, at: block.at[at].set(token[0]))
-    open_keys = write(state.open_keys, k.astype(jnp.float32), state.filled)
-    open_values = write(state.open_values, v.astype(jnp.float32), state.filled)
+    open_keys = write(state.open_keys, k.astype(jnp.float32), state.open_length)
+    open_values = write(state.open_values, v.astype(jnp.float32), state.open_length)
     y = _attend_one(config, state, q[:, 0], open_keys, open_values)
 
-    complete = state.filled + 1 == config.block
+    complete = state.open_length + 1 == config.block
     state = ElasticMemoryState(
-        state.keys, state.values, state.length, open_keys, open_values, state.filled + 1
+        state.keys,
+        state.values,
+        state.length,
+        open_keys,
+        open_values,
+        state.open_length + 1,
     )
     state = jax.lax.cond(
         jnp.any(complete), lambda s: _compress(s, complete), lambda s: s, state
@@ -173,7 +178,7 @@ def apply(
     state: ElasticMemoryState,
     x: Float[Array, "B T D"],
 ) -> tuple[ElasticMemoryState, Float[Array, "B T D"]]:
-    """Attends block by block, each row at its own place in its block."""
+    """Attends block by block, each batch element at its own position in its block."""
     check_input(x, config.model_dim, state)
     q, k, v = projections.qkv_projection(params, x)
     # An open block of up to L-1 tokens may push the segment into one block more.
@@ -182,10 +187,10 @@ def apply(
     if x.shape[1] % config.block:
         state, y = ragged(state, q, k, v)
     else:
-        # The rule in training: whole blocks, all rows at the same place.
+        # The rule in training: whole blocks, the same position in all.
         whole = functools.partial(_apply_blocks, config, x.shape[1] // config.block)
         state, y = jax.lax.cond(
-            jnp.all((state.filled == 0) & (state.length == state.length[0])),
+            jnp.all((state.open_length == 0) & (state.length == state.length[0])),
             functools.partial(whole, True),
             ragged,
             *(state, q, k, v),
@@ -195,7 +200,7 @@ def apply(
 
 def flush(state: ElasticMemoryState) -> ElasticMemoryState:
     """Compresses the open block as it stands, however short; the next starts anew."""
-    return _compress(state, state.filled > 0)
+    return _compress(state, state.open_length > 0)
 
 
 def elastic_memory(config: ElasticMemoryConfig) -> Mechanism:
@@ -212,12 +217,12 @@ def _apply_blocks(config, blocks, in_step, state, q, k, v):
     """Lays open and new tokens out in `blocks` blocks and runs Algorithm 1 on all."""
     basis, bank = tables(config)
     t, heads = q.shape[1], k.shape[2:]
-    lay_out = functools.partial(_lay_out, blocks * config.block, state.filled)
+    lay_out = functools.partial(_lay_out, blocks * config.block, state.open_length)
     split = lambda tokens: tokens.reshape(
         tokens.shape[0], blocks, config.block, *tokens.shape[2:]
     )
     keys, values = lay_out(state.open_keys, k), lay_out(state.open_values, v)
-    count = (state.filled + t) // config.block
+    count = (state.open_length + t) // config.block
     coefficients, memory = hippo(
         _to_channels(split(keys), split(values)),
         jnp.asarray(basis),
@@ -234,14 +239,14 @@ def _apply_blocks(config, blocks, in_step, state, q, k, v):
     attended = _trapezoid(config, tokens, remembered, state.length)
     new_keys, new_values = _from_channels(coefficients, heads)
     after = count * config.block
-    y = _take(attended.reshape(queries.shape), state.filled, t)
+    y = _take(attended.reshape(queries.shape), state.open_length, t)
     state = ElasticMemoryState(
         keys=jnp.moveaxis(new_keys, 2, 1),
         values=jnp.moveaxis(new_values, 2, 1),
         length=state.length + after,
         open_keys=_take(keys, after, config.block),
         open_values=_take(values, after, config.block),
-        filled=state.filled + t - after,
+        open_length=state.open_length + t - after,
     )
     return state, y
 
@@ -249,16 +254,16 @@ def _apply_blocks(config, blocks, in_step, state, q, k, v):
 def _trapezoid(config, tokens, remembered, length):
     """Attention of each block to all memory tokens and causally to itself.
 
-    Queries and keys turn by their place; memory tokens carry no position. Before
+    Queries and keys have RoPE; memory tokens have no position. Before
     the first block is compressed the memory is masked out.
     """
     (q, k, v), (memory_keys, memory_values) = tokens, remembered
     blocks, block, samples = q.shape[1], config.block, config.samples
-    places = jnp.arange(block, dtype=jnp.int32)
+    positions = jnp.arange(block, dtype=jnp.int32)
     first = length[:, None] + jnp.arange(blocks, dtype=jnp.int32)[None] * block
     if config.positions == "stream":
-        places = first[..., None] + places[None, None]
-    rope = lambda x: projections.apply_rope(config, x, places)
+        positions = first[..., None] + positions[None, None]
+    rope = lambda x: projections.apply_rope(config, x, positions)
     causal = jnp.tril(jnp.ones((block, block), bool))
     mask = jnp.concatenate(
         [
@@ -277,18 +282,21 @@ def _attend_one(config, state, q, open_keys, open_values):
     """The newest token's read, [B, H, K] in float32."""
     basis = jnp.asarray(tables(config).reconstruction)
     b, h, width = q.shape
-    places = jnp.arange(config.block, dtype=jnp.int32)
-    now = state.filled[:, None]
+    positions = jnp.arange(config.block, dtype=jnp.int32)
+    now = state.open_length[:, None]
     if config.positions == "stream":
-        places, now = state.length[:, None] + places[None], state.length[:, None] + now
+        positions, now = (
+            state.length[:, None] + positions[None],
+            state.length[:, None] + now,
+        )
     rope = lambda x, at: projections.apply_rope(config, x, at)
     q = rope(q.astype(jnp.float32)[:, None], now)[:, 0]
     q = q.reshape(b, config.num_kv_heads, -1, width) * width**-0.5
 
     in_basis = jnp.einsum("bgqk,bgnk->bgqn", q, state.keys)
     to_memory = jnp.einsum("bgqn,mn->bgqm", in_basis, basis)
-    to_block = jnp.einsum("bgqk,blgk->bgql", q, rope(open_keys, places))
-    seen = jnp.arange(config.block, dtype=jnp.int32)[None] <= state.filled[:, None]
+    to_block = jnp.einsum("bgqk,blgk->bgql", q, rope(open_keys, positions))
+    seen = jnp.arange(config.block, dtype=jnp.int32)[None] <= state.open_length[:, None]
     mask = jnp.concatenate(
         [
             jnp.broadcast_to(state.length[:, None] > 0, (b, config.samples)),
@@ -305,10 +313,10 @@ def _attend_one(config, state, q, open_keys, open_values):
     return y.reshape(b, h, width)
 
 
-def _compress(state, rows):
-    """Absorbs the open tokens of `rows` [B] into their coefficients (eq. 6)."""
+def _compress(state, chosen):
+    """Absorbs the open tokens of some batch elements into coefficients (eq. 6)."""
     heads = state.open_keys.shape[2:]
-    count = jnp.where(rows, state.filled, 0)
+    count = jnp.where(chosen, state.open_length, 0)
     coefficients = update(
         _to_channels(state.open_keys, state.open_values),
         _to_channels(*(jnp.moveaxis(c, 1, 2) for c in (state.keys, state.values))),
@@ -316,30 +324,30 @@ def _compress(state, rows):
         count,
     )
     keys, values = _from_channels(coefficients, heads)
-    keep = jnp.where(rows, 0.0, 1.0)[:, None, None, None]
+    keep = jnp.where(chosen, 0.0, 1.0)[:, None, None, None]
     return ElasticMemoryState(
         keys=jnp.moveaxis(keys, 2, 1),
         values=jnp.moveaxis(values, 2, 1),
         length=state.length + count,
         open_keys=state.open_keys * keep,
         open_values=state.open_values * keep,
-        filled=state.filled - count,
+        open_length=state.open_length - count,
     )
 
 
-def _lay_out(size, filled, before, new):
-    """Puts each row's new tokens behind its `filled` old ones: [B, size, ...]."""
+def _lay_out(size, open_length, before, new):
+    """Puts new tokens behind each batch element's open ones: [B, size, ...]."""
     new = new.astype(jnp.float32)
     room = size - before.shape[1]
     before = jnp.pad(before, ((0, 0), (0, room)) + ((0, 0),) * (new.ndim - 2))
     place = lambda row, tokens, at: jax.lax.dynamic_update_slice_in_dim(
         row, tokens, at, 0
     )
-    return jax.vmap(place)(before, new, filled)
+    return jax.vmap(place)(before, new, open_length)
 
 
 def _take(tokens, first, length):
-    """Reads `length` tokens of each row from its own `first`; zeros past the end."""
+    """`length` tokens of each batch element from its own `first`, then zeros."""
     pad = ((0, 0), (0, length)) + ((0, 0),) * (tokens.ndim - 2)
     slice_ = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, length, 0)
     return jax.vmap(slice_)(jnp.pad(tokens, pad), first)

@@ -3,8 +3,8 @@
     y_t = Σ_{t-W<s<=t} softmax_s(q_tᵀ k_s / √K) v_s        (RoPE on q and k)
 
 Beltagy et al. (2020), https://arxiv.org/abs/2004.05150, section 3.1, causal.
-RoPE depends on distances alone, so keys are kept without it and turned at their
-place in the window: exact at any length of the stream.
+RoPE depends on distances alone, so keys are kept without it and rotated by their
+position in the window: exact at any length of the stream.
 
 Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,
 W window, Q queries a block.
@@ -105,10 +105,10 @@ def apply(
 
     queries = _pad(q, -t % size).reshape(b, -1, size, *q.shape[2:])
     keys, values, visible = (_around(_pad(x, -t % size), window, size) for x in stream)
-    places = jnp.arange(window + size, dtype=jnp.int32)
+    positions = jnp.arange(window + size, dtype=jnp.int32)
     y = attend.blocks(
-        projections.apply_rope(config, queries, places[window:]),
-        projections.apply_rope(config, keys.astype(x.dtype), places),
+        projections.apply_rope(config, queries, positions[window:]),
+        projections.apply_rope(config, keys.astype(x.dtype), positions),
         values.astype(x.dtype),
         _band(window, size)[None, None] & visible[:, :, None],
     )
@@ -147,7 +147,7 @@ def whole(
     x: Float[Array, "B T D"],
     mask: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """One text of which nothing is kept; full attention if it fits in the window."""
+    """A whole sequence, without a state; full attention if it fits in the window."""
     if x.shape[1] <= config.window:
         return whole_attention(config, params, x, mask)
     return apply(config, params, init_state(config, x.shape[0]), x, mask)[1]

@@ -227,7 +227,9 @@ def test_gradients_are_finite_and_those_of_steps(case, stepped):
 @pytest.mark.parametrize("shape", [(B + 1, T, D), (B, T, D + 1)])
 def test_input_of_another_shape_is_refused(case, shape):
     mechanism, params, state, _ = case
-    with pytest.raises(ValueError, match=rf"x must be .* {B} rows.*{D} channels"):
+    with pytest.raises(
+        ValueError, match=rf"x must be .* {B} batch elements.*{D} channels"
+    ):
         mechanism.apply(params, state, jnp.zeros(shape))
     with pytest.raises(ValueError, match="x must be"):
         mechanism.step(params, state, jnp.zeros((shape[0], shape[2])))

@@ -108,7 +108,7 @@ def test_apply_is_algorithm_1(length, options):
         close(y[row], expected[0])
         close(jnp.stack([state.keys[row], state.values[row]]), expected[1])
     assert state.length.tolist() == [12] * B
-    assert state.filled.tolist() == [length - 12] * B
+    assert state.open_length.tolist() == [length - 12] * B
 
 
 def test_it_has_exactly_the_parameters_of_attention_and_takes_them():
@@ -177,7 +177,9 @@ def test_flush_compresses_a_short_block_and_the_next_starts_anew():
     mechanism = elastic()
     state, first = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, :3])
     flushed = flush(state)
-    assert flushed.length.tolist() == [3] * B and flushed.filled.tolist() == [0] * B
+    assert (
+        flushed.length.tolist() == [3] * B and flushed.open_length.tolist() == [0] * B
+    )
     assert np.all(flushed.open_keys == 0) and np.all(flushed.open_values == 0)
     state, second = mechanism.apply(PARAMS, flushed, INPUTS[:, 3:13])
     y = jnp.concatenate([first, second], axis=1)

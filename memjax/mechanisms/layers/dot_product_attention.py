@@ -17,8 +17,9 @@ MAX_SCORES = 2**26
 # Scores that stay in a CPU's cache, in elements, and the fewest keys at a time: more
 # go to memory and back between every two steps of the softmax.
 CACHED_SCORES, LEAST_KEYS = 2**21, 256
-# A causal text of at least so many tokens is read in parts, each with what is before
-# it: 3 parts have two thirds of the scores. More gain little and take time to compile.
+# A causal sequence of at least so many tokens is read in parts, each with what is
+# before it: 3 parts have two thirds of the scores. More gain little and take time to
+# compile.
 LEAST_CUT, PARTS = 96, 3
 
 
@@ -62,7 +63,7 @@ def from_cache(
     before: Int[Array, " B"],
     visible: Bool[Array, "B S"] | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Query t of a row sees the keys 0 to before + t, those that are visible."""
+    """Query t sees the visible ones of the keys 0 to before + t."""
     b, t, h, _ = query.shape
     s = key.shape[1]
     rows = max(1, min(t, MAX_SCORES // (b * h * s)))

@@ -149,7 +149,7 @@ def init_state(
     *,
     shared_projection: bool = False,
 ) -> BlockState:
-    """The empty `memory` of `batch` rows, and a convolution that saw nothing yet."""
+    """The empty `memory` of a batch, and a convolution that saw nothing yet."""
     projections = 1 if shared_projection else 2
     heads = (projections, config.num_heads, config.key_dim)
     return BlockState(jnp.zeros((batch, CONV_WIDTH - 1, *heads), jnp.float32), memory)
@@ -164,7 +164,8 @@ def qkv_projection(
     """Queries, keys and values of a segment, in the dtype of x.
 
     Raises:
-        ValueError: unless x is floating, of the state's rows and the model's width.
+        ValueError: unless x is floating, with the state's batch size and the model's
+            width.
     """
     check_input(x, config.model_dim, state)
     t = x.shape[1]
@@ -217,19 +218,19 @@ class LearnedStart(NamedTuple):
 
 
 def unstarted(batch: int, memory: PyTree) -> LearnedStart:
-    """A memory of this type whose rows all wait for their start."""
+    """A memory of this type, all of whose batch elements wait for their start."""
     # Each leaf its own buffer, so that a state can be donated.
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), memory)
     return LearnedStart(zeros, jnp.ones(batch, bool))
 
 
 def started(state: BlockState, start: PyTree) -> PyTree:
-    """The block's memory, with the learned `start` in its fresh rows."""
+    """The block's memory, with the learned `start` where it is fresh."""
     return reset(state.memory.memory, start, state.memory.fresh)
 
 
 def after_start(
     window: Float[Array, "B _ S H K"], memory: PyTree, state: BlockState
 ) -> BlockState:
-    """The state after a segment: no row waits for its start any longer."""
+    """The state after a segment: nothing waits for its start any longer."""
     return BlockState(window, LearnedStart(memory, jnp.zeros_like(state.memory.fresh)))

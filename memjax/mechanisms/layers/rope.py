@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE), plain and stretched to longer texts.
+"""Rotary positions (RoPE), plain and extended to longer sequences.
 
 Su et al. (2021), https://arxiv.org/abs/2104.09864, in the half-split layout of Llama:
 channels i and i + K/2 of a head turn together by position * f_i, f_i = θ^(-2i/K).
