@@ -33,8 +33,14 @@ def window_of(size):
     return mechanism._replace(apply=jax.jit(mechanism.apply))
 
 
-PARAMS = full(T).init_params(jax.random.key(0))
-INPUTS = jax.random.normal(jax.random.key(1), (B, T, D))
+@functools.cache
+def drawn_params():
+    return full(T).init_params(jax.random.key(0))
+
+
+@functools.cache
+def drawn_inputs():
+    return jax.random.normal(jax.random.key(1), (B, T, D))
 
 
 def apply_rope(x, theta):
@@ -65,24 +71,28 @@ def close(actual, expected):
 
 @pytest.mark.parametrize("capacity", [T, T + 3])
 def test_full_attention_is_softmax_over_the_past(capacity):
-    _, y = full(capacity).apply(PARAMS, full(capacity).init_state(B), INPUTS)
-    close(y, oracle(PARAMS, INPUTS, T))
+    _, y = full(capacity).apply(
+        drawn_params(), full(capacity).init_state(B), drawn_inputs()
+    )
+    close(y, oracle(drawn_params(), drawn_inputs(), T))
 
 
 @pytest.mark.parametrize("window", [1, 4, T, T + 5])
 def test_a_window_is_a_band_of_full_attention(window):
     mechanism = window_of(window)
-    _, y = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS)
-    close(y, oracle(PARAMS, INPUTS, window))
+    _, y = mechanism.apply(drawn_params(), mechanism.init_state(B), drawn_inputs())
+    close(y, oracle(drawn_params(), drawn_inputs(), window))
 
 
 def test_grouped_queries_equal_repeated_heads():
     repeat = lambda weight: jnp.repeat(weight, H // G, axis=1)
-    repeated = PARAMS._replace(key=repeat(PARAMS.key), value=repeat(PARAMS.value))
+    repeated = drawn_params()._replace(
+        key=repeat(drawn_params().key), value=repeat(drawn_params().value)
+    )
     sizes: dict[str, Any] = SIZES | dict(num_kv_heads=H)
     alike = mechanisms.attention(AttentionConfig(**sizes, capacity=T))
-    _, y = alike.apply(repeated, alike.init_state(B), INPUTS)
-    _, grouped = full(T).apply(PARAMS, full(T).init_state(B), INPUTS)
+    _, y = alike.apply(repeated, alike.init_state(B), drawn_inputs())
+    _, grouped = full(T).apply(drawn_params(), full(T).init_state(B), drawn_inputs())
     close(y, grouped)
 
 
@@ -103,29 +113,35 @@ def test_rope_sees_distances_alone():
 def test_outputs_are_nan_from_the_first_token_that_does_not_fit(first):
     """And right before it, also where the last segment is as long as the cache."""
     mechanism = full(7)
-    state, before = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, :first])
-    state, after = mechanism.apply(PARAMS, state, INPUTS[:, first : first + 7])
+    state, before = mechanism.apply(
+        drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :first]
+    )
+    state, after = mechanism.apply(
+        drawn_params(), state, drawn_inputs()[:, first : first + 7]
+    )
     y = jnp.concatenate([before, after], axis=1)
-    close(y[:, :7], oracle(PARAMS, INPUTS[:, :7], 7))
+    close(y[:, :7], oracle(drawn_params(), drawn_inputs()[:, :7], 7))
     assert y.shape[1] > 7 and np.isnan(y[:, 7:]).all()
-    _, one = mechanism.step(PARAMS, state, INPUTS[:, 0])
+    _, one = mechanism.step(drawn_params(), state, drawn_inputs()[:, 0])
     assert np.isnan(one).all()
 
 
 def test_only_the_row_that_overflows_is_nan():
     mechanism = full(7)
-    state, _ = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, :7])
+    state, _ = mechanism.apply(
+        drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :7]
+    )
     empty = mechanism.init_state(B)
     state = mechanisms.reset(state, empty, jnp.array([True, False]))
-    _, y = mechanism.apply(PARAMS, state, INPUTS[:, :7])
-    close(y[0], oracle(PARAMS, INPUTS[:1, :7], 7)[0])
+    _, y = mechanism.apply(drawn_params(), state, drawn_inputs()[:, :7])
+    close(y[0], oracle(drawn_params(), drawn_inputs()[:1, :7], 7)[0])
     assert np.isnan(y[1]).all()
 
 
 def test_a_segment_longer_than_the_cache_is_refused():
     mechanism = mechanisms.attention(AttentionConfig(**SIZES, capacity=7))
     with pytest.raises(ValueError, match="x has 11 tokens, capacity is 7"):
-        mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS)
+        mechanism.apply(drawn_params(), mechanism.init_state(B), drawn_inputs())
 
 
 def test_a_window_far_into_a_stream_is_a_fresh_window():
@@ -135,13 +151,13 @@ def test_a_window_far_into_a_stream_is_a_fresh_window():
     mechanism = window_of(window)
     state = mechanism.init_state(1)
     for segment in x[:-1]:
-        state, _ = mechanism.apply(PARAMS, state, segment)
-    state, y = mechanism.apply(PARAMS, state, x[-1])
+        state, _ = mechanism.apply(drawn_params(), state, segment)
+    state, y = mechanism.apply(drawn_params(), state, x[-1])
     fresh = jnp.concatenate([x[-1, :, at - 2 : at + 1] for at in (2, 40, 77)])
-    expected = oracle(PARAMS, fresh, window)[:, -1]
+    expected = oracle(drawn_params(), fresh, window)[:, -1]
     close(y[0, jnp.array([2, 40, 77])], expected)
     empty = mechanism.init_state(1)
-    last, _ = mechanism.apply(PARAMS, empty, x[-1])
+    last, _ = mechanism.apply(drawn_params(), empty, x[-1])
     jax.tree.map(close, state, last)
 
 
@@ -174,15 +190,15 @@ def test_attention_in_pieces_is_attention(monkeypatch, name):
     mechanism, band = (full(T + 3), T) if name == "full" else (window_of(4), 4)
 
     def run():
-        call = lambda x: inspect.unwrap(mechanism.apply)(PARAMS, state, x)[1]
-        y, pull = jax.jit(lambda x: jax.vjp(call, x))(INPUTS)
-        return y, jax.jit(pull)(INPUTS)[0]
+        call = lambda x: inspect.unwrap(mechanism.apply)(drawn_params(), state, x)[1]
+        y, pull = jax.jit(lambda x: jax.vjp(call, x))(drawn_inputs())
+        return y, jax.jit(pull)(drawn_inputs())[0]
 
     state = mechanism.init_state(B)
     _, gradient = run()
     monkeypatch.setattr(attend, "MAX_SCORES", 300)
     y, in_pieces = run()
-    close(y, oracle(PARAMS, INPUTS, band))
+    close(y, oracle(drawn_params(), drawn_inputs(), band))
     close(in_pieces, gradient)
 
 

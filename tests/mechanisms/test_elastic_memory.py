@@ -39,8 +39,14 @@ def elastic(**options):
     )
 
 
-PARAMS = elastic().init_params(jax.random.key(0))
-INPUTS = jax.random.normal(jax.random.key(1), (B, T, D))
+@functools.cache
+def drawn_params():
+    return elastic().init_params(jax.random.key(0))
+
+
+@functools.cache
+def drawn_inputs():
+    return jax.random.normal(jax.random.key(1), (B, T, D))
 
 
 def apply_rope(x, positions):
@@ -57,7 +63,7 @@ def algorithm_1(x, sampling, positions, edges):
     Returns the outputs [T, D] and the coefficients of keys and values [G, N, K].
     """
     x = np.asarray(x, np.float64)
-    query, key, value, output = (np.asarray(w, np.float64) for w in PARAMS[:4])
+    query, key, value, output = (np.asarray(w, np.float64) for w in drawn_params()[:4])
     q, k, v = (np.einsum("td,dhk->thk", x, w) for w in (query, key, value))
     read = bank.reconstruction(N, bank.sample_points(M, sampling, 0.6))
     memory = np.zeros((2, G, N, K))
@@ -98,8 +104,8 @@ def close(actual, expected, tolerance=1e-5):
 )
 def test_apply_is_algorithm_1(length, options):
     """Blocks that the segment fills, and one that it leaves open."""
-    mechanism, x = elastic(**options), INPUTS[:, :length]
-    state, y = mechanism.apply(PARAMS, mechanism.init_state(B), x)
+    mechanism, x = elastic(**options), drawn_inputs()[:, :length]
+    state, y = mechanism.apply(drawn_params(), mechanism.init_state(B), x)
     sampling = options.get("sampling", "uniform")
     positions = options.get("positions", "block")
     for row in range(B):
@@ -114,18 +120,18 @@ def test_apply_is_algorithm_1(length, options):
 def test_it_has_exactly_the_parameters_of_attention_and_takes_them():
     plain = mechanisms.attention(AttentionConfig(**HEADS, capacity=L))
     weights = plain.init_params(jax.random.key(0))
-    chex.assert_trees_all_equal(weights, PARAMS)
-    _, expected = plain.apply(weights, plain.init_state(B), INPUTS[:, :L])
-    _, y = elastic().apply(weights, elastic().init_state(B), INPUTS[:, :L])
+    chex.assert_trees_all_equal(weights, drawn_params())
+    _, expected = plain.apply(weights, plain.init_state(B), drawn_inputs()[:, :L])
+    _, y = elastic().apply(weights, elastic().init_state(B), drawn_inputs()[:, :L])
     close(y, expected)
 
 
 def test_sampling_is_chosen_at_call_time():
     """The same parameters and state, read at other points: Tables 5 and 6."""
     one, other = elastic(sampling="uniform"), elastic(sampling="exponential")
-    state, _ = one.apply(PARAMS, one.init_state(B), INPUTS)
-    same, y = one.apply(PARAMS, state, INPUTS)
-    swapped, z = other.apply(PARAMS, state, INPUTS)
+    state, _ = one.apply(drawn_params(), one.init_state(B), drawn_inputs())
+    same, y = one.apply(drawn_params(), state, drawn_inputs())
+    swapped, z = other.apply(drawn_params(), state, drawn_inputs())
     chex.assert_trees_all_equal_shapes_and_dtypes(state, other.init_state(B))
     # What is remembered does not depend on where it is read; what is read does.
     chex.assert_trees_all_close(same, swapped, rtol=1e-6, atol=1e-6)
@@ -135,15 +141,17 @@ def test_sampling_is_chosen_at_call_time():
 @pytest.mark.parametrize("call", ["apply", "step"])
 def test_memory_is_invisible_before_the_first_block_is_compressed(call):
     mechanism = elastic()
-    x = INPUTS[:, :1] if call == "apply" else INPUTS[:, 0]
+    x = drawn_inputs()[:, :1] if call == "apply" else drawn_inputs()[:, 0]
     run = getattr(mechanism, call)
     empty = mechanism.init_state(B)
     garbage = empty._replace(keys=empty.keys + 3, values=empty.values - 2)
-    np.testing.assert_array_equal(run(PARAMS, garbage, x)[1], run(PARAMS, empty, x)[1])
+    np.testing.assert_array_equal(
+        run(drawn_params(), garbage, x)[1], run(drawn_params(), empty, x)[1]
+    )
     # The same after one block is seen.
     seen = jnp.full(B, L, jnp.int32)
     later = garbage._replace(length=seen), empty._replace(length=seen)
-    y, z = (run(PARAMS, state, x)[1] for state in later)
+    y, z = (run(drawn_params(), state, x)[1] for state in later)
     assert np.abs(y - z).max() > 0.1
 
 
@@ -151,10 +159,12 @@ def test_memory_is_invisible_before_the_first_block_is_compressed(call):
 def test_block_positions_forget_how_long_the_stream_is(positions):
     """With equal memories, a block reads the same at token 8 and at token 8000."""
     mechanism = elastic(positions=positions)
-    state, _ = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, :8])
+    state, _ = mechanism.apply(
+        drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :8]
+    )
     late = state._replace(length=jnp.full(B, 8000, jnp.int32))
-    _, y = mechanism.apply(PARAMS, state, INPUTS[:, :3])
-    _, z = mechanism.apply(PARAMS, late, INPUTS[:, :3])
+    _, y = mechanism.apply(drawn_params(), state, drawn_inputs()[:, :3])
+    _, z = mechanism.apply(drawn_params(), late, drawn_inputs()[:, :3])
     if positions == "block":
         np.testing.assert_array_equal(y, z)
     else:
@@ -163,35 +173,45 @@ def test_block_positions_forget_how_long_the_stream_is(positions):
 
 def test_the_past_reaches_a_later_block_through_the_memory_alone():
     mechanism = elastic()
-    a, _ = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, :8])
-    b, _ = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, 4:12])
+    a, _ = mechanism.apply(
+        drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :8]
+    )
+    b, _ = mechanism.apply(
+        drawn_params(), mechanism.init_state(B), drawn_inputs()[:, 4:12]
+    )
     moved = b._replace(keys=a.keys, values=a.values)
-    _, y = mechanism.apply(PARAMS, a, INPUTS[:, 8:12])
-    _, z = mechanism.apply(PARAMS, moved, INPUTS[:, 8:12])
-    _, other = mechanism.apply(PARAMS, b, INPUTS[:, 8:12])
+    _, y = mechanism.apply(drawn_params(), a, drawn_inputs()[:, 8:12])
+    _, z = mechanism.apply(drawn_params(), moved, drawn_inputs()[:, 8:12])
+    _, other = mechanism.apply(drawn_params(), b, drawn_inputs()[:, 8:12])
     np.testing.assert_array_equal(y, z)
     assert np.abs(y - other).max() > 1e-3
 
 
 def test_flush_compresses_a_short_block_and_the_next_starts_anew():
     mechanism = elastic()
-    state, first = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, :3])
+    state, first = mechanism.apply(
+        drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :3]
+    )
     flushed = flush(state)
     assert (
         flushed.length.tolist() == [3] * B and flushed.open_length.tolist() == [0] * B
     )
     assert np.all(flushed.open_keys == 0) and np.all(flushed.open_values == 0)
-    state, second = mechanism.apply(PARAMS, flushed, INPUTS[:, 3:13])
+    state, second = mechanism.apply(drawn_params(), flushed, drawn_inputs()[:, 3:13])
     y = jnp.concatenate([first, second], axis=1)
     for row in range(B):
-        expected = algorithm_1(INPUTS[row, :13], "uniform", "block", [3, 7, 11, 15])
+        expected = algorithm_1(
+            drawn_inputs()[row, :13], "uniform", "block", [3, 7, 11, 15]
+        )
         close(y[row], expected[0])
         close(jnp.stack([state.keys[row], state.values[row]]), expected[1])
 
 
 def test_flush_of_no_open_block_changes_nothing():
     mechanism = elastic()
-    state, _ = mechanism.apply(PARAMS, mechanism.init_state(B), INPUTS[:, :8])
+    state, _ = mechanism.apply(
+        drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :8]
+    )
     empty = mechanism.init_state(B)
     mixed = mechanisms.reset(state, empty, jnp.array([True, False]))
     chex.assert_trees_all_equal(flush(mixed), mixed)

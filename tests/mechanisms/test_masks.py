@@ -1,5 +1,6 @@
 """Attention whose rows hold tokens that nobody sees, or end early."""
 
+import functools
 from typing import Any
 
 import chex
@@ -29,9 +30,13 @@ JITTED: dict[str, Any] = {
     for name, m in MECHANISMS.items()
 }
 BANDS = {"attention": T, "sliding_window": W}
-X = jax.random.normal(jax.random.key(1), (B, T, D))
 # Padding at the start, a hole and a padded end; the last row sees all.
 MASK = np.array([[0, 0, 1, 1, 1, 1, 0, 1, 1], [1, 1, 0, 1, 1, 1, 1, 0, 0], [1] * 9]) > 0
+
+
+@functools.cache
+def drawn_inputs():
+    return jax.random.normal(jax.random.key(1), (B, T, D))
 
 
 def build(name):
@@ -48,7 +53,7 @@ def apply_rope(x):
 
 def oracle(params, mask, band):
     """Float64; NaN where a token sees none."""
-    x = np.asarray(X, np.float64)
+    x = np.asarray(drawn_inputs(), np.float64)
     query, key, value, output = (np.asarray(w, np.float64) for w in params[:4])
     q, k = (apply_rope(np.einsum("btd,dhk->bthk", x, w)) for w in (query, key))
     v = np.einsum("btd,dgk->btgk", x, value)
@@ -67,12 +72,14 @@ def test_masked_tokens_keep_their_place_and_are_not_seen(name):
     meant = np.isfinite(expected).all(axis=-1) & MASK
     assert meant.sum() == MASK.sum()
     empty = mechanism.init_state(B)
-    _, y = mechanism.apply_masked(params, empty, X, jnp.asarray(MASK), None)
+    _, y = mechanism.apply_masked(
+        params, empty, drawn_inputs(), jnp.asarray(MASK), None
+    )
     np.testing.assert_allclose(y[meant], expected[meant], atol=1e-5)
     # A text read whole, longer than the window or not, is the same.
-    whole = mechanism.whole(params, X, jnp.asarray(MASK))
+    whole = mechanism.whole(params, drawn_inputs(), jnp.asarray(MASK))
     np.testing.assert_allclose(whole[meant], expected[meant], atol=1e-5)
-    short = mechanism.whole(params, X[:, :W], jnp.asarray(MASK[:, :W]))
+    short = mechanism.whole(params, drawn_inputs()[:, :W], jnp.asarray(MASK[:, :W]))
     meant = meant[:, :W]
     np.testing.assert_allclose(short[meant], expected[:, :W][meant], atol=1e-5)
     # And so it is in pieces, where masked tokens lie in the memory.
@@ -80,7 +87,7 @@ def test_masked_tokens_keep_their_place_and_are_not_seen(name):
     for at in range(0, T, 3):
         piece = slice(at, at + 3)
         state, y = mechanism.apply_masked(
-            params, state, X[:, piece], jnp.asarray(MASK[:, piece]), None
+            params, state, drawn_inputs()[:, piece], jnp.asarray(MASK[:, piece]), None
         )
         pieces.append(y)
     pieces = np.concatenate(pieces, axis=1)
@@ -92,12 +99,16 @@ def test_masked_tokens_keep_their_place_and_are_not_seen(name):
 def test_no_mask_is_a_mask_of_ones(name):
     mechanism, params = build(name)
     empty, ones = mechanism.init_state(B), jnp.ones((B, T), bool)
-    state, y = mechanism.apply(params, empty, X)
+    state, y = mechanism.apply(params, empty, drawn_inputs())
     chex.assert_trees_all_close(
-        mechanism.apply_masked(params, empty, X, ones, None), (state, y)
+        mechanism.apply_masked(params, empty, drawn_inputs(), ones, None), (state, y)
     )
-    chex.assert_trees_all_close(mechanism.whole(params, X, None), y, atol=1e-5)
-    chex.assert_trees_all_close(mechanism.whole(params, X, ones), y, atol=1e-5)
+    chex.assert_trees_all_close(
+        mechanism.whole(params, drawn_inputs(), None), y, atol=1e-5
+    )
+    chex.assert_trees_all_close(
+        mechanism.whole(params, drawn_inputs(), ones), y, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
@@ -106,9 +117,11 @@ def test_rows_of_their_own_lengths_are_rows_read_alone(name, start):
     mechanism, params = build(name)
     before = mechanism.init_state(B)
     if start:
-        before, _ = mechanism.apply(params, before, X[:, :start])
+        before, _ = mechanism.apply(params, before, drawn_inputs()[:, :start])
     read = jax.jit(
-        lambda lengths: apply_ragged(mechanism, params, before, X, None, lengths)
+        lambda lengths: apply_ragged(
+            mechanism, params, before, drawn_inputs(), None, lengths
+        )
     )
     for lengths in ([0, 1, T], [T, 4, 1]):
         after, y = read(jnp.array(lengths))
@@ -116,7 +129,9 @@ def test_rows_of_their_own_lengths_are_rows_read_alone(name, start):
             row = lambda tree, b=b: jax.tree.map(lambda leaf: leaf[b : b + 1], tree)
             alone, outputs = row(before), jnp.zeros((1, 0, D))
             if n:
-                alone, outputs = mechanism.apply(params, alone, X[b : b + 1, :n])
+                alone, outputs = mechanism.apply(
+                    params, alone, drawn_inputs()[b : b + 1, :n]
+                )
             chex.assert_trees_all_close(row(after), alone, rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(y[b : b + 1, :n], outputs, rtol=1e-5, atol=1e-5)
 
