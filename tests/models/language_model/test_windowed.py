@@ -10,7 +10,7 @@ from flax import nnx
 from memjax.mechanisms import AttentionConfig, GLAConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Architecture
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import with_capacity, with_window
 
 T, V, W = 12, 11, 5
 ATTENTION = AttentionConfig(8, 2, 1, 4, capacity=T)
@@ -75,3 +75,14 @@ def test_other_models_are_refused(changes, window, message):
     shapes = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
     with pytest.raises(ValueError, match=message):
         with_window(shapes, window)
+
+
+def test_another_capacity_changes_the_cache_alone():
+    small = with_capacity(MODEL, 5)
+    assert {state.keys.shape[1] for state in small.init_state(1)} == {5}
+    assert small.config.capacity == 5 and MODEL.config.capacity == T
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        nnx.state(small, nnx.Param),
+        nnx.state(MODEL, nnx.Param),
+    )
