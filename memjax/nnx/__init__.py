@@ -3,3 +3,4 @@
 from memjax.nnx.memory import Memory as Memory
 from memjax.nnx.params import as_arrays as as_arrays
 from memjax.nnx.params import as_params as as_params
+from memjax.nnx.tabulate import tabulate as tabulate

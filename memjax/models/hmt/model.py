@@ -43,6 +43,7 @@ from memjax.models.hmt.state import HMTState, SegmentTrace, init_state
 from memjax.models.hmt.weights import RetrievalWeights, Weights, init_weights
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.windowed import with_texts_of
+from memjax.nnx.params import params_key
 
 
 class HMT(nnx.Module):
@@ -53,19 +54,24 @@ class HMT(nnx.Module):
     result.
 
     Example:
-        model = hmt(backbone, HMTConfig(segment=512), key=jax.random.key(0))
+        model = hmt(backbone, HMTConfig(segment=512), rngs=nnx.Rngs(0))
         state, logits = model(model.init_state(batch), tokens)
     """
 
     def __init__(
-        self, backbone: LanguageModel, config: HMTConfig, *, key: PRNGKeyArray
+        self,
+        backbone: LanguageModel,
+        config: HMTConfig,
+        *,
+        key: PRNGKeyArray | None = None,
+        rngs: nnx.Rngs | None = None,
     ):
         self.config = config
         #: The backbone's own config: its mixers, and the longest text it reads.
         self.pretrained = backbone.config
         length = config.sensory + config.segment + 2
         self.backbone = with_texts_of(backbone, length, config.activations == "keep")
-        weights = init_weights(self.backbone, config, key)
+        weights = init_weights(self.backbone, config, params_key(key, rngs))
         self.initial_memory = nnx.Param(weights.initial_memory)
         if weights.retrieval is not None:
             self.summary_prompt = nnx.Param(weights.retrieval.summary_prompt)
@@ -180,16 +186,23 @@ class HMT(nnx.Module):
         return state, features, trace
 
 
-def hmt(backbone: LanguageModel, config: HMTConfig, *, key: PRNGKeyArray) -> HMT:
+def hmt(
+    backbone: LanguageModel,
+    config: HMTConfig,
+    *,
+    key: PRNGKeyArray | None = None,
+    rngs: nnx.Rngs | None = None,
+) -> HMT:
     """Gives a backbone hierarchical memory.
 
     Args:
         backbone: any language model; its parameters are shared, not copied.
         config: sizes of the memory.
-        key: of the memory's parameters, drawn as in the official program.
+        key: of the memory's parameters, drawn as in the official program; or
+        rngs: the streams of flax, of which "params" is drawn from.
 
     Raises:
-        ValueError: if an augmented segment, k + L + 2 tokens, is longer than the
-            backbone's positions or capacity allow.
+        ValueError: on both of key and rngs, or neither; or if an augmented segment,
+            k + L + 2 tokens, is longer than the backbone's positions or capacity allow.
     """
-    return HMT(backbone, config, key=key)
+    return HMT(backbone, config, key=key, rngs=rngs)

@@ -9,6 +9,7 @@ memory. Nothing reads ahead, and every split is exact.
 
 from typing import Literal
 
+from flax import nnx
 from jaxtyping import PRNGKeyArray
 
 from memjax.models.hmt.config import HMTConfig
@@ -20,7 +21,8 @@ def rmt(
     backbone: LanguageModel,
     segment: int,
     *,
-    key: PRNGKeyArray,
+    key: PRNGKeyArray | None = None,
+    rngs: nnx.Rngs | None = None,
     activations: Literal["keep", "recompute", "offload"] = "recompute",
 ) -> HMT:
     """Gives a backbone a recurrent memory token.
@@ -28,7 +30,8 @@ def rmt(
     Args:
         backbone: any language model.
         segment: L, new tokens a segment.
-        key: of the first memory.
+        key: of the first memory; or
+        rngs: the streams of flax, of which "params" is drawn from.
         activations: see `HMTConfig`.
 
     Raises:
@@ -37,4 +40,4 @@ def rmt(
     config = HMTConfig(
         segment=segment, sensory=0, retrieval=False, activations=activations
     )
-    return HMT(backbone, config, key=key)
+    return HMT(backbone, config, key=key, rngs=rngs)

@@ -20,7 +20,7 @@ from memjax.mechanisms.base import expand_leading_dims
 from memjax.mechanisms.layers.cpu import scale_channels, scale_rows
 from memjax.mechanisms.layers.projections import Adapted, linear
 from memjax.models.language_model.config import ModelConfig
-from memjax.nnx.params import as_arrays, as_params
+from memjax.nnx.params import as_arrays, as_params, params_key
 
 
 class LayerNormParams(NamedTuple):
@@ -122,14 +122,40 @@ class BlockParams(NamedTuple):
 
 
 class Block(nnx.Module):
-    """Parameters of one layer: mixer, feed-forward, two norms."""
+    """One layer: a mixer and a feed-forward, each with its norm and residual.
 
-    def __init__(self, config: ModelConfig, mechanism: Mechanism, key: PRNGKeyArray):
-        keys = jax.random.split(key, 4)
+    Holds parameters only; the memory is an argument and a result.
+
+    Example:
+        state, h = block(block.init_state(batch), h)
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mechanism: Mechanism,
+        *,
+        key: PRNGKeyArray | None = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        self.config = config
+        self.mechanism = mechanism
+        keys = jax.random.split(params_key(key, rngs), 4)
         self.mixer = nnx.data(as_params(mechanism.init_params(keys[0])))
         self.feed_forward = nnx.data(as_params(init_feed_forward(config, keys[1:])))
         self.mixer_norm = nnx.data(as_params(init_norm(config)))
         self.feed_forward_norm = nnx.data(as_params(init_norm(config)))
+
+    def init_state(self, batch: int) -> PyTree:
+        """The mixer's empty memory; every leaf has the batch first."""
+        return self.mechanism.init_state(batch)
+
+    def __call__(
+        self, state: PyTree, h: Float[Array, "B T D"]
+    ) -> tuple[PyTree, Float[Array, "B T D"]]:
+        """Reads a segment into the memory; returns it and the layer's output."""
+        mix = functools.partial(apply_or_step, self.mechanism)
+        return run_block(self.config, mix, self.parameters(), state, h)
 
     def parameters(self) -> BlockParams:
         """The parameters, as `run_block` takes them."""
@@ -139,6 +165,16 @@ class Block(nnx.Module):
             as_arrays(self.mixer_norm),
             as_arrays(self.feed_forward_norm),
         )
+
+
+def apply_or_step(
+    mechanism: Mechanism, params: PyTree, state: PyTree, x: Float[Array, "B T D"]
+) -> tuple[PyTree, Float[Array, "B T D"]]:
+    """`step` where T is 1, `apply` of any other segment."""
+    if x.shape[1] == 1:
+        state, y = mechanism.step(params, state, x[:, 0])
+        return state, y[:, None]
+    return mechanism.apply(params, state, x)
 
 
 def run_block(

@@ -12,6 +12,7 @@ Shapes: B batch, T time, D model, E embedding (D but in OPT 350m), V vocabulary.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,11 +22,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from memjax import mechanisms
+from memjax.mechanisms import Mechanism
 from memjax.mechanisms.base import apply_ragged
 from memjax.mechanisms.layers.projections import linear
 from memjax.models.language_model.config import ModelConfig
-from memjax.models.language_model.layers import Block, init_norm, normalize, run_block
-from memjax.nnx.params import as_arrays, as_params
+from memjax.models.language_model.layers import (
+    Block,
+    apply_or_step,
+    init_norm,
+    normalize,
+    run_block,
+)
+from memjax.nnx.params import as_arrays, as_params, params_key
 
 # One memory a layer; behind them, where positions are learned, how many tokens of each
 # row have taken one.
@@ -37,20 +45,36 @@ class LanguageModel(nnx.Module):
     """Holds parameters only; the memory is an argument and a result.
 
     Example:
-        model = LanguageModel(preset("elastic-tiny"), key=jax.random.key(0))
+        model = LanguageModel(preset("elastic-tiny"), rngs=nnx.Rngs(0))
         state, logits = model(model.init_state(batch), tokens)
     """
 
-    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        key: PRNGKeyArray | None = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        """Draws the parameters.
+
+        Args:
+            config: of the model.
+            key: of the parameters; or
+            rngs: the streams of flax, of which "params" is drawn from.
+
+        Raises:
+            ValueError: on both of key and rngs, or neither.
+        """
+        key = params_key(key, rngs)
         embed_key, head_key, *block_keys = jax.random.split(key, config.num_layers + 2)
         style, v, d = config.architecture, config.vocab_size, config.model_dim
         self.config = config
-        self.mechanisms = tuple(mixer.build() for mixer in config.layers)
         e = self.width
         self.embedding = nnx.Param(jax.random.normal(embed_key, (v, e)) * e**-0.5)
         self.blocks = nnx.List(
-            Block(config, mechanism, block_key)
-            for mechanism, block_key in zip(self.mechanisms, block_keys, strict=True)
+            Block(config, mixer.build(), key=block_key)
+            for mixer, block_key in zip(config.layers, block_keys, strict=True)
         )
         if style.norm_first:
             self.norm = nnx.data(as_params(init_norm(config)))
@@ -68,7 +92,7 @@ class LanguageModel(nnx.Module):
 
     def init_state(self, batch: int) -> State:
         """Empty memories, one a layer; every leaf has the batch first."""
-        state = tuple(m.init_state(batch) for m in self.mechanisms)
+        state = tuple(block.init_state(batch) for block in self.blocks)
         if self.config.architecture.learned_positions:
             return (*state, jnp.zeros(batch, jnp.int32))
         return state
@@ -133,10 +157,7 @@ class LanguageModel(nnx.Module):
         def mix(mechanism, params, memory, h):
             if mask is not None:
                 return mechanism.apply_masked(params, memory, h, mask, None)
-            if h.shape[1] == 1:
-                memory, y = mechanism.step(params, memory, h[:, 0])
-                return memory, y[:, None]
-            return mechanism.apply(params, memory, h)
+            return apply_or_step(mechanism, params, memory, h)
 
         return self._read(mix, state, x, mask)
 
@@ -185,7 +206,7 @@ class LanguageModel(nnx.Module):
                 text beyond the capacity of attention.
         """
         self._check(None, x, mask)
-        empty: list[PyTree] = [None] * len(self.mechanisms)
+        empty: list[PyTree] = [None] * len(self.blocks)
         if self.config.architecture.learned_positions:
             empty.append(jnp.zeros(x.shape[0], jnp.int32))
 
@@ -236,11 +257,9 @@ class LanguageModel(nnx.Module):
                 h + _rows(self.positions.get_value(), at).astype(h.dtype),
                 (last,),
             )
-        for block, mechanism, memory in zip(
-            self.blocks, self.mechanisms, memories, strict=True
-        ):
+        for block, memory in zip(self.blocks, memories, strict=True):
             run = functools.partial(
-                run_block, config, functools.partial(mix, mechanism)
+                run_block, config, functools.partial(mix, block.mechanism)
             )
             if config.remat:
                 run = jax.checkpoint(run)
@@ -270,8 +289,8 @@ class LanguageModel(nnx.Module):
                 f"mask must be bool{list(x.shape[:2])}, as x is, got {mask.dtype}"
                 f"{list(mask.shape)}"
             )
-        for mixer, mechanism in zip(self.config.layers, self.mechanisms, strict=True):
-            if mechanism.apply_masked is None:
+        for mixer, block in zip(self.config.layers, self.blocks, strict=True):
+            if block.mechanism.apply_masked is None:
                 raise ValueError(
                     "mask must be None with a mixer that compresses what it reads, "
                     f"got {type(mixer).__name__} among the mixers"
@@ -305,11 +324,20 @@ def with_config(model: LanguageModel, **changes: Any) -> LanguageModel:
         ValueError: if a mixer of the new config has other parameters.
     """
     config = dataclasses.replace(model.config, **changes)
-    rebuilt = nnx.merge(*nnx.split(model))
-    rebuilt.config = config
-    rebuilt.mechanisms = tuple(mixer.build() for mixer in config.layers)
+    built = tuple(mixer.build() for mixer in config.layers)
     shapes = lambda m: jax.eval_shape(m.init_params, jax.random.key(0))
-    for old, new in zip(model.mechanisms, rebuilt.mechanisms, strict=True):
-        if shapes(old) != shapes(new):
+    for block, mechanism in zip(model.blocks, built, strict=True):
+        if shapes(block.mechanism) != shapes(mechanism):
             raise ValueError(f"{changes} changes the parameters of a mixer")
-    return rebuilt
+    return with_mechanisms(model, config, built)
+
+
+def with_mechanisms(
+    model: LanguageModel, config: ModelConfig, built: Sequence[Mechanism]
+) -> LanguageModel:
+    """The same parameters in a new model with this config and these mechanisms."""
+    new = nnx.merge(*nnx.split(model))
+    new.config = config
+    for block, mechanism in zip(new.blocks, built, strict=True):
+        block.config, block.mechanism = config, mechanism
+    return new

@@ -31,7 +31,11 @@ from memjax.mechanisms.base import reset
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax.models.language_model.config import kinds
-from memjax.models.language_model.model import LanguageModel, with_config
+from memjax.models.language_model.model import (
+    LanguageModel,
+    with_config,
+    with_mechanisms,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +87,9 @@ def with_snapkv(model: LanguageModel, config: SnapKVConfig) -> LanguageModel:
     capacity = config.keep + config.room
     mixers = tuple(dataclasses.replace(m, capacity=capacity) for m in attention)
     rebuilt = with_config(model, mixers=mixers)
-    layers = zip(rebuilt.mechanisms, rebuilt.config.layers, strict=True)
-    rebuilt.mechanisms = tuple(_compressing(m, heads, config) for m, heads in layers)
-    return rebuilt
+    layers = zip(rebuilt.blocks, rebuilt.config.layers, strict=True)
+    built = [_compressing(block.mechanism, heads, config) for block, heads in layers]
+    return with_mechanisms(rebuilt, rebuilt.config, built)
 
 
 def choose(

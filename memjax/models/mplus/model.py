@@ -40,7 +40,7 @@ from memjax.models.mplus.state import Initial, KVCache, MPlusState
 from memjax.models.mplus.weights import MPlusWeights, init_weights
 from memjax.models.offload import near, put, require_place
 from memjax.models.sampling import Sampling
-from memjax.nnx.params import as_arrays, as_params
+from memjax.nnx.params import as_arrays, as_params, params_key
 
 
 class MPlus(nnx.Module):
@@ -51,7 +51,7 @@ class MPlus(nnx.Module):
     `encoder_query` of the retriever. The backbone is frozen.
 
     Example:
-        model = mplus(backbone, MPlusConfig(), key=jax.random.key(0))
+        model = mplus(backbone, MPlusConfig(), rngs=nnx.Rngs(0))
         state = model.inject(model.init_state(1), book)
         cache, logits = model.read(state, question)
     """
@@ -338,25 +338,37 @@ def _generate(graph, count, sampling, params, state, prompt, key):
     return read.generate(weights, count, sampling, state, prompt, key)
 
 
-def mplus(backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray) -> MPlus:
+def mplus(
+    backbone: LanguageModel,
+    config: MPlusConfig,
+    *,
+    key: PRNGKeyArray | None = None,
+    rngs: nnx.Rngs | None = None,
+) -> MPlus:
     """Gives a backbone a pool of latent memory and a long-term store.
 
     Args:
         backbone: a model of Llama's kind; its parameters are shared, and frozen.
         config: sizes of the memory.
-        key: of the adapters and the retriever.
+        key: of the adapters and the retriever; or
+        rngs: the streams of flax, of which "params" is drawn from.
 
     Raises:
-        ValueError: on a backbone with other mixers than "attention", without RoPE, or
-            with adapters.
+        ValueError: on both of key and rngs, or neither; on a backbone with other
+            mixers than "attention", without RoPE, or with adapters.
     """
     require_place("store_memory", config.store_memory)
     require_place("pool_memory", config.pool_memory)
-    return MPlus(init_weights(backbone, config, key))
+    return MPlus(init_weights(backbone, config, params_key(key, rngs)))
 
 
 def memoryllm(
-    backbone: LanguageModel, config: MPlusConfig, *, key: PRNGKeyArray
+    backbone: LanguageModel,
+    config: MPlusConfig,
+    *,
+    key: PRNGKeyArray | None = None,
+    rngs: nnx.Rngs | None = None,
 ) -> MPlus:
     """MemoryLLM: the pool alone, without a long-term store; see `mplus`."""
-    return mplus(backbone, dataclasses.replace(config, retrieved=0), key=key)
+    config = dataclasses.replace(config, retrieved=0)
+    return mplus(backbone, config, key=key, rngs=rngs)

@@ -1,0 +1,260 @@
+"""Mechanisms and models as users of flax write them."""
+
+import dataclasses
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen, nnx
+
+from memjax.mechanisms import Mechanism
+from memjax.models import (
+    HMTConfig,
+    LanguageModel,
+    ModelConfig,
+    MPlusConfig,
+    hmt,
+    memoryllm,
+    mplus,
+    rmt,
+)
+from memjax.models.language_model.config import Mixer
+from memjax.nnx import Memory, as_arrays, tabulate
+
+V, D, B, T = 11, 8, 2, 9
+SIZES = ModelConfig(
+    mixers=("attention",),
+    vocab_size=V,
+    model_dim=D,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=4,
+    hidden_dim=12,
+    window=4,
+    capacity=32,
+    slots=4,
+    tied_head=False,
+    dtype="float32",
+    remat=False,
+)
+MODELS = ("language model", "hmt", "rmt", "mplus", "memoryllm")
+
+
+@pytest.fixture(scope="module", name="x")
+def _x():
+    return jax.random.normal(jax.random.key(1), (B, T, D))
+
+
+@pytest.fixture(scope="module", name="tokens")
+def _tokens():
+    return jax.random.randint(jax.random.key(2), (B, T), 0, V, jnp.int32)
+
+
+def mechanism(name: Mixer) -> Mechanism:
+    """That of a small model's layer."""
+    return language_model(name).blocks[0].mechanism
+
+
+def language_model(*mixers: Mixer) -> LanguageModel:
+    config = dataclasses.replace(SIZES, mixers=mixers)
+    return LanguageModel(config, rngs=nnx.Rngs(0))
+
+
+def model(name: str) -> Any:
+    memory = MPlusConfig(
+        tokens=2,
+        pool=4,
+        chunk=4,
+        least_chunk=1,
+        retrieved=2,
+        store=8,
+        key_dim=2,
+        rank=2,
+    )
+    match name:
+        case "language model":
+            return language_model("attention", "trellis")
+        case "hmt":
+            config = HMTConfig(segment=4, sensory=1, memories=3)
+            return hmt(language_model("attention"), config, rngs=nnx.Rngs(1))
+        case "rmt":
+            return rmt(language_model("attention"), 4, rngs=nnx.Rngs(1))
+        case "mplus":
+            return mplus(language_model("attention"), memory, rngs=nnx.Rngs(1))
+        case _:
+            return memoryllm(language_model("attention"), memory, rngs=nnx.Rngs(1))
+
+
+class Layer(nnx.Module):
+    """What a user writes around a memory."""
+
+    def __init__(self, mechanism, *, rngs):
+        self.norm = nnx.LayerNorm(D, rngs=rngs)
+        self.memory = Memory(mechanism, rngs=rngs)
+
+    def __call__(self, state, x):
+        state, y = self.memory(state, self.norm(x))
+        return state, x + y
+
+
+def train(model, state, inputs, targets):
+    """Losses of three steps, and the names of the parameters that stayed."""
+    before = arrays(model)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, state):
+        def loss(model):
+            _, y = model(state, inputs)
+            if targets.ndim == y.ndim:
+                return ((y - targets) ** 2).mean()
+            entropy = optax.softmax_cross_entropy_with_integer_labels
+            return entropy(y, targets).mean()
+
+        value, gradients = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradients)
+        return value
+
+    losses = [float(step(model, optimizer, state)) for _ in range(3)]
+    after = arrays(model)
+    assert all(np.isfinite(x).all() for x in after.values())
+    stayed = {name for name, x in after.items() if np.array_equal(x, before[name])}
+    return losses, stayed
+
+
+def arrays(model):
+    """The arrays of all Params by name, of which no leaf holds more than one."""
+    named = jax.tree_util.tree_leaves_with_path(
+        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+        is_leaf=lambda node: not isinstance(node, dict),
+    )
+    assert named and all(isinstance(leaf, jax.Array) for _, leaf in named)
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    return {name(path): np.array(leaf) for path, leaf in named}
+
+
+@pytest.mark.parametrize("name", get_args(Mixer))
+def test_flaxs_optimizer_trains_every_parameter_of_a_memory(name, x):
+    layer = Layer(mechanism(name), rngs=nnx.Rngs(0))
+    losses, stayed = train(layer, layer.memory.init_state(B), x, jnp.roll(x, 1, 1))
+    assert losses[0] > losses[1] > losses[2] and not stayed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flaxs_optimizer_trains_every_model(name, tokens):
+    whole = model(name)
+    losses, stayed = train(whole, whole.init_state(B), tokens, jnp.roll(tokens, -1, 1))
+    assert losses[0] > losses[2]
+    # Logits alone teach neither a retriever nor, at first, the A of an adapter.
+    assert all(n.startswith(("query", "key", "encoder_query")) for n in stayed), stayed
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "elastic_memory", "trellis"])
+def test_a_layer_is_split_merged_and_printed(name, x):
+    layer = Layer(mechanism(name), rngs=nnx.Rngs(0))
+    state = layer.memory.init_state(B)
+    merged = nnx.merge(*nnx.split(layer))
+    assert type(merged.memory.params) is type(layer.memory.params)
+    same = jax.tree.map(np.array_equal, layer(state, x), merged(state, x))
+    assert all(jax.tree.leaves(same))
+    table = tabulate(layer, state, x)
+    for name, value in arrays(layer).items():
+        if name.startswith("memory.params"):
+            assert name.removeprefix("memory.") in table, table
+            assert ",".join(map(str, value.shape)) in table
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_printed(name, tokens):
+    whole = model(name)
+    table = tabulate(whole, whole.init_state(B), tokens)
+    assert type(whole).__name__ in table and "embedding" in table
+    assert "Total Parameters" in table
+
+
+def test_a_memory_steps_as_it_applies_and_is_reset(x):
+    memory = Memory(mechanism("sliding_window"), key=jax.random.key(0))
+    empty = memory.init_state(B)
+    state, y = memory(empty, x)
+    token, first = memory(empty, x[:, 0])
+    np.testing.assert_allclose(first, y[:, 0], atol=1e-6)
+    cleared = memory.reset(state, jnp.array([True, False]))
+    leaves = map(jax.tree.leaves, (cleared, state, empty))
+    for part, full, none in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(part[0], none[0])
+        np.testing.assert_array_equal(part[1], full[1])
+    with pytest.raises(ValueError, match=r"must be \[B, T, D\] or \[B, D\], got \[8\]"):
+        memory(empty, x[0, 0])
+
+
+def test_a_block_is_a_layer(x):
+    block = language_model("trellis").blocks[0]
+    state, h = block(block.init_state(B), x)
+    first, one = block(block.init_state(B), x[:, :1])
+    np.testing.assert_allclose(one, h[:, :1], atol=1e-5)
+    _, two = block(first, x[:, 1:])
+    np.testing.assert_allclose(two, h[:, 1:], atol=1e-5)
+
+
+class Reader(nnx.Module):
+    """A user's model that keeps its memory in variables of its own."""
+
+    def __init__(self, mechanism, *, rngs):
+        self.memory = Memory(mechanism, rngs=rngs)
+        state = self.memory.init_state(B)
+        self.state = nnx.data(jax.tree.map(nnx.Cache, state))
+
+    def __call__(self, x):
+        state, y = self.memory(as_arrays(self.state), x)
+        nnx.update(self, nnx.state({"state": jax.tree.map(nnx.Cache, state)}))
+        return y
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "gated_deltanet"])
+def test_orbax_saves_and_restores_a_users_model_with_its_memory_bit_exactly(
+    name, x, tmp_path
+):
+    reader = Reader(mechanism(name), rngs=nnx.Rngs(0))
+    read = nnx.jit(lambda reader, x: reader(x))
+    read(reader, x)
+    saver = ocp.StandardCheckpointer()
+    saver.save(tmp_path / "saved", nnx.to_pure_dict(nnx.state(reader)))
+    saver.wait_until_finished()
+    other = Reader(mechanism(name), rngs=nnx.Rngs(1))
+    state = nnx.state(other)
+    empty = jax.tree.map(ocp.utils.to_shape_dtype_struct, nnx.to_pure_dict(state))
+    nnx.replace_by_pure_dict(state, saver.restore(tmp_path / "saved", empty))
+    nnx.update(other, state)
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(as_arrays(other.state)))
+    np.testing.assert_array_equal(read(other, x), read(reader, x))
+
+
+def test_linen_needs_no_layer(x):
+    core = mechanism("gated_deltanet")
+
+    class Linen(linen.Module):
+        @linen.compact
+        def __call__(self, state, x):
+            params = self.param("memory", core.init_params)
+            return core.apply(params, state, x)
+
+    module, state = Linen(), core.init_state(B)
+    variables = module.init(jax.random.key(0), state, x)
+    loss = lambda variables: (module.apply(variables, state, x)[1] ** 2).mean()
+    gradients = jax.jit(jax.grad(loss))(variables)
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradients))
+
+
+def test_parameters_are_drawn_by_a_key_or_by_the_streams_of_flax():
+    rngs = arrays(language_model("trellis"))
+    config = dataclasses.replace(SIZES, mixers=("trellis",))
+    keyed = arrays(LanguageModel(config, key=nnx.Rngs(0).params()))
+    assert all(np.array_equal(rngs[name], keyed[name]) for name in keyed)
+    with pytest.raises(ValueError, match="give either key=... or rngs=.*, got neither"):
+        LanguageModel(config)
+    with pytest.raises(ValueError, match="got both"):
+        LanguageModel(config, key=jax.random.key(0), rngs=nnx.Rngs(0))
