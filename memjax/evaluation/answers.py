@@ -10,7 +10,7 @@ Shapes: B batch, T time, A tokens of an answer, E features, V vocabulary.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Bool, Float32
 
 from memjax.data.tasks.questions import QuestionInput
+from memjax.models.base import Model
 
 
 class Answers(NamedTuple):
@@ -36,7 +37,7 @@ class Answers(NamedTuple):
 
 
 def answers(
-    model: Any, inputs: Sequence[QuestionInput], *, segment: int, batch_size: int = 4
+    model: Model, inputs: Sequence[QuestionInput], *, segment: int, batch_size: int = 4
 ) -> Answers:
     """Reads every input with an empty memory and scores its answer.
 

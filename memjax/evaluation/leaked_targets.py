@@ -13,13 +13,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int64
 
 from memjax.evaluation.perplexity import Losses
-from memjax.models.hmt.model import HMT
-from memjax.models.language_model.model import LanguageModel
-from memjax.models.loss import first_scored, scored
-from memjax.models.mplus.model import MPlus
+from memjax.models.base import Model
+from memjax.models.loss import scored
 
 
-def causal(model: LanguageModel | HMT | MPlus, losses: Losses) -> Losses:
+def causal(model: Model, losses: Losses) -> Losses:
     """The losses without targets that their own logits have seen; see `scored`.
 
     All of them, unless the model is an HMT whose summary reads ahead.
@@ -28,7 +26,7 @@ def causal(model: LanguageModel | HMT | MPlus, losses: Losses) -> Losses:
         model: that gave the losses.
         losses: of texts read from an empty memory.
     """
-    first = first_scored(model)
+    first = model.first_scored
     if first == 0:
         return losses
     return restrict(losses, scored(losses.mask.shape[1], model.window, first))

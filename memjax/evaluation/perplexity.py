@@ -6,7 +6,7 @@ logits computed before the token was read.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
 from memjax.data.documents.tokens import TokenisedDocument
+from memjax.models.base import Model
 from memjax.models.loss import token_losses
 
 
@@ -33,7 +34,7 @@ class Losses(NamedTuple):
 
 
 def losses(
-    model: Any,
+    model: Model,
     documents: Sequence[TokenisedDocument],
     *,
     context_length: int = 0,

@@ -1,4 +1,4 @@
-"""Text from a model: prefill, then a decode scan over the same state."""
+"""Generate tokens: read the prompt into the state, then draw from it in a scan."""
 
 import functools
 
@@ -8,15 +8,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
-from memjax.mechanisms.attention import AttentionState
-from memjax.models.hmt.model import HMT
-from memjax.models.language_model.model import LanguageModel
-from memjax.models.mplus.model import MPlus
+from memjax.models.base import Model
 from memjax.models.sampling import Sampling, draw
 
 
 def generate(
-    model: LanguageModel | HMT | MPlus,
+    model: Model,
     state: PyTree,
     prompt: Int[np.ndarray, "B T"] | Int[Array, "B T"],
     max_new_tokens: int,
@@ -32,8 +29,8 @@ def generate(
 
     Args:
         model: the model.
-        state: the memory to go on from, `model.init_state(B)` for a new text.
-        prompt: tokens in [0, V), all rows of one length T >= 1.
+        state: the memory to go on from, `model.init_state(B)` at a document's start.
+        prompt: tokens in [0, V), T >= 1.
         max_new_tokens: how many to draw, at least 1.
         key: of the draws.
         sampling: greedy, temperature, top-k and top-p.
@@ -51,28 +48,28 @@ def generate(
     _check(model, state, prompt, max_new_tokens, segment)
     graph, params = nnx.split(model)
     features = None
-    for start, stop in _pieces(prompt.shape[1], segment):
+    for start, stop in _segments(prompt.shape[1], segment):
         tokens = jnp.asarray(prompt[:, start:stop], jnp.int32)
-        state, features = _read(graph, params, state, tokens)
+        state, features = _prefill(graph, params, state, tokens)
     state, tokens = _decode(
         graph, sampling, max_new_tokens, params, state, features, key
     )
     return state, np.asarray(tokens)
 
 
-def _pieces(length: int, segment: int) -> list[tuple[int, int]]:
-    """Where the prompt is cut; no piece but a whole prompt is a single token.
+def _segments(length: int, segment: int) -> list[tuple[int, int]]:
+    """Starts and ends of the prompt's segments; only a whole prompt is a single token.
 
-    HMT reads single tokens as generated ones, which takes no new summary.
+    HMT reads single tokens as generated ones, without a new summary.
     """
-    cuts = list(range(0, length, segment)) + [length]
-    if len(cuts) > 2 and cuts[-1] - cuts[-2] == 1:
-        del cuts[-2]
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
+    bounds = list(range(0, length, segment)) + [length]
+    if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
+        del bounds[-2]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _read(graph, params, state, tokens):
+def _prefill(graph, params, state, tokens):
     """The state after the tokens, and the features of the last."""
     model = nnx.merge(graph, params)
     state, features = model.features(state, tokens)
@@ -84,14 +81,14 @@ def _decode(graph, sampling, count, params, state, features, key):
     model = nnx.merge(graph, params)
     keys = jax.random.split(key, count)
 
-    def body(carry, key):
+    def decode(carry, key):
         state, token = carry
         state, logits = model(state, token[:, None])
         token = draw(logits[:, 0], key, sampling)
         return (state, token), token
 
     token = draw(model.logits(features), keys[0], sampling)
-    (state, _), tokens = jax.lax.scan(body, (state, token), keys[1:])
+    (state, _), tokens = jax.lax.scan(decode, (state, token), keys[1:])
     return state, jnp.concatenate([token[:, None], tokens.T], axis=1)
 
 
@@ -106,12 +103,10 @@ def _check(model, state, prompt, max_new_tokens, segment):
         raise ValueError(
             f"prompt must hold tokens in [0, {model.vocab_size}), got {worst}"
         )
-    # HMT's backbone starts afresh in every segment, and so does M+'s.
-    if isinstance(model, LanguageModel) and model.config.capacity is not None:
-        lengths = [m.length.max() for m in state if isinstance(m, AttentionState)]
-        total = int(lengths[0]) + prompt.shape[1] + max_new_tokens - 1
-        if total > model.config.capacity:
-            raise ValueError(
-                f"prompt and max_new_tokens make {total} tokens with what the state "
-                f"holds; the capacity of full attention is {model.config.capacity}"
-            )
+    # The last token drawn is not read.
+    new, room = prompt.shape[1] + max_new_tokens - 1, model.remaining(state)
+    if room is not None and new > room:
+        raise ValueError(
+            f"prompt and max_new_tokens make {new} tokens to read; full attention has "
+            f"room for {room} more"
+        )

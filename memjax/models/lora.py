@@ -29,7 +29,7 @@ from memjax.mechanisms.layers.projections import Adapted, AttentionParams
 from memjax.models.language_model.config import kinds
 from memjax.models.language_model.layers import FeedForwardParams
 from memjax.models.language_model.model import LanguageModel
-from memjax.nnx.params import as_arrays, as_params, is_variable
+from memjax.nnx.params import as_arrays, as_params, copy, is_variable
 
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Model = TypeVar("Model", bound=nnx.Module)
@@ -113,7 +113,7 @@ def freeze(model: Model) -> Model:
     def frozen(leaf):
         return Frozen(leaf.get_value()) if type(leaf) is nnx.Param else leaf
 
-    return jax.tree.map(frozen, model, is_leaf=is_variable)
+    return jax.tree.map(frozen, copy(model), is_leaf=is_variable)
 
 
 def merge_lora(model: Model) -> Model:
@@ -130,7 +130,7 @@ def merge_lora(model: Model) -> Model:
         return nnx.Param(leaf.get_value()) if type(leaf) is Frozen else leaf
 
     either = lambda node: _is_adapted(node) or is_variable(node)
-    return jax.tree.map(merged, model, is_leaf=either)
+    return jax.tree.map(merged, copy(model), is_leaf=either)
 
 
 def adapted(params: Any, changes: dict[str, LowRank], scale: float) -> Any:

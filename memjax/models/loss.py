@@ -11,10 +11,6 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Float32, Int
 
-from memjax.models.hmt.model import HMT
-from memjax.models.language_model.model import LanguageModel
-from memjax.models.mplus.model import MPlus
-
 LOGITS_AT_A_TIME = 2**25
 
 
@@ -85,13 +81,3 @@ def scored(length: int, segment: int, first: int) -> Float32[np.ndarray, " T"]:
         raise ValueError(f"first must be in [0, {segment}], got {first}")
     place = (np.arange(length) + 1) % segment
     return (place >= first).astype(np.float32)
-
-
-def first_scored(model: LanguageModel | HMT | MPlus) -> int:
-    """Tokens at the start of a segment whose logits may have seen them.
-
-    j of an HMT whose search reads ahead, else 0.
-    """
-    if isinstance(model, HMT) and model.config.reads_ahead:
-        return model.config.summary
-    return 0

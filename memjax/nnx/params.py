@@ -8,11 +8,13 @@ and computes with `as_arrays(self.params)`. A single Param that holds a whole tr
 not do: `nnx.Optimizer` and `nnx.tabulate` take a Param for an array.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 from jaxtyping import PRNGKeyArray, PyTree
+
+Module = TypeVar("Module", bound=nnx.Module)
 
 
 def as_params(tree: PyTree) -> Any:
@@ -32,16 +34,37 @@ def as_arrays(tree: Any) -> Any:
     )
 
 
+def copy(module: Module) -> Module:
+    """The same module with variables of its own, which share the arrays."""
+    return nnx.merge(*nnx.split(module))
+
+
+def replace(module: Module, **attributes: Any) -> Module:
+    """A copy of a module with other attributes; the module stays as it is.
+
+    Args:
+        module: any; the copy shares its arrays.
+        attributes: trees with Params are assigned as `nnx.data`.
+    """
+    new = copy(module)
+    for name, value in attributes.items():
+        has_params = any(map(is_variable, jax.tree.leaves(value, is_leaf=is_variable)))
+        setattr(new, name, nnx.data(value) if has_params else value)
+    return new
+
+
 def params_key(key: PRNGKeyArray | None, rngs: nnx.Rngs | None) -> PRNGKeyArray:
     """The key that a module draws its parameters by: `key`, or the next of `rngs`.
 
     Raises:
         ValueError: on both, or neither.
     """
-    if (key is None) == (rngs is None):
-        given = "neither" if key is None else "both"
-        raise ValueError(f"give either key=... or rngs=nnx.Rngs(...), got {given}")
-    return rngs.params() if key is None else key
+    if key is not None and rngs is None:
+        return key
+    if rngs is not None and key is None:
+        return rngs.params()
+    given = "neither" if key is None else "both"
+    raise ValueError(f"give either key=... or rngs=nnx.Rngs(...), got {given}")
 
 
 def is_variable(node: Any) -> bool:

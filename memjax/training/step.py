@@ -13,8 +13,8 @@ from jaxtyping import PyTree, Scalar
 
 from memjax.checks import require_known
 from memjax.data.batches.batch import Batch
+from memjax.models.base import Model
 from memjax.models.loss import (
-    first_scored,
     last_places,
     last_targets,
     scored,
@@ -88,7 +88,7 @@ def check_run(mode: str, step: StepConfig, seed: int) -> None:
 
 
 def init_train_state(
-    model: Any,
+    model: Model,
     optimizer: optax.GradientTransformation,
     config: StepConfig,
     batch_size: int,
@@ -110,7 +110,7 @@ def model_of(graph: Any, state: TrainState) -> Any:
 
 
 def make_train_step(
-    model: Any, optimizer: optax.GradientTransformation, config: StepConfig
+    model: Model, optimizer: optax.GradientTransformation, config: StepConfig
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the update of one model; jit it, donating the state.
 
@@ -178,7 +178,7 @@ def _counted(model, config, mask):
             return last_targets(mask, model.window)
         case "scored":
             t = mask.shape[1]
-            first = first_scored(model)
+            first = model.first_scored
             if first and config.carry_memory and t % model.window:
                 raise ValueError(
                     f"loss_on='scored' needs batches of whole segments of "
@@ -225,7 +225,7 @@ def _gradients(graph, config, state, memory, batch):
 
 def _total_loss(graph, config, frozen, params, memory, batch):
     """Summed loss, with the memory cut from the gradient every `bptt_blocks`."""
-    model: Any = nnx.merge(graph, params, frozen)
+    model: Model = nnx.merge(graph, params, frozen)
     t = batch.tokens.shape[1]
     window = min(t, config.bptt_blocks * model.window) or t
 

@@ -147,7 +147,7 @@ def test_greedy_draws_the_likeliest():
         (dict(count=0), "max_new_tokens must be at least 1, got 0"),
         (dict(segment=0), "segment must be at least 1, got 0"),
         # The last drawn token needs no room: it is not read.
-        (dict(count=NEW + 2), "make 16 tokens .* capacity of full attention is 15"),
+        (dict(count=NEW + 2), "make 16 tokens to read; full attention has room for 15"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(options, message):

@@ -16,7 +16,7 @@ from memjax.mechanisms import SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import hmt
-from memjax.models.loss import first_scored, scored, token_losses
+from memjax.models.loss import scored, token_losses
 from memjax.training.step import (
     StepConfig,
     TrainState,
@@ -245,10 +245,10 @@ def test_hmt_with_retrieval_is_scored_from_j_on():
     memory = HMTConfig(segment=4, sensory=1, memories=2, summary_fraction=0.25)
     model = hmt(MODEL, memory, key=jax.random.key(5))
     place = (np.arange(T) + 1) % 4
-    assert first_scored(model) == 1 and first_scored(MODEL) == 0
+    assert model.first_scored == 1 and MODEL.first_scored == 0
     np.testing.assert_array_equal(scored(T, 4, 1), place >= 1)
     causal = dataclasses.replace(memory, summary_source="previous")
-    assert first_scored(hmt(MODEL, causal, key=jax.random.key(5))) == 0
+    assert hmt(MODEL, causal, key=jax.random.key(5)).first_scored == 0
     config = StepConfig(loss_on="scored")
     state = init_train_state(model, DESCENT, config, B)
     _, metrics = jax.jit(make_train_step(model, DESCENT, config))(state, BATCH)

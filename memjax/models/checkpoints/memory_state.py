@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from memjax.config_io import to_record
+from memjax.models.base import Model
 from memjax.models.checkpoints.own_format import leaf_name, leaves_of
 from memjax.models.checkpoints.safetensors_file import (
     SafetensorsFile,
@@ -38,7 +39,7 @@ NUMBER_FORMATS = ("F32", "BF16", "F16", "I32", "U32", "BOOL")
 IGNORED_SETTINGS = ("remat", "activations", "store_memory", "pool_memory")
 
 
-def save_memory(folder: Path | str, model: Any, state: PyTree) -> None:
+def save_memory(folder: Path | str, model: Model, state: PyTree) -> None:
     """Writes a memory to a folder, which appears whole or not at all.
 
     Args:
@@ -65,7 +66,7 @@ def save_memory(folder: Path | str, model: Any, state: PyTree) -> None:
         shutil.copymode(temporary / RECORD, temporary / TENSORS)
 
 
-def load_memory(folder: Path | str, model: Any) -> PyTree:
+def load_memory(folder: Path | str, model: Model) -> PyTree:
     """The state that `save_memory` wrote, with the same bits.
 
     Args:
@@ -118,7 +119,7 @@ def _batch(leaves: Mapping[str, Any]) -> int:
     raise ValueError(f"state must have leaves with the batch first, got {[*leaves]}")
 
 
-def _abstract_state(model: Any, batch: int) -> PyTree:
+def _abstract_state(model: Model, batch: int) -> PyTree:
     """Shape, dtype and memory space of the leaves of an empty state."""
     init = lambda: model.init_state(batch)
     avals = jax.make_jaxpr(init)().out_avals

@@ -89,6 +89,15 @@ class HMT(nnx.Module):
         return self.config.segment
 
     @property
+    def first_scored(self) -> int:
+        """j where the summary reads ahead, else 0."""
+        return self.config.summary if self.config.reads_ahead else 0
+
+    def remaining(self, state: HMTState) -> int | None:
+        """None: every segment starts the backbone afresh."""
+        return None
+
+    @property
     def width(self) -> int:
         """E, the width of memories and features."""
         return self.backbone.width

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from memjax import mechanisms
 from memjax.mechanisms import Mechanism
+from memjax.mechanisms.attention import AttentionState
 from memjax.mechanisms.base import apply_ragged
 from memjax.mechanisms.layers.projections import linear
 from memjax.models.language_model.config import ModelConfig
@@ -33,7 +34,7 @@ from memjax.models.language_model.layers import (
     normalize,
     run_block,
 )
-from memjax.nnx.params import as_arrays, as_params, params_key
+from memjax.nnx.params import as_arrays, as_params, params_key, replace
 
 # One memory a layer; behind them, where positions are learned, how many tokens of each
 # row have taken one.
@@ -110,6 +111,20 @@ class LanguageModel(nnx.Module):
     def window(self) -> int:
         """Tokens of a piece that is read quickly."""
         return self.config.window
+
+    @property
+    def first_scored(self) -> int:
+        """0: no logit has seen what it predicts."""
+        return 0
+
+    def remaining(self, state: State) -> int | None:
+        """How many more tokens full attention has room for; None without it."""
+        rooms = [
+            memory.keys.shape[1] - int(memory.length.max())
+            for memory in state
+            if isinstance(memory, AttentionState)
+        ]
+        return min(rooms, default=None)
 
     @property
     def width(self) -> int:
@@ -336,8 +351,7 @@ def with_mechanisms(
     model: LanguageModel, config: ModelConfig, built: Sequence[Mechanism]
 ) -> LanguageModel:
     """The same parameters in a new model with this config and these mechanisms."""
-    new = nnx.merge(*nnx.split(model))
-    new.config = config
+    new = replace(model, config=config)
     for block, mechanism in zip(new.blocks, built, strict=True):
         block.config, block.mechanism = config, mechanism
     return new

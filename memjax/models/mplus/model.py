@@ -94,6 +94,15 @@ class MPlus(nnx.Module):
         return self.config.chunk
 
     @property
+    def first_scored(self) -> int:
+        """0: no logit has seen what it predicts."""
+        return 0
+
+    def remaining(self, state: MPlusState) -> int | None:
+        """None: every chunk starts the backbone afresh."""
+        return None
+
+    @property
     def width(self) -> int:
         """D, the width of memories and features."""
         return self.backbone.width

@@ -1,0 +1,97 @@
+"""What is true of every model, and that nothing changes one in place."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.models import (
+    HMTConfig,
+    LanguageModel,
+    MPlusConfig,
+    hmt,
+    mplus,
+    rmt,
+)
+from memjax.models.base import Model
+from memjax.models.hmt.model import HMT
+from memjax.models.language_model.model import with_config
+from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
+from memjax.models.language_model.windowed import with_texts_of, with_window
+from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora
+from memjax.models.mplus.model import MPlus
+from tests.tiny import LLAMA, llama
+
+MEMORY = MPlusConfig(
+    tokens=2, pool=4, chunk=4, least_chunk=1, retrieved=2, store=8, key_dim=2, rank=2
+)
+
+
+def models(plain: LanguageModel, hierarchical: HMT, pooled: MPlus) -> list[Model]:
+    """Never called: a type checker refuses it where one of them lacks a method."""
+    return [plain, hierarchical, pooled]
+
+
+def build(name: str) -> Any:
+    key = jax.random.key(1)
+    match name:
+        case "language model":
+            return llama()
+        case "hmt":
+            config = HMTConfig(segment=4, sensory=1, memories=3)
+            return hmt(llama(), config, key=key)
+        case "rmt":
+            return rmt(llama(), 4, key=key)
+        case _:
+            return mplus(llama(), MEMORY, key=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "first_scored", "remaining"),
+    [
+        ("language model", 4, 0, 64),
+        ("hmt", 4, 2, None),
+        ("rmt", 4, 0, None),
+        ("mplus", 4, 0, None),
+    ],
+)
+def test_what_callers_ask_of_any_model(name, window, first_scored, remaining):
+    model: Model = build(name)
+    assert (model.vocab_size, model.width) == (LLAMA.vocab_size, LLAMA.model_dim)
+    assert (model.window, model.first_scored) == (window, first_scored)
+    assert model.remaining(model.init_state(2)) == remaining
+
+
+def arrays(model):
+    return jax.tree.map(np.array, nnx.state(model))
+
+
+LORA = LoraConfig(rank=2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: with_config(m, capacity=8, dtype="bfloat16"),
+        lambda m: with_window(m, 4),
+        lambda m: with_texts_of(m, 8, True),
+        lambda m: with_snapkv(m, SnapKVConfig(keep=4, room=4, window=2, kernel=3)),
+        freeze,
+        merge_lora,
+        lambda m: add_lora(m, LORA, jax.random.key(0)),
+        lambda m: merge_lora(add_lora(m, LORA, jax.random.key(0))),
+        lambda m: hmt(m, HMTConfig(segment=4), key=jax.random.key(0)),
+        lambda m: mplus(m, MEMORY, key=jax.random.key(0)),
+    ],
+)
+def test_a_model_made_of_another_leaves_it_as_it_was(change):
+    model = LanguageModel(LLAMA, key=jax.random.key(0))
+    graph, before = nnx.graphdef(model), arrays(model)
+    made = change(model)
+    assert made is not model and model.config == LLAMA
+    assert nnx.graphdef(model) == graph
+    # What is changed in the new one must not show in the old.
+    nnx.update(made, jax.tree.map(lambda x: x + 1, nnx.state(made)))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, arrays(model), before)))

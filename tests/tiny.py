@@ -1,0 +1,69 @@
+"""One tiny Llama, and what tests draw and compare: shapes and programs are shared.
+
+Everything is made when it is first asked for, never when a test module is imported.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, PyTree
+
+from memjax.models import LanguageModel, ModelConfig
+
+LLAMA = ModelConfig(
+    mixers=("attention", "attention"),
+    vocab_size=31,
+    model_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    hidden_dim=24,
+    window=4,
+    capacity=64,
+    slots=4,
+    tied_head=False,
+    dtype="float32",
+    remat=False,
+)
+
+
+@functools.cache
+def llama(**changes: Any) -> LanguageModel:
+    """The tiny Llama, with these changes of its config; do not change it in place."""
+    return LanguageModel(dataclasses.replace(LLAMA, **changes), key=jax.random.key(0))
+
+
+def draw(seed: int, *shape: int) -> Array:
+    """Normal numbers."""
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def tokens(seed: int, batch: int, length: int) -> Array:
+    """Tokens of the tiny Llama's vocabulary, [batch, length]."""
+    key = jax.random.key(seed)
+    return jax.random.randint(key, (batch, length), 0, LLAMA.vocab_size, jnp.int32)
+
+
+def call(model: Any, state: PyTree, tokens: Array) -> Any:
+    """`model(state, tokens)` in a compiled program."""
+    return _call(*nnx.split(model), state, tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _call(graph, variables, state, tokens):
+    return nnx.merge(graph, variables)(state, tokens)
+
+
+def assert_close(found: PyTree, expected: PyTree, tolerance: float = 1e-5) -> None:
+    """Equal trees, numbers up to the tolerance, absolute and relative."""
+    chex.assert_trees_all_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def assert_equal(found: PyTree, expected: PyTree) -> None:
+    """Equal trees, bit by bit."""
+    chex.assert_trees_all_equal(found, expected)
