@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
 from memjax.evaluation import Losses
 from memjax.evaluation.statistics import standard_error
 from memjax.models import LanguageModel
+from memjax.models.base import Model
 from memjax.models.language_model.windowed import with_window
 
 # Segments that are read in one call.
@@ -34,6 +34,7 @@ class Disjoint(nnx.Module):
         self.window = segment
         self.vocab_size = backbone.vocab_size
         self.width = backbone.width
+        self.first_scored = 0
 
     def init_state(self, batch: int):
         """Nothing but the number of rows."""
@@ -49,8 +50,21 @@ class Disjoint(nnx.Module):
         """As the backbone's."""
         return self.backbone.logits(features)
 
+    def __call__(self, state, tokens):
+        """Next-token logits, each segment's from its own tokens."""
+        state, features = self.features(state, tokens)
+        return state, self.logits(features)
 
-def state_bytes(model: Any) -> int:
+    def reset(self, state, mask):
+        """The state itself: there is nothing to clear."""
+        return state
+
+    def remaining(self, state):
+        """None: every segment starts afresh."""
+        return None
+
+
+def state_bytes(model: Model) -> int:
     """Bytes of the memory of one text."""
     state = jax.eval_shape(lambda: model.init_state(1))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
@@ -79,7 +93,7 @@ def documents(
 
 
 def score(
-    model: Any, texts: Sequence[TokenisedDocument], segment: int
+    model: Model, texts: Sequence[TokenisedDocument], segment: int
 ) -> tuple[Losses, float]:
     """Losses of whole texts, and the seconds that reading them took."""
     began = time.monotonic()
