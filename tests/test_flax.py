@@ -1,7 +1,6 @@
 """Mechanisms and models as users of flax write them."""
 
-import dataclasses
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,36 +10,47 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
 
-from memjax.mechanisms import Mechanism
-from memjax.models import (
-    HMTConfig,
-    LanguageModel,
-    ModelConfig,
-    MPlusConfig,
-    hmt,
-    memoryllm,
-    mplus,
-    rmt,
+from memjax.mechanisms import (
+    ABCConfig,
+    AttentionConfig,
+    DeltaNetConfig,
+    ElasticMemoryConfig,
+    GatedDeltaNetConfig,
+    GLAConfig,
+    GSAConfig,
+    LatticeConfig,
+    LinearAttentionConfig,
+    Mamba2Config,
+    Mechanism,
+    MixerConfig,
+    SlidingWindowConfig,
+    TrellisConfig,
+    TTTLinearConfig,
 )
-from memjax.models.language_model.config import Mixer
+from memjax.models import LanguageModel, ModelConfig, hmt, memoryllm, mplus, rmt
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.language_model.config import MIXERS
+from memjax.models.mplus.config import MPlusConfig
 from memjax.nnx import Memory, as_arrays, tabulate
 
 V, D, B, T = 11, 8, 2, 9
-SIZES = ModelConfig(
-    mixers=("attention",),
-    vocab_size=V,
-    model_dim=D,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=4,
-    hidden_dim=12,
-    window=4,
-    capacity=32,
-    slots=4,
-    tied_head=False,
-    dtype="float32",
-    remat=False,
-)
+HEADS: dict[str, Any] = dict(model_dim=D, num_heads=2, num_kv_heads=2, head_dim=4)
+BLOCK: dict[str, Any] = dict(model_dim=D, num_heads=2, key_dim=4, value_dim=4)
+CONFIGS: dict[str, MixerConfig] = {
+    "attention": AttentionConfig(**HEADS, capacity=32),
+    "elastic_memory": ElasticMemoryConfig(**HEADS, block=4, order=6),
+    "sliding_window": SlidingWindowConfig(**HEADS, window=4),
+    "linear_attention": LinearAttentionConfig(**BLOCK),
+    "mamba2": Mamba2Config(**BLOCK),
+    "gla": GLAConfig(**BLOCK),
+    "deltanet": DeltaNetConfig(**BLOCK),
+    "gated_deltanet": GatedDeltaNetConfig(**BLOCK),
+    "gsa": GSAConfig(**BLOCK, slots=4),
+    "abc": ABCConfig(**BLOCK, slots=4),
+    "ttt_linear": TTTLinearConfig(**BLOCK),
+    "trellis": TrellisConfig(**BLOCK, slots=4),
+    "lattice": LatticeConfig(**BLOCK),
+}
 MODELS = ("language model", "hmt", "rmt", "mplus", "memoryllm")
 
 
@@ -54,14 +64,25 @@ def _tokens():
     return jax.random.randint(jax.random.key(2), (B, T), 0, V, jnp.int32)
 
 
-def mechanism(name: Mixer) -> Mechanism:
-    """That of a small model's layer."""
-    return language_model(name).blocks[0].mechanism
+def mechanism(name: str) -> Mechanism:
+    return CONFIGS[name].build()
 
 
-def language_model(*mixers: Mixer) -> LanguageModel:
-    config = dataclasses.replace(SIZES, mixers=mixers)
-    return LanguageModel(config, rngs=nnx.Rngs(0))
+def model_config(*mixers: str) -> ModelConfig:
+    return ModelConfig(
+        mixers=tuple(CONFIGS[name] for name in mixers),
+        num_layers=len(mixers),
+        vocab_size=V,
+        model_dim=D,
+        hidden_dim=12,
+        tied_head=False,
+        dtype="float32",
+        remat=False,
+    )
+
+
+def language_model(*mixers: str) -> LanguageModel:
+    return LanguageModel(model_config(*mixers), rngs=nnx.Rngs(0))
 
 
 def model(name: str) -> Any:
@@ -137,7 +158,11 @@ def arrays(model):
     return {name(path): np.array(leaf) for path, leaf in named}
 
 
-@pytest.mark.parametrize("name", get_args(Mixer))
+def test_every_mechanism_has_a_row():
+    assert {type(config) for config in CONFIGS.values()} == {*MIXERS}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_flaxs_optimizer_trains_every_parameter_of_a_memory(name, x):
     layer = Layer(mechanism(name), rngs=nnx.Rngs(0))
     losses, stayed = train(layer, layer.memory.init_state(B), x, jnp.roll(x, 1, 1))
@@ -252,7 +277,7 @@ def test_linen_needs_no_layer(x):
 
 def test_parameters_are_drawn_by_a_key_or_by_the_streams_of_flax():
     rngs = arrays(language_model("trellis"))
-    config = dataclasses.replace(SIZES, mixers=("trellis",))
+    config = model_config("trellis")
     keyed = arrays(LanguageModel(config, key=nnx.Rngs(0).params()))
     assert all(np.array_equal(rngs[name], keyed[name]) for name in keyed)
     with pytest.raises(ValueError, match="give either key=... or rngs=.*, got neither"):

@@ -13,19 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
+from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 
 LLAMA = ModelConfig(
-    mixers=("attention", "attention"),
+    mixers=(AttentionConfig(16, 4, 2, 4, capacity=64),),
+    num_layers=2,
     vocab_size=31,
     model_dim=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
     hidden_dim=24,
-    window=4,
-    capacity=64,
-    slots=4,
     tied_head=False,
     dtype="float32",
     remat=False,

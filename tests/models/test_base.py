@@ -7,20 +7,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from memjax.models import (
-    HMTConfig,
-    LanguageModel,
-    MPlusConfig,
-    hmt,
-    mplus,
-    rmt,
-)
+from memjax.models import LanguageModel, hmt, mplus, rmt
 from memjax.models.base import Model
+from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT
 from memjax.models.language_model.model import with_config
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
-from memjax.models.language_model.windowed import with_texts_of, with_window
+from memjax.models.language_model.windowed import (
+    with_capacity,
+    with_texts_of,
+    with_window,
+)
 from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from tests.tiny import LLAMA, llama
 
@@ -51,7 +50,7 @@ def build(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "window", "first_scored", "remaining"),
     [
-        ("language model", 4, 0, 64),
+        ("language model", 64, 0, 64),
         ("hmt", 4, 2, None),
         ("rmt", 4, 0, None),
         ("mplus", 4, 0, None),
@@ -74,7 +73,8 @@ LORA = LoraConfig(rank=2)
 @pytest.mark.parametrize(
     "change",
     [
-        lambda m: with_config(m, capacity=8, dtype="bfloat16"),
+        lambda m: with_capacity(m, 8),
+        lambda m: with_config(m, dtype="bfloat16"),
         lambda m: with_window(m, 4),
         lambda m: with_texts_of(m, 8, True),
         lambda m: with_snapkv(m, SnapKVConfig(keep=4, room=4, window=2, kernel=3)),
