@@ -29,14 +29,7 @@ from experiments.ops.cases import Shape
 from memjax_kernels.common import implementations
 from memjax_kernels.lattice import VARIANTS, lattice
 from memjax_kernels.lattice import empty_state as empty_lattice
-from memjax_kernels.trellis import (
-    Activation,
-    Phi,
-    empty_pass_state,
-    empty_state,
-    trellis,
-    trellis_pass,
-)
+from memjax_kernels.trellis import Activation, Phi, empty_state, trellis
 
 # (8, 2048, 12, 64), (2, 16384, 16, 128) and (1, 65536, 12, 64) made short and narrow.
 SHAPES = (Shape(4, 256, 12, 64), Shape(1, 1024, 2, 64))
@@ -95,7 +88,6 @@ def all_cases():
         for chunk in (64, 16):
             for phi in ("l2_silu", "ln_silu", "silu", "identity", "softmax"):
                 yield trellis_case(shape, chunk, phi, "ln_silu")
-                yield pass_case(shape, chunk, phi)
         for chunk in (64, 16, 1):
             for variant in VARIANTS:
                 yield lattice_case(shape, chunk, variant)
@@ -130,25 +122,6 @@ def trellis_case(
 
     name = f"trellis {tuple(shape)} V={value} C={chunk} {phi} {activation}"
     return Case(name, tuple(tokens.values()), state, call)
-
-
-def pass_case(shape: Shape, chunk: int, phi: Phi) -> Case:
-    """The single pass, from the empty memory."""
-    tokens = cases.inputs("trellis", shape, "bfloat16")
-    b, _, h, d = shape
-    given = tuple(tokens[name] for name in ("q", "k", "alpha", "gamma", "g"))
-
-    def call(tokens, state, implementation):
-        return trellis_pass(
-            *tokens,
-            state=state,
-            chunk_size=chunk,
-            phi=phi,
-            implementation=implementation,
-        )
-
-    name = f"trellis_pass {tuple(shape)} C={chunk} {phi}"
-    return Case(name, given, empty_pass_state(b, h, d, d, chunk), call)
 
 
 def lattice_case(shape: Shape, chunk: int, variant) -> Case:

@@ -7,12 +7,9 @@ from jaxtyping import Array, Bool, Float
 from memjax_kernels.trellis import call
 from memjax_kernels.trellis.functions import Activation as Activation
 from memjax_kernels.trellis.functions import Phi as Phi
-from memjax_kernels.trellis.reference import pass_step as pass_step
 from memjax_kernels.trellis.reference import step as step
-from memjax_kernels.trellis.state import TrellisPassState as TrellisPassState
 from memjax_kernels.trellis.state import TrellisState as TrellisState
 from memjax_kernels.trellis.state import empty_memory as empty_memory
-from memjax_kernels.trellis.state import empty_pass_state as empty_pass_state
 from memjax_kernels.trellis.state import empty_state as empty_state
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
@@ -73,29 +70,5 @@ def trellis(
     """
     arguments = call.Call(
         q, k, v, alpha, gamma, g, state, reset, empty, chunk_size, phi, activation
-    )
-    return call.run(arguments, implementation)
-
-
-def trellis_pass(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    alpha: Float[Array, "B T H M"],
-    gamma: Float[Array, "B T H"],
-    g: Float[Array, "B T H"] | None = None,
-    state: TrellisPassState | None = None,
-    *,
-    reset: Bool[Array, "B T"] | None = None,
-    empty: TrellisPassState | None = None,
-    chunk_size: int = 64,
-    phi: Phi = "l2_silu",
-    implementation: Implementation | None = None,
-) -> tuple[TrellisPassState, Float[Array, "B T H M"]]:
-    """The first pass alone, "compress" of eq. 9: y = M q, in the dtype of k.
-
-    Arguments and errors are those of `trellis`.
-    """
-    arguments = call.Call(
-        q, k, None, alpha, gamma, g, state, reset, empty, chunk_size, phi, None
     )
     return call.run(arguments, implementation)

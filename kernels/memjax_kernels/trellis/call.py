@@ -18,9 +18,7 @@ from memjax_kernels.trellis import (
 )
 from memjax_kernels.trellis.state import (
     Memories,
-    TrellisPassState,
     TrellisState,
-    empty_pass_state,
     empty_state,
 )
 
@@ -33,20 +31,20 @@ CHUNKWISE: dict[str, Callable] = {
 
 
 class Call(NamedTuple):
-    """Arguments of `trellis`, or of `trellis_pass`: v and activation None."""
+    """Arguments of `trellis`."""
 
     q: Array
     k: Array
-    v: Array | None
+    v: Array
     alpha: Array
     gamma: Array
     g: Array | None
-    state: TrellisState | TrellisPassState | None
+    state: TrellisState | None
     reset: Array | None
-    empty: TrellisState | TrellisPassState | None
+    empty: TrellisState | None
     chunk_size: int
     phi: str
-    activation: str | None
+    activation: str
 
 
 def run(call: Call, implementation: str | None) -> tuple[Any, Array]:
@@ -54,14 +52,13 @@ def run(call: Call, implementation: str | None) -> tuple[Any, Array]:
     sizes = _check_tokens(call)
     empty = _check_states(call, sizes)
     wrong = _check_reset(call)
-    op = "trellis_pass" if call.v is None else "trellis"
     shapes = jax.eval_shape(lambda: chunked(call, empty)[:2])
     unsupported = {
         "pallas_tpu": pallas_tpu.unsupported(*shapes),
         "pallas_gpu": pallas_gpu.unsupported(*shapes),
     }
     forms = CHUNKWISE | {"reference": _token_loop}
-    form = implementations.choose(op, implementation, forms, unsupported)
+    form = implementations.choose("trellis", implementation, forms, unsupported)
     if implementation == "reference":
         after, y = _token_loop(call, empty)
     else:
@@ -105,8 +102,6 @@ def _token_loop(call: Call, empty):
 
     def one(state, token):
         q, k, v, alpha, gamma, g = token
-        if v is None:
-            return reference.pass_step(q, k, alpha, gamma, g, state, phi=call.phi)
         options = {"phi": call.phi, "activation": call.activation}
         return reference.step(q, k, v, alpha, gamma, g, state, **options)
 
@@ -117,15 +112,14 @@ def _token_loop(call: Call, empty):
 
 def _check_tokens(call: Call) -> dict[str, int]:
     arguments.check_choice("phi", call.phi, functions.PHIS)
-    if call.v is not None:
-        arguments.check_choice("activation", call.activation, functions.ACTIVATIONS)
+    arguments.check_choice("activation", call.activation, functions.ACTIVATIONS)
     if call.chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {call.chunk_size}")
     axes = {"q": "B T H K", "k": "B T H K", "v": "B T H V", "alpha": "B T H M"}
     for name in ("gamma", "g"):
         # A gate for each pass has one axis more.
         gate = getattr(call, name)
-        own = call.v is not None and gate is not None and gate.ndim == 4
+        own = gate is not None and gate.ndim == 4
         axes[name] = "B T H P" if own else "B T H"
     sizes = arguments.check_shapes(
         **{name: (getattr(call, name), letters) for name, letters in axes.items()}
@@ -146,8 +140,6 @@ def _check_states(call: Call, sizes: dict[str, int]):
     b, h, m, key, value = (sizes.get(letter, 0) for letter in "BHMKV")
 
     def default():
-        if call.v is None:
-            return empty_pass_state(b, h, m, key, call.chunk_size)
         return empty_state(b, h, m, key, value, call.chunk_size)
 
     like = jax.eval_shape(default)

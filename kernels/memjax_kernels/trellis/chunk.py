@@ -23,13 +23,13 @@ FORGETS_ALL = -104.0
 
 
 class Chunk(NamedTuple):
-    """Tokens of one chunk; gates and `inputs` (k, then v) one for each pass."""
+    """Tokens of one chunk; `inputs` are k and v, gates those of the two passes."""
 
     q: Float[Array, "*B C K"]
-    inputs: tuple[Float[Array, "*B C _"], ...]
+    inputs: tuple[Float[Array, "*B C K"], Float[Array, "*B C V"]]
     alpha: Float[Array, "*B C M"]
-    gamma: tuple[Float[Array, "*B C"], ...]
-    g: tuple[Float[Array, "*B C"], ...]
+    gamma: tuple[Float[Array, "*B C"], Float[Array, "*B C"]]
+    g: tuple[Float[Array, "*B C"], Float[Array, "*B C"]]
 
 
 class Options(NamedTuple):
@@ -37,12 +37,12 @@ class Options(NamedTuple):
 
     Attributes:
         phi: one of `functions.PHIS`.
-        activation: one of `functions.ACTIVATIONS`, or None for a single pass.
+        activation: one of `functions.ACTIVATIONS`.
         multiply: products of matrices.
     """
 
     phi: str
-    activation: str | None
+    activation: str
     multiply: Multiply
 
 
@@ -60,26 +60,18 @@ def advance(
         assert empty is not None
         start = _choose(cleared, empty, start)
         running = _choose(cleared, empty, running)
-    y, query, after = chunk.q, chunk.q, []
-    for i, (x, before, now) in enumerate(
-        zip(chunk.inputs, start, running, strict=True)
-    ):
-        if i == 1:
-            assert options.activation is not None
-            query = functions.apply(options.activation, y)
-        target = chunk.alpha.astype(F32)
-        y, new = _compress(
-            query, x, target, chunk.gamma[i], chunk.g[i], before, now, i, options
-        )
-        after.append(new)
-    running = tuple(after)
+    reads, keys = _compress(0, chunk.q, chunk, start[0], running[0], options)
+    query = functions.apply(options.activation, reads)
+    y, values = _compress(1, query, chunk, start[1], running[1], options)
+    running = keys, values
     return Memories(_choose(complete, running, start), running), y
 
 
-def _compress(q, x, target, gamma, g, start, running, index, options):
-    """One pass: its reads and the memory after the chunk."""
-    dot = options.multiply
-    total = _cumulative(g)  # [..., C]
+def _compress(index, q, chunk, start, running, options):
+    """Pass 0 or 1: its reads and the memory after the chunk."""
+    dot, x, gamma = options.multiply, chunk.inputs[index], chunk.gamma[index]
+    target = chunk.alpha.astype(F32)
+    total = _cumulative(chunk.g[index])  # [..., C]
     last = total[..., -1:]
     kept = jnp.exp(total)[..., None]
     u = functions.error_gradient(options.phi, dot(x, start, "nt"), target)

@@ -57,7 +57,7 @@ class Static(NamedTuple):
     """What is fixed when a kernel is compiled."""
 
     phi: str
-    activation: str | None
+    activation: str
     heads: int
     interpret: Any
 
@@ -67,7 +67,7 @@ def unsupported(tokens: Tokens, memories: Memories) -> str:
 
     Only shapes and dtypes are looked at.
     """
-    kinds = {x.dtype.name for x in (tokens.q, tokens.k, tokens.v) if x is not None}
+    kinds = {x.dtype.name for x in (tokens.q, tokens.k, tokens.v)}
     if len(kinds) > 1 or not kinds <= {"float32", "bfloat16"}:
         return f"q, k and v must all be float32 or all bfloat16, got {sorted(kinds)}"
     if tokens.alpha.dtype.name not in ("float32", "bfloat16"):
@@ -87,7 +87,7 @@ def trellis_tpu(
     empty: tuple[Array, ...] | None,
     *,
     phi: str,
-    activation: str | None,
+    activation: str,
     interpret: Any = False,
 ) -> tuple[Memories, Array]:
     """A chunk implementation; see `segment`.
@@ -105,7 +105,6 @@ def trellis_tpu(
     lead = lambda x: jnp.moveaxis(x, 3, 1).reshape(b * h, n, c, x.shape[-1])
     back = lambda x: jnp.moveaxis(x.reshape(b, h, n, c, x.shape[-1]), 1, 3)
     flat = lambda x: x.reshape(b * h, *x.shape[2:])
-    inputs = (tokens.k,) if tokens.v is None else (tokens.k, tokens.v)
     flags = [f for f in (tokens.complete, tokens.cleared) if f is not None]
     wide = [
         jnp.broadcast_to(f.astype(F32)[:, :, None, None, None], (b, n, c, h, 1))
@@ -114,7 +113,7 @@ def trellis_tpu(
     gates = lead(jnp.concatenate([tokens.gamma, tokens.g, *wide], axis=-1))
     arranged = Inputs(
         lead(tokens.q),
-        tuple(map(lead, inputs)),
+        (lead(tokens.k), lead(tokens.v)),
         lead(tokens.alpha),
         gates.swapaxes(2, 3),
     )
@@ -138,10 +137,10 @@ def _block_bytes(tokens: Tokens, memories: Memories) -> int:
     """
     lanes = lambda width: -(-width // 128) * 128
     size, slots = tokens.q.shape[2], tokens.alpha.shape[-1]
-    arrays = [x for x in (tokens.q, tokens.k, tokens.v, tokens.alpha) if x is not None]
+    arrays = (tokens.q, tokens.k, tokens.v, tokens.alpha)
     rows = 4 * sum(size * lanes(x.shape[-1]) for x in arrays)
     held = 24 * sum(m.shape[2] * lanes(m.shape[3]) for m in memories.start)
-    between = len(memories.start) * size * (12 * lanes(slots) + 8 * lanes(size))
+    between = 2 * size * (12 * lanes(slots) + 8 * lanes(size))
     return 4 * (rows + held + between)
 
 
@@ -168,15 +167,14 @@ _chunks.defvjp(_chunks_fwd, _chunks_bwd)
 
 def _read(x: Inputs):
     """The chunk of an `Inputs` of references, and its flags."""
-    passes = len(x.inputs)
     rows = [x.gates[:, i, :] for i in range(x.gates.shape[1])]
-    flags = [row[:, :1][:, :, None] for row in rows[2 * passes :]]
+    flags = [row[:, :1][:, :, None] for row in rows[4:]]
     chunk = one_chunk.Chunk(
         x.q[...],
-        tuple(ref[...] for ref in x.inputs),
+        (x.inputs[0][...], x.inputs[1][...]),
         x.alpha[...],
-        tuple(rows[:passes]),
-        tuple(rows[passes : 2 * passes]),
+        (rows[0], rows[1]),
+        (rows[2], rows[3]),
     )
     return chunk, flags[0], (flags[1] if len(flags) > 1 else None)
 
@@ -236,10 +234,8 @@ def _backward_kernel(
 
 
 def _forward(static: Static, x: Inputs, memories: Memories, empty, *, keep: bool):
-    last = x.inputs[-1]
-    width = x.alpha.shape[-1] if len(x.inputs) == 1 else last.shape[-1]
     like = functools.partial(varying.like, x.q)
-    y = like((*last.shape[:3], width), last.dtype)
+    y = like(x.inputs[1].shape, x.inputs[1].dtype)
     at_start = lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), x.q.dtype)
     kept = jax.tree.map(at_start, memories.start) if keep else None
     after = jax.tree.map(lambda m: like(m.shape, F32), memories)

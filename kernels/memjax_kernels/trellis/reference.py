@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.trellis import functions
-from memjax_kernels.trellis.state import TrellisPassState, TrellisState
+from memjax_kernels.trellis.state import TrellisState
 
 
 def step(
@@ -62,25 +62,6 @@ def step(
         keys_start, keys, values_start, values, position, state.chunk_size
     )
     return after, y.astype(dtype)
-
-
-def pass_step(
-    q: Float[Array, "B H K"],
-    k: Float[Array, "B H K"],
-    alpha: Float[Array, "B H M"],
-    gamma: Float[Array, "B H"],
-    g: Float[Array, "B H"] | None,
-    state: TrellisPassState,
-    *,
-    phi: str = "l2_silu",
-) -> tuple[TrellisPassState, Float[Array, "B H M"]]:
-    """One token of `trellis_pass`: y = M q after the write."""
-    k32, alpha = k.astype(jnp.float32), alpha.astype(jnp.float32)
-    memory = _write(state.start, state.memory, k32, alpha, gamma, g, phi)
-    y = jnp.einsum("bhmk,bhk->bhm", memory, q.astype(jnp.float32))
-    position, start = _next(state, state.start, memory)
-    after = TrellisPassState(start, memory, position, state.chunk_size)
-    return after, y.astype(k.dtype)
 
 
 def _write(start, memory, k, alpha, gamma, g, phi):

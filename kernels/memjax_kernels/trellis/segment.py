@@ -5,17 +5,16 @@ Chunk implementations
 Every one (`xla.trellis_xla`, `pallas_tpu.trellis_tpu`, ...) has this signature:
 
     f(tokens: Tokens, memories: Memories, empty: tuple | None,
-      *, phi: str, activation: str | None) -> (Memories, y)
+      *, phi: str, activation: str) -> (Memories, y)
 
-One memory in each tuple, and v = None, activation = None, is the single pass, which
-reads y [B, n, C, H, M] in the dtype of k; two memories are both passes, which read
-y [B, n, C, H, V] in the dtype of v.
+A tuple holds the key memory, then the value memory. y [B, n, C, H, V] has the dtype
+of v.
 
 Per row (of the batch) and chunk i, in order, with M' = `start` and R = `running`:
 
 1. if cleared[i]: M' = R = empty. Given only together: `cleared` and `empty` are both
    None, or neither.
-2. For each pass, with x = k, then v, and cs the inclusive sum of g over the chunk, g
+2. For both passes, with x = k, then v, and cs the inclusive sum of g over the chunk, g
    no lower than -104, where exp is 0 already (g may be -inf):
 
        U = gamma error_gradient(phi, x M'^T, alpha)
@@ -50,10 +49,10 @@ class Tokens(NamedTuple):
     Attributes:
         q: [B, n, C, H, K].
         k: [B, n, C, H, K].
-        v: [B, n, C, H, V], or None for a single pass.
+        v: [B, n, C, H, V].
         alpha: [B, n, C, H, M].
-        gamma: [B, n, C, H, P] float32, for each of P passes.
-        g: [B, n, C, H, P] float32, log space.
+        gamma: [B, n, C, H, 2] float32, for each pass.
+        g: [B, n, C, H, 2] float32, log space.
         complete: Bool[B, n], whether the row's tokens reach the chunk's end.
         cleared: Bool[B, n], whether the chunk starts from `empty`; None is never.
     """
@@ -71,7 +70,7 @@ class Tokens(NamedTuple):
 def align(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"] | None,
+    v: Float[Array, "B T H V"],
     alpha: Float[Array, "B T H M"],
     gamma: Float[Array, "B T H ..."],
     g: Float[Array, "B T H ..."] | None,
@@ -81,15 +80,14 @@ def align(
 ) -> Tokens:
     """Lays tokens into chunks of `size`, rows beginning `position` tokens into one."""
     batch, time = q.shape[:2]
-    passes = 1 if v is None else 2
     cut = lambda x: chunks.split(x, size, position)
-    gamma = per_pass(gamma, passes)
-    g = jnp.zeros_like(gamma) if g is None else per_pass(g, passes)
+    gamma = per_pass(gamma)
+    g = jnp.zeros_like(gamma) if g is None else per_pass(g)
     number = chunks.count_chunks(time, size, position is None)
     return Tokens(
         q=cut(q),
         k=cut(k),
-        v=None if v is None else cut(v),
+        v=cut(v),
         alpha=cut(alpha),
         gamma=cut(gamma),
         g=cut(g),
@@ -98,9 +96,9 @@ def align(
     )
 
 
-def per_pass(gate: Float[Array, "B T H ..."], passes: int) -> Float[Array, "B T H P"]:
+def per_pass(gate: Float[Array, "B T H ..."]) -> Float[Array, "B T H 2"]:
     """A gate in float32 for each pass; one [B, T, H] is shared by them."""
     gate = gate.astype(jnp.float32)
     if gate.ndim == 4:
         return gate
-    return jnp.broadcast_to(gate[..., None], (*gate.shape, passes))
+    return jnp.broadcast_to(gate[..., None], (*gate.shape, 2))

@@ -15,15 +15,16 @@ from jaxtyping import Array, Float
 
 
 class Memories(NamedTuple):
-    """Per pass, a memory at the chunk's start and now, Float32[B, H, M, K or V].
+    """The key memory and the value memory, each at the chunk's start and now.
 
     Attributes:
-        start: the ones at the chunk's start, in which gradients are taken.
-        running: the ones to write to and read from.
+        start: Float32[B, H, M, K] and [B, H, M, V] at the chunk's start, in which
+            gradients are taken.
+        running: likewise, the ones to write to and read from.
     """
 
-    start: tuple[Any, ...]
-    running: tuple[Any, ...]
+    start: tuple[Any, Any]
+    running: tuple[Any, Any]
 
 
 # Fields are Any: jax also builds these classes around shapes, shardings and axes.
@@ -58,33 +59,6 @@ class TrellisState:
         return cls(keys_start, keys, values_start, values, position, chunk_size)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrellisPassState:
-    """The memory of a single pass.
-
-    Attributes:
-        start: the memory at the chunk's start, Float32[B, H, M, K].
-        memory: the memory now, Float32[B, H, M, K].
-        position: tokens of the chunk so far, Int32[B], in [0, chunk_size).
-        chunk_size: C, static.
-    """
-
-    start: Any
-    memory: Any
-    position: Any
-    chunk_size: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def memories(self) -> Memories:
-        return Memories((self.start,), (self.memory,))
-
-    @classmethod
-    def of(cls, memories: Memories, position, chunk_size: int) -> "TrellisPassState":
-        (start,), (memory,) = memories
-        return cls(start, memory, position, chunk_size)
-
-
 def empty_memory(slots: int, width: int) -> Float[Array, "M D"]:
     """The matrix that an empty memory holds: all its singular values are 1.
 
@@ -116,18 +90,6 @@ def empty_state(
     values = _rows(batch=batch, heads=heads, slots=slots, width=value_dim)
     position = _positions(batch, chunk_size)
     return TrellisState(keys, keys, values, values, position, chunk_size)
-
-
-def empty_pass_state(
-    batch: int, heads: int, slots: int, width: int, chunk_size: int = 64
-) -> TrellisPassState:
-    """The empty memory of `trellis_pass`.
-
-    Raises:
-        ValueError: on a size below 1.
-    """
-    memory = _rows(batch=batch, heads=heads, slots=slots, width=width)
-    return TrellisPassState(memory, memory, _positions(batch, chunk_size), chunk_size)
 
 
 def _rows(**sizes: int) -> Float[Array, "B H M D"]:

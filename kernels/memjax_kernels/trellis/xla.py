@@ -17,7 +17,7 @@ def trellis_xla(
     empty: tuple[Array, ...] | None,
     *,
     phi: str,
-    activation: str | None,
+    activation: str,
     remat_every: int | None = None,
 ) -> tuple[Memories, Array]:
     """A chunk implementation; see `segment`.
@@ -33,8 +33,7 @@ def trellis_xla(
     """
     number, size = tokens.q.shape[1:3]
     remat_every = remat_every or max(4, 64 // size)
-    inputs = (tokens.k,) if tokens.v is None else (tokens.k, tokens.v)
-    dtype = products.operand_dtype(tokens.q, *inputs)
+    dtype = products.operand_dtype(tokens.q, tokens.k, tokens.v)
     multiply = functools.partial(products.multiply, dtype=dtype)
     options = one_chunk.Options(phi, activation, multiply)
 
@@ -48,10 +47,10 @@ def trellis_xla(
 
     # [B, n, C, H, D] -> [n, B, H, C, D]
     lead = lambda x: jnp.moveaxis(x, (1, 3), (0, 2))
-    each = lambda x: tuple(lead(x[..., i]) for i in range(len(inputs)))
+    each = lambda x: (lead(x[..., 0]), lead(x[..., 1]))
     chunk = one_chunk.Chunk(
         lead(tokens.q),
-        tuple(map(lead, inputs)),
+        (lead(tokens.k), lead(tokens.v)),
         lead(tokens.alpha),
         each(tokens.gamma),
         each(tokens.g),
@@ -62,4 +61,4 @@ def trellis_xla(
         (chunk, flag(tokens.complete), flag(tokens.cleared)),
         remat_every=min(remat_every, number),
     )
-    return memories, jnp.moveaxis(y, (0, 2), (1, 3)).astype(inputs[-1].dtype)
+    return memories, jnp.moveaxis(y, (0, 2), (1, 3)).astype(tokens.v.dtype)

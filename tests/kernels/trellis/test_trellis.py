@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels import delta_rule, trellis, trellis_pass
+from memjax_kernels import delta_rule, trellis
 from memjax_kernels.trellis import (
     TrellisState,
     empty_memory,
-    empty_pass_state,
     empty_state,
     functions,
     step,
@@ -257,35 +256,15 @@ def test_a_misplaced_reset_is_refused_or_gives_nan():
         assert np.isnan(a[1]).all()
 
 
-def test_a_single_pass_is_the_first_of_two():
-    q, k, v, alpha, gamma, g = draw(9)
-    del v
-    expected, _ = jitted(chunk_size=C, implementation="xla")(*draw(9))
-    for implementation in ("reference", "xla"):
-        run = jax.jit(
-            functools.partial(trellis_pass, chunk_size=C, implementation=implementation)
-        )
-        state, y = run(q, k, alpha, gamma[..., 0], g[..., 0])
-        close((state.start, state.memory), (expected.keys_start, expected.keys))
-        final = jnp.einsum("bhmk,bhk->bhm", state.memory, q[:, -1])
-        close(y[:, -1], final)
-        # Segments of 3 through chunks of 4.
-        state, parts = empty_pass_state(B, H, M, K, C), []
-        for at in (0, 3, 6):
-            cut = (x[:, at : at + 3] for x in (q, k, alpha, gamma[..., 0], g[..., 0]))
-            state, part = run(*cut, state)
-            parts.append(part)
-        close(jnp.concatenate(parts, 1), y)
-
-
 def test_a_linear_phi_is_the_delta_rule():
-    q, k, _, alpha, gamma, _ = draw(9, gates=())
-    state = empty_pass_state(B, H, M, K, chunk_size=1)
-    run = functools.partial(trellis_pass, chunk_size=1, phi="identity")
-    after, y = jax.jit(run)(q, k, alpha, gamma, None, state)
-    before = state.memory.swapaxes(2, 3)
-    memory, reads = jax.jit(delta_rule)(q, k, alpha, gamma, before)
-    close((after.memory.swapaxes(2, 3), y), (memory, reads))
+    """The key memory, whose targets are alpha."""
+    q, k, v, alpha, gamma, _ = draw(9, gates=())
+    state = empty_state(B, H, M, K, V, chunk_size=1)
+    run = functools.partial(trellis, chunk_size=1, phi="identity")
+    after, _ = jax.jit(run)(q, k, v, alpha, gamma, None, state)
+    before = state.keys.swapaxes(2, 3)
+    memory, _ = jax.jit(delta_rule)(q, k, alpha, gamma, before)
+    close(after.keys.swapaxes(2, 3), memory)
 
 
 def test_shared_gates_and_none():
@@ -339,7 +318,7 @@ def test_no_state_is_the_empty_state():
         ({"reset": jnp.zeros((B, 2), bool)}, "reset must be bool"),
         ({"state": empty_state(B, H, M, K, V, 8)}, "state is of chunk_size 8, not 4"),
         ({"state": empty_state(B, H, M + 1, K, V, C)}, "state.keys_start must be"),
-        ({"state": empty_pass_state(B, H, M, K, C)}, "state must be a TrellisState"),
+        ({"state": draw(3)[0]}, "state must be a TrellisState, got ArrayImpl"),
         ({"state": draw_state(position=(4, 0))}, "state.position must lie in"),
         ({"empty": draw_state(position=(1, 0))}, "empty.position must lie in"),
     ],
@@ -355,4 +334,4 @@ def test_sizes_of_a_state_are_positive():
     with pytest.raises(ValueError, match="slots must be at least 1, got 0"):
         empty_state(B, H, 0, K, V, C)
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
-        empty_pass_state(B, H, M, K, 0)
+        empty_state(B, H, M, K, V, 0)

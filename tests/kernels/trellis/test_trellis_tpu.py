@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.trellis import TrellisState, call, empty_pass_state, empty_state
+from memjax_kernels.trellis import TrellisState, call, empty_state
 from memjax_kernels.trellis.pallas_tpu import trellis_tpu, unsupported
 from memjax_kernels.trellis.xla import trellis_xla
 
@@ -50,7 +50,6 @@ def draw(batch, time, heads, key, value, slots, dtype=jnp.float32, gates=(2,)) -
 
 
 def run(implementation, tokens, state, empty, reset, chunk_size):
-    activation = None if tokens[2] is None else "ln_silu"
     arguments = call.Call(
         *tokens,
         state=state,
@@ -58,7 +57,7 @@ def run(implementation, tokens, state, empty, reset, chunk_size):
         empty=empty,
         chunk_size=chunk_size,
         phi="l2_silu",
-        activation=activation,
+        activation="ln_silu",
     )
     return call.in_chunks(implementation, arguments, empty)
 
@@ -131,13 +130,10 @@ def test_both_passes_with_open_chunks_and_resets():
     assert all(np.isfinite(x).all() for x in gradients)
 
 
-def test_a_single_pass_in_half_precision():
+def test_half_precision():
     b, t, h, k, m, c = 1, 19, 2, 16, 8, 8
-    draws = draw(b, t, h, k, k, m, gates=())
-    q, key, _, alpha, gamma, g = draws
-    empty = empty_pass_state(b, h, m, k, c)
-    low = (*(x.astype(jnp.bfloat16) for x in (q, key)), None)
-    low = (*low, alpha.astype(jnp.bfloat16), gamma, g)
+    low = draw(b, t, h, k, k, m, jnp.bfloat16, gates=())
+    empty = empty_state(b, h, m, k, k, c)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
     expected = both(trellis_xla, c, (high, None, empty), None)
     actual = both(INTERPRETED, c, (low, None, empty), None)
@@ -219,7 +215,7 @@ def test_what_no_tpu_runs():
     assert "MiB of VMEM" in why("float32", "float32", 512)
 
 
-def compiled(name, mesh_shape, specs, sizes, dtype, single=False, check_vma=None):
+def compiled(name, mesh_shape, specs, sizes, dtype, check_vma=None):
     """The gradient of everything, compiled for `name`; under shard_map if asked."""
     devices = np.array(topologies.get_topology_desc(name, "tpu").devices)
     devices = devices[: np.prod(mesh_shape)].reshape(mesh_shape)
@@ -227,17 +223,13 @@ def compiled(name, mesh_shape, specs, sizes, dtype, single=False, check_vma=None
     b, t, h, k, v, m, c = sizes
     row, token, memory = specs
     tokens: Any = jax.eval_shape(lambda: draw(b, t, h, k, v, m, dtype, gates=()))
-    make: Any = empty_pass_state if single else empty_state
-    widths = (k,) if single else (k, v)
-    if single:
-        tokens = (*tokens[:2], None, *tokens[3:])
-    state = jax.eval_shape(lambda: make(b, h, m, *widths, c))
+    state = jax.eval_shape(lambda: empty_state(b, h, m, k, v, c))
     state_specs = jax.tree.map(lambda x: memory if x.ndim == 4 else row, state)
     reset = jax.ShapeDtypeStruct((b, t), bool)
 
     def forward(tokens, state, reset):
         rows, _, heads, _ = tokens[0].shape
-        empty = make(rows, heads, m, *widths, c)
+        empty = empty_state(rows, heads, m, k, v, c)
         after, y = run(trellis_tpu, tokens, state, empty, reset, c)
         return after.memories, y
 
@@ -270,16 +262,16 @@ def compiled(name, mesh_shape, specs, sizes, dtype, single=False, check_vma=None
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    "name, sizes, dtype, single",
+    "name, sizes, dtype",
     [
-        ("v5e:2x2", (1, 128, 4, 64, 64, 64, 64), jnp.bfloat16, False),
-        ("v5p:2x2x1", (1, 32, 3, 128, 128, 64, 16), jnp.bfloat16, False),
-        ("v6e:2x2", (1, 32, 2, 24, 256, 40, 16), jnp.float32, False),
-        ("v6e:2x2", (3, 10, 3, 64, 64, 64, 5), jnp.bfloat16, True),
+        ("v5e:2x2", (1, 128, 4, 64, 64, 64, 64), jnp.bfloat16),
+        ("v5p:2x2x1", (1, 32, 3, 128, 128, 64, 16), jnp.bfloat16),
+        ("v6e:2x2", (1, 32, 2, 24, 256, 40, 16), jnp.float32),
+        ("v6e:2x2", (3, 10, 3, 64, 64, 64, 5), jnp.bfloat16),
     ],
 )
-def test_the_gradient_compiles(name, sizes, dtype, single):
-    text = compiled(name, (1, 1), (P(), P(), P()), sizes, dtype, single)
+def test_the_gradient_compiles(name, sizes, dtype):
+    text = compiled(name, (1, 1), (P(), P(), P()), sizes, dtype)
     assert "trellis_forward" in text and "trellis_backward" in text
 
 

@@ -23,8 +23,8 @@ class Gradients(NamedTuple):
         q: as the tokens, like the next two.
         inputs: of each pass.
         alpha: of the targets.
-        gates: rows `TOTAL`, `LAST` and `GAMMA` of each pass [B, n, H, 3 P, 64].
-        last: per slot, what the last total gets from the memory [B, n, H, P, M].
+        gates: rows `TOTAL`, `LAST` and `GAMMA` of each pass [B, n, H, 6, 64].
+        last: per slot, what the last total gets from the memory [B, n, H, 2, M].
         running: memories [B, H, M, D] float32, like the next two.
         begin: None if not given.
         empty: None if not given.
@@ -53,15 +53,14 @@ def backward(static: Static, x: Inputs, kept, d_y, d_after, d_middle) -> Gradien
     """
     b, n, _, h, _ = x.q.shape
     sizes = x.sizes
-    passes = len(sizes.widths)
     like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     memory = tuple(map(like, x.running))
     outputs = Gradients(
         q=like(x.q),
         inputs=tuple(map(like, x.inputs)),
         alpha=like(x.alpha),
-        gates=jax.ShapeDtypeStruct((b, n, h, 3 * passes, ROWS), F32),
-        last=jax.ShapeDtypeStruct((b, n, h, passes, sizes.slots), F32),
+        gates=jax.ShapeDtypeStruct((b, n, h, 6, ROWS), F32),
+        last=jax.ShapeDtypeStruct((b, n, h, 2, sizes.slots), F32),
         running=memory,
         begin=None if x.begin is None else memory,
         empty=None if x.empty is None else memory,
@@ -83,44 +82,43 @@ def backward(static: Static, x: Inputs, kept, d_y, d_after, d_middle) -> Gradien
         body,
         (b, h),
         out_types,
-        _scratch(sizes, x.q.dtype, d_y.shape[-1], running is None),
+        _scratch(sizes, x.q.dtype, running is None),
         "memjax_trellis_backward",
         static.interpret,
     )
     return jax.tree.unflatten(out_tree, run(*given))
 
 
-def _scratch(sizes: Sizes, dtype, read: int, aligned: bool):
+def _scratch(sizes: Sizes, dtype, aligned: bool):
     slots, widths = sizes.slots, sizes.widths
-    passes = len(widths)
     work = lambda width, dtype=dtype: mosaic.tile(ROWS, width, dtype=dtype)
     scratch = {
         "q": work(widths[0]),
         "alpha": work(slots),
-        "d_y": work(read),
-        "gates": mosaic.vectors(2 * passes, ROWS),
-        "d_gates": mosaic.vectors(3 * passes, ROWS),
-        "d_last": mosaic.vectors(passes, slots),
+        "d_y": work(widths[1]),
+        "gates": mosaic.vectors(4, ROWS),
+        "d_gates": mosaic.vectors(6, ROWS),
+        "d_last": mosaic.vectors(2, slots),
         "scores1": work(ROWS),
         "d_scores": work(ROWS),
         "decayed": work(slots),
         "weighted": work(slots),
         "d_predicted": work(slots),
+        "query": work(slots),
+        "errors0": work(slots),
+        "errors1": work(slots),
+        "scores2": work(ROWS),
         # The reads of the first pass, then their cotangent.
         "reads": work(slots, F32),
-        "arrived": plgpu.Barrier(num_arrivals=4 + 2 * passes),
-        "memory_arrived": plgpu.Barrier(num_arrivals=passes),
+        "arrived": plgpu.Barrier(num_arrivals=8),
+        "memory_arrived": plgpu.Barrier(num_arrivals=2),
     }
-    if passes == 2:
-        scratch |= {name: work(slots) for name in ("query", "errors1")}
-        scratch["scores2"] = work(ROWS)
     for i, width in enumerate(widths):
         scratch[f"inputs{i}"] = work(width)
         copies = 1 if aligned else 2
         scratch[f"memory{i}"] = mosaic.tile(copies, slots, width, dtype=dtype)
         scratch[f"d_memory{i}"] = mosaic.tile(slots, width, dtype=F32)
         scratch[f"d_operand{i}"] = mosaic.tile(slots, width, dtype=dtype)
-    scratch["errors0"] = work(slots)
     return scratch
 
 

@@ -38,17 +38,14 @@ class Chunk:
         self.static, self.sizes, self.scratch = static, sizes, scratch
         self.machine = Machine(static.interpret)
         self.at = lax.axis_index("rows"), lax.axis_index("heads")
-        self.passes = range(len(sizes.widths))
-        self.operands = [scratch[f"memory{i}"].at[0] for i in self.passes]
+        self.operands = [scratch[f"memory{i}"].at[0] for i in (0, 1)]
 
     def each(self, name):
-        return [self.scratch[f"{name}{i}"] for i in self.passes]
+        return [self.scratch[f"{name}{i}"] for i in (0, 1)]
 
     def compute(self, i):
         """Gradients of a chunk; those of inputs replace them, that of q is returned."""
         self.again_first()
-        if len(self.passes) == 1:
-            return self.first(i, self.scratch["d_y"])
         self.again_query(i)
         self.second(i)
         query, reads = self.scratch["query"], self.scratch["reads"]
@@ -122,8 +119,7 @@ class Chunk:
         q, x, d_scores = scratch["q"], scratch["inputs0"], scratch["d_scores"]
         total, _, _ = self.gates(0)
         kept = mosaic.along_rows(jnp.exp(total), slots)
-        source = d_y if len(self.passes) == 1 else scratch["reads"]
-        self.put("weighted", kept * machine.matrix(source))
+        self.put("weighted", kept * machine.matrix(scratch["reads"]))
         plgpu.commit_smem()
         predicted, d_score, d_decayed = machine.products(
             (x, self.operands[0], "nt"),
@@ -143,9 +139,7 @@ class Chunk:
         )
         direct = machine.product(d_scores, q, "tn")
         x[...] = (d_x + direct).astype(x.dtype)
-        if len(self.passes) == 2:
-            d_alpha = d_alpha + machine.matrix(scratch["errors1"])
-        self.put("alpha", d_alpha)
+        self.put("alpha", d_alpha + machine.matrix(scratch["errors1"]))
         return d_q
 
     def write(self, i, index, predicted, d_error, d_decayed, d_total, change):

@@ -25,6 +25,7 @@ from memjax_kernels.trellis.chunk import FORGETS_ALL
 from memjax_kernels.trellis.pallas_gpu.backward import backward
 from memjax_kernels.trellis.pallas_gpu.forward import forward
 from memjax_kernels.trellis.pallas_gpu.inputs import (
+    GAMMA,
     LAST,
     SHARED_BYTES,
     TOTAL,
@@ -32,7 +33,6 @@ from memjax_kernels.trellis.pallas_gpu.inputs import (
     Static,
     forward_bytes,
     has_backward,
-    inputs_of,
     sizes_of,
 )
 from memjax_kernels.trellis.segment import Tokens
@@ -46,11 +46,11 @@ def trellis_gpu(
     empty: tuple[Array, ...] | None,
     *,
     phi: str,
-    activation: str | None,
+    activation: str,
     interpret: Any = None,
 ) -> tuple[Memories, Array]:
     """A chunk implementation; see `segment`. `interpret` runs it in an interpreter."""
-    sizes = sizes_of(tokens.q, inputs_of(tokens), tokens.alpha)
+    sizes = sizes_of(tokens.q, (tokens.k, tokens.v), tokens.alpha)
     stages = 2 if forward_bytes(sizes, 2) <= SHARED_BYTES else 1
     static = Static(phi, activation, stages, interpret)
     aligned = all(a is b for a, b in zip(memories.start, memories.running, strict=True))
@@ -71,7 +71,7 @@ def _run(static, tokens, memories, empty, aligned, kernel):
     cleared = tokens.cleared
     x = Inputs(
         q=tokens.q,
-        inputs=inputs_of(tokens),
+        inputs=(tokens.k, tokens.v),
         alpha=tokens.alpha,
         gates=_gates(tokens),
         begin=None if aligned else begin,
@@ -87,8 +87,8 @@ def _run(static, tokens, memories, empty, aligned, kernel):
         later = jnp.where(place == chunks, after, middle)
         return jnp.where(place == 0, before, later)
 
-    starts = tuple(map(start, begin, middle, after))
-    return Memories(starts, tuple(after)), y
+    keys, values = map(start, begin, middle, after)
+    return Memories((keys, values), tuple(after)), y
 
 
 def _gates(tokens: Tokens) -> Array:
@@ -97,7 +97,7 @@ def _gates(tokens: Tokens) -> Array:
     tail[2] = (0, ROWS - total.shape[2])
     total = jnp.pad(total, tail, mode="edge")
     gates = jnp.stack([total, jnp.pad(tokens.gamma, tail)], axis=-1)
-    # [B, n, 64, H, P, 2] -> [B, n, H, 2 P, 64]
+    # [B, n, 64, H, 2, 2] -> [B, n, H, 4, 64]
     return jnp.moveaxis(gates.reshape(*gates.shape[:4], -1), 2, -1)
 
 
@@ -116,12 +116,11 @@ def _chunks_fwd(static, x):
 def _chunks_bwd(static, residuals, cotangents):
     x, kept = residuals
     d = backward(static, x, kept, *cotangents)
-    passes = len(x.inputs)
-    rows = d.gates.reshape(*d.gates.shape[:3], passes, 3, ROWS)
+    rows = d.gates.reshape(*d.gates.shape[:3], 2, 3, ROWS)
     last = jnp.sum(rows[..., LAST, :], axis=-1) + jnp.sum(d.last, axis=-1)
     # The kernels take the last sum from the last of their rows.
     total = rows[..., TOTAL, :].at[..., -1].add(last)
-    gates = jnp.stack([total, rows[..., 2, :]], axis=-2)
+    gates = jnp.stack([total, rows[..., GAMMA, :]], axis=-2)
     return (
         Inputs(
             q=d.q,

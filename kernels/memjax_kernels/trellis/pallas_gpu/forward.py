@@ -30,14 +30,12 @@ def forward(static: Static, x: Inputs, *, keep: bool):
     """
     b, n, size, h, _ = x.q.shape
     sizes, stages = x.sizes, static.stages
-    passes = len(sizes.widths)
     shapes = [(sizes.slots, width) for width in sizes.widths]
     dtype = x.q.dtype
-    read = (x.inputs[1] if passes == 2 else x.alpha).shape[-1]
     memory = [jax.ShapeDtypeStruct((b, h, *s), F32) for s in shapes]
     chunk_starts = [jax.ShapeDtypeStruct((b, n, h, *s), dtype) for s in shapes]
     outputs = (
-        jax.ShapeDtypeStruct((b, n, size, h, read), x.inputs[-1].dtype),
+        jax.ShapeDtypeStruct((b, n, size, h, sizes.widths[1]), x.inputs[1].dtype),
         tuple(memory),
         tuple(memory),
         tuple(chunk_starts) if keep else (),
@@ -56,14 +54,14 @@ def forward(static: Static, x: Inputs, *, keep: bool):
     scratch = {
         "q": staged(sizes.widths[0]),
         "alpha": staged(sizes.slots),
-        "gates": mosaic.vectors(stages, 2 * passes, ROWS),
+        "gates": mosaic.vectors(stages, 4, ROWS),
         "scores": work(ROWS),
         "errors": work(sizes.slots),
         "decayed": work(sizes.slots),
         "query": work(sizes.slots),
-        "y": work(read),
-        "arrived": plgpu.Barrier(num_arrivals=3 + passes, num_barriers=stages),
-        "memory_arrived": plgpu.Barrier(num_arrivals=passes),
+        "y": work(sizes.widths[1]),
+        "arrived": plgpu.Barrier(num_arrivals=5, num_barriers=stages),
+        "memory_arrived": plgpu.Barrier(num_arrivals=2),
     }
     for i, shape in enumerate(shapes):
         scratch[f"inputs{i}"] = staged(shape[1])
@@ -89,10 +87,9 @@ class _Program:
         self.y, self.after, self.middle, self.kept = outputs
         self.machine = Machine(static.interpret)
         self.row, self.head = lax.axis_index("rows"), lax.axis_index("heads")
-        self.passes = range(len(sizes.widths))
 
     def each(self, name):
-        return [self.scratch[f"{name}{i}"] for i in self.passes]
+        return [self.scratch[f"{name}{i}"] for i in (0, 1)]
 
     def run(self):
         row, head, chunks = self.row, self.head, self.sizes.chunks
@@ -193,10 +190,9 @@ class _Program:
                 plgpu.commit_smem()
 
         y = self.one_pass(0, stage, predicted[0], q, scores)
-        if len(inputs) == 2:
-            query = functions.apply(self.static.activation, y, mosaic.over_slots)
-            scratch["query"][...] = query.astype(scratch["query"].dtype)
-            y = self.one_pass(1, stage, predicted[1], scratch["query"], None)
+        query = functions.apply(self.static.activation, y, mosaic.over_slots)
+        scratch["query"][...] = query.astype(scratch["query"].dtype)
+        y = self.one_pass(1, stage, predicted[1], scratch["query"], None)
         scratch["y"][...] = y.astype(scratch["y"].dtype)
         plgpu.commit_smem()
         place = pl.ds(0, self.sizes.size)

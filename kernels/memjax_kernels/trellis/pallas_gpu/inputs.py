@@ -14,12 +14,12 @@ TOTAL, LAST, GAMMA = range(3)
 
 
 class Sizes(NamedTuple):
-    """Sizes of one program: n, C, M and the width of each pass."""
+    """Sizes of one program: n, C, M and the widths K and V of the passes."""
 
     chunks: int
     size: int
     slots: int
-    widths: tuple[int, ...]
+    widths: tuple[int, int]
 
 
 class Static(NamedTuple):
@@ -27,25 +27,25 @@ class Static(NamedTuple):
 
     Attributes:
         phi: one of `functions.PHIS`.
-        activation: one of `functions.ACTIVATIONS`, or None for a single pass.
+        activation: one of `functions.ACTIVATIONS`.
         stages: chunks of tokens in shared memory at a time, 1 or 2.
         interpret: None, or parameters of the interpreter of GPU kernels.
     """
 
     phi: str
-    activation: str | None
+    activation: str
     stages: int
     interpret: Any
 
 
 class Inputs(NamedTuple):
-    """What both kernels take; a tuple holds one for each of P passes.
+    """What both kernels take; a tuple holds one for each pass.
 
     Attributes:
         q: [B, n, C, H, K].
         inputs: [B, n, C, H, K], [B, n, C, H, V].
         alpha: [B, n, C, H, M].
-        gates: [B, n, H, 2 P, 64] float32: the sum of g up to each token of the chunk
+        gates: [B, n, H, 4, 64] float32: the sum of g up to each token of the chunk
             and gamma, of each pass; after the chunk the last sum, and 0.
         begin: memories [B, H, M, D] before the first chunk, in which gradients are
             taken; None if they are those to read from.
@@ -78,14 +78,12 @@ def unsupported(tokens: Tokens, memories: Memories) -> str:
     """
     arrays = {"q": tokens.q, "k": tokens.k, "v": tokens.v, "alpha": tokens.alpha}
     for name, array in arrays.items():
-        if array is None:
-            continue
         if array.dtype != jnp.bfloat16:
             return f"{name} must be bfloat16, got {array.dtype}"
         if array.shape[-1] % 64 or array.shape[-1] > 256:
             letter = {"v": "V", "alpha": "M"}.get(name, "K")
             return f"{letter} must be 64, 128, 192 or 256, got {array.shape[-1]}"
-    sizes = sizes_of(tokens.q, inputs_of(tokens), tokens.alpha)
+    sizes = sizes_of(tokens.q, (tokens.k, tokens.v), tokens.alpha)
     if sizes.size % 8 or sizes.size > ROWS:
         return f"chunk_size must be a multiple of 8 up to {ROWS}, got {sizes.size}"
     needed = forward_bytes(sizes, 1)
@@ -106,10 +104,9 @@ def forward_bytes(sizes: Sizes, stages: int) -> int:
     """Shared memory of the forward kernel, bfloat16 tokens."""
     _, _, slots, widths = sizes
     tokens = ROWS * (widths[0] + sum(widths) + slots)
-    read = widths[-1] if len(widths) == 2 else slots
-    work = ROWS * (ROWS + 3 * slots + read)
+    work = ROWS * (ROWS + 3 * slots + widths[1])
     memories = slots * sum(widths)
-    vectors = 2 * len(widths) * ROWS * 4
+    vectors = 4 * ROWS * 4
     # Barriers and reductions take what is added here.
     return 2 * (stages * tokens + work + 3 * memories) + stages * vectors + 6144
 
@@ -117,23 +114,16 @@ def forward_bytes(sizes: Sizes, stages: int) -> int:
 def backward_bytes(sizes: Sizes, aligned: bool) -> int:
     """Shared memory of the backward kernel, bfloat16 tokens."""
     _, _, slots, widths = sizes
-    passes = len(widths)
-    read = widths[-1] if passes == 2 else slots
-    tokens = ROWS * (widths[0] + sum(widths) + slots + read)
-    work = ROWS * ((1 + passes) * ROWS + (4 + 2 * (passes - 1)) * slots)
+    tokens = ROWS * (widths[0] + sum(widths) + slots + widths[1])
+    work = ROWS * (3 * ROWS + 6 * slots)
     copies = 2 if aligned else 3
     memories = slots * sum(widths)
-    vectors = passes * (5 * ROWS + slots) * 4
+    vectors = 2 * (5 * ROWS + slots) * 4
     reads = 4 * ROWS * slots
     return 2 * (tokens + work + (copies + 2) * memories) + reads + vectors + 6144
 
 
-def sizes_of(q: Any, inputs: tuple[Any, ...], alpha: Any) -> Sizes:
+def sizes_of(q: Any, inputs: tuple[Any, Any], alpha: Any) -> Sizes:
     """Sizes of one program, from the shapes of the tokens."""
     _, n, size, _, _ = q.shape
-    return Sizes(n, size, alpha.shape[-1], tuple(x.shape[-1] for x in inputs))
-
-
-def inputs_of(tokens: Tokens) -> tuple[Any, ...]:
-    """What each pass compresses: k, then v."""
-    return (tokens.k,) if tokens.v is None else (tokens.k, tokens.v)
+    return Sizes(n, size, alpha.shape[-1], (inputs[0].shape[-1], inputs[1].shape[-1]))
