@@ -3,19 +3,11 @@
 from collections.abc import Callable
 from typing import Literal
 
-import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import chunks, implementations, partition
-from memjax_kernels.common.arguments import (
-    check_choice,
-    check_range,
-    check_reset,
-    check_shapes,
-)
-from memjax_kernels.lattice import aligned, pallas_gpu, pallas_tpu
+from memjax_kernels.lattice import checks, pallas_gpu, pallas_tpu
+from memjax_kernels.lattice.chunked import in_chunks
 from memjax_kernels.lattice.memory import VARIANTS as VARIANTS
 from memjax_kernels.lattice.memory import Forget as Forget
 from memjax_kernels.lattice.memory import LatticeState as LatticeState
@@ -25,12 +17,12 @@ from memjax_kernels.lattice.memory import beginning as beginning
 from memjax_kernels.lattice.memory import empty_state as empty_state
 from memjax_kernels.lattice.reference import lattice_reference
 from memjax_kernels.lattice.reference import step as step
-from memjax_kernels.lattice.xla import lattice_xla, lattice_xla_head
+from memjax_kernels.lattice.xla import lattice_xla
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 
-# Forms of `aligned`.
-_FORMS: dict[str, Callable] = {
+# `segment` says what a chunk implementation takes and returns.
+_CHUNKWISE: dict[str, Callable] = {
     "xla": lattice_xla,
     "pallas_tpu": partition.chunkwise(pallas_tpu.lattice_tpu),
     "pallas_gpu": partition.chunkwise(pallas_gpu.lattice_gpu),
@@ -91,97 +83,25 @@ def lattice(
             cannot run here.
     """
     rule = Rule(variant, normalize, forget)
-    _check_options(rule, chunk_size, g)
-    sizes = _check_tokens(q, k, v, gamma, g, reset)
-    in_phase = chunk_size == 1 or state is None
-    state, empty = _memories(state, empty, chunk_size, rule, sizes)
-    wrong = None
+    checks.check_options(rule, chunk_size, g)
+    sizes = checks.check_tokens(q, k, v, gamma, g, reset)
+    empty = checks.check_states(state, empty, sizes, chunk_size, rule)
+    misplaced = None
     if reset is not None:
-        position = None if in_phase else state.position
-        wrong = chunks.misplaced_resets(reset, chunk_size, position)
-    unsupported = {
-        "pallas_tpu": pallas_tpu.unsupported(q, k, v, chunk_size, rule),
-        "pallas_gpu": pallas_gpu.unsupported(q, k, v, chunk_size, rule),
-    }
-    forms = _FORMS | {"reference": lattice_reference}
-    form = implementations.choose("lattice", implementation, forms, unsupported)
-    arguments = (q, k, v, gamma, g, state, reset, empty.start, rule)
-    if implementation == "reference":
-        state, y = lattice_reference(*arguments)
-    else:
-        head = lattice_xla_head
-        state, y = aligned.run(form, head, *arguments, in_phase=in_phase)
-    return chunks.mask_with_nan(state, y, wrong)
-
-
-def _check_options(rule, chunk_size, g):
-    check_choice("variant", rule.variant, VARIANTS)
-    check_choice("forget", rule.forget, (None, "l2", "l1"))
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    if (g is None) != (rule.forget is None):
-        given = "None" if g is None else "an array"
-        raise ValueError(
-            f"g must be given if and only if forget is, got g={given} and "
-            f"forget={rule.forget!r}"
-        )
-    if rule.forget == "l1" and chunk_size > 1:
-        raise ValueError(
-            "forget='l1' is a soft threshold after every token, which is defined for "
-            f"chunk_size=1 only, got chunk_size={chunk_size}"
-        )
-
-
-def _check_tokens(q, k, v, gamma, g, reset):
-    sizes = check_shapes(
-        q=(q, "B T H M"),
-        k=(k, "B T H M"),
-        v=(v, "B T H V"),
-        gamma=(gamma, "B T H"),
-        g=(g, "B T H"),
+        position = None if state is None or chunk_size == 1 else state.position
+        misplaced = chunks.misplaced_resets(reset, chunk_size, position)
+    form = implementations.choose(
+        "lattice",
+        implementation,
+        _CHUNKWISE | {"reference": lattice_reference},
+        {
+            "pallas_tpu": pallas_tpu.unsupported(q, k, v, chunk_size, rule),
+            "pallas_gpu": pallas_gpu.unsupported(q, k, v, chunk_size, rule),
+        },
     )
-    check_range("gamma", gamma, 0.0, float(np.finfo(np.float32).max))
-    check_range("g", g, -np.inf, 0.0)
-    check_reset(reset, sizes["B"], sizes["T"])
-    return sizes
-
-
-def _memories(state, empty, chunk_size, rule, sizes):
-    """The memory to start from and the empty one, checked."""
-    b, h, m, v = (sizes[letter] for letter in "BHMV")
-    for name, given in (("state", state), ("empty", empty)):
-        if given is None:
-            continue
-        if given.chunk_size != chunk_size:
-            raise ValueError(
-                f"{name} must be of chunk_size={chunk_size}, got one of chunk_size="
-                f"{given.chunk_size}: the chunk is part of the function"
-            )
-        wanted = {
-            "start": (b, h, m, v),
-            "pending": (b, h, m, v),
-            "decay": (b, h),
-            "position": (b,),
-        }
-        for field, shape in wanted.items():
-            array = getattr(given, field)
-            dtype = jnp.int32 if field == "position" else jnp.float32
-            if array.shape != shape or array.dtype != dtype:
-                raise ValueError(
-                    f"{name}.{field} must be {jnp.dtype(dtype)}{list(shape)}, got "
-                    f"{array.dtype}{list(array.shape)}"
-                )
-        # What is empty is at a chunk's start.
-        last = chunk_size - 1.0 if name == "state" else 0.0
-        check_range(f"{name}.position", given.position, 0.0, last)
-        if rule.normalize and not isinstance(given.start, Tracer):
-            norms = np.linalg.norm(np.asarray(given.start), axis=-1)
-            # A slot that a soft threshold emptied has norm 0.
-            if np.any((norms != 0) & ~(np.abs(norms - 1) <= 1e-3)):
-                raise ValueError(
-                    f"{name}.start must hold slots of unit norm where normalize=True, "
-                    f"got norms from {norms.min()} to {norms.max()}"
-                )
-    if empty is None:
-        empty = empty_state(b, h, m, v, chunk_size)
-    return (beginning(empty.start, chunk_size) if state is None else state), empty
+    given = (q, k, v, gamma, g, state, reset, empty, rule)
+    if implementation == "reference":
+        after, y = lattice_reference(*given)
+    else:
+        after, y = in_chunks(form, *given)
+    return chunks.mask_with_nan(after, y, misplaced)

@@ -26,8 +26,8 @@ from jaxtyping import Array
 from memjax_kernels.common import varying
 from memjax_kernels.common.products import multiplier, operand_dtype
 from memjax_kernels.lattice import tpu_kernels
-from memjax_kernels.lattice.aligned import Chunks, Memory
 from memjax_kernels.lattice.memory import Rule
+from memjax_kernels.lattice.segment import Chunks, Memory
 from memjax_kernels.lattice.tpu_kernels import Inputs
 
 F32 = jnp.float32
@@ -72,7 +72,7 @@ def lattice_tpu(
     *,
     interpret: Any = False,
 ) -> tuple[Memory, Array]:
-    """The form of `aligned`; `interpret` as in `pallas_call`."""
+    """A chunk implementation; see `segment`; `interpret` as in `pallas_call`."""
     b, n, c, h, m = tokens.q.shape
     width = start.shape[-1]
     exact = c == 1

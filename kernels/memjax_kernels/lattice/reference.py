@@ -101,25 +101,25 @@ def lattice_reference(
     v: Float[Array, "B T H V"],
     gamma: Float[Array, "B T H"],
     g: Float[Array, "B T H"] | None,
-    state: LatticeState,
+    state: LatticeState | None,
     reset: Bool[Array, "B T"] | None,
-    empty: Float[Array, "B H M V"],
+    empty: LatticeState,
     rule: Rule,
 ) -> tuple[LatticeState, Float[Array, "B T H V"]]:
     """`step` over a segment; `reset` only counts where a chunk starts."""
 
-    def body(state, token):
+    def one_token(state, token):
         q, k, v, gamma, g, reset = token
         if reset is not None:
             clear = (reset & (state.position == 0))[:, None, None, None]
-            start = jnp.where(clear, empty, state.start)
+            start = jnp.where(clear, empty.start, state.start)
             state = LatticeState(
                 start, state.pending, state.decay, state.position, state.chunk_size
             )
         return advance(q, k, v, gamma, g, state, rule)
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, gamma, g, reset))
-    state, y = jax.lax.scan(body, state, tokens)
+    state, y = jax.lax.scan(one_token, empty if state is None else state, tokens)
     return state, jnp.moveaxis(y, 0, 1)
 
 

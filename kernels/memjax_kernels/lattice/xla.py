@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from memjax_kernels.common import chunks
 from memjax_kernels.common.products import multiplier, operand_dtype
 from memjax_kernels.lattice import chunk
-from memjax_kernels.lattice.aligned import Chunks, Memory
 from memjax_kernels.lattice.memory import Rule
+from memjax_kernels.lattice.segment import Chunks, Memory
 
 
 def lattice_xla(
@@ -20,7 +20,7 @@ def lattice_xla(
     empty: Float[Array, "B H M V"],
     rule: Rule,
 ) -> tuple[Memory, Float[Array, "B n C H V"]]:
-    """The form of `aligned`."""
+    """A chunk implementation; see `segment`."""
     b, h = start.shape[:2]
     memory = start, jnp.zeros_like(start), jnp.ones((b, h), jnp.float32)
     count, size = tokens.q.shape[1:3]
@@ -39,7 +39,7 @@ def lattice_xla_head(
     empty: Float[Array, "B H M V"],
     rule: Rule,
 ) -> tuple[Memory, Float[Array, "B n C H V"]]:
-    """The head of `aligned`: one chunk, of which a part may be pending."""
+    """One chunk, of which a part may be pending from an earlier call."""
     body = functools.partial(_chunk, rule=rule, empty=empty, entering=True)
     return _scan(body, tokens, memory, remat_every=1)
 

@@ -1,18 +1,28 @@
 """Trellis: a memory of M slots that learns, token by token, to predict a target."""
 
+from collections.abc import Callable
 from typing import Literal
 
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels.trellis import call
+from memjax_kernels.common import arguments, chunks, implementations, partition
+from memjax_kernels.trellis import checks, pallas_gpu, pallas_tpu, segment
 from memjax_kernels.trellis.functions import Activation as Activation
 from memjax_kernels.trellis.functions import Phi as Phi
 from memjax_kernels.trellis.reference import step as step
+from memjax_kernels.trellis.reference import trellis_reference
 from memjax_kernels.trellis.state import TrellisState as TrellisState
 from memjax_kernels.trellis.state import empty_memory as empty_memory
 from memjax_kernels.trellis.state import empty_state as empty_state
+from memjax_kernels.trellis.xla import trellis_xla
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
+# `segment` says what a chunk implementation takes and returns.
+_CHUNKWISE: dict[str, Callable] = {
+    "xla": trellis_xla,
+    "pallas_tpu": partition.chunkwise(pallas_tpu.trellis_tpu),
+    "pallas_gpu": partition.chunkwise(pallas_gpu.trellis_gpu),
+}
 
 
 def trellis(
@@ -68,7 +78,26 @@ def trellis(
             known), a state of another type, shape, dtype or chunk size, or an
             implementation that cannot run here.
     """
-    arguments = call.Call(
-        q, k, v, alpha, gamma, g, state, reset, empty, chunk_size, phi, activation
+    checks.check_options(chunk_size, phi, activation)
+    sizes = checks.check_tokens(q, k, v, alpha, gamma, g)
+    empty = checks.check_states(state, empty, sizes, chunk_size)
+    arguments.check_reset(reset, sizes["B"], sizes["T"])
+    misplaced = None
+    if reset is not None:
+        position = None if state is None else state.position
+        misplaced = chunks.misplaced_resets(reset, chunk_size, position)
+    form = implementations.choose(
+        "trellis",
+        implementation,
+        _CHUNKWISE | {"reference": trellis_reference},
+        {
+            "pallas_tpu": pallas_tpu.unsupported(q, k, v, alpha, chunk_size),
+            "pallas_gpu": pallas_gpu.unsupported(q, k, v, alpha, chunk_size),
+        },
     )
-    return call.run(arguments, implementation)
+    given = (q, k, v, alpha, gamma, g, state, reset, empty)
+    if implementation == "reference":
+        after, y = trellis_reference(*given, phi=phi, activation=activation)
+    else:
+        after, y = segment.in_chunks(form, *given, phi=phi, activation=activation)
+    return chunks.mask_with_nan(after, y, misplaced)

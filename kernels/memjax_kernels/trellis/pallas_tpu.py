@@ -25,8 +25,10 @@ from jaxtyping import Array
 
 from memjax_kernels.common import products, varying
 from memjax_kernels.trellis import chunk as one_chunk
+from memjax_kernels.trellis import tpu_kernels
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
+from memjax_kernels.trellis.tpu_kernels import Inputs
 
 F32 = jnp.float32
 # What the blocks of a program may take by `_block_bytes`, and what Mosaic may take.
@@ -34,23 +36,6 @@ BLOCK_BYTES = 40 << 20
 VMEM_BYTES = 48 << 20
 # Heads of one program, where they fit.
 HEADS = 8
-
-
-class Inputs(NamedTuple):
-    """Tokens as the kernels take them, G = B H; a tuple holds one for each pass.
-
-    Attributes:
-        q: [G, n, C, K].
-        inputs: [G, n, C, K], [G, n, C, V].
-        alpha: [G, n, C, M].
-        gates: [G, n, R, C] float32: gamma of each pass, g of each pass, complete,
-            and cleared if resets were given.
-    """
-
-    q: Any
-    inputs: Any
-    alpha: Any
-    gates: Any
 
 
 class Static(NamedTuple):
@@ -62,17 +47,17 @@ class Static(NamedTuple):
     interpret: Any
 
 
-def unsupported(tokens: Tokens, memories: Memories) -> str:
+def unsupported(q: Array, k: Array, v: Array, alpha: Array, chunk_size: int) -> str:
     """Why the kernels cannot take these arguments on any TPU; "" if they can.
 
     Only shapes and dtypes are looked at.
     """
-    kinds = {x.dtype.name for x in (tokens.q, tokens.k, tokens.v)}
+    kinds = {x.dtype.name for x in (q, k, v)}
     if len(kinds) > 1 or not kinds <= {"float32", "bfloat16"}:
         return f"q, k and v must all be float32 or all bfloat16, got {sorted(kinds)}"
-    if tokens.alpha.dtype.name not in ("float32", "bfloat16"):
-        return f"alpha must be float32 or bfloat16, got {tokens.alpha.dtype}"
-    needed = _block_bytes(tokens, memories)
+    if alpha.dtype.name not in ("float32", "bfloat16"):
+        return f"alpha must be float32 or bfloat16, got {alpha.dtype}"
+    needed = _block_bytes(chunk_size, q.shape[-1], v.shape[-1], alpha.shape[-1])
     if needed > BLOCK_BYTES:
         return (
             f"a head's blocks take {needed / 2**20:.1f} MiB of VMEM, more than "
@@ -100,9 +85,9 @@ def trellis_tpu(
         activation: as there.
         interpret: as in `pallas_call`: False, or `pltpu.InterpretParams`.
     """
-    b, n, c, h, _ = tokens.q.shape
+    b, n, c, h, key_dim = tokens.q.shape
     # [B, n, C, H, D] -> [G, n, C, D], and back.
-    lead = lambda x: jnp.moveaxis(x, 3, 1).reshape(b * h, n, c, x.shape[-1])
+    heads_first = lambda x: jnp.moveaxis(x, 3, 1).reshape(b * h, n, c, x.shape[-1])
     back = lambda x: jnp.moveaxis(x.reshape(b, h, n, c, x.shape[-1]), 1, 3)
     flat = lambda x: x.reshape(b * h, *x.shape[2:])
     flags = [f for f in (tokens.complete, tokens.cleared) if f is not None]
@@ -110,15 +95,15 @@ def trellis_tpu(
         jnp.broadcast_to(f.astype(F32)[:, :, None, None, None], (b, n, c, h, 1))
         for f in flags
     ]
-    gates = lead(jnp.concatenate([tokens.gamma, tokens.g, *wide], axis=-1))
+    gates = heads_first(jnp.concatenate([tokens.gamma, tokens.g, *wide], axis=-1))
     arranged = Inputs(
-        lead(tokens.q),
-        (lead(tokens.k), lead(tokens.v)),
-        lead(tokens.alpha),
+        heads_first(tokens.q),
+        (heads_first(tokens.k), heads_first(tokens.v)),
+        heads_first(tokens.alpha),
         gates.swapaxes(2, 3),
     )
-    fitting = BLOCK_BYTES // _block_bytes(tokens, memories)
-    heads = max(1, min(HEADS, b * h, fitting))
+    needed = _block_bytes(c, key_dim, tokens.v.shape[-1], tokens.alpha.shape[-1])
+    heads = max(1, min(HEADS, b * h, BLOCK_BYTES // needed))
     static = Static(phi, activation, heads, interpret)
     flatten = lambda tree: jax.tree.map(flat, tree)
     arguments = varying.vary_alike((arranged, flatten(memories), flatten(empty)))
@@ -128,7 +113,7 @@ def trellis_tpu(
     return jax.tree.map(apart, memories), back(y)
 
 
-def _block_bytes(tokens: Tokens, memories: Memories) -> int:
+def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
     """What the backward kernel holds in VMEM for a head, roughly.
 
     In float32 with rows of whole lanes. Two buffers of each array in and out, and the
@@ -136,12 +121,11 @@ def _block_bytes(tokens: Tokens, memories: Memories) -> int:
     token's slots and 8 squares of a chunk in each pass.
     """
     lanes = lambda width: -(-width // 128) * 128
-    size, slots = tokens.q.shape[2], tokens.alpha.shape[-1]
-    arrays = (tokens.q, tokens.k, tokens.v, tokens.alpha)
-    rows = 4 * sum(size * lanes(x.shape[-1]) for x in arrays)
-    held = 24 * sum(m.shape[2] * lanes(m.shape[3]) for m in memories.start)
+    widths = (key_dim, value_dim)
+    tokens = 4 * size * sum(map(lanes, (key_dim, *widths, slots)))
+    memories = 24 * slots * sum(map(lanes, widths))
     between = 2 * size * (12 * lanes(slots) + 8 * lanes(size))
-    return 4 * (rows + held + between)
+    return 4 * (tokens + memories + between)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -165,74 +149,6 @@ def _chunks_bwd(static, residuals, cotangents):
 _chunks.defvjp(_chunks_fwd, _chunks_bwd)
 
 
-def _read(x: Inputs):
-    """The chunk of an `Inputs` of references, and its flags."""
-    rows = [x.gates[:, i, :] for i in range(x.gates.shape[1])]
-    flags = [row[:, :1][:, :, None] for row in rows[4:]]
-    chunk = one_chunk.Chunk(
-        x.q[...],
-        (x.inputs[0][...], x.inputs[1][...]),
-        x.alpha[...],
-        (rows[0], rows[1]),
-        (rows[2], rows[3]),
-    )
-    return chunk, flags[0], (flags[1] if len(flags) > 1 else None)
-
-
-def _load(refs):
-    return jax.tree.map(lambda ref: ref[...].astype(F32), refs)
-
-
-def _store(refs, values):
-    jax.tree.map(lambda ref, x: ref.__setitem__(..., x.astype(ref.dtype)), refs, values)
-
-
-def _forward_kernel(x, before, empty, after, y, kept, *, options):
-    @pl.when(pl.program_id(1) == 0)
-    def _():
-        _store(after, _load(before))
-
-    memories = _load(after)
-    if kept is not None:
-        _store(kept, memories.start)
-    chunk, complete, cleared = _read(x)
-    memories, read = one_chunk.advance(
-        chunk, memories, _load(empty), complete, cleared, options
-    )
-    _store(after, memories)
-    _store(y, read)
-
-
-def _backward_kernel(
-    x, running, empty, kept, d_after, d_y, d_x, d_before, d_empty, *, options
-):
-    @pl.when(pl.program_id(1) == 0)
-    def _():
-        _store(d_before, _load(d_after))
-        _store(d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty))
-
-    chunk, complete, cleared = _read(x)
-    start = _load(kept)
-    # After the first chunk the two memories are equal, where there are tokens.
-    first = pl.program_id(1) == pl.num_programs(1) - 1
-    begun = jax.tree.map(lambda r, s: jnp.where(first, r, s), _load(running), start)
-
-    def advance(chunk, memories, empty) -> Any:
-        return one_chunk.advance(chunk, memories, empty, complete, cleared, options)
-
-    _, pull = jax.vjp(advance, chunk, Memories(start, begun), _load(empty))
-    d_chunk, d_memories, d_fresh = pull((_load(d_before), d_y[...].astype(F32)))
-    _store(d_before, d_memories)
-    _store(d_empty, jax.tree.map(lambda a, b: a + b, _load(d_empty), d_fresh))
-    _store(d_x.q, d_chunk.q)
-    _store(d_x.inputs, d_chunk.inputs)
-    _store(d_x.alpha, d_chunk.alpha)
-    rows = (*d_chunk.gamma, *d_chunk.g)
-    for i in range(d_x.gates.shape[1]):
-        # Flags have no gradient.
-        d_x.gates[:, i, :] = rows[i] if i < len(rows) else jnp.zeros_like(rows[0])
-
-
 def _forward(static: Static, x: Inputs, memories: Memories, empty, *, keep: bool):
     like = functools.partial(varying.like, x.q)
     y = like(x.inputs[1].shape, x.inputs[1].dtype)
@@ -242,7 +158,7 @@ def _forward(static: Static, x: Inputs, memories: Memories, empty, *, keep: bool
     specs = functools.partial(_specs, static.heads, lambda i: i)
     return _call(
         static,
-        _forward_kernel,
+        tpu_kernels.forward_kernel,
         "trellis_forward",
         (x, memories, empty),
         (specs(x, 4), specs(memories, 3), specs(empty, 3)),
@@ -260,7 +176,7 @@ def _backward(static: Static, x: Inputs, running, empty, kept, d_after, d_y):
     before, fresh = like(Memories(running, running)), like(empty)
     return _call(
         static,
-        _backward_kernel,
+        tpu_kernels.backward_kernel,
         "trellis_backward",
         (x, running, empty, kept, d_after, d_y),
         (

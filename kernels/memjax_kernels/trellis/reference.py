@@ -12,12 +12,14 @@ Two passes (eqs. 13 and 14) share alpha: the first compresses keys and reads
 y1 = M_K q; the second compresses values and reads y = M_V^T f(y1).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.trellis import functions
-from memjax_kernels.trellis.state import TrellisState
+from memjax_kernels.trellis.state import Memories, TrellisState
 
 
 def step(
@@ -64,6 +66,36 @@ def step(
     return after, y.astype(dtype)
 
 
+def trellis_reference(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    alpha: Float[Array, "B T H M"],
+    gamma: Float[Array, "B T H ..."],
+    g: Float[Array, "B T H ..."] | None,
+    state: TrellisState | None,
+    reset: Bool[Array, "B T"] | None,
+    empty: TrellisState,
+    *,
+    phi: str,
+    activation: str,
+) -> tuple[TrellisState, Float[Array, "B T H V"]]:
+    """`step` for one token after the other; the arguments are those of `trellis`."""
+    fresh = empty.memories.start
+    empty = TrellisState.of(Memories(fresh, fresh), empty.position, empty.chunk_size)
+
+    def one_token(state, item):
+        (q, k, v, alpha, gamma, g), clear = item
+        if clear is not None:
+            state = jax.tree.map(functools.partial(_where, clear), empty, state)
+        return step(q, k, v, alpha, gamma, g, state, phi=phi, activation=activation)
+
+    tokens = (q, k, v, alpha, gamma, g)
+    items = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, reset))
+    state, y = jax.lax.scan(one_token, empty if state is None else state, items)
+    return state, jnp.moveaxis(y, 0, 1)
+
+
 def _write(start, memory, k, alpha, gamma, g, phi):
     z = jnp.einsum("bhmk,bhk->bhm", start, k)
     u = functions.error_gradient(phi, z, alpha)
@@ -88,27 +120,6 @@ def _wide(gate):
     return gate.astype(jnp.float32)[..., None, None]
 
 
-def scan_tokens(one, tokens, reset: Bool[Array, "B T"] | None, state, empty):
-    """`lax.scan` of a step over the tokens; rows are emptied where `reset` says.
-
-    Args:
-        one: (state, tokens [B, ...]) -> (state, y [B, ...]).
-        tokens: tree of [B, T, ...].
-        reset: None, or where a row starts from `empty`.
-        state: the memory before the first token.
-        empty: a state of the same type.
-    """
-
-    def body(state, item):
-        token, clear = item
-        if clear is not None:
-            choose = lambda new, old: jnp.where(
-                clear.reshape((-1,) + (1,) * (old.ndim - 1)), new, old
-            )
-            state = jax.tree.map(choose, empty, state)
-        return one(state, token)
-
-    time_first = lambda x: jnp.moveaxis(x, 1, 0)
-    items = jax.tree.map(time_first, (tokens, reset))
-    state, y = jax.lax.scan(body, state, items)
-    return state, jnp.moveaxis(y, 0, 1)
+def _where(rows: Bool[Array, " B"], new: Array, old: Array) -> Array:
+    """`new` in the batch elements that `rows` names."""
+    return jnp.where(rows.reshape((-1,) + (1,) * (old.ndim - 1)), new, old)

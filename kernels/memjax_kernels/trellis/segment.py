@@ -35,12 +35,14 @@ decays nothing. Its y is dropped, and whatever gradient flows to it.
 Everything is differentiable in tokens, memories and empty.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from memjax_kernels.common import chunks
+from memjax_kernels.trellis.state import Memories, TrellisState
 
 
 class Tokens(NamedTuple):
@@ -65,6 +67,42 @@ class Tokens(NamedTuple):
     g: PyTree
     complete: PyTree
     cleared: PyTree
+
+
+def in_chunks(
+    implementation: Callable[..., tuple[Memories, Float[Array, "B n C H V"]]],
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    alpha: Float[Array, "B T H M"],
+    gamma: Float[Array, "B T H ..."],
+    g: Float[Array, "B T H ..."] | None,
+    state: TrellisState | None,
+    reset: Bool[Array, "B T"] | None,
+    empty: TrellisState,
+    *,
+    phi: str,
+    activation: str,
+) -> tuple[TrellisState, Float[Array, "B T H V"]]:
+    """Splits a segment into chunks and runs a chunk implementation on them.
+
+    The other arguments are those of `trellis`; the chunk size is that of `empty`.
+    """
+    size, time = empty.chunk_size, q.shape[1]
+    position = None if state is None else state.position
+    tokens = align(q, k, v, alpha, gamma, g, reset, size, position)
+    fresh = empty.memories.start
+    before = Memories(fresh, fresh) if state is None else state.memories
+    memories, y = implementation(
+        tokens,
+        before,
+        None if reset is None else fresh,
+        phi=phi,
+        activation=activation,
+    )
+    start = empty.position if position is None else position
+    after = TrellisState.of(memories, (start + time) % size, size)
+    return after, chunks.join(y, time, position)
 
 
 def align(

@@ -21,15 +21,15 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 import memjax_kernels
 from memjax_kernels.common import implementations, partition
-from memjax_kernels.lattice import _FORMS
+from memjax_kernels.lattice import _CHUNKWISE as lattice_forms
 from memjax_kernels.lattice.pallas_tpu import lattice_tpu
-from memjax_kernels.trellis import call
+from memjax_kernels.trellis import _CHUNKWISE as trellis_forms
 from memjax_kernels.trellis.pallas_tpu import trellis_tpu
 
 assert jax.device_count() == 4
 mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 implementations.needs = lambda platform: ""
-for forms, kernel in (call.CHUNKWISE, trellis_tpu), (_FORMS, lattice_tpu):
+for forms, kernel in (trellis_forms, trellis_tpu), (lattice_forms, lattice_tpu):
     form = functools.partial(kernel, interpret=pltpu.InterpretParams())
     forms["pallas_tpu"] = partition.chunkwise(form)
 

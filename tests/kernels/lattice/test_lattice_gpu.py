@@ -12,13 +12,13 @@ from memjax_kernels.lattice import (
     VARIANTS,
     LatticeState,
     Rule,
-    aligned,
+    chunked,
     empty_state,
     lattice,
 )
 from memjax_kernels.lattice.pallas_gpu import lattice_gpu, unsupported
 from memjax_kernels.lattice.reference import lattice_reference
-from memjax_kernels.lattice.xla import lattice_xla, lattice_xla_head
+from memjax_kernels.lattice.xla import lattice_xla
 
 SLOTS = WIDTH = 64
 
@@ -32,37 +32,24 @@ def draw(batch, time, heads, dtype, seed=0) -> Any:
     return *(x.astype(dtype) for x in low), jax.nn.sigmoid(normal(3))
 
 
-def run(form, rule, reset, tokens, state, empty):
+def in_chunks(form, rule, reset, tokens, state, empty):
     """The state after the tokens but for its position, and their reads."""
-    in_phase = state is None
-    state = empty if in_phase else state
-    state, y = aligned.run(
-        form,
-        lattice_xla_head,
-        *tokens,
-        g=None,
-        state=state,
-        reset=reset,
-        empty=empty.start,
-        rule=rule,
-        in_phase=in_phase,
-    )
+    state, y = chunked.in_chunks(form, *tokens, None, state, reset, empty, rule)
     return state.start, state.pending, y
 
 
 def by_token(rule, reset, tokens: Any, state, empty):
-    """`run`, a token at a time."""
-    options: Any = (None, state, reset, empty.start, rule)
-    state, y = lattice_reference(*tokens, *options)
+    """`in_chunks`, a token at a time."""
+    state, y = lattice_reference(*tokens, None, state, reset, empty, rule)
     return state.start, state.pending, y
 
 
-def both(run, rule, reset, arguments):
+def both(function, rule, reset, arguments):
     """Results, and gradients of everything for random cotangents."""
 
     @jax.jit
     def pull(arguments):
-        values, back = jax.vjp(functools.partial(run, rule, reset), *arguments)
+        values, back = jax.vjp(functools.partial(function, rule, reset), *arguments)
         keys = jax.random.split(jax.random.key(7), len(values))
         weights = tuple(
             jax.random.normal(key, x.shape).astype(x.dtype)
@@ -78,12 +65,13 @@ def both(run, rule, reset, arguments):
 @pytest.fixture
 def interpreted(gpu):
     return functools.partial(
-        run, functools.partial(lattice_gpu, interpret=gpu.interpreter())
+        in_chunks, functools.partial(lattice_gpu, interpret=gpu.interpreter())
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_open_chunks_and_resets(gpu, interpreted, variant):
+def test_open_chunks_and_resets_agree_with_the_token_loop(gpu, interpreted, variant):
     b, t, h, c = 2, 36, 1, 16
     tokens = draw(b, t, h, jnp.float32)
     keys = jax.random.split(jax.random.key(3), 3)
@@ -101,14 +89,15 @@ def test_open_chunks_and_resets(gpu, interpreted, variant):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
 
 
-def test_whole_chunks_in_half_precision(gpu, interpreted):
+@pytest.mark.slow
+def test_half_precision_agrees_with_xla(gpu, interpreted):
     b, t, h, c = 1, 128, 1, 64
     low = draw(b, t, h, jnp.bfloat16)
     *high, gamma = low
     high = (*(x.astype(jnp.float32) for x in high), 0.1 * gamma)
     empty = empty_state(b, h, SLOTS, WIDTH, c)
     rule = Rule("dec")
-    xla = functools.partial(run, lattice_xla)
+    xla = functools.partial(in_chunks, lattice_xla)
     expected = both(xla, rule, None, (high, None, empty))
     actual = both(interpreted, rule, None, ((*low[:3], 0.1 * gamma), None, empty))
     # What a row ends within a chunk writes is none here: nothing to compare with.
@@ -122,7 +111,7 @@ def gradient(variant, tokens, empty, reset):
     """Of everything, both kernels included."""
 
     def loss(tokens, empty):
-        values = run(lattice_gpu, Rule(variant), reset, tokens, None, empty)
+        values = in_chunks(lattice_gpu, Rule(variant), reset, tokens, None, empty)
         return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in values)
 
     return jax.grad(loss, (0, 1), allow_int=True)(tokens, empty)
@@ -134,18 +123,20 @@ def arguments(chunk_size):
     return tokens, empty_state(b, h, SLOTS, WIDTH, chunk_size), jnp.zeros((b, t), bool)
 
 
+@pytest.mark.slow
 def test_exports_for_cuda(gpu):
     module = gpu.exported(functools.partial(gradient, "dec"), *arguments(16))
     assert module.count("mosaic_gpu_v2(") == 2 or module.count("mosaic_gpu(") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant, chunk_size", [("dec", 64), ("enc", 16), ("sim", 8)])
 def test_the_gradient_compiles(gpu, uncached, variant, chunk_size):
     text = gpu.compiled(functools.partial(gradient, variant), *arguments(chunk_size))
     assert "memjax_lattice_backward" in text
 
 
-def test_what_no_gpu_runs():
+def test_unsupported_arguments_say_why():
     def why(dtype=jnp.bfloat16, width=64, chunk_size=16, **options):
         q, k, v, _ = draw(1, 2, 1, dtype)
         return unsupported(q, k, v[..., :width], chunk_size, Rule(**options))

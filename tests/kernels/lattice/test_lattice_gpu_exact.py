@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels.lattice import Rule, aligned, beginning, lattice, lattice_xla_head
+from memjax_kernels.lattice import Rule, beginning, lattice
+from memjax_kernels.lattice.chunked import in_chunks
 from memjax_kernels.lattice.pallas_gpu import lattice_gpu, unsupported
 from memjax_kernels.lattice.pallas_gpu.inputs import BLOCK
 
@@ -29,17 +30,8 @@ def draw(batch, time, heads, dtype) -> Any:
 
 def by_kernels(form, variant, reset, q, k, v, gamma, start, empty):
     """The memory after the tokens, and their reads."""
-    state, y = aligned.run(
-        form,
-        lattice_xla_head,
-        *(q, k, v, gamma),
-        g=None,
-        state=beginning(start, 1),
-        reset=reset,
-        empty=empty,
-        rule=Rule(variant),
-        in_phase=True,
-    )
+    states = beginning(start, 1), reset, beginning(empty, 1)
+    state, y = in_chunks(form, *(q, k, v, gamma), None, *states, Rule(variant))
     return state.start, y
 
 
@@ -72,6 +64,7 @@ def pull(function, arguments):
 
 
 # The first goes from block to block, with resets within a piece and where one starts.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, time, resets, dtype, tolerance",
     [
@@ -80,7 +73,9 @@ def pull(function, arguments):
         ("sim", 9, [], jnp.bfloat16, 5e-3),
     ],
 )
-def test_every_gradient(gpu, variant, time, resets, dtype, tolerance):
+def test_values_and_gradients_agree_with_the_token_loop(
+    gpu, variant, time, resets, dtype, tolerance
+):
     b = 2 if resets else 1
     arguments = draw(b, time, 1, dtype)
     reset = None
@@ -115,18 +110,20 @@ def compiling():
     return draw(b, t, 2, jnp.bfloat16), jnp.zeros((b, t), bool)
 
 
+@pytest.mark.slow
 def test_exports_for_cuda(gpu):
     module = gpu.exported(functools.partial(gradient, "dec"), *compiling())
     assert module.count("mosaic_gpu_v2(") == 2 or module.count("mosaic_gpu(") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dec", "enc"])
 def test_the_gradient_compiles(gpu, uncached, variant):
     text = gpu.compiled(functools.partial(gradient, variant), *compiling())
     assert "memjax_lattice_exact_backward" in text
 
 
-def test_what_no_gpu_runs():
+def test_unsupported_arguments_say_why():
     def why(width=64, dtype=jnp.float32, **options):
         q, k, v = draw(1, 2, 1, dtype)[:3]
         return unsupported(q, k, v[..., :width], 1, Rule(**options))

@@ -13,19 +13,19 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.lattice import LatticeState, Rule, aligned, empty_state
+from memjax_kernels.lattice import LatticeState, Rule, beginning, empty_state
+from memjax_kernels.lattice.chunked import in_chunks
 from memjax_kernels.lattice.pallas_tpu import lattice_tpu, unsupported
-from memjax_kernels.lattice.xla import lattice_xla, lattice_xla_head
+from memjax_kernels.lattice.xla import lattice_xla
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
 def needs_libtpu(test):
-    """For tests that compile for a TPU."""
+    """Marks a test that compiles for a TPU, which takes seconds."""
     reason = "compiling for a TPU takes libtpu (pip install memjax[tpu])"
-    return pytest.mark.skipif(not LIBTPU, reason=reason)(
-        pytest.mark.usefixtures("uncached")(test)
-    )
+    test = pytest.mark.slow(pytest.mark.usefixtures("uncached")(test))
+    return pytest.mark.skipif(not LIBTPU, reason=reason)(test)
 
 
 # What a kernel has not written is NaN, and so is what lies beyond the last head.
@@ -46,26 +46,26 @@ def draw(batch, time, heads, slots, width, dtype=jnp.float32) -> Any:
     return *(x.astype(dtype) for x in tokens), gamma
 
 
-def run(form, variant, tokens, state, reset, empty, in_phase):
-    """The part of the public function that is common to all forms."""
-    q, k, v, gamma = tokens
-    arguments = q, k, v, gamma, None, state, reset, empty, Rule(variant)
-    return aligned.run(form, lattice_xla_head, *arguments, in_phase=in_phase)
-
-
 def rows(seed, *shape):
     x = jax.random.normal(jax.random.key(seed), shape)
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def both(form, variant, tokens, state, reset, empty, in_phase=False):
-    """Results, and gradients of everything for random cotangents."""
+def both(form, variant, tokens, state, reset, empty, *, in_phase=False):
+    """Results, and gradients of everything for random cotangents.
+
+    `in_phase` hides from the implementation where in its chunk each row stands.
+    """
 
     def forward(tokens, start, pending, empty):
         before = LatticeState(
             start, pending, state.decay, state.position, state.chunk_size
         )
-        after, y = run(form, variant, tokens, before, reset, empty, in_phase)
+        fresh = beginning(empty, state.chunk_size)
+        if in_phase:
+            # Tokens of chunks that start here: from the memory as the empty one.
+            before, fresh = None, beginning(start, state.chunk_size)
+        after, y = in_chunks(form, *tokens, None, before, reset, fresh, Rule(variant))
         return y, after.start, after.pending
 
     def pull(*arguments):
@@ -85,7 +85,7 @@ def close(actual, expected, tolerance):
         assert distance <= tolerance, (jax.tree_util.keystr(path), distance)
 
 
-def test_open_chunks_and_resets():
+def test_values_and_gradients_agree_with_xla():
     """Nine heads, so that a program of eight and one of one run them."""
     b, t, h, m, v, c = 3, 12, 3, 8, 16, 4
     place = jnp.array([3, 0, 1], jnp.int32)
@@ -98,18 +98,21 @@ def test_open_chunks_and_resets():
     assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(expected[1]))
 
 
-def test_half_precision():
+@pytest.mark.slow
+def test_half_precision_agrees_with_xla():
     b, t, h, m, v, c = 1, 19, 2, 8, 8, 8
     state = empty_state(b, h, m, v, c)
     low = draw(b, t, h, m, v, jnp.bfloat16)
     high = tuple(x.astype(jnp.float32) for x in low)
-    expected = both(lattice_xla, "enc", high, state, None, state.start, True)
-    actual = both(INTERPRETED, "enc", low, state, None, state.start, True)
+    arguments = state, None, state.start
+    expected = both(lattice_xla, "enc", high, *arguments, in_phase=True)
+    actual = both(INTERPRETED, "enc", low, *arguments, in_phase=True)
     close(actual, expected, 1e-2)
     assert actual[0][0].dtype == jnp.bfloat16
 
 
-def test_exact_tokens_with_resets():
+@pytest.mark.slow
+def test_chunks_of_one_token_agree_with_xla():
     """Two blocks of tokens, the second not full."""
     b, t, h, m, v = 2, 18, 2, 8, 16
     state = LatticeState(
@@ -120,7 +123,7 @@ def test_exact_tokens_with_resets():
         1,
     )
     reset = jnp.zeros((b, t), bool).at[0, 3].set(True).at[1, 17].set(True)
-    arguments = draw(b, t, h, m, v), state, reset, rows(3, b, h, m, v), True
+    arguments = draw(b, t, h, m, v), state, reset, rows(3, b, h, m, v)
     expected = both(lattice_xla, "sim", *arguments)
     close(both(INTERPRETED, "sim", *arguments), expected, 5e-6)
     d_tokens, d_start, _, d_empty = expected[1]
@@ -128,7 +131,7 @@ def test_exact_tokens_with_resets():
     assert all(np.abs(x).max() > 1e-3 for x in leaves)
 
 
-def test_what_no_tpu_runs():
+def test_unsupported_arguments_say_why():
     low, high = (jnp.zeros((1, 2, 1, 4), t) for t in ("bfloat16", "float32"))
     assert unsupported(high, high, high, 1, Rule("sim")) == ""
     assert unsupported(low, low, low, 64, Rule()) == ""
@@ -154,8 +157,10 @@ def compiled(name, mesh_shape, specs, sizes, dtype, variant, check_vma=None):
     reset = jax.ShapeDtypeStruct((b, t), bool)
 
     def forward(tokens, state, reset):
-        empty = empty_state(*state.start.shape).start
-        after, y = run(lattice_tpu, variant, tokens, state, reset, empty, c == 1)
+        empty = empty_state(*state.start.shape, c)
+        after, y = in_chunks(
+            lattice_tpu, *tokens, None, state, reset, empty, Rule(variant)
+        )
         return after.start, after.pending, y
 
     if check_vma is not None:

@@ -8,13 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels.trellis import (
-    TrellisState,
-    empty_state,
-    trellis,
-)
-from memjax_kernels.trellis import call as trellis_call
+from memjax_kernels.trellis import TrellisState, empty_state, segment, trellis
 from memjax_kernels.trellis.pallas_gpu import trellis_gpu, unsupported
+from memjax_kernels.trellis.reference import trellis_reference
 
 WIDTH = 64
 
@@ -30,21 +26,14 @@ def draw(batch, time, heads, dtype, *, value=WIDTH, seed=0) -> Any:
     return *low, gamma, g
 
 
-def run(implementation, chunk_size, phi, reset, tokens: Any, state, empty):
-    """Memories after the tokens, and their reads; `implementation` None is by token."""
-    arguments = trellis_call.Call(
-        *tokens,
-        state=state,
-        reset=reset,
-        empty=empty,
-        chunk_size=chunk_size,
-        phi=phi,
-        activation="ln_silu",
-    )
+def memories_and_reads(implementation, phi, reset, tokens: Any, state, empty):
+    """After the tokens, and of each; `implementation` None is by token."""
+    given = (*tokens, state, reset, empty)
+    options = {"phi": phi, "activation": "ln_silu"}
     if implementation is None:
-        after, y = trellis_call.run(arguments, "reference")
+        after, y = trellis_reference(*given, **options)
     else:
-        after, y = trellis_call.in_chunks(implementation, arguments, empty)
+        after, y = segment.in_chunks(implementation, *given, **options)
     return after.memories, y
 
 
@@ -53,12 +42,12 @@ def interpreted(gpu):
     return functools.partial(trellis_gpu, interpret=gpu.interpreter())
 
 
-def both(implementation, chunk_size, phi, reset, arguments):
+def both(implementation, phi, reset, arguments):
     """Results, and gradients of everything for random cotangents."""
 
     @jax.jit
     def pull(arguments):
-        forward = functools.partial(run, implementation, chunk_size, phi, reset)
+        forward = functools.partial(memories_and_reads, implementation, phi, reset)
         values, back = jax.vjp(forward, *arguments)
         leaves, treedef = jax.tree.flatten(values)
         keys = jax.random.split(jax.random.key(7), len(leaves))
@@ -74,7 +63,8 @@ def both(implementation, chunk_size, phi, reset, arguments):
     return pull(arguments)
 
 
-def test_both_passes_with_open_chunks_and_resets(gpu, interpreted):
+@pytest.mark.slow
+def test_open_chunks_and_resets_agree_with_the_token_loop(gpu, interpreted):
     b, t, h, c = 2, 20, 1, 16
     tokens = draw(b, t, h, jnp.float32)
     key = iter(jax.random.split(jax.random.key(3), 6))
@@ -95,42 +85,42 @@ def test_both_passes_with_open_chunks_and_resets(gpu, interpreted):
     empty = TrellisState(other[0], other[0], other[1], other[1], place, c)
     reset = jnp.zeros((b, t), bool).at[0, 3].set(True).at[1, 0].set(True)
     arguments = (tokens, state, empty)
-    expected = both(None, c, "l2_silu", reset, arguments)
-    gpu.close(both(interpreted, c, "l2_silu", reset, arguments), expected, 5e-6)
+    expected = both(None, "l2_silu", reset, arguments)
+    gpu.close(both(interpreted, "l2_silu", reset, arguments), expected, 5e-6)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
 
 
-def test_whole_chunks_in_half_precision(gpu, interpreted):
+@pytest.mark.slow
+def test_half_precision_agrees_with_the_token_loop(gpu, interpreted):
     b, t, h, c = 1, 128, 1, 64
     phi = "softmax"
     low = draw(b, t, h, jnp.bfloat16)
     empty = empty_state(b, h, WIDTH, WIDTH, WIDTH, c)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
-    expected = both(None, c, phi, None, (high, None, empty))
-    actual = both(interpreted, c, phi, None, (low, None, empty))
+    expected = both(None, phi, None, (high, None, empty))
+    actual = both(interpreted, phi, None, (low, None, empty))
     gpu.close(actual, expected, 1e-2)
     assert actual[0][1].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_the_gradient_where_the_backward_kernel_does_not_fit(gpu, interpreted):
     b, t, h, c = 1, 16, 1, 16
     tokens = draw(b, t, h, jnp.float32, value=192)
     empty = empty_state(b, h, WIDTH, WIDTH, 192, c)
-    expected = both(None, c, "ln_silu", None, (tokens, None, empty))
-    gpu.close(
-        both(interpreted, c, "ln_silu", None, (tokens, None, empty)), expected, 5e-6
-    )
+    expected = both(None, "ln_silu", None, (tokens, None, empty))
+    gpu.close(both(interpreted, "ln_silu", None, (tokens, None, empty)), expected, 5e-6)
 
 
-def loss(chunk_size, phi, tokens, state, empty, reset):
-    values = run(trellis_gpu, chunk_size, phi, reset, tokens, state, empty)
+def loss(phi, tokens, state, empty, reset):
+    values = memories_and_reads(trellis_gpu, phi, reset, tokens, state, empty)
     leaves = jax.tree.leaves(values)
     return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in leaves)
 
 
-def gradient(chunk_size, phi, tokens, state, empty, reset):
+def gradient(phi, tokens, state, empty, reset):
     """Of everything, all kernels included."""
-    function = functools.partial(loss, chunk_size, phi)
+    function = functools.partial(loss, phi)
     return jax.grad(function, (0, 1, 2), allow_int=True)(tokens, state, empty, reset)
 
 
@@ -141,35 +131,32 @@ def arguments(chunk_size, value):
     return tokens, empty, empty, jnp.zeros((b, t), bool)
 
 
+@pytest.mark.slow
 def test_exports_for_cuda(gpu):
-    module = gpu.exported(
-        functools.partial(gradient, 64, "l2_silu"), *arguments(64, WIDTH)
-    )
+    module = gpu.exported(functools.partial(gradient, "l2_silu"), *arguments(64, WIDTH))
     assert module.count("mosaic_gpu_v2(") == 2 or module.count("mosaic_gpu(") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size, phi", [(64, "ln_silu"), (16, "softmax")])
 def test_the_gradient_compiles(gpu, uncached, chunk_size, phi):
-    function = functools.partial(gradient, chunk_size, phi)
+    function = functools.partial(gradient, phi)
     text = gpu.compiled(function, *arguments(chunk_size, WIDTH))
     assert "memjax_trellis_backward" in text
 
 
+@pytest.mark.slow
 def test_wider_values_compile(gpu, uncached):
-    function = functools.partial(loss, 64, "l2_silu")
+    function = functools.partial(loss, "l2_silu")
     text = gpu.compiled(function, *arguments(64, 128))
     assert "memjax_trellis_forward" in text
 
 
-def test_what_no_gpu_runs():
+def test_unsupported_arguments_say_why():
     def why(dtype=jnp.bfloat16, width=64, slots=64, chunk_size=64):
         q = jnp.zeros((1, 2, 1, width), dtype)
         alpha = jnp.zeros((1, 2, 1, slots), jnp.bfloat16)
-        gate = jnp.zeros((1, 2, 1))
-        empty = empty_state(1, 1, slots, width, width, chunk_size)
-        options = (None, None, empty, chunk_size, "silu", "softmax")
-        given = trellis_call.Call(q, q, q, alpha, gate, gate, *options)
-        return unsupported(*trellis_call.chunked(given, empty)[:2])
+        return unsupported(q, q, q, alpha, chunk_size)
 
     assert why() == why(chunk_size=16) == why(width=128) == ""
     assert "q must be bfloat16" in why(dtype=jnp.float32)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.trellis import TrellisState, call, empty_state
+from memjax_kernels.trellis import TrellisState, empty_state, segment
 from memjax_kernels.trellis.pallas_tpu import trellis_tpu, unsupported
 from memjax_kernels.trellis.xla import trellis_xla
 
@@ -22,11 +22,10 @@ LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
 def needs_libtpu(test):
-    """For tests that compile for a TPU."""
+    """Marks a test that compiles for a TPU, which takes seconds."""
     reason = "compiling for a TPU takes libtpu (pip install memjax[tpu])"
-    return pytest.mark.skipif(not LIBTPU, reason=reason)(
-        pytest.mark.usefixtures("uncached")(test)
-    )
+    test = pytest.mark.slow(pytest.mark.usefixtures("uncached")(test))
+    return pytest.mark.skipif(not LIBTPU, reason=reason)(test)
 
 
 # What a kernel has not written is NaN, and so is what lies beyond the last head.
@@ -49,17 +48,11 @@ def draw(batch, time, heads, key, value, slots, dtype=jnp.float32, gates=(2,)) -
     return *(x.astype(dtype) for x in tokens), gamma, g
 
 
-def run(implementation, tokens, state, empty, reset, chunk_size):
-    arguments = call.Call(
-        *tokens,
-        state=state,
-        reset=reset,
-        empty=empty,
-        chunk_size=chunk_size,
-        phi="l2_silu",
-        activation="ln_silu",
+def in_chunks(implementation, tokens, state, empty, reset=None):
+    given = (*tokens, state, reset, empty)
+    return segment.in_chunks(
+        implementation, *given, phi="l2_silu", activation="ln_silu"
     )
-    return call.in_chunks(implementation, arguments, empty)
 
 
 def perturbed(state, seed):
@@ -72,7 +65,7 @@ def perturbed(state, seed):
     return jax.tree.unflatten(treedef, list(map(move, leaves, keys)))
 
 
-def both(implementation, chunk_size, arguments, reset):
+def both(implementation, arguments, reset=None):
     """Results, and gradients of everything for random cotangents."""
 
     def pull(arguments):
@@ -88,7 +81,7 @@ def both(implementation, chunk_size, arguments, reset):
 
         def forward(given):
             tokens, state, empty = whole(given)
-            after, y = run(implementation, tokens, state, empty, reset, chunk_size)
+            after, y = in_chunks(implementation, tokens, state, empty, reset)
             return after.memories, y
 
         values, back = jax.vjp(forward, floats(arguments))
@@ -111,7 +104,7 @@ def close(actual, expected, tolerance):
         assert distance <= tolerance, (jax.tree_util.keystr(path), distance)
 
 
-def test_both_passes_with_open_chunks_and_resets():
+def test_values_and_gradients_agree_with_xla():
     """Nine heads, so that a program of eight and one of one run them."""
     b, t, h, k, v, m, c = 3, 7, 3, 16, 24, 8, 4
     tokens = draw(b, t, h, k, v, m)
@@ -124,19 +117,20 @@ def test_both_passes_with_open_chunks_and_resets():
     empty = perturbed(empty_state(b, h, m, k, v, c), 2)
     reset = jnp.zeros((b, t), bool).at[0, 1].set(True).at[1, 4].set(True)
     arguments = (tokens, state, empty)
-    expected = both(trellis_xla, c, arguments, reset)
-    close(both(INTERPRETED, c, arguments, reset), expected, 2e-6)
+    expected = both(trellis_xla, arguments, reset)
+    close(both(INTERPRETED, arguments, reset), expected, 2e-6)
     gradients = jax.tree.leaves(expected[1])
     assert all(np.isfinite(x).all() for x in gradients)
 
 
-def test_half_precision():
+@pytest.mark.slow
+def test_half_precision_agrees_with_xla():
     b, t, h, k, m, c = 1, 19, 2, 16, 8, 8
     low = draw(b, t, h, k, k, m, jnp.bfloat16, gates=())
     empty = empty_state(b, h, m, k, k, c)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
-    expected = both(trellis_xla, c, (high, None, empty), None)
-    actual = both(INTERPRETED, c, (low, None, empty), None)
+    expected = both(trellis_xla, (high, None, empty))
+    actual = both(INTERPRETED, (low, None, empty))
     close(actual, expected, 8e-3)
     assert actual[0][1].dtype == jnp.bfloat16
 
@@ -147,14 +141,13 @@ def one_row(implementation, sizes):
 
     def reads(*tokens):
         rows = [x[None] for x in tokens]
-        return run(implementation, rows, None, empty_state(1, h, m, d, d, c), None, c)[
-            1
-        ]
+        return in_chunks(implementation, rows, None, empty_state(1, h, m, d, d, c))[1]
 
     return reads
 
 
-def test_under_vmap():
+@pytest.mark.slow
+def test_vmap_agrees_with_xla():
     sizes = h, d, m, c = 2, 8, 8, 4
     tokens = draw(2, 5, h, d, d, m)
     # The TPU interpreter of jax 0.10.2 does not take what vmap makes of a kernel.
@@ -193,21 +186,17 @@ def test_a_policy_can_keep_what_the_backward_kernel_needs(names, runs):
     @functools.partial(jax.checkpoint, policy=policy)
     def loss(*tokens):
         empty = empty_state(1, 1, 8, 8, 8, 4)
-        return jnp.sum(run(trellis_tpu, tokens, None, empty, None, 4)[1] ** 2)
+        return jnp.sum(in_chunks(trellis_tpu, tokens, None, empty)[1] ** 2)
 
     text = for_one_device(jax.value_and_grad(loss, range(6)), tokens)
     assert len(re.findall(r"custom-call\(.*trellis_forward", text)) == runs
     assert len(re.findall(r"custom-call\(.*trellis_backward", text)) == 1
 
 
-def test_what_no_tpu_runs():
+def test_unsupported_arguments_say_why():
     def why(dtype, alpha_dtype, width):
         q = jnp.zeros((1, 2, 1, width), dtype)
-        v, gate = q.astype("float32"), jnp.zeros((1, 2, 1))
-        empty = empty_state(1, 1, width, width, width, 64)
-        options = (None, None, empty, 64, "silu", "softmax")
-        arguments = call.Call(q, q, v, q.astype(alpha_dtype), gate, gate, *options)
-        return unsupported(*call.chunked(arguments, empty)[:2])
+        return unsupported(q, q, q.astype("float32"), q.astype(alpha_dtype), 64)
 
     assert why("float32", "bfloat16", 256) == ""
     assert "all be float32 or all bfloat16" in why("bfloat16", "float32", 16)
@@ -230,7 +219,7 @@ def compiled(name, mesh_shape, specs, sizes, dtype, check_vma=None):
     def forward(tokens, state, reset):
         rows, _, heads, _ = tokens[0].shape
         empty = empty_state(rows, heads, m, k, v, c)
-        after, y = run(trellis_tpu, tokens, state, empty, reset, c)
+        after, y = in_chunks(trellis_tpu, tokens, state, empty, reset)
         return after.memories, y
 
     if check_vma is not None:

@@ -20,12 +20,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from memjax_kernels.common.mosaic import ROWS
-from memjax_kernels.lattice.aligned import Chunks, Memory
 from memjax_kernels.lattice.memory import Rule
 from memjax_kernels.lattice.pallas_gpu.backward import backward
 from memjax_kernels.lattice.pallas_gpu.exact import lattice_gpu_exact
 from memjax_kernels.lattice.pallas_gpu.forward import forward
 from memjax_kernels.lattice.pallas_gpu.inputs import ChunkInputs, Static
+from memjax_kernels.lattice.segment import Chunks, Memory
 
 
 def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
@@ -53,7 +53,7 @@ def lattice_gpu(
     *,
     interpret: Any = None,
 ) -> tuple[Memory, Array]:
-    """The form of `aligned`; `interpret` runs it in an interpreter."""
+    """A chunk implementation; see `segment`; `interpret` runs it in an interpreter."""
     static = Static(rule.variant, interpret)
     if tokens.q.shape[2] == 1:
         return lattice_gpu_exact(tokens, start, empty, static)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from memjax_kernels.lattice.aligned import Chunks, Memory
 from memjax_kernels.lattice.pallas_gpu.exact_backward import backward
 from memjax_kernels.lattice.pallas_gpu.exact_forward import forward
 from memjax_kernels.lattice.pallas_gpu.inputs import (
@@ -25,6 +24,7 @@ from memjax_kernels.lattice.pallas_gpu.inputs import (
     Static,
     TokenInputs,
 )
+from memjax_kernels.lattice.segment import Chunks, Memory
 
 F32 = jnp.float32
 
@@ -32,7 +32,7 @@ F32 = jnp.float32
 def lattice_gpu_exact(
     tokens: Chunks, start: Array, empty: Array, static: Static
 ) -> tuple[Memory, Array]:
-    """The form of `aligned`, for C = 1."""
+    """A chunk implementation; see `segment`, for C = 1."""
     b, time, _, h, _ = tokens.q.shape
 
     def cut(x):

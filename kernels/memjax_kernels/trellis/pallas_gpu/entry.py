@@ -21,7 +21,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from memjax_kernels.common.mosaic import ROWS
-from memjax_kernels.trellis.chunk import FORGETS_ALL
 from memjax_kernels.trellis.pallas_gpu.backward import backward
 from memjax_kernels.trellis.pallas_gpu.forward import forward
 from memjax_kernels.trellis.pallas_gpu.inputs import (
@@ -30,10 +29,12 @@ from memjax_kernels.trellis.pallas_gpu.inputs import (
     SHARED_BYTES,
     TOTAL,
     Inputs,
+    Sizes,
     Static,
     forward_bytes,
     has_backward,
-    sizes_of,
+    memories_after,
+    prepare,
 )
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
@@ -50,55 +51,19 @@ def trellis_gpu(
     interpret: Any = None,
 ) -> tuple[Memories, Array]:
     """A chunk implementation; see `segment`. `interpret` runs it in an interpreter."""
-    sizes = sizes_of(tokens.q, (tokens.k, tokens.v), tokens.alpha)
+    sizes = Sizes(
+        *tokens.q.shape[1:3],
+        tokens.alpha.shape[-1],
+        (tokens.k.shape[-1], tokens.v.shape[-1]),
+    )
     stages = 2 if forward_bytes(sizes, 2) <= SHARED_BYTES else 1
     static = Static(phi, activation, stages, interpret)
     aligned = all(a is b for a, b in zip(memories.start, memories.running, strict=True))
-    if has_backward(sizes, aligned):
-        return _run(static, tokens, memories, empty, aligned, _chunks)
-    return _forward_only(static, aligned, tokens, memories, empty)
-
-
-def _run(static, tokens, memories, empty, aligned, kernel):
-    """Prepares the arguments of a kernel, and takes the memories from its results."""
-    chunks = tokens.q.shape[1]
-    begin, running = memories
-    if tokens.cleared is not None:
-        first = tokens.cleared[:, 0, None, None, None]
-        clear = lambda old: tuple(map(functools.partial(jnp.where, first), empty, old))
-        begin, running = clear(begin), clear(running)
-    incomplete = jnp.sum(tokens.complete, axis=1, dtype=jnp.int32)
-    cleared = tokens.cleared
-    x = Inputs(
-        q=tokens.q,
-        inputs=(tokens.k, tokens.v),
-        alpha=tokens.alpha,
-        gates=_gates(tokens),
-        begin=None if aligned else begin,
-        running=running,
-        empty=None if cleared is None else empty,
-        middle=incomplete,
-        cleared=None if cleared is None else cleared.astype(jnp.int32),
-    )
-    y, after, middle = kernel(static, x)
-    place = incomplete[:, None, None, None]
-
-    def start(before, middle, after):
-        later = jnp.where(place == chunks, after, middle)
-        return jnp.where(place == 0, before, later)
-
-    keys, values = map(start, begin, middle, after)
-    return Memories((keys, values), tuple(after)), y
-
-
-def _gates(tokens: Tokens) -> Array:
-    total = jnp.cumsum(jnp.maximum(tokens.g, FORGETS_ALL), axis=2)
-    tail = [(0, 0)] * total.ndim
-    tail[2] = (0, ROWS - total.shape[2])
-    total = jnp.pad(total, tail, mode="edge")
-    gates = jnp.stack([total, jnp.pad(tokens.gamma, tail)], axis=-1)
-    # [B, n, 64, H, 2, 2] -> [B, n, H, 4, 64]
-    return jnp.moveaxis(gates.reshape(*gates.shape[:4], -1), 2, -1)
+    if not has_backward(sizes, aligned):
+        return _forward_only(static, aligned, tokens, memories, empty)
+    x = prepare(tokens, memories, empty, aligned)
+    y, after, middle = _chunks(static, x)
+    return memories_after(x, after, middle), y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -141,9 +106,9 @@ _chunks.defvjp(_chunks_fwd, _chunks_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _forward_only(static, aligned, tokens, memories, empty):
-    kernel = functools.partial(forward, keep=False)
-    first_three = lambda static, x: kernel(static, x)[:3]
-    return _run(static, tokens, memories, empty, aligned, first_three)
+    x = prepare(tokens, memories, empty, aligned)
+    y, after, middle, _ = forward(static, x, keep=False)
+    return memories_after(x, after, middle), y
 
 
 def _forward_only_fwd(static, aligned, *arguments):

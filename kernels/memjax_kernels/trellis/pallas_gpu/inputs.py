@@ -1,10 +1,13 @@
 """What the GPU kernels of Trellis take, and how much shared memory they need."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from memjax_kernels.common.mosaic import ROWS
+from memjax_kernels.trellis.chunk import FORGETS_ALL
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
 
@@ -68,24 +71,24 @@ class Inputs(NamedTuple):
 
     @property
     def sizes(self) -> Sizes:
-        return sizes_of(self.q, self.inputs, self.alpha)
+        return _sizes(self.q, self.inputs, self.alpha)
 
 
-def unsupported(tokens: Tokens, memories: Memories) -> str:
+def unsupported(q: Array, k: Array, v: Array, alpha: Array, chunk_size: int) -> str:
     """Why the kernels cannot take these arguments on any GPU; "" if they can.
 
     Only shapes and dtypes are looked at.
     """
-    arrays = {"q": tokens.q, "k": tokens.k, "v": tokens.v, "alpha": tokens.alpha}
-    for name, array in arrays.items():
+    for name, array in {"q": q, "k": k, "v": v, "alpha": alpha}.items():
         if array.dtype != jnp.bfloat16:
             return f"{name} must be bfloat16, got {array.dtype}"
         if array.shape[-1] % 64 or array.shape[-1] > 256:
             letter = {"v": "V", "alpha": "M"}.get(name, "K")
             return f"{letter} must be 64, 128, 192 or 256, got {array.shape[-1]}"
-    sizes = sizes_of(tokens.q, (tokens.k, tokens.v), tokens.alpha)
-    if sizes.size % 8 or sizes.size > ROWS:
-        return f"chunk_size must be a multiple of 8 up to {ROWS}, got {sizes.size}"
+    if chunk_size % 8 or chunk_size > ROWS:
+        return f"chunk_size must be a multiple of 8 up to {ROWS}, got {chunk_size}"
+    # The number of chunks makes no difference.
+    sizes = Sizes(1, chunk_size, alpha.shape[-1], (k.shape[-1], v.shape[-1]))
     needed = forward_bytes(sizes, 1)
     if needed > SHARED_BYTES:
         return (
@@ -123,7 +126,65 @@ def backward_bytes(sizes: Sizes, aligned: bool) -> int:
     return 2 * (tokens + work + (copies + 2) * memories) + reads + vectors + 6144
 
 
-def sizes_of(q: Any, inputs: tuple[Any, Any], alpha: Any) -> Sizes:
+def prepare(
+    tokens: Tokens, memories: Memories, empty: tuple[Array, ...] | None, aligned: bool
+) -> Inputs:
+    """The arguments of a chunk implementation as the kernels take them.
+
+    `aligned` says that the memories to read from are those at the chunk's start.
+    """
+    begin, running = memories
+    cleared = tokens.cleared
+    if cleared is not None:
+        assert empty is not None
+        clear = functools.partial(jnp.where, cleared[:, 0, None, None, None])
+        begin = tuple(map(clear, empty, begin))
+        running = tuple(map(clear, empty, running))
+    return Inputs(
+        q=tokens.q,
+        inputs=(tokens.k, tokens.v),
+        alpha=tokens.alpha,
+        gates=_gates(tokens),
+        begin=None if aligned else begin,
+        running=running,
+        empty=None if cleared is None else empty,
+        middle=jnp.sum(tokens.complete, axis=1, dtype=jnp.int32),
+        cleared=None if cleared is None else cleared.astype(jnp.int32),
+    )
+
+
+def memories_after(x: Inputs, after: tuple[Array, ...], middle: tuple[Array, ...]):
+    """The memories after a segment, from those that the forward kernel returns.
+
+    Args:
+        x: what the kernel took.
+        after: the memories after the last chunk.
+        middle: those at the start of the chunk that `x.middle` names, if that is one
+            but the first.
+    """
+    place = x.middle[:, None, None, None]
+    chunks = x.q.shape[1]
+
+    def chunk_start(begin, middle, after):
+        later = jnp.where(place == chunks, after, middle)
+        return jnp.where(place == 0, begin, later)
+
+    begin = x.running if x.begin is None else x.begin
+    keys, values = map(chunk_start, begin, middle, after)
+    return Memories((keys, values), (after[0], after[1]))
+
+
+def _gates(tokens: Tokens) -> Array:
+    total = jnp.cumsum(jnp.maximum(tokens.g, FORGETS_ALL), axis=2)
+    tail = [(0, 0)] * total.ndim
+    tail[2] = (0, ROWS - total.shape[2])
+    total = jnp.pad(total, tail, mode="edge")
+    gates = jnp.stack([total, jnp.pad(tokens.gamma, tail)], axis=-1)
+    # [B, n, 64, H, 2, 2] -> [B, n, H, 4, 64]
+    return jnp.moveaxis(gates.reshape(*gates.shape[:4], -1), 2, -1)
+
+
+def _sizes(q: Any, inputs: tuple[Any, Any], alpha: Any) -> Sizes:
     """Sizes of one program, from the shapes of the tokens."""
     _, n, size, _, _ = q.shape
     return Sizes(n, size, alpha.shape[-1], (inputs[0].shape[-1], inputs[1].shape[-1]))

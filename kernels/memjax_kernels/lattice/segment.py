@@ -1,0 +1,51 @@
+"""A segment in whole chunks: what all chunk implementations take and return.
+
+Every one (`xla.lattice_xla`, `pallas_tpu.lattice_tpu`, ...) has this signature:
+
+    f(tokens: Chunks, start, empty, *, rule) -> (start, pending, decay), y
+
+of n >= 1 whole chunks that start with nothing pending: `chunked` lets XLA take the
+first chunk where an earlier call may have begun it. For each row in turn, with
+M = `start`:
+
+    for j in range(n):
+        if cleared[j]: M = empty
+        y[j], A, M_next = the chunk's reads, its written part, the normalised memory
+        if complete[j]: M = M_next
+
+Chunks after a row's last complete one hold its last tokens, or none, among zeros: M
+stays, and the written part A of those chunks is the `pending` that is returned, 0
+for rows that end with a chunk (likewise `decay`, 1 without forget="l2"). A token of
+zeros, rate and log gate included, writes nothing, and its read is dropped. `start`
+and `empty` are float32 [B, H, M, V], as are the memories returned; y [B, n, C, H, V]
+has the dtype of v.
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Bool, Float
+
+
+class Chunks(NamedTuple):
+    """Tokens of a segment, cut into n chunks of C.
+
+    Attributes:
+        q: [B, n, C, H, M].
+        k: [B, n, C, H, M].
+        v: [B, n, C, H, V].
+        gamma: [B, n, C, H].
+        g: [B, n, C, H], or None without forgetting.
+        complete: whether a row's tokens reach the end of each chunk.
+        cleared: whether a row's memory is emptied before each chunk; None is never.
+    """
+
+    q: Float[Array, "B n C H M"]
+    k: Float[Array, "B n C H M"]
+    v: Float[Array, "B n C H V"]
+    gamma: Float[Array, "B n C H"]
+    g: Float[Array, "B n C H"] | None
+    complete: Bool[Array, "B n"]
+    cleared: Bool[Array, "B n"] | None
+
+
+Memory = tuple[Float[Array, "B H M V"], Float[Array, "B H M V"], Float[Array, "B H"]]
