@@ -34,13 +34,15 @@ def draw(batch, time, heads, dtype, seed=0) -> Any:
 
 def in_chunks(form, rule, reset, tokens, state, empty):
     """The state after the tokens but for its position, and their reads."""
-    state, y = chunked.in_chunks(form, *tokens, None, state, reset, empty, rule)
+    given: Any = (*tokens, None, state, reset, empty, rule)
+    state, y = chunked.in_chunks(form, *given)
     return state.start, state.pending, y
 
 
 def by_token(rule, reset, tokens: Any, state, empty):
     """`in_chunks`, a token at a time."""
-    state, y = lattice_reference(*tokens, None, state, reset, empty, rule)
+    given: Any = (*tokens, None, state, reset, empty, rule)
+    state, y = lattice_reference(*given)
     return state.start, state.pending, y
 
 

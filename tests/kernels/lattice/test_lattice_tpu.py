@@ -65,7 +65,8 @@ def both(form, variant, tokens, state, reset, empty, *, in_phase=False):
         if in_phase:
             # Tokens of chunks that start here: from the memory as the empty one.
             before, fresh = None, beginning(start, state.chunk_size)
-        after, y = in_chunks(form, *tokens, None, before, reset, fresh, Rule(variant))
+        given: Any = (*tokens, None, before, reset, fresh, Rule(variant))
+        after, y = in_chunks(form, *given)
         return y, after.start, after.pending
 
     def pull(*arguments):
@@ -157,10 +158,10 @@ def compiled(name, mesh_shape, specs, sizes, dtype, variant, check_vma=None):
     reset = jax.ShapeDtypeStruct((b, t), bool)
 
     def forward(tokens, state, reset):
-        empty = empty_state(*state.start.shape, c)
-        after, y = in_chunks(
-            lattice_tpu, *tokens, None, state, reset, empty, Rule(variant)
-        )
+        rows, heads = state.start.shape[:2]
+        empty = empty_state(rows, heads, m, v, c)
+        given: Any = (*tokens, None, state, reset, empty, Rule(variant))
+        after, y = in_chunks(lattice_tpu, *given)
         return after.start, after.pending, y
 
     if check_vma is not None:

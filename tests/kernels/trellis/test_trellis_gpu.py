@@ -28,7 +28,7 @@ def draw(batch, time, heads, dtype, *, value=WIDTH, seed=0) -> Any:
 
 def memories_and_reads(implementation, phi, reset, tokens: Any, state, empty):
     """After the tokens, and of each; `implementation` None is by token."""
-    given = (*tokens, state, reset, empty)
+    given: Any = (*tokens, state, reset, empty)
     options = {"phi": phi, "activation": "ln_silu"}
     if implementation is None:
         after, y = trellis_reference(*given, **options)

@@ -49,7 +49,7 @@ def draw(batch, time, heads, key, value, slots, dtype=jnp.float32, gates=(2,)) -
 
 
 def in_chunks(implementation, tokens, state, empty, reset=None):
-    given = (*tokens, state, reset, empty)
+    given: Any = (*tokens, state, reset, empty)
     return segment.in_chunks(
         implementation, *given, phi="l2_silu", activation="ln_silu"
     )

@@ -51,18 +51,16 @@ def trellis_gpu(
     interpret: Any = None,
 ) -> tuple[Memories, Array]:
     """A chunk implementation; see `segment`. `interpret` runs it in an interpreter."""
-    sizes = Sizes(
-        *tokens.q.shape[1:3],
-        tokens.alpha.shape[-1],
-        (tokens.k.shape[-1], tokens.v.shape[-1]),
-    )
+    _, n, size, _, key_dim = tokens.q.shape
+    sizes = Sizes(n, size, tokens.alpha.shape[-1], (key_dim, tokens.v.shape[-1]))
     stages = 2 if forward_bytes(sizes, 2) <= SHARED_BYTES else 1
     static = Static(phi, activation, stages, interpret)
     aligned = all(a is b for a, b in zip(memories.start, memories.running, strict=True))
     if not has_backward(sizes, aligned):
         return _forward_only(static, aligned, tokens, memories, empty)
     x = prepare(tokens, memories, empty, aligned)
-    y, after, middle = _chunks(static, x)
+    results: Any = _chunks(static, x)
+    y, after, middle = results
     return memories_after(x, after, middle), y
 
 
