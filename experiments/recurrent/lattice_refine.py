@@ -39,7 +39,7 @@ from memjax_kernels.lattice.memory import (
     beginning,
     empty_state,
 )
-from memjax_kernels.lattice.sphere import unit
+from memjax_kernels.lattice.sphere import l2_normalize
 
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -152,7 +152,7 @@ def _chunk(start, tokens, *, variant, tolerance):
     left = between[:, :, -1] * a[:, :, -1:] * b
     left = left.at[:, :, -1].set(b[:, :, -1])
     after = kept[:, :, -1, :, None] * start - _dot("bhjm,bhjv->bhmv", left, solved.h)
-    return unit(after), (y, rounds)
+    return l2_normalize(after), (y, rounds)
 
 
 def _first(start, k, v, variant):

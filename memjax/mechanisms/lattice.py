@@ -42,7 +42,7 @@ from memjax_kernels.lattice import VARIANTS, Forget, Variant, beginning, empty_s
 from memjax_kernels.lattice import lattice as lattice_op
 from memjax_kernels.lattice import step as op_step
 from memjax_kernels.lattice.memory import Initial
-from memjax_kernels.lattice.sphere import unit
+from memjax_kernels.lattice.sphere import l2_normalize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +182,9 @@ def _sizes(config):
 def _start(config, params, batch):
     """The learned slots, at the start of a chunk, for every row."""
     slots = jnp.repeat(params.start[None], batch, axis=0)
-    return beginning(unit(slots) if config.normalize else slots, config.chunk_size)
+    return beginning(
+        l2_normalize(slots) if config.normalize else slots, config.chunk_size
+    )
 
 
 def _values(config, v):

@@ -1,4 +1,9 @@
-"""Lattice: slots on the unit sphere, written by what is new to each of them."""
+"""Lattice: slots on the unit sphere; a write changes a slot only across its direction.
+
+`lattice` validates its arguments, picks an implementation, splits the segment into
+chunks and runs it: `checks`, then `chunked.in_chunks`, then one of `xla`, `pallas_tpu`
+and `pallas_gpu`. `reference` is the definition.
+"""
 
 from collections.abc import Callable
 from typing import Literal
@@ -45,7 +50,7 @@ def lattice(
     empty: LatticeState | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[LatticeState, Float[Array, "B T H V"]]:
-    """Runs the recurrence that `lattice.reference` defines.
+    """Runs the recurrence of `reference` over a segment.
 
     Gradients are taken at the memory of the chunk's start, so `chunk_size` is part of
     the function: train and decode with the same. 1 is the recurrence of the paper;
@@ -67,12 +72,12 @@ def lattice(
         forget: decay of the memory before a write, "l2" (eq. 16), or a soft threshold
             after it, "l1" (eq. 18). "l1" is not linear in the memory that is written,
             so it is defined for chunk_size=1 only.
-        reset: where the memory is emptied before a token. It must be where the row
-            starts a chunk; elsewhere the row's outputs from there on and its state
-            become NaN, or ValueError is raised where values are known.
+        reset: where the memory is emptied before a token, which must be the first of
+            a chunk. Inside jit, where that cannot be checked, the batch element's
+            reads from a misplaced reset on are NaN, and so is its state.
         empty: the memory of a new document: the `start` of this state; None is
             `empty_state` with its defaults.
-        implementation: which code runs; None is the fastest that runs here.
+        implementation: None is the fastest that can run here.
 
     Returns:
         The memory after the segment, and the read after every token's write.
@@ -93,7 +98,7 @@ def lattice(
     form = implementations.choose(
         "lattice",
         implementation,
-        _CHUNKWISE | {"reference": lattice_reference},
+        {"reference": lattice_reference} | _CHUNKWISE,
         {
             "pallas_tpu": pallas_tpu.unsupported(q, k, v, chunk_size, rule),
             "pallas_gpu": pallas_gpu.unsupported(q, k, v, chunk_size, rule),

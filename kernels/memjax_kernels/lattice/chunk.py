@@ -1,4 +1,4 @@
-"""The mathematics of one chunk, for the XLA form and inside the TPU kernels.
+"""The equations of one chunk, as XLA and the TPU kernels compute them.
 
 With the gradients of a chunk taken at its start M', token t's memory before the
 division by its norm is b_t M' + cwp_t phi(M') - A_t, A_t = mu_t A_{t-1} + w_t h_t^T.
@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from memjax_kernels.common import chunks
 from memjax_kernels.common.products import Multiply, multiplier
 from memjax_kernels.lattice.memory import Rule, Variant
-from memjax_kernels.lattice.sphere import directions, inverse_norm, shrink, unit
+from memjax_kernels.lattice.sphere import directions, inverse_norm, l2_normalize, shrink
 
 F32 = jnp.float32
 
@@ -124,19 +124,21 @@ def advance(
     if begun is not None:
         pending += last(inside) * begun[0]
     after = _memory(start, direction, pending, last(kept))
-    return Written(unit(after) if rule.normalize else after, pending, last(kept)), y
+    return Written(
+        l2_normalize(after) if rule.normalize else after, pending, last(kept)
+    ), y
 
 
 class Contractions(NamedTuple):
     """Sums of one token: products of a matrix and a vector on a CPU or GPU, or sums.
 
     Attributes:
-        turn: a row [..., 1, M] as a column [..., M, 1].
+        to_column: a row [..., 1, M] as a column [..., M, 1].
         combine: a column of weights and slots [..., M, V] to their sum [..., 1, V].
         overlap: slots and a row [..., 1, V] to their inner products [..., M, 1].
     """
 
-    turn: Callable[[Array], Array]
+    to_column: Callable[[Array], Array]
     combine: Callable[[Array, Array], Array]
     overlap: Callable[[Array, Array], Array]
 
@@ -152,13 +154,13 @@ def _diagonal_sum(row: Float[Array, "*B 1 M"]) -> Float[Array, "*B M 1"]:
 
 # For a vector unit. On a CPU these sums take ten times as long as the products.
 SUMS = Contractions(
-    turn=_diagonal_sum,
+    to_column=_diagonal_sum,
     combine=lambda column, slots: jnp.sum(column * slots, axis=-2, keepdims=True),
     overlap=lambda slots, row: jnp.sum(slots * row, axis=-1, keepdims=True),
 )
 _exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 PRODUCTS = Contractions(
-    turn=lambda row: jnp.swapaxes(row, -1, -2),
+    to_column=lambda row: jnp.swapaxes(row, -1, -2),
     combine=lambda column, slots: _exact("...m,...mv->...v", column[..., 0], slots)[
         ..., None, :
     ],
@@ -173,7 +175,7 @@ def token(
 ) -> tuple[Float[Array, "*B M V"], Float[Array, "*B 1 V"]]:
     """Takes a memory through a chunk of one token: equations 13 and 14, 16 or 18."""
     q, k, v, gamma, g = jax.tree.map(lambda x: x.astype(F32), tokens)
-    q, k = sums.turn(q), sums.turn(k)
+    q, k = sums.to_column(q), sums.to_column(k)
     direction, inverse = directions(start, rule)
     match rule.variant:
         case "dec":
@@ -188,7 +190,7 @@ def token(
     memory = kept * start + (write * along) * direction - write * h
     if rule.forget == "l1":
         memory = shrink(memory, g)
-    after = unit(memory) if rule.normalize else memory
+    after = l2_normalize(memory) if rule.normalize else memory
     if not rule.normalize or rule.forget == "l1":
         return after, sums.combine(q, after)
     squares = jnp.sum(h * h, axis=-1, keepdims=True)

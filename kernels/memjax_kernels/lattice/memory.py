@@ -1,4 +1,4 @@
-"""The state of Lattice: memory at the start of a chunk, and what is written since."""
+"""The state of Lattice: the memory at a chunk's start, and what was written since."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -35,13 +35,13 @@ class Rule(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LatticeState:
-    """Memory of B rows and H heads: M slots of width V, one slot a row.
+    """The memory of B batch elements and H heads: M slots of width V.
 
     A chunk's gradients are taken at its start, so a state has two parts. Where
     `position` is 0, nothing is pending: `pending` is 0 and `decay` 1.
 
     Attributes:
-        start: float32 [B, H, M, V], the memory at the start of the open chunk; rows
+        start: float32 [B, H, M, V], the memory at the start of the open chunk; slots
             of unit norm, unless the recurrence is not normalised.
         pending: float32 [B, H, M, V], sum of w h^T of the open chunk's tokens, each
             decayed by the forget gates after it.
@@ -69,7 +69,7 @@ def empty_state(
 ) -> LatticeState:
     """The memory before the first token: the same fixed random rows every time.
 
-    Heads differ, batch rows do not. The paper (section 3.3) starts from orthonormal
+    Heads differ, batch elements do not. The paper (section 3.3) starts from orthonormal
     slots, of which there are at most `value_dim`.
 
     Args:

@@ -1,16 +1,16 @@
-"""Lattice on a TPU: the memory stays in VMEM, forward and backward.
+"""Lattice on a TPU: the memory stays in fast memory (VMEM), forward and backward.
 
-The grid is (blocks of heads, blocks of tokens): heads of all rows in parallel, tokens
-in order. The memory is an output block that all tokens of a head share, so that it
-stays in VMEM from the first to the last. Heads of one program are independent chains,
-which hides the latency of each. A block of tokens is one chunk, of matrix products,
-or, where C = 1, `BLOCK` tokens one after the other on the vector unit.
+The grid is (blocks of heads, blocks of tokens). Heads of all batch elements run in
+parallel, and tokens in order. The memory is an output block that all tokens of a head
+share, so it stays in VMEM from the first to the last. The heads of one program do not
+depend on each other, which hides latency. A block of tokens is one chunk, computed by
+matrix products, or, where C = 1, `BLOCK` tokens one after the other on the vector unit.
 
-The forward pass for a gradient also keeps the memory before every block, in the dtype
-of the tokens (C = 1: float32); the backward kernel goes through the blocks in reverse,
-computes each again from there and pulls cotangents through it. For rematerialisation
-policies the kept memories are named "lattice_chunk_states" and y "lattice_reads": with
-both kept, the forward kernel does not run again.
+Where a gradient is taken, the forward kernel also saves the memory before every block,
+in the dtype of the tokens (C = 1: float32). The backward kernel goes through the blocks
+in reverse, computes each again from there and pulls cotangents through it. The saved
+memories are named "lattice_chunk_states" and the reads "lattice_reads": with a
+rematerialisation policy that saves both, the forward kernel runs once.
 """
 
 import functools
@@ -78,7 +78,7 @@ def lattice_tpu(
     exact = c == 1
     block = min(BLOCK, n) if exact else c
 
-    def lead(x: Array) -> Array:
+    def in_blocks(x: Array) -> Array:
         # [B, n, C, H, D] -> [G, blocks, tokens, D]; tokens of zeros fill the last.
         x = jnp.moveaxis(x, 3, 1).reshape(b * h, n * c, x.shape[-1])
         x = jnp.pad(x, ((0, 0), (0, -n * c % block), (0, 0)))
@@ -89,11 +89,11 @@ def lattice_tpu(
     flags = (None if exact else tokens.complete, tokens.cleared)
     each = lambda f: jnp.broadcast_to(f.astype(F32)[:, :, None, None], (b, n, c, h))
     gates = [tokens.gamma.astype(F32), *(each(f) for f in flags if f is not None)]
-    rows = lead(jnp.stack(gates, axis=-1))
+    rows = in_blocks(jnp.stack(gates, axis=-1))
     inputs = Inputs(
-        lead(tokens.q),
-        lead(tokens.k),
-        lead(tokens.v),
+        in_blocks(tokens.q),
+        in_blocks(tokens.k),
+        in_blocks(tokens.v),
         gates=rows if exact else rows.swapaxes(2, 3),
     )
     static = Static(rule, exact, _heads(inputs, exact), interpret)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.lattice.memory import Forget, LatticeState, Rule, Variant
-from memjax_kernels.lattice.sphere import directions, inverse_norm, shrink, unit
+from memjax_kernels.lattice.sphere import directions, inverse_norm, l2_normalize, shrink
 
 
 def step(
@@ -76,7 +76,7 @@ def advance(
     if rule.forget == "l1":
         assert g is not None
         memory = shrink(memory, g.astype(jnp.float32)[..., None, None])
-    after = unit(memory) if rule.normalize else memory
+    after = l2_normalize(memory) if rule.normalize else memory
     read = after
     if rule.normalize and rule.forget != "l1":
         # What was written is across the slot: the norm by Pythagoras.

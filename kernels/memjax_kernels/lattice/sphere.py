@@ -1,4 +1,4 @@
-"""Slots and the unit sphere: arrays [..., M, V], a slot a row."""
+"""Slots on the unit sphere: arrays [..., M, V], a slot a row."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def directions(
     return start * inverse, inverse
 
 
-def unit(rows: Float[Array, "*B M V"]) -> Float[Array, "*B M V"]:
+def l2_normalize(rows: Float[Array, "*B M V"]) -> Float[Array, "*B M V"]:
     """Rows divided by their norms; a row of zeros stays."""
     return rows * _inverse_norms(rows, empty=0.0)
 

@@ -1,7 +1,7 @@
-"""Bodies of the TPU kernels: one block of tokens of a few heads.
+"""The kernels of Lattice on a TPU: one block of tokens of a few heads.
 
-`before` and `after` are [., M, V] blocks that stay for all blocks of tokens of a head;
-`after` is where the memory lives meanwhile, as `d_start` is for its cotangent.
+`before` and `after` are [., M, V] blocks that all blocks of tokens of a head share.
+`after` holds the memory between them, as `d_start` holds its cotangent.
 """
 
 from typing import Any, NamedTuple
@@ -142,7 +142,7 @@ def token_backward(
     size = x.q.shape[1]
     memories[0] = kept[...]
 
-    def again(t, _):
+    def recompute(t, _):
         tokens, cleared = _read_token(x, t)
         after = _through_token(tokens, memories[t], empty[...], cleared, rule)[0]
         memories[t + 1] = after
@@ -165,7 +165,7 @@ def token_backward(
         first = jax.lax.broadcasted_iota(jnp.int32, shape, 2) == 0
         d_x.gates[:, at, :] = jnp.where(first, d_tokens.gamma, 0.0)
 
-    jax.lax.fori_loop(0, size - 1, again, None)
+    jax.lax.fori_loop(0, size - 1, recompute, None)
     jax.lax.fori_loop(0, size, pull_back, None)
 
 

@@ -1,4 +1,4 @@
-"""Lattice by XLA: a scan over chunks of matrix products, or over tokens where C = 1."""
+"""Lattice as XLA runs it: a scan over chunks of matrix products, or tokens if C = 1."""
 
 import functools
 import math

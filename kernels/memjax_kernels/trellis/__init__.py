@@ -1,4 +1,9 @@
-"""Trellis: a memory of M slots that learns, token by token, to predict a target."""
+"""Trellis: a memory of M slots that learns, token by token, to predict a target.
+
+`trellis` validates its arguments, picks an implementation, splits the segment into
+chunks and runs it: `checks`, then `segment.in_chunks`, then one of `xla`, `pallas_tpu`
+and `pallas_gpu`. `reference` is the definition.
+"""
 
 from collections.abc import Callable
 from typing import Literal
@@ -59,15 +64,15 @@ def trellis(
         gamma: step sizes >= 0, [B, T, H] for both passes or [B, T, H, 2] for each.
         g: log forget gates <= 0, likewise; None forgets nothing, -inf forgets all.
         state: the memory before the segment; None is `empty`, and the cheaper.
-        reset: True where a row's memory is emptied before the token, which must be
-            the first of a chunk. Where that is not known before the call, the row's
-            reads from a misplaced reset on are NaN, and so is its state.
-        empty: what a memory starts from, position 0; None is `empty_state`. Of its
-            memories only those at the chunk's start are read: the others equal them.
+        reset: True where a batch element's memory is emptied before the token, which
+            must be the first of a chunk. Inside jit, where that cannot be checked, the
+            element's reads from a misplaced reset on are NaN, and so is its state.
+        empty: the memory after a reset, at position 0; None is `empty_state`. Only its
+            memories at the chunk's start are read: the running ones equal them.
         chunk_size: C, at least 1.
-        phi: what bends predictions before the comparison with alpha.
+        phi: applied to predictions before they are compared with alpha.
         activation: f between the passes.
-        implementation: which code runs; None is the fastest that can.
+        implementation: None is the fastest that can run here.
 
     Returns:
         The memory after the segment, and the read at every position in v's dtype.
@@ -89,7 +94,7 @@ def trellis(
     form = implementations.choose(
         "trellis",
         implementation,
-        _CHUNKWISE | {"reference": trellis_reference},
+        {"reference": trellis_reference} | _CHUNKWISE,
         {
             "pallas_tpu": pallas_tpu.unsupported(q, k, v, alpha, chunk_size),
             "pallas_gpu": pallas_gpu.unsupported(q, k, v, alpha, chunk_size),

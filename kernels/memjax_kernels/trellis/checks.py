@@ -1,6 +1,7 @@
 """What `trellis` refuses, and the empty memory that it starts from."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,8 +49,8 @@ def check_tokens(
 
 
 def check_states(
-    state: TrellisState | None,
-    empty: TrellisState | None,
+    state: Any,
+    empty: Any,
     sizes: dict[str, int],
     chunk_size: int,
 ) -> TrellisState:

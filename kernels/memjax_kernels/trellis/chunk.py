@@ -1,9 +1,9 @@
-"""The mathematics of one chunk, for the XLA form and inside the TPU kernels.
+"""The equations of one chunk, as XLA and the TPU kernels compute them.
 
 Arrays have any leading axes, the same for all: [..., C, D] tokens, [..., C] gates,
-[..., M, D] memories, [..., 1, 1] flags. `segment` has the equations; they are eqs.
-10-12 of "Trellis", whose eq. 12 misprints the memory at the chunk's end for the one at
-its start.
+[..., M, D] memories, [..., 1, 1] flags. `segment` has the equations. They are eqs.
+10-12 of "Trellis", except that eq. 12 prints the memory at the chunk's end where the
+one at its start is meant.
 """
 
 from typing import NamedTuple
@@ -91,7 +91,7 @@ def _mask(size):
 
 
 def _cumulative(g):
-    """Sums up to and with each token; a product, for want of a cumsum in Mosaic."""
+    """Inclusive sums over tokens, as a product: Mosaic has no cumulative sum."""
     seen = _mask(g.shape[-1]).astype(F32)
     return jax.lax.dot_general(
         jnp.maximum(g, FORGETS_ALL),

@@ -1,9 +1,9 @@
-"""The elementwise and normalising functions of Trellis, over the slots (last axis).
+"""The functions of Trellis over the slots (last axis), and gradients through them.
 
-phi bends what a memory predicts before it is compared with the target; the activation
-f stands between the two passes. Everything is float32, closed form, and free of what a
-Mosaic TPU kernel lacks, so that the kernels call these very functions; GPU kernels say
-how a reduction `over` the slots is laid out.
+phi is applied to what a memory predicts before that is compared with the target; the
+activation f stands between the two passes. All are float32 and in closed form, and use
+only what a TPU kernel can compute, so that the kernels call these very functions. GPU
+kernels pass their own reduction, `over`.
 
     silu(z) = z sigmoid(z)
     l2_silu(z) = silu(z) / sqrt(|silu(z)|^2 + eps)

@@ -1,13 +1,15 @@
-"""Trellis on a TPU: both passes in one kernel, memories in VMEM, a backward kernel.
+"""Trellis on a TPU: one kernel forward, one backward, memories in fast memory (VMEM).
 
-The grid is (blocks of heads, chunks): heads of all rows in parallel, chunks in order.
-The memories are output blocks that all chunks of a head share, so that they stay in
-VMEM from the first to the last. Heads of one program are independent chains, which
-hides the latency of each. The forward pass for a gradient also keeps the memories at
-every chunk's start, in the dtype of the tokens; the backward kernel goes through the
-chunks in reverse, computes each again from there and pulls cotangents through it.
-These memories and the reads are named "trellis_chunk_states" and "trellis_reads": a
-rematerialisation policy that saves both runs the forward kernel once.
+The grid is (blocks of heads, chunks). Heads of all batch elements run in parallel, and
+chunks in order. The memories are output blocks that all chunks of a head share, so
+they stay in VMEM from the first chunk to the last. The heads of one program do not
+depend on each other, which hides latency.
+
+Where a gradient is taken, the forward kernel also saves the memories at every chunk's
+start, in the dtype of the tokens. The backward kernel goes through the chunks in
+reverse, computes each again from there and pulls cotangents through it. The saved
+memories and the reads are named "trellis_chunk_states" and "trellis_reads": with a
+rematerialisation policy that saves both, the forward kernel runs once.
 
 They take 2 M (K + V) / C bytes a token and head in bfloat16, so that small chunks are
 for short segments: with C = 1 they are as large as the memories of all tokens.
@@ -107,8 +109,8 @@ def trellis_tpu(
     static = Static(phi, activation, heads, interpret)
     flatten = lambda tree: jax.tree.map(flat, tree)
     arguments = varying.vary_alike((arranged, flatten(memories), flatten(empty)))
-    after: Any = _chunks(static, *arguments)
-    memories, y = after
+    results: Any = _chunks(static, *arguments)
+    memories, y = results
     apart = lambda x: x.reshape(b, h, *x.shape[1:])
     return jax.tree.map(apart, memories), back(y)
 

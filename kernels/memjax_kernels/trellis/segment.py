@@ -1,4 +1,4 @@
-"""From tokens to whole chunks and back: what all chunk implementations share.
+"""Splits a segment into whole chunks, runs an implementation and joins its reads.
 
 Chunk implementations
 ---------------------
@@ -10,7 +10,7 @@ Every one (`xla.trellis_xla`, `pallas_tpu.trellis_tpu`, ...) has this signature:
 A tuple holds the key memory, then the value memory. y [B, n, C, H, V] has the dtype
 of v.
 
-Per row (of the batch) and chunk i, in order, with M' = `start` and R = `running`:
+For each batch element and chunk i, in order, with M' = `start` and R = `running`:
 
 1. if cleared[i]: M' = R = empty. Given only together: `cleared` and `empty` are both
    None, or neither.
@@ -55,7 +55,7 @@ class Tokens(NamedTuple):
         alpha: [B, n, C, H, M].
         gamma: [B, n, C, H, 2] float32, for each pass.
         g: [B, n, C, H, 2] float32, log space.
-        complete: Bool[B, n], whether the row's tokens reach the chunk's end.
+        complete: Bool[B, n], whether the tokens reach the chunk's end.
         cleared: Bool[B, n], whether the chunk starts from `empty`; None is never.
     """
 
@@ -116,7 +116,7 @@ def align(
     size: int,
     position: Int[Array, " B"] | None,
 ) -> Tokens:
-    """Lays tokens into chunks of `size`, rows beginning `position` tokens into one."""
+    """Splits tokens into chunks; `position` tokens of the first one came before."""
     batch, time = q.shape[:2]
     cut = lambda x: chunks.split(x, size, position)
     gamma = per_pass(gamma)

@@ -1,8 +1,8 @@
-"""What Trellis remembers between calls.
+"""The memory of Trellis between calls.
 
-Gradients are taken at the memory of the chunk's start, so that a state holds it beside
-the running memory, and the row's place in its chunk. Where position is 0 the two are
-equal.
+Gradients are taken at the memory of the chunk's start. So a state holds that memory
+beside the running one, and how many tokens of its chunk each batch element has seen.
+Where that position is 0 the two memories are equal.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Trellis in chunks of matrix products, both passes in one scan over the chunks."""
+"""Trellis as XLA runs it: a scan over chunks, each chunk a few matrix products."""
 
 import functools
 
@@ -37,7 +37,7 @@ def trellis_xla(
     multiply = functools.partial(products.multiply, dtype=dtype)
     options = one_chunk.Options(phi, activation, multiply)
 
-    def body(memories, item):
+    def one_chunk_after(memories, item):
         tokens, complete, cleared = item
         return one_chunk.advance(tokens, memories, empty, complete, cleared, options)
 
@@ -46,17 +46,17 @@ def trellis_xla(
         return x if x is None else x.T.astype(jnp.float32)[..., None, None, None]
 
     # [B, n, C, H, D] -> [n, B, H, C, D]
-    lead = lambda x: jnp.moveaxis(x, (1, 3), (0, 2))
-    each = lambda x: (lead(x[..., 0]), lead(x[..., 1]))
+    chunks_first = lambda x: jnp.moveaxis(x, (1, 3), (0, 2))
+    of_each_pass = lambda x: (chunks_first(x[..., 0]), chunks_first(x[..., 1]))
     chunk = one_chunk.Chunk(
-        lead(tokens.q),
-        (lead(tokens.k), lead(tokens.v)),
-        lead(tokens.alpha),
-        each(tokens.gamma),
-        each(tokens.g),
+        chunks_first(tokens.q),
+        (chunks_first(tokens.k), chunks_first(tokens.v)),
+        chunks_first(tokens.alpha),
+        of_each_pass(tokens.gamma),
+        of_each_pass(tokens.g),
     )
     memories, y = chunks.scan(
-        body,
+        one_chunk_after,
         memories,
         (chunk, flag(tokens.complete), flag(tokens.cleared)),
         remat_every=min(remat_every, number),

@@ -154,8 +154,16 @@ def pulled(case, implementation, arguments, reset):
     return jax.jit(both)(tokens, state.start, state.pending, empty.start)
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[7]], ids=str)
-def test_all_gradients_with_open_chunks_and_resets(case):
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASES[4],
+        pytest.param(CASES[2], marks=pytest.mark.slow),
+        pytest.param(CASES[7], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gradients_of_chunks_are_those_of_the_token_loop(case):
     size = case[0]
     tokens, state = draw(7, forget=case[3]), memory(case)
     place = jnp.array([0, 3 % size], jnp.int32)
@@ -170,6 +178,7 @@ def test_all_gradients_with_open_chunks_and_resets(case):
     assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(moving))
 
 
+@pytest.mark.slow
 def test_one_token_in_chunk_form_is_the_exact_form_with_gradients():
     tokens = [x[:, 0][:, :, None] for x in draw(1)[:3]]
     start, weights = memory(CASES[0]).start, memory(CASES[0], seed=5).start
@@ -283,6 +292,7 @@ def test_half_precision_tokens_keep_a_float32_memory(size):
     np.testing.assert_allclose(jnp.linalg.norm(state.start, axis=-1), 1, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 16])
 def test_norms_stay_one_over_a_hundred_thousand_tokens(size):
     time = 100_000
@@ -351,7 +361,7 @@ def test_the_empty_memory_has_orthonormal_slots_while_they_fit():
         empty_state(1, 0, 9, 8)
 
 
-def test_bad_arguments_are_named():
+def test_bad_arguments_are_refused_by_name():
     q, k, v, gamma, g = draw(3, forget="l2")
     refuse = lambda match, *a, **o: (
         pytest.raises(ValueError, match=match),

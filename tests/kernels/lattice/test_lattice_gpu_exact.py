@@ -63,7 +63,7 @@ def pull(function, arguments):
     return run(arguments)
 
 
-# The first goes from block to block, with resets within a piece and where one starts.
+# The first goes from block to block, with resets within a group and where one starts.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variant, time, resets, dtype, tolerance",

@@ -323,7 +323,7 @@ def test_no_state_is_the_empty_state():
         ({"empty": draw_state(position=(1, 0))}, "empty.position must lie in"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(change, message):
+def test_bad_arguments_are_refused_by_name(change, message):
     names = ("q", "k", "v", "alpha", "gamma", "g")
     call = dict(zip(names, draw(3), strict=True)) | {"chunk_size": C} | change
     with pytest.raises(ValueError, match=message):

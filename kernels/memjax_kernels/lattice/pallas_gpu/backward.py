@@ -25,8 +25,8 @@ from memjax_kernels.lattice.pallas_gpu.program import (
     across_width,
     call,
     inverse_norm,
+    l2_normalize,
     shared,
-    unit,
 )
 
 
@@ -67,7 +67,7 @@ def backward(
 
 
 class _Backward(Program):
-    """The backward kernel of one row and head; gradients take the tokens' place."""
+    """One batch element and head, backward; gradients overwrite the tokens."""
 
     def __init__(self, static, x, kept, d_y, d_after, d_pending, outputs, scratch):
         super().__init__(static, x, scratch)
@@ -77,7 +77,7 @@ class _Backward(Program):
     def tokens(self):
         return super().tokens() | {"d_y": self.d_y}
 
-    def run(self):
+    def compute(self):
         scratch, arrived = self.scratch, self.scratch["d_memory_arrived"]
         self.prepare()
         d_memory = scratch["d_memory"]
@@ -99,18 +99,20 @@ class _Backward(Program):
         plgpu.copy_gmem_to_smem(kept, scratch["operand"], arrived)
         plgpu.barrier_wait(arrived)
         plgpu.commit_smem()
-        squares = self.again()
+        squares = self.recompute()
         pl.when(i < whole)(self.through_norms)
 
         @pl.when(i >= whole)
         def _():
-            self.put("d_written", self.machine.global_matrix(self.d_pending, *self.at))
+            self.store(
+                "d_written", self.machine.global_matrix(self.d_pending, *self.at)
+            )
 
         plgpu.commit_smem()
         self.through_writes(*self.through_reads(), squares)
-        self.give(i)
+        self.copy_out(i)
 
-    def again(self):
+    def recompute(self):
         """The chunk, up to its queries."""
         write, along, before, squares = self.residuals()
         taken, size = self.sums(write, along, before, squares)
@@ -119,8 +121,8 @@ class _Backward(Program):
             (along, before, taken, size),
             strict=True,
         ):
-            self.put(name, value)
-        self.put("query", self.matrix("q") * inverse_norm(size))
+            self.store(name, value)
+        self.store("query", self.matrix("q") * inverse_norm(size))
         plgpu.commit_smem()
         return squares
 
@@ -129,14 +131,14 @@ class _Backward(Program):
         written = self.machine.product(self.scratch["write"], self.scratch["h"], "tn")
         memory, d_after = self.matrix("operand"), self.matrix("d_memory")
         along = across_width(memory * written)
-        after, scale = unit(memory + along * memory - written)
+        after, scale = l2_normalize(memory + along * memory - written)
         d_rows = scale * (d_after - after * across_width(after * d_after))
         d_along = across_width(d_rows * memory)
-        self.put("d_written", d_along * memory - d_rows)
+        self.store("d_written", d_along * memory - d_rows)
         self.scratch["d_memory"][...] = d_rows + along * d_rows + d_along * written
 
     def through_reads(self):
-        """Cotangents of W so far, of cwp and of n2; that of q takes its place."""
+        """Cotangents of W so far, of cwp and of n2; that of q overwrites q."""
         scratch, machine = self.scratch, self.machine
         d_y, query, write = scratch["d_y"], scratch["query"], scratch["write"]
         d_past, d_scores, d_write, scores = machine.products(
@@ -146,10 +148,10 @@ class _Backward(Program):
             (query, write, "nt"),
         )
         # Negated, so that products are added.
-        self.put("scores", -self.masked(scores))
-        self.put("d_scores", -self.masked(d_scores))
+        self.store("scores", -self.masked(scores))
+        self.store("d_scores", -self.masked(d_scores))
         left = 1.0 + self.matrix("taken")
-        self.put("high", self.matrix("query") * left)
+        self.store("high", self.matrix("query") * left)
         plgpu.commit_smem()
         self.add_to_memory((scratch["high"], d_y, "tn"))
         d_query, more = machine.products(
@@ -162,11 +164,11 @@ class _Backward(Program):
         d_size = -0.5 * scale * scale * scale * q * d_query
         d_size = jnp.where(size > 0.0, d_size, 0.0)
         d_taken = d_past * q * scale - 2.0 * self.matrix("taken") * d_size
-        self.put("q", d_query * scale)
+        self.store("q", d_query * scale)
         return d_write + more, d_taken, d_size
 
     def through_writes(self, d_write, d_taken, d_size, squares):
-        """Cotangents of gamma, k and v; those of the tokens take their place."""
+        """Cotangents of gamma, k and v; those of k and v overwrite them."""
         scratch, machine = self.scratch, self.machine
         operand, h, high, low = (scratch[n] for n in ("operand", "h", "high", "low"))
         d_taken = self.summed(d_taken, "tn")
@@ -180,19 +182,19 @@ class _Backward(Program):
             self.matrix("before") + write * self.slots(squares)
         )
         d_squares = jnp.sum(d_added * write * write, axis=1)
-        self.put("high", twice * write)
+        self.store("high", twice * write)
         plgpu.commit_smem()
         d_gram, more = machine.products(
             (high, scratch["write"], "nt"), (scratch["gram"], high, "tn")
         )
         d_write = d_write + more
-        self.put("gram", self.masked(d_gram, strictly=True))
+        self.store("gram", self.masked(d_gram, strictly=True))
         self.scratch["d_gamma"][...] = jnp.sum(d_write * target, axis=1)
         d_target = gamma * d_write
         d_along = d_taken * write
         if self.variant == "enc":
             d_along, d_target = d_along + d_target, -d_target
-        self.put("low", d_along)
+        self.store("low", d_along)
         plgpu.commit_smem()
         d_h = machine.total(
             (scratch["write"], scratch["d_written"], "nn"),
@@ -203,21 +205,21 @@ class _Backward(Program):
         )
         rows = mosaic.along_rows(d_squares, h.shape[-1])
         d_h = d_h + 2.0 * rows * self.matrix("h")
-        self.put("v", d_h if self.variant == "enc" else -d_h)
+        self.store("v", d_h if self.variant == "enc" else -d_h)
         plgpu.commit_smem()
         self.add_to_memory((low, h, "tn"))
         if self.variant == "dec":
             # v now holds -h-, and h = k M - v.
             d_target = d_target - machine.product(scratch["v"], operand, "nt")
             self.add_to_memory((scratch["k"], scratch["v"], "tn"), sign=-1.0)
-        self.put("k", d_target)
+        self.store("k", d_target)
         plgpu.commit_smem()
 
     def add_to_memory(self, triple, sign=1.0):
         added = self.machine.product(*triple)
         self.scratch["d_memory"][...] = self.matrix("d_memory") + sign * added
 
-    def give(self, i):
+    def copy_out(self, i):
         """Copies gradients out, and stops that of a memory that was emptied."""
         scratch, (row, head) = self.scratch, self.at
         for name in ("q", "k", "v"):

@@ -1,14 +1,15 @@
-"""Lattice on a Hopper GPU, in Mosaic: chunks of matrix products, forward and backward.
+"""Lattice on a Hopper GPU, in Mosaic: one kernel forward, one backward.
 
-One program walks all chunks of a row and head, its memory in shared memory, its
-products on tensor cores (wgmma, bfloat16 operands, float32 sums). For a gradient the
-forward kernel keeps the memory at every chunk's start in the tokens' dtype, and the
-backward kernel goes through the chunks in reverse and computes each again from there.
-Rematerialisation policies find the names "lattice_chunk_states" and "lattice_reads".
+One program goes through all chunks of a batch element and head. Its memory stays in
+shared memory, its products run on tensor cores (wgmma, bfloat16 operands, float32
+sums). Where a gradient is taken, the forward kernel also saves the memory at every
+chunk's start, in the tokens' dtype; the backward kernel goes through the chunks in
+reverse and computes each again from there. The saved memories and the reads are named
+"lattice_chunk_states" and "lattice_reads" for rematerialisation policies.
 
-The kernels compile for sm_90a and agree with the XLA form in the interpreter; they have
-not run on a GPU yet, so nothing picks them unasked. Chunks of one token have kernels of
-their own, see `exact`.
+The kernels compile for sm_90a and agree with XLA in the interpreter. They have not run
+on a GPU yet, so they must be asked for. Chunks of one token have kernels of their own,
+see `exact`.
 """
 
 import functools

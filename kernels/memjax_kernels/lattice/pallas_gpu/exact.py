@@ -1,10 +1,11 @@
 """Lattice with chunks of one token on a Hopper GPU, in Mosaic: the exact recurrence.
 
-One program takes a row and head through all its tokens, one after the other, its memory
-in shared memory and every product in float32 on CUDA cores. For a gradient the forward
-kernel keeps the memory every `BLOCK` tokens, and the backward kernel computes a block
-again, in pieces, from there. Rematerialisation policies find the names
-"lattice_chunk_states" and "lattice_reads".
+One program takes a batch element and head through all its tokens in order. Its memory
+stays in shared memory, and every product is float32 on CUDA cores. Where a gradient is
+taken, the forward kernel also saves the memory every `BLOCK` tokens, and the backward
+kernel computes a block again, in groups of tokens, from there. The saved memories and
+the reads are named "lattice_chunk_states" and "lattice_reads" for rematerialisation
+policies.
 """
 
 import functools
@@ -20,7 +21,7 @@ from memjax_kernels.lattice.pallas_gpu.exact_forward import forward
 from memjax_kernels.lattice.pallas_gpu.inputs import (
     BLOCK,
     GATES,
-    PIECE,
+    GROUP,
     Static,
     TokenInputs,
 )
@@ -36,17 +37,17 @@ def lattice_gpu_exact(
     b, time, _, h, _ = tokens.q.shape
 
     def cut(x):
-        # [B, T, 1, ...] -> [B, n, PIECE, ...]; a token of zeros writes nothing.
+        # [B, T, 1, ...] -> [B, n, GROUP, ...]; a token of zeros writes nothing.
         tail = [(0, 0)] * (x.ndim - 1)
         tail[1] = (0, -time % BLOCK)
         x = jnp.pad(x[:, :, 0], tail)
-        return x.reshape(b, -1, PIECE, *x.shape[2:])
+        return x.reshape(b, -1, GROUP, *x.shape[2:])
 
     cleared = tokens.cleared
     gamma = jnp.swapaxes(cut(tokens.gamma.astype(F32)), 2, 3)
     x = TokenInputs(
         *(cut(x.astype(F32)) for x in (tokens.q, tokens.k, tokens.v)),
-        gamma=jnp.pad(gamma, [(0, 0)] * 3 + [(0, GATES - PIECE)]),
+        gamma=jnp.pad(gamma, [(0, 0)] * 3 + [(0, GATES - GROUP)]),
         start=start,
         empty=None if cleared is None else empty,
         cleared=None if cleared is None else cut(cleared.astype(jnp.int32)[..., None]),
@@ -71,7 +72,7 @@ def _tokens_fwd(static, x):
 def _tokens_bwd(static, residuals, cotangents):
     d = backward(static, *residuals, *cotangents)
     gamma = jnp.swapaxes(jnp.sum(d.gamma, axis=-1), 2, 3)
-    gamma = jnp.pad(gamma, [(0, 0)] * 3 + [(0, GATES - PIECE)])
+    gamma = jnp.pad(gamma, [(0, 0)] * 3 + [(0, GATES - GROUP)])
     return (TokenInputs(*d._replace(gamma=gamma), cleared=None),)
 
 

@@ -1,7 +1,7 @@
 """The backward kernel of Lattice with C = 1 on a GPU: blocks of tokens in reverse.
 
 From the memory that the forward kernel kept of a block's start, the block is computed
-again twice: once for the memory at the start of its pieces, then each piece for the
+again twice: once for the memory at the start of its groups, then each group for the
 memory before each of its tokens. Nothing is computed back from what came after.
 
 A bar denotes a cotangent, R the memory before the division by its norms, A after it,
@@ -26,12 +26,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from memjax_kernels.common import mosaic
 from memjax_kernels.common.mosaic import F32
 from memjax_kernels.lattice.pallas_gpu.exact_program import REDUCTIONS, Program, shared
-from memjax_kernels.lattice.pallas_gpu.inputs import PIECE, PIECES, Static, TokenInputs
-from memjax_kernels.lattice.pallas_gpu.program import across_width, call, unit
+from memjax_kernels.lattice.pallas_gpu.inputs import GROUP, GROUPS, Static, TokenInputs
+from memjax_kernels.lattice.pallas_gpu.program import across_width, call, l2_normalize
 
 
 class Gradients(NamedTuple):
-    """What the kernel gives: like the inputs, gamma by slot [B, n, PIECE, H, M]."""
+    """What the kernel gives: like the inputs, gamma by slot [B, n, GROUP, H, M]."""
 
     q: Any
     k: Any
@@ -48,10 +48,10 @@ def backward(static: Static, x: TokenInputs, kept, d_y, d_after) -> Gradients:
     outputs = Gradients(*map(like, (x.q, x.k, x.v, x.q, x.start, x.empty)))
     scratch = shared(x) | {
         "arrived": plgpu.Barrier(num_arrivals=5),
-        "d_y": mosaic.vectors(PIECE, width),
-        "d_gamma": mosaic.vectors(PIECE, m),
-        # Those at the start of pieces, then those before every token but the first.
-        "memories": mosaic.tile(PIECES + PIECE - 1, m, width, dtype=F32),
+        "d_y": mosaic.vectors(GROUP, width),
+        "d_gamma": mosaic.vectors(GROUP, m),
+        # Those at the start of groups, then those before every token but the first.
+        "memories": mosaic.tile(GROUPS + GROUP - 1, m, width, dtype=F32),
         "d_memory": mosaic.tile(m, width, dtype=F32),
         "memory_arrived": plgpu.Barrier(),
     }
@@ -62,7 +62,7 @@ def backward(static: Static, x: TokenInputs, kept, d_y, d_after) -> Gradients:
 
 
 class _Backward(Program):
-    """The backward kernel of one row and head; gradients take the tokens' place."""
+    """One batch element and head, backward; gradients overwrite the tokens."""
 
     def __init__(self, static, x, kept, d_y, d_after, outputs, scratch):
         super().__init__(static, x, scratch)
@@ -72,11 +72,11 @@ class _Backward(Program):
     def tokens(self):
         return super().tokens() | {"d_y": self.d_y}
 
-    def run(self):
+    def compute(self):
         self.fetch_memory(self.d_after.at[*self.at], self.d_memory)
         if self.out.empty is not None:
             self.out.empty[*self.at] = self.machine.zeros(self.d_memory.shape)
-        blocks = self.pieces // PIECES
+        blocks = self.groups // GROUPS
         lax.fori_loop(0, blocks, lambda i, _: self.block(blocks - 1 - i), None)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.d_memory, self.out.start.at[*self.at])
@@ -91,35 +91,35 @@ class _Backward(Program):
         row, head = self.at
         plgpu.commit_smem()
         self.fetch_memory(self.kept.at[row, i, head], self.memories.at[0])
-        first = i * PIECES
-        lax.fori_loop(0, PIECES - 1, lambda j, _: self.through(first, j), None)
-        last = PIECES - 1
-        lax.fori_loop(0, PIECES, lambda j, _: self.piece(first, last - j), None)
+        first = i * GROUPS
+        lax.fori_loop(0, GROUPS - 1, lambda j, _: self.through(first, j), None)
+        last = GROUPS - 1
+        lax.fori_loop(0, GROUPS, lambda j, _: self.group(first, last - j), None)
 
     def through(self, first, j):
-        """From the start of a piece to that of the next."""
+        """From the start of a group to that of the next."""
         self.fetch(first + j)
 
         def token(t, _):
-            self.again(first + j, t, jnp.where(t == 0, j, j + 1), j + 1)
+            self.recompute(first + j, t, jnp.where(t == 0, j, j + 1), j + 1)
 
-        lax.fori_loop(0, PIECE, token, None)
+        lax.fori_loop(0, GROUP, token, None)
 
-    def piece(self, first, j):
+    def group(self, first, j):
         (row, head), scratch, i = self.at, self.scratch, first + j
         self.fetch(i)
-        before = lambda t: jnp.where(t == 0, j, PIECES + t - 1)
+        before = lambda t: jnp.where(t == 0, j, GROUPS + t - 1)
 
         def again(t, _):
-            self.again(i, t, before(t), PIECES + t)
+            self.recompute(i, t, before(t), GROUPS + t)
 
         def token(t, _):
-            self.token(i, PIECE - 1 - t, before(PIECE - 1 - t))
+            self.token(i, GROUP - 1 - t, before(GROUP - 1 - t))
 
-        lax.fori_loop(0, PIECE - 1, again, None)
+        lax.fori_loop(0, GROUP - 1, again, None)
         # The last token's memory has not been looked at yet.
-        self.clear(self.memories.at[before(PIECE - 1)], i, PIECE - 1)
-        lax.fori_loop(0, PIECE, token, None)
+        self.clear(self.memories.at[before(GROUP - 1)], i, GROUP - 1)
+        lax.fori_loop(0, GROUP, token, None)
         plgpu.commit_smem()
         for name, out in zip(
             ("q", "k", "v", "d_gamma"),
@@ -129,11 +129,11 @@ class _Backward(Program):
             plgpu.copy_smem_to_gmem(scratch[name], out.at[row, i, :, head, :])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def again(self, i, t, source, target):
+    def recompute(self, i, t, source, target):
         """The memory after token t, from that before it."""
         self.clear(self.memories.at[source], i, t)
         written = self.write(self.machine.matrix(self.memories.at[source]), t)
-        self.memories[target] = unit(written.rows)[0]
+        self.memories[target] = l2_normalize(written.rows)[0]
 
     def token(self, i, t, source):
         scratch, machine, rows = self.scratch, self.machine, self.rows
@@ -144,7 +144,7 @@ class _Backward(Program):
         d_size = -0.5 * x.scale * x.scale * x.scale * q * read
         d_size = jnp.where(x.size > 0.0, d_size, 0.0)
         d_after = machine.matrix(self.d_memory)
-        after, scale = unit(x.rows)
+        after, scale = l2_normalize(x.rows)
         d_rows = scale * (d_after - after * across_width(after * d_after))
         d_rows = d_rows + rows(q * x.scale) * d_y
         scratch["q"][t] = x.scale * read

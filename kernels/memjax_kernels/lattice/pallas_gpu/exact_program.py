@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels.common import mosaic
 from memjax_kernels.common.mosaic import Machine
-from memjax_kernels.lattice.pallas_gpu.inputs import GATES, PIECE, Static, TokenInputs
+from memjax_kernels.lattice.pallas_gpu.inputs import GATES, GROUP, Static, TokenInputs
 from memjax_kernels.lattice.pallas_gpu.program import inverse_norm
 
 # Sums over slots in one go.
@@ -25,9 +25,9 @@ def shared(x: TokenInputs):
     """Scratch of both kernels."""
     m, width = x.q.shape[-1], x.v.shape[-1]
     return {
-        "q": mosaic.vectors(PIECE, m),
-        "k": mosaic.vectors(PIECE, m),
-        "v": mosaic.vectors(PIECE, width),
+        "q": mosaic.vectors(GROUP, m),
+        "k": mosaic.vectors(GROUP, m),
+        "v": mosaic.vectors(GROUP, width),
         "gamma": mosaic.vectors(GATES),
     }
 
@@ -63,29 +63,29 @@ class Program:
         self.variant, self.x, self.scratch = static.variant, x, scratch
         self.machine = Machine(static.interpret)
         self.at = lax.axis_index("rows"), lax.axis_index("heads")
-        self.pieces = x.q.shape[1]
+        self.groups = x.q.shape[1]
         self.slots, self.width = x.q.shape[-1], x.v.shape[-1]
 
     def tokens(self):
         return {"q": self.x.q, "k": self.x.k, "v": self.x.v}
 
-    def fetch(self, piece):
-        """Takes a piece's tokens in, once all threads are done with the last one's."""
+    def fetch(self, group):
+        """Takes a group's tokens in, once all threads are done with the last one's."""
         (row, head), arrived = self.at, self.scratch["arrived"]
         plgpu.commit_smem()
         for name, source in self.tokens().items():
-            source = source.at[row, piece, :, head, :]
+            source = source.at[row, group, :, head, :]
             plgpu.copy_gmem_to_smem(source, self.scratch[name], arrived)
-        gamma = self.x.gamma.at[row, piece, head]
+        gamma = self.x.gamma.at[row, group, head]
         plgpu.copy_gmem_to_smem(gamma, self.scratch["gamma"], arrived)
         plgpu.barrier_wait(arrived)
 
-    def clear(self, memory, piece, t):
-        """Puts the empty memory in the place of one, where token t starts from it."""
+    def clear(self, memory, group, t):
+        """Replaces a memory by the empty one, where token t starts from that."""
         if self.x.cleared is None:
             return
 
-        @pl.when(self.x.cleared[self.at[0], piece, t] != 0)
+        @pl.when(self.x.cleared[self.at[0], group, t] != 0)
         def _():
             memory[...] = self.machine.global_matrix(self.x.empty, *self.at)
 

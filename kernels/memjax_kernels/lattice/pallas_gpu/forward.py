@@ -14,8 +14,8 @@ from memjax_kernels.lattice.pallas_gpu.program import (
     across_width,
     call,
     inverse_norm,
+    l2_normalize,
     shared,
-    unit,
 )
 
 
@@ -46,13 +46,13 @@ def forward(static: Static, x: ChunkInputs, *, keep: bool):
 
 
 class _Forward(Program):
-    """The forward kernel of one row and head."""
+    """The forward kernel of one batch element and head."""
 
     def __init__(self, static, x, outputs, scratch):
         super().__init__(static, x, scratch)
         self.y, self.after, self.pending, self.kept = outputs
 
-    def run(self):
+    def compute(self):
         self.prepare()
         self.fetch_memory(self.x.start)
         shape = self.scratch["memory"].shape
@@ -78,7 +78,7 @@ class _Forward(Program):
             again = (i > 0) & (self.x.cleared[row, i] != 0)
             pl.when(again)(lambda: self.fetch_memory(self.x.empty))
         plgpu.wait_smem_to_gmem(0)
-        self.put("operand", self.matrix("memory"))
+        self.store("operand", self.matrix("memory"))
         plgpu.commit_smem()
         if self.kept is not None:
             plgpu.copy_smem_to_gmem(scratch["operand"], self.kept.at[row, i, head])
@@ -86,19 +86,19 @@ class _Forward(Program):
         write, along, before, squares = self.residuals()
         taken, size = self.sums(write, along, before, squares)
         query = self.matrix("q") * inverse_norm(size)
-        self.put("query", query)
-        self.put("high", query * (1.0 + taken))
+        self.store("query", query)
+        self.store("high", query * (1.0 + taken))
         plgpu.commit_smem()
         # The tokens are in registers and in operands: the next may come.
         pl.when(i + 1 < self.chunks)(lambda: self.fetch(i + 1))
         scores = machine.product(scratch["query"], scratch["write"], "nt")
-        self.put("gram", -self.masked(scores))
+        self.store("gram", -self.masked(scores))
         plgpu.commit_smem()
         reads = machine.total(
             (scratch["high"], scratch["operand"], "nn"),
             (scratch["gram"], scratch["h"], "nn"),
         )
-        self.put("reads", reads)
+        self.store("reads", reads)
         plgpu.commit_smem()
         source = scratch["reads"].at[pl.ds(0, self.size)]
         plgpu.copy_smem_to_gmem(source, self.y.at[row, i, :, head, :])
@@ -114,4 +114,4 @@ class _Forward(Program):
     def write_memory(self):
         memory, written = self.matrix("memory"), self.written()
         after = memory + across_width(memory * written) * memory - written
-        self.scratch["memory"][...] = unit(after)[0]
+        self.scratch["memory"][...] = l2_normalize(after)[0]

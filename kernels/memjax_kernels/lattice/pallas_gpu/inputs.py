@@ -3,10 +3,10 @@
 from typing import Any, NamedTuple
 
 # Tokens in shared memory at a time; the backward kernel holds as many memories, and
-# one for each piece of a block.
-PIECE = 8
-PIECES = 4
-BLOCK = PIECES * PIECE
+# one for each group of a block.
+GROUP = 8
+GROUPS = 4
+BLOCK = GROUPS * GROUP
 # The fewest float32 of a copy.
 GATES = 32
 
@@ -46,16 +46,16 @@ class ChunkInputs(NamedTuple):
 class TokenInputs(NamedTuple):
     """What the kernels of single tokens take, float32 but for `cleared`.
 
-    There are n pieces, which make whole blocks.
+    There are n groups, which make whole blocks.
 
     Attributes:
-        q: [B, n, PIECE, H, M].
-        k: [B, n, PIECE, H, M].
-        v: [B, n, PIECE, H, V].
-        gamma: [B, n, H, GATES], 0 after the piece.
+        q: [B, n, GROUP, H, M].
+        k: [B, n, GROUP, H, M].
+        v: [B, n, GROUP, H, V].
+        gamma: [B, n, H, GATES], 0 after the group.
         start: [B, H, M, V], the memory before the first token.
         empty: likewise, or None.
-        cleared: Int32[B, n, PIECE], or None; not 0 where a token starts from `empty`.
+        cleared: Int32[B, n, GROUP], or None; not 0 where a token starts from `empty`.
     """
 
     q: Any

@@ -1,7 +1,7 @@
-"""What the kernels of Lattice on a GPU share; `entry` prepares what they take.
+"""What both kernels of Lattice on a GPU compute for a chunk; `chunk` has the equations.
 
-All chunks of one row and head are one program. Its memory stays in shared memory in
-float32; products read operands in the dtype of the tokens. `chunk` has the equations.
+One program takes all chunks of one batch element and head. Its memory stays in shared
+memory in float32; products read operands in the dtype of the tokens.
 """
 
 from typing import Any
@@ -42,15 +42,17 @@ def call(program, static, x, more, outputs, scratch, name, **options):
     given, tree = jax.tree.flatten((x, *more))
     out_types, out_tree = jax.tree.flatten(outputs)
 
-    def body(*refs, **scratch):
+    def kernel(*refs, **scratch):
         given_refs: Any = jax.tree.unflatten(tree, refs[: len(given)])
         out_refs = jax.tree.unflatten(out_tree, refs[len(given) :])
-        program(static, *given_refs, out_refs, scratch).run()
+        program(static, *given_refs, out_refs, scratch).compute()
 
     grid = x.q.shape[0], x.q.shape[3]
     name = f"memjax_lattice_{name}"
-    run = mosaic.call(body, grid, out_types, scratch, name, static.interpret, **options)
-    return jax.tree.unflatten(out_tree, run(*given))
+    call_kernel = mosaic.call(
+        kernel, grid, out_types, scratch, name, static.interpret, **options
+    )
+    return jax.tree.unflatten(out_tree, call_kernel(*given))
 
 
 class Program:
@@ -69,7 +71,7 @@ class Program:
             for name in self.tokens():
                 ref = scratch[name]
                 ref[...] = machine.zeros(ref.shape, ref.dtype)
-        self.put("ones", self.ordered(strictly=False).astype(F32))
+        self.store("ones", self.ordered(strictly=False).astype(F32))
         plgpu.commit_smem()
 
     def tokens(self):
@@ -92,7 +94,7 @@ class Program:
     def masked(self, square, *, strictly=False):
         return jnp.where(self.ordered(strictly=strictly), square, 0.0)
 
-    def put(self, name, value):
+    def store(self, name, value):
         self.scratch[name][...] = value.astype(self.scratch[name].dtype)
 
     def matrix(self, name):
@@ -106,8 +108,8 @@ class Program:
 
         They are terms of a difference: x is two operands, not one.
         """
-        self.put("high", x)
-        self.put("low", x - self.matrix("high"))
+        self.store("high", x)
+        self.store("low", x - self.matrix("high"))
         plgpu.commit_smem()
         ones, high, low = (self.scratch[name] for name in ("ones", "high", "low"))
         return self.machine.total((ones, high, form), (ones, low, form))
@@ -124,12 +126,12 @@ class Program:
             case _:
                 rows = -self.matrix("v")
         squares = jnp.sum(rows * rows, axis=1)
-        self.put("h", rows)
+        self.store("h", rows)
         plgpu.commit_smem()
         along, gram = machine.products((h, operand, "nt"), (h, h, "nt"))
-        self.put("gram", self.masked(gram, strictly=True))
+        self.store("gram", self.masked(gram, strictly=True))
         write = self.slots(self.gamma()) * self.target(along)
-        self.put("write", write)
+        self.store("write", write)
         plgpu.commit_smem()
         before = machine.product(scratch["gram"], scratch["write"], "nn")
         return write, along, before, squares
@@ -154,7 +156,7 @@ def inverse_norm(size):
     return lax.rsqrt(1.0 + jnp.maximum(size, 0.0))
 
 
-def unit(rows):
+def l2_normalize(rows):
     """Rows divided by their norms, and one over those; a row of zeros stays."""
     squares = jnp.sum(rows * rows, axis=1)
     scale = jnp.where(squares > 0.0, lax.rsqrt(jnp.maximum(squares, 1e-37)), 0.0)

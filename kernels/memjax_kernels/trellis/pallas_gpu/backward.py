@@ -1,6 +1,6 @@
 """The backward kernel of Trellis on a GPU: chunks in reverse, each computed again.
 
-What moves between global and shared memory; `chunk` has the arithmetic.
+This file moves data between global and shared memory; `chunk` has the arithmetic.
 """
 
 from typing import Any, NamedTuple
@@ -73,20 +73,20 @@ def backward(static: Static, x: Inputs, kept, d_y, d_after, d_middle) -> Gradien
     given, tree = jax.tree.flatten((x, kept, d_y, d_after, d_middle))
     out_types, out_tree = jax.tree.flatten(outputs)
 
-    def body(*refs, **scratch):
+    def kernel(*refs, **scratch):
         given_refs: Any = jax.tree.unflatten(tree, refs[: len(given)])
         out_refs = jax.tree.unflatten(out_tree, refs[len(given) :])
-        _Program(static, sizes, given_refs, out_refs, scratch).run()
+        _Program(static, sizes, given_refs, out_refs, scratch).all_chunks()
 
-    run = mosaic.call(
-        body,
+    call_kernel = mosaic.call(
+        kernel,
         (b, h),
         out_types,
         _scratch(sizes, x.q.dtype, running is None),
         "memjax_trellis_backward",
         static.interpret,
     )
-    return jax.tree.unflatten(out_tree, run(*given))
+    return jax.tree.unflatten(out_tree, call_kernel(*given))
 
 
 def _scratch(sizes: Sizes, dtype, aligned: bool):
@@ -123,14 +123,14 @@ def _scratch(sizes: Sizes, dtype, aligned: bool):
 
 
 class _Program(Chunk):
-    """The kernel of one row and head."""
+    """The kernel of one batch element and head."""
 
     def __init__(self, static, sizes, given, outputs, scratch):
         super().__init__(static, sizes, scratch)
         self.x, self.kept, self.d_y, self.d_after, self.d_middle = given
         self.out = outputs
 
-    def run(self):
+    def all_chunks(self):
         scratch, arrived = self.scratch, self.scratch["memory_arrived"]
         for memory, given in zip(self.each("d_memory"), self.d_after, strict=True):
             plgpu.copy_gmem_to_smem(given.at[*self.at], memory, arrived)
@@ -159,11 +159,11 @@ class _Program(Chunk):
 
     def fetch(self, i):
         (row, head), x = self.at, self.x
-        arrived, place = self.scratch["arrived"], pl.ds(0, self.sizes.size)
+        arrived, rows = self.scratch["arrived"], pl.ds(0, self.sizes.size)
         sources = (x.q, x.alpha, self.d_y, *x.inputs)
         for source, target in zip(sources, self.tokens(), strict=True):
             plgpu.copy_gmem_to_smem(
-                source.at[row, i, :, head, :], target.at[place], arrived
+                source.at[row, i, :, head, :], target.at[rows], arrived
             )
         plgpu.copy_gmem_to_smem(
             x.gates.at[row, i, head], self.scratch["gates"], arrived
@@ -182,15 +182,15 @@ class _Program(Chunk):
         plgpu.commit_smem()
         d_query = self.compute(i)
         self.pass_on(i, middle)
-        # Gradients take the place of the tokens.
+        # Gradients overwrite the tokens.
         scratch = self.scratch
         scratch["q"][...] = d_query.astype(scratch["q"].dtype)
         plgpu.commit_smem()
-        place = pl.ds(0, self.sizes.size)
+        rows = pl.ds(0, self.sizes.size)
         outputs = (self.out.q, self.out.alpha, *self.out.inputs)
         sources = (scratch["q"], scratch["alpha"], *self.each("inputs"))
         for source, out in zip(sources, outputs, strict=True):
-            plgpu.copy_smem_to_gmem(source.at[place], out.at[row, i, :, head, :])
+            plgpu.copy_smem_to_gmem(source.at[rows], out.at[row, i, :, head, :])
         plgpu.copy_smem_to_gmem(scratch["d_gates"], self.out.gates.at[row, i, head])
         plgpu.copy_smem_to_gmem(scratch["d_last"], self.out.last.at[row, i, head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -29,7 +29,7 @@ from memjax_kernels.trellis.pallas_gpu.inputs import GAMMA, LAST, TOTAL
 
 
 class Chunk:
-    """The arithmetic of one row and head, tokens and memories in shared memory."""
+    """The arithmetic of a batch element and head; all arrays are in shared memory."""
 
     x: Any
     out: Any
@@ -45,14 +45,14 @@ class Chunk:
 
     def compute(self, i):
         """Gradients of a chunk; those of inputs replace them, that of q is returned."""
-        self.again_first()
-        self.again_query(i)
-        self.second(i)
+        self.recompute_first_pass()
+        self.recompute_query(i)
+        self.second_pass(i)
         query, reads = self.scratch["query"], self.scratch["reads"]
         query[...] = self.machine.matrix(reads).astype(query.dtype)
-        return self.first(i, query)
+        return self.first_pass(i, query)
 
-    def again_first(self):
+    def recompute_first_pass(self):
         """Errors and scores of the first pass, as in the forward kernel."""
         scratch, machine = self.scratch, self.machine
         q, x = scratch["q"], scratch["inputs0"]
@@ -64,7 +64,7 @@ class Chunk:
         scratch["scores1"][...] = scores.astype(q.dtype)
         plgpu.commit_smem()
 
-    def again_query(self, i):
+    def recompute_query(self, i):
         """Reads of the first pass, and the query of the second."""
         scratch = self.scratch
         past, new = self.machine.products(
@@ -77,7 +77,7 @@ class Chunk:
         scratch["query"][...] = self.activate(reads).astype(scratch["query"].dtype)
         plgpu.commit_smem()
 
-    def second(self, i):
+    def second_pass(self, i):
         """The second pass; leaves the cotangent of the first one's reads in `reads`."""
         scratch, machine, slots = self.scratch, self.machine, self.sizes.slots
         query, x, d_y = scratch["query"], scratch["inputs1"], scratch["d_y"]
@@ -87,7 +87,7 @@ class Chunk:
         kept = mosaic.along_rows(jnp.exp(total), slots)
         error = self.error(predicted) * mosaic.along_rows(gamma, slots)
         errors[...] = error.astype(errors.dtype)
-        self.put("weighted", kept * machine.matrix(query))
+        self.store("weighted", kept * machine.matrix(query))
         plgpu.commit_smem()
         scores, d_score, d_past, d_decayed = machine.products(
             (query, errors, "nt"),
@@ -96,8 +96,8 @@ class Chunk:
             (x, scratch["d_operand1"], "nt"),
         )
         decays_ = self.decays(1)
-        self.put("scores2", decays_ * scores)
-        self.put("d_scores", -(decays_ * d_score))
+        self.store("scores2", decays_ * scores)
+        self.store("d_scores", -(decays_ * d_score))
         plgpu.commit_smem()
         through, d_error = machine.products(
             (d_scores, errors, "nn"), (d_scores, query, "tn")
@@ -111,22 +111,22 @@ class Chunk:
         )
         direct = machine.product(scratch["scores2"], d_y, "tn")
         x[...] = (d_x - direct).astype(x.dtype)
-        self.put("errors1", d_alpha)
+        self.store("errors1", d_alpha)
 
-    def first(self, i, d_y):
+    def first_pass(self, i, d_y):
         """The first pass, given its reads' cotangent as a tile; returns that of q."""
         scratch, machine, slots = self.scratch, self.machine, self.sizes.slots
         q, x, d_scores = scratch["q"], scratch["inputs0"], scratch["d_scores"]
         total, _, _ = self.gates(0)
         kept = mosaic.along_rows(jnp.exp(total), slots)
-        self.put("weighted", kept * machine.matrix(scratch["reads"]))
+        self.store("weighted", kept * machine.matrix(scratch["reads"]))
         plgpu.commit_smem()
         predicted, d_score, d_decayed = machine.products(
             (x, self.operands[0], "nt"),
             (d_y, scratch["errors0"], "nt"),
             (x, scratch["d_operand0"], "nt"),
         )
-        self.put("d_scores", -(self.decays(0) * d_score))
+        self.store("d_scores", -(self.decays(0) * d_score))
         plgpu.commit_smem()
         through, past = machine.products(
             (d_scores, x, "nn"), (scratch["weighted"], self.read_from(0, i), "nn")
@@ -139,7 +139,7 @@ class Chunk:
         )
         direct = machine.product(d_scores, q, "tn")
         x[...] = (d_x + direct).astype(x.dtype)
-        self.put("alpha", d_alpha + machine.matrix(scratch["errors1"]))
+        self.store("alpha", d_alpha + machine.matrix(scratch["errors1"]))
         return d_q
 
     def write(self, i, index, predicted, d_error, d_decayed, d_total, change):
@@ -172,8 +172,8 @@ class Chunk:
         rows[TOTAL] = d_total - gamma * d_gamma
         rows[LAST] = -jnp.sum(decayed * d_decayed, axis=1)
         rows[GAMMA] = d_gamma
-        self.put("decayed", decayed)
-        self.put("d_predicted", d_predicted)
+        self.store("decayed", decayed)
+        self.store("d_predicted", d_predicted)
         plgpu.commit_smem()
         self.pass_memory(i, index, change, jnp.exp(last))
         lost, through = machine.products(
@@ -208,7 +208,7 @@ class Chunk:
             return self.operands[index]
         return self.scratch[f"memory{index}"].at[jnp.where(i == 0, 1, 0)]
 
-    def put(self, name, value):
+    def store(self, name, value):
         self.scratch[name][...] = value.astype(self.scratch[name].dtype)
 
     def gates(self, index):

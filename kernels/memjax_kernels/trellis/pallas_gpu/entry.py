@@ -1,15 +1,16 @@
-"""Trellis on a Hopper GPU, in Mosaic: both passes in one kernel, and a backward kernel.
+"""Trellis on a Hopper GPU, in Mosaic: one kernel forward, one backward.
 
-One program walks all chunks of a row and head, its memories in shared memory, its
-products on tensor cores (wgmma, bfloat16 operands, float32 sums). For a gradient the
-forward kernel keeps the memories at every chunk's start in the tokens' dtype, and the
-backward kernel goes through the chunks in reverse and computes each again from there.
-Rematerialisation policies find the names "trellis_chunk_states" and "trellis_reads".
-Where the backward kernel does not fit into shared memory (`has_backward`), gradients
-are those of the XLA form, which computes the chunks again from the first.
+One program goes through all chunks of a batch element and head. Its memories stay in
+shared memory, its products run on tensor cores (wgmma, bfloat16 operands, float32
+sums). Where a gradient is taken, the forward kernel also saves the memories at every
+chunk's start, in the tokens' dtype; the backward kernel goes through the chunks in
+reverse and computes each again from there. The saved memories and the reads are named
+"trellis_chunk_states" and "trellis_reads" for rematerialisation policies. Where the
+backward kernel does not fit into shared memory (`has_backward`), gradients are those of
+the XLA implementation, which computes the chunks again from the first.
 
-The kernels compile for sm_90a and agree with the token loop in the interpreter; they
-have not run on a GPU yet, so nothing picks them unasked.
+The kernels compile for sm_90a and agree with the token loop in the interpreter. They
+have not run on a GPU yet, so they must be asked for.
 """
 
 import functools

@@ -1,8 +1,9 @@
-"""The forward kernel of Trellis on a GPU; `entry` prepares what it takes.
+"""The forward kernel of Trellis on a GPU; `entry` says when it runs.
 
-All chunks of one row and head are one program. Its memories stay in shared memory in
-float32; products read a copy in the dtype of the tokens, which is also what a gradient
-keeps of every chunk's start. Tokens of the next chunk are copied in meanwhile.
+One program takes all chunks of one batch element and head. Its memories stay in shared
+memory in float32; products read a copy in the dtype of the tokens, which is also what
+is saved of every chunk's start for a gradient. The next chunk's tokens are copied in
+during the computation, where shared memory has room for them.
 """
 
 from typing import Any
@@ -45,9 +46,9 @@ def forward(static: Static, x: Inputs, *, keep: bool):
     inputs, tree = jax.tree.flatten((x, outputs))
     given = len(jax.tree.leaves(x))
 
-    def body(*refs, **scratch):
+    def kernel(*refs, **scratch):
         x, outputs = jax.tree.unflatten(tree, refs)
-        _Program(static, sizes, x, outputs, scratch).run()
+        _Program(static, sizes, x, outputs, scratch).all_chunks()
 
     work = lambda width: mosaic.tile(ROWS, width, dtype=dtype)
     staged = lambda width: mosaic.tile(stages, ROWS, width, dtype=dtype)
@@ -67,19 +68,19 @@ def forward(static: Static, x: Inputs, *, keep: bool):
         scratch[f"inputs{i}"] = staged(shape[1])
         scratch[f"memory{i}"] = mosaic.tile(*shape, dtype=F32)
         scratch[f"operand{i}"] = mosaic.tile(*shape, dtype=dtype)
-    run = mosaic.call(
-        body,
+    call_kernel = mosaic.call(
+        kernel,
         (b, h),
         inputs[given:],
         scratch,
         "memjax_trellis_forward",
         static.interpret,
     )
-    return jax.tree.unflatten(jax.tree.structure(outputs), run(*inputs[:given]))
+    return jax.tree.unflatten(jax.tree.structure(outputs), call_kernel(*inputs[:given]))
 
 
 class _Program:
-    """The kernel of one row and head."""
+    """The kernel of one batch element and head."""
 
     def __init__(self, static, sizes, x, outputs, scratch):
         self.static, self.sizes, self.stages = static, sizes, static.stages
@@ -91,7 +92,7 @@ class _Program:
     def each(self, name):
         return [self.scratch[f"{name}{i}"] for i in (0, 1)]
 
-    def run(self):
+    def all_chunks(self):
         row, head, chunks = self.row, self.head, self.sizes.chunks
         self.fetch_memories(self.x.running)
         if self.sizes.size < ROWS:
@@ -117,7 +118,7 @@ class _Program:
         """Begins the copies of a chunk's tokens."""
         stage = lax.rem(chunk, self.stages)
         arrived = self.scratch["arrived"].at[stage]
-        place = pl.ds(0, self.sizes.size)
+        rows = pl.ds(0, self.sizes.size)
         x, scratch = self.x, self.scratch
         for source, target in zip(
             (x.q, x.alpha, *x.inputs),
@@ -125,7 +126,7 @@ class _Program:
             strict=True,
         ):
             source = source.at[self.row, chunk, :, self.head, :]
-            plgpu.copy_gmem_to_smem(source, target.at[stage, place], arrived)
+            plgpu.copy_gmem_to_smem(source, target.at[stage, rows], arrived)
         gates = x.gates.at[self.row, chunk, self.head]
         plgpu.copy_gmem_to_smem(gates, scratch["gates"].at[stage], arrived)
 
@@ -195,9 +196,9 @@ class _Program:
         y = self.one_pass(1, stage, predicted[1], scratch["query"], None)
         scratch["y"][...] = y.astype(scratch["y"].dtype)
         plgpu.commit_smem()
-        place = pl.ds(0, self.sizes.size)
+        rows = pl.ds(0, self.sizes.size)
         target = self.y.at[self.row, i, :, self.head, :]
-        plgpu.copy_smem_to_gmem(scratch["y"].at[place], target)
+        plgpu.copy_smem_to_gmem(scratch["y"].at[rows], target)
 
     def one_pass(self, index, stage, predicted, query, scores):
         """Reads of a pass; its memory becomes the one after the chunk."""

@@ -162,12 +162,12 @@ def memories_after(x: Inputs, after: tuple[Array, ...], middle: tuple[Array, ...
         middle: those at the start of the chunk that `x.middle` names, if that is one
             but the first.
     """
-    place = x.middle[:, None, None, None]
+    index = x.middle[:, None, None, None]
     chunks = x.q.shape[1]
 
     def chunk_start(begin, middle, after):
-        later = jnp.where(place == chunks, after, middle)
-        return jnp.where(place == 0, begin, later)
+        later = jnp.where(index == chunks, after, middle)
+        return jnp.where(index == 0, begin, later)
 
     begin = x.running if x.begin is None else x.begin
     keys, values = map(chunk_start, begin, middle, after)
