@@ -95,6 +95,12 @@ def test_the_key_decides(greedy):
     assert other.min() >= 0 and other.max() < V and other.shape == (B, NEW)
 
 
+def test_each_draw_has_a_key_of_its_own():
+    # So hot that all tokens are equally likely: one key would draw one token again.
+    _, tokens = go(sampling=Sampling(temperature=1e6))
+    assert all(len(set(row)) > 1 for row in tokens.tolist())
+
+
 ODDS = np.array([0.1, 0.5, 0.15, 0.25])
 
 

@@ -366,3 +366,15 @@ def test_every_bad_input_is_refused():
 def test_every_bad_size_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         HMTConfig(**options)
+
+
+def test_the_bank_is_full_at_its_size_and_a_first_segment_leaves_no_summary():
+    """No search has a choice before two memories: a summary kept before is wasted."""
+    model = build("attention", CAUSAL)
+    state, num_valid, summarized = model.init_state(B), [], []
+    for n in range(3):
+        state, _ = call(model, state, TOKENS[:, n * L : (n + 1) * L])
+        num_valid.append(state.memories.num_valid.tolist())
+        summarized.append(bool(jnp.any(state.memories.summary != 0)))
+    assert num_valid == [[1] * B, [N] * B, [N] * B]
+    assert summarized == [False, True, True]

@@ -1,0 +1,86 @@
+"""Gates, scales and options of the papers, against their formulas in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.mechanisms import (
+    GLAConfig,
+    LatticeConfig,
+    Mamba2Config,
+    TTTLinearConfig,
+)
+from memjax.mechanisms.layers import recurrent_block
+
+B, D, H, K = 2, 8, 2, 4
+SIZES = dict(model_dim=D, num_heads=H, key_dim=K, value_dim=K)
+
+
+def build(config):
+    """A mechanism, its parameters, its empty state and two tokens."""
+    mechanism = config.build()
+    params = mechanism.init_params(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (B, 2, D))
+    return mechanism, params, mechanism.init_state(B), x
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-np.asarray(x, np.float64)))
+
+
+def test_ttt_learns_in_proportion_to_its_rate():
+    written = []
+    for rate in (1.0, 0.25):
+        mechanism, params, state, x = build(TTTLinearConfig(**SIZES, rate=rate))
+        state, _ = mechanism.apply(params, state, x[:, :1])
+        written.append(state.memory.memory.weights - params.core.weights[None])
+    assert np.abs(written[0]).max() > 1e-4
+    np.testing.assert_allclose(written[1], 0.25 * written[0], rtol=1e-4, atol=1e-7)
+
+
+def test_gla_keeps_the_sixteenth_root_of_its_sigmoid():
+    mechanism, params, state, x = build(GLAConfig(**SIZES))
+    before, _ = mechanism.step(params, state, x[:, 0])
+    # Values of zero write nothing: what is left of the first token is the gate's.
+    silent = params._replace(value=jnp.zeros_like(params.value))
+    after, _ = mechanism.step(silent, before, x[:, 1])
+    logits = np.einsum("bd,dr,rhk->bhk", x[:, 1], params.core.narrow, params.core.widen)
+    kept = sigmoid(logits)[..., None] ** (1 / 16)
+    np.testing.assert_allclose(after.memory, kept * before.memory, rtol=1e-4)
+
+
+@pytest.mark.parametrize("skip", [1.0, -0.5])
+def test_mamba2_reads_by_the_root_of_its_width_and_adds_its_skip(skip):
+    config = Mamba2Config(**SIZES)
+    mechanism, params, state, x = build(config)
+    core = params.core._replace(skip=jnp.full(H, skip))
+    # Paces near 1, so that the memory weighs as much as the skip.
+    bias = jnp.ones_like(core.decay.pace.bias)
+    pace_gate = core.decay.pace._replace(bias=bias)
+    core = core._replace(decay=core.decay._replace(pace=pace_gate))
+    params = params._replace(core=core)
+    _, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
+
+    logits = np.einsum("btd,dh->bth", x, core.decay.pace.weight) + bias[None, None]
+    pace = np.log1p(np.exp(logits))
+    kept = np.exp(-np.exp(core.decay.log_rate) * pace[:, 1])
+    written = np.einsum("bthk,bthv->bthkv", k, v * pace[..., None])
+    memory = kept[..., None, None] * written[:, 0] + written[:, 1]
+    y = np.einsum("bhk,bhkv->bhv", q[:, 1], memory) / np.sqrt(K) + skip * v[:, 1]
+    expected = recurrent_block.output_projection(
+        config, params, x[:, 1], jnp.asarray(y, jnp.float32)
+    )
+    _, found = mechanism.apply(params, state, x)
+    np.testing.assert_allclose(found[:, 1], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant,changes", [("enc", False), ("dec", True)])
+def test_lattice_enc_takes_values_of_unit_norm(variant, changes):
+    mechanism, params, state, x = build(LatticeConfig(**SIZES, variant=variant))
+    larger = params._replace(value=5.0 * params.value)
+    (once, _), (scaled, _) = (mechanism.apply(p, state, x) for p in (params, larger))
+    slots = [after.memory.memory.pending for after in (once, scaled)]
+    assert np.abs(slots[0]).max() > 1e-3
+    difference = np.abs(slots[1] - slots[0]).max()
+    assert difference > 1e-2 if changes else difference < 1e-4
