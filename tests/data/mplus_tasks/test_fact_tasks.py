@@ -44,7 +44,7 @@ def asked(target):
         yield text[: run[0] + 1].rpartition("\n\n")[2], answer
 
 
-def test_every_answer_is_told_and_only_answers_are_scored():
+def test_every_answer_is_stated_and_only_answers_are_scored():
     for chunks, target in rows(40):
         found = list(asked(target))
         assert found and target.mask.sum() == sum(len(answer) for _, answer in found)
@@ -90,7 +90,7 @@ def test_subjects_are_either_trained_on_or_tested():
     assert split_facts(FACTS, seed=1)[0] != train
 
 
-def test_as_many_steps_tell_facts_as_were_asked_for():
+def test_the_share_of_steps_with_facts_is_as_configured():
     told = read = 0
     for assignment, _ in zip(task_batches(), range(200), strict=False):
         if assignment.batch.chunks.shape[1]:
@@ -131,7 +131,7 @@ def test_facts_are_given_where_they_are_asked_for(change, message):
         task_batches(**change)
 
 
-def test_what_is_no_cloze_is_refused():
+def test_facts_that_are_no_clozes_are_refused():
     with pytest.raises(ValueError, match="facts must be clozes"):
         FactTexts([FACTS[0]._replace(question="What?")], BYTES, CHUNK, TARGET)
     with pytest.raises(ValueError, match="facts must be at least one, got none"):

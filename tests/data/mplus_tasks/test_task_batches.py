@@ -187,7 +187,7 @@ def test_seeds_differ():
         ({"prompt": 0}, r"prompt must be in \[1, target=12\), got 0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(changes, message):
+def test_settings_out_of_range_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
 
@@ -202,7 +202,7 @@ def test_lengths_that_do_not_fit_are_refused():
             task_batches(dataclasses.replace(CONFIG, **changes))
 
 
-def test_positions_of_others_are_refused():
+def test_positions_of_other_streams_are_refused():
     data = task_batches()
     good = data.get_state()
     for changes, message in (

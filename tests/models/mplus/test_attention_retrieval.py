@@ -189,6 +189,7 @@ def test_dropped_rows_are_stored_as_keys_and_values(told):
         assert store.born[row, 6 + i] == before.clock[row] - age
 
 
+@pytest.mark.slow
 def test_a_read_takes_the_rows_of_best_attention(told):
     _, state = told
     assert state.store.num_valid.tolist() == [M, M] and state.length.tolist() == [2, 2]
@@ -209,6 +210,7 @@ def test_a_read_takes_the_rows_of_best_attention(told):
     assert len(different) > 10 * L * B / 2
 
 
+@pytest.mark.slow
 def test_all_rows_of_a_small_store_are_read_as_the_retriever_reads_them():
     """With no choice left: the same rows, order, positions and attention."""
     by_attention = build(retrieved=M)
@@ -238,7 +240,8 @@ def _steps():
     return states, jnp.concatenate(logits, axis=1)
 
 
-def test_a_text_equals_its_tokens_one_by_one(steps):
+@pytest.mark.slow
+def test_a_call_equals_its_tokens_one_by_one(steps):
     states, logits = steps
     close(verb("__call__", states[0], TOKENS), (states[-1], logits))
     size = C + 1
@@ -247,7 +250,8 @@ def test_a_text_equals_its_tokens_one_by_one(steps):
         close(result, (states[t + size], logits[:, t : t + size]))
 
 
-def test_a_text_is_read_as_a_question_is(steps):
+@pytest.mark.slow
+def test_a_call_and_a_read_give_the_same_logits(steps):
     """No token chooses for another, so that it is the same who else num_queries."""
     states, logits = steps
     assert states[6 * C].length.tolist() == [0] * B
@@ -255,7 +259,8 @@ def test_a_text_is_read_as_a_question_is(steps):
     close(read, logits[:, 6 * C :])
 
 
-def test_nothing_reads_ahead_and_what_was_dropped_is_not_forgotten(steps):
+@pytest.mark.slow
+def test_no_token_sees_later_ones_and_dropped_rows_are_remembered(steps):
     states, logits = steps
     for at in (C + 1, T - 3):
         changed = TOKENS.at[:, at].set((TOKENS[:, at] + 1) % V)
@@ -270,7 +275,8 @@ def test_nothing_reads_ahead_and_what_was_dropped_is_not_forgotten(steps):
     assert np.abs(other - logits[:, -1:]).max(axis=(1, 2)).min() > 1e-5
 
 
-def test_rows_stand_at_different_places(steps):
+@pytest.mark.slow
+def test_batch_elements_may_have_different_lengths(steps):
     states, logits = steps
     state = verb("reset", states[-C - 2], jnp.array([True, False]))
     tokens = TOKENS[:, -C - 1 :]
@@ -282,7 +288,8 @@ def test_rows_stand_at_different_places(steps):
     chex.assert_tree_all_finite(after)
 
 
-def test_answers_go_on_with_the_store(told):
+@pytest.mark.slow
+def test_decode_retrieves_for_each_new_token(told):
     _, state = told
     prompt, count = TOKENS[:, 5:9], 3
     greedy = Sampling(temperature=0.0)
@@ -307,6 +314,7 @@ def test_there_is_no_retriever():
     assert state.cache.visible.shape == (B, 1 + N + C)
 
 
+@pytest.mark.slow
 def test_a_step_has_no_retriever_loss_and_scores_every_token(told):
     text = TOKENS[:, :7]
     batch = TaskBatch(
@@ -343,6 +351,7 @@ def test_a_step_has_no_retriever_loss_and_scores_every_token(told):
 # Files and bad input.
 
 
+@pytest.mark.slow
 def test_files_know_how_rows_are_found(told, tmp_path):
     save_memory(tmp_path / "memory", MODEL, told[1])
     chex.assert_trees_all_equal(load_memory(tmp_path / "memory", MODEL), told[1])
@@ -373,12 +382,12 @@ def test_files_know_how_rows_are_found(told, tmp_path):
         (dict(store_memory="host"), "store_memory must be 'device' with .* got 'host'"),
     ],
 )
-def test_what_cannot_be_is_refused(options, message):
+def test_settings_that_do_not_fit_the_retrieval_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **options)
 
 
-def test_a_read_is_given_what_it_needs(told):
+def test_options_that_do_not_fit_the_retrieval_are_refused(told):
     tokens, (_, state) = TOKENS[:, :3], told
     with pytest.raises(ValueError, match="prompt_length must be None with .* got 2"):
         MODEL.read(state, tokens, ReadOptions(prompt_length=2))

@@ -311,7 +311,7 @@ def test_a_single_adapter_writes_and_reads(tmp_path):
     ],
     ids=["mplus", "memoryllm", "tied", "qwen2", "own format"],
 )
-def test_what_is_saved_is_loaded(model, tmp_path):
+def test_a_saved_model_is_loaded_again(model, tmp_path):
     save_mplus(model, tmp_path / "saved")
     loaded = load_mplus(tmp_path / "saved")
     assert loaded.config == model.config and loaded.initial is None

@@ -99,19 +99,27 @@ def close(actual, expected, tolerance=2e-5):
     chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=["mplus", "memoryllm", "inputs"], name="case", scope="module")
+@pytest.fixture(
+    params=[
+        "mplus",
+        pytest.param("memoryllm", marks=pytest.mark.slow),
+        pytest.param("inputs", marks=pytest.mark.slow),
+    ],
+    name="case",
+    scope="module",
+)
 def _case(request):
     model = build(request.param)
     states, logits = by_steps(model, model.init_state(B), TOKENS)
     return model, states, logits
 
 
-def test_a_text_equals_its_tokens_one_by_one(case):
+def test_a_call_equals_its_tokens_one_by_one(case):
     model, states, logits = case
     close(run(model, states[0], TOKENS), (states[-1], logits))
 
 
-def test_calls_take_over_at_every_token(case):
+def test_a_call_continues_from_every_token(case):
     """So that any split of a text gives what its tokens give."""
     model, states, logits = case
     size = C + 1
@@ -120,6 +128,7 @@ def test_calls_take_over_at_every_token(case):
         close(result, (states[t + size], logits[:, t : t + size]))
 
 
+@pytest.mark.slow
 def test_the_programs_store_keeps_the_law():
     model = build("legacy")
     states, logits = by_steps(model, model.init_state(B), TOKENS)
@@ -131,7 +140,7 @@ def test_the_programs_store_keeps_the_law():
     assert np.abs(other - logits)[:, -1].max() > 1e-5
 
 
-def test_nothing_reads_ahead_and_the_past_is_not_forgotten(case):
+def test_no_token_sees_later_ones_and_early_ones_are_remembered(case):
     model, states, logits = case
     # In an early chunk, when the pool fills, and in the last that is written.
     for at, later in ((C + 1, 3 * C), (T - 4, T - 1)):
@@ -144,7 +153,7 @@ def test_nothing_reads_ahead_and_the_past_is_not_forgotten(case):
         assert differs[:, later].all()
 
 
-def test_rows_are_independent_and_stand_at_different_places(case):
+def test_batch_elements_of_different_lengths_are_independent(case):
     model, states, logits = case
     at, size = 4 * C + 3, C + 1
     state = model.reset(states[at], jnp.array([True, False]))
@@ -165,7 +174,7 @@ def test_rows_are_independent_and_stand_at_different_places(case):
     assert np.abs(z[0] - y[0]).max() > 1e-4
 
 
-def test_reset_empties_rows_whose_random_numbers_go_on(case):
+def test_reset_empties_memory_and_keeps_random_keys(case):
     model, states, _ = case
     used, fresh = states[-1], states[0]
     state = model.reset(used, jnp.array([True, False]))
@@ -222,6 +231,7 @@ def test_gradients_are_finite_and_reach_what_the_loss_sees():
         assert (np.abs(leaf).max() > 0) != retriever, name
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_can_be_mapped_over():
     model = build()
     graph, params = nnx.split(model)
@@ -236,6 +246,7 @@ def test_rows_of_a_batch_can_be_mapped_over():
     close(jax.tree.map(lambda x: x[:, 0], mapped), expected)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_to_float32():
     """Without a store, of which next to equal scores may choose other rows."""
     low, high = build("memoryllm", dtype="bfloat16"), build("memoryllm")
@@ -264,7 +275,7 @@ def test_an_empty_memory_is_the_plain_backbone():
 # The verbs.
 
 
-def test_the_store_is_read_once_there_is_one():
+def test_rows_of_the_store_change_the_logits():
     model, pool = build(), build("memoryllm")
     (after, y), (_, z) = (run(m, m.init_state(B), TOKENS) for m in (model, pool))
     assert after.store.num_valid.tolist() == [6, 6]
@@ -284,7 +295,7 @@ def _injected():
     return model, states
 
 
-def test_injecting_leaves_the_memory_of_reading(injected):
+def test_inject_leaves_the_same_memory_as_a_call(injected):
     """But for the queries, which only tokens that were read have."""
     model, states = injected
     close(verb(model, "inject", states[0], TOKENS), states[-1])
@@ -294,7 +305,21 @@ def test_injecting_leaves_the_memory_of_reading(injected):
     assert not states[-1].cache_ready.any()
 
 
-def test_flush_writes_what_is_long_enough(injected):
+def test_every_memory_token_keeps_its_birth_date():
+    """Token j of update u is born at u K + j + 1, whether in the pool or the store."""
+    model = build()
+    state = verb(model, "inject", model.init_state(B), TOKENS[:, : 6 * C])
+    clock, count = int(state.clock[0]), int(state.store.num_valid[0])
+    assert clock == 6 * K and count == clock - N
+    for layer in range(L):
+        stored = np.asarray(state.store.layers[layer].born)[0, :count]
+        pooled = clock - np.asarray(state.ages)[0, layer]
+        assert sorted([*stored, *pooled]) == list(range(1, clock + 1))
+        # Rows of the pool are ordered by age.
+        assert pooled.tolist() == sorted(pooled)
+
+
+def test_flush_writes_chunks_of_least_chunk_tokens(injected):
     model, (empty, one, two, _) = injected
     assert CONFIG.least_chunk == 2
     pick = lambda a, b: jax.tree.map(lambda x, y: jnp.stack([x[0], y[1]]), a, b)
@@ -337,7 +362,7 @@ def test_the_open_chunk_is_read(injected):
     close(both, jnp.stack([without[0], logits[1]]))
 
 
-def test_the_prompt_chooses_and_the_rest_goes_on(injected):
+def test_only_the_prompt_retrieves_and_decode_continues(injected):
     model, (*_, state) = injected
     tokens = TOKENS[:, 4:11]
     _, whole = read(model, state, tokens, prompt=4)
@@ -351,7 +376,7 @@ def test_the_prompt_chooses_and_the_rest_goes_on(injected):
     assert np.isnan(beyond).all()
 
 
-def test_answers_are_the_likeliest_tokens_of_a_reading(injected):
+def test_greedy_generation_picks_the_likeliest_tokens_of_a_read(injected):
     model, (*_, state) = injected
     prompt, count = TOKENS[:, 5:9], 4
     answer = model.generate(
@@ -365,6 +390,7 @@ def test_answers_are_the_likeliest_tokens_of_a_reading(injected):
     np.testing.assert_array_equal(one, answer[:, :1])
 
 
+@pytest.mark.slow
 def test_generation_goes_on_beyond_a_chunk():
     model = build()
     state, drawn = generate(
@@ -377,7 +403,8 @@ def test_generation_goes_on_beyond_a_chunk():
     close(state, after)
 
 
-def test_a_seed_gives_the_same_memory_and_rows_draw_apart():
+@pytest.mark.slow
+def test_a_seed_fixes_what_is_dropped_and_batch_elements_differ():
     model = build("memoryllm")
     same = jnp.broadcast_to(TOKENS[:1], TOKENS.shape)
     states = [

@@ -166,6 +166,7 @@ def check_read(golden, step, state, found):
             assert np.all(np.isneginf(trace.scores[i, 0, len(scores) :]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["C", "A", "B"])
 def test_memory_and_reads(scenario):
     """C: ages from creation. A: the release. B: the same, merged at every update.
@@ -211,7 +212,9 @@ def _decode(graph, params, reading, tokens, alone):
     return nnx.merge(graph, params).decode(reading, tokens, only_new=alone)
 
 
-@pytest.mark.parametrize("memory", ["pool", "delta"])
+@pytest.mark.parametrize(
+    "memory", ["pool", pytest.param("delta", marks=pytest.mark.slow)]
+)
 def test_decoding_with_the_cache(prepared, memory):
     """Five tokens one by one, then three at once, without another retrieval."""
     m, state = prepared
@@ -233,6 +236,7 @@ def _compress(graph, params, state, tokens, memory=None):
     return nnx.merge(graph, params).compress(state, tokens, memory)
 
 
+@pytest.mark.slow
 def test_memory_tokens_by_hand(prepared):
     m, state = prepared
     split, golden = nnx.split(m), numbers("E")

@@ -26,7 +26,7 @@ HELD = st.sampled_from(range(0, N + 1, K))
     st.booleans(),
     st.integers(0, 2**31 - 1),
 )
-def test_rows_that_stay_keep_their_order(dropped, rows, advance, seed):
+def test_kept_rows_keep_their_order(dropped, rows, advance, seed):
     dropped, rng = np.array(dropped).reshape(B, L, K), np.random.default_rng(seed)
     pool = rng.normal(size=(B, L, N, D)).astype(np.float32)
     ages = rng.integers(0, 50, (B, L, N)).astype(np.int32)

@@ -119,7 +119,7 @@ def test_rows_leave_by_their_recall_frequency(born, taken):
             same(np.asarray(store.recalls)[row, :merged], program.recalls)
 
 
-def test_few_rows_are_not_merged_away():
+def test_nothing_is_evicted_while_at_most_r_rows_would_remain():
     """No more than R would be left: nothing goes, and no frequency falls."""
     config = MPlusConfig(
         **SIZES, store=12, eviction="frequency", merge_every=1, recalls=1.0
@@ -155,6 +155,35 @@ def filled(config, born, keys, merged=None):
     )
 
 
+def test_a_row_of_equal_age_does_not_replace_a_stored_one():
+    keys = np.zeros((OLDEST.store, KEYS))
+    store = filled(OLDEST, [5] * OLDEST.store, keys)
+    same_age = _append(OLDEST, store, told(np.full((B, L, K), 5)), jnp.ones(B, bool))
+    for old, new in zip(store.layers, same_age.layers, strict=True):
+        same(old.rows, new.rows)
+    # The younger of two new rows replaces one stored row, the older one none.
+    new = np.broadcast_to([4, 6], (B, L, K))
+    after = _append(OLDEST, store, told(new), jnp.ones(B, bool))
+    assert sorted(after.layers[1].born[0].tolist()) == [5] * (OLDEST.store - 1) + [6]
+
+
+@pytest.mark.parametrize("alive", [R, R + 1])
+def test_rows_are_evicted_only_if_more_than_r_remain(alive):
+    config = MPlusConfig(
+        **SIZES, store=16, eviction="frequency", merge_every=1, recalls=1.0
+    )
+    count = R + 3
+    store = filled(config, range(count), np.zeros((count, KEYS)))
+    recalls = jnp.where(jnp.arange(config.store) < alive, 2.0, 1.0)
+    store = store._replace(recalls=jnp.tile(recalls[None], (B, 1)))
+    new = np.broadcast_to([7, 8], (B, L, K))
+    after = _append(config, store, told(new), jnp.ones(B, bool))
+    evicts = alive > R
+    assert after.num_valid.tolist() == [alive if evicts else count + K] * B
+    expected = [1.0] * alive if evicts else [2.0] * alive + [1.0] * (count + K - alive)
+    same(after.recalls[0, : len(expected)], expected)
+
+
 T = 3
 ROWS = st.lists(
     st.tuples(st.integers(0, 4), st.integers(-2, 2), st.integers(-2, 2)), max_size=7
@@ -183,7 +212,7 @@ def probabilities(keys, queries):
 
 @settings(deadline=None, max_examples=60)
 @given(ROWS, QUERIES)
-def test_the_likeliest_rows_are_found_oldest_first(rows, queries):
+def test_rows_of_highest_p_are_retrieved_oldest_first(rows, queries):
     """Few different numbers, so that many scores and births are alike."""
     born, keys = [row[0] for row in rows], [row[1:] for row in rows]
     store = filled(OLDEST, born, np.array(keys, float).reshape(-1, KEYS))
@@ -207,7 +236,7 @@ def test_the_likeliest_rows_are_found_oldest_first(rows, queries):
     assert not found.rows[1].any()
 
 
-def test_of_equal_scores_the_first_are_found():
+def test_of_equal_scores_the_first_are_retrieved():
     born, keys = [5, 1, 4, 2, 3], np.zeros((5, KEYS))
     found = find(OLDEST, filled(OLDEST, born, keys), 0, [(1, 1, True)] * T)
     # Places 0, 1, 2, by their births.
@@ -215,7 +244,7 @@ def test_of_equal_scores_the_first_are_found():
 
 
 @pytest.mark.parametrize("merged", range(R + 2))
-def test_the_program_reads_a_short_store_again_and_again(merged):
+def test_legacy_repeats_a_store_of_fewer_than_r_rows(merged):
     """Of [0 ... merged) repeated, the last R; the drop cache counts from R rows on."""
     born = [7, 6, 6, 5, 8, 0][: merged + 2]
     keys = np.arange(merged + 2)[:, None] * np.ones((1, KEYS))

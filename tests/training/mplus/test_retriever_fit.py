@@ -102,6 +102,7 @@ def test_each_document_asks_among_the_rows_of_all():
     np.testing.assert_allclose(retriever_fit.bank_loss(params, bank), expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_fit_lowers_the_loss_and_changes_the_retriever_alone():
     model, before = build(), build()
     model, losses = retriever_fit.fit(
@@ -203,7 +204,7 @@ def test_rows_that_a_document_does_not_make_are_refused(rows):
 
 
 @pytest.mark.parametrize("documents", [1, 7])
-def test_batches_that_cannot_be_are_refused(documents):
+def test_batch_sizes_out_of_range_are_refused(documents):
     model = build()
     with pytest.raises(ValueError, match=r"documents must be in \[2, 6\]"):
         retriever_fit.fit(

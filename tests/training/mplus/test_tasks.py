@@ -86,6 +86,7 @@ def memory_of(state, t):
     return mplus_tasks.TaskMemory(state, mplus_tasks.Cached(empty, clock, clock))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["long", "short"])
 def test_two_chunk_gradients_are_the_official_programs(official, golden, name):
     model, state = official
@@ -113,6 +114,7 @@ def test_two_chunk_gradients_are_the_official_programs(official, golden, name):
     np.testing.assert_allclose(news, golden[f"F/{name}/delta_memory"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_retrievers_loss_and_gradients_are_the_official_programs(official, golden):
     model, state = official
     ids = jnp.asarray(golden["G/read/ids"])
@@ -221,6 +223,7 @@ def _told():
     return Told()
 
 
+@pytest.mark.slow
 def test_with_a_store_each_loss_reaches_its_own_parameters_and_no_memory(told):
     (language, by_pool), (retrieval, also_by_pool) = told.by_loss
     assert groups(language) == {"read_adapter", "bos"}
@@ -229,6 +232,7 @@ def test_with_a_store_each_loss_reaches_its_own_parameters_and_no_memory(told):
     assert int(told.after.state.store.num_valid.min()) > 0
 
 
+@pytest.mark.slow
 def test_the_documents_rows_are_those_that_were_not_in_the_pool_before(told):
     state, before = told.after.state, told.before.state
     rows = mplus_tasks.rows_of(state, before.clock, state.clock)
@@ -239,6 +243,7 @@ def test_the_documents_rows_are_those_that_were_not_in_the_pool_before(told):
     np.testing.assert_array_equal(told.after.cached.first, before.clock)
 
 
+@pytest.mark.slow
 def test_a_revisit_at_once_is_the_read_of_the_step_before(told):
     losses = jax.jit(
         lambda memory, batch: mplus_tasks.task_loss(
@@ -267,7 +272,8 @@ def test_a_revisit_at_once_is_the_read_of_the_step_before(told):
     assert float(losses(given, num_queries)[0]) != float(losses(other, num_queries)[0])
 
 
-def test_the_targets_first_tokens_alone_ask(told):
+@pytest.mark.slow
+def test_only_the_first_tokens_of_a_target_are_queries(told):
     state, random = told.after.state, np.random.default_rng(5)
     hidden = jnp.asarray(random.standard_normal((2, 2, 12, 8), np.float32))
     rows = mplus_tasks.rows_of(state, told.before.state.clock, state.clock)
