@@ -1,11 +1,12 @@
-"""Chunks that state facts and targets that query them, beside running text.
+"""Tasks of facts: chunks that state facts, and targets that ask for them.
 
-The chunks are running text about one subject, and among its sentences some facts with
-short answers; the target asks for them, and only answers are scored. Each answer is
-drawn anew from those of all subjects: nobody knows it who has not read it.
+The chunks are running text about one subject, with some facts of short answers among
+its sentences. The target is questions about them, of which only the answers are scored.
+Each answer is drawn anew from those of all subjects, so that it can only be known from
+the chunks.
 
-Facts are clozes: the question ends with the beginning of the sentence that answers it,
-which stands in the context (`facts.py`).
+Facts are clozes: a question ends with the beginning of the sentence that answers it,
+which also stands in the context (`facts.py`).
 
 Shapes: n chunks, C longest chunk, T tokens of a target.
 """
@@ -24,9 +25,9 @@ from memjax.data.documents.tokenizer import Tokenizer
 from memjax.data.mplus_tasks.tasks import Target
 from memjax.data.tasks.questions import Question
 
-#: Of the split into facts to train on and facts to test with.
+#: Seed of the split into facts to train on and facts to test with.
 FACTS_SEED = 0
-#: Facts in a chunk, at most.
+#: Most facts in a chunk.
 MOST_FACTS = 6
 _ANSWER = "\nAnswer: "
 
@@ -58,7 +59,7 @@ class _Fact(NamedTuple):
 
 
 class FactTexts:
-    """Draws chunks and targets.
+    """Draws chunks that state facts, and targets that ask for them.
 
     Args:
         facts: clozes; those of a subject share the text around them.
@@ -94,31 +95,33 @@ class FactTexts:
             self._answers.setdefault(fact.kind, []).append(answer)
         self._subjects = sorted(self._facts)
 
-    def row(
+    def batch_element(
         self, draws: Draws, lengths: Sequence[int]
     ) -> tuple[Int32[np.ndarray, "n C"], Target]:
-        """One row: chunks of so many tokens, and a target, without B."""
+        """Chunks of the given lengths and their target, for one batch element."""
         subject = self._subjects[draws.below(len(self._subjects))]
         sentences, facts = self._sentences[subject], self._facts[subject]
         order = draws.order(len(facts))
         first = draws.below(len(sentences))
         text = itertools.cycle(sentences[first:] + sentences[:first])
         chunks = np.zeros((len(lengths), self._chunk), np.int32)
-        told: list[_Fact] = []
+        stated: list[_Fact] = []
         for i, length in enumerate(lengths):
             some = [self._answered(draws, facts[j]) for j in order[i :: len(lengths)]]
-            chunks[i, :length], fit = _tell(draws, text, some[:MOST_FACTS], length)
-            told += fit
-        return chunks, self._ask([told[i] for i in draws.order(len(told))])
+            chunks[i, :length], fit = _state_facts(
+                draws, text, some[:MOST_FACTS], length
+            )
+            stated += fit
+        return chunks, self._questions([stated[i] for i in draws.order(len(stated))])
 
     def _answered(self, draws, fact):
         """The fact with the answer of any subject."""
         answers = self._answers[fact.kind]
         answer = answers[draws.below(len(answers))]
-        stated = np.concatenate([fact.statement, answer, self._end])
-        return fact._replace(answer=answer, statement=stated)
+        statement = np.concatenate([fact.statement, answer, self._end])
+        return fact._replace(answer=answer, statement=statement)
 
-    def _ask(self, facts):
+    def _questions(self, facts):
         """Questions one after another, as many as fit whole."""
         tokens, scored, size = [], [], 0
         for fact in facts:
@@ -138,8 +141,8 @@ class FactTexts:
         )
 
 
-def _tell(draws, text, facts, length):
-    """Exactly `length` tokens of sentences, and among them the facts that fit."""
+def _state_facts(draws, text, facts, length):
+    """Exactly `length` tokens of sentences, with the facts that fit among them."""
     ends = np.cumsum([len(fact.statement) for fact in facts])
     facts = facts[: int(np.searchsorted(ends, length, side="right"))]
     room = length - sum(len(fact.statement) for fact in facts)
@@ -153,7 +156,7 @@ def _tell(draws, text, facts, length):
 
 
 def _beginning(fact: Question) -> str:
-    """Of the sentence that states a fact."""
+    """The beginning of the sentence that states a fact."""
     begun = fact.question.rpartition(_ANSWER)[2]
     if _ANSWER not in fact.question or f"{begun} {fact.answer}." not in fact.context:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""M+'s tasks in their proportions, for ever, on documents in length buckets.
+"""An endless stream of M+'s tasks in their proportions, on documents by length.
 
-What is drawn at a step depends on the seed, the step, and what the steps before have
-left to revisit, which a saved position holds: see `tasks.py`.
+What is drawn at a step depends on the seed, on the step, and on whether an earlier
+target can be revisited. A saved position restores all three. See `tasks.py`.
 
-Shapes: B rows of this host, W tokens of a text, I of an instruction.
+Shapes: B batch elements of this host, W tokens of a text, I of an instruction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,19 +28,19 @@ from memjax.data.mplus_tasks.tasks import (
 
 
 class TaskBatches:
-    """Yields assignments for ever; this host's rows of each.
+    """Yields assignments without end, each with this host's batch elements.
 
     Args:
         documents: from `load_tokens`.
         config: proportions and lengths.
         chunk: C.
-        batch_size: rows over all hosts.
+        batch_size: batch elements over all hosts.
         seed: in [0, 2**32).
         instruction: tokens of "Repeat:".
         shard_index: this host, in [0, shard_count).
         shard_count: number of hosts.
         vocab_size: if given, every id is checked to be in [0, vocab_size).
-        facts: for documents that tell facts, where `config.ask` is not 0.
+        facts: texts that state facts; required if `config.ask` is not 0.
 
     Raises:
         ValueError: as `chunked_batches`, for documents of the longest bucket; on chunk
@@ -111,7 +111,7 @@ class TaskBatches:
         if task == "revisit":
             if draw.share() < self._config.replace:
                 self._distance = None
-            return Assignment(task, self._nothing(draw))
+            return Assignment(task, self._empty_batch(draw))
         batch = self._task_batch(draw, task, count)
         if task == "full_context":
             return Assignment(task, batch)
@@ -139,21 +139,21 @@ class TaskBatches:
         last = task == "two_chunk"
         if count and self._facts is not None and draw.share() < c.ask:
             lengths = lengths[:, -1 if last else None :]
-            made = self._told(self._facts, draw, lengths)
+            made = self._fact_elements(self._facts, draw, lengths)
         else:
-            made = self._read(draw, bucket, lengths, last)
+            made = self._text_elements(draw, bucket, lengths, last)
             lengths = lengths[:, -1 if last else None :]
         chunks, targets = zip(*made, strict=True)
         return TaskBatch(
             chunks=np.stack(chunks),
             lengths=lengths.astype(np.int32),
             target=Target(*map(np.stack, zip(*targets, strict=True))),
-            num_queries=self._asks(draw),
+            num_queries=self._num_queries(draw),
             keep=np.zeros(len(made), bool),
         )
 
-    def _read(self, draw, bucket, lengths, last):
-        """Rows of the next texts of a bucket."""
+    def _text_elements(self, draw, bucket, lengths, last):
+        """Batch elements of the next texts of a bucket."""
         c, count = self._config, lengths.shape[1]
         batch = next(self._buckets[bucket])
         text = np.concatenate([batch.tokens, batch.targets[:, -1:]], axis=1)
@@ -170,17 +170,17 @@ class TaskBatches:
             for tokens, row, again in zip(text, lengths, repeats, strict=True)
         ]
 
-    def _told(self, facts, draw, lengths):
-        """Rows of facts: this host's, whose draws do not move those of other hosts."""
+    def _fact_elements(self, facts, draw, lengths):
+        """Batch elements of facts, drawn independently of those of other hosts."""
         seeds = draw.below(2**32, self._batch_size)[self._mine].tolist()
         return [
-            facts.row(Draws(seed, self._step), row.tolist())
+            facts.batch_element(Draws(seed, self._step), row.tolist())
             for seed, row in zip(seeds, lengths, strict=True)
         ]
 
-    def _nothing(self, draw: Draws) -> TaskBatch:
-        """For a revisit: what is read is kept with the memory."""
-        num_queries = self._asks(draw)
+    def _empty_batch(self, draw: Draws) -> TaskBatch:
+        """The empty batch of a revisit, whose target is kept with the memory."""
+        num_queries = self._num_queries(draw)
         none = np.zeros((len(num_queries), 0, self._chunk), np.int32)
         tokens = np.zeros((len(num_queries), self._config.target), np.int32)
         target = Target(tokens, tokens, tokens.astype(np.float32))
@@ -188,7 +188,7 @@ class TaskBatches:
             none, none[:, :, 0], target, num_queries, np.zeros(len(num_queries), bool)
         )
 
-    def _asks(self, draw):
+    def _num_queries(self, draw):
         count = 1 + draw.below(self._config.target - 1, self._batch_size)[self._mine]
         return count.astype(np.int32)
 

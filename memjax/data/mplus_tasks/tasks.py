@@ -1,12 +1,13 @@
-"""What M+ is trained on: chunks of a long document, and a target that is read.
+"""The tasks that M+ is trained on: what a step writes into memory and then reads.
 
-Both lie next to each other in a text. In some documents the target is "Repeat:" and the
-chunks again.
+A training document gives chunks, which are written, and a target, which is read and
+scored. The target is the text that follows the chunks. In some documents it is
+"Repeat:" and the chunks again instead.
 
 Wang et al. (2025), https://arxiv.org/abs/2502.00592, sections 3.2.3 and D; proportions
-and "Repeat:" as in the published program.
+and "Repeat:" follow the published program.
 
-Shapes: B rows of this host, n chunks, C longest chunk, T tokens of a target.
+Shapes: B batch elements of this host, n chunks, C longest chunk, T tokens of a target.
 """
 
 import dataclasses
@@ -17,12 +18,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 Task = Literal["full_context", "two_chunk", "multi_chunk", "revisit"]
-#: Tokens behind "Repeat:" that are not scored: nobody can know where it begins.
+#: Tokens after "Repeat:" that are not scored: they cannot be predicted.
 UNSCORED = 5
 
 
 class Target(NamedTuple):
-    """Text that is read and scored; arrays as in `Batch`."""
+    """Tokens that are read and scored; arrays as in `Batch`."""
 
     tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
     targets: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
@@ -30,11 +31,11 @@ class Target(NamedTuple):
 
 
 class TaskBatch(NamedTuple):
-    """What one step is given.
+    """The data of one training step.
 
     Attributes:
         chunks: to be written, in order; n may be 0.
-        lengths: tokens of each, in [1, C]; what follows them is 0.
+        lengths: number of tokens of each, in [1, C]; what follows them is 0.
         target: to be read.
         num_queries: in [1, T), how many of the target's first tokens are queries of the
             retriever's loss.
@@ -49,7 +50,7 @@ class TaskBatch(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """A task and what it is done with."""
+    """A task and its data."""
 
     task: Task
     batch: TaskBatch
@@ -115,7 +116,7 @@ def lay_out(
     instruction: Int32[np.ndarray, " I"] | None,
     last: bool,
 ) -> tuple[Int32[np.ndarray, "n C"], Target]:
-    """One row: chunks, and a target, without B.
+    """Cuts a text into chunks and a target, for one batch element.
 
     Args:
         text: the chunks of a document, and at least T + 1 tokens behind them.

@@ -1,22 +1,21 @@
-"""M+: a pool of latent memory tokens in every layer, and a store of those it dropped.
+"""M+: a language model with a pool of memory tokens per layer and a long-term store.
 
-    write   a chunk of up to C tokens becomes K vectors a layer, which take the place
-            of K random ones of the pool's N; those go to the long-term store
-    read    in layer l tokens attend to [bos_l ; R rows of the store ; the pool]; the
-            rows are those whose keys the tokens' queries find likeliest
+    write   a chunk of up to C tokens is compressed to K memory tokens per layer. They
+            replace K random rows of the layer's pool of N, which go to the store.
+    read    in layer l tokens attend to [bos_l ; R rows of the store ; the pool]. The
+            retriever selects the R rows whose keys fit the tokens' queries best.
 
-Wang et al. (2025), https://arxiv.org/abs/2502.00592; MemoryLLM, without a store: Wang
+Wang et al. (2025), https://arxiv.org/abs/2502.00592. MemoryLLM, without a store: Wang
 et al. (2024), https://arxiv.org/abs/2402.04624.
 
-As a language model it reads its own text: tokens see the memory and the open chunk; a
-full chunk is written into memory, and the next one's rows are retrieved by the queries
-of the tokens read last, so that no score sees what it predicts. `inject`, `flush` and
-`read` are the same under the caller's control. With an empty memory nothing stands
-before the tokens: logits are the plain backbone's, with the adapter that reads.
+Called as a language model it remembers what it reads: tokens attend to the memory and
+to the open chunk, and a full chunk is written. The rows for the next chunk are then
+retrieved by queries of earlier tokens, so that no score depends on what it predicts.
+`inject`, `flush` and `read` give the caller control of when to write and to read. With
+an empty memory the logits are those of the backbone with the adapter that reads.
 
-Shapes: B batch, L layers, T time, K memory tokens of a chunk, N rows of the pool,
-M capacity of the store, R retrieved rows, C longest chunk, D model, V vocabulary,
-S slots of a cache, d retriever's keys.
+Shapes: B batch, L layers, T time, K memory tokens of a chunk, C longest chunk, D model,
+V vocabulary.
 """
 
 import dataclasses
@@ -32,13 +31,12 @@ from memjax import mechanisms
 from memjax.checks import check_sizes
 from memjax.models import ragged as segments
 from memjax.models.language_model.model import LanguageModel
-from memjax.models.mplus import attention_retrieval, kv_cache, read, write
-from memjax.models.mplus import store as long_term_store
+from memjax.models.mplus import kv_cache, read, write
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions, ReadTrace
 from memjax.models.mplus.state import Initial, KVCache, MPlusState
 from memjax.models.mplus.weights import MPlusWeights, init_weights
-from memjax.models.offload import near, put, require_place
+from memjax.models.offload import near, require_place
 from memjax.models.sampling import Sampling
 from memjax.nnx.params import as_arrays, as_params, params_key
 
@@ -46,9 +44,8 @@ from memjax.nnx.params import as_arrays, as_params, params_key
 class MPlus(nnx.Module):
     """A backbone with latent memory: itself a language model.
 
-    Holds parameters, which `weights` gives to the functions of this room: the two
-    adapters, `bos`, `position`, and with a learned retrieval `query`, `key` and
-    `encoder_query` of the retriever. The backbone is frozen.
+    Holds parameters; the memory is an argument and a result. `MPlusWeights` says what
+    they are. The backbone is frozen.
 
     Example:
         model = mplus(backbone, MPlusConfig(), rngs=nnx.Rngs(0))
@@ -72,7 +69,7 @@ class MPlus(nnx.Module):
 
     @property
     def weights(self) -> MPlusWeights:
-        """The parameters, as the functions of this room take them."""
+        """The parameters as arrays, and the config."""
         names = ["write_adapter", "read_adapter", "bos", "position"]
         if self.config.has_retriever:
             names += ["query", "key", "encoder_query"]
@@ -90,7 +87,7 @@ class MPlus(nnx.Module):
 
     @property
     def window(self) -> int:
-        """C: calls of whole chunks are quick."""
+        """C: calls with multiples of C tokens are fastest."""
         return self.config.chunk
 
     @property
@@ -113,44 +110,19 @@ class MPlus(nnx.Module):
         return len(self.backbone.blocks)
 
     def init_state(self, batch: int, *, key: PRNGKeyArray | None = None) -> MPlusState:
-        """The memory a text starts from: empty, or the checkpoint's.
+        """The memory a sequence starts from: empty, or the checkpoint's.
 
         Args:
             batch: B.
-            key: of what the pools drop, a stream of its own for each row; None is
-                `jax.random.key(0)`.
+            key: draws which rows the pools drop, differently for each batch element;
+                None is `jax.random.key(0)`.
         """
-        c, d = self.config, self.width
         key = jax.random.key(0) if key is None else key
-        rows = jnp.arange(batch, dtype=jnp.int32)
-        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
-        zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
-        state = MPlusState(
-            pool=put(c.pool_memory, jnp.zeros((batch, self.layers, c.pool, d))),
-            ages=zeros((batch, self.layers, c.pool)),
-            num_valid=zeros(batch),
-            clock=zeros(batch),
-            store=None,
-            tokens=zeros((batch, c.chunk)),
-            length=zeros(batch),
-            queries=None,
-            num_queries=zeros(batch),
-            cache=kv_cache.empty(self.weights, batch, c.prefix, c.prefix + c.chunk),
-            cache_ready=jnp.zeros(batch, bool),
-            key=jax.random.key_data(keys),
-        )
-        if c.retrieved:
-            width = attention_retrieval.width(self.backbone.config)
-            width = width if c.by_attention else d
-            store = long_term_store.empty(c, batch, self.layers, width)
-            state = state._replace(store=store)
-        if c.has_retriever:
-            shape = (batch, self.layers, c.chunk, c.key_dim)
-            state = state._replace(queries=jnp.zeros(shape, jnp.float32))
+        state = write.empty_state(self.weights, batch, key)
         return state if self.initial is None else self.initial.fill(state)
 
     def reset(self, state: MPlusState, mask: Bool[Array, " B"]) -> MPlusState:
-        """Gives the rows in `mask` the memory a text starts from; their keys go on."""
+        """Restarts the batch elements in `mask`; their random keys stay."""
         empty = self.init_state(mask.shape[0])._replace(key=state.key)
         clear = lambda old, new: near(mechanisms.reset, old, new, mask, stays=True)
         return jax.tree.map(clear, state, empty)
@@ -158,15 +130,15 @@ class MPlus(nnx.Module):
     def features(
         self, state: MPlusState, tokens: Int[Array, "B T"]
     ) -> tuple[MPlusState, Float[Array, "B T D"]]:
-        """Reads tokens, and writes the chunks that they complete; what the head sees.
+        """Reads tokens and writes the chunks that they complete; returns features.
 
         Args:
             state: the memory so far.
-            tokens: in [0, V), T >= 1; values are not checked inside jit, where one out
-                of range makes its row NaN.
+            tokens: in [0, V), T >= 1. Inside jit values are not checked; one out of
+                range makes the features of its batch element NaN.
 
         Raises:
-            ValueError: on tokens of another shape, or a known value out of range.
+            ValueError: on tokens of another shape, or out of range outside of jit.
         """
         self._check(state, tokens)
         return write.by_chunks(self.weights, state, tokens, kv_cache.read_piece)
@@ -183,7 +155,7 @@ class MPlus(nnx.Module):
         return state, self.logits(features)
 
     def inject(self, state: MPlusState, tokens: Int[Array, "B T"]) -> MPlusState:
-        """Writes tokens into memory, C at a time; the rest waits in the open chunk.
+        """Writes tokens into memory, C at a time; the rest stays in the open chunk.
 
         Args:
             state: the memory so far.
@@ -200,8 +172,8 @@ class MPlus(nnx.Module):
     def flush(self, state: MPlusState) -> MPlusState:
         """Writes the open chunks that have at least `least_chunk` tokens.
 
-        Shorter ones stay open: fewer tokens than K write old memory again, and a few
-        tokens would be all but lost among it.
+        Shorter ones stay open: with fewer than K tokens a chunk writes old memory
+        again, and a few tokens have little weight in it.
         """
         return write.write_open(
             self.weights, state, state.length >= self.config.least_chunk
@@ -213,27 +185,18 @@ class MPlus(nnx.Module):
         tokens: Int[Array, "B T"],
         memory: Float[Array, "B L K D"] | None = None,
     ) -> Float[Array, "B L K D"]:
-        """The memory tokens of a chunk of T tokens, which `update` would store.
+        """Compresses T tokens to memory tokens, which `update` can store.
 
         Args:
-            state: whose newest K rows the chunk sees.
+            state: the chunk attends to the newest K rows of its pool.
             tokens: in [0, V), T in [1, C].
-            memory: other rows to see instead.
+            memory: rows to attend to instead.
 
         Raises:
             ValueError: as `features`; on more than C tokens, or memory of another
                 shape.
         """
         self._check(state, tokens)
-        if tokens.shape[1] > self.config.chunk:
-            raise ValueError(
-                f"tokens must be at most chunk={self.config.chunk} a row, "
-                f"got {tokens.shape[1]}"
-            )
-        if memory is not None:
-            self.weights.check_rows(
-                "memory", memory, tokens.shape[0], self.config.tokens
-            )
         return write.compress(self.weights, state, tokens, None, memory)
 
     def update(
@@ -242,24 +205,16 @@ class MPlus(nnx.Module):
         new: Float[Array, "B L K D"],
         dropped: Int[Array, "B L K"] | None = None,
     ) -> MPlusState:
-        """Stores new memory tokens; a full pool drops K rows, into the long-term store.
+        """Stores new memory tokens; a full pool drops K rows into the long-term store.
 
         Args:
             state: the memory so far.
-            new: what `compress` gave.
-            dropped: which rows a full pool drops, rising; None draws them.
+            new: from `compress`.
+            dropped: rows that a full pool drops, in rising order; None draws them.
 
         Raises:
             ValueError: on arrays of another shape.
         """
-        self.weights.check_rows(
-            "new", new, state.num_valid.shape[0], self.config.tokens
-        )
-        if dropped is not None and dropped.shape != new.shape[:3]:
-            raise ValueError(
-                f"dropped must be [B, L, K] = {list(new.shape[:3])}, "
-                f"got {list(dropped.shape)}"
-            )
         return write.update(
             self.weights, state, new, dropped, jnp.ones(new.shape[0], bool)
         )
@@ -317,17 +272,17 @@ class MPlus(nnx.Module):
         key: PRNGKeyArray,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
     ) -> Int[Array, "B n"]:
-        """Answers a prompt with the memory, which stays as it is.
+        """Samples an answer to a prompt; the memory stays as it is.
 
-        One retrieval, by the whole prompt; the tokens reuse its cache. (The function
-        `memjax.models.generate` goes on with a text instead, and remembers it.)
+        The whole prompt retrieves rows once, which all new tokens read. (The function
+        `memjax.models.generate` continues a text instead, and remembers it.)
 
         Args:
             state: the memory.
             prompt: tokens in [0, V), T >= 1.
             max_new_tokens: n >= 1.
-            key: of the draws.
-            sampling: greedy, temperature, top-k and top-p.
+            key: for sampling.
+            sampling: temperature, top-k and top-p.
 
         Raises:
             ValueError: as `read`, or if max_new_tokens is below 1.
@@ -354,12 +309,12 @@ def mplus(
     key: PRNGKeyArray | None = None,
     rngs: nnx.Rngs | None = None,
 ) -> MPlus:
-    """Gives a backbone a pool of latent memory and a long-term store.
+    """Wraps a backbone with a pool of memory tokens and a long-term store.
 
     Args:
-        backbone: a model of Llama's kind; its parameters are shared, and frozen.
-        config: sizes of the memory.
-        key: of the adapters and the retriever; or
+        backbone: a model of Llama's kind; its arrays are shared, and frozen.
+        config: sizes and options of the memory.
+        key: draws the adapters and the retriever; or
         rngs: the streams of flax, of which "params" is drawn from.
 
     Raises:

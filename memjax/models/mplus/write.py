@@ -3,22 +3,54 @@
 Shapes: B batch, L layers, T time, K memory tokens of a chunk, C longest chunk, D model.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
 from memjax.models import ragged as segments
-from memjax.models.mplus import attention_retrieval
+from memjax.models.mplus import attention_retrieval, kv_cache
 from memjax.models.mplus import layers as mplus_layers
 from memjax.models.mplus import pool as short_term_pool
 from memjax.models.mplus import store as long_term_store
 from memjax.models.mplus.state import LayerStore, MPlusState
 from memjax.models.mplus.weights import MPlusWeights
-from memjax.models.offload import near
+from memjax.models.offload import near, put
+
+
+def empty_state(weights: MPlusWeights, batch: int, key: PRNGKeyArray) -> MPlusState:
+    """Empty memory; each batch element has random numbers of its own."""
+    c, d = weights.config, weights.width
+    rows = jnp.arange(batch, dtype=jnp.int32)
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+    zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+    state = MPlusState(
+        pool=put(c.pool_memory, jnp.zeros((batch, weights.layers, c.pool, d))),
+        ages=zeros((batch, weights.layers, c.pool)),
+        num_valid=zeros(batch),
+        clock=zeros(batch),
+        store=None,
+        tokens=zeros((batch, c.chunk)),
+        length=zeros(batch),
+        queries=None,
+        num_queries=zeros(batch),
+        cache=kv_cache.empty(weights, batch, c.prefix, c.prefix + c.chunk),
+        cache_ready=jnp.zeros(batch, bool),
+        key=jax.random.key_data(keys),
+    )
+    if c.retrieved:
+        width = attention_retrieval.width(weights.backbone.config)
+        width = width if c.by_attention else d
+        store = long_term_store.empty(c, batch, weights.layers, width)
+        state = state._replace(store=store)
+    if c.has_retriever:
+        shape = (batch, weights.layers, c.chunk, c.key_dim)
+        state = state._replace(queries=jnp.zeros(shape, jnp.float32))
+    return state
 
 
 def by_chunks(
@@ -123,6 +155,12 @@ def update(
 ) -> MPlusState:
     """Stores memory tokens of the batch elements in `rows`; see `MPlus.update`."""
     c = weights.config
+    weights.check_rows("new", new, state.num_valid.shape[0], c.tokens)
+    if dropped is not None and dropped.shape != new.shape[:3]:
+        raise ValueError(
+            f"dropped must be [B, L, K] = {list(new.shape[:3])}, "
+            f"got {list(dropped.shape)}"
+        )
     keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(state.key))
     if dropped is None:
         draw = lambda key: short_term_pool.draw_dropped(

@@ -1,13 +1,13 @@
-"""Makes or fits M+'s retriever on documents whose passes through the model run once.
+"""Builds or fits M+'s retriever on hidden states that are collected once.
 
-What the retriever is given is detached: no other parameter changes by its loss, and it
-changes nothing that it is given. So the vectors of a bank of documents can be kept, and
-the loss of `retriever.py` taken as often as is wanted, each document's rows against
-those of all others in a batch. In training the others are the few of the pool.
+The retriever's input is detached, so fitting it changes no other parameter, and the
+hidden states of a bank of documents can be collected once and used for many steps. The
+loss of `retriever.py` is taken with each document's rows against those of all other
+documents in a batch; in training the others are only those that the pool holds.
 
-`similarity` needs no loss: it finds rows that are like the tokens that ask.
+`similarity` needs no loss: its retriever finds rows that are similar to the queries.
 
-Shapes: n documents, L layers, Q tokens that ask, R rows of a document, D model.
+Shapes: n documents, L layers, Q query tokens, R rows of a document, D model.
 """
 
 import functools
@@ -29,17 +29,17 @@ from memjax.models.mplus.read import ReadOptions
 from memjax.models.mplus.retriever import Retriever
 from memjax.training.mplus.tasks import write
 
-#: Of `similarity`: the mean of |f|^2, and what similarity must exceed. From 8 to 32,
-#: and from 3 to 16, it finds nearly the same.
+#: Constants of `similarity`: the mean of |f|^2, and the threshold of similarity. The
+#: result is nearly the same for 8 to 32 and 3 to 16.
 SCALE, THRESHOLD = 32.0, 8.0
 
 
 class Bank(NamedTuple):
-    """What the retriever is given of some documents, in bfloat16.
+    """The retriever's inputs for some documents, in bfloat16.
 
     Attributes:
         asking: normed hidden states of the tokens that read the document's memory.
-        query_mask: which of them ask: the first so many.
+        query_mask: which of them are queries: the first few.
         rows: normed memory tokens of the document.
     """
 
@@ -60,8 +60,8 @@ def collect(
     Args:
         model: with a retriever.
         batches: with as many chunks each.
-        asking: Q, of a target's tokens the first so many are kept.
-        rows: R, drawn from those that a document makes.
+        asking: Q, how many of a target's first tokens are kept.
+        rows: R, drawn from the document's memory tokens.
         key: of the draws.
 
     Raises:
@@ -112,7 +112,7 @@ def start_by_similarity(model: MPlus, bank: Bank) -> MPlus:
 
 
 def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
-    """A query and a key by which p is high for rows like the tokens that ask.
+    """A query and a key for which p is high where rows are similar to the query tokens.
 
     f_q(h) · f_k(m) = (A h) · (A m) - threshold, with A the first d - 1 principal axes,
     whitened and orthogonal to the means: a few axes of a backbone's stream are hundreds
@@ -124,8 +124,8 @@ def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
         key_dim: d, at least 2.
 
     Raises:
-        ValueError: if key_dim is below 2, the bank's vectors span fewer axes, or fewer
-            than two of its tokens ask.
+        ValueError: if key_dim is below 2, the bank's vectors span fewer axes, or it
+            has fewer than two query tokens.
     """
     if key_dim < 2:
         raise ValueError(f"key_dim must be at least 2, got {key_dim}")
@@ -136,7 +136,7 @@ def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
             f"{n * rows} of {width}"
         )
     if (query_mask := int(bank.query_mask.sum())) < 2:
-        raise ValueError(f"bank must have at least 2 tokens that ask, got {query_mask}")
+        raise ValueError(f"bank must have at least 2 query tokens, got {query_mask}")
     made = []
     for layer in range(layers):
         asking = bank.asking[:, layer][bank.query_mask].astype(jnp.float32)
@@ -147,7 +147,7 @@ def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
 
 
 def _similar(asking, stored, axes):
-    """A of queries and keys; their last column's product is about -THRESHOLD."""
+    """A of queries and of keys; the product of their last columns is -THRESHOLD."""
     means = [x.mean(axis=0) for x in (asking, stored)]
     spread = sum(jnp.cov(x, rowvar=False) for x in (asking, stored)) / 2
     values, vectors = jnp.linalg.eigh(spread)
@@ -236,7 +236,7 @@ def query_and_key(model: MPlus) -> tuple[Retriever, Retriever]:
 
 
 def bank_loss(params: tuple[Retriever, Retriever], batch: Bank) -> Scalar:
-    """The retriever's loss where each document asks among the rows of all."""
+    """The retriever's loss with each document's queries over the rows of all."""
     query, key = params
     n, layers, rows, width = batch.rows.shape
     own = jnp.repeat(jnp.eye(n, dtype=bool), rows, axis=1)

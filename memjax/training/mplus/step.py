@@ -1,7 +1,7 @@
-"""One update of M+ on one of its tasks, as a pure function, and its first state.
+"""One training step of M+ on one of its tasks, as a pure function, and its first state.
 
-The loop is the project's; a step takes what `TaskBatches` yields. Each task is a
-program of its own, and is compiled when it is first met.
+The training loop is the one of all models; a step takes what `TaskBatches` yields. Each
+task is a program of its own, compiled when it first occurs.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def init_task_state(
     target: int,
     key: PRNGKeyArray,
 ) -> TrainState:
-    """The state before the first step; see `mplus_tasks.first_memory`."""
+    """The state before the first step; see `tasks.first_memory`."""
     state = init_train_state(model, optimizer, StepConfig(), batch)
     return state._replace(memory=first_memory(model, batch, target, key))
 
@@ -42,12 +42,12 @@ def init_task_state(
 def make_task_steps(
     model: MPlus, optimizer: optax.GradientTransformation, prompt: int
 ) -> dict[Task, TaskStep]:
-    """Builds the update for each task; jit them, donating the state.
+    """Builds the training step of each task; jit them, donating the state.
 
     Args:
-        model: gives the structure.
+        model: whose parameters the state holds.
         optimizer: as of the state.
-        prompt: see `mplus_tasks.task_loss`.
+        prompt: see `tasks.task_loss`.
 
     Metrics beside those of `make_train_step`: the nats per token of the task, as
     `<task>_loss`, and `retriever_loss` where the task has it; `loss` is their sum.

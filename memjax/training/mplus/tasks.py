@@ -1,24 +1,24 @@
-"""The tasks that M+ is trained on, each a loss and what it makes of the memory.
+"""M+'s training tasks: the loss of each, and the memory after it.
 
-    full_context   a text is read with the memory, nothing is written
-    two_chunk      a chunk's K memory tokens are read alone, gradients flow into them
-    multi_chunk    chunks are written without a gradient, and the whole memory is read
-    revisit        the target of an earlier document is read with the memory of today
+    full_context   reads a target with the memory and writes nothing
+    two_chunk      reads the K memory tokens of one chunk; gradients flow into them
+    multi_chunk    writes chunks without a gradient, then reads with the whole memory
+    revisit        reads the target of an earlier document with today's memory
 
-The memory goes on from step to step and document to document, and gets no gradient.
-Without a store (MemoryLLM; stages 1 and 2) a document's memory is read beside a random
-rest of the pool. Where the pool is read with a store, the retriever learns to tell the
-document's rows from the others; tokens and rows it sees are detached.
+The memory continues from step to step and from document to document, and gets no
+gradient. Without a store (MemoryLLM; stages 1 and 2) a document's memory tokens are
+read beside random rows of the pool. With a store, every read of the pool also trains
+the retriever to tell the document's rows from others; what it is given is detached.
 
-Wang et al. (2025), https://arxiv.org/abs/2502.00592, sections 3.2.3 and D; what they
-leave open is as in the published program.
+Wang et al. (2025), https://arxiv.org/abs/2502.00592, sections 3.2.3 and D; details that
+they leave open follow the published program.
 
 Shapes: B batch, n chunks, C longest chunk, T tokens of a target, L layers, N rows of
 the pool, K memory tokens of a chunk, D model.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ class Cached(NamedTuple):
     Attributes:
         target: what is read again; all masked while there is none.
         first: the clock before the document's first chunk.
-        last: the clock after its last: its rows are born in (first, last].
+        last: the clock after its last chunk; its rows are born in (first, last].
     """
 
     target: Target
@@ -50,18 +50,18 @@ class Cached(NamedTuple):
 
 
 class TaskMemory(NamedTuple):
-    """What goes on from step to step, and is part of a checkpoint."""
+    """The memory that continues from step to step; part of a checkpoint."""
 
     state: MPlusState
     cached: Cached
 
 
 class Losses(NamedTuple):
-    """What a step found.
+    """The losses of a step.
 
     Attributes:
-        language: nats per token that counts.
-        retriever: of both its kinds of queries; None where the task has none.
+        language: mean nats per scored token.
+        retriever: sum over both kinds of queries; None where the task has none.
     """
 
     language: Scalar
@@ -69,7 +69,7 @@ class Losses(NamedTuple):
 
     @property
     def total(self) -> Scalar:
-        """What is minimised: their sum."""
+        """Their sum, which is minimised."""
         return (
             self.language
             if self.retriever is None
@@ -103,7 +103,7 @@ def task_loss(
 
     Args:
         model: its gradient is that of the loss by the model's parameters.
-        task: what is done with the batch.
+        task: which loss.
         memory: of the steps before, without open chunks; gets no gradient.
         batch: with one chunk for "two_chunk", any number for "multi_chunk"; the other
             tasks write none.
@@ -127,7 +127,7 @@ def task_loss(
             language, _ = _language(model, memory.state, batch.target, given)
             losses = Losses(language, None)
         case "multi_chunk":
-            # The program's one chunk keeps its gradient where it is not stored yet.
+            # As in the program, one chunk keeps its gradient where there is no store.
             live = batch.chunks.shape[1] == 1 and not model.config.retrieved
             news, state = write(model if live else _detached(model), state, batch)
             if model.config.retrieved:
@@ -185,16 +185,16 @@ def retriever_losses(
     positive: Bool[Array, "B L N"],
     negative: Bool[Array, "B L N"],
 ) -> Scalar:
-    """The retriever's loss of both kinds of queries over the pool's rows.
+    """The retriever's loss over the pool's rows, for both kinds of queries.
 
-    Those of the tokens that read, and those of the pool's last K rows, which the
-    program trains alike and does not use.
+    Queries come from the tokens that read, and from the pool's newest K rows. The
+    latter are trained as in the program, which does not use them either.
 
     Args:
         model: with a store.
         state: with the pool.
-        hidden: what each layer was given of the tokens.
-        num_queries: the first so many of them are queries.
+        hidden: the input of each layer at the tokens, and the features.
+        num_queries: how many of the first tokens are queries.
         positive: rows of the document.
         negative: other rows.
     """
@@ -219,7 +219,7 @@ def retriever_losses(
 
 
 def _read_rows_of(model, read, memory, num_queries):
-    """Reads the cached target with the memory; the retriever seeks its rows."""
+    """Reads the cached target; the retriever learns to find its document's rows."""
     state, cached = memory
     language, hidden = read(state, cached.target)
     if not model.config.has_retriever:
@@ -229,7 +229,7 @@ def _read_rows_of(model, read, memory, num_queries):
 
 
 def _read_memory(model, state, target, *, prompt):
-    """Reads a target with pool and store; its loss, and what the layers were given."""
+    """Reads a target with pool and store; its loss, and the layers' inputs."""
     config = model.config
     seen_before = config.has_retriever and config.retrieval_source == "prefix"
     if not seen_before:
@@ -244,7 +244,7 @@ def _read_memory(model, state, target, *, prompt):
 
 
 def _language(model, state, target, given):
-    """Mean loss of what counts, and what the layers were given."""
+    """Mean loss of the scored tokens, and the layers' inputs."""
     _, features, trace = mplus_reading.read_closed(
         model.weights, state, target.tokens, given
     )
@@ -253,6 +253,6 @@ def _language(model, state, target, given):
     return (losses * target.mask).sum() / count, trace.hidden
 
 
-def _detached(model: MPlus) -> Any:
+def _detached(model: MPlus) -> MPlus:
     graph, variables = nnx.split(model)
     return nnx.merge(graph, jax.lax.stop_gradient(variables))

@@ -29,7 +29,7 @@ def task_batches(config=CONFIG, facts=TEXTS, **options):
 
 def rows(count, lengths=(650,)):
     for step in range(count):
-        chunks, target = TEXTS.row(Draws(7, step), lengths)
+        chunks, target = TEXTS.batch_element(Draws(7, step), lengths)
         pieces = zip(chunks, lengths, strict=True)
         yield [BYTES.decode(piece[:n]) for piece, n in pieces], target
 

@@ -193,7 +193,7 @@ def test_more_axes_than_vectors_span_are_refused(key_dim, message):
 def test_a_bank_that_hardly_asks_is_refused(asking):
     bank = crowd()
     query_mask = jnp.zeros_like(bank.query_mask).at[0, :asking].set(True)
-    with pytest.raises(ValueError, match=f"at least 2 tokens that ask, got {asking}"):
+    with pytest.raises(ValueError, match=f"at least 2 query tokens, got {asking}"):
         retriever_fit.similarity(bank._replace(query_mask=query_mask), AXES + 1)
 
 
