@@ -149,7 +149,7 @@ TFDS_PROGRAM = """
 import pathlib
 import sys
 import tensorflow_datasets as tfds
-from memjax.data import sources
+from memjax.data.documents import sources
 
 class Tiny(tfds.core.GeneratorBasedBuilder):
     VERSION = tfds.core.Version("1.0.0")
@@ -202,6 +202,7 @@ say("tensorflow" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_tfds_without_tensorflow(tmp_path):
     """In a process of its own: tfds warns on import and registers builders."""
     program = tmp_path / "program" / "tiny.py"

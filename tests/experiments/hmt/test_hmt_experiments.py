@@ -189,6 +189,7 @@ def test_a_window_of_equal_memory_is_the_smallest_that_is_no_smaller():
         assert size(window) >= wanted > size(window - 1)
 
 
+@pytest.mark.slow
 def test_segments_apart_know_nothing_of_each_other():
     model = LanguageModel(BACKBONE, key=jax.random.key(0))
     apart = scores.Disjoint(model, 4)

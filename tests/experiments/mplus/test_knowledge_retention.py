@@ -307,7 +307,8 @@ def test_equal_methods_answer_alike():
     assert [x.text for x in ask(closed, batches, after=(1,))] != texts[0]
 
 
-def test_m_plus_writes_what_it_is_told_and_reads_the_question():
+@pytest.mark.slow
+def test_m_plus_writes_what_is_injected_and_reads_the_question():
     batch, *_ = samples()
     method = methods.LatentMemory(tiny_memory())
     memory = method.inject(method.start(2), batch.context)

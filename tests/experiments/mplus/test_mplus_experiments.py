@@ -65,6 +65,7 @@ def samples(pieces):
     return make_samples(FACTS, PASSAGES, BYTES, **sizes)
 
 
+@pytest.mark.slow
 def test_rows_of_the_context_are_found_by_their_values():
     """The count goes by birth; here by what `compress` made of the context."""
     batch, after = samples(6)[0], (0, 2, 4, 6)
