@@ -41,7 +41,7 @@ def in_chunks(
         rule: the recurrence.
     """
     size, time = empty.chunk_size, q.shape[1]
-    # Without a state, and in chunks of one token, every row starts a chunk.
+    # Without a state, and in chunks of one token, every batch element starts a chunk.
     position = None if state is None or size == 1 else state.position
     state = empty if state is None else state
     tokens = _split(q, k, v, gamma, g, reset, size, position)
@@ -78,7 +78,7 @@ def _from_open_chunks(implementation, tokens: Chunks, state, empty, rule):
         return memory, y
     rest = jax.tree.map(lambda x: x[:, 1:], tokens)
     (start, pending, decay), more = implementation(rest, memory[0], empty, rule=rule)
-    # A row that does not fill its first chunk has nothing in the others.
+    # Without a whole first chunk, a batch element has nothing in the others.
     short = ~tokens.complete[:, 0]
     pending = jnp.where(short[:, None, None, None], memory[1], pending)
     decay = jnp.where(short[:, None], memory[2], decay)

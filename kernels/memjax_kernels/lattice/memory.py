@@ -67,7 +67,7 @@ def empty_state(
     *,
     initial: Initial | None = None,
 ) -> LatticeState:
-    """The memory before the first token: the same fixed random rows every time.
+    """The memory before the first token: the same fixed random slots every time.
 
     Heads differ, batch elements do not. The paper (section 3.3) starts from orthonormal
     slots, of which there are at most `value_dim`.

@@ -5,7 +5,7 @@ Every one (`xla.lattice_xla`, `pallas_tpu.lattice_tpu`, ...) has this signature:
     f(tokens: Chunks, start, empty, *, rule) -> (start, pending, decay), y
 
 of n >= 1 whole chunks that start with nothing pending: `chunked` lets XLA take the
-first chunk where an earlier call may have begun it. For each row in turn, with
+first chunk where an earlier call may have begun it. For each batch element, with
 M = `start`:
 
     for j in range(n):
@@ -13,12 +13,12 @@ M = `start`:
         y[j], A, M_next = the chunk's reads, its written part, the normalised memory
         if complete[j]: M = M_next
 
-Chunks after a row's last complete one hold its last tokens, or none, among zeros: M
-stays, and the written part A of those chunks is the `pending` that is returned, 0
-for rows that end with a chunk (likewise `decay`, 1 without forget="l2"). A token of
-zeros, rate and log gate included, writes nothing, and its read is dropped. `start`
-and `empty` are float32 [B, H, M, V], as are the memories returned; y [B, n, C, H, V]
-has the dtype of v.
+Chunks after the last complete one hold the last tokens, or none, among zeros: M stays,
+and the written part A of those chunks is the `pending` that is returned, 0 for batch
+elements that end with a chunk (likewise `decay`, 1 without forget="l2"). A token of
+zeros, rate and log gate included, writes nothing, and its read is dropped. `start` and
+`empty` are float32 [B, H, M, V], as are the memories returned; y [B, n, C, H, V] has
+the dtype of v.
 """
 
 from typing import NamedTuple
@@ -35,8 +35,8 @@ class Chunks(NamedTuple):
         v: [B, n, C, H, V].
         gamma: [B, n, C, H].
         g: [B, n, C, H], or None without forgetting.
-        complete: whether a row's tokens reach the end of each chunk.
-        cleared: whether a row's memory is emptied before each chunk; None is never.
+        complete: whether a batch element's tokens reach the end of each chunk.
+        cleared: whether its memory is emptied before each chunk; None is never.
     """
 
     q: Float[Array, "B n C H M"]

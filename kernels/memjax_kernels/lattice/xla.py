@@ -25,11 +25,11 @@ def lattice_xla(
     memory = start, jnp.zeros_like(start), jnp.ones((b, h), jnp.float32)
     count, size = tokens.q.shape[1:3]
     if size > 1:
-        body = functools.partial(_chunk, rule=rule, empty=empty, entering=False)
-        return _scan(body, tokens, memory, remat_every=min(4, count))
-    body = functools.partial(_token, rule=rule, empty=empty)
+        step = functools.partial(_chunk, rule=rule, empty=empty, entering=False)
+        return _scan(step, tokens, memory, remat_every=min(4, count))
+    step = functools.partial(_token, rule=rule, empty=empty)
     # Kept and recomputed states are fewest together at the root.
-    start, y = _scan(body, tokens, start, remat_every=math.isqrt(count))
+    start, y = _scan(step, tokens, start, remat_every=math.isqrt(count))
     return (start, memory[1], memory[2]), y
 
 
@@ -40,11 +40,11 @@ def lattice_xla_head(
     rule: Rule,
 ) -> tuple[Memory, Float[Array, "B n C H V"]]:
     """One chunk, of which a part may be pending from an earlier call."""
-    body = functools.partial(_chunk, rule=rule, empty=empty, entering=True)
-    return _scan(body, tokens, memory, remat_every=1)
+    step = functools.partial(_chunk, rule=rule, empty=empty, entering=True)
+    return _scan(step, tokens, memory, remat_every=1)
 
 
-def _scan(body, tokens, memory, remat_every):
+def _scan(step, tokens, memory, remat_every):
     """Scans [B, n, C, H, ...] as n items [B, H, C, ...] with flags [B]."""
     chunk_first = lambda x: jnp.moveaxis(x, (1, 3), (0, 2))
     items = chunk.Tokens(
@@ -53,7 +53,7 @@ def _scan(body, tokens, memory, remat_every):
         g=None if tokens.g is None else chunk_first(tokens.g[..., None]),
     )
     flags = jax.tree.map(jnp.transpose, (tokens.complete, tokens.cleared))
-    memory, y = chunks.scan(body, memory, (items, *flags), remat_every=remat_every)
+    memory, y = chunks.scan(step, memory, (items, *flags), remat_every=remat_every)
     return memory, jnp.moveaxis(y, (0, 2), (1, 3))
 
 

@@ -81,7 +81,7 @@ def empty_state(
     value_dim: int,
     chunk_size: int = 64,
 ) -> TrellisState:
-    """The empty memory of `trellis`: `empty_memory` for every row and head.
+    """The empty memory of `trellis`: `empty_memory` for every batch element and head.
 
     Raises:
         ValueError: on a size below 1.

@@ -1,4 +1,4 @@
-"""The forward kernel of Lattice on a GPU: every chunk of a row and head in turn."""
+"""The forward kernel of Lattice on a GPU: all chunks of a batch element and head."""
 
 import jax
 import jax.numpy as jnp

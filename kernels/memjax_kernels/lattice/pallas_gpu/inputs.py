@@ -28,7 +28,7 @@ class ChunkInputs(NamedTuple):
         gamma: [B, n, H, 64] float32, 0 after the chunk.
         start: [B, H, M, V] float32, the memory before the first chunk.
         empty: likewise, or None.
-        whole: Int32[B], chunks that a row fills.
+        whole: Int32[B], chunks that a batch element fills.
         cleared: Int32[B, n], or None; not 0 where a chunk but the first starts from
             `empty`.
     """

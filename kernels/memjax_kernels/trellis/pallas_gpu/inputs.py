@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
             taken; None if they are those to read from.
         running: memories [B, H, M, D] before the first chunk, to read from.
         empty: [B, H, M, D], or None.
-        middle: Int32[B], the first chunk that a row does not fill, or n.
+        middle: Int32[B], the first chunk that a batch element does not fill, or n.
         cleared: Int32[B, n], or None; not 0 where a chunk but the first starts from
             `empty`.
     """
