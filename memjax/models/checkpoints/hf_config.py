@@ -1,7 +1,7 @@
-"""Published families of decoders, from Hugging Face's `config.json`.
+"""Reads Hugging Face's `config.json` of the model families that are supported.
 
-Llama 2 and 3, SmolLM, OpenLlama ("llama"); Mistral; Qwen2 and Qwen2.5; OPT. The way
-back is `family_export`, and `tensor_names` knows the names of their tensors.
+Llama 2 and 3, SmolLM and OpenLlama ("llama"); Mistral; Qwen2 and Qwen2.5; OPT.
+`hf_export` writes the file, and `tensor_names` has the names of their tensors.
 """
 
 import math
@@ -28,13 +28,13 @@ def from_hf_config(config: Mapping[str, Any], dtype: Dtype = "float32") -> Model
     """The model that a `config.json` describes.
 
     Args:
-        config: what the file holds, of transformers 4 or 5; not trusted.
-        dtype: of the activations; the file's own is that of its tensors.
+        config: content of the file, of transformers 4 or 5; not trusted.
+        dtype: of the activations; the one in the file is that of its tensors.
 
     Raises:
         ValueError: naming the key, if one is missing or not of its type, or if the
-            model has something that is not built here: another `model_type`,
-            activation or kind of RoPE, quantised weights.
+            model has something unsupported: another `model_type`, activation or kind
+            of RoPE, quantized weights.
     """
     family = _read(config, "model_type", str)
     require_known("model_type", family, get_args(Family))
@@ -55,7 +55,8 @@ def _from_llama(config: Mapping[str, Any], family: str, dtype: Dtype) -> ModelCo
     capacity = _size(config, "max_position_embeddings")
     theta, scaling = _read_rope(config, capacity)
     windows = _read_windows(config, family, layers)
-    # Absent in old Llama configs; the other families' default fits no model but one.
+    # Absent in old Llama configs. The defaults of the other families are those of one
+    # model, so they must be given.
     fallback = heads if family == "llama" or "num_key_value_heads" in config else None
     kv_heads = _size(config, "num_key_value_heads", fallback)
     if heads % kv_heads:
@@ -162,7 +163,7 @@ def _read_windows(config: Mapping[str, Any], family: str, layers: int) -> list[i
 def _read_rope(
     config: Mapping[str, Any], capacity: int
 ) -> tuple[float, RopeScaling | None]:
-    """θ and scaling, which transformers 5 keeps together and 4 apart."""
+    """θ and scaling, in one record in transformers 5 and in two places in 4."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = {
         "rope_theta": config.get("rope_theta"),
@@ -202,7 +203,7 @@ def _read_rope(
 
 
 def _read_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
-    """YaRN's, given as it is or by DeepSeek's two parts of it."""
+    """YaRN's attention factor, given directly or as DeepSeek's quotient of two."""
     given = _read(rope, "attention_factor", float, 0.0)
     above = _read(rope, "mscale", float, 0.0)
     below = _read(rope, "mscale_all_dim", float, 0.0)
@@ -225,7 +226,7 @@ def _heads(config: Mapping[str, Any]) -> int:
 
 def _layers(config: Mapping[str, Any]) -> int:
     layers = _size(config, "num_hidden_layers")
-    # A file that is not sound must not keep the machine busy.
+    # A malformed file must not make the caller build millions of layers.
     if layers > MAX_LAYERS:
         raise ValueError(
             f"num_hidden_layers must be at most {MAX_LAYERS}, got {layers}"
@@ -234,7 +235,7 @@ def _layers(config: Mapping[str, Any]) -> int:
 
 
 def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """An integer that is at least 1; the default is whatever it is."""
+    """An integer that is at least 1; the default is not checked."""
     size = _read(config, key, int, default)
     if config.get(key) is not None and size < 1:
         raise ValueError(f"{key} must be at least 1, got {size}")
@@ -242,7 +243,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def _read(config: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    """A value of its type; the default, if there is one, where it is absent or null."""
+    """A value, checked for its type; the default, if not None, where it is null."""
     value = config.get(key)
     if value is None:
         if default is None:
@@ -256,7 +257,7 @@ def _read(config: Mapping[str, Any], key: str, kind: type, default: Any = None) 
 
 
 def _require(config: Mapping[str, Any], key: str, allowed: Any, default: Any) -> None:
-    """Raises ValueError unless a value is the one that is built here."""
+    """Raises ValueError unless a value is the only supported one."""
     value = _read(config, key, type(allowed), default)
     if value != allowed:
         raise ValueError(f"{key} must be {allowed!r}, got {value!r}")

@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` for a model of ours, where a family has all it has."""
+"""Writes Hugging Face's `config.json` of a model that one of its families describes."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models.checkpoints.hf_config import LAYER_NORM_EPSILON, Family
 from memjax.models.language_model.config import ModelConfig, kinds
 
-# Longest text that the file of a model of windows names, as Mistral's; it has none.
+# max_position_embeddings of a model of windows alone, which has no limit: Mistral's.
 POSITIONS = 32_768
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """What `config.json` must hold for transformers to build the same function.
+    """The `config.json` from which transformers builds the same function.
 
-    A tied head over a scaled embedding is told as a head of its own, which
-    `tensors_from_parameters` then gives.
+    A tied head with a scaled embedding becomes an untied one: transformers does not
+    scale embeddings, so `tensors_from_parameters` gives the head a matrix of its own.
 
     Raises:
         ValueError: if no family has the model's mixers, norms, biases or positions.
@@ -39,7 +39,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def tied_in_file(config: ModelConfig) -> bool:
-    """Whether one tensor is both embedding and head in Hugging Face's sense."""
+    """Whether Hugging Face's model has one tensor as both embedding and head."""
     return config.tied_head and not config.architecture.scale_embedding
 
 
@@ -164,7 +164,7 @@ def _rope_record(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def _expressible(config: ModelConfig, **expected: Any) -> None:
-    """Raises ValueError unless the architecture is what the family has."""
+    """Raises ValueError unless the architecture's fields have the family's values."""
     for name, value in expected.items():
         found = getattr(config.architecture, name)
         if found != value:

@@ -1,6 +1,6 @@
-"""Where Hugging Face's checkpoints keep each parameter, and how it lies there.
+"""Names and layouts of the parameters in Hugging Face's checkpoints.
 
-Their linear layers are [out, in]; ours are [in, out], heads apart.
+Their matrices are [out, in] with joined heads. Ours are [in, out]; heads are an axis.
 """
 
 import math
@@ -27,7 +27,7 @@ class Tensor(NamedTuple):
     """One tensor of a checkpoint.
 
     Attributes:
-        name: of a model with a head; the bare model lacks the leading "model.".
+        name: in a model with a head; in one without it lacks the leading "model.".
         layout: "as_is"; "flat", a bias whose heads are joined; "into", a matrix whose
             first axis here is its input; "out_of", whose last axis is its output.
     """
@@ -37,7 +37,7 @@ class Tensor(NamedTuple):
 
 
 def tensor_names(config: ModelConfig) -> dict[str, Any]:
-    """The tensor of every parameter, in a tree like `nnx.to_pure_dict` gives."""
+    """The tensor of every parameter, in the tree that `nnx.to_pure_dict` gives."""
     style = config.architecture
     opt = _is_opt(config)
     root = "model.decoder" if opt else "model"
@@ -77,14 +77,14 @@ def parameters_from_tensors(
 ) -> LanguageModel:
     """The model with the parameters of a checkpoint.
 
-    Buffers of RoPE, the version of OPT and a copy of the embedding as the head of a
-    tied model are not parameters and are left out.
+    Tensors that are no parameters are not read: RoPE's buffers, OPT's version, and the
+    copy of the embedding as the head of a tied model.
 
     Args:
         config: from `from_hf_config`.
         shapes: of the checkpoint's tensors, by name, with or without "model.".
-        get: reads a tensor.
-        where: what an error calls the checkpoint.
+        get: reads a tensor by name.
+        where: the checkpoint's name in errors.
 
     Raises:
         ValueError: listing every tensor that is missing, unknown or of another shape;
@@ -121,7 +121,7 @@ def tensors_from_parameters(
 ) -> Iterator[tuple[str, Float32[np.ndarray, "..."]]]:
     """Names and values for a checkpoint with the config of `to_hf_config`, one by one.
 
-    A tied head over a scaled embedding becomes a head of its own.
+    A tied head with a scaled embedding becomes a matrix of its own.
     """
     config = model.config
     ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -143,7 +143,7 @@ def _block(config: ModelConfig, at: str) -> dict[str, Any]:
     heads, opt = config.heads, _is_opt(config)
     hidden = config.architecture.feed_forward_bias
 
-    # Any, because they stand where the parameters will.
+    # Typed as Any: they take the place of arrays in the parameters' NamedTuples.
     def into(name) -> Any:
         return Tensor(f"{at}.{name}.weight", "into")
 
@@ -222,7 +222,7 @@ def stored_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_stored(value: np.ndarray, layout: Layout) -> np.ndarray:
-    """A parameter as it lies in a checkpoint."""
+    """A parameter in the layout of a checkpoint."""
     shape = stored_shape(layout, value.shape)
     if layout in ("into", "out_of"):
         return value.reshape(shape[::-1]).T
@@ -239,7 +239,7 @@ def from_stored(
 
 
 def is_parameter(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor of a checkpoint is one; see `parameters_from_tensors`."""
+    """Whether a tensor is a parameter; see `parameters_from_tensors`."""
     copy = config.tied_head and name == "lm_head.weight"
     buffer = name.endswith("rotary_emb.inv_freq")
     version = _is_opt(config) and name.endswith("decoder.version")

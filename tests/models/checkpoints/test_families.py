@@ -1,4 +1,4 @@
-"""Configurations and tensors of published families: what is read, what is refused."""
+"""Configs and tensors of Hugging Face's families: all are read or refused by name."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ OPT: dict[str, Any] = dict(
 )
 
 
-def test_what_old_configs_leave_out():
+def test_old_configs_have_defaults():
     config = from_hf_config(LLAMA)
     heads = config.heads
     assert (heads.num_kv_heads, heads.head_dim, heads.rope_theta) == (4, 4, 10_000.0)
@@ -56,7 +56,7 @@ def test_what_old_configs_leave_out():
     assert from_hf_config(OPT).architecture.learned_positions == 66
 
 
-def test_rope_of_transformers_4_and_5_is_one():
+def test_rope_configs_of_transformers_4_and_5_are_equal():
     scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
     scaling["original_max_position_embeddings"] = 32
     four = dict(rope_theta=5e5, rope_scaling=scaling | dict(type="llama3"))
@@ -121,7 +121,7 @@ def test_windows_are_where_the_config_has_them(config, windows, window):
         (OPT, dict(_remove_final_layer_norm=True), "_remove_final_layer_norm must be"),
     ],
 )
-def test_what_is_not_built_here_is_refused_by_name(base, wrong, message):
+def test_unsupported_configs_are_refused_by_key(base, wrong, message):
     with pytest.raises(ValueError, match=message):
         from_hf_config(base | wrong)
 
@@ -161,7 +161,7 @@ def test_defaults_that_differ_between_families_must_be_given():
         (dict(mixers=(AttentionConfig(16, 6, 2, 4),)), "num_heads must divide model"),
     ],
 )
-def test_what_no_family_has_is_not_exported(changes, message):
+def test_models_that_no_family_describes_are_not_exported(changes, message):
     config = from_hf_config(LLAMA)
     style = dataclasses.replace(config.architecture, **changes.pop("style", {}))
     if "mixers" in changes:
@@ -171,7 +171,7 @@ def test_what_no_family_has_is_not_exported(changes, message):
         to_hf_config(config)
 
 
-def test_opt_has_nothing_but_what_it_has():
+def test_opt_with_another_epsilon_is_not_exported():
     config = dataclasses.replace(from_hf_config(OPT), norm_epsilon=1e-6)
     with pytest.raises(ValueError, match="norm_epsilon must be 1e-05 in OPT, got"):
         to_hf_config(config)
@@ -199,7 +199,7 @@ def same(model, tensors):
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
-def test_names_without_their_prefix_and_tensors_that_are_none(family):
+def test_bare_names_are_read_and_buffers_ignored(family):
     config, tensors = checkpoint(family, tied=True)
     bare = {name.removeprefix("model."): v for name, v in tensors.items()}
     same(load(config, bare), tensors)
@@ -238,7 +238,7 @@ def test_a_tied_head_that_is_another_matrix_is_refused():
         load(config, tensors | other)
 
 
-def test_a_model_of_our_own_becomes_a_published_one():
+def test_a_scaled_tied_embedding_is_exported_as_an_untied_head():
     """Its tied head over a scaled embedding is a head of its own there."""
     small = dataclasses.replace(TINY, num_layers=1, model_dim=16, hidden_dim=24)
     ours = small.model("attention", vocab_size=32)

@@ -1,4 +1,4 @@
-"""GGUF files against the library that defines them, and files that lie."""
+"""GGUF files of the reference library are read exactly, malformed ones refused."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def test_number_formats_decode_as_the_library_does(name, tmp_path):
     assert np.abs(found - values).max() < 0.35
 
 
-def test_other_quantisations_go_through_the_library(tmp_path):
+def test_other_quantizations_go_through_the_library(tmp_path):
     kind = gguf.GGMLQuantizationType.Q6_K
     raw = np.random.default_rng(0).integers(0, 60, (3, 210), np.uint8)
     path = write(tmp_path / "a.gguf", {"one.weight": (raw, kind)})
@@ -154,7 +154,7 @@ def _llama(tmp_path):
 
 
 @pytest.mark.parametrize("architecture, biased", [("llama", False), ("qwen2", True)])
-def test_names_and_rows_are_hugging_faces(architecture, biased, tmp_path):
+def test_names_and_rows_are_those_of_hugging_face(architecture, biased, tmp_path):
     tensors = hf_tensors(biased=biased)
     stored = gguf_tensors(tensors, permute=architecture == "llama")
     path = write(tmp_path / "a.gguf", stored, entries(architecture), architecture)
@@ -173,7 +173,7 @@ def test_names_and_rows_are_hugging_faces(architecture, biased, tmp_path):
 
 
 @pytest.mark.parametrize("architecture, biased", [("llama", False), ("qwen2", True)])
-def test_the_model_is_that_of_a_folder(architecture, biased, tmp_path):
+def test_the_model_equals_that_of_a_folder(architecture, biased, tmp_path):
     tensors = hf_tensors(biased=biased)
     stored = gguf_tensors(tensors, permute=architecture == "llama")
     file = write(tmp_path / "a.gguf", stored, entries(architecture), architecture)
@@ -184,7 +184,7 @@ def test_the_model_is_that_of_a_folder(architecture, biased, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *(nnx.state(m) for m in models))
 
 
-def test_rope_scaling_is_found_again(llama):
+def test_rope_scaling_is_recovered(llama):
     linear = llama(rope__scaling__type="linear", rope__scaling__factor=4.0)
     found = GGUFCheckpoint(linear).config["rope_scaling"]
     assert found == {"rope_type": "linear", "factor": 4.0}
@@ -226,7 +226,7 @@ def test_rope_scaling_is_found_again(llama):
         ({"more": {"blk.0.attn_q_norm.weight": np.ones(4, "f4")}}, "attn_q_norm"),
     ],
 )
-def test_what_the_reader_cannot_do_is_named(changes, words, llama):
+def test_unsupported_entries_are_named(changes, words, llama):
     with pytest.raises(ValueError, match=re.escape(words)):
         GGUFCheckpoint(llama(**changes))
 
@@ -239,11 +239,11 @@ def test_an_unknown_architecture_is_named(tmp_path):
         )
 
 
-# Files that lie. Places in the file are found by what the library wrote there.
+# Malformed files. Offsets are found by what the library wrote there.
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
-def spoil(path, at, value):
+def overwrite(path, at, value):
     raw = bytearray(path.read_bytes())
     raw[at : at + len(value)] = value
     path.write_bytes(raw)
@@ -256,7 +256,7 @@ def refuses(path, words):
     assert str(path) in str(error.value)
 
 
-def test_headers_that_lie_are_refused(tmp_path):
+def test_malformed_headers_are_refused(tmp_path):
     plain = {"one.weight": np.ones((2, 32), "f4"), "two.weight": np.ones(8, "f4")}
     make = lambda: write(tmp_path / "a.gguf", plain, {"text": "abcd", "flag": True})
     raw = make().read_bytes()
@@ -265,26 +265,26 @@ def test_headers_that_lie_are_refused(tmp_path):
     after = name + len("one.weight")
     # n_dims, two dimensions, kind, offset.
     dimensions, kind, offset = after + 4, after + 20, after + 24
-    refuses(spoil(make(), 0, b"GGML"), "magic")
-    refuses(spoil(make(), 4, U32.pack(9)), "version 9")
-    refuses(spoil(make(), 4, struct.pack(">I", 3)), "big-endian")
-    refuses(spoil(make(), 8, U64.pack(2**60)), "claims 1152921504606846976 tensors")
-    refuses(spoil(make(), 16, U64.pack(2**60)), "metadata entries")
-    refuses(spoil(make(), raw.index(b"abcd") - 8, U64.pack(2**50)), "'text'.*needs")
-    refuses(spoil(make(), raw.index(b"abcd"), b"\xff"), "'text' is not UTF-8")
-    refuses(spoil(make(), raw.index(b"flag") + 4, U32.pack(77)), "value type 77")
-    refuses(spoil(make(), raw.index(b"flag") + 8, b"\5"), "booleans")
-    refuses(spoil(make(), after, U32.pack(9)), "'one.weight' has 9 dimensions")
-    refuses(spoil(make(), dimensions, U64.pack(0)), "axis of 0")
-    refuses(spoil(make(), dimensions, U64.pack(2**62)), "'one.weight'.*cut short")
-    refuses(spoil(make(), kind, U32.pack(999)), "'one.weight'.*format 999")
-    refuses(spoil(make(), kind, U32.pack(24)), "'one.weight'.*format 24")
-    refuses(spoil(make(), offset, U64.pack(2**62)), "'one.weight'.*cut short")
-    refuses(spoil(make(), offset, U64.pack(3)), "multiple of 32")
+    refuses(overwrite(make(), 0, b"GGML"), "magic")
+    refuses(overwrite(make(), 4, U32.pack(9)), "version 9")
+    refuses(overwrite(make(), 4, struct.pack(">I", 3)), "big-endian")
+    refuses(overwrite(make(), 8, U64.pack(2**60)), "claims 1152921504606846976 tensors")
+    refuses(overwrite(make(), 16, U64.pack(2**60)), "metadata entries")
+    refuses(overwrite(make(), raw.index(b"abcd") - 8, U64.pack(2**50)), "'text'.*needs")
+    refuses(overwrite(make(), raw.index(b"abcd"), b"\xff"), "'text' is not UTF-8")
+    refuses(overwrite(make(), raw.index(b"flag") + 4, U32.pack(77)), "value type 77")
+    refuses(overwrite(make(), raw.index(b"flag") + 8, b"\5"), "booleans")
+    refuses(overwrite(make(), after, U32.pack(9)), "'one.weight' has 9 dimensions")
+    refuses(overwrite(make(), dimensions, U64.pack(0)), "axis of 0")
+    refuses(overwrite(make(), dimensions, U64.pack(2**62)), "'one.weight'.*cut short")
+    refuses(overwrite(make(), kind, U32.pack(999)), "'one.weight'.*format 999")
+    refuses(overwrite(make(), kind, U32.pack(24)), "'one.weight'.*format 24")
+    refuses(overwrite(make(), offset, U64.pack(2**62)), "'one.weight'.*cut short")
+    refuses(overwrite(make(), offset, U64.pack(3)), "multiple of 32")
     # The other tensor has one dimension.
     other = raw.index(b"two.weight") + len("two.weight") + 16
-    refuses(spoil(make(), other, U64.pack(0)), "'two.weight' overlap")
-    refuses(spoil(make(), name, b"two"), "'two.weight' appears twice")
+    refuses(overwrite(make(), other, U64.pack(0)), "'two.weight' overlap")
+    refuses(overwrite(make(), name, b"two"), "'two.weight' appears twice")
     path = make()
     path.write_bytes(raw[: len(raw) - 8])
     refuses(path, "cut short")
@@ -299,7 +299,7 @@ def test_rows_must_be_whole_blocks(tmp_path):
     raw = gguf.quantize(np.ones((2, 32), "f4"), kind)
     path = write(tmp_path / "a.gguf", {"one.weight": (raw, kind)})
     at = path.read_bytes().index(b"one.weight") + 14
-    refuses(spoil(path, at, U64.pack(31)), "rows of 31 values.*multiple of 32")
+    refuses(overwrite(path, at, U64.pack(31)), "rows of 31 values.*multiple of 32")
 
 
 def test_without_the_library_the_error_says_what_to_install(tmp_path, monkeypatch):
@@ -338,20 +338,20 @@ def _vocabulary():
     }
 
 
-def rebuilt(vocabulary, cut, **more):
-    metadata = vocabulary | {"tokenizer.ggml.pre": cut} | more
+def rebuilt(vocabulary, pre_tokenizer, **more):
+    metadata = vocabulary | {"tokenizer.ggml.pre": pre_tokenizer} | more
     written = tokenizer_json(metadata, "file") or b""
     return tokenizers.Tokenizer.from_str(written.decode())
 
 
-def cuts(tokenizer, text):
-    """The pieces that merges never join, as text."""
-    pieces = tokenizer.pre_tokenizer.pre_tokenize_str(text)
-    return [text[start:end] for _, (start, end) in pieces]
+def split(tokenizer, text):
+    """The parts of a text that merges never join."""
+    parts = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    return [text[start:end] for _, (start, end) in parts]
 
 
 @pytest.mark.parametrize(
-    "cut, text, pieces",
+    "pre_tokenizer, text, parts",
     [
         ("gpt-2", " 12345 x", [" 12345", " x"]),
         ("gpt-2", "I'LL don't", ["I", "'", "LL", " don", "'t"]),
@@ -364,20 +364,24 @@ def cuts(tokenizer, text):
         ("default", "12345 a,b", ["123", "45", " a", ",", "b"]),
     ],
 )
-def test_texts_are_cut_as_the_file_says(cut, text, pieces, vocabulary):
-    assert cuts(rebuilt(vocabulary, cut), text) == pieces
+def test_text_is_split_by_the_named_pre_tokenizer(
+    pre_tokenizer, text, parts, vocabulary
+):
+    assert split(rebuilt(vocabulary, pre_tokenizer), text) == parts
 
 
-@pytest.mark.parametrize("cut", ["gpt-2", "smollm", "llama-bpe", "qwen2", "default"])
-def test_every_text_comes_back(cut, vocabulary):
-    tokenizer = rebuilt(vocabulary, cut)
+@pytest.mark.parametrize(
+    "pre_tokenizer", ["gpt-2", "smollm", "llama-bpe", "qwen2", "default"]
+)
+def test_decoding_inverts_encoding(pre_tokenizer, vocabulary):
+    tokenizer = rebuilt(vocabulary, pre_tokenizer)
     ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
     assert 0 in ids and len(ids) < len(TEXT.encode())
-    expected = TEXT.replace("e\u0301", "\u00e9") if cut == "qwen2" else TEXT
+    expected = TEXT.replace("e\u0301", "\u00e9") if pre_tokenizer == "qwen2" else TEXT
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
 
 
-def test_tokens_around_a_text(vocabulary):
+def test_first_and_last_tokens_are_added_as_the_file_says(vocabulary):
     plain = rebuilt(vocabulary, "gpt-2").encode("a").ids
     flag = {"tokenizer.ggml.add_eos_token": True}
     assert rebuilt(vocabulary, "gpt-2", **flag).encode("a").ids == [*plain, 0]
@@ -399,7 +403,7 @@ def test_tokens_around_a_text(vocabulary):
         ({"eos_token_id": 324}, r"eos_token_id must be in \[0, 324\), got 324"),
     ],
 )
-def test_vocabularies_that_cannot_be_rebuilt(changes, words, vocabulary):
+def test_malformed_vocabularies_are_refused(changes, words, vocabulary):
     changes = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     metadata = vocabulary | {"tokenizer.ggml.pre": "gpt-2"} | changes
     with pytest.raises(ValueError, match=f"the.gguf.*{words}"):
@@ -422,7 +426,7 @@ def sentencepiece(pieces, **changes):
     return tokenizers.Tokenizer.from_str(written.decode())
 
 
-def test_sentencepiece_vocabularies_give_its_tokens(pieces):
+def test_sentencepiece_vocabularies_give_the_same_ids(pieces):
     tokenizer = sentencepiece(pieces)
     for text, ids in pieces["ids"].items():
         assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
@@ -430,7 +434,7 @@ def test_sentencepiece_vocabularies_give_its_tokens(pieces):
             assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_sentencepiece_begins_a_text_unless_told_otherwise(pieces):
+def test_sentencepiece_adds_a_first_token_by_default(pieces):
     start = {"bos_token_id": 1}
     assert sentencepiece(pieces, **start).encode("a").tokens == ["<s>", "\u2581a"]
     more = {"add_bos_token": False, "add_space_prefix": False}
@@ -448,6 +452,6 @@ def test_sentencepiece_begins_a_text_unless_told_otherwise(pieces):
         ({"tokens": [f"t{i}" for i in range(700)]}, "0 bytes"),
     ],
 )
-def test_sentencepiece_vocabularies_that_cannot_be_rebuilt(changes, words, pieces):
+def test_malformed_sentencepiece_vocabularies_are_refused(changes, words, pieces):
     with pytest.raises(ValueError, match=f"the.gguf.*{words}"):
         sentencepiece(pieces, **changes)

@@ -1,4 +1,4 @@
-"""Folders of weights: what goes out comes back, and what lies is refused."""
+"""Folders of safetensors: saved models load exactly, malformed folders are refused."""
 
 import dataclasses
 import json
@@ -122,7 +122,7 @@ def test_a_saved_model_is_read_back_exactly(model_type, changes, tmp_path):
     assert config["model_type"] == model_type
 
 
-def test_shards_are_cut_by_size_and_read_back(model, tmp_path):
+def test_shards_have_at_most_the_given_size(model, tmp_path):
     save_pretrained(model, tmp_path / "a", shard_bytes=4000)
     files = sorted(path.name for path in (tmp_path / "a").glob("*.safetensors"))
     count = len(files)
@@ -138,7 +138,7 @@ def test_shards_are_cut_by_size_and_read_back(model, tmp_path):
     assert_same(load_pretrained(tmp_path / "a").model, model)
 
 
-def test_half_the_bytes_in_bfloat16(model, tmp_path):
+def test_bfloat16_halves_the_file(model, tmp_path):
     save_pretrained(model, tmp_path / "a", dtype="bfloat16")
     stored = safetensors.load_file(tmp_path / "a" / SINGLE)
     assert {value.dtype for value in stored.values()} == {np.dtype("bfloat16")}
@@ -176,7 +176,7 @@ def test_conversion_keeps_tokenizer_and_token_ids(folder, tmp_path, model):
     assert_same(found, model)
 
 
-def test_a_folder_that_holds_something_is_left_alone(model, folder, tmp_path):
+def test_a_folder_that_is_not_empty_is_not_overwritten(model, folder, tmp_path):
     before = sorted(path.name for path in tmp_path.iterdir())
     for write in (save_pretrained, convert):
         with pytest.raises(ValueError, match="exists already"):
@@ -186,7 +186,7 @@ def test_a_folder_that_holds_something_is_left_alone(model, folder, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_nothing_is_left_of_a_write_that_fails(model, tmp_path, monkeypatch):
+def test_a_failed_write_leaves_nothing(model, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError("disk full")
 
@@ -204,7 +204,7 @@ def test_only_language_models_are_saved(tmp_path):
 # What lies is refused.
 
 
-def test_tensors_are_held_against_the_configuration_all_at_once(folder):
+def test_all_tensors_that_contradict_the_config_are_named(folder):
     query = "model.layers.0.self_attn.q_proj.weight"
 
     def change(tensors):
@@ -226,7 +226,7 @@ def test_tensors_are_held_against_the_configuration_all_at_once(folder):
     )
 
 
-def test_tensors_of_our_own_format_are_too(tmp_path):
+def test_all_wrong_tensors_of_our_own_format_are_named(tmp_path):
     save_pretrained(tiny(mixers=(GLAConfig(16, 4, 8, 8),)), tmp_path / "a")
 
     def change(tensors):
@@ -252,12 +252,12 @@ def test_tensors_of_our_own_format_are_too(tmp_path):
         ({"model_type": "memjax", "memjax": {"depth": 3}}, ["memjax.depth"]),
     ],
 )
-def test_configurations_that_are_refused(changes, words, folder):
+def test_malformed_configs_are_refused(changes, words, folder):
     put(folder, **changes)
     refuses(folder, str(folder), *words)
 
 
-def test_json_that_is_not_an_object_once(folder):
+def test_json_other_than_an_object_without_repeats_is_refused(folder):
     for text, word in (
         ("{", "not sound JSON"),
         ("[1]", "must be a JSON object, got list"),
@@ -286,7 +286,7 @@ def header(path, tensors, data=b""):
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def test_headers_that_lie_are_refused(tmp_path):
+def test_malformed_headers_are_refused(tmp_path):
     path = tmp_path / SINGLE
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     header(path, {"a": entry}, bytes(8))
@@ -328,14 +328,14 @@ def reindex(folder, change):
     ["../secret.safetensors", "/secret.safetensors", "a/b.safetensors", "..", "", 3]
     + ["..\\secret.safetensors", "model.bin"],
 )
-def test_an_index_leads_nowhere_else(place, sharded, tmp_path):
+def test_an_index_cannot_name_files_outside(place, sharded, tmp_path):
     for folder in (tmp_path, tmp_path / "model"):
         safetensors.save_file({"a": np.ones(1, "f4")}, folder / "secret.safetensors")
     reindex(sharded, lambda places: places.update({"model.norm.weight": place}))
     refuses(sharded, INDEX, "model.norm.weight", repr(place), "plain name")
 
 
-def test_an_index_and_its_files_agree(sharded):
+def test_an_index_that_contradicts_its_files_is_refused(sharded):
     files = sorted(sharded.glob("*.safetensors"))
     first, last = files[0], files[-1]
     names = safetensors.load_file(first)
@@ -353,7 +353,7 @@ def test_an_index_and_its_files_agree(sharded):
     refuses(sharded, "weight_map must map tensors to files")
 
 
-def test_links_do_not_lead_out(folder, tmp_path):
+def test_links_out_of_the_folder_are_refused(folder, tmp_path):
     outside = tmp_path / "outside.safetensors"
     (folder / SINGLE).rename(outside)
     (folder / SINGLE).symlink_to(outside)
@@ -367,7 +367,7 @@ def test_links_do_not_lead_out(folder, tmp_path):
     refuses(folder, "tokenizer.json", "outside its folder")
 
 
-def test_the_hub_cache_and_its_links_are_read(folder, tmp_path, model):
+def test_links_of_the_hub_cache_are_read(folder, tmp_path, model):
     snapshot, blobs = tmp_path / "hub/snapshots/abc", tmp_path / "hub/blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()

@@ -1,4 +1,4 @@
-"""Embeddings in: texts read whole, rows that end early, masks that cannot be."""
+"""The language model reads embeddings: whole sequences, ragged batches, masks."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ def read_ragged(model, state, x, lengths, mask=None):
     return model.read_ragged(state, x, lengths, mask)
 
 
-def row(tree, b):
+def element(tree, b):
     return jax.tree.map(lambda leaf: leaf[b : b + 1], tree)
 
 
@@ -69,7 +69,7 @@ def close(actual, expected):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_text_read_whole_is_a_text_read_from_the_empty_state(name):
+def test_encode_equals_read_from_the_empty_state(name):
     model = build(name)
     x = model.embed(TOKENS)
     assert x.shape == (B, T, model.width)
@@ -80,20 +80,20 @@ def test_a_text_read_whole_is_a_text_read_from_the_empty_state(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_rows_that_end_early_are_rows_read_alone(name):
+def test_ragged_elements_equal_elements_read_alone(name):
     """Also when they go on; nothing of what lay behind their end is left."""
     model = build(name)
     x, lengths = model.embed(TOKENS), [0, 3, T]
     state, _ = read(model, model.init_state(B), x)
     after = read_ragged(model, state, x, jnp.array(lengths))
     for b, n in enumerate(lengths):
-        alone = row(state, b)
+        alone = element(state, b)
         if n:
             alone, _ = read(model, alone, x[b : b + 1, :n])
-        close(row(after, b), alone)
+        close(element(after, b), alone)
 
 
-def test_rows_that_end_early_with_a_mask():
+def test_ragged_elements_with_a_mask():
     model, x = build("learned"), build("learned").embed(TOKENS)
     mask, lengths = jnp.ones((B, T), bool).at[:, 1].set(False), [3, 3, 3]
     after = read_ragged(model, model.init_state(B), x, jnp.array(lengths), mask)
@@ -126,7 +126,7 @@ def test_remat_changes_nothing_with_a_mask():
     assert sum(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(plain)) > 10
 
 
-def test_what_cannot_be_read_is_refused():
+def test_bad_inputs_are_refused():
     model, learned = build("hybrid"), build("learned")
     x = model.embed(TOKENS)
     state, ones = model.init_state(B), jnp.ones((B, T), bool)
@@ -160,6 +160,6 @@ def test_what_cannot_be_read_is_refused():
         (dict(embedding_dim=0), "embedding_dim must be at least 1, got 0"),
     ],
 )
-def test_architectures_that_cannot_be_are_refused(wrong, message):
+def test_contradictory_architectures_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         Architecture(**wrong)
