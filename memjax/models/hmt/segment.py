@@ -60,22 +60,35 @@ def read_segments(
     always_summarize: bool,
 ) -> tuple[Memories, Float[Array, "n B L E"], SegmentTrace]:
     """Reads n segments in turn; the last is skipped if it has no tokens at all."""
-    # No branch inside the loop: the backward pass would save the backbone's
-    # parameters, which enter it, once a segment.
     before = jax.tree.map(lambda x: x[:-1], segments)
-    summaries = summarize_segments(
-        config, weights, memories.num_valid, before, always_summarize
+    last = jax.tree.map(lambda x: x[-1], segments)
+    memories, outputs = _read_in_turn(
+        config, weights, memories, before, always_summarize
     )
+    memories, output = _read_last(config, weights, memories, last, always_summarize)
+    append = lambda a, b: jnp.concatenate([a, b[None]])
+    return memories, *jax.tree.map(append, outputs, output)
+
+
+def _read_in_turn(config, weights, memories, segments, always_summarize):
+    """A scan over segments that all have tokens, with summaries made beforehand.
+
+    There is no branch inside the loop: the backward pass would save the backbone's
+    parameters, which enter it, once a segment.
+    """
+    summaries = summarize_segments(
+        config, weights, memories.num_valid, segments, always_summarize
+    )
+    read = lambda memories, x: read_segment(config, weights, memories, *x)
     # Without a loop no saved activation is copied, but there is more to compile.
     unroll = config.activations == "keep" and summaries.shape[0] <= MAX_UNROLLED
-    read = functools.partial(read_segment, config, weights)
-    memories, outputs = jax.lax.scan(
-        remat(config.activations, lambda memories, x: read(memories, *x)),
-        memories,
-        (before, summaries),
-        unroll=unroll,
+    return jax.lax.scan(
+        remat(config.activations, read), memories, (segments, summaries), unroll=unroll
     )
-    last = jax.tree.map(lambda x: x[-1], segments)
+
+
+def _read_last(config, weights, memories, segment, always_summarize):
+    """The last segment, or zeros for it if it has no tokens in any batch element."""
     read = functools.partial(summarize_and_read, config, always=always_summarize)
     if config.activations == "offload":
         read = remat(config.activations, read)
@@ -84,11 +97,9 @@ def read_segments(
         memories,
         empty_segment(memories, config.segment, dtype),
     )
-    memories, output = cond_with_remat(
-        jnp.any(last.length > 0), read, skip, weights, memories, last
+    return cond_with_remat(
+        jnp.any(segment.length > 0), read, skip, weights, memories, segment
     )
-    append = lambda a, b: jnp.concatenate([a, b[None]])
-    return memories, *jax.tree.map(append, outputs, output)
 
 
 def summarize_and_read(
