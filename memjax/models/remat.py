@@ -45,18 +45,19 @@ def cond_with_remat(
     functions take all arrays they use as arguments.
     """
     leaves, tree = jax.tree.flatten(args)
-    is_float = [bool(jnp.issubdtype(x.dtype, jnp.inexact)) for x in leaves]
-    floats = [x for x, inexact in zip(leaves, is_float, strict=True) if inexact]
-    fixed = [x for x, inexact in zip(leaves, is_float, strict=True) if not inexact]
+    kinds = [_kind(leaf) for leaf in leaves]
+    select = lambda kind: [x for x, of in zip(leaves, kinds, strict=True) if of == kind]
+    floats, fixed = select("float"), select("fixed")
 
     def branches(fixed):
         """Both functions of the floats alone: the only arguments with gradients."""
 
         def of_floats(branch):
             def call(*floats):
-                rest, first = iter(fixed), iter(floats)
+                sources = {"float": iter(floats), "fixed": iter(fixed)}
                 merged = [
-                    next(first) if inexact else next(rest) for inexact in is_float
+                    leaf if kind == "constant" else next(sources[kind])
+                    for leaf, kind in zip(leaves, kinds, strict=True)
                 ]
                 return branch(*jax.tree.unflatten(tree, merged))
 
@@ -79,3 +80,10 @@ def cond_with_remat(
 
     cond.defvjp(forward, backward)
     return cond(needed, fixed, floats)
+
+
+def _kind(leaf):
+    """Python numbers in a module, such as LoRA's scale, are constants of the program."""
+    if not hasattr(leaf, "dtype"):
+        return "constant"
+    return "float" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "fixed"

@@ -26,6 +26,7 @@ from memjax.models import (
     hmt,
     rmt,
 )
+from memjax.models.lora import LoraConfig, add_lora
 
 B, V, D, L, K, N = 2, 23, 16, 5, 2, 2
 T = 3 * L + 2
@@ -225,6 +226,27 @@ def test_recomputing_changes_no_gradient():
     for activations in ("recompute", "offload"):
         pure = nnx.to_pure_dict(gradient(activations))
         close(pure, nnx.to_pure_dict(keep), 1e-5)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_a_backbone_with_adapters_has_gradients(activations):
+    """Its modules hold a Python number, LoRA's scale; tracing alone would fail on it."""
+    config = dataclasses.replace(PAPER, activations=activations)
+
+    def make():
+        backbone = LanguageModel(ATTENTION, key=jax.random.key(0))
+        adapted = add_lora(backbone, LoraConfig(rank=2), jax.random.key(1))
+        return hmt(adapted, config, key=jax.random.key(2))
+
+    graph, params, frozen = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+
+    def loss(params, frozen, tokens):
+        model = nnx.merge(graph, params, frozen)
+        return (model(model.init_state(B), tokens)[1] ** 2).mean()
+
+    by = jax.eval_shape(jax.grad(loss), params, frozen, jnp.asarray(TOKENS))
+    shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
+    assert shapes(by) == shapes(params)
 
 
 @pytest.mark.slow
