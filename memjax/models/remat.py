@@ -83,7 +83,7 @@ def cond_with_remat(
 
 
 def _kind(leaf):
-    """Python numbers in a module, such as LoRA's scale, are constants of the program."""
+    """Python numbers in a module, as LoRA's scale, are constants of the program."""
     if not hasattr(leaf, "dtype"):
         return "constant"
     return "float" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "fixed"

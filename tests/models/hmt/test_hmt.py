@@ -230,7 +230,7 @@ def test_recomputing_changes_no_gradient():
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_a_backbone_with_adapters_has_gradients(activations):
-    """Its modules hold a Python number, LoRA's scale; tracing alone would fail on it."""
+    """Its modules hold a Python number, LoRA's scale, on which tracing could fail."""
     config = dataclasses.replace(PAPER, activations=activations)
 
     def make():
