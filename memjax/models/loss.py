@@ -1,6 +1,6 @@
-"""Next-token loss in pieces, so that logits never exist for a whole document.
+"""Next-token loss in chunks, so that logits never exist for a whole document.
 
-Which targets count: target i of a text is its token i + 1.
+Target i of a document is its token i + 1; the masks here say which targets count.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Float32, Int
 
+# Floats: 128 MiB of float32.
 LOGITS_AT_A_TIME = 2**25
 
 
@@ -24,6 +25,12 @@ def token_losses(
 
     Positions go through the head in chunks of at most 2**25 logits, recomputed in the
     backward pass.
+
+    Args:
+        logits: the head.
+        features: what it takes.
+        targets: in [0, V).
+        vocab_size: V.
     """
     b, t, d = features.shape
     chunk = max(1, min(t, LOGITS_AT_A_TIME // (b * vocab_size)))
@@ -33,27 +40,27 @@ def token_losses(
     pad = -t % chunk
     features = jnp.pad(features, ((0, 0), (0, pad), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, pad)))
-    pieces = (
+    chunks = (
         jnp.moveaxis(features.reshape(b, -1, chunk, d), 1, 0),
         jnp.moveaxis(targets.reshape(b, -1, chunk), 1, 0),
     )
     losses = jax.lax.map(
-        jax.checkpoint(lambda piece: loss(logits(piece[0]), piece[1])), pieces
+        jax.checkpoint(lambda chunk: loss(logits(chunk[0]), chunk[1])), chunks
     )
     return jnp.moveaxis(losses, 0, 1).reshape(b, -1)[:, :t]
 
 
 def last_targets(mask: Float[Array, "B T"], count: int) -> Float[Array, "B T"]:
-    """The mask with the last `count` of the targets it lets through, row by row."""
+    """The mask with the last `count` of the targets that count, in each sequence."""
     from_the_end = jnp.cumsum((mask > 0)[:, ::-1], axis=1)[:, ::-1]
     return jnp.where(from_the_end <= count, mask, 0.0)
 
 
 def last_places(mask: Float[Array, "B T"], count: int) -> Int[Array, "B n"]:
-    """Indices of each row's last `count` targets that the mask lets through, in order.
+    """Indices of the last `count` targets that count in each sequence, in order.
 
-    n is `count`, or T if that is less. In a row with fewer such targets others come
-    first, whose mask is 0.
+    n is `count`, or T if that is less. Where a sequence has fewer such targets, others
+    whose mask is 0 come first.
     """
     count = min(count, mask.shape[1])
     return jnp.argsort(mask > 0, axis=1, stable=True)[:, mask.shape[1] - count :]

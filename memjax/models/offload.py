@@ -1,12 +1,13 @@
-"""Parts of a state in the host's memory, and what of them comes to the device.
+"""Keep large parts of a state in host memory, and compute on them there.
 
     rows = near(lambda store, at: store[at], store, at)
 
-A function of a memory on the host runs there, and its result alone travels; on the
-device it is an ordinary call. Nothing flows back through the host in a backward pass.
-XLA keeps such an array on the host through loops and branches, as long as a program
-reads it first and then writes it once: what it writes and then uses again passes
-through the device.
+`near` runs a function where its first argument lies, so that only the result is copied
+to the device. It has no gradient on the host.
+
+XLA keeps such an array on the host through loops and branches only if a program reads
+it first and writes it once afterwards; an array that is written and then read again is
+copied through the device.
 """
 
 from collections.abc import Callable

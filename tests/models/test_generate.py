@@ -28,14 +28,20 @@ CONFIG = ModelConfig(
     dtype="float32",
     remat=False,
 )
-MODEL = LanguageModel(CONFIG, key=jax.random.key(0))
+
+
+@functools.cache
+def tiny():
+    return LanguageModel(CONFIG, key=jax.random.key(0))
+
+
 PROMPT = np.random.default_rng(0).integers(0, V, (B, P))
 GREEDY = Sampling(temperature=0.0)
 
 
 @functools.cache
 def graph_and_params():
-    return nnx.split(MODEL)
+    return nnx.split(tiny())
 
 
 @jax.jit
@@ -46,10 +52,10 @@ def forward(tokens):
 
 
 def go(count=NEW, prompt=PROMPT, sampling=GREEDY, seed=0, state=None, segment=1024):
-    state = MODEL.init_state(B) if state is None else state
+    state = tiny().init_state(B) if state is None else state
     key = jax.random.key(seed)
     return generate(
-        MODEL, state, prompt, count, key=key, sampling=sampling, segment=segment
+        tiny(), state, prompt, count, key=key, sampling=sampling, segment=segment
     )
 
 
@@ -65,7 +71,7 @@ def test_greedy_is_the_likeliest_token_of_the_whole_text_each_time(greedy):
     np.testing.assert_array_equal(tokens, np.argmax(logits[:, P - 1 :], axis=-1))
     # All tokens but the last drawn have been read, and nothing grew.
     chex.assert_trees_all_close(state, after, rtol=1e-5, atol=1e-5)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, MODEL.init_state(B))
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, tiny().init_state(B))
 
 
 @pytest.mark.parametrize("segment", [3, 4])

@@ -32,18 +32,23 @@ CONFIG = ModelConfig(
     remat=False,
 )
 LORA = LoraConfig(rank=3, alpha=6.0)
-BASE = LanguageModel(CONFIG, key=jax.random.key(0))
-TOKENS = jax.random.randint(jax.random.key(1), (2, 9), 0, V).astype(jnp.int32)
+TOKENS = np.random.default_rng(0).integers(0, V, (2, 9), dtype=np.int32)
 
 
-ADAPTED = add_lora(BASE, LORA, jax.random.key(2))
-PLAIN = nnx.graphdef(BASE)
+@functools.cache
+def base():
+    return LanguageModel(CONFIG, key=jax.random.key(0))
+
+
+@functools.cache
+def adapted():
+    return add_lora(base(), LORA, jax.random.key(2))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(graph, variables):
     model = nnx.merge(graph, variables)
-    return model(model.init_state(2), TOKENS)[1]
+    return model(model.init_state(2), jnp.asarray(TOKENS))[1]
 
 
 def logits(model):
@@ -52,7 +57,7 @@ def logits(model):
 
 def moved():
     """The adapted model after some training: no B is zero any more."""
-    params = nnx.state(ADAPTED, nnx.Param)
+    params = nnx.state(adapted(), nnx.Param)
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(3), len(leaves))
     leaves = [
@@ -60,9 +65,9 @@ def moved():
         for x, k in zip(leaves, keys, strict=True)
     ]
     return nnx.merge(
-        nnx.graphdef(ADAPTED),
+        nnx.graphdef(adapted()),
         jax.tree.unflatten(structure, leaves),
-        nnx.state(ADAPTED, Frozen),
+        nnx.state(adapted(), Frozen),
     )
 
 
@@ -75,7 +80,7 @@ def names(model, kind):
 
 
 def test_an_adapted_model_starts_as_its_base():
-    np.testing.assert_array_equal(logits(ADAPTED), logits(BASE))
+    np.testing.assert_array_equal(logits(adapted()), logits(base()))
 
 
 def thin(at, down, up):
@@ -92,13 +97,13 @@ def test_what_is_trained_are_two_thin_matrices_a_target_and_nothing_else():
     for name, heads in {"query": H, "key": G, "value": G}.items():
         expected |= thin(f"blocks/0/mixer/{name}", (D, r), (r, heads, K))
     expected |= thin("blocks/0/mixer/output", (H, K, r), (r, D))
-    assert names(ADAPTED, nnx.Param) == expected
-    frozen = sum(np.prod(shape) for shape in names(ADAPTED, Frozen).values())
-    assert frozen == sum(x.size for x in jax.tree.leaves(nnx.state(BASE)))
+    assert names(adapted(), nnx.Param) == expected
+    frozen = sum(np.prod(shape) for shape in names(adapted(), Frozen).values())
+    assert frozen == sum(x.size for x in jax.tree.leaves(nnx.state(base())))
 
 
 def test_a_change_is_alpha_over_r_times_the_product():
-    model, dense = moved(), nnx.merge(*nnx.split(BASE))
+    model, dense = moved(), nnx.merge(*nnx.split(base()))
     for block, new in zip(model.blocks, dense.blocks, strict=True):
         for place in ("mixer", "feed_forward"):
             params = getattr(new, place)
@@ -113,13 +118,13 @@ def test_a_change_is_alpha_over_r_times_the_product():
             setattr(new, place, nnx.data(params))
     found = logits(model)
     np.testing.assert_allclose(found, logits(dense), atol=1e-5)
-    assert np.abs(found - logits(BASE)).max() > 0.1
+    assert np.abs(found - logits(base())).max() > 0.1
 
 
 def test_merging_gives_the_same_function_as_a_plain_model():
     model = moved()
     merged = merge_lora(model)
-    assert nnx.graphdef(merged) == PLAIN and names(merged, Frozen) == {}
+    assert nnx.graphdef(merged) == nnx.graphdef(base()) and names(merged, Frozen) == {}
     np.testing.assert_allclose(logits(merged), logits(model), atol=1e-5)
     again = jax.tree.map(
         np.array_equal, nnx.state(merge_lora(merged)), nnx.state(merged)
@@ -129,11 +134,16 @@ def test_merging_gives_the_same_function_as_a_plain_model():
 
 def test_an_update_moves_the_adapters_alone_and_keeps_no_moments_of_the_rest():
     transform, config = optax.adam(1e-2), StepConfig()
-    state = init_train_state(ADAPTED, transform, config, 2)
-    adapters = len(names(ADAPTED, nnx.Param))
+    state = init_train_state(adapted(), transform, config, 2)
+    adapters = len(names(adapted(), nnx.Param))
     assert len(jax.tree.leaves(state.optimizer)) == 2 * adapters + 1
-    batch = Batch(TOKENS[:, :-1], TOKENS[:, 1:], jnp.ones((2, 8)), jnp.ones(2, bool))
-    step = jax.jit(make_train_step(ADAPTED, transform, config), donate_argnums=0)
+    batch = Batch(
+        jnp.asarray(TOKENS[:, :-1]),
+        jnp.asarray(TOKENS[:, 1:]),
+        jnp.ones((2, 8)),
+        jnp.ones(2, bool),
+    )
+    step = jax.jit(make_train_step(adapted(), transform, config), donate_argnums=0)
     before = jax.tree.map(np.array, (state.params, state.frozen))
     after, metrics = step(state, batch)
     after, metrics = step(after, batch)
@@ -148,10 +158,10 @@ def test_a_feed_forward_without_a_gate_has_two_targets():
     config = dataclasses.replace(
         CONFIG, architecture=opt, mixers=(biased, CONFIG.mixers[1])
     )
-    adapted = add_lora(
+    model = add_lora(
         LanguageModel(config, key=jax.random.key(0)), LORA, jax.random.key(1)
     )
-    found = {name.split("/")[-3] for name in names(adapted, nnx.Param)}
+    found = {name.split("/")[-3] for name in names(model, nnx.Param)}
     assert found == {"query", "key", "value", "output", "up", "down"}
 
 
@@ -170,7 +180,7 @@ def test_adapters_that_cannot_be_are_refused(wrong, message):
 
 def test_models_that_cannot_be_adapted_are_refused():
     with pytest.raises(ValueError, match="has LoRA adapters already"):
-        add_lora(ADAPTED, LORA, jax.random.key(0))
+        add_lora(adapted(), LORA, jax.random.key(0))
     recurrent = dataclasses.replace(CONFIG, mixers=CONFIG.mixers[1:])
     model = LanguageModel(recurrent, key=jax.random.key(0))
     with pytest.raises(ValueError, match="none of the model's: its mixers are"):

@@ -8,13 +8,14 @@ import pytest
 from memjax.models import loss
 
 B, T, D, V = 2, 7, 4, 5
-FEATURES = jax.random.normal(jax.random.key(0), (B, T, D))
-HEAD = jax.random.normal(jax.random.key(1), (D, V))
-TARGETS = jax.random.randint(jax.random.key(2), (B, T), 0, V)
+RNG = np.random.default_rng(0)
+FEATURES = RNG.normal(size=(B, T, D)).astype(np.float32)
+HEAD = RNG.normal(size=(D, V)).astype(np.float32)
+TARGETS = RNG.integers(0, V, (B, T), dtype=np.int32)
 
 
-def run(head, features):
-    return loss.token_losses(lambda x: x @ head, features, TARGETS, V)
+def losses_of(head, features):
+    return loss.token_losses(lambda x: x @ head, features, jnp.asarray(TARGETS), V)
 
 
 # 1, 2, 3 and all 7 positions of both rows at a time; a budget too small takes 1.
@@ -29,7 +30,7 @@ def test_chunks_give_each_targets_negative_log_likelihood(
         shapes.append(x.shape)
         return x @ HEAD
 
-    losses = loss.token_losses(logits, FEATURES, TARGETS, V)
+    losses = loss.token_losses(logits, jnp.asarray(FEATURES), jnp.asarray(TARGETS), V)
     scores = np.asarray(FEATURES, np.float64) @ np.asarray(HEAD, np.float64)
     expected = np.log(np.exp(scores).sum(-1)) - np.take_along_axis(
         scores, np.asarray(TARGETS)[..., None], -1
@@ -40,8 +41,8 @@ def test_chunks_give_each_targets_negative_log_likelihood(
 
 def test_gradients_do_not_see_the_chunks(monkeypatch):
     weights = jnp.linspace(0, 1, B * T).reshape(B, T)
-    gradient = lambda: jax.grad(lambda *x: (run(*x) * weights).sum(), (0, 1))(
-        HEAD, FEATURES
+    gradient = lambda: jax.grad(lambda *x: (losses_of(*x) * weights).sum(), (0, 1))(
+        jnp.asarray(HEAD), jnp.asarray(FEATURES)
     )
     whole = gradient()
     monkeypatch.setattr(loss, "LOGITS_AT_A_TIME", 20)

@@ -1,5 +1,7 @@
 """Recurrent memories and attention in one model: it trains, carries and writes on."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -26,14 +28,18 @@ CONFIG = ModelConfig(
     dtype="float32",
     remat=False,
 )
-MODEL = LanguageModel(CONFIG, key=jax.random.key(0))
 TOKENS = jax.random.randint(jax.random.key(1), (B, 2 * T + 1), 0, V).astype(jnp.int32)
+
+
+@functools.cache
+def tiny():
+    return LanguageModel(CONFIG, key=jax.random.key(0))
 
 
 def test_a_hybrid_trains_on_a_stream():
     options = StepConfig(carry_memory=True)
-    state = init_train_state(MODEL, optax.sgd(0.1), options, B)
-    step = jax.jit(make_train_step(MODEL, optax.sgd(0.1), options))
+    state = init_train_state(tiny(), optax.sgd(0.1), options, B)
+    step = jax.jit(make_train_step(tiny(), optax.sgd(0.1), options))
     before = state.params
     for start, reset in ((0, [False, False]), (T, [True, False])):
         tokens = TOKENS[:, start : start + T]
@@ -51,16 +57,16 @@ def test_a_hybrid_trains_on_a_stream():
 
 def test_a_hybrid_writes_what_its_forward_pass_finds_likeliest():
     state, drawn = generate(
-        MODEL,
-        MODEL.init_state(B),
+        tiny(),
+        tiny().init_state(B),
         TOKENS[:, :T],
         NEW,
         key=jax.random.key(2),
         sampling=Sampling(temperature=0.0),
     )
     text = jnp.concatenate([TOKENS[:, :T], drawn[:, :-1]], axis=1).astype(jnp.int32)
-    graph, params = nnx.split(MODEL)
-    run = lambda params, text: nnx.merge(graph, params)(MODEL.init_state(B), text)
+    graph, params = nnx.split(tiny())
+    run = lambda params, text: nnx.merge(graph, params)(tiny().init_state(B), text)
     after, logits = jax.jit(run)(params, text)
     np.testing.assert_array_equal(drawn, np.argmax(logits[:, T - 1 :], axis=-1))
     chex.assert_trees_all_close(state, after, rtol=1e-5, atol=1e-5)

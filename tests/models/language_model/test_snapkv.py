@@ -1,6 +1,7 @@
 """SnapKV: what it keeps, that nothing else changes, and that it reads on."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +34,17 @@ CONFIG = ModelConfig(
     dtype="float32",
     remat=False,
 )
-MODEL = LanguageModel(CONFIG, key=jax.random.key(0))
 # No token twice, so that its values tell which one it is.
 TOKENS = jnp.stack(
     [jax.random.permutation(jax.random.key(row), V)[:T] for row in range(B)]
 )
 YARN = RopeScaling("yarn", 4.0, original_positions=8)
 SMALL = SnapKVConfig(keep=10, room=T, window=3, kernel=3)
+
+
+@functools.cache
+def tiny():
+    return LanguageModel(CONFIG, key=jax.random.key(0))
 
 
 def read(model, *pieces, state=None):
@@ -53,10 +58,10 @@ def read(model, *pieces, state=None):
 
 
 def test_keeping_everything_is_full_attention():
-    everything = with_snapkv(MODEL, SnapKVConfig(keep=T, room=8, window=3))
+    everything = with_snapkv(tiny(), SnapKVConfig(keep=T, room=8, window=3))
     pieces = (TOKENS[:, :9], TOKENS[:, 9:], TOKENS[:, :1], TOKENS[:, 1:2])
     state, logits = read(everything, *pieces)
-    full, expected = read(MODEL, *pieces)
+    full, expected = read(tiny(), *pieces)
     np.testing.assert_array_equal(logits, expected)
     jax.tree.map(np.testing.assert_array_equal, state, full)
 
@@ -168,9 +173,9 @@ def masked(state, following, slots):
 
     Keys stay where they were.
     """
-    x = np.asarray(MODEL.embed(following), float)
+    x = np.asarray(tiny().embed(following), float)
     positions = T + np.arange(following.shape[1])[None, :, None]
-    for memory, kept, block in zip(state, slots, MODEL.blocks, strict=True):
+    for memory, kept, block in zip(state, slots, tiny().blocks, strict=True):
         mixer, hidden = block.parameters().mixer, block.parameters().feed_forward
         h = rms(x, block.mixer_norm)
         project = lambda w, h=h: np.einsum("btd,dhk->bthk", h, np.asarray(w, float))
@@ -185,16 +190,16 @@ def masked(state, following, slots):
         h = rms(x, block.feed_forward_norm)
         gate, up = h @ np.asarray(hidden.gate, float), h @ np.asarray(hidden.up, float)
         x = x + (gate / (1 + np.exp(-gate)) * up) @ np.asarray(hidden.down, float)
-    return MODEL.logits(jnp.asarray(rms(x, MODEL.norm), jnp.float32))
+    return tiny().logits(jnp.asarray(rms(x, tiny().norm), jnp.float32))
 
 
 def test_reading_on_sees_the_chosen_tokens_and_no_others():
     """Against all keys where they were, with a mask a head, in float64."""
     chosen = []
-    spy = with_snapkv(MODEL, SMALL)
+    spy = with_snapkv(tiny(), SMALL)
     state, first = read(spy, TOKENS)
-    np.testing.assert_allclose(first, read(MODEL, TOKENS)[1], atol=1e-5)
-    full, _ = read(MODEL, TOKENS)
+    np.testing.assert_allclose(first, read(tiny(), TOKENS)[1], atol=1e-5)
+    full, _ = read(tiny(), TOKENS)
     for small, layer in zip(state, full, strict=True):
         assert small.length.tolist() == [SMALL.keep] * B
         # Values have no positions: they tell which tokens were kept.
@@ -214,7 +219,7 @@ def test_reading_on_sees_the_chosen_tokens_and_no_others():
 
 
 def test_memory_is_bounded_at_any_length_and_generation_goes_on():
-    model = with_snapkv(MODEL, SMALL)
+    model = with_snapkv(tiny(), SMALL)
     state, logits = read(model, *[TOKENS] * 4)
     assert np.all(np.isfinite(logits))
     sizes = {leaf.shape[1] for leaf in jax.tree.leaves(state) if leaf.ndim > 1}
@@ -226,7 +231,7 @@ def test_memory_is_bounded_at_any_length_and_generation_goes_on():
     )
     assert tokens.shape == (B, 3)
     assert after[0].length.tolist() == [SMALL.keep + 2] * B
-    assert MODEL.config == CONFIG
+    assert tiny().config == CONFIG
 
 
 @pytest.mark.parametrize(
@@ -250,7 +255,7 @@ def test_other_models_and_masks_are_refused():
     shapes = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
     with pytest.raises(ValueError, match="attention in every layer, got .*GLAConfig"):
         with_snapkv(shapes, SMALL)
-    model = with_snapkv(MODEL, SMALL)
+    model = with_snapkv(tiny(), SMALL)
     mask = jnp.ones((B, 4), bool)
     with pytest.raises(ValueError, match="mask must be None"):
         model.read(model.init_state(B), model.embed(TOKENS[:, :4]), mask)

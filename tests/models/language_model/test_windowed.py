@@ -1,6 +1,7 @@
 """A window over a model with attention: its parameters, its numbers, constant size."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -23,8 +24,12 @@ CONFIG = ModelConfig(
     dtype="float32",
     remat=False,
 )
-MODEL = LanguageModel(CONFIG, key=jax.random.key(0))
 TOKENS = jax.random.randint(jax.random.key(1), (1, T), 0, V)
+
+
+@functools.cache
+def tiny():
+    return LanguageModel(CONFIG, key=jax.random.key(0))
 
 
 def logits(model, tokens=TOKENS):
@@ -32,21 +37,21 @@ def logits(model, tokens=TOKENS):
 
 
 def test_inside_the_window_it_is_the_model():
-    window = with_window(MODEL, W)
-    whole, cut = logits(MODEL), logits(window)
+    window = with_window(tiny(), W)
+    whole, cut = logits(tiny()), logits(window)
     np.testing.assert_allclose(cut[:W], whole[:W], atol=1e-5)
     assert np.abs(cut[W:] - whole[W:]).max() > 1e-3
-    np.testing.assert_allclose(logits(with_window(MODEL, T)), whole, atol=1e-5)
+    np.testing.assert_allclose(logits(with_window(tiny(), T)), whole, atol=1e-5)
 
 
 def test_parameters_are_the_same_and_the_model_is_left_alone():
-    window = with_window(MODEL, W)
+    window = with_window(tiny(), W)
     jax.tree.map(
         np.testing.assert_array_equal,
         nnx.state(window, nnx.Param),
-        nnx.state(MODEL, nnx.Param),
+        nnx.state(tiny(), nnx.Param),
     )
-    assert MODEL.config == CONFIG and window.config.window == W
+    assert tiny().config == CONFIG and window.config.window == W
     sizes = {leaf.shape[1] for leaf in jax.tree.leaves(window.init_state(1))[:2]}
     assert sizes == {W}
 
@@ -78,11 +83,11 @@ def test_other_models_are_refused(changes, window, message):
 
 
 def test_another_capacity_changes_the_cache_alone():
-    small = with_capacity(MODEL, 5)
+    small = with_capacity(tiny(), 5)
     assert {state.keys.shape[1] for state in small.init_state(1)} == {5}
-    assert small.config.capacity == 5 and MODEL.config.capacity == T
+    assert small.config.capacity == 5 and tiny().config.capacity == T
     jax.tree.map(
         np.testing.assert_array_equal,
         nnx.state(small, nnx.Param),
-        nnx.state(MODEL, nnx.Param),
+        nnx.state(tiny(), nnx.Param),
     )
