@@ -5,26 +5,33 @@ import pathlib
 import re
 
 import jax
+import pytest
 
 from memjax.models import LanguageModel
 from memjax.models.checkpoints.pretrained import save_pretrained
 from memjax.models.language_model import presets
+from memjax.training.config import presets as training_presets
+from memjax.training.finetune import hmt_presets
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 
 
-EXAMPLE, PRETRAINED, TOLD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXAMPLE, FLAX, PRETRAINED, TOLD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def run(example, scope):
     exec(compile(example, "README.md", "exec"), scope)
 
 
+@pytest.mark.slow
 def test_the_examples_run(tmp_path, monkeypatch):
     scope = {}
     run(EXAMPLE, scope)
     assert scope["y"].shape == (2, 256)
     assert scope["drawn"].shape == (2, 20)
+
+    run(FLAX, scope)
+    assert scope["y"].shape == (2, 1000, 256)
 
     # A model of another size in the place of the one that is named.
     size = dataclasses.replace(presets.TINY, num_layers=1)
@@ -38,6 +45,13 @@ def test_the_examples_run(tmp_path, monkeypatch):
 
     run(TOLD, scope)
     assert scope["answer"].shape == (2, 10)
+
+
+def test_commands_name_presets_that_exist():
+    trained = re.findall(r"memjax train ([\w-]+)", README)
+    finetuned = re.findall(r"memjax finetune ([\w-]+)", README)
+    assert trained and set(trained) <= set(training_presets())
+    assert finetuned and set(finetuned) <= {*hmt_presets.presets()}
 
 
 def test_files_named_in_the_readme_exist():
