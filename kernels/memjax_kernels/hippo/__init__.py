@@ -22,7 +22,7 @@ from memjax_kernels.hippo.bank import reconstruction as reconstruction
 from memjax_kernels.hippo.bank import sample_points as sample_points
 from memjax_kernels.hippo.reference import hippo_reference
 
-Implementation = Literal["reference", "scan", "direct"]
+Implementation = Literal["reference", "scan", "associative", "direct"]
 
 
 def hippo(
@@ -130,9 +130,14 @@ def cost(
     transition = order * order * (1 if banked else 2)
     write = blocks * order * length * channels
     read = blocks * samples * order * channels
+    form = 0 if banked else 2 * order**3 * blocks
     tokens = blocks * length
     return {
         "scan": blocks * transition * channels + write + read,
+        "associative": form
+        + 2 * blocks * (order**3 + order * order * channels)
+        + write
+        + read,
         "direct": blocks * samples * (tokens + order) * (order + channels)
         + 2 * order * order * channels
         + order * tokens * channels,
