@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import chex
 import jax
@@ -35,7 +36,7 @@ def backbone(**changes):
     return LanguageModel(sizes, key=jax.random.key(0))
 
 
-def build(config=CONFIG, make=mplus, **changes):
+def build(config: Any = CONFIG, make: Any = mplus, **changes):
     return make(backbone(**changes), config, key=jax.random.key(0))
 
 
