@@ -198,9 +198,10 @@ def test_every_exported_mechanism_has_a_row_in_the_contract_test():
     rows = next(
         node.value
         for node in contract.body
-        if isinstance(node, ast.Assign)
-        and any(getattr(target, "id", "") == "MECHANISMS" for target in node.targets)
+        if isinstance(node, ast.AnnAssign)
+        and getattr(node.target, "id", "") == "CONFIGS"
     )
+    assert rows is not None
     names = {node.value for node in ast.walk(rows) if isinstance(node, ast.Constant)}
     assert builders <= names, f"no row for {builders - names}"
 

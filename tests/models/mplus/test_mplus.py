@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -30,17 +31,8 @@ SIZES = ModelConfig(
     dtype="float32",
     tied_head=False,
 )
-CONFIG = MPlusConfig(
-    tokens=K,
-    pool=N,
-    chunk=C,
-    least_chunk=2,
-    retrieved=R,
-    store=M,
-    key_dim=5,
-    rank=2,
-    alpha=4.0,
-)
+MEMORY: Any = dict(tokens=K, pool=N, chunk=C, least_chunk=2, retrieved=R, store=M)
+CONFIG = MPlusConfig(**MEMORY, key_dim=5, rank=2, alpha=4.0)
 LEGACY = dataclasses.replace(CONFIG, legacy=True, merge_every=1, recalls=2.0, store=16)
 TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
 GREEDY = Sampling(temperature=0.0)
