@@ -210,8 +210,8 @@ def test_a_memory_steps_as_it_applies_and_is_reset(x):
     for part, full, none in zip(*leaves, strict=True):
         np.testing.assert_array_equal(part[0], none[0])
         np.testing.assert_array_equal(part[1], full[1])
-    with pytest.raises(ValueError, match=r"must be \[B, T, D\] or \[B, D\], got \[8\]"):
-        memory(empty, x[0, 0])
+    with pytest.raises(ValueError, match=r"or \[B, D\], got \[2, 1, 9, 8\]"):
+        memory(empty, x[:, None])
 
 
 def test_a_block_is_a_layer(x):

@@ -56,8 +56,8 @@ class Memory(nnx.Module):
         return reset(state, self.init_state(mask.shape[0]), mask)
 
     def __call__(
-        self, state: PyTree, x: Float[Array, "B T D"] | Float[Array, "B D"]
-    ) -> tuple[PyTree, Float[Array, "B T D"] | Float[Array, "B D"]]:
+        self, state: PyTree, x: Float[Array, "B *T D"]
+    ) -> tuple[PyTree, Float[Array, "B *T D"]]:
         """Reads a segment [B, T, D], or one token [B, D], into the memory.
 
         Returns:
