@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -147,11 +147,12 @@ def test_a_file_names_only_mixers_that_there_are(mixer, message):
 
 def test_every_exported_mixer_survives_json():
     for kind in MIXERS:
-        heads = (
-            dict(num_kv_heads=2, head_dim=4) if issubclass(kind, HeadsConfig) else {}
-        )
-        widths = {} if heads else dict(key_dim=4, value_dim=4)
-        mixer = kind(model_dim=8, num_heads=2, **heads, **widths)
+        sizes: dict[str, Any] = dict(model_dim=8, num_heads=2)
+        if issubclass(kind, HeadsConfig):
+            sizes |= dict(num_kv_heads=2, head_dim=4)
+        else:
+            sizes |= dict(key_dim=4, value_dim=4)
+        mixer: Any = kind(**sizes)
         model = ModelConfig(mixers=(mixer,), model_dim=8)
         record = json.loads(json.dumps(to_record(model)))
         assert record["mixers"][0]["type"] == kind.__name__

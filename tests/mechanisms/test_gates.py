@@ -1,5 +1,7 @@
 """Gates, scales and options of the papers, against their formulas in numpy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from memjax.mechanisms import (
 from memjax.mechanisms.layers import recurrent_block
 
 B, D, H, K = 2, 8, 2, 4
-SIZES = dict(model_dim=D, num_heads=H, key_dim=K, value_dim=K)
+SIZES: dict[str, Any] = dict(model_dim=D, num_heads=H, key_dim=K, value_dim=K)
 
 
 def build(config):

@@ -285,7 +285,7 @@ def test_facts_are_told_and_asked_for(shipped, base, tmp_path):
     described, _, stored, _ = starting_point(config, backbone, None)
     documents = run_data.load_split(described, BYTES, "train")
     lessons = config.batches(documents, stored.parse(), MODEL.vocab_size)
-    text = BYTES.decode(np.asarray(next(lessons).lesson.target.tokens[0]))
+    text = BYTES.decode(np.asarray(next(lessons).batch.target.tokens[0]))
     assert text.startswith("\n\nQuestion: ")
     assert shipped or any(subject in text for subject in told)
 
