@@ -197,6 +197,14 @@ class MPlus(nnx.Module):
                 shape.
         """
         self._check(state, tokens)
+        if tokens.shape[1] > self.config.chunk:
+            raise ValueError(
+                f"tokens must be at most chunk={self.config.chunk} a batch element, "
+                f"got {tokens.shape[1]}"
+            )
+        if memory is not None:
+            batch, count = tokens.shape[0], self.config.tokens
+            self.weights.check_rows("memory", memory, batch, count)
         return write.compress(self.weights, state, tokens, None, memory)
 
     def update(
