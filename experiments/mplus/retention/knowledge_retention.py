@@ -332,7 +332,7 @@ def report(
     after = config.scale.after
     distances = [count * config.chunk for count in after]
     question = "what does a model still know that it was told many tokens ago?"
-    results = {
+    contents = {
         "trained": trained,
         "memory": dataclasses.asdict(model.config),
         "device_bytes": variants.device_bytes(model),
@@ -341,7 +341,7 @@ def report(
         "majority_exact": majority,
         "methods": results,
     }
-    write_report(config.output, question, settings(config), results)
+    write_report(config.output, question, settings(config), contents)
     curves = {
         name: [
             tuple(row[key] for key in ("accuracy", "low", "high"))
