@@ -1,7 +1,7 @@
 """The documents of a run: its batches, and perplexity on those held out."""
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from memjax.data import (
     streamed_batches,
 )
 from memjax.models import ModelConfig
+from memjax.models.base import Model
 from memjax.training.config import DataConfig
 from memjax.training.step import TrainState, model_of
 
@@ -83,7 +84,7 @@ def make_batches(
 
 
 def validation(
-    config: Settings, tokenizer: Tokenizer, model: Any
+    config: Settings, tokenizer: Tokenizer, model: Model
 ) -> Callable[[TrainState, Callable[[], bool]], dict[str, float]]:
     """Perplexity on a few texts from each validation document, of what is scored.
 
