@@ -176,7 +176,7 @@ def _tiny_run(config: Config) -> run.RunConfig:
         model=TINY,
         data=run.DataConfig(
             source="embedded",
-            context_length=256,
+            context_length=min(256, TINY.capacity or 256),
             batch_size=8,
         ),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_ratio=0.05),
