@@ -36,7 +36,9 @@ def as_arrays(tree: Any) -> Any:
 
 def copy(module: Module) -> Module:
     """The same module with variables of its own, which share the arrays."""
-    return nnx.merge(*nnx.split(module))
+    graph, state = nnx.split(module)
+    # `merge` takes the variables of the state as they are; tree.map makes new ones.
+    return nnx.merge(graph, jax.tree.map(lambda x: x, state))
 
 
 def replace(module: Module, **attributes: Any) -> Module:

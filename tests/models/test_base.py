@@ -82,7 +82,7 @@ LORA = LoraConfig(rank=2)
         merge_lora,
         lambda m: add_lora(m, LORA, jax.random.key(0)),
         lambda m: merge_lora(add_lora(m, LORA, jax.random.key(0))),
-        lambda m: hmt(m, HMTConfig(segment=4), key=jax.random.key(0)),
+        lambda m: hmt(m, HMTConfig(segment=4, sensory=2), key=jax.random.key(0)),
         lambda m: mplus(m, MEMORY, key=jax.random.key(0)),
     ],
 )
