@@ -223,8 +223,9 @@ def test_starts_that_cannot_be_are_refused(base, whole, window, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             finetune.finetune(config, None, tmp_path / "new", start)
+    mixers = tuple(dataclasses.replace(m, model_dim=16) for m in MODEL.mixers)
     wider = run.RunConfig(
-        model=dataclasses.replace(MODEL, model_dim=16),
+        model=dataclasses.replace(MODEL, model_dim=16, mixers=mixers),
         data=run.DataConfig(
             base[1].source, "bytes", context_length=16, cache_dir=base[1].cache_dir
         ),
