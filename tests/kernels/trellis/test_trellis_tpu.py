@@ -131,7 +131,8 @@ def test_half_precision_agrees_with_xla():
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
     expected = both(trellis_xla, (high, None, empty))
     actual = both(INTERPRETED, (low, None, empty))
-    close(actual, expected, 8e-3)
+    # Two to three roundings to 8 bits in each pass; one pass alone was within 8e-3.
+    close(actual, expected, 1.6e-2)
     assert actual[0][1].dtype == jnp.bfloat16
 
 
