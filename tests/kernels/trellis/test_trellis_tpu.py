@@ -96,12 +96,20 @@ def both(implementation, arguments, reset=None):
     return jax.jit(pull)(arguments)
 
 
-def close(actual, expected, tolerance):
+def distances(actual, expected):
+    """Relative distance of every leaf, by its path."""
+    found = {}
     actual = jax.tree_util.tree_leaves_with_path(actual)
     for (path, a), b in zip(actual, jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        distance = np.sqrt(np.mean((a - b) ** 2) / (np.mean(b**2) + 1e-30))
-        assert distance <= tolerance, (jax.tree_util.keystr(path), distance)
+        relative = np.sqrt(np.mean((a - b) ** 2) / (np.mean(b**2) + 1e-30))
+        found[jax.tree_util.keystr(path)] = relative
+    return found
+
+
+def close(actual, expected, tolerance):
+    for path, distance in distances(actual, expected).items():
+        assert distance <= tolerance, (path, distance)
 
 
 def test_values_and_gradients_agree_with_xla():
@@ -124,16 +132,20 @@ def test_values_and_gradients_agree_with_xla():
 
 
 @pytest.mark.slow
-def test_half_precision_agrees_with_xla():
+def test_half_precision_is_as_exact_as_that_of_xla():
     b, t, h, k, m, c = 1, 19, 2, 16, 8, 8
     low = draw(b, t, h, k, k, m, jnp.bfloat16, gates=())
     empty = empty_state(b, h, m, k, k, c)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
-    expected = both(trellis_xla, (high, None, empty))
-    actual = both(INTERPRETED, (low, None, empty))
-    # Two to three roundings to 8 bits in each pass; one pass alone was within 8e-3.
-    close(actual, expected, 1.6e-2)
-    assert actual[0][1].dtype == jnp.bfloat16
+    exact = both(trellis_xla, (high, None, empty))
+    kernel = both(INTERPRETED, (low, None, empty))
+    ours = distances(kernel, exact)
+    xla = distances(both(trellis_xla, (low, None, empty)), exact)
+    for path, distance in ours.items():
+        assert distance <= 1.05 * xla[path] + 1e-4, (path, distance, xla[path])
+    # Reads and the memory; gradients add up more roundings.
+    close(kernel[0], exact[0], 8e-3)
+    assert kernel[0][1].dtype == jnp.bfloat16
 
 
 def one_row(implementation, sizes):
