@@ -223,7 +223,7 @@ def test_starts_that_cannot_be_are_refused(base, whole, window, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             finetune.finetune(config, None, tmp_path / "new", start)
-    mixers = tuple(dataclasses.replace(m, model_dim=16) for m in MODEL.mixers)
+    mixers = (AttentionConfig(16, 2, 1, 4, capacity=32),)
     wider = run.RunConfig(
         model=dataclasses.replace(MODEL, model_dim=16, mixers=mixers),
         data=run.DataConfig(
