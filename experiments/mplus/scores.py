@@ -83,7 +83,7 @@ def load(folders: Mapping[str, Path], backbone: str, run_dir: Path) -> Models:
                 f"{name}={str(folder)!r} must have the backbone and tokenizer of the "
                 "others, it has another"
             )
-        model.backbone = first[0].backbone
+        model = model.replace(backbone=first[0].backbone)
         trained[name] = model
     assert first is not None
     return Models(trained, first[0].backbone, first[1])

@@ -36,9 +36,7 @@ def as_arrays(tree: Any) -> Any:
 
 def copy(module: Module) -> Module:
     """The same module with variables of its own, which share the arrays."""
-    graph, state = nnx.split(module)
-    # `merge` takes the variables of the state as they are; tree.map makes new ones.
-    return nnx.merge(graph, jax.tree.map(lambda x: x, state))
+    return nnx.clone(module)
 
 
 def replace(module: Module, **attributes: Any) -> Module:
