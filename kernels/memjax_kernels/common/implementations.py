@@ -31,8 +31,8 @@ def choose(
     it and it takes the arguments; everywhere else it is `xla`. The TPU kernels were
     compiled for v5e, v5p and v6e but never timed: the XLA forms carry the memory
     through HBM at every chunk, which the kernels do not. `pallas_gpu` kernels have not
-    run on a GPU yet, so that they must be asked for. Kernels have no gradients of
-    gradients: ask for `xla` there.
+    run on a GPU yet, so that they must be asked for. Kernels have no forward mode
+    (`jax.jvp`): ask for `xla` there.
 
     Args:
         op: its name, for messages.

@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from memjax_kernels.common import varying
+from memjax_kernels.common import gradients, varying
 from memjax_kernels.common.products import multiplier, operand_dtype
 from memjax_kernels.lattice import tpu_kernels
 from memjax_kernels.lattice.memory import Rule
 from memjax_kernels.lattice.segment import Chunks, Memory
 from memjax_kernels.lattice.tpu_kernels import Inputs
+from memjax_kernels.lattice.xla import lattice_xla
 
 F32 = jnp.float32
 # Bytes of blocks that a program may hold, and what Mosaic is allowed beside them.
@@ -122,25 +122,6 @@ def _heads(x: Inputs, exact: bool) -> int:
     return max(1, min(HEADS, heads, fits))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocks(static: Static, x: Inputs, start: Array, empty: Array) -> tuple[Any, Array]:
-    memory, y, _ = _forward(static, x, start, empty, keep=False)
-    return memory, y
-
-
-def _blocks_fwd(static, x, start, empty):
-    memory, y, kept = _forward(static, x, start, empty, keep=True)
-    kept = checkpoint_name(kept, "lattice_chunk_states")
-    return (memory, checkpoint_name(y, "lattice_reads")), (x, empty, kept)
-
-
-def _blocks_bwd(static, residuals, cotangents):
-    return _backward(static, *residuals, *cotangents)
-
-
-_blocks.defvjp(_blocks_fwd, _blocks_bwd)
-
-
 def _forward(static: Static, x: Inputs, start, empty, *, keep: bool):
     like = functools.partial(varying.like, x.q)
     y = like(x.v.shape, x.v.dtype)
@@ -149,7 +130,7 @@ def _forward(static: Static, x: Inputs, start, empty, *, keep: bool):
     after = like(start.shape, F32)
     memory = (after, None if static.exact else after)
     block, whole = _specs(static.heads, lambda i: i)
-    return _call(
+    memory, y, kept = _call(
         static,
         tpu_kernels.token_forward if static.exact else tpu_kernels.chunk_forward,
         "forward",
@@ -159,9 +140,13 @@ def _forward(static: Static, x: Inputs, start, empty, *, keep: bool):
         (whole(memory), block(y), block(kept)),
         [],
     )
+    return (memory, y), kept
 
 
-def _backward(static: Static, x: Inputs, empty, kept, d_memory, d_y):
+def _backward(static: Static, primals, kept, cotangents):
+    # The memory before the first block is the first that was kept.
+    x, _, empty = primals
+    d_memory, d_y = cotangents
     n = x.q.shape[1]
     like = lambda tree: jax.tree.map(
         lambda a: varying.like(x.q, a.shape, a.dtype), tree
@@ -179,6 +164,38 @@ def _backward(static: Static, x: Inputs, empty, kept, d_memory, d_y):
         (block(x), whole(empty), whole(empty)),
         [pltpu.VMEM(scratch, F32)],
     )
+
+
+def _in_xla(static: Static, x: Inputs, start, empty):
+    """The function of the forward kernel, each head as a batch element."""
+    if static.exact:
+        # A block is as many chunks of one token.
+        in_chunks = lambda x: x.reshape(x.shape[0], -1, 1, x.shape[-1])
+        gates = in_chunks(x.gates)
+        flags = [jnp.ones(gates.shape[:2], bool)]
+    else:
+        in_chunks = lambda x: x
+        gates = x.gates.swapaxes(2, 3)
+        flags = []
+    flags += [gates[:, :, 0, i] > 0.5 for i in range(1, gates.shape[-1])]
+    one_head = lambda x: in_chunks(x)[:, :, :, None]
+    tokens = Chunks(
+        q=one_head(x.q),
+        k=one_head(x.k),
+        v=one_head(x.v),
+        gamma=gates[..., :1],
+        g=None,
+        complete=flags[0],
+        cleared=flags[1] if len(flags) > 1 else None,
+    )
+    (after, pending, _), y = lattice_xla(
+        tokens, start[:, None], empty[:, None], static.rule
+    )
+    pending = None if static.exact else pending[:, 0]
+    return (after[:, 0], pending), y.reshape(x.v.shape)
+
+
+_blocks = gradients.of_kernels("lattice", _forward, _backward, _in_xla)
 
 
 def _specs(heads, order):

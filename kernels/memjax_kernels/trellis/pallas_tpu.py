@@ -20,17 +20,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from memjax_kernels.common import products, varying
+from memjax_kernels.common import gradients, products, varying
 from memjax_kernels.trellis import chunk as one_chunk
 from memjax_kernels.trellis import tpu_kernels
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
 from memjax_kernels.trellis.tpu_kernels import Inputs
+from memjax_kernels.trellis.xla import trellis_xla
 
 F32 = jnp.float32
 # What the blocks of a program may take by `_block_bytes`, and what Mosaic may take.
@@ -130,27 +130,6 @@ def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
     return 4 * (tokens + memories + between)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunks(static: Static, x: Inputs, memories: Memories, empty):
-    memories, y, _ = _forward(static, x, memories, empty, keep=False)
-    return memories, y
-
-
-def _chunks_fwd(static, x, memories, empty):
-    after, y, kept = _forward(static, x, memories, empty, keep=True)
-    kept = checkpoint_name(kept, "trellis_chunk_states")
-    y = checkpoint_name(y, "trellis_reads")
-    return (after, y), (x, memories.running, empty, kept)
-
-
-def _chunks_bwd(static, residuals, cotangents):
-    x, running, empty, kept = residuals
-    return _backward(static, x, running, empty, kept, *cotangents)
-
-
-_chunks.defvjp(_chunks_fwd, _chunks_bwd)
-
-
 def _forward(static: Static, x: Inputs, memories: Memories, empty, *, keep: bool):
     like = functools.partial(varying.like, x.q)
     y = like(x.inputs[1].shape, x.inputs[1].dtype)
@@ -158,7 +137,7 @@ def _forward(static: Static, x: Inputs, memories: Memories, empty, *, keep: bool
     kept = jax.tree.map(at_start, memories.start) if keep else None
     after = jax.tree.map(lambda m: like(m.shape, F32), memories)
     specs = functools.partial(_specs, static.heads, lambda i: i)
-    return _call(
+    after, y, kept = _call(
         static,
         tpu_kernels.forward_kernel,
         "trellis_forward",
@@ -167,9 +146,12 @@ def _forward(static: Static, x: Inputs, memories: Memories, empty, *, keep: bool
         (after, y, kept),
         (specs(after, 3), specs(y, 4), specs(kept, 4)),
     )
+    return (after, y), kept
 
 
-def _backward(static: Static, x: Inputs, running, empty, kept, d_after, d_y):
+def _backward(static: Static, primals, kept, cotangents):
+    x, (_, running), empty = primals
+    d_after, d_y = cotangents
     n = x.q.shape[1]
     like = lambda tree: jax.tree.map(
         lambda a: varying.like(x.q, a.shape, a.dtype), tree
@@ -192,6 +174,30 @@ def _backward(static: Static, x: Inputs, running, empty, kept, d_after, d_y):
         (like(x), before, fresh),
         (specs(x, 4), specs(before, 3), specs(fresh, 3)),
     )
+
+
+def _in_xla(static: Static, x: Inputs, memories: Memories, empty):
+    """The function of the forward kernel, each head as a batch element."""
+    one_head = lambda x: x[:, :, :, None]
+    gates = one_head(x.gates.swapaxes(2, 3))
+    flags = [x.gates[:, :, i, 0] > 0.5 for i in range(4, x.gates.shape[2])]
+    tokens = Tokens(
+        q=one_head(x.q),
+        k=one_head(x.inputs[0]),
+        v=one_head(x.inputs[1]),
+        alpha=one_head(x.alpha),
+        gamma=gates[..., :2],
+        g=gates[..., 2:4],
+        complete=flags[0],
+        cleared=flags[1] if len(flags) > 1 else None,
+    )
+    of_head = lambda tree: jax.tree.map(lambda m: m[:, None], tree)
+    options = {"phi": static.phi, "activation": static.activation}
+    after, y = trellis_xla(tokens, of_head(memories), of_head(empty), **options)
+    return jax.tree.map(lambda m: m[:, 0], after), y[:, :, :, 0]
+
+
+_chunks = gradients.of_kernels("trellis", _forward, _backward, _in_xla)
 
 
 def _specs(heads, order, tree, axes):

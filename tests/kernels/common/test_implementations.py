@@ -112,6 +112,15 @@ def test_the_choice_at_lowering_is_xla_on_a_cpu_under_every_transformation(op):
 
 
 @pytest.mark.parametrize("op", ["trellis", "lattice"])
+def test_gradients_of_gradients_exist_where_the_platform_decides(op):
+    """As for a gradient penalty: no kernel stands in their way."""
+    function, tokens = draw(op, time=4)
+    penalty = lambda *x: sum(jnp.sum(d**2) for d in gradient(function, x)(*x))
+    second = jax.eval_shape(jax.jit(jax.grad(penalty, range(len(tokens)))), *tokens)
+    assert [x.shape for x in second] == [x.shape for x in tokens]
+
+
+@pytest.mark.parametrize("op", ["trellis", "lattice"])
 def test_outside_jit_only_the_form_of_this_platform_is_traced(op, monkeypatch):
     function, tokens = draw(op, time=1)
     fail = lambda *_, **__: pytest.fail("the kernel was traced")

@@ -1,6 +1,7 @@
 """Kernels on a mesh: each device runs its batch elements and heads."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -86,15 +87,22 @@ def shapes(sharding=None):
     return like(64), like(64), like(64), like(dtype=jnp.float32)
 
 
+def trellis_loss(q, k, v, gamma):
+    return memjax_kernels.trellis(q, k, v, v, gamma, chunk_size=64)[1].sum()
+
+
 @pytest.mark.slow
-def test_a_program_compiled_for_a_pod_holds_the_kernels(pod, uncached):
+@pytest.mark.parametrize("loss", [lattice_loss, trellis_loss])
+def test_a_program_compiled_for_a_pod_holds_the_kernels(loss, pod, uncached):
     """Compiled from here for four chips, gradient and all."""
-    gradient = jax.jit(jax.grad(lattice_loss, argnums=(0, 1, 2, 3)))
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
     place = NamedSharding(pod, P("data", None, "tensor"))
     with jax.set_mesh(pod):
         compiled = gradient.lower(*shapes(place)).compile()
     text = str(compiled.as_text())
-    assert "lattice" in text and "tpu_custom_call" in text
+    op = loss.__name__.removesuffix("_loss")
+    kernels = re.findall(rf"custom-call\(.*{op}_(?:chunk_)?(forward|backward)", text)
+    assert sorted(kernels) == ["backward", "forward"]
     assert compiled.output_shardings[0].shard_shape((4, 128, 4, 64)) == (2, 128, 2, 64)
 
 

@@ -13,7 +13,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.lattice import LatticeState, Rule, beginning, empty_state
+from memjax_kernels.lattice import (
+    LatticeState,
+    Rule,
+    beginning,
+    empty_state,
+    pallas_tpu,
+)
 from memjax_kernels.lattice.chunked import in_chunks
 from memjax_kernels.lattice.pallas_tpu import lattice_tpu, unsupported
 from memjax_kernels.lattice.xla import lattice_xla
@@ -97,6 +103,21 @@ def test_values_and_gradients_agree_with_xla():
     expected = both(lattice_xla, "dec", *arguments)
     close(both(INTERPRETED, "dec", *arguments), expected, 2e-6)
     assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(expected[1]))
+
+
+@pytest.mark.parametrize("c", [4, 1])
+def test_gradients_of_gradients_differentiate_the_same_function(c, monkeypatch):
+    """The XLA form of the kernels' own arguments is the op: `gradients.of_kernels`."""
+    b, t, h, m, v = 2, 7, 2, 5, 8
+    before, blank = (beginning(rows(seed, b, h, m, v), c) for seed in (2, 3))
+    reset = jnp.zeros((b, t), bool).at[0, 4].set(True)
+    given = (*draw(b, t, h, m, v), None, before, reset, blank)
+    monkeypatch.setattr(pallas_tpu, "_blocks", pallas_tpu._in_xla)
+
+    def run(form):
+        return jax.jit(lambda *x: in_chunks(form, *x, Rule("dec")))(*given)
+
+    close(run(lattice_tpu), run(lattice_xla), 1e-6)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.trellis import TrellisState, empty_state, segment
+from memjax_kernels.trellis import TrellisState, empty_state, pallas_tpu, segment
 from memjax_kernels.trellis.pallas_tpu import trellis_tpu, unsupported
 from memjax_kernels.trellis.xla import trellis_xla
 
@@ -129,6 +129,20 @@ def test_values_and_gradients_agree_with_xla():
     close(both(INTERPRETED, arguments, reset), expected, 2e-6)
     gradients = jax.tree.leaves(expected[1])
     assert all(np.isfinite(x).all() for x in gradients)
+
+
+def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
+    """The XLA form of the kernels' own arguments is the op: `gradients.of_kernels`."""
+    b, t, h, k, v, m, c = 2, 7, 2, 8, 6, 5, 4
+    tokens = draw(b, t, h, k, v, m)
+    state = perturbed(empty_state(b, h, m, k, v, c), 1)
+    empty = perturbed(empty_state(b, h, m, k, v, c), 2)
+    reset = jnp.zeros((b, t), bool).at[0, 4].set(True)
+    run = lambda form: jax.jit(in_chunks, static_argnums=0)(
+        form, tokens, state, empty, reset
+    )
+    monkeypatch.setattr(pallas_tpu, "_chunks", pallas_tpu._in_xla)
+    close(run(trellis_tpu), run(trellis_xla), 1e-6)
 
 
 @pytest.mark.slow

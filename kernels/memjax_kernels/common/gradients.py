@@ -1,0 +1,82 @@
+"""An op of two kernels, forward and backward, with gradients of every order.
+
+Kernels give the gradient. Gradients of that gradient are taken through the op's XLA
+form: `pallas_call` has none. Forward mode (`jax.jvp`) needs the XLA form throughout.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+
+def of_kernels(
+    name: str,
+    forward: Callable[..., tuple[Any, Any]],
+    backward: Callable[..., tuple[Any, ...]],
+    form: Callable[..., Any],
+) -> Callable[..., Any]:
+    """op(static, *primals) -> (memory, y), differentiable in its primals.
+
+    The memories kept for the backward kernel and y are named "<name>_chunk_states" and
+    "<name>_reads": with a rematerialisation policy that saves both, the forward kernel
+    runs once.
+
+    Args:
+        name: of the op.
+        forward: the kernel (static, *primals, keep=) -> ((memory, y), kept); without
+            `keep` it keeps nothing.
+        backward: the kernel (static, primals, kept, cotangents of (memory, y)) ->
+            cotangents of the primals.
+        form: the same function as `forward` in XLA, (static, *primals) -> (memory, y).
+    """
+    differentiable = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+
+    @differentiable
+    def op(static, *primals):
+        return forward(static, *primals, keep=False)[0]
+
+    # What a gradient calls is differentiable itself, for gradients of gradients. What
+    # is kept depends on the primals alone, so that its own cotangent is left out.
+    @differentiable
+    def keeping(static, *primals):
+        return forward(static, *primals, keep=True)
+
+    @differentiable
+    def pullback(static, primals, kept, cotangents):
+        return backward(static, primals, kept, cotangents)
+
+    def op_forward(static, *primals):
+        (memory, y), kept = keeping(static, *primals)
+        kept = checkpoint_name(kept, f"{name}_chunk_states")
+        return (memory, checkpoint_name(y, f"{name}_reads")), (primals, kept)
+
+    def op_backward(static, residuals, cotangents):
+        return pullback(static, *residuals, cotangents)
+
+    def keeping_forward(static, *primals):
+        results, kept = keeping(static, *primals)
+        return (results, kept), (primals, kept)
+
+    def keeping_backward(static, residuals, cotangents):
+        return pullback(static, *residuals, cotangents[0])
+
+    def pullback_forward(static, *given):
+        return pullback(static, *given), given
+
+    def pullback_backward(static, given, second):
+        primals, kept, cotangents = given
+
+        def in_xla(primals, cotangents):
+            return jax.vjp(functools.partial(form, static), *primals)[1](cotangents)
+
+        d_primals, d_cotangents = jax.vjp(in_xla, primals, cotangents)[1](second)
+        return d_primals, jax.tree.map(jnp.zeros_like, kept), d_cotangents
+
+    op.defvjp(op_forward, op_backward)
+    keeping.defvjp(keeping_forward, keeping_backward)
+    pullback.defvjp(pullback_forward, pullback_backward)
+    return op
