@@ -36,7 +36,7 @@ from memjax.models import Sampling, generate
 from memjax.models.language_model.presets import TINY
 from memjax.training import LoopConfig, OptimizerConfig, run_data, sharding
 from memjax.training import pretrain as run
-from memjax.training.checksums import write_atomically
+from memjax.training.checkpoints.checksums import write_atomically
 
 MODELS = {"transformer": "Transformer++", "elastic": "Elastic Memory"}
 

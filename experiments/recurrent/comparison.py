@@ -29,7 +29,7 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.presets import Size
 from memjax.training import LoopConfig, OptimizerConfig, loop, run_data, sharding
 from memjax.training import pretrain as run
-from memjax.training.checksums import write_atomically
+from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.config import DataIterator
 
 Preset = Literal["cpu", "125m", "170m", "350m", "780m"]

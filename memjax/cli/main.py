@@ -32,7 +32,7 @@ from memjax.evaluation import plots
 from memjax.models import Sampling, generate
 from memjax.training import pretrain as run
 from memjax.training import run_data
-from memjax.training.checksums import write_atomically
+from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.finetune import finetune
 from memjax.training.resume import NonFiniteError
 

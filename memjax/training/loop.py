@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jaxtyping import PyTree
 
-from memjax.training.checkpoint import Checkpoints
+from memjax.training.checkpoints.checkpoint import Checkpoints
 from memjax.training.config import DataIterator, LoopConfig, Outcome, Reason
 from memjax.training.multihost import StopSignals, agreed, same_everywhere
 from memjax.training.reporting import Profile, Reporter

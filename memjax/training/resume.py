@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from memjax.training.checkpoint import Checkpoints
-from memjax.training.tree_spec import abstract
+from memjax.training.checkpoints.checkpoint import Checkpoints
+from memjax.training.checkpoints.tree_spec import abstract
 
 #: Fields of the loop that may change between a run and its continuation.
 FREE_FIELDS = frozenset(

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from memjax.config_io import from_record, to_record
-from memjax.training.checkpoint import Checkpoints
-from memjax.training.checksums import write_atomically
+from memjax.training.checkpoints.checkpoint import Checkpoints
+from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.resume import require_same_config
 from memjax.training.step import TrainState
 

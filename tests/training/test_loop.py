@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from memjax.training import checkpoint
 from memjax.training import multihost as agreement
+from memjax.training.checkpoints import checkpoint
 from memjax.training.config import LoopConfig, Outcome
 from memjax.training.loop import train
 from memjax.training.resume import NonFiniteError, require_same_config

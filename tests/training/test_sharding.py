@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,14 +26,10 @@ BATCH = ("data", "fsdp")
 
 
 @pytest.fixture(scope="module")
-def result():
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
+def result(with_devices):
     done = subprocess.run(
         [sys.executable, "-P", str(PROGRAM)],
-        env=environment,
+        env=with_devices(8),
         capture_output=True,
         text=True,
     )

@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 
 from memjax.config_io import completed, to_record
 from memjax.training import loop, pretrain, run_data, sharding
-from memjax.training.checkpoint_folder import Folder
-from memjax.training.checksums import write_atomically
+from memjax.training.checkpoints.checksums import write_atomically
+from memjax.training.checkpoints.folder import Folder
 from memjax.training.config import Outcome
 from memjax.training.finetune.run import (
     TOKENIZER_FILE,

@@ -1,6 +1,5 @@
 """Kernels on a mesh: each device runs its batch elements and heads."""
 
-import os
 import re
 import subprocess
 import sys
@@ -55,13 +54,12 @@ for name, op in ops.items():
 
 
 @pytest.mark.slow
-def test_each_device_computes_its_share():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+def test_each_device_computes_its_share(with_devices):
     done = subprocess.run(
         [sys.executable, "-P", "-c", ON_FOUR_DEVICES],
         capture_output=True,
         text=True,
-        env=os.environ | flags,
+        env=with_devices(4),
     )
     assert done.returncode == 0, done.stderr
 

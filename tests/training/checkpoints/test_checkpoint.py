@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,15 +17,16 @@ import numpy as np
 import optax
 import pytest
 
-from memjax.training import checkpoint, checkpoint_folder
-from memjax.training.checkpoint import (
+from memjax.training.checkpoints import checkpoint
+from memjax.training.checkpoints import folder as checkpoint_folder
+from memjax.training.checkpoints.checkpoint import (
     CheckpointError,
     Checkpoints,
     DiskFullError,
     SaveError,
 )
-from memjax.training.checksums import problems
-from memjax.training.tree_spec import abstract
+from memjax.training.checkpoints.checksums import problems
+from memjax.training.checkpoints.tree_spec import abstract
 
 
 class State(NamedTuple):
@@ -397,7 +399,7 @@ def test_failure_in_the_background_surfaces(
 RESHARD = """
 import sys, jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
-from memjax.training.checkpoint import Checkpoints
+from memjax.training.checkpoints.checkpoint import Checkpoints
 assert jax.device_count() == 8
 values = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 key = jax.random.key_data(jax.random.key(3))
@@ -428,14 +430,12 @@ print("all meshes agree")
 
 
 @pytest.mark.slow
-def test_restores_onto_other_meshes(tmp_path: Path) -> None:
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
+def test_restores_onto_other_meshes(
+    tmp_path: Path, with_devices: Callable[[int], dict[str, str]]
+) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", RESHARD, str(tmp_path / "c")],
-        env=env,
+        env=with_devices(8),
         capture_output=True,
         text=True,
         timeout=120,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from memjax.training.checksums import DIGEST_FILE, problems, write_digests
+from memjax.training.checkpoints.checksums import DIGEST_FILE, problems, write_digests
 
 
 @pytest.fixture(name="folder")

@@ -35,15 +35,15 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from memjax.training.checkpoint_folder import (
+from memjax.training.checkpoints.checksums import write_digests
+from memjax.training.checkpoints.folder import (
     UNFINISHED,
     CheckpointError,
     DiskFullError,
     Folder,
     SaveError,
 )
-from memjax.training.checksums import write_digests
-from memjax.training.tree_spec import describe, require_same, with_shardings
+from memjax.training.checkpoints.tree_spec import describe, require_same, with_shardings
 
 
 class Restored(NamedTuple):

@@ -1,7 +1,7 @@
 """The folder of checkpoints: which ones are undamaged, which go, who may write.
 
-Files and names only; `memjax.training.checkpoint` writes and reads what is inside a
-checkpoint, and describes the layout.
+Files and names only; `checkpoint.py` writes and reads what is inside a checkpoint, and
+describes the layout.
 
 orbax's `CheckpointManager` (0.12) does not do this. It deletes a checkpoint in place,
 so that a kill leaves a numbered folder with some files gone. A save that fails counts
@@ -18,7 +18,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from memjax.training.checksums import problems, write_atomically
+from memjax.training.checkpoints.checksums import problems, write_atomically
 
 FORMAT_FILE = "memjax-checkpoints.json"
 FORMAT = {"format": "memjax checkpoints", "version": 1}
