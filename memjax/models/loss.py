@@ -56,7 +56,7 @@ def last_targets(mask: Float[Array, "B T"], count: int) -> Float[Array, "B T"]:
     return jnp.where(from_the_end <= count, mask, 0.0)
 
 
-def last_places(mask: Float[Array, "B T"], count: int) -> Int[Array, "B n"]:
+def last_positions(mask: Float[Array, "B T"], count: int) -> Int[Array, "B n"]:
     """Indices of the last `count` targets that count in each sequence, in order.
 
     n is `count`, or T if that is less. Where a sequence has fewer such targets, others

@@ -1,4 +1,4 @@
-"""How the next token is drawn from its scores."""
+"""Sampling the next token from logits: temperature, top-k and top-p."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn.
+    """Settings of the sampler.
 
     Attributes:
         temperature: divides the logits; 0 takes the likeliest token (greedy).
@@ -34,18 +34,19 @@ class Sampling:
 def draw(
     logits: Float[Array, "B V"], key: PRNGKeyArray, sampling: Sampling
 ) -> Int[Array, " B"]:
-    """Draws one token a row."""
+    """Draws one token for each batch element."""
+    # The limit of a vanishing temperature; dividing by 0 would give NaN.
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
+        threshold = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits < threshold, -jnp.inf, logits)
     if sampling.top_p < 1:
         ordered = jnp.sort(logits, axis=-1, descending=True)
-        reached = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
-        # The token that crosses p is kept, so at least one always is.
-        kept = jnp.sum(reached < sampling.top_p, axis=-1, keepdims=True)
-        least = jnp.take_along_axis(ordered, kept, axis=-1)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
+        cumulative = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
+        # The token at which the sum reaches p is kept, so at least one token remains.
+        last_kept = jnp.sum(cumulative < sampling.top_p, axis=-1, keepdims=True)
+        threshold = jnp.take_along_axis(ordered, last_kept, axis=-1)
+        logits = jnp.where(logits < threshold, -jnp.inf, logits)
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)

@@ -160,7 +160,7 @@ def presets() -> dict[str, RunConfig]:
         for name, family in FAMILIES.items()
         for size in family.sizes
     }
-    # The tiny ones first, as they are listed.
+    # The tiny ones first: this is the order in which `presets` lists them.
     named = sorted(models.items(), key=lambda item: item[0][1] != "tiny")
     return {f"{name}-{size}": _run_of(size, model) for (name, size), model in named}
 

@@ -47,7 +47,7 @@ def train(
     may_change: Collection[str] = FREE_FIELDS,
     completed: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda record: record,
 ) -> tuple[Any, Outcome]:
-    """Trains to `config.steps`, from where the run in `run_dir` stands if there is one.
+    """Trains to `config.steps`, from the newest checkpoint in `run_dir` if any.
 
     Args:
         train_step: `(state, batch) -> (state, metrics)`, jitted and pure; may donate
@@ -82,31 +82,32 @@ def train(
         SaveError: a checkpoint could not be written; DiskFullError for want of room.
     """
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
-    run = _Run(
+    settings = _RunSettings(
         train_step, data, evaluate, config, Path(run_dir), config_record, step_of
     )
     with (
         StopSignals() as signals,
-        Checkpoints(run.folder / "checkpoints", keep=config.keep) as checkpoints,
+        Checkpoints(settings.folder / "checkpoints", keep=config.keep) as checkpoints,
     ):
         start = resume(
             checkpoints, state, data, config_record, may_change, step_of, completed
         )
         reporter = Reporter(
-            run.folder,
+            settings.folder,
             step=start.step,
             steps=config.steps,
             tokens_per_step=tokens_per_step,
         )
-        loop = _Loop(run, start, signals, checkpoints, reporter, deadline)
-        # Only the loop may hold the state, or each update would need another copy.
+        loop = _Loop(settings, start, signals, checkpoints, reporter, deadline)
+        # Only the loop may hold a reference to the state: `train_step` donates it, and
+        # a second reference would keep a copy of the arrays alive.
         del state, start
         with reporter:
-            return loop.run()
+            return loop.train_to_end()
 
 
-class _Run(NamedTuple):
-    """What stays the same for the length of a run."""
+class _RunSettings(NamedTuple):
+    """The arguments of `train` that stay constant during the run."""
 
     train_step: Callable[[Any, Any], tuple[Any, dict[str, Any]]]
     data: Any
@@ -118,30 +119,30 @@ class _Run(NamedTuple):
 
 
 class _Loop:
-    """What changes: the state, its step, the skipped steps, the metrics under way."""
+    """The mutable part of a run: state, step, skipped steps, metrics on the device."""
 
     def __init__(
         self,
-        run: _Run,
+        settings: _RunSettings,
         start: Start,
         signals: StopSignals,
         checkpoints: Checkpoints,
         reporter: Reporter,
         deadline: float | None,
     ):
-        self._run, self._signals, self._reporter = run, signals, reporter
+        self._settings, self._signals, self._reporter = settings, signals, reporter
         self._checkpoints, self._deadline = checkpoints, deadline
-        self._profile = Profile(run.config.profile, run.folder / "profile")
+        self._profile = Profile(settings.config.profile, settings.folder / "profile")
         self._state, self._step, self._skipped = start.state, start.step, start.skipped
         self._saved = start.step if start.restored else None
         self._pending: deque[tuple[int, dict[str, Any]]] = deque()
         self._clock_started = False
 
-    def run(self) -> tuple[Any, Outcome]:
+    def train_to_end(self) -> tuple[Any, Outcome]:
         if self._saved is not None:
             self._reporter.message(f"resumed at step {self._step}")
         try:
-            reason = self._steps()
+            reason = self._train_until_stopped()
         finally:
             self._profile.stop(self._state)
         self._read_metrics(keep=0)
@@ -150,36 +151,37 @@ class _Loop:
         if reason == "data ended":
             raise ValueError(
                 f"the data ended after step {self._step}, before steps = "
-                f"{self._run.config.steps}; the state is saved"
+                f"{self._settings.config.steps}; the state is saved"
             )
         if reason == "finished" and not self._evaluate_if_due():
             reason = "preempted"
         self._reporter.message(f"{reason} at step {self._step}, state saved")
         return self._state, Outcome(reason, self._step, self._skipped.total)
 
-    def _steps(self) -> Reason | Literal["data ended"]:
-        # The evaluation that the interruption may have cut short.
+    def _train_until_stopped(self) -> Reason | Literal["data ended"]:
+        # An evaluation is recorded only when complete: one that was due at the restored
+        # step and was interrupted is repeated here.
         if self._saved is not None and not self._evaluate_if_due():
             return "preempted"
         while (reason := self._reason_to_stop()) is None:
             self._profile.start(self._step + 1)
             try:
-                batch = next(self._run.data)
+                batch = next(self._settings.data)
             except StopIteration:
                 return "data ended"
-            self._state, metrics = self._run.train_step(self._state, batch)
+            self._state, metrics = self._settings.train_step(self._state, batch)
             self._step += 1
-            self._keep_metrics(metrics)
+            self._queue_metrics(metrics)
             self._profile.stop_after(self._step, self._state)
             self._checkpoints.check()
-            if self._step % self._run.config.save_every == 0:
+            if self._step % self._settings.config.save_every == 0:
                 self._save()
-            if self._step < self._run.config.steps and not self._evaluate_if_due():
+            if self._step < self._settings.config.steps and not self._evaluate_if_due():
                 return "preempted"
         return reason
 
     def _reason_to_stop(self) -> Reason | None:
-        if self._step >= self._run.config.steps:
+        if self._step >= self._settings.config.steps:
             return "finished"
         if self._signals.should_stop():
             return "preempted"
@@ -188,12 +190,15 @@ class _Loop:
     def _out_of_time(self) -> bool:
         if self._deadline is None:
             return False
-        late = time.monotonic() >= self._deadline
+        past_deadline = time.monotonic() >= self._deadline
         if jax.process_count() == 1:
-            return late
-        return self._step % self._run.config.log_every == 0 and agreed(late)
+            return past_deadline
+        # Agreeing is a collective that waits for every process, so not at every step.
+        at_log_step = self._step % self._settings.config.log_every == 0
+        return at_log_step and agreed(past_deadline)
 
-    def _keep_metrics(self, metrics: dict[str, Any]) -> None:
+    def _queue_metrics(self, metrics: dict[str, Any]) -> None:
+        # Starts the transfer now, so that the later `device_get` need not wait.
         for leaf in jax.tree.leaves(metrics):
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
@@ -201,8 +206,8 @@ class _Loop:
         self._read_metrics(keep=LAG)
 
     def _read_metrics(self, *, keep: int) -> None:
-        """Counts and logs the steps whose metrics have come, all but `keep` of them."""
-        config = self._run.config
+        """Counts and logs the queued steps, oldest first, until `keep` are left."""
+        config = self._settings.config
         while len(self._pending) > keep:
             step, on_device = self._pending.popleft()
             metrics = jax.device_get(on_device)
@@ -215,6 +220,7 @@ class _Loop:
                     f"step {step}: loss or gradients not finite, update skipped "
                     f"({self._skipped.in_row} in a row, {self._skipped.total} in all)"
                 )
+            # The first step contains compilation, which must not count in tokens/s.
             if not self._clock_started:
                 self._reporter.start_clock(step)
                 self._clock_started = True
@@ -225,21 +231,22 @@ class _Loop:
 
     def _save(self) -> None:
         """Starts a checkpoint of this step, unless there is one."""
-        # A step count of 0 says that nothing was done: nothing to lose.
+        # At step 0 there is nothing to lose: the run would start from the same state.
         if self._step in (self._saved, 0):
             return
+        # The count of skipped steps is part of the checkpoint, so it must be complete.
         self._read_metrics(keep=0)
-        if int(self._run.step_of(self._state)) != self._step:
+        if int(self._settings.step_of(self._state)) != self._step:
             raise ValueError(
-                f"after {self._step} steps the state says step "
-                f"{int(self._run.step_of(self._state))}: train_step must count every "
-                "call, skipped or not"
+                f"after {self._step} steps the state is at step "
+                f"{int(self._settings.step_of(self._state))}: train_step must count "
+                "every call, skipped or not"
             )
         # Metrics first: a checkpoint must not be ahead of the record of its steps.
         self._reporter.flush()
         meta = {
-            "config": self._run.record,
-            "data": same_everywhere(self._run.data.get_state()),
+            "config": self._settings.record,
+            "data": same_everywhere(self._settings.data.get_state()),
             "skipped": list(self._skipped),
         }
         with self._reporter.paused():
@@ -247,13 +254,14 @@ class _Loop:
         self._saved = self._step
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluates where it is time and not done yet; False if told to stop."""
-        config, evaluate = self._run.config, self._run.evaluate
+        """Evaluates if this step is due and not yet evaluated; False if interrupted."""
+        config, evaluate = self._settings.config, self._settings.evaluate
         if evaluate is None or config.evaluate_every == 0:
             return True
-        last = self._step >= config.steps
-        if not last and (self._step % config.evaluate_every or self._step == 0):
+        is_last = self._step >= config.steps
+        if not is_last and (self._step % config.evaluate_every or self._step == 0):
             return True
+        # Only process 0 has the record of evaluations; all must take the same branch.
         if agreed(self._reporter.evaluated(self._step)):
             return True
         self._read_metrics(keep=0)
@@ -261,6 +269,7 @@ class _Loop:
             values = evaluate(self._state, self._signals.should_stop)
         if self._signals.should_stop():
             return False
-        found = {name: float(value) for name, value in values.items()}
-        self._reporter.log_evaluation(self._step, found)
+        self._reporter.log_evaluation(
+            self._step, {name: float(value) for name, value in values.items()}
+        )
         return True

@@ -2,11 +2,11 @@
 
 `StopSignals.should_stop()` is polled between training steps and between evaluation
 batches. A signal handler only sets a flag, so a signal that arrives while the first
-step compiles is answered as soon as that step is done.
+step compiles takes effect as soon as that step is done.
 
 With several processes the signal may reach one of them only. JAX's preemption
 service then sees it, and all processes agree on one poll at which each of them is
-told to stop; for that every process must poll equally often.
+stops; for that every process must poll equally often.
 """
 
 import hashlib
@@ -60,26 +60,29 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self._asked = False
+        self._stop_requested = False
         self._polls = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def should_stop(self) -> bool:
         """Whether to save and stop now; with several processes, called by all."""
-        if jax.process_count() > 1 and not self._asked:
+        if jax.process_count() > 1 and not self._stop_requested:
             self._polls += 1
-            self._asked = multihost_utils.reached_preemption_sync_point(self._polls)
-        return self._asked
+            self._stop_requested = multihost_utils.reached_preemption_sync_point(
+                self._polls
+            )
+        return self._stop_requested
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is not threading.main_thread():
             logger.warning("not in the main thread: SIGTERM will not save the state")
         elif jax.process_count() > 1:
-            # SIGTERM is the preemption service's own; Ctrl-C must go the same way.
+            # JAX's preemption service handles SIGTERM; Ctrl-C is passed on to it, so
+            # that all processes stop at the same step.
             self._catch(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         else:
-            self._catch(signal.SIGTERM, self._ask)
-            self._catch(signal.SIGINT, self._ask)
+            self._catch(signal.SIGTERM, self._request_stop)
+            self._catch(signal.SIGINT, self._request_stop)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,7 +92,7 @@ class StopSignals:
     def _catch(self, number: signal.Signals, handler: Any) -> None:
         self._before[number] = signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        self._stop_requested = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,9 +2,9 @@
 
 `metrics.jsonl` has one JSON object a line: `step`, `kind` ("train" or
 "evaluation"), `time` (seconds since 1970) and `values`, where a value that is not
-finite is null. Each step stands there once per kind, however often the run was
-interrupted: on resuming, the lines after the restored step are dropped, for those
-steps are done again.
+finite is null. Each step is recorded once per kind, however often the run was
+interrupted: on resuming, the lines after the restored step are dropped, because those
+steps are repeated.
 """
 
 import json
@@ -57,23 +57,23 @@ class Reporter:
         if not self._writes:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
-        kept = _trim(run_dir / METRICS_FILE, step)
-        self._evaluated = {e["step"] for e in kept if e["kind"] == "evaluation"}
+        entries = _drop_lines_after(run_dir / METRICS_FILE, step)
+        self._evaluated = {e["step"] for e in entries if e["kind"] == "evaluation"}
         self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._board = SummaryWriter(
             str(run_dir / "tensorboard"), purge_step=step + 1, flush_secs=10
         )
         if self._console.is_terminal:
-            self._bar = _progress(self._console)
+            self._bar = _progress_bar(self._console)
             self._task = self._bar.add_task("", total=steps, completed=step, text="")
 
     def start_clock(self, step: int) -> None:
-        """Counts tokens/s from this step on (the first one contains compilation)."""
+        """Measures tokens/s from this step on; the first step contains compilation."""
         self._clock = _Clock(step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the time spent inside out of tokens/s."""
+        """Excludes the time spent in the `with` block from tokens/s."""
         start = time.perf_counter()
         yield
         self._clock.start += time.perf_counter() - start
@@ -85,7 +85,7 @@ class Reporter:
         if seconds is not None:
             timed["tokens_per_second"] = self._tokens_per_step / seconds
         self._record(step, "train", timed)
-        self._show(step, _line(timed, seconds, self._steps - step))
+        self._show(step, _progress_text(timed, seconds, self._steps - step))
 
     def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Records and prints what an evaluation after `step` found."""
@@ -94,18 +94,18 @@ class Reporter:
         self.message(f"step {step}: evaluation " + _pairs(values))
 
     def evaluated(self, step: int) -> bool:
-        """Whether an evaluation after `step` is on record; known to process 0."""
+        """Whether an evaluation after `step` is recorded; only process 0 knows."""
         return step in self._evaluated
 
     def message(self, text: str) -> None:
         """Prints one line."""
         if self._writes:
-            # Left unstyled: rich would colour numbers and read [] as markup.
+            # Rich would otherwise colour numbers and interpret [] as markup.
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
             self._console.file.flush()
 
     def flush(self) -> None:
-        """Hands everything recorded so far to the operating system."""
+        """Flushes the metrics file and the TensorBoard events."""
         if self._writes:
             self._file.flush()
             self._board.flush()
@@ -131,7 +131,7 @@ class Reporter:
             "time": round(time.time(), 3),
             "values": {k: v if math.isfinite(v) else None for k, v in values.items()},
         }
-        # One write a line: a kill leaves at most a line without its end.
+        # One write per line, so that a kill leaves at most one incomplete line.
         self._file.write(json.dumps(entry, allow_nan=False) + "\n")
         self._file.flush()
         for name, value in values.items():
@@ -151,41 +151,43 @@ class Profile:
         self._steps, self._folder, self._running = steps, folder, False
 
     def start(self, step: int) -> None:
-        """Starts if `step`, about to be done, is the first one wanted."""
+        """Starts the trace if `step`, about to begin, is the first to be traced."""
         if self._steps and step == self._steps[0]:
             jax.profiler.start_trace(str(self._folder))
             self._running = True
 
     def stop_after(self, step: int, state: PyTree) -> None:
-        """Stops if `step`, just begun, is the last one wanted."""
+        """Stops the trace if `step`, just dispatched, is the last to be traced."""
         if self._steps and step == self._steps[1]:
             self.stop(state)
 
     def stop(self, state: PyTree) -> None:
-        """Stops if running, once `state` is computed."""
+        """Stops a running trace once `state` is computed."""
         if self._running:
             self._running = False
-            with suppress(RuntimeError):  # a failed step shows elsewhere
+            # A failed step raises where its state is used; here it would hide that.
+            with suppress(RuntimeError):
                 jax.block_until_ready(state)
             jax.profiler.stop_trace()
 
 
 class _Clock:
-    """Seconds a step takes, from one asking to the next."""
+    """Mean seconds per step since the previous call of `seconds_per_step`."""
 
     def __init__(self, step: int):
         self.step = step
         self.start = time.perf_counter()
 
     def seconds_per_step(self, step: int) -> float | None:
-        done, now = step - self.step, time.perf_counter()
-        spent = now - self.start
+        steps, now = step - self.step, time.perf_counter()
+        elapsed = now - self.start
         self.step, self.start = step, now
-        return spent / done if done > 0 and spent > 0 else None
+        # `paused` moves the start forward, so the elapsed time may be 0 or below.
+        return elapsed / steps if steps > 0 and elapsed > 0 else None
 
 
-def _trim(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drops the lines after `step`, and a last line cut short; returns the rest."""
+def _drop_lines_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drops entries after `step` and damaged lines from the file; returns the rest."""
     if not path.exists():
         return []
     kept = []
@@ -197,13 +199,14 @@ def _trim(path: Path, step: int) -> list[dict[str, Any]]:
                 kept.append(entry)
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("%s line %d dropped, not a record: %s", path, number, error)
-    hidden = path.with_name(f".{path.name}.tmp")
-    hidden.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
-    hidden.replace(path)
+    # Rewritten under another name and then moved: a kill meanwhile loses nothing.
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
+    temporary.replace(path)
     return kept
 
 
-def _progress(console: Console) -> Progress:
+def _progress_bar(console: Console) -> Progress:
     return Progress(
         TextColumn("training"),
         BarColumn(bar_width=20),
@@ -213,11 +216,13 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _line(values: Mapping[str, float], seconds: float | None, left: int) -> str:
+def _progress_text(
+    values: Mapping[str, float], seconds: float | None, steps_left: int
+) -> str:
     text = f"loss {values['loss']:.4f}"
     if seconds is not None:
         text += f"  {values['tokens_per_second']:,.0f} tokens/s"
-        text += f"  ETA {_duration(seconds * left)}"
+        text += f"  ETA {_duration(seconds * steps_left)}"
     if values.get("skipped_steps"):
         text += f"  {values['skipped_steps']:.0f} skipped"
     return text

@@ -1,4 +1,4 @@
-"""Resuming: the newest checkpoint, if there is one and it is of this run."""
+"""Resuming a run from its newest checkpoint."""
 
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -58,7 +58,7 @@ class SkipCount(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The step, state and skipped steps that the loop starts with."""
+    """The step, state and count of skipped steps that the loop starts with."""
 
     step: int
     state: PyTree
@@ -86,18 +86,19 @@ def resume(
     """
 
     def accept(meta: dict[str, Any]) -> None:
-        where = str(checkpoints.directory)
+        run = str(checkpoints.directory)
         stored = completed(meta["config"])
-        require_same_config(stored, config_record, may_change, where)
-        _free(state)
+        require_same_config(stored, config_record, may_change, run)
+        # Only after the check: a refused checkpoint leaves the caller's state intact.
+        _delete_arrays(state)
 
     found = checkpoints.restore(abstract(state), accept=accept)
     if found is None:
         return Start(int(step_of(state)), state, SkipCount(), restored=False)
     if int(step_of(found.state)) != found.step:
         raise ValueError(
-            f"the state of checkpoint {found.step} in {checkpoints.directory} says it "
-            f"is of step {int(step_of(found.state))}"
+            f"the state of checkpoint {found.step} in {checkpoints.directory} is at "
+            f"step {int(step_of(found.state))}"
         )
     data.set_state(found.meta["data"])
     skipped = SkipCount(*found.meta["skipped"])
@@ -114,7 +115,8 @@ def require_same_config(
 
     Nested fields are named with dots; those in `may_change` are not compared.
     """
-    old, new = _flat(stored), _flat(as_json(given, "config_record"))
+    # Through JSON as the stored one went, so that tuples compare equal to lists.
+    old, new = _flatten(stored), _flatten(as_json(given, "config_record"))
     names = [n for n in sorted({*old, *new}) if n not in may_change]
     lines = [
         f"{n} was {old.get(n, 'absent')!r} and is now {new.get(n, 'absent')!r}"
@@ -129,7 +131,7 @@ def require_same_config(
 
 
 def as_json(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The record as it will come back from a checkpoint.
+    """The record as JSON gives it back: tuples become lists, keys strings.
 
     Raises:
         ValueError: it is not JSON.
@@ -140,26 +142,28 @@ def as_json(record: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ValueError(f"{name} must be JSON: {error}") from error
 
 
-def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields under dotted names; an empty mapping stays a value."""
     flat = {}
     for name, value in record.items():
+        # Lists of records, such as the mixers, are compared field by field.
         if isinstance(value, list) and any(isinstance(x, Mapping) for x in value):
             value = {str(i): item for i, item in enumerate(value)}
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
+            flat |= _flatten(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value
     return flat
 
 
-def _free(state: PyTree) -> None:
+def _delete_arrays(state: PyTree) -> None:
     for leaf in jax.tree.leaves(state):
         if isinstance(leaf, jax.Array) and not leaf.is_deleted():
             leaf.delete()
 
 
 def finite_flag(metrics: Mapping[str, Any], step: int) -> bool:
-    """Whether a step's update was made.
+    """Whether loss and gradients were finite, so that the update was applied.
 
     Raises:
         ValueError: `metrics` lacks "loss" or "finite", or holds something that is

@@ -15,7 +15,7 @@ from memjax.checks import require_known
 from memjax.data.batches.batch import Batch
 from memjax.models.base import Model
 from memjax.models.loss import (
-    last_places,
+    last_positions,
     last_targets,
     scored,
     token_losses,
@@ -26,16 +26,16 @@ LossOn = Literal["all", "last", "scored"]
 
 
 class TrainState(NamedTuple):
-    """What training updates, and all that a checkpoint holds of the computation.
+    """The training state; a checkpoint stores all of it.
 
     Attributes:
         step: updates done, skipped ones included.
         params: trained parameters by path, float32: those that are `nnx.Param`.
         optimizer: the optimizer's state, of the trained parameters alone.
-        memory: of each batch element, where training carries it from batch to batch;
-            else an empty tuple.
-        frozen: all other variables of the model, by path; they never change, and are
-            here so that a checkpoint is whole.
+        memory: the memory state of each batch element if training carries it from
+            batch to batch; else an empty tuple.
+        frozen: all other variables of the model, by path. They never change; they are
+            part of the state so that a checkpoint is complete.
     """
 
     step: Scalar
@@ -50,12 +50,13 @@ class StepConfig:
     """How a batch becomes one update.
 
     Attributes:
-        bptt_blocks: gradients flow back through this many blocks of the model's
-            window and are cut there, the memory going on; 0 is through all.
+        bptt_blocks: truncated backpropagation: gradients flow through this many blocks
+            of the model's window, while the memory's value is carried on; 0 truncates
+            nothing.
         accumulate: microbatches that a batch is split into; their gradients are
-            summed. Less memory, the same update.
+            summed. The update is the same and needs less device memory.
         carry_memory: keep each batch element's memory from one batch to the next, for
-            streams; those marked `reset` start empty.
+            streamed documents; batch elements marked `reset` start empty.
         loss_on: targets that count, of those the batch's mask lets through: "all";
             "last", each sample's last L, L the model's window (HMT's official training:
             what comes before is learned through the memory alone); "scored", those
@@ -122,11 +123,11 @@ def make_train_step(
     graph = nnx.graphdef(model)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        empty = model.init_state(batch.tokens.shape[0])
-        memory = empty
+        memory = model.init_state(batch.tokens.shape[0])
         if config.carry_memory:
+            # With the current parameters, because an empty memory may be learned.
             memory = model_of(graph, state).reset(state.memory, batch.reset)
-        batch = batch._replace(mask=_counted(model, config, batch.mask))
+        batch = batch._replace(mask=_loss_mask(model, config, batch.mask))
         loss, memory, gradients = _gradients(graph, config, state, memory, batch)
         memory = memory if config.carry_memory else ()
         return update(optimizer, state, loss, memory, gradients)
@@ -146,13 +147,14 @@ def update(
     Args:
         optimizer: as the state was made with.
         state: before the step.
-        loss: of the step.
-        memory: after it.
-        gradients: of the loss, by `state.params`.
+        loss: the loss of the step.
+        memory: the memory after the step.
+        gradients: of the loss with respect to `state.params`.
     """
     norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, new_optimizer = optimizer.update(gradients, state.optimizer, state.params)
+    # Frozen parameters are left out of the selection below, which would copy them.
     new = TrainState(
         step=state.step,
         params=optax.apply_updates(state.params, updates),
@@ -161,6 +163,7 @@ def update(
         frozen=(),
     )
     old = state._replace(frozen=())
+    # Selected rather than multiplied by 0, because 0 * NaN is NaN.
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
     new = new._replace(step=state.step + 1, frozen=state.frozen)
     metrics = {
@@ -171,8 +174,8 @@ def update(
     return new, metrics
 
 
-def _counted(model, config, mask):
-    """The mask, zero also where `loss_on` leaves a target out."""
+def _loss_mask(model, config, mask):
+    """The mask of the batch, set to zero where `loss_on` excludes a target."""
     match config.loss_on:
         case "last":
             return last_targets(mask, model.window)
@@ -190,24 +193,25 @@ def _counted(model, config, mask):
 
 
 def _gradients(graph, config, state, memory, batch):
-    """Mean loss over the batch, the memory after it, and gradients, by microbatch."""
-    parts = config.accumulate
-    if batch.tokens.shape[0] % parts:
+    """Mean loss over the batch, the memory after it, and the gradients."""
+    num_microbatches = config.accumulate
+    if batch.tokens.shape[0] % num_microbatches:
         raise ValueError(
-            f"accumulate={parts} must divide the batch of {batch.tokens.shape[0]} rows"
+            f"accumulate={num_microbatches} must divide the batch of "
+            f"{batch.tokens.shape[0]} rows"
         )
     grad = jax.value_and_grad(
         functools.partial(_total_loss, graph, config, state.frozen), has_aux=True
     )
-    if parts == 1:
+    if num_microbatches == 1:
         (nll, (tokens, memory)), gradients = grad(state.params, memory, batch)
     else:
         # Microbatch i takes rows i, i + n, ...: every microbatch keeps the batch's
         # sharding, where consecutive rows would lie on some devices only.
-        split = lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
-        join = lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+        split = lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
+        merge = lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
-        def microbatch(total, inputs):
+        def add_microbatch(total, inputs):
             (nll, (tokens, memory)), gradients = grad(state.params, *inputs)
             return jax.tree.map(jnp.add, total, (nll, tokens, gradients)), memory
 
@@ -217,33 +221,35 @@ def _gradients(graph, config, state, memory, batch):
             jax.tree.map(jnp.zeros_like, state.params),
         )
         inputs = jax.tree.map(split, (memory, batch))
-        (nll, tokens, gradients), memory = jax.lax.scan(microbatch, zero, inputs)
-        memory = jax.tree.map(join, memory)
+        (nll, tokens, gradients), memory = jax.lax.scan(add_microbatch, zero, inputs)
+        memory = jax.tree.map(merge, memory)
+    # Sums are divided once by the tokens of the whole batch, so that the update does
+    # not depend on `accumulate`. A batch without targets has loss 0, not 0 / 0.
     tokens = jnp.maximum(tokens, 1.0)
     return nll / tokens, memory, jax.tree.map(lambda g: g / tokens, gradients)
 
 
 def _total_loss(graph, config, frozen, params, memory, batch):
-    """Summed loss, with the memory cut from the gradient every `bptt_blocks`."""
+    """Summed loss; no gradient flows through the memory past `bptt_blocks`."""
     model: Model = nnx.merge(graph, params, frozen)
     t = batch.tokens.shape[1]
     window = min(t, config.bptt_blocks * model.window) or t
 
-    def block(memory, inputs):
+    def block_loss(memory, inputs):
         tokens, targets, mask = inputs
         memory, features = model.features(jax.lax.stop_gradient(memory), tokens)
         if config.loss_on == "last":
-            # The head is the widest product: no other position goes through it.
-            places = last_places(mask, model.window)
-            features = jnp.take_along_axis(features, places[..., None], axis=1)
-            targets = jnp.take_along_axis(targets, places, axis=1)
-            mask = jnp.take_along_axis(mask, places, axis=1)
+            # The output head is the widest product: only these positions need it.
+            positions = last_positions(mask, model.window)
+            features = jnp.take_along_axis(features, positions[..., None], axis=1)
+            targets = jnp.take_along_axis(targets, positions, axis=1)
+            mask = jnp.take_along_axis(mask, positions, axis=1)
         losses = token_losses(model.logits, features, targets, model.vocab_size)
         return memory, ((losses * mask).sum(), mask.sum())
 
-    items = (batch.tokens, batch.targets, batch.mask)
+    inputs = (batch.tokens, batch.targets, batch.mask)
     if window == t:
-        memory, (nll, tokens) = block(memory, items)
+        memory, (nll, tokens) = block_loss(memory, inputs)
         return nll, (tokens, jax.lax.stop_gradient(memory))
     if t % window:
         raise ValueError(
@@ -251,6 +257,6 @@ def _total_loss(graph, config, frozen, params, memory, batch):
             f"divide the context of {t}"
         )
     split = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, window), 1, 0)
-    memory, sums = jax.lax.scan(block, memory, jax.tree.map(split, items))
+    memory, sums = jax.lax.scan(block_loss, memory, jax.tree.map(split, inputs))
     nll, tokens = (x.sum() for x in sums)
     return nll, (tokens, jax.lax.stop_gradient(memory))

@@ -52,10 +52,10 @@ def test_gradients_do_not_see_the_chunks(monkeypatch):
 
 def test_the_last_places_are_those_of_the_last_targets_that_count():
     mask = jnp.asarray([[1.0, 1, 0, 1, 1, 0], [0, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
-    places = loss.last_places(mask, 3)
+    places = loss.last_positions(mask, 3)
     assert places.tolist()[0] == [1, 3, 4]
     assert places.tolist()[1][-1] == 2
     assert places.tolist()[2] == [3, 4, 5]
     kept = jnp.take_along_axis(loss.last_targets(mask, 3), places, axis=1)
     assert kept.sum(axis=1).tolist() == [3, 1, 3]
-    assert loss.last_places(mask, 9).shape == mask.shape
+    assert loss.last_positions(mask, 9).shape == mask.shape

@@ -406,7 +406,7 @@ def test_wrong_metrics_and_step_counts_are_named(tmp_path: Path) -> None:
         run_with(lacks, tmp_path / "a")
     with pytest.raises(ValueError, match=r"'each' at step 1 must be a scalar.*\(16,\)"):
         run_with(vector, tmp_path / "b")
-    with pytest.raises(ValueError, match="after 3 steps the state says step 0"):
+    with pytest.raises(ValueError, match="after 3 steps the state is at step 0"):
         run_with(stuck, tmp_path / "c")
 
 

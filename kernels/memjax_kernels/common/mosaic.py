@@ -1,9 +1,9 @@
 """Building blocks of the Mosaic GPU kernels: tiles in shared memory and their products.
 
 One program is one warpgroup of 128 threads for one batch element and head. Tokens of a
-chunk lie in tiles of 64 rows, which is what a tensor-core instruction (wgmma) takes; a
-shorter chunk leaves rows of zeros. Operands of products are tiles in shared memory.
-Products, and everything elementwise, are float32 in registers.
+chunk are held in tiles of 64 rows, the size that a tensor-core instruction (wgmma)
+takes; a shorter chunk is padded with rows of zeros. Operands of products are tiles in
+shared memory. Products, and everything elementwise, are float32 in registers.
 
 Layouts are explicit ("Lane" semantics): jax 0.10.2 infers none of these kernels in
 reasonable time.
@@ -38,7 +38,7 @@ def vectors(*shape: int):
 
 
 def call(
-    body: Callable[..., None],
+    kernel_function: Callable[..., None],
     grid: tuple[int, int],
     outputs: Sequence[jax.ShapeDtypeStruct],
     scratch: dict[str, Any],
@@ -46,17 +46,17 @@ def call(
     interpret: Any,
     reduction_bytes: int = 2048,
 ) -> Callable[..., list[jax.Array]]:
-    """A kernel over (batch, heads); `body` takes references, and scratch by name.
+    """A kernel over (batch, heads); its function takes refs, and scratch by name.
 
     Sums over the rows of a matrix go through `reduction_bytes` of shared memory, 1 KiB
     for every 8 columns at a time.
     """
     return plgpu.kernel(
-        body,
+        kernel_function,
         out_type=list(outputs),
         scratch_types=scratch,
         grid=grid,
-        grid_names=("rows", "heads"),
+        grid_names=("batch", "heads"),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -77,72 +77,74 @@ def along_columns(x: jax.Array, height: int) -> jax.Array:
 
 
 def over_slots(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-    """A reduction of each row, spread over it again."""
+    """A reduction of each row, broadcast back over the row."""
     return along_rows(reduce(x, axis=1), x.shape[1])
 
 
-def pull(
+def value_and_vjp(
     function: Callable[..., jax.Array],
     inputs: Sequence[jax.Array],
     cotangent: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """The value of an elementwise function, and the cotangents of its inputs.
 
-    `jax.vjp` but for two primitives of gradients that Mosaic GPU cannot lower: the sum
-    of cotangents, and negative powers.
+    `jax.vjp`, with replacements for two primitives that Mosaic GPU cannot lower: the
+    sum of cotangents, and negative integer powers.
     """
 
-    def value_and_pull(cotangent, *inputs):
-        value, pull_back = jax.vjp(function, *inputs)
-        return value, *pull_back(cotangent)
+    def flat_value_and_vjp(cotangent, *inputs):
+        value, vjp = jax.vjp(function, *inputs)
+        return value, *vjp(cotangent)
 
-    closed = jax.make_jaxpr(value_and_pull)(cotangent, *inputs)
+    closed = jax.make_jaxpr(flat_value_and_vjp)(cotangent, *inputs)
     return tuple(_evaluate(closed, (cotangent, *inputs)))
 
 
 def _evaluate(closed, arguments):
+    """Evaluates a jaxpr, with what Mosaic GPU can lower in place of two primitives."""
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(jaxpr.invars, arguments, strict=True))
-    read = lambda atom: atom.val if hasattr(atom, "val") else values[atom]
+    value_of = lambda atom: atom.val if hasattr(atom, "val") else values[atom]
     for equation in jaxpr.eqns:
-        given = [read(atom) for atom in equation.invars]
+        operands = [value_of(atom) for atom in equation.invars]
         if equation.primitive.name == "add_any":
-            results = [given[0] + given[1]]
+            results = [operands[0] + operands[1]]
         elif equation.primitive.name == "integer_pow":
-            results = [_power(given[0], equation.params["y"])]
+            results = [_integer_power(operands[0], equation.params["y"])]
         elif "jaxpr" in equation.params:
-            results = _evaluate(equation.params["jaxpr"], given)
+            results = _evaluate(equation.params["jaxpr"], operands)
         else:
-            results = equation.primitive.bind(*given, **equation.params)
+            results = equation.primitive.bind(*operands, **equation.params)
             results = results if equation.primitive.multiple_results else [results]
         values |= dict(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return [value_of(atom) for atom in jaxpr.outvars]
 
 
-def _power(x, exponent):
+def _integer_power(x, exponent):
     product = functools.reduce(lax.mul, [x] * abs(exponent))
     return product if exponent > 0 else 1.0 / product
 
 
 def accumulate(*products: Callable[[Any], None], shapes) -> tuple[jax.Array, ...]:
-    """Computes products in one accumulator each, and waits for all of them."""
+    """Computes products, each in an accumulator of its own, and waits for all."""
 
-    def scope(*accumulators):
+    def in_accumulators(*accumulators):
+        # All are issued before the first is read, because reading waits.
         for product, accumulator in zip(products, accumulators, strict=True):
             product(accumulator)
         return tuple(accumulator[...] for accumulator in accumulators)
 
     return pl.run_scoped(
-        scope, *(plgpu.WGMMAAccumulatorRef(shape, F32) for shape in shapes)
+        in_accumulators, *(plgpu.WGMMAAccumulatorRef(shape, F32) for shape in shapes)
     )
 
 
-class Machine:
-    """Reads and products, on a GPU or in its interpreter.
+class TileOps:
+    """Loads and matrix products, on a GPU or in the Mosaic interpreter.
 
-    The interpreter of jax 0.10.2 has no layouts and no transposed operands; there
-    those two are done on values.
+    The interpreter of jax 0.10.2 has neither layouts nor transposed operands; there
+    loads ignore the layout and products are computed on values.
     """
 
     def __init__(self, interpret: Any):
@@ -170,20 +172,20 @@ class Machine:
         (x, y, form), *_ = triples
         shape = (x.shape[form == "tn"], y.shape[form != "nt"])
 
-        def scope(accumulator):
+        def in_accumulator(accumulator):
             for x, y, form in triples:
                 x = x.T if form == "tn" else x
                 plgpu.wgmma(accumulator, x, y.T if form == "nt" else y)
             return accumulator[...]
 
-        return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef(shape, F32))
+        return pl.run_scoped(in_accumulator, plgpu.WGMMAAccumulatorRef(shape, F32))
 
     def matrix(self, ref: Any) -> jax.Array:
         """A tile in float32, laid out as products are."""
-        return self._laid(ref, (), plgpu.Layout.WGMMA).astype(F32)
+        return self._load(ref, (), plgpu.Layout.WGMMA).astype(F32)
 
     def global_matrix(self, ref: Any, *index: Any) -> jax.Array:
-        """A float32 matrix in global memory; no fast way, for what is rare."""
+        """A float32 matrix in global memory; slow, so only for rare loads."""
         if self.interpreted:
             return ref[index]
         layout = plgpu.Layout.WGMMA
@@ -191,11 +193,11 @@ class Machine:
 
     def row_vector(self, ref: Any, *index: Any) -> jax.Array:
         """A vector with one element for each row of a matrix."""
-        return self._laid(ref, index, plgpu.Layout.WGMMA.reduce(1))
+        return self._load(ref, index, plgpu.Layout.WGMMA.reduce(1))
 
     def column_vector(self, ref: Any, *index: Any) -> jax.Array:
         """A vector with one element for each column of a matrix."""
-        return self._laid(ref, index, plgpu.Layout.WGMMA.reduce(0))
+        return self._load(ref, index, plgpu.Layout.WGMMA.reduce(0))
 
     def iota(self, shape: tuple[int, int], axis: int) -> jax.Array:
         if self.interpreted:
@@ -208,12 +210,12 @@ class Machine:
             return zeros
         return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
-    def seen(self, size: int) -> jax.Array:
+    def causal_mask(self, size: int) -> jax.Array:
         """Bool[64, 64]: i >= j, both below `size`."""
         rows, columns = (self.iota((ROWS, ROWS), axis) for axis in (0, 1))
         return (rows >= columns) & (rows < size)
 
-    def _laid(self, ref, index, layout):
+    def _load(self, ref, index, layout):
         if self.interpreted:
             return ref[index] if index else ref[...]
         return plgpu.load(ref, index or ..., layout=layout)

@@ -93,8 +93,8 @@ def backward_kernel(
     def advance(chunk, memories, empty) -> Any:
         return one_chunk.advance(chunk, memories, empty, complete, cleared, options)
 
-    _, pull = jax.vjp(advance, chunk, Memories(start, begun), _load(empty))
-    d_chunk, d_memories, d_fresh = pull((_load(d_before), d_y[...].astype(F32)))
+    _, vjp = jax.vjp(advance, chunk, Memories(start, begun), _load(empty))
+    d_chunk, d_memories, d_fresh = vjp((_load(d_before), d_y[...].astype(F32)))
     _store(d_before, d_memories)
     _store(d_empty, jax.tree.map(lambda a, b: a + b, _load(d_empty), d_fresh))
     _store(d_x.q, d_chunk.q)

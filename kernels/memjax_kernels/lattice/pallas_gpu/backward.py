@@ -84,7 +84,7 @@ class _Backward(Program):
         plgpu.copy_gmem_to_smem(self.d_after.at[*self.at], d_memory, arrived)
         plgpu.barrier_wait(arrived)
         if self.out.empty is not None:
-            self.out.empty[*self.at] = self.machine.zeros(d_memory.shape)
+            self.out.empty[*self.at] = self.ops.zeros(d_memory.shape)
         whole, chunks = self.x.whole[self.at[0]], self.chunks
         lax.fori_loop(0, chunks, lambda i, _: self.chunk(chunks - 1 - i, whole), None)
         plgpu.commit_smem()
@@ -104,9 +104,7 @@ class _Backward(Program):
 
         @pl.when(i >= whole)
         def _():
-            self.store(
-                "d_written", self.machine.global_matrix(self.d_pending, *self.at)
-            )
+            self.store("d_written", self.ops.global_matrix(self.d_pending, *self.at))
 
         plgpu.commit_smem()
         self.through_writes(*self.through_reads(), squares)
@@ -128,7 +126,7 @@ class _Backward(Program):
 
     def through_norms(self):
         """From the memory after the chunk to what is written, and to the one before."""
-        written = self.machine.product(self.scratch["write"], self.scratch["h"], "tn")
+        written = self.ops.product(self.scratch["write"], self.scratch["h"], "tn")
         memory, d_after = self.matrix("operand"), self.matrix("d_memory")
         along = across_width(memory * written)
         after, scale = l2_normalize(memory + along * memory - written)
@@ -139,9 +137,9 @@ class _Backward(Program):
 
     def through_reads(self):
         """Cotangents of W so far, of cwp and of n2; that of q overwrites q."""
-        scratch, machine = self.scratch, self.machine
+        scratch, ops = self.scratch, self.ops
         d_y, query, write = scratch["d_y"], scratch["query"], scratch["write"]
-        d_past, d_scores, d_write, scores = machine.products(
+        d_past, d_scores, d_write, scores = ops.products(
             (d_y, scratch["operand"], "nt"),
             (d_y, scratch["h"], "nt"),
             (scratch["h"], scratch["d_written"], "nt"),
@@ -154,7 +152,7 @@ class _Backward(Program):
         self.store("high", self.matrix("query") * left)
         plgpu.commit_smem()
         self.add_to_memory((scratch["high"], d_y, "tn"))
-        d_query, more = machine.products(
+        d_query, more = ops.products(
             (scratch["d_scores"], write, "nn"), (scratch["d_scores"], query, "tn")
         )
         d_query = d_query + d_past * left
@@ -169,7 +167,7 @@ class _Backward(Program):
 
     def through_writes(self, d_write, d_taken, d_size, squares):
         """Cotangents of gamma, k and v; those of k and v overwrite them."""
-        scratch, machine = self.scratch, self.machine
+        scratch, ops = self.scratch, self.ops
         operand, h, high, low = (scratch[n] for n in ("operand", "h", "high", "low"))
         d_taken = self.summed(d_taken, "tn")
         d_added = self.summed(d_size, "tn")
@@ -184,7 +182,7 @@ class _Backward(Program):
         d_squares = jnp.sum(d_added * write * write, axis=1)
         self.store("high", twice * write)
         plgpu.commit_smem()
-        d_gram, more = machine.products(
+        d_gram, more = ops.products(
             (high, scratch["write"], "nt"), (scratch["gram"], high, "tn")
         )
         d_write = d_write + more
@@ -196,7 +194,7 @@ class _Backward(Program):
             d_along, d_target = d_along + d_target, -d_target
         self.store("low", d_along)
         plgpu.commit_smem()
-        d_h = machine.total(
+        d_h = ops.total(
             (scratch["write"], scratch["d_written"], "nn"),
             (scratch["scores"], scratch["d_y"], "tn"),
             (scratch["gram"], h, "nn"),
@@ -210,13 +208,13 @@ class _Backward(Program):
         self.add_to_memory((low, h, "tn"))
         if self.variant == "dec":
             # v now holds -h-, and h = k M - v.
-            d_target = d_target - machine.product(scratch["v"], operand, "nt")
+            d_target = d_target - ops.product(scratch["v"], operand, "nt")
             self.add_to_memory((scratch["k"], scratch["v"], "tn"), sign=-1.0)
         self.store("k", d_target)
         plgpu.commit_smem()
 
     def add_to_memory(self, triple, sign=1.0):
-        added = self.machine.product(*triple)
+        added = self.ops.product(*triple)
         self.scratch["d_memory"][...] = self.matrix("d_memory") + sign * added
 
     def copy_out(self, i):
@@ -233,7 +231,7 @@ class _Backward(Program):
 
         @pl.when((i > 0) & (self.x.cleared[row, i] != 0))
         def _():
-            before = self.machine.global_matrix(self.out.empty, *self.at)
+            before = self.ops.global_matrix(self.out.empty, *self.at)
             self.out.empty[*self.at] = before + self.matrix("d_memory")
             shape = scratch["d_memory"].shape
-            scratch["d_memory"][...] = self.machine.zeros(shape)
+            scratch["d_memory"][...] = self.ops.zeros(shape)

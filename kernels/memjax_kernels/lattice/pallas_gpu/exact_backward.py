@@ -75,7 +75,7 @@ class _Backward(Program):
     def compute(self):
         self.fetch_memory(self.d_after.at[*self.at], self.d_memory)
         if self.out.empty is not None:
-            self.out.empty[*self.at] = self.machine.zeros(self.d_memory.shape)
+            self.out.empty[*self.at] = self.ops.zeros(self.d_memory.shape)
         blocks = self.groups // GROUPS
         lax.fori_loop(0, blocks, lambda i, _: self.block(blocks - 1 - i), None)
         plgpu.commit_smem()
@@ -132,18 +132,18 @@ class _Backward(Program):
     def recompute(self, i, t, source, target):
         """The memory after token t, from that before it."""
         self.clear(self.memories.at[source], i, t)
-        written = self.write(self.machine.matrix(self.memories.at[source]), t)
+        written = self.write(self.ops.matrix(self.memories.at[source]), t)
         self.memories[target] = l2_normalize(written.rows)[0]
 
     def token(self, i, t, source):
-        scratch, machine, rows = self.scratch, self.machine, self.rows
-        memory = machine.matrix(self.memories.at[source])
+        scratch, ops, rows = self.scratch, self.ops, self.rows
+        memory = ops.matrix(self.memories.at[source])
         x = self.write(memory, t)
         q, d_y = self.by_slot("q", t), self.columns(self.by_width("d_y", t))
         read = jnp.sum(x.rows * d_y, axis=1)
         d_size = -0.5 * x.scale * x.scale * x.scale * q * read
         d_size = jnp.where(x.size > 0.0, d_size, 0.0)
-        d_after = machine.matrix(self.d_memory)
+        d_after = ops.matrix(self.d_memory)
         after, scale = l2_normalize(x.rows)
         d_rows = scale * (d_after - after * across_width(after * d_after))
         d_rows = d_rows + rows(q * x.scale) * d_y
@@ -179,6 +179,6 @@ class _Backward(Program):
 
         @pl.when(self.x.cleared[self.at[0], i, t] != 0)
         def _():
-            before = self.machine.global_matrix(self.out.empty, *self.at)
-            self.out.empty[*self.at] = before + self.machine.matrix(self.d_memory)
-            self.d_memory[...] = self.machine.zeros(self.d_memory.shape)
+            before = self.ops.global_matrix(self.out.empty, *self.at)
+            self.out.empty[*self.at] = before + self.ops.matrix(self.d_memory)
+            self.d_memory[...] = self.ops.zeros(self.d_memory.shape)

@@ -73,7 +73,7 @@ class _Forward(Program):
 
     def token(self, i, t):
         self.clear(self.memory, i, t)
-        written = self.write(self.machine.matrix(self.memory), t)
+        written = self.write(self.ops.matrix(self.memory), t)
         query = self.by_slot("q", t) * written.scale
         self.scratch["reads"][t] = jnp.sum(self.rows(query) * written.rows, axis=0)
         self.memory[...] = l2_normalize(written.rows)[0]

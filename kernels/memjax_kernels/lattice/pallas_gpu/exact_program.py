@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels.common import mosaic
-from memjax_kernels.common.mosaic import Machine
+from memjax_kernels.common.mosaic import TileOps
 from memjax_kernels.lattice.pallas_gpu.inputs import GATES, GROUP, Static, TokenInputs
 from memjax_kernels.lattice.pallas_gpu.program import inverse_norm
 
@@ -61,8 +61,8 @@ class Program:
 
     def __init__(self, static: Static, x: TokenInputs, scratch):
         self.variant, self.x, self.scratch = static.variant, x, scratch
-        self.machine = Machine(static.interpret)
-        self.at = lax.axis_index("rows"), lax.axis_index("heads")
+        self.ops = TileOps(static.interpret)
+        self.at = lax.axis_index("batch"), lax.axis_index("heads")
         self.groups = x.q.shape[1]
         self.slots, self.width = x.q.shape[-1], x.v.shape[-1]
 
@@ -87,13 +87,13 @@ class Program:
 
         @pl.when(self.x.cleared[self.at[0], group, t] != 0)
         def _():
-            memory[...] = self.machine.global_matrix(self.x.empty, *self.at)
+            memory[...] = self.ops.global_matrix(self.x.empty, *self.at)
 
     def by_slot(self, name, t):
-        return self.machine.row_vector(self.scratch[name], t)
+        return self.ops.row_vector(self.scratch[name], t)
 
     def by_width(self, name, t):
-        return self.machine.column_vector(self.scratch[name], t)
+        return self.ops.column_vector(self.scratch[name], t)
 
     def rows(self, vector):
         """[M] -> [M, V]."""

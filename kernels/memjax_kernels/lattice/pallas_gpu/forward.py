@@ -56,7 +56,7 @@ class _Forward(Program):
         self.prepare()
         self.fetch_memory(self.x.start)
         shape = self.scratch["memory"].shape
-        self.pending[*self.at] = self.machine.zeros(shape)
+        self.pending[*self.at] = self.ops.zeros(shape)
         whole = self.x.whole[self.at[0]]
         self.fetch(jnp.int32(0))
         lax.fori_loop(0, self.chunks, lambda i, _: self.chunk(i, whole), None)
@@ -72,7 +72,7 @@ class _Forward(Program):
         plgpu.barrier_wait(arrived)
 
     def chunk(self, i, whole):
-        scratch, machine = self.scratch, self.machine
+        scratch, ops = self.scratch, self.ops
         row, head = self.at
         if self.x.cleared is not None:
             again = (i > 0) & (self.x.cleared[row, i] != 0)
@@ -91,10 +91,10 @@ class _Forward(Program):
         plgpu.commit_smem()
         # The tokens are in registers and in operands: the next may come.
         pl.when(i + 1 < self.chunks)(lambda: self.fetch(i + 1))
-        scores = machine.product(scratch["query"], scratch["write"], "nt")
+        scores = ops.product(scratch["query"], scratch["write"], "nt")
         self.store("gram", -self.masked(scores))
         plgpu.commit_smem()
-        reads = machine.total(
+        reads = ops.total(
             (scratch["high"], scratch["operand"], "nn"),
             (scratch["gram"], scratch["h"], "nn"),
         )
@@ -109,7 +109,7 @@ class _Forward(Program):
             self.pending[*self.at] = self.written()
 
     def written(self):
-        return self.machine.product(self.scratch["write"], self.scratch["h"], "tn")
+        return self.ops.product(self.scratch["write"], self.scratch["h"], "tn")
 
     def write_memory(self):
         memory, written = self.matrix("memory"), self.written()

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels.common import mosaic
-from memjax_kernels.common.mosaic import F32, ROWS, Machine
+from memjax_kernels.common.mosaic import F32, ROWS, TileOps
 from memjax_kernels.lattice.pallas_gpu.inputs import ChunkInputs, Static
 
 
@@ -60,17 +60,17 @@ class Program:
 
     def __init__(self, static: Static, x: ChunkInputs, scratch):
         self.variant, self.x, self.scratch = static.variant, x, scratch
-        self.machine = Machine(static.interpret)
-        self.at = lax.axis_index("rows"), lax.axis_index("heads")
+        self.ops = TileOps(static.interpret)
+        self.at = lax.axis_index("batch"), lax.axis_index("heads")
         self.chunks, self.size = x.q.shape[1:3]
 
     def prepare(self):
         """Rows that no token fills, and the matrix that sums over tokens."""
-        machine, scratch = self.machine, self.scratch
+        ops, scratch = self.ops, self.scratch
         if self.size < ROWS:
             for name in self.tokens():
                 ref = scratch[name]
-                ref[...] = machine.zeros(ref.shape, ref.dtype)
+                ref[...] = ops.zeros(ref.shape, ref.dtype)
         self.store("ones", self.ordered(strictly=False).astype(F32))
         plgpu.commit_smem()
 
@@ -88,7 +88,7 @@ class Program:
 
     def ordered(self, *, strictly: bool):
         """Bool[64, 64]: whether j comes before i, or is i."""
-        i, j = (self.machine.iota((ROWS, ROWS), axis) for axis in (0, 1))
+        i, j = (self.ops.iota((ROWS, ROWS), axis) for axis in (0, 1))
         return i > j if strictly else i >= j
 
     def masked(self, square, *, strictly=False):
@@ -98,7 +98,7 @@ class Program:
         self.scratch[name][...] = value.astype(self.scratch[name].dtype)
 
     def matrix(self, name):
-        return self.machine.matrix(self.scratch[name])
+        return self.ops.matrix(self.scratch[name])
 
     def slots(self, vector):
         return mosaic.along_rows(vector, self.scratch["q"].shape[-1])
@@ -112,15 +112,15 @@ class Program:
         self.store("low", x - self.matrix("high"))
         plgpu.commit_smem()
         ones, high, low = (self.scratch[name] for name in ("ones", "high", "low"))
-        return self.machine.total((ones, high, form), (ones, low, form))
+        return self.ops.total((ones, high, form), (ones, low, form))
 
     def residuals(self):
         """Puts h, write, gram in place; returns W, P, before and |h|^2."""
-        machine, scratch = self.machine, self.scratch
+        ops, scratch = self.ops, self.scratch
         operand, h = scratch["operand"], scratch["h"]
         match self.variant:
             case "dec":
-                rows = machine.product(scratch["k"], operand, "nn") - self.matrix("v")
+                rows = ops.product(scratch["k"], operand, "nn") - self.matrix("v")
             case "enc":
                 rows = self.matrix("v")
             case _:
@@ -128,16 +128,16 @@ class Program:
         squares = jnp.sum(rows * rows, axis=1)
         self.store("h", rows)
         plgpu.commit_smem()
-        along, gram = machine.products((h, operand, "nt"), (h, h, "nt"))
+        along, gram = ops.products((h, operand, "nt"), (h, h, "nt"))
         self.store("gram", self.masked(gram, strictly=True))
         write = self.slots(self.gamma()) * self.target(along)
         self.store("write", write)
         plgpu.commit_smem()
-        before = machine.product(scratch["gram"], scratch["write"], "nn")
+        before = ops.product(scratch["gram"], scratch["write"], "nn")
         return write, along, before, squares
 
     def gamma(self):
-        return self.machine.row_vector(self.scratch["gamma"])
+        return self.ops.row_vector(self.scratch["gamma"])
 
     def target(self, along):
         """c: what a slot is written with."""

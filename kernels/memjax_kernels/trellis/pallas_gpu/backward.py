@@ -140,10 +140,10 @@ class _Program(Chunk):
                 plgpu.copy_gmem_to_smem(given.at[*self.at], memory.at[1], arrived)
             plgpu.barrier_wait(arrived)
         for i, out in enumerate(self.out.empty or ()):
-            out[*self.at] = self.machine.zeros(scratch[f"d_memory{i}"].shape)
+            out[*self.at] = self.ops.zeros(scratch[f"d_memory{i}"].shape)
         if self.sizes.size < ROWS:
             for ref in self.tokens():
-                ref[...] = self.machine.zeros(ref.shape, ref.dtype)
+                ref[...] = self.ops.zeros(ref.shape, ref.dtype)
             plgpu.commit_smem()
         chunks = self.sizes.chunks
         middle = self.x.middle[self.at[0]]
@@ -177,7 +177,7 @@ class _Program(Chunk):
         for operand, memory in zip(
             self.each("d_operand"), self.each("d_memory"), strict=True
         ):
-            operand[...] = self.machine.matrix(memory).astype(operand.dtype)
+            operand[...] = self.ops.matrix(memory).astype(operand.dtype)
         plgpu.barrier_wait(self.scratch["arrived"])
         plgpu.commit_smem()
         d_query = self.compute(i)
@@ -197,13 +197,13 @@ class _Program(Chunk):
 
     def pass_on(self, i, middle):
         """What else the memories at the chunk's start have been used for."""
-        machine = self.machine
+        ops = self.ops
 
         @pl.when((i > 0) & (i == middle))
         def _():
             for memory, given in zip(self.each("d_memory"), self.d_middle, strict=True):
-                more = machine.global_matrix(given, *self.at)
-                memory[...] = machine.matrix(memory) + more
+                more = ops.global_matrix(given, *self.at)
+                memory[...] = ops.matrix(memory) + more
 
         if self.x.cleared is None:
             return
@@ -211,6 +211,6 @@ class _Program(Chunk):
         @pl.when((i > 0) & (self.x.cleared[self.at[0], i] != 0))
         def _():
             for memory, out in zip(self.each("d_memory"), self.out.empty, strict=True):
-                before = machine.global_matrix(out, *self.at)
-                out[*self.at] = before + machine.matrix(memory)
-                memory[...] = machine.zeros(memory.shape)
+                before = ops.global_matrix(out, *self.at)
+                out[*self.at] = before + ops.matrix(memory)
+                memory[...] = ops.zeros(memory.shape)

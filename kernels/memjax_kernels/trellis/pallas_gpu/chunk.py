@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels.common import mosaic
-from memjax_kernels.common.mosaic import ROWS, Machine
+from memjax_kernels.common.mosaic import ROWS, TileOps
 from memjax_kernels.trellis import functions
 from memjax_kernels.trellis.pallas_gpu.forward import decays
 from memjax_kernels.trellis.pallas_gpu.inputs import GAMMA, LAST, TOTAL
@@ -36,8 +36,8 @@ class Chunk:
 
     def __init__(self, static, sizes, scratch):
         self.static, self.sizes, self.scratch = static, sizes, scratch
-        self.machine = Machine(static.interpret)
-        self.at = lax.axis_index("rows"), lax.axis_index("heads")
+        self.ops = TileOps(static.interpret)
+        self.at = lax.axis_index("batch"), lax.axis_index("heads")
         self.operands = [scratch[f"memory{i}"].at[0] for i in (0, 1)]
 
     def each(self, name):
@@ -49,14 +49,14 @@ class Chunk:
         self.recompute_query(i)
         self.second_pass(i)
         query, reads = self.scratch["query"], self.scratch["reads"]
-        query[...] = self.machine.matrix(reads).astype(query.dtype)
+        query[...] = self.ops.matrix(reads).astype(query.dtype)
         return self.first_pass(i, query)
 
     def recompute_first_pass(self):
         """Errors and scores of the first pass, as in the forward kernel."""
-        scratch, machine = self.scratch, self.machine
+        scratch, ops = self.scratch, self.ops
         q, x = scratch["q"], scratch["inputs0"]
-        predicted, scores = machine.products((x, self.operands[0], "nt"), (q, x, "nt"))
+        predicted, scores = ops.products((x, self.operands[0], "nt"), (q, x, "nt"))
         _, gamma, _ = self.gates(0)
         error = self.error(predicted) * mosaic.along_rows(gamma, self.sizes.slots)
         scratch["errors0"][...] = error.astype(q.dtype)
@@ -67,7 +67,7 @@ class Chunk:
     def recompute_query(self, i):
         """Reads of the first pass, and the query of the second."""
         scratch = self.scratch
-        past, new = self.machine.products(
+        past, new = self.ops.products(
             (scratch["q"], self.read_from(0, i), "nt"),
             (scratch["scores1"], scratch["errors0"], "nn"),
         )
@@ -79,17 +79,17 @@ class Chunk:
 
     def second_pass(self, i):
         """The second pass; leaves the cotangent of the first one's reads in `reads`."""
-        scratch, machine, slots = self.scratch, self.machine, self.sizes.slots
+        scratch, ops, slots = self.scratch, self.ops, self.sizes.slots
         query, x, d_y = scratch["query"], scratch["inputs1"], scratch["d_y"]
         d_scores, errors = scratch["d_scores"], scratch["errors1"]
-        predicted = machine.product(x, self.operands[1], "nt")
+        predicted = ops.product(x, self.operands[1], "nt")
         total, gamma, last = self.gates(1)
         kept = mosaic.along_rows(jnp.exp(total), slots)
         error = self.error(predicted) * mosaic.along_rows(gamma, slots)
         errors[...] = error.astype(errors.dtype)
-        self.store("weighted", kept * machine.matrix(query))
+        self.store("weighted", kept * ops.matrix(query))
         plgpu.commit_smem()
-        scores, d_score, d_past, d_decayed = machine.products(
+        scores, d_score, d_past, d_decayed = ops.products(
             (query, errors, "nt"),
             (d_y, x, "nt"),
             (d_y, self.read_from(1, i), "nt"),
@@ -99,47 +99,49 @@ class Chunk:
         self.store("scores2", decays_ * scores)
         self.store("d_scores", -(decays_ * d_score))
         plgpu.commit_smem()
-        through, d_error = machine.products(
+        through, d_error = ops.products(
             (d_scores, errors, "nn"), (d_scores, query, "tn")
         )
         d_query = kept * d_past + through
-        d_total = jnp.sum(machine.matrix(query) * d_query, axis=1)
-        reads = machine.matrix(scratch["reads"])
-        _, scratch["reads"][...] = mosaic.pull(self.activate, (reads,), d_query)
+        d_total = jnp.sum(ops.matrix(query) * d_query, axis=1)
+        reads = ops.matrix(scratch["reads"])
+        _, scratch["reads"][...] = mosaic.value_and_vjp(
+            self.activate, (reads,), d_query
+        )
         d_x, d_alpha = self.write(
             i, 1, predicted, d_error, d_decayed, d_total, (scratch["weighted"], d_y)
         )
-        direct = machine.product(scratch["scores2"], d_y, "tn")
+        direct = ops.product(scratch["scores2"], d_y, "tn")
         x[...] = (d_x - direct).astype(x.dtype)
         self.store("errors1", d_alpha)
 
     def first_pass(self, i, d_y):
         """The first pass, given its reads' cotangent as a tile; returns that of q."""
-        scratch, machine, slots = self.scratch, self.machine, self.sizes.slots
+        scratch, ops, slots = self.scratch, self.ops, self.sizes.slots
         q, x, d_scores = scratch["q"], scratch["inputs0"], scratch["d_scores"]
         total, _, _ = self.gates(0)
         kept = mosaic.along_rows(jnp.exp(total), slots)
-        self.store("weighted", kept * machine.matrix(scratch["reads"]))
+        self.store("weighted", kept * ops.matrix(scratch["reads"]))
         plgpu.commit_smem()
-        predicted, d_score, d_decayed = machine.products(
+        predicted, d_score, d_decayed = ops.products(
             (x, self.operands[0], "nt"),
             (d_y, scratch["errors0"], "nt"),
             (x, scratch["d_operand0"], "nt"),
         )
         self.store("d_scores", -(self.decays(0) * d_score))
         plgpu.commit_smem()
-        through, past = machine.products(
+        through, past = ops.products(
             (d_scores, x, "nn"), (scratch["weighted"], self.read_from(0, i), "nn")
         )
         d_q = through + past
-        d_total = jnp.sum(machine.matrix(q) * d_q, axis=1)
-        d_error = -machine.product(scratch["scores1"], d_y, "tn")
+        d_total = jnp.sum(ops.matrix(q) * d_q, axis=1)
+        d_error = -ops.product(scratch["scores1"], d_y, "tn")
         d_x, d_alpha = self.write(
             i, 0, predicted, d_error, d_decayed, d_total, (scratch["weighted"], q)
         )
-        direct = machine.product(d_scores, q, "tn")
+        direct = ops.product(d_scores, q, "tn")
         x[...] = (d_x + direct).astype(x.dtype)
-        self.store("alpha", d_alpha + machine.matrix(scratch["errors1"]))
+        self.store("alpha", d_alpha + ops.matrix(scratch["errors1"]))
         return d_q
 
     def write(self, i, index, predicted, d_error, d_decayed, d_total, change):
@@ -157,13 +159,13 @@ class Chunk:
         Returns:
             Cotangents of x, but for its part from the reads, and of alpha.
         """
-        scratch, machine, slots = self.scratch, self.machine, self.sizes.slots
+        scratch, ops, slots = self.scratch, self.ops, self.sizes.slots
         total, gamma, last = self.gates(index)
         left = mosaic.along_rows(jnp.exp(last - total), slots)
         step = mosaic.along_rows(gamma, slots)
         d_error = d_error - left * d_decayed
-        alpha = machine.matrix(scratch["alpha"])
-        error, d_predicted, d_alpha = mosaic.pull(
+        alpha = ops.matrix(scratch["alpha"])
+        error, d_predicted, d_alpha = mosaic.value_and_vjp(
             self.error_of, (predicted, alpha), step * d_error
         )
         d_gamma = jnp.sum(error * d_error, axis=1)
@@ -176,7 +178,7 @@ class Chunk:
         self.store("d_predicted", d_predicted)
         plgpu.commit_smem()
         self.pass_memory(i, index, change, jnp.exp(last))
-        lost, through = machine.products(
+        lost, through = ops.products(
             (scratch["decayed"], scratch[f"d_operand{index}"], "nn"),
             (scratch["d_predicted"], self.operands[index], "nn"),
         )
@@ -184,13 +186,13 @@ class Chunk:
 
     def pass_memory(self, i, index, change, kept):
         """The cotangent of a memory, from after the chunk to before it."""
-        machine, d_memory = self.machine, self.scratch[f"d_memory{index}"]
+        ops, d_memory = self.ops, self.scratch[f"d_memory{index}"]
         x = self.scratch[f"inputs{index}"]
-        read, start = machine.products(
+        read, start = ops.products(
             (*change, "tn"), (self.scratch["d_predicted"], x, "tn")
         )
-        after = kept * machine.matrix(d_memory)
-        before = machine.matrix(self.read_from(index, i))
+        after = kept * ops.matrix(d_memory)
+        before = ops.matrix(self.read_from(index, i))
         self.scratch["d_last"][index] = jnp.sum(after * before, axis=1)
         if self.x.running is not None:
             begin = self.out.begin[index]
@@ -214,18 +216,18 @@ class Chunk:
     def gates(self, index):
         """Sums of g, gamma, and the last sum."""
         gates = self.scratch["gates"]
-        total = self.machine.row_vector(gates, 2 * index)
-        gamma = self.machine.row_vector(gates, 2 * index + 1)
+        total = self.ops.row_vector(gates, 2 * index)
+        gamma = self.ops.row_vector(gates, 2 * index + 1)
         return total, gamma, gates[2 * index, ROWS - 1]
 
     def decays(self, index):
         gates = self.scratch["gates"]
-        total = self.machine.row_vector(gates, 2 * index)
-        other = self.machine.column_vector(gates, 2 * index)
-        return decays(self.machine, total, other, self.sizes.size)
+        total = self.ops.row_vector(gates, 2 * index)
+        other = self.ops.column_vector(gates, 2 * index)
+        return decays(self.ops, total, other, self.sizes.size)
 
     def error(self, predicted):
-        return self.error_of(predicted, self.machine.matrix(self.scratch["alpha"]))
+        return self.error_of(predicted, self.ops.matrix(self.scratch["alpha"]))
 
     def error_of(self, predicted, alpha):
         return functions.error_gradient(

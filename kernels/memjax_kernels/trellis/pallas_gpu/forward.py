@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels.common import mosaic
-from memjax_kernels.common.mosaic import F32, ROWS, Machine
+from memjax_kernels.common.mosaic import F32, ROWS, TileOps
 from memjax_kernels.common.products import Form
 from memjax_kernels.trellis import functions
 from memjax_kernels.trellis.pallas_gpu.inputs import Inputs, Static
@@ -86,8 +86,8 @@ class _Program:
         self.static, self.sizes, self.stages = static, sizes, static.stages
         self.x, self.scratch = x, scratch
         self.y, self.after, self.middle, self.kept = outputs
-        self.machine = Machine(static.interpret)
-        self.row, self.head = lax.axis_index("rows"), lax.axis_index("heads")
+        self.ops = TileOps(static.interpret)
+        self.row, self.head = lax.axis_index("batch"), lax.axis_index("heads")
 
     def each(self, name):
         return [self.scratch[f"{name}{i}"] for i in (0, 1)]
@@ -98,7 +98,7 @@ class _Program:
         if self.sizes.size < ROWS:
             for ref in (self.scratch["q"], self.scratch["alpha"], *self.each("inputs")):
                 for stage in range(self.stages):
-                    ref[stage] = self.machine.zeros(ref.shape[1:], ref.dtype)
+                    ref[stage] = self.ops.zeros(ref.shape[1:], ref.dtype)
             plgpu.commit_smem()
         self.fetch_tokens(jnp.int32(0))
         middle = self.x.middle[row]
@@ -173,15 +173,15 @@ class _Program:
         for memory, operand in zip(
             self.each("memory"), self.each("operand"), strict=True
         ):
-            operand[...] = self.machine.matrix(memory).astype(operand.dtype)
+            operand[...] = self.ops.matrix(memory).astype(operand.dtype)
 
     def compute(self, i, stage):
-        machine, scratch, operands = self.machine, self.scratch, self.each("operand")
+        ops, scratch, operands = self.ops, self.scratch, self.each("operand")
         q, inputs = scratch["q"].at[stage], [x.at[stage] for x in self.each("inputs")]
         triples: list[tuple[Any, Any, Form]] = [
             (x, m, "nt") for x, m in zip(inputs, operands, strict=True)
         ]
-        *predicted, scores = machine.products(*triples, (q, inputs[0], "nt"))
+        *predicted, scores = ops.products(*triples, (q, inputs[0], "nt"))
         if self.x.begin is not None:
 
             @pl.when(i == 0)
@@ -202,13 +202,13 @@ class _Program:
 
     def one_pass(self, index, stage, predicted, query, scores):
         """Reads of a pass; its memory becomes the one after the chunk."""
-        machine, scratch, slots = self.machine, self.scratch, self.sizes.slots
+        ops, scratch, slots = self.ops, self.scratch, self.sizes.slots
         operand, memory = self.each("operand")[index], self.each("memory")[index]
         x = self.each("inputs")[index].at[stage]
-        total = machine.row_vector(scratch["gates"], stage, 2 * index)
-        gamma = machine.row_vector(scratch["gates"], stage, 2 * index + 1)
+        total = ops.row_vector(scratch["gates"], stage, 2 * index)
+        gamma = ops.row_vector(scratch["gates"], stage, 2 * index + 1)
         last = scratch["gates"][stage, 2 * index, ROWS - 1]
-        alpha = machine.matrix(scratch["alpha"].at[stage])
+        alpha = ops.matrix(scratch["alpha"].at[stage])
         phi = self.static.phi
         error = functions.error_gradient(phi, predicted, alpha, mosaic.over_slots)
         # Negated, so that products are added.
@@ -218,23 +218,23 @@ class _Program:
         scratch["decayed"][...] = decayed.astype(scratch["decayed"].dtype)
         plgpu.commit_smem()
         if index == 1:
-            scores = machine.product(query, scratch["errors"], "nt")
-        other = machine.column_vector(scratch["gates"], stage, 2 * index)
-        scores = decays(machine, total, other, self.sizes.size) * scores
+            scores = ops.product(query, scratch["errors"], "nt")
+        other = ops.column_vector(scratch["gates"], stage, 2 * index)
+        scores = decays(ops, total, other, self.sizes.size) * scores
         scratch["scores"][...] = scores.astype(scratch["scores"].dtype)
         plgpu.commit_smem()
         # y1 = M q is read through rows of the memory, y = M^T f through columns.
         written, form = (scratch["errors"], "nt") if index == 0 else (x, "nn")
-        past, new, added = machine.products(
+        past, new, added = ops.products(
             (query, operand, form),
             (scratch["scores"], written, "nn"),
             (scratch["decayed"], x, "tn"),
         )
-        memory[...] = jnp.exp(last) * machine.matrix(memory) + added
+        memory[...] = jnp.exp(last) * ops.matrix(memory) + added
         return mosaic.along_rows(jnp.exp(total), past.shape[1]) * past + new
 
 
-def decays(machine, total, other, size) -> jax.Array:
+def decays(ops, total, other, size) -> jax.Array:
     """exp(total_i - total_j) for j <= i < size, else 0: masked before exp."""
     difference = mosaic.along_rows(total, ROWS) - mosaic.along_columns(other, ROWS)
-    return jnp.exp(jnp.where(machine.seen(size), difference, -1e30))
+    return jnp.exp(jnp.where(ops.causal_mask(size), difference, -1e30))
