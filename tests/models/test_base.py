@@ -15,7 +15,7 @@ from memjax.models.language_model.model import with_config
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
 from memjax.models.language_model.windowed import (
     with_capacity,
-    with_texts_of,
+    with_max_length,
     with_window,
 )
 from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora
@@ -76,7 +76,7 @@ LORA = LoraConfig(rank=2)
         lambda m: with_capacity(m, 8),
         lambda m: with_config(m, dtype="bfloat16"),
         lambda m: with_window(m, 4),
-        lambda m: with_texts_of(m, 8, True),
+        lambda m: with_max_length(m, 8, True),
         lambda m: with_snapkv(m, SnapKVConfig(keep=4, room=4, window=2, kernel=3)),
         freeze,
         merge_lora,

@@ -42,7 +42,7 @@ from memjax.models.hmt.segment import join_open_segment, read_segments
 from memjax.models.hmt.state import HMTState, SegmentTrace, init_state
 from memjax.models.hmt.weights import RetrievalWeights, Weights, init_weights
 from memjax.models.language_model.model import LanguageModel
-from memjax.models.language_model.windowed import with_texts_of
+from memjax.models.language_model.windowed import with_max_length
 from memjax.nnx.params import params_key
 
 
@@ -70,7 +70,7 @@ class HMT(nnx.Module):
         #: The backbone's own config: its mixers, and the longest text it reads.
         self.pretrained = backbone.config
         length = config.sensory + config.segment + 2
-        self.backbone = with_texts_of(backbone, length, config.activations == "keep")
+        self.backbone = with_max_length(backbone, length, config.activations == "keep")
         weights = init_weights(self.backbone, config, params_key(key, rngs))
         self.initial_memory = nnx.Param(weights.initial_memory)
         if weights.retrieval is not None:

@@ -1,4 +1,4 @@
-"""The same parameters, attention over less: a window, or texts of bounded length."""
+"""The same parameters with bounded attention: a window, or a maximal length."""
 
 import dataclasses
 
@@ -9,10 +9,10 @@ from memjax.models.language_model.model import LanguageModel, with_config
 
 
 def with_window(model: LanguageModel, window: int) -> LanguageModel:
-    """The same parameters, every attention layer seeing the last `window` tokens.
+    """The same parameters, with attention limited to the last `window` tokens.
 
-    Reads texts of any length in constant memory. Up to `window` tokens from the start
-    of a text it computes what full attention does.
+    Reads sequences of any length in constant memory. The first `window` tokens of a
+    sequence get the same result as with full attention.
 
     Args:
         model: all of whose layers are full attention or sliding windows.
@@ -33,7 +33,7 @@ def with_window(model: LanguageModel, window: int) -> LanguageModel:
         )
     if config.architecture.learned_positions:
         raise ValueError(
-            "model must have RoPE to read on in a window, got learned_positions="
+            "model must have RoPE to read past its window, got learned_positions="
             f"{config.architecture.learned_positions}"
         )
     windows = (
@@ -54,30 +54,31 @@ def with_capacity(model: LanguageModel, capacity: int) -> LanguageModel:
     return with_config(model, mixers=tuple(mixers))
 
 
-def with_texts_of(model: LanguageModel, length: int, remat: bool) -> LanguageModel:
-    """The same model for texts of at most `length` tokens, with states no larger.
+def with_max_length(model: LanguageModel, length: int, remat: bool) -> LanguageModel:
+    """The same model for sequences of at most `length` tokens, with states no larger.
 
     Args:
         model: the model.
-        length: of the longest text.
-        remat: False turns the model's own off, where whole texts are recomputed.
+        length: of the longest sequence.
+        remat: False turns off the model's own rematerialization, because the caller
+            recomputes whole segments.
 
     Raises:
-        ValueError: if the model's positions end before.
+        ValueError: if the model has fewer positions.
     """
     config = model.config
     if config.capacity is not None and length > config.capacity:
         raise ValueError(
-            f"segment and sensory make texts of {length} tokens with two prompts; the "
-            f"backbone's positions allow {config.capacity}"
+            f"segment and sensory make sequences of {length} tokens with two prompts; "
+            f"the backbone's positions allow {config.capacity}"
         )
-    # A window that sees all of a text is full attention, whose state is smaller.
+    # A window as long as the sequence is full attention, whose state is smaller.
     mixers = tuple(_attention_within(mixer, length) for mixer in config.mixers)
     return with_config(model, mixers=mixers, remat=remat and config.remat)
 
 
 def _attention_within(mixer: MixerConfig, length: int) -> MixerConfig:
-    """The mixer of a layer for texts of at most `length` tokens."""
+    """The mixer of a layer for sequences of at most `length` tokens."""
     if isinstance(mixer, AttentionConfig):
         return dataclasses.replace(mixer, capacity=length)
     if isinstance(mixer, SlidingWindowConfig) and mixer.window >= length:

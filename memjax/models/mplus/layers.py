@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import projections
-from memjax.models import ragged as segments
+from memjax.models import ragged
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import BlockParams, normalize, run_block
 
@@ -123,7 +123,7 @@ def read_layer(
         q = projections.apply_rope(heads, plain, positions)
         k = projections.apply_rope(heads, k, positions)
         new = Slots(k.astype(jnp.float32), v.astype(jnp.float32))
-        write = lambda old, new: segments.write(old, places, new)
+        write = lambda old, new: ragged.write(old, places, new)
         slots = jax.tree.map(write, slots, new)
         cache = (slots.keys.astype(q.dtype), slots.values.astype(q.dtype))
         if attention is None:

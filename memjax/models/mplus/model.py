@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
 from memjax.checks import check_sizes
-from memjax.models import ragged as segments
+from memjax.models import ragged
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.mplus import kv_cache, read, write
 from memjax.models.mplus.config import MPlusConfig
@@ -301,7 +301,7 @@ class MPlus(nnx.Module):
         return _generate(graph, max_new_tokens, sampling, params, state, prompt, key)
 
     def _check(self, state, tokens):
-        segments.check_tokens(tokens, state.num_valid.shape[0], self.vocab_size)
+        ragged.check_tokens(tokens, state.num_valid.shape[0], self.vocab_size)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

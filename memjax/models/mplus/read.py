@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from memjax.models import ragged as segments
+from memjax.models import ragged
 from memjax.models.mplus import attention_retrieval, kv_cache
 from memjax.models.mplus import pool as short_term_pool
 from memjax.models.mplus import store as long_term_store
@@ -55,7 +55,7 @@ def check(
     options: ReadOptions,
 ) -> None:
     """Raises ValueError on tokens or options that `MPlus.read` refuses."""
-    segments.check_tokens(tokens, state.num_valid.shape[0], weights.backbone.vocab_size)
+    ragged.check_tokens(tokens, state.num_valid.shape[0], weights.backbone.vocab_size)
     b, t = tokens.shape
     if options.beside_pool and options.new is None:
         raise ValueError("beside_pool needs new memory, got new=None")
@@ -131,7 +131,7 @@ def decode(
         ValueError: on tokens of another shape, or a known value out of range; on a
             state where none is needed, or none where one is.
     """
-    segments.check_tokens(tokens, cache.length.shape[0], weights.backbone.vocab_size)
+    ragged.check_tokens(tokens, cache.length.shape[0], weights.backbone.vocab_size)
     needed = weights.config.by_attention and not only_new
     if (state is not None) != needed:
         raise ValueError(
@@ -220,7 +220,7 @@ def _read(weights, options, width, state, tokens):
             kept_rows=_draw_kept(weights, state, options.new.shape[2])
         )
     length = state.length if width else jnp.zeros_like(state.length)
-    joined = segments.join(state.tokens, length, tokens, width + t)
+    joined = ragged.join(state.tokens, length, tokens, width + t)
     h = weights.backbone.embed(joined)
     times = jnp.arange(width + t, dtype=jnp.int32)[None]
     after = times - length[:, None]
@@ -247,9 +247,9 @@ def _read(weights, options, width, state, tokens):
         weights, cache, h, length + t, options.only_new, before, attention_retriever
     )
     taken = length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    hidden = jnp.stack([segments.take(x, taken) for x in (*inputs, y)])
+    hidden = jnp.stack([ragged.take(x, taken) for x in (*inputs, y)])
     if attention_retriever is not None:
-        chosen = [segments.take(x, taken) for x in attention_retriever.chosen]
+        chosen = [ragged.take(x, taken) for x in attention_retriever.chosen]
     stack = lambda xs: jnp.stack(xs) if xs else None
     return cache, hidden[-1], ReadTrace(hidden, stack(scores), stack(chosen))
 
@@ -272,9 +272,9 @@ def _memory(weights, options, state, layer, h, query_mask):
         new = options.new[:, layer]
         kept = options.kept_rows[:, layer]
         seen = jnp.concatenate(
-            [segments.take(seen, kept), jnp.ones(new.shape[:2], bool)], axis=1
+            [ragged.take(seen, kept), jnp.ones(new.shape[:2], bool)], axis=1
         )
-        pool = jnp.concatenate([segments.take(pool, kept), new], axis=1)
+        pool = jnp.concatenate([ragged.take(pool, kept), new], axis=1)
     memory, found = [(pool, seen)], None
     if c.has_retriever:
         queries = weights.retriever_queries(layer, h)

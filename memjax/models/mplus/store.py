@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax import mechanisms
-from memjax.models import ragged as segments
+from memjax.models import ragged
 from memjax.models.mplus import retriever
 from memjax.models.mplus.config import LEAST_RECALLS, MPlusConfig
 from memjax.models.mplus.state import LayerStore, Store
@@ -108,7 +108,7 @@ def append(
     def merged():
         # One function writes and moves, so that memory on the host is written once.
         small, order = _merge(config, store, due)
-        moved = lambda *args: segments.take(_written(*args[:3]), args[3])
+        moved = lambda *args: ragged.take(_written(*args[:3]), args[3])
         moves = [(*layer, order) for layer in layers]
         return small._replace(layers=_each_layer(moved, moves))
 
@@ -117,7 +117,7 @@ def append(
 
 
 def _written(buffer, rows, at):
-    return segments.write(buffer, at, rows)
+    return ragged.write(buffer, at, rows)
 
 
 def _each_layer(function, layers):
@@ -141,7 +141,7 @@ def _merge(config, store, mask):
     stays = stays | ~mask[:, None]
     order = jnp.argsort(~stays, axis=1, stable=True).astype(jnp.int32)
     merged = store._replace(
-        recalls=segments.take(jnp.where(enough[:, None], left, store.recalls), order),
+        recalls=ragged.take(jnp.where(enough[:, None], left, store.recalls), order),
         num_valid=jnp.where(enough, count, store.num_valid),
         num_pending=jnp.zeros_like(store.num_pending),
     )
@@ -168,7 +168,7 @@ def retrieve(
         keys, born, store.num_valid, store.num_pending, queries, query_mask
     )
     # Unused parts of the buffer may hold anything, and must not give NaN.
-    found = jnp.where(real[..., None], near(segments.take, rows, chosen), 0.0)
+    found = jnp.where(real[..., None], near(ragged.take, rows, chosen), 0.0)
     return Retrieved(found, chosen, real, scores)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
-from memjax.models import ragged as segments
+from memjax.models import ragged
 from memjax.models.mplus import attention_retrieval, kv_cache
 from memjax.models.mplus import layers as mplus_layers
 from memjax.models.mplus import pool as short_term_pool
@@ -77,7 +77,7 @@ def by_chunks(
         state, done = carry
         lengths = jnp.minimum(c - state.length, t - done)
         at = done[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-        piece = segments.take(tokens, jnp.minimum(at, t - 1))
+        piece = ragged.take(tokens, jnp.minimum(at, t - 1))
         state, y = read(weights, state, piece, lengths)
         state = _keep_tokens(state, piece, lengths)
         return (write_open(weights, state, state.length == c), done + lengths), y
@@ -98,7 +98,7 @@ def by_chunks(
     rounds = (before[:, None] + times) // c
     first = jnp.where(rounds == 0, 0, rounds * c - before[:, None])
     flat = jnp.moveaxis(ys, 0, 1).reshape(b, count * width, -1)
-    return state, segments.take(flat, rounds * width + times - first)
+    return state, ragged.take(flat, rounds * width + times - first)
 
 
 def write_open(
@@ -215,6 +215,6 @@ def _keep_tokens(state, piece, lengths):
     at = state.length[:, None] + times
     at = jnp.where(times < lengths[:, None], at, state.tokens.shape[1])
     return state._replace(
-        tokens=segments.write(state.tokens, at, piece.astype(jnp.int32)),
+        tokens=ragged.write(state.tokens, at, piece.astype(jnp.int32)),
         length=state.length + lengths,
     )
