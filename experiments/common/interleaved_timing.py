@@ -99,14 +99,14 @@ def available(names: Sequence[str], official: pathlib.Path | None) -> list[Any]:
     """The implementations that can be timed: torch baselines need their checkout.
 
     Args:
-        names: all that are asked for.
+        names: all that are requested.
         official: checkout of the authors' program, or None.
     """
     return [n for n in names if official is not None or n not in TORCH_BASELINES]
 
 
 def require_official(official: pathlib.Path | None, file: str) -> None:
-    """Checks that the authors' program can run, if it is asked for.
+    """Checks that the authors' program can run, if it is requested.
 
     Args:
         official: checkout of the authors' program, or None.

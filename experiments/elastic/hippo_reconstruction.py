@@ -205,14 +205,14 @@ def _plot_noise(config: Config, axes: Axes) -> None:
 
 
 def _plot_table(axes: Axes, rows: list[dict]) -> None:
-    places = np.arange(len(rows))
+    positions = np.arange(len(rows))
     ours = np.array([row["mse_median"] for row in rows])
     ends = np.array(
         [[row["mse_min"] for row in rows], [row["mse_max"] for row in rows]]
     )
-    axes.barh(places - 0.27, [row["paper"] for row in rows], 0.26, label="paper")
+    axes.barh(positions - 0.27, [row["paper"] for row in rows], 0.26, label="paper")
     axes.barh(
-        places,
+        positions,
         ours,
         0.26,
         xerr=np.abs(ends - ours),
@@ -220,9 +220,9 @@ def _plot_table(axes: Axes, rows: list[dict]) -> None:
         label="ours, median and range",
     )
     edge = [row["mse_median_read_at_edge"] for row in rows]
-    axes.barh(places + 0.27, edge, 0.26, label="ours read half a token early")
+    axes.barh(positions + 0.27, edge, 0.26, label="ours read half a token early")
     axes.set_xscale("log")
-    axes.set_yticks(places, [row["name"] for row in rows])
+    axes.set_yticks(positions, [row["name"] for row in rows])
     axes.invert_yaxis()
     axes.set(title="table 12", xlabel="mean squared error (log)")
     axes.legend(

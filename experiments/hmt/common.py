@@ -130,7 +130,7 @@ class Config:
 
     @property
     def scale(self) -> Scale:
-        """The preset with the changes that were asked for."""
+        """The preset with the changes of the options."""
         scale = SCALES[self.preset]
         stages = scale.stages
         for name, steps in zip(("stage1", "stage2"), self.steps or (), strict=False):

@@ -173,8 +173,8 @@ def plot(config: Config, sizes: dict[str, dict[str, list[dict[str, int]]]]) -> N
 
 def _on(device: Any, tree: PyTree) -> PyTree:
     sharding = SingleDeviceSharding(device)
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.tree.map(place, tree)
+    with_sharding = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(with_sharding, tree)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Config(common.Config):
         questions: JSON lines with context, question, answer, and kind and subject.
         train_contexts: contexts of an input in training.
         test_contexts: contexts of an input, one test each.
-        test_items: questions asked in each test, at most.
+        test_items: questions in each test, at most.
     """
 
     questions: Path = FACTBOOK / "factbook_qa.jsonl.xz"
@@ -73,7 +73,7 @@ class Config(common.Config):
 
 
 def main(config: Config) -> None:
-    """Trains what is not trained yet, asks, prints and writes."""
+    """Trains what is not trained yet, queries, prints and writes."""
     backbone, tokenizer = common.load_backbone(config)
     train, test = split(read_questions(config.questions))
     test = test[: config.test_items]
@@ -195,7 +195,7 @@ def _training_source(
 def _filled(
     entry: QuestionInput, before: np.ndarray, length: int, tokenizer: Tokenizer
 ) -> str | None:
-    """The input's text behind so much other text that it has `length` tokens.
+    """The input's text after so much other text that it has `length` tokens.
 
     None if there is no such text: where two texts meet, tokens may join.
     """

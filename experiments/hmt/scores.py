@@ -37,7 +37,7 @@ class Disjoint(nnx.Module):
         self.first_scored = 0
 
     def init_state(self, batch: int):
-        """Nothing but the number of rows."""
+        """A memory without content: only the batch size."""
         return (jnp.zeros(batch),)
 
     def features(self, state, tokens):

@@ -6,7 +6,7 @@ HMT with and without retrieval is fine-tuned on three forms of documents: as the
 interleaved in pairs, and dilated with "$". Both models of a form train for as many
 steps, and are scored on held-out documents of the same form (HMT, Figures 9, 11, 14 and
 15). Without retrieval a segment gets the memory of the segment before. The histograms
-show how many segments back the memory lies that a search weighs most. With pieces of
+show how many segments back the memory lies that a search weighs most. With chunks of
 one segment, the other document's memory is one segment back, and a document's own two.
 
 Both models score the same targets: those from index j on in their segment. The
@@ -51,7 +51,7 @@ class Config(common.Config):
 
     Attributes:
         forms: of the documents.
-        chunk: tokens of a piece; 0 is a segment, or 256, as the paper has, with its
+        chunk: tokens of a chunk; 0 is a segment, or 256, as the paper has, with its
             preset.
     """
 
@@ -66,7 +66,7 @@ class Config(common.Config):
             raise ValueError(f"chunk must be >= 0, got {self.chunk}")
 
     @property
-    def piece(self) -> int:
+    def chunk_size(self) -> int:
         """Tokens between two switches."""
         usual = self.scale.stages.stage2.hmt.segment
         return self.chunk or (256 if self.preset == "paper" else usual)
@@ -129,8 +129,8 @@ def searches(
         tokens = np.asarray(text.document.tokens)[None, :-1]
         step = scores.TOGETHER * segment
         for start in range(0, tokens.shape[1], step):
-            piece = jnp.asarray(tokens[:, start : start + step])
-            state, trace = read(params, state, piece)
+            chunk = jnp.asarray(tokens[:, start : start + step])
+            state, trace = read(params, state, chunk)
             counts = (trace.scores, trace.num_valid, trace.length)
             found.append(evaluation.recall_distances(*counts))
     distances, held = zip(*found, strict=True)
@@ -144,8 +144,8 @@ def report(config: Config, results: dict, panels: dict) -> None:
         config,
         "does a memory search help where the context switches?",
         segment=memory.segment,
-        chunk=config.piece,
-        chunk_over_segment=config.piece / memory.segment,
+        chunk=config.chunk_size,
+        chunk_over_segment=config.chunk_size / memory.segment,
         scored_from=memory.summary,
         forms=results,
     )
@@ -165,7 +165,7 @@ def report(config: Config, results: dict, panels: dict) -> None:
         Path(f"{config.output}.png"),
         longest=min(50, memory.memories),
         title=f"What searches go back to; segments of {memory.segment}, "
-        f"pieces of {config.piece} tokens",
+        f"chunks of {config.chunk_size} tokens",
     )
 
 
@@ -179,9 +179,9 @@ def _make(
             blank = lambda d: np.zeros(len(d.tokens), np.int8)
             return [LongInput(d, blank(d)) for d in documents]
         case "interleaved":
-            return interleave(documents, config.piece)
+            return interleave(documents, config.chunk_size)
         case "dilated":
-            return dilate(documents, _dollar(tokenizer), config.piece)
+            return dilate(documents, _dollar(tokenizer), config.chunk_size)
 
 
 def _dollar(tokenizer: Tokenizer) -> int:
@@ -196,7 +196,7 @@ def _training_source(config: Config, form: Form, tokenizer: Tokenizer) -> str:
     """Documents of the form to train on, as a folder of texts."""
     if form == "plain":
         return config.source
-    name = f"texts-{form}-{config.piece}-{config.source.replace('/', '_')}"
+    name = f"texts-{form}-{config.chunk_size}-{config.source.replace('/', '_')}"
     folder = config.run_dir / f"{name}-{tokenizer.digest[:8]}" / "train"
     folder.mkdir(parents=True, exist_ok=True)
     for i, text in enumerate(_make(config, form, tokenizer, "train")):

@@ -5,7 +5,7 @@
         --stage3 RUN/stage3
 
 From each held-out document the chunks before a certain position are injected: none, a
-few or many. Then a short prompt is read with that memory, and the tokens behind it are
+few or many. Then a short prompt is read with that memory, and the tokens after it are
 scored. The scored tokens are the same however much was injected (M+, Figure 4, which
 compares its three stages of training). Beside the trained models stand the untrained
 M+, the backbone without any context, and the backbone with a window of as many tokens
@@ -52,7 +52,7 @@ LEAKING = "LEAKING: scored tokens choose"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is told and scored; the defaults take some 10 minutes with three stages.
+    """What is injected and scored; the defaults take some 10 minutes with three stages.
 
     Attributes:
         stage1: run folder of a MemoryLLM.
@@ -63,15 +63,15 @@ class Config:
         backbone: "smollm2", "tiny", which is trained here in a minute or two, or what
             `memjax finetune` takes; where there is a stage, its own counts.
         memory: sizes of the untrained ones, unless there is a stage 3.
-        told: numbers of pieces that are told, rising from 0.
-        chunk: tokens of a piece, a multiple of the memories'; 0 is the longest of
+        told: numbers of chunks that are injected, rising from 0.
+        chunk: tokens of a chunk, a multiple of the memories'; 0 is the longest of
             theirs.
         texts: scored, a multiple of `batch`.
         batch: texts side by side.
         prompt: tokens that are read before those that are scored.
         scored: tokens of each text.
         window: of the backbone, in tokens; 0 is as many as M+ sees at most: pool,
-            retrieved rows, and what is read.
+            retrieved memory tokens, and what is read.
         source: documents, as `memjax train` takes them.
         split: which of them.
         run_dir: where the tiny backbone is kept.
@@ -124,13 +124,13 @@ class Config:
 
 
 class Row(NamedTuple):
-    """What is told and scored.
+    """One row of the results: a model and how its memory is filled.
 
     Attributes:
-        model: of which sort.
-        method: how it is told.
+        model: the model that is scored.
+        method: how chunks are injected.
         leaks: whether it is scored in the leaking way as well.
-        memory: whether it is told anything at all.
+        memory: whether anything is injected at all.
     """
 
     model: LanguageModel | MPlus
@@ -139,15 +139,15 @@ class Row(NamedTuple):
     memory: bool = True
 
 
-#: Mean nats of each text, for every number of pieces.
+#: Mean nats of each text, for every number of chunks.
 Nats = Float64[np.ndarray, "n N"]
 
 
 def main(config: Config) -> None:
-    """Tells and scores every model, prints, draws and writes."""
+    """Injects into and scores every model; prints, plots and writes the results."""
     models = scores.load(config.folders, config.backbone, config.run_dir)
     memories = with_memory(config, models)
-    chunk = piece(config, memories)
+    chunk = chunk_size(config, memories)
     rows = build(config, models.backbone, memories, chunk)
     length = config.told[-1] * chunk + config.prompt + config.scored
     documents = load_tokens(config.source, models.tokenizer, config.split)
@@ -188,8 +188,8 @@ def with_memory(config: Config, models: Models) -> dict[str, MPlus]:
     return found
 
 
-def piece(config: Config, memories: Mapping[str, MPlus]) -> int:
-    """Tokens of a piece.
+def chunk_size(config: Config, memories: Mapping[str, MPlus]) -> int:
+    """Tokens of a chunk.
 
     Raises:
         ValueError: if a memory's chunks do not divide it.
@@ -199,7 +199,7 @@ def piece(config: Config, memories: Mapping[str, MPlus]) -> int:
     for name, size in sizes.items():
         if chunk % size:
             raise ValueError(
-                f"chunk must be a multiple of every memory's, so that all that is told "
+                f"chunk must be a multiple of every memory's, so that every token "
                 f"is written; that of {name} is {size}, got {chunk}"
             )
     return chunk
@@ -243,35 +243,40 @@ def score(
     ways = (False, True) if row.leaks else (False,)
     found = np.zeros((len(ways), len(config.told), len(texts)))
     tokens = np.stack([text.tokens for text in texts])
-    told = tokens.shape[1] - config.prompt - config.scored
+    injected = tokens.shape[1] - config.prompt - config.scored
     for start in range(0, len(texts), config.batch):
-        rows = slice(start, start + config.batch)
+        batch = slice(start, start + config.batch)
         for i, count in enumerate(config.told):
             if i and not row.memory:
-                found[:, i, rows] = found[:, 0, rows]
+                found[:, i, batch] = found[:, 0, batch]
                 continue
             memory = row.method.start(config.batch)
-            for at in range(told - count * chunk, told, chunk):
-                memory = row.method.inject(memory, tokens[rows, at : at + chunk])
+            for at in range(injected - count * chunk, injected, chunk):
+                memory = row.method.inject(memory, tokens[batch, at : at + chunk])
             for way, leaks in enumerate(ways):
                 if leaks and not np.any(memory.store.num_valid):
                     # There is nothing to choose from.
-                    found[way, i, rows] = found[0, i, rows]
+                    found[way, i, batch] = found[0, i, batch]
                     continue
                 nats = scores.losses(
-                    row.model, memory, tokens[rows, told:], config.prompt, leaks=leaks
+                    row.model,
+                    memory,
+                    tokens[batch, injected:],
+                    config.prompt,
+                    leaks=leaks,
                 )
-                found[way, i, rows] = nats.mean(axis=1, dtype=np.float64)
+                found[way, i, batch] = nats.mean(axis=1, dtype=np.float64)
     return list(zip(ways, found, strict=True))
 
 
 def compare(
     config: Config, nats: Mapping[str, Nats]
 ) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """What each row saves, in nats a token, for every number of pieces.
+    """What each row saves, in nats a token, for every number of chunks.
 
-    Against the same told nothing; a row before it: the backbone's, and the stage
-    before; and of the leaking way against the right one.
+    Each row is compared with the same model without anything injected, with the
+    backbone's rows, and with the stage before; a leaking row also with the same row
+    that does not leak.
     """
     stages = [STAGES[name] for name in config.folders]
     saved = {}
@@ -322,18 +327,18 @@ def report(
     }
     write_report(config.output, question, settings(config), results)
     title = f"{config.scored} tokens of each of {config.texts} held-out texts"
-    by_telling = {name: parts["told nothing"] for name, parts in saved.items()}
+    by_injecting = {name: parts["told nothing"] for name, parts in saved.items()}
     dotted = [name for name in nats if name.endswith(LEAKING)]
     path = Path(f"{config.output}.png")
-    scores.plot(curves, by_telling, tokens, path, title=title, dotted=dotted)
+    scores.plot(curves, by_injecting, tokens, path, title=title, dotted=dotted)
     columns = [f"{count:,}" for count in tokens]
-    show(f"Perplexity after so many tokens told; {title}", columns, curves)
+    show(f"Perplexity after so many injected tokens; {title}", columns, curves)
     show(
-        "Nats saved by telling, and half of the 95% interval",
+        "Nats saved by injecting, and half of the 95% interval",
         columns,
         {
             label: values
-            for name, found in by_telling.items()
+            for name, found in by_injecting.items()
             for label, values in (
                 (name, [x["mean"] for x in found]),
                 (f"{name} ±", [x["high"] - x["mean"] for x in found]),

@@ -1,4 +1,4 @@
-"""Where the rows of a text are: in M+'s pool, in its store, or among the retrieved.
+"""Where the memory tokens of a text are: in M+'s pool, its store, or retrieved.
 
 Shapes: B batch, L layers, P tokens of a question.
 """
@@ -23,16 +23,16 @@ from memjax.models.mplus.state import MPlusState
 
 
 class Found(NamedTuple):
-    """Rows of the context's piece, layer by layer, and what the store holds in all.
+    """Memory tokens of the context's chunk, by layer, and the size of the store.
 
     Attributes:
         pool: in the short-term pool.
         store: in the long-term store.
         retrieved: of those, what a read retrieves.
-        answer_store: as `store`, of the sentence with the answer alone. A chunk's last
-            K tokens have rows of their own; what the others say is in no certain one.
+        answer_store: as `store`, of the sentence with the answer alone. Only a chunk's
+            last K tokens have memory tokens of their own.
         answer_retrieved: as `retrieved`, likewise.
-        held: rows in the store.
+        held: memory tokens in the store.
     """
 
     pool: Int[Array, "B L"]
@@ -43,17 +43,20 @@ class Found(NamedTuple):
     held: Int[Array, " B"]
 
 
-def run(model: MPlus, batch: Samples, after: Sequence[int]) -> dict[int, Found]:
-    """Tells one batch, and counts behind each number of pieces in `after`."""
+def inject_and_count(
+    model: MPlus, batch: Samples, after: Sequence[int]
+) -> dict[int, Found]:
+    """Injects one batch, and counts after each number of chunks in `after`."""
     memory = LatentMemory(model)
     state = memory.start(len(batch.facts))
     before = np.asarray(state.clock)
-    told, found = None, {}
-    for count, piece in enumerate([batch.context, *batch.pieces][: after[-1] + 1]):
-        state = memory.inject(state, piece)
-        told = np.asarray(state.clock) if told is None else told
+    end, found = None, {}
+    for count, chunk in enumerate([batch.context, *batch.chunks][: after[-1] + 1]):
+        state = memory.inject(state, chunk)
+        # The first chunk is the one with the context.
+        end = np.asarray(state.clock) if end is None else end
         if count in after:
-            span = jnp.asarray(np.stack([before, told]))
+            span = jnp.asarray(np.stack([before, end]))
             prompt = jnp.asarray(batch.prompts)
             answers = jnp.asarray(batch.answers)
             counts = count_rows(*nnx.split(model), state, prompt, span, answers)
@@ -70,22 +73,22 @@ def count_rows(
     span: Int[Array, "2 B"],
     answers: Int[Array, "B 2"],
 ) -> Found:
-    """Where the rows are that were made in a span of time.
+    """Where the memory tokens are that were written in a span of the clock.
 
     Args:
         graph: of `nnx.split`, as `params`.
         params: the model's.
         state: the memory.
         prompt: the question, all of which chooses what is retrieved.
-        span: clock before and after the text whose rows are counted was written.
-        answers: of its tokens, first of the answer's sentence and first behind it.
+        span: clock before and after the text that is counted was written.
+        answers: of its tokens, first of the answer's sentence and first after it.
     """
     model = nnx.merge(graph, params)
     config = model.config
     _, trace = model.trace_read(state, prompt)
     store = state.store
     assert store is not None and trace.chosen is not None and trace.scores is not None
-    # The rows of an update are as old as the clock says: born one after the other.
+    # The clock goes up by one with every memory token written, and `born` is its value.
     first, last = (span + 1)[:, :, None, None]
     inside = lambda born: (born >= first) & (born < last)
     begin, end = jnp.moveaxis(answers, 1, 0)[:, :, None, None]
@@ -96,11 +99,13 @@ def count_rows(
         return (token >= begin) & (token < end)
 
     count = lambda rows: rows.sum(axis=-1, dtype=jnp.int32)
-    places = lambda size: jnp.arange(size, dtype=jnp.int32)[None]
+    positions = lambda size: jnp.arange(size, dtype=jnp.int32)[None]
     size = state.pool.shape[2]
-    filled = places(size) >= size - state.num_valid[:, None]
+    filled = positions(size) >= size - state.num_valid[:, None]
     born = jnp.stack([layer.born for layer in store.layers], axis=1)
-    stored = inside(born) & (places(born.shape[2]) < store.num_valid[:, None])[:, None]
+    stored = (
+        inside(born) & (positions(born.shape[2]) < store.num_valid[:, None])[:, None]
+    )
     chosen = jnp.moveaxis(trace.chosen, 0, 1)
     scores = jnp.moveaxis(trace.scores, 0, 1)
     take = functools.partial(jnp.take_along_axis, axis=-1)
@@ -117,10 +122,9 @@ def count_rows(
 
 
 def summary(config: MPlusConfig, chunk: int, found: Sequence[Found]) -> dict[str, Any]:
-    """Means over facts and layers, in rows of a layer and as shares.
+    """Means over facts and layers, in memory tokens of a layer and as shares.
 
-    Beside the rows of the context's piece, "answer" has those of the sentence with the
-    answer.
+    "answer" counts those of the sentence with the answer alone.
     """
     made = chunk // config.chunk * config.tokens
     pool, store, retrieved, answer_store, answer_retrieved, held = (
@@ -140,10 +144,11 @@ def summary(config: MPlusConfig, chunk: int, found: Sequence[Found]) -> dict[str
 
 
 def _shares(store, retrieved, taken, held) -> dict[str, Any]:
-    """Of the rows in the store how many are retrieved.
+    """How many of the memory tokens in the store are retrieved.
 
-    Beside the shares "random" and "best"; the error is that of the mean over facts,
-    which are independent, as layers are not. NaN where the store has none.
+    "random" and "best" are the shares of a random and of a perfect choice. The error is
+    that of the mean over facts, because layers are not independent. NaN where the
+    store has none.
     """
     random = store * taken / np.maximum(held, 1)[:, None]
     best = np.minimum(store, taken)

@@ -45,7 +45,7 @@ class Scale(NamedTuple):
     Attributes:
         memory: sizes of M+, for a backbone without a trained one.
         samples: facts.
-        after: pieces told before a question.
+        after: query after these numbers of chunks.
     """
 
     memory: MPlusConfig
@@ -71,26 +71,26 @@ class Config:
 
     Attributes:
         preset: "cpu" takes minutes on two cores; "paper" has the paper's sizes, 160k
-            tokens behind each of 100 facts.
+            tokens after each of 100 facts.
         backbone: "tiny" is trained here in a minute or two, "smollm2" is the PyPI
             package's; or what `memjax finetune` takes as a backbone. M+ around it is
             untrained, with the preset's sizes.
         model: a trained M+, whose backbone counts then: the folder of a run, or of
             `memjax export`.
-        store: rows of the store; 0 leaves what the model has.
-        retrieved: rows that a read takes from it; 0 likewise.
+        store: memory tokens in the store; 0 keeps the model's number.
+        retrieved: memory tokens that a read takes from it; 0 likewise.
         retriever: a file of `experiments.mplus.retriever`; none leaves the model's own.
-        samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
+        samples: facts to query, a multiple of `batch`; 0 is the preset's.
         batch: facts side by side.
         lengths: of questions: facts are those whose questions have one of the so many
             most frequent, as programs are compiled for each; 0 is all.
-        after: numbers of pieces told before a question, rising; none is the preset's.
-        chunk: tokens of a piece, a multiple of the memory's; contexts must fit: 1,024
+        after: query after these numbers of chunks, rising; none is the preset's.
+        chunk: tokens of a chunk, a multiple of the memory's; contexts must fit: 1,024
             for the shorter tokens of the tiny backbone.
         facts: JSON lines with context, question, answer, kind and subject; none is
             those that ship, of the subjects that are not trained on.
-        passages: JSON lines with text and subject, told between a fact and its
-            question; none is those that ship, and behind them the embedded books.
+        passages: JSON lines with text and subject, injected between a fact and its
+            question; none is those that ship, followed by the embedded books.
         run_dir: where the tiny backbone is kept.
         seed: of the draws, and of an untrained M+.
         output: where .json and .png go, without the ending.
@@ -129,7 +129,7 @@ class Config:
 
     @property
     def scale(self) -> Scale:
-        """The preset with the changes that were asked for."""
+        """The preset with the changes of the options."""
         scale = SCALES[self.preset]
         return Scale(
             scale.memory, self.samples or scale.samples, self.after or scale.after
@@ -137,24 +137,26 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Tells, asks, counts; prints, draws and writes."""
+    """Injects, queries and counts; prints, plots and writes the results."""
     model, tokenizer, trained = load(config)
     check(config, model)
     scale = config.scale
     shared = config.retention()
-    model = knowledge_retention.as_asked(shared, model)
+    model = knowledge_retention.with_options(shared, model)
     batches = make_samples(
         knowledge_retention.facts_of(shared),
         knowledge_retention.passages(shared),
         tokenizer,
         samples=scale.samples,
         batch=config.batch,
-        pieces=scale.after[-1],
+        num_chunks=scale.after[-1],
         chunk=config.chunk,
         lengths=config.lengths,
         seed=config.seed,
     )
-    counted = [retrieval.run(model, batch, scale.after) for batch in batches]
+    counted = [
+        retrieval.inject_and_count(model, batch, scale.after) for batch in batches
+    ]
     rows = {
         after: retrieval.summary(
             model.config, config.chunk, [found[after] for found in counted]
@@ -184,18 +186,18 @@ def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
 
 
 def check(config: Config, model: MPlus) -> None:
-    """Raises ValueError on a model whose rows cannot be followed, or such pieces."""
+    """Raises ValueError if memory tokens of a chunk could not be identified."""
     memory = model.config
     if not memory.has_retriever or memory.legacy:
         raise ValueError(
-            "model must be an M+ with a retriever that knows when rows were made, got "
+            "model must be an M+ with a retriever and a clock of its memory tokens, got "
             f"retrieved={memory.retrieved}, retrieval={memory.retrieval!r}, "
             f"legacy={memory.legacy}"
         )
     if config.chunk % memory.chunk:
         raise ValueError(
             f"chunk must be a multiple of the memory's {memory.chunk}, so that "
-            f"the context has rows of its own, got {config.chunk}"
+            f"the context has memory tokens of its own, got {config.chunk}"
         )
 
 
@@ -204,7 +206,7 @@ def report(
 ) -> None:
     """Writes, draws and prints."""
     distances = [count * config.chunk for count in rows]
-    question = "does M+ retrieve the rows that a fact was told in?"
+    question = "does M+ retrieve the rows that hold a fact?"
     results = {
         "trained": trained,
         "memory": dataclasses.asdict(model.config),
@@ -246,7 +248,7 @@ def plot(
     path: Path,
     title: str,
 ) -> None:
-    """Figure 6: rows, and below them shares of those in the store."""
+    """Figure 6: memory tokens, and below them shares of those in the store."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -271,7 +273,7 @@ def plot(
         bottom.errorbar(distances, shares, errors, label=label, **style)
     bottom.plot(distances, get("share_random"), "C3o-", markersize=3, label="random")
     bottom.plot(distances, get("share_best"), "0.5", label="at best")
-    bottom.set(xlabel="tokens told since", ylabel="share of those in the store")
+    bottom.set(xlabel="tokens injected since", ylabel="share of those in the store")
     bottom.set_ylim(-0.03, 1.03)
     for axes in (top, bottom):
         axes.grid(alpha=0.3)

@@ -146,13 +146,13 @@ def losses(
     *,
     leaks: bool = False,
 ) -> Float32[np.ndarray, "B T_P"]:
-    """Nats of the tokens behind the prompt, read with a memory that stays as it is.
+    """Nats of the tokens after the prompt; the memory is not changed.
 
     Args:
         model: whose memory it is.
         memory: its state; of M+ without an open chunk.
         tokens: the prompt and what is scored.
-        prompt: P in [1, T); of M+ the first P tokens choose the rows of the store.
+        prompt: P in [1, T); of M+ the first P tokens choose what is retrieved.
         leaks: all tokens that are read choose them instead, as in the published
             program: a token's score has then seen the token.
     """
@@ -188,12 +188,12 @@ def plot(
     title: str,
     dotted: Sequence[str],
 ) -> None:
-    """Perplexity by how much was told, and below it what telling saves.
+    """Perplexity by how much was injected, and below it what injecting saves.
 
     Args:
         curves: perplexities, one for each of `tokens`, by name.
         saved: intervals of what is saved, as many.
-        tokens: that were told.
+        tokens: numbers of injected tokens.
         path: the PNG to write.
         title: of the plot.
         dotted: names whose lines are dotted.
@@ -203,21 +203,23 @@ def plot(
 
     figure = Figure(figsize=(7.5, 7), layout="constrained")
     top, bottom = figure.subplots(2, sharex=True)
-    places = np.arange(len(tokens))
+    positions = np.arange(len(tokens))
     for i, (name, values) in enumerate(curves.items()):
         style: dict[str, Any] = {"color": f"C{i}", "marker": "o", "markersize": 3}
         style["linestyle"] = ":" if name in dotted else "-"
-        top.plot(places, values, label=name, **style)
+        top.plot(positions, values, label=name, **style)
         mean, low, high = (
             np.asarray([found[part] for found in saved[name]])
             for part in ("mean", "low", "high")
         )
         # Side by side, so that intervals do not hide each other.
-        beside = places + 0.04 * (i - (len(curves) - 1) / 2)
+        beside = positions + 0.04 * (i - (len(curves) - 1) / 2)
         bottom.errorbar(beside, mean, [mean - low, high - mean], capsize=2, **style)
     bottom.axhline(0, color="0.3", linewidth=1)
-    bottom.set_xticks(places, [f"{count:,}" for count in tokens])
-    bottom.set(xlabel="tokens told before", ylabel="nats saved against\nnothing told")
+    bottom.set_xticks(positions, [f"{count:,}" for count in tokens])
+    bottom.set(
+        xlabel="tokens injected before", ylabel="nats saved against\nnothing injected"
+    )
     top.set(title=title, ylabel="perplexity")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)

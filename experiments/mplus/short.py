@@ -5,13 +5,14 @@
 
 Short held-out texts are scored by the plain backbone, by M+ with an empty memory, and
 by M+ with a memory full of other text (M+, section 4.6.1, which has the perplexity of
-2,048 tokens of web pages). Besides, questions about the world are asked closed book:
+2,048 tokens of web pages). Besides, questions about the world are queried closed book:
 is the right answer likelier than answers to other questions of the same kind? All
 models score the same tokens. Differences from the backbone are paired, by text and by
 question.
 
 The memory is of documents of the validation split, the texts are of the test split. A
-text's first tokens choose the rows of the long-term store, and are not scored.
+text's first tokens choose what is retrieved from the long-term store; they are not
+scored.
 """
 
 import dataclasses
@@ -62,12 +63,12 @@ class Config:
             `memjax finetune` takes; a trained model's own counts.
         memory: sizes of the untrained one, unless there is a trained one.
         texts: scored, a multiple of `batch`.
-        batch: texts or questions side by side, each row with its own memory.
+        batch: texts or questions in a batch, each with its own memory.
         tokens: of a text.
         prompt: first tokens of a text, which are not scored.
-        told: chunks that a full memory was told; 0 is as many as fill the pool and the
-            rows that are retrieved.
-        questions: asked, at most; 0 is none.
+        told: chunks injected into a full memory; 0 is as many as fill the pool and the
+            memory tokens that are retrieved.
+        questions: how many are queried, at most; 0 is none.
         choices: answers to choose from, the right one among them.
         facts: JSON lines with question, answer, kind and subject; none is those that
             ship, of the subjects that are not trained on.
@@ -116,8 +117,8 @@ class Cloze(NamedTuple):
     """Questions with answers to choose from, the right one first.
 
     Attributes:
-        facts: that are asked for, R of them.
-        tokens: [R, A, T] question and answer, 0 behind its end.
+        facts: the R facts that are queried.
+        tokens: [R, A, T] question and answer, 0 after its end.
         answer: [R, A, T] where the answer is.
         prompt: tokens of the shortest question.
     """
@@ -128,7 +129,7 @@ class Cloze(NamedTuple):
     prompt: int
 
 
-#: Nats of tokens [B, T] behind the first so many of them.
+#: (tokens [B, T], P) -> nats of the tokens after the first P.
 Losses = Callable[[Int32[np.ndarray, "B T"], int], Float32[np.ndarray, "B T_P"]]
 
 
@@ -139,58 +140,58 @@ def main(config: Config) -> None:
     documents = load_tokens(config.source, models.tokenizer, "test")
     excerpts = scores.excerpts(documents, config.texts, config.tokens)
     texts = np.stack([excerpt.tokens for excerpt in excerpts])
-    asked = cloze(config, models.tokenizer)
+    questions = cloze(config, models.tokenizer)
     rows: dict[str, dict[str, Any]] = {}
-    for name, losses in readers(config, models, asked):
+    for name, losses in readers(config, models, questions):
         began = time.monotonic()
         nats = [
             losses(texts[i : i + config.batch], config.prompt).mean(1, np.float64)
             for i in range(0, len(texts), config.batch)
         ]
         row: dict[str, Any] = {"nats_by_text": np.concatenate(nats)}
-        if asked is not None:
-            row |= choose(config, asked, losses)
+        if questions is not None:
+            row |= choose(config, questions, losses)
         row["seconds"] = time.monotonic() - began
         rows[name] = row
         shown = math.exp(row["nats_by_text"].mean())
         print(f"{name}: {shown:.3f} ({row['seconds']:.0f} s)", flush=True)
-    report(config, rows, sorted({excerpt.name for excerpt in excerpts}), asked)
+    report(config, rows, sorted({excerpt.name for excerpt in excerpts}), questions)
 
 
 def readers(
-    config: Config, models: Models, asked: Cloze | None
+    config: Config, models: Models, questions: Cloze | None
 ) -> Iterator[tuple[str, Losses]]:
-    """How everything that is scored reads, by name; the backbone first."""
-    longest = max(config.tokens, 0 if asked is None else asked.tokens.shape[2])
+    """Everything that is scored, by name; the backbone first."""
+    longest = max(config.tokens, 0 if questions is None else questions.tokens.shape[2])
     alone = with_capacity(models.backbone, longest)
     yield BACKBONE, read(alone, alone.init_state(config.batch))
     trained = models.trained.get("model")
     sizes = config.memory if trained is None else trained.config
     fresh = mplus(models.backbone, sizes, key=jax.random.key(config.seed))
     name = "M+" if sizes.retrieved else "MemoryLLM"
-    pieces = config.told or -(-(sizes.pool + sizes.retrieved) // sizes.tokens)
+    num_chunks = config.told or -(-(sizes.pool + sizes.retrieved) // sizes.tokens)
     for model, note in ((trained, ""), (fresh, ", untrained")):
         if model is not None:
-            model = scores.with_room(model, pieces * sizes.chunk)
+            model = scores.with_room(model, num_chunks * sizes.chunk)
             empty = model.init_state(config.batch)
             yield f"{name}{note}, empty memory", read(model, empty)
-            full = inject(config, model, pieces, models.tokenizer)
+            full = inject(config, model, num_chunks, models.tokenizer)
             yield f"{name}{note}, full of other text", read(model, full)
 
 
 def read(model: LanguageModel | MPlus, memory: Any) -> Losses:
-    """Reads everything with one memory."""
+    """Losses of texts that are all read with the same memory."""
     return functools.partial(scores.losses, model, memory)
 
 
-def inject(config: Config, model: MPlus, pieces: int, tokenizer: Tokenizer) -> Any:
-    """A memory of so many chunks of text; rows have other documents, if there are."""
+def inject(config: Config, model: MPlus, num_chunks: int, tokenizer: Tokenizer) -> Any:
+    """A memory of `num_chunks` chunks; batch elements have different documents."""
     method, chunk = methods.LatentMemory(model), model.config.chunk
     documents = load_tokens(config.source, tokenizer, "validation")
-    told = scores.excerpts(documents, config.batch, pieces * chunk)
-    tokens = np.stack([excerpt.tokens for excerpt in told])
+    excerpts = scores.excerpts(documents, config.batch, num_chunks * chunk)
+    tokens = np.stack([excerpt.tokens for excerpt in excerpts])
     memory = method.start(config.batch)
-    for start in range(0, pieces * chunk, chunk):
+    for start in range(0, num_chunks * chunk, chunk):
         memory = method.inject(memory, tokens[:, start : start + chunk])
     return memory
 
@@ -207,7 +208,7 @@ def cloze(config: Config, tokenizer: Tokenizer) -> Cloze | None:
         facts = split_facts(load_facts(), seed=FACTS_SEED)[1]
     else:
         facts = read_questions(config.facts)
-    # One spelling of each answer, however its letters are.
+    # Answers that differ only in case are one answer.
     answers: dict[str, dict[str, str]] = {}
     for fact in facts:
         answers.setdefault(fact.kind, {}).setdefault(
@@ -232,28 +233,28 @@ def cloze(config: Config, tokenizer: Tokenizer) -> Cloze | None:
             encoded.append(np.concatenate([question, tokenizer.encode(f" {answer}")]))
     longest = max(map(len, encoded))
     tokens = np.zeros((len(encoded), longest), np.int32)
-    for row, ids in enumerate(encoded):
-        tokens[row, : len(ids)] = ids
+    for i, ids in enumerate(encoded):
+        tokens[i, : len(ids)] = ids
     shape = (len(picked), config.choices, longest)
-    places = np.arange(longest)
+    positions = np.arange(longest)
     ends = np.asarray([len(ids) for ids in encoded]).reshape(shape[:2])
     first = np.asarray(starts)[:, None, None]
-    answer = (places >= first) & (places < ends[:, :, None])
+    answer = (positions >= first) & (positions < ends[:, :, None])
     return Cloze(picked, tokens.reshape(shape), answer, min(starts))
 
 
-def choose(config: Config, asked: Cloze, losses: Losses) -> dict[str, Any]:
+def choose(config: Config, questions: Cloze, losses: Losses) -> dict[str, Any]:
     """Which questions are answered right, by all of an answer and by its mean token."""
-    count, choices, _ = asked.tokens.shape
-    # The last batch is filled with its last question, asked again and thrown away.
+    count, choices, _ = questions.tokens.shape
+    # The last batch is filled up with its last question, whose copies are dropped.
     order = np.minimum(np.arange(-(-count // config.batch) * config.batch), count - 1)
     nats = np.zeros((len(order), choices))
-    answer = asked.answer[order][..., asked.prompt :]
+    answer = questions.answer[order][..., questions.prompt :]
     for start in range(0, len(order), config.batch):
-        rows = slice(start, start + config.batch)
+        batch = slice(start, start + config.batch)
         for i in range(choices):
-            found = losses(asked.tokens[order[rows], i], asked.prompt)
-            nats[rows, i] = np.where(answer[rows, i], found, 0).sum(axis=1)
+            found = losses(questions.tokens[order[batch], i], questions.prompt)
+            nats[batch, i] = np.where(answer[batch, i], found, 0).sum(axis=1)
     nats, sizes = nats[:count], answer[:count].sum(axis=2)
     best = lambda x: x[:, 0] < x[:, 1:].min(axis=1)
     return {"right": best(nats), "right_by_mean": best(nats / sizes)}
@@ -263,7 +264,7 @@ def report(
     config: Config,
     rows: dict[str, dict[str, Any]],
     documents: Sequence[str],
-    asked: Cloze | None,
+    questions: Cloze | None,
 ) -> None:
     """Writes and prints."""
     base, found, table = rows[BACKBONE], {}, {}
@@ -277,7 +278,7 @@ def report(
         }
         table[name] = [result["perplexity"], lost["mean"], lost["low"], lost["high"]]
         for measure in ("right", "right_by_mean"):
-            if asked is not None:
+            if questions is not None:
                 result[measure] = share(row[measure], base[measure])
                 table[name].append(result[measure]["accuracy"])
         found[name] = result | {
@@ -287,13 +288,13 @@ def report(
     question = "is a model with a memory still as good on short texts, which need none?"
     results = {
         "documents": documents,
-        "questions": 0 if asked is None else len(asked.facts),
+        "questions": 0 if questions is None else len(questions.facts),
         "chance": 1 / config.choices,
         "models": found,
     }
     write_report(config.output, question, settings(config), results)
     columns = ["perplexity", "nats lost", "low", "high"]
-    if asked is not None:
+    if questions is not None:
         columns += ["right answers", "by mean token"]
     show(
         f"{config.texts} texts of {config.tokens} tokens; right by chance: "

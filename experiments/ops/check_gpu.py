@@ -37,7 +37,7 @@ SHAPES = (Shape(4, 256, 12, 64), Shape(1, 1024, 2, 64))
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is asked.
+    """Settings of the check.
 
     Attributes:
         tolerance: the largest relative RMS difference that agrees; bfloat16 inputs
@@ -105,7 +105,7 @@ def trellis_case(
     wide = jnp.concatenate([tokens["v"]] * (value // shape.width), axis=-1)
     tokens["v"] = wide
     b, t, h, d = shape
-    position, reset = places(b, t, chunk)
+    position, reset = positions_and_reset(b, t, chunk)
     empty = empty_state(b, h, d, d, value, chunk)
     state = dataclasses.replace(empty, position=position)
 
@@ -128,7 +128,7 @@ def lattice_case(shape: Shape, chunk: int, variant) -> Case:
     """A variant, from chunks that XLA closes, over resets."""
     tokens = cases.inputs("lattice", shape, "bfloat16")
     b, t, h, d = shape
-    position, reset = places(b, t, chunk)
+    position, reset = positions_and_reset(b, t, chunk)
     state = dataclasses.replace(empty_lattice(b, h, d, d, chunk), position=position)
 
     def call(tokens, state, implementation):
@@ -145,8 +145,8 @@ def lattice_case(shape: Shape, chunk: int, variant) -> Case:
     return Case(name, tuple(tokens.values()), state, call)
 
 
-def places(batch: int, time: int, chunk: int):
-    """Rows at different places of their chunks, and a document that ends midway."""
+def positions_and_reset(batch: int, time: int, chunk: int):
+    """Batch elements at different positions of their chunks, one with a reset."""
     position = jnp.arange(batch, dtype=jnp.int32) * 5 % chunk
     starts = (jnp.arange(time)[None] + position[:, None]) % chunk == 0
     middle = jnp.arange(time)[None] // chunk == time // chunk // 2

@@ -99,7 +99,7 @@ class Config:
 
     @property
     def scale(self) -> Scale:
-        """The preset, with the steps that were asked for."""
+        """The preset, with the steps of the options."""
         scale = SCALES[self.preset]
         return scale._replace(steps=self.steps or scale.steps)
 
@@ -144,7 +144,7 @@ def base_model(
 
 
 def for_length(model: ModelConfig, length: int) -> ModelConfig:
-    """The same model for texts of `length` tokens, all of which attention sees."""
+    """The same model for sequences of `length` tokens, all visible to attention."""
 
     def sized(mixer):
         match mixer:
@@ -289,14 +289,14 @@ def study(
     for case in cases:
         if config.only and case.name not in config.only:
             continue
-        place = "-".join([case.name, *map(str, case.fields.values())])
+        case_name = "-".join([case.name, *map(str, case.fields.values())])
         for seed in config.seeds:
             chosen = run_of(case, seed)
             identity = {"run": to_record(chosen), "config": shared}
-            folder = config.run_dir / place.replace(" ", "_") / f"seed{seed}"
+            folder = config.run_dir / case_name.replace(" ", "_") / f"seed{seed}"
             row = _stored(folder, identity)
             if row is None:
-                print(f"{place}, seed {seed}", flush=True)
+                print(f"{case_name}, seed {seed}", flush=True)
                 row = measure(case, chosen, folder) | _sizes(chosen.model)
                 score = json.dumps({"identity": identity, "row": row})
                 write_atomically(folder / "score.json", score)

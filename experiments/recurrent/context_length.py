@@ -91,9 +91,9 @@ def main(config: Config) -> None:
         ),
         lambda rows: report(config, rows),
     )
-    places = ("context_length", "name")
+    columns = ("context_length", "name")
     seed_report.show(
-        "Perplexity by training context", summarise(rows), BASE, places=places
+        "Perplexity by training context", summarise(rows), BASE, columns=columns
     )
 
 

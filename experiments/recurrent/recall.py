@@ -3,14 +3,14 @@
     python -m experiments.recurrent.recall
     python -m experiments.recurrent.recall --tasks niah --steps 3000
 
-MQAR (Zoology): a sequence names key-value pairs, then asks for the value of every
+MQAR (Zoology): a sequence names key-value pairs, then queries the value of every
 key; accuracy against the number of pairs. S-NIAH-PK, -N and -W (RULER; Trellis,
-Table 3): a sentence with a number or a UUID, hidden in noise or in an essay, is asked
-for at the end. The paper asks language models; here the tasks themselves are trained,
-on short texts, and tested at 1, 2 and 4 times their length on essays not seen before.
-An answer counts where greedy decoding gives it whole; `tokens` says how many of its
-tokens are right, each given those before it. All models have equal parameters and see
-equal examples in equal order.
+Table 3): a sentence with a number or a UUID, hidden in noise or in an essay, is
+queried at the end. The paper tests language models; here models are trained on the
+tasks themselves, on short texts, and tested at 1, 2 and 4 times their length on essays
+not seen before. An answer counts where greedy decoding gives it whole; `tokens` says
+how many of its tokens are right, each given those before it. All models have equal
+parameters and see equal examples in equal order.
 
 The default is MQAR alone. In minutes on a CPU no needle is found: DeltaNet of the
 smallest preset still guesses after 250 updates of 6 rows (no whole answer, 0.2 of the
@@ -91,7 +91,7 @@ class Config(comparison.Config):
 
     @property
     def niah(self) -> Scale:
-        """Size of what reads needles: the preset, on rows short enough to repeat."""
+        """The scale of S-NIAH: the preset, on sequences short enough to repeat."""
         scale = super().scale
         length = 256 if self.preset == "cpu" else 1024
         rows = max(len(NEEDLE_TASKS), scale.tokens_per_update // length // 3 * 3)
@@ -134,7 +134,7 @@ def cases(config: Config) -> list[Case]:
 
 
 def settings(config: Config, case: Case, seed: int) -> run.RunConfig:
-    """The run of one model; its rows do not come from `data.source`."""
+    """The run of one model; its sequences do not come from `data.source`."""
     scale, _ = _size(config, case.fields["task"])
     return comparison.run_config(config, scale, case.model, seed)
 
@@ -150,13 +150,13 @@ def measure(
         make = functools.partial(_needles, config, settings.seed)
         tests = _needle_tests(config)
     model, seconds = comparison.train(settings, Generated(make), folder)
-    scores = [place | accuracy(model, batches) for place, batches in tests]
+    scores = [fields | accuracy(model, batches) for fields, batches in tests]
     return {"scores": scores, "seconds": seconds}
 
 
 def accuracy(model: LanguageModel, batches: Iterable[Batch]) -> dict[str, float]:
-    """Share of rows whose answers are all right, and share of right answers."""
-    whole, right, asked = [], 0.0, 0.0
+    """Share of sequences whose answers are all right, and share of right answers."""
+    whole, right, queried = [], 0.0, 0.0
     for batch in batches:
         # The parameters at another length: attention has a cache of that length.
         length = batch.tokens.shape[1]
@@ -167,8 +167,8 @@ def accuracy(model: LanguageModel, batches: Iterable[Batch]) -> dict[str, float]
         mask = np.asarray(batch.mask)
         whole.append((hits | (mask == 0)).all(axis=1))
         right += float((hits * mask).sum())
-        asked += float(mask.sum())
-    return {"accuracy": float(np.concatenate(whole).mean()), "tokens": right / asked}
+        queried += float(mask.sum())
+    return {"accuracy": float(np.concatenate(whole).mean()), "tokens": right / queried}
 
 
 def main(config: Config) -> None:
@@ -181,7 +181,7 @@ def main(config: Config) -> None:
         functools.partial(report, config),
     )
     for title, (summary, by) in summaries(rows).items():
-        seed_report.show(title, summary, BASE, places=(by, "name"))
+        seed_report.show(title, summary, BASE, columns=(by, "name"))
 
 
 def summaries(rows: list[dict]) -> dict[str, tuple[list[dict], str]]:
@@ -192,7 +192,7 @@ def summaries(rows: list[dict]) -> dict[str, tuple[list[dict], str]]:
         for score in row["scores"]
     ]
     found = {}
-    # In MQAR an answer is a token, and rows are right as a whole for few pairs only.
+    # In MQAR an answer is a token, and whole sequences are right for few pairs only.
     if pairs := [row for row in flat if "pairs" in row]:
         found["MQAR"] = pairs, "tokens", "pairs"
     for task in NEEDLE_TASKS:
@@ -243,7 +243,7 @@ def _recall(key, rows: int, pairs: int, length: int, vocab_size: int) -> Batch:
 
 
 def _mqar_batch(config: Config, seed: int, step: int) -> Batch:
-    """As many rows of each number of pairs."""
+    """As many sequences of each number of pairs."""
     scale, vocab_size, pairs = config.mqar
     length = scale.context_length
     rows = scale.tokens_per_update // length
@@ -264,10 +264,10 @@ def _mqar_tests(config: Config):
         yield {"pairs": count}, [_recall(key, *size)]
 
 
-# All models ask for the same batches: those of three seeds fit.
+# All models are trained on the same batches; those of three seeds fit.
 @functools.lru_cache(maxsize=2048)
 def _needles(config: Config, seed: int, step: int) -> Batch:
-    """As many rows of each task, from the essays for training.
+    """As many sequences of each task, from the essays for training.
 
     All of the text counts, as for a language model: much of it repeats, and copying
     is learned from that long before it would be from the answers.
@@ -286,7 +286,7 @@ def _needles(config: Config, seed: int, step: int) -> Batch:
 
 @functools.lru_cache(maxsize=1)
 def _needle_tests(config: Config) -> list[tuple[dict, list[Batch]]]:
-    """Each task at each length, a few rows at a time, the same for all models."""
+    """Each task at each length, a few sequences at a time, the same for all models."""
     tokenizer, essay = load_tokenizer(config.tokenizer), _essay(config.source, "test")
     tests = []
     for i, (name, task) in enumerate(NEEDLE_TASKS.items()):

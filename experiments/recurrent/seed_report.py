@@ -27,22 +27,22 @@ def summarise(
         rows: of `comparison.study`.
         metric: the number of a row that counts.
         base: name of the model that others are compared with.
-        by: another field that tells rows apart, as the context length.
+        by: another field that distinguishes rows, such as the context length.
     """
     groups: dict[tuple, dict[int, float]] = {}
     for row in rows:
-        place = (row["name"], row[by] if by else None)
-        groups.setdefault(place, {})[row["seed"]] = row[metric]
+        key = (row["name"], row[by] if by else None)
+        groups.setdefault(key, {})[row["seed"]] = row[metric]
     summary = []
-    for (name, place), values in groups.items():
-        against = groups.get((base, place), {})
+    for (name, key), values in groups.items():
+        against = groups.get((base, key), {})
         seeds = [seed for seed in values if seed in against]
         paired = [values[seed] - against[seed] for seed in seeds if name != base]
         mean, error = mean_and_error([*values.values()])
         difference, difference_error = mean_and_error(paired)
         summary.append(
             {"name": name}
-            | ({by: place} if by else {})
+            | ({by: key} if by else {})
             | {"mean": mean, "error": error, "seeds": len(values)}
             | {"difference": difference, "difference_error": difference_error}
             | {"clear": _clear(paired)}
@@ -76,18 +76,18 @@ def show(
     summary: Sequence[Mapping[str, Any]],
     base: str,
     *,
-    places: Sequence[str] = ("name",),
+    columns: Sequence[str] = ("name",),
     paper: Mapping[str, float] | None = None,
     digits: int = 3,
 ) -> None:
     """Prints a summary; a star marks differences that are clear."""
     table = Table(title=title, caption="± standard error over seeds; * clear at 95%")
-    for place in places:
-        table.add_column(place)
+    for key in columns:
+        table.add_column(key)
     for heading in (*(["paper"] if paper else []), "mean", f"against {base}"):
         table.add_column(heading, justify="right")
     for row in summary:
-        cells = [str(row[place]) for place in places]
+        cells = [str(row[key]) for key in columns]
         if paper:
             printed = paper.get(row["name"])
             cells.append("" if printed is None else f"{printed:.2f}")
@@ -108,9 +108,9 @@ def plot_bars(
     errors = np.array([row["error"] or 0.0 for row in summary])
     low, high = (means - errors).min(), (means + errors).max()
     room = (high - low) or 1.0
-    places = np.arange(len(summary))
-    axes.barh(places, means, xerr=errors, capsize=2, color="C0", alpha=0.8)
-    axes.set_yticks(places, [row["name"] for row in summary])
+    positions = np.arange(len(summary))
+    axes.barh(positions, means, xerr=errors, capsize=2, color="C0", alpha=0.8)
+    axes.set_yticks(positions, [row["name"] for row in summary])
     axes.set_xlim(low - 0.15 * room, high + 0.1 * room)
     axes.invert_yaxis()
     axes.set(title=title, xlabel=f"{label} (axis cut)")

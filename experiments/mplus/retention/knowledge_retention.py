@@ -3,7 +3,7 @@
     python -m experiments.mplus.retention.knowledge_retention
 
 A fact of the CIA World Factbook is injected inside its context, then chunks of other
-text. After certain numbers of chunks the question is asked (M+, Figures 3, 5, 8 and 9;
+text. After certain numbers of chunks the model is queried (M+, Figures 3, 5, 8 and 9;
 the authors have SQuAD and NaturalQA). An answer is right if it occurs in ten tokens of
 greedy decoding. M+, with its retriever or with attention in its place, and MemoryLLM
 are compared with the same backbone: with full attention, with a window or a cache of
@@ -67,7 +67,7 @@ class Scale(NamedTuple):
     Attributes:
         memory: sizes of M+, for a backbone without a trained one.
         samples: facts.
-        after: pieces told before a question.
+        after: query after these numbers of chunks.
     """
 
     memory: MPlusConfig
@@ -94,33 +94,32 @@ class Config:
 
     Attributes:
         preset: "cpu" takes some half an hour on two cores; "paper" has the paper's
-            sizes, 160k tokens behind each of 100 facts.
+            sizes, 160k tokens after each of 100 facts.
         methods: those to test.
         backbone: "smollm2", or what `memjax finetune` takes as a backbone.
         model: folder of a fine-tuned M+, whose backbone counts then; none is an
             untrained M+ of the preset's sizes.
-        store: rows of the store; 0 leaves what the model has.
-        retrieved: rows that a read takes from it; 0 likewise.
+        store: memory tokens in the store; 0 keeps the model's number.
+        retrieved: memory tokens that a read takes from it; 0 likewise.
         retriever: a file of `experiments.mplus.retriever`; none leaves the model's own.
         memoryllm: folder of a fine-tuned MemoryLLM on the same backbone; none is M+
             without its store, whose pool is as large as both on the device.
-        samples: facts to ask for, a multiple of `batch`; 0 is the preset's.
+        samples: facts to query, a multiple of `batch`; 0 is the preset's.
         batch: facts side by side.
         lengths: of questions: facts are those whose questions have one of the so many
             most frequent, as programs are compiled for each; 0 is all.
-        after: numbers of pieces told before a question, rising; none is the preset's.
-        chunk: tokens of a piece; contexts must fit.
+        after: query after these numbers of chunks, rising; none is the preset's.
+        chunk: tokens of a chunk; contexts must fit.
         answer: tokens that are generated.
-        window: tokens of the window, of SnapKV's cache with the piece that it reads,
-            and of the pieces that BM25 finds; 0 is as much memory as M+ has on the
+        window: tokens of the window, of SnapKV's cache with the chunk that it reads,
+            and of the chunks that BM25 finds; 0 is as much memory as M+ has on the
             device, as far as the backbone's positions go.
-        carry: whether memory goes on from sample to sample.
-        known: whether facts are asked, too, that the backbone answers without having
-            been told.
+        carry: whether memory is kept from sample to sample.
+        known: whether to query facts, too, that the backbone answers closed book.
         facts: JSON lines with context, question, answer, kind and subject; none is
             those that ship, of the subjects that are not trained on.
-        passages: JSON lines with text and subject, told between a fact and its
-            question; none is those that ship, and behind them the embedded books.
+        passages: JSON lines with text and subject, injected between a fact and its
+            question; none is those that ship, followed by the embedded books.
         seed: of the draws, and of an untrained M+.
         output: where .json and .png go, without the ending.
     """
@@ -164,7 +163,7 @@ class Config:
 
     @property
     def scale(self) -> Scale:
-        """The preset with the changes that were asked for."""
+        """The preset with the changes of the options."""
         scale = SCALES[self.preset]
         return Scale(
             scale.memory, self.samples or scale.samples, self.after or scale.after
@@ -174,26 +173,28 @@ class Config:
 def main(config: Config) -> None:
     """Tests every method, prints, draws and writes."""
     model, tokenizer, trained = load(config)
-    model = as_asked(config, model)
+    model = with_options(config, model)
     scale = config.scale
     facts = facts_of(config)
     prompts = [tokenizer.encode(f"\n\n{fact.question}") for fact in facts]
     longest = max(map(len, prompts)) + config.answer
-    ask = None
+    answer_closed_book = None
     if not config.known:
-        nobody = methods.closed_book(model.backbone, tokenizer, longest)
-        ask = functools.partial(retention.untold, nobody, tokenizer, config.answer)
+        closed_book = methods.closed_book(model.backbone, tokenizer, longest)
+        answer_closed_book = functools.partial(
+            retention.closed_book_answers, closed_book, tokenizer, config.answer
+        )
     batches = make_samples(
         facts,
         passages(config),
         tokenizer,
         samples=scale.samples,
         batch=config.batch,
-        pieces=scale.after[-1],
+        num_chunks=scale.after[-1],
         chunk=config.chunk,
         lengths=config.lengths,
         seed=config.seed,
-        ask=ask,
+        answer_closed_book=answer_closed_book,
     )
     window = config.window or scores.equal_window(
         model.backbone, variants.device_bytes(model)
@@ -204,8 +205,8 @@ def main(config: Config) -> None:
     for name in config.methods:
         method = build(name, config, model, tokenizer, window, longest)
         began = time.monotonic()
-        asked = list(
-            retention.run(
+        answers = list(
+            retention.inject_and_query(
                 method,
                 batches,
                 tokenizer,
@@ -214,13 +215,13 @@ def main(config: Config) -> None:
                 carry=config.carry,
             )
         )
-        results[name] = retention.summary(asked, scale.after)
+        results[name] = retention.summary(answers, scale.after)
         results[name]["seconds"] = time.monotonic() - began
         curve = [f"{row['accuracy']:.2f}" for row in results[name]["after"].values()]
         print(f"{name}: {' '.join(curve)}", flush=True)
-    told = [fact for batch in batches for fact in batch.facts]
-    rest = [fact for fact in facts if fact not in set(told)]
-    report(config, results, window, trained, qa.majority_exact(rest, told), model)
+    injected = [fact for batch in batches for fact in batch.facts]
+    rest = [fact for fact in facts if fact not in set(injected)]
+    report(config, results, window, trained, qa.majority_exact(rest, injected), model)
 
 
 def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
@@ -248,7 +249,7 @@ def load_trained(name: str, folder: Path) -> tuple[MPlus, Tokenizer]:
     return model, load_tokenizer(described.data.tokenizer)
 
 
-def as_asked(config: Config, model: MPlus) -> MPlus:
+def with_options(config: Config, model: MPlus) -> MPlus:
     """The model with the store, the reads and the retriever of the options."""
     if config.store or config.retrieved:
         model = variants.with_store(model, config.store, config.retrieved)
@@ -258,14 +259,14 @@ def as_asked(config: Config, model: MPlus) -> MPlus:
 
 
 def facts_of(config: Config) -> list[Question]:
-    """Those to ask for; of the other subjects M+ may have been told in training."""
+    """The facts to query; M+ may have been trained on those of the other subjects."""
     if config.facts is not None:
         return read_questions(config.facts)
     return split_facts(load_facts(), seed=FACTS_SEED)[1]
 
 
 def passages(config: Config) -> list[list[Passage]]:
-    """Text to tell, in groups: the first is used up before the next."""
+    """Text to inject, in groups: the first is used up before the next."""
     if config.passages is not None:
         return [read_passages(config.passages)]
     return [load_passages(), book_passages()]
@@ -289,7 +290,7 @@ def build(
         window: tokens of memory.
         question: tokens of question and answer, at most.
     """
-    backbone, piece = model.backbone, config.chunk
+    backbone, chunk = model.backbone, config.chunk
     match name:
         case "M+":
             return methods.LatentMemory(model)
@@ -306,16 +307,16 @@ def build(
                 )
             return methods.LatentMemory(other)
         case "full":
-            told = (config.scale.after[-1] + 1) * piece
+            injected = (config.scale.after[-1] + 1) * chunk
             if config.carry:
-                told *= config.scale.samples // config.batch
-            return methods.full(backbone, piece, told + question)
+                injected *= config.scale.samples // config.batch
+            return methods.full(backbone, chunk, injected + question)
         case "window":
-            return methods.window(backbone, piece, window)
+            return methods.window(backbone, chunk, window)
         case "SnapKV":
-            return methods.snapkv(backbone, piece, window, question)
+            return methods.snapkv(backbone, chunk, window, question)
         case "BM25":
-            return methods.bm25(backbone, tokenizer, piece, window, question)
+            return methods.bm25(backbone, tokenizer, chunk, window, question)
         case "closed book":
             return methods.closed_book(backbone, tokenizer, question)
 
@@ -331,7 +332,7 @@ def report(
     """Writes, draws and prints."""
     after = config.scale.after
     distances = [count * config.chunk for count in after]
-    question = "what does a model still know that it was told many tokens ago?"
+    question = "what does a model still know that was injected many tokens ago?"
     contents = {
         "trained": trained,
         "memory": dataclasses.asdict(model.config),

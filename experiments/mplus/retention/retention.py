@@ -19,43 +19,43 @@ from memjax.data import Question, Tokenizer
 
 
 class Method(Protocol):
-    """Something that is told a text and asked about it; memories are values."""
+    """A memory method: injects chunks, answers queries; memories are values."""
 
     @property
     def longest(self) -> int | None:
-        """Tokens that it can be told, asked and answer in all; None is any number."""
+        """Maximal tokens injected, queried and generated in all; None is unlimited."""
         ...
 
     def start(self, batch: int) -> Any:
-        """The memory of so many rows that know nothing."""
+        """An empty memory for `batch` batch elements."""
         ...
 
     def inject(self, memory: Any, tokens: Int32[np.ndarray, "B C"]) -> Any:
-        """The memory after more text."""
+        """The memory after another chunk."""
         ...
 
     def query(
         self, memory: Any, prompt: Int32[np.ndarray, "B P"], count: int
     ) -> Int32[np.ndarray, "B N"]:
-        """The likeliest `count` tokens behind a prompt, one by one; nothing is kept."""
+        """Continues a prompt greedily by `count` tokens; the memory is unchanged."""
         ...
 
 
-class Asked(NamedTuple):
-    """A question that was asked.
+class QueryResult(NamedTuple):
+    """The answer to one query.
 
     Attributes:
-        fact: it was about.
-        pieces: told since its context.
-        text: generated; None where the method cannot be told so much.
+        fact: the fact that was queried.
+        num_chunks: chunks injected since the fact's context.
+        text: the generated text; None if the method has no room for so many tokens.
     """
 
     fact: Question
-    pieces: int
+    num_chunks: int
     text: str | None
 
 
-def run(
+def inject_and_query(
     method: Method,
     batches: Sequence[Samples],
     tokenizer: Tokenizer,
@@ -63,54 +63,55 @@ def run(
     after: Sequence[int],
     answer: int,
     carry: bool,
-) -> Iterator[Asked]:
-    """Tells and asks; yields what was asked when a batch is done with it.
+) -> Iterator[QueryResult]:
+    """Injects each batch of samples chunk by chunk and yields the query results.
 
     Args:
         method: what is tested.
-        batches: of `retention_samples`, with as many pieces as `after` wants.
+        batches: of `make_samples`, with at least `after[-1]` chunks.
         tokenizer: of the model.
-        after: numbers of pieces told before a question, rising.
+        after: query after these numbers of chunks, in rising order.
         answer: tokens to generate.
-        carry: a row goes on with the memory of the sample before; False starts anew.
+        carry: keep each batch element's memory from sample to sample; False starts
+            every sample with an empty memory.
     """
-    memory, told = None, 0
+    memory, injected = None, 0
     for batch in batches:
         if memory is None or not carry:
-            memory, told = method.start(len(batch.facts)), 0
-        for count, piece in enumerate([batch.context, *batch.pieces][: after[-1] + 1]):
-            told += piece.shape[1]
-            needed = told + batch.prompts.shape[1] + answer
+            memory, injected = method.start(len(batch.facts)), 0
+        for count, chunk in enumerate([batch.context, *batch.chunks][: after[-1] + 1]):
+            injected += chunk.shape[1]
+            needed = injected + batch.prompts.shape[1] + answer
             fits = method.longest is None or needed <= method.longest
             if fits:
-                memory = method.inject(memory, piece)
+                memory = method.inject(memory, chunk)
             if count in after:
                 texts: list[str | None] = [None] * len(batch.facts)
                 if fits:
                     found = method.query(memory, batch.prompts, answer)
-                    texts = [tokenizer.decode(row) for row in found]
+                    texts = [tokenizer.decode(tokens) for tokens in found]
                 for fact, text in zip(batch.facts, texts, strict=True):
-                    yield Asked(fact, count, text)
+                    yield QueryResult(fact, count, text)
 
 
-def untold(
+def closed_book_answers(
     method: Method,
     tokenizer: Tokenizer,
     answer: int,
     prompts: Int32[np.ndarray, "B P"],
 ) -> list[str]:
-    """What is answered without anything told."""
+    """Answers with an empty memory."""
     found = method.query(method.start(len(prompts)), prompts, answer)
-    return [tokenizer.decode(row) for row in found]
+    return [tokenizer.decode(tokens) for tokens in found]
 
 
-def accuracy(asked: Sequence[Asked]) -> dict[str, Any]:
-    """Share of right answers with its interval, of those that could be asked.
+def accuracy(results: Sequence[QueryResult]) -> dict[str, Any]:
+    """Share of right answers with its interval, of the queries that were possible.
 
     "begins" counts answers that the generated text begins with: a stricter measure, as
     "4" occurs in "14".
     """
-    texts = [(x.fact.answer, x.text) for x in asked if x.text is not None]
+    texts = [(x.fact.answer, x.text) for x in results if x.text is not None]
     hits = sum(answer in text for answer, text in texts)
     begins = sum(text.lstrip().startswith(answer) for answer, text in texts)
     low, high = wilson(hits, len(texts))
@@ -124,17 +125,18 @@ def accuracy(asked: Sequence[Asked]) -> dict[str, Any]:
     }
 
 
-def summary(asked: Sequence[Asked], after: Sequence[int]) -> dict[str, Any]:
-    """Accuracy behind each number of pieces, and behind all by relation."""
-    kinds = sorted({x.fact.kind for x in asked})
+def summary(results: Sequence[QueryResult], after: Sequence[int]) -> dict[str, Any]:
+    """Accuracy after each number of chunks: of all facts, and by kind of fact."""
+    kinds = sorted({x.fact.kind for x in results})
     return {
         "after": {
-            count: accuracy([x for x in asked if x.pieces == count]) for count in after
+            count: accuracy([x for x in results if x.num_chunks == count])
+            for count in after
         },
         "by_kind": {
             kind: {
                 count: accuracy(
-                    [x for x in asked if (x.fact.kind, x.pieces) == (kind, count)]
+                    [x for x in results if (x.fact.kind, x.num_chunks) == (kind, count)]
                 )
                 for count in after
             }

@@ -1,4 +1,4 @@
-"""Samples of knowledge retention: a fact, text to forget it by, a question.
+"""Samples of knowledge retention: a fact, chunks of other text, a question.
 
 A sample is a fact's context, then chunks of passages that name neither its subject nor
 its answer. All chunks have the same number of tokens; where the context is shorter,
@@ -22,26 +22,26 @@ from memjax.data.documents.sources import embedded_documents
 
 # Characters of a passage that is cut from a book, about 400 tokens.
 PASSAGE = 1_700
-# Behind the full stop, before the space that a token begins with.
+# After the full stop and before the space, because a token begins with its space.
 _ENDS = re.compile(r"(?<=[.!?])(?=\s)")
 
 
 class Samples(NamedTuple):
-    """Samples that are asked side by side.
+    """A batch of samples.
 
     Attributes:
-        facts: one a row.
-        context: the piece that ends with the fact's context.
+        facts: one for each batch element.
+        context: the chunk that ends with the fact's context.
         answers: first token of the context's sentence with the answer, and the first
-            behind it.
-        pieces: what is told after it.
+            token after that sentence.
+        chunks: what is injected after the context.
         prompts: the questions.
     """
 
     facts: list[Question]
     context: Int32[np.ndarray, "B C"]
     answers: Int32[np.ndarray, "B 2"]
-    pieces: Int32[np.ndarray, "I B C"]
+    chunks: Int32[np.ndarray, "I B C"]
     prompts: Int32[np.ndarray, "B P"]
 
 
@@ -52,11 +52,12 @@ def make_samples(
     *,
     samples: int,
     batch: int,
-    pieces: int,
+    num_chunks: int,
     chunk: int,
     lengths: int = 0,
     seed: int,
-    ask: Callable[[Int32[np.ndarray, "B P"]], Sequence[str]] | None = None,
+    answer_closed_book: Callable[[Int32[np.ndarray, "B P"]], Sequence[str]]
+    | None = None,
 ) -> list[Samples]:
     """Draws facts in batches whose questions have one length, and text for each.
 
@@ -66,13 +67,13 @@ def make_samples(
         tokenizer: of the model.
         samples: how many; a multiple of `batch`.
         batch: B.
-        pieces: I, at least 0.
+        num_chunks: I, at least 0.
         chunk: C.
-        lengths: of the questions: the so many most frequent, as programs are compiled
-            for each; 0 is all.
+        lengths: only questions of this many most frequent lengths are drawn, because
+            programs are compiled for each length; 0 allows all.
         seed: of facts and passages.
-        ask: what is answered to questions by who was told nothing; facts that are
-            answered so are left out. None keeps all.
+        answer_closed_book: answers questions with an empty memory; facts that it
+            answers correctly are left out. None keeps all facts.
 
     Raises:
         ValueError: if there are too few facts or passages, or a context has more than
@@ -84,7 +85,9 @@ def make_samples(
         )
     encode = functools.cache(lambda text: tokenizer.encode(f"\n\n{text}"))
     picked = pick_facts(facts, seed=seed)
-    full = _grouped(picked, encode, lengths, batch, samples // batch, ask)
+    full = _grouped(
+        picked, encode, lengths, batch, samples // batch, answer_closed_book
+    )
     if len(full) * batch < samples:
         raise ValueError(
             f"samples must be at most {len(full) * batch} of these facts, in batches "
@@ -92,14 +95,17 @@ def make_samples(
         )
     made = []
     for group in full:
-        rows = [_told(fact, passages, encode, pieces, chunk, seed) for fact, _ in group]
-        context, answers, more = zip(*rows, strict=True)
+        sequences = [
+            _sequence(fact, passages, encode, num_chunks, chunk, seed)
+            for fact, _ in group
+        ]
+        context, answers, chunks = zip(*sequences, strict=True)
         made.append(
             Samples(
                 [fact for fact, _ in group],
                 np.stack(context),
                 np.stack(answers),
-                np.stack(more, axis=1),
+                np.stack(chunks, axis=1),
                 np.stack([prompt for _, prompt in group]),
             )
         )
@@ -122,9 +128,9 @@ def book_passages() -> list[Passage]:
 
 
 def _grouped(
-    facts, encode, lengths, batch, count, ask
+    facts, encode, lengths, batch, count, answer_closed_book
 ) -> list[list[tuple[Question, np.ndarray]]]:
-    """Up to `count` batches of facts with questions of one length, as they fill up."""
+    """Up to `count` batches of facts, each with questions of one length."""
     prompts = [encode(fact.question) for fact in facts]
     common = Counter(map(len, prompts)).most_common(lengths or None)
     waiting, ready = ({length: [] for length, _ in common} for _ in range(2))
@@ -136,7 +142,7 @@ def _grouped(
         group.append((fact, prompt))
         if len(group) < batch:
             continue
-        kept += group if ask is None else _unknown(group, ask)
+        kept += _unknown(group, answer_closed_book)
         group.clear()
         if len(kept) >= batch:
             full.append(kept[:batch])
@@ -146,23 +152,25 @@ def _grouped(
     return full
 
 
-def _unknown(group, ask):
-    """The facts whose answer is not in what is answered."""
-    texts = ask(np.stack([prompt for _, prompt in group]))
+def _unknown(group, answer_closed_book):
+    """The facts of a group that are not answered correctly with an empty memory."""
+    if answer_closed_book is None:
+        return group
+    texts = answer_closed_book(np.stack([prompt for _, prompt in group]))
     pairs = zip(group, texts, strict=True)
     return [(fact, prompt) for (fact, prompt), text in pairs if fact.answer not in text]
 
 
-def _told(fact, passages, encode, pieces, chunk, seed):
-    """The piece with the context [C], its sentence, and the other pieces [I, C]."""
+def _sequence(fact, passages, encode, num_chunks, chunk, seed):
+    """The context's chunk [C], the answer's sentence in it, other chunks [I, C]."""
     context = encode(fact.context)
     if len(context) > chunk:
         raise ValueError(
             f"the context of {fact.question!r} has {len(context)} tokens; "
-            f"a piece has chunk={chunk}"
+            f"a chunk has {chunk}"
         )
     order = _shuffled(fact, passages, seed)
-    missing, wanted = chunk - len(context), pieces * chunk
+    missing, wanted = chunk - len(context), num_chunks * chunk
     texts, total = [], 0
     for passage in order:
         if total >= missing + wanted:
@@ -172,13 +180,13 @@ def _told(fact, passages, encode, pieces, chunk, seed):
     if total < missing + wanted:
         raise ValueError(
             f"passages must have {missing + wanted} tokens that name neither "
-            f"{fact.subject!r} nor {fact.answer!r}, got {total}: tell fewer pieces"
+            f"{fact.subject!r} nor {fact.answer!r}, got {total}: inject fewer chunks"
         )
     stream = np.concatenate([np.zeros(0, np.int32), *texts])
     first = np.concatenate([stream[wanted : wanted + missing], context])
     before = [len(encode(fact.context[:at])) for at in _sentence(fact)]
     answer = missing + np.array(before, np.int32)
-    return first.astype(np.int32), answer, stream[:wanted].reshape(pieces, chunk)
+    return first.astype(np.int32), answer, stream[:wanted].reshape(num_chunks, chunk)
 
 
 def _sentence(fact) -> tuple[int, int]:
@@ -194,7 +202,7 @@ def _sentence(fact) -> tuple[int, int]:
 
 
 def _shuffled(fact, passages, seed) -> Iterator[Passage]:
-    """Passages about other things: group by group, in an order of the fact's own."""
+    """Passages unrelated to the fact, group by group, shuffled by seed and question."""
     name = np.frombuffer(f"{seed} {fact.question}".encode(), np.uint8)
     stream = np.random.PCG64(name.tolist())
     for group in passages:

@@ -15,12 +15,12 @@ from memjax.models.mplus.model import MPlus
 
 
 def with_store(model: MPlus, rows: int = 0, retrieved: int = 0) -> MPlus:
-    """M+ of the same parameters with a store of so many rows, and reads of so many.
+    """M+ of the same parameters with another store size or number retrieved.
 
     Args:
         model: with a store.
-        rows: M; 0 leaves it.
-        retrieved: R; 0 leaves it.
+        rows: M, memory tokens in the store; 0 keeps the model's.
+        retrieved: R, memory tokens of a read; 0 keeps the model's.
 
     Raises:
         ValueError: as `MPlusConfig`, or for a model without a store.
@@ -37,11 +37,11 @@ def with_store(model: MPlus, rows: int = 0, retrieved: int = 0) -> MPlus:
 
 
 def without_store(model: MPlus) -> MPlus:
-    """MemoryLLM of the same parameters, whose pool has the store's place too.
+    """MemoryLLM of the same parameters, with the store's bytes added to the pool.
 
-    The least pool that makes a state as large on the device as M+'s, whose store's rows
-    are on the host and its keys are not. A pool that a checkpoint brings keeps its
-    size.
+    The pool is the smallest that makes the state on the device as large as M+'s, whose
+    store has its values on the host and its keys on the device. A pool that comes from
+    a checkpoint keeps its size.
     """
     chunk, pool = model.config.tokens, model.config.pool
     if model.initial is not None:
@@ -54,10 +54,10 @@ def without_store(model: MPlus) -> MPlus:
 
 
 def with_attention_retrieval(model: MPlus) -> MPlus:
-    """M+-Attn of the same parameters: attention finds rows in the retriever's place.
+    """M+-Attn of the same parameters: attention scores replace the retriever.
 
-    The store lies on the device, where every token seeks. Rows that a checkpoint brings
-    become keys and values.
+    The store lies on the device, where every token searches it. Memory tokens that come
+    from a checkpoint become keys and values.
 
     Raises:
         ValueError: if the model has no retriever, or the program's legacy store.
@@ -91,10 +91,11 @@ def _with_config(model, **changes):
 
 
 def device_bytes(model: MPlus) -> int:
-    """Bytes of the memory of one text that a read needs on the device.
+    """Bytes of one batch element's memory that a read needs on the device.
 
-    Those of the long-term store's rows are left out, which lie on the host: its keys
-    are searched on the device. Where attention finds the rows, all of it is there.
+    The values of the long-term store are left out, because they lie on the host; its
+    keys are searched on the device. With attention retrieval all of the store is on
+    the device.
     """
     state = jax.eval_shape(lambda: model.init_state(1))
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

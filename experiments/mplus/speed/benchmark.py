@@ -60,15 +60,16 @@ class Config:
 
     Attributes:
         size: of the backbone: "tiny", or "smollm2" (135M).
-        pools: rows of the short-term pool, at least 256; each with the first store.
-        stores: rows of the long-term store; each with the first pool.
-        retrieved: rows a read takes from the store.
+        pools: memory tokens in the short-term pool, at least 256; each with the first
+            store.
+        stores: memory tokens in the long-term store; each with the first pool.
+        retrieved: memory tokens that a read takes from the store.
         merge_every: updates between two merges of the torch baseline; the rows dropped
             in that time, 256 an update, and the retrieved must fit into every store.
         chunks: injected in a round.
         prompt: tokens that a read reads.
         injects: timed one by one; 0 leaves the part out. The store is empty at first.
-        searched: rows of the search; 0 leaves the part out.
+        searched: memory tokens that the search scores; 0 leaves the part out.
         implementations: "ours", "official" and "official_fused".
         official: checkout of the authors' program; None leaves both of those out.
         threads: of every implementation.

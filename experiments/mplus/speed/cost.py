@@ -138,7 +138,7 @@ class Config:
 
     @property
     def scale(self) -> Scale:
-        """The size's, with the changes that were asked for."""
+        """The model size with the changes of the options."""
         scale = SCALES[self.size]
         lengths = self.lengths or scale.lengths
         return Scale(scale.memory, lengths, self.full_up_to or scale.full_up_to)
@@ -171,18 +171,18 @@ def main(config: Config) -> None:
 
 def describe(config: Config, kind: Kind, length: int) -> dict[str, Any]:
     """What needs no execution: bytes of the state, and operations by formula."""
-    sizes, asked = config.backbone, (config.prompt, config.answer)
+    sizes, lengths = config.backbone, (config.prompt, config.answer)
     if kind in BACKBONES:
         model = nnx.eval_shape(lambda: build_backbone(config, kind, length))
         window = model.config.window if kind == "sliding window" else None
         inject = operations.text(sizes, 0, length, window)
-        query = operations.answer(sizes, length, *asked, window)
+        query = operations.answer(sizes, length, *lengths, window)
         state = jax.eval_shape(lambda: model.init_state(1))
         parts = {"reading": _bytes(state), "total": _bytes(state)}
     else:
         model = nnx.eval_shape(lambda: build_memory(config, kind))
         inject = operations.inject(sizes, model.config, length)
-        query = operations.read(sizes, model.config, *asked)
+        query = operations.read(sizes, model.config, *lengths)
         parts = memory_bytes(jax.eval_shape(lambda: model.init_state(1)))
     return {
         "length": length,

@@ -92,7 +92,7 @@ def _generate(model, state, prompt, count):
 
 
 def _greedy(model, state, prompt, count):
-    """The likeliest tokens behind a prompt, in one program; the last is not read."""
+    """Greedy continuation of a prompt, in one program; the last token is not read."""
     best = lambda features: model.logits(features).argmax(axis=-1).astype(jnp.int32)
     state, features = model.features(state, prompt)
 

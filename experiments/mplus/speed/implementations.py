@@ -38,7 +38,8 @@ class Memory:
     """Sizes of a memory, as in `MPlusConfig`; the defaults are the paper's.
 
     Attributes:
-        store: rows of the long-term store and the rows dropped since the last merge.
+        store: memory tokens in the long-term store, and those dropped since the last
+            merge.
         merge_every: updates between two merges of the authors' program.
     """
 
@@ -88,7 +89,7 @@ class Subject(NamedTuple):
 
     Attributes:
         inject: writes tokens [1, T], whole chunks.
-        read: logits of tokens [1, T] behind the memory.
+        read: logits of tokens [1, T] that follow the memory.
         search: one layer's retrieval for queries [T, key_dim].
     """
 
@@ -136,8 +137,8 @@ def ours(shape: Shape, memory: Memory, held: int) -> Subject:
     read = jax.jit(lambda p, s, ids: merged(p).read(s, ids)[1])
 
     def search(s, queries):
-        asked = jnp.ones(queries.shape[:2], bool)
-        found = long_term_store.retrieve(config, s.store, 0, queries, asked)
+        mask = jnp.ones(queries.shape[:2], bool)
+        found = long_term_store.retrieve(config, s.store, 0, queries, mask)
         return found.rows
 
     search = jax.jit(search)

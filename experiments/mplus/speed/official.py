@@ -1,7 +1,7 @@
 """The torch baseline of M+: the program that its authors released.
 
 The program is not part of this project. `git clone` it from
-https://github.com/wangyu-ustc/MemoryLLM and install what it asks for (transformers
+https://github.com/wangyu-ustc/MemoryLLM and install its requirements (transformers
 4.48.2, peft 0.10.0, PyTorch). Its two kinds of attention that run on a CPU return fewer
 values than its layers unpack, so the file fails as it stands. The missing values are
 filled with None here; nothing else is changed.

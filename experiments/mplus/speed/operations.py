@@ -12,7 +12,7 @@ from memjax.models.mplus.config import MPlusConfig
 def text(
     sizes: ModelConfig, before: int, tokens: int, window: int | None = None
 ) -> float:
-    """Reading so many tokens behind others; attention sees a window, or all."""
+    """Reading tokens after earlier ones; attention sees a window, or all."""
     seen = _causal(before, tokens, window)
     return _dense(sizes, tokens) + _attention(sizes, seen)
 
@@ -20,7 +20,7 @@ def text(
 def answer(
     sizes: ModelConfig, before: int, prompt: int, drawn: int, window: int | None = None
 ) -> float:
-    """Reading a prompt behind other tokens and drawing some, the last unread."""
+    """Reading a prompt after other tokens and sampling; the last token is not read."""
     reads = text(sizes, before, prompt + drawn - 1, window)
     return reads + _head(sizes, drawn)
 
@@ -48,7 +48,7 @@ def read(sizes: ModelConfig, memory: MPlusConfig, prompt: int, drawn: int) -> fl
     """Answering with the memory, whose store is searched whole, filled or not.
 
     Raises:
-        ValueError: if attention finds the rows, which is not counted here.
+        ValueError: if the memory uses attention retrieval, which is not counted here.
     """
     if memory.by_attention:
         raise ValueError("memory.retrieval must be 'learned', got 'attention'")

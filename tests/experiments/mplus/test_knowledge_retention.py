@@ -90,12 +90,14 @@ class Notes:
 
 
 def samples(**changes):
-    sizes: dict[str, Any] = dict(samples=4, batch=2, pieces=3, chunk=C, seed=0)
+    sizes: dict[str, Any] = dict(samples=4, batch=2, num_chunks=3, chunk=C, seed=0)
     return make_samples(FACTS, PASSAGES, BYTES, **sizes | changes)
 
 
 def ask(method, batches, after=(0, 1, 3), carry=False):
-    run = retention.run(method, batches, BYTES, after=after, answer=N, carry=carry)
+    run = retention.inject_and_query(
+        method, batches, BYTES, after=after, answer=N, carry=carry
+    )
     return list(run)
 
 
@@ -105,19 +107,19 @@ def test_samples_are_context_other_text_and_question():
     told = [fact for batch in batches for fact in batch.facts]
     assert len(set(told)) == 4
     for batch in batches:
-        assert batch.context.shape == (2, C) and batch.pieces.shape == (3, 2, C)
+        assert batch.context.shape == (2, C) and batch.chunks.shape == (3, 2, C)
         for row, fact in enumerate(batch.facts):
             assert BYTES.decode(batch.prompts[row]) == f"\n\n{fact.question}"
             context = BYTES.decode(batch.context[row])
             assert context.endswith(f"\n\n{fact.context}")
-            other = BYTES.decode(batch.pieces[:, row].ravel())
+            other = BYTES.decode(batch.chunks[:, row].ravel())
             assert other.startswith("\n\n") and fact.subject not in other
             first = [part[0] for part in other.split("\n\n") if part]
             assert len(set(first)) == len(first) and "z" not in first
-    firsts = {BYTES.decode(b.pieces[0, r])[2] for b in batches for r in range(2)}
+    firsts = {BYTES.decode(b.chunks[0, r])[2] for b in batches for r in range(2)}
     assert len(firsts) > 1
     same = samples()
-    np.testing.assert_array_equal(same[1].pieces, batches[1].pieces)
+    np.testing.assert_array_equal(same[1].chunks, batches[1].chunks)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, load_tokenizer("bpe4k")])
@@ -130,7 +132,14 @@ def test_samples_know_the_sentence_of_the_answer(tokenizer):
     ):
         facts = [fact._replace(context=context)]
         (batch,) = make_samples(
-            facts, PASSAGES, tokenizer, samples=1, batch=1, pieces=1, chunk=90, seed=0
+            facts,
+            PASSAGES,
+            tokenizer,
+            samples=1,
+            batch=1,
+            num_chunks=1,
+            chunk=90,
+            seed=0,
         )
         begin, end = batch.answers[0]
         assert tokenizer.decode(batch.context[0, begin:end]).lstrip("\n") == expected
@@ -141,16 +150,16 @@ def test_samples_know_the_sentence_of_the_answer(tokenizer):
             tokenizer,
             samples=1,
             batch=1,
-            pieces=1,
+            num_chunks=1,
             chunk=90,
             seed=0,
         )
 
 
 def test_the_second_group_of_passages_comes_behind_the_first():
-    batch, *_ = samples(pieces=9)
+    batch, *_ = samples(num_chunks=9)
     for row, fact in enumerate(batch.facts):
-        text = BYTES.decode(batch.pieces[:, row].ravel())
+        text = BYTES.decode(batch.chunks[:, row].ravel())
         assert text.index("z") == (8 - (fact.subject in NAMES[:8])) * 42 + 2
         assert BYTES.decode(batch.context[row]).startswith("z")
 
@@ -161,8 +170,8 @@ def test_the_second_group_of_passages_comes_behind_the_first():
         ({"samples": 3}, "samples must be a positive multiple of batch=2, got 3"),
         ({"samples": 0}, "samples must be a positive multiple"),
         ({"samples": 12}, "samples must be at most 10 of these facts"),
-        ({"chunk": 20}, "has 27 tokens; a piece has chunk=20"),
-        ({"pieces": 20}, "passages must have .* tell fewer pieces"),
+        ({"chunk": 20}, "has 27 tokens; a chunk has 20"),
+        ({"num_chunks": 20}, "passages must have .* inject fewer chunks"),
     ],
 )
 def test_samples_that_cannot_be_made_are_refused(changes, message):
@@ -183,7 +192,7 @@ def test_batches_have_questions_of_one_length_and_lengths_can_be_few():
             BYTES,
             samples=samples,
             batch=2,
-            pieces=1,
+            num_chunks=1,
             chunk=C,
             lengths=few,
             seed=0,
@@ -204,11 +213,15 @@ def test_facts_that_are_known_untold_are_not_asked():
         knows = lambda question: any(name in question for name in known)
         return [f"It is {answers[q]}!" if knows(q) else "?" for q in questions]
 
-    told = [fact for batch in samples(samples=6, ask=answer) for fact in batch.facts]
+    told = [
+        fact
+        for batch in samples(samples=6, answer_closed_book=answer)
+        for fact in batch.facts
+    ]
     assert len(told) == 6 and not {fact.subject for fact in told} & set(known)
     assert {fact.subject for b in samples(samples=10) for fact in b.facts} > set(known)
     with pytest.raises(ValueError, match="samples must be at most 6 of these"):
-        samples(samples=8, ask=answer)
+        samples(samples=8, answer_closed_book=answer)
 
 
 def test_a_method_that_remembers_the_last_pieces_is_right_as_far():
@@ -216,7 +229,7 @@ def test_a_method_that_remembers_the_last_pieces_is_right_as_far():
         asked = ask(Notes(pieces * C), samples())
         assert len(asked) == 4 * 3
         for after, share in zip((0, 1, 3), expected, strict=True):
-            rows = [x for x in asked if x.pieces == after]
+            rows = [x for x in asked if x.num_chunks == after]
             found = retention.accuracy(rows)
             assert found["accuracy"] == found["begins"] == share
             assert found["questions"] == 4
@@ -250,9 +263,11 @@ def test_what_a_method_has_no_room_for_is_not_asked():
             return super().inject(memory, tokens)
 
     asked = ask(Short(10_000), samples(), after=(1, 2))
-    texts = {after: {x.text for x in asked if x.pieces == after} for after in (1, 2)}
+    texts = {
+        after: {x.text for x in asked if x.num_chunks == after} for after in (1, 2)
+    }
     assert None not in texts[1] and texts[2] == {None}
-    empty = retention.accuracy([x for x in asked if x.pieces == 2])
+    empty = retention.accuracy([x for x in asked if x.num_chunks == 2])
     assert empty["questions"] == 0 and math.isnan(empty["accuracy"])
     assert (empty["low"], empty["high"]) == (0, 1)
 
@@ -271,7 +286,7 @@ def test_intervals_are_wilsons(hits, count, low, high):
 
 def test_an_answer_counts_where_it_occurs():
     texts = [" 037.\n", "no 037", "037", " 37", None]
-    asked = [retention.Asked(FACTS[1], 0, text) for text in texts]
+    asked = [retention.QueryResult(FACTS[1], 0, text) for text in texts]
     found = retention.accuracy(asked)
     assert found["questions"] == 4
     assert found["accuracy"] == 3 / 4 and found["begins"] == 2 / 4
@@ -283,17 +298,17 @@ def test_bm25_puts_the_best_pieces_in_front_in_their_order():
     memory = method.start(1)
     for text in told:
         memory = method.inject(memory, BYTES.encode(text.ljust(C))[None])
-    found = method._found(memory[0], "Which river has Arda?")
+    found = method._best_chunks(memory[0], "Which river has Arda?")
     assert BYTES.decode(found).split() == f"{told[1]} {told[3]}".split()
-    assert method._found((), "Which?").size == 0
+    assert method._best_chunks((), "Which?").size == 0
     # Nothing to go by: the first.
-    assert BYTES.decode(method._found(memory[0], "?")).startswith("the cat")
+    assert BYTES.decode(method._best_chunks(memory[0], "?")).startswith("the cat")
 
 
 @pytest.mark.slow
 def test_equal_methods_answer_alike():
     """Where all that was told is seen, a window and SnapKV are full attention."""
-    batches = samples(pieces=1)
+    batches = samples(num_chunks=1)
     built = (
         methods.full(tiny_backbone(), C, 400),
         methods.window(tiny_backbone(), C, 400),

@@ -61,7 +61,7 @@ PASSAGES = [[Passage(letter * 90) for letter in "abcdefgh"]]
 
 
 def samples(pieces):
-    sizes: dict[str, Any] = dict(samples=4, batch=2, pieces=pieces, chunk=C, seed=0)
+    sizes: dict[str, Any] = dict(samples=4, batch=2, num_chunks=pieces, chunk=C, seed=0)
     return make_samples(FACTS, PASSAGES, BYTES, **sizes)
 
 
@@ -69,14 +69,14 @@ def samples(pieces):
 def test_rows_of_the_context_are_found_by_their_values():
     """The count goes by birth; here by what `compress` made of the context."""
     batch, after = samples(6)[0], (0, 2, 4, 6)
-    found = retrieval.run(tiny_memory(), batch, after)
+    found = retrieval.inject_and_count(tiny_memory(), batch, after)
     method = LatentMemory(tiny_memory())
     compress = jax.jit(tiny_memory().compress)
     model = tiny_memory()
     choose = jax.jit(lambda *given: model.trace_read(*given)[1].chosen)
     made = np.asarray(compress(method.start(2), jnp.asarray(batch.context)))
     state, seen = method.start(2), 0
-    for count, piece in enumerate([batch.context, *batch.pieces]):
+    for count, piece in enumerate([batch.context, *batch.chunks]):
         state = method.inject(state, piece)
         if count not in after:
             continue
@@ -111,7 +111,7 @@ def test_rows_of_the_answer_are_those_of_its_tokens():
     model = with_store(tiny_memory(), store)
     for begin, end, rows in ((C - K, C, 8), (C - 3, C, 3), (0, C - K, 0), (41, 44, 3)):
         told = batch._replace(answers=np.array([[begin, end]] * 2))
-        found = retrieval.run(model, told, (6,))[6]
+        found = retrieval.inject_and_count(model, told, (6,))[6]
         assert (found.store == K).any() and (found.answer_store <= rows).all()
         full = found.store == K
         assert (found.answer_store[full] == rows).all()
@@ -160,7 +160,7 @@ def test_untrained_retrievers_find_what_chance_does():
     shares = []
     for seed in range(12):
         model = mplus(tiny_backbone(), MEMORY, key=jax.random.key(seed))
-        found = retrieval.run(model, samples(5)[0], (5,))[5]
+        found = retrieval.inject_and_count(model, samples(5)[0], (5,))[5]
         assert (found.retrieved <= found.store).all()
         shares.append(found)
     row = retrieval.summary(MEMORY, C, shares)

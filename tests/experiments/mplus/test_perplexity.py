@@ -277,5 +277,5 @@ def test_settings_that_cannot_be_are_refused():
         with pytest.raises(ValueError, match=message):
             perplexity.Config(**changes)
     with pytest.raises(ValueError, match="that of M. is 16, got 24"):
-        perplexity.piece(perplexity.Config(chunk=24), {"M+": tiny_memory()})
-    assert perplexity.piece(perplexity.Config(), {"M+": tiny_memory()}) == C
+        perplexity.chunk_size(perplexity.Config(chunk=24), {"M+": tiny_memory()})
+    assert perplexity.chunk_size(perplexity.Config(), {"M+": tiny_memory()}) == C
