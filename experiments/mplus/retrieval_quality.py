@@ -190,7 +190,7 @@ def check(config: Config, model: MPlus) -> None:
     memory = model.config
     if not memory.has_retriever or memory.legacy:
         raise ValueError(
-            "model must be an M+ with a retriever and a clock of its memory tokens, got "
+            "model must be an M+ with a retriever and a clock of memory tokens, got "
             f"retrieved={memory.retrieved}, retrieval={memory.retrieval!r}, "
             f"legacy={memory.legacy}"
         )

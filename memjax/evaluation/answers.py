@@ -90,6 +90,7 @@ def _read_segment(graph, params, state, tokens, places, seen):
     model = nnx.merge(graph, params)
     state, features = model.features(state, tokens)
     inside = (places >= 0) & (places < tokens.shape[1])
+    # Answers that lie in other segments are clipped here and left out below.
     index = jnp.clip(places, 0, tokens.shape[1] - 1)[..., None]
     found = jnp.take_along_axis(features, index, axis=1)
     return state, jnp.where(inside[..., None], found.astype(seen.dtype), seen)
@@ -99,6 +100,7 @@ def _read_segment(graph, params, state, tokens, places, seen):
 def _score(graph, params, seen, targets):
     logits = nnx.merge(graph, params).logits(seen)
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    # Without forming the log-softmax of all V tokens.
     nll = jax.nn.logsumexp(logits, axis=-1) - chosen
     return nll, jnp.argmax(logits, axis=-1) == targets
 

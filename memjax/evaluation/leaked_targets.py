@@ -65,6 +65,7 @@ def recall_distances(
     # An empty slot is no memory, also where all weights that are held underflowed.
     empty = np.arange(slots) < slots - count[..., None]
     best = np.where(empty, -1, weights).argmax(axis=-1)
+    # A search among no memories, or for a segment that was not read, is none.
     real = (count > 0) & (np.asarray(tokens) > 0)
     return (slots - best)[real].astype(np.int64), count[real]
 

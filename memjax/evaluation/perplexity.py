@@ -68,6 +68,7 @@ def losses(
     order = sorted(range(len(texts)), key=lambda i: len(texts[i][1]))
     longest = max(len(tokens) for _, tokens in texts) - 1
     nll, mask = np.zeros((2, len(texts), longest), np.float32)
+    # The structure is static, so that one program serves all batches.
     graph, params = nnx.split(model)
     for first in range(0, len(texts), batch_size):
         rows = order[first : first + batch_size]
@@ -95,6 +96,7 @@ def perplexity(losses: Losses, *, kind: str | None = None, first: int = 0) -> fl
     NaN where there is no such position.
     """
     rows = [i for i, k in enumerate(losses.kinds) if kind is None or k == kind]
+    # Millions of terms: float32 sums would lose digits of the mean.
     tokens = losses.mask[rows, first:].sum(dtype=np.float64)
     total = losses.nll[rows, first:].sum(dtype=np.float64)
     return float(np.exp(total / tokens)) if tokens else float("nan")
@@ -133,6 +135,7 @@ def _texts(documents, context_length):
     for document in documents:
         step = context_length or len(document.tokens)
         for start in range(0, len(document.tokens) - 1, step):
+            # One token over: the last target of a text is the first of the next.
             tokens = document.tokens[start : start + step + 1]
             texts.append((document.kind, tokens))
     return texts

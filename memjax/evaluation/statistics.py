@@ -34,6 +34,7 @@ def standard_error(values: Values) -> float:
     found = np.asarray(values, np.float64)
     if len(found) < 2:
         return math.nan
+    # N - 1, as the mean is estimated from the same values.
     return float(found.std(ddof=1) / math.sqrt(len(found)))
 
 

@@ -102,6 +102,8 @@ def apply(
     positions = state.length[:, None] + times
     q = projections.apply_rope(config, q, positions)
     k = projections.apply_rope(config, k, positions)
+    # Keys are cached with RoPE: a token's position never changes, unlike in a sliding
+    # window.
     slots, length = positions, state.length + t
     if lengths is not None:
         # A slot beyond the cache is dropped.
@@ -123,6 +125,7 @@ def apply(
         y = jax.lax.cond(empty, lambda: attend.causal(q, k, v), from_cache)
     else:
         y = from_cache()
+    # NaN and no exception, because the length of the history is not known inside jit.
     fits = (positions < config.capacity)[..., None]
     return state, jnp.where(fits, projections.output_projection(params, y), jnp.nan)
 
@@ -149,6 +152,8 @@ def attention(config: AttentionConfig) -> Mechanism:
     """Builds the mechanism for one configuration."""
 
     def whole_sequence(params, x, mask):
+        # Without a cache nothing limits the length; the layer refuses what its cache
+        # would.
         _check_fits(config, x.shape[1])
         return whole(config, params, x, mask)
 

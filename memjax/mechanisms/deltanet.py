@@ -71,6 +71,8 @@ def step(
 ) -> tuple[BlockState, Float[Array, "B D"]]:
     """Writes one token and reads with its query."""
     window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
+    # k has unit norm, so that β in (0, 1) moves the prediction towards v and never past
+    # it.
     beta = jax.nn.sigmoid(gates.linear_logits(x, params.core.rate))
     memory, y = op_step(q, k, v, beta, state.memory)
     return BlockState(window, memory), output_projection(config, params, x, y)

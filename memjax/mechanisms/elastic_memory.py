@@ -76,6 +76,8 @@ class ElasticMemoryConfig(HeadsConfig):
         require_known("positions", self.positions, ("block", "stream"))
         implementations = (None, *get_args(Implementation))
         require_known("implementation", self.implementation, implementations)
+        # Called for its checks, so that a bad sampling is refused here and not in the
+        # first call.
         sample_points(1, self.sampling, self.decay)
 
     @property
@@ -112,6 +114,8 @@ class Tables(NamedTuple):
     bank: HippoBank | None
 
 
+# Every trace of `step` and `apply` needs the constants, which take float64 work to
+# build.
 @functools.lru_cache(maxsize=8)
 def tables(config: ElasticMemoryConfig) -> Tables:
     """Builds the constants in float64 and rounds them once."""
@@ -153,8 +157,10 @@ def step(
     write = jax.vmap(lambda block, token, at: block.at[at].set(token[0]))
     open_keys = write(state.open_keys, k.astype(jnp.float32), state.open_length)
     open_values = write(state.open_values, v.astype(jnp.float32), state.open_length)
+    # The token sees itself, so it is written to the open block before it attends.
     y = _attend_one(config, state, q[:, 0], open_keys, open_values)
 
+    # Only one token in L completes a block: the others must not pay for compression.
     complete = state.open_length + 1 == config.block
     state = ElasticMemoryState(
         state.keys,
@@ -224,6 +230,7 @@ def _apply_blocks(config, blocks, in_step, state, q, k, v):
     keys, values = lay_out(state.open_keys, k), lay_out(state.open_values, v)
     count = (state.open_length + t) // config.block
     coefficients, memory = hippo(
+        # Keys and values follow the same recurrence: they are channels of one signal.
         _to_channels(split(keys), split(values)),
         jnp.asarray(basis),
         _to_channels(*(jnp.moveaxis(c, 1, 2) for c in (state.keys, state.values))),
@@ -233,9 +240,12 @@ def _apply_blocks(config, blocks, in_step, state, q, k, v):
         bank=bank,
         implementation=config.implementation,
     )
+    # Open tokens were answered by the calls that read them: they are keys here, and
+    # their positions have no queries.
     queries = lay_out(jnp.zeros_like(q[:, :0], jnp.float32), q)
     tokens = [split(x).astype(q.dtype) for x in (queries, keys, values)]
     remembered = [x.astype(q.dtype) for x in _from_channels(memory, heads)]
+    # A block attends to its own tokens; all blocks before it are in the coefficients.
     attended = _trapezoid(config, tokens, remembered, state.length)
     new_keys, new_values = _from_channels(coefficients, heads)
     after = count * config.block
@@ -267,6 +277,8 @@ def _trapezoid(config, tokens, remembered, length):
     causal = jnp.tril(jnp.ones((block, block), bool))
     mask = jnp.concatenate(
         [
+            # Before the first block is compressed the coefficients are zeros, which are
+            # no memory.
             jnp.broadcast_to((first > 0)[..., None, None], (*q.shape[:3], samples)),
             jnp.broadcast_to(causal, (*q.shape[:3], block)),
         ],
@@ -274,7 +286,11 @@ def _trapezoid(config, tokens, remembered, length):
     )
     join = lambda memory, tokens: jnp.concatenate([memory, tokens], axis=2)
     return attend.blocks(
-        rope(q), join(memory_keys, rope(k)), join(memory_values, v), mask
+        # Memory tokens have no position: a coefficient spans the whole past.
+        rope(q),
+        join(memory_keys, rope(k)),
+        join(memory_values, v),
+        mask,
     )
 
 
@@ -293,9 +309,12 @@ def _attend_one(config, state, q, open_keys, open_values):
     q = rope(q.astype(jnp.float32)[:, None], now)[:, 0]
     q = q.reshape(b, config.num_kv_heads, -1, width) * width**-0.5
 
+    # R (C q): N K + M N products a query, where forming the memory tokens R C takes M N
+    # K.
     in_basis = jnp.einsum("bgqk,bgnk->bgqn", q, state.keys)
     to_memory = jnp.einsum("bgqn,mn->bgqm", in_basis, basis)
     to_block = jnp.einsum("bgqk,blgk->bgql", q, rope(open_keys, positions))
+    # The newest token sees itself, so that no softmax is over an empty set.
     seen = jnp.arange(config.block, dtype=jnp.int32)[None] <= state.open_length[:, None]
     mask = jnp.concatenate(
         [
@@ -307,6 +326,7 @@ def _attend_one(config, state, q, open_keys, open_values):
     scores = jnp.concatenate([to_memory, to_block], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1, where=mask[:, None, None])
     memory, block = jnp.split(weights, [config.samples], axis=-1)
+    # The weights go back through R, again without forming a memory token.
     in_basis = jnp.einsum("bgqm,mn->bgqn", memory, basis)
     y = jnp.einsum("bgqn,bgnk->bgqk", in_basis, state.values)
     y += jnp.einsum("bgql,blgk->bgqk", block, open_values)
@@ -316,6 +336,8 @@ def _attend_one(config, state, q, open_keys, open_values):
 def _compress(state, chosen):
     """Absorbs the open tokens of some batch elements into coefficients (eq. 6)."""
     heads = state.open_keys.shape[2:]
+    # Absorbing 0 tokens leaves the coefficients of the other batch elements as they
+    # are.
     count = jnp.where(chosen, state.open_length, 0)
     coefficients = update(
         _to_channels(state.open_keys, state.open_values),
@@ -324,6 +346,7 @@ def _compress(state, chosen):
         count,
     )
     keys, values = _from_channels(coefficients, heads)
+    # The state promises zeros beyond `open_length`.
     keep = jnp.where(chosen, 0.0, 1.0)[:, None, None, None]
     return ElasticMemoryState(
         keys=jnp.moveaxis(keys, 2, 1),
@@ -348,6 +371,7 @@ def _lay_out(size, open_length, before, new):
 
 def _take(tokens, first, length):
     """`length` tokens of each batch element from its own `first`, then zeros."""
+    # Without the padding `dynamic_slice` would move a slice that passes the end.
     pad = ((0, 0), (0, length)) + ((0, 0),) * (tokens.ndim - 2)
     slice_ = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, length, 0)
     return jax.vmap(slice_)(jnp.pad(tokens, pad), first)

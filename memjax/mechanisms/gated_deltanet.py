@@ -76,6 +76,7 @@ def step(
     """Writes one token and reads with its query."""
     window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
     beta = jax.nn.sigmoid(gates.linear_logits(x, params.core.rate))
+    # Mamba-2's Δ enters through the decay alone: β is the size of the write.
     _, g = decay(params.core.decay, x)
     memory, y = op_step(q, k, v, beta, g, state.memory)
     return BlockState(window, memory), output_projection(config, params, x, y)

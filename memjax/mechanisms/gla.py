@@ -28,7 +28,9 @@ from memjax_kernels.linear_attention.gla import empty_state
 from memjax_kernels.linear_attention.gla import gla as gla_op
 from memjax_kernels.linear_attention.gla import step as op_step
 
+# The gates of all channels come from so few numbers a token, which saves parameters.
 RANK = 16
+# Divides the log gates, which keeps the gates near 1.
 DAMPING = 16.0
 
 
@@ -102,6 +104,8 @@ def gla(config: GLAConfig) -> Mechanism:
 
 
 def _log_gates(params: GLAParams, x: Float[Array, "*B D"]) -> Float[Array, "*B H K"]:
+    # `linear_logits` gives float32; the second product is in the dtype of x as the
+    # first.
     narrow = gates.linear_logits(x, params.narrow).astype(x.dtype)
     logits = gates.linear_logits(narrow, params.widen)
     return jax.nn.log_sigmoid(logits) / DAMPING

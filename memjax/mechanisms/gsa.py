@@ -43,6 +43,7 @@ from memjax.mechanisms.layers.recurrent_block import (
 from memjax_kernels.gated_slots import empty_state, gated_slots
 from memjax_kernels.gated_slots import step as op_step
 
+# Divides the log gates, which keeps the gates near 1.
 DAMPING = 8.0
 
 
@@ -175,7 +176,12 @@ def abc(config: ABCConfig) -> Mechanism:
 def _gates(params, x, q):
     """Scaled queries, α [*B, H, M] and g, which is None where nothing is forgotten."""
     if isinstance(params, GSAParams):
+        # A slot is a mean of unit keys: unscaled scores would lie in [-1, 1] and hardly
+        # choose.
         g = jax.nn.log_sigmoid(gates.linear_logits(x, params.forget)) / DAMPING
+        # expm1, because 1 - exp(g) cancels for gates near 1.
         return q * q.shape[-1] ** 0.5, -jnp.expm1(g), g
+    # Each token is divided among the slots. Their sums of keys grow with the text, so
+    # scores are scaled down as in attention.
     alpha = jax.nn.softmax(gates.linear_logits(x, params.target), axis=-1)
     return q * q.shape[-1] ** -0.5, alpha, None

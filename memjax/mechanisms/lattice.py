@@ -110,13 +110,17 @@ def init_params(config: LatticeConfig, key: PRNGKeyArray) -> BlockParams:
     forget = None
     if config.forget is not None:
         forget = gates.init_gate(forget_key, gate, 0.01)
+    # The op's own empty memory, so that an untrained layer starts as the op does.
     slots = empty_state(1, *_sizes(config), initial=config.initial).start[0]
     core = LatticeParams(gates.init_gate(step_key, gate, 0.05), forget, slots)
+    # Appendix A of the paper: query and key are two convolutions of one projection.
     return recurrent_block.init_params(config, core, key, shared_projection=True)
 
 
 def init_state(config: LatticeConfig, batch: int) -> BlockState:
     """Slots that wait for their learned start."""
+    # The start is learned, and an empty state knows no parameters: the first call fills
+    # it in.
     memory = recurrent_block.unstarted(batch, empty_state(batch, *_sizes(config)))
     return recurrent_block.init_state(config, batch, memory, shared_projection=True)
 
@@ -181,6 +185,8 @@ def _sizes(config):
 
 def _start(config, params, batch):
     """The learned slots, at the start of a chunk, for every row."""
+    # Training moves the learned slots off the unit sphere, on which the recurrence must
+    # start.
     slots = jnp.repeat(params.start[None], batch, axis=0)
     return beginning(
         l2_normalize(slots) if config.normalize else slots, config.chunk_size
@@ -189,6 +195,8 @@ def _start(config, params, batch):
 
 def _values(config, v):
     """Values, of unit norm where they are what the objective predicts from."""
+    # In "enc" values are what the slots predict from, and a step of γ |v|² > 2 would
+    # diverge.
     return gates.l2_normalize(v) if config.variant == "enc" else v
 
 
@@ -197,5 +205,7 @@ def _gates(config, params, x):
     gamma = jax.nn.sigmoid(gates.gate_logits(params.step, x))
     if config.forget is None:
         return gamma, None
+    # Forgetting is part of the gradient step, and so is scaled by its rate γ.
     amount = gamma * jax.nn.sigmoid(gates.gate_logits(params.forget, x))
+    # log1p keeps small amounts, for which 1 - γ λ would round to 1.
     return gamma, jnp.log1p(-amount) if config.forget == "l2" else -amount

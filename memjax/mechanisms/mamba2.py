@@ -86,8 +86,10 @@ def step(
     """Writes one token and reads with its query."""
     window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
     pace, g = decay(params.core.decay, x)
+    # The gate is float32 and would promote values of half precision.
     write = (v * pace[..., None]).astype(v.dtype)
     memory, y = op_step(q * config.key_dim**-0.5, k, write, g, state.memory)
+    # The skip weights v itself, not Δ v: it passes the token by the memory.
     y = y + (params.core.skip[None, :, None] * v).astype(v.dtype)
     return BlockState(window, memory), output_projection(config, params, x, y)
 
@@ -122,13 +124,16 @@ def init_decay(config: RecurrentConfig, key: PRNGKeyArray) -> DecayParams:
     weight_key, pace_key, rate_key = jax.random.split(key, 3)
     heads = config.num_heads
     low, high = jnp.log(0.001), jnp.log(0.1)
+    # Log-uniform, so that short and long memories are equally likely.
     pace = jnp.exp(jax.random.uniform(pace_key, (heads,), minval=low, maxval=high))
     rate = jax.random.uniform(rate_key, (heads,), minval=1.0, maxval=16.0)
     return DecayParams(
         pace=Gate(
             weight=gates.draw_weight(weight_key, config.model_dim, heads),
+            # The inverse of softplus: Δ starts at the drawn pace.
             bias=jnp.log(jnp.expm1(pace)),
         ),
+        # The log is learned, so that the rate stays positive in training.
         log_rate=jnp.log(rate),
     )
 

@@ -106,6 +106,8 @@ def apply(
     queries = _pad(q, -t % size).reshape(b, -1, size, *q.shape[2:])
     keys, values, visible = (_around(_pad(x, -t % size), window, size) for x in stream)
     positions = jnp.arange(window + size, dtype=jnp.int32)
+    # RoPE depends on distances alone, so positions count from the start of the window:
+    # they stay small at any length of the stream.
     y = attend.blocks(
         projections.apply_rope(config, queries, positions[window:]),
         projections.apply_rope(config, keys.astype(x.dtype), positions),
@@ -116,6 +118,8 @@ def apply(
     if lengths is None:
         newest = lambda leaf: leaf[:, t:]
     else:
+        # Batch elements end at lengths of their own, and the padding behind them is not
+        # kept.
         cut = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, window, 0)
         newest = lambda leaf: jax.vmap(cut)(leaf, lengths)
     state = SlidingWindowState(*map(newest, stream))
@@ -129,6 +133,8 @@ def _pad(x: Array, more: int) -> Array:
 
 def _around(stream: Array, window: int, size: int) -> Array:
     """The block's own tokens behind the W before them: [B, n, W + Q, ...]."""
+    # The W tokens before a block and the block itself hold every key that its queries
+    # see.
     blocks = (stream.shape[1] - window) // size
     first = jnp.arange(blocks, dtype=jnp.int32)[:, None] * size
     return stream[:, first + jnp.arange(window + size, dtype=jnp.int32)[None]]
@@ -148,6 +154,7 @@ def whole(
     mask: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
     """A whole sequence, without a state; full attention if it fits in the window."""
+    # No window and no state to build: full attention sees the same keys.
     if x.shape[1] <= config.window:
         return whole_attention(config, params, x, mask)
     return apply(config, params, init_state(config, x.shape[0]), x, mask)[1]

@@ -118,6 +118,7 @@ def init_params(config: TrellisConfig, key: PRNGKeyArray) -> BlockParams:
     core = TrellisParams(
         target=gates.draw_weight(target_key, d, h, m),
         step=gates.init_gate(step_key, gate, 0.5),
+        # A gate of 0.99 leaves half of a write after 69 tokens.
         forget=gates.init_gate(forget_key, gate, 0.99) if config.forget else None,
         keys=draw(keys_key, config.key_dim),
         values=draw(values_key, config.value_dim),
@@ -132,6 +133,8 @@ def init_state(config: TrellisConfig, batch: int) -> BlockState:
         *(batch, heads, slots, config.key_dim, config.value_dim),
         chunk_size=config.chunk_size,
     )
+    # The start is learned, and an empty state knows no parameters: the first call fills
+    # it in.
     memory = recurrent_block.unstarted(batch, memory)
     return recurrent_block.init_state(config, batch, memory)
 
@@ -147,6 +150,8 @@ def step(
     memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
     target, gamma, g = _target_and_gates(config, params.core, x)
     memory, y = op_step(
+        # Values are the keys of the second pass, in which a step of γ |v|² > 2 would
+        # diverge.
         *(q, k, gates.l2_normalize(v), target, gamma, g, memory),
         phi=config.phi,
         activation=config.activation,
@@ -166,6 +171,7 @@ def apply(
     memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
     target, gamma, g = _target_and_gates(config, params.core, x)
     memory, y = trellis_op(
+        # Values are normalised, as in `step`.
         *(q, k, gates.l2_normalize(v), target, gamma, g, memory),
         chunk_size=config.chunk_size,
         phi=config.phi,
@@ -191,6 +197,8 @@ def _start(config, params, batch):
         jnp.repeat(matrix[None], batch, axis=0)
         for matrix in (params.keys, params.values)
     )
+    # Position 0 is the start of a chunk, where the running memories are those in which
+    # gradients are taken.
     position = jnp.zeros(batch, jnp.int32)
     return TrellisState(keys, keys, values, values, position, config.chunk_size)
 
@@ -200,6 +208,9 @@ def _target_and_gates(config, params, x):
     gamma = jax.nn.sigmoid(gates.gate_logits(params.step, x))
     g = None
     if params.forget is not None:
+        # In log space: the decay over several tokens is a sum, and a gate near 0 does
+        # not round to log 0.
         g = jax.nn.log_sigmoid(gates.gate_logits(params.forget, x))
     target = gates.linear_logits(x, params.target)
+    # The sigmoid bounds γ by the largest step, beyond which repeated keys diverge.
     return target, gamma * config.largest_step, g

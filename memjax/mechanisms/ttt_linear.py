@@ -92,6 +92,7 @@ def init_params(config: TTTLinearConfig, key: PRNGKeyArray) -> BlockParams:
     """Draws the weights of the block and of the rate, and the memory's start."""
     rate_key, weights_key = jax.random.split(recurrent_block.core_key(key))
     heads, width = config.num_heads, config.key_dim
+    # Keys have norm 1 here and √K in the official code: W starts √K times as large.
     deviation = 0.02 * width**0.5
     core = TTTParams(
         rate=gates.draw_weight(rate_key, config.model_dim, heads),
@@ -106,6 +107,8 @@ def init_params(config: TTTLinearConfig, key: PRNGKeyArray) -> BlockParams:
 def init_state(config: TTTLinearConfig, batch: int) -> BlockState:
     """A memory that waits for its learned start."""
     memory = empty_state(batch, config.num_heads, config.key_dim, config.chunk_size)
+    # The start is learned, and an empty state knows no parameters: the first call fills
+    # it in.
     memory = recurrent_block.unstarted(batch, memory)
     return recurrent_block.init_state(config, batch, memory)
 
@@ -168,6 +171,8 @@ def _rate_and_norm(config, params, x):
     heads, width = config.num_heads, config.key_dim
     eta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
     return (
+        # Divided by C, so that the C gradients of a mini-batch make one step of their
+        # mean.
         eta * (config.rate / config.chunk_size),
         params.scale.reshape(heads, width),
         params.shift.reshape(heads, width),

@@ -87,6 +87,8 @@ def add_lora(
             params = getattr(block, name)
             names = targets_in(params, config.targets)
             if names:
+                # One key a layer and part: other targets elsewhere do not change what
+                # is drawn.
                 here = jax.random.fold_in(key, 2 * i + place)
                 changes = init_changes(params, names, config.rank, here)
                 scale = config.alpha / config.rank

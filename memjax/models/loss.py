@@ -33,6 +33,7 @@ def token_losses(
         vocab_size: V.
     """
     b, t, d = features.shape
+    # Logits are V / D times as large as features: those of all positions may not fit.
     chunk = max(1, min(t, LOGITS_AT_A_TIME // (b * vocab_size)))
     loss = optax.softmax_cross_entropy_with_integer_labels
     if chunk == t:
@@ -45,7 +46,9 @@ def token_losses(
         jnp.moveaxis(targets.reshape(b, -1, chunk), 1, 0),
     )
     losses = jax.lax.map(
-        jax.checkpoint(lambda chunk: loss(logits(chunk[0]), chunk[1])), chunks
+        # Computed again in the backward pass, or all logits would be kept after all.
+        jax.checkpoint(lambda chunk: loss(logits(chunk[0]), chunk[1])),
+        chunks,
     )
     return jnp.moveaxis(losses, 0, 1).reshape(b, -1)[:, :t]
 
@@ -63,6 +66,7 @@ def last_positions(mask: Float[Array, "B T"], count: int) -> Int[Array, "B n"]:
     whose mask is 0 come first.
     """
     count = min(count, mask.shape[1])
+    # Stable, so that the targets that count stay in order, at the end.
     return jnp.argsort(mask > 0, axis=1, stable=True)[:, mask.shape[1] - count :]
 
 
@@ -86,5 +90,6 @@ def scored(length: int, segment: int, first: int) -> Float32[np.ndarray, " T"]:
         )
     if not 0 <= first <= segment:
         raise ValueError(f"first must be in [0, {segment}], got {first}")
-    place = (np.arange(length) + 1) % segment
-    return (place >= first).astype(np.float32)
+    # Target i is token i + 1: that token's position in its segment decides.
+    position = (np.arange(length) + 1) % segment
+    return (position >= first).astype(np.float32)

@@ -22,7 +22,7 @@ from memjax.checks import require_known
 Place = Literal["device", "host"]
 
 # Newer versions of jax have this one alone, under the shorter name.
-_run: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
+_compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
 
 
 def require_place(name: str, place: str) -> None:
@@ -56,11 +56,14 @@ def near(
     space = jax.typeof(memory).memory_space
     if space != jax.memory.Space.Host:
         return function(memory, *args)
+    # Computation on the host has no gradient.
     given = jax.device_put(jax.lax.stop_gradient((memory, *args)), space)
     back = lambda stay: space if stay else jax.memory.Space.Device
     spaces = jax.tree.map(back, stays)
-    run = _run(function, compute_type="device_host", out_memory_spaces=spaces)
-    return run(*given)
+    on_host = _compute_on(
+        function, compute_type="device_host", out_memory_spaces=spaces
+    )
+    return on_host(*given)
 
 
 def device_bytes(state: PyTree) -> dict[str, int]:

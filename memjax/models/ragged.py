@@ -21,6 +21,7 @@ def check_tokens(tokens: Array, batch: int, vocab_size: int) -> None:
             f"tokens must be integers [B, T] with {batch} rows, as the state has, and "
             f"T >= 1, got {tokens.dtype}{list(shape)}"
         )
+    # Inside jit there are no values to check; `embed` then gives NaN for a bad one.
     if isinstance(tokens, Tracer):
         return
     known = np.asarray(tokens)
@@ -74,6 +75,7 @@ def join(
     after = position - lengths[:, None]
     source = jnp.where(
         after < 0,
+        # Indices that the other branch covers must still be inside.
         jnp.minimum(position, old.shape[1] - 1),
         old.shape[1] + jnp.minimum(after, new.shape[1] - 1),
     )

@@ -65,6 +65,7 @@ def cond_with_remat(
 
         return of_floats(function), of_floats(otherwise)
 
+    # The predicate and integers have no gradients; they are apart from the floats.
     @jax.custom_vjp
     def cond(needed, fixed, floats):
         return jax.lax.cond(needed, *branches(fixed), *floats)
@@ -74,8 +75,12 @@ def cond_with_remat(
 
     def backward(saved, cotangent):
         needed, fixed, floats = saved
-        pull = lambda branch: lambda *floats: jax.vjp(branch, *floats)[1](cotangent)
-        gradients = jax.lax.cond(needed, *map(pull, branches(fixed)), *floats)
+        # The branch that ran is run again, and its gradient taken there: nothing else
+        # is kept.
+        branch_vjp = lambda branch: (
+            lambda *floats: jax.vjp(branch, *floats)[1](cotangent)
+        )
+        gradients = jax.lax.cond(needed, *map(branch_vjp, branches(fixed)), *floats)
         return None, None, list(gradients)
 
     cond.defvjp(forward, backward)

@@ -81,6 +81,7 @@ def train(
         NonFiniteError: `config.max_nan_steps` steps in a row were skipped.
         SaveError: a checkpoint could not be written; DiskFullError for want of room.
     """
+    # Before resuming, which counts among the minutes.
     deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
     settings = _RunSettings(
         train_step, data, evaluate, config, Path(run_dir), config_record, step_of
@@ -144,6 +145,7 @@ class _Loop:
         try:
             reason = self._train_until_stopped()
         finally:
+            # Also after an exception: a trace of what led to it is worth having.
             self._profile.stop(self._state)
         self._read_metrics(keep=0)
         self._save()
@@ -173,6 +175,7 @@ class _Loop:
             self._step += 1
             self._queue_metrics(metrics)
             self._profile.stop_after(self._step, self._state)
+            # A failed save ends the run at once, and not only when the next one is due.
             self._checkpoints.check()
             if self._step % self._settings.config.save_every == 0:
                 self._save()

@@ -42,6 +42,7 @@ def same_everywhere(data_state: Any) -> Any:
     """
     text = json.dumps(as_json({"data": data_state}, "data.get_state()"), sort_keys=True)
     if jax.process_count() > 1:
+        # Digests have one size, as a gather across processes needs.
         mine = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
         found = np.asarray(multihost_utils.process_allgather(mine))
         if (found != found[:1]).any():
@@ -94,5 +95,6 @@ class StopSignals:
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_requested = True
+        # The second Ctrl-C is for a run that does not reach its next step.
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)

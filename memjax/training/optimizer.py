@@ -55,9 +55,11 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Learning rate by step: linear warm-up, then a cosine to the last of `steps`."""
     warmup = round(config.warmup_ratio * steps)
     return optax.warmup_cosine_decay_schedule(
+        # The first update would do nothing at a rate of 0.
         init_value=config.learning_rate / (warmup + 1),
         peak_value=config.learning_rate,
         warmup_steps=warmup,
+        # optax refuses a schedule that ends with its warm-up, as in a run of one step.
         decay_steps=max(steps, warmup + 1),
         end_value=config.final_ratio * config.learning_rate,
     )
@@ -66,6 +68,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """Builds the transformation for a run of `steps` steps."""
     return optax.chain(
+        # Before Adam: its moments must not see the long gradients.
         optax.clip_by_global_norm(config.max_gradient_norm),
         optax.adamw(
             schedule(config, steps),
@@ -74,7 +77,10 @@ def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformati
             eps=config.epsilon,
             weight_decay=config.weight_decay,
             mask=lambda params: jax.tree.map(
-                lambda leaf: config.decay_vectors or leaf.ndim > 1, params
+                # Norms and biases are vectors. A mechanism keeps gates' biases flat for
+                # this rule.
+                lambda leaf: config.decay_vectors or leaf.ndim > 1,
+                params,
             ),
         ),
     )
@@ -92,6 +98,7 @@ def with_rates(
 
     def update(updates, state, params=None):
         updates, state = transform.update(updates, state, params)
+        # After the transformation: scaled gradients would make no difference to Adam.
         scale = lambda path, x: x * rates.get(path[0].key, 1.0)
         return jax.tree_util.tree_map_with_path(scale, updates), state
 

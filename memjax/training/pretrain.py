@@ -68,6 +68,7 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
 
 def _completed(record: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint's record, with defaults for fields that came later."""
+    # The digest stands beside the configuration, of which it is no field.
     own = {name: value for name, value in record.items() if name != DIGEST}
     return record | completed(RunConfig, own)
 
@@ -81,6 +82,7 @@ def build_step(config: RunConfig, mesh: Mesh) -> tuple[TrainState, Callable]:
     return create(jax.random.key(config.seed)), step
 
 
+# Seeds of one study share a compilation, which takes longer than a short run.
 @functools.lru_cache(maxsize=8)
 def _programs(config: RunConfig, mesh: Mesh) -> tuple[Callable, Callable]:
     """How a state is drawn from a key, and the update; nothing depends on the seed."""
@@ -91,6 +93,7 @@ def _programs(config: RunConfig, mesh: Mesh) -> tuple[Callable, Callable]:
         rows = config.data.batch_size
         return init_train_state(model, transform, config.step, rows)
 
+    # The layout is known before any array is: each is created where it belongs.
     shapes = jax.eval_shape(create, jax.random.key(0))
     layout = sharding.shardings(mesh, shapes, config.model)
     update = make_train_step(abstract_model(config.model), transform, config.step)
@@ -100,6 +103,7 @@ def _programs(config: RunConfig, mesh: Mesh) -> tuple[Callable, Callable]:
 def on_mesh(update: Callable, layout: Any, mesh: Mesh) -> Callable:
     """The jitted update of a state laid out so, taking this host's rows of a batch."""
 
+    # Donated: parameters and moments are updated in place, without a second copy.
     step = jax.jit(update, donate_argnums=0, out_shardings=(layout, None))
 
     def step_on_mesh(state, batch):

@@ -92,6 +92,7 @@ def resume(
         # Only after the check: a refused checkpoint leaves the caller's state intact.
         _delete_arrays(state)
 
+    # Shapes and shardings alone: the arrays themselves may be freed by `accept`.
     found = checkpoints.restore(abstract(state), accept=accept)
     if found is None:
         return Start(int(step_of(state)), state, SkipCount(), restored=False)

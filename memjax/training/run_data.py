@@ -92,10 +92,12 @@ def validation(
     """
     length = config.data.context_length
     documents = load_split(config, tokenizer, "validation")
+    # From every document, so that a long one does not stand for all.
     share = -(-config.data.validation_texts // len(documents))
     documents = [
         d._replace(tokens=np.asarray(d.tokens[: share * length + 1])) for d in documents
     ]
+    # The structure alone: a model kept here would hold a second copy of the parameters.
     graph, window = nnx.graphdef(model), model.window
 
     def evaluate(state, should_stop):
@@ -108,6 +110,8 @@ def validation(
             batch_size=min(config.data.batch_size, config.data.validation_texts),
             should_stop=should_stop,
         )
+        # A model that reads ahead has seen some of the targets; those are no
+        # predictions.
         losses = evaluation.causal(trained, losses)
         return {
             "validation_perplexity": evaluation.perplexity(losses),

@@ -27,7 +27,9 @@ def claim(config: Any, run_dir: Path, may_change: Collection[str]) -> None:
     file, record = run_dir / CONFIG_FILE, to_record(config)
     if file.exists():
         stored = to_record(read_config(type(config), run_dir))
+        # Before anything is trained or overwritten in another run's folder.
         require_same_config(stored, record, may_change, str(run_dir))
+    # The folder is shared: one process writes.
     if jax.process_index() == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(record, indent=1))

@@ -69,6 +69,7 @@ def make_mesh(config: MeshConfig) -> Mesh:
     return jax.make_mesh(
         (data, config.fsdp, config.tensor),
         ("data", "fsdp", "tensor"),
+        # XLA divides the program: only kernels are written for one device's share.
         axis_types=(AxisType.Auto,) * 3,
     )
 
@@ -91,6 +92,7 @@ def shardings(mesh: Mesh, tree: PyTree, model: ModelConfig) -> PyTree:
         within = _place_in_mixer(name)
         spec = None if within is None else mixers.get(within)
         if spec is None:
+            # The last rule matches every name: what no rule knows is replicated.
             spec = next(spec for pattern, spec in RULES if re.search(pattern, name))
         return NamedSharding(mesh, _fit(mesh, spec, leaf.shape))
 
@@ -117,6 +119,7 @@ def _place_in_mixer(name: str) -> tuple[int, str] | None:
     found = re.search(r"blocks/(\d+)/mixer/(.*)$", name)
     if found is None:
         return None
+    # The frozen matrix under an adapter is divided as it is without one.
     adapted = r"^(query|key|value|output)/weight$"
     return int(found[1]), re.sub(adapted, r"\1", found[2])
 
@@ -129,6 +132,7 @@ def put_batch(mesh: Mesh, batch: PyTree) -> PyTree:
     """
     sharding = NamedSharding(mesh, P(BATCH))
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    # Each host holds its part of the batch; the check is of the whole.
     rows = jax.tree.leaves(batch)[0].shape[0] * jax.process_count()
     if rows % ways:
         raise ValueError(
@@ -145,6 +149,7 @@ def _fit(mesh, spec, shape):
     for axis, size in zip(spec, shape, strict=False):
         names = axis if isinstance(axis, tuple) else (axis,) if axis else ()
         ways = int(np.prod([mesh.shape[name] for name in names]))
+        # Replicated rather than padded: a few key-value heads on many devices, say.
         axes.append(axis if ways > 1 and size % ways == 0 else None)
     return P(*axes)
 

@@ -181,6 +181,8 @@ def _loss_mask(model, config, mask):
             return last_targets(mask, model.window)
         case "scored":
             t = mask.shape[1]
+            # In a stream the rule follows segments, which must not straddle two
+            # batches.
             first = model.first_scored
             if first and config.carry_memory and t % model.window:
                 raise ValueError(
@@ -226,6 +228,7 @@ def _gradients(graph, config, state, memory, batch):
     # Sums are divided once by the tokens of the whole batch, so that the update does
     # not depend on `accumulate`. A batch without targets has loss 0, not 0 / 0.
     tokens = jnp.maximum(tokens, 1.0)
+    # Gradients of sums so far: see above.
     return nll / tokens, memory, jax.tree.map(lambda g: g / tokens, gradients)
 
 
@@ -237,6 +240,8 @@ def _total_loss(graph, config, frozen, params, memory, batch):
 
     def block_loss(memory, inputs):
         tokens, targets, mask = inputs
+        # Cuts the gradient between blocks. The first block's memory is of an earlier
+        # batch, which has no gradient either.
         memory, features = model.features(jax.lax.stop_gradient(memory), tokens)
         if config.loss_on == "last":
             # The output head is the widest product: only these positions need it.

@@ -33,6 +33,7 @@ def check_shapes(**arguments: tuple[Array | None, str]) -> dict[str, int]:
                 f"{name} must have shape {shape}, no axis empty, "
                 f"got {list(array.shape)}"
             )
+        # bfloat16 is no numpy type, and so no subtype of its floats.
         if not np.issubdtype(array.dtype, np.floating) and array.dtype != "bfloat16":
             raise ValueError(f"{name} must be floating, got {array.dtype}")
     return sizes
@@ -43,6 +44,7 @@ def check_range(name: str, array: Array | None, low: float, high: float) -> None
 
     Inside jit values are not known: there the range is the caller's promise.
     """
+    # A traced array has no values to check.
     if array is None or isinstance(array, Tracer):
         return
     values = np.asarray(array, np.float32)

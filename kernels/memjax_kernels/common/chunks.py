@@ -32,6 +32,7 @@ def split(
         position: tokens of each batch element's chunk that came before, in [0, C).
             None says that all start a chunk, which saves the shift.
     """
+    # Position 0 for all needs a chunk less than positions that are not known.
     chunks = count_chunks(x.shape[1], size, position is None)
     tail = chunks * size - x.shape[1]
     padded = jnp.pad(x, [(0, 0), (0, tail)] + [(0, 0)] * (x.ndim - 2))

@@ -52,6 +52,7 @@ def decays(
         g = jnp.zeros((*lead, size, 1), jnp.float32)
     g = g.astype(jnp.float32)
     if reset is not None:
+        # exp(-inf) = 0 forgets all: a reset needs no code of its own from here on.
         g = jnp.where(reset[..., None, :, None], -jnp.inf, g)
     return _scalar(g) if g.shape[-1] == 1 else _vector(g)
 
@@ -89,11 +90,13 @@ def sums(
         x_early, _ = _split(x, early.shape[-2])
         read = late * multiply(corner, x_early * early, "nn")
         out += _join(jnp.zeros_like(read), read)
+    # What is left are blocks of one token, which read their own write undecayed.
     return out + blocks[..., 0] * x
 
 
 def _scalar(g):
     """One gate for all channels, [..., C, 1]."""
+    # With one gate for all channels a matrix of decays is cheap enough to form.
     matrix = chunks.decay(g[..., 0])
     since = jnp.exp(jnp.cumsum(g, axis=-2))
     return Decays(since, matrix[..., -1, :, None], matrix, early=[], late=[])
@@ -101,6 +104,7 @@ def _scalar(g):
 
 def _vector(g):
     """A gate for each channel: products over blocks, from those over their halves."""
+    # Blocks of one token: its own gate acts before its write, and nothing after it.
     since, until = jnp.exp(g), jnp.ones_like(g)
     early, late = [], []
     for half in _halves(g.shape[-2]):
@@ -108,6 +112,8 @@ def _vector(g):
         until_a, until_b = _split(until, half)
         early.append(until_a)
         late.append(since_b)
+        # Products of factors in [0, 1], so that nothing overflows and nothing is
+        # divided.
         since = _join(since_a, since_a[..., -1:, :] * since_b)
         until = _join(until_a * since_b[..., -1:, :], until_b)
     return Decays(since, until, None, early, late)

@@ -51,6 +51,8 @@ def of_kernels(
 
     def op_forward(static, *primals):
         (memory, y), kept = keeping(static, *primals)
+        # Named, so that a rematerialisation policy can save them and skip the forward
+        # kernel.
         kept = checkpoint_name(kept, f"{name}_chunk_states")
         return (memory, checkpoint_name(y, f"{name}_reads")), (primals, kept)
 

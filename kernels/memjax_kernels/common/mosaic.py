@@ -21,12 +21,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels.common.products import Form
 
+# Rows of a tensor-core instruction.
 ROWS = 64
 F32 = jnp.float32
 
 
 def tile(*shape: int, dtype: Any):
     """Shared memory for a matrix, swizzled as copies and products need it."""
+    # The swizzle works on 128 bytes, which are the width of a tile.
     width = 128 // jnp.dtype(dtype).itemsize
     transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -122,6 +124,7 @@ def _evaluate(closed, arguments):
 
 
 def _integer_power(x, exponent):
+    # Mosaic GPU cannot lower powers; the exponents of derivatives are small.
     product = functools.reduce(lax.mul, [x] * abs(exponent))
     return product if exponent > 0 else 1.0 / product
 
@@ -182,6 +185,8 @@ class TileOps:
 
     def matrix(self, ref: Any) -> jax.Array:
         """A tile in float32, laid out as products are."""
+        # The layout of products, so that sums with them need no exchange between
+        # threads.
         return self._load(ref, (), plgpu.Layout.WGMMA).astype(F32)
 
     def global_matrix(self, ref: Any, *index: Any) -> jax.Array:
@@ -213,6 +218,7 @@ class TileOps:
     def causal_mask(self, size: int) -> jax.Array:
         """Bool[64, 64]: i >= j, both below `size`."""
         rows, columns = (self.iota((ROWS, ROWS), axis) for axis in (0, 1))
+        # Rows of padding see nothing, and so add nothing to sums over tokens.
         return (rows >= columns) & (rows < size)
 
     def _load(self, ref, index, layout):
@@ -231,6 +237,7 @@ def _product_of_values(x, y, form: Form):
         x[...],
         y[...],
         (((contracted[0],), (contracted[1],)), ((), ())),
+        # The interpreter is held against the token loop, which is float32.
         precision=lax.Precision.HIGHEST,
         preferred_element_type=F32,
     )

@@ -46,6 +46,7 @@ def chunkwise(form: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, 
         axes = [
             name
             for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            # Along a manual axis the caller has divided the arrays already.
             if kind != AxisType.Manual
         ]
         if not axes:
@@ -70,4 +71,5 @@ def chunkwise(form: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, 
 def _fit(mesh: AbstractMesh, axes: list[str], size: int) -> tuple[str, ...] | None:
     """The axes, if they divide `size` evenly."""
     devices = int(np.prod([mesh.shape[axis] for axis in axes]))
+    # A `shard_map` cannot pad: what does not divide is computed by all alike.
     return tuple(axes) if axes and size % devices == 0 else None

@@ -40,6 +40,7 @@ def multiply(
     )
 
 
+# One function a dtype, so that jax traces and compiles it once.
 @functools.cache
 def multiplier(dtype: jnp.dtype) -> Multiply:
     """`multiply` in `dtype`, with gradients in `dtype` that need no transposes."""
@@ -60,6 +61,7 @@ def multiplier(dtype: jnp.dtype) -> Multiply:
             case _:
                 dx = multiply(y, ct, "nt", dtype)
                 dy = multiply(x, ct, "nn", dtype)
+        # The operands' own dtypes, as a gradient must have.
         return dx.astype(x.dtype), dy.astype(y.dtype)
 
     product.defvjp(lambda x, y, form: (product(x, y, form), (x, y)), backward)

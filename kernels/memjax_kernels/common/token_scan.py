@@ -24,6 +24,7 @@ def scan_tokens(
 
     def reset_and_step(state, item):
         token, is_reset = item
+        # The reset comes before the token, which is the first of its document.
         if is_reset is not None:
             state = jax.tree.map(lambda s: _zeros_where(is_reset, s), state)
         return step(*token, state)

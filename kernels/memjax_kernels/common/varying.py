@@ -16,6 +16,7 @@ def vary_alike(tree: Any) -> Any:
 
     def vary(x):
         missing = axes - jax.typeof(x).manual_axis_type.varying
+        # A cast of the type alone; every device has the values already.
         return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
     return jax.tree.map(vary, tree)

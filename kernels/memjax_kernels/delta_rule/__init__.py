@@ -73,6 +73,7 @@ def step(
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """S ← S + β k (v - Sᵀk)ᵀ, then y = Sᵀq; in float32, the read in the dtype of v."""
     q, k, value, beta = (x.astype(jnp.float32) for x in (q, k, v, beta))
+    # The prediction is of the memory before the write: what is written is the error.
     error = beta[..., None] * (value - jnp.einsum("bhkv,bhk->bhv", state, k))
     state = state + jnp.einsum("bhk,bhv->bhkv", k, error)
     return state, jnp.einsum("bhkv,bhk->bhv", state, q).astype(v.dtype)

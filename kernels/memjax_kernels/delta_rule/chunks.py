@@ -69,6 +69,8 @@ def _advance_group(
 
     overlap = decays.scores(beta * k, k, left, exact)
     solved = triangular.inverse(jnp.tril(overlap, -1)) * jnp.swapaxes(beta, -1, -2)
+    # U = values - keys S: solved before S is known, so that all chunks are solved at
+    # once.
     values, keys = exact(solved, v, "nn"), exact(solved, left.since * k, "nn")
 
     def move(state, item):

@@ -53,6 +53,7 @@ def step(
         keys, values = keep * keys, keep * values
     keys = keys + write[..., None] * k32[..., None, :]
     values = values + write[..., None] * v32[..., None, :]
+    # The slots are read after the write: a token sees itself.
     weights = jax.nn.softmax(jnp.einsum("bhmk,bhk->bhm", keys, q32, precision=_EXACT))
     y = jnp.einsum("bhmv,bhm->bhv", values, weights, precision=_EXACT)
     return SlotState(keys=keys, values=values), y.astype(v.dtype)

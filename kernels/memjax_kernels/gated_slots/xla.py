@@ -39,6 +39,7 @@ def _advance_group(state, q, k, v, alpha, g, reset):
     multiply = multiplier(operand_dtype(q, k, v, alpha))
     q, k, value, alpha = (x.astype(jnp.float32) for x in (q, k, v, alpha))
     keys, compared = _compare(state.keys, q, k, alpha, left, multiply)
+    # The softmax stands between two linear recurrences, and needs all of the first.
     values, y = linear_chunks.linear_reads(
         state.values, jax.nn.softmax(compared), alpha, value, left, multiply
     )
@@ -49,6 +50,7 @@ def _compare(keys, q, k, alpha, left, multiply):
     """The slots' keys after the group, and K̃ q for every token, [n, B, H, C, M]."""
     written = multiply(alpha * left.until, k, "tn")
     keys, starts = linear_chunks.carry(keys, left.since[..., -1, :], written)
+    # Gates are of slots, which are the channels read here: inside a chunk q k is plain.
     inside = multiply(q, k, "nt")
     before = multiply(q, starts, "nt")
     new = decays.sums(inside, alpha, left, multiply)

@@ -79,6 +79,7 @@ def gauss_legendre(
     """
     _check_positive(order=order)
     nodes, weights = _gauss_legendre(int(order))
+    # The cached arrays are shared by all callers.
     return nodes.copy(), weights.copy()
 
 
@@ -127,6 +128,7 @@ def block_kernel(order: int, start: int, stop: int) -> Float64[np.ndarray, "N L"
         raise ValueError(f"start must be at least 0, got {start}")
     if stop <= start:
         raise ValueError(f"stop must be above start={start}, got {stop}")
+    # A column is a difference of antiderivatives at a token's edges: no quadrature.
     edges = np.arange(start, stop + 1) / stop
     return np.diff(_antiderivatives(order, edges), axis=1)
 
@@ -282,18 +284,21 @@ def _degrees(z: Float64[np.ndarray, " X"]) -> Iterator[np.ndarray]:
         before, last = last, ((2 * n + 1) * z * last - n * before) / (n + 1)
 
 
+# Nodes depend on the order alone, and every transition needs them.
 @functools.lru_cache(maxsize=8)
 def _gauss_legendre(
     order: int,
 ) -> tuple[Float64[np.ndarray, " N"], Float64[np.ndarray, " N"]]:
     """Computes what `gauss_legendre` documents; callers must not write into it."""
     angle = np.pi * (4 * np.arange(order, 0, -1) - 1) / (4 * order + 2)
+    # Tricomi's estimate, from which Newton converges in a few steps.
     z = (1 - (order - 1) / (8 * order**3)) * np.cos(angle)
     for _ in range(5):
         last = before = z
         for values in itertools.islice(_degrees(z), order + 1):
             before, last = last, values
         z = z - last * (1 - z * z) / (order * (before - z * last))
+    # Nodes are symmetric about 0; rounding is not.
     z = (z - z[::-1]) / 2
     # The usual 1 / ((1 - z**2) P'**2) cancels near the ends and is 100 times less
     # accurate than this sum of squares.

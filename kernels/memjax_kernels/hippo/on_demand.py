@@ -24,12 +24,15 @@ def kernel(
     """
     with jax.enable_x64(True):
         tokens = start[:, None] + jnp.arange(length + 1, dtype=jnp.int32)[None]
+        # A history of no tokens has no edges; the next lines give it columns of zeros.
         end = jnp.maximum(stop, 1)[:, None].astype(jnp.float64)
         edges = jnp.minimum(tokens.astype(jnp.float64), end) / end
         edges = jnp.where(stop[:, None] > 0, edges, 0.0)
 
         def column_integrals(n, before, _, after):
             antiderivative = (after - before) / (2 * jnp.sqrt(2 * n + 1))
+            # The difference cancels, so that it is rounded after it is taken and not
+            # before.
             return jnp.diff(antiderivative, axis=-1).astype(jnp.float32)
 
         return _by_degree(order, edges, column_integrals)

@@ -22,6 +22,7 @@ def hippo_reference(
         stop = t + 1
         moved = on_demand.advance(t, stop, c)
         written = on_demand.kernel(c.shape[1], t, stop, 1) * f[:, None]
+        # Tokens of a block that is not full stay outside of the coefficients.
         keep = (t - start < count * length)[:, None, None]
         return (jnp.where(keep, moved + written, c), jnp.where(keep[:, 0, 0], stop, t))
 

@@ -32,6 +32,7 @@ class Matrices(NamedTuple):
 
 def banked(bank: HippoBank, start: Int[Array, " R"], length: int) -> Matrices:
     """Looks matrices up; all rows share `start`, and the bank covers the blocks."""
+    # The bank has one matrix a block: all batch elements must be at the same one.
     first = start[0] // length
     transitions, kernels = jnp.asarray(bank.transition), jnp.asarray(bank.kernel)
     transition = lambda block: transitions[first + block][None]
@@ -75,14 +76,17 @@ def scan(
         written = on_demand.product(matrices.kernel(block), f)
         return matrices.advance(block, c) + written
 
-    def body(c, item):
+    def read_and_absorb(c, item):
         block, f = item
         memory = read(reconstruction, c)
+        # Every block is read, but one that is not full is absorbed by a later call.
         complete = (block < count)[:, None, None]
         return jnp.where(complete, absorb(block, c, f), c), memory
 
     blocks = jnp.arange(features.shape[1], dtype=jnp.int32)
-    c, memory = jax.lax.scan(body, coefficients, (blocks, jnp.moveaxis(features, 1, 0)))
+    c, memory = jax.lax.scan(
+        read_and_absorb, coefficients, (blocks, jnp.moveaxis(features, 1, 0))
+    )
     return c, jnp.moveaxis(memory, 0, 1)
 
 
@@ -134,6 +138,7 @@ def direct(
     order = coefficients.shape[1]
     history = features.reshape(b, blocks * length, x)
 
+    # Its factor of the transition does not depend on the block, and is applied once.
     past = on_demand.to_nodes(coefficients)
     einsum = functools.partial(jnp.einsum, precision=on_demand.HIGHEST)
 

@@ -94,6 +94,7 @@ def advance(
     if not rule.normalize:
         write = write * jnp.swapaxes(inverse, -1, -2)
 
+    # The Gram matrix gives the norms without forming A after every token.
     before = multiply(_below(between) * multiply(h, h, "nt"), write, "nn")
     squares = jnp.sum(h * h, axis=-1, keepdims=True)
     added = 2 * write * before + write * write * squares
@@ -109,6 +110,8 @@ def advance(
         size += inside * inside * row(begun[0] * begun[0])
 
     if rule.normalize:
+        # Queries are divided by the slots' norms instead of the slots: C x M numbers,
+        # not C memories.
         q = q * inverse_norm(kept, size - taken * taken)
         y = multiply(q * (kept + taken), start, "nn")
     else:
@@ -191,9 +194,12 @@ def token(
     if rule.forget == "l1":
         memory = shrink(memory, g)
     after = l2_normalize(memory) if rule.normalize else memory
+    # The norm below is known only where a write is across the slot and nothing shrinks
+    # it.
     if not rule.normalize or rule.forget == "l1":
         return after, sums.combine(q, after)
     squares = jnp.sum(h * h, axis=-1, keepdims=True)
+    # Squared norm of the part across the slot, by Pythagoras.
     size = write * write * (squares - along * along)
     return after, sums.combine(q * inverse_norm(kept, size), memory)
 

@@ -44,6 +44,7 @@ def in_chunks(
     # Without a state, and in chunks of one token, every batch element starts a chunk.
     position = None if state is None or size == 1 else state.position
     state = empty if state is None else state
+    # Padding of zeros writes nothing, as its rate is zero.
     tokens = _split(q, k, v, gamma, g, reset, size, position)
     if position is None:
         memory, y = implementation(tokens, state.start, empty.start, rule=rule)

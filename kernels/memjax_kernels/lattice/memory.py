@@ -116,6 +116,7 @@ def beginning(start: Any, chunk_size: int) -> LatticeState:
 
 def _unit_rows(heads: int, slots: int, width: int, initial: Initial) -> np.ndarray:
     """[H, M, V] in float64, from a generator whose stream is frozen."""
+    # Not jax.random: its streams may change between versions, and this memory may not.
     rows = np.random.RandomState(0).standard_normal((heads, slots, width))
     if initial == "normalised":
         return rows / np.linalg.norm(rows, axis=-1, keepdims=True)

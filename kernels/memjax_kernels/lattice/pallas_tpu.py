@@ -89,6 +89,7 @@ def lattice_tpu(
     flags = (None if exact else tokens.complete, tokens.cleared)
     each = lambda f: jnp.broadcast_to(f.astype(F32)[:, :, None, None], (b, n, c, h))
     gates = [tokens.gamma.astype(F32), *(each(f) for f in flags if f is not None)]
+    # Gates and flags are one array, so that the kernel takes one small block for all.
     rows = in_blocks(jnp.stack(gates, axis=-1))
     inputs = Inputs(
         in_blocks(tokens.q),
@@ -214,20 +215,22 @@ def _specs(heads, order):
     )
 
 
-def _call(static: Static, body, name, inputs, in_specs, outputs, out_specs, scratch):
+def _call(static: Static, kernel, name, inputs, in_specs, outputs, out_specs, scratch):
     x = inputs[0]
     options: dict[str, Any] = {"rule": static.rule}
     if not static.exact:
         options["multiply"] = multiplier(operand_dtype(x.q))
     form = "token" if static.exact else "chunk"
     return pl.pallas_call(
-        functools.partial(body, **options),
+        functools.partial(kernel, **options),
         grid=(pl.cdiv(x.q.shape[0], static.heads), x.q.shape[1]),
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=outputs,
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
+            # Heads do not depend on each other; a block needs the memory that the one
+            # before left.
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=VMEM_BYTES,
         ),

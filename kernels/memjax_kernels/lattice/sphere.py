@@ -22,6 +22,7 @@ def directions(
 
 def l2_normalize(rows: Float[Array, "*B M V"]) -> Float[Array, "*B M V"]:
     """Rows divided by their norms; a row of zeros stays."""
+    # A slot of zeros has no direction; the next write gives it one.
     return rows * _inverse_norms(rows, empty=0.0)
 
 
@@ -45,4 +46,6 @@ def inverse_norm(
 def _inverse_norms(rows, empty):
     squares = jnp.sum(rows * rows, axis=-1, keepdims=True)
     filled = squares > 0
+    # The inner where keeps the root's gradient finite at zero: the outer one alone
+    # would give 0 * inf.
     return jnp.where(filled, jax.lax.rsqrt(jnp.where(filled, squares, 1.0)), empty)

@@ -45,6 +45,7 @@ def chunk_forward(
     @pl.when(pl.program_id(1) == 0)
     def _():
         after[...] = before[...]
+        # Chunks given here start with nothing pending: see `segment`.
         pending[...] = jnp.zeros(pending.shape, F32)
 
     start = after[...]

@@ -26,6 +26,8 @@ def lattice_xla(
     count, size = tokens.q.shape[1:3]
     if size > 1:
         step = functools.partial(_chunk, rule=rule, empty=empty, entering=False)
+        # Every fourth memory is kept: the backward pass computes three chunks again for
+        # each.
         return _scan(step, tokens, memory, remat_every=min(4, count))
     step = functools.partial(_token, rule=rule, empty=empty)
     # Kept and recomputed states are fewest together at the root.
@@ -70,6 +72,7 @@ def _chunk(memory, item, *, rule, empty, entering):
     start = _clear(start, cleared, empty)
     begun = (pending, decay[..., None, None]) if entering else None
     multiply = multiplier(operand_dtype(tokens.q, tokens.k, tokens.v))
+    # Products may run in bfloat16; sums over tokens stay float32 in `advance`.
     written, y = chunk.advance(tokens, start, begun, rule, multiply)
     left, kept = written.pending, written.decay[..., 0, 0]
     if not entering:

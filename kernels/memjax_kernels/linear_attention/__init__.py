@@ -18,6 +18,7 @@ from memjax_kernels.linear_attention import chunks
 
 Implementation = Literal["reference", "xla"]
 
+# Larger chunks are fewer memories, but their matrices grow with the square.
 CHUNK_SIZE = 64
 
 

@@ -39,6 +39,7 @@ def scan_groups(
         chunk_size: C at most, a power of two; it does not change what is computed.
     """
     time = next(x for x in tokens if x is not None).shape[1]
+    # A short segment takes the smallest power of two that holds it.
     size = min(chunk_size, 1 << (time - 1).bit_length())
     # Groups of equal size, for the fewest chunks of padding.
     count = -(-time // size)
@@ -83,6 +84,7 @@ def linear_reads(
     multiply: Multiply,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H C V"]]:
     """What `linear_group` computes, from the decays of the gates."""
+    # All chunks at once; only adding them to the memory has to go in order.
     written = multiply(k * left.until, v, "tn")
     state, starts = carry(state, left.since[..., -1, :], written)
     inside = decays.scores(q, k, left, multiply)
@@ -96,6 +98,8 @@ def carry(
     written: Float[Array, "n B H K V"],
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H K V"]]:
     """The memory after the group, and before each of its chunks."""
+    # Without gates there is one decay of 1 for all chunks, and a scan needs one for
+    # each.
     kept = jnp.broadcast_to(kept, (written.shape[0], *kept.shape[1:]))
 
     def move(state, item):

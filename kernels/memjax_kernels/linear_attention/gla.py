@@ -18,6 +18,7 @@ from memjax_kernels.linear_attention import step as add_and_read
 
 Implementation = Literal["reference", "xla"]
 
+# Smaller than for scalar gates, whose decays do not have a channel axis.
 CHUNK_SIZE = 32
 
 

@@ -104,5 +104,6 @@ def ssd_xla(
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """The recurrence of `ssd_reference` in chunks of matrix products."""
+    # One gate for all channels: the decays of a chunk form a matrix.
     tokens = (q, k, v, g[..., None])
     return chunks.scan_groups(chunks.linear_group, tokens, state, reset, chunk_size)

@@ -61,6 +61,7 @@ def check_states(
             known position outside its chunk.
     """
     b, h, m, key, value = (sizes[letter] for letter in "BHMKV")
+    # Shapes are compared without building the default, which may not be needed.
     default = functools.partial(empty_state, b, h, m, key, value, chunk_size)
     like = jax.eval_shape(default)
     for name, given, last in (("state", state, chunk_size - 1), ("empty", empty, 0)):

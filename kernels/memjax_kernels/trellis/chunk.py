@@ -71,12 +71,15 @@ def _compress(index, q, chunk, start, running, options):
     """Pass 0 or 1: its reads and the memory after the chunk."""
     dot, x, gamma = options.multiply, chunk.inputs[index], chunk.gamma[index]
     target = chunk.alpha.astype(F32)
+    # Sums of gates stay finite for differences: see `FORGETS_ALL`.
     total = _cumulative(chunk.g[index])  # [..., C]
     last = total[..., -1:]
     kept = jnp.exp(total)[..., None]
     u = functions.error_gradient(options.phi, dot(x, start, "nt"), target)
     u = u * gamma[..., None]
     if index == 0:
+        # The first pass reads rows of its memory, y1 = M q, the second columns, y = Mᵀ
+        # f.
         scores, written, past = dot(q, x, "nt"), u, dot(q, running, "nt")
     else:
         scores, written, past = dot(q, u, "nt"), x, dot(q, running, "nn")
@@ -111,5 +114,6 @@ def _decay(total):
 
 def _choose(flag: Array, new: PyTree, old: PyTree) -> PyTree:
     """`new` where the flag [..., 1, 1] is 1."""
+    # Flags are float32, as the TPU kernels get them in one array with the gates.
     pick = lambda a, b: jnp.where(jnp.broadcast_to(flag, a.shape) > 0.5, a, b)
     return jax.tree.map(pick, new, old)

@@ -63,6 +63,7 @@ def error_gradient(
     if phi == "softmax":
         p = _softmax(z, over)
         error = p - target
+        # The Jacobian of a softmax, diag(p) - p pᵀ, without forming it.
         return p * (error - over(jnp.sum, p * error))
     s, slope = _silu(z)
     if phi == "silu":
@@ -70,11 +71,13 @@ def error_gradient(
     if phi == "l2_silu":
         n, scale = _l2(s, over)
         error = n - target
+        # The Jacobian of s / |s| removes the part along s, which does not change it.
         error = error - n * over(jnp.sum, n * error)
     elif phi == "ln_silu":
         n, scale = _layer_norm(s, over)
         error = n - target
         along = _mean(n * error, over)
+        # Likewise: a layer norm ignores shifts and scalings of s.
         error = error - _mean(error, over) - n * along
     else:
         raise ValueError(f"phi must be one of {PHIS}, got {phi!r}")

@@ -93,6 +93,7 @@ def trellis_tpu(
     back = lambda x: jnp.moveaxis(x.reshape(b, h, n, c, x.shape[-1]), 1, 3)
     flat = lambda x: x.reshape(b * h, *x.shape[2:])
     flags = [f for f in (tokens.complete, tokens.cleared) if f is not None]
+    # Flags travel as further rows of the gates: one small block instead of three.
     wide = [
         jnp.broadcast_to(f.astype(F32)[:, :, None, None, None], (b, n, c, h, 1))
         for f in flags
@@ -122,6 +123,7 @@ def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
     values in between: 16 and 8 of a memory, 4 of a token's array, 12 matrices of a
     token's slots and 8 squares of a chunk in each pass.
     """
+    # VMEM pads rows to whole lanes of 128.
     lanes = lambda width: -(-width // 128) * 128
     widths = (key_dim, value_dim)
     tokens = 4 * size * sum(map(lanes, (key_dim, *widths, slots)))
@@ -156,6 +158,7 @@ def _backward(static: Static, primals, kept, cotangents):
     like = lambda tree: jax.tree.map(
         lambda a: varying.like(x.q, a.shape, a.dtype), tree
     )
+    # The backward pass goes through the chunks in reverse.
     specs = functools.partial(_specs, static.heads, lambda i: n - 1 - i)
     before, fresh = like(Memories(running, running)), like(empty)
     return _call(
@@ -223,6 +226,8 @@ def _call(static: Static, kernel, name, inputs, in_specs, outputs, out_specs):
         out_specs=out_specs,
         out_shape=outputs,
         compiler_params=pltpu.CompilerParams(
+            # Heads do not depend on each other; a chunk needs the memory that the one
+            # before left.
             dimension_semantics=("parallel", "arbitrary"),
             vmem_limit_bytes=VMEM_BYTES,
         ),

@@ -53,6 +53,7 @@ def step(
     (gamma1, gamma2), (g1, g2) = _per_pass(gamma), _per_pass(g)
     dtype = v.dtype
     k, v, alpha = (x.astype(jnp.float32) for x in (k, v, alpha))
+    # The first pass is read after its write, and its read is the second pass's query.
     keys = _write(state.keys_start, state.keys, k, alpha, gamma1, g1, phi)
     reads = jnp.einsum("bhmk,bhk->bhm", keys, q.astype(jnp.float32))
     query = functions.apply(activation, reads)
@@ -81,6 +82,7 @@ def trellis_reference(
     activation: str,
 ) -> tuple[TrellisState, Float[Array, "B T H V"]]:
     """`step` for one token after the other; the arguments are those of `trellis`."""
+    # Only the memory at the chunk's start is read of `empty`: see `trellis`.
     fresh = empty.memories.start
     empty = TrellisState.of(Memories(fresh, fresh), empty.position, empty.chunk_size)
 
@@ -97,6 +99,7 @@ def trellis_reference(
 
 
 def _write(start, memory, k, alpha, gamma, g, phi):
+    # Gradients inside a chunk are taken at its start, and written to the memory now.
     z = jnp.einsum("bhmk,bhk->bhm", start, k)
     u = functions.error_gradient(phi, z, alpha)
     kept = memory if g is None else jnp.exp(_wide(g)) * memory

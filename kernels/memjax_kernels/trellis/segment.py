@@ -92,6 +92,7 @@ def in_chunks(
     position = None if state is None else state.position
     tokens = align(q, k, v, alpha, gamma, g, reset, size, position)
     fresh = empty.memories.start
+    # The same arrays twice: implementations can see that the two memories are equal.
     before = Memories(fresh, fresh) if state is None else state.memories
     memories, y = implementation(
         tokens,
@@ -120,6 +121,7 @@ def align(
     batch, time = q.shape[:2]
     cut = lambda x: chunks.split(x, size, position)
     gamma = per_pass(gamma)
+    # Implementations always take gates: g = 0 decays nothing.
     g = jnp.zeros_like(gamma) if g is None else per_pass(g)
     number = chunks.count_chunks(time, size, position is None)
     return Tokens(
@@ -130,6 +132,8 @@ def align(
         gamma=cut(gamma),
         g=cut(g),
         complete=chunks.completed(number, size, time, position, batch),
+        # A reset counts at the first token of a chunk; others have been refused or give
+        # NaN.
         cleared=None if reset is None else cut(reset)[:, :, 0],
     )
 

@@ -69,6 +69,7 @@ def empty_memory(slots: int, width: int) -> Float[Array, "M D"]:
     size = max(slots, width)
     angle = np.pi * np.outer(np.arange(slots), np.arange(width) + 0.5) / size
     matrix = np.sqrt(2 / size) * np.cos(angle)
+    # The DCT's constant row is longer than the others by √2.
     matrix[0] /= np.sqrt(2)
     return jnp.asarray(matrix, jnp.float32)
 

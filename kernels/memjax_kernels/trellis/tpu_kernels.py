@@ -61,6 +61,7 @@ def forward_kernel(x, before, empty, after, y, kept, *, options):
 
     @pl.when(pl.program_id(1) == 0)
     def _():
+        # Later chunks find what the one before left: all share this output block.
         _store(after, _load(before))
 
     memories = _load(after)
@@ -88,6 +89,8 @@ def backward_kernel(
     start = _load(kept)
     # After the first chunk the two memories are equal, where there are tokens.
     first = pl.program_id(1) == pl.num_programs(1) - 1
+    # `kept` holds one memory a chunk; the running one of the first comes from the
+    # caller.
     begun = jax.tree.map(lambda r, s: jnp.where(first, r, s), _load(running), start)
 
     def advance(chunk, memories, empty) -> Any:
@@ -96,6 +99,7 @@ def backward_kernel(
     _, vjp = jax.vjp(advance, chunk, Memories(start, begun), _load(empty))
     d_chunk, d_memories, d_fresh = vjp((_load(d_before), d_y[...].astype(F32)))
     _store(d_before, d_memories)
+    # Every reset reads `empty`, so that its gradient is a sum over chunks.
     _store(d_empty, jax.tree.map(lambda a, b: a + b, _load(d_empty), d_fresh))
     _store(d_x.q, d_chunk.q)
     _store(d_x.inputs, d_chunk.inputs)

@@ -32,6 +32,7 @@ def trellis_xla(
             4, or more where chunks are so small that these are not 64 tokens.
     """
     number, size = tokens.q.shape[1:3]
+    # Kept memories of tiny chunks would be as large as those of all tokens.
     remat_every = remat_every or max(4, 64 // size)
     dtype = products.operand_dtype(tokens.q, tokens.k, tokens.v)
     multiply = functools.partial(products.multiply, dtype=dtype)

@@ -38,6 +38,7 @@ def step(
     check_chunk_size(chunk_size, state)
     q, k, value, eta = (x.astype(jnp.float32) for x in (q, k, v, eta))
     scale, shift = (x.astype(jnp.float32)[None] for x in (ln_scale, ln_bias))
+    # The gradient is taken at the mini-batch's start, the read below at the memory now.
     hidden = jnp.einsum("bhk,bhkv->bhv", k, state.weights_start) + state.bias_start
     update = -eta[..., None] * loss_gradient(hidden, value - k, scale, shift)
     weights = state.weights + jnp.einsum("bhk,bhv->bhkv", k, update)
@@ -103,6 +104,8 @@ def loss_gradient(
     """Gradient of ½ |LN(x) - target|² with respect to x."""
     normal, inverse = _normalise(x)
     error = (normal * scale + bias - target) * scale
+    # A layer norm ignores shifts and scalings of x: its gradient has no part along
+    # them.
     mean = error.mean(axis=-1, keepdims=True)
     along = (error * normal).mean(axis=-1, keepdims=True)
     return inverse * (error - mean - along * normal)

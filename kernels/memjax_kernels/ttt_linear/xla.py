@@ -50,6 +50,7 @@ def ttt_linear_xla(
     """
     batch, time = q.shape[:2]
     size = state.chunk_size
+    # A known start of a mini-batch saves shifting every array.
     position = None if aligned else state.position
 
     def chunked(x):
@@ -89,6 +90,7 @@ def _mini_batch(state, q, k, v, eta, scale, shift, end):
     bias_start, bias = (b[:, :, None] for b in (state.bias_start, state.bias))
     hidden = jnp.einsum("bhck,bhkv->bhcv", k, state.weights_start) + bias_start
     update = -eta[..., None] * loss_gradient(hidden, v - k, scale, shift)
+    # The 1 is the bias's share: an update of b adds to every later read.
     overlap = jnp.tril(jnp.einsum("bhik,bhjk->bhij", q, k) + 1.0)
     hidden = jnp.einsum("bhck,bhkv->bhcv", q, state.weights) + bias
     hidden += jnp.einsum("bhij,bhjv->bhiv", overlap, update)

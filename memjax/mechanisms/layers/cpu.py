@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from memjax.mechanisms.base import expand_leading_dims
 
+# A product with ones must change no bit, which needs the full float32 product.
 _product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 

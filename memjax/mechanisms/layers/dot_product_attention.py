@@ -37,6 +37,7 @@ def causal(
     queries go through in blocks, so that scores never need T * T memory at once, and
     a third of the scores that nobody sees is not computed.
     """
+    # What cuDNN's flash attention takes: half precision, heads of up to 128, no mask.
     half = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] <= 128
     whole = visible is None and query.shape[1] == key.shape[1]
     if jax.default_backend() == "gpu" and half and whole:
@@ -82,7 +83,10 @@ def from_cache(
     positions = jnp.pad(positions, ((0, 0), (0, pad)))
     split = lambda x: jnp.moveaxis(x.reshape(b, -1, rows, *x.shape[2:]), 1, 0)
     y = jax.lax.map(
-        jax.checkpoint(lambda xs: some_queries(*xs)), (split(query), split(positions))
+        # The backward pass computes scores again: kept, those of all blocks would be in
+        # memory at once.
+        jax.checkpoint(lambda xs: some_queries(*xs)),
+        (split(query), split(positions)),
     )
     return jnp.moveaxis(y, 0, 1).reshape(b, t + pad, *y.shape[3:])[:, :t]
 
@@ -107,6 +111,8 @@ def blocks(
             lambda x: x.reshape(b * n, *x.shape[2:]), (query, key, value, mask)
         )
         return attend(merged).reshape(query.shape)
+    # The scores of all blocks at once do not fit: one block after the other, and again
+    # in the backward pass.
     block_first = jax.tree.map(
         lambda x: jnp.moveaxis(x, 1, 0), (query, key, value, mask)
     )
@@ -123,7 +129,9 @@ def _masked(query, key, value, mask):
     b, t, h, d = query.shape
     s, g, r = key.shape[1], key.shape[2], h // key.shape[2]
     rows = query.reshape(b, t, g, r, d).transpose(0, 2, 3, 1, 4).reshape(b, g, r * t, d)
+    # Scaled before the product: a query has fewer numbers than it has scores.
     rows = rows * d**-0.5
+    # Few keys at a time keep the scores in the cache, but make more steps.
     size = max(LEAST_KEYS, CACHED_SCORES // (b * h * t))
     if size >= s:
         _, total, y = _some_keys(rows, key, value, mask)
@@ -139,8 +147,10 @@ def _some_keys(rows, key, value, mask):
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = product("bgqd,bsgd->bgqs", rows, key)
     scores = scores.reshape(b, g, -1, *mask.shape[1:])
+    # Finite: a query that sees nothing gets equal weights instead of NaN.
     scores = jnp.where(mask[:, None, None], scores, -1e30)
     scores = scores.reshape(b, g, count, -1)
+    # The shift cancels in the softmax, and so has no gradient.
     largest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     weights = jnp.exp(scores - largest)
     y = product("bgqs,bsgd->bgqd", weights.astype(value.dtype), value)
@@ -151,6 +161,7 @@ def _by_keys(rows, key, value, mask, size):
     """`_some_keys` of `size` keys at a time; the sum of weights and weighted values."""
     s = key.shape[1]
     n = -(-s // size)
+    # As many blocks, but of equal size: the last one is not nearly empty.
     size = -(-s // n)
 
     @jax.checkpoint
@@ -161,8 +172,10 @@ def _by_keys(rows, key, value, mask, size):
             jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size
         )
         new = start + jnp.arange(size, dtype=jnp.int32) >= block * size
+        # Keys that the block before has counted are not counted again.
         seen = here(mask, axis=2) & new[None, None]
         after = _some_keys(rows, here(key, axis=1), here(value, axis=1), seen)
+        # Both sums are brought to the larger of the two shifts before they are added.
         largest = jnp.maximum(before[0], after[0])
         old, new = (jnp.exp(part[0] - largest) for part in (before, after))
         sums = (x * old + y * new for x, y in zip(before[1:], after[1:], strict=True))
@@ -170,6 +183,7 @@ def _by_keys(rows, key, value, mask, size):
 
     none = jnp.zeros((*rows.shape[:3], 1), jnp.float32)
     y = jnp.zeros((*rows.shape[:3], value.shape[-1]), jnp.float32)
+    # A largest score of -inf gives the start the weight exp(-inf) = 0.
     begin = (none - jnp.inf, none, y)
     (_, *sums), _ = jax.lax.scan(more, begin, jnp.arange(n, dtype=jnp.int32))
     return sums

@@ -51,6 +51,8 @@ def init_gate(key: PRNGKeyArray, shape: tuple[int, ...], start: float) -> Gate:
 
 def linear_logits(x: Float[Array, "*B D"], weight: Float[Array, "D ..."]) -> Array:
     """Gate logits [*B, *H] in float32, multiplied in the dtype of x."""
+    # The product runs in the dtype of the tokens; what follows, logs and sigmoids, in
+    # float32.
     return jnp.tensordot(x, weight.astype(x.dtype), 1).astype(jnp.float32)
 
 
@@ -64,5 +66,6 @@ def gate_logits(params: Gate, x: Float[Array, "*B D"]) -> Array:
 def l2_normalize(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
     """x divided by its norm, in float32 inside; zeros stay zeros."""
     high = x.astype(jnp.float32)
+    # 1e-6 under the root: a vector of zeros has a finite gradient and stays zero.
     norm = jax.lax.rsqrt((high**2).sum(axis=-1, keepdims=True) + 1e-6)
     return scale_rows(high, norm).astype(x.dtype)

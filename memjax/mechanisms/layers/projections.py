@@ -149,6 +149,7 @@ def linear(
     """
     if isinstance(weight, Adapted):
         y = linear(x, weight.weight, axes=axes)
+        # Through the narrow axis: down up, as large as W, is never formed.
         change = linear(linear(x, weight.down, axes=axes), weight.up)
         y = y + change * jnp.asarray(weight.scale, x.dtype)
     else:
@@ -173,6 +174,8 @@ def output_projection(
     params: AttentionParams, y: Float[Array, "B T H K"]
 ) -> Float[Array, "B T D"]:
     """Joins the heads."""
+    # Summed over heads and their widths at once, so that heads need not be joined
+    # first.
     return linear(y, params.output, params.output_bias, axes=2)
 
 

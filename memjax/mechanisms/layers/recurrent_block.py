@@ -105,6 +105,7 @@ class QKV(NamedTuple):
 
 def core_key(key: PRNGKeyArray) -> PRNGKeyArray:
     """The key of a mechanism's own weights, independent of the block's."""
+    # `init_params` splits the same six, and draws the block with the other five.
     return jax.random.split(key, 6)[5]
 
 
@@ -128,6 +129,7 @@ def init_params(
     k, v = config.key_dim, config.value_dim
     projections = 1 if shared_projection else 2
     qk_key, filter_key, v_key, gate_key, out_key, _ = jax.random.split(key, 6)
+    # A depthwise filter has a fan-in of its width alone.
     bound = CONV_WIDTH**-0.5
     return BlockParams(
         query_key=draw_weight(qk_key, d, projections, h, k),
@@ -170,6 +172,8 @@ def qkv_projection(
     check_input(x, config.model_dim, state)
     t = x.shape[1]
     into = lambda weight: jnp.tensordot(x, weight.astype(x.dtype), 1)
+    # In float32 as the window is: a token counts alike whether it came in this call or
+    # before.
     inputs = into(params.query_key).astype(jnp.float32)
     inputs = jnp.concatenate([state.window, inputs], axis=1)
     # With one shared projection its axis of 1 meets the 2 of the filters.
@@ -200,6 +204,8 @@ def output_projection(
     """Norm, gate and output matrix of the reads y of the tokens x."""
     y = y.astype(jnp.float32)
     mean_square = (y**2).mean(axis=-1, keepdims=True)
+    # RMSNorm makes the output independent of the memory's size, which grows with the
+    # text.
     y = scale_rows(y, jax.lax.rsqrt(mean_square + config.norm_epsilon))
     y = scale_channels(y, params.norm)
     gate = jnp.tensordot(x, params.gate.astype(x.dtype), 1)

@@ -94,6 +94,8 @@ def frequencies(
     if scaling.kind == "linear":
         return slow
     if scaling.kind == "llama3":
+        # Channels that turned often in the original length are kept: they tell near
+        # positions apart.
         turns = scaling.original_positions * plain / (2 * np.pi)
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
         kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -126,6 +128,7 @@ def rotate(
 
     Angles are float32; the result has the dtype of x.
     """
+    # Frequencies are constants of the program, computed in numpy at trace time.
     turns = jnp.asarray(frequencies(x.shape[-1], theta, scaling))
     angles = positions[..., None].astype(jnp.float32)
     angles = angles * expand_leading_dims(turns, angles)
@@ -135,6 +138,7 @@ def rotate(
         computed_once(f(angles) * amplitude)[..., None, :], x
     )
     cos, sin = table(jnp.cos), table(jnp.sin)
+    # In float32 as the angles are, so that the result is rounded once.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)

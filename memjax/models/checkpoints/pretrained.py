@@ -131,6 +131,7 @@ def _open(path: Path) -> SafetensorsFolder | GGUFCheckpoint:
         raise ValueError(f"{path} is neither a folder nor a GGUF file")
     if path.suffix == ".safetensors":
         raise ValueError(f"{path}: give its folder, which has the config.json as well")
+    # Before anything opens it: loading a pickle runs code.
     require_no_pickle(path)
     return GGUFCheckpoint(path)
 
@@ -170,6 +171,7 @@ def _write(
             f"model must be a LanguageModel, got {type(model).__name__}: a memory "
             "around a backbone is not part of these folders; save its backbone"
         )
+    # No other program knows where our adapters are.
     model = merge_lora(model)
     try:
         config = to_hf_config(model.config)

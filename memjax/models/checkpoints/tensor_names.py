@@ -93,6 +93,7 @@ def parameters_from_tensors(
     model = _abstract(config)
     state = nnx.state(model, nnx.Param)
     ours = nnx.to_pure_dict(state)
+    # Checkpoints of a model without its head lack the leading "model.".
     bare = not any(name.startswith("model.") for name in shapes)
     stored = lambda name: name.removeprefix("model.") if bare else name
     theirs = tensor_names(config)

@@ -110,6 +110,8 @@ def save_hmt(
     Raises:
         ValueError: if the folder is not empty.
     """
+    # HMT shortened the caches and may have changed remat: the backbone is saved as it
+    # came.
     own = model.pretrained
     backbone = with_config(
         merge_lora(model.backbone),
@@ -120,6 +122,8 @@ def save_hmt(
         config = to_hf_config(backbone.config)
         tensors = tensor_names.tensors_from_parameters(backbone)
     except ValueError:
+        # The backbone is of no architecture that Hugging Face has, such as a recurrent
+        # one.
         config, tensors = (
             own_format.to_config(backbone),
             own_format.named_tensors(backbone),
@@ -136,6 +140,7 @@ def _named(
     yield INITIAL_MEMORY, np.asarray(model.initial_memory.get_value())[None]
     if model.config.retrieval:
         yield SUMMARY_PROMPT, np.asarray(model.summary_prompt.get_value())[None]
+        # PyTorch stores a linear layer as [out, in].
         yield QUERY, np.asarray(model.query.get_value()).T
         yield KEY, np.asarray(model.key.get_value()).T
 
@@ -157,6 +162,7 @@ def _build(
         d_h = config.retrieval_dim or backbone.width
         expected |= {SUMMARY_PROMPT: (1, backbone.width)}
         expected |= {QUERY: (d_h, backbone.width), KEY: (d_h, backbone.width)}
+    # A stage-2 checkpoint may be read without its retrieval.
     ignored = () if config.retrieval else (SUMMARY_PROMPT, QUERY, KEY)
     memory = {
         name: shape
@@ -164,6 +170,7 @@ def _build(
         if not name.startswith(BACKBONE) and name not in ignored
     }
     own_format.require_tensors(expected, memory, where)
+    # Any key: all that it draws is replaced by the checkpoint.
     model = hmt(backbone, config, key=jax.random.key(0))
     model.initial_memory.set_value(jnp.asarray(get(INITIAL_MEMORY)[0]))
     if config.retrieval:

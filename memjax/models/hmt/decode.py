@@ -37,6 +37,7 @@ def read_token(
     state = state._replace(
         tokens=jnp.where(here, tokens, state.tokens), visible=visible
     )
+    # Before the token is read: its own features depend on the prompt.
     state = _find_prompt(config, weights, state)
     x = weights.backbone.embed(tokens)
     backbone, features = weights.backbone.read(state.backbone, x, mask)
@@ -65,6 +66,7 @@ def open_last_segment(
     # Where all n are complete, any segment will do: its length is 0.
     index = jnp.minimum(last, n - 1)[:, None]
     pick = lambda x: ragged.take(jnp.moveaxis(x, 0, 1), index)[:, 0]
+    # The state promises zeros beyond the open segment's length.
     known = jnp.arange(config.segment, dtype=jnp.int32)[None] < length[:, None]
     visible = segments.visible
     state = HMTState(
@@ -72,6 +74,8 @@ def open_last_segment(
         tokens=jnp.where(known, pick(segments.tokens), 0),
         visible=None if visible is None else known & pick(visible),
         length=length,
+        # A call of several tokens found the prompt with all of the segment's tokens,
+        # which later single tokens keep.
         searched=is_open & config.reads_ahead,
         backbone=weights.backbone.init_state(batch),
     )
@@ -96,6 +100,7 @@ def restart_backbone(
     def read(state):
         tokens = state.tokens[:, : max(max_length, 1)]
         x, start = augment(config, weights, state.memories, prompt, tokens)
+        # The last position is the second prompt's, which ends a complete segment only.
         x, lengths = x[:, :-1], start + jnp.minimum(state.length, max_length)
         mask = None
         if state.visible is not None:
@@ -116,6 +121,7 @@ def _find_prompt(config, weights, state):
         prompt, _ = search(weights, memories, memories.summary)
         return restart_backbone(config, weights, state, prompt, 0, opens)
     ready = (state.length == config.summary - 1) & ~state.searched
+    # Without memories there is nothing to search: the prompt is M_init for any summary.
     ready &= memories.num_valid > 0
 
     def own_summary(state):
@@ -136,6 +142,7 @@ def _find_prompt(config, weights, state):
 def _complete(config, weights, state):
     """Turns complete segments into memories and opens the next ones."""
     complete, masked = state.length == config.segment, state.visible is not None
+    # A segment of length 0 leaves the memories of its batch element as they are.
     length = jnp.where(complete, config.segment, 0)
     segment = Segment(state.tokens, state.visible, length)
     memories, _ = summarize_and_read(

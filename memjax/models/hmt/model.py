@@ -69,6 +69,7 @@ class HMT(nnx.Module):
         self.config = config
         #: The backbone's own config: its mixers, and the longest text it reads.
         self.pretrained = backbone.config
+        # A segment between two prompts, with sensory memory before it.
         length = config.sensory + config.segment + 2
         self.backbone = with_max_length(backbone, length, config.activations == "keep")
         weights = init_weights(self.backbone, config, params_key(key, rngs))
@@ -147,6 +148,8 @@ class HMT(nnx.Module):
                 mask for a state that was not made for masks.
         """
         self._check(state, tokens, mask)
+        # Generation: a token extends the backbone's state and the segment is not read
+        # again.
         if tokens.shape[1] == 1:
             return read_token(self.config, self.weights, state, tokens, mask)
         return self._read_segments(state, tokens, mask, False)[:2]
@@ -159,6 +162,7 @@ class HMT(nnx.Module):
     ) -> tuple[HMTState, Float[Array, "B T E"], SegmentTrace]:
         """As `features`, with what the memory did, from the open segment on."""
         self._check(state, tokens, mask)
+        # Traces show summaries of all segments, those too that no search needs.
         return self._read_segments(state, tokens, mask, True)
 
     def logits(self, features: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
@@ -190,6 +194,8 @@ class HMT(nnx.Module):
         features = jnp.moveaxis(features, 0, 1)
         features = features.reshape(features.shape[0], -1, features.shape[-1])
         new = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        # The open segment was read again from its start; only the new tokens' features
+        # go out.
         features = ragged.take(features, state.length[:, None] + new)
         state = open_last_segment(config, weights, memories, segments, trace.prompt)
         return state, features, trace

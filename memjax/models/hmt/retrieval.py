@@ -136,6 +136,8 @@ def _summarize_all(config, weights, segments):
         return summaries.reshape(*group.length.shape, -1)
 
     summarize_group = remat(config.activations, summarize_group)
+    # A group has about as many tokens as one segment, so that summaries take no more
+    # memory than reading does.
     size = n if config.activations == "keep" else config.segment // config.summary
     size = min(n, max(1, size))
     whole = n - n % size
@@ -144,5 +146,6 @@ def _summarize_all(config, weights, segments):
     summaries = summaries.reshape(whole, *summaries.shape[2:])
     if whole == n:
         return summaries
+    # The last group is smaller: padding it would summarize segments for nothing.
     rest = summarize_group(jax.tree.map(lambda x: x[whole:], segments))
     return jnp.concatenate([summaries, rest])

@@ -90,6 +90,8 @@ def _read_in_turn(config, weights, memories, segments, always_summarize):
 def _read_last(config, weights, memories, segment, always_summarize):
     """The last segment, or zeros for it if it has no tokens in any batch element."""
     read = functools.partial(summarize_and_read, config, always=always_summarize)
+    # `cond_with_remat` runs the branch again in the backward pass as it is. Offloading
+    # decides what that second run saves.
     if config.activations == "offload":
         read = remat(config.activations, read)
     dtype = weights.backbone.config.dtype
@@ -128,16 +130,21 @@ def read_segment(
     prompt, scores = search(weights, memories, searching)
     x, start = augment(config, weights, memories, prompt, segment.tokens)
     end = start + segment.length
+    # The second prompt stands right after the last token, wherever that is.
     x = ragged.put(x, end, prompt.astype(x.dtype))
     mask = None
     if segment.visible is not None:
         mask = ragged.mask(segment.visible, start, segment.length, x.shape[1])
+    # A whole sequence without a state: memory passes between segments through P_n
+    # alone.
     y = weights.backbone.encode(x, mask)
     memory = ragged.take(y, end[:, None])[:, 0].astype(jnp.float32)
     positions = start[:, None] + jnp.arange(config.segment, dtype=jnp.int32)[None]
     trace = SegmentTrace(
         memory, summary, prompt, scores, memories.num_valid, segment.length
     )
+    # Whether a summary was computed depends on the other batch elements. Zeros where no
+    # search needs it keep the state independent of them.
     needed = memories.num_valid >= config.min_memories_to_choose
     grown = Memories(
         bank=jnp.concatenate([memories.bank[:, 1:], memory[:, None]], axis=1),
@@ -145,6 +152,7 @@ def read_segment(
         summary=jnp.where(needed[:, None], summary, 0.0),
         sensory=segment.tokens[:, config.segment - config.sensory :],
     )
+    # An open segment is read again when it is complete, and becomes a memory then.
     complete = segment.length == config.segment
     memories = mechanisms.reset(memories, grown, complete)
     return memories, (ragged.take(y, positions), trace)
@@ -166,5 +174,6 @@ def augment(
     if k:
         parts.insert(1, weights.backbone.embed(memories.sensory))
     x = jnp.concatenate([*parts, jnp.zeros_like(parts[0])], axis=1)
+    # Zeros of an empty state are no tokens, and so must not be read as sensory memory.
     first = memories.num_valid == 0
     return (ragged.drop(x, k, first) if k else x), jnp.where(first, 1, 1 + k)

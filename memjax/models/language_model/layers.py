@@ -105,6 +105,7 @@ def layer_norm(
 ) -> Float[Array, "*B D"]:
     """(x - mean(x)) / deviation(x) * scale + bias, in float32 inside."""
     high = x.astype(jnp.float32)
+    # Centred first: E[x²] - E[x]² would cancel.
     high = high - high.mean(axis=-1, keepdims=True)
     variance = (high**2).mean(axis=-1, keepdims=True)
     high = scale_rows(high, jax.lax.rsqrt(variance + epsilon))
@@ -171,6 +172,7 @@ def apply_or_step(
     mechanism: Mechanism, params: PyTree, state: PyTree, x: Float[Array, "B T D"]
 ) -> tuple[PyTree, Float[Array, "B T D"]]:
     """`step` where T is 1, `apply` of any other segment."""
+    # Decoding: `step` skips what `apply` does to lay tokens out in chunks.
     if x.shape[1] == 1:
         state, y = mechanism.step(params, state, x[:, 0])
         return state, y[:, None]
@@ -195,6 +197,7 @@ def run_block(
         h = h + y
         h = h + feed_forward(hidden, norm(feed_forward_norm, h))
     else:
+        # OPT 350m normalises after the residual sum.
         memory, y = mix(mixer, memory, h)
         h = norm(mixer_norm, h + y)
         h = norm(feed_forward_norm, h + feed_forward(hidden, h))

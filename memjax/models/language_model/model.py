@@ -205,6 +205,7 @@ class LanguageModel(nnx.Module):
         after, _ = self._read(mix, state, x, mask)
         if self.config.architecture.learned_positions:
             taken = jnp.arange(x.shape[1], dtype=lengths.dtype)[None] < lengths[:, None]
+            # Padding takes no learned position.
             taken = taken if mask is None else taken & mask
             return (*after[:-1], state[-1] + taken.sum(axis=1, dtype=jnp.int32))
         return after
@@ -227,7 +228,9 @@ class LanguageModel(nnx.Module):
 
         def mix(mechanism, params, memory, h):
             if mechanism.whole is not None:
+                # No cache is filled, as nothing reads on from here.
                 return memory, mechanism.whole(params, h, mask)
+            # The state is made and dropped inside the layer: nothing of it is kept.
             return None, mechanism.apply(params, mechanism.init_state(h.shape[0]), h)[1]
 
         return self._read(mix, tuple(empty), x, mask)[1]
@@ -250,6 +253,8 @@ class LanguageModel(nnx.Module):
             head = self.embedding.get_value().T
         else:
             head = self.head.get_value()
+        # Operands in the features' dtype, sums in float32: a softmax over V needs the
+        # digits.
         head = head.astype(features.dtype)
         return jnp.matmul(features, head, preferred_element_type=jnp.float32)
 
@@ -279,7 +284,7 @@ class LanguageModel(nnx.Module):
             if config.remat:
                 run = jax.checkpoint(run)
             parameters = block.parameters()
-            # What a memory around this model may keep of a text: see `segments`.
+            # Named, so that a memory around this model can offload it: see `remat`.
             h = checkpoint_name(h, LAYER_INPUT)
             memory, h = run(parameters, memory, h)
             after.append(memory)
@@ -339,6 +344,7 @@ def with_config(model: LanguageModel, **changes: Any) -> LanguageModel:
         ValueError: if a mixer of the new config has other parameters.
     """
     config = dataclasses.replace(model.config, **changes)
+    # Compared by shapes before anything changes: the parameters must fit.
     built = tuple(mixer.build() for mixer in config.layers)
     shapes = lambda m: jax.eval_shape(m.init_params, jax.random.key(0))
     for block, mechanism in zip(model.blocks, built, strict=True):

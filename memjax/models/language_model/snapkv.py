@@ -110,6 +110,7 @@ def choose(
     seen = (slots[:, None] <= last[..., None]) & state.visible[:, None]
     grouped = queries.astype(jnp.float32).reshape(b, window, g, h // g, width)
     scores = jnp.einsum("bwgrk,bsgk->bgrws", grouped, state.keys) * width**-0.5
+    # Finite: batch elements shorter than the window have queries that see nothing.
     scores = jnp.where(seen[:, None, None], scores, -1e30)
     before = (slots < last[:, :1]) & state.visible
     votes = jax.nn.softmax(scores, axis=-1).sum(axis=(2, 3)) * before[:, None]
@@ -118,6 +119,7 @@ def choose(
     )
     # Votes are never negative: no slot of another kind comes before one that counts.
     best = jax.lax.top_k(jnp.where(before[:, None], pooled, -1.0), keep - window)[1]
+    # In the order of the text, as a cache that was never compressed has.
     best = jnp.sort(best, axis=-1).astype(jnp.int32).transpose(0, 2, 1)
     recent = jnp.broadcast_to(last[..., None], (b, window, g))
     return jnp.concatenate([best, recent], axis=1)
@@ -134,6 +136,7 @@ def compact(
     n, capacity = slots.shape[1], state.keys.shape[1]
     keys = jnp.take_along_axis(state.keys, slots[..., None], axis=1)
     values = jnp.take_along_axis(state.values, slots[..., None], axis=1)
+    # RoPE depends on distances: a further rotation moves a key to another position.
     shift = jnp.broadcast_to(n - state.length[:, None], slots.shape[:2])
     keys = projections.apply_rope(heads, keys, shift)
     if heads.rope_scaling is not None:
@@ -159,6 +162,7 @@ def _compressing(attention: Mechanism, heads: Any, config: SnapKVConfig) -> Mech
         places = places + jnp.arange(window, dtype=jnp.int32)[None]
         queries = projections.apply_rope(heads, queries, places)
         slots = choose(queries, state, config.keep, config.kernel)
+        # A shorter cache is kept whole: there is nothing to choose.
         longer = state.length > config.keep
         return reset(state, compact(heads, state, slots), longer), y
 

@@ -31,6 +31,7 @@ def with_window(model: LanguageModel, window: int) -> LanguageModel:
         raise ValueError(
             f"model must have attention in every layer, got {kinds(config)}"
         )
+    # A table of positions ends, and the window slides on for ever.
     if config.architecture.learned_positions:
         raise ValueError(
             "model must have RoPE to read past its window, got learned_positions="

@@ -109,6 +109,8 @@ class AttentionRetriever:
         sizes = self.store.recalls.shape[1] + s + 2 * self.count * query.shape[-1]
         together = max(1, min(t, MAX_SCORES // (b * h * sizes)))
         tokens = (split(plain), split(query), last)
+        # The backward pass searches again: kept scores would be M numbers a token and
+        # head.
         y, chosen = jax.lax.map(jax.checkpoint(one), tokens, batch_size=together)
         self.chosen.append(jnp.moveaxis(chosen, 0, 1).reshape(b, t, h, self.count))
         return jnp.moveaxis(y, 0, 1).reshape(query.shape)
@@ -125,6 +127,7 @@ class AttentionRetriever:
             jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] < num_valid[:, None]
         )
         scores = jnp.where(filled[:, None, None], scores, -jnp.inf)
+        # The choice has no gradient; the rows chosen are scored again in `_attend`.
         _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores), self.count)
         # top_k puts unused parts of the buffer last; they are moved to the front.
         places, found = jnp.arange(self.count, dtype=jnp.int32)[None], self.found
@@ -164,6 +167,7 @@ def _attend(query, found, slots):
         for x, y in zip((real, seen), scores, strict=True)
     ]
     scores = jnp.concatenate(scores, axis=-1)
+    # Finite, as -inf gives NaN gradients where a token has nothing to attend to.
     scores = jnp.where(jnp.concatenate(masks, axis=-1), scores, -1e30)
     weights = jax.nn.softmax(scores).astype(query.dtype)
     count = keys.shape[1]

@@ -66,7 +66,9 @@ def read_tokens(
     config, slots = weights.backbone.config, cache.visible.shape[1]
     times = jnp.arange(h.shape[1], dtype=jnp.int32)[None]
     start = cache.prefix_length + cache.length
+    # An index behind the cache is dropped: padding is not written.
     places = jnp.where(times < lengths[:, None], start[:, None] + times, slots)
+    # The length is not known inside jit, so that a full cache gives NaN and no error.
     fits = start[:, None] + times < slots
     all_slots = jnp.arange(slots, dtype=jnp.int32)[None]
     new = (all_slots >= start[:, None]) & (all_slots < (start + lengths)[:, None])
@@ -125,6 +127,7 @@ def with_bos(weights, layer, memory):
     bos = jnp.broadcast_to(bos, (rows[0].shape[0], 1, bos.shape[-1]))
     seen = jnp.concatenate(seen, axis=1)
     rows = jnp.concatenate([bos, *rows], axis=1).astype(weights.backbone.config.dtype)
+    # Without memory bos is hidden too: the model then is its backbone.
     some = jnp.any(seen, axis=1, keepdims=True)
     return rows, jnp.concatenate([some, seen], axis=1)
 
@@ -142,6 +145,7 @@ def prepare(
     weights: MPlusWeights, state: MPlusState, rows: Bool[Array, " B"]
 ) -> MPlusState:
     """Computes the open chunk's cache for batch elements in `rows` that need it."""
+    # A cache stays valid until the pool changes or tokens come without being read.
     rows = rows & ~state.cache_ready
 
     made = lambda state: (state.cache, state.queries, state.num_queries)
@@ -221,6 +225,8 @@ def read_open(
     state = state._replace(cache=cache)
     if state.queries is None:
         return state, y
+    # Queries of the chunk before stay behind those of the open one until these replace
+    # them, so that a new chunk has some to retrieve with.
     num_queries = jnp.maximum(state.num_queries, cache.length)
     new = jnp.stack(
         [weights.retriever_queries(i, x) for i, x in enumerate(inputs)], axis=1

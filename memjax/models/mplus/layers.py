@@ -54,6 +54,7 @@ def write_layer(
     def mix(params, memory, normed):
         q = projections.linear(normed, params.query, params.query_bias)
         q = projections.apply_rope(heads, q, positions[:, first:])
+        # All positions are keys and values; queries are the last ones alone.
         made = memory_slots(config, block, x)
         k = projections.apply_rope(heads, made.keys, positions)
         return memory, projections.output_projection(
@@ -84,11 +85,13 @@ def prefix_slots(
 
     `beside` further rows take the positions right after that of bos.
     """
+    # Invisible rows before the first visible one would count as -1.
     positions = jnp.maximum(jnp.cumsum(visible, axis=1, dtype=jnp.int32) - 1, 0)
     if beside is not None:
         positions = positions.at[:, 1:].add(beside[:, None])
     made = memory_slots(config, block, rows)
     k = projections.apply_rope(config.heads, made.keys, positions)
+    # Part of a state, which is float32 whatever the backbone computes in.
     return Slots(k.astype(jnp.float32), made.values.astype(jnp.float32))
 
 
@@ -176,11 +179,16 @@ def compress(
         start = jnp.broadcast_to(bos[layer][None, None], (b, 1, d))
         rows = jnp.concatenate([start, memory[:, layer]], axis=1).astype(h.dtype)
         x = push(jnp.concatenate([rows, jnp.zeros_like(h)], axis=1))
+        # Hidden states of the tokens go on from layer to layer, while bos and memory
+        # are each layer's own.
         x = jnp.where(is_token, tokens, x)
         x = x.at[:, -k:].add(position[None, None].astype(h.dtype))
+        # The tokens' own outputs feed the next layer, which the last one does not have.
+        # With fewer than K tokens the last K positions reach into the old memory.
         queries = k if layer == len(blocks) - 1 else max(t, k)
         y = write_layer(config, block, x, seen, jnp.maximum(places, 0), queries)
         new.append((x if inputs else y)[:, -k:].astype(jnp.float32))
+        # Keeps the width: what is put before the tokens is replaced in the next layer.
         tokens = jnp.concatenate([tokens[:, : width - queries], y], axis=1)
     return jnp.stack(new, axis=1)
 

@@ -123,7 +123,9 @@ class MPlus(nnx.Module):
 
     def reset(self, state: MPlusState, mask: Bool[Array, " B"]) -> MPlusState:
         """Restarts the batch elements in `mask`; their random keys stay."""
+        # A fresh key would repeat the draws of the document before.
         empty = self.init_state(mask.shape[0])._replace(key=state.key)
+        # Pool and store may lie on the host, where they are cleared in place.
         clear = lambda old, new: near(mechanisms.reset, old, new, mask, stays=True)
         return jax.tree.map(clear, state, empty)
 
@@ -165,8 +167,10 @@ class MPlus(nnx.Module):
             ValueError: as `features`.
         """
         self._check(state, tokens)
+        # Nothing is read here: only compression changes the memory.
         skip = lambda weights, state, piece, lengths: (state, None)
         state, _ = write.by_chunks(self.weights, state, tokens, skip)
+        # The open chunk has tokens that were not read, which the cache lacks.
         return state._replace(cache_ready=jnp.zeros_like(state.cache_ready))
 
     def flush(self, state: MPlusState) -> MPlusState:

@@ -66,6 +66,8 @@ def replace(
     rows, count = pool.shape[2], new.shape[2]
     places = functools.partial(jnp.arange, dtype=jnp.int32)
     full = (num_valid == rows)[:, None, None]
+    # Valid rows are the last ones, so that the first K are empty until the pool is
+    # full.
     dropped = jnp.where(full, dropped, places(count)[None, None])
     # The j-th row that stays has moved up by the dropped rows before it.
     before = dropped - places(count)[None, None]
@@ -78,6 +80,7 @@ def replace(
 
     args = (new, kept.astype(jnp.int32), dropped, changes)
     pool, rows_out = near(move, pool, *args, stays=(True, False))
+    # Before the drop, so that dropped rows have their age at the time of the update.
     old = ages + count if advance else ages
     newest = jnp.broadcast_to(places(count)[::-1][None, None], dropped.shape)
     after = jnp.concatenate([_take(old, kept), newest], axis=2)

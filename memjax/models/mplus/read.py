@@ -163,12 +163,15 @@ def read(
         The KV cache, the tokens' features, and a trace of what happened.
     """
     check(weights, state, tokens, options)
-    run = functools.partial(_read, weights, options)
+    read_with = functools.partial(_read_with_open_chunk, weights, options)
     if options.only_new:
-        return run(0, state, tokens)
-    open_ = functools.partial(run, weights.config.chunk - 1)
+        return read_with(0, state, tokens)
+    # An open chunk adds up to C - 1 positions before the tokens. Often all are empty,
+    # and a program without those positions is about half the work.
+    read_open = functools.partial(read_with, weights.config.chunk - 1)
+    read_closed = functools.partial(read_with, 0)
     return jax.lax.cond(
-        jnp.any(state.length > 0), open_, functools.partial(run, 0), state, tokens
+        jnp.any(state.length > 0), read_open, read_closed, state, tokens
     )
 
 
@@ -180,7 +183,7 @@ def read_closed(
 ) -> tuple[KVCache, Float[Array, "B T D"], ReadTrace]:
     """`read` where every open chunk is known to be empty: half the program."""
     check(weights, state, tokens, options)
-    return _read(weights, options, 0, state, tokens)
+    return _read_with_open_chunk(weights, options, 0, state, tokens)
 
 
 def generate(
@@ -192,43 +195,50 @@ def generate(
     key: PRNGKeyArray,
 ) -> Int[Array, "B n"]:
     """Samples `count` tokens after a prompt; see `MPlus.generate`."""
-    told = state if weights.config.by_attention else None
+    searched = state if weights.config.by_attention else None
+    # The last token is sampled and never read.
     options = ReadOptions(max_new_tokens=count - 1)
     cache, features, _ = read(weights, state, prompt, options)
     logits = weights.backbone.logits(features)
 
-    def body(carry, key):
+    def sample_and_read(carry, key):
         cache, logits = carry
         token = draw(logits, key, sampling)
-        cache, logits = decode(weights, cache, token[:, None], False, told)
+        cache, logits = decode(weights, cache, token[:, None], False, searched)
         return (cache, logits[:, 0]), token
 
     *keys, last = jax.random.split(key, count)
     carry = (cache, logits[:, -1])
     tokens = jnp.zeros((0, prompt.shape[0]), jnp.int32)
     if keys:
-        carry, tokens = jax.lax.scan(body, carry, jnp.stack(keys))
+        carry, tokens = jax.lax.scan(sample_and_read, carry, jnp.stack(keys))
     token = draw(carry[1], last, sampling)
     return jnp.concatenate([tokens, token[None]]).T
 
 
-def _read(weights, options, width, state, tokens):
+def _read_with_open_chunk(weights, options, width, state, tokens):
     """`width` is the most tokens that an open chunk has; 0 if all are empty."""
     c, (b, t) = weights.config, tokens.shape
     if options.beside_pool and options.kept_rows is None:
         options = options._replace(
             kept_rows=_draw_kept(weights, state, options.new.shape[2])
         )
+    # With a width of 0 every open chunk is empty, as the caller has checked.
     length = state.length if width else jnp.zeros_like(state.length)
     joined = ragged.join(state.tokens, length, tokens, width + t)
     h = weights.backbone.embed(joined)
     times = jnp.arange(width + t, dtype=jnp.int32)[None]
     after = times - length[:, None]
+    # Only the prompt chooses rows: tokens that are scored must not take part.
     query_mask = (after >= 0) & (after < (options.prompt_length or t))
     memory = _only_new if options.only_new else _memory
     first = 1 + options.new.shape[2] if options.only_new else c.prefix
     cache = kv_cache.empty(
-        weights, b, first, first + (c.chunk - 1) + t + options.max_new_tokens
+        # Room for the longest open chunk in either branch, which must return one shape.
+        weights,
+        b,
+        first,
+        first + (c.chunk - 1) + t + options.max_new_tokens,
     )
     scores: list[Array] = []
     chosen: list[Array] = []
@@ -246,6 +256,7 @@ def _read(weights, options, width, state, tokens):
     cache, y, inputs = kv_cache.read_tokens(
         weights, cache, h, length + t, options.only_new, before, attention_retriever
     )
+    # The open chunk was read for context; features are of the new tokens alone.
     taken = length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     hidden = jnp.stack([ragged.take(x, taken) for x in (*inputs, y)])
     if attention_retriever is not None:
@@ -275,6 +286,7 @@ def _memory(weights, options, state, layer, h, query_mask):
             [ragged.take(seen, kept), jnp.ones(new.shape[:2], bool)], axis=1
         )
         pool = jnp.concatenate([ragged.take(pool, kept), new], axis=1)
+    # Retrieved rows are older than those of the pool, and stand before them.
     memory, found = [(pool, seen)], None
     if c.has_retriever:
         queries = weights.retriever_queries(layer, h)
@@ -289,4 +301,5 @@ def _draw_kept(weights, state, new):
     draw = lambda key: short_term_pool.draw_dropped(
         key, weights.layers, rows, rows - new
     )
+    # A read leaves the state's key alone: two reads of one state draw the same rows.
     return jax.vmap(draw)(jax.random.wrap_key_data(state.key))

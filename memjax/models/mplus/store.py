@@ -79,6 +79,8 @@ def append(
     """Stores K dropped rows per layer, for the batch elements in `mask`."""
     count = new[0].born.shape[1]
     free = store.num_valid[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    # Searching for the oldest rows is the costly part, and needed in a full store
+    # alone.
     full = jnp.any(mask & (store.num_valid + count > config.store))
     layers = []
     for old, rows in zip(store.layers, new, strict=True):
@@ -136,9 +138,11 @@ def _merge(config, store, mask):
     filled = places < store.num_valid[:, None]
     alive = filled & (left > LEAST_RECALLS)
     count = alive.sum(axis=1, dtype=jnp.int32)
+    # The program's rule: it evicts nothing if R rows or fewer would remain.
     enough = count > config.retrieved
     stays = jnp.where(enough[:, None], alive, filled)
     stays = stays | ~mask[:, None]
+    # Stable, so that the rows that stay keep their order.
     order = jnp.argsort(~stays, axis=1, stable=True).astype(jnp.int32)
     merged = store._replace(
         recalls=ragged.take(jnp.where(enough[:, None], left, store.recalls), order),
@@ -180,6 +184,7 @@ def _choose(config, keys, born, num_valid, num_pending, queries, query_mask):
     real = best > -jnp.inf
     if config.legacy:
         # With fewer than R merged rows there is no search: they are repeated.
+        # The program searches the merged rows only if there are at least R of them.
         merged = num_valid - num_pending
         turns = jnp.arange(config.retrieved, dtype=jnp.int32) - config.retrieved
         tiled = turns % jnp.maximum(merged, 1)

@@ -134,6 +134,8 @@ def init_weights(
         write_adapter=adapter(write_key),
         read_adapter=adapter(read_key),
         bos=init_bos(backbone),
+        # Together with adapters that change nothing yet, a new memory leaves the layers
+        # as they are.
         position=jnp.zeros(backbone.width),
     )
     if not config.has_retriever:
@@ -154,6 +156,7 @@ def init_adapter(
         changes = {}
         for place, name in enumerate(("mixer", "feed_forward")):
             params = getattr(block.parameters(), name)
+            # One key a layer and part, independent of how many parts have targets.
             here = jax.random.fold_in(key, 2 * i + place)
             names = targets_in(params, TARGETS)
             changes[name] = init_changes(params, names, rank, here)
@@ -181,6 +184,7 @@ def init_bos(backbone: LanguageModel) -> Float[Array, "L D"]:
     by activations that no embedding has; without it, cache begins far off (SmolLM2:
     3.06 nats a token behind a compressed chunk instead of 12.3).
     """
+    # Parameters are float32, whatever the backbone computes in.
     config = dataclasses.replace(backbone.config, dtype="float32")
     h = backbone.embedding.get_value().mean(axis=0)[None, None]
     at, found = jnp.zeros((1, 1), jnp.int32), []

@@ -64,8 +64,8 @@ def by_chunks(
         weights: of M+.
         state: the memory so far.
         tokens: T >= 1.
-        read: (weights, state, tokens, lengths) -> (state, features), of the piece's
-            first `lengths[b]` tokens, before they join the open chunk.
+        read: (weights, state, tokens, lengths) -> (state, features), of the first
+            `lengths[b]` of the tokens given, before they join the open chunk.
 
     Returns:
         The state, and what `read` returned for each token.
@@ -77,11 +77,14 @@ def by_chunks(
         state, done = carry
         lengths = jnp.minimum(c - state.length, t - done)
         at = done[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-        piece = ragged.take(tokens, jnp.minimum(at, t - 1))
-        state, y = read(weights, state, piece, lengths)
-        state = _keep_tokens(state, piece, lengths)
+        # Positions beyond T are clamped; `lengths` says that they are no tokens.
+        part = ragged.take(tokens, jnp.minimum(at, t - 1))
+        state, y = read(weights, state, part, lengths)
+        state = _keep_tokens(state, part, lengths)
         return (write_open(weights, state, state.length == c), done + lengths), y
 
+    # An open chunk holds up to C - 1 tokens, which may push T tokens into one chunk
+    # more.
     count = -(-(c - 1 + t) // c)
     carry = (state, jnp.zeros(b, jnp.int32))
     if count == 1:
@@ -89,6 +92,7 @@ def by_chunks(
         return state, ys
     empty = jax.eval_shape(step, carry, None)[1]
     skip = lambda carry, _: (carry, jax.tree.map(jnp.zeros_like, empty))
+    # Whether the last iteration has tokens depends on the lengths of the open chunks.
     some = lambda carry, _: jax.lax.cond(jnp.any(carry[1] < t), step, skip, carry, None)
     (state, _), ys = jax.lax.scan(some, carry, length=count)
     if ys is None:
@@ -107,6 +111,8 @@ def write_open(
     """Compresses and stores the open chunks of the batch elements in `rows`."""
 
     def write(state):
+        # `compress` needs a token. Empty chunks are compressed for nothing: `rows`
+        # leaves them out.
         lengths = jnp.maximum(state.length, 1)
         new = compress(weights, state, state.tokens, lengths, None)
         state = update(weights, state, new, None, rows)
@@ -131,6 +137,8 @@ def compress(
         if memory is not None
         else state.num_valid > 0
     )
+    # The pool fills K rows at a time, so that its newest K rows are all there or none
+    # is.
     newest = lambda pool: pool[:, :, -weights.config.tokens :]
     seen = near(newest, state.pool) if memory is None else memory
     return mplus_layers.compress(
@@ -161,6 +169,7 @@ def update(
             f"dropped must be [B, L, K] = {list(new.shape[:3])}, "
             f"got {list(dropped.shape)}"
         )
+    # One key draws what is dropped, the other is the next state's.
     keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(state.key))
     if dropped is None:
         draw = lambda key: short_term_pool.draw_dropped(
@@ -174,14 +183,17 @@ def update(
         new,
         dropped,
         rows,
+        # In the program ages count from the drop: rows do not age in the pool.
         advance=not c.legacy,
     )
+    # Until then an update drops empty rows, which the store must not get.
     was_full = state.num_valid == c.pool
     after = state._replace(
         ages=ages,
         num_valid=jnp.minimum(state.num_valid + c.tokens, c.pool),
         clock=state.clock + c.tokens,
         key=jax.random.key_data(keys[:, 0]),
+        # The cache was computed from the pool before the update.
         cache_ready=jnp.zeros_like(state.cache_ready),
     )
     # Pool and store are large: they select by `rows` themselves, as they are written.
@@ -206,15 +218,17 @@ def stored(
     if weights.config.by_attention:
         block = weights.blocks(writes=False)[layer]
         return attention_retrieval.stored(weights.backbone.config, block, rows, born)
+    # Keys are computed once, at the drop, and not again in every search.
     return LayerStore(rows, weights.retriever_keys(layer, rows), born)
 
 
-def _keep_tokens(state, piece, lengths):
-    """Appends the first `lengths[b]` tokens of a piece to the open chunk."""
-    times = jnp.arange(piece.shape[1], dtype=jnp.int32)[None]
+def _keep_tokens(state, tokens, lengths):
+    """Appends the first `lengths[b]` tokens to the open chunk."""
+    times = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     at = state.length[:, None] + times
+    # A position beyond the chunk is not written.
     at = jnp.where(times < lengths[:, None], at, state.tokens.shape[1])
     return state._replace(
-        tokens=ragged.write(state.tokens, at, piece.astype(jnp.int32)),
+        tokens=ragged.write(state.tokens, at, tokens.astype(jnp.int32)),
         length=state.length + lengths,
     )

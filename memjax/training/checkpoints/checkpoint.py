@@ -85,6 +85,8 @@ class Checkpoints:
         self._primary = jax.process_index() == 0
         self._writer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(),
+            # Digests are taken in the writer's thread, and training does not wait for
+            # them.
             async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
         )
 
@@ -111,6 +113,7 @@ class Checkpoints:
         """
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}")
+        # Described before anything is written, so that a bad state leaves no trace.
         record = {"step": step, "leaves": describe(state), "meta": _as_json(meta)}
         self.wait()
         if self._primary:
@@ -177,6 +180,7 @@ class Checkpoints:
         if accept is not None:
             accept(record["meta"])
         where = f"checkpoint {self.directory / str(step)}"
+        # Before arrays are read, with every leaf that differs in the message.
         require_same(record["leaves"], describe(abstract_state), where)
         target = ocp.args.StandardRestore(with_shardings(abstract_state))
         state = self._read(step, state=target)["state"]
@@ -242,9 +246,11 @@ class Checkpoints:
         """What to raise for a failed save, once its remains no longer fill the disk."""
         step, self._saving = self._saving, None
         if self._primary and step is not None:
+            # Its remains would fill the disk that the next save needs.
             shutil.rmtree(self.directory / f"{step}{UNFINISHED}", ignore_errors=True)
         text = f"saving step {step} in {self.directory} failed: {error}"
         code = error.errno if isinstance(error, OSError) else None
+        # The writer's own errors wrap that of the system, and keep its text alone.
         if code == errno.ENOSPC or "No space left" in str(error):
             return DiskFullError(errno.ENOSPC, text)
         return SaveError(code or errno.EIO, text)

@@ -39,6 +39,7 @@ def problems(folder: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{DIGEST_FILE} cannot be read ({error})"]
     if not items:
+        # Nothing to check is no proof: a truncated record must not pass.
         return [f"{DIGEST_FILE} lists no files"]
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(lambda item: _problem(folder, *item), items)
@@ -52,6 +53,7 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    # After the sync: a rename may reach the disk before the data does.
     hidden.replace(path)
 
 
@@ -64,11 +66,13 @@ def _synced_entry(path: Path) -> dict[str, Any]:
 
 def _problem(folder: Path, name: str, size: int, digest: str) -> str | None:
     plain = PurePosixPath(name)
+    # A digest file may be damaged or forged: it must not lead outside of its folder.
     if plain.is_absolute() or ".." in plain.parts:
         return f"{DIGEST_FILE} names {name!r}, which is outside the checkpoint"
     try:
         with (folder / name).open("rb") as file:
             found = os.fstat(file.fileno()).st_size
+            # A file of another size is found out without reading it.
             if found != size:
                 return f"{name} has {found} bytes, {size} were written"
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:

@@ -50,6 +50,8 @@ class Folder:
     def __init__(self, path: Path):
         self.path = path
         self._damaged: set[int] = set()
+        # Until `newest_good` was called nothing is known to be good, and nothing is
+        # deleted.
         self._judged = False
         self._lock: Any = None
         _require_ours(path)
@@ -67,6 +69,7 @@ class Folder:
         Every newer one is named in an error message; the second number counts them.
         """
         self._damaged, self._judged = set(), True
+        # Newest first, and no further than needed: digests of gigabytes take a while.
         for step in reversed(self.steps()):
             wrong = problems(self.path / str(step))
             if not wrong:
@@ -88,6 +91,8 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._lock = _lock(self.path)
+            # Only with the lock: another process may be writing what looks like
+            # remains.
             self._clear_unfinished()
         self._require_newest(step)
         self._set_damaged_aside(step)
@@ -134,6 +139,7 @@ class Folder:
         while aside.exists():
             n += 1
             aside = folder.with_name(f"{step}.damaged-{n}")
+        # Kept, for its owner to look at: the save needs the name and not the room.
         folder.rename(aside)
         self._damaged.discard(step)
         logger.warning("damaged checkpoint %s is now %s", folder, aside.name)
@@ -191,6 +197,7 @@ def _lock(directory: Path) -> Any:
         raise SaveError(
             errno.EBUSY, f"another process is saving checkpoints in {directory}"
         ) from None
+    # Some network filesystems have no locks; training there is better than none.
     except OSError as error:
         logger.warning("%s cannot be locked (%s)", directory, error.strerror)
     return file

@@ -68,9 +68,11 @@ def finetune(
     hosts = {"shard_index": jax.process_index(), "shard_count": jax.process_count()}
     vocab_size = described.model.vocab_size
     data = stage.batches(documents, tokenizer, vocab_size, **hosts)
+    # Before the work starts: another run's folder is refused at once.
     claim(described, run_dir, FREE)
     if stored.file is not None and jax.process_index() == 0:
         write_atomically(run_dir / TOKENIZER_FILE, stored.file.decode())
+    # A resumed run takes its parameters from the checkpoint: nothing to prepare.
     if not Folder(run_dir / CHECKPOINTS).steps():
         model = stage.prepare(model, before, documents, tokenizer)
     evaluate = None
@@ -117,6 +119,7 @@ def finetune_stages(
     outcome = None
     for name, stage in stages:
         outcome = finetune(stage, backbone, run_dir / name, start)
+        # The next stage starts from a finished one; the same call resumes this one.
         if outcome.reason != "finished":
             return outcome
         start = run_dir / name

@@ -113,6 +113,7 @@ class MPlusStage:
                 f"tasks.shortest_chunk must be at most memory.chunk="
                 f"{self.memory.chunk}, got {self.tasks.shortest_chunk}"
             )
+        # At least one row of the pool must be left beside the document's.
         room = (self.memory.pool - 1) // self.memory.tokens
         if not self.memory.retrieved and max(self.tasks.chunks) > room:
             raise ValueError(
@@ -162,6 +163,7 @@ class MPlusStage:
         learned = cast(MPlusStage, before).memory
         fixed = ["tokens", "stored", "rank", "alpha"]
         if learned.has_retriever and self.memory.has_retriever:
+            # A retriever that is new may have any width.
             fixed.append("key_dim")
         for name in fixed:
             old, new = getattr(learned, name), getattr(self.memory, name)
@@ -175,6 +177,7 @@ class MPlusStage:
     ) -> MPlus:
         """All that was learned before; a retriever that was not there is new."""
         before = cast(MPlus, trained)
+        # A fresh model has the parameters that this stage adds, such as a retriever.
         graph, fresh = nnx.split(self.wrap(before.backbone, key))
         learned = nnx.state(before, nnx.Param)
         kept = {name: value for name, value in learned.items() if name in fresh}
@@ -189,6 +192,7 @@ class MPlusStage:
     ) -> Model:
         """With `retriever_documents`, a new retriever starts by similarity."""
         learned = before is not None and cast(MPlusStage, before).memory.has_retriever
+        # A retriever that was trained before must not be started again.
         if not self.retriever_documents or learned:
             return model
         start = cast(MPlus, model)
@@ -222,6 +226,8 @@ class MPlusStage:
         chunks = min(CHUNKS, memory.pool // memory.tokens)
         tasks = dataclasses.replace(
             tasks,
+            # The bank needs documents that are written and read: nothing but
+            # multi_chunk does both.
             full_context=0.0,
             revisit=0.0,
             multi_chunk=1.0,
@@ -238,6 +244,7 @@ class MPlusStage:
             batches.append(
                 batch._replace(num_queries=np.minimum(batch.num_queries, asking))
             )
+        # A small memory makes fewer rows than the bank would take.
         rows = min(ROWS, chunks * memory.tokens)
         return collect(model, batches, asking, rows, jax.random.key(seed))
 
@@ -290,6 +297,7 @@ class MPlusStage:
         """One update on the task of a step, each task a program of its own."""
         transform, prompt = self.transform(), self.tasks.prompt
         updates = make_task_steps(cast(MPlus, model), transform, prompt)
+        # Tasks differ in shapes and in what they read: one program would compute all.
         programs = {task: compiled(update) for task, update in updates.items()}
         return lambda state, assigned: programs[assigned.task](state, assigned.batch)
 

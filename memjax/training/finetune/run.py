@@ -71,6 +71,7 @@ class FinetuneRun:
 
         `key` is of the random numbers of a memory that training carries.
         """
+        # Made from shapes, so that the state can be created inside jit.
         model = nnx.merge(nnx.graphdef(self.structure()), variables)
         return self.config.first_state(model, key)
 
@@ -84,6 +85,7 @@ def later_stage(run_dir: Path) -> Path | None:
 def is_finetuned(run_dir: Path) -> bool:
     """Whether a folder is of a fine-tuning run; else it may be of a training run."""
     file = run_dir / CONFIG_FILE
+    # A field that only fine-tuning has tells the two kinds of run apart.
     finetuned = file.is_file() and '"backbone_digest"' in file.read_text()
     return finetuned or later_stage(run_dir) is not None
 

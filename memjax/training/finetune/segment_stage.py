@@ -126,6 +126,7 @@ class SegmentStage:
 
     def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> HMT | LanguageModel:
         """The backbone with its memory or window, and with adapters if any."""
+        # Two keys in any case: the memory starts alike with adapters and without.
         lora_key, memory_key = jax.random.split(key)
         if self.dtype is not None:
             backbone = with_config(backbone, dtype=self.dtype)
@@ -174,6 +175,7 @@ class SegmentStage:
             dtype=self.dtype or pretrained.dtype,
         )
         graph, variables = nnx.split(hmt(backbone, self.hmt, key=memory_key))
+        # Parameters of the retrieval are new; M_init was learned in stage 1.
         kept = {"initial_memory": nnx.state(stage1)["initial_memory"]}
         return nnx.merge(graph, nnx.State({**variables, **kept}))
 

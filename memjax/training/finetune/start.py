@@ -59,6 +59,7 @@ def load_backbone(path: Path) -> Backbone:
     Raises:
         ValueError: if there is no model or no tokenizer, or it has a memory already.
     """
+    # Runs first: their folders may hold a tokenizer.json as Hugging Face's do.
     if (path / CHECKPOINTS).is_dir() or later_stage(path):
         model, name = _trained_backbone(path)
         tokenizer = _stored(name)
@@ -96,10 +97,12 @@ def _trained_backbone(path: Path) -> tuple[LanguageModel, str]:
 
 def digest(model: nnx.Module) -> str:
     """SHA-256 over names, shapes and values of a model's parameters."""
+    # Values and names, so that two folders with one digest hold one model.
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model)):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         found.update(f"{name} {leaf.dtype} {leaf.shape}\n".encode())
+        # Without a copy of the bytes: leaves may be gigabytes.
         found.update(np.ascontiguousarray(leaf).data)
     return found.hexdigest()
 
@@ -139,6 +142,7 @@ def starting_point(stage: AnyStage, backbone: Path | None, start: Path | None) -
         raise ValueError("backbone=None must be a path where start is not given")
     model, stored, identity = load_backbone(backbone)
     tokenizer = stored.parse()
+    # Checkpoints pad their vocabulary, so that a model may have more ids, not fewer.
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"backbone={str(backbone)!r} has a vocabulary of {model.vocab_size}, its "
@@ -162,7 +166,11 @@ def _after(
         _check_same_backbone(before, trained, where, backbone)
     stored = _stored(before.tokenizer)
     described = dataclasses.replace(
-        before, config=stage, tokenizer=stored.name, start_digest=digest(trained)
+        # The digest lets a continuation refuse a start that was trained on meanwhile.
+        before,
+        config=stage,
+        tokenizer=stored.name,
+        start_digest=digest(trained),
     )
     model = stage.wrap_trained(trained, before.model, key)
     return Start(described, model, stored, before.config)

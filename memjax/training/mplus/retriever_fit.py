@@ -89,9 +89,12 @@ def _collect(graph, params, batch, key, made, asking, rows):
     tokens = batch.target.tokens[:, :asking]
     _, _, trace = mplus_reading.read_closed(model.weights, state, tokens, given)
     chosen = jax.random.choice(key, made, (rows,), replace=False)
+    # The newest rows are the document's: the memory was empty before it.
     pool = state.pool[:, :, state.pool.shape[2] - made + chosen]
     normed = lambda x: jnp.stack(
-        [model.weights.normed(i, x[:, i]) for i in range(model.layers)], axis=1
+        [model.weights.normed(i, x[:, i]) for i in range(model.layers)],
+        axis=1,
+        # Kept for hundreds of documents, in half the room.
     ).astype(jnp.bfloat16)
     times = jnp.arange(asking, dtype=jnp.int32)[None]
     return Bank(
@@ -151,9 +154,11 @@ def _similar(asking, stored, axes):
     means = [x.mean(axis=0) for x in (asking, stored)]
     spread = sum(jnp.cov(x, rowvar=False) for x in (asking, stored)) / 2
     values, vectors = jnp.linalg.eigh(spread)
+    # Axes without spread would be blown up to noise when they are whitened.
     values = jnp.maximum(values[-axes:], 1e-6 * values[-1])
     a = vectors[:, -axes:] * jnp.sqrt(SCALE / axes / values)[None]
     basis, _ = jnp.linalg.qr(jnp.stack(means, axis=1))
+    # The means are large and alike in all tokens: they would decide every product.
     a -= basis @ (basis.T @ a)
     # A vector's part along its mean is about that of all others.
     along = [mean / (mean @ mean) for mean in means]
@@ -164,6 +169,7 @@ def _similar(asking, stored, axes):
 def _linear(matrices):
     """f(x) = A x."""
     layers, _, key_dim = matrices.shape
+    # silu(x) - silu(-x) = x: two copies of opposite sign make the nonlinearity cancel.
     up = jnp.concatenate([jnp.eye(key_dim), -jnp.eye(key_dim)])
     return Retriever(
         down=jnp.concatenate([matrices, -matrices], axis=2),
@@ -206,6 +212,7 @@ def fit(
         updates, state = transform.update(gradients, state)
         return optax.apply_updates(params, updates), state, loss
 
+    # `update` donates them, and the model that was given keeps its own.
     params = jax.tree.map(jnp.copy, query_and_key(model))
     state, losses = transform.init(params), []
     for step in range(steps):
@@ -239,6 +246,7 @@ def bank_loss(params: tuple[Retriever, Retriever], batch: Bank) -> Scalar:
     """The retriever's loss with each document's queries over the rows of all."""
     query, key = params
     n, layers, rows, width = batch.rows.shape
+    # A row belongs to the document that it was made from; all others are negatives.
     own = jnp.repeat(jnp.eye(n, dtype=bool), rows, axis=1)
     found = []
     for layer in range(layers):

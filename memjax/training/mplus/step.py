@@ -67,8 +67,10 @@ def make_task_steps(
                 return task_loss(model, task, state.memory, batch, prompt)
 
             grad = jax.value_and_grad(loss, has_aux=True)
+            # By the trained parameters alone: memory and backbone are closed over.
             (total, (memory, losses)), gradients = grad(state.params)
             new, metrics = update(optimizer, state, total, memory, gradients)
+            # By task, as losses of different tasks cannot be compared.
             metrics[f"{task}_loss"] = losses.language
             if losses.retriever is not None:
                 metrics["retriever_loss"] = losses.retriever

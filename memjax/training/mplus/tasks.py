@@ -112,6 +112,7 @@ def task_loss(
             chooses, as in the program, and every one is scored; as with retrieval
             "attention", where each chooses for itself.
     """
+    # Backpropagation ends at the step: the memory goes on for thousands of them.
     memory = jax.lax.stop_gradient(memory)
     read = functools.partial(_read_memory, model, prompt=prompt)
     state, cached = memory
@@ -123,6 +124,8 @@ def task_loss(
             losses = _read_rows_of(model, read, memory, batch.num_queries)
         case "two_chunk":
             news, state = write(model, state, batch)
+            # Read alone, so that the loss depends on what the chunk's own memory tokens
+            # hold.
             given = mplus_reading.ReadOptions(new=news[0])
             language, _ = _language(model, memory.state, batch.target, given)
             losses = Losses(language, None)
@@ -139,6 +142,7 @@ def task_loss(
                 language, _ = _language(model, memory.state, batch.target, given)
                 losses = Losses(language, None)
     if task in ("two_chunk", "multi_chunk"):
+        # Some targets are kept to be revisited once the memory has moved on.
         keep = lambda new, old: jnp.where(
             batch.keep.reshape(-1, *[1] * (old.ndim - 1)), new, old
         )
@@ -155,9 +159,11 @@ def write(
     def step(state, chunk):
         tokens, lengths = chunk
         new = mplus_writing.compress(model.weights, state, tokens, lengths, None)
+        # Gradients flow through the new tokens that are read, and not through the pool.
         return model.update(state, jax.lax.stop_gradient(new)), new
 
     chunks = (jnp.moveaxis(batch.chunks, 1, 0), jnp.moveaxis(batch.lengths, 1, 0))
+    # One chunk needs no loop.
     if batch.chunks.shape[1] == 1:
         state, new = step(state, jax.tree.map(lambda x: x[0], chunks))
         return new[None], state
@@ -174,6 +180,7 @@ def rows_of(
     n = state.ages.shape[2]
     places = jnp.arange(n, dtype=jnp.int32)[None]
     filled = (places >= n - state.num_valid[:, None])[:, None]
+    # Empty rows are neither: the retriever must not learn from zeros.
     return filled & after, filled & ~after
 
 
@@ -232,6 +239,7 @@ def _read_memory(model, state, target, *, prompt):
     """Reads a target with pool and store; its loss, and the layers' inputs."""
     config = model.config
     seen_before = config.has_retriever and config.retrieval_source == "prefix"
+    # Every token chooses, or each for itself: then all of them are scored.
     if not seen_before:
         prompt = None
     else:
@@ -249,6 +257,7 @@ def _language(model, state, target, given):
         model.weights, state, target.tokens, given
     )
     losses = token_losses(model.logits, features, target.targets, model.vocab_size)
+    # A target whose every token is masked has loss 0, not 0 / 0.
     count = jnp.maximum(target.mask.sum(), 1.0)
     return (losses * target.mask).sum() / count, trace.hidden
 

@@ -160,8 +160,10 @@ class _Backward(Program):
         scale = inverse_norm(size)
         q = self.matrix("q")
         d_size = -0.5 * scale * scale * scale * q * d_query
+        # `inverse_norm` clamps at 0, where it has no slope.
         d_size = jnp.where(size > 0.0, d_size, 0.0)
         d_taken = d_past * q * scale - 2.0 * self.matrix("taken") * d_size
+        # The query is used no more: its gradient takes its place.
         self.store("q", d_query * scale)
         return d_write + more, d_taken, d_size
 

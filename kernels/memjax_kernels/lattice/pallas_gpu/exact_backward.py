@@ -142,6 +142,7 @@ class _Backward(Program):
         q, d_y = self.by_slot("q", t), self.columns(self.by_width("d_y", t))
         read = jnp.sum(x.rows * d_y, axis=1)
         d_size = -0.5 * x.scale * x.scale * x.scale * q * read
+        # `inverse_norm` clamps at 0, where it has no slope.
         d_size = jnp.where(x.size > 0.0, d_size, 0.0)
         d_after = ops.matrix(self.d_memory)
         after, scale = l2_normalize(x.rows)

@@ -118,6 +118,7 @@ class Program:
         target = along - k if self.variant == "enc" else k
         write = self.scratch["gamma"][t] * target
         rows = self.rows(1.0 + write * along) * memory - self.rows(write) * h
+        # |s|² after a write: the part along s stays 1, the part across adds its square.
         size = write * write * across
         scale = inverse_norm(size)
         return Written(h, along, across, target, write, rows, size, scale)

@@ -92,6 +92,8 @@ class _Forward(Program):
         # The tokens are in registers and in operands: the next may come.
         pl.when(i + 1 < self.chunks)(lambda: self.fetch(i + 1))
         scores = ops.product(scratch["query"], scratch["write"], "nt")
+        # Negated, so that both products add up in one accumulator. Its tile is free by
+        # now.
         self.store("gram", -self.masked(scores))
         plgpu.commit_smem()
         reads = ops.total(
@@ -102,6 +104,8 @@ class _Forward(Program):
         plgpu.commit_smem()
         source = scratch["reads"].at[pl.ds(0, self.size)]
         plgpu.copy_smem_to_gmem(source, self.y.at[row, i, :, head, :])
+        # Only a whole chunk moves the memory on; the open one's write is returned
+        # apart.
         pl.when(i < whole)(self.write_memory)
 
         @pl.when(i == whole)

@@ -67,6 +67,7 @@ class Program:
     def prepare(self):
         """Rows that no token fills, and the matrix that sums over tokens."""
         ops, scratch = self.ops, self.scratch
+        # Copies fill the first rows only; the others enter products and must be zeros.
         if self.size < ROWS:
             for name in self.tokens():
                 ref = scratch[name]
@@ -109,6 +110,7 @@ class Program:
         They are terms of a difference: x is two operands, not one.
         """
         self.store("high", x)
+        # Two operands keep the digits that one in the tokens' dtype would drop.
         self.store("low", x - self.matrix("high"))
         plgpu.commit_smem()
         ones, high, low = (self.scratch[name] for name in ("ones", "high", "low"))
@@ -159,6 +161,7 @@ def inverse_norm(size):
 def l2_normalize(rows):
     """Rows divided by their norms, and one over those; a row of zeros stays."""
     squares = jnp.sum(rows * rows, axis=1)
+    # Clamped inside as well: rsqrt(0) is inf even where it is not chosen.
     scale = jnp.where(squares > 0.0, lax.rsqrt(jnp.maximum(squares, 1e-37)), 0.0)
     scale = mosaic.along_rows(scale, rows.shape[1])
     return rows * scale, scale

@@ -139,6 +139,7 @@ class _Program(Chunk):
             for memory, given in zip(self.each("memory"), self.x.running, strict=True):
                 plgpu.copy_gmem_to_smem(given.at[*self.at], memory.at[1], arrived)
             plgpu.barrier_wait(arrived)
+        # A sum over resets, which may be none.
         for i, out in enumerate(self.out.empty or ()):
             out[*self.at] = self.ops.zeros(scratch[f"d_memory{i}"].shape)
         if self.sizes.size < ROWS:
@@ -177,6 +178,8 @@ class _Program(Chunk):
         for operand, memory in zip(
             self.each("d_operand"), self.each("d_memory"), strict=True
         ):
+            # Products take the tokens' dtype; the cotangent itself stays float32
+            # between chunks.
             operand[...] = self.ops.matrix(memory).astype(operand.dtype)
         plgpu.barrier_wait(self.scratch["arrived"])
         plgpu.commit_smem()
@@ -202,6 +205,8 @@ class _Program(Chunk):
         @pl.when((i > 0) & (i == middle))
         def _():
             for memory, given in zip(self.each("d_memory"), self.d_middle, strict=True):
+                # Once a segment, so that the slow way serves and takes no shared
+                # memory.
                 more = ops.global_matrix(given, *self.at)
                 memory[...] = ops.matrix(memory) + more
 
@@ -213,4 +218,5 @@ class _Program(Chunk):
             for memory, out in zip(self.each("d_memory"), self.out.empty, strict=True):
                 before = ops.global_matrix(out, *self.at)
                 out[*self.at] = before + ops.matrix(memory)
+                # The chunk started from `empty`: nothing flows to the memory before it.
                 memory[...] = ops.zeros(memory.shape)

@@ -49,6 +49,8 @@ class Chunk:
         self.recompute_query(i)
         self.second_pass(i)
         query, reads = self.scratch["query"], self.scratch["reads"]
+        # `reads` now holds their cotangent, and the query is used no more: its tile is
+        # free.
         query[...] = self.ops.matrix(reads).astype(query.dtype)
         return self.first_pass(i, query)
 
@@ -97,6 +99,7 @@ class Chunk:
         )
         decays_ = self.decays(1)
         self.store("scores2", decays_ * scores)
+        # Negative as in the forward pass, whose reads subtract what was written.
         self.store("d_scores", -(decays_ * d_score))
         plgpu.commit_smem()
         through, d_error = ops.products(
@@ -193,6 +196,7 @@ class Chunk:
         )
         after = kept * ops.matrix(d_memory)
         before = ops.matrix(self.read_from(index, i))
+        # By slot; the sum over slots is taken outside of the kernel.
         self.scratch["d_last"][index] = jnp.sum(after * before, axis=1)
         if self.x.running is not None:
             begin = self.out.begin[index]
@@ -201,6 +205,8 @@ class Chunk:
             def _():
                 begin[*self.at] = start
 
+            # In the first chunk gradients were taken in another memory, which gets this
+            # part.
             start = jnp.where(i == 0, 0.0, 1.0) * start
         d_memory[...] = after + read + start
 

@@ -54,8 +54,10 @@ def trellis_gpu(
     """A chunk implementation; see `segment`. `interpret` runs it in an interpreter."""
     _, n, size, _, key_dim = tokens.q.shape
     sizes = Sizes(n, size, tokens.alpha.shape[-1], (key_dim, tokens.v.shape[-1]))
+    # Two stages copy the next chunk's tokens during the computation, if they fit.
     stages = 2 if forward_bytes(sizes, 2) <= SHARED_BYTES else 1
     static = Static(phi, activation, stages, interpret)
+    # The very same arrays: every batch element starts a chunk.
     aligned = all(a is b for a, b in zip(memories.start, memories.running, strict=True))
     if not has_backward(sizes, aligned):
         return _forward_only(static, aligned, tokens, memories, empty)
@@ -117,6 +119,7 @@ def _forward_only_fwd(static, aligned, *arguments):
 def _forward_only_bwd(static, aligned, arguments, cotangents):
     tokens, memories, empty = arguments
     options = {"phi": static.phi, "activation": static.activation}
+    # Flags are no floats, and have no gradient.
     floats = {name: getattr(tokens, name) for name in Tokens._fields[:6]}
 
     def again(floats, memories, empty):

@@ -42,6 +42,7 @@ def forward(static: Static, x: Inputs, *, keep: bool):
         tuple(chunk_starts) if keep else (),
     )
     if x.begin is not None:
+        # The first chunk's operands; the float32 memory is the running one.
         x = x._replace(begin=[m.astype(dtype) for m in x.begin])
     inputs, tree = jax.tree.flatten((x, outputs))
     given = len(jax.tree.leaves(x))
@@ -95,6 +96,7 @@ class _Program:
     def all_chunks(self):
         row, head, chunks = self.row, self.head, self.sizes.chunks
         self.fetch_memories(self.x.running)
+        # Copies fill the first rows only; the others enter products and must be zeros.
         if self.sizes.size < ROWS:
             for ref in (self.scratch["q"], self.scratch["alpha"], *self.each("inputs")):
                 for stage in range(self.stages):
@@ -132,12 +134,14 @@ class _Program:
 
     def chunk(self, i, middle):
         stage = lax.rem(i, self.stages)
+        # Into the other stage, whose tokens the chunk before has used up.
         if self.stages > 1:
             pl.when(i + 1 < self.sizes.chunks)(lambda: self.fetch_tokens(i + 1))
         plgpu.wait_smem_to_gmem(0)
         self.begin(i, middle)
         plgpu.barrier_wait(self.scratch["arrived"].at[stage])
         self.compute(i, stage)
+        # With one stage its tokens are free only now.
         if self.stages == 1:
             pl.when(i + 1 < self.sizes.chunks)(lambda: self.fetch_tokens(i + 1))
 

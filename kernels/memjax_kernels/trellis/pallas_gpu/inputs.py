@@ -119,6 +119,7 @@ def backward_bytes(sizes: Sizes, aligned: bool) -> int:
     _, _, slots, widths = sizes
     tokens = ROWS * (widths[0] + sum(widths) + slots + widths[1])
     work = ROWS * (3 * ROWS + 6 * slots)
+    # Where the memory to read from is another one, the first chunk needs both.
     copies = 2 if aligned else 3
     memories = slots * sum(widths)
     vectors = 2 * (5 * ROWS + slots) * 4
@@ -178,6 +179,7 @@ def _gates(tokens: Tokens) -> Array:
     total = jnp.cumsum(jnp.maximum(tokens.g, FORGETS_ALL), axis=2)
     tail = [(0, 0)] * total.ndim
     tail[2] = (0, ROWS - total.shape[2])
+    # After the chunk the last sum goes on, so that it is also the last of the 64.
     total = jnp.pad(total, tail, mode="edge")
     gates = jnp.stack([total, jnp.pad(tokens.gamma, tail)], axis=-1)
     # [B, n, 64, H, 2, 2] -> [B, n, H, 4, 64]
