@@ -37,6 +37,7 @@ def from_record(kind: type, record: Any, where: str = "config") -> Any:
         raise ValueError(f"{where} must be an object, got {record!r}")
     hints = typing.get_type_hints(kind)
     fields = {field.name for field in dataclasses.fields(kind)}
+    # An unknown field is an error: a setting that nothing reads would go unnoticed.
     for name in record:
         if name not in fields:
             raise ValueError(f"{where}.{name} is not a field of {kind.__name__}")
@@ -79,6 +80,7 @@ def _from_typed(allowed: Sequence[type], value: Any, where: str) -> Any:
         raise ValueError(f"{where} must be an object with a type, got {value!r}")
     kinds = {kind.__name__: kind for kind in allowed}
     require_known(f"{where}.type", value["type"], tuple(kinds))
+    # Only classes of the field's own list can be named, whatever the file says.
     rest = {name: item for name, item in value.items() if name != "type"}
     return from_record(kinds[value["type"]], rest, where)
 
@@ -108,6 +110,7 @@ def _convert(hint: Any, value: Any, where: str, allowed: Sequence[type] = ()) ->
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
+        # A union of dataclasses is resolved by the record's fields.
         kinds = [arg for arg in args if arg is not type(None)]
         return _convert(_kind_of(value, kinds), value, where, allowed)
     if origin is tuple and isinstance(value, list):
@@ -122,6 +125,7 @@ def _convert(hint: Any, value: Any, where: str, allowed: Sequence[type] = ()) ->
         return value
     if hint is Path and isinstance(value, str):
         return Path(value)
+    # Other programs write 1.0 as 1 in JSON.
     if hint is float and type(value) in (int, float):
         return float(value)
     if type(value) is hint:

@@ -59,6 +59,7 @@ def export_model(
     """
     if not (source / CHECKPOINTS).is_dir() and not later_stage(source):
         return _report(interop.convert(source, destination, dtype=dtype), destination)
+    # Before the model is read, which may take minutes.
     require_free(destination)
     if is_finetuned(source):
         described, model = finetune.load(source)

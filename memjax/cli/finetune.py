@@ -35,6 +35,7 @@ def finetune(
         start: of a later stage: folder of the stage before, instead of the backbone.
     """
     stages = config.stages()
+    # A curriculum begins with the backbone; each later stage finds its own start.
     if len(stages) > 1 and (backbone is None or start is not None):
         raise ValueError(
             "all stages need --backbone and take no --start, got "

@@ -210,6 +210,7 @@ def data(
 
 def join_cluster(distributed: str) -> None:
     """Initialises jax.distributed before the first JAX computation."""
+    # Joining a cluster waits for its other hosts, so only where there are some.
     several = (
         "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
         or int(os.environ.get("SLURM_NTASKS", "1")) > 1
@@ -234,6 +235,7 @@ def main(argv: list[str] | None = None) -> None:
 def _parse(argv: list[str]) -> Callable[[], int]:
     """The command of an argument list; a parser error becomes a ValueError."""
     presets = {"train": run.presets, "finetune": cli_finetune.presets}
+    # A misspelt preset is refused here, with the nearest names.
     if argv and argv[0] in presets:
         pairs = zip(argv, argv[1:], strict=False)
         for before, word in pairs:
@@ -242,6 +244,7 @@ def _parse(argv: list[str]) -> Callable[[], int]:
                 break
     complaint = io.StringIO()
     try:
+        # The parser prints a framed page of help; its message becomes one line.
         with contextlib.redirect_stderr(complaint):
             return app.cli(
                 args=argv,

@@ -33,6 +33,7 @@ def loss_by_position(
     top, bottom = panels[0, 0], panels[-1, 0]
     # A log axis has no 0: the first bin is drawn from half its end.
     bins = [max(edges[0], edges[1] / 2), *edges[1:]]
+    # Savings are against the first model.
     base, *_ = (np.asarray(values) for values in curves.values())
     for i, (name, values) in enumerate(curves.items()):
         style = {"baseline": None, "linewidth": 1.8, "color": f"C{i}", "label": name}
@@ -98,14 +99,14 @@ def accuracy_by_distance(
     *,
     title: str = "",
 ) -> None:
-    """Draws the share of right answers against how long ago the fact was told.
+    """Draws the share of right answers against how long ago the fact was injected.
 
     M+, Figures 3, 5, 8 and 9, with intervals.
 
     Args:
         curves: share and both ends of its interval, one a distance, by name; a share
             that is NaN is left out.
-        distances: tokens told since, from 0 on.
+        distances: tokens injected since, from 0 on.
         path: the PNG to write.
         title: of the plot.
     """
@@ -119,14 +120,16 @@ def accuracy_by_distance(
     for i, (name, values) in enumerate(curves.items()):
         share, low, high = np.asarray(values, float).T
         real = ~np.isnan(share)
-        places = np.asarray(distances)[real] + spread * (i - (len(curves) - 1) / 2)
+        positions = np.asarray(distances)[real] + spread * (i - (len(curves) - 1) / 2)
         share, low, high = share[real], low[real], high[real]
+        # An end of the interval may round past its share, and matplotlib refuses
+        # negative bars.
         errors = np.maximum([share - low, high - share], 0)
         style = {"marker": "o", "markersize": 3, "capsize": 2, "elinewidth": 0.8}
-        axes.errorbar(places, share, errors, label=name, **style)
+        axes.errorbar(positions, share, errors, label=name, **style)
     axes.set_ylim(-0.03, 1.03)
     axes.grid(alpha=0.3)
-    axes.set(title=title, xlabel="tokens told since", ylabel="right answers")
+    axes.set(title=title, xlabel="tokens injected since", ylabel="right answers")
     axes.legend(fontsize="small")
     FigureCanvasAgg(figure).print_png(path)
 
@@ -155,13 +158,13 @@ def recall_histogram(
     width = 1 + 4.5 * len(panels)
     figure = Figure(figsize=(width, 3.8), layout="constrained")
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
-    places = np.arange(1, longest + 1)
+    back = np.arange(1, longest + 1)
     for axes, (name, (distances, held)) in zip(grid, panels.items(), strict=True):
         count = max(len(distances), 1)
-        shares = [np.sum(distances == place) / count for place in places]
-        chance = [np.sum((place <= held) / held) / count for place in places]
-        axes.bar(places, shares, width=0.9, label="searches")
-        axes.plot(places, chance, color="0.3", linewidth=1, label="any memory alike")
+        shares = [np.sum(distances == segments) / count for segments in back]
+        chance = [np.sum((segments <= held) / held) / count for segments in back]
+        axes.bar(back, shares, width=0.9, label="searches")
+        axes.plot(back, chance, color="0.3", linewidth=1, label="any memory alike")
         beyond = np.mean(distances > longest) if len(distances) else 0.0
         axes.set_title(f"{name}\n{len(distances)} searches, {beyond:.0%} beyond")
         axes.set_xlabel("segments back")

@@ -24,6 +24,7 @@ def provenance(question: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "device": device_name(),
+        # Times on a busy machine mean little; the reader can see that it was.
         "load_average_1min": os.getloadavg()[0],
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages},
@@ -44,6 +45,7 @@ def commit() -> str | None:
 
 def device_name() -> str:
     """JAX's accelerator where one is in use, or the processor and its cores."""
+    # A program that did not import jax used no accelerator.
     jax = sys.modules.get("jax")
     if jax is not None and jax.devices()[0].platform != "cpu":
         return f"{jax.device_count()} x {jax.devices()[0].device_kind}"

@@ -48,6 +48,7 @@ def generate(
     _check(model, state, prompt, max_new_tokens, segment)
     graph, params = nnx.split(model)
     features = None
+    # One segment at a time: memory does not grow with the prompt.
     for start, stop in _segments(prompt.shape[1], segment):
         tokens = jnp.asarray(prompt[:, start:stop], jnp.int32)
         state, features = _prefill(graph, params, state, tokens)
@@ -63,6 +64,7 @@ def _segments(length: int, segment: int) -> list[tuple[int, int]]:
     HMT reads single tokens as generated ones, without a new summary.
     """
     bounds = list(range(0, length, segment)) + [length]
+    # A last segment of one token is joined to the one before it.
     if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
         del bounds[-2]
     return list(zip(bounds[:-1], bounds[1:], strict=True))
@@ -73,6 +75,7 @@ def _prefill(graph, params, state, tokens):
     """The state after the tokens, and the features of the last."""
     model = nnx.merge(graph, params)
     state, features = model.features(state, tokens)
+    # Logits of the other positions are of no use, and are the widest product.
     return state, features[:, -1]
 
 

@@ -68,5 +68,6 @@ class Memory(nnx.Module):
         """
         if x.ndim not in (2, 3):
             raise ValueError(f"x must be [B, T, D] or [B, D], got {list(x.shape)}")
+        # By the axes, as a flax module has one `__call__`.
         read = self.mechanism.step if x.ndim == 2 else self.mechanism.apply
         return read(as_arrays(self.params), state, x)

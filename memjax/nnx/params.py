@@ -48,6 +48,7 @@ def replace(module: Module, **attributes: Any) -> Module:
     """
     new = copy(module)
     for name, value in attributes.items():
+        # flax needs a mark on attributes that hold variables; plain values are static.
         has_params = any(map(is_variable, jax.tree.leaves(value, is_leaf=is_variable)))
         setattr(new, name, nnx.data(value) if has_params else value)
     return new
@@ -63,6 +64,7 @@ def params_key(key: PRNGKeyArray | None, rngs: nnx.Rngs | None) -> PRNGKeyArray:
         return key
     if rngs is not None and key is None:
         return rngs.params()
+    # One of them exactly: two sources of randomness would leave open which counts.
     given = "neither" if key is None else "both"
     raise ValueError(f"give either key=... or rngs=nnx.Rngs(...), got {given}")
 

@@ -20,6 +20,7 @@ def tabulate(module: nnx.Module, *args: Any, **options: Any) -> str:
         options: of `nnx.tabulate`, or further arguments of the call.
     """
     to_printable = summary._maybe_pytree_to_dict
+    # A private function of flax, replaced for this call alone: there is no hook for it.
     summary._maybe_pytree_to_dict = _printable
     try:
         return nnx.tabulate(module, *args, **options)

@@ -145,7 +145,7 @@ class _Loop:
         try:
             reason = self._train_until_stopped()
         finally:
-            # Also after an exception: a trace of what led to it is worth having.
+            # Also after an exception, or the profiler would stay on.
             self._profile.stop(self._state)
         self._read_metrics(keep=0)
         self._save()

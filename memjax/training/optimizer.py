@@ -59,7 +59,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         init_value=config.learning_rate / (warmup + 1),
         peak_value=config.learning_rate,
         warmup_steps=warmup,
-        # optax refuses a schedule that ends with its warm-up, as in a run of one step.
+        # optax needs at least one step after the warm-up.
         decay_steps=max(steps, warmup + 1),
         end_value=config.final_ratio * config.learning_rate,
     )

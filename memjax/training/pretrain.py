@@ -82,7 +82,7 @@ def build_step(config: RunConfig, mesh: Mesh) -> tuple[TrainState, Callable]:
     return create(jax.random.key(config.seed)), step
 
 
-# Seeds of one study share a compilation, which takes longer than a short run.
+# Kept between calls: runs that differ in their seed alone compile once.
 @functools.lru_cache(maxsize=8)
 def _programs(config: RunConfig, mesh: Mesh) -> tuple[Callable, Callable]:
     """How a state is drawn from a key, and the update; nothing depends on the seed."""

@@ -228,7 +228,6 @@ def _gradients(graph, config, state, memory, batch):
     # Sums are divided once by the tokens of the whole batch, so that the update does
     # not depend on `accumulate`. A batch without targets has loss 0, not 0 / 0.
     tokens = jnp.maximum(tokens, 1.0)
-    # Gradients of sums so far: see above.
     return nll / tokens, memory, jax.tree.map(lambda g: g / tokens, gradients)
 
 

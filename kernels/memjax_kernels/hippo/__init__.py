@@ -81,6 +81,7 @@ def hippo(
     arguments = (features, state, start, count, reconstruction)
     if in_step is not None:
         return (shared if in_step else separate)(*arguments)
+    # In step all elements share their matrices, which is most of the work.
     agree = jnp.all(start == start[0]) & jnp.all(count == count[0])
     return jax.lax.cond(agree, shared, separate, *arguments)
 
@@ -105,6 +106,7 @@ def update(
     moved = on_demand.advance(start, stop, state)
     kernel = on_demand.kernel(state.shape[1], start, stop, features.shape[1])
     written = on_demand.product(kernel, features)
+    # Without tokens the move is from t0 to t0, which rounding would change a little.
     return jnp.where((count > 0)[:, None, None], moved + written, state)
 
 
@@ -149,6 +151,7 @@ def cheapest(
 ) -> Implementation:
     """The implementation with the fewest multiply-adds; `scan` where they tie."""
     costs = cost(order, length, samples, blocks, channels, banked)
+    # Ties go to `scan`, which keeps one state instead of all.
     return min(costs, key=lambda name: (costs[name], name != "scan"))
 
 
@@ -183,6 +186,7 @@ def _look_up_or_compute(absorb, covered, features, state, start, *rest):
     blocks, length = features.shape[1:3]
     first, offset = start[0] // length, start[0] % length
     return jax.lax.cond(
+        # The bank is of whole blocks from the history's start.
         (offset == 0) & (first + blocks <= covered),
         functools.partial(absorb, matrices_for=1, look_up=True),
         functools.partial(absorb, matrices_for=1),

@@ -93,6 +93,7 @@ def lattice(
     empty = checks.check_states(state, empty, sizes, chunk_size, rule)
     misplaced = None
     if reset is not None:
+        # Every token starts a chunk of one: no reset can be misplaced.
         position = None if state is None or chunk_size == 1 else state.position
         misplaced = chunks.misplaced_resets(reset, chunk_size, position)
     form = implementations.choose(

@@ -112,6 +112,7 @@ def _check_state(name, state, sizes, chunk_size, rule):
     # What is empty is at a chunk's start.
     last = chunk_size - 1.0 if name == "state" else 0.0
     check_range(f"{name}.position", state.position, 0.0, last)
+    # The equations assume unit slots; others would give wrong norms and no error.
     if rule.normalize and not isinstance(state.start, Tracer):
         norms = np.linalg.norm(np.asarray(state.start), axis=-1)
         # A slot that a soft threshold emptied has norm 0.

@@ -70,12 +70,14 @@ def advance(
         decay = jnp.ones_like(gamma)
     kept = decay[..., None, None]
     write = gamma[..., None] * c * inverse[..., 0]
+    # Kept apart from M': its norm across the slots is needed by itself.
     pending = pending + write[..., None] * h[:, :, None]
     along = jnp.sum(direction * pending, axis=-1, keepdims=True)
     memory = kept * start + along * direction - pending
     if rule.forget == "l1":
         assert g is not None
         memory = shrink(memory, g.astype(jnp.float32)[..., None, None])
+    # Normalised at the chunk's end, and in the read below by the norm alone.
     after = l2_normalize(memory) if rule.normalize else memory
     read = after
     if rule.normalize and rule.forget != "l1":

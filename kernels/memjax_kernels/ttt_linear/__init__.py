@@ -80,6 +80,7 @@ def ttt_linear(
     """
     batch, time = _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size)
     check_reset(reset, batch, time)
+    # Without a state all begin a mini-batch, which saves shifting the tokens.
     aligned = state is None
     if empty is None:
         empty = empty_state(batch, v.shape[2], v.shape[3], chunk_size)
@@ -105,6 +106,8 @@ def _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size):
     for name, layer in (("state", state), ("empty", empty)):
         if layer is not None:
             check_chunk_size(chunk_size, layer, name)
+            # Checked with the tokens' shapes, so that letters bind across all
+            # arguments.
             layers[f"{name}.weights_start"] = (layer.weights_start, "B H K V")
             layers[f"{name}.weights"] = (layer.weights, "B H K V")
             layers[f"{name}.bias_start"] = (layer.bias_start, "B H V")

@@ -68,6 +68,7 @@ class BatchIterator:
         step = state.get("step")
         if type(step) is not int or step < 0:
             raise ValueError(f"state['step']={step!r} must be an integer >= 0")
+        # A position means something for the same documents, lengths and seed alone.
         for key, value in self._identity.items():
             if state.get(key) != value:
                 raise ValueError(

@@ -61,6 +61,7 @@ class Chunks:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Batch:
+        # Random access: no pass over earlier documents, however large the index.
         which = int(np.searchsorted(self._ends, index, side="right"))
         start = (int(index) - int(self._starts[which])) * self._length
         return _row(self._documents[which].tokens, start, self._length, True)
@@ -82,6 +83,7 @@ class Streams:
         self._seed = seed
         self._counts = np.array([-(-(len(d.tokens) - 1) // length) for d in documents])
         self._per_epoch = int(self._counts.sum())
+        # One order for each stream is in use at a time.
         self._plan = functools.lru_cache(maxsize=batch_size)(self._make_plan)
 
     def __len__(self) -> int:

@@ -31,6 +31,7 @@ def folder_documents(path: Path) -> list[Document]:
     files = _readable_files(root)
     parts = [file.relative_to(root).parts for file in files]
     by_folder = [len(p) > 1 and p[0] in SPLITS for p in parts]
+    # Files outside of split folders would get splits that the folders contradict.
     if any(by_folder) and not all(by_folder):
         raise ValueError(
             f"{root} has files inside and outside split folders, for example "
@@ -73,6 +74,7 @@ def _read_text(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _read_jsonl(file: Path) -> Iterator[tuple[str, Any]]:
+    # Bytes, as str.splitlines also breaks at characters that JSON may hold.
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue

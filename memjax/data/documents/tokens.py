@@ -79,6 +79,7 @@ def _cached(
     document: Document, tokenizer: Tokenizer, folder: Path
 ) -> TokenisedDocument:
     key = hashlib.sha256(document.text.encode("utf-8"))
+    # A separator, so that text and digest cannot run together.
     key.update(b"\0" + tokenizer.digest.encode("utf-8"))
     file = folder / f"{key.hexdigest()}.npy"
     tokens = _open(file)
@@ -110,6 +111,7 @@ def _write(file: Path, tokens: Int32[np.ndarray, " T"]) -> None:
     # The digest goes last: a crash in between leaves a file without its digest,
     # which counts as damaged.
     for target, data in ((file, content), (file.with_suffix(".sha256"), digest)):
+        # Processes that share a cache write apart and then rename.
         partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         partial.write_bytes(data)
         os.replace(partial, target)

@@ -40,6 +40,7 @@ def split_facts(
     Raises:
         ValueError: if seed is below 0.
     """
+    # By subject, not by fact: facts of one subject share their text.
     subjects = sorted({fact.subject for fact in facts})
     order = shuffled(seed, len(subjects))
     train = {subjects[i] for i in order[: len(subjects) // 2]}
@@ -87,6 +88,8 @@ class FactTexts:
             answer = encode(f" {fact.answer}")
             tokens = (encode(f"\n\n{fact.question}"), encode(f" {begun}"))
             if fact.subject not in self._facts:
+                # The stated facts are taken out, and put back with answers that are
+                # drawn.
                 rest = fact.context.replace(f"{begun} {fact.answer}.", "")
                 sentences = re.split(r"(?<=[.!?])\s+", rest)
                 self._sentences[fact.subject] = [encode(f" {s}") for s in sentences]

@@ -66,6 +66,7 @@ class TaskBatches:
                 f"shortest_chunk must be at most chunk={chunk}, "
                 f"got {config.shortest_chunk}"
             )
+        # Instruction and the first tokens of a repetition are not scored.
         least = len(instruction) + UNSCORED
         if config.repeat and least >= config.target:
             raise ValueError(
@@ -103,6 +104,7 @@ class TaskBatches:
         return self
 
     def __next__(self) -> Assignment:
+        # A stream a step: what is drawn does not depend on what earlier steps drew.
         draw = Draws(self._seed, self._step)
         self._step += 1
         task = self._choose(draw)
@@ -123,6 +125,7 @@ class TaskBatches:
 
     def _choose(self, draw: Draws) -> Task:
         shares = self._config
+        # All three are drawn in any case, so that the draws after them stay the same.
         full, again, multi = draw.share(), draw.share(), draw.share()
         if full < shares.full_context:
             return "full_context"
@@ -172,6 +175,8 @@ class TaskBatches:
 
     def _fact_elements(self, facts, draw, lengths):
         """Batch elements of facts, drawn independently of those of other hosts."""
+        # Of all hosts, and then this host's: the global batch is the same on any
+        # number.
         seeds = draw.below(2**32, self._batch_size)[self._mine].tolist()
         return [
             facts.batch_element(Draws(seed, self._step), row.tolist())

@@ -72,6 +72,7 @@ def pick_facts(facts: Sequence[Question], *, seed: int) -> list[Question]:
     picked, subjects, answers = [], set(), set()
     for i in shuffled(seed, len(facts)):
         fact = facts[i]
+        # Two facts with one answer could be confused without being noticed.
         answer = fact.answer.casefold()
         if fact.subject in subjects or answer in answers:
             continue
@@ -86,6 +87,7 @@ def unrelated(passages: Sequence[Passage], fact: Question) -> list[Passage]:
 
     An answer counts where it stands as words of its own: "12" is not in "1912".
     """
+    # As words of their own: "12" must not exclude every text with "1912".
     answer = re.compile(rf"(?<![\w.,]){re.escape(fact.answer.casefold())}(?!\w)")
     subject = fact.subject.casefold()
 

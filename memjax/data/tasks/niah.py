@@ -197,6 +197,7 @@ def _sentences(text: str) -> list[str]:
 
 def _fit(prompt, room: int, tokenizer: Tokenizer) -> int:
     """The haystack's size: one estimate, then shrunk until the prompt fits."""
+    # Of the whole prompt: tokens at the joints depend on both sides.
     count = lambda size: len(tokenizer.encode(prompt(size)))
     least, probe = count(1), 16
     if least > room:
@@ -206,6 +207,7 @@ def _fit(prompt, room: int, tokenizer: Tokenizer) -> int:
         )
     each = (count(probe) - least) / (probe - 1)
     size = 1 + int((room - least) / each)
+    # Tokens a piece vary, so that the estimate may be too large.
     while (excess := count(size) - room) > 0:
         size = max(1, size - max(1, int(excess / each)))
     return size

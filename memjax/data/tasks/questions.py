@@ -100,6 +100,7 @@ def multi_context(
     for members in _groups(items, group):
         contexts = " ".join(item.context for item in members)
         for place, item in enumerate(members):
+            # Encoded apart from the answer, so that no token has a part of both.
             prompt = tokenizer.encode(f"{contexts} {item.question}")
             answer = tokenizer.encode(f" {item.answer}")
             tokens = np.concatenate([prompt, answer])
@@ -168,5 +169,6 @@ def _groups(items: Sequence[Question], group: int) -> list[list[Question]]:
                 taken.append(item)
                 subjects.add(item.subject)
         groups.append(taken)
+        # Those that had to wait come first in the next group, in their order.
         waiting.extendleft(reversed(later))
     return groups

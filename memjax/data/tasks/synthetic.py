@@ -115,6 +115,7 @@ def multi_query_recall(
     rows = jnp.arange(batch)[:, None]
     shown = jnp.stack([names, values], axis=2).reshape(batch, 2 * pairs)
     tokens = jax.random.randint(filler_key, (batch, length), 0, vocab, jnp.int32)
+    # Filler first: pairs and queries overwrite it.
     tokens = tokens.at[:, : 2 * pairs].set(shown).at[rows, positions].set(names)
     return Batch(
         tokens=tokens,
@@ -128,6 +129,7 @@ def _choose(
     key: Key, batch: int, log_weights: Float32[Array, " n"], count: int
 ) -> Int32[Array, "B count"]:
     """Draws indices without replacement, in the order drawn, by Gumbel's trick."""
+    # The largest of log weight plus Gumbel noise are a draw without replacement.
     noise = jax.random.gumbel(key, (batch, log_weights.shape[0]))
     _, indices = jax.lax.top_k(log_weights[None] + noise, count)
     return indices.astype(jnp.int32)

@@ -73,6 +73,7 @@ class GGUFCheckpoint:
     def get(self, name: str) -> Float32[np.ndarray, "..."]:
         """The tensor of a Hugging Face name, dequantised."""
         tensor = self._file.read(self._names[name])
+        # llama.cpp permutes the projections of Llama alone.
         if self.config["model_type"] != "llama":
             return tensor
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -96,6 +97,7 @@ def _hf_names(file: GGUFFile) -> dict[str, str]:
     """Hugging Face's name of every tensor -> its name in the file."""
     names, unknown = {}, []
     for own in file.records:
+        # At most five digits: a name must not make a number of any size.
         layer = re.fullmatch(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)", own)
         outside = re.fullmatch(r"(\w+)\.(weight)", own)
         if layer and layer[2] in LAYER:

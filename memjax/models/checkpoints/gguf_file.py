@@ -188,6 +188,7 @@ def _read_value(cursor: _Cursor, kind: int, what: str) -> Any:
 def _read_numbers(cursor: _Cursor, kind: int, count: int, what: str) -> np.ndarray:
     dtype = SCALARS[kind]
     raw = cursor.take(dtype.itemsize * count, what)
+    # NumPy would take any byte for a boolean.
     if kind == 7 and raw.strip(b"\0\1"):
         raise ValueError(f"{cursor.path}: {what} has booleans other than 0 and 1")
     return np.frombuffer(raw, dtype)
@@ -267,6 +268,7 @@ def _absolute(
     """Offsets from the file's start; tensors end inside the file and do not overlap."""
     absolute = {n: r._replace(start=base + r.start) for n, r in records.items()}
     before, before_end = "", base
+    # In the order of the file, so that one pass finds every overlap.
     for name, record in sorted(absolute.items(), key=lambda item: item[1].start):
         if record.start + record.size > end:
             raise ValueError(

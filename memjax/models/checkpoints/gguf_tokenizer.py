@@ -224,6 +224,7 @@ def _add_special(
     if "tokenizer.ggml.token_type" in metadata:
         kinds = _numbers(metadata, "token_type", len(tokens), where)
     for token, kind in zip(tokens, kinds, strict=False):
+        # Matched before normalisation, which would change a special token's text.
         added = AddedToken(token, normalized=False, special=bool(kind == CONTROL))
         if kind == CONTROL:
             result.add_special_tokens([added])

@@ -38,6 +38,7 @@ def from_hf_config(config: Mapping[str, Any], dtype: Dtype = "float32") -> Model
     """
     family = _read(config, "model_type", str)
     require_known("model_type", family, get_args(Family))
+    # The file's shapes may be right, and its numbers codes of a quantization.
     if config.get("quantization_config"):
         raise ValueError(
             "quantization_config must be absent: weights of safetensors are read as "

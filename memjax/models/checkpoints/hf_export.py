@@ -40,6 +40,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 def tied_in_file(config: ModelConfig) -> bool:
     """Whether Hugging Face's model has one tensor as both embedding and head."""
+    # A scaled embedding is another matrix than the head.
     return config.tied_head and not config.architecture.scale_embedding
 
 
@@ -71,6 +72,7 @@ def _to_llama(config: ModelConfig) -> dict[str, Any]:
         "rope_scaling": _rope_record(heads.rope_scaling),
     }
     hidden_bias = config.architecture.feed_forward_bias
+    # Llama has one switch for all four biases of attention, and no window.
     if heads.qkv_bias == heads.output_bias and not sliding:
         biases = {"attention_bias": heads.qkv_bias, "mlp_bias": hidden_bias}
         return _named("llama", "LlamaForCausalLM") | common | biases
@@ -114,6 +116,7 @@ def _to_opt(config: ModelConfig) -> dict[str, Any]:
             raise ValueError(f"{name} must be {expected} in OPT, got {found}")
     return _named("opt", "OPTForCausalLM") | {
         "ffn_dim": config.hidden_dim,
+        # OPT's table has 2 rows more than positions.
         "max_position_embeddings": style.learned_positions - 2,
         "do_layer_norm_before": style.norm_first,
         "word_embed_proj_dim": style.embedding_dim or config.model_dim,

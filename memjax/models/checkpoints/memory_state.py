@@ -56,6 +56,7 @@ def save_memory(folder: Path | str, model: Model, state: PyTree) -> None:
     empty = _abstract_state(model, _batch(leaves))
     _require_leaves(_kinds(leaves), _kinds(_leaves_by_name(empty)), "state")
     save_file = library().numpy.save_file
+    # safetensors writes an array's bytes as they lie, whatever its strides.
     tensors = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
     with atomic_folder(Path(folder)) as temporary:
         save_file(tensors, temporary / TENSORS)
@@ -80,8 +81,10 @@ def load_memory(folder: Path | str, model: Model) -> PyTree:
     """
     folder = Path(folder)
     record = _read_record(folder)
+    # Settings before arrays: they say why shapes differ.
     _require_same(record["model"], _describe(model), str(folder / RECORD))
     file = folder / TENSORS
+    # Before the file is parsed: a damaged header is not looked into.
     if _digest(file) != record["sha256"]:
         raise ValueError(f"{file} is not what was written: its sha256 differs")
     tensors = SafetensorsFile(file, NUMBER_FORMATS)
@@ -168,6 +171,7 @@ def _require_same(
 ) -> None:
     """Raises one ValueError with all settings that differ."""
     saved, here = dict(_settings("", saved)), dict(_settings("", here))
+    # A setting that is absent differs from one that is None.
     none = object()
     wrong = [
         f"{name} is {saved.get(name, 'absent')!r} in the memory and "

@@ -72,6 +72,7 @@ def build_model(
     model = _abstract(model_config)
     state = nnx.state(model, nnx.Param)
     pure = nnx.to_pure_dict(state)
+    # All at once and before anything is read: one message names every wrong tensor.
     require_tensors(parameter_shapes(model_config), shapes, where)
     read = lambda path, _: jnp.asarray(get(leaf_name(path)))
     nnx.replace_by_pure_dict(state, jax.tree_util.tree_map_with_path(read, pure))

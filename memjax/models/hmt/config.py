@@ -54,11 +54,13 @@ class HMTConfig:
     @property
     def summary(self) -> int:
         """j, the number of tokens that S_n summarizes."""
+        # Rounded: a fraction such as 0.1 has no exact float.
         return int(round(self.segment * self.summary_fraction))
 
     @property
     def reads_ahead(self) -> bool:
         """Whether logits of a segment's first j tokens depend on all of these."""
+        # S_{n-1} is made of the segment before, which the logits may depend on.
         return self.retrieval and self.summary_source == "current"
 
     @property

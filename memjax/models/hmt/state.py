@@ -74,6 +74,7 @@ def init_state(
     config: HMTConfig, backbone: LanguageModel, batch: int, masked: bool
 ) -> HMTState:
     """The state before the first token; every leaf has the batch first."""
+    # Without a search only the last memory is read.
     slots = config.memories if config.retrieval else 1
     zeros = lambda *shape: jnp.zeros((batch, *shape), jnp.int32)
     memories = Memories(
@@ -100,6 +101,7 @@ def empty_segment(
     vector = jnp.zeros((batch, e), jnp.float32)
     length = jnp.zeros(batch, jnp.int32)
     scores = jnp.zeros((batch, slots), jnp.float32)
+    # The dtype of the branch that reads, as both branches must agree.
     features = jnp.zeros((batch, segment, e), dtype)
     trace = SegmentTrace(vector, vector, vector, scores, memories.num_valid, length)
     return features, trace

@@ -88,6 +88,7 @@ def load_official(
         require_no_pickle(path)
         found = SafetensorsFile(path, others=FLAGS)
     if hf_config.get("model_type", "memoryllm") == "memoryllm":
+        # The program's own name for its class: the backbone inside is a Llama.
         hf_config = dict(hf_config) | {"model_type": "llama"}
     if not hf_config.get("map_from_hidden_states", True):
         raise ValueError(
@@ -142,7 +143,7 @@ def save_mplus(
     """Writes a folder that `load_mplus` and, by its names, the official program read.
 
     Args:
-        model: M+ or MemoryLLM; what it was told is in its state, see `memory_file`.
+        model: M+ or MemoryLLM; what was injected is in its state, see `memory_state`.
         folder: must not exist, or be empty; it appears whole or not at all.
         tokenizer: bytes of a `tokenizer.json`.
         dtype: of the saved numbers.
@@ -161,6 +162,7 @@ def save_mplus(
     if born is not None:
         ages = -np.asarray(born.get_value())
         rows = ages.shape[1]
+        # Ages are stored among the floats, and bfloat16 counts to 256 only.
         if dtype == "bfloat16" and np.any(ages.astype(ml_dtypes.bfloat16) != ages):
             raise ValueError(
                 "dtype must be 'float32' to hold the initial store's ages of up to "
@@ -197,6 +199,7 @@ def _build(
     """The model, with an initial pool and `rows` in its store, or with neither."""
     _require_the_programs(config, source.where)
     sizes, plain, read_backbone = _backbone(source, dtype)
+    # Shapes alone, to name every tensor that is wrong before one is read.
     begin = lambda: LanguageModel(sizes, key=jax.random.key(0))
     learned = jax.eval_shape(
         lambda: mplus_names.learned(
@@ -228,6 +231,7 @@ def _build(
         jnp.asarray(tensor_names.from_stored(get(t.name), t.layout, leaf.shape))
         for t, leaf in zip(tensors, jax.tree.leaves(learned), strict=True)
     ]
+    # Everything drawn with the key above is replaced by the checkpoint's values.
     weights = mplus_names.with_learned(
         start, jax.tree.unflatten(jax.tree.structure(learned), values)
     )
@@ -284,6 +288,7 @@ def _initial(source: Source, config: MPlusConfig, layers: int, rows: int) -> Ini
         )
     each = lambda name: np.stack([get(f"{name}.{layer}") for layer in range(layers)])
     vectors, keys, recalls, ages = map(each, mplus_names.STORE)
+    # Our store has one frequency a row for all layers, as the program's are in fact.
     if not np.all((recalls == recalls[0]) & np.isfinite(recalls)):
         raise ValueError(
             f"{where}: ltm_recall_frequencies must be finite and alike in all layers"

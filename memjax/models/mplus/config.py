@@ -93,10 +93,12 @@ class MPlusConfig:
             rank=self.rank,
             merge_every=self.merge_every,
         )
+        # The pool fills, and drops, K rows at a time.
         if self.pool % self.tokens:
             raise ValueError(
                 f"pool must be a multiple of tokens={self.tokens}, got {self.pool}"
             )
+        # A chunk's last K positions become its memory tokens.
         if self.chunk < self.tokens:
             raise ValueError(
                 f"chunk must be at least tokens={self.tokens}, got {self.chunk}"

@@ -26,6 +26,7 @@ def mplus_config_from_hf(described: Mapping[str, Any]) -> MPlusConfig:
     long = _size(described, "num_ltm_blocks", 0, 0)
     common: Any = dict(
         tokens=tokens,
+        # The program counts retrieved blocks among its blocks of memory.
         pool=(_size(described, "num_blocks", long + 1) - long) * tokens,
         chunk=max(MPlusConfig.chunk, tokens),
         retrieved=long * tokens,
@@ -39,6 +40,7 @@ def mplus_config_from_hf(described: Mapping[str, Any]) -> MPlusConfig:
     every = _size(described, "update_ltm_frequency", 1)
     batch = every * tokens
     start = _size(described, "ltm_initial_size", 0, 0)
+    # A row survives so many merges, and each merge adds a batch.
     kept = math.ceil(recalls / decay) * batch
     return MPlusConfig(
         **common,
@@ -91,6 +93,7 @@ def _size(
     described: Mapping[str, Any], key: str, least: int, default: int | None = None
 ) -> int:
     value = described.get(key, default)
+    # `type`, as True is an int to isinstance.
     if type(value) is not int or not least <= value <= LARGEST:
         raise ValueError(
             f"{key} must be a whole number in [{least}, {LARGEST:g}], got {value!r}"

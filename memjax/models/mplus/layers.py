@@ -167,6 +167,7 @@ def compress(
     b, t, d = h.shape
     k = memory.shape[2]
     width = 1 + k + t
+    # Without lengths all sequences end together, and nothing is shifted.
     late = jnp.zeros(b, jnp.int32) if lengths is None else t - lengths
     # Sequences are aligned at the right, so that the last K positions are the same.
     push = lambda x: x if lengths is None else jax.vmap(_roll)(x, late)

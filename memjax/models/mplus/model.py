@@ -301,6 +301,8 @@ class MPlus(nnx.Module):
         """
         self._check(state, prompt)
         check_sizes(max_new_tokens=max_new_tokens)
+        # Split, so that the parameters are arguments of the program and no constants in
+        # it.
         graph, params = nnx.split(self)
         return _generate(graph, max_new_tokens, sampling, params, state, prompt, key)
 
@@ -346,5 +348,6 @@ def memoryllm(
     rngs: nnx.Rngs | None = None,
 ) -> MPlus:
     """MemoryLLM: the pool alone, without a long-term store; see `mplus`."""
+    # Without retrieved rows there is no store, and nothing else differs.
     config = dataclasses.replace(config, retrieved=0)
     return mplus(backbone, config, key=key, rngs=rngs)

@@ -49,6 +49,7 @@ def project(
     retriever: Retriever, layer: int, x: Float[Array, "*B D"]
 ) -> Float[Array, "*B d"]:
     """f(x) of one layer in float32; x is detached."""
+    # The retriever's loss must not change the hidden states that it is given.
     x = jax.lax.stop_gradient(x).astype(jnp.float32)
     return jax.nn.silu(x @ retriever.down[layer]) @ retriever.up[layer]
 
@@ -63,6 +64,7 @@ def probabilities(
     p = jax.nn.sigmoid(logits)
     if query_mask is None:
         return p.mean(axis=-2)
+    # The sigmoid is inside the mean over tokens, as in the program.
     total = jnp.where(query_mask[..., None], p, 0.0).sum(axis=-2)
     return total / jnp.maximum(query_mask.sum(axis=-1, dtype=p.dtype), 1.0)[..., None]
 
@@ -73,6 +75,7 @@ def search(
     keys: Float[Array, "M d"],
 ) -> Float[Array, " M"]:
     """`probabilities` of many keys, computed block by block and without a gradient."""
+    # The choice of rows has no gradient: the retriever learns from its own loss.
     queries, keys = jax.lax.stop_gradient((queries, keys))
     count = jnp.maximum(query_mask.sum(dtype=jnp.float32), 1.0)
     share = jnp.where(query_mask, 1.0 / count, 0.0)

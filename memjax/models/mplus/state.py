@@ -130,6 +130,8 @@ class Initial(NamedTuple):
         each = lambda x: jnp.broadcast_to(x[None], (batch, *x.shape))
         state = state._replace(
             pool=near(lambda _, start: start, state.pool, each(pool), stays=True),
+            # A checkpoint's pool is full, so that the first update drops into the
+            # store.
             num_valid=jnp.full_like(state.num_valid, pool.shape[1]),
         )
         parts = (self.rows, self.keys, self.born, self.recalls)
@@ -137,6 +139,7 @@ class Initial(NamedTuple):
             return state
         *parts, recalls = (part.get_value() for part in parts if part is not None)
         count = recalls.shape[0]
+        # The first rows of the buffer: what follows is unused.
         start = lambda buffer, start: buffer.at[:, :count].set(start[None])
         begin = functools.partial(near, start, stays=True)
         layers = tuple(

@@ -55,6 +55,7 @@ PROJECTIONS = {
 def of_backbone(name: str) -> str:
     """A backbone's tensor in the program: adapted matrices lie one level deeper."""
     stem, _, kind = name.rpartition(".")
+    # Adapted matrices stand inside a wrapper, one level deeper.
     adapted = stem.endswith(tuple(PROJECTIONS.values()))
     return f"{stem}.base_layer.{kind}" if adapted else name
 
@@ -73,6 +74,7 @@ def learned(weights: MPlusWeights) -> dict[str, Any]:
     if weights.config.has_retriever:
         for name in RETRIEVERS:
             whole = getattr(weights, name)
+            # The program has a module a layer, where ours is one stack of all.
             values[name] = [Retriever(*pair) for pair in zip(*whole, strict=True)]
     return values
 
@@ -151,6 +153,7 @@ def of_memory(initial: Initial) -> Iterator[tuple[str, np.ndarray]]:
     )
     if rows is None or keys is None or recalls is None or born is None:
         return
+    # The program keeps one copy a layer.
     recalls = np.broadcast_to(recalls, born.shape)
     for name, whole in zip(STORE, (rows, keys, recalls, -born), strict=True):
         yield from ((f"{name}.{layer}", value) for layer, value in enumerate(whole))

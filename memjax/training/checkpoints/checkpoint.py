@@ -250,7 +250,7 @@ class Checkpoints:
             shutil.rmtree(self.directory / f"{step}{UNFINISHED}", ignore_errors=True)
         text = f"saving step {step} in {self.directory} failed: {error}"
         code = error.errno if isinstance(error, OSError) else None
-        # The writer's own errors wrap that of the system, and keep its text alone.
+        # Some errors of the writer carry the system's text and not its number.
         if code == errno.ENOSPC or "No space left" in str(error):
             return DiskFullError(errno.ENOSPC, text)
         return SaveError(code or errno.EIO, text)

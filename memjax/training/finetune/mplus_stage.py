@@ -226,8 +226,8 @@ class MPlusStage:
         chunks = min(CHUNKS, memory.pool // memory.tokens)
         tasks = dataclasses.replace(
             tasks,
-            # The bank needs documents that are written and read: nothing but
-            # multi_chunk does both.
+            # All batches must have the same number of chunks, which multi_chunk alone
+            # writes.
             full_context=0.0,
             revisit=0.0,
             multi_chunk=1.0,

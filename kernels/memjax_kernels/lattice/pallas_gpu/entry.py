@@ -60,8 +60,11 @@ def lattice_gpu(
         return lattice_gpu_exact(tokens, start, empty, static)
     cleared = tokens.cleared
     if cleared is not None:
+        # The first chunk's reset is applied here, so that kernels fetch `empty` for
+        # later ones alone.
         start = jnp.where(cleared[:, 0, None, None, None], empty, start)
     gamma = jnp.moveaxis(tokens.gamma.astype(jnp.float32), 2, -1)
+    # Padding of rate 0 writes nothing.
     gamma = jnp.pad(gamma, [(0, 0)] * 3 + [(0, ROWS - gamma.shape[-1])])
     x = ChunkInputs(
         q=tokens.q,
