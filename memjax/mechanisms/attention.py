@@ -117,6 +117,7 @@ def apply(
         visible=write(state.visible, visible, slots),
         length=length,
     )
+    # The state is float32; products run in the dtype of the activations.
     cache = (state.keys.astype(x.dtype), state.values.astype(x.dtype))
     from_cache = lambda: attend.from_cache(q, *cache, positions[:, 0], state.visible)
     if t == config.capacity and mask is None:

@@ -221,6 +221,7 @@ def elastic_memory(config: ElasticMemoryConfig) -> Mechanism:
 
 def _apply_blocks(config, blocks, in_step, state, q, k, v):
     """Lays open and new tokens out in `blocks` blocks and runs Algorithm 1 on all."""
+    # Constants of the program: the sampling and the order are static.
     basis, bank = tables(config)
     t, heads = q.shape[1], k.shape[2:]
     lay_out = functools.partial(_lay_out, blocks * config.block, state.open_length)
@@ -228,6 +229,7 @@ def _apply_blocks(config, blocks, in_step, state, q, k, v):
         tokens.shape[0], blocks, config.block, *tokens.shape[2:]
     )
     keys, values = lay_out(state.open_keys, k), lay_out(state.open_values, v)
+    # Only full blocks become coefficients; the rest stays open, as tokens.
     count = (state.open_length + t) // config.block
     coefficients, memory = hippo(
         # Keys and values follow the same recurrence: they are channels of one signal.
@@ -262,14 +264,12 @@ def _apply_blocks(config, blocks, in_step, state, q, k, v):
 
 
 def _trapezoid(config, tokens, remembered, length):
-    """Attention of each block to all memory tokens and causally to itself.
-
-    Queries and keys have RoPE; memory tokens have no position. Before
-    the first block is compressed the memory is masked out.
-    """
+    """Attention of each block to all memory tokens and causally to itself."""
     (q, k, v), (memory_keys, memory_values) = tokens, remembered
     blocks, block, samples = q.shape[1], config.block, config.samples
     positions = jnp.arange(block, dtype=jnp.int32)
+    # Tokens before each block: 0 says that there is no memory yet, and where RoPE
+    # counts from in a stream.
     first = length[:, None] + jnp.arange(blocks, dtype=jnp.int32)[None] * block
     if config.positions == "stream":
         positions = first[..., None] + positions[None, None]

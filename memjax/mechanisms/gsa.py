@@ -93,6 +93,7 @@ class ABCConfig(RecurrentConfig):
         return recurrent_block.param_axes(ABC_AXES)
 
 
+# Two types of parameters, by which `_gates` tells the mechanisms apart.
 class GSAParams(NamedTuple):
     """Learned gates."""
 

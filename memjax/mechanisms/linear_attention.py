@@ -66,6 +66,7 @@ def step(
 ) -> tuple[BlockState, Float[Array, "B D"]]:
     """Writes one token and reads with its query."""
     window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
+    # No normalising sum: the block's RMSNorm stands in for it.
     memory, y = op_step(q * config.key_dim**-0.5, k, v, state.memory)
     return BlockState(window, memory), output_projection(config, params, x, y)
 

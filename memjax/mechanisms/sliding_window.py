@@ -93,6 +93,7 @@ def apply(
     check_input(x, config.model_dim, state)
     b, t, _ = x.shape
     window = config.window
+    # Blocks as long as the window: each query scores at most 2 W keys.
     size = min(window, t)
     q, k, v = projections.qkv_projection(params, x)
     new = SlidingWindowState(
@@ -110,6 +111,7 @@ def apply(
     # they stay small at any length of the stream.
     y = attend.blocks(
         projections.apply_rope(config, queries, positions[window:]),
+        # Keys are kept without RoPE and rotated here, at their position in the window.
         projections.apply_rope(config, keys.astype(x.dtype), positions),
         values.astype(x.dtype),
         _band(window, size)[None, None] & visible[:, :, None],

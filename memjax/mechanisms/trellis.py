@@ -109,11 +109,13 @@ AXES = TrellisParams(
 def init_params(config: TrellisConfig, key: PRNGKeyArray) -> BlockParams:
     """Draws all weights; memories map unit keys to vectors of norm √(M / K)."""
     d, h, m = config.model_dim, config.num_heads, config.slots
+    # A key of its own: the block's weights are alike in all mechanisms of one seed.
     core_key = recurrent_block.core_key(key)
     target_key, step_key, forget_key, keys_key, values_key = jax.random.split(
         core_key, 5
     )
     gate = (d, h) if config.shared_gates else (d, h, 2)
+    # Scaled by the width that is summed over: a unit key predicts √(M / K).
     draw = lambda key, width: jax.random.normal(key, (h, m, width)) * width**-0.5
     core = TrellisParams(
         target=gates.draw_weight(target_key, d, h, m),

@@ -59,10 +59,8 @@ def generate(
 
 
 def _segments(length: int, segment: int) -> list[tuple[int, int]]:
-    """Starts and ends of the prompt's segments; only a whole prompt is a single token.
-
-    HMT reads single tokens as generated ones, without a new summary.
-    """
+    """Bounds of the prompt's segments, none of one token unless the prompt is."""
+    # HMT reads single tokens as generated ones, without a new summary.
     bounds = list(range(0, length, segment)) + [length]
     # A last segment of one token is joined to the one before it.
     if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:

@@ -38,6 +38,7 @@ def token_losses(
     loss = optax.softmax_cross_entropy_with_integer_labels
     if chunk == t:
         return loss(logits(features), targets)
+    # The scan needs chunks of one size; losses of the padding are cut off below.
     pad = -t % chunk
     features = jnp.pad(features, ((0, 0), (0, pad), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, pad)))

@@ -31,6 +31,8 @@ def agreed(flag: bool) -> bool:
     """The flag of process 0, on every process."""
     if jax.process_count() == 1:
         return flag
+    # Clocks and files differ between processes, and a collective needs all in one
+    # branch.
     return bool(multihost_utils.broadcast_one_to_all(np.asarray(flag)))
 
 

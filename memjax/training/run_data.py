@@ -95,7 +95,9 @@ def validation(
     # From every document, so that a long one does not stand for all.
     share = -(-config.data.validation_texts // len(documents))
     documents = [
-        d._replace(tokens=np.asarray(d.tokens[: share * length + 1])) for d in documents
+        # One token more than is read: it is the last target.
+        d._replace(tokens=np.asarray(d.tokens[: share * length + 1]))
+        for d in documents
     ]
     # The structure alone: a model kept here would hold a second copy of the parameters.
     graph, window = nnx.graphdef(model), model.window

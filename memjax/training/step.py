@@ -235,6 +235,7 @@ def _total_loss(graph, config, frozen, params, memory, batch):
     """Summed loss; no gradient flows through the memory past `bptt_blocks`."""
     model: Model = nnx.merge(graph, params, frozen)
     t = batch.tokens.shape[1]
+    # 0 blocks cut nothing: one window of the whole sequence.
     window = min(t, config.bptt_blocks * model.window) or t
 
     def block_loss(memory, inputs):
@@ -254,6 +255,8 @@ def _total_loss(graph, config, frozen, params, memory, batch):
     inputs = (batch.tokens, batch.targets, batch.mask)
     if window == t:
         memory, (nll, tokens) = block_loss(memory, inputs)
+        # The next batch starts from the memory's value, without a gradient through this
+        # one.
         return nll, (tokens, jax.lax.stop_gradient(memory))
     if t % window:
         raise ValueError(

@@ -52,6 +52,7 @@ def join(
     flat = chunks.reshape(chunks.shape[0], -1, *chunks.shape[3:])
     if position is not None:
         shift = jax.vmap(lambda element, by: jnp.roll(element, -by, axis=0))
+        # Usually all begin a chunk: a roll would copy every token for nothing.
         flat = jax.lax.cond(
             jnp.any(position > 0), lambda f: shift(f, position), lambda f: f, flat
         )
@@ -93,7 +94,11 @@ def scan(
         return inner(carry, xs)
     group = lambda x: x[:whole].reshape(-1, remat_every, *x.shape[1:])
     carry, ys = jax.lax.scan(
-        jax.checkpoint(inner, prevent_cse=False), carry, jax.tree.map(group, xs)
+        # Inside a scan the second run cannot be merged with the first, so that it needs
+        # no guard.
+        jax.checkpoint(inner, prevent_cse=False),
+        carry,
+        jax.tree.map(group, xs),
     )
     ys = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
     if whole == length:
@@ -144,6 +149,7 @@ def misplaced_resets(
             f"{element} before token {token}, "
             f"{offset[element % len(offset), token] % size} into it"
         )
+    # Every token after it reads a memory that is not defined.
     return jnp.cumsum(wrong, axis=1, dtype=jnp.int32) > 0
 
 
@@ -155,6 +161,7 @@ def mask_with_nan(
         return state, y
 
     def masked(leaf):
+        # Positions count tokens, whatever became of the memory.
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         elements = wrong[:, -1].reshape(-1, *[1] * (leaf.ndim - 1))

@@ -121,6 +121,7 @@ def _vector(g):
 
 def _halves(size):
     """1, 2, 4 ... size / 2."""
+    # Blocks are halved down to single tokens.
     if size & (size - 1):
         raise ValueError(f"a chunk must hold a power of two tokens, got {size}")
     return [1 << level for level in range(size.bit_length() - 1)]

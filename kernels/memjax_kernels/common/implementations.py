@@ -52,6 +52,7 @@ def choose(
     if implementation is not None:
         _check(op, implementation, forms, unsupported)
         return forms[implementation]
+    # Most ops have the XLA form alone.
     if "pallas_tpu" not in forms:
         return forms["xla"]
     if unsupported.get("pallas_tpu"):
@@ -98,6 +99,7 @@ def needs(platform: str) -> str:
     program is only compiled for is not known before it is lowered: leave the
     implementation to be chosen then.
     """
+    # A mesh may be of devices that a program is only compiled for.
     device = jax.sharding.get_abstract_mesh().abstract_device
     here = jax.default_backend() if device is None else device.platform
     if here != platform:

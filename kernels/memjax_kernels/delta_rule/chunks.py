@@ -68,6 +68,7 @@ def _advance_group(
     left = decays.decays(g, reset, q.shape[-2])
 
     overlap = decays.scores(beta * k, k, left, exact)
+    # Below the diagonal: a write sees those before it, and not itself.
     solved = triangular.inverse(jnp.tril(overlap, -1)) * jnp.swapaxes(beta, -1, -2)
     # U = values - keys S: solved before S is known, so that all chunks are solved at
     # once.
@@ -81,5 +82,6 @@ def _advance_group(
     kept = jnp.broadcast_to(left.since[..., -1, :], (*k.shape[:3], 1))
     items = (values, keys, k * left.until, kept)
     state, (writes, starts) = jax.lax.scan(move, state, items)
+    # Reads do not feed back into the memory, so that they may run in bfloat16.
     y = read(decays.scores(q, k, left, read), writes, "nn")
     return state, (y + read(q * left.since, starts, "nn")).astype(dtype)

@@ -81,7 +81,7 @@ def hippo(
     arguments = (features, state, start, count, reconstruction)
     if in_step is not None:
         return (shared if in_step else separate)(*arguments)
-    # In step all elements share their matrices, which is most of the work.
+    # In step, all batch elements share their matrices, which are then computed once.
     agree = jnp.all(start == start[0]) & jnp.all(count == count[0])
     return jax.lax.cond(agree, shared, separate, *arguments)
 

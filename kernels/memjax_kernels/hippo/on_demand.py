@@ -84,6 +84,7 @@ def product(
     matrix: Float[Array, "R N Q"], signal: Float[Array, "B Q X"]
 ) -> Float[Array, "B N X"]:
     """Multiplies each batch element's signal by its own matrix, or all by one."""
+    # One matrix for all: a product without a batch axis is larger and faster.
     if matrix.shape[0] == 1:
         return jnp.einsum("nq,bqx->bnx", matrix[0], signal, precision=HIGHEST)
     return jnp.einsum("bnq,bqx->bnx", matrix, signal, precision=HIGHEST)

@@ -22,6 +22,7 @@ def lattice_xla(
 ) -> tuple[Memory, Float[Array, "B n C H V"]]:
     """A chunk implementation; see `segment`."""
     b, h = start.shape[:2]
+    # Nothing is pending: chunks begun in an earlier call go through `lattice_xla_head`.
     memory = start, jnp.zeros_like(start), jnp.ones((b, h), jnp.float32)
     count, size = tokens.q.shape[1:3]
     if size > 1:

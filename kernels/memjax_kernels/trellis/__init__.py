@@ -105,4 +105,6 @@ def trellis(
         after, y = trellis_reference(*given, phi=phi, activation=activation)
     else:
         after, y = segment.in_chunks(form, *given, phi=phi, activation=activation)
+    # What was computed after a misplaced reset has no meaning, and must not pass
+    # unseen.
     return chunks.mask_with_nan(after, y, misplaced)

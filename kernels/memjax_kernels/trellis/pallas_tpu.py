@@ -106,6 +106,7 @@ def trellis_tpu(
         gates.swapaxes(2, 3),
     )
     needed = _block_bytes(c, key_dim, tokens.v.shape[-1], tokens.alpha.shape[-1])
+    # As many heads as fit: they are independent, and one hides the latency of another.
     heads = max(1, min(HEADS, b * h, BLOCK_BYTES // needed))
     static = Static(phi, activation, heads, interpret)
     flatten = lambda tree: jax.tree.map(flat, tree)
@@ -117,12 +118,10 @@ def trellis_tpu(
 
 
 def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
-    """What the backward kernel holds in VMEM for a head, roughly.
-
-    In float32 with rows of whole lanes. Two buffers of each array in and out, and the
-    values in between: 16 and 8 of a memory, 4 of a token's array, 12 matrices of a
-    token's slots and 8 squares of a chunk in each pass.
-    """
+    """What the backward kernel holds in VMEM for a head, roughly."""
+    # In float32 with rows of whole lanes. Two buffers of each array in and out, and the
+    # values in between: 16 and 8 of a memory, 4 of a token's array, 12 matrices of a
+    # token's slots and 8 squares of a chunk in each pass.
     # VMEM pads rows to whole lanes of 128.
     lanes = lambda width: -(-width // 128) * 128
     widths = (key_dim, value_dim)

@@ -62,10 +62,11 @@ class TrellisState:
 def empty_memory(slots: int, width: int) -> Float[Array, "M D"]:
     """The matrix that an empty memory holds: all its singular values are 1.
 
-    Not zero, where the gradient of a normalised phi is singular, and not random, so
-    that it needs no key: the corner of the orthonormal cosine transform (DCT-II) of
-    size max(M, D). Its rows are orthonormal for M <= D, its columns for M >= D.
+    The corner of the orthonormal cosine transform (DCT-II) of size max(M, D): its rows
+    are orthonormal for M <= D, its columns for M >= D.
     """
+    # Not zero, where the gradient of a normalised phi is singular, and not random, so
+    # that it needs no key.
     size = max(slots, width)
     angle = np.pi * np.outer(np.arange(slots), np.arange(width) + 0.5) / size
     matrix = np.sqrt(2 / size) * np.cos(angle)

@@ -46,11 +46,9 @@ def start_state(
 
 
 def empty_state(batch: int, heads: int, width: int, chunk_size: int) -> TTTLinearState:
-    """The memory of zero weights.
-
-    The layer norm's slope at zero is 1 / sqrt(eps) = 1000, so the first step from
-    here is long: a layer starts from learned weights instead, by `start_state`.
-    """
+    """The memory of zero weights; a layer starts from learned ones by `start_state`."""
+    # The layer norm's slope at zero is 1 / sqrt(eps) = 1000, so that the first step
+    # from here is long.
     weights = jnp.zeros((batch, heads, width, width), jnp.float32)
     bias = jnp.zeros((batch, heads, width), jnp.float32)
     return start_state(weights, bias, chunk_size)

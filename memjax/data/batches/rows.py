@@ -111,6 +111,7 @@ def _row(
     tokens: Int32[np.ndarray, " n"], start: int, length: int, reset: bool
 ) -> Batch:
     """One row, shapes without B; grain stacks rows into a batch."""
+    # One token over: inputs and targets are the same tokens, shifted by one.
     window = np.asarray(tokens[start : start + length + 1])
     count = len(window) - 1
     pad = (0, length - count)

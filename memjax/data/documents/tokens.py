@@ -84,6 +84,7 @@ def _cached(
     file = folder / f"{key.hexdigest()}.npy"
     tokens = _open(file)
     if tokens is None:
+        # Read back through the same checks, and memory-mapped as a cached file is.
         _write(file, _tokenise(document, tokenizer))
         tokens = _open(file)
     if tokens is None:

@@ -160,6 +160,7 @@ class TaskBatches:
         c, count = self._config, lengths.shape[1]
         batch = next(self._buckets[bucket])
         text = np.concatenate([batch.tokens, batch.targets[:, -1:]], axis=1)
+        # Drawn for all batch elements, so that hosts agree on the global batch.
         repeats = (draw.share(self._batch_size) < c.repeat)[self._mine]
         return [
             lay_out(

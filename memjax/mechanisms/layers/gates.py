@@ -42,6 +42,7 @@ def init_gate(key: PRNGKeyArray, shape: tuple[int, ...], start: float) -> Gate:
         shape: [D, ...].
         start: in (0, 1).
     """
+    # At a bias alone, as the weight's part has mean 0: the gate begins near `start`.
     bias = np.log(start / (1 - start))
     return Gate(
         weight=draw_weight(key, *shape),

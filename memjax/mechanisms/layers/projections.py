@@ -119,6 +119,7 @@ def init_params(config: HeadsConfig, key: PRNGKeyArray) -> AttentionParams:
         config.head_dim,
     )
     query_key, key_key, value_key, output_key = jax.random.split(key, 4)
+    # By the fan-in: heads are an output axis here and an input axis below.
     into = jax.nn.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
     out_of = jax.nn.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
     return AttentionParams(
@@ -183,6 +184,7 @@ def apply_rope(
     config: HeadsConfig, x: Float[Array, "*B T H K"], positions: Int[Array, "*P T"]
 ) -> Float[Array, "*B T H K"]:
     """Queries or keys rotated by their positions, where the layer has RoPE."""
+    # The model adds learned positions to its embeddings instead.
     if config.rope_theta is None:
         return x
     return rope.rotate(x, positions, config.rope_theta, config.rope_scaling)

@@ -180,6 +180,7 @@ def qkv_projection(
     taps = [
         inputs[:, w : w + t] * params.filters[w][None, None] for w in range(CONV_WIDTH)
     ]
+    # Unit norm bounds what a write can do: a step of γ |k|² <= 2 does not diverge.
     q_k = l2_normalize(jax.nn.silu(sum(taps[1:], taps[0]))).astype(x.dtype)
     return QKV(inputs[:, t:], q_k[:, :, 0], q_k[:, :, 1], into(params.value))
 

@@ -145,11 +145,9 @@ def _sentencepiece(
 def _merges_by_score(
     tokens: dict[str, int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """All pairs that form a token, the best score first.
-
-    The order of two pairs that form the same token makes no difference: either order
-    gave SentencePiece's ids for 80,000 random texts of repeats.
-    """
+    """All pairs that form a token, the best score first."""
+    # The order of two pairs that form the same token makes no difference: either order
+    # gave SentencePiece's ids for 80,000 random texts of repeats.
     merges = [
         (-scores[index], index, token[:at], token[at:])
         for token, index in tokens.items()

@@ -29,6 +29,7 @@ def read_token(
     mask: Bool[Array, "B 1"] | None,
 ) -> tuple[HMTState, Float[Array, "B 1 E"]]:
     """Appends one token to the open segment; returns its features."""
+    # Batch elements stand at different positions in their segments.
     here = jnp.arange(config.segment, dtype=jnp.int32)[None] == state.length[:, None]
     visible = state.visible
     if visible is not None:
@@ -148,5 +149,6 @@ def _complete(config, weights, state):
     memories, _ = summarize_and_read(
         config, weights, state.memories, segment, always=False
     )
+    # The next segment opens with nothing read: `_find_prompt` starts its backbone.
     empty = init_state(config, weights.backbone, complete.shape[0], masked)
     return mechanisms.reset(state, empty, complete)._replace(memories=memories)

@@ -123,6 +123,7 @@ class HMT(nnx.Module):
 
     def reset(self, state: HMTState, mask: Bool[Array, " B"]) -> HMTState:
         """Clears the memory of batch elements in `mask`, at their document's start."""
+        # A state has masks or has none; `reset` needs both of one kind.
         masked = state.visible is not None
         empty = self.init_state(mask.shape[0], masked=masked)
         return mechanisms.reset(state, empty, mask)

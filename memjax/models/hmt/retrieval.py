@@ -60,6 +60,7 @@ def search(
         # Finite, so that batch elements without memories have finite gradients.
         scores = jax.nn.softmax(jnp.where(valid, scores, -1e30), axis=-1)
         scores = jnp.where(valid, scores, 0.0)
+    # The values are the memories themselves: there is no value projection.
     found = jnp.einsum("bn,bne->be", scores, bank)
     initial = weights.initial_memory[None]
     return jnp.where(num_valid[:, None] > 0, found, initial), scores
@@ -108,6 +109,7 @@ def summarize_segments(
     n, least = segments.length.shape[0], config.min_memories_to_choose
     zeros = lambda n: jnp.zeros((n, *num_valid.shape, weights.backbone.width))
     if weights.retrieval is None or n == 0:
+        # Without retrieval no search needs a summary.
         return zeros(n)
     # Every later segment has enough memories to choose from, if the bank has.
     early = n if config.memories < least else min(n, least)

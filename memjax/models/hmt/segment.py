@@ -37,6 +37,7 @@ def join_open_segment(
     last segment may have no tokens.
     """
     size, new = state.tokens.shape[1], tokens.shape[1]
+    # An open segment has at most L - 1 tokens.
     n = -(-(size - 1 + new) // size)
 
     def join(open_segment, new):
@@ -71,11 +72,9 @@ def read_segments(
 
 
 def _read_in_turn(config, weights, memories, segments, always_summarize):
-    """A scan over segments that all have tokens, with summaries made beforehand.
-
-    There is no branch inside the loop: the backward pass would save the backbone's
-    parameters, which enter it, once a segment.
-    """
+    """A scan over segments that all have tokens, with summaries made beforehand."""
+    # No branch inside the loop below: the backward pass of one would save the
+    # backbone's parameters, which enter it, once a segment.
     summaries = summarize_segments(
         config, weights, memories.num_valid, segments, always_summarize
     )

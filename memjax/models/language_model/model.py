@@ -278,15 +278,17 @@ class LanguageModel(nnx.Module):
                 (last,),
             )
         for block, memory in zip(self.blocks, memories, strict=True):
-            run = functools.partial(
+            layer = functools.partial(
                 run_block, config, functools.partial(mix, block.mechanism)
             )
             if config.remat:
-                run = jax.checkpoint(run)
+                # The backward pass keeps the input of each layer, and computes a layer
+                # at a time again.
+                layer = jax.checkpoint(layer)
             parameters = block.parameters()
             # Named, so that a memory around this model can offload it: see `remat`.
             h = checkpoint_name(h, LAYER_INPUT)
-            memory, h = run(parameters, memory, h)
+            memory, h = layer(parameters, memory, h)
             after.append(memory)
         if config.architecture.norm_first:
             h = normalize(as_arrays(self.norm), h, config.norm_epsilon)

@@ -151,11 +151,9 @@ TINY = Size(
 
 
 def _elastic_paper(heads: int) -> Size:
-    """12 layers of width 64 * heads; the paper's 100M, 200M and 400M.
-
-    The paper gives the parameter counts and memory sizes alone; 540 * 128 * heads
-    floats of memory (Table 4: 0.8M, 1.2M, 1.6M) give 12, 18 and 24 heads.
-    """
+    """12 layers of width 64 * heads; the paper's 100M, 200M and 400M."""
+    # The paper gives the parameter counts and memory sizes alone; 540 * 128 * heads
+    # floats of memory (Table 4: 0.8M, 1.2M, 1.6M) give 12, 18 and 24 heads.
     width = 64 * heads
     return Size(12, width, heads, heads, 64, width * 8 // 3, default="sliding_window")
 
@@ -164,6 +162,8 @@ def _trellis_paper(
     layers: int, width: int, heads: int, head_dim: int, tied_head: bool = True
 ) -> Size:
     """A row of Trellis, Table 5; attention, where a model has it, sees everything."""
+    # With 8/3 of the width, SwiGLU's three matrices are as large as two of 4 times the
+    # width.
     hidden = -(-width * 8 // 3 // 64) * 64
     return Size(layers, width, heads, heads, head_dim, hidden, tied_head)
 
@@ -203,6 +203,7 @@ def elastic(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
     require_known("size", size, tuple(ELASTIC_SIZES))
     sizes = ELASTIC_SIZES[size]
     names = [sizes.default] * sizes.num_layers
+    # Layer 9 of 12, as in the paper.
     names[sizes.num_layers * 3 // 4 - 1] = "elastic_memory"
     return sizes.model(*names, vocab_size=vocab_size)
 

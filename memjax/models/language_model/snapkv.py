@@ -112,6 +112,7 @@ def choose(
     scores = jnp.einsum("bwgrk,bsgk->bgrws", grouped, state.keys) * width**-0.5
     # Finite: batch elements shorter than the window have queries that see nothing.
     scores = jnp.where(seen[:, None, None], scores, -1e30)
+    # The window's own tokens are kept in any case, and do not compete.
     before = (slots < last[:, :1]) & state.visible
     votes = jax.nn.softmax(scores, axis=-1).sum(axis=(2, 3)) * before[:, None]
     pooled = jax.lax.reduce_window(

@@ -106,6 +106,7 @@ class AttentionRetriever:
             return _attend(query, found, (key, value, mask)), chosen
 
         # Process as many tokens at a time as keep scores and rows in bounds.
+        # A token's scores over store and cache, and the rows that it reads.
         sizes = self.store.recalls.shape[1] + s + 2 * self.count * query.shape[-1]
         together = max(1, min(t, MAX_SCORES // (b * h * sizes)))
         tokens = (split(plain), split(query), last)
@@ -131,6 +132,7 @@ class AttentionRetriever:
         _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores), self.count)
         # top_k puts unused parts of the buffer last; they are moved to the front.
         places, found = jnp.arange(self.count, dtype=jnp.int32)[None], self.found
+        # The first `found` of top_k's choice are rows; the others are unused parts.
         real = jnp.broadcast_to(
             (places < found[:, None])[:, None, None], (b, g, r, self.count)
         )

@@ -71,6 +71,7 @@ def read_tokens(
     # The length is not known inside jit, so that a full cache gives NaN and no error.
     fits = start[:, None] + times < slots
     all_slots = jnp.arange(slots, dtype=jnp.int32)[None]
+    # The new tokens are visible to each other; causality is left to the attention.
     new = (all_slots >= start[:, None]) & (all_slots < (start + lengths)[:, None])
     visible, offset = cache.visible | new, cache.offset
     keys, values, inputs = [], [], []
@@ -85,6 +86,8 @@ def read_tokens(
             old = jax.tree.map(put, old, made)
             visible = visible.at[:, : seen.shape[1]].set(seen)
             offset = _count(seen, beside)
+        # Invisible positions take no RoPE position: with an empty memory tokens count
+        # from 0.
         positions = (offset + cache.length)[:, None] + times
         attention = attention_retriever and functools.partial(
             attention_retriever.attend, layer

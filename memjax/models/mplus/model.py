@@ -117,6 +117,7 @@ class MPlus(nnx.Module):
             key: draws which rows the pools drop, differently for each batch element;
                 None is `jax.random.key(0)`.
         """
+        # What a pool drops is part of the state, so that a run can be repeated.
         key = jax.random.key(0) if key is None else key
         state = write.empty_state(self.weights, batch, key)
         return state if self.initial is None else self.initial.fill(state)

@@ -92,8 +92,10 @@ def append(
             places = jax.lax.cond(full, oldest, lambda free=free: free)
         # Indices beyond the buffer are not written.
         layers.append((old, rows, jnp.where(mask[:, None], places, config.store)))
+    # All layers drop as many rows, so that one count serves them.
     more = jnp.where(mask, jnp.int32(count), 0)
     places = jnp.where(mask[:, None], free, config.store)
+    # A row that is new to the store has never been recalled, and gets the start value.
     recalls = jnp.full(free.shape, config.recalls, jnp.float32)
     store = Store(
         layers=(),

@@ -70,6 +70,7 @@ def learned(weights: MPlusWeights) -> dict[str, Any]:
     """What was trained, layer by layer; `of_learned` names it."""
     values: dict[str, Any] = {name: getattr(weights, name) for name in ADAPTERS}
     values["bos"] = weights.bos[:, None]
+    # The program has an axis for the batch, of size 1.
     values["position"] = weights.position[None, None]
     if weights.config.has_retriever:
         for name in RETRIEVERS:

@@ -25,6 +25,7 @@ from memjax.models.offload import near, put
 def empty_state(weights: MPlusWeights, batch: int, key: PRNGKeyArray) -> MPlusState:
     """Empty memory; each batch element has random numbers of its own."""
     c, d = weights.config, weights.width
+    # A key for each batch element: what one pool drops does not depend on the others.
     rows = jnp.arange(batch, dtype=jnp.int32)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
     zeros = functools.partial(jnp.zeros, dtype=jnp.int32)

@@ -148,6 +148,7 @@ class Checkpoints:
         except Exception as error:
             raise self._failure(error) from error
         if self._saving is not None and self._primary:
+            # Only now: until the new one is on the disk, an old one is the newest.
             self._folder.drop_old(self.keep)
         self._saving = None
 
@@ -178,6 +179,7 @@ class Checkpoints:
             return None
         record = self._read(step, record=ocp.args.JsonRestore())["record"]
         if accept is not None:
+            # The caller may refuse, or free its own arrays to make room for these.
             accept(record["meta"])
         where = f"checkpoint {self.directory / str(step)}"
         # Before arrays are read, with every leaf that differs in the message.

@@ -44,6 +44,7 @@ def presets() -> dict[str, SegmentStage | HMTStages]:
     """Fine-tunings by name; those named after a model are the paper's for it."""
     two = _paper(PaperSize(1024, 15, 300, None, 1e-5, "full"), None)
     longer = dataclasses.replace(two.stage1.loop, steps=700)
+    # RMT has one stage, which takes the steps of both stages of HMT.
     rmt = dataclasses.replace(
         two.stage1,
         hmt=dataclasses.replace(two.stage1.hmt, sensory=0),
@@ -90,11 +91,9 @@ def _paper(size: PaperSize, dtype: Dtype | None) -> HMTStages:
 
 
 def _tiny() -> HMTStages:
-    """Both stages in minutes on a CPU, for a backbone of `memjax train`.
-
-    Every scored target counts, and the rate falls to 0: so few short steps would only
-    blur a backbone otherwise.
-    """
+    """Both stages in minutes on a CPU, for a backbone of `memjax train`."""
+    # Every scored target counts, and the rate falls to 0: so few short steps would
+    # only blur a backbone otherwise.
     two = _paper(PaperSize(64, 4, 16, None, 1e-3, "full"), None)
     rate = dataclasses.replace(two.stage1.optimizer, warmup_ratio=0.05, final_ratio=0.0)
     shrunk = []

@@ -41,6 +41,7 @@ def _stages(
         stage: the rest of stage 3.
         short: shortest chunk of stage 1's documents, which have up to four chunks.
     """
+    # Without a store the pool is larger, so that reads see as many rows in all stages.
     alone = dataclasses.replace(
         memory, retrieved=0, pool=memory.pool + memory.retrieved
     )

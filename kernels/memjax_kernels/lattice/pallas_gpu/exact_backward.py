@@ -92,6 +92,7 @@ class _Backward(Program):
         plgpu.commit_smem()
         self.fetch_memory(self.kept.at[row, i, head], self.memories.at[0])
         first = i * GROUPS
+        # Memories at the start of groups: those before all tokens would not fit.
         lax.fori_loop(0, GROUPS - 1, lambda j, _: self.through(first, j), None)
         last = GROUPS - 1
         lax.fori_loop(0, GROUPS, lambda j, _: self.group(first, last - j), None)

@@ -105,12 +105,10 @@ class Program:
         return mosaic.along_rows(vector, self.scratch["q"].shape[-1])
 
     def summed(self, x, form):
-        """Sums over tokens up to each ("nn"), or from each on ("tn").
-
-        They are terms of a difference: x is two operands, not one.
-        """
+        """Sums over tokens up to each ("nn"), or from each on ("tn")."""
+        # These sums are terms of a difference, in which rounded operands would cancel.
         self.store("high", x)
-        # Two operands keep the digits that one in the tokens' dtype would drop.
+        # So x is two operands, whose sum keeps the digits that one would drop.
         self.store("low", x - self.matrix("high"))
         plgpu.commit_smem()
         ones, high, low = (self.scratch[name] for name in ("ones", "high", "low"))

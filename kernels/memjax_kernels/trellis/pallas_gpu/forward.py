@@ -160,6 +160,8 @@ class _Program:
         if x.begin is None:
             self.round_memories()
         else:
+            # The first chunk's operands are given: gradients are taken in another
+            # memory.
             pl.when(i > 0)(self.round_memories)
 
             @pl.when(i == 0)
@@ -221,6 +223,7 @@ class _Program:
         scratch["errors"][...] = error.astype(scratch["errors"].dtype)
         scratch["decayed"][...] = decayed.astype(scratch["decayed"].dtype)
         plgpu.commit_smem()
+        # The second pass's query depends on the first, so that its scores come late.
         if index == 1:
             scores = ops.product(query, scratch["errors"], "nt")
         other = ops.column_vector(scratch["gates"], stage, 2 * index)
