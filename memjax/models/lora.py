@@ -163,11 +163,14 @@ def targets_in(params: Any, targets: Sequence[Target]) -> list[Target]:
 
 def _low_rank(params, rank, name, key):
     weight = getattr(params, name)
+    # The attention's output sums over heads and their widths; all others over one axis.
     inputs = weight.shape[: 2 if name == "output" else 1]
     outputs = weight.shape[len(inputs) :]
     draw = jax.nn.initializers.lecun_normal(tuple(range(len(inputs))), -1)
     return LowRank(
         down=draw(key, (*inputs, rank), jnp.float32),
+        # B is zero, so that the adapted model starts as the model that it was made
+        # from.
         up=jnp.zeros((rank, *outputs), jnp.float32),
     )
 

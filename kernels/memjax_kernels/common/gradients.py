@@ -72,6 +72,7 @@ def of_kernels(
     def pullback_backward(static, given, second):
         primals, kept, cotangents = given
 
+        # The kernel itself has no gradient; the same function in XLA has.
         def in_xla(primals, cotangents):
             return jax.vjp(functools.partial(form, static), *primals)[1](cotangents)
 

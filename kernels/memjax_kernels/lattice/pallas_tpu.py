@@ -82,6 +82,7 @@ def lattice_tpu(
         # [B, n, C, H, D] -> [G, blocks, tokens, D]; tokens of zeros fill the last.
         x = jnp.moveaxis(x, 3, 1).reshape(b * h, n * c, x.shape[-1])
         x = jnp.pad(x, ((0, 0), (0, -n * c % block), (0, 0)))
+        # Single tokens are computed on the vector unit, in float32.
         return x.astype(F32 if exact else x.dtype).reshape(
             b * h, -1, block, x.shape[-1]
         )

@@ -85,6 +85,7 @@ def advance(
         across = jnp.sum(pending * pending, axis=-1, keepdims=True) - along * along
         read = memory * inverse_norm(kept, across)
     y = jnp.einsum("bhmv,bhm->bhv", read, q)
+    # An open chunk keeps its start, in which its next tokens take gradients.
     done = state.position + 1 == state.chunk_size
     where = lambda x, y: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), x, y)
     state = LatticeState(

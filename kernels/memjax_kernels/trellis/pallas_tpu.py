@@ -134,6 +134,7 @@ def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
 def _forward(static: Static, x: Inputs, memories: Memories, empty, *, keep: bool):
     like = functools.partial(varying.like, x.q)
     y = like(x.inputs[1].shape, x.inputs[1].dtype)
+    # In the tokens' dtype, to which the operands of products are rounded anyway.
     at_start = lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), x.q.dtype)
     kept = jax.tree.map(at_start, memories.start) if keep else None
     after = jax.tree.map(lambda m: like(m.shape, F32), memories)

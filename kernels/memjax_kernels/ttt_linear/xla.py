@@ -99,6 +99,7 @@ def _mini_batch(state, q, k, v, eta, scale, shift, end):
     weights = state.weights + jnp.einsum("bhck,bhcv->bhkv", k, update)
     bias = state.bias + update.sum(axis=2)
     after = TTTLinearState(
+        # An open mini-batch keeps its start, in which its next tokens take gradients.
         weights_start=jnp.where(end[:, None, None, None], weights, state.weights_start),
         weights=weights,
         bias_start=jnp.where(end[:, None, None], bias, state.bias_start),

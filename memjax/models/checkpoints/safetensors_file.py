@@ -83,6 +83,7 @@ def read_object(raw: bytes, what: str) -> dict[str, Any]:
 
     try:
         found = json.loads(raw, object_pairs_hook=unique)
+    # Deeply nested JSON exhausts the parser's stack.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is not sound JSON: {error}") from error
     if not isinstance(found, dict):

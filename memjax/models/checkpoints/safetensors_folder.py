@@ -72,6 +72,7 @@ def require_no_pickle(file: Path) -> None:
 def _read_config(folder: Path) -> dict[str, Any]:
     file = _inside(folder, CONFIG)
     config = read_object(file.read_bytes(), str(file))
+    # Such a model needs its own Python code, which is not run here.
     if config.get("auto_map"):
         raise ValueError(
             f"{file} names code of its own (auto_map={config['auto_map']!r}); "
@@ -89,6 +90,7 @@ def _open_files(folder: Path, others: Mapping[str, str]) -> Iterator[Safetensors
         file_of = _read_index(index)
         yield from _open_shards(folder, index, file_of, others)
     else:
+        # A folder with pickles alone gets the advice for pickles.
         for file in sorted(folder.iterdir()):
             require_no_pickle(file)
         raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}")
@@ -100,6 +102,7 @@ def _read_index(index: Path) -> dict[str, str]:
     if not isinstance(file_of, dict) or not file_of:
         raise ValueError(f"{index}: weight_map must map tensors to files")
     for name, shard in file_of.items():
+        # A plain name: an index must not lead to files outside of its folder.
         plain = isinstance(shard, str) and PurePosixPath(shard).name == shard
         if not plain or "\\" in shard or not shard.endswith(".safetensors"):
             raise ValueError(

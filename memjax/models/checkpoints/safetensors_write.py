@@ -80,6 +80,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """
     require_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the destination, as a rename does not cross filesystems.
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     temporary.mkdir()
     try:
@@ -87,6 +88,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         for file in temporary.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())
+        # After the sync: a kill leaves a whole folder under this name, or none.
         temporary.replace(folder)
     except BaseException:
         shutil.rmtree(temporary)
@@ -116,6 +118,7 @@ def _write_tensors(
     for name, value in tensors:
         if name in shard_of:
             raise ValueError(f"tensor {name!r} is given twice")
+        # safetensors writes an array's bytes as they lie, whatever its strides.
         value = np.asarray(value, order="C")
         value = value if value.dtype == np.uint8 else value.astype(dtype, copy=False)
         if shard and size + value.nbytes > shard_bytes:

@@ -227,6 +227,7 @@ class _Backward(Program):
             target = getattr(self.out, name).at[row, i, :, head, :]
             plgpu.copy_smem_to_gmem(source, target)
         plgpu.copy_smem_to_gmem(scratch["d_gamma"], self.out.gamma.at[row, i, head])
+        # Only until the tiles have been read: the next chunk's tokens overwrite them.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.x.cleared is None:
             return

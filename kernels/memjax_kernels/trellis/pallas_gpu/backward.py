@@ -196,6 +196,7 @@ class _Program(Chunk):
             plgpu.copy_smem_to_gmem(source.at[rows], out.at[row, i, :, head, :])
         plgpu.copy_smem_to_gmem(scratch["d_gates"], self.out.gates.at[row, i, head])
         plgpu.copy_smem_to_gmem(scratch["d_last"], self.out.last.at[row, i, head])
+        # Only until the tiles have been read: the next chunk's tokens overwrite them.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def pass_on(self, i, middle):

@@ -64,6 +64,8 @@ class Chunk:
         scratch["errors0"][...] = error.astype(q.dtype)
         scores = self.decays(0) * scores
         scratch["scores1"][...] = scores.astype(q.dtype)
+        # Tensor cores and copies see what threads have written to shared memory only
+        # after a commit.
         plgpu.commit_smem()
 
     def recompute_query(self, i):
