@@ -168,10 +168,14 @@ def read(
         return read_with(0, state, tokens)
     # An open chunk adds up to C - 1 positions before the tokens. Often all are empty,
     # and a program without those positions is about half the work.
-    read_open = functools.partial(read_with, weights.config.chunk - 1)
-    read_closed = functools.partial(read_with, 0)
+    with_open_chunk = functools.partial(read_with, weights.config.chunk - 1)
+    without_open_chunk = functools.partial(read_with, 0)
     return jax.lax.cond(
-        jnp.any(state.length > 0), read_open, read_closed, state, tokens
+        jnp.any(state.length > 0),
+        with_open_chunk,
+        without_open_chunk,
+        state,
+        tokens,
     )
 
 
