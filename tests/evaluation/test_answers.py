@@ -1,5 +1,7 @@
 """Answers: their loss is that of reading all at once, exact ones are generated."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +14,11 @@ from memjax.models import HMTConfig, LanguageModel, ModelConfig, generate, hmt
 from memjax.models import Sampling as Draw
 
 V, L = 11, 6
-BACKBONE = LanguageModel(
-    ModelConfig(
+
+
+@functools.cache
+def backbone():
+    config = ModelConfig(
         mixers=(AttentionConfig(8, 2, 1, 4, capacity=48),),
         num_layers=1,
         vocab_size=V,
@@ -21,14 +26,19 @@ BACKBONE = LanguageModel(
         hidden_dim=8,
         dtype="float32",
         remat=False,
-    ),
-    key=jax.random.key(0),
-)
-MODEL = hmt(
-    BACKBONE, HMTConfig(segment=L, sensory=2, memories=4), key=jax.random.key(1)
-)
-# A search that chooses, so that what it has read ahead can be told.
-MODEL.query.set_value(MODEL.query.get_value() * 30)
+    )
+    return LanguageModel(config, key=jax.random.key(0))
+
+
+@functools.cache
+def searching():
+    config = HMTConfig(segment=L, sensory=2, memories=4)
+    model = hmt(backbone(), config, key=jax.random.key(1))
+    # A search that chooses, so that what it has read ahead can be told.
+    model.query.set_value(model.query.get_value() * 30)
+    return model
+
+
 ITEM = Question("c", "q", "a")
 
 
@@ -42,11 +52,11 @@ INPUTS = [entry(13, 2), entry(4, 3, 1), entry(20, 1, 2)]
 
 
 def test_losses_are_those_of_the_whole_text():
-    scores = evaluation.answers(BACKBONE, INPUTS, segment=5, batch_size=2)
+    scores = evaluation.answers(backbone(), INPUTS, segment=5, batch_size=2)
     assert scores.mask.sum(axis=1).tolist() == [2, 3, 1]
     every = []
     for row, text in enumerate(INPUTS):
-        _, logits = BACKBONE(BACKBONE.init_state(1), jnp.asarray(text.tokens[None]))
+        _, logits = backbone()(backbone().init_state(1), jnp.asarray(text.tokens[None]))
         logits = np.asarray(logits[0], np.float64)
         nll, likeliest = [], []
         for place in range(text.answer, len(text.tokens)):
@@ -65,14 +75,14 @@ def test_losses_are_those_of_the_whole_text():
 
 def test_what_greedy_decoding_writes_is_exact():
     prompt = INPUTS[0].tokens[:13]
-    state, key = BACKBONE.init_state(1), jax.random.key(0)
+    state, key = backbone().init_state(1), jax.random.key(0)
     greedy = Draw(temperature=0.0)
-    _, drawn = generate(BACKBONE, state, prompt[None], 3, key=key, sampling=greedy)
+    _, drawn = generate(backbone(), state, prompt[None], 3, key=key, sampling=greedy)
     right = np.concatenate([prompt, drawn[0]]).astype(np.int32)
     wrong = right.copy()
     wrong[-2] = (wrong[-2] + 1) % V
     texts = [INPUTS[0]._replace(tokens=tokens) for tokens in (right, wrong)]
-    exact = evaluation.answers(BACKBONE, texts, segment=8, batch_size=2).exact
+    exact = evaluation.answers(backbone(), texts, segment=8, batch_size=2).exact
     assert exact.tolist() == [True, False]
 
 
@@ -87,14 +97,14 @@ def probability_of_any_answer(texts):
             tokens = text.tokens.copy()
             tokens[text.answer :] = (tokens[text.answer :] + token) % V
             every.append(text._replace(tokens=tokens))
-    scores = evaluation.answers(MODEL, every, segment=L, batch_size=len(every))
+    scores = evaluation.answers(searching(), every, segment=L, batch_size=len(every))
     return np.exp(-scores.nll[:, 0]).reshape(V, len(texts)).sum(axis=0)
 
 
 def test_an_aligned_answer_is_not_read_ahead():
     # In the third segment, the first in which there is something to choose.
     texts = [entry(prompt, 3, prompt) for prompt in range(2 * L + 1, 3 * L + 1)]
-    aligned = align(texts, L, MODEL.config.summary, np.zeros(L, np.int32))
+    aligned = align(texts, L, searching().config.summary, np.zeros(L, np.int32))
     np.testing.assert_allclose(probability_of_any_answer(aligned), 1, atol=1e-5)
     apart = probability_of_any_answer(texts)
     assert np.abs(apart - 1).max() > 1e-4, "as they lie, some are read ahead"
@@ -113,4 +123,4 @@ def test_an_aligned_answer_is_not_read_ahead():
 def test_what_cannot_be_scored_is_refused(change, message):
     options = dict(inputs=INPUTS, segment=5, batch_size=2) | change
     with pytest.raises(ValueError, match=message):
-        evaluation.answers(BACKBONE, options.pop("inputs"), **options)
+        evaluation.answers(backbone(), options.pop("inputs"), **options)

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from memjax.mechanisms import (
+    ABCConfig,
     GLAConfig,
+    GSAConfig,
     LatticeConfig,
     Mamba2Config,
     TTTLinearConfig,
 )
+from memjax.mechanisms.gsa import DAMPING
 from memjax.mechanisms.layers import recurrent_block
 
 B, D, H, K = 2, 8, 2, 4
@@ -57,10 +60,12 @@ def test_mamba2_reads_by_the_root_of_its_width_and_adds_its_skip(skip):
     config = Mamba2Config(**SIZES)
     mechanism, params, state, x = build(config)
     core = params.core._replace(skip=jnp.full(H, skip))
-    # Paces near 1, so that the memory weighs as much as the skip.
+    # Paces near 1, so that the memory weighs as much as the skip, and a rate that
+    # keeps half of it.
     bias = jnp.ones_like(core.decay.pace.bias)
     pace_gate = core.decay.pace._replace(bias=bias)
-    core = core._replace(decay=core.decay._replace(pace=pace_gate))
+    rate = jnp.full(H, jnp.log(0.5))
+    core = core._replace(decay=core.decay._replace(pace=pace_gate, log_rate=rate))
     params = params._replace(core=core)
     _, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
 
@@ -70,6 +75,31 @@ def test_mamba2_reads_by_the_root_of_its_width_and_adds_its_skip(skip):
     written = np.einsum("bthk,bthv->bthkv", k, v * pace[..., None])
     memory = kept[..., None, None] * written[:, 0] + written[:, 1]
     y = np.einsum("bhk,bhkv->bhv", q[:, 1], memory) / np.sqrt(K) + skip * v[:, 1]
+    expected = recurrent_block.output_projection(
+        config, params, x[:, 1], jnp.asarray(y, jnp.float32)
+    )
+    _, found = mechanism.apply(params, state, x)
+    np.testing.assert_allclose(found[:, 1], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [GSAConfig, ABCConfig])
+def test_slots_are_read_with_the_scale_of_the_query(config):
+    """GSA: √K, gates of the eighth root; ABC: 1/√K, shares of a token among slots."""
+    config = config(**SIZES, slots=3)
+    mechanism, params, state, x = build(config)
+    _, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
+    logits = np.einsum("btd,dhm->bthm", x, params.core[0])
+    if isinstance(config, GSAConfig):
+        kept = sigmoid(logits) ** (1 / DAMPING)
+        write, scale = 1 - kept, K**0.5
+    else:
+        kept, scale = np.ones_like(logits), K**-0.5
+        write = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    written = [np.einsum("bthm,bthk->bthmk", write, z) for z in (k, v)]
+    keys, values = (kept[:, 1, ..., None] * z[:, 0] + z[:, 1] for z in written)
+    scores = scale * np.einsum("bhk,bhmk->bhm", q[:, 1], keys)
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    y = np.einsum("bhm,bhmv->bhv", weights, values)
     expected = recurrent_block.output_projection(
         config, params, x[:, 1], jnp.asarray(y, jnp.float32)
     )

@@ -305,27 +305,33 @@ def test_no_state_is_the_empty_state():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"phi": "tanh"}, "phi must be one of .*'l2_silu'.*, got 'tanh'"),
-        ({"activation": "gelu"}, "activation must be one of .*, got 'gelu'"),
-        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
-        ({"implementation": "cuda"}, "None or one of .*'xla'.*, got 'cuda'"),
-        ({"implementation": "pallas_tpu"}, "cannot run here: it needs a tpu"),
-        ({"gamma": -jnp.ones((B, 3, H))}, "gamma must lie in"),
-        ({"g": 0.1 * jnp.ones((B, 3, H))}, "g must lie in"),
-        ({"gamma": jnp.ones((B, 3, H, 3)), "g": None}, "each pass, got 3"),
-        ({"k": jnp.ones((B, 3, H, K + 1))}, "k must have shape"),
-        ({"alpha": jnp.ones((B, 3, 1, M))}, "alpha must have shape"),
-        ({"reset": jnp.zeros((B, 2), bool)}, "reset must be bool"),
-        ({"state": empty_state(B, H, M, K, V, 8)}, "state is of chunk_size 8, not 4"),
-        ({"state": empty_state(B, H, M + 1, K, V, C)}, "state.keys_start must be"),
-        ({"state": draw(3)[0]}, "state must be a TrellisState, got ArrayImpl"),
-        ({"state": draw_state(position=(4, 0))}, "state.position must lie in"),
-        ({"empty": draw_state(position=(1, 0))}, "empty.position must lie in"),
+        (lambda: {"phi": "tanh"}, "phi must be one of .*'l2_silu'.*, got 'tanh'"),
+        (lambda: {"activation": "gelu"}, "activation must be one of .*, got 'gelu'"),
+        (lambda: {"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        (lambda: {"implementation": "cuda"}, "None or one of .*'xla'.*, got 'cuda'"),
+        (lambda: {"implementation": "pallas_tpu"}, "cannot run here: it needs a tpu"),
+        (lambda: {"gamma": -jnp.ones((B, 3, H))}, "gamma must lie in"),
+        (lambda: {"g": 0.1 * jnp.ones((B, 3, H))}, "g must lie in"),
+        (lambda: {"gamma": jnp.ones((B, 3, H, 3)), "g": None}, "each pass, got 3"),
+        (lambda: {"k": jnp.ones((B, 3, H, K + 1))}, "k must have shape"),
+        (lambda: {"alpha": jnp.ones((B, 3, 1, M))}, "alpha must have shape"),
+        (lambda: {"reset": jnp.zeros((B, 2), bool)}, "reset must be bool"),
+        (
+            lambda: {"state": empty_state(B, H, M, K, V, 8)},
+            "state is of chunk_size 8, not 4",
+        ),
+        (
+            lambda: {"state": empty_state(B, H, M + 1, K, V, C)},
+            "state.keys_start must be",
+        ),
+        (lambda: {"state": draw(3)[0]}, "state must be a TrellisState, got ArrayImpl"),
+        (lambda: {"state": draw_state(position=(4, 0))}, "state.position must lie in"),
+        (lambda: {"empty": draw_state(position=(1, 0))}, "empty.position must lie in"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(change, message):
     names = ("q", "k", "v", "alpha", "gamma", "g")
-    call = dict(zip(names, draw(3), strict=True)) | {"chunk_size": C} | change
+    call = dict(zip(names, draw(3), strict=True)) | {"chunk_size": C} | change()
     with pytest.raises(ValueError, match=message):
         unchecked(**call)
 

@@ -48,15 +48,19 @@ CONFIG = MPlusConfig(
     rank=2,
     alpha=4.0,
 )
-TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
-BACKBONE = LanguageModel(SIZES, key=jax.random.key(0))
+TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, T)), jnp.int32)
 
 near = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
 
 
+@functools.cache
+def backbone():
+    return LanguageModel(SIZES, key=jax.random.key(0))
+
+
 def build(make=mplus, **changes):
     config = dataclasses.replace(CONFIG, **changes)
-    model = make(BACKBONE, config, key=jax.random.key(2))
+    model = make(backbone(), config, key=jax.random.key(2))
     # Learned parts begin as no change at all.
     for i, name in enumerate(("write_adapter", "read_adapter", "position")):
         key = jax.random.key(3 + i)
@@ -66,7 +70,10 @@ def build(make=mplus, **changes):
     return model
 
 
-MODEL = build()
+@functools.cache
+def shared():
+    """The model of most tests; none changes it."""
+    return build()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -74,8 +81,8 @@ def _verb(graph, name, params, state, *args):
     return getattr(nnx.merge(graph, params), name)(state, *args)
 
 
-def verb(name, state, *args, model=MODEL):
-    graph, params = nnx.split(model)
+def verb(name, state, *args, model=None):
+    graph, params = nnx.split(model or shared())
     return _verb(graph, name, params, state, *args)
 
 
@@ -150,7 +157,7 @@ def test_every_token_and_head_attends_to_its_best_rows(at_once, monkeypatch):
 
 def weights(layer, name, adapter):
     """A matrix [D, heads, H] of a layer, with its adapter's change."""
-    block = BACKBONE.blocks[layer]
+    block = backbone().blocks[layer]
     change = adapter[layer]["mixer"][name]
     scale = CONFIG.alpha / CONFIG.rank
     product = np.tensordot(change.down, change.up, 1)
@@ -160,15 +167,15 @@ def weights(layer, name, adapter):
 def seen_by(layer, name, x):
     """What the layer that reads makes of x: queries, keys or values [..., heads, H]."""
     x = np.asarray(x, np.float64)
-    norm = np.asarray(BACKBONE.blocks[layer].mixer_norm.get_value())
+    norm = np.asarray(backbone().blocks[layer].mixer_norm.get_value())
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + SIZES.norm_epsilon) * norm
-    return np.tensordot(x, weights(layer, name, as_arrays(MODEL.read_adapter)), 1)
+    return np.tensordot(x, weights(layer, name, as_arrays(shared().read_adapter)), 1)
 
 
 @pytest.fixture(name="told", scope="module")
 def _told():
     """A memory whose store is full, and one before its last update."""
-    state = verb("inject", MODEL.init_state(B), TOKENS[:, : 5 * C])
+    state = verb("inject", shared().init_state(B), TOKENS[:, : 5 * C])
     return state, verb("inject", state, TOKENS[:, 5 * C :])
 
 
@@ -232,7 +239,7 @@ def test_all_rows_of_a_small_store_are_read_as_the_retriever_reads_them():
 
 @pytest.fixture(name="steps", scope="module")
 def _steps():
-    states, logits = [MODEL.init_state(B)], []
+    states, logits = [shared().init_state(B)], []
     for t in range(T):
         state, y = verb("__call__", states[-1], TOKENS[:, t : t + 1])
         states.append(state)
@@ -294,7 +301,7 @@ def test_decode_retrieves_for_each_new_token(told):
     prompt, count = TOKENS[:, 5:9], 3
     greedy = Sampling(temperature=0.0)
     key = jax.random.key(0)
-    answer = MODEL.generate(state, prompt, count, key=key, sampling=greedy)
+    answer = shared().generate(state, prompt, count, key=key, sampling=greedy)
     text = jnp.concatenate([prompt, answer[:, :-1]], axis=1)
     _, logits = verb("read", state, text)
     np.testing.assert_array_equal(answer, np.argmax(logits[:, 3:], axis=-1))
@@ -305,8 +312,8 @@ def test_decode_retrieves_for_each_new_token(told):
 
 def test_there_is_no_retriever():
     names = {"backbone", "write_adapter", "read_adapter", "bos", "position"}
-    assert {*nnx.to_pure_dict(nnx.state(MODEL))} == names
-    state = jax.eval_shape(lambda: MODEL.init_state(B))
+    assert {*nnx.to_pure_dict(nnx.state(shared()))} == names
+    state = jax.eval_shape(lambda: shared().init_state(B))
     assert state.queries is None
     assert {x.keys.shape for x in state.store.layers} == {(B, M, G * H)}
     assert {x.rows.shape for x in state.store.layers} == {(B, M, G * H)}
@@ -324,10 +331,10 @@ def test_a_step_has_no_retriever_loss_and_scores_every_token(told):
         num_queries=jnp.array([2, 4], jnp.int32),
         keep=jnp.ones(B, bool),
     )
-    memory = mplus_tasks.first_memory(MODEL, B, 6, jax.random.key(0))
+    memory = mplus_tasks.first_memory(shared(), B, 6, jax.random.key(0))
     closed = told[0]._replace(length=jnp.zeros(B, jnp.int32))
     memory = memory._replace(state=closed)
-    graph, params, rest = nnx.split(MODEL, nnx.Param, ...)
+    graph, params, rest = nnx.split(shared(), nnx.Param, ...)
 
     def loss(params):
         model = nnx.merge(graph, params, rest)
@@ -353,15 +360,15 @@ def test_a_step_has_no_retriever_loss_and_scores_every_token(told):
 
 @pytest.mark.slow
 def test_files_know_how_rows_are_found(told, tmp_path):
-    save_memory(tmp_path / "memory", MODEL, told[1])
-    chex.assert_trees_all_equal(load_memory(tmp_path / "memory", MODEL), told[1])
+    save_memory(tmp_path / "memory", shared(), told[1])
+    chex.assert_trees_all_equal(load_memory(tmp_path / "memory", shared()), told[1])
     learned = build(retrieval="learned", key_dim=G * H)
     message = "config.retrieval is 'attention' in the memory and 'learned' in the model"
     with pytest.raises(ValueError, match=message):
         load_memory(tmp_path / "memory", learned)
     message = "retrieval must be 'learned' in a checkpoint of the official"
     with pytest.raises(ValueError, match=message):
-        save_mplus(MODEL, tmp_path / "model")
+        save_mplus(shared(), tmp_path / "model")
     save_mplus(learned, tmp_path / "model")
     with pytest.raises(ValueError, match=message):
         load_official(tmp_path / "model", config=CONFIG)
@@ -390,11 +397,11 @@ def test_settings_that_do_not_fit_the_retrieval_are_refused(options, message):
 def test_options_that_do_not_fit_the_retrieval_are_refused(told):
     tokens, (_, state) = TOKENS[:, :3], told
     with pytest.raises(ValueError, match="prompt_length must be None with .* got 2"):
-        MODEL.read(state, tokens, ReadOptions(prompt_length=2))
+        shared().read(state, tokens, ReadOptions(prompt_length=2))
     reading = state.cache
     with pytest.raises(ValueError, match="state must be that of the cache .* None"):
-        MODEL.decode(reading, tokens)
+        shared().decode(reading, tokens)
     with pytest.raises(ValueError, match="state must be None .*only_new=True, got a"):
-        MODEL.decode(reading, tokens, only_new=True, state=state)
+        shared().decode(reading, tokens, only_new=True, state=state)
     with pytest.raises(ValueError, match="state must be None .*'learned'"):
         build(retrieval="learned").decode(reading, tokens, state=state)

@@ -301,17 +301,18 @@ def test_a_single_adapter_writes_and_reads(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "model",
+    "make, changes",
     [
-        build(),
-        build(memoryllm),
-        build(tied_head=True, architecture=Architecture(scale_embedding=False)),
-        build(mixers=(dataclasses.replace(ATTENTION, qkv_bias=True),)),
-        build(architecture=Architecture(norm="layer")),
+        (mplus, {}),
+        (memoryllm, {}),
+        (mplus, dict(tied_head=True, architecture=Architecture(scale_embedding=False))),
+        (mplus, dict(mixers=(dataclasses.replace(ATTENTION, qkv_bias=True),))),
+        (mplus, dict(architecture=Architecture(norm="layer"))),
     ],
     ids=["mplus", "memoryllm", "tied", "qwen2", "own format"],
 )
-def test_a_saved_model_is_loaded_again(model, tmp_path):
+def test_a_saved_model_is_loaded_again(make, changes, tmp_path):
+    model = build(make, **changes)
     save_mplus(model, tmp_path / "saved")
     loaded = load_mplus(tmp_path / "saved")
     assert loaded.config == model.config and loaded.initial is None
