@@ -166,6 +166,7 @@ def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.slow
 def test_kernels_import_alone():
     """Also at run time: an op brings in no memjax."""
     names = sorted(name for name in SOURCES if room_of(name) == "memjax_kernels")
@@ -176,6 +177,7 @@ def test_kernels_import_alone():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_importing_is_quiet():
     """Also with libtpu installed on a machine without a TPU."""
     elsewhere = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}

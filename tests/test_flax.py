@@ -54,6 +54,12 @@ CONFIGS: dict[str, MixerConfig] = {
 MODELS = ("language model", "hmt", "rmt", "mplus", "memoryllm")
 
 
+def rows(names, fast):
+    """Parameters of a test, of which all but some are slow."""
+    slow = pytest.mark.slow
+    return [n if n in fast else pytest.param(n, marks=slow) for n in names]
+
+
 @pytest.fixture(scope="module", name="x")
 def _x():
     return jax.random.normal(jax.random.key(1), (B, T, D))
@@ -162,14 +168,16 @@ def test_every_mechanism_has_a_row():
     assert {type(config) for config in CONFIGS.values()} == {*MIXERS}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", rows(CONFIGS, ("attention", "elastic_memory", "trellis", "lattice"))
+)
 def test_flaxs_optimizer_trains_every_parameter_of_a_memory(name, x):
     layer = Layer(mechanism(name), rngs=nnx.Rngs(0))
     losses, stayed = train(layer, layer.memory.init_state(B), x, jnp.roll(x, 1, 1))
     assert losses[0] > losses[1] > losses[2] and not stayed
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", rows(MODELS, ("language model",)))
 def test_flaxs_optimizer_trains_every_model(name, tokens):
     whole = model(name)
     losses, stayed = train(whole, whole.init_state(B), tokens, jnp.roll(tokens, -1, 1))
@@ -178,7 +186,9 @@ def test_flaxs_optimizer_trains_every_model(name, tokens):
     assert all(n.startswith(("query", "key", "encoder_query")) for n in stayed), stayed
 
 
-@pytest.mark.parametrize("name", ["sliding_window", "elastic_memory", "trellis"])
+@pytest.mark.parametrize(
+    "name", rows(("sliding_window", "elastic_memory", "trellis"), ("trellis",))
+)
 def test_a_layer_is_split_merged_and_printed(name, x):
     layer = Layer(mechanism(name), rngs=nnx.Rngs(0))
     state = layer.memory.init_state(B)
@@ -191,7 +201,7 @@ def test_a_layer_is_split_merged_and_printed(name, x):
     assert "Memory" in table and f"Total Parameters: {total:,}" in table
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", rows(MODELS, ("language model",)))
 def test_a_model_is_printed(name, tokens):
     whole = model(name)
     table = tabulate(whole, whole.init_state(B), tokens)

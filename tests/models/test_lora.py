@@ -79,6 +79,7 @@ def names(model, kind):
     }
 
 
+@pytest.mark.slow
 def test_an_adapted_model_starts_as_its_base():
     np.testing.assert_array_equal(logits(adapted()), logits(base()))
 

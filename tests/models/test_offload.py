@@ -59,6 +59,7 @@ def runs(request):
     return found
 
 
+@pytest.mark.slow
 def test_the_place_changes_no_bit(runs):
     told = runs["device"][1][0]
     assert told.store.num_valid.min() > 3 and (told.num_valid == 4).all()

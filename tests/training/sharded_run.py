@@ -23,7 +23,7 @@ from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 # One block and a half: fewer programs to compile than two whole blocks.
 B, T, V, STEPS = 8, 6, 16, 3
-MESHES = {"none": None, "8 1 1": (8, 1, 1), "2 2 2": (2, 2, 2), "1 4 2": (1, 4, 2)}
+MESHES = {"none": None, "2 2 2": (2, 2, 2), "1 4 2": (1, 4, 2)}
 MODEL = ModelConfig(
     mixers=(ElasticMemoryConfig(16, 4, 2, 4, block=4, order=4, decay=0.8),),
     num_layers=1,

@@ -66,6 +66,7 @@ def losses(folder):
     ]
 
 
+@pytest.mark.slow
 def test_a_stream_with_carried_memory_resumes_bit_for_bit(config, whole, tmp_path):
     # Stopping at 3 must not shape the schedule: only the loop's budget differs.
     interrupted = tmp_path / "run"
@@ -94,6 +95,7 @@ def test_a_stream_with_carried_memory_resumes_bit_for_bit(config, whole, tmp_pat
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_memory_is_carried_from_batch_to_batch(config, whole, tmp_path):
     forgetful = dataclasses.replace(
         config,
@@ -110,6 +112,7 @@ def test_another_model_is_refused_by_field(config, whole):
         run.train(other, whole)
 
 
+@pytest.mark.slow
 def test_a_run_is_read_back_and_read_with_another_sampling(config, whole):
     found, model = run.load_model(whole)
     assert found == config

@@ -204,6 +204,7 @@ def streams():
     return tokens, results
 
 
+@pytest.mark.slow
 def test_carried_memory_makes_two_batches_one_text_and_reset_rows_start_empty(streams):
     tokens, results = streams
     first, (state, second) = results[0]
@@ -240,6 +241,7 @@ def test_a_model_that_does_not_read_ahead_is_scored_everywhere(plain):
     close(found.params, plain[0].params)
 
 
+@pytest.mark.slow
 def test_hmt_with_retrieval_is_scored_from_j_on():
     # L = 4 and j = 1: target i is token i + 1, at place (i + 1) % 4 of its segment.
     memory = HMTConfig(segment=4, sensory=1, memories=2, summary_fraction=0.25)

@@ -47,6 +47,7 @@ def test_no_text_is_in_two_splits():
     assert len(names) == len(texts) == len(documents) == 14
 
 
+@pytest.mark.slow
 def test_every_document_is_long():
     encode = tokenizer.load_tokenizer("bpe4k").encode
     for document in sources.embedded_documents():

@@ -86,6 +86,7 @@ def near(count, total, share):
     return abs(count - total * share) <= 4 * np.sqrt(total * share * (1 - share)) + 1
 
 
+@pytest.mark.slow
 def test_tasks_come_in_their_proportions_and_revisits_by_their_rules():
     full = multi = two = again = eligible = kept = repeated = 0
     distance, revisited, freed = None, False, True

@@ -42,6 +42,7 @@ def test_recall_varies_order_rows_and_keys():
     assert not np.array_equal(other.tokens, batch.tokens)
 
 
+@pytest.mark.slow
 def test_tasks_are_pure_and_jittable():
     for task in (copy_task, associative_recall):
         jitted = jax.jit(task, static_argnums=(1, 2, 3))

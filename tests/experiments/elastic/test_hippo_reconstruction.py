@@ -10,6 +10,7 @@ from experiments.elastic import hippo_bank, hippo_reconstruction
 BOUNDS = {(1, 32): 1.2e-5, (0, 32): 0.97, (0, 128): 0.90, (0, 512): 0.72}
 
 
+@pytest.mark.slow
 def test_small_run_writes_table_and_plot(tmp_path, capsys):
     config = hippo_reconstruction.Config(
         length=64, seeds=2, output=tmp_path / "deep" / "small"

@@ -43,6 +43,7 @@ def test_our_step_trains():
     assert np.isfinite(losses).all() and losses[2] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_report_has_rows_and_shares(monkeypatch, tmp_path):
     times = {"median_s": 2.0, "min_s": 1.0, "max_s": 4.0, "peak_mebibytes": 1.0}
     others = {"official": times | {"median_s": 3.0}}

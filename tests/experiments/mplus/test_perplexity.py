@@ -71,6 +71,7 @@ def direct(tokens, skip):
     return nats[:, skip - 1 :]
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_logits_and_leave_the_memory():
     memory, tokens = told(tiny_memory(), 8), TEXT[:, 8 * C :]
     before = jax.tree.map(np.asarray, memory)

@@ -111,6 +111,7 @@ def test_the_choice_at_lowering_is_xla_on_a_cpu_under_every_transformation(op):
     assert np.abs(chosen).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["trellis", "lattice"])
 def test_gradients_of_gradients_exist_where_the_platform_decides(op):
     """As for a gradient penalty: no kernel stands in their way."""

@@ -92,6 +92,7 @@ def close(actual, expected, tolerance):
         assert distance <= tolerance, (jax.tree_util.keystr(path), distance)
 
 
+@pytest.mark.slow
 def test_values_and_gradients_agree_with_xla():
     """Nine heads, so that a program of eight and one of one run them."""
     b, t, h, m, v, c = 3, 12, 3, 8, 16, 4
@@ -105,6 +106,7 @@ def test_values_and_gradients_agree_with_xla():
     assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(expected[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("c", [4, 1])
 def test_gradients_of_gradients_differentiate_the_same_function(c, monkeypatch):
     """The XLA form of the kernels' own arguments is the op: `gradients.of_kernels`."""

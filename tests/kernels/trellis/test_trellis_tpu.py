@@ -112,6 +112,7 @@ def close(actual, expected, tolerance):
         assert distance <= tolerance, (path, distance)
 
 
+@pytest.mark.slow
 def test_values_and_gradients_agree_with_xla():
     """Nine heads, so that a program of eight and one of one run them."""
     b, t, h, k, v, m, c = 3, 7, 3, 16, 24, 8, 4
@@ -131,6 +132,7 @@ def test_values_and_gradients_agree_with_xla():
     assert all(np.isfinite(x).all() for x in gradients)
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
     """The XLA form of the kernels' own arguments is the op: `gradients.of_kernels`."""
     b, t, h, k, v, m, c = 2, 7, 2, 8, 6, 5, 4

@@ -133,6 +133,7 @@ STARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STARTING)
 def test_a_memory_starts_from_what_was_learned_and_teaches_it(name):
     mechanism = STARTING[name]

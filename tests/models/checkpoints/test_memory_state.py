@@ -76,6 +76,7 @@ def _saved(model, state, tmp_path):
     return tmp_path / "memory"
 
 
+@pytest.mark.slow
 def test_a_restored_memory_continues_bit_exactly(model, read, state, saved):
     assert state.store.num_valid.tolist() == [6, 6] and state.length.tolist() == [2, 2]
     loaded = load_memory(saved, model)

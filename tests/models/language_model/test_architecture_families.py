@@ -133,6 +133,7 @@ def test_export_is_what_was_imported(name):
         np.testing.assert_array_equal(exported[key], value, err_msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_linear", "llama_yarn", "opt_350m", "qwen2"])
 def test_transformers_takes_the_export(name):
     torch = pytest.importorskip("torch", reason="needs the optional package torch")

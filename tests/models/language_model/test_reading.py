@@ -68,6 +68,7 @@ def close(actual, expected):
     chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_encode_equals_read_from_the_empty_state(name):
     model = build(name)

@@ -57,6 +57,7 @@ def read(model, *pieces, state=None):
     return state, np.concatenate(found, axis=1)
 
 
+@pytest.mark.slow
 def test_keeping_everything_is_full_attention():
     everything = with_snapkv(tiny(), SnapKVConfig(keep=T, room=8, window=3))
     pieces = (TOKENS[:, :9], TOKENS[:, 9:], TOKENS[:, :1], TOKENS[:, 1:2])

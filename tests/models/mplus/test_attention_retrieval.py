@@ -179,6 +179,7 @@ def _told():
     return state, verb("inject", state, TOKENS[:, 5 * C :])
 
 
+@pytest.mark.slow
 def test_dropped_rows_are_stored_as_keys_and_values(told):
     before, _ = told
     assert before.store.num_valid.tolist() == [6, 6]

@@ -239,6 +239,7 @@ def flagged(tmp_path, **flags):
     return file
 
 
+@pytest.mark.slow
 def test_memoryllms_flag_is_heeded(golden, tmp_path):
     config = dataclasses.replace(golden.config, retrieved=0)
     load = lambda **flags: load_official(flagged(tmp_path, **flags), HF, config)
@@ -300,6 +301,7 @@ def test_a_single_adapter_writes_and_reads(tmp_path):
     chex.assert_trees_all_equal(as_arrays(reads), as_arrays(writes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make, changes",
     [

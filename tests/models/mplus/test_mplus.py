@@ -337,6 +337,7 @@ def read(model, state, tokens, prompt=None, room=0):
     return _read(graph, prompt, room, params, state, tokens)
 
 
+@pytest.mark.slow
 def test_the_open_chunk_is_read(injected):
     """With fewer rows in the store than are read, which leaves nothing to choose."""
     model, (_, _, state, _) = injected
@@ -354,6 +355,7 @@ def test_the_open_chunk_is_read(injected):
     close(both, jnp.stack([without[0], logits[1]]))
 
 
+@pytest.mark.slow
 def test_only_the_prompt_retrieves_and_decode_continues(injected):
     model, (*_, state) = injected
     tokens = TOKENS[:, 4:11]
@@ -368,6 +370,7 @@ def test_only_the_prompt_retrieves_and_decode_continues(injected):
     assert np.isnan(beyond).all()
 
 
+@pytest.mark.slow
 def test_greedy_generation_picks_the_likeliest_tokens_of_a_read(injected):
     model, (*_, state) = injected
     prompt, count = TOKENS[:, 5:9], 4

@@ -53,6 +53,7 @@ def collect(model, count=3, asking=4, rows=3):
     )
 
 
+@pytest.mark.slow
 def test_a_bank_holds_what_the_retriever_is_given():
     model = build()
     bank = collect(model)
