@@ -365,7 +365,7 @@ def test_every_bad_input_is_refused():
         model(state, tokens[:, :0])
     with pytest.raises(ValueError, match="mask needs a state made for it"):
         model(state, tokens, jnp.ones((B, T), bool))
-    with pytest.raises(ValueError, match="texts of 9 tokens .* allow 8"):
+    with pytest.raises(ValueError, match="sequences of 9 tokens .* allow 8"):
         short = AttentionConfig(D, 4, 2, 4, capacity=L + K + 1)
         build("attention", CAUSAL, mixers=(short,))
     recurrent = build("recurrent", CAUSAL)
