@@ -16,6 +16,7 @@ from memjax.models.language_model.config import MIXERS
 from memjax.training import pretrain as run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", run.presets())
 def test_every_preset_survives_json(name):
     config = run.presets()[name]

@@ -51,6 +51,7 @@ def entry(prompt, answer, seed=0):
 INPUTS = [entry(13, 2), entry(4, 3, 1), entry(20, 1, 2)]
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_whole_text():
     scores = evaluation.answers(backbone(), INPUTS, segment=5, batch_size=2)
     assert scores.mask.sum(axis=1).tolist() == [2, 3, 1]

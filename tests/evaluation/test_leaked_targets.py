@@ -42,6 +42,7 @@ def features(tokens):
     return MODEL.features(MODEL.init_state(1), tokens[None])[1][0]
 
 
+@pytest.mark.slow
 def test_what_is_scored_has_not_been_seen():
     """Changing a token changes nothing that it, or one before it, is scored from."""
     mask = evaluation.scored(6 * L, L, CONFIG.summary)

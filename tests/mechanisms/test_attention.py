@@ -161,6 +161,7 @@ def test_a_window_far_into_a_stream_is_a_fresh_window():
     jax.tree.map(close, state, last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least_cut", [3, 96])
 @pytest.mark.parametrize(("queries", "keys"), [(7, 7), (7, 12), (4, 5), (1, 6)])
 def test_the_last_queries_see_all_that_is_before_them(
@@ -221,6 +222,7 @@ def test_sizes_that_cannot_be_are_refused(wrong, message):
         SlidingWindowConfig(**SIZES, window=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 4, 6])
 def test_keys_in_parts_are_one_softmax(monkeypatch, at_once):
     """Values and all gradients; 11 keys in parts of 4 overlap by one."""

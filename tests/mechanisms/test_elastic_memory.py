@@ -155,6 +155,7 @@ def test_memory_is_invisible_before_the_first_block_is_compressed(call):
     assert np.abs(y - z).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["block", "stream"])
 def test_block_positions_forget_how_long_the_stream_is(positions):
     """With equal memories, a block reads the same at token 8 and at token 8000."""
@@ -217,6 +218,7 @@ def test_flush_of_no_open_block_changes_nothing():
     chex.assert_trees_all_equal(flush(mixed), mixed)
 
 
+@pytest.mark.slow
 def test_a_thousand_blocks_in_half_precision_stay_bounded():
     """Unit-variance inputs, bfloat16 compute, float32 state: a contraction."""
     sizes: dict[str, Any] = HEADS | dict(num_heads=1, num_kv_heads=1)

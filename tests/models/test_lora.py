@@ -103,6 +103,7 @@ def test_what_is_trained_are_two_thin_matrices_a_target_and_nothing_else():
     assert frozen == sum(x.size for x in jax.tree.leaves(nnx.state(base())))
 
 
+@pytest.mark.slow
 def test_a_change_is_alpha_over_r_times_the_product():
     model, dense = moved(), nnx.merge(*nnx.split(base()))
     for block, new in zip(model.blocks, dense.blocks, strict=True):
@@ -133,6 +134,7 @@ def test_merging_gives_the_same_function_as_a_plain_model():
     assert all(jax.tree.leaves(again))
 
 
+@pytest.mark.slow
 def test_an_update_moves_the_adapters_alone_and_keeps_no_moments_of_the_rest():
     transform, config = optax.adam(1e-2), StepConfig()
     state = init_train_state(adapted(), transform, config, 2)

@@ -39,6 +39,7 @@ def test_chunks_give_each_targets_negative_log_likelihood(
     assert set(shapes) == {(B, chunk, D)}
 
 
+@pytest.mark.slow
 def test_gradients_do_not_see_the_chunks(monkeypatch):
     weights = jnp.linspace(0, 1, B * T).reshape(B, T)
     gradient = lambda: jax.grad(lambda *x: (losses_of(*x) * weights).sum(), (0, 1))(

@@ -67,6 +67,7 @@ def test_the_place_changes_no_bit(runs):
     chex.assert_trees_all_equal(on_host, jax.tree.map(np.asarray, runs["device"][1]))
 
 
+@pytest.mark.slow
 def test_rows_stay_on_the_host_and_keys_on_the_device(runs):
     for state in runs["host"][1][:2]:
         kind = lambda leaf: leaf.sharding.memory_kind

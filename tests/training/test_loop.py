@@ -348,6 +348,7 @@ def test_a_save_that_fails_stops_the_run_before_the_next_one(
     assert 50 <= metrics(tmp_path)[-1][0] < 98
 
 
+@pytest.mark.slow
 def test_speed_leaves_evaluation_out(tmp_path: Path) -> None:
     options = {"steps": 5, "log_every": 1, "evaluate_every": 3, "evaluate_sleep": 1.0}
     assert toy.main(tmp_path, options) == 0
@@ -356,6 +357,7 @@ def test_speed_leaves_evaluation_out(tmp_path: Path) -> None:
     assert min(v["tokens_per_second"] for v in trained[1:]) > toy.BATCH / 0.9
 
 
+@pytest.mark.slow
 def test_profile_writes_a_trace(tmp_path: Path) -> None:
     assert toy.main(tmp_path, {"steps": 6, "profile": [3, 4]}) == 0
     traces = list((tmp_path / "profile").glob("**/*.xplane.pb"))

@@ -106,6 +106,7 @@ def test_memory_is_carried_from_batch_to_batch(config, whole, tmp_path):
     assert losses(tmp_path) != losses(whole)
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_by_field(config, whole):
     other = dataclasses.replace(config, model=dataclasses.replace(MODEL, hidden_dim=4))
     with pytest.raises(ValueError, match=r"model\.hidden_dim"):

@@ -172,6 +172,7 @@ def _join(shards):
     return Batch(*(np.concatenate(arrays) for arrays in zip(*shards, strict=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard_count", [1, 2, 4, 8])
 @pytest.mark.parametrize("make", PIPELINES.values(), ids=PIPELINES)
 def test_hosts_hold_contiguous_rows_of_one_global_batch(make, shard_count):

@@ -97,6 +97,7 @@ def test_multi_query_recall_is_zoologys():
     assert filler.min() < 6 and filler.max() > 18
 
 
+@pytest.mark.slow
 def test_queries_come_soon_by_the_power_law():
     """Gaps are numpy's weighted choice without replacement: the same mean."""
     rng = np.random.default_rng(0)

@@ -170,6 +170,7 @@ def test_the_most_frequent_answer_of_each_kind_in_training_is_the_baseline():
     assert found == {"all": 0.5, "a": 0.5, "b": 1.0, "c": 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["HMT", "sliding window"])
 def test_cost(kind, monkeypatch):
     monkeypatch.setattr(cost.Config, "backbone", BACKBONE)

@@ -31,6 +31,7 @@ def by_attention():
     return variants.with_attention_retrieval(official_model())
 
 
+@pytest.mark.slow
 def test_the_parameters_are_the_same_without_the_retrievers():
     before, after = (
         nnx.to_pure_dict(nnx.state(m)) for m in (official_model(), by_attention())

@@ -336,6 +336,7 @@ def test_m_plus_writes_what_is_injected_and_reads_the_question():
     jax.tree.map(np.testing.assert_array_equal, before, memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", [MEMORY.store, 1024])
 def test_memoryllm_is_as_large_on_the_device_without_a_store(store):
     model = variants.with_store(tiny_memory(), store)

@@ -105,6 +105,7 @@ def test_rows_of_the_context_are_found_by_their_values():
     assert (found[6].store < found[4].store).any()
 
 
+@pytest.mark.slow
 def test_rows_of_the_answer_are_those_of_its_tokens():
     """A chunk's last tokens have a row each, in the order of the tokens."""
     batch, store = samples(6)[0], 64

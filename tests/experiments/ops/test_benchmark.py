@@ -56,6 +56,7 @@ def test_what_disagrees_is_not_timed(monkeypatch):
         benchmark.check("linear_attention", cases.Shape(*SMALL), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [op for op in cases.ARGUMENTS if op != "attention"])
 def test_every_op_takes_its_inputs_and_has_a_cost(op):
     shape = cases.Shape(1, 20, 2, 16)

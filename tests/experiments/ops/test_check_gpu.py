@@ -33,6 +33,7 @@ def test_a_case_compares_everything_with_the_token_loop(monkeypatch):
     assert 0.05 < row["gradient"] < 0.2 and not row["agrees"]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_does_not_run_is_named():
     case = check_gpu.lattice_case(Shape(1, 20, 1, 16), 8, "sim")
     row = check_gpu.measure(case, 2e-2)

@@ -267,6 +267,7 @@ def test_a_linear_phi_is_the_delta_rule():
     close(after.keys.swapaxes(2, 3), memory)
 
 
+@pytest.mark.slow
 def test_shared_gates_and_none():
     q, k, v, alpha, gamma, g = draw(5, gates=())
     twice = lambda x: jnp.stack([x, x], -1)

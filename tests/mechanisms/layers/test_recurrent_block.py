@@ -180,6 +180,7 @@ def test_leaves_of_an_empty_state_are_buffers_of_their_own():
         assert len(places) == len(leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, dict(phi="identity"), dict(phi="silu")])
 def test_trellis_stays_finite_on_a_key_that_repeats(options):
     mechanism = TrellisConfig(**SIZES, slots=5, chunk_size=16, **options).build()

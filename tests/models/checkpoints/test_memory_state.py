@@ -87,6 +87,7 @@ def test_a_restored_memory_continues_bit_exactly(model, read, state, saved):
     chex.assert_trees_all_equal(read(loaded, more), read(state, more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_state_of_every_model_is_restored(name, tmp_path):
     model = OTHERS[name]()
@@ -99,6 +100,7 @@ def test_the_state_of_every_model_is_restored(name, tmp_path):
     chex.assert_trees_all_equal(loaded, state)
 
 
+@pytest.mark.slow
 def test_settings_that_change_no_result_may_differ(state, saved):
     chex.assert_trees_all_equal(load_memory(saved, build(remat=False)), state)
 

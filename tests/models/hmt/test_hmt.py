@@ -228,6 +228,7 @@ def test_recomputing_changes_no_gradient():
         close(pure, nnx.to_pure_dict(keep), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_a_backbone_with_adapters_has_gradients(activations):
     """Its modules hold a Python number, LoRA's scale, on which tracing could fail."""

@@ -92,6 +92,7 @@ def test_logits_are_those_of_transformers(name):
     close(logits, golden["logits"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_is_not_seen_whole_or_in_pieces(name):
     """Nor later, from the cache; the padded tokens' own logits have no meaning."""

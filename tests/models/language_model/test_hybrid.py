@@ -36,6 +36,7 @@ def tiny():
     return LanguageModel(CONFIG, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_a_hybrid_trains_on_a_stream():
     options = StepConfig(carry_memory=True)
     state = init_train_state(tiny(), optax.sgd(0.1), options, B)
@@ -55,6 +56,7 @@ def test_a_hybrid_trains_on_a_stream():
     np.testing.assert_array_equal(lattice.memory.memory.position, [2, 0])
 
 
+@pytest.mark.slow
 def test_a_hybrid_writes_what_its_forward_pass_finds_likeliest():
     state, drawn = generate(
         tiny(),

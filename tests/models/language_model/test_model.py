@@ -137,6 +137,7 @@ def gradients(**options):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, floats)
 
 
+@pytest.mark.slow
 def test_gradients_reach_all_parameters_and_the_memory_and_remat_keeps_them():
     mixers = CONFIG.mixers[1:3]
     loss, (params, memory) = plain = gradients(mixers=mixers, num_layers=2)
@@ -147,6 +148,7 @@ def test_gradients_reach_all_parameters_and_the_memory_and_remat_keeps_them():
     close(gradients(mixers=mixers, num_layers=2, remat=True), plain, 1e-6)
 
 
+@pytest.mark.slow
 def test_half_precision_keeps_a_float32_memory_and_float32_logits(whole):
     model = build(dtype="bfloat16")
     state, logits = run(model, model.init_state(B), TOKENS)
@@ -198,6 +200,7 @@ def test_elastic_memory_adds_no_parameter(name):
     chex.assert_trees_all_equal_shapes_and_dtypes(plain, elastic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name,tolerance",
     [
@@ -232,6 +235,7 @@ def test_presets_have_the_mixers_of_their_name():
         assert config.layers == mixers, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_runs_and_carries_its_memory(family):
     """Shapes alone: the contract test runs every mechanism."""

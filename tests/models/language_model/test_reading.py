@@ -80,6 +80,7 @@ def test_encode_equals_read_from_the_empty_state(name):
     close(encode(model, x), features)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_ragged_elements_equal_elements_read_alone(name):
     """Also when they go on; nothing of what lay behind their end is left."""
@@ -103,6 +104,7 @@ def test_ragged_elements_with_a_mask():
     np.testing.assert_array_equal(after[-1], [2, 2, 2])
 
 
+@pytest.mark.slow
 def test_remat_changes_nothing_with_a_mask():
     mask = jnp.ones((B, T), bool).at[0, :2].set(False)
 

@@ -125,6 +125,7 @@ def rotation(x, positions, theta):
     return np.concatenate([z.real, z.imag], axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scaling", [None, RopeScaling("yarn", 4.0, original_positions=8)]
 )

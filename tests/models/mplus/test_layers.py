@@ -41,6 +41,7 @@ def build(stored):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, K, C])
 def test_what_a_layer_is_given_is_what_the_one_before_makes(count):
     """Beside the position, which is added before every layer."""
@@ -55,6 +56,7 @@ def test_what_a_layer_is_given_is_what_the_one_before_makes(count):
     close(given[:, :, : K - new], memory[:, :, new:] + p[None])
 
 
+@pytest.mark.slow
 def test_bos_is_what_the_backbone_makes_of_a_first_position():
     bos = init_bos(BACKBONE)
     mean = BACKBONE.embedding.get_value().mean(axis=0)

@@ -191,6 +191,7 @@ def test_the_state_is_a_fixed_point_in_float32(case):
     assert TRACED[nnx.graphdef(model), (B, 1)] == 1
 
 
+@pytest.mark.slow
 def test_gradients_are_finite_and_reach_what_the_loss_sees():
     model = build()
     graph, params, rest = nnx.split(model, nnx.Param, ...)

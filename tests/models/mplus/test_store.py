@@ -101,6 +101,7 @@ class Program:
         self.rows, self.recalls, self.cache = rows, recalls, []
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(batches(9), masks)
 def test_rows_leave_by_their_recall_frequency(born, taken):
@@ -210,6 +211,7 @@ def probabilities(keys, queries):
     return (1 / (1 + np.exp(-logits))).mean(axis=0)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(ROWS, QUERIES)
 def test_rows_of_highest_p_are_retrieved_oldest_first(rows, queries):

@@ -77,6 +77,7 @@ def test_a_bank_holds_what_the_retriever_is_given():
             assert np.abs(made - row[None]).max(axis=1).min() < 1e-2
 
 
+@pytest.mark.slow
 def test_each_document_asks_among_the_rows_of_all():
     model = build()
     bank = collect(model)
@@ -153,6 +154,7 @@ def found_of_own(params, bank):
     return np.mean(shares)
 
 
+@pytest.mark.slow
 def test_similarity_finds_rows_like_those_that_ask():
     bank = crowd()
     params = retriever_fit.similarity(bank, AXES + 1)
@@ -204,6 +206,7 @@ def test_rows_that_a_document_does_not_make_are_refused(rows):
         collect(build(), rows=rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documents", [1, 7])
 def test_batch_sizes_out_of_range_are_refused(documents):
     model = build()

@@ -291,6 +291,7 @@ def test_only_the_first_tokens_of_a_target_are_queries(told):
     assert float(loss(hidden)) != float(loss(hidden.at[:, 1, 8].add(1.0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunks", "reached"),
     [
