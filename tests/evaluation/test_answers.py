@@ -102,6 +102,7 @@ def probability_of_any_answer(texts):
     return np.exp(-scores.nll[:, 0]).reshape(V, len(texts)).sum(axis=0)
 
 
+@pytest.mark.slow
 def test_an_aligned_answer_is_not_read_ahead():
     # In the third segment, the first in which there is something to choose.
     texts = [entry(prompt, 3, prompt) for prompt in range(2 * L + 1, 3 * L + 1)]

@@ -70,6 +70,7 @@ def test_restricting_leaves_the_rest_out():
         evaluation.restrict(whole, np.ones(2, np.float32))
 
 
+@pytest.mark.slow
 def test_distances_are_those_of_the_memories_searched():
     """The heaviest weight of each segment, found over a list of memories by hand."""
     state = MODEL.init_state(1)

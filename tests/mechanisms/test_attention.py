@@ -109,6 +109,7 @@ def test_rope_sees_distances_alone():
     assert np.abs(scores[0, 0] - scores[0, 2]) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [3, 7])
 def test_outputs_are_nan_from_the_first_token_that_does_not_fit(first):
     """And right before it, also where the last segment is as long as the cache."""

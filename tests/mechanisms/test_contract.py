@@ -67,6 +67,18 @@ CONFIGS: dict[str, MixerConfig] = {
     ),
     "lattice_sparse": LatticeConfig(**BLOCK, variant="sim", chunk_size=1, forget="l1"),
 }
+# Other options of mechanisms that have a row: not among the fast tests.
+VARIANTS = (
+    "attention_full",
+    "elastic_memory_bank",
+    "trellis_nonlinear",
+    "lattice_unnormalised",
+    "lattice_sparse",
+)
+ROWS = [
+    pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name
+    for name in CONFIGS
+]
 
 
 def make_case(config):
@@ -91,7 +103,7 @@ def make_stepped(case):
     return states, jnp.stack(outputs, axis=1)
 
 
-@pytest.fixture(params=CONFIGS, name="case", scope="module")
+@pytest.fixture(params=ROWS, name="case", scope="module")
 def _case(request):
     return make_case(CONFIGS[request.param])
 

@@ -117,6 +117,7 @@ def test_apply_is_algorithm_1(length, options):
     assert state.open_length.tolist() == [length - 12] * B
 
 
+@pytest.mark.slow
 def test_it_has_exactly_the_parameters_of_attention_and_takes_them():
     plain = mechanisms.attention(AttentionConfig(**HEADS, capacity=L))
     weights = plain.init_params(jax.random.key(0))

@@ -25,6 +25,9 @@ SIZES: dict[str, Any] = dict(model_dim=D, num_heads=H, key_dim=K, value_dim=K)
 def build(config):
     """A mechanism, its parameters, its empty state and two tokens."""
     mechanism = config.build()
+    mechanism = mechanism._replace(
+        step=jax.jit(mechanism.step), apply=jax.jit(mechanism.apply)
+    )
     params = mechanism.init_params(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (B, 2, D))
     return mechanism, params, mechanism.init_state(B), x

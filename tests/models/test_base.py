@@ -47,6 +47,7 @@ def build(name: str) -> Any:
             return mplus(llama(), MEMORY, key=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "window", "first_scored", "remaining"),
     [

@@ -123,6 +123,7 @@ def test_a_change_is_alpha_over_r_times_the_product():
     assert np.abs(found - logits(base())).max() > 0.1
 
 
+@pytest.mark.slow
 def test_merging_gives_the_same_function_as_a_plain_model():
     model = moved()
     merged = merge_lora(model)

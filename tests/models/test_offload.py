@@ -82,6 +82,7 @@ def test_rows_stay_on_the_host_and_keys_on_the_device(runs):
     assert before == {"device": sum(after.values())}
 
 
+@pytest.mark.slow
 def test_a_memory_is_loaded_to_its_place(runs, tmp_path):
     model, (told, *_) = runs["device"]
     save_memory(tmp_path / "memory", model, told)

@@ -98,6 +98,7 @@ def test_an_update_is_the_gradient_of_the_masked_mean(plain):
     assert metrics["finite"] == 1 and state.step == 1 and state.memory == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 4])
 def test_accumulation_is_the_same_update(plain, parts):
     state, metrics = update(UNEVEN, accumulate=parts)

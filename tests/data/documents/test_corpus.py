@@ -60,6 +60,7 @@ def test_notices_of_every_licence_ship():
         assert words in notices
 
 
+@pytest.mark.slow
 def test_shipped_tokenizer_saw_the_train_split_alone():
     train = [d.text for d in sources.embedded_documents() if d.split == "train"]
     shipped = lzma.decompress((CORPUS / tokenizer.SHIPPED_FILE).read_bytes())

@@ -48,6 +48,7 @@ def test_the_parameters_are_the_same_without_the_retrievers():
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoints_store_becomes_keys_and_values():
     """Each row's through the layer that reads, in float64."""
     state, told = by_attention().init_state(1), official_model().init_state(1)

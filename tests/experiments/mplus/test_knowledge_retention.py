@@ -354,6 +354,7 @@ def test_memoryllm_is_as_large_on_the_device_without_a_store(store):
     assert tiny_memory().config == MEMORY
 
 
+@pytest.mark.slow
 def test_rows_of_the_store_are_not_on_the_device():
     model = tiny_memory()
     state = jax.eval_shape(lambda: model.init_state(1))

@@ -198,6 +198,7 @@ def test_retrieval_quality_runs_whole(monkeypatch, tmp_path, capsys):
     assert "untrained retriever" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_cannot_be_followed_is_refused(monkeypatch, tmp_path):
     check = retrieval_quality.check
     with pytest.raises(ValueError, match="chunk must be a multiple of the memory's 48"):

@@ -27,6 +27,7 @@ def test_every_part_times_its_acts(part):
         assert set(seconds) == acts[part] and min(seconds.values()) > 0
 
 
+@pytest.mark.slow
 def test_a_filled_state_is_full_and_its_store_older_than_its_pool():
     backbone = LanguageModel(
         implementations.backbone_config(SHAPE), key=jax.random.key(0)

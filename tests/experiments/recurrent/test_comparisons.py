@@ -106,6 +106,7 @@ def test_recall_runs_both_tasks(tmp_path, monkeypatch):
     assert is_png(tmp_path / "result_length.png")
 
 
+@pytest.mark.slow
 def test_examples_depend_on_seed_and_step_alone():
     config = recall.Config()
     first, again = (
@@ -123,6 +124,7 @@ def test_examples_depend_on_seed_and_step_alone():
     assert counts.tolist() == [4, 8, 12] and set(rows) == {16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [trellis_ablation, lattice_ablation, context_length]
 )

@@ -46,6 +46,7 @@ def token_loop(q, k, v, gamma, start, variant):
     return memory, reads, least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dec", "enc", "sim"])
 def test_refined_chunks_are_the_exact_recurrence(variant):
     q, k, v, gamma, start = draw()

@@ -60,6 +60,7 @@ def test_a_chunk_is_complete_where_tokens_reach_its_end(time):
     np.testing.assert_array_equal(aligned, [expected[0]] * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2, 3, 8])
 def test_scan_is_a_scan_whatever_it_keeps(every):
     xs = jnp.linspace(0.1, 0.8, 7)

@@ -121,6 +121,7 @@ def test_gradients_of_gradients_exist_where_the_platform_decides(op):
     assert [x.shape for x in second] == [x.shape for x in tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["trellis", "lattice"])
 def test_outside_jit_only_the_form_of_this_platform_is_traced(op, monkeypatch):
     function, tokens = draw(op, time=1)

@@ -105,6 +105,7 @@ def test_settings_that_change_no_result_may_differ(state, saved):
     chex.assert_trees_all_equal(load_memory(saved, build(remat=False)), state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other,message",
     [

@@ -183,7 +183,7 @@ def test_the_state_is_a_fixed_point_in_float32(case):
     "config",
     [
         pytest.param(CAUSAL, marks=pytest.mark.slow, id="causal"),
-        pytest.param(PAPER, id="paper"),
+        pytest.param(PAPER, marks=pytest.mark.slow, id="paper"),
         pytest.param("rmt", marks=pytest.mark.slow, id="rmt"),
     ],
 )

@@ -95,6 +95,7 @@ def test_ragged_elements_equal_elements_read_alone(name):
         close(element(after, b), alone)
 
 
+@pytest.mark.slow
 def test_ragged_elements_with_a_mask():
     model, x = build("learned"), build("learned").embed(TOKENS)
     mask, lengths = jnp.ones((B, T), bool).at[:, 1].set(False), [3, 3, 3]

@@ -195,6 +195,7 @@ def masked(state, following, slots):
     return tiny().logits(jnp.asarray(rms(x, tiny().norm), jnp.float32))
 
 
+@pytest.mark.slow
 def test_reading_on_sees_the_chosen_tokens_and_no_others():
     """Against all keys where they were, with a mask a head, in float64."""
     chosen = []

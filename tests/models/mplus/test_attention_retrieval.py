@@ -395,6 +395,7 @@ def test_settings_that_do_not_fit_the_retrieval_are_refused(options, message):
         dataclasses.replace(CONFIG, **options)
 
 
+@pytest.mark.slow
 def test_options_that_do_not_fit_the_retrieval_are_refused(told):
     tokens, (_, state) = TOKENS[:, :3], told
     with pytest.raises(ValueError, match="prompt_length must be None with .* got 2"):

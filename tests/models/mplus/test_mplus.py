@@ -111,6 +111,7 @@ def test_a_call_equals_its_tokens_one_by_one(case):
     close(run(model, states[0], TOKENS), (states[-1], logits))
 
 
+@pytest.mark.slow
 def test_a_call_continues_from_every_token(case):
     """So that any split of a text gives what its tokens give."""
     model, states, logits = case
@@ -268,6 +269,7 @@ def test_an_empty_memory_is_the_plain_backbone():
 # The verbs.
 
 
+@pytest.mark.slow
 def test_rows_of_the_store_change_the_logits():
     model, pool = build(), build("memoryllm")
     (after, y), (_, z) = (run(m, m.init_state(B), TOKENS) for m in (model, pool))
@@ -288,6 +290,7 @@ def _injected():
     return model, states
 
 
+@pytest.mark.slow
 def test_inject_leaves_the_same_memory_as_a_call(injected):
     """But for the queries, which only tokens that were read have."""
     model, states = injected
@@ -312,6 +315,7 @@ def test_every_memory_token_keeps_its_birth_date():
         assert pooled.tolist() == sorted(pooled)
 
 
+@pytest.mark.slow
 def test_flush_writes_chunks_of_least_chunk_tokens(injected):
     model, (empty, one, two, _) = injected
     assert CONFIG.least_chunk == 2

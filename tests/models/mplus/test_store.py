@@ -245,6 +245,7 @@ def test_of_equal_scores_the_first_are_retrieved():
     assert found.chosen[0].tolist() == [1, 2, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", range(R + 2))
 def test_legacy_repeats_a_store_of_fewer_than_r_rows(merged):
     """Of [0 ... merged) repeated, the last R; the drop cache counts from R rows on."""

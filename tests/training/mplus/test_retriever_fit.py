@@ -166,6 +166,7 @@ def test_similarity_finds_rows_like_those_that_ask():
     assert found_of_own(drawn, bank) < 0.25
 
 
+@pytest.mark.slow
 def test_similarity_is_a_whitened_product_above_a_threshold():
     bank = crowd()
     query, key = retriever_fit.similarity(bank, AXES + 1)
