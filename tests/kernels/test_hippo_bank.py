@@ -58,6 +58,7 @@ def test_transition_is_the_matrix_power(order, ratio):
     assert largest(bank.transition(order, ratio) - expected) <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_block_equals_the_unrolled_recurrence(order):
     start, stop = 40, 60
@@ -67,6 +68,7 @@ def test_block_equals_the_unrolled_recurrence(order):
     assert largest(bank.block_kernel(order, start, stop) - naive.kernel) <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_whole_history_equals_the_recurrence(order):
     signal = np.random.default_rng(order).normal(size=(40, 3))

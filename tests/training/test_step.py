@@ -119,6 +119,7 @@ def test_masked_targets_do_not_count():
     assert metrics["loss"] == 0 and metrics["finite"] == 1
 
 
+@pytest.mark.slow
 def test_truncation_cuts_the_gradient_at_the_block_and_not_the_memory(plain):
     truncated, metrics = update(UNEVEN, bptt_blocks=1)
     close(metrics["loss"], plain[1]["loss"])

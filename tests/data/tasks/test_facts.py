@@ -34,6 +34,7 @@ def test_the_facts_that_ship_are_enough_and_end_where_the_answer_begins():
         assert entry.subject in question
 
 
+@pytest.mark.slow
 def test_the_passages_that_ship_leave_enough_for_every_fact():
     assert len(PASSAGES) == 282
     assert all(800 < len(passage.text) < 3500 for passage in PASSAGES)

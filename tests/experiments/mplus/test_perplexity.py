@@ -136,6 +136,7 @@ def test_excerpts_do_not_overlap_and_documents_take_turns():
         scores.excerpts(documents, 13, 10)
 
 
+@pytest.mark.slow
 def test_the_last_pieces_are_told_and_the_same_tokens_scored(monkeypatch):
     seen = []
 

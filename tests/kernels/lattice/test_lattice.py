@@ -241,6 +241,7 @@ def test_every_split_point_and_rows_out_of_phase(case):
         close(y, np.stack([reads[b, r + 5] for b, r in enumerate(rows)]))
 
 
+@pytest.mark.slow
 def test_segments_shorter_than_a_chunk_start_from_the_empty_memory():
     """One token, two that do not fill the chunk either, and two that do."""
     tokens, start = draw(5), empty_state(B, H, M, V).start
@@ -255,6 +256,7 @@ def test_segments_shorter_than_a_chunk_start_from_the_empty_memory():
             np.testing.assert_array_equal(state.start, start)
 
 
+@pytest.mark.slow
 def test_a_reset_is_a_new_call():
     tokens = draw(10)
     reset = jnp.zeros((B, 10), bool).at[:, 4].set(True)
@@ -280,6 +282,7 @@ def test_a_reset_inside_a_chunk_is_refused_or_shows():
     assert np.isnan(state.start[1]).all() and np.isnan(state.pending[1]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 4])
 def test_half_precision_tokens_keep_a_float32_memory(size):
     case = (size, "dec", True, None)
@@ -303,6 +306,7 @@ def test_norms_stay_one_over_a_hundred_thousand_tokens(size):
     assert np.isfinite(y).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dec", "enc", "sim"])
 def test_a_write_is_the_gradient_of_the_objective_across_the_slot(variant):
     """Equations 7, 10 and 12 are half the gradients of 6, 9 and 11."""
@@ -332,6 +336,7 @@ def test_a_write_is_the_gradient_of_the_objective_across_the_slot(variant):
     assert np.abs(along).max() <= 1e-6
 
 
+@pytest.mark.slow
 def test_a_slot_that_the_threshold_empties_is_filled_by_the_next_write():
     q, k, v, gamma, _ = draw(2)
     g = jnp.zeros((B, 2, H)).at[:, 0].set(-10.0)

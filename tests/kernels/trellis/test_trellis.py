@@ -179,6 +179,7 @@ def test_values(implementation, phi, activation, size):
     np.testing.assert_array_equal(after.position, (state.position + 9) % size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_half_precision_tokens_keep_a_float32_memory(implementation):
     tokens, state = draw(9, dtype=jnp.bfloat16), draw_state()
@@ -231,6 +232,7 @@ def test_step_is_one_token():
     close((state, jnp.stack(reads, 1)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_a_reset_is_a_call_of_its_own(implementation):
     tokens = draw(11)
@@ -295,6 +297,7 @@ def test_the_empty_memory_has_singular_values_of_one(slots, width):
     close(np.linalg.svd(empty_memory(slots, width))[1], np.ones(min(slots, width)))
 
 
+@pytest.mark.slow
 def test_no_state_is_the_empty_state():
     tokens = draw(5)
     run = jitted(chunk_size=C, implementation="xla")

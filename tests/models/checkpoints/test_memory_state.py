@@ -134,6 +134,7 @@ def test_a_memory_of_another_model_is_refused_by_field(saved, other, message):
         load_memory(saved, other())
 
 
+@pytest.mark.slow
 def test_a_state_of_another_model_is_not_saved(model, state, tmp_path):
     with pytest.raises(ValueError, match=r"'store.num_valid' is not of this model"):
         save_memory(tmp_path / "memory", OTHERS["memoryllm"](), state)

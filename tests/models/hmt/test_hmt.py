@@ -270,6 +270,7 @@ def paper():
     return model, call(model, model.init_state(B), TOKENS)
 
 
+@pytest.mark.slow
 def test_with_its_own_summary_a_segment_reads_ahead_j_tokens_and_no_more():
     model, (_, logits) = paper()
     # With one memory there is nothing to choose: the third segment is the first.

@@ -104,6 +104,7 @@ def test_padding_is_not_seen_whole_or_in_pieces(name):
     close(read_in_pieces(model, tokens, mask, PIECE), golden["padded"], mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_yarn", "mistral", "opt_350m"])
 def test_tokens_one_by_one(name):
     model, golden = family(name)

@@ -221,6 +221,7 @@ def test_reading_on_sees_the_chosen_tokens_and_no_others():
     assert after[0].length.tolist() == [SMALL.keep + 4] * B
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_at_any_length_and_generation_goes_on():
     model = with_snapkv(tiny(), SMALL)
     state, logits = read(model, *[TOKENS] * 4)

@@ -311,6 +311,7 @@ def test_decode_retrieves_for_each_new_token(told):
 # Learning.
 
 
+@pytest.mark.slow
 def test_there_is_no_retriever():
     names = {"backbone", "write_adapter", "read_adapter", "bos", "position"}
     assert {*nnx.to_pure_dict(nnx.state(shared()))} == names

@@ -125,6 +125,7 @@ def test_every_part_has_its_place(golden):
     np.testing.assert_array_equal(golden.position[...], emb)
 
 
+@pytest.mark.slow
 def test_a_text_begins_with_the_checkpoints_memory(tmp_path):
     rng, tensors = np.random.default_rng(0), load_file(FILE)
     ages = {f"ltm_ages__{i}": rng.permutation(20) * 5 for i in range(3)}

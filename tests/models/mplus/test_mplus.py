@@ -146,6 +146,7 @@ def test_no_token_sees_later_ones_and_early_ones_are_remembered(case):
         assert differs[:, later].all()
 
 
+@pytest.mark.slow
 def test_batch_elements_of_different_lengths_are_independent(case):
     model, states, logits = case
     at, size = 4 * C + 3, C + 1
