@@ -50,7 +50,8 @@ def of_kernels(
         return backward(static, primals, kept, cotangents)
 
     def op_forward(static, *primals):
-        (memory, y), kept = keeping(static, *primals)
+        results: Any = keeping(static, *primals)
+        (memory, y), kept = results
         # Named, so that a rematerialisation policy can save them and skip the forward
         # kernel.
         kept = checkpoint_name(kept, f"{name}_chunk_states")
@@ -60,8 +61,8 @@ def of_kernels(
         return pullback(static, *residuals, cotangents)
 
     def keeping_forward(static, *primals):
-        results, kept = keeping(static, *primals)
-        return (results, kept), (primals, kept)
+        results: Any = keeping(static, *primals)
+        return results, (primals, results[1])
 
     def keeping_backward(static, residuals, cotangents):
         return pullback(static, *residuals, cotangents[0])

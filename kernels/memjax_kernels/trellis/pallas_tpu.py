@@ -195,8 +195,13 @@ def _in_xla(static: Static, x: Inputs, memories: Memories, empty):
         cleared=flags[1] if len(flags) > 1 else None,
     )
     of_head = lambda tree: jax.tree.map(lambda m: m[:, None], tree)
-    options = {"phi": static.phi, "activation": static.activation}
-    after, y = trellis_xla(tokens, of_head(memories), of_head(empty), **options)
+    after, y = trellis_xla(
+        tokens,
+        of_head(memories),
+        of_head(empty),
+        phi=static.phi,
+        activation=static.activation,
+    )
     return jax.tree.map(lambda m: m[:, 0], after), y[:, :, :, 0]
 
 
