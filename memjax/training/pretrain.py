@@ -15,6 +15,7 @@ from memjax.config_io import completed, to_record
 from memjax.data import Tokenizer, load_tokenizer
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.base import Model
 from memjax.models.language_model.model import with_config
 from memjax.training import loop, sharding
 from memjax.training.config import DataConfig as DataConfig
@@ -139,7 +140,7 @@ def load_model(run_dir: Path) -> tuple[RunConfig, LanguageModel]:
     return config, model_of(nnx.graphdef(model), newest_state(run_dir, state))
 
 
-def with_sampling(model: Any, **changes: Any) -> LanguageModel:
+def with_sampling(model: Model, **changes: Any) -> LanguageModel:
     """The same parameters, the memory read at other points (Tables 5 and 6).
 
     Args:

@@ -153,7 +153,7 @@ def _require_leaves(
         raise ValueError(f"{where}: {len(wrong)} wrong leaves: {'; '.join(wrong)}")
 
 
-def _describe(model: Any) -> dict[str, Any]:
+def _describe(model: Model) -> dict[str, Any]:
     """What a memory depends on: the model's class, its settings and its backbone's."""
     found: dict[str, Any] = {"class": type(model).__name__}
     if (config := getattr(model, "config", None)) is not None:

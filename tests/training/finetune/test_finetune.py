@@ -250,7 +250,7 @@ def test_backbones_that_cannot_be_are_refused(base, whole, tmp_path):
         with pytest.raises(ValueError, match=message):
             finetune.finetune(config, backbone, tmp_path / "new")
     longer = dataclasses.replace(config.hmt, segment=31)
-    with pytest.raises(ValueError, match="texts of 35 tokens .* allow 32"):
+    with pytest.raises(ValueError, match="sequences of 35 tokens .* allow 32"):
         finetune.finetune(
             dataclasses.replace(config, hmt=longer), base[0], tmp_path / "new"
         )
