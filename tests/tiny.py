@@ -45,14 +45,15 @@ def tokens(seed: int, batch: int, length: int) -> Array:
     return jax.random.randint(key, (batch, length), 0, LLAMA.vocab_size, jnp.int32)
 
 
-def call(model: Any, state: PyTree, tokens: Array) -> Any:
-    """`model(state, tokens)` in a compiled program."""
-    return _call(*nnx.split(model), state, tokens)
+def method(model: Any, name: str, *args: Any) -> Any:
+    """`model.<name>(*args)` in a compiled program: eagerly each operation is one."""
+    graph, variables = nnx.split(model)
+    return _method(graph, name, variables, *args)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _call(graph, variables, state, tokens):
-    return nnx.merge(graph, variables)(state, tokens)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _method(graph, name, variables, *args):
+    return getattr(nnx.merge(graph, variables), name)(*args)
 
 
 def assert_close(found: PyTree, expected: PyTree, tolerance: float = 1e-5) -> None:

@@ -23,6 +23,7 @@ from memjax.models.mplus.read import ReadOptions
 from memjax.models.mplus.state import LayerStore, Store
 from memjax.nnx import as_arrays, as_params
 from memjax.training.mplus import tasks as mplus_tasks
+from tests import tiny
 
 B, V, D, L, G, HEADS, H = 2, 19, 8, 2, 2, 4, 4
 K, N, C, R, M = 2, 4, 3, 3, 8
@@ -76,14 +77,8 @@ def shared():
     return build()
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _verb(graph, name, params, state, *args):
-    return getattr(nnx.merge(graph, params), name)(state, *args)
-
-
 def verb(name, state, *args, model=None):
-    graph, params = nnx.split(model or shared())
-    return _verb(graph, name, params, state, *args)
+    return tiny.method(model or shared(), name, state, *args)
 
 
 def close(actual, expected, tolerance=2e-5):

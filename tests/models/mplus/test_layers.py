@@ -15,6 +15,7 @@ from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.layers import write_layer
 from memjax.models.mplus.model import mplus
 from memjax.models.mplus.weights import init_bos
+from tests import tiny
 
 B, V, D, L, K, C = 2, 19, 8, 3, 2, 4
 BACKBONE = LanguageModel(
@@ -47,7 +48,9 @@ def test_what_a_layer_is_given_is_what_the_one_before_makes(count):
     """Beside the position, which is added before every layer."""
     pair, tokens = [build("output"), build("input")], TOKENS[:, :count]
     memory = jax.random.normal(jax.random.key(4), (B, L, K, D))
-    made, given = (m.compress(m.init_state(B), tokens, memory) for m in pair)
+    made, given = (
+        tiny.method(m, "compress", m.init_state(B), tokens, memory) for m in pair
+    )
     new, p = min(count, K), pair[0].position.get_value()[None, None]
     close = functools.partial(chex.assert_trees_all_close, rtol=2e-5, atol=2e-5)
     close(given[:, 1:, -new:], made[:, :-1, -new:] + p[None])

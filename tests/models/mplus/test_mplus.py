@@ -18,6 +18,7 @@ from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import memoryllm, mplus
 from memjax.models.mplus.read import ReadOptions
 from memjax.nnx import as_arrays, as_params
+from tests import tiny
 
 B, V, D, L, K, N, C, R, M = 2, 19, 8, 2, 2, 6, 4, 3, 8
 # The pool is full after three chunks; three more put six rows into the store.
@@ -65,17 +66,6 @@ def _call(graph, params, state, tokens):
 
 def run(model, state, tokens):
     return _call(*nnx.split(model), state, tokens)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _verb(graph, name, params, state, *args):
-    return getattr(nnx.merge(graph, params), name)(state, *args)
-
-
-def verb(model, name, state, *args):
-    """`inject`, `flush`, `compress` or `decode`, compiled."""
-    graph, params = nnx.split(model)
-    return _verb(graph, name, params, state, *args)
 
 
 def by_steps(model, state, tokens):
@@ -286,7 +276,7 @@ def _injected():
     model, states = build(), [build().init_state(B)]
     for start in (0, 9, 18):
         piece = TOKENS[:, start : start + 9]
-        states.append(verb(model, "inject", states[-1], piece))
+        states.append(tiny.method(model, "inject", states[-1], piece))
     assert [state.length.tolist()[0] for state in states] == [0, 1, 2, 3]
     return model, states
 
@@ -295,7 +285,7 @@ def _injected():
 def test_inject_leaves_the_same_memory_as_a_call(injected):
     """But for the queries, which only tokens that were read have."""
     model, states = injected
-    close(verb(model, "inject", states[0], TOKENS), states[-1])
+    close(tiny.method(model, "inject", states[0], TOKENS), states[-1])
     read_, _ = run(model, states[0], TOKENS)
     bare = lambda s: s._replace(cache=0, cache_ready=0, queries=0, num_queries=0)
     close(bare(states[-1]), bare(read_))
@@ -305,7 +295,7 @@ def test_inject_leaves_the_same_memory_as_a_call(injected):
 def test_every_memory_token_keeps_its_birth_date():
     """Token j of update u is born at u K + j + 1, whether in the pool or the store."""
     model = build()
-    state = verb(model, "inject", model.init_state(B), TOKENS[:, : 6 * C])
+    state = tiny.method(model, "inject", model.init_state(B), TOKENS[:, : 6 * C])
     clock, count = int(state.clock[0]), int(state.store.num_valid[0])
     assert clock == 6 * K and count == clock - N
     for layer in range(L):
@@ -322,12 +312,12 @@ def test_flush_writes_chunks_of_least_chunk_tokens(injected):
     assert CONFIG.least_chunk == 2
     pick = lambda a, b: jax.tree.map(lambda x, y: jnp.stack([x[0], y[1]]), a, b)
     state = pick(one, two)
-    after = verb(model, "flush", state)
+    after = tiny.method(model, "flush", state)
     assert after.length.tolist() == [1, 0]
     assert after.clock.tolist() == [2 * K, 5 * K]
     assert after.tokens.tolist() == [[int(TOKENS[0, 8]), 0, 0, 0], [0] * C]
     chex.assert_trees_all_equal(pick(after, empty), pick(state, empty))
-    new = verb(model, "compress", state, TOKENS[:, 16:18])
+    new = tiny.method(model, "compress", state, TOKENS[:, 16:18])
     close(after.pool[1, :, -K:], new[1])
 
 
@@ -368,11 +358,11 @@ def test_only_the_prompt_retrieves_and_decode_continues(injected):
     _, whole = read(model, state, tokens, prompt=4)
     reading, first = read(model, state, tokens[:, :4], room=3)
     close(first, whole[:, :4])
-    one, rest = verb(model, "decode", reading, tokens[:, 4:6])
-    last, end = verb(model, "decode", one, tokens[:, 6:])
+    one, rest = tiny.method(model, "decode", reading, tokens[:, 4:6])
+    last, end = tiny.method(model, "decode", one, tokens[:, 6:])
     close(jnp.concatenate([rest, end], axis=1), whole[:, 4:])
     assert last.length.tolist() == [3 + 7] * B
-    _, beyond = verb(model, "decode", last, tokens[:, :1])
+    _, beyond = tiny.method(model, "decode", last, tokens[:, :1])
     assert np.isnan(beyond).all()
 
 

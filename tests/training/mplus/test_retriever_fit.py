@@ -14,6 +14,7 @@ from memjax.models.mplus import retriever
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import mplus
 from memjax.training.mplus import retriever_fit
+from tests import tiny
 
 L, D, K, C, T, B, V = 2, 8, 2, 4, 6, 2, 17
 BACKBONE = ModelConfig(
@@ -64,9 +65,10 @@ def test_a_bank_holds_what_the_retriever_is_given():
     batch = next(iter(task_batches(1)))
     state = model.init_state(1)
     for chunk, length in zip(batch.chunks[1], batch.lengths[1], strict=True):
-        new = model.compress(state, jnp.asarray(chunk[None, :length]))
-        state = model.update(state, new)
-    _, trace = model.trace_read(state, jnp.asarray(batch.target.tokens[1:, :4]))
+        new = tiny.method(model, "compress", state, jnp.asarray(chunk[None, :length]))
+        state = tiny.method(model, "update", state, new)
+    prompt = jnp.asarray(batch.target.tokens[1:, :4])
+    _, trace = tiny.method(model, "trace_read", state, prompt)
     for layer in range(L):
         expected = model.weights.normed(layer, trace.hidden[layer][0])
         np.testing.assert_allclose(
