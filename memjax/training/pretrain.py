@@ -154,7 +154,7 @@ def with_sampling(model: Model, **changes: Any) -> LanguageModel:
         require_known("change", name, ("sampling", "decay", "memory_tokens"))
     elastic = lambda mixer: isinstance(mixer, ElasticMemoryConfig)
     mixers = model.config.mixers if isinstance(model, LanguageModel) else ()
-    if not any(map(elastic, mixers)):
+    if not isinstance(model, LanguageModel) or not any(map(elastic, mixers)):
         raise ValueError(
             f"{changes} needs an Elastic Memory layer; the mixers are {mixers}"
         )
