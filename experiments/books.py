@@ -88,8 +88,9 @@ def main(config: Config) -> None:
     began = time.monotonic()
     config.run_dir.mkdir(parents=True, exist_ok=True)
     # The runs compile what the timing compiled.
-    cache = config.run_dir.resolve() / "compiled"
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+    if not jax.config.values["jax_compilation_cache_dir"]:
+        cache = config.run_dir.resolve() / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
     steps = _plan(config, began)
     results = {}
     for family, name in MODELS.items():
@@ -197,14 +198,14 @@ def _train_and_score(config: Config, family: str, steps: int) -> dict:
 def _sample(config, model, tokenizer, tokens) -> str:
     """Goes on from the opening of a held-out document, longer than the window."""
     prompt = np.asarray(tokens[: config.context_length // 2])[None]
-    _, drawn = generate(
+    drawn = generate(
         model,
-        model.init_state(1),
+        None,
         prompt,
         config.sample_tokens,
         key=jax.random.key(config.seed),
         sampling=Sampling(temperature=0.8, top_p=0.95),
-    )
+    ).tokens
     head, tail = tokenizer.decode(prompt[0, -60:]), tokenizer.decode(drawn[0])
     return f"...{head} >>> {tail}"
 

@@ -1,14 +1,59 @@
 """Checks of arguments: errors name the argument, its value and what is allowed."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+#: Characters of a value, and names of a list, that a message shows.
+SHOWN_CHARACTERS, SHOWN_NAMES = 200, 10
+
+
+def short(value: Any) -> str:
+    """A value as a message shows it: its beginning, where it is long.
+
+    Strings and other plain values are quoted; errors say what they say.
+    """
+    try:
+        text = str(value) if isinstance(value, BaseException) else repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or a number too long
+        text = f"a value of type {type(value).__name__}"
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    return f"{text[:SHOWN_CHARACTERS]}... ({len(text):,} characters)"
+
+
+def listed(names: Iterable[Any]) -> str:
+    """Names as a message lists them: the first ten, and how many more there are."""
+    names = list(names)
+    shown = ", ".join(map(short, names[:SHOWN_NAMES]))
+    more = len(names) - SHOWN_NAMES
+    return f"{shown} and {more:,} more" if more > 0 else shown
+
+
+#: The largest sizes by name. Beyond them programs are built or run for hours, or die
+#: for lack of memory, before anything says why.
+LARGEST = {
+    "num_layers": 1024,
+    "order": 4096,  # of HiPPO, whose matrix is order by order
+    "memory_tokens": 2**20,
+    "bank_blocks": 2**16,
+    "window": 2**24,
+    "block": 2**24,
+    "capacity": 2**24,
+    "tokens": 2**24,
+}
+#: Of any other: positions and steps are int32.
+LARGEST_SIZE = 2**31 - 1
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises ValueError for a size below 1, naming it."""
+    """Raises ValueError for a size below 1 or above that in `LARGEST`, naming it."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
+        most = LARGEST.get(name, LARGEST_SIZE)
+        if size > most:
+            raise ValueError(f"{name} must be at most {most:,}, got {short(size)}")
 
 
 def check_positive(**values: float) -> None:
@@ -23,6 +68,8 @@ def require_known(name: str, value: str | None, allowed: Sequence[str | None]) -
     if value in allowed:
         return
     words = [word for word in allowed if isinstance(word, str)]
-    near = difflib.get_close_matches(str(value), words, n=1)
+    near = difflib.get_close_matches(str(value)[:SHOWN_CHARACTERS], words, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ValueError(f"{name} must be one of {tuple(allowed)}, got {value!r}{hint}")
+    raise ValueError(
+        f"{name} must be one of {tuple(allowed)}, got {short(value)}{hint}"
+    )

@@ -6,16 +6,63 @@ metadata, `field(metadata={TYPES: (A, B)})`. Each is written with its class name
 """
 
 import dataclasses
+import json
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from memjax.checks import require_known
+from memjax.checks import require_known, short
 
 #: Key of a field's metadata: the dataclasses that the field may hold.
 TYPES = "types"
+
+
+#: Bytes of a JSON file; a record of a configuration has thousands.
+MAX_JSON = 2**28
+
+
+def parse_json(
+    text: str | bytes, where: str, *, pairs: Callable[[list], Any] | None = None
+) -> Any:
+    """What JSON says; `where` begins the message of an error.
+
+    Every file of JSON that comes from outside is read here.
+
+    Args:
+        text: JSON, in UTF-8 where it is bytes.
+        where: file, and line where it has several.
+        pairs: makes something else of objects, as `object_pairs_hook` of `json.loads`.
+
+    Raises:
+        ValueError: malformed, not UTF-8, or nested too deeply for Python's parser.
+    """
+    try:
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        return json.loads(text, object_pairs_hook=pairs)
+    # The parser calls itself for each level, and gives up at a thousand or more.
+    except RecursionError as error:
+        raise ValueError(f"{where} not JSON (nested too deeply)") from error
+    except ValueError as error:
+        raise ValueError(f"{where} not JSON ({short(error)})") from error
+
+
+def read_json(file: Path) -> Any:
+    """What a file of JSON says.
+
+    Raises:
+        ValueError: no regular file, one of more than `MAX_JSON` bytes, or `parse_json`.
+        OSError: the file cannot be read.
+    """
+    # A pipe would be waited on for ever, and a device has no end.
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} is not a regular file")
+    with file.open("rb") as stream:
+        content = stream.read(MAX_JSON + 1)
+    if len(content) > MAX_JSON:
+        raise ValueError(f"{file} has more than {MAX_JSON:,} bytes")
+    return parse_json(content, f"{file} is")
 
 
 def to_record(config: Any) -> dict[str, Any]:
@@ -34,7 +81,7 @@ def from_record(kind: type, record: Any, where: str = "config") -> Any:
         ValueError: naming the field, if one is unknown, missing or of another type.
     """
     if not isinstance(record, dict):
-        raise ValueError(f"{where} must be an object, got {record!r}")
+        raise ValueError(f"{where} must be an object, got {short(record)}")
     hints = typing.get_type_hints(kind)
     fields = {field.name for field in dataclasses.fields(kind)}
     # An unknown field is an error: a setting that nothing reads would go unnoticed.
@@ -77,7 +124,7 @@ def _plain(value: Any, typed: bool) -> Any:
 def _from_typed(allowed: Sequence[type], value: Any, where: str) -> Any:
     """The dataclass, one of those allowed, that the record says it is."""
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
-        raise ValueError(f"{where} must be an object with a type, got {value!r}")
+        raise ValueError(f"{where} must be an object with a type, got {short(value)}")
     kinds = {kind.__name__: kind for kind in allowed}
     require_known(f"{where}.type", value["type"], tuple(kinds))
     # Only classes of the field's own list can be named, whatever the file says.
@@ -116,7 +163,9 @@ def _convert(hint: Any, value: Any, where: str, allowed: Sequence[type] = ()) ->
     if origin is tuple and isinstance(value, list):
         items = args[:1] * len(value) if args[-1] is Ellipsis else args
         if len(items) != len(value):
-            raise ValueError(f"{where} must have {len(items)} items, got {value!r}")
+            raise ValueError(
+                f"{where} must have {len(items)} items, got {short(value)}"
+            )
         return tuple(
             _convert(item, part, f"{where}[{i}]" if allowed else where, allowed)
             for i, (item, part) in enumerate(zip(items, value, strict=True))
@@ -130,4 +179,4 @@ def _convert(hint: Any, value: Any, where: str, allowed: Sequence[type] = ()) ->
         return float(value)
     if type(value) is hint:
         return value
-    raise ValueError(f"{where} must be {hint}, got {value!r}")
+    raise ValueError(f"{where} must be {hint}, got {short(value)}")

@@ -1,15 +1,21 @@
 """The README's example runs as printed, and its commands name what exists."""
 
 import dataclasses
+import functools
 import pathlib
 import re
 
+import flax.nnx
 import jax
 import pytest
 
+from memjax import mechanisms
 from memjax.models import LanguageModel
 from memjax.models.checkpoints.pretrained import save_pretrained
+from memjax.models.hmt.model import HMT
 from memjax.models.language_model import presets
+from memjax.models.mplus.model import MPlus
+from memjax.nnx import Memory
 from memjax.training.config import presets as training_presets
 from memjax.training.finetune import hmt_presets
 
@@ -23,8 +29,35 @@ def run(example, scope):
     exec(compile(example, "README.md", "exec"), scope)
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """What the examples call is compiled whole: eagerly each operation is a program."""
+    for kind in (LanguageModel, HMT, Memory):
+        monkeypatch.setattr(kind, "__call__", compile_method(kind.__call__))
+    monkeypatch.setattr(MPlus, "inject", compile_method(MPlus.inject))
+    build = mechanisms.elastic_memory
+
+    def elastic_memory(config):
+        plain = build(config)
+        return plain._replace(apply=jax.jit(plain.apply), step=jax.jit(plain.step))
+
+    monkeypatch.setattr(mechanisms, "elastic_memory", elastic_memory)
+
+
+def compile_method(method):
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(graph, variables, *args):
+        return method(flax.nnx.merge(graph, variables), *args)
+
+    @functools.wraps(method)
+    def call(model, *args):
+        return run(*flax.nnx.split(model), *args)
+
+    return call
+
+
 @pytest.mark.slow
-def test_the_examples_run(tmp_path, monkeypatch):
+def test_the_examples_run(tmp_path, monkeypatch, compiled):
     scope = {}
     run(EXAMPLE, scope)
     assert scope["y"].shape == (2, 256)
@@ -37,7 +70,7 @@ def test_the_examples_run(tmp_path, monkeypatch):
     size = dataclasses.replace(presets.TINY, num_layers=1)
     config = size.model("attention", vocab_size=4096)
     small = LanguageModel(config, key=jax.random.key(0))
-    save_pretrained(small, tmp_path / "SmolLM2-135M")
+    save_pretrained(small, tmp_path / "HuggingFaceTB" / "SmolLM2-135M")
     monkeypatch.chdir(tmp_path)
     run(PRETRAINED.replace("2000", "20"), scope)
     assert scope["logits"].shape == (2, 1000, 4096)

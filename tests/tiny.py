@@ -5,14 +5,19 @@ Everything is made when it is first asked for, never when a test module is impor
 
 import dataclasses
 import functools
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
+import tokenizers
 from flax import nnx
 from jaxtyping import Array, PyTree
 
+from memjax.data.documents.tokenizer import JsonTokenizer, parse_tokenizer
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 
@@ -32,6 +37,42 @@ LLAMA = ModelConfig(
 def llama(**changes: Any) -> LanguageModel:
     """The tiny Llama, with these changes of its config; do not change it in place."""
     return LanguageModel(dataclasses.replace(LLAMA, **changes), key=jax.random.key(0))
+
+
+def drawn(make: Callable[[], Any], seed: int = 0) -> Any:
+    """The model of `make`, with parameters drawn by numpy, which compiles nothing.
+
+    Vectors, as the scales of norms, are about 1; matrices are scaled by all their axes
+    but the last. No part begins as no change at all, as adapters otherwise do.
+    """
+    graph, variables = nnx.split(nnx.eval_shape(make))
+
+    def number(path, x):
+        # By its name: models that share parts have the same parameters there.
+        name = zlib.crc32(jax.tree_util.keystr(path).encode())
+        normal = np.random.default_rng([seed, name]).standard_normal(x.shape)
+        scale = np.prod(x.shape[:-1]) ** -0.5
+        return jnp.asarray(1 + 0.1 * normal if x.ndim == 1 else scale * normal, x.dtype)
+
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(number, variables))
+
+
+@functools.cache
+def tokenizer(size: int = 27, eos: str = "<end>") -> JsonTokenizer:
+    """Letters as tokens, behind `eos` as 0; further ids up to `size` are numbers."""
+    letters = [chr(ord("a") + i) for i in range(26)]
+    names = [eos, *letters, *map(str, range(size))][:size]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({name: i for i, name in enumerate(names)}, [])
+    )
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens([eos])
+    return parse_tokenizer(made.to_str().encode(), "tiny")
+
+
+def parameters(model: nnx.Module) -> PyTree:
+    """The parameters of a model, as a tree of arrays."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def draw(seed: int, *shape: int) -> Array:

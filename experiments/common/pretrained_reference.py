@@ -21,7 +21,6 @@ import tyro
 
 from experiments.common.pretrained import smollm2
 from memjax.data import open_documents
-from memjax.data.documents.tokenizer import parse_tokenizer
 from memjax.evaluation.provenance import provenance
 from memjax.models.checkpoints.gguf_checkpoint import GGUFCheckpoint
 
@@ -46,7 +45,8 @@ class Config:
 def main(config: Config) -> None:
     """Writes the file."""
     file = smollm2()
-    tokenizer = parse_tokenizer(GGUFCheckpoint(file).tokenizer() or b"", file.name)
+    tokenizer = GGUFCheckpoint(file).text_interface().tokenizer
+    assert tokenizer is not None
     documents = {d.name: d for d in open_documents("embedded")}
     text = documents[config.document].text[config.first :][: 8 * config.tokens]
     ids = tokenizer.encode(text)[: config.tokens]

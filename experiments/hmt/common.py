@@ -167,7 +167,7 @@ def backbone_path(config: Config) -> Path:
 def load_backbone(config: Config) -> tuple[LanguageModel, Tokenizer]:
     """The backbone as it came, and its tokenizer."""
     found = finetune.load_backbone(backbone_path(config))
-    return found.model, found.tokenizer.parse()
+    return found.model, found.tokenizer
 
 
 def _tiny_run(config: Config) -> run.RunConfig:

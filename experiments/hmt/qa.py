@@ -88,7 +88,7 @@ def main(config: Config) -> None:
             memory.summary,
             np.asarray(preamble[: memory.segment]),
         )
-        tests[contexts] = _ask(models, inputs, memory.segment)
+        tests[contexts] = _query(models, inputs, memory.segment)
     majority = majority_exact(train, test)
     common.write(
         config,
@@ -209,7 +209,7 @@ def _filled(
     return None
 
 
-def _ask(models: dict, inputs: list[QuestionInput], segment: int) -> dict:
+def _query(models: dict, inputs: list[QuestionInput], segment: int) -> dict:
     """Answers of every model: perplexity and exact ones, by kind."""
     kinds = ["all", *sorted({entry.item.kind for entry in inputs})]
     rows = {

@@ -35,13 +35,20 @@ class Disjoint(nnx.Module):
         self.vocab_size = backbone.vocab_size
         self.width = backbone.width
         self.first_scored = 0
+        self.can_pad = False
 
-    def init_state(self, batch: int):
-        """A memory without content: only the batch size."""
+    def init_state(self, batch: int, capacity: int | None = None):
+        """A memory without content, whatever the capacity: only the batch size."""
         return (jnp.zeros(batch),)
 
-    def features(self, state, tokens):
-        """Reads every segment as a text of its own."""
+    def features(self, state, tokens, *, lengths=None):
+        """Reads every segment as a text of its own.
+
+        Raises:
+            ValueError: on lengths: calls take whole segments.
+        """
+        if lengths is not None:
+            raise ValueError("lengths must be None, got some")
         batch, length = tokens.shape
         x = self.backbone.embed(tokens.reshape(-1, self.window))
         return state, self.backbone.encode(x).reshape(batch, length, -1)
@@ -62,6 +69,10 @@ class Disjoint(nnx.Module):
     def remaining(self, state):
         """None: every segment starts afresh."""
         return None
+
+    def reserve(self, state, tokens):
+        """The state itself: it holds nothing."""
+        return state
 
 
 def state_bytes(model: Model) -> int:

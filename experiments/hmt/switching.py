@@ -39,6 +39,7 @@ from memjax.data import (
     load_tokens,
 )
 from memjax.evaluation import Losses, plots
+from memjax.models.base import commit_state
 from memjax.models.hmt.model import HMT
 
 Form = Literal["plain", "interleaved", "dilated"]
@@ -125,7 +126,7 @@ def searches(
     read = jax.jit(lambda params, *rest: nnx.merge(graph, params).trace(*rest)[::2])
     found = []
     for text in texts:
-        state = model.init_state(1)
+        state = commit_state(params, model.init_state(1))
         tokens = np.asarray(text.document.tokens)[None, :-1]
         step = scores.TOGETHER * segment
         for start in range(0, tokens.shape[1], step):

@@ -38,8 +38,9 @@ from memjax.data import Split, load_tokens
 from memjax.evaluation.statistics import paired
 from memjax.models import LanguageModel
 from memjax.models.language_model.windowed import with_capacity
+from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import MPlus, mplus
+from memjax.models.mplus.model import MPlus
 
 Reference = Literal["M+, untrained", "MemoryLLM, untrained", "backbone", "window"]
 STAGES = {

@@ -32,9 +32,10 @@ from experiments.mplus import retrieval
 from experiments.mplus.retention import knowledge_retention
 from experiments.mplus.retention.samples import make_samples
 from memjax.data import Tokenizer, load_tokenizer
-from memjax.models.mplus.checkpoint import load_mplus
+from memjax.models.mplus.build import mplus
+from memjax.models.mplus.checkpoints.checkpoint import load_mplus
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import MPlus, mplus
+from memjax.models.mplus.model import MPlus
 from memjax.training.finetune.run import TOKENIZER_FILE, later_stage
 from memjax.training.run_folder import CHECKPOINTS
 

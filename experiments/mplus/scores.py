@@ -161,7 +161,7 @@ def losses(
         memory,
         jnp.asarray(tokens),
         prompt,
-        None if leaks else prompt,
+        tokens.shape[1] - 1 if leaks else prompt,
     )
     return np.asarray(scored)
 

@@ -46,8 +46,9 @@ from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
 from memjax.evaluation.statistics import paired
 from memjax.models import LanguageModel
 from memjax.models.language_model.windowed import with_capacity
+from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import MPlus, mplus
+from memjax.models.mplus.model import MPlus
 
 BACKBONE = "backbone"
 

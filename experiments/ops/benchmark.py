@@ -40,6 +40,8 @@ SHAPES = ((8, 2048, 12, 64), (2, 16384, 16, 128), (1, 65536, 12, 64))
 CPU_SHAPES = ((1, 4096, 4, 64),)
 # Relative RMS from the token loop, by dtype of the inputs.
 AGREEMENT = {"float32": 1e-4, "bfloat16": 3e-2}
+# Rows of the product and floats of the copy that show the peaks of a CPU.
+PRODUCT, COPY = 2048, 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +92,15 @@ def settle(config: Config) -> Config:
     )
 
 
-def this_device() -> tuple[str, Device]:
+def this_device(rows: int = PRODUCT, floats: int = COPY) -> tuple[str, Device]:
     """Peaks of the device, by its maker or, for a CPU, as one product and copy show."""
     kind = jax.devices()[0].device_kind
     names = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
     for name, device in DEVICES.items():
         if name in kind or names.get(kind) == name:
             return f"{name}, as published", device
-    square = jnp.ones((2048, 2048))
-    line = jnp.ones(2**26)
+    square = jnp.ones((rows, rows))
+    line = jnp.ones(floats)
     product = jax.jit(lambda x: x @ x).lower(square).compile()
     # In place: a new page costs more than its bytes.
     add = jax.jit(lambda x: x + 1, donate_argnums=0).lower(line).compile()
@@ -109,8 +111,8 @@ def this_device() -> tuple[str, Device]:
 
     ways = {"product": lambda: jax.block_until_ready(product(square)), "copy": copy}
     times = time_functions(ways, 7)
-    flops = 2 * 2048**3 / times["product"]["min_s"]
-    return f"{kind}, measured", Device(flops, 2**29 / times["copy"]["min_s"])
+    flops = 2 * rows**3 / times["product"]["min_s"]
+    return f"{kind}, measured", Device(flops, 8 * floats / times["copy"]["min_s"])
 
 
 def implementations(op: str, shape: Shape, config: Config) -> list[str]:

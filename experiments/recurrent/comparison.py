@@ -273,7 +273,8 @@ def study(
         cases: what is compared.
         run_of: (case, seed) -> the run.
         measure: (case, run, folder) -> numbers of this run.
-        report: called with all rows so far after each run.
+        report: called with all rows so far after each run that was not finished
+            before, and at the end.
 
     Raises:
         ValueError: if `config.only` names no case, or the folder holds the score of
@@ -285,7 +286,7 @@ def study(
     # What is trained is in the run; how it is scored is in the fields of the tests.
     fields = settings(config).items()
     shared = {name: value for name, value in fields if name.startswith("test_")}
-    rows = []
+    rows, reported = [], 0
     for case in cases:
         if config.only and case.name not in config.only:
             continue
@@ -295,13 +296,18 @@ def study(
             identity = {"run": to_record(chosen), "config": shared}
             folder = config.run_dir / case_name.replace(" ", "_") / f"seed{seed}"
             row = _stored(folder, identity)
+            is_new = row is None
             if row is None:
                 print(f"{case_name}, seed {seed}", flush=True)
                 row = measure(case, chosen, folder) | _sizes(chosen.model)
                 score = json.dumps({"identity": identity, "row": row})
                 write_atomically(folder / "score.json", score)
             rows.append({"name": case.name, "seed": seed} | case.fields | row)
-            report(rows)
+            if is_new:
+                report(rows)
+                reported = len(rows)
+    if reported < len(rows):
+        report(rows)
     return rows
 
 

@@ -5,27 +5,33 @@ from typing import Annotated
 
 import tyro
 
-from memjax.data import load_tokenizer
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints import pretrained as interop
 from memjax.models.checkpoints.safetensors_write import require_free
+from memjax.models.hmt import checkpoint as hmt_checkpoint
 from memjax.models.language_model.config import Dtype
-from memjax.training import pretrain
-from memjax.training.finetune import finetune
-from memjax.training.finetune.run import is_finetuned, later_stage
-from memjax.training.run_folder import CHECKPOINTS
+from memjax.models.mplus.checkpoints import checkpoint as mplus_checkpoint
+from memjax.training.finetune.any_model import (
+    model_type,
+    open_model,
+    plain_model,
+    save_model,
+)
+from memjax.training.finetune.model_card import model_card
 
 #: Who reads a folder, by its model type; transformers reads the others.
 READERS = {
-    "hmt": "under HMT's official names; load_hmt loads it",
-    "mplus": "under M+'s official names; load_mplus loads it",
+    hmt_checkpoint.MODEL_TYPE: "under HMT's official names; memjax loads it, and "
+    "transformers refuses it",
+    mplus_checkpoint.MODEL_TYPE: "under M+'s official names; memjax loads it, and "
+    "transformers refuses it",
     own_format.MODEL_TYPE: "memjax loads it; transformers has no such model",
 }
 
 
 def import_model(
-    source: Annotated[Path, tyro.conf.Positional],
+    source: Annotated[str, tyro.conf.Positional],
     destination: Annotated[Path, tyro.conf.Positional],
     dtype: Dtype = "float32",
     tokenizer: bool = True,
@@ -33,49 +39,58 @@ def import_model(
     """Turns a pretrained model into a folder that loads quickly, here and elsewhere.
 
     Args:
-        source: a Hugging Face folder of safetensors, or a GGUF file.
+        source: a Hugging Face folder of safetensors, a GGUF file, or a model of the hub
+            ("owner/name", "owner/name/file.gguf", with "@revision").
         destination: folder that is written; must not exist, or be empty.
         dtype: of the saved numbers; float32 holds all that the source held.
         tokenizer: take the tokenizer too; --no-tokenizer for one that cannot be read.
     """
-    model_type = interop.convert(
+    written = interop.convert(
         source, destination, dtype=dtype, with_tokenizer=tokenizer
     )
-    return _report(model_type, destination)
+    return _report(written, destination)
 
 
 def export_model(
-    source: Annotated[Path, tyro.conf.Positional],
+    source: Annotated[str, tyro.conf.Positional],
     destination: Annotated[Path, tyro.conf.Positional],
     dtype: Dtype = "float32",
+    backbone_only: bool = False,
 ) -> int:
-    """Writes a trained model as a folder of safetensors, which transformers loads.
+    """Writes a model as a folder of safetensors, which transformers loads if it can.
+
+    A model card, README.md, says what it was made of. HMT and M+ go under the names of
+    their official programs, and transformers refuses them.
 
     Args:
-        source: a run's folder, or a folder that `memjax import` or `export` wrote. HMT
-            and M+ go under the names of their official programs.
+        source: a run's folder, or any model that `memjax import` takes.
         destination: folder that is written; must not exist, or be empty.
         dtype: of the saved numbers.
+        backbone_only: without the memory: the plain model inside, adapters merged.
     """
-    if not (source / CHECKPOINTS).is_dir() and not later_stage(source):
-        return _report(interop.convert(source, destination, dtype=dtype), destination)
     # Before the model is read, which may take minutes.
     require_free(destination)
-    if is_finetuned(source):
-        described, model = finetune.load(source)
-        save, name = described.config.export, described.tokenizer
-    else:
-        config, model = pretrain.load_model(source)
-        save, name = interop.save_pretrained, config.data.tokenizer
-    tokenizer = load_tokenizer(name)
-    known = isinstance(tokenizer, JsonTokenizer)
-    file = tokenizer.backend.to_str().encode() if known else None
-    if not known:
-        print(f"no tokenizer.json: there is none of {name!r}")
-    return _report(save(model, destination, file, dtype=dtype), destination)
+    opened = open_model(source)
+    model = plain_model(opened.model) if backbone_only else opened.model
+    command = ["export", source, str(destination)]
+    command += ["--backbone-only"] if backbone_only else []
+    # The scores of a run are those of the model with its memory.
+    run_dir = None if backbone_only or opened.run is None else Path(source).expanduser()
+    card = model_card(opened, run_dir, model_type(model), command)
+    save_model(
+        model,
+        destination,
+        opened.text,
+        origin=opened.origin,
+        readme=card,
+        dtype=dtype,
+    )
+    if not isinstance(opened.text.tokenizer, JsonTokenizer):
+        print("no tokenizer.json: the model has none")
+    return _report(model_type(model), destination)
 
 
-def _report(model_type: str, folder: Path) -> int:
-    readers = READERS.get(model_type, "memjax and transformers load it")
-    print(f"wrote {folder} ({model_type}): {readers}")
+def _report(written: str, folder: Path) -> int:
+    readers = READERS.get(written, "memjax and transformers load it")
+    print(f"wrote {folder} ({written}): {readers}")
     return 0

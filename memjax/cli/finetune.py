@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from memjax.cli.stopping import exits_75
 from memjax.training.finetune import finetune as finetuning
 from memjax.training.finetune import hmt_presets, mplus_presets
 
@@ -21,7 +22,7 @@ Config = tyro.extras.subcommand_type_from_defaults(
 
 def finetune(
     config: Annotated[Config, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]
-    backbone: Path | None = None,
+    backbone: str | None = None,
     run_dir: Path = Path("runs/finetuned"),
     start: Path | None = None,
 ) -> int:
@@ -30,7 +31,8 @@ def finetune(
     Args:
         config: the preset; "hmt" trains both stages, in stage1 and stage2 of the
             folder, "mplus" all three.
-        backbone: folder of a run, Hugging Face folder or GGUF file.
+        backbone: folder of a run, Hugging Face folder, GGUF file, or a model of the hub
+            ("owner/name").
         run_dir: folder of the run; the same command on the same folder resumes it.
         start: of a later stage: folder of the stage before, instead of the backbone.
     """
@@ -39,9 +41,10 @@ def finetune(
     if len(stages) > 1 and (backbone is None or start is not None):
         raise ValueError(
             "all stages need --backbone and take no --start, got "
-            f"backbone={backbone and str(backbone)!r}, "
+            f"backbone={backbone!r}, "
             f"start={start and str(start)!r}"
         )
-    outcome = finetuning.finetune_stages(stages, backbone, run_dir, start)
+    with exits_75():
+        outcome = finetuning.finetune_stages(stages, backbone, run_dir, start)
     print(f"{outcome.reason} at step {outcome.step}; run folder {run_dir}")
     return outcome.exit_code

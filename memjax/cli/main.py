@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
-import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -25,20 +24,23 @@ from memjax import evaluation
 from memjax.checks import require_known
 from memjax.cli import checkpoints as cli_interop
 from memjax.cli import finetune as cli_finetune
+from memjax.cli import generate as cli_generate
 from memjax.cli.mixers import REGISTRY
+from memjax.cli.stopping import exits_75
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data.documents.sources import open_documents
 from memjax.evaluation import plots
-from memjax.models import Sampling, generate
+from memjax.models.language_model.config import Dtype
 from memjax.training import pretrain as run
-from memjax.training import run_data
 from memjax.training.checkpoints.checksums import write_atomically
-from memjax.training.finetune import finetune
+from memjax.training.finetune.any_model import open_model
 from memjax.training.resume import NonFiniteError
 
 Config = tyro.extras.subcommand_type_from_defaults(
     run.presets(), prefix_names=False, sort_subcommands=False
 )
+#: Characters of an error; ten names of 200 fit.
+MAX_MESSAGE = 3000
 app = tyro.extras.SubcommandApp()
 
 
@@ -67,62 +69,81 @@ def train(
 ) -> int:
     """Trains a preset, every field of which can be overridden, or resumes a run.
 
+    A vocabulary that is not given is that of --data.tokenizer.
+
     Args:
         config: the preset.
         run_dir: folder of the run; the same command on the same folder resumes it.
         distributed: join the other hosts: "on" for a TPU pod; "auto" does so where
             GKE, Slurm or Open MPI name several.
     """
-    join_cluster(distributed)
-    outcome = run.train(config, run_dir)
+    with exits_75():
+        join_cluster(distributed)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        outcome = run.train(run.with_vocabulary(config, tokenizer), run_dir)
     print(f"{outcome.reason} at step {outcome.step}; run folder {run_dir}")
     return outcome.exit_code
 
 
 command("finetune")(cli_finetune.finetune)
+command("generate")(cli_generate.generate_text)
 command("import")(cli_interop.import_model)
 command("export")(cli_interop.export_model)
 
 
 @command("eval")
 def evaluate(
-    run_dir: Annotated[Path, tyro.conf.Positional],
+    model: Annotated[str, tyro.conf.Positional],
     split: Literal["train", "validation", "test"] = "test",
+    source: str | None = None,
     context_length: int = 0,
     segment: int = 0,
     batch_size: int = 8,
     sampling: Literal["uniform", "exponential"] | None = None,
     decay: float = 0.98,
+    dtype: Dtype | None = None,
+    output: Path | None = None,
 ) -> int:
-    """Perplexity of a run's newest checkpoint, by kind of text and by position.
+    """Perplexity of a model, by kind of text and by position.
 
-    Writes `eval-<split>.json` and a plot of loss by position into the run folder. Of
-    HMT no target counts that a summary has read before; beside stands "all_targets",
-    the perplexity of all, as the official program scores.
+    Writes `eval-<split>.json` and a plot of loss by position. Of HMT no target counts
+    that a summary has read before; beside stands "all_targets", the perplexity of all,
+    as the official program scores.
 
     Args:
-        run_dir: a folder that `memjax train` or `memjax finetune` wrote.
+        model: a run's folder (its newest checkpoint), a folder of safetensors, a GGUF
+            file, or a model of the hub ("owner/name").
         split: which documents.
+        source: where they come from, as in `memjax data`; None is the run's own
+            source, "embedded" of a model without a run.
         context_length: cut documents into texts of so many tokens, each read with an
             empty memory; 0 reads every document as one stream.
-        segment: tokens read at a time; 0 is the training context.
+        segment: tokens read at a time; 0 is the training context, or the window of a
+            model without a run.
         batch_size: texts read side by side.
         sampling: read an Elastic Memory at other points than in training.
         decay: of the exponential sampling.
+        dtype: of the activations of a model without a run; None is float32.
+        output: folder of what is written; None is the run's own, or `eval` here.
     """
-    config, model = finetune.load_model(run_dir)
+    opened = open_model(model, dtype=dtype)
+    found, data = opened.model, opened.run and opened.run.data
     if sampling is not None:
-        model = run.with_sampling(model, sampling=sampling, decay=decay)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    documents = run_data.load_split(config, tokenizer, split)
+        found = run.with_sampling(found, sampling=sampling, decay=decay)
+    documents = load_tokens(
+        source or (data.source if data else "embedded"),
+        opened.tokenizer,
+        split,
+        data.cache_dir if data else None,
+    )
     every = evaluation.losses(
-        model,
+        found,
         documents,
         context_length=context_length,
-        segment=segment or config.data.context_length,
+        segment=segment or (data.context_length if data else found.window),
         batch_size=batch_size,
     )
-    losses, window = evaluation.causal(model, every), model.window
+    losses, window = evaluation.causal(found, every), found.window
     rows = {
         kind or "all": {
             "perplexity": evaluation.perplexity(losses, kind=kind),
@@ -138,48 +159,12 @@ def evaluate(
         table.add_row(kind, *(f"{value:.3f}" for value in row.values()))
     Console().print(table)
     result = {"split": split, "perplexity": rows, "edges": edges, "nats": curve}
-    write_atomically(run_dir / f"eval-{split}.json", json.dumps(result, indent=1))
-    plot = run_dir / f"eval-{split}.png"
+    folder = output or (Path(model).expanduser() if opened.run else Path("eval"))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / f"eval-{split}.json", json.dumps(result, indent=1))
+    plot = folder / f"eval-{split}.png"
     plots.loss_by_position({split: curve}, edges, plot, window=window)
-    print(f"wrote {run_dir / f'eval-{split}.json'} and {plot}")
-    return 0
-
-
-@command("generate")
-def generate_text(
-    run_dir: Annotated[Path, tyro.conf.Positional],
-    prompt: str = "",
-    prompt_file: Path | None = None,
-    tokens: int = 200,
-    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling(  # noqa: B008
-        0.8, 0, 0.95
-    ),
-    seed: int = 0,
-) -> int:
-    """Reads a prompt of any length into the memory and writes on.
-
-    Args:
-        run_dir: a folder that `memjax train` or `memjax finetune` wrote.
-        prompt: text to continue; this or `prompt_file`.
-        prompt_file: a text file, of any length.
-        tokens: how many to draw.
-        sampling: how.
-        seed: of the draws.
-    """
-    if (prompt_file is None) == (not prompt):
-        raise ValueError("give either --prompt or --prompt-file, and not empty")
-    text = prompt if prompt_file is None else prompt_file.read_text()
-    config, model = finetune.load_model(run_dir)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    _, drawn = generate(
-        model,
-        model.init_state(1),
-        tokenizer.encode(text)[None],
-        tokens,
-        key=jax.random.key(seed),
-        sampling=sampling,
-    )
-    print(text if prompt else "", tokenizer.decode(np.asarray(drawn[0])), sep="")
+    print(f"wrote {folder / f'eval-{split}.json'} and {plot}")
     return 0
 
 
@@ -226,9 +211,17 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     try:
         code = _parse(argv)()
-    except (ValueError, OSError, NonFiniteError) as error:
+    # An optional package that is missing is named by its ImportError.
+    except (ValueError, OSError, ImportError, NonFiniteError) as error:
         print(f"memjax: {_one_line(str(error))}", file=sys.stderr)
         code = 2
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(
+            error
+        ):
+            raise
+        print(f"memjax: out of memory: {_one_line(str(error))}", file=sys.stderr)
+        code = 1
     sys.exit(code)
 
 
@@ -260,8 +253,9 @@ def _parse(argv: list[str]) -> Callable[[], int]:
 
 
 def _one_line(message: str) -> str:
-    """Drops line breaks and the frame that the parser draws around its errors."""
-    return " ".join(re.sub("[\u2500-\u257f]", " ", message).split())
+    """Drops line breaks, the frame that the parser draws, and all beyond some lines."""
+    words = " ".join(re.sub("[\u2500-\u257f]", " ", message).split())
+    return words if len(words) <= MAX_MESSAGE else f"{words[:MAX_MESSAGE]}..."
 
 
 if __name__ == "__main__":

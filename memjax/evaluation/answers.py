@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Bool, Float32
 
 from memjax.data.tasks.questions import QuestionInput
-from memjax.models.base import Model
+from memjax.models.base import Model, commit_state
 
 
 class Answers(NamedTuple):
@@ -62,8 +62,9 @@ def answers(
         # A last batch is filled with its last input, read again and thrown away.
         batch = [inputs[row] for row in (rows + rows[-1:] * batch_size)[:batch_size]]
         tokens, places, targets, real = _batch(batch, segment, longest)
-        state = model.init_state(batch_size)
-        seen = jnp.zeros((batch_size, longest, model.width), jnp.float32)
+        state = model.init_state(batch_size, tokens.shape[1])
+        seen = np.zeros((batch_size, longest, model.width), np.float32)
+        state, seen = commit_state(params, (state, jnp.asarray(seen)))
         for start in range(0, tokens.shape[1], segment):
             part = jnp.asarray(tokens[:, start : start + segment])
             positions = places - start

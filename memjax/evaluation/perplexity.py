@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
 from memjax.data.documents.tokens import TokenisedDocument
-from memjax.models.base import Model
+from memjax.models.base import Model, commit_state
 from memjax.models.loss import token_losses
 
 
@@ -72,8 +72,10 @@ def losses(
     graph, params = nnx.split(model)
     for first in range(0, len(texts), batch_size):
         rows = order[first : first + batch_size]
-        state = model.init_state(batch_size)
         length = max(len(texts[row][1]) for row in rows) - 1
+        # Segments are padded behind the texts' ends, and read all the same.
+        state = model.init_state(batch_size, -(-length // segment) * segment)
+        state = commit_state(params, state)
         for start in range(0, length, segment):
             if should_stop():
                 return Losses(nll, mask, tuple(kind for kind, _ in texts))

@@ -6,7 +6,7 @@ Llama 3's attention (RoPE, grouped queries): Grattafiori et al. (2024),
 https://arxiv.org/abs/2407.21783, section 3.2.
 
 Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,
-S capacity.
+S slots of the cache.
 """
 
 import dataclasses
@@ -15,12 +15,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax.checks import check_sizes
-from memjax.mechanisms.base import Mechanism, check_input
+from memjax.mechanisms.base import Cache, Mechanism, check_input
 from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import projections
+from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 
 
@@ -29,14 +31,27 @@ class AttentionConfig(HeadsConfig):
     """Sizes of a full attention layer.
 
     Attributes:
-        capacity: longest history in tokens; the cache has this fixed length.
+        capacity: longest history in tokens.
+        initial_slots: tokens that an empty cache has room for; None is the capacity.
+            A language model adds slots as texts grow: `LanguageModel.reserve`.
     """
 
     capacity: int = 8192
+    initial_slots: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(capacity=self.capacity)
+        check_sizes(capacity=self.capacity, initial_slots=self.slots)
+        if self.slots > self.capacity:
+            raise ValueError(
+                f"initial_slots must be at most capacity={self.capacity}, "
+                f"got {self.slots}"
+            )
+
+    @property
+    def slots(self) -> int:
+        """Tokens that an empty cache has room for."""
+        return self.capacity if self.initial_slots is None else self.initial_slots
 
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""
@@ -48,23 +63,36 @@ class AttentionConfig(HeadsConfig):
 
 
 class AttentionState(NamedTuple):
-    """Keys (with RoPE) and values of every token so far, in float32."""
+    """Keys (with RoPE) and values of every token so far."""
 
     keys: Float[Array, "B S G K"]
     values: Float[Array, "B S G K"]
     visible: Bool[Array, "B S"]  # False at masked tokens and beyond the length
-    length: Int[Array, " B"]
+    length: Int[Array, " B"]  # tokens read; beyond the capacity it stays at 2**30
 
 
-def init_state(config: AttentionConfig, batch: int) -> AttentionState:
-    """Returns an empty cache."""
-    shape = (batch, config.capacity, config.num_kv_heads, config.head_dim)
+def init_state(
+    config: AttentionConfig,
+    batch: int,
+    slots: int | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> AttentionState:
+    """Returns an empty cache, of at most `capacity` slots; None is `config.slots`."""
+    slots = config.slots if slots is None else min(slots, config.capacity)
+    shape = (batch, slots, config.num_kv_heads, config.head_dim)
     return AttentionState(
-        keys=jnp.zeros(shape, jnp.float32),
-        values=jnp.zeros(shape, jnp.float32),
-        visible=jnp.zeros((batch, config.capacity), bool),
+        keys=jnp.zeros(shape, dtype),
+        values=jnp.zeros(shape, dtype),
+        visible=jnp.zeros((batch, slots), bool),
         length=jnp.zeros(batch, jnp.int32),
     )
+
+
+def resize(state: AttentionState, slots: int) -> AttentionState:
+    """The same cache with `slots` slots, at least those that it has."""
+    more = slots - state.keys.shape[1]
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, more)) + ((0, 0),) * (x.ndim - 2))
+    return AttentionState(*map(pad, state[:-1]), length=state.length)
 
 
 def step(
@@ -88,46 +116,47 @@ def apply(
 ) -> tuple[AttentionState, Float[Array, "B T D"]]:
     """Caches a segment and attends causally; see `ApplyMasked` for mask and lengths.
 
-    A history beyond the capacity cannot be kept and must not pass unseen: from the
-    first token that does not fit, the outputs are NaN.
+    A history beyond the slots of the state cannot be kept and must not pass unseen:
+    from the first token that does not fit, the outputs are NaN.
 
     Raises:
-        ValueError: if the segment alone exceeds the capacity.
+        ValueError: if the segment alone has more tokens than the state has slots.
     """
     check_input(x, config.model_dim, state)
     b, t, _ = x.shape
-    _check_fits(config, t)
-    q, k, v = projections.qkv_projection(params, x)
+    room = state.keys.shape[1]
+    _check_fits(t, room)
+    q, k, v = projections.qkv_projection(config, params, x)
     times = jnp.arange(t, dtype=jnp.int32)[None]
     positions = state.length[:, None] + times
     q = projections.apply_rope(config, q, positions)
     k = projections.apply_rope(config, k, positions)
     # Keys are cached with RoPE: a token's position never changes, unlike in a sliding
     # window.
-    slots, length = positions, state.length + t
+    slots, length = positions, advanced(state.length, t)
     if lengths is not None:
         # A slot beyond the cache is dropped.
-        slots = jnp.where(times < lengths[:, None], positions, config.capacity)
-        length = state.length + lengths.astype(jnp.int32)
+        slots = jnp.where(times < lengths[:, None], positions, room)
+        length = advanced(state.length, lengths)
     visible = jnp.ones((b, t), bool) if mask is None else mask
     write = jax.vmap(lambda cache, new, at: cache.at[at].set(new, mode="drop"))
     state = AttentionState(
-        keys=write(state.keys, k.astype(jnp.float32), slots),
-        values=write(state.values, v.astype(jnp.float32), slots),
+        keys=write(state.keys, k.astype(state.keys.dtype), slots),
+        values=write(state.values, v.astype(state.values.dtype), slots),
         visible=write(state.visible, visible, slots),
         length=length,
     )
-    # The state is float32; products run in the dtype of the activations.
+    # The cache has a dtype of its own; products run in that of the activations.
     cache = (state.keys.astype(x.dtype), state.values.astype(x.dtype))
     from_cache = lambda: attend.from_cache(q, *cache, positions[:, 0], state.visible)
-    if t == config.capacity and mask is None:
+    if t == room and mask is None:
         # An empty cache has no past to read; on another, some tokens still fit.
         empty = jnp.all(positions[:, 0] == 0)
         y = jax.lax.cond(empty, lambda: attend.causal(q, k, v), from_cache)
     else:
         y = from_cache()
     # NaN and no exception, because the length of the history is not known inside jit.
-    fits = (positions < config.capacity)[..., None]
+    fits = (positions < room)[..., None]
     return state, jnp.where(fits, projections.output_projection(params, y), jnp.nan)
 
 
@@ -142,7 +171,7 @@ def whole(
     Tokens at which `mask` is False keep their position and are never attended to;
     outputs there, and before the first visible token, have no meaning.
     """
-    q, k, v = projections.qkv_projection(params, x)
+    q, k, v = projections.qkv_projection(config, params, x)
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)
     q = projections.apply_rope(config, q, positions)
     k = projections.apply_rope(config, k, positions)
@@ -155,7 +184,7 @@ def attention(config: AttentionConfig) -> Mechanism:
     def whole_sequence(params, x, mask):
         # Without a cache nothing limits the length; the layer refuses what its cache
         # would.
-        _check_fits(config, x.shape[1])
+        _check_fits(x.shape[1], config.capacity)
         return whole(config, params, x, mask)
 
     return Mechanism(
@@ -165,9 +194,10 @@ def attention(config: AttentionConfig) -> Mechanism:
         apply=functools.partial(apply, config),
         apply_masked=functools.partial(apply, config),
         whole=whole_sequence,
+        cache=Cache(functools.partial(init_state, config), config.capacity, resize),
     )
 
 
-def _check_fits(config, tokens):
-    if tokens > config.capacity:
-        raise ValueError(f"x has {tokens} tokens, capacity is {config.capacity}")
+def _check_fits(tokens, capacity):
+    if tokens > capacity:
+        raise ValueError(f"x has {tokens} tokens, capacity is {capacity}")

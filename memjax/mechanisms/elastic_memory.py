@@ -25,9 +25,10 @@ from jaxtyping import Array, Float, Int
 
 from memjax.checks import check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, check_input
-from memjax.mechanisms.layers import dot_product_attention as attend
-from memjax.mechanisms.layers import projections
+from memjax.mechanisms.layers import projections, trapezoid
+from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers.trapezoid import Memory, OpenBlock, Tokens
 from memjax_kernels.hippo import (
     HippoBank,
     Implementation,
@@ -38,6 +39,9 @@ from memjax_kernels.hippo import (
     sample_points,
     update,
 )
+
+#: Numbers of a bank, 8 GB.
+MAX_BANK = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +61,7 @@ class ElasticMemoryConfig(HeadsConfig):
             floats each, held in the compiled program; later ones are computed when
             met. 0 stores none, the choice for large orders.
         implementation: form of the recurrence in `apply`; None is the cheapest.
+    Beyond 2**30 tokens each is taken as the 2**30th: the int32 clock stays there.
     """
 
     block: int = 2048
@@ -73,6 +78,11 @@ class ElasticMemoryConfig(HeadsConfig):
         check_sizes(block=self.block, order=self.order, memory_tokens=self.samples)
         if self.bank_blocks < 0:
             raise ValueError(f"bank_blocks must be >= 0, got {self.bank_blocks}")
+        check_sizes(bank_blocks=self.bank_blocks or 1)
+        numbers = self.bank_blocks * self.order * (self.order + self.block)
+        if numbers > MAX_BANK:
+            made = f"makes matrices of {numbers:,} numbers, of at most {MAX_BANK:,}"
+            raise ValueError(f"bank_blocks={self.bank_blocks} {made}")
         require_known("positions", self.positions, ("block", "stream"))
         implementations = (None, *get_args(Implementation))
         require_known("implementation", self.implementation, implementations)
@@ -101,7 +111,7 @@ class ElasticMemoryState(NamedTuple):
 
     keys: Float[Array, "B G N K"]
     values: Float[Array, "B G N K"]
-    length: Int[Array, " B"]  # tokens in the coefficients
+    length: Int[Array, " B"]  # tokens in the coefficients; stays at 2**30
     open_keys: Float[Array, "B L G K"]  # without RoPE; zero beyond `open_length`
     open_values: Float[Array, "B L G K"]
     open_length: Int[Array, " B"]
@@ -153,12 +163,20 @@ def step(
     The memory is read as R (C q) and (wᵀ R) C: no memory token is ever formed.
     """
     check_input(x, config.model_dim, state)
-    q, k, v = projections.qkv_projection(params, x[:, None])
+    q, k, v = projections.qkv_projection(config, params, x[:, None])
     write = jax.vmap(lambda block, token, at: block.at[at].set(token[0]))
     open_keys = write(state.open_keys, k.astype(jnp.float32), state.open_length)
     open_values = write(state.open_values, v.astype(jnp.float32), state.open_length)
     # The token sees itself, so it is written to the open block before it attends.
-    y = _attend_one(config, state, q[:, 0], open_keys, open_values)
+    y = trapezoid.one_token(
+        config,
+        q[:, 0],
+        (state.keys, state.values),
+        jnp.asarray(tables(config).reconstruction),
+        OpenBlock(open_keys, open_values, state.open_length),
+        state.length,
+        config.positions == "stream",
+    )
 
     # Only one token in L completes a block: the others must not pay for compression.
     complete = state.open_length + 1 == config.block
@@ -186,7 +204,7 @@ def apply(
 ) -> tuple[ElasticMemoryState, Float[Array, "B T D"]]:
     """Attends block by block, each batch element at its own position in its block."""
     check_input(x, config.model_dim, state)
-    q, k, v = projections.qkv_projection(params, x)
+    q, k, v = projections.qkv_projection(config, params, x)
     # An open block of up to L-1 tokens may push the segment into one block more.
     blocks = (x.shape[1] + config.block - 2) // config.block + 1
     ragged = functools.partial(_apply_blocks, config, blocks, False)
@@ -245,92 +263,24 @@ def _apply_blocks(config, blocks, in_step, state, q, k, v):
     # Open tokens were answered by the calls that read them: they are keys here, and
     # their positions have no queries.
     queries = lay_out(jnp.zeros_like(q[:, :0], jnp.float32), q)
-    tokens = [split(x).astype(q.dtype) for x in (queries, keys, values)]
-    remembered = [x.astype(q.dtype) for x in _from_channels(memory, heads)]
+    tokens = Tokens(*(split(x).astype(q.dtype) for x in (queries, keys, values)))
+    remembered = Memory(*(x.astype(q.dtype) for x in _from_channels(memory, heads)))
     # A block attends to its own tokens; all blocks before it are in the coefficients.
-    attended = _trapezoid(config, tokens, remembered, state.length)
+    attended = trapezoid.by_blocks(
+        config, tokens, remembered, state.length, config.positions == "stream"
+    )
     new_keys, new_values = _from_channels(coefficients, heads)
     after = count * config.block
     y = _take(attended.reshape(queries.shape), state.open_length, t)
     state = ElasticMemoryState(
         keys=jnp.moveaxis(new_keys, 2, 1),
         values=jnp.moveaxis(new_values, 2, 1),
-        length=state.length + after,
+        length=advanced(state.length, after),
         open_keys=_take(keys, after, config.block),
         open_values=_take(values, after, config.block),
         open_length=state.open_length + t - after,
     )
     return state, y
-
-
-def _trapezoid(config, tokens, remembered, length):
-    """Attention of each block to all memory tokens and causally to itself."""
-    (q, k, v), (memory_keys, memory_values) = tokens, remembered
-    blocks, block, samples = q.shape[1], config.block, config.samples
-    positions = jnp.arange(block, dtype=jnp.int32)
-    # Tokens before each block: 0 says that there is no memory yet, and where RoPE
-    # counts from in a stream.
-    first = length[:, None] + jnp.arange(blocks, dtype=jnp.int32)[None] * block
-    if config.positions == "stream":
-        positions = first[..., None] + positions[None, None]
-    rope = lambda x: projections.apply_rope(config, x, positions)
-    causal = jnp.tril(jnp.ones((block, block), bool))
-    mask = jnp.concatenate(
-        [
-            # Before the first block is compressed the coefficients are zeros, which are
-            # no memory.
-            jnp.broadcast_to((first > 0)[..., None, None], (*q.shape[:3], samples)),
-            jnp.broadcast_to(causal, (*q.shape[:3], block)),
-        ],
-        axis=-1,
-    )
-    join = lambda memory, tokens: jnp.concatenate([memory, tokens], axis=2)
-    return attend.blocks(
-        # Memory tokens have no position: a coefficient spans the whole past.
-        rope(q),
-        join(memory_keys, rope(k)),
-        join(memory_values, v),
-        mask,
-    )
-
-
-def _attend_one(config, state, q, open_keys, open_values):
-    """The newest token's read, [B, H, K] in float32."""
-    basis = jnp.asarray(tables(config).reconstruction)
-    b, h, width = q.shape
-    positions = jnp.arange(config.block, dtype=jnp.int32)
-    now = state.open_length[:, None]
-    if config.positions == "stream":
-        positions, now = (
-            state.length[:, None] + positions[None],
-            state.length[:, None] + now,
-        )
-    rope = lambda x, at: projections.apply_rope(config, x, at)
-    q = rope(q.astype(jnp.float32)[:, None], now)[:, 0]
-    q = q.reshape(b, config.num_kv_heads, -1, width) * width**-0.5
-
-    # R (C q): N K + M N products a query, where forming the memory tokens R C takes M N
-    # K.
-    in_basis = jnp.einsum("bgqk,bgnk->bgqn", q, state.keys)
-    to_memory = jnp.einsum("bgqn,mn->bgqm", in_basis, basis)
-    to_block = jnp.einsum("bgqk,blgk->bgql", q, rope(open_keys, positions))
-    # The newest token sees itself, so that no softmax is over an empty set.
-    seen = jnp.arange(config.block, dtype=jnp.int32)[None] <= state.open_length[:, None]
-    mask = jnp.concatenate(
-        [
-            jnp.broadcast_to(state.length[:, None] > 0, (b, config.samples)),
-            seen,
-        ],
-        axis=1,
-    )
-    scores = jnp.concatenate([to_memory, to_block], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1, where=mask[:, None, None])
-    memory, block = jnp.split(weights, [config.samples], axis=-1)
-    # The weights go back through R, again without forming a memory token.
-    in_basis = jnp.einsum("bgqm,mn->bgqn", memory, basis)
-    y = jnp.einsum("bgqn,bgnk->bgqk", in_basis, state.values)
-    y += jnp.einsum("bgql,blgk->bgqk", block, open_values)
-    return y.reshape(b, h, width)
 
 
 def _compress(state, chosen):
@@ -351,7 +301,7 @@ def _compress(state, chosen):
     return ElasticMemoryState(
         keys=jnp.moveaxis(keys, 2, 1),
         values=jnp.moveaxis(values, 2, 1),
-        length=state.length + count,
+        length=advanced(state.length, count),
         open_keys=state.open_keys * keep,
         open_values=state.open_values * keep,
         open_length=state.open_length - count,

@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax.checks import check_sizes
 from memjax.mechanisms.attention import whole as whole_attention
-from memjax.mechanisms.base import Mechanism, check_input
+from memjax.mechanisms.base import Cache, Mechanism, check_input
 from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
@@ -50,19 +51,21 @@ class SlidingWindowConfig(HeadsConfig):
 
 
 class SlidingWindowState(NamedTuple):
-    """The last W keys (without RoPE) and values, newest last, in float32."""
+    """The last W keys (without RoPE) and values, newest last."""
 
     keys: Float[Array, "B W G K"]
     values: Float[Array, "B W G K"]
     visible: Bool[Array, "B W"]  # False at masked tokens and before the first
 
 
-def init_state(config: SlidingWindowConfig, batch: int) -> SlidingWindowState:
+def init_state(
+    config: SlidingWindowConfig, batch: int, dtype: DTypeLike = jnp.float32
+) -> SlidingWindowState:
     """Returns a window with nothing in it."""
     shape = (batch, config.window, config.num_kv_heads, config.head_dim)
     return SlidingWindowState(
-        keys=jnp.zeros(shape, jnp.float32),
-        values=jnp.zeros(shape, jnp.float32),
+        keys=jnp.zeros(shape, dtype),
+        values=jnp.zeros(shape, dtype),
         visible=jnp.zeros((batch, config.window), bool),
     )
 
@@ -95,10 +98,10 @@ def apply(
     window = config.window
     # Blocks as long as the window: each query scores at most 2 W keys.
     size = min(window, t)
-    q, k, v = projections.qkv_projection(params, x)
+    q, k, v = projections.qkv_projection(config, params, x)
     new = SlidingWindowState(
-        keys=k.astype(jnp.float32),
-        values=v.astype(jnp.float32),
+        keys=k.astype(state.keys.dtype),
+        values=v.astype(state.values.dtype),
         visible=jnp.ones((b, t), bool) if mask is None else mask,
     )
     join = lambda old, new: jnp.concatenate([old, new], axis=1)
@@ -171,4 +174,5 @@ def sliding_window(config: SlidingWindowConfig) -> Mechanism:
         apply=functools.partial(apply, config),
         apply_masked=functools.partial(apply, config),
         whole=functools.partial(whole, config),
+        cache=Cache(lambda batch, slots, dtype: init_state(config, batch, dtype)),
     )

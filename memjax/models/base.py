@@ -1,9 +1,13 @@
 """What every language model of the library is, whatever remembers inside it."""
 
+import sys
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Array, Bool, Float, Int
+import jax
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
+#: As many tokens as full attention can hold.
+LONGEST = sys.maxsize
 #: A memory: a pytree whose type the model chooses; every leaf has the batch first.
 State = Any
 
@@ -39,8 +43,17 @@ class Model(Protocol):
         """
         ...
 
-    def init_state(self, batch: int, /) -> State:
-        """The empty memory of `batch` sequences."""
+    @property
+    def can_pad(self) -> bool:
+        """Whether `features` takes `lengths`."""
+        ...
+
+    def init_state(self, batch: int, /, capacity: int | None = None) -> State:
+        """The empty memory of `batch` sequences.
+
+        `capacity` is how many tokens full attention gets room for; what compresses
+        its past ignores it.
+        """
         ...
 
     def reset(self, state: State, mask: Bool[Array, " B"], /) -> State:
@@ -51,10 +64,26 @@ class Model(Protocol):
         """How many more tokens the state can take; None where there is no bound."""
         ...
 
+    def reserve(self, state: State, tokens: int, /) -> State:
+        """The same memory with room for so many more tokens; outside of jit.
+
+        Raises:
+            ValueError: if it cannot hold them.
+        """
+        ...
+
     def features(
-        self, state: State, tokens: Int[Array, "B T"], /
+        self,
+        state: State,
+        tokens: Int[Array, "B T"],
+        /,
+        *,
+        lengths: Int[Array, " B"] | None = None,
     ) -> tuple[State, Float[Array, "B T E"]]:
-        """Reads tokens into the memory; returns what the head sees."""
+        """Reads tokens into the memory; returns what the head sees.
+
+        With `lengths`, batch element b reads its first `lengths[b]` tokens, 0 to T.
+        """
         ...
 
     def logits(self, features: Float[Array, "*B E"], /) -> Float[Array, "*B V"]:
@@ -66,3 +95,15 @@ class Model(Protocol):
     ) -> tuple[State, Float[Array, "B T V"]]:
         """Next-token logits at every position, and the memory after the last."""
         ...
+
+
+def commit_state(params: PyTree, state: State) -> State:
+    """The state, committed to its device if parameters are committed to one.
+
+    A checkpoint's parameters are, and so is the state that a call with them returns. A
+    new state is not, for which `jax.jit` would compile the first call apart.
+    """
+    arrays = [x for x in jax.tree.leaves(params) if x.committed]
+    if not arrays or len(arrays[0].sharding.device_set) > 1:
+        return state
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), state)

@@ -1,113 +1,263 @@
-"""Generate tokens: read the prompt into the state, then draw from it in a scan."""
+"""Generate tokens: read the prompt into the state, then draw and read one by one.
 
-import functools
+Programs have few shapes: a prompt is read in segments, the last one padded to a power
+of two, and tokens are drawn in a loop whose length is no part of the program.
+
+Shapes: B batch, T time, N drawn tokens, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from memjax.models.base import Model
-from memjax.models.sampling import Sampling, draw
+from memjax.models.base import Model, commit_state
+from memjax.models.ragged import check_prompt
+from memjax.models.sampling import Sampling, Settings, draw
+
+# Tokens drawn by one call of the program, between which a cache may grow.
+PIECE = 64
+# Tokens to draw that a cache gets slots for at once.
+RESERVED = 4096
+# A prompt's last segment has at least so many tokens, with padding.
+LEAST_SEGMENT = 16
+
+
+class Generated(NamedTuple):
+    """What `generate` gives.
+
+    Attributes:
+        state: the memory after the prompt and every token that was drawn.
+        tokens: drawn; 0 behind a batch element's end.
+        lengths: tokens of each batch element, the one that ended it included.
+        log_probs: of each token, by the model's own distribution (temperature 1, no
+            token left out); 0 behind the end.
+    """
+
+    state: PyTree
+    tokens: Int[np.ndarray, "B N"]
+    lengths: Int[np.ndarray, " B"]
+    log_probs: Float[np.ndarray, "B N"]
+
+
+class _Open(NamedTuple):
+    """What goes from token to token beside the memory."""
+
+    logits: Float[Array, "B V"]
+    key: PRNGKeyArray
+    drawn: Int[Array, ""]  # tokens so far, of those that have not ended
+    done: Bool[Array, " B"]
 
 
 def generate(
     model: Model,
-    state: PyTree,
+    state: PyTree | None,
     prompt: Int[np.ndarray, "B T"] | Int[Array, "B T"],
     max_new_tokens: int,
     *,
     key: PRNGKeyArray,
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    lengths: Sequence[int] | None = None,
+    stop_tokens: Sequence[int] = (),
+    stop_when: Callable[[Int[np.ndarray, "B n"]], Any] | None = None,
+    samples: int = 1,
     segment: int = 1024,
-) -> tuple[PyTree, Int[np.ndarray, "B N"]]:
+    donate: bool = False,
+) -> Generated:
     """Reads the prompt into the state and draws tokens one by one.
 
-    The state has a fixed size, so neither the prompt's length nor the output's is
-    bounded by memory; only full attention has a capacity.
+    A memory of fixed size bounds neither the prompt nor the output; full attention
+    grows its cache up to its capacity.
 
     Args:
         model: the model.
-        state: the memory to go on from, `model.init_state(B)` at a document's start.
+        state: the memory to go on from; None is an empty one.
         prompt: tokens in [0, V), T >= 1.
-        max_new_tokens: how many to draw, at least 1.
-        key: of the draws.
+        max_new_tokens: how many to draw at most, at least 1.
+        key: of the draws. The same key draws the same tokens for any max_new_tokens.
         sampling: greedy, temperature, top-k and top-p.
+        lengths: tokens of each batch element's prompt, 1 to T; None is T.
+        stop_tokens: tokens that end a batch element, as the end of a text.
+        stop_when: called with all tokens so far after each one; True, or True for a
+            batch element, ends it. The place to print a stream, or to look for stop
+            strings: see `stop_strings`.
+        samples: texts drawn for each prompt, which is read once; they are neighbours
+            in the batch, which is `samples` times as large.
         segment: tokens read at a time; a multiple of the model's window is quick.
-
-    Returns:
-        The memory after prompt and all drawn tokens but the last, which has not been
-        read; and the drawn tokens.
+        donate: whether the state's memory may be taken for the result's. The state
+            that was given cannot be used again.
 
     Raises:
-        ValueError: on an empty prompt, a token out of range, max_new_tokens or
-            segment below 1, or more tokens than full attention has capacity for.
+        ValueError: on an empty prompt, a token or length out of range, a size below 1,
+            more tokens than full attention has capacity for, or logits that are NaN.
     """
-    prompt = np.asarray(prompt)
-    _check(model, state, prompt, max_new_tokens, segment)
-    graph, params = nnx.split(model)
-    features = None
-    # One segment at a time: memory does not grow with the prompt.
-    for start, stop in _segments(prompt.shape[1], segment):
-        tokens = jnp.asarray(prompt[:, start:stop], jnp.int32)
-        state, features = _prefill(graph, params, state, tokens)
-    state, tokens = _decode(
-        graph, sampling, max_new_tokens, params, state, features, key
+    check_prompt(model, prompt, lengths, max_new_tokens, segment, samples)
+    tokens = np.asarray(prompt)
+    if state is None:
+        state, donate = model.init_state(len(tokens), capacity=1), True
+    needed, room = tokens.shape[1] + max_new_tokens, model.remaining(state)
+    if room is not None and needed > room:
+        raise ValueError(
+            f"prompt and max_new_tokens make {needed} tokens to read; full attention "
+            f"has room for {room} more"
+        )
+    # One size of its cache for the whole call, if it is not large.
+    state = model.reserve(state, min(needed, tokens.shape[1] + RESERVED))
+    ends = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
+    state, logits = _read_prompt(
+        model, state, tokens, np.asarray(ends), segment, donate
     )
-    return state, np.asarray(tokens)
+    if samples > 1:
+        state, logits = jax.tree.map(
+            lambda leaf: jnp.repeat(leaf, samples, axis=0), (state, logits)
+        )
+    stop = jnp.asarray(np.asarray(stop_tokens, np.int32).reshape(-1))
+    open_ = _Open(logits, key, jnp.int32(0), jnp.zeros(len(logits), bool))
+    settings = Settings.of(sampling)
+    return _draw_all(model, state, open_, settings, max_new_tokens, stop, stop_when)
 
 
-def _segments(length: int, segment: int) -> list[tuple[int, int]]:
-    """Bounds of the prompt's segments, none of one token unless the prompt is."""
-    # HMT reads single tokens as generated ones, without a new summary.
-    bounds = list(range(0, length, segment)) + [length]
-    # A last segment of one token is joined to the one before it.
-    if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1:
-        del bounds[-2]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+def stop_strings(
+    decode: Callable[[np.ndarray], str], strings: Sequence[str]
+) -> Callable[[Int[np.ndarray, "B n"]], np.ndarray]:
+    """`stop_when` that ends a batch element whose text has one of the strings.
+
+    Args:
+        decode: of a tokenizer.
+        strings: none of them empty.
+
+    Raises:
+        ValueError: on no string, or an empty one.
+    """
+    if not strings or not all(strings):
+        raise ValueError(f"strings must be at least one and not empty, got {strings}")
+
+    def found(tokens):
+        texts = (decode(row) for row in tokens)
+        return np.array([any(s in text for s in strings) for text in texts])
+
+    return found
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _prefill(graph, params, state, tokens):
-    """The state after the tokens, and the features of the last."""
+def _read_prompt(model, state, tokens, ends, segment, donate):
+    """The memory after the prompts, and the logits of their next tokens."""
+    # Split, so that parameters are arguments of the programs.
+    graph, params = nnx.split(model)
+    batch, longest = tokens.shape
+    logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
+    state, logits = commit_state(params, (state, logits))
+    # One segment at a time: memory does not grow with the prompt.
+    for start in range(0, longest, segment):
+        count = np.clip(ends - start, 0, segment).astype(np.int32)
+        state = model.reserve(state, int(count.max()))
+        # Padding is not read, but a call cannot be longer than a cache.
+        room = model.remaining(state) or segment
+        padded = _padded(longest - start, longest) if model.can_pad else longest - start
+        size = min(segment, room, padded)
+        part = np.zeros((batch, size), np.int32)
+        part[:, : longest - start] = tokens[:, start : start + size]
+        lengths = None if (count == size).all() else jnp.asarray(count)
+        # From the second segment on the state is one that this function made.
+        read = _read[donate or start > 0]
+        state, logits = read(graph, params, state, logits, jnp.asarray(part), lengths)
+    return state, logits
+
+
+def _draw_all(model, state, open_, settings, limit, stop, stop_when):
+    """Draws until all batch elements have ended, or to the limit; uses the state up."""
+    graph, params = nnx.split(model)
+    batch, parts = len(open_.done), []
+    # Ended batch elements read nothing more, while others go on.
+    ragged = batch > 1 and (stop.size > 0 or stop_when is not None)
+    size = PIECE if stop_when is None else 1
+    taken, ended = 0, np.zeros(batch, bool)
+    while taken < limit and not ended.all():
+        count = min(size, limit - taken)
+        state = model.reserve(state, count)
+        state, open_, *drawn = _draw(
+            *(graph, size, ragged, params, state),
+            *(open_, settings, stop, jnp.int32(count)),
+        )
+        parts.append([np.asarray(x)[:, :count] for x in drawn])
+        taken, ended = taken + count, np.asarray(open_.done)
+        if stop_when is not None:
+            so_far = np.concatenate([tokens for tokens, *_ in parts], axis=1)
+            ended = ended | np.asarray(stop_when(so_far), bool)
+            open_ = open_._replace(done=jnp.asarray(np.broadcast_to(ended, batch)))
+    tokens, log_probs, live = (
+        np.concatenate(part, axis=1) for part in zip(*parts, strict=True)
+    )
+    if np.isnan(log_probs).any():
+        raise ValueError("the model's logits are NaN: nothing can be drawn from them")
+    lengths = live.sum(axis=1)
+    longest = lengths.max()
+    return Generated(state, tokens[:, :longest], lengths, log_probs[:, :longest])
+
+
+def _padded(length: int, longest: int) -> int:
+    """The next power of two; a whole prompt of one token stays one."""
+    # A model may read a single token as a drawn one, as HMT does.
+    return 1 if longest == 1 else max(LEAST_SEGMENT, 1 << (length - 1).bit_length())
+
+
+def _read_segment(graph, params, state, logits, tokens, lengths):
+    """The memory after the tokens, and the logits behind the last of them."""
     model = nnx.merge(graph, params)
-    state, features = model.features(state, tokens)
+    if lengths is None:
+        state, features = model.features(state, tokens)
+        return state, model.logits(features[:, -1])
+    state, features = model.features(state, tokens, lengths=lengths)
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
     # Logits of the other positions are of no use, and are the widest product.
-    return state, features[:, -1]
+    new = model.logits(jnp.take_along_axis(features, last, axis=1)[:, 0])
+    return state, jnp.where(lengths[:, None] > 0, new, logits)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _decode(graph, sampling, count, params, state, features, key):
+def _draw_tokens(graph, size, ragged, params, state, open_, settings, stop, count):
+    """Draws `count` tokens, fewer where all end, and reads each into the memory."""
     model = nnx.merge(graph, params)
-    keys = jax.random.split(key, count)
+    batch = len(open_.done)
 
-    def decode(carry, key):
-        state, token = carry
-        state, logits = model(state, token[:, None])
-        token = draw(logits[:, 0], key, sampling)
-        return (state, token), token
-
-    token = draw(model.logits(features), keys[0], sampling)
-    (state, _), tokens = jax.lax.scan(decode, (state, token), keys[1:])
-    return state, jnp.concatenate([token[:, None], tokens.T], axis=1)
-
-
-def _check(model, state, prompt, max_new_tokens, segment):
-    if prompt.ndim != 2 or prompt.shape[1] < 1:
-        raise ValueError(f"prompt must be [B, T] with T >= 1, got {prompt.shape}")
-    for name, value in (("max_new_tokens", max_new_tokens), ("segment", segment)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if prompt.min() < 0 or prompt.max() >= model.vocab_size:
-        worst = prompt.max() if prompt.max() >= model.vocab_size else prompt.min()
-        raise ValueError(
-            f"prompt must hold tokens in [0, {model.vocab_size}), got {worst}"
+    def body(loop):
+        i, state, open_, (tokens, log_probs, live) = loop
+        alive = ~open_.done
+        token = draw(open_.logits, jax.random.fold_in(open_.key, open_.drawn), settings)
+        scores = jax.nn.log_softmax(open_.logits, axis=-1)
+        log_prob = jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]
+        rows = (jnp.where(alive, token, 0), jnp.where(alive, log_prob, 0.0), alive)
+        kept = jax.tree.map(
+            lambda all_, row: jax.lax.dynamic_update_index_in_dim(all_, row, i, 1),
+            (tokens, log_probs, live),
+            rows,
         )
-    # The last token drawn is not read.
-    new, room = prompt.shape[1] + max_new_tokens - 1, model.remaining(state)
-    if room is not None and new > room:
-        raise ValueError(
-            f"prompt and max_new_tokens make {new} tokens to read; full attention has "
-            f"room for {room} more"
+        reads = dict(lengths=alive.astype(jnp.int32)) if ragged else {}
+        state, features = model.features(state, rows[0][:, None], **reads)
+        open_ = _Open(
+            model.logits(features[:, -1]),
+            open_.key,
+            open_.drawn + 1,
+            open_.done | jnp.isin(token, stop),
         )
+        return i + 1, state, open_, kept
+
+    empty = (
+        jnp.zeros((batch, size), jnp.int32),
+        jnp.zeros((batch, size), jnp.float32),
+        jnp.zeros((batch, size), bool),
+    )
+    goes_on = lambda loop: (loop[0] < count) & ~loop[2].done.all()
+    start = (jnp.int32(0), state, open_, empty)
+    _, state, open_, kept = jax.lax.while_loop(goes_on, body, start)
+    return state, open_, *kept
+
+
+# Keeps the state that it is given, or takes it.
+_read = (
+    jax.jit(_read_segment, static_argnums=0),
+    jax.jit(_read_segment, static_argnums=0, donate_argnums=2),
+)
+_draw = jax.jit(_draw_tokens, static_argnums=(0, 1, 2), donate_argnums=4)

@@ -3,6 +3,7 @@
 Shapes: B batch, T time, L segment, n positions, E width.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Shaped
+
+from memjax.checks import check_sizes
+from memjax.models.base import Model
 
 
 def check_tokens(tokens: Array, batch: int, vocab_size: int) -> None:
@@ -30,6 +34,24 @@ def check_tokens(tokens: Array, batch: int, vocab_size: int) -> None:
         raise ValueError(f"tokens must be in [0, {vocab_size}), got {worst}")
 
 
+def check_lengths(
+    lengths: Array | np.ndarray | None, tokens: Array | np.ndarray, least: int
+) -> None:
+    """Raises ValueError unless lengths are integers [B], known ones in [least, T]."""
+    if lengths is None:
+        return
+    b, t = tokens.shape[:2]
+    if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.shape != (b,):
+        raise ValueError(
+            f"lengths must be integers [{b}], got {lengths.dtype}{list(lengths.shape)}"
+        )
+    if isinstance(lengths, Tracer):
+        return
+    known = np.asarray(lengths)
+    if known.min() < least or known.max() > t:
+        raise ValueError(f"lengths must be in [{least}, T={t}], got {known.tolist()}")
+
+
 def check_mask(mask: Array, tokens: Array, expected: bool) -> None:
     """Raises ValueError unless a mask is `expected`, and bool [B, T]."""
     if mask.shape != tokens.shape or mask.dtype != bool:
@@ -41,6 +63,32 @@ def check_mask(mask: Array, tokens: Array, expected: bool) -> None:
         raise ValueError(
             "mask needs a state made for it: init_state(batch, masked=True)"
         )
+
+
+def check_prompt(
+    model: Model,
+    prompt: Any,
+    lengths: Sequence[int] | None,
+    max_new_tokens: int,
+    segment: int,
+    samples: int,
+) -> None:
+    """Raises ValueError on what `generate` cannot read or draw."""
+    prompt = np.asarray(prompt)
+    integers = np.issubdtype(prompt.dtype, np.integer)
+    if not integers or prompt.ndim != 2 or prompt.shape[1] < 1:
+        raise ValueError(
+            f"prompt must be integers [B, T] with T >= 1, got {prompt.dtype}"
+            f"{list(prompt.shape)}"
+        )
+    check_sizes(max_new_tokens=max_new_tokens, segment=segment, samples=samples)
+    if prompt.min() < 0 or prompt.max() >= model.vocab_size:
+        worst = prompt.max() if prompt.max() >= model.vocab_size else prompt.min()
+        raise ValueError(
+            f"prompt must hold tokens in [0, {model.vocab_size}), got {worst}"
+        )
+    if lengths is not None:
+        check_lengths(np.asarray(lengths), prompt, 1)
 
 
 def take(x: Shaped[Array, "B T *E"], positions: Int[Array, "B n"]) -> Any:

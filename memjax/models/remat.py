@@ -36,13 +36,21 @@ def remat(activations: str, function: Callable) -> Callable:
 
 
 def cond_with_remat(
-    needed: Bool[Array, ""], function: Callable, otherwise: Callable, *args: Any
+    activations: str,
+    needed: Bool[Array, ""],
+    function: Callable,
+    otherwise: Callable,
+    *args: Any,
 ) -> Any:
     """function(*args) where `needed`, else otherwise(*args).
 
     As `jax.lax.cond`, but the backward pass runs the branch again. That of `lax.cond`
     saves the residuals of both branches, zeros for the one that did not run. Both
     functions take all arrays they use as arguments.
+
+    With "keep" the backward pass holds a copy of the floats among the arguments, the
+    parameters too, and there are derivatives of every mode and order. Otherwise it
+    holds none, and there is no forward mode (`jax.jvp`, `jacfwd`, `linearize`).
     """
     leaves, tree = jax.tree.flatten(args)
     kinds = [_kind(leaf) for leaf in leaves]
@@ -64,6 +72,9 @@ def cond_with_remat(
             return call
 
         return of_floats(function), of_floats(otherwise)
+
+    if activations == "keep":
+        return jax.lax.cond(needed, *map(jax.checkpoint, branches(fixed)), *floats)
 
     # The predicate and integers have no gradients; they are apart from the floats.
     @jax.custom_vjp

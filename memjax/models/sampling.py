@@ -1,6 +1,7 @@
 """Sampling the next token from logits: temperature, top-k and top-p."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,22 +32,55 @@ class Sampling:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
 
+class Settings(NamedTuple):
+    """Those of `Sampling` as arrays: other values are no other program."""
+
+    temperature: Float[Array, ""]
+    top_k: Int[Array, ""]
+    top_p: Float[Array, ""]
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> "Settings":
+        """The settings of a sampler."""
+        return cls(
+            jnp.float32(sampling.temperature),
+            jnp.int32(sampling.top_k),
+            jnp.float32(sampling.top_p),
+        )
+
+
 def draw(
-    logits: Float[Array, "B V"], key: PRNGKeyArray, sampling: Sampling
+    logits: Float[Array, "B V"], key: PRNGKeyArray, settings: Settings
 ) -> Int[Array, " B"]:
     """Draws one token for each batch element."""
-    # The limit of a vanishing temperature; dividing by 0 would give NaN.
-    if sampling.temperature == 0:
+
+    def greedy():
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        threshold = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
-        logits = jnp.where(logits < threshold, -jnp.inf, logits)
-    if sampling.top_p < 1:
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        cumulative = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
-        # The token at which the sum reaches p is kept, so at least one token remains.
-        last_kept = jnp.sum(cumulative < sampling.top_p, axis=-1, keepdims=True)
-        threshold = jnp.take_along_axis(ordered, last_kept, axis=-1)
-        logits = jnp.where(logits < threshold, -jnp.inf, logits)
-    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+
+    def sampled():
+        limited = (settings.top_k > 0) | (settings.top_p < 1)
+        scaled = logits / settings.temperature
+        # Sorting the vocabulary is dear, so only where something is left out.
+        kept = jax.lax.cond(
+            limited, lambda x: _likeliest(x, settings), lambda x: x, scaled
+        )
+        return jax.random.categorical(key, kept, axis=-1).astype(jnp.int32)
+
+    # The limit of a vanishing temperature; dividing by 0 would give NaN.
+    return jax.lax.cond(settings.temperature == 0, greedy, sampled)
+
+
+def _likeliest(logits, settings):
+    """The logits of the top k, and then of the top p, of tokens; -inf elsewhere."""
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    last = jnp.where(settings.top_k > 0, settings.top_k, logits.shape[-1])
+    last = jnp.minimum(last, logits.shape[-1]) - 1
+    threshold = jax.lax.dynamic_slice_in_dim(ordered, last, 1, axis=-1)
+    ordered = jnp.where(ordered < threshold, -jnp.inf, ordered)
+    cumulative = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
+    # The token at which the sum reaches p is kept, so at least one token remains. All
+    # are for p = 1, which rounding keeps the sum below.
+    below = (cumulative < settings.top_p) | (settings.top_p >= 1)
+    last_kept = jnp.minimum(below.sum(axis=-1, keepdims=True), logits.shape[-1] - 1)
+    threshold = jnp.maximum(threshold, jnp.take_along_axis(ordered, last_kept, axis=-1))
+    return jnp.where(logits < threshold, -jnp.inf, logits)

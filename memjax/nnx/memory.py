@@ -1,5 +1,6 @@
 """Any mechanism as a layer of a flax model."""
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
@@ -53,7 +54,8 @@ class Memory(nnx.Module):
 
     def reset(self, state: PyTree, mask: Bool[Array, " B"]) -> PyTree:
         """Empties the memory of the batch elements in `mask`, at a document's start."""
-        return reset(state, self.init_state(mask.shape[0]), mask)
+        batch = jax.tree.leaves(state)[0].shape[0]
+        return reset(state, self.init_state(batch), mask)
 
     def __call__(
         self, state: PyTree, x: Float[Array, "B *T D"]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from memjax.checks import check_sizes, require_known
+from memjax.data import Tokenizer
 from memjax.models import ModelConfig, preset
 from memjax.models.language_model.presets import FAMILIES, TRELLIS_SIZES
 from memjax.training.optimizer import OptimizerConfig
@@ -38,7 +39,9 @@ class LoopConfig:
 
     Attributes:
         steps: the step to train to, >= 1; raising it later extends a run.
-        save_every: steps between checkpoints, >= 1: what a kill can cost.
+        save_every: steps between checkpoints, >= 1. A kill can cost two such intervals:
+            a checkpoint is written while training goes on, and counts once it is whole.
+            None is begun while steps are skipped in a row.
         evaluate_every: steps between evaluations, and one after the last step;
             0 for none.
         log_every: steps between lines of `metrics.jsonl`, >= 1.
@@ -61,6 +64,8 @@ class LoopConfig:
         for name in ("steps", "save_every", "log_every", "keep", "max_nan_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+            # Steps are counted in int32.
+            check_sizes(**{name: getattr(self, name)})
         if self.evaluate_every < 0:
             raise ValueError(f"evaluate_every must be >= 0, got {self.evaluate_every}")
         if self.minutes is not None and not self.minutes > 0:
@@ -91,7 +96,8 @@ class DataConfig:
 
     Attributes:
         source: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME".
-        tokenizer: "bpe4k", "bytes" or the path of a tokenizers JSON.
+        tokenizer: "bpe4k", "bytes", the path of a tokenizers JSON or of a folder that
+            has one, or a repository of the Hugging Face hub, "owner/name".
         mode: "chunked" cuts documents into independent samples of `context_length`, as
             the paper does; "streamed" reads whole documents, `context_length` tokens
             at a time, and needs `step.carry_memory`.
@@ -153,16 +159,35 @@ TRELLIS_TRAINING = {
 }
 
 
+# Of the tokenizer that ships: a fresh installation has no other.
+VOCABULARY = 4096
+
+
 def presets() -> dict[str, RunConfig]:
-    """Runs by name: the tiny ones for a laptop, the others as the papers train them."""
+    """Runs by name: the tiny ones for a laptop, the others as the papers train them.
+
+    The tokenizer and the documents are those that ship. The papers have others, of
+    32,000 ids: `data.tokenizer` names one, and `with_vocabulary` takes its size.
+    """
     models = {
-        (name, size): preset(f"{name}-{size}", 4096 if size == "tiny" else 32_000)
+        (name, size): preset(f"{name}-{size}", VOCABULARY)
         for name, family in FAMILIES.items()
         for size in family.sizes
     }
     # The tiny ones first: this is the order in which `presets` lists them.
     named = sorted(models.items(), key=lambda item: item[0][1] != "tiny")
     return {f"{name}-{size}": _run_of(size, model) for (name, size), model in named}
+
+
+def with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """A preset with the vocabulary of another tokenizer, where only that was changed.
+
+    A `model.vocab_size` that is not the presets' stays as it was given.
+    """
+    if config.model.vocab_size != VOCABULARY:
+        return config
+    model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
+    return dataclasses.replace(config, model=model)
 
 
 def _run_of(size: str, model: ModelConfig) -> RunConfig:
@@ -173,13 +198,13 @@ def _run_of(size: str, model: ModelConfig) -> RunConfig:
         rate, tokens = TRELLIS_TRAINING[size]
         return RunConfig(
             model=model,
-            data=DataConfig(context_length=2048, batch_size=256, tokenizer="llama2"),
+            data=DataConfig(context_length=2048, batch_size=256),
             optimizer=OptimizerConfig(learning_rate=rate),
             loop=_long_loop(round(tokens / 2**19)),
         )
     return RunConfig(
         model=model,
-        data=DataConfig(context_length=32_768, batch_size=16, tokenizer="llama2"),
+        data=DataConfig(context_length=32_768, batch_size=16),
         loop=_long_loop(80_000),
     )
 
@@ -189,4 +214,4 @@ def _long_loop(steps: int) -> LoopConfig:
 
 
 def _tiny(family: str) -> ModelConfig:
-    return preset(f"{family}-tiny", 4096)
+    return preset(f"{family}-tiny", VOCABULARY)

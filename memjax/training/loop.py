@@ -9,13 +9,15 @@ How a run ends:
 
     finished      all steps are done                          exit code 0
     out of time   the budget of minutes is used up            exit code 0
-    preempted     SIGTERM or Ctrl-C came; the state is saved  exit code 75
+    preempted     SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C came;
+                  the state is saved                          exit code 75
     an exception  too many non-finite steps, a failed save, bad input
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +25,7 @@ import jax
 from jaxtyping import PyTree
 
 from memjax.training.checkpoints.checkpoint import Checkpoints
+from memjax.training.claims import Claim
 from memjax.training.config import DataIterator, LoopConfig, Outcome, Reason
 from memjax.training.multihost import StopSignals, agreed, same_everywhere
 from memjax.training.reporting import Profile, Reporter
@@ -46,6 +49,7 @@ def train(
     step_of: Callable[[Any], Any] = lambda state: state.step,
     may_change: Collection[str] = FREE_FIELDS,
     completed: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda record: record,
+    claim: Claim | None = None,
 ) -> tuple[Any, Outcome]:
     """Trains to `config.steps`, from the newest checkpoint in `run_dir` if any.
 
@@ -67,14 +71,17 @@ def train(
             has, once `should_stop()` is true. Its values are then not recorded.
         step_of: finds the step, an integer scalar, in the state.
         may_change: fields of `config_record`, dotted when nested, that may differ.
+            A changed learning rate is reported.
         completed: gives a checkpoint's record the fields that it was written without,
             because they came later, with the values that mean what was done then.
+        claim: on `run_dir`, where the caller holds it already; it stays the caller's.
 
     Returns:
         The state, and how the run ended. Except after an exception the state is in
         a checkpoint by then.
 
     Raises:
+        ClaimedError: another process trains in `run_dir`; nothing was written.
         ValueError: `config_record` or the state contradicts the checkpoint; metrics
             are not as above; the data ended before `config.steps` (after saving).
         CheckpointError: there are checkpoints, but all are damaged.
@@ -88,11 +95,14 @@ def train(
     )
     with (
         StopSignals() as signals,
+        nullcontext(claim) if claim else Claim(settings.folder),
         Checkpoints(settings.folder / "checkpoints", keep=config.keep) as checkpoints,
     ):
         start = resume(
             checkpoints, state, data, config_record, may_change, step_of, completed
         )
+        # Hours before the first save, rather than at it.
+        checkpoints.require_room(start.state)
         reporter = Reporter(
             settings.folder,
             step=start.step,
@@ -136,20 +146,25 @@ class _Loop:
         self._profile = Profile(settings.config.profile, settings.folder / "profile")
         self._state, self._step, self._skipped = start.state, start.step, start.skipped
         self._saved = start.step if start.restored else None
+        self._changes = start.changes
         self._pending: deque[tuple[int, dict[str, Any]]] = deque()
         self._clock_started = False
+        self._save_is_due = False
 
     def train_to_end(self) -> tuple[Any, Outcome]:
         if self._saved is not None:
-            self._reporter.message(f"resumed at step {self._step}")
+            self._reporter.message(
+                "; ".join([f"resumed at step {self._step}", *self._changes])
+            )
         try:
             reason = self._train_until_stopped()
         finally:
             # Also after an exception, or the profiler would stay on.
             self._profile.stop(self._state)
-        self._read_metrics(keep=0)
-        self._save()
-        self._checkpoints.wait()
+        with self._signals.protected():
+            self._read_metrics(keep=0)
+            self._save()
+            self._checkpoints.wait()
         if reason == "data ended":
             raise ValueError(
                 f"the data ended after step {self._step}, before steps = "
@@ -177,8 +192,7 @@ class _Loop:
             self._profile.stop_after(self._step, self._state)
             # A failed save ends the run at once, and not only when the next one is due.
             self._checkpoints.check()
-            if self._step % self._settings.config.save_every == 0:
-                self._save()
+            self._save_if_due()
             if self._step < self._settings.config.steps and not self._evaluate_if_due():
                 return "preempted"
         return reason
@@ -225,12 +239,26 @@ class _Loop:
                 )
             # The first step contains compilation, which must not count in tokens/s.
             if not self._clock_started:
-                self._reporter.start_clock(step)
+                self._reporter.start_clock(self._step)
                 self._clock_started = True
             if step % config.log_every == 0 or step == config.steps:
                 values = {name: float(value) for name, value in metrics.items()}
                 values["skipped_steps"] = float(self._skipped.total)
-                self._reporter.log(step, values)
+                self._reporter.log(step, values, dispatched=self._step)
+
+    def _save_if_due(self) -> None:
+        """Saves every so many steps, but not while steps are skipped in a row.
+
+        Parameters may be ruined by then, though they are finite: the checkpoints from
+        before must not go for theirs.
+        """
+        self._save_is_due |= self._step % self._settings.config.save_every == 0
+        if not self._save_is_due:
+            return
+        self._read_metrics(keep=0)
+        if not self._skipped.in_row:
+            self._save()
+            self._save_is_due = False
 
     def _save(self) -> None:
         """Starts a checkpoint of this step, unless there is one."""
@@ -246,14 +274,16 @@ class _Loop:
                 "every call, skipped or not"
             )
         # Metrics first: a checkpoint must not be ahead of the record of its steps.
-        self._reporter.flush()
+        self._reporter.sync()
         meta = {
             "config": self._settings.record,
             "data": same_everywhere(self._settings.data.get_state()),
             "skipped": list(self._skipped),
         }
-        with self._reporter.paused():
-            self._checkpoints.save(self._step, self._state, meta)
+        with self._reporter.paused(), self._signals.protected():
+            # At the end of a run that stops while steps are skipped, beside the rest.
+            in_peace = not self._skipped.in_row
+            self._checkpoints.save(self._step, self._state, meta, drop_old=in_peace)
         self._saved = self._step
 
     def _evaluate_if_due(self) -> bool:

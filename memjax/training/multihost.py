@@ -15,6 +15,8 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -55,15 +57,28 @@ def same_everywhere(data_state: Any) -> Any:
     return data_state
 
 
-class StopSignals:
-    """While entered, SIGTERM and the first SIGINT make `should_stop()` true.
+#: What asks a run to save and stop, beside Ctrl-C: the system, a terminal that closes,
+#: and Slurm's `--signal=USR1`.
+STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-    A second SIGINT (Ctrl-C) raises KeyboardInterrupt as usual. In a thread other
-    than the main one signals cannot be caught, and a warning says so.
+
+def catchable() -> tuple[signal.Signals, ...]:
+    """The signals that ask for a stop, without those that are to be ignored."""
+    # `nohup` starts a program with SIGHUP ignored.
+    given = (*STOPPING, signal.SIGINT)
+    return tuple(n for n in given if signal.getsignal(n) != signal.SIG_IGN)
+
+
+class StopSignals:
+    """While entered, SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C make `should_stop()` true.
+
+    A second Ctrl-C raises KeyboardInterrupt, for a run that does not reach its next
+    step; not once `should_stop()` was seen to be true, and not inside `protected`. In a
+    thread other than the main one signals cannot be caught, and a warning says so.
     """
 
     def __init__(self) -> None:
-        self._stop_requested = False
+        self._stop_requested = self._interrupted = self._protected = False
         self._polls = 0
         self._before: dict[signal.Signals, Any] = {}
 
@@ -74,29 +89,43 @@ class StopSignals:
             self._stop_requested = multihost_utils.reached_preemption_sync_point(
                 self._polls
             )
+        # From here on the state is being saved.
+        self._protected |= self._stop_requested
         return self._stop_requested
+
+    @contextmanager
+    def protected(self) -> Iterator[None]:
+        """A second Ctrl-C does not interrupt the `with` block."""
+        before, self._protected = self._protected, True
+        try:
+            yield
+        finally:
+            self._protected = before
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("not in the main thread: SIGTERM will not save the state")
-        elif jax.process_count() > 1:
-            # JAX's preemption service handles SIGTERM; Ctrl-C is passed on to it, so
-            # that all processes stop at the same step.
-            self._catch(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-        else:
-            self._catch(signal.SIGTERM, self._request_stop)
-            self._catch(signal.SIGINT, self._request_stop)
+            logger.warning("not in the main thread: no signal will save the state")
+            return self
+        several = jax.process_count() > 1
+        for number in catchable():
+            if not several:
+                self._catch(number, self._request_stop)
+            elif number != signal.SIGTERM:
+                # JAX's preemption service handles SIGTERM; the others are passed on to
+                # it, so that all processes stop at the same step.
+                self._catch(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # None is a handler that Python did not set and cannot set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _catch(self, number: signal.Signals, handler: Any) -> None:
         self._before[number] = signal.signal(number, handler)
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._interrupted and not self._protected:
+            signal.default_int_handler(number, frame)
+        self._interrupted |= number == signal.SIGINT
         self._stop_requested = True
-        # The second Ctrl-C is for a run that does not reach its next step.
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -16,16 +17,19 @@ from memjax.data import Tokenizer, load_tokenizer
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.base import Model
-from memjax.models.language_model.model import with_config
+from memjax.models.language_model.rebuilt import with_config
 from memjax.training import loop, sharding
+from memjax.training.checkpoints.folder import check_path
+from memjax.training.claims import Claim
 from memjax.training.config import DataConfig as DataConfig
 from memjax.training.config import Outcome
 from memjax.training.config import RunConfig as RunConfig
 from memjax.training.config import presets as presets
-from memjax.training.optimizer import optimizer
+from memjax.training.config import with_vocabulary as with_vocabulary
+from memjax.training.optimizer import optimizer, schedule
 from memjax.training.resume import FREE_FIELDS
 from memjax.training.run_data import batches, load_split, validation
-from memjax.training.run_folder import claim, newest_state, read_config
+from memjax.training.run_folder import newest_state, read_config, record_config
 from memjax.training.step import (
     TrainState,
     init_train_state,
@@ -43,27 +47,31 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
     Raises:
         ValueError: on a configuration that contradicts itself, the data, the devices
             or the checkpoints; see `memjax.training.loop.train` for the rest.
+        ClaimedError: another process trains in `run_dir`.
     """
+    check_path("run_dir", run_dir)
     tokenizer = load_tokenizer(config.data.tokenizer)
     _require_vocabulary(config.model, tokenizer)
     mesh = sharding.make_mesh(config.mesh)
     data = batches(config, load_split(config, tokenizer, "train"))
-    claim(config, run_dir, FREE_FIELDS)
-    evaluate = None
-    if config.loop.evaluate_every:
-        evaluate = validation(config, tokenizer, abstract_model(config.model))
-    state, step = build_step(config, mesh)
-    _, outcome = loop.train(
-        step,
-        state,
-        data,
-        config.loop,
-        run_dir,
-        config_record=to_record(config) | {DIGEST: tokenizer.digest},
-        tokens_per_step=config.data.batch_size * config.data.context_length,
-        evaluate=evaluate,
-        completed=_completed,
-    )
+    with Claim(run_dir) as claim:
+        record_config(config, run_dir, FREE_FIELDS)
+        evaluate = None
+        if config.loop.evaluate_every:
+            evaluate = validation(config, tokenizer, abstract_model(config.model))
+        state, step = build_step(config, mesh)
+        _, outcome = loop.train(
+            step,
+            state,
+            data,
+            config.loop,
+            run_dir,
+            config_record=to_record(config) | {DIGEST: tokenizer.digest},
+            tokens_per_step=config.data.batch_size * config.data.context_length,
+            evaluate=evaluate,
+            completed=_completed,
+            claim=claim,
+        )
     return outcome
 
 
@@ -98,7 +106,16 @@ def _programs(config: RunConfig, mesh: Mesh) -> tuple[Callable, Callable]:
     shapes = jax.eval_shape(create, jax.random.key(0))
     layout = sharding.shardings(mesh, shapes, config.model)
     update = make_train_step(abstract_model(config.model), transform, config.step)
-    return jax.jit(create, out_shardings=layout), on_mesh(update, layout, mesh)
+    rate = schedule(config.optimizer, config.loop.steps)
+
+    def update_and_say_rate(state, batch):
+        new, metrics = update(state, batch)
+        # The optimizer's own count: a skipped step has no rate.
+        found = optax.tree_utils.tree_get_all_with_path(state.optimizer, "count")
+        return new, metrics | {"learning_rate": rate(found[0][1])}
+
+    step = on_mesh(update_and_say_rate, layout, mesh)
+    return jax.jit(create, out_shardings=layout), step
 
 
 def on_mesh(update: Callable, layout: Any, mesh: Mesh) -> Callable:

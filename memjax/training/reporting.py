@@ -8,23 +8,22 @@ steps are repeated.
 """
 
 import json
-import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import jax
 from jaxtyping import PyTree
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from tensorboardX import SummaryWriter
+
+from memjax.training.metrics_files import Appender, EventsFile, keep_lines_until
 
 METRICS_FILE = "metrics.jsonl"
-
-logger = logging.getLogger(__name__)
 
 
 class Reporter:
@@ -57,12 +56,10 @@ class Reporter:
         if not self._writes:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
-        entries = _drop_lines_after(run_dir / METRICS_FILE, step)
+        entries = keep_lines_until(run_dir / METRICS_FILE, step)
         self._evaluated = {e["step"] for e in entries if e["kind"] == "evaluation"}
-        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
-        self._board = SummaryWriter(
-            str(run_dir / "tensorboard"), purge_step=step + 1, flush_secs=10
-        )
+        self._file = Appender(run_dir / METRICS_FILE)
+        self._events = EventsFile(run_dir / "tensorboard", purge_step=step + 1)
         if self._console.is_terminal:
             self._bar = _progress_bar(self._console)
             self._task = self._bar.add_task("", total=steps, completed=step, text="")
@@ -78,9 +75,19 @@ class Reporter:
         yield
         self._clock.start += time.perf_counter() - start
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Records a training step and shows it with its speed and the time left."""
-        seconds = self._clock.seconds_per_step(step)
+    def log(
+        self, step: int, values: Mapping[str, float], *, dispatched: int | None = None
+    ) -> None:
+        """Records a training step and shows it with its speed and the time left.
+
+        Args:
+            step: whose metrics these are.
+            values: the metrics.
+            dispatched: the step that the loop stands at, `step` unless given. Metrics
+                are read some steps late, and before a save several at once: the steps
+                dispatched between two lines, and not those read, took the time between.
+        """
+        seconds = self._clock.seconds_per_step(dispatched or step)
         timed = dict(values)
         if seconds is not None:
             timed["tokens_per_second"] = self._tokens_per_step / seconds
@@ -98,17 +105,24 @@ class Reporter:
         return step in self._evaluated
 
     def message(self, text: str) -> None:
-        """Prints one line."""
-        if self._writes:
-            # Rich would otherwise colour numbers and interpret [] as markup.
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-            self._console.file.flush()
+        """Prints one line, as long as somebody reads the output."""
+        if not self._writes:
+            return
+        try:
+            if self._bar is None:
+                # Not by rich, which ends the program when a pipe's reader goes away.
+                print(text, file=self._console.file, flush=True)
+            else:
+                # Above the bar, without colours for numbers or markup in [].
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        except OSError:
+            _discard_output(self._console.file)
 
-    def flush(self) -> None:
-        """Flushes the metrics file and the TensorBoard events."""
+    def sync(self) -> None:
+        """Puts metrics and TensorBoard's events on the disk."""
         if self._writes:
-            self._file.flush()
-            self._board.flush()
+            self._file.sync()
+            self._events.sync()
 
     def __enter__(self) -> "Reporter":
         if self._bar is not None:
@@ -117,10 +131,12 @@ class Reporter:
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            # The terminal may be gone.
+            with suppress(OSError):
+                self._bar.stop()
         if self._writes:
             self._file.close()
-            self._board.close()
+            self._events.close()
 
     def _record(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         if not self._writes:
@@ -131,11 +147,8 @@ class Reporter:
             "time": round(time.time(), 3),
             "values": {k: v if math.isfinite(v) else None for k, v in values.items()},
         }
-        # One write per line, so that a kill leaves at most one incomplete line.
-        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            self._board.add_scalar(f"{kind}/{name}", value, step)
+        self._file.append(json.dumps(entry, allow_nan=False).encode() + b"\n")
+        self._events.add(kind, step, values)
 
     def _show(self, step: int, text: str) -> None:
         if self._bar is not None:
@@ -179,31 +192,25 @@ class _Clock:
         self.start = time.perf_counter()
 
     def seconds_per_step(self, step: int) -> float | None:
+        """None where no step was dispatched since then."""
         steps, now = step - self.step, time.perf_counter()
         elapsed = now - self.start
-        self.step, self.start = step, now
         # `paused` moves the start forward, so the elapsed time may be 0 or below.
-        return elapsed / steps if steps > 0 and elapsed > 0 else None
+        if steps <= 0 or elapsed <= 0:
+            return None
+        self.step, self.start = step, now
+        return elapsed / steps
 
 
-def _drop_lines_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drops entries after `step` and damaged lines from the file; returns the rest."""
-    if not path.exists():
-        return []
-    kept = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-            if entry["step"] <= step and entry["kind"] and entry["values"]:
-                kept.append(entry)
-        except (ValueError, KeyError, TypeError) as error:
-            logger.warning("%s line %d dropped, not a record: %s", path, number, error)
-    # Rewritten under another name and then moved: a kill meanwhile loses nothing.
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(json.dumps(e) + "\n" for e in kept), encoding="utf-8")
-    temporary.replace(path)
-    return kept
+def _discard_output(file: IO[str]) -> None:
+    """Sends to nowhere what is printed from now on, and by Python when it ends.
+
+    A file that is not of the operating system stays as it is.
+    """
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, file.fileno())
+        os.close(nowhere)
 
 
 def _progress_bar(console: Console) -> Progress:

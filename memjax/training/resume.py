@@ -8,24 +8,28 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from memjax.training.checkpoints.checkpoint import Checkpoints
+from memjax.training.checkpoints.checkpoint import CheckpointError, Checkpoints
 from memjax.training.checkpoints.tree_spec import abstract
 
-#: Fields of the loop that may change between a run and its continuation.
-FREE_FIELDS = frozenset(
-    f"{prefix}{name}"
-    for prefix in ("", "loop.")
-    for name in (
-        "steps",
-        "minutes",
-        "save_every",
-        "evaluate_every",
-        "log_every",
-        "keep",
-        "max_nan_steps",
-        "profile",
-    )
+_LOOP_FIELDS = (
+    "steps",
+    "minutes",
+    "save_every",
+    "evaluate_every",
+    "log_every",
+    "keep",
+    "max_nan_steps",
+    "profile",
 )
+#: Fields that may change between a run and its continuation: how long it is and what
+#: it reports, the devices, over which a checkpoint is divided anew, and what
+#: `NonFiniteError` advises to lower.
+FREE_FIELDS = frozenset(
+    {f"{prefix}{name}" for prefix in ("", "loop.") for name in _LOOP_FIELDS}
+    | {"mesh.data", "mesh.fsdp", "mesh.tensor", "optimizer.learning_rate"}
+)
+#: Those of them that change what is learned: a change is reported.
+REPORTED_FIELDS = ("optimizer.learning_rate",)
 
 
 class NonFiniteError(FloatingPointError):
@@ -52,18 +56,29 @@ class SkipCount(NamedTuple):
                 f"stopped at step {step}: loss or gradients were not finite for "
                 f"{count.in_row} steps in a row (steps {step - count.in_row + 1} to "
                 f"{step}), {count.total} skipped in all. Look at the data of these "
-                "steps, or lower the learning rate"
+                "steps, or run again with a lower learning rate: no checkpoint from "
+                "before them was dropped, and with the folders of the newest ones "
+                "deleted the run goes on from an older one"
             )
         return count
 
 
 class Start(NamedTuple):
-    """The step, state and count of skipped steps that the loop starts with."""
+    """What the loop starts with.
+
+    Attributes:
+        step: updates done.
+        state: after them.
+        skipped: how many of them were skipped.
+        restored: whether it comes from a checkpoint.
+        changes: what is configured otherwise than it was and changes what is learned.
+    """
 
     step: int
     state: PyTree
     skipped: SkipCount
     restored: bool
+    changes: list[str]
 
 
 def resume(
@@ -85,17 +100,25 @@ def resume(
             another state.
     """
 
+    changes: list[str] = []
+
     def accept(meta: dict[str, Any]) -> None:
+        _require_complete(meta)
         run = str(checkpoints.directory)
         stored = completed(meta["config"])
         require_same_config(stored, config_record, may_change, run)
+        changes.extend(
+            line
+            for name, line in _differences(stored, config_record)
+            if name.endswith(REPORTED_FIELDS)
+        )
         # Only after the check: a refused checkpoint leaves the caller's state intact.
         _delete_arrays(state)
 
     # Shapes and shardings alone: the arrays themselves may be freed by `accept`.
     found = checkpoints.restore(abstract(state), accept=accept)
     if found is None:
-        return Start(int(step_of(state)), state, SkipCount(), restored=False)
+        return Start(int(step_of(state)), state, SkipCount(), False, changes)
     if int(step_of(found.state)) != found.step:
         raise ValueError(
             f"the state of checkpoint {found.step} in {checkpoints.directory} is at "
@@ -103,7 +126,22 @@ def resume(
         )
     data.set_state(found.meta["data"])
     skipped = SkipCount(*found.meta["skipped"])
-    return Start(found.step, found.state, skipped, restored=True)
+    return Start(found.step, found.state, skipped, True, changes)
+
+
+def _require_complete(meta: dict[str, Any]) -> None:
+    """Raises CheckpointError where a checkpoint's record is none of a run."""
+    skipped = meta.get("skipped")
+    if (
+        not isinstance(meta.get("config"), dict)
+        or "data" not in meta
+        or not isinstance(skipped, list)
+        or [type(n) for n in skipped] != [int, int]
+    ):
+        raise CheckpointError(
+            "its record must hold config, data and two counts of skipped steps, got "
+            f"{str(meta)[:200]}"
+        )
 
 
 def require_same_config(
@@ -116,19 +154,26 @@ def require_same_config(
 
     Nested fields are named with dots; those in `may_change` are not compared.
     """
-    # Through JSON as the stored one went, so that tuples compare equal to lists.
-    old, new = _flatten(stored), _flatten(as_json(given, "config_record"))
-    names = [n for n in sorted({*old, *new}) if n not in may_change]
-    lines = [
-        f"{n} was {old.get(n, 'absent')!r} and is now {new.get(n, 'absent')!r}"
-        for n in names
-        if n not in old or n not in new or old[n] != new[n]
-    ]
+    found = _differences(stored, given)
+    lines = [line for name, line in found if name not in may_change]
     if lines:
         raise ValueError(
             f"the run in {where} was started with another configuration: "
             f"{'; '.join(lines)}. Use another folder, or the configuration it had"
         )
+
+
+def _differences(
+    stored: Mapping[str, Any], given: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """The names of the fields that differ, and how."""
+    # Through JSON as the stored one went, so that tuples compare equal to lists.
+    old, new = _flatten(stored), _flatten(as_json(given, "config_record"))
+    return [
+        (n, f"{n} was {old.get(n, 'absent')!r} and is now {new.get(n, 'absent')!r}")
+        for n in sorted({*old, *new})
+        if n not in old or n not in new or old[n] != new[n]
+    ]
 
 
 def as_json(record: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import jax
 from memjax.config_io import from_record, to_record
 from memjax.training.checkpoints.checkpoint import Checkpoints
 from memjax.training.checkpoints.checksums import write_atomically
+from memjax.training.checkpoints.folder import check_path
 from memjax.training.resume import require_same_config
 from memjax.training.step import TrainState
 
@@ -17,7 +18,7 @@ CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 
 
-def claim(config: Any, run_dir: Path, may_change: Collection[str]) -> None:
+def record_config(config: Any, run_dir: Path, may_change: Collection[str]) -> None:
     """Writes the run's configuration into its folder.
 
     Raises:
@@ -29,18 +30,19 @@ def claim(config: Any, run_dir: Path, may_change: Collection[str]) -> None:
         stored = to_record(read_config(type(config), run_dir))
         # Before anything is trained or overwritten in another run's folder.
         require_same_config(stored, record, may_change, str(run_dir))
-    # The folder is shared: one process writes.
+    # The folder is shared: one process writes, which must hold the folder's claim.
     if jax.process_index() == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(record, indent=1))
 
 
 def read_config(kind: type, run_dir: Path) -> Any:
-    """The configuration that `claim` wrote, a dataclass of the kind.
+    """The configuration that `record_config` wrote, a dataclass of the kind.
 
     Raises:
         ValueError: if the folder is no run, or its configuration is of another kind.
     """
+    check_path("run_dir", run_dir)
     file = run_dir / CONFIG_FILE
     if not file.is_file():
         raise ValueError(
@@ -48,8 +50,11 @@ def read_config(kind: type, run_dir: Path) -> Any:
         )
     try:
         record = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file} is not JSON ({error}). The run's own training command writes it "
+            "again if you delete it; the checkpoints do not need it"
+        ) from error
     return from_record(kind, record, f"{file}: config")
 
 

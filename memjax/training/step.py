@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import PyTree, Scalar
+from jaxtyping import Array, Bool, PyTree, Scalar
 
 from memjax.checks import require_known
 from memjax.data.batches.batch import Batch
-from memjax.models.base import Model
+from memjax.models.base import LONGEST, Model
 from memjax.models.loss import (
     last_positions,
     last_targets,
@@ -100,7 +100,7 @@ def init_train_state(
         step=jnp.zeros((), jnp.int32),
         params=params,
         optimizer=optimizer.init(params),
-        memory=model.init_state(batch_size) if config.carry_memory else (),
+        memory=model.init_state(batch_size, LONGEST) if config.carry_memory else (),
         frozen=frozen,
     )
 
@@ -115,24 +115,45 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the update of one model; jit it, donating the state.
 
-    A batch whose loss or gradients are not finite changes nothing but the step: the
-    metrics then say `finite` 0.
+    A batch whose loss or gradients are not finite changes neither parameters nor
+    optimizer: the metrics then say `finite` 0. Carried memories that were due to be
+    emptied are, because the next batch goes on with the documents that begin here.
+
+    A batch element whose carried memory is not finite starts empty, and so does one
+    that alone makes its memory not finite in a step that is skipped: else every step
+    would be skipped, for all elements, until its document ends.
 
     Metrics: `loss` in nats per token, `gradient_norm` before clipping, `finite`.
     """
     graph = nnx.graphdef(model)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        memory = model.init_state(batch.tokens.shape[0])
-        if config.carry_memory:
-            # With the current parameters, because an empty memory may be learned.
-            memory = model_of(graph, state).reset(state.memory, batch.reset)
-        batch = batch._replace(mask=_loss_mask(model, config, batch.mask))
-        loss, memory, gradients = _gradients(graph, config, state, memory, batch)
-        memory = memory if config.carry_memory else ()
-        return update(optimizer, state, loss, memory, gradients)
+        scored_batch = batch._replace(mask=_loss_mask(model, config, batch.mask))
+        if not config.carry_memory:
+            # A cache of a text that is read whole has a slot a token, and none besides.
+            memory = model.init_state(*batch.tokens.shape)
+            loss, _, gradients = _gradients(graph, config, state, memory, scored_batch)
+            return update(optimizer, state, loss, (), gradients)
+        # With the current parameters, because an empty memory may be learned.
+        empty = model_of(graph, state).reset
+        before = empty(state.memory, batch.reset | not_finite(state.memory))
+        loss, after, gradients = _gradients(graph, config, state, before, scored_batch)
+        bad = not_finite(after)
+        # Where all are bad, the parameters or the device are, and not the memories.
+        kept = empty(before, bad & ~bad.all())
+        return update(optimizer, state._replace(memory=kept), loss, after, gradients)
 
     return train_step
+
+
+def not_finite(memory: PyTree) -> Bool[Array, " B"]:
+    """Which batch elements have a number in their memory that is not finite."""
+    elements = [
+        ~jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(axis=1)
+        for leaf in jax.tree.leaves(memory)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    return functools.reduce(jnp.logical_or, elements, jnp.zeros((), bool))
 
 
 def update(
@@ -146,7 +167,7 @@ def update(
 
     Args:
         optimizer: as the state was made with.
-        state: before the step.
+        state: before the step; its memory is the one that a skipped step leaves.
         loss: the loss of the step.
         memory: the memory after the step.
         gradients: of the loss with respect to `state.params`.

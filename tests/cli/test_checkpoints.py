@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 from pathlib import Path
 
 import jax
@@ -11,8 +12,10 @@ from flax import nnx
 
 from memjax.cli import main as cli
 from memjax.data import load_tokenizer
-from memjax.models.checkpoints.pretrained import load_pretrained
+from memjax.models.checkpoints.pretrained import load_pretrained, save_pretrained
+from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.training import pretrain as run
+from tests import tiny
 
 pytest.importorskip("safetensors", reason="needs the optional package safetensors")
 
@@ -80,18 +83,59 @@ def test_export_writes_what_was_trained(trained, tmp_path):
     code, out, err = memjax("export", trained, tmp_path / "a")
     assert (code, err) == (0, "") and "(mistral)" in out
     config, model = run.load_model(trained)
-    found, tokenizer = load_pretrained(tmp_path / "a")
+    loaded = load_pretrained(tmp_path / "a")
+    found, there = loaded.model, loaded.tokenizer
     # The tied, scaled embedding is told as an embedding and a head.
     embedding = np.asarray(model.embedding.get_value())
     np.testing.assert_array_equal(np.asarray(found.head.get_value()).T, embedding)
     np.testing.assert_array_equal(found.embedding.get_value(), embedding * 4)
     assert_same(found.blocks, model.blocks)
-    (tmp_path / "tokenizer.json").write_bytes(tokenizer or b"")
-    there = load_tokenizer(str(tmp_path / "tokenizer.json"))
     own = load_tokenizer(config.data.tokenizer)
     text = "memory of 12 blocks\n"
+    assert there is not None
     assert there.encode(text).tolist() == own.encode(text).tolist()
     again = memjax("export", tmp_path / "a", tmp_path / "b")
     assert again[0] == 0
     assert_same(load_pretrained(tmp_path / "b").model, found)
     assert "exists already" in refused("export", trained, tmp_path / "a")
+
+
+def test_any_model_writes_on_and_is_scored(tmp_path):
+    """A folder as other programs write it: `generate`, `eval` and `export` take it."""
+    folder, texts = tmp_path / "model", tmp_path / "texts"
+    text = TextInterface(tiny.tokenizer(), generation=GenerationConfig((0,)))
+    save_pretrained(tiny.llama(), folder, text, origin="owner/name@abc")
+    words = ["generate", folder, "--prompt", "abc", "--tokens", "3"]
+    code, out, err = memjax(*words, "--temperature", "0")
+    assert (code, err) == (0, "") and out.startswith("abc") and len(out) > 4
+    texts.mkdir()
+    for i in range(4):
+        (texts / f"{i}.txt").write_text("abcdefgh" * 3)
+    words = ["eval", folder, "--source", f"folder:{texts}", "--segment", "8"]
+    words += ["--split", "train", "--output", tmp_path / "scores"]
+    code, out, err = memjax(*words)
+    assert (code, err) == (0, "") and (tmp_path / "scores/eval-train.png").exists()
+    scores = json.loads((tmp_path / "scores/eval-train.json").read_text())
+    assert 1 < scores["perplexity"]["all"]["perplexity"] < 1e4
+    assert memjax("export", folder, tmp_path / "b", "--backbone-only")[0] == 0
+    card = (tmp_path / "b" / "README.md").read_text()
+    assert "base_model: owner/name" in card and "--backbone-only" in card
+    assert load_pretrained(tmp_path / "b").origin == "owner/name@abc"
+
+
+def test_no_network_is_one_line(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
+
+    def unreachable(*_, **__):
+        raise hub.errors.LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    for words in (
+        ["generate", "owner/name", "--prompt", "a"],
+        ["eval", "owner/name"],
+        ["import", "owner/name", tmp_path / "a"],
+        ["export", "owner/name", tmp_path / "a"],
+        ["finetune", "window", "--backbone", "owner/name", "--run-dir", tmp_path / "r"],
+    ):
+        line = refused(*words)
+        assert "owner/name was not found" in line and "huggingface.co" in line

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -211,12 +212,23 @@ def test_an_option_that_a_mixer_has_not_is_refused():
         (["train", "elastic-tiny", "--data.mode", "streamed"], "step.carry_memory"),
         (["train", "elastic-tiny", "--model.vocab-size", "9"], "the tokenizer's 4096"),
         (["train", "elastic-tiny", "--data.source", "nowhere"], "nowhere"),
+        (["train", "elastic-tiny", "--data.source", "hf:name"], "memjax[data]"),
+        (
+            ["train", "elastic-tiny", "--loop.steps", f"{2**31}"],
+            "steps must be at most",
+        ),
+        (["train", "elastic-tiny", "--model.num-layers", "2000"], "num_layers must be"),
+        (["train", "elastic-tiny", "--seed", f"{2**70}"], "seed must be in [0, 2**32)"),
+        (["generate", "/run", "--prompt", "a", "--tokens", f"{10**12}"], "at most"),
+        (["generate", "/run", "--prompt", "a", "--seed", f"{2**70}"], "[0, 2**32)"),
+        (["generate", "/run", "--prompt-file", "/dev/zero"], "more than 134,217,728"),
         (["train", "elastic-tiny", "--mesh.fsdp", "3"], "does not fit 1 devices"),
-        (["eval", "/no/such/run"], "holds no run: no config.json in it"),
-        (["generate", "/no/such/run", "--prompt", "a"], "holds no run"),
+        (["eval", "/no/such/run"], "/no/such/run is neither a folder nor a GGUF file"),
+        (["generate", "/no/such/run", "--prompt", "a"], "hub is named owner/name"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(words, expected, tmp_path):
+def test_bad_input_is_one_line_and_exit_code_2(words, expected, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
     if words[1:] and words[0] == "train":
         words = ["train", "--run-dir", str(tmp_path), *words[1:]]
     assert expected in refused(*words)
@@ -224,7 +236,12 @@ def test_bad_input_is_one_line_and_exit_code_2(words, expected, tmp_path):
 
 @pytest.mark.parametrize(
     "text,expected",
-    [("notes", "is not JSON"), ('{"a": 1}', "config.a"), ("[]", "must be an object")],
+    [
+        ("notes", "is not sound JSON"),
+        ('{"a": 1}', "model_type is missing"),
+        ('{"loop": 1}', "config.loop"),
+        ("[]", "must be a JSON object"),
+    ],
 )
 def test_a_folder_of_something_else_is_refused(text, expected, tmp_path):
     (tmp_path / "config.json").write_text(text)
@@ -235,3 +252,8 @@ def test_a_run_without_a_checkpoint_is_refused(trained, tmp_path):
     config = (trained[0] / "config.json").read_text()
     (tmp_path / "config.json").write_text(config)
     assert "has no checkpoint yet" in refused("eval", tmp_path)
+
+
+def test_a_message_has_an_end():
+    line = refused("train", "elastic-tiny", "--data.source", "x" * 1_000_000)
+    assert len(line) < 4000

@@ -80,8 +80,8 @@ def test_what_greedy_decoding_writes_is_exact():
     prompt = INPUTS[0].tokens[:13]
     state, key = backbone().init_state(1), jax.random.key(0)
     greedy = Draw(temperature=0.0)
-    _, drawn = generate(backbone(), state, prompt[None], 3, key=key, sampling=greedy)
-    right = np.concatenate([prompt, drawn[0]]).astype(np.int32)
+    drawn = generate(backbone(), state, prompt[None], 3, key=key, sampling=greedy)
+    right = np.concatenate([prompt, drawn.tokens[0]]).astype(np.int32)
     wrong = right.copy()
     wrong[-2] = (wrong[-2] + 1) % V
     texts = [INPUTS[0]._replace(tokens=tokens) for tokens in (right, wrong)]

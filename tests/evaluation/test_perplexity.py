@@ -1,5 +1,6 @@
 """Perplexity against a plain loop over tokens, and what may not leak."""
 
+import importlib
 from typing import Any
 
 import jax
@@ -13,6 +14,9 @@ from memjax.data.documents.tokens import TokenisedDocument
 from memjax.evaluation import Losses
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig
+
+# The module, whose name in the package is a function's.
+scoring = importlib.import_module("memjax.evaluation.perplexity")
 
 V = 11
 CONFIG = ModelConfig(
@@ -81,6 +85,18 @@ def test_pieces_and_neighbours_change_nothing(whole, options):
     other = run(**options)
     np.testing.assert_allclose(other.nll, whole.nll, atol=1e-5)
     np.testing.assert_array_equal(other.mask, whole.mask)
+
+
+def test_equal_models_compile_one_program_whether_loaded_or_new(whole):
+    """Parameters of a checkpoint are committed to a device, and a new state is not."""
+    graph, params = nnx.split(LanguageModel(CONFIG, key=jax.random.key(0)))
+    loaded = nnx.merge(graph, jax.device_put(params, jax.devices()[0]))
+    assert graph == nnx.graphdef(MODEL)
+    before = scoring._score._cache_size()
+    found = evaluation.losses(loaded, [LONG, SHORT], segment=5, batch_size=2)
+    np.testing.assert_array_equal(found.nll, whole.nll)
+    # Of committed arrays, for all of its five segments.
+    assert scoring._score._cache_size() <= before + 1
 
 
 def test_a_later_token_never_changes_an_earlier_loss(whole):

@@ -11,7 +11,7 @@ from memjax.models import LanguageModel, hmt, mplus, rmt
 from memjax.models.base import Model
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT
-from memjax.models.language_model.model import with_config
+from memjax.models.language_model.rebuilt import with_config
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
 from memjax.models.language_model.windowed import (
     with_capacity,

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from typing import Any
 
 import chex
 import jax
@@ -12,14 +13,16 @@ from flax import nnx
 
 from memjax.mechanisms import AttentionConfig, ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig, Sampling, generate
+from memjax.models.generate import stop_strings
+from memjax.models.sampling import Settings, draw
 
-draw = importlib.import_module("memjax.models.generate").draw
+generate_module = importlib.import_module("memjax.models.generate")
 
-B, P, NEW, V = 2, 9, 6, 17
+B, P, NEW, V, LIMIT = 2, 9, 6, 17, 64
 CONFIG = ModelConfig(
     mixers=(
         ElasticMemoryConfig(8, 2, 1, 4, block=4, order=4, decay=0.8),
-        AttentionConfig(8, 2, 1, 4, capacity=P + NEW),
+        AttentionConfig(8, 2, 1, 4, capacity=LIMIT),
     ),
     num_layers=2,
     vocab_size=V,
@@ -51,12 +54,9 @@ def forward(tokens):
     return model(model.init_state(B), tokens)
 
 
-def go(count=NEW, prompt=PROMPT, sampling=GREEDY, seed=0, state=None, segment=1024):
-    state = tiny().init_state(B) if state is None else state
-    key = jax.random.key(seed)
-    return generate(
-        tiny(), state, prompt, count, key=key, sampling=sampling, segment=segment
-    )
+def go(count=NEW, prompt=PROMPT, sampling=GREEDY, seed=0, state=None, **options):
+    options = {"key": jax.random.key(seed), "sampling": sampling, **options}
+    return generate(tiny(), state, prompt, count, **options)
 
 
 @pytest.fixture(scope="module")
@@ -65,37 +65,116 @@ def greedy():
 
 
 def test_greedy_is_the_likeliest_token_of_the_whole_text_each_time(greedy):
-    state, tokens = greedy
-    text = np.concatenate([PROMPT, tokens[:, :-1]], axis=1)
+    text = np.concatenate([PROMPT, greedy.tokens], axis=1)
     after, logits = forward(jnp.asarray(text, jnp.int32))
-    np.testing.assert_array_equal(tokens, np.argmax(logits[:, P - 1 :], axis=-1))
-    # All tokens but the last drawn have been read, and nothing grew.
-    chex.assert_trees_all_close(state, after, rtol=1e-5, atol=1e-5)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, tiny().init_state(B))
+    rows = np.asarray(jax.nn.log_softmax(logits))[:, P - 1 : -1]
+    np.testing.assert_array_equal(greedy.tokens, np.argmax(rows, axis=-1))
+    np.testing.assert_allclose(greedy.log_probs, rows.max(axis=-1), atol=1e-5)
+    assert greedy.lengths.tolist() == [NEW] * B
+    # All drawn tokens have been read.
+    chex.assert_trees_all_close(greedy.state, after, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("segment", [3, 4])
 def test_the_prompt_may_be_read_in_any_pieces(greedy, segment):
-    state, tokens = go(segment=segment)
-    np.testing.assert_array_equal(tokens, greedy[1])
-    chex.assert_trees_all_close(state, greedy[0], rtol=1e-5, atol=1e-5)
+    found = go(segment=segment)
+    np.testing.assert_array_equal(found.tokens, greedy.tokens)
+    chex.assert_trees_all_close(found.state, greedy.state, rtol=1e-5, atol=1e-5)
 
 
 def test_the_returned_state_goes_on(greedy):
-    state, first = go(count=3)
-    # Its last token has been drawn and not read.
-    _, second = go(count=3, prompt=first[:, -1:], state=state)
-    np.testing.assert_array_equal(np.concatenate([first, second], 1), greedy[1])
+    first = go(count=3)
+    text = np.concatenate([PROMPT, first.tokens], axis=1)
+    state, _ = forward(jnp.asarray(text, jnp.int32))
+    chex.assert_trees_all_close(first.state, state, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(first.tokens, greedy.tokens[:, :3])
+    # Kept unless it is given away.
+    second, again = (go(2, text[:, :2], state=first.state) for _ in range(2))
+    np.testing.assert_array_equal(second.tokens, again.tokens)
+    last = go(2, text[:, :2], state=first.state, donate=True)
+    np.testing.assert_array_equal(last.tokens, second.tokens)
+    assert any(leaf.is_deleted() for leaf in jax.tree.leaves(first.state))
+
+
+def test_prompts_of_unequal_length_are_read_as_if_alone():
+    lengths = (4, P)
+    both = go(lengths=lengths)
+    for row, length in enumerate(lengths):
+        prompt = np.stack([PROMPT[row, :length]] * B)
+        alone = go(prompt=prompt)
+        np.testing.assert_array_equal(both.tokens[row], alone.tokens[0])
+        element = lambda state, at: jax.tree.map(lambda leaf: leaf[at], state)
+        chex.assert_trees_all_close(
+            element(both.state, row), element(alone.state, 0), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_a_stop_token_ends_its_batch_element_alone(greedy):
+    stop = int(greedy.tokens[0, 2])
+    ends = [
+        row.index(stop) + 1 if stop in row else NEW for row in greedy.tokens.tolist()
+    ]
+    assert ends[0] <= 3 and ends[0] != ends[1]
+    found = go(stop_tokens=[stop])
+    assert found.lengths.tolist() == ends
+    for row, end in enumerate(ends):
+        np.testing.assert_array_equal(found.tokens[row, :end], greedy.tokens[row, :end])
+        assert (
+            not found.tokens[row, end:].any() and not found.log_probs[row, end:].any()
+        )
+        # It read its own tokens, and none after them.
+        assert int(found.state[1].length[row]) == P + end
+    seen = []
+
+    def stop_when(tokens):
+        seen.append(tokens.shape[1])
+        return [tokens.shape[1] == 2, False]
+
+    streamed = go(stop_when=stop_when)
+    assert seen == [*range(1, NEW + 1)] and streamed.lengths.tolist() == [2, NEW]
+    np.testing.assert_array_equal(streamed.tokens[1], greedy.tokens[1])
+
+
+def test_stop_strings_are_looked_for_in_the_text():
+    letters = lambda row: "".join(chr(97 + i) for i in row)
+    found = stop_strings(letters, ["bc", "d"])
+    assert found(np.array([[0, 1, 2], [1, 1, 1], [3, 0, 0]])).tolist() == [1, 0, 1]
+    for strings in ([], [""]):
+        with pytest.raises(ValueError, match="strings must be at least one and not"):
+            stop_strings(letters, strings)
+
+
+def test_samples_share_the_prompt_and_differ():
+    hot = Sampling(temperature=3.0)
+    found = go(sampling=hot, samples=3)
+    assert found.tokens.shape == (3 * B, NEW)
+    assert len({tuple(row) for row in found.tokens.tolist()}) == 3 * B
+    cold = go(samples=2)
+    np.testing.assert_array_equal(cold.tokens, np.repeat(go().tokens, 2, axis=0))
 
 
 def test_one_candidate_is_greedy(greedy):
-    _, tokens = go(sampling=Sampling(temperature=0.7, top_k=1))
-    np.testing.assert_array_equal(tokens, greedy[1])
+    found = go(sampling=Sampling(temperature=0.7, top_k=1))
+    np.testing.assert_array_equal(found.tokens, greedy.tokens)
+
+
+def test_few_programs_serve_all_lengths_and_settings(greedy):
+    programs = [*generate_module._read, generate_module._draw]
+    go()
+    before = [program._cache_size() for program in programs]
+    others: tuple[dict[str, Any], ...] = (
+        dict(count=2),
+        dict(prompt=PROMPT[:, :7]),
+        dict(sampling=Sampling(0.5, 3, 0.9), seed=4),
+    )
+    for options in others:
+        go(**options)
+    assert [program._cache_size() for program in programs] == before
 
 
 def test_the_key_decides(greedy):
     hot = Sampling(temperature=3.0)
-    once, again, other = (go(sampling=hot, seed=seed)[1] for seed in (1, 1, 2))
+    once, again, other = (go(sampling=hot, seed=seed).tokens for seed in (1, 1, 2))
     np.testing.assert_array_equal(once, again)
     assert not np.array_equal(once, other)
     assert other.min() >= 0 and other.max() < V and other.shape == (B, NEW)
@@ -103,7 +182,7 @@ def test_the_key_decides(greedy):
 
 def test_each_draw_has_a_key_of_its_own():
     # So hot that all tokens are equally likely: one key would draw one token again.
-    _, tokens = go(sampling=Sampling(temperature=1e6))
+    tokens = go(sampling=Sampling(temperature=1e6)).tokens
     assert all(len(set(row)) > 1 for row in tokens.tolist())
 
 
@@ -112,7 +191,7 @@ ODDS = np.array([0.1, 0.5, 0.15, 0.25])
 
 def frequencies(sampling, rows=4000):
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(ODDS, jnp.float32)), (rows, 4))
-    tokens = draw(logits, jax.random.key(0), sampling)
+    tokens = draw(logits, jax.random.key(0), Settings.of(sampling))
     return np.bincount(tokens, minlength=4) / rows
 
 
@@ -153,13 +232,22 @@ def test_greedy_draws_the_likeliest():
 @pytest.mark.parametrize(
     "options,message",
     [
-        (dict(prompt=PROMPT[:, :0]), r"prompt must be \[B, T\] with T >= 1"),
+        (dict(prompt=PROMPT[:, :0]), r"prompt must be integers \[B, T\] with T >= 1"),
+        # Slow, as fast tests are also run with all annotations checked.
+        pytest.param(
+            dict(prompt=PROMPT * 1.0),
+            r"prompt must be integers .* got float64\[2, 9\]",
+            marks=pytest.mark.slow,
+        ),
         (dict(prompt=np.full((B, 2), V)), r"tokens in \[0, 17\), got 17"),
         (dict(prompt=np.full((B, 2), -1)), r"tokens in \[0, 17\), got -1"),
         (dict(count=0), "max_new_tokens must be at least 1, got 0"),
         (dict(segment=0), "segment must be at least 1, got 0"),
-        # The last drawn token needs no room: it is not read.
-        (dict(count=NEW + 2), "make 16 tokens to read; full attention has room for 15"),
+        (dict(samples=0), "samples must be at least 1, got 0"),
+        (dict(lengths=[1, 2, 3]), r"lengths must be integers \[2\]"),
+        (dict(lengths=[0, 2]), r"lengths must be in \[1, T=9\], got \[0, 2\]"),
+        (dict(lengths=[1, P + 1]), r"lengths must be in \[1, T=9\], got \[1, 10\]"),
+        (dict(count=LIMIT), "make 73 tokens to read; full attention has room for 64"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(options, message):
@@ -167,10 +255,11 @@ def test_what_cannot_be_generated_is_refused(options, message):
         go(**options)
 
 
-def test_a_state_that_is_nearly_full_refuses_too(greedy):
-    assert go(count=1, prompt=greedy[1][:, -1:], state=greedy[0])[1].shape == (B, 1)
-    with pytest.raises(ValueError, match="make 2 tokens .* has room for 1 more"):
-        go(count=1, prompt=PROMPT[:, :2], state=greedy[0])
+def test_logits_that_are_nan_are_refused():
+    model = LanguageModel(CONFIG, key=jax.random.key(0))
+    model.embedding[...] = model.embedding[...] * jnp.nan
+    with pytest.raises(ValueError, match="logits are NaN"):
+        generate(model, None, PROMPT, 2, key=jax.random.key(0))
 
 
 @pytest.mark.parametrize(

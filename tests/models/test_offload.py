@@ -12,8 +12,8 @@ from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models import offload as host_memory
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
+from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import mplus
 from memjax.models.offload import device_bytes, near, put, require_place
 
 SIZES = ModelConfig(

@@ -4,13 +4,18 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from memjax.data import load_tokenizer
 from memjax.mechanisms import ElasticMemoryConfig, SlidingWindowConfig
 from memjax.models import ModelConfig
 from memjax.training import LoopConfig, MeshConfig, StepConfig
 from memjax.training import pretrain as run
+from memjax.training.optimizer import schedule
+from tests import tiny
 
 MODEL = ModelConfig(
     mixers=(
@@ -118,9 +123,9 @@ def test_a_run_is_read_back_and_read_with_another_sampling(config, whole):
     found, model = run.load_model(whole)
     assert found == config
     changed = run.with_sampling(model, sampling="exponential", decay=0.5)
-    tokens = jax.random.randint(jax.random.key(0), (1, 32), 0, 256)
-    _, plain = model(model.init_state(1), tokens)
-    _, sampled = changed(changed.init_state(1), tokens)
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 32), np.int32)
+    read = lambda m: tiny.method(m, "__call__", m.init_state(1), jnp.asarray(tokens))[1]
+    plain, sampled = np.asarray(read(model)), np.asarray(read(changed))
     # Nothing is remembered in the first block, so nothing is sampled.
     np.testing.assert_allclose(plain[:, :8], sampled[:, :8], atol=1e-5)
     assert not np.allclose(plain[:, 8:], sampled[:, 8:], atol=1e-5)
@@ -163,3 +168,48 @@ def test_a_folder_of_another_run_is_left_alone(config, tmp_path):
     ):
         run.train(config, tmp_path)
     assert (tmp_path / "config.json").read_text() == other
+
+
+def test_every_preset_has_documents_and_a_tokenizer_in_a_fresh_installation():
+    tokenizers = {}
+    for name, config in run.presets().items():
+        data, vocab = config.data, config.model.vocab_size
+        if data.tokenizer not in tokenizers:
+            tokenizers[data.tokenizer] = load_tokenizer(data.tokenizer)
+        assert tokenizers[data.tokenizer].vocab_size == vocab, name
+        # Each embedded document has more than 32,768 tokens (see test_corpus.py).
+        assert data.source == "embedded" and data.context_length <= 32_768, name
+        capacity = config.model.capacity
+        assert capacity is None or capacity >= data.context_length, name
+
+
+@pytest.mark.slow
+def test_presets_of_every_size_read_tokens():
+    """Shapes alone, of one layer and a short text; mechanisms are tested elsewhere."""
+    presets = run.presets()
+    for name in filter(lambda name: name.startswith("transformer"), presets):
+        config = presets[name]
+        model = dataclasses.replace(config.model, num_layers=len(config.model.mixers))
+        language_model = run.abstract_model(model)
+        tokens = jax.ShapeDtypeStruct((2, 64), "int32")
+        read = lambda m, t: m(m.init_state(2), t)[1]
+        logits = nnx.eval_shape(read, language_model, tokens)
+        assert logits.shape == (2, 64, config.model.vocab_size), name
+
+
+def test_another_tokenizer_brings_its_vocabulary():
+    presets = run.presets()["trellis-125m"]
+    own = load_tokenizer("bytes")
+    assert run.with_vocabulary(presets, own).model.vocab_size == 256
+    given = dataclasses.replace(
+        presets, model=dataclasses.replace(presets.model, vocab_size=99)
+    )
+    assert run.with_vocabulary(given, own) == given
+
+
+@pytest.mark.slow
+def test_the_learning_rate_is_logged(config, whole):
+    lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
+    values = [line["values"] for line in lines if line["kind"] == "train"]
+    rates = [float(jnp.asarray(schedule(config.optimizer, 6)(i))) for i in range(6)]
+    np.testing.assert_allclose([v["learning_rate"] for v in values], rates, rtol=1e-6)

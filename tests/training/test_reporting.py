@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import pytest
 from rich.console import Console
-from tensorboardX.event_file_writer import EventFileWriter
 
 from memjax.training.reporting import Reporter
 
@@ -100,29 +99,11 @@ def test_speed_and_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "25 tokens/s  ETA 0:03:00" in text.getvalue()
 
 
-def test_tensorboard_gets_the_same_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    add = EventFileWriter.add_event
-
-    def spy(self: Any, event: Any) -> None:
-        seen.extend((event.step, v.tag, v.simple_value) for v in event.summary.value)
-        add(self, event)
-
-    monkeypatch.setattr(EventFileWriter, "add_event", spy)
-    with reporter(tmp_path)[0] as log:
-        log.log_evaluation(7, {"loss": 0.5})
-    assert seen == [(7, "evaluation/loss", 0.5)]
-    [file] = (tmp_path / "tensorboard").iterdir()
-    assert b"evaluation/loss" in file.read_bytes()
-
-
 def test_only_process_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     log, text = reporter(tmp_path / "run")
     with log:
         log.log(1, {"loss": 1.0})
         log.log_evaluation(1, {"loss": 1.0})
-        log.flush()
+        log.sync()
     assert text.getvalue() == "" and not (tmp_path / "run").exists()

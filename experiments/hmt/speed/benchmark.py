@@ -53,7 +53,7 @@ from experiments.hmt.speed.operations import (
     least_bytes,
     operations,
 )
-from experiments.ops.benchmark import this_device
+from experiments.ops.benchmark import COPY, PRODUCT, this_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ def main(config: Config) -> None:
     """Times, prints and writes the results."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, confine, (config.threads,)) as pool:
-        name, device = pool.submit(this_device).result()
+        name, device = pool.submit(this_device, PRODUCT, COPY).result()
     rows = []
     for size in config.sizes:
         for trained in config.trained:

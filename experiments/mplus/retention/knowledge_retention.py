@@ -42,8 +42,9 @@ from memjax.data import (
 )
 from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
 from memjax.evaluation import plots
+from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import MPlus, mplus
+from memjax.models.mplus.model import MPlus
 from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_presets import presets
 from memjax.training.finetune.mplus_stage import MPlusStage
@@ -235,7 +236,7 @@ def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
     found = finetune.load_backbone(path)
     memory = SCALES[config.preset].memory
     model = mplus(found.model, memory, key=jax.random.key(config.seed))
-    return model, found.tokenizer.parse(), False
+    return model, found.tokenizer, False
 
 
 def load_trained(name: str, folder: Path) -> tuple[MPlus, Tokenizer]:

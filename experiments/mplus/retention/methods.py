@@ -202,7 +202,7 @@ def _answer(model, state, prompt, count, chunk) -> np.ndarray:
     key = jax.random.key(0)
     return generate(
         model, state, prompt, count, key=key, sampling=GREEDY, segment=chunk
-    )[1]
+    ).tokens
 
 
 def _bm25s() -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from memjax.data import Passage, Question, Tokenizer, pick_facts, unrelated
-from memjax.data.documents.sources import embedded_documents
+from memjax.data.documents.sources import open_documents
 
 # Characters of a passage that is cut from a book, about 400 tokens.
 PASSAGE = 1_700
@@ -115,7 +115,7 @@ def make_samples(
 def book_passages() -> list[Passage]:
     """Whole paragraphs of the embedded books, some 400 tokens each."""
     cut = []
-    for document in embedded_documents():
+    for document in open_documents("embedded"):
         if document.kind != "prose":
             continue
         passage = ""

@@ -38,8 +38,9 @@ from experiments.mplus.speed import cost_report, operations
 from experiments.mplus.speed.cost_programs import BACKBONE, MEMORY, compile_programs
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.windowed import with_capacity, with_window
+from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import MPlus, mplus
+from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.state import MPlusState
 from memjax.models.offload import device_bytes
 

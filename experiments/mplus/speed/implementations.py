@@ -20,8 +20,10 @@ from experiments.hmt.speed.operations import Shape
 from experiments.mplus.speed import official
 from memjax.models import LanguageModel
 from memjax.models.mplus import store as long_term_store
+from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import MPlus, mplus
+from memjax.models.mplus.model import MPlus
+from memjax.models.mplus.read import ReadOptions
 from memjax.models.mplus.state import LayerStore, MPlusState
 
 Implementation = Literal["official", "official_fused", "ours"]
@@ -134,7 +136,13 @@ def ours(shape: Shape, memory: Memory, held: int) -> Subject:
     merged: Callable[[Any], MPlus] = lambda params: nnx.merge(graph, params)
     holder = [filled(model.init_state(1), held)]
     inject = jax.jit(lambda p, s, ids: merged(p).inject(s, ids), donate_argnums=1)
-    read = jax.jit(lambda p, s, ids: merged(p).read(s, ids)[1])
+
+    def read_all(p, s, ids):
+        # As in the authors' program, every token takes part in the search.
+        options = ReadOptions(prompt_length=ids.shape[1])
+        return merged(p).read(s, ids, options)[1]
+
+    read = jax.jit(read_all)
 
     def search(s, queries):
         mask = jnp.ones(queries.shape[:2], bool)

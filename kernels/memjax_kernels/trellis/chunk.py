@@ -17,9 +17,19 @@ from memjax_kernels.trellis import functions
 from memjax_kernels.trellis.state import Memories
 
 F32 = jnp.float32
-# exp of this is 0 in float32. Gates no lower keep the differences of their sums finite,
-# and exact to 1e-5 after one such gate.
+# exp of this is 0 in float32. Gates no lower keep the differences of their sums finite.
 FORGETS_ALL = -104.0
+# Gates are summed in two parts: multiples of 1 / STEPS, whose sums float32 holds whole
+# in chunks of up to 2,500 tokens, and the rest. Sums in one part would lose four digits
+# of a mild gate after some strong ones.
+STEPS = 64.0
+
+
+class Sums(NamedTuple):
+    """Sums of gates in two parts, [..., C]."""
+
+    coarse: Float[Array, "*B C"]
+    fine: Float[Array, "*B C"]
 
 
 class Chunk(NamedTuple):
@@ -73,8 +83,8 @@ def _compress(index, q, chunk, start, running, options):
     target = chunk.alpha.astype(F32)
     # Sums of gates stay finite for differences: see `FORGETS_ALL`.
     total = _cumulative(chunk.g[index])  # [..., C]
-    last = total[..., -1:]
-    kept = jnp.exp(total)[..., None]
+    last = Sums(*(part[..., -1:] for part in total))
+    kept = jnp.exp(total.coarse + total.fine)[..., None]
     u = functions.error_gradient(options.phi, dot(x, start, "nt"), target)
     u = u * gamma[..., None]
     if index == 0:
@@ -84,8 +94,10 @@ def _compress(index, q, chunk, start, running, options):
     else:
         scores, written, past = dot(q, u, "nt"), x, dot(q, running, "nn")
     y = kept * past - dot(scores * _decay(total), written, "nn")
-    decayed = u * jnp.exp(last - total)[..., None]
-    return y, jnp.exp(last)[..., None] * running - dot(decayed, x, "tn")
+    decayed = u * jnp.exp(_minus(last, total))[..., None]
+    return y, jnp.exp(last.coarse + last.fine)[..., None] * running - dot(
+        decayed, x, "tn"
+    )
 
 
 def _mask(size):
@@ -94,10 +106,22 @@ def _mask(size):
 
 
 def _cumulative(g):
-    """Inclusive sums over tokens, as a product: Mosaic has no cumulative sum."""
+    """Inclusive sums over tokens."""
+    g = jnp.maximum(g, FORGETS_ALL)
+    coarse = jnp.floor(g * STEPS) / STEPS
+    return Sums(_sums(coarse), _sums(g - coarse))
+
+
+def _minus(a, b):
+    """a - b, where the large parts cancel without a rounding."""
+    return (a.coarse - b.coarse) + (a.fine - b.fine)
+
+
+def _sums(g):
+    """As a product: Mosaic has no cumulative sum."""
     seen = _mask(g.shape[-1]).astype(F32)
     return jax.lax.dot_general(
-        jnp.maximum(g, FORGETS_ALL),
+        g,
         seen,
         (((g.ndim - 1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
@@ -107,8 +131,9 @@ def _cumulative(g):
 
 def _decay(total):
     """exp(total_i - total_j) for i >= j, else 0: masked before exp."""
-    difference = total[..., :, None] - total[..., None, :]
-    seen = jnp.broadcast_to(_mask(total.shape[-1]), difference.shape)
+    rows = Sums(*(part[..., :, None] for part in total))
+    difference = _minus(rows, Sums(*(part[..., None, :] for part in total)))
+    seen = jnp.broadcast_to(_mask(difference.shape[-1]), difference.shape)
     return jnp.exp(jnp.where(seen, difference, -1e30))
 
 

@@ -93,7 +93,8 @@ def chunked_batches(
     A document of n tokens gives (n - 1) // context_length chunks: inputs are
     non-overlapping runs of exactly context_length tokens, and a chunk's last target is
     the token after its last input. Trailing tokens that fill no chunk, and documents
-    not longer than context_length, are left out (the log says how many). Chunks are
+    not longer than context_length, are left out (the log says how many, and warns of
+    documents). Chunks are
     shuffled anew each epoch; a batch may hold the end of one epoch and the start of
     the next. `mask` is all 1, `reset` all True.
 
@@ -117,6 +118,15 @@ def chunked_batches(
         for d, n in zip(documents, counts.tolist(), strict=True)
     )
     _LOG.info("%d chunks; %d tokens left out", counts.sum(), left_out)
+    if short := int((counts == 0).sum()):
+        # A warning, as it is shown: a run may learn from far less than its folder.
+        _LOG.warning(
+            "%d of %d documents are left out: they have at most context_length=%d "
+            "tokens (mode 'streamed' reads them)",
+            short,
+            len(documents),
+            context_length,
+        )
     chunks = Chunks(documents, context_length, counts)
     rows = grain.MapDataset.source(chunks).shuffle(seed=seed).repeat()
     identity = _identity("chunked", context_length, seed, documents)
@@ -210,7 +220,8 @@ def _check_documents(
             )
         if vocab_size is None or not tokens.size:
             continue
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
+        # As unsigned numbers, negative ids are the largest: one pass over the tokens.
+        if tokens.view(np.uint32).max() >= vocab_size:
             raise ValueError(
                 f"document {document.name!r} has ids from {tokens.min()} to "
                 f"{tokens.max()}; vocab_size={vocab_size} allows [0, {vocab_size})"

@@ -1,6 +1,12 @@
-"""What a document is, and how documents without a split get one."""
+"""What a document is, where documents are read, and how those without a split get one.
 
-from collections.abc import Iterable, Sequence
+Texts may be larger than memory, so a source is read once for the entries (name, length
+and digest of each text), from which splits follow, and once more for the texts.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
 Split = Literal["train", "validation", "test"]
@@ -23,6 +29,75 @@ class Document(NamedTuple):
     text: str
 
 
+class Entry(NamedTuple):
+    """What is kept of a document when its text is not.
+
+    Attributes:
+        name: as in `Document`.
+        kind: as in `Document`.
+        split: as in `Document`.
+        length: characters of the text.
+        digest: SHA-256 of the text in UTF-8.
+    """
+
+    name: str
+    kind: str
+    split: Split
+    length: int
+    digest: bytes
+
+
+class Source(NamedTuple):
+    """Documents that can be read again and again, always in the same order.
+
+    Attributes:
+        read: (split) -> the documents of that split, or all of them where the source
+            has no splits of its own (their splits then mean nothing) or split is None.
+        has_splits: whether the splits that `read` gives count.
+        version: hexadecimal; differs when the documents do. None where only reading
+            them tells.
+    """
+
+    read: Callable[[Split | None], Iterator[Document]]
+    has_splits: bool
+    version: str | None
+
+
+def scan(source: Source, split: Split | None) -> list[Entry]:
+    """An entry for every document that `source.read(split)` gives, with its split."""
+    entries = [
+        Entry(d.name, d.kind, d.split, len(d.text), text_digest(d.text))
+        for d in source.read(split)
+    ]
+    return entries if source.has_splits else _with_splits(entries)
+
+
+def read_documents(
+    source: Source, entries: Sequence[Entry], split: Split | None
+) -> Iterator[Document]:
+    """The documents of one split (None: all), one at a time, after `scan(.., split)`.
+
+    Raises:
+        ValueError: if the source has changed since it was scanned.
+    """
+    for entry, document in itertools.zip_longest(entries, source.read(split)):
+        # Splits and cached tokens belong to the texts that were scanned.
+        if (
+            entry is None
+            or document is None
+            or (entry.name, entry.digest) != (document.name, text_digest(document.text))
+        ):
+            name = next(item.name for item in (entry, document) if item is not None)
+            raise ValueError(f"document {name!r} changed while the source was read")
+        if split in (None, entry.split):
+            yield Document(entry.name, entry.kind, entry.split, document.text)
+
+
+def text_digest(text: str) -> bytes:
+    """SHA-256 of the text in UTF-8."""
+    return hashlib.sha256(text.encode("utf-8")).digest()
+
+
 def assign_splits(documents: Sequence[Document]) -> list[Document]:
     """Returns the documents, in the same order, with splits given by one rule.
 
@@ -34,22 +109,34 @@ def assign_splits(documents: Sequence[Document]) -> list[Document]:
     Equal texts share a split. Nothing is random: adding a document can move others.
     The splits that come in are ignored.
     """
-    ranks = _ranks(documents)
+    entries = _with_splits(
+        [
+            Entry(d.name, d.kind, d.split, len(d.text), text_digest(d.text))
+            for d in documents
+        ]
+    )
     return [
-        Document(d.name, d.kind, _split_of_rank(ranks[d.text]), d.text)
-        for d in documents
+        Document(d.name, d.kind, entry.split, d.text)
+        for d, entry in zip(documents, entries, strict=True)
     ]
 
 
-def _ranks(documents: Iterable[Document]) -> dict[str, int]:
-    ordered = sorted(documents, key=lambda d: (-len(d.text), d.name))
-    ranks: dict[str, int] = {}
+def _with_splits(entries: Sequence[Entry]) -> list[Entry]:
+    ranks = _ranks(entries)
+    return [
+        Entry(e.name, e.kind, _split_of_rank(ranks[e.digest]), e.length, e.digest)
+        for e in entries
+    ]
+
+
+def _ranks(entries: Iterable[Entry]) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
     counts: dict[str, int] = {}
-    for document in ordered:
-        if document.text not in ranks:
-            rank = counts.get(document.kind, 0)
-            ranks[document.text] = rank
-            counts[document.kind] = rank + 1
+    for entry in sorted(entries, key=lambda e: (-e.length, e.name)):
+        if entry.digest not in ranks:
+            rank = counts.get(entry.kind, 0)
+            ranks[entry.digest] = rank
+            counts[entry.kind] = rank + 1
     return ranks
 
 

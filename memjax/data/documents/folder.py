@@ -1,18 +1,40 @@
 """Documents from a folder of text, Markdown, JSONL or parquet files."""
 
-import json
+import hashlib
 import logging
-from collections.abc import Callable, Iterator
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from memjax.data.documents.documents import SPLITS, Document, Split, assign_splits
+from memjax.checks import listed
+from memjax.config_io import parse_json
+from memjax.data.documents.documents import SPLITS, Document, Source, Split
 
 _LOG = logging.getLogger(__name__)
 
+#: Bytes of one document. Tokenizers need tens of times the memory of a text.
+MAX_DOCUMENT = 2**27
+#: Bytes of text in one row group of parquet, which is decoded whole.
+MAX_ROW_GROUP = 2**30
+# Clocks of file systems tick in milliseconds: a file as young as this may change again
+# without another time of change.
+SETTLED_SECONDS = 2.0
 
-def folder_documents(path: Path) -> list[Document]:
-    """Returns the documents of a folder, sub-folders included, in order of name.
+
+class _File(NamedTuple):
+    """A regular file, its path within the root, its size and times."""
+
+    # Not a Path, which takes longer to make than to read a short file.
+    path: str
+    parts: tuple[str, ...]
+    status: os.stat_result
+
+
+def folder_source(path: Path) -> Source:
+    """The documents of a folder, sub-folders included, in order of name.
 
     `.txt` and `.md` files are one document each; `.jsonl` has one JSON object a line
     with a "text" string; `.parquet` has a "text" column. Other files are left alone
@@ -21,30 +43,42 @@ def folder_documents(path: Path) -> list[Document]:
     name of the (next) sub-folder, or "text" for files that lie in none.
 
     Raises:
-        ValueError: no such folder, nothing readable in it, only some files under split
-          folders, or a file is malformed or holds an empty text (named, with the line).
-        ImportError: a parquet file is there and pyarrow is not.
+        ValueError: no such folder, nothing readable in it, or only some files under
+            split folders; from `read`: a file is malformed, holds an empty text or
+            one of more than `MAX_DOCUMENT` bytes (named, with the line).
+        ImportError: from `read`: a parquet file is there and pyarrow is not.
     """
     root = Path(path).expanduser()
     if not root.is_dir():
         raise ValueError(f"path={str(path)!r} is not a folder")
     files = _readable_files(root)
-    parts = [file.relative_to(root).parts for file in files]
-    by_folder = [len(p) > 1 and p[0] in SPLITS for p in parts]
+    by_folder = [len(f.parts) > 1 and f.parts[0] in SPLITS for f in files]
     # Files outside of split folders would get splits that the folders contradict.
     if any(by_folder) and not all(by_folder):
         raise ValueError(
             f"{root} has files inside and outside split folders, for example "
-            f"{files[by_folder.index(True)]} and {files[by_folder.index(False)]}; "
+            f"{files[by_folder.index(True)].path} and "
+            f"{files[by_folder.index(False)].path}; "
             f"put all of them under {'/, '.join(SPLITS)}/, or none"
         )
-    documents = [d for file in files for d in _read(file, root, all(by_folder))]
-    return documents if all(by_folder) else assign_splits(documents)
+    has_splits = all(by_folder)
+
+    def read(split: Split | None) -> Iterator[Document]:
+        for file in files:
+            if not has_splits or split in (None, file.parts[0]):
+                yield from _read(file, has_splits)
+
+    return Source(read, has_splits, _version(files))
 
 
-def _readable_files(root: Path) -> list[Path]:
-    present = sorted(file for file in root.rglob("*") if file.is_file())
-    files = [file for file in present if file.suffix.lower() in _READERS]
+def files_version(root: Path) -> str | None:
+    """Differs when a file of the folder does; None where nothing tells."""
+    return _version(_files(root))
+
+
+def _readable_files(root: Path) -> list[_File]:
+    present = _files(root)
+    files = [file for file in present if _suffix(file.path) in _READERS]
     if not files:
         raise ValueError(
             f"path={str(root)!r} holds no file ending in {', '.join(_READERS)}"
@@ -54,18 +88,53 @@ def _readable_files(root: Path) -> list[Path]:
     return files
 
 
-def _read(file: Path, root: Path, has_split: bool) -> Iterator[Document]:
-    relative = file.relative_to(root)
-    folders = relative.parts[1 if has_split else 0 : -1]
-    split: Split = relative.parts[0] if has_split else "train"  # pyright: ignore
+def _files(root: Path) -> list[_File]:
+    """All regular files in order of name; devices and pipes, which may be links, have
+    no end."""
+    files = []
+    for folder, _, names in os.walk(root):
+        within = Path(folder).relative_to(root).parts
+        for name in names:
+            path = os.path.join(folder, name)
+            try:
+                status = os.stat(path)
+            except OSError:  # a link to nothing
+                continue
+            if stat.S_ISREG(status.st_mode):
+                files.append(_File(path, (*within, name), status))
+    return sorted(files, key=lambda file: file.parts)
+
+
+def _version(files: Sequence[_File]) -> str | None:
+    """Names, sizes and times of the files; None while one is too young to tell."""
+    times = [(f.status.st_mtime_ns, f.status.st_ctime_ns) for f in files]
+    if not times or max(map(max, times)) / 1e9 > time.time() - SETTLED_SECONDS:
+        return None
+    digest = hashlib.sha256()
+    for file, moments in zip(files, times, strict=True):
+        said = repr((file.parts, file.status.st_size, moments))
+        digest.update(said.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _read(file: _File, has_split: bool) -> Iterator[Document]:
+    folders = file.parts[1 if has_split else 0 : -1]
+    split: Split = file.parts[0] if has_split else "train"  # pyright: ignore
     kind = folders[0] if folders else "text"
-    for suffix, text in _READERS[file.suffix.lower()](file):
-        _check_text(text, f"{file}{suffix}")
-        yield Document(relative.as_posix() + suffix, kind, split, text)
+    name = "/".join(file.parts)
+    for suffix, text in _READERS[_suffix(file.path)](file.path):
+        _check_text(text, f"{file.path}{suffix}")
+        yield Document(name + suffix, kind, split, text)
 
 
-def _read_text(file: Path) -> Iterator[tuple[str, str]]:
-    content = file.read_bytes()
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1].lower()
+
+
+def _read_text(file: str) -> Iterator[tuple[str, str]]:
+    with open(file, "rb") as stream:
+        _check_size(os.fstat(stream.fileno()).st_size, file)
+        content = stream.read()
     try:
         yield "", content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -73,23 +142,23 @@ def _read_text(file: Path) -> Iterator[tuple[str, str]]:
         raise ValueError(f"{file}:{line}: not UTF-8 ({error.reason})") from error
 
 
-def _read_jsonl(file: Path) -> Iterator[tuple[str, Any]]:
-    # Bytes, as str.splitlines also breaks at characters that JSON may hold.
-    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line.decode("utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file}:{number}: not JSON ({error})") from error
-        if not isinstance(record, dict) or "text" not in record:
-            raise ValueError(f'{file}:{number}: needs an object with a "text" key')
-        yield f":{number}", record["text"]
+def _read_jsonl(file: str) -> Iterator[tuple[str, Any]]:
+    # Bytes, as lines of str also end at characters that JSON may hold.
+    with open(file, "rb") as stream:
+        lines = iter(lambda: stream.readline(MAX_DOCUMENT + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            _check_size(len(line), f"{file}:{number}")
+            if not line.strip():
+                continue
+            record = parse_json(line, f"{file}:{number}:")
+            if not isinstance(record, dict) or "text" not in record:
+                raise ValueError(f'{file}:{number}: needs an object with a "text" key')
+            yield f":{number}", record["text"]
 
 
-def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
+def _read_parquet(file: str) -> Iterator[tuple[str, Any]]:
     try:
-        from pyarrow import ArrowInvalid, parquet
+        from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise ImportError(
             f"{file} needs pyarrow: pip install 'memjax[data]'"
@@ -98,23 +167,45 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
         table = parquet.ParquetFile(file)
         if "text" not in table.schema_arrow.names:
             raise ValueError(
-                f'{file}: no "text" column; it has {table.schema_arrow.names}'
+                f'{file}: no "text" column; it has {listed(table.schema_arrow.names)}'
             )
+        _check_row_groups(file, table.metadata, table.schema_arrow.names.index("text"))
         row = 0
-        for batch in table.iter_batches(columns=["text"]):
-            for text in batch.column(0).to_pylist():
+        for batch in table.iter_batches(batch_size=256, columns=["text"]):
+            # One by one: a dictionary may repeat a long text in every row.
+            for text in batch.column(0):
                 row += 1
-                yield f":{row}", text
-    except (ArrowInvalid, OSError) as error:
+                yield f":{row}", text.as_py()
+    except (ArrowException, OSError, MemoryError) as error:
         raise ValueError(f"{file}: not a readable parquet file ({error})") from error
 
 
-_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+_READERS: dict[str, Callable[[str], Iterator[tuple[str, Any]]]] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,
 }
+
+
+def _check_row_groups(file: str, metadata: Any, column: int) -> None:
+    """A row group is decoded whole, whatever part of it is read."""
+    for group in range(metadata.num_row_groups):
+        columns = metadata.row_group(group)
+        size = columns.column(column).total_uncompressed_size
+        if size > MAX_ROW_GROUP:
+            raise ValueError(
+                f"{file}: row group {group} decodes to {size:,} bytes of text, of at "
+                f"most {MAX_ROW_GROUP:,}; write it with smaller row groups"
+            )
+
+
+def _check_size(size: int, where: str) -> None:
+    if size > MAX_DOCUMENT:
+        raise ValueError(
+            f"{where}: more than {MAX_DOCUMENT:,} bytes, which one document may have; "
+            "split it"
+        )
 
 
 def _check_text(text: Any, where: str) -> None:
@@ -123,6 +214,6 @@ def _check_text(text: Any, where: str) -> None:
     if not text:
         raise ValueError(f"{where}: the text is empty")
     try:
-        text.encode("utf-8")
+        _check_size(len(text.encode("utf-8")), where)
     except UnicodeEncodeError as error:
         raise ValueError(f"{where}: not valid Unicode ({error.reason})") from error

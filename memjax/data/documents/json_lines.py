@@ -1,9 +1,14 @@
 """JSON lines, compressed as .xz or not: objects whose fields are text."""
 
-import json
 import lzma
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from memjax.checks import short
+from memjax.config_io import parse_json
+
+#: Bytes of a file, decompressed: half a megabyte of .xz may hold gigabytes.
+MAX_FILE = 2**28
 
 
 class Record(NamedTuple):
@@ -23,7 +28,7 @@ class Record(NamedTuple):
         if not isinstance(value, str) or not value.strip():
             raise ValueError(
                 f"{self.place}: {name!r} must be a string with something in it, "
-                f"got {value!r}"
+                f"got {short(value)}"
             )
         return value
 
@@ -31,7 +36,9 @@ class Record(NamedTuple):
         """A field that may be absent, which is ""."""
         value = self.fields.get(name, "")
         if not isinstance(value, str):
-            raise ValueError(f"{self.place}: {name!r} must be a string, got {value!r}")
+            raise ValueError(
+                f"{self.place}: {name!r} must be a string, got {short(value)}"
+            )
         return value
 
 
@@ -43,14 +50,20 @@ def read_records(path: Path, what: str) -> list[Record]:
         what: a line holds, for messages.
 
     Raises:
-        ValueError: if the file cannot be read or holds no line, or naming the line
-            that is not an object.
+        ValueError: if the file cannot be read, holds no line or more than `MAX_FILE`
+            bytes, or naming the line that is not an object.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"path={str(path)!r} is not a regular file")
     try:
-        data = path.read_bytes()
-        text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        opened = lzma.open if path.suffix == ".xz" else open
+        with opened(path, "rb") as stream:
+            data = stream.read(MAX_FILE + 1)
+        text = data.decode("utf-8")
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise ValueError(f"path={str(path)!r} cannot be read: {error}") from error
+    if len(data) > MAX_FILE:
+        raise ValueError(f"path={str(path)!r} holds more than {MAX_FILE:,} bytes")
     records = [
         _record(line, f"{path}, line {i}")
         for i, line in enumerate(text.split("\n"), 1)
@@ -62,10 +75,7 @@ def read_records(path: Path, what: str) -> list[Record]:
 
 
 def _record(line: str, place: str) -> Record:
-    try:
-        fields = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON: {error}") from error
+    fields = parse_json(line, f"{place} is")
     if not isinstance(fields, dict):
         raise ValueError(f"{place} must be an object, got {type(fields).__name__}")
     return Record(place, fields)

@@ -3,19 +3,33 @@
 Reading a tokenizer file runs no code: it is JSON, read by the `tokenizers` library.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
+import itertools
+import logging
 import lzma
+import re
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import huggingface_hub
 import numpy as np
 import tokenizers
 from jaxtyping import Int32, Integer
 
+from memjax.checks import SHOWN_CHARACTERS, short
+from memjax.config_io import parse_json
+
 SHIPPED_FILE = "bpe4k.json.xz"
+PANIC = "PanicException"
+#: Times that a normalizer may lengthen a text.
+MAX_GROWTH = 1000
+HUB_FILE = "tokenizer.json"
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
 @runtime_checkable
@@ -57,18 +71,31 @@ class ByteTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class JsonTokenizer:
-    """A `tokenizers` tokenizer; adds no special tokens, cuts and pads nothing."""
+    """A `tokenizers` tokenizer; adds no special tokens, cuts and pads nothing.
+
+    Attributes:
+        vocab_size: every id is in [0, vocab_size).
+        digest: SHA-256 of `serialised`.
+        serialised: content of its `tokenizer.json`.
+        backend: the library's tokenizer.
+    """
 
     vocab_size: int
     digest: str
+    serialised: bytes = dataclasses.field(repr=False, compare=False)
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False, compare=False)
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
-        """Returns the ids of `text`. Raises ValueError for lone surrogates."""
+        """Returns the ids of `text`.
+
+        Raises:
+            ValueError: lone surrogates, or a text that the tokenizer cannot encode, as
+                where its vocabulary lacks the token for what is unknown.
+        """
         text.encode("utf-8")
-        return np.asarray(
-            self.backend.encode(text, add_special_tokens=False).ids, np.int32
-        )
+        with _library_errors("the tokenizer cannot encode a text"):
+            encoded = self.backend.encode(text, add_special_tokens=False)
+        return np.asarray(encoded.ids, np.int32)
 
     def decode(self, ids: Integer[np.ndarray, " T"]) -> str:
         """Returns the text, special tokens included."""
@@ -76,15 +103,38 @@ class JsonTokenizer:
         return self.backend.decode(ids.tolist(), skip_special_tokens=False)
 
 
+def encode_prompt(tokenizer: Tokenizer, text: str) -> Int32[np.ndarray, " T"]:
+    """The ids of a prompt, behind the tokens that the tokenizer sets before a text.
+
+    Llama 3 and Gemma begin every text with a token of their own, and continue a text
+    without it badly. What a tokenizer sets behind a text is left out: the text goes on.
+    """
+    ids = tokenizer.encode(text)
+    if not isinstance(tokenizer, JsonTokenizer):
+        return ids
+    whole = tokenizer.backend.encode(text)
+    # The mask marks what the tokenizer added, front and back.
+    front = itertools.takewhile(
+        lambda pair: pair[1], zip(whole.ids, whole.special_tokens_mask, strict=True)
+    )
+    first = np.asarray([token for token, _ in front], np.int32)
+    # A chat template writes the first token itself.
+    given = len(ids) >= len(first) and np.array_equal(ids[: len(first)], first)
+    return ids if given else np.concatenate([first, ids])
+
+
 def load_tokenizer(name: str) -> Tokenizer:
     """Returns a tokenizer.
 
     Args:
         name: "bytes" (256 ids), "bpe4k" (4,096 ids, trained on the train split of the
-          embedded corpus only), or the path of a `tokenizers` JSON file.
+          embedded corpus only), the path of a `tokenizers` JSON file or of a folder
+          with a `tokenizer.json`, or a repository of the Hugging Face hub that has
+          one, "owner/name" or "owner/name@revision".
 
     Raises:
-        ValueError: `name` is none of these, or the file is not a tokenizer.
+        ValueError: `name` is none of these, the hub does not give it, or the file is
+            not a tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -92,14 +142,48 @@ def load_tokenizer(name: str) -> Tokenizer:
         shipped = resources.files("memjax.data") / "corpus" / SHIPPED_FILE
         return parse_tokenizer(lzma.decompress(shipped.read_bytes()), name)
     path = Path(name).expanduser()
+    if path.is_dir() and (path / HUB_FILE).is_file():
+        path = path / HUB_FILE
     if path.is_file():
         return parse_tokenizer(path.read_bytes(), name)
+    # A path that is not there is no repository's name.
+    if _HUB_ID.fullmatch(name) and not name.endswith(".json") and not path.exists():
+        return parse_tokenizer(_download(name).read_bytes(), name)
     near = difflib.get_close_matches(name, ("bytes", "bpe4k"), 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(
-        f'tokenizer={name!r} is neither "bytes", "bpe4k" nor the path of a '
-        f"tokenizers JSON file{hint}"
+        f'tokenizer={short(name)} is neither "bytes", "bpe4k", the path of a '
+        f"tokenizers JSON file nor a repository of the Hugging Face hub{hint}"
     )
+
+
+def _download(name: str) -> Path:
+    """The tokenizer of a repository of the hub, from its cache if there is no network.
+
+    Raises:
+        ValueError: saying where it was looked for.
+    """
+    repository, _, revision = name.partition("@")
+    # Without a network it logs every attempt; the error says all of it.
+    log = logging.getLogger("huggingface_hub")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        file = huggingface_hub.hf_hub_download(
+            repository, HUB_FILE, revision=revision or None
+        )
+    # Also for no network, no repository, no revision, no permission and a bad name.
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        places = huggingface_hub.constants
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"tokenizer={name!r} was not found: no such path, not in the cache "
+            f"{places.HF_HUB_CACHE}, and not to be had from {places.ENDPOINT}: "
+            f"{reason[0][:200]}"
+        ) from error
+    finally:
+        log.setLevel(before)
+    return Path(file)
 
 
 def parse_tokenizer(serialised: bytes, name: str) -> JsonTokenizer:
@@ -108,13 +192,10 @@ def parse_tokenizer(serialised: bytes, name: str) -> JsonTokenizer:
     Raises:
         ValueError: not a tokenizer; `name` is what the message calls it.
     """
-    try:
+    with _library_errors(f"tokenizer={name!r} is not a tokenizers JSON file"):
+        content = parse_json(serialised, "it is")
+        _check_growth(content)
         backend = tokenizers.Tokenizer.from_str(serialised.decode("utf-8"))
-    # The library raises bare Exception for malformed JSON.
-    except Exception as error:
-        raise ValueError(
-            f"tokenizer={name!r} is not a tokenizers JSON file: {error}"
-        ) from error
     # A file may ask for truncation or padding, which would lose or invent tokens.
     backend.no_truncation()
     backend.no_padding()
@@ -124,8 +205,49 @@ def parse_tokenizer(serialised: bytes, name: str) -> JsonTokenizer:
     return JsonTokenizer(
         vocab_size=max(vocabulary.values()) + 1,
         digest=hashlib.sha256(serialised).hexdigest(),
+        serialised=serialised,
         backend=backend,
     )
+
+
+@contextlib.contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """Errors of the library become a ValueError that begins with `what`."""
+    try:
+        yield
+    # It raises bare Exception, and a BaseException where its Rust code panics.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            raise
+        raise ValueError(f"{what}: {str(error)[:SHOWN_CHARACTERS]}") from error
+
+
+def _check_growth(content: Any) -> None:
+    """Refuses replacements that make a text a thousand times as long, or more.
+
+    A few in a row fill any memory, and the library then aborts the process.
+    """
+    growth, pending = (
+        1.0,
+        [content.get("normalizer") if isinstance(content, dict) else None],
+    )
+    while pending:
+        found = pending.pop()
+        if not isinstance(found, dict):
+            continue
+        parts = found.get("normalizers")
+        pending += parts if isinstance(parts, list) else []
+        if found.get("type") == "Replace":
+            pattern = found.get("pattern")
+            old = pattern.get("String") if isinstance(pattern, dict) else None
+            # A regular expression may match single characters.
+            size = len(old) if isinstance(old, str) and old else 1
+            growth *= max(1.0, len(str(found.get("content", ""))) / size)
+    if growth > MAX_GROWTH:
+        raise ValueError(
+            f"its replacements make a text up to {growth:.3g} times as long, of at "
+            f"most {MAX_GROWTH}"
+        )
 
 
 def _check_ids(ids: np.ndarray, vocab_size: int) -> None:

@@ -1,34 +1,26 @@
 """Documents as tokens: tokenised once, kept on disk, memory-mapped."""
 
+import contextlib
 import hashlib
-import io
-import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
-from memjax.data.documents import sources
-from memjax.data.documents.documents import SPLITS, Document, Split
+from memjax.data.documents import sources, token_file
+from memjax.data.documents.documents import (
+    SPLITS,
+    Document,
+    Entry,
+    Source,
+    Split,
+    read_documents,
+    scan,
+)
+from memjax.data.documents.token_file import TokenisedDocument as TokenisedDocument
 from memjax.data.documents.tokenizer import Tokenizer
-
-_LOG = logging.getLogger(__name__)
-
-
-class TokenisedDocument(NamedTuple):
-    """One document as ids.
-
-    Attributes:
-        name: as in `Document`.
-        kind: as in `Document`.
-        tokens: [T], at least one, memory-mapped read-only from the cache.
-    """
-
-    name: str
-    kind: str
-    tokens: Int32[np.ndarray, " T"]
 
 
 def load_tokens(
@@ -39,9 +31,11 @@ def load_tokens(
 ) -> list[TokenisedDocument]:
     """Returns the documents of one split, tokenised once and cached for good.
 
-    A cached file is named after the text and the tokenizer, is checked against its
-    digest whenever it is opened, and is built anew (with a line in the log) if it is
-    damaged. Several processes may share a cache.
+    The tokens of a split lie in one file, named after its texts and the tokenizer,
+    which is mapped once for all documents. Where a source says that it has not changed
+    (the files' sizes and times), its texts are not read again. A damaged file is
+    named in the log and built anew; its digest is checked when its size or times are
+    not those it was written with. Several processes may share a cache.
 
     Args:
         spec: a source, as for `open_documents`.
@@ -56,16 +50,20 @@ def load_tokens(
         raise ValueError(f"split={split!r} must be one of {', '.join(SPLITS)}")
     folder = (default_cache_dir() if cache_dir is None else cache_dir) / "tokens"
     folder.mkdir(parents=True, exist_ok=True)
-    documents = [
-        _cached(document, tokenizer, folder)
-        for document in sources.iterate_documents(spec, split)
-    ]
-    if not documents:
-        raise ValueError(
-            f"source={spec!r} has no document in split={split!r}; a source without "
-            "splits of its own needs two documents of a kind for validation, three "
-            "for test"
-        )
+    source = sources.open_source(spec)
+    # Which file holds the tokens of a source of this version, if that was found before.
+    link = None
+    if source.version is not None:
+        name = _digest(source.version, split, tokenizer.digest)
+        link = folder / f"{name}.source"
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            key = link.read_text("ascii")
+            if key.isalnum() and (found := token_file.read(folder / key)) is not None:
+                return found
+    key, documents = _load(source, tokenizer, split, folder, spec)
+    if link is not None:
+        with token_file.replaced(link) as stream:
+            stream.write(key.encode("ascii"))
     return documents
 
 
@@ -75,21 +73,45 @@ def default_cache_dir() -> Path:
     return Path(base).expanduser() / "memjax"
 
 
-def _cached(
-    document: Document, tokenizer: Tokenizer, folder: Path
-) -> TokenisedDocument:
-    key = hashlib.sha256(document.text.encode("utf-8"))
-    # A separator, so that text and digest cannot run together.
-    key.update(b"\0" + tokenizer.digest.encode("utf-8"))
-    file = folder / f"{key.hexdigest()}.npy"
-    tokens = _open(file)
-    if tokens is None:
-        # Read back through the same checks, and memory-mapped as a cached file is.
-        _write(file, _tokenise(document, tokenizer))
-        tokens = _open(file)
-    if tokens is None:
-        raise OSError(f"{file} does not read back as it was written")
-    return TokenisedDocument(document.name, document.kind, tokens)
+def _load(
+    source: Source, tokenizer: Tokenizer, split: Split, folder: Path, spec: str
+) -> tuple[str, list[TokenisedDocument]]:
+    """Reads the texts, and tokenises them unless their tokens are there."""
+    entries = scan(source, split)
+    chosen = [entry for entry in entries if entry.split == split]
+    if not chosen:
+        raise ValueError(
+            f"source={spec!r} has no document in split={split!r}; a source without "
+            "splits of its own needs two documents of a kind for validation, three "
+            "for test"
+        )
+    key = _key(chosen, tokenizer)
+    documents = token_file.read(folder / key)
+    if documents is None:
+        texts = read_documents(source, entries, split)
+        token_file.write(
+            folder / key,
+            (TokenisedDocument(d.name, d.kind, _tokenise(d, tokenizer)) for d in texts),
+        )
+        # Read back through the same checks, and mapped as a cached file is.
+        documents = token_file.read(folder / key)
+    if documents is None:
+        raise OSError(f"{folder / key}.tokens does not read back as it was written")
+    return key, documents
+
+
+def _key(entries: Sequence[Entry], tokenizer: Tokenizer) -> str:
+    said = ((e.name, e.kind, e.digest.hex()) for e in entries)
+    return _digest(tokenizer.digest, *map(repr, said))
+
+
+def _digest(*parts: str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        # Each by its own digest, so that two cannot run together.
+        encoded = part.encode("utf-8", "surrogateescape")
+        digest.update(hashlib.sha256(encoded).digest())
+    return digest.hexdigest()
 
 
 def _tokenise(document: Document, tokenizer: Tokenizer) -> Int32[np.ndarray, " T"]:
@@ -102,32 +124,3 @@ def _tokenise(document: Document, tokenizer: Tokenizer) -> Int32[np.ndarray, " T
             f"{tokens.max()}; the tokenizer claims [0, {tokenizer.vocab_size})"
         )
     return tokens
-
-
-def _write(file: Path, tokens: Int32[np.ndarray, " T"]) -> None:
-    buffer = io.BytesIO()
-    np.save(buffer, tokens, allow_pickle=False)
-    content = buffer.getvalue()
-    digest = hashlib.sha256(content).hexdigest().encode("ascii")
-    # The digest goes last: a crash in between leaves a file without its digest,
-    # which counts as damaged.
-    for target, data in ((file, content), (file.with_suffix(".sha256"), digest)):
-        # Processes that share a cache write apart and then rename.
-        partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        partial.write_bytes(data)
-        os.replace(partial, target)
-
-
-def _open(file: Path) -> Int32[np.ndarray, " T"] | None:
-    if not file.exists():
-        return None
-    try:
-        expected = file.with_suffix(".sha256").read_text("ascii")
-    except (OSError, UnicodeDecodeError):
-        expected = "none"
-    with file.open("rb") as stream:
-        actual = hashlib.file_digest(stream, "sha256").hexdigest()
-    if actual != expected:
-        _LOG.warning("%s is damaged (or half written); tokenising again", file)
-        return None
-    return np.load(file, mmap_mode="r", allow_pickle=False)

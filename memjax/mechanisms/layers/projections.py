@@ -9,16 +9,19 @@ layers too: Hu et al. (2021), https://arxiv.org/abs/2106.09685.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from memjax.checks import check_positive, check_sizes
+from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.base import axes, expand_leading_dims
 from memjax.mechanisms.layers import rope
+from memjax.mechanisms.layers.norms import rms_norm
 from memjax.mechanisms.layers.rope import RopeScaling
+
+QKNorm = Literal["none", "head", "width"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,10 @@ class HeadsConfig:
         rope_scaling: how the frequencies were slowed down for longer texts.
         qkv_bias: whether queries, keys and values have biases.
         output_bias: whether the output has one.
+        qk_norm: RMSNorm of queries and of keys, before RoPE: "head" of each by itself
+            (Qwen3, Gemma 3), "width" of all heads together (OLMo 2), or "none".
+        qk_norm_epsilon: of that norm.
+        query_scale: of the scores; None is K^-1/2.
     """
 
     model_dim: int
@@ -45,6 +52,9 @@ class HeadsConfig:
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
     output_bias: bool = False
+    qk_norm: QKNorm = "none"
+    qk_norm_epsilon: float = 1e-6
+    query_scale: float | None = None
 
     def __post_init__(self):
         check_sizes(
@@ -60,6 +70,10 @@ class HeadsConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        require_known("qk_norm", self.qk_norm, get_args(QKNorm))
+        check_positive(qk_norm_epsilon=self.qk_norm_epsilon)
+        if self.query_scale is not None:
+            check_positive(query_scale=self.query_scale)
         if self.rope_theta is not None:
             check_positive(rope_theta=self.rope_theta)
         if self.rope_theta is None and self.rope_scaling is not None:
@@ -95,6 +109,8 @@ class AttentionParams(NamedTuple):
     key_bias: Float[Array, "G K"] | None = None
     value_bias: Float[Array, "G K"] | None = None
     output_bias: Float[Array, " D"] | None = None
+    query_norm: Float[Array, "*H K"] | None = None
+    key_norm: Float[Array, "*G K"] | None = None
 
 
 #: How the projections are divided among devices; see `MixerConfig.param_axes`.
@@ -107,6 +123,8 @@ AXES = AttentionParams(
     key_bias=axes(),
     value_bias=axes(),
     output_bias=axes(),
+    query_norm=axes(),
+    key_norm=axes(),
 )
 
 
@@ -131,7 +149,20 @@ def init_params(config: HeadsConfig, key: PRNGKeyArray) -> AttentionParams:
         key_bias=jnp.zeros((g, k)) if config.qkv_bias else None,
         value_bias=jnp.zeros((g, k)) if config.qkv_bias else None,
         output_bias=jnp.zeros(d) if config.output_bias else None,
+        query_norm=_init_norm(config, h),
+        key_norm=_init_norm(config, g),
     )
+
+
+def _init_norm(config: HeadsConfig, heads: int) -> Array | None:
+    """The scale of the norm of `heads` queries or keys, where they have one."""
+    match config.qk_norm:
+        case "none":
+            return None
+        case "head":
+            return jnp.ones(config.head_dim)
+        case "width":
+            return jnp.ones((heads, config.head_dim))
 
 
 def linear(
@@ -161,14 +192,44 @@ def linear(
 
 
 def qkv_projection(
-    params: AttentionParams, x: Float[Array, "B T D"]
+    config: HeadsConfig, params: AttentionParams, x: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
     """Queries, keys and values in the dtype of x, without positions."""
     return (
-        linear(x, params.query, params.query_bias),
-        linear(x, params.key, params.key_bias),
+        query_projection(config, params, x),
+        key_projection(config, params, x),
         linear(x, params.value, params.value_bias),
     )
+
+
+def query_projection(
+    config: HeadsConfig, params: AttentionParams, x: Float[Array, "B T D"]
+) -> Float[Array, "B T H K"]:
+    """Queries, normalised and scaled where the layer does so, without positions."""
+    q = linear(x, params.query, params.query_bias)
+    q = _normalize(config, params.query_norm, q)
+    if config.query_scale is None:
+        return q
+    # Attention multiplies scores by K^-1/2.
+    return q * (config.query_scale * config.head_dim**0.5)
+
+
+def key_projection(
+    config: HeadsConfig, params: AttentionParams, x: Float[Array, "B T D"]
+) -> Float[Array, "B T G K"]:
+    """Keys, normalised where the layer does so, without positions."""
+    k = linear(x, params.key, params.key_bias)
+    return _normalize(config, params.key_norm, k)
+
+
+def _normalize(config: HeadsConfig, scale: Array | None, x: Array) -> Array:
+    """The norm of queries or keys [..., H, K], of each head or of all together."""
+    if scale is None:
+        return x
+    if scale.ndim == 1:
+        return rms_norm(x, scale, config.qk_norm_epsilon)
+    joined = x.reshape(*x.shape[:-2], -1)
+    return rms_norm(joined, scale.reshape(-1), config.qk_norm_epsilon).reshape(x.shape)
 
 
 def output_projection(

@@ -15,11 +15,18 @@ from jaxtyping import Float32
 
 from memjax.models.checkpoints import gguf_tokenizer
 from memjax.models.checkpoints.gguf_file import GGUFFile
+from memjax.models.checkpoints.safetensors_file import BFLOAT16
+from memjax.models.checkpoints.text_interface import (
+    TextInterface,
+    fitting_tokenizer,
+    generation_config,
+)
 
 # general.architecture -> model_type and class of Hugging Face.
 ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
 }
 OUTSIDE = {
     "token_embd": "model.embed_tokens",
@@ -31,6 +38,8 @@ LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -80,9 +89,50 @@ class GGUFCheckpoint:
         role = name.split(".")[-2]
         return _unpermute(tensor, self.config[heads[role]]) if role in heads else tensor
 
-    def tokenizer(self) -> bytes | None:
-        """The bytes of a `tokenizer.json`; None without a vocabulary in the file."""
-        return gguf_tokenizer.tokenizer_json(self._file.metadata, str(self.path))
+    def get_compact(self, name: str) -> np.ndarray:
+        """As `get`, in bfloat16 where the file has no more digits."""
+        tensor, file = self.get(name), self._file
+        return tensor if file.is_precise(self._names[name]) else tensor.astype(BFLOAT16)
+
+    def text_interface(self, *, with_tokenizer: bool = True) -> TextInterface:
+        """Tokenizer, chat template and how to draw, as the metadata has them.
+
+        Raises:
+            ValueError: if an entry is not sound, or the tokenizer is of an unknown kind
+                or of another model.
+        """
+        metadata, where = self._file.metadata, str(self.path)
+        vocab_size = self.config["vocab_size"]
+        tokenizer = None
+        if with_tokenizer:
+            file = gguf_tokenizer.tokenizer_json(metadata, where)
+            tokenizer = file and fitting_tokenizer(file, vocab_size, where)
+        template = metadata.get("tokenizer.chat_template")
+        if template is not None and not isinstance(template, str):
+            raise ValueError(f"{where}: tokenizer.chat_template must be text")
+        index = lambda name: gguf_tokenizer.special_id(
+            metadata, name, vocab_size, where
+        )
+        ends = [index(name) for name in ("eos", "eot", "eom")]
+        entries = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}
+        values = {
+            name: metadata.get(f"general.sampling.{key}")
+            for name, key in entries.items()
+        }
+        generation = generation_config(
+            [end for end in ends if end is not None],
+            index("bos"),
+            index("padding"),
+            # Stored in float32: 0.6 is read as 0.6000000238418579.
+            {
+                name: float(str(np.float32(v))) if isinstance(v, float) else v
+                for name, v in values.items()
+                if v is not None
+            },
+            vocab_size,
+            where,
+        )
+        return TextInterface(tokenizer or None, template, generation)
 
 
 def _unpermute(
@@ -151,12 +201,6 @@ def _config(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
         config["rope_scaling"] = scaling
     if model_type == "llama":
         config["attention_bias"] = any(n.endswith("proj.bias") for n in shapes)
-    for name in ("bos", "eos"):
-        index = gguf_tokenizer.special_id(
-            file.metadata, name, embedding[0], str(file.path)
-        )
-        if index is not None:
-            config[f"{name}_token_id"] = index
     return config
 
 

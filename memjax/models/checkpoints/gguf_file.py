@@ -82,6 +82,10 @@ class GGUFFile:
         self.metadata = _read_metadata(cursor, entries)
         self.records = _read_records(cursor, tensors, _alignment(self.metadata, path))
 
+    def is_precise(self, name: str) -> bool:
+        """Whether a tensor has more digits than bfloat16; those quantized have not."""
+        return self.records[name].format.name in ("F64", "F32", "F16")
+
     def read(self, name: str) -> Float32[np.ndarray, "..."]:
         """A tensor in float32, dequantized."""
         record = self.records[name]

@@ -160,7 +160,7 @@ def _merges_by_score(
 def special_id(
     metadata: Mapping[str, Any], name: str, size: int, where: str
 ) -> int | None:
-    """The id of "bos" or "eos", None if there is none; ValueError beyond `size`."""
+    """The id of "bos", "eos", ..., None if there is none; ValueError beyond `size`."""
     found = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if found is not None and not (type(found) is int and 0 <= found < size):
         raise ValueError(

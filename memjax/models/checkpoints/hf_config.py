@@ -1,16 +1,24 @@
 """Reads Hugging Face's `config.json` of the model families that are supported.
 
-Llama 2 and 3, SmolLM and OpenLlama ("llama"); Mistral; Qwen2 and Qwen2.5; OPT.
-`hf_export` writes the file, and `tensor_names` has the names of their tensors.
+Llama 2 and 3, SmolLM and OpenLlama ("llama"); SmolLM3; Mistral; Qwen2, Qwen2.5 and
+Qwen3; OLMo 2; the text models of Gemma 3 ("gemma3_text"); OPT. `hf_export` writes the
+file, and `tensor_names` has the names of their tensors.
 """
 
-import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from memjax.checks import require_known
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.rope import RopeScaling
+from memjax.models.checkpoints.hf_fields import (
+    read_entry,
+    read_heads,
+    read_layers,
+    read_rope,
+    read_size,
+    require_value,
+)
 from memjax.models.language_model.config import (
     Architecture,
     Dtype,
@@ -18,10 +26,16 @@ from memjax.models.language_model.config import (
     period,
 )
 
-Family = Literal["llama", "mistral", "qwen2", "opt"]
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "gemma3_text", "opt"
+]
 LAYER_NORM_EPSILON = 1e-5
-MAX_LAYERS = 1024
+# Tokens that a new cache has room for; longer texts make it grow.
+FIRST_SLOTS = 2048
+SLIDING, FULL = "sliding_attention", "full_attention"
+# Of SmolLM3 and Gemma 3 where their files do not say.
+SMOLLM3_THETA, GEMMA_THETA, GEMMA_LOCAL_THETA = 2e6, 1e6, 1e4
+GEMMA_PATTERN, SMOLLM3_PATTERN = 6, 4
 
 
 def from_hf_config(config: Mapping[str, Any], dtype: Dtype = "float32") -> ModelConfig:
@@ -36,8 +50,7 @@ def from_hf_config(config: Mapping[str, Any], dtype: Dtype = "float32") -> Model
             model has something unsupported: another `model_type`, activation or kind
             of RoPE, quantized weights.
     """
-    family = _read(config, "model_type", str)
-    require_known("model_type", family, get_args(Family))
+    family = require_family(config, "config.json")
     # The file's shapes may be right, and its numbers codes of a quantization.
     if config.get("quantization_config"):
         raise ValueError(
@@ -46,66 +59,137 @@ def from_hf_config(config: Mapping[str, Any], dtype: Dtype = "float32") -> Model
         )
     if family == "opt":
         return _from_opt(config, dtype)
-    return _from_llama(config, family, dtype)
+    return _from_decoder(config, family, dtype)
 
 
-def _from_llama(config: Mapping[str, Any], family: str, dtype: Dtype) -> ModelConfig:
-    _require(config, "hidden_act", "silu", default="silu")
-    width, heads = _size(config, "hidden_size"), _heads(config)
-    layers = _layers(config)
-    capacity = _size(config, "max_position_embeddings")
-    theta, scaling = _read_rope(config, capacity)
-    windows = _read_windows(config, family, layers)
-    # Absent in old Llama configs. The defaults of the other families are those of one
+def require_family(config: Mapping[str, Any], where: str) -> str:
+    """The family of a `config.json`; ValueError with those that are read here."""
+    try:
+        family = read_entry(config, "model_type", str)
+        require_known("model_type", family, get_args(Family))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return family
+
+
+class Layer(NamedTuple):
+    """What differs between the layers of a model.
+
+    Attributes:
+        window: tokens that a query sees; 0 is all.
+        theta: of RoPE; None is no RoPE.
+        scaling: of RoPE.
+    """
+
+    window: int
+    theta: float | None
+    scaling: RopeScaling | None
+
+
+def _from_decoder(config: Mapping[str, Any], family: str, dtype: Dtype) -> ModelConfig:
+    """All families but OPT, whose layers differ from Llama's in a few places."""
+    gemma = family == "gemma3_text"
+    activation = ("hidden_activation", "gelu_pytorch_tanh")
+    _require_activation(config, *(activation if gemma else ("hidden_act", "silu")))
+    width, layers = read_size(config, "hidden_size"), read_layers(config)
+    capacity = read_size(config, "max_position_embeddings")
+    sizes = _read_sizes(config, family)
+    tied = read_entry(
+        config, "tie_word_embeddings", bool, family in ("smollm3", "gemma3_text")
+    )
+    if gemma and not tied:
+        raise ValueError("tie_word_embeddings must be true in gemma3_text, got False")
+    biased = family in ("llama", "smollm3") and read_entry(
+        config, "mlp_bias", bool, False
+    )
+    return ModelConfig(
+        mixers=period(
+            _mixer(layer, sizes, capacity)
+            for layer in _read_layers(config, family, layers, capacity)
+        ),
+        num_layers=layers,
+        vocab_size=read_size(config, "vocab_size"),
+        model_dim=width,
+        hidden_dim=read_size(config, "intermediate_size"),
+        architecture=Architecture(
+            norm_first=family != "olmo2",
+            norm_outputs=family in ("olmo2", "gemma3_text"),
+            feed_forward="geglu" if gemma else "swiglu",
+            feed_forward_bias=biased,
+            scale_embedding=gemma,
+        ),
+        norm_epsilon=read_entry(config, "rms_norm_eps", float),
+        tied_head=tied,
+        dtype=dtype,
+    )
+
+
+def _require_activation(config: Mapping[str, Any], key: str, name: str) -> None:
+    require_value(config, key, name, default=name)
+
+
+def _mixer(
+    layer: Layer, sizes: Mapping[str, Any], capacity: int
+) -> AttentionConfig | SlidingWindowConfig:
+    rope = {"rope_theta": layer.theta, "rope_scaling": layer.scaling}
+    if layer.window:
+        return SlidingWindowConfig(**sizes, **rope, window=layer.window)
+    slots = _first_slots(capacity)
+    return AttentionConfig(**sizes, **rope, capacity=capacity, initial_slots=slots)
+
+
+def _first_slots(capacity: int) -> int | None:
+    """Slots of an empty cache; None is all."""
+    return FIRST_SLOTS if capacity > FIRST_SLOTS else None
+
+
+def _read_sizes(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """What the attention of all layers has in common."""
+    width, heads = read_size(config, "hidden_size"), read_heads(config)
+    # Absent in old Llama configs. The defaults of other families are those of one
     # model, so they must be given.
-    fallback = heads if family == "llama" or "num_key_value_heads" in config else None
-    kv_heads = _size(config, "num_key_value_heads", fallback)
+    derived = family in ("llama", "olmo2") or "num_key_value_heads" in config
+    kv_heads = read_size(config, "num_key_value_heads", heads if derived else None)
     if heads % kv_heads:
         raise ValueError(
             f"num_key_value_heads must divide num_attention_heads={heads}, "
             f"got {kv_heads}"
         )
-    attention_bias = family == "llama" and _read(config, "attention_bias", bool, False)
-    sizes: Any = dict(
-        model_dim=width,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=_size(config, "head_dim", width // heads),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        qkv_bias=family == "qwen2" or attention_bias,
-        output_bias=attention_bias,
-    )
-    return ModelConfig(
-        mixers=period(
-            SlidingWindowConfig(**sizes, window=window)
-            if window
-            else AttentionConfig(**sizes, capacity=capacity)
-            for window in windows
+    own_width = family in ("qwen3", "gemma3_text")
+    switched = family not in ("mistral", "qwen2")
+    bias = switched and read_entry(config, "attention_bias", bool, False)
+    sizes = {
+        "model_dim": width,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": read_size(
+            config, "head_dim", None if own_width else width // heads
         ),
-        num_layers=layers,
-        vocab_size=_size(config, "vocab_size"),
-        model_dim=width,
-        hidden_dim=_size(config, "intermediate_size"),
-        architecture=Architecture(
-            feed_forward_bias=family == "llama"
-            and _read(config, "mlp_bias", bool, False),
-            scale_embedding=False,
-        ),
-        norm_epsilon=_read(config, "rms_norm_eps", float),
-        tied_head=_read(config, "tie_word_embeddings", bool, False),
-        dtype=dtype,
-    )
+        "qkv_bias": family == "qwen2" or bias,
+        "output_bias": bias,
+    }
+    if family in ("qwen3", "olmo2", "gemma3_text"):
+        sizes["qk_norm"] = "width" if family == "olmo2" else "head"
+        sizes["qk_norm_epsilon"] = read_entry(config, "rms_norm_eps", float)
+    if family == "gemma3_text":
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if config.get(key) is not None:
+                raise ValueError(f"{key} must be null, got {config[key]!r}")
+        require_value(config, "use_bidirectional_attention", False, default=False)
+        scalar = read_entry(config, "query_pre_attn_scalar", float)
+        if scalar != sizes["head_dim"]:
+            sizes["query_scale"] = scalar**-0.5
+    return sizes
 
 
 def _from_opt(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
-    _require(config, "activation_function", "relu", default="relu")
-    _require(config, "layer_norm_elementwise_affine", True, default=True)
-    _require(config, "_remove_final_layer_norm", False, default=False)
-    width, heads = _size(config, "hidden_size"), _heads(config)
-    capacity = _size(config, "max_position_embeddings")
-    bias = _read(config, "enable_bias", bool, True)
-    embedding = _size(config, "word_embed_proj_dim", width)
+    _require_activation(config, "activation_function", "relu")
+    require_value(config, "layer_norm_elementwise_affine", True, default=True)
+    require_value(config, "_remove_final_layer_norm", False, default=False)
+    width, heads = read_size(config, "hidden_size"), read_heads(config)
+    capacity = read_size(config, "max_position_embeddings")
+    bias = read_entry(config, "enable_bias", bool, True)
+    embedding = read_size(config, "word_embed_proj_dim", width)
     attention = AttentionConfig(
         model_dim=width,
         num_heads=heads,
@@ -115,16 +199,17 @@ def _from_opt(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
         qkv_bias=bias,
         output_bias=bias,
         capacity=capacity,
+        initial_slots=_first_slots(capacity),
     )
     return ModelConfig(
         mixers=(attention,),
-        num_layers=_layers(config),
-        vocab_size=_size(config, "vocab_size"),
+        num_layers=read_layers(config),
+        vocab_size=read_size(config, "vocab_size"),
         model_dim=width,
-        hidden_dim=_size(config, "ffn_dim"),
+        hidden_dim=read_size(config, "ffn_dim"),
         architecture=Architecture(
             norm="layer",
-            norm_first=_read(config, "do_layer_norm_before", bool, True),
+            norm_first=read_entry(config, "do_layer_norm_before", bool, True),
             feed_forward="relu",
             learned_positions=capacity + 2,
             feed_forward_bias=bias,
@@ -132,133 +217,94 @@ def _from_opt(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
             scale_embedding=False,
         ),
         norm_epsilon=LAYER_NORM_EPSILON,
-        tied_head=_read(config, "tie_word_embeddings", bool, True),
+        tied_head=read_entry(config, "tie_word_embeddings", bool, True),
         dtype=dtype,
     )
+
+
+def _read_layers(
+    config: Mapping[str, Any], family: str, layers: int, capacity: int
+) -> list[Layer]:
+    """Window and RoPE of each layer, first to last."""
+    if family == "gemma3_text":
+        return _gemma_layers(config, layers, capacity)
+    if family == "smollm3":
+        return _smollm3_layers(config, layers, capacity)
+    rope = read_rope(config, capacity)
+    return [Layer(window, *rope) for window in _read_windows(config, family, layers)]
+
+
+def _gemma_layers(config: Mapping[str, Any], layers: int, capacity: int) -> list[Layer]:
+    """Windows with a RoPE of their own, and every sixth layer with full attention."""
+    pattern = read_size(config, "sliding_window_pattern", GEMMA_PATTERN)
+    kinds = [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
+    kinds = _read_kinds(config, kinds, (SLIDING, FULL))
+    window = read_size(config, "sliding_window")
+    # In transformers 5 a record for each of the two; in 4 the scaling is of the full
+    # attention alone.
+    both = read_entry(config, "rope_parameters", dict, {})
+    if both:
+        full, local = ({"rope_parameters": both.get(k)} for k in (FULL, SLIDING))
+    else:
+        full = {key: config.get(key) for key in ("rope_theta", "rope_scaling")}
+        local = {"rope_theta": config.get("rope_local_base_freq")}
+    ropes = {
+        FULL: read_rope(full, capacity, GEMMA_THETA),
+        SLIDING: read_rope(local, capacity, GEMMA_LOCAL_THETA),
+    }
+    return [Layer(window if k == SLIDING else 0, *ropes[k]) for k in kinds]
+
+
+def _smollm3_layers(
+    config: Mapping[str, Any], layers: int, capacity: int
+) -> list[Layer]:
+    """Every fourth layer has no RoPE, and the window if there is one."""
+    interval = read_size(config, "no_rope_layer_interval", SMOLLM3_PATTERN)
+    fallback = [int((i + 1) % interval != 0) for i in range(layers)]
+    with_rope = read_entry(config, "no_rope_layers", list, fallback)
+    if len(with_rope) != layers or not {0, 1}.issuperset(with_rope):
+        raise ValueError(
+            f"no_rope_layers must have 0 or 1 for each of {layers} layers, "
+            f"got {with_rope!r}"
+        )
+    used = read_entry(config, "use_sliding_window", bool, False)
+    window = read_size(config, "sliding_window", 0) if used else 0
+    kinds = [SLIDING if window and not rope else FULL for rope in with_rope]
+    kinds = _read_kinds(config, kinds, (SLIDING, FULL) if window else (FULL,))
+    rope, none = read_rope(config, capacity, SMOLLM3_THETA), (None, None)
+    return [
+        Layer(window if kind == SLIDING else 0, *(rope if turns else none))
+        for kind, turns in zip(kinds, with_rope, strict=True)
+    ]
 
 
 def _read_windows(config: Mapping[str, Any], family: str, layers: int) -> list[int]:
     """The window of each layer; 0 is full attention."""
     if family == "mistral" and "sliding_window" not in config:
         raise ValueError("sliding_window is missing from config.json; null is none")
+    qwen = family in ("qwen2", "qwen3")
     used = family == "mistral" or (
-        family == "qwen2" and _read(config, "use_sliding_window", bool, False)
+        qwen and read_entry(config, "use_sliding_window", bool, False)
     )
-    window = _size(config, "sliding_window", 0) if used else 0
-    first = _read(config, "max_window_layers", int, 28) if family == "qwen2" else 0
-    kinds = [
-        "sliding_attention" if window and layer >= first else "full_attention"
-        for layer in range(layers)
-    ]
-    given = _read(config, "layer_types", list, kinds)
-    allowed = {"full_attention"} | ({"sliding_attention"} if window else set())
-    free = family == "qwen2" and len(given) == layers and allowed.issuperset(given)
-    if given != kinds and not free:
+    window = read_size(config, "sliding_window", 0) if used else 0
+    first = read_entry(config, "max_window_layers", int, 28) if qwen else 0
+    kinds = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
+    allowed = (SLIDING, FULL) if window else (FULL,)
+    if not qwen:
+        # The family's class does not look at them.
+        allowed = tuple(set(kinds))
+    return [window if k == SLIDING else 0 for k in _read_kinds(config, kinds, allowed)]
+
+
+def _read_kinds(
+    config: Mapping[str, Any], fallback: list[str], allowed: tuple[str, ...]
+) -> list[str]:
+    """The kind of attention of each layer, where the file says it."""
+    given = read_entry(config, "layer_types", list, fallback)
+    if len(given) != len(fallback) or not set(allowed).issuperset(given):
         raise ValueError(
-            f"layer_types must name the {layers} layers of {family}, each of "
-            f"{sorted(allowed)} with sliding_window={window or None}, got {given!r}"
+            f"layer_types must name the {len(fallback)} layers of "
+            f"{config.get('model_type')}, each of {sorted(allowed)} with "
+            f"sliding_window={config.get('sliding_window')}, got {given!r}"
         )
-    return [window if kind == "sliding_attention" else 0 for kind in given]
-
-
-def _read_rope(
-    config: Mapping[str, Any], capacity: int
-) -> tuple[float, RopeScaling | None]:
-    """θ and scaling, in one record in transformers 5 and in two places in 4."""
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = {
-        "rope_theta": config.get("rope_theta"),
-        "partial_rotary_factor": config.get("partial_rotary_factor"),
-    } | _read(config, key, dict, {})
-    theta = _read(rope, "rope_theta", float, 10_000.0)
-    _require(rope, "partial_rotary_factor", 1.0, default=1.0)
-    kind = _read(rope, "rope_type", str, _read(rope, "type", str, "default"))
-    if kind not in ROPE_TYPES:
-        raise ValueError(
-            f"rope_type must be one of {ROPE_TYPES}, got {kind!r} in {key}"
-        )
-    if kind == "default":
-        return theta, None
-    factor = _read(rope, "factor", float)
-    if kind == "linear":
-        return theta, RopeScaling("linear", factor)
-    original = _size(rope, "original_max_position_embeddings", capacity)
-    original = _size(config, "original_max_position_embeddings", original)
-    if kind == "llama3":
-        return theta, RopeScaling(
-            "llama3",
-            factor,
-            low_frequency_factor=_read(rope, "low_freq_factor", float),
-            high_frequency_factor=_read(rope, "high_freq_factor", float),
-            original_positions=original,
-        )
-    _require(rope, "truncate", True, default=True)
-    return theta, RopeScaling(
-        "yarn",
-        factor,
-        original_positions=original,
-        beta_fast=_read(rope, "beta_fast", float, 32.0),
-        beta_slow=_read(rope, "beta_slow", float, 1.0),
-        attention_factor=_read_attention_factor(rope, factor),
-    )
-
-
-def _read_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
-    """YaRN's attention factor, given directly or as DeepSeek's quotient of two."""
-    given = _read(rope, "attention_factor", float, 0.0)
-    above = _read(rope, "mscale", float, 0.0)
-    below = _read(rope, "mscale_all_dim", float, 0.0)
-    if given:
-        return given
-    if not (above and below):
-        return None
-    part = lambda scale: 0.1 * scale * math.log(factor) + 1.0
-    return part(above) / part(below)
-
-
-def _heads(config: Mapping[str, Any]) -> int:
-    heads, width = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    if width % heads and not config.get("head_dim"):
-        raise ValueError(
-            f"num_attention_heads must divide hidden_size={width}, got {heads}"
-        )
-    return heads
-
-
-def _layers(config: Mapping[str, Any]) -> int:
-    layers = _size(config, "num_hidden_layers")
-    # A malformed file must not make the caller build millions of layers.
-    if layers > MAX_LAYERS:
-        raise ValueError(
-            f"num_hidden_layers must be at most {MAX_LAYERS}, got {layers}"
-        )
-    return layers
-
-
-def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """An integer that is at least 1; the default is not checked."""
-    size = _read(config, key, int, default)
-    if config.get(key) is not None and size < 1:
-        raise ValueError(f"{key} must be at least 1, got {size}")
-    return size
-
-
-def _read(config: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    """A value, checked for its type; the default, if not None, where it is null."""
-    value = config.get(key)
-    if value is None:
-        if default is None:
-            raise ValueError(f"{key} is missing from config.json")
-        return default
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise ValueError(f"{key} must be of type {kind.__name__}, got {value!r}")
-    return value
-
-
-def _require(config: Mapping[str, Any], key: str, allowed: Any, default: Any) -> None:
-    """Raises ValueError unless a value is the only supported one."""
-    value = _read(config, key, type(allowed), default)
-    if value != allowed:
-        raise ValueError(f"{key} must be {allowed!r}, got {value!r}")
+    return given

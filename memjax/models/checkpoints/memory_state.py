@@ -5,12 +5,15 @@
     state = load_memory("after-the-book", model)
 
 A saved memory is a folder of two files: `memory.safetensors` holds every leaf of the
-state under its path in the tree, `memory.json` the model's class, sizes and settings
-and the sha256 of the other file. Loading checks them all. The model's parameters are
-neither saved nor compared. Nothing that is read is executed.
+state under its path in the tree, without what is zero all around it, so that a file is
+as large as what the memory holds; `memory.json` the model's class, sizes and settings,
+where in its leaf each saved part begins, and the sha256 of the other file. Loading
+checks them all. The model's parameters are neither saved nor compared. Nothing that is
+read is executed.
 """
 
 import hashlib
+import inspect
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -32,7 +35,8 @@ from memjax.models.checkpoints.safetensors_file import (
 from memjax.models.checkpoints.safetensors_write import atomic_folder
 
 TENSORS, RECORD = "memory.safetensors", "memory.json"
-FORMAT, VERSION = "memjax memory", 1
+# Version 1 held whole leaves.
+FORMAT, VERSION = "memjax memory", 2
 # Number formats of states, as safetensors names them.
 NUMBER_FORMATS = ("F32", "BF16", "F16", "I32", "U32", "BOOL")
 # Settings that change how a model computes and not what: they may differ.
@@ -53,15 +57,20 @@ def save_memory(folder: Path | str, model: Model, state: PyTree) -> None:
             be written.
     """
     leaves = _leaves_by_name(state)
-    empty = _abstract_state(model, _batch(leaves))
+    empty = _abstract_state(model, leaves)
     _require_leaves(_kinds(leaves), _kinds(_leaves_by_name(empty)), "state")
     save_file = library().numpy.save_file
-    # safetensors writes an array's bytes as they lie, whatever its strides.
-    tensors = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
+    tensors, starts = {}, {}
+    for name, leaf in leaves.items():
+        value = np.asarray(leaf)
+        held = _held(value)
+        starts[name] = [part.start for part in held]
+        # safetensors writes an array's bytes as they lie, whatever its strides.
+        tensors[name] = np.ascontiguousarray(value[held])
     with atomic_folder(Path(folder)) as temporary:
         save_file(tensors, temporary / TENSORS)
         record = {"format": FORMAT, "version": VERSION, "model": _describe(model)}
-        record["sha256"] = _digest(temporary / TENSORS)
+        record |= {"starts": starts, "sha256": _digest(temporary / TENSORS)}
         (temporary / RECORD).write_text(json.dumps(record, indent=1))
         # The library makes its files for the owner alone.
         shutil.copymode(temporary / RECORD, temporary / TENSORS)
@@ -88,11 +97,55 @@ def load_memory(folder: Path | str, model: Model) -> PyTree:
     if _digest(file) != record["sha256"]:
         raise ValueError(f"{file} is not what was written: its sha256 differs")
     tensors = SafetensorsFile(file, NUMBER_FORMATS)
-    values = {name: tensors.get_unconverted(name) for name in tensors.shapes}
-    empty = _abstract_state(model, _batch(values))
-    _require_leaves(_kinds(values), _kinds(_leaves_by_name(empty)), str(file))
+    parts = {name: tensors.get_unconverted(name) for name in tensors.shapes}
+    empty = _abstract_state(model, parts)
+    expected, where = _leaves_by_name(empty), str(file)
+    _require_leaves(_formats(parts), _formats(expected), where)
+    values = {
+        name: _around(parts[name], record["starts"].get(name), leaf.shape, name, where)
+        for name, leaf in expected.items()
+    }
     read = lambda path, leaf: jax.device_put(values[leaf_name(path)], leaf.memory_space)
     return jax.tree_util.tree_map_with_path(read, empty)
+
+
+def _held(value: np.ndarray) -> tuple[slice, ...]:
+    """The smallest box with all that is not zero, whole batch elements of it."""
+    # By bits, as a negative zero is no zero of an empty state.
+    bits = value.view(f"u{value.dtype.itemsize}") != 0
+    held = [slice(0, value.shape[0])]
+    for axis in range(1, value.ndim):
+        others = tuple(i for i in range(value.ndim) if i != axis)
+        (some,) = np.nonzero(bits.any(axis=others))
+        held.append(
+            slice(int(some[0]), int(some[-1]) + 1) if some.size else slice(0, 0)
+        )
+    return tuple(held)
+
+
+def _around(
+    part: np.ndarray, starts: Any, shape: tuple[int, ...], name: str, where: str
+) -> np.ndarray:
+    """The leaf of this shape with a saved part in its place, and zeros around it."""
+    fits = (
+        isinstance(starts, list)
+        and len(starts) == part.ndim == len(shape)
+        and all(type(start) is int and start >= 0 for start in starts)
+        and all(a + n <= m for a, n, m in zip(starts, part.shape, shape, strict=True))
+        and part.shape[:1] == shape[:1]
+    )
+    if not fits:
+        raise ValueError(
+            f"{where}: {name!r} has the shape {list(part.shape)} and begins at "
+            f"{starts!r}, which is not inside of {list(shape)}"
+        )
+    if part.shape == shape:
+        return part
+    whole = np.zeros(shape, part.dtype)
+    whole[tuple(slice(a, a + n) for a, n in zip(starts, part.shape, strict=True))] = (
+        part
+    )
+    return whole
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
@@ -107,7 +160,8 @@ def _read_record(folder: Path) -> dict[str, Any]:
             f"{file}: version must be {VERSION}, which this memjax reads, got "
             f"{record.get('version')!r}"
         )
-    kinds = {"format": str, "version": int, "model": dict, "sha256": str}
+    kinds: dict[str, type] = {"format": str, "version": int, "model": dict}
+    kinds |= {"starts": dict, "sha256": str}
     wrong = [name for name, kind in kinds.items() if type(record.get(name)) is not kind]
     wrong += [name for name in record if name not in kinds]
     if wrong:
@@ -115,16 +169,17 @@ def _read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def _batch(leaves: Mapping[str, Any]) -> int:
-    for leaf in leaves.values():
-        if getattr(leaf, "shape", ()):
-            return leaf.shape[0]
-    raise ValueError(f"state must have leaves with the batch first, got {[*leaves]}")
-
-
-def _abstract_state(model: Model, batch: int) -> PyTree:
-    """Shape, dtype and memory space of the leaves of an empty state."""
-    init = lambda: model.init_state(batch)
+def _abstract_state(model: Model, leaves: Mapping[str, Any]) -> PyTree:
+    """Shape, dtype and memory space of the leaves of an empty state like this one."""
+    shapes = [leaf.shape for leaf in leaves.values() if getattr(leaf, "shape", ())]
+    if not shapes:
+        raise ValueError(
+            f"state must have leaves with the batch first, got {[*leaves]}"
+        )
+    # HMT's states for padded texts have a leaf that the others lack.
+    takes_masks = "masked" in inspect.signature(model.init_state).parameters
+    options = {"masked": True} if takes_masks and "visible" in leaves else {}
+    init = lambda: model.init_state(shapes[0][0], **options)
     avals = jax.make_jaxpr(init)().out_avals
     return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(init)), avals)
 
@@ -136,6 +191,10 @@ def _leaves_by_name(state: PyTree) -> dict[str, Any]:
 def _kinds(leaves: Mapping[str, Any]) -> dict[str, str]:
     """Number format and shape of each leaf, as in `float32[1, 8]`."""
     return {name: f"{x.dtype}{list(x.shape)}" for name, x in leaves.items()}
+
+
+def _formats(leaves: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(x.dtype) for name, x in leaves.items()}
 
 
 def _require_leaves(

@@ -6,19 +6,23 @@ path of its parameter, as in `blocks.0.mixer.query`.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Float32
 
 from memjax.config_io import from_record, to_record
 from memjax.models.language_model.config import Dtype, ModelConfig
 from memjax.models.language_model.model import LanguageModel
 
 MODEL_TYPE = "memjax"
+#: Key of `config.json`: the model that a folder was made from.
+ORIGIN = "memjax_origin"
+#: Key of a memory's `config.json`: the model_type of its backbone.
+BACKBONE_TYPE = "backbone_model_type"
 
 
 def to_config(model: LanguageModel) -> dict[str, Any]:
@@ -51,7 +55,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def build_model(
     config: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
-    get: Callable[[str], Float32[np.ndarray, "..."]],
+    get: Callable[[str], np.ndarray],
     dtype: Dtype | None,
     where: str,
 ) -> LanguageModel:
@@ -60,7 +64,7 @@ def build_model(
     Args:
         config: content of `config.json`.
         shapes: of the folder's tensors, by name.
-        get: reads a tensor by name.
+        get: reads a tensor by name, in the dtype that the parameter is to have.
         dtype: of the activations; None is the saved one.
         where: the folder's name in errors.
 
@@ -95,6 +99,37 @@ def require_tensors(
     ]
     if wrong:
         raise ValueError(f"{where}: {len(wrong)} wrong tensors: {'; '.join(wrong)}")
+
+
+def around_backbone(
+    backbone: Mapping[str, Any], model_type: str, memory: Mapping[str, Any], origin: str
+) -> dict[str, Any]:
+    """The `config.json` of a memory around a backbone.
+
+    It has the backbone's entries, which the official programs read, and a model_type of
+    its own, so that no other program takes it for the backbone alone.
+    """
+    # The class that transformers would build.
+    plain = {name: value for name, value in backbone.items() if name != "architectures"}
+    own = {"model_type": model_type, BACKBONE_TYPE: backbone["model_type"]}
+    return plain | dict(memory) | own | origin_entry(origin)
+
+
+def origin_entry(origin: str) -> dict[str, str]:
+    """The entry of a `config.json` that says what a model was made from, if known."""
+    return {ORIGIN: public_name(origin)} if origin else {}
+
+
+def public_name(origin: str) -> str:
+    """The origin as others may see it: of a local path its last part."""
+    return origin if "@" in origin else Path(origin).name
+
+
+def of_backbone(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `config.json` of the backbone, from that of a memory around it."""
+    if BACKBONE_TYPE not in described:
+        return described
+    return dict(described) | {"model_type": described[BACKBONE_TYPE]}
 
 
 def _abstract(config: ModelConfig) -> LanguageModel:

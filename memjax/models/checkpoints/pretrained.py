@@ -1,98 +1,201 @@
-"""Load pretrained models from folders of safetensors or GGUF files, and save them.
+"""Load pretrained models by name, and save them as folders that other programs read.
 
-    model, tokenizer = load_pretrained("SmolLM2-135M")
-    save_pretrained(model, "mine", tokenizer)
+    pretrained = load_pretrained("HuggingFaceTB/SmolLM2-135M")
+    ids = pretrained.tokenizer.encode("It was")
+    save_pretrained(pretrained.model, "mine", pretrained.text)
 
 Nothing that is read is executed; `safetensors_file`, `safetensors_folder` and
 `gguf_file` check every name, size and offset before it is used.
 """
 
+import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import get_args
 
 from flax import nnx
 
-from memjax.models.checkpoints import own_format, tensor_names
+from memjax.checks import require_known
+from memjax.data.documents.tokenizer import Tokenizer
+from memjax.models.checkpoints import hub, own_format, tensor_names
 from memjax.models.checkpoints.gguf_checkpoint import GGUFCheckpoint
-from memjax.models.checkpoints.hf_config import from_hf_config
+from memjax.models.checkpoints.hf_config import from_hf_config, require_family
 from memjax.models.checkpoints.hf_export import to_hf_config
 from memjax.models.checkpoints.safetensors_folder import (
     SafetensorsFolder,
+    read_model_config,
     require_no_pickle,
 )
-from memjax.models.checkpoints.safetensors_write import require_free, write_folder
+from memjax.models.checkpoints.safetensors_write import (
+    SAVED_DTYPES,
+    require_free,
+    write_folder,
+)
+from memjax.models.checkpoints.text_interface import (
+    GenerationConfig,
+    TextInterface,
+    read_text_interface,
+)
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.lora import merge_lora
 
 SHARD_BYTES = 5 * 10**9
-# Entries of `config.json` about the tokenizer, which a model does not have.
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-class Pretrained(NamedTuple):
-    """A model and its tokenizer.
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A model and what stands between it and text.
 
     Attributes:
-        model: parameters in float32.
-        tokenizer: bytes of a `tokenizer.json`, for
-            `memjax.data.documents.tokenizer.parse_tokenizer`; None if there is none.
+        model: the parameters.
+        text: tokenizer, chat template, and how to draw.
+        origin: path of the file or folder, "owner/name@commit" of a model of the hub;
+            of a folder that memjax made, the model that it was made from.
     """
 
     model: LanguageModel
-    tokenizer: bytes | None
+    text: TextInterface
+    origin: str
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Encodes and decodes; None if there is none."""
+        return self.text.tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja's source of how turns become a prompt; None without one."""
+        return self.text.chat_template
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """Tokens that end a text, and how the model's makers draw."""
+        return self.text.generation
 
 
 def load_pretrained(
-    path: Path | str, *, dtype: Dtype | None = None, with_tokenizer: bool = True
+    name: Path | str,
+    *,
+    dtype: Dtype | None = None,
+    param_dtype: Dtype | None = None,
+    with_tokenizer: bool = True,
 ) -> Pretrained:
     """Reads a model of a Hugging Face family, or one that `save_pretrained` wrote.
 
     Args:
-        path: a folder of `config.json` and safetensors, or a GGUF file.
+        name: a folder of `config.json` and safetensors, a GGUF file, or a model of the
+            hub, "owner/name" or "owner/name/file.gguf", at its newest commit or the one
+            behind an "@".
         dtype: of the activations; None is the saved one of models that memjax saved in
             its own format, float32 of others.
+        param_dtype: of the parameters. None is float32; with dtype="bfloat16" it is
+            bfloat16 for what the file has in bfloat16 or quantized, without a copy in
+            float32 of more than a tensor.
         with_tokenizer: False does not read it, which helps if its kind is unknown.
 
     Raises:
         ValueError: naming file, tensor, what was expected and found, if the files are
-            not sound or describe a model that is not built here; also without an
-            optional package that is needed.
+            not sound, describe a model that is not built here, or are of different
+            models; saying where it was looked for, if there is no such model; also
+            without an optional package that is needed.
     """
-    checkpoint = _open(Path(path))
-    tokenizer = checkpoint.tokenizer() if with_tokenizer else None
-    return Pretrained(_build(checkpoint, dtype), tokenizer)
+    return load_located(
+        hub.locate(name),
+        dtype=dtype,
+        param_dtype=param_dtype,
+        with_tokenizer=with_tokenizer,
+    )
+
+
+def load_located(
+    found: hub.Location,
+    *,
+    dtype: Dtype | None,
+    param_dtype: Dtype | None = None,
+    with_tokenizer: bool = True,
+) -> Pretrained:
+    """`load_pretrained` of a model that was found already."""
+    if found.path.is_dir():
+        config = read_model_config(found.path)
+        if config.get("model_type") != own_format.MODEL_TYPE:
+            # Before gigabytes are downloaded, and before what is inside is read.
+            require_family(config, found.origin)
+        hub.fetch_weights(found)
+    checkpoint = _open(found.path)
+    model = _build(checkpoint, dtype, param_dtype)
+    if isinstance(checkpoint, GGUFCheckpoint):
+        text = checkpoint.text_interface(with_tokenizer=with_tokenizer)
+    else:
+        text = read_text_interface(
+            found.path, model.vocab_size, with_tokenizer=with_tokenizer
+        )
+    made_from = checkpoint.config.get(own_format.ORIGIN)
+    return Pretrained(model, text, str(made_from) if made_from else found.origin)
 
 
 def save_pretrained(
     model: nnx.Module,
     folder: Path | str,
-    tokenizer: bytes | None = None,
+    text: TextInterface | None = None,
     *,
+    origin: str = "",
+    readme: str | None = None,
     dtype: Dtype = "float32",
     shard_bytes: int = SHARD_BYTES,
 ) -> str:
     """Writes a folder that transformers loads, if it has such a model.
 
-    Models of the kinds of Llama, Mistral, Qwen2 and OPT have their tensor names.
-    Others, as all with recurrent layers, are written for `load_pretrained` alone. LoRA
-    adapters are merged.
+    Models of the families of `from_hf_config` have their tensor names. Others, as all
+    with recurrent layers, are written for `load_pretrained` alone. LoRA adapters are
+    merged.
 
     Args:
         model: a LanguageModel; of HMT and M+ save the backbone.
         folder: must not exist, or be empty; it appears whole or not at all.
-        tokenizer: bytes of a `tokenizer.json`.
+        text: tokenizer, chat template, and how to draw; None is none.
+        origin: the model that this one was made from; of a path the last part is
+            written.
+        readme: the model card, `README.md`; None is none.
         dtype: of the saved tensors.
         shard_bytes: size of the largest file; more tensors go to several files.
 
     Returns:
-        The model_type: "llama", "mistral", "qwen2", "opt", or "memjax" for a model
-        that transformers does not have.
+        The model_type: that of the family, or "memjax" for a model that transformers
+        does not have.
 
     Raises:
         ValueError: if the folder is not empty, or the model is no LanguageModel.
     """
-    return _write(model, Path(folder), tokenizer, {}, dtype, shard_bytes)
+    if not isinstance(model, LanguageModel):
+        raise ValueError(
+            f"model must be a LanguageModel, got {type(model).__name__}: a memory "
+            "around a backbone is not part of these folders; save its backbone"
+        )
+    text = text or TextInterface()
+    # No other program knows where our adapters are.
+    model = merge_lora(model)
+    if saved_type(model) == own_format.MODEL_TYPE:
+        config, tensors = own_format.to_config(model), own_format.named_tensors(model)
+    else:
+        config = to_hf_config(model.config) | text.generation.token_ids
+        tensors = tensor_names.tensors_from_parameters(model)
+    write_folder(
+        Path(folder),
+        config | own_format.origin_entry(origin),
+        tensors,
+        text.files(readme),
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+    )
+    return config["model_type"]
+
+
+def saved_type(model: LanguageModel) -> str:
+    """The model_type under which a model is saved."""
+    try:
+        return to_hf_config(model.config)["model_type"]
+    except ValueError:
+        return own_format.MODEL_TYPE
 
 
 def convert(
@@ -117,18 +220,15 @@ def convert(
         ValueError: as both.
     """
     require_free(Path(folder))
-    checkpoint = _open(Path(source))
-    tokenizer = checkpoint.tokenizer() if with_tokenizer else None
-    ids = {k: checkpoint.config[k] for k in TOKEN_IDS if k in checkpoint.config}
-    model = _build(checkpoint, None)
-    return _write(model, Path(folder), tokenizer, ids, dtype, SHARD_BYTES)
+    found = load_pretrained(source, with_tokenizer=with_tokenizer)
+    return save_pretrained(
+        found.model, folder, found.text, origin=found.origin, dtype=dtype
+    )
 
 
 def _open(path: Path) -> SafetensorsFolder | GGUFCheckpoint:
     if path.is_dir():
         return SafetensorsFolder(path)
-    if not path.is_file():
-        raise ValueError(f"{path} is neither a folder nor a GGUF file")
     if path.suffix == ".safetensors":
         raise ValueError(f"{path}: give its folder, which has the config.json as well")
     # Before anything opens it: loading a pickle runs code.
@@ -137,12 +237,20 @@ def _open(path: Path) -> SafetensorsFolder | GGUFCheckpoint:
 
 
 def _build(
-    checkpoint: SafetensorsFolder | GGUFCheckpoint, dtype: Dtype | None
+    checkpoint: SafetensorsFolder | GGUFCheckpoint,
+    dtype: Dtype | None,
+    param_dtype: Dtype | None,
 ) -> LanguageModel:
     where, shapes = str(checkpoint.path), checkpoint.shapes
+    if param_dtype is not None:
+        require_known("param_dtype", param_dtype, get_args(Dtype))
+        saved = SAVED_DTYPES[param_dtype]
+        get = lambda name: checkpoint.get_compact(name).astype(saved, copy=False)
+    else:
+        get = checkpoint.get_compact if dtype == "bfloat16" else checkpoint.get
     if checkpoint.config.get("model_type") == own_format.MODEL_TYPE:
         config = checkpoint.config
-        return own_format.build_model(config, shapes, checkpoint.get, dtype, where)
+        return own_format.build_model(config, shapes, get, dtype, where)
     layers = checkpoint.config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(shapes):
         # Checked before a model of so many layers is built.
@@ -155,35 +263,4 @@ def _build(
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     read = tensor_names.parameters_from_tensors
-    return read(config, shapes, checkpoint.get, where)
-
-
-def _write(
-    model: nnx.Module,
-    folder: Path,
-    tokenizer: bytes | None,
-    more: dict[str, Any],
-    dtype: Dtype,
-    shard_bytes: int,
-) -> str:
-    if not isinstance(model, LanguageModel):
-        raise ValueError(
-            f"model must be a LanguageModel, got {type(model).__name__}: a memory "
-            "around a backbone is not part of these folders; save its backbone"
-        )
-    # No other program knows where our adapters are.
-    model = merge_lora(model)
-    try:
-        config = to_hf_config(model.config)
-        tensors = tensor_names.tensors_from_parameters(model)
-    except ValueError:
-        config, tensors = own_format.to_config(model), own_format.named_tensors(model)
-    write_folder(
-        folder,
-        config | more,
-        tensors,
-        tokenizer,
-        dtype=dtype,
-        shard_bytes=shard_bytes,
-    )
-    return config["model_type"]
+    return read(config, shapes, get, where)

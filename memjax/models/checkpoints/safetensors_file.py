@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from jaxtyping import Float32
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT_FORMATS = ("F32", "F16", "BF16")
 NO_OTHERS: Mapping[str, str] = types.MappingProxyType({})
 
@@ -64,6 +66,11 @@ class SafetensorsFile:
     def get(self, name: str) -> Float32[np.ndarray, "..."]:
         """One tensor in float32, which represents the other float formats exactly."""
         return self.get_unconverted(name).astype(np.float32, copy=False)
+
+    def get_compact(self, name: str) -> np.ndarray:
+        """One tensor in bfloat16 if the file has it so, without a copy in float32."""
+        found = self.get_unconverted(name)
+        return found if found.dtype == BFLOAT16 else found.astype(np.float32)
 
     def get_unconverted(self, name: str) -> np.ndarray:
         """One tensor in the file's number format."""

@@ -18,7 +18,9 @@ from memjax.models.checkpoints.safetensors_file import (
 )
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -44,7 +46,7 @@ class SafetensorsFolder:
                 disagree; or as `SafetensorsFile`.
         """
         self.path = path
-        self.config = _read_config(path)
+        self.config = read_model_config(path)
         self._files = list(_open_files(path, others))
         self._file_of = {name: file for file in self._files for name in file.shapes}
         self.shapes = {n: file.shapes[n] for n, file in self._file_of.items()}
@@ -53,11 +55,18 @@ class SafetensorsFolder:
         """One tensor in float32."""
         return self._file_of[name].get(name)
 
-    def tokenizer(self) -> bytes | None:
-        """The bytes of `tokenizer.json`, None without one."""
-        if not (self.path / TOKENIZER).exists():
-            return None
-        return _inside(self.path, TOKENIZER).read_bytes()
+    def get_compact(self, name: str) -> np.ndarray:
+        """One tensor in bfloat16 if the files have it so, else in float32."""
+        return self._file_of[name].get_compact(name)
+
+
+def read_inside(folder: Path, name: str) -> bytes | None:
+    """The bytes of a folder's file, None without one.
+
+    Raises:
+        ValueError: if it is a link out of the folder.
+    """
+    return _inside(folder, name).read_bytes() if (folder / name).exists() else None
 
 
 def require_no_pickle(file: Path) -> None:
@@ -69,7 +78,12 @@ def require_no_pickle(file: Path) -> None:
         )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """The content of `config.json`.
+
+    Raises:
+        ValueError: if it is missing, no sound JSON object, or names its own code.
+    """
     file = _inside(folder, CONFIG)
     config = read_object(file.read_bytes(), str(file))
     # Such a model needs its own Python code, which is not run here.
@@ -87,7 +101,7 @@ def _open_files(folder: Path, others: Mapping[str, str]) -> Iterator[Safetensors
         yield SafetensorsFile(_inside(folder, SINGLE), others=others)
     elif (folder / INDEX).exists():
         index = _inside(folder, INDEX)
-        file_of = _read_index(index)
+        file_of = read_index(index)
         yield from _open_shards(folder, index, file_of, others)
     else:
         # A folder with pickles alone gets the advice for pickles.
@@ -96,7 +110,7 @@ def _open_files(folder: Path, others: Mapping[str, str]) -> Iterator[Safetensors
         raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}")
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def read_index(index: Path) -> dict[str, str]:
     """Tensor name -> file name, which may not lead out of the folder."""
     file_of = read_object(index.read_bytes(), str(index)).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:

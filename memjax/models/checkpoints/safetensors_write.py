@@ -1,9 +1,11 @@
-"""Writes folders of `config.json`, safetensors and `tokenizer.json`, as Hugging Face's.
+"""Writes folders of `config.json`, safetensors and other files, as Hugging Face's.
 
 A folder appears under its name only when all of its files are on the disk.
 """
 
 import contextlib
+import fcntl
+import glob
 import json
 import os
 import shutil
@@ -19,7 +21,6 @@ from memjax.models.checkpoints.safetensors_folder import (
     CONFIG,
     INDEX,
     SINGLE,
-    TOKENIZER,
 )
 from memjax.models.language_model.config import Dtype
 
@@ -33,7 +34,7 @@ def write_folder(
     folder: Path,
     config: Mapping[str, Any],
     tensors: Iterable[tuple[str, np.ndarray]],
-    tokenizer: bytes | None,
+    files: Mapping[str, bytes],
     *,
     dtype: Dtype = "float32",
     shard_bytes: int = 5 * 10**9,
@@ -47,7 +48,7 @@ def write_folder(
         folder: must not exist, or be empty.
         config: content of `config.json`; `torch_dtype` is added.
         tensors: names and values; uint8 tensors are flags, whose dtype stays.
-        tokenizer: bytes of `tokenizer.json`.
+        files: the other files, by name.
         dtype: of the other saved tensors.
         shard_bytes: size of the largest file, unless one tensor alone is larger; at
             least 1.
@@ -61,11 +62,8 @@ def write_folder(
         _write_tensors(temporary, tensors, SAVED_DTYPES[dtype], shard_bytes)
         record = json.dumps(dict(config) | {"torch_dtype": dtype}, indent=2)
         (temporary / CONFIG).write_text(record)
-        if tokenizer is not None:
-            (temporary / TOKENIZER).write_bytes(tokenizer)
-            # Without it transformers builds the tokenizer of the model's family.
-            general = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            (temporary / "tokenizer_config.json").write_text(json.dumps(general))
+        for name, content in files.items():
+            (temporary / name).write_bytes(content)
         for file in temporary.glob("*.safetensors"):
             # The library makes files that only their owner may read.
             shutil.copymode(temporary / CONFIG, file)
@@ -82,8 +80,13 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Beside the destination, as a rename does not cross filesystems.
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    _clear_remains(folder)
     temporary.mkdir()
+    lock = os.open(temporary, os.O_RDONLY)
     try:
+        # Held while this process lives; without locks nothing is ever cleared.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
         for file in temporary.iterdir():
             with file.open("rb") as written:
@@ -93,6 +96,21 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary)
         raise
+    finally:
+        os.close(lock)
+
+
+def _clear_remains(folder: Path) -> None:
+    """Removes what processes that were killed left beside `folder` of writing it."""
+    for remains in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
+        if not remains.is_dir() or not remains.suffix[1:].isdecimal():
+            continue
+        lock = os.open(remains, os.O_RDONLY)
+        # A lock that can be had is held by nobody who still writes there.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(remains)
+        os.close(lock)
 
 
 def require_free(folder: Path) -> None:

@@ -13,14 +13,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float32
 
-from memjax.mechanisms.layers.projections import AttentionParams
-from memjax.models.checkpoints.hf_export import tied_in_file
+from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.models.checkpoints.hf_export import is_gemma, tied_in_file
 from memjax.models.checkpoints.own_format import require_tensors
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import FeedForwardParams, LayerNormParams
 from memjax.models.language_model.model import LanguageModel
 
-Layout = Literal["as_is", "flat", "into", "out_of"]
+Layout = Literal["as_is", "flat", "into", "out_of", "less_one"]
 
 
 class Tensor(NamedTuple):
@@ -29,7 +29,8 @@ class Tensor(NamedTuple):
     Attributes:
         name: in a model with a head; in one without it lacks the leading "model.".
         layout: "as_is"; "flat", a bias whose heads are joined; "into", a matrix whose
-            first axis here is its input; "out_of", whose last axis is its output.
+            first axis here is its input; "out_of", whose last axis is its output;
+            "less_one", a scale of which 1 is taken (Gemma).
     """
 
     name: str
@@ -44,10 +45,10 @@ def tensor_names(config: ModelConfig) -> dict[str, Any]:
     names = {
         "embedding": Tensor(f"{root}.embed_tokens.weight"),
         "blocks": {
-            i: _block(config, f"{root}.layers.{i}") for i in range(config.num_layers)
+            i: _block(config, i, f"{root}.layers.{i}") for i in range(config.num_layers)
         },
     }
-    if style.norm_first:
+    if style.norm_last:
         names["norm"] = _norm(config, f"{root}.{'final_layer_norm' if opt else 'norm'}")
     if not config.tied_head:
         names["head"] = Tensor("lm_head.weight", "into")
@@ -72,7 +73,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def parameters_from_tensors(
     config: ModelConfig,
     shapes: Mapping[str, tuple[int, ...]],
-    get: Callable[[str], Float32[np.ndarray, "..."]],
+    get: Callable[[str], np.ndarray],
     where: str = "checkpoint",
 ) -> LanguageModel:
     """The model with the parameters of a checkpoint.
@@ -83,7 +84,7 @@ def parameters_from_tensors(
     Args:
         config: from `from_hf_config`.
         shapes: of the checkpoint's tensors, by name, with or without "model.".
-        get: reads a tensor by name.
+        get: reads a tensor by name, in the dtype that the parameter is to have.
         where: the checkpoint's name in errors.
 
     Raises:
@@ -139,9 +140,10 @@ def _abstract(config: ModelConfig) -> LanguageModel:
     return nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
 
 
-def _block(config: ModelConfig, at: str) -> dict[str, Any]:
+def _block(config: ModelConfig, layer: int, at: str) -> dict[str, Any]:
     """The tensors of one layer."""
-    heads, opt = config.heads, _is_opt(config)
+    heads, opt = config.layers[layer], _is_opt(config)
+    assert isinstance(heads, HeadsConfig)
     hidden = config.architecture.feed_forward_bias
 
     # Typed as Any: they take the place of arrays in the parameters' NamedTuples.
@@ -167,6 +169,8 @@ def _block(config: ModelConfig, at: str) -> dict[str, Any]:
                 key_bias=bias(key, heads.qkv_bias),
                 value_bias=bias(value, heads.qkv_bias),
                 output_bias=bias(output, heads.output_bias),
+                query_norm=_qk_norm(config, heads, f"{at}.self_attn.q_norm"),
+                key_norm=_qk_norm(config, heads, f"{at}.self_attn.k_norm"),
             )
         ),
         "feed_forward": _present(
@@ -179,16 +183,43 @@ def _block(config: ModelConfig, at: str) -> dict[str, Any]:
                 down_bias=bias(down, hidden),
             )
         ),
-        "mixer_norm": _norm(
-            config, f"{at}.{'self_attn_layer_norm' if opt else 'input_layernorm'}"
-        ),
-        "feed_forward_norm": _norm(
-            config, f"{at}.{'final_layer_norm' if opt else 'post_attention_layernorm'}"
-        ),
+        **{
+            ours: _norm(config, f"{at}.{theirs}")
+            for ours, theirs in _norm_names(config).items()
+        },
     }
 
 
+def _norm_names(config: ModelConfig) -> dict[str, str]:
+    """Names of a layer's norms, by ours."""
+    style = config.architecture
+    if _is_opt(config):
+        names = ("self_attn_layer_norm", "final_layer_norm")
+    elif not style.norm_outputs:
+        names = ("input_layernorm", "post_attention_layernorm")
+    elif not style.norm_first:
+        names = ("post_attention_layernorm", "post_feedforward_layernorm")
+    else:
+        return {
+            "mixer_norm": "input_layernorm",
+            "mixer_output_norm": "post_attention_layernorm",
+            "feed_forward_norm": "pre_feedforward_layernorm",
+            "feed_forward_output_norm": "post_feedforward_layernorm",
+        }
+    return dict(zip(("mixer_norm", "feed_forward_norm"), names, strict=True))
+
+
+def _qk_norm(config: ModelConfig, heads: HeadsConfig, name: str) -> Any:
+    if heads.qk_norm == "none":
+        return None
+    if heads.qk_norm == "width":
+        return Tensor(f"{name}.weight", "flat")
+    return _norm(config, name)
+
+
 def _norm(config: ModelConfig, name: str) -> Any:
+    if is_gemma(config):
+        return Tensor(f"{name}.weight", "less_one")
     if config.architecture.norm == "rms":
         return Tensor(f"{name}.weight")
     scale: Any = Tensor(f"{name}.weight")
@@ -212,7 +243,7 @@ def _tensors(names: Any) -> list[Tensor]:
 def stored_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape in a checkpoint of a parameter that has `shape` here."""
     match layout:
-        case "as_is":
+        case "as_is" | "less_one":
             return shape
         case "flat":
             return (math.prod(shape),)
@@ -227,7 +258,8 @@ def to_stored(value: np.ndarray, layout: Layout) -> np.ndarray:
     shape = stored_shape(layout, value.shape)
     if layout in ("into", "out_of"):
         return value.reshape(shape[::-1]).T
-    return value.reshape(shape)
+    value = value.reshape(shape)
+    return value - 1 if layout == "less_one" else value
 
 
 def from_stored(
@@ -236,6 +268,9 @@ def from_stored(
     """A parameter of `shape` from a checkpoint's tensor."""
     if layout in ("into", "out_of"):
         value = value.T
+    if layout == "less_one":
+        # bfloat16 would round the sum.
+        value = value.astype(np.float32) + 1
     return value.reshape(shape)
 
 

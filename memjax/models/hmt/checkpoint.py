@@ -28,10 +28,12 @@ from memjax.models.checkpoints.hf_export import to_hf_config
 from memjax.models.checkpoints.safetensors_file import SafetensorsFile
 from memjax.models.checkpoints.safetensors_folder import SafetensorsFolder
 from memjax.models.checkpoints.safetensors_write import write_folder
+from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT, hmt
 from memjax.models.language_model.config import Dtype
-from memjax.models.language_model.model import LanguageModel, with_config
+from memjax.models.language_model.model import LanguageModel
+from memjax.models.language_model.rebuilt import with_config
 from memjax.models.lora import merge_lora
 
 BACKBONE, INITIAL_MEMORY, SUMMARY_PROMPT = (
@@ -41,6 +43,7 @@ BACKBONE, INITIAL_MEMORY, SUMMARY_PROMPT = (
 )
 QUERY, KEY = "cross_attn.wq.weight", "cross_attn.wk.weight"
 UNUSED = "memory_cell.mem_map."
+MODEL_TYPE = "hmt"
 #: Key of the `HMTConfig` in the backbone's `config.json`.
 CONFIG_KEY = "memjax_hmt"
 
@@ -68,12 +71,15 @@ def load_official(
     return _build(hf_config, config, found.shapes, found.get, str(file))
 
 
-def load_hmt(folder: Path | str, config: HMTConfig | None = None) -> HMT:
+def load_hmt(
+    folder: Path | str, config: HMTConfig | None = None, *, dtype: Dtype = "float32"
+) -> HMT:
     """Reads what `save_hmt` wrote, or an official checkpoint beside its `config.json`.
 
     Args:
         folder: has `config.json` and safetensors.
         config: of the memory; None reads what `save_hmt` saved.
+        dtype: of the activations.
 
     Raises:
         ValueError: as `load_official`, or if neither `config` nor the folder has the
@@ -87,37 +93,35 @@ def load_hmt(folder: Path | str, config: HMTConfig | None = None) -> HMT:
         saved: HMTConfig = from_record(HMTConfig, record, f"{folder}: {CONFIG_KEY}")
     else:
         saved = config
-    return _build(found.config, saved, found.shapes, found.get, str(folder))
+    return _build(found.config, saved, found.shapes, found.get, str(folder), dtype)
 
 
 def save_hmt(
     model: HMT,
     folder: Path | str,
-    tokenizer: bytes | None = None,
+    text: TextInterface | None = None,
     *,
+    origin: str = "",
+    readme: str | None = None,
     dtype: Dtype = "float32",
 ) -> None:
     """Writes a folder for `load_hmt`, with the official program's tensor names.
 
-    LoRA adapters are merged.
+    LoRA adapters are merged. The model_type is "hmt", which transformers refuses: by
+    the backbone's it would load the folder and draw every parameter anew.
 
     Args:
         model: HMT or RMT over any backbone.
         folder: must not exist, or be empty; it appears whole or not at all.
-        tokenizer: bytes of a `tokenizer.json`.
+        text: tokenizer, chat template, and how to draw; None is none.
+        origin: the model that the backbone was.
+        readme: the model card; None is none.
         dtype: of the saved tensors.
 
     Raises:
         ValueError: if the folder is not empty.
     """
-    # HMT shortened the caches and may have changed remat: the backbone is saved as it
-    # came.
-    own = model.pretrained
-    backbone = with_config(
-        merge_lora(model.backbone),
-        mixers=own.mixers,
-        remat=own.remat,
-    )
+    backbone = plain_backbone(model)
     try:
         config = to_hf_config(backbone.config)
         tensors = tensor_names.tensors_from_parameters(backbone)
@@ -128,8 +132,18 @@ def save_hmt(
             own_format.to_config(backbone),
             own_format.named_tensors(backbone),
         )
-    config = config | {CONFIG_KEY: to_record(model.config)}
-    write_folder(Path(folder), config, _named(model, tensors), tokenizer, dtype=dtype)
+    config = own_format.around_backbone(
+        config, MODEL_TYPE, {CONFIG_KEY: to_record(model.config)}, origin
+    )
+    files = (text or TextInterface()).files(readme)
+    write_folder(Path(folder), config, _named(model, tensors), files, dtype=dtype)
+
+
+def plain_backbone(model: HMT) -> LanguageModel:
+    """The backbone as it came, with its adapters merged."""
+    # HMT shortened the caches and may have changed remat.
+    own = model.pretrained
+    return with_config(merge_lora(model.backbone), mixers=own.mixers, remat=own.remat)
 
 
 def _named(
@@ -151,12 +165,14 @@ def _build(
     shapes: Shapes,
     get: Get,
     where: str,
+    dtype: Dtype = "float32",
 ) -> HMT:
     shapes = {n: shape for n, shape in shapes.items() if not n.startswith(UNUSED)}
     config = _fill_retrieval_dim(config, shapes)
     start = len(BACKBONE)
     inner = {n[start:]: s for n, s in shapes.items() if n.startswith(BACKBONE)}
-    backbone = _backbone(described, inner, lambda name: get(BACKBONE + name), where)
+    read = lambda name: get(BACKBONE + name)
+    backbone = _backbone(described, inner, read, where, dtype)
     expected = {INITIAL_MEMORY: (1, backbone.width)}
     if config.retrieval:
         d_h = config.retrieval_dim or backbone.width
@@ -188,9 +204,10 @@ def _fill_retrieval_dim(config: HMTConfig, shapes: Shapes) -> HMTConfig:
 
 
 def _backbone(
-    described: Mapping[str, Any], shapes: Shapes, get: Get, where: str
+    described: Mapping[str, Any], shapes: Shapes, get: Get, where: str, dtype: Dtype
 ) -> LanguageModel:
+    described = own_format.of_backbone(described)
     if described.get("model_type") == own_format.MODEL_TYPE:
-        return own_format.build_model(described, shapes, get, None, where)
-    config = from_hf_config(described)
+        return own_format.build_model(described, shapes, get, dtype, where)
+    config = from_hf_config(described, dtype)
     return tensor_names.parameters_from_tensors(config, shapes, get, where)

@@ -20,9 +20,13 @@ class HMTConfig:
         retrieval: False is the recurrence alone, P_n = Mem_{n-1}: stage 1 of training.
         summary_source: S_n searches for P_n ("current", as in the paper), or S_{n-1}
             does ("previous", strictly causal).
+        retrieval_dtype: of the search; its softmax is float32 with any. "bfloat16" is
+            what the published program computes in, whose logits it moves by up to 0.05.
         activations: what the backward pass has of a segment: all activations, or those
             that the backbone's `remat` saves ("keep"); none, they are computed again
             ("recompute"); or the layers' inputs, in the host's memory ("offload").
+            `jax.jvp`, `jacfwd` and `linearize` need "keep": the others have a backward
+            pass of their own, which spares a copy of the parameters.
     """
 
     segment: int = 1024
@@ -32,6 +36,7 @@ class HMTConfig:
     summary_fraction: float = 0.5
     retrieval: bool = True
     summary_source: Literal["current", "previous"] = "current"
+    retrieval_dtype: Literal["float32", "bfloat16"] = "float32"
     activations: Literal["keep", "recompute", "offload"] = "recompute"
 
     def __post_init__(self):
@@ -48,6 +53,8 @@ class HMTConfig:
                 f"makes j={self.summary}, which must be in [1, {self.segment}]"
             )
         require_known("summary_source", self.summary_source, ("current", "previous"))
+        dtypes = ("float32", "bfloat16")
+        require_known("retrieval_dtype", self.retrieval_dtype, dtypes)
         allowed = ("keep", "recompute", "offload")
         require_known("activations", self.activations, allowed)
 

@@ -1,9 +1,10 @@
 """The open segment of HMT, which generated text extends one token at a time.
 
 The backbone's state after prompt, sensory memory and the open tokens is part of HMT's,
-and a single token continues from there. When the j-th token arrives, the segment's own
-summary finds its prompt, and the backbone reads the segment again up to there. A
-complete segment is read once more, for its memory.
+and a single token continues from there, or several where no summary reads ahead. When
+the j-th token arrives, the segment's own summary finds its prompt, and the backbone
+reads the segment again up to there. A complete segment is read once more, for its
+memory.
 
 Shapes: B batch, n segments, L segment, E width.
 """
@@ -21,28 +22,34 @@ from memjax.models.hmt.state import HMTState, Memories, init_state
 from memjax.models.hmt.weights import Weights
 
 
-def read_token(
+def read_tokens(
     config: HMTConfig,
     weights: Weights,
     state: HMTState,
-    tokens: Int[Array, "B 1"],
-    mask: Bool[Array, "B 1"] | None,
-) -> tuple[HMTState, Float[Array, "B 1 E"]]:
-    """Appends one token to the open segment; returns its features."""
+    tokens: Int[Array, "B T"],
+    mask: Bool[Array, "B T"] | None,
+) -> tuple[HMTState, Float[Array, "B T E"]]:
+    """Appends tokens to the open segments, which have room for them.
+
+    Where a summary reads ahead T must be 1, as the prompt may change at each token.
+    """
     # Batch elements stand at different positions in their segments.
-    here = jnp.arange(config.segment, dtype=jnp.int32)[None] == state.length[:, None]
+    new = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    at = state.length[:, None] + new
     visible = state.visible
     if visible is not None:
         mask = jnp.ones(tokens.shape, bool) if mask is None else mask
-        visible = jnp.where(here, mask, visible)
+        visible = ragged.write(visible, at, mask)
     state = state._replace(
-        tokens=jnp.where(here, tokens, state.tokens), visible=visible
+        tokens=ragged.write(state.tokens, at, tokens.astype(jnp.int32)),
+        visible=visible,
     )
-    # Before the token is read: its own features depend on the prompt.
+    # Before the tokens are read: their own features depend on the prompt.
     state = _find_prompt(config, weights, state)
     x = weights.backbone.embed(tokens)
     backbone, features = weights.backbone.read(state.backbone, x, mask)
-    state = state._replace(backbone=backbone, length=state.length + 1)
+    length = state.length + tokens.shape[1]
+    state = state._replace(backbone=backbone, length=length)
     state = jax.lax.cond(
         jnp.any(state.length == config.segment),
         lambda state: _complete(config, weights, state),
@@ -108,7 +115,7 @@ def restart_backbone(
             visible = state.visible[:, : tokens.shape[1]]
             mask = ragged.mask(visible, start, state.length, x.shape[1])
         empty = weights.backbone.init_state(state.length.shape[0])
-        after = weights.backbone.read_ragged(empty, x, lengths, mask)
+        after, _ = weights.backbone.read(empty, x, mask, lengths)
         return mechanisms.reset(state.backbone, after, where)
 
     backbone = jax.lax.cond(jnp.any(where), read, lambda s: s.backbone, state)
@@ -119,7 +126,7 @@ def _find_prompt(config, weights, state):
     """Opens segments, and searches with the summary of those that have j tokens."""
     memories, opens = state.memories, state.length == 0
     if not config.reads_ahead:
-        prompt, _ = search(weights, memories, memories.summary)
+        prompt, _ = search(config, weights, memories, memories.summary)
         return restart_backbone(config, weights, state, prompt, 0, opens)
     ready = (state.length == config.summary - 1) & ~state.searched
     # Without memories there is nothing to search: the prompt is M_init for any summary.
@@ -133,7 +140,9 @@ def _find_prompt(config, weights, state):
     # Until j tokens are there the previous segment's summary stands in.
     previous = memories.summary
     summary = jax.lax.cond(jnp.any(ready), own_summary, lambda _: previous, state)
-    prompt, _ = search(weights, memories, jnp.where(ready[:, None], summary, previous))
+    prompt, _ = search(
+        config, weights, memories, jnp.where(ready[:, None], summary, previous)
+    )
     state = restart_backbone(
         config, weights, state, prompt, config.summary - 1, opens | ready
     )

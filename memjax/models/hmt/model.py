@@ -30,6 +30,7 @@ Shapes: B batch, T time, E width of the backbone's embeddings, V vocabulary, L s
 k sensory tokens, N memories, d_h retrieval width.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
@@ -37,12 +38,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from memjax import mechanisms
 from memjax.models import ragged
 from memjax.models.hmt.config import HMTConfig
-from memjax.models.hmt.decode import open_last_segment, read_token
+from memjax.models.hmt.decode import open_last_segment, read_tokens
 from memjax.models.hmt.segment import join_open_segment, read_segments
 from memjax.models.hmt.state import HMTState, SegmentTrace, init_state
 from memjax.models.hmt.weights import RetrievalWeights, Weights, init_weights
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.windowed import with_max_length
+from memjax.nnx.compiled import compiled
 from memjax.nnx.params import params_key
 
 
@@ -98,6 +100,15 @@ class HMT(nnx.Module):
         """None: every segment starts the backbone afresh."""
         return None
 
+    def reserve(self, state: HMTState, tokens: int) -> HMTState:
+        """The same state: it holds a text of any length."""
+        return state
+
+    @property
+    def can_pad(self) -> bool:
+        """True."""
+        return True
+
     @property
     def width(self) -> int:
         """E, the width of memories and features."""
@@ -112,27 +123,39 @@ class HMT(nnx.Module):
             retrieval = RetrievalWeights(*(param.get_value() for param in learned))
         return Weights(self.backbone, self.initial_memory.get_value(), retrieval)
 
-    def init_state(self, batch: int, *, masked: bool = False) -> HMTState:
+    def init_state(
+        self, batch: int, capacity: int | None = None, *, masked: bool = False
+    ) -> HMTState:
         """No memories; every leaf has the batch first.
 
         Args:
             batch: B.
+            capacity: without a meaning, as the memory has one size.
             masked: whether calls may have a mask, for batch elements with padding.
         """
         return init_state(self.config, self.backbone, batch, masked)
 
+    @compiled
     def reset(self, state: HMTState, mask: Bool[Array, " B"]) -> HMTState:
         """Clears the memory of batch elements in `mask`, at their document's start."""
         # A state has masks or has none; `reset` needs both of one kind.
         masked = state.visible is not None
-        empty = self.init_state(mask.shape[0], masked=masked)
+        empty = self.init_state(state.length.shape[0], masked=masked)
         return mechanisms.reset(state, empty, mask)
 
+    def _check(self, state, tokens, mask=None, lengths=None):
+        ragged.check_tokens(tokens, state.length.shape[0], self.vocab_size)
+        ragged.check_lengths(lengths, tokens, 0)
+        if mask is not None:
+            ragged.check_mask(mask, tokens, state.visible is not None)
+
+    @compiled(check=_check)
     def features(
         self,
         state: HMTState,
         tokens: Int[Array, "B T"],
         mask: Bool[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
     ) -> tuple[HMTState, Float[Array, "B T E"]]:
         """Reads tokens into the memory; returns the backbone's states at them.
 
@@ -143,18 +166,33 @@ class HMT(nnx.Module):
             mask: False where a token is padding: it has a position in the segment, as
                 in the official program, but no token attends to it. None: nothing is
                 padding.
+            lengths: batch element b reads its first `lengths[b]` tokens, 0 to T;
+                features behind them have no meaning. None is T for all.
 
         Raises:
             ValueError: on tokens of another shape, a known value out of range, or a
                 mask for a state that was not made for masks.
         """
-        self._check(state, tokens, mask)
-        # Generation: a token extends the backbone's state and the segment is not read
+        config, count = self.config, tokens.shape[1]
+        # Generation: tokens extend the backbone's state and the segment is not read
         # again.
-        if tokens.shape[1] == 1:
-            return read_token(self.config, self.weights, state, tokens, mask)
-        return self._read_segments(state, tokens, mask, False)[:2]
+        extend = lambda state: read_tokens(config, self.weights, state, tokens, mask)
+        again = lambda state: self._read_segments(state, tokens, mask, False, lengths)
+        if count == 1:
+            after, features = extend(state)
+        elif config.reads_ahead or count >= config.segment or lengths is not None:
+            # Where the summary reads ahead, more tokens may find another prompt.
+            after, features, _ = again(state)
+        else:
+            fits = jnp.all(state.length + count <= config.segment)
+            read_again = lambda state: again(state)[:2]
+            after, features = jax.lax.cond(fits, extend, read_again, state)
+        if lengths is None:
+            return after, features
+        # Without tokens an open segment is not read again either.
+        return mechanisms.reset(after, state, lengths == 0), features
 
+    @compiled(check=_check)
     def trace(
         self,
         state: HMTState,
@@ -162,7 +200,6 @@ class HMT(nnx.Module):
         mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[HMTState, Float[Array, "B T E"], SegmentTrace]:
         """As `features`, with what the memory did, from the open segment on."""
-        self._check(state, tokens, mask)
         # Traces show summaries of all segments, those too that no search needs.
         return self._read_segments(state, tokens, mask, True)
 
@@ -170,6 +207,7 @@ class HMT(nnx.Module):
         """Scores of the next token, in float32."""
         return self.backbone.logits(features)
 
+    @compiled(check=_check)
     def __call__(
         self,
         state: HMTState,
@@ -180,15 +218,10 @@ class HMT(nnx.Module):
         state, features = self.features(state, tokens, mask)
         return state, self.logits(features)
 
-    def _check(self, state, tokens, mask):
-        ragged.check_tokens(tokens, state.length.shape[0], self.vocab_size)
-        if mask is not None:
-            ragged.check_mask(mask, tokens, state.visible is not None)
-
-    def _read_segments(self, state, tokens, mask, always_summarize):
+    def _read_segments(self, state, tokens, mask, always_summarize, lengths=None):
         """Reads the open segment again with the new tokens, and all after it."""
         config, weights = self.config, self.weights
-        segments = join_open_segment(state, tokens, mask)
+        segments = join_open_segment(state, tokens, mask, lengths)
         memories, features, trace = read_segments(
             config, weights, state.memories, segments, always_summarize
         )

@@ -3,14 +3,15 @@
     S = BBM([T ‖ first j tokens ‖ T])_last                  summary, eq. (1)
     A = softmax((S W_q) (M W_k)ᵀ / √d_h);   P = A M         search, eqs. (2) and (3)
 
-One head in float32, whose values are the memories themselves. The backbone BBM reads a
-summary's tokens with no memory, so the summaries of many segments are computed in
-parallel, before the segments are read in turn. He et al. (2024),
-https://arxiv.org/abs/2405.06067, section 3.2.
+One head, in float32 unless `retrieval_dtype` says otherwise, whose values are the
+memories themselves. The backbone BBM reads a summary's tokens with no memory, so the
+summaries of many segments are computed in parallel, before the segments are read in
+turn. He et al. (2024), https://arxiv.org/abs/2405.06067, section 3.2.
 
 Shapes: B batch, n segments, L segment, N slots, E width, d retrieval width d_h.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -40,7 +41,10 @@ class Segment(NamedTuple):
 
 
 def search(
-    weights: Weights, memories: Memories, summary: Float[Array, "B E"]
+    config: HMTConfig,
+    weights: Weights,
+    memories: Memories,
+    summary: Float[Array, "B E"],
 ) -> tuple[Float[Array, "B E"], Float[Array, "B N"]]:
     """Equations (2) and (3): P_n, and the scores A, 0 in empty slots.
 
@@ -53,17 +57,39 @@ def search(
     if learned is None:
         scores = valid.astype(jnp.float32)
     else:
-        # (S W_q) W_k^T first costs E d + N E products instead of N E d.
-        query = (summary @ learned.query) @ learned.key.T
-        scale = learned.query.shape[-1] ** -0.5
-        scores = jnp.einsum("be,bne->bn", query, bank) * scale
         # Finite, so that batch elements without memories have finite gradients.
+        scores = _products(config, learned, bank, summary)
         scores = jax.nn.softmax(jnp.where(valid, scores, -1e30), axis=-1)
         scores = jnp.where(valid, scores, 0.0)
     # The values are the memories themselves: there is no value projection.
-    found = jnp.einsum("bn,bne->be", scores, bank)
+    low = functools.partial(_rounded, config)
+    found = low(jnp.einsum("bn,bne->be", low(scores), low(bank)))
     initial = weights.initial_memory[None]
     return jnp.where(num_valid[:, None] > 0, found, initial), scores
+
+
+def _products(config, learned, bank, summary):
+    """(S W_q) (M W_k)^T / sqrt(d_h) in float32, rounded as `retrieval_dtype` says."""
+    scale = learned.query.shape[-1] ** -0.5
+    if config.retrieval_dtype == "float32":
+        # (S W_q) W_k^T first costs E d + N E products instead of N E d.
+        query = (summary @ learned.query) @ learned.key.T
+        return jnp.einsum("be,bne->bn", query, bank) * scale
+    # In the program's order, whose every product is rounded.
+    low = functools.partial(_rounded, config)
+    query = low(low(summary) @ low(learned.query))
+    keys = low(low(bank) @ low(learned.key))
+    return low(low(jnp.einsum("bd,bnd->bn", query, keys)) * scale)
+
+
+def _rounded(config, x):
+    """float32 numbers as `retrieval_dtype` holds them; without retrieval as they are.
+
+    Not by casts, which a compiler may leave out.
+    """
+    if config.retrieval_dtype == "float32" or not config.retrieval:
+        return x
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def summarize(
@@ -115,6 +141,7 @@ def summarize_segments(
     early = n if config.memories < least else min(n, least)
     most = jnp.minimum(num_valid + early - 1, config.memories)
     summaries = cond_with_remat(
+        config.activations,
         always | jnp.any(most >= least),
         lambda weights, segments: _summarize_all(config, weights, segments),
         lambda weights, segments: zeros(early),

@@ -29,12 +29,15 @@ MAX_UNROLLED = 8
 
 
 def join_open_segment(
-    state: HMTState, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"] | None
+    state: HMTState,
+    tokens: Int[Array, "B T"],
+    mask: Bool[Array, "B T"] | None,
+    lengths: Int[Array, " B"] | None,
 ) -> Segment:
     """The open segment and the new tokens after it, as n segments.
 
     n is what T tokens touch at most, wherever in its segment a batch element is: the
-    last segment may have no tokens.
+    last segment may have no tokens. `lengths` are the tokens of each that count.
     """
     size, new = state.tokens.shape[1], tokens.shape[1]
     # An open segment has at most L - 1 tokens.
@@ -49,7 +52,8 @@ def join_open_segment(
         mask = jnp.ones(tokens.shape, bool) if mask is None else mask
         visible = join(state.visible, mask)
     starts = jnp.arange(n, dtype=jnp.int32)[:, None] * size
-    length = jnp.clip((state.length + new)[None] - starts, 0, size)
+    read = state.length + (new if lengths is None else lengths.astype(jnp.int32))
+    length = jnp.clip(read[None] - starts, 0, size)
     return Segment(join(state.tokens, tokens), visible, length)
 
 
@@ -99,7 +103,13 @@ def _read_last(config, weights, memories, segment, always_summarize):
         empty_segment(memories, config.segment, dtype),
     )
     return cond_with_remat(
-        jnp.any(segment.length > 0), read, skip, weights, memories, segment
+        config.activations,
+        jnp.any(segment.length > 0),
+        read,
+        skip,
+        weights,
+        memories,
+        segment,
     )
 
 
@@ -126,7 +136,7 @@ def read_segment(
 ) -> tuple[Memories, tuple[Float[Array, "B L E"], SegmentTrace]]:
     """Equations (2) to (5) of one segment; complete ones become memories."""
     searching = summary if config.reads_ahead else memories.summary
-    prompt, scores = search(weights, memories, searching)
+    prompt, scores = search(config, weights, memories, searching)
     x, start = augment(config, weights, memories, prompt, segment.tokens)
     end = start + segment.length
     # The second prompt stands right after the last token, wherever that is.

@@ -17,7 +17,7 @@ from memjax.mechanisms.layers.projections import HeadsConfig
 
 Dtype = Literal["float32", "bfloat16"]
 Norm = Literal["rms", "layer"]
-FeedForward = Literal["swiglu", "relu"]
+FeedForward = Literal["swiglu", "geglu", "relu"]
 
 #: Tokens that a model without a window reads at a time.
 PIECE = 2048
@@ -38,7 +38,11 @@ class Architecture:
             or "layer" (Ba et al. 2016, https://arxiv.org/abs/1607.06450, with a bias).
         norm_first: norms before the mixer and the feed-forward and one at the end;
             False puts them behind each sum, with none at the end (OPT 350m).
-        feed_forward: "swiglu", or "relu" of one matrix.
+        norm_outputs: norms of what the mixer and the feed-forward give, before it is
+            added, and one at the end: with those of `norm_first` (Gemma 3), or instead
+            of norms before or behind (OLMo 2).
+        feed_forward: "swiglu"; "geglu", with the tanh form of GELU in the place of
+            SiLU; or "relu" of one matrix.
         learned_positions: rows of a table of positions added to the embeddings, 2 more
             than positions (OPT's `offset`); 0 is no table, as with RoPE.
         feed_forward_bias: biases inside the feed-forward.
@@ -49,6 +53,7 @@ class Architecture:
 
     norm: Norm = "rms"
     norm_first: bool = True
+    norm_outputs: bool = False
     feed_forward: FeedForward = "swiglu"
     learned_positions: int = 0
     feed_forward_bias: bool = False
@@ -66,6 +71,11 @@ class Architecture:
         if self.embedding_dim is not None:
             check_sizes(embedding_dim=self.embedding_dim)
 
+    @property
+    def norm_last(self) -> bool:
+        """Whether there is a norm behind the last layer."""
+        return self.norm_first or self.norm_outputs
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -81,7 +91,8 @@ class ModelConfig:
         architecture: norms, feed-forward and positions of published models.
         norm_epsilon: of the norms.
         tied_head: whether the output layer is the embedding, transposed.
-        dtype: of activations; parameters, states and logits are float32.
+        dtype: of activations; states and logits are float32, and parameters are drawn
+            so (`load_pretrained` can keep a file's bfloat16).
         remat: recompute each layer's activations in the backward pass.
     """
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Key, PRNGKeyArray, PyTree
 from memjax.mechanisms import Mechanism
 from memjax.mechanisms.base import expand_leading_dims
 from memjax.mechanisms.layers.cpu import scale_channels, scale_rows
+from memjax.mechanisms.layers.norms import rms_norm
 from memjax.mechanisms.layers.projections import Adapted, linear
 from memjax.models.language_model.config import ModelConfig
 from memjax.nnx.params import as_arrays, as_params, params_key
@@ -34,7 +35,7 @@ NormParams = Float[Array, " D"] | LayerNormParams
 
 
 class FeedForwardParams(NamedTuple):
-    """SwiGLU, or two matrices around a ReLU, which have no gate."""
+    """SwiGLU or GEGLU, or two matrices around a ReLU, which have no gate."""
 
     gate: Float[Array, "D F"] | Adapted | None
     up: Float[Array, "D F"] | Adapted
@@ -57,7 +58,7 @@ def init_feed_forward(config: ModelConfig, keys: Key[Array, "3"]) -> FeedForward
     gate_key, up_key, down_key = keys
     d, f = config.model_dim, config.hidden_dim
     draw = jax.nn.initializers.lecun_normal()
-    gated = config.architecture.feed_forward == "swiglu"
+    gated = config.architecture.feed_forward != "relu"
     biased = config.architecture.feed_forward_bias
     return FeedForwardParams(
         gate=draw(gate_key, (d, f)) if gated else None,
@@ -70,34 +71,28 @@ def init_feed_forward(config: ModelConfig, keys: Key[Array, "3"]) -> FeedForward
 
 
 def feed_forward(
-    params: FeedForwardParams, x: Float[Array, "*B D"]
+    config: ModelConfig, params: FeedForwardParams, x: Float[Array, "*B D"]
 ) -> Float[Array, "*B D"]:
-    """W_down (silu(W_gate x) ∘ W_up x), or W_down relu(W_up x) without a gate."""
+    """W_down (f(W_gate x) ∘ W_up x), or W_down relu(W_up x) without a gate."""
     up = linear(x, params.up, params.up_bias)
     if params.gate is None:
         hidden = jax.nn.relu(up)
     else:
-        hidden = jax.nn.silu(linear(x, params.gate, params.gate_bias)) * up
+        gate = linear(x, params.gate, params.gate_bias)
+        gelu = config.architecture.feed_forward == "geglu"
+        hidden = (jax.nn.gelu(gate) if gelu else jax.nn.silu(gate)) * up
     return linear(hidden, params.down, params.down_bias)
 
 
 def normalize(
-    params: NormParams, x: Float[Array, "*B D"], epsilon: float
+    params: NormParams | None, x: Float[Array, "*B D"], epsilon: float
 ) -> Float[Array, "*B D"]:
-    """The norm whose parameters these are."""
+    """The norm whose parameters these are; without parameters there is none."""
+    if params is None:
+        return x
     if isinstance(params, LayerNormParams):
         return layer_norm(x, params, epsilon)
     return rms_norm(x, params, epsilon)
-
-
-def rms_norm(
-    x: Float[Array, "*B D"], scale: Float[Array, " D"], epsilon: float
-) -> Float[Array, "*B D"]:
-    """x / rms(x) * scale, in float32 inside."""
-    high = x.astype(jnp.float32)
-    mean = (high**2).mean(axis=-1, keepdims=True)
-    high = scale_rows(high, jax.lax.rsqrt(mean + epsilon))
-    return scale_channels(high, scale).astype(x.dtype)
 
 
 def layer_norm(
@@ -114,12 +109,14 @@ def layer_norm(
 
 
 class BlockParams(NamedTuple):
-    """Of one layer."""
+    """Of one layer; norms of outputs are None where `norm_outputs` adds none."""
 
     mixer: Any
     feed_forward: FeedForwardParams
     mixer_norm: NormParams
     feed_forward_norm: NormParams
+    mixer_output_norm: NormParams | None = None
+    feed_forward_output_norm: NormParams | None = None
 
 
 class Block(nnx.Module):
@@ -146,6 +143,11 @@ class Block(nnx.Module):
         self.feed_forward = nnx.data(as_params(init_feed_forward(config, keys[1:])))
         self.mixer_norm = nnx.data(as_params(init_norm(config)))
         self.feed_forward_norm = nnx.data(as_params(init_norm(config)))
+        style = config.architecture
+        # Without norms before, those two are the norms of the outputs.
+        if style.norm_first and style.norm_outputs:
+            self.mixer_output_norm = nnx.data(as_params(init_norm(config)))
+            self.feed_forward_output_norm = nnx.data(as_params(init_norm(config)))
 
     def init_state(self, batch: int) -> PyTree:
         """The mixer's empty memory; every leaf has the batch first."""
@@ -165,6 +167,11 @@ class Block(nnx.Module):
             as_arrays(self.feed_forward),
             as_arrays(self.mixer_norm),
             as_arrays(self.feed_forward_norm),
+            *(
+                as_arrays(getattr(self, name))
+                for name in ("mixer_output_norm", "feed_forward_output_norm")
+                if hasattr(self, name)
+            ),
         )
 
 
@@ -188,17 +195,29 @@ def run_block(
 ) -> tuple[PyTree, Float[Array, "B T D"]]:
     """One layer around `mix(mixer parameters, memory, x) -> (memory, y)`.
 
-    OPT 350m puts the norms behind the sums.
+    The norms stand where `Architecture` puts them.
     """
-    mixer, hidden, mixer_norm, feed_forward_norm = parameters
+    mixer, hidden, mixer_norm, hidden_norm, mixer_output, hidden_output = parameters
     norm = functools.partial(normalize, epsilon=config.norm_epsilon)
-    if config.architecture.norm_first:
-        memory, y = mix(mixer, memory, norm(mixer_norm, h))
-        h = h + y
-        h = h + feed_forward(hidden, norm(feed_forward_norm, h))
-    else:
-        # OPT 350m normalises after the residual sum.
-        memory, y = mix(mixer, memory, h)
-        h = norm(mixer_norm, h + y)
-        h = norm(feed_forward_norm, h + feed_forward(hidden, h))
+    transform = functools.partial(feed_forward, config, hidden)
+    match config.architecture.norm_first, config.architecture.norm_outputs:
+        case True, False:
+            memory, y = mix(mixer, memory, norm(mixer_norm, h))
+            h = h + y
+            h = h + transform(norm(hidden_norm, h))
+        case True, True:
+            # Gemma 3.
+            memory, y = mix(mixer, memory, norm(mixer_norm, h))
+            h = h + norm(mixer_output, y)
+            h = h + norm(hidden_output, transform(norm(hidden_norm, h)))
+        case False, True:
+            # OLMo 2.
+            memory, y = mix(mixer, memory, h)
+            h = h + norm(mixer_norm, y)
+            h = h + norm(hidden_norm, transform(h))
+        case _:
+            # OPT 350m normalises after the residual sum.
+            memory, y = mix(mixer, memory, h)
+            h = norm(mixer_norm, h + y)
+            h = norm(hidden_norm, h + transform(h))
     return memory, h

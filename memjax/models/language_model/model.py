@@ -10,22 +10,21 @@ learned positions are Zhang et al. (2022), https://arxiv.org/abs/2205.01068.
 Shapes: B batch, T time, D model, E embedding (D but in OPT 350m), V vocabulary.
 """
 
-import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from memjax import mechanisms
+from memjax.checks import check_sizes
 from memjax.mechanisms import Mechanism
-from memjax.mechanisms.attention import AttentionState
-from memjax.mechanisms.base import apply_ragged
+from memjax.mechanisms.base import MixerConfig, apply_ragged
 from memjax.mechanisms.layers.projections import linear
+from memjax.models import ragged
+from memjax.models.language_model import caches
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import (
     Block,
@@ -34,7 +33,8 @@ from memjax.models.language_model.layers import (
     normalize,
     run_block,
 )
-from memjax.nnx.params import as_arrays, as_params, params_key, replace
+from memjax.nnx.compiled import compiled
+from memjax.nnx.params import as_arrays, as_params, params_key
 
 # One memory a layer; behind them, where positions are learned, how many tokens of each
 # row have taken one.
@@ -74,10 +74,10 @@ class LanguageModel(nnx.Module):
         e = self.width
         self.embedding = nnx.Param(jax.random.normal(embed_key, (v, e)) * e**-0.5)
         self.blocks = nnx.List(
-            Block(config, mixer.build(), key=block_key)
+            Block(config, build_once(mixer), key=block_key)
             for mixer, block_key in zip(config.layers, block_keys, strict=True)
         )
-        if style.norm_first:
+        if style.norm_last:
             self.norm = nnx.data(as_params(init_norm(config)))
         draw = jax.nn.initializers.lecun_normal()
         if not config.tied_head:
@@ -91,16 +91,33 @@ class LanguageModel(nnx.Module):
             self.project_in = nnx.Param(draw(into_key, (e, d)))
             self.project_out = nnx.Param(draw(out_key, (d, e)))
 
-    def init_state(self, batch: int) -> State:
-        """Empty memories, one a layer; every leaf has the batch first."""
-        state = tuple(block.init_state(batch) for block in self.blocks)
+    def init_state(self, batch: int, capacity: int | None = None) -> State:
+        """Empty memories, one a layer; every leaf has the batch first.
+
+        Args:
+            batch: B.
+            capacity: tokens that full attention gets room for, at most its config's;
+                None is its config's `initial_slots`. Keys and values are kept in the
+                model's dtype.
+
+        Raises:
+            ValueError: on a size below 1.
+        """
+        check_sizes(batch=batch, capacity=min(1 if capacity is None else capacity, 1))
+        layers, dtype = self._mechanisms, self.config.dtype
+        state = caches.init_state(layers, batch, capacity, dtype)
         if self.config.architecture.learned_positions:
             return (*state, jnp.zeros(batch, jnp.int32))
         return state
 
+    @compiled
     def reset(self, state: State, mask: Bool[Array, " B"]) -> State:
-        """Clears the memory of the rows in `mask`, at their document's start."""
-        return mechanisms.reset(state, self.init_state(mask.shape[0]), mask)
+        """Clears the memory of the batch elements in `mask`, at a document's start."""
+        depth = len(self.blocks)
+        after = caches.reset(self._mechanisms, state[:depth], mask)
+        # Learned positions begin again from 0.
+        taken = (jnp.where(mask, 0, count) for count in state[depth:])
+        return (*after, *taken)
 
     @property
     def vocab_size(self) -> int:
@@ -117,14 +134,32 @@ class LanguageModel(nnx.Module):
         """0: no logit has seen what it predicts."""
         return 0
 
+    @property
+    def can_pad(self) -> bool:
+        """Whether calls may have `lengths`: all but SnapKV's models."""
+        return all(mechanism.can_pad for mechanism in self._mechanisms)
+
     def remaining(self, state: State) -> int | None:
         """How many more tokens full attention has room for; None without it."""
-        rooms = [
-            memory.keys.shape[1] - int(memory.length.max())
-            for memory in state
-            if isinstance(memory, AttentionState)
-        ]
-        return min(rooms, default=None)
+        return caches.remaining(self._mechanisms, state[: len(self.blocks)])
+
+    def reserve(self, state: State, tokens: int) -> State:
+        """The same memory with room for so many more tokens.
+
+        Caches that have too few slots get a power of two of them, or their capacity:
+        a text that grows compiles programs for few sizes. Not inside jit, where the
+        lengths are unknown.
+
+        Raises:
+            ValueError: if full attention has no such capacity.
+        """
+        depth = len(self.blocks)
+        after = caches.reserve(self._mechanisms, state[:depth], tokens)
+        return (*after, *state[depth:])
+
+    @property
+    def _mechanisms(self):
+        return [block.mechanism for block in self.blocks]
 
     @property
     def width(self) -> int:
@@ -148,13 +183,18 @@ class LanguageModel(nnx.Module):
             h = h * self.width**0.5
         return h
 
+    @compiled
     def read(
         self,
         state: State,
         x: Float[Array, "B T E"],
         mask: Bool[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
     ) -> tuple[State, Float[Array, "B T E"]]:
         """Reads embeddings into the memories; returns what the head sees.
+
+        A text with more tokens than a cache has slots makes the cache larger, by the
+        shapes alone; within the slots, see `reserve`.
 
         Args:
             state: the memories to go on from.
@@ -162,54 +202,38 @@ class LanguageModel(nnx.Module):
             mask: False at tokens that nobody may see, as padding. They keep their
                 place in RoPE and take none of the learned positions, as in Hugging
                 Face; their own features have no meaning. None is all True.
+            lengths: batch element b reads its first `lengths[b]` tokens alone, 0 to T;
+                features behind them have no meaning. Not checked inside jit. None is T.
 
         Raises:
-            ValueError: on rows that the state does not have, or a mask with a mixer
-                that compresses what it reads.
+            ValueError: on rows that the state does not have, a mask with a mixer that
+                compresses what it reads, or lengths that are not integers [B].
         """
         self._check(state, x, mask)
+        if lengths is not None:
+            ragged.check_lengths(lengths, x, 0)
+            if not self.can_pad:
+                raise ValueError("lengths must be None with SnapKV, got some")
+        depth = len(self.blocks)
+        grown = caches.fit_call(self._mechanisms, state[:depth], x.shape[1])
+        state = (*grown, *state[depth:])
 
         def mix(mechanism, params, memory, h):
+            if lengths is not None:
+                return apply_ragged(mechanism, params, memory, h, mask, lengths)
             if mask is not None:
                 return mechanism.apply_masked(params, memory, h, mask, None)
             return apply_or_step(mechanism, params, memory, h)
 
-        return self._read(mix, state, x, mask)
-
-    def read_ragged(
-        self,
-        state: State,
-        x: Float[Array, "B T E"],
-        lengths: Int[Array, " B"],
-        mask: Bool[Array, "B T"] | None = None,
-    ) -> State:
-        """The state after the first `lengths[b]` tokens, 0 to T, of each row b.
-
-        Quick in attention, whose rows read side by side; other mixers go token by
-        token. Lengths are not checked inside jit.
-
-        Raises:
-            ValueError: as `read`, or on lengths that are not integers [B].
-        """
-        self._check(state, x, mask)
-        if lengths.shape != x.shape[:1] or not jnp.issubdtype(
-            lengths.dtype, jnp.integer
-        ):
-            raise ValueError(
-                f"lengths must be integers [{x.shape[0]}], got {lengths.dtype}"
-                f"{list(lengths.shape)}"
-            )
-        mix = lambda mechanism, params, memory, h: apply_ragged(
-            mechanism, params, memory, h, mask, lengths
-        )
-        after, _ = self._read(mix, state, x, mask)
-        if self.config.architecture.learned_positions:
+        after, features = self._read(mix, state, x, mask)
+        if lengths is not None and self.config.architecture.learned_positions:
             taken = jnp.arange(x.shape[1], dtype=lengths.dtype)[None] < lengths[:, None]
             # Padding takes no learned position.
             taken = taken if mask is None else taken & mask
-            return (*after[:-1], state[-1] + taken.sum(axis=1, dtype=jnp.int32))
-        return after
+            after = (*after[:-1], state[-1] + taken.sum(axis=1, dtype=jnp.int32))
+        return after, features
 
+    @compiled
     def encode(
         self, x: Float[Array, "B T E"], mask: Bool[Array, "B T"] | None = None
     ) -> Float[Array, "B T E"]:
@@ -236,16 +260,17 @@ class LanguageModel(nnx.Module):
         return self._read(mix, tuple(empty), x, mask)[1]
 
     def features(
-        self, state: State, tokens: Int[Array, "B T"]
+        self,
+        state: State,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"] | None = None,
     ) -> tuple[State, Float[Array, "B T E"]]:
-        """Reads tokens, which must be in [0, V); see `embed` and `read`."""
-        batch = jax.tree.leaves(state)[0].shape[0]
-        if tokens.shape[:1] != (batch,):
-            raise ValueError(
-                f"tokens must be integers [B, T] with {batch} rows, as the state has, "
-                f"got {tokens.dtype}{list(tokens.shape)}"
-            )
-        return self.read(state, self.embed(tokens))
+        """Reads tokens, which must be in [0, V); see `embed` and `read`.
+
+        Outside of jit caches grow as the text needs, and tokens beyond the capacity of
+        full attention are refused with a ValueError; inside they give NaN.
+        """
+        return self._features(self._with_room(state, tokens), tokens, lengths)
 
     def logits(self, features: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Scores of the next token, in float32."""
@@ -262,8 +287,28 @@ class LanguageModel(nnx.Module):
         self, state: State, tokens: Int[Array, "B T"]
     ) -> tuple[State, Float[Array, "B T V"]]:
         """Next-token logits at every position, and the memory after the last."""
-        state, features = self.features(state, tokens)
+        return self._logits_after(self._with_room(state, tokens), tokens)
+
+    @compiled
+    def _features(self, state, tokens, lengths):
+        return self.read(state, self.embed(tokens), lengths=lengths)
+
+    @compiled
+    def _logits_after(self, state, tokens):
+        state, features = self.read(state, self.embed(tokens))
         return state, self.logits(features)
+
+    def _with_room(self, state, tokens):
+        """The state with slots for the tokens, where its lengths are known."""
+        leaves = jax.tree.leaves(state)
+        if tokens.shape[:1] != leaves[0].shape[:1]:
+            raise ValueError(
+                f"tokens must be integers [B, T] with {leaves[0].shape[0]} rows, as "
+                f"the state has, got {tokens.dtype}{list(tokens.shape)}"
+            )
+        if tokens.ndim < 2 or any(isinstance(leaf, Tracer) for leaf in leaves):
+            return state
+        return self.reserve(state, tokens.shape[1])
 
     def _read(self, mix, state, x, mask):
         """All layers; `mix(mechanism, params, memory, h)` runs the mixer of one."""
@@ -290,7 +335,7 @@ class LanguageModel(nnx.Module):
             h = checkpoint_name(h, LAYER_INPUT)
             memory, h = layer(parameters, memory, h)
             after.append(memory)
-        if config.architecture.norm_first:
+        if config.architecture.norm_last:
             h = normalize(as_arrays(self.norm), h, config.norm_epsilon)
         if config.architecture.embedding_dim is not None:
             h = linear(h, self.project_out.get_value())
@@ -319,6 +364,15 @@ class LanguageModel(nnx.Module):
                 )
 
 
+@functools.lru_cache(maxsize=256)
+def build_once(mixer: MixerConfig) -> Mechanism:
+    """The mechanism of a config, the same one for equal configs.
+
+    jit compares the functions of a model: two models of one config share programs.
+    """
+    return mixer.build()
+
+
 def _rows(table, at):
     """Rows of a table; NaN where there is none, as nothing can be raised inside jit."""
     return table.at[at].get(
@@ -334,32 +388,3 @@ def _next_positions(taken, x, mask):
     visible = jnp.ones(x.shape[:2], bool) if mask is None else mask
     counted = taken[:, None] + jnp.cumsum(visible, axis=1, dtype=jnp.int32)
     return counted[:, -1], jnp.where(visible, counted + 1, 1)
-
-
-def with_config(model: LanguageModel, **changes: Any) -> LanguageModel:
-    """The same parameters in a model whose config has these `changes`.
-
-    Mixers may change to others with the same parameters: full attention to a sliding
-    window or Elastic Memory, say.
-
-    Raises:
-        ValueError: if a mixer of the new config has other parameters.
-    """
-    config = dataclasses.replace(model.config, **changes)
-    # Compared by shapes before anything changes: the parameters must fit.
-    built = tuple(mixer.build() for mixer in config.layers)
-    shapes = lambda m: jax.eval_shape(m.init_params, jax.random.key(0))
-    for block, mechanism in zip(model.blocks, built, strict=True):
-        if shapes(block.mechanism) != shapes(mechanism):
-            raise ValueError(f"{changes} changes the parameters of a mixer")
-    return with_mechanisms(model, config, built)
-
-
-def with_mechanisms(
-    model: LanguageModel, config: ModelConfig, built: Sequence[Mechanism]
-) -> LanguageModel:
-    """The same parameters in a new model with this config and these mechanisms."""
-    new = replace(model, config=config)
-    for block, mechanism in zip(new.blocks, built, strict=True):
-        block.config, block.mechanism = config, mechanism
-    return new

@@ -31,11 +31,8 @@ from memjax.mechanisms.base import reset
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax.models.language_model.config import kinds
-from memjax.models.language_model.model import (
-    LanguageModel,
-    with_config,
-    with_mechanisms,
-)
+from memjax.models.language_model.model import LanguageModel
+from memjax.models.language_model.rebuilt import with_config, with_mechanisms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +82,9 @@ def with_snapkv(model: LanguageModel, config: SnapKVConfig) -> LanguageModel:
             f"model must have attention in every layer, got {kinds(model.config)}"
         )
     capacity = config.keep + config.room
-    mixers = tuple(dataclasses.replace(m, capacity=capacity) for m in attention)
+    mixers = tuple(
+        dataclasses.replace(m, capacity=capacity, initial_slots=None) for m in attention
+    )
     rebuilt = with_config(model, mixers=mixers)
     layers = zip(rebuilt.blocks, rebuilt.config.layers, strict=True)
     built = [_compressing(block.mechanism, heads, config) for block, heads in layers]
@@ -158,7 +157,7 @@ def _compressing(attention: Mechanism, heads: Any, config: SnapKVConfig) -> Mech
     def apply(params: AttentionParams, state: AttentionState, x: Float[Array, "B T D"]):
         state, y = attention.apply(params, state, x)
         window = min(config.window, x.shape[1])
-        queries = projections.qkv_projection(params, x[:, -window:])[0]
+        queries = projections.query_projection(heads, params, x[:, -window:])
         places = state.length[:, None] - window
         places = places + jnp.arange(window, dtype=jnp.int32)[None]
         queries = projections.apply_rope(heads, queries, places)
@@ -168,4 +167,4 @@ def _compressing(attention: Mechanism, heads: Any, config: SnapKVConfig) -> Mech
         return reset(state, compact(heads, state, slots), longer), y
 
     # Heads keep different tokens, so one mask of what is visible would not do.
-    return attention._replace(apply=apply, apply_masked=None)
+    return attention._replace(apply=apply, apply_masked=None, cache=None, can_pad=False)

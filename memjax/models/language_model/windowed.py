@@ -5,7 +5,8 @@ import dataclasses
 from memjax.checks import check_sizes
 from memjax.mechanisms import AttentionConfig, MixerConfig, SlidingWindowConfig
 from memjax.models.language_model.config import heads_of, kinds
-from memjax.models.language_model.model import LanguageModel, with_config
+from memjax.models.language_model.model import LanguageModel
+from memjax.models.language_model.rebuilt import with_config
 
 
 def with_window(model: LanguageModel, window: int) -> LanguageModel:
@@ -47,7 +48,7 @@ def with_window(model: LanguageModel, window: int) -> LanguageModel:
 def with_capacity(model: LanguageModel, capacity: int) -> LanguageModel:
     """The same parameters, caches of full attention that hold `capacity` tokens."""
     mixers = (
-        dataclasses.replace(m, capacity=capacity)
+        dataclasses.replace(m, capacity=capacity, initial_slots=None)
         if isinstance(m, AttentionConfig)
         else m
         for m in model.config.mixers
@@ -81,7 +82,7 @@ def with_max_length(model: LanguageModel, length: int, remat: bool) -> LanguageM
 def _attention_within(mixer: MixerConfig, length: int) -> MixerConfig:
     """The mixer of a layer for sequences of at most `length` tokens."""
     if isinstance(mixer, AttentionConfig):
-        return dataclasses.replace(mixer, capacity=length)
+        return dataclasses.replace(mixer, capacity=length, initial_slots=None)
     if isinstance(mixer, SlidingWindowConfig) and mixer.window >= length:
         return AttentionConfig(**vars(heads_of(mixer)), capacity=length)
     return mixer

@@ -7,15 +7,22 @@ Shapes: C longest chunk, K memory tokens of a chunk, M capacity of the store, N 
 the pool, R retrieved rows, d width of the retriever's keys.
 """
 
+import collections
 import dataclasses
+import functools
 import math
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
+
+import numpy as np
 
 from memjax.checks import check_sizes, require_known
 from memjax.models.offload import Place
 
 #: A row whose recall frequency is not above this leaves the store.
 LEAST_RECALLS = 0.01
+#: Evictions that a row may survive; the simulation takes as many steps.
+MOST_EVICTIONS = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +41,8 @@ class MPlusConfig:
             rows per layer for all tokens of a read. "attention": each token and head
             selects its own by attention scores, the paper's ablation M+-Attn
             (`attention_retrieval.py`). It has no parameters, and requires
-            store_memory="device", legacy=False and retrieval_source="prefix".
+            store_memory="device", legacy=False, equal_ages=None and
+            retrieval_source="prefix".
         stored: which hidden states of a chunk's last K positions become the memory of
             layer l. "output": what layer l computes, as in the program. A read feeds
             it to layer l as input, which the backbone has to learn. "input": what
@@ -43,24 +51,33 @@ class MPlusConfig:
         key_dim: d, width of the retriever's queries and keys.
         rank: of the two LoRA adapters, on q, k, v, gate, up and down.
         alpha: the adapters' changes are scaled by alpha / rank.
-        legacy: follows the program in three points: ages count from when the pool
-            dropped a row, eviction is by frequency, and a store of fewer than R rows
-            is repeated until R rows are read. False counts ages from when a row was
-            made.
+        legacy: follows the program in four points: ages count from when the pool
+            dropped a row, eviction is by frequency, a store of fewer than R rows is
+            repeated until R rows are read, and retrieved rows of equal age stand in
+            falling order. False counts ages from when a row was made.
+        equal_ages: the order of retrieved rows of equal age, by their place in the
+            store: "rising" or "falling". The program sorts rising ages and turns the
+            result round, which is "falling" where NumPy's sort is stable; with AVX its
+            order is arbitrary. None is "falling" with `legacy` and "rising" without.
         eviction: which rows leave a full store. "oldest", or those of lowest recall
             "frequency", as in the program. None is "frequency" with `legacy` and
             "oldest" without.
         merge_every: number of updates after which pending rows are merged into the
             store, for "frequency".
-        recalls: recall frequency of a row when it is merged, for "frequency".
+        recalls: recall frequency of a row when it is merged, for "frequency"; above
+            decay + 0.01.
         decay: subtracted from all frequencies at each merge, for "frequency".
+        memory_dtype: number format of the pool, of the store's rows and of the KV
+            cache; None is that of the backbone's activations. The retriever's queries
+            and keys are float32 with any.
         store_memory: where the store's rows lie, "device" or "host". Their keys are
             always on the device. With "host" only the R retrieved rows are copied.
         pool_memory: where the pool lies. With "host" a read copies it layer by layer.
             No gradient flows through memory on the host.
-        retrieval_source: which tokens of a training target select the rows. "prefix":
-            the tokens before those that are scored. "all": every token, as in the
-            program; then a score has seen the token that it predicts.
+        retrieval_source: which tokens of a training target, and of a read without
+            `prompt_length`, select the rows. "prefix": the tokens before those that are
+            scored. "all": every token, as in the program; then a score has seen the
+            token that it predicts.
     """
 
     tokens: int = 256
@@ -75,11 +92,13 @@ class MPlusConfig:
     rank: int = 16
     alpha: float = 32.0
     legacy: bool = False
+    equal_ages: Literal["rising", "falling"] | None = None
     eviction: Literal["oldest", "frequency"] | None = None
     merge_every: int = 60
     recalls: float = 10.0
     decay: float = 1.0
     retrieval_source: Literal["prefix", "all"] = "prefix"
+    memory_dtype: Literal["float32", "bfloat16"] | None = None
     store_memory: Place = "device"
     pool_memory: Place = "device"
 
@@ -116,9 +135,13 @@ class MPlusConfig:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.eviction is not None:
             require_known("eviction", self.eviction, ("oldest", "frequency"))
+        if self.equal_ages is not None:
+            require_known("equal_ages", self.equal_ages, ("rising", "falling"))
         require_known("retrieval", self.retrieval, ("learned", "attention"))
         require_known("stored", self.stored, ("output", "input"))
         require_known("retrieval_source", self.retrieval_source, ("prefix", "all"))
+        if self.memory_dtype is not None:
+            require_known("memory_dtype", self.memory_dtype, ("float32", "bfloat16"))
         require_known("store_memory", self.store_memory, get_args(Place))
         require_known("pool_memory", self.pool_memory, get_args(Place))
         if self.by_attention:
@@ -133,6 +156,7 @@ class MPlusConfig:
     def _check_by_attention(self):
         for name, allowed in (
             ("legacy", False),
+            ("equal_ages", None),
             ("retrieval_source", "prefix"),
             ("store_memory", "device"),
         ):
@@ -160,16 +184,26 @@ class MPlusConfig:
         )
 
     @property
+    def falling(self) -> bool:
+        """Whether retrieved rows of equal age stand in falling order."""
+        return (self.equal_ages or ("falling" if self.legacy else "rising")) == (
+            "falling"
+        )
+
+    @property
     def least_store(self) -> int:
-        """Smallest capacity that the store may have."""
+        """Smallest capacity of a store that begins empty."""
+        return self.least_store_from(())
+
+    def least_store_from(self, start: Sequence[float]) -> int:
+        """Smallest capacity of a store that begins with rows of these frequencies."""
+        least = max(self.retrieved, self.tokens, len(start))
         if not self.by_frequency:
-            return max(self.retrieved, self.tokens)
+            return least
         batch = self.merge_every * self.tokens
-        # Merged rows stay until their frequency is used up, with the pending rows
-        # beside them. While R rows or fewer would remain, none is evicted.
-        lives = math.ceil((self.recalls - LEAST_RECALLS) / self.decay) - 1
-        most = max(0, lives) * batch
-        return (most if most > self.retrieved else self.retrieved + batch) + batch
+        rows = collections.Counter(start)
+        need = most_rows(batch, self.retrieved, self.recalls, self.decay, rows)
+        return max(least, need)
 
     @property
     def prefix(self) -> int:
@@ -178,3 +212,79 @@ class MPlusConfig:
         Rows that attention retrieves differ from token to token, and are not cached.
         """
         return 1 + (0 if self.by_attention else self.retrieved) + self.pool
+
+
+@functools.cache
+def survived_evictions(recalls: float, decay: float) -> int:
+    """How many evictions a row survives that is merged with frequency `recalls`.
+
+    Raises:
+        ValueError: beyond 100,000.
+    """
+    # In float32, as the store computes: 0.3 three times is not 0.9 there.
+    left, count = np.float32(recalls), 0
+    while (left := left - np.float32(decay)) > np.float32(LEAST_RECALLS):
+        count += 1
+        if count > MOST_EVICTIONS:
+            raise ValueError(
+                f"recalls must be at most {MOST_EVICTIONS} * decay, got "
+                f"recalls={recalls} and decay={decay}"
+            )
+    return count
+
+
+def most_rows(
+    batch: int,
+    retrieved: int,
+    recalls: float,
+    decay: float,
+    start: Mapping[float, int],
+) -> int:
+    """The most rows that a store holds at a time that evicts by recall frequency.
+
+    Pending rows count. A merge would take `decay` from all frequencies; rows that have
+    none left then leave, if more than R others remain. If not, it leaves every row and
+    every frequency as it was. So a row survives a fixed number of evictions, and what
+    the store holds follows from counts alone, which are simulated.
+
+    Args:
+        batch: rows that are merged at a time.
+        retrieved: R.
+        recalls: frequency of a row when it is merged.
+        decay: what an eviction takes from every frequency.
+        start: how many rows of each frequency the store begins with.
+
+    Raises:
+        ValueError: if no merged row survives an eviction, so that the store would grow
+            without bound, or rows survive more than 100,000.
+    """
+    lives = survived_evictions(recalls, decay)
+    if not lives:
+        raise ValueError(
+            f"recalls must be above decay + {LEAST_RECALLS}, or the store grows "
+            f"without bound, got recalls={recalls} and decay={decay}"
+        )
+    starts = tuple((survived_evictions(x, decay), n) for x, n in start.items())
+    return _simulate(batch, retrieved, lives, starts)
+
+
+@functools.cache
+def _simulate(batch, retrieved, lives, starts):
+    # rows[i] will survive i more evictions.
+    size = max([lives, *(left for left, _ in starts)]) + 1
+    rows = collections.deque([0] * size)
+    for left, count in starts:
+        rows[left] += count
+    total = most = sum(rows)
+    # Rows of the start are gone after `size` evictions. From then on the numbers of
+    # batches between evictions repeat with a period of `lives`.
+    for _ in range(size + 3 * (lives + 1)):
+        # As many batches as there must be before one merge evicts.
+        missing = retrieved + 1 - (total - rows[0])
+        more = max(1, -(-missing // batch)) * batch
+        rows[lives] += more
+        total += more
+        most = max(most, total)
+        total -= rows.popleft()
+        rows.append(0)
+    return most

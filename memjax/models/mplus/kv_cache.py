@@ -28,7 +28,7 @@ def empty(weights: MPlusWeights, batch: int, first: int, slots: int) -> KVCache:
     """A cache without keys, whose tokens will begin at position `first`."""
     config = weights.backbone.config
     shape = (batch, slots, config.heads.num_kv_heads, config.heads.head_dim)
-    layer = lambda: jnp.zeros(shape, jnp.float32)
+    layer = lambda: jnp.zeros(shape, weights.memory_dtype)
     return KVCache(
         keys=tuple(layer() for _ in range(weights.layers)),
         values=tuple(layer() for _ in range(weights.layers)),
@@ -82,8 +82,7 @@ def read_tokens(
         if before is not None:
             rows, seen = before(layer, h)
             made = prefix_slots(config, block, rows, seen, beside)
-            put = lambda slots, made: slots.at[:, : made.shape[1]].set(made)
-            old = jax.tree.map(put, old, made)
+            old = jax.tree.map(_put, old, made)
             visible = visible.at[:, : seen.shape[1]].set(seen)
             offset = _count(seen, beside)
         # Invisible positions take no RoPE position: with an empty memory tokens count
@@ -108,6 +107,11 @@ def read_tokens(
     return cache, y, inputs
 
 
+def _put(slots, made):
+    """The cache of a layer with what stands before the tokens."""
+    return slots.at[:, : made.shape[1]].set(made.astype(slots.dtype))
+
+
 def _last_norm(weights, h):
     norm = as_arrays(weights.backbone.norm)
     return normalize(norm, h, weights.backbone.config.norm_epsilon)
@@ -129,7 +133,9 @@ def with_bos(weights, layer, memory):
     bos = weights.bos[layer][None, None]
     bos = jnp.broadcast_to(bos, (rows[0].shape[0], 1, bos.shape[-1]))
     seen = jnp.concatenate(seen, axis=1)
-    rows = jnp.concatenate([bos, *rows], axis=1).astype(weights.backbone.config.dtype)
+    # Each by itself, so that the pool is not copied in a wider format.
+    cast = lambda x: x.astype(weights.backbone.config.dtype)
+    rows = jnp.concatenate([cast(x) for x in (bos, *rows)], axis=1)
     # Without memory bos is hidden too: the model then is its backbone.
     some = jnp.any(seen, axis=1, keepdims=True)
     return rows, jnp.concatenate([some, seen], axis=1)
@@ -192,8 +198,8 @@ def _before_tokens(weights, state):
             memory.insert(0, (found.rows, found.real))
         rows, seen = with_bos(weights, layer, memory)
         made = prefix_slots(weights.backbone.config, block, rows, seen, beside)
-        keys.append(cache.keys[layer].at[:, : c.prefix].set(made.keys))
-        values.append(cache.values[layer].at[:, : c.prefix].set(made.values))
+        keys.append(_put(cache.keys[layer], made.keys))
+        values.append(_put(cache.values[layer], made.values))
     return cache._replace(
         keys=tuple(keys),
         values=tuple(values),

@@ -52,7 +52,7 @@ def write_layer(
     heads, first = config.heads, x.shape[1] - queries
 
     def mix(params, memory, normed):
-        q = projections.linear(normed, params.query, params.query_bias)
+        q = projections.query_projection(heads, params, normed)
         q = projections.apply_rope(heads, q, positions[:, first:])
         # All positions are keys and values; queries are the last ones alone.
         made = memory_slots(config, block, x)
@@ -70,7 +70,7 @@ def memory_slots(
     """Keys before RoPE, and values, of memory rows, in the dtype of the rows."""
     normed = normalize(block.mixer_norm, rows, config.norm_epsilon)
     mixer = block.mixer
-    k = projections.linear(normed, mixer.key, mixer.key_bias)
+    k = projections.key_projection(config.heads, mixer, normed)
     return Slots(k, projections.linear(normed, mixer.value, mixer.value_bias))
 
 
@@ -91,8 +91,7 @@ def prefix_slots(
         positions = positions.at[:, 1:].add(beside[:, None])
     made = memory_slots(config, block, rows)
     k = projections.apply_rope(config.heads, made.keys, positions)
-    # Part of a state, which is float32 whatever the backbone computes in.
-    return Slots(k.astype(jnp.float32), made.values.astype(jnp.float32))
+    return Slots(k, made.values)
 
 
 def read_layer(
@@ -122,12 +121,12 @@ def read_layer(
     heads = config.heads
 
     def mix(params, slots, normed):
-        plain, k, v = projections.qkv_projection(params, normed)
+        plain, k, v = projections.qkv_projection(heads, params, normed)
         q = projections.apply_rope(heads, plain, positions)
         k = projections.apply_rope(heads, k, positions)
-        new = Slots(k.astype(jnp.float32), v.astype(jnp.float32))
-        write = lambda old, new: ragged.write(old, places, new)
-        slots = jax.tree.map(write, slots, new)
+        write = lambda old, new: ragged.write(old, places, new.astype(old.dtype))
+        slots = jax.tree.map(write, slots, Slots(k, v))
+        # Without a copy where the cache has the format of the activations.
         cache = (slots.keys.astype(q.dtype), slots.values.astype(q.dtype))
         if attention is None:
             y = attend.from_cache(q, *cache, start, visible)
@@ -148,7 +147,7 @@ def compress(
     h: Float[Array, "B T D"],
     lengths: Int[Array, " B"] | None,
     inputs: bool,
-) -> Float[Array, "B L K D"]:
+) -> tuple[Float[Array, "B L K D"], list[Float[Array, "B T D"]]]:
     """Compresses a chunk to K memory tokens per layer.
 
     With fewer than K tokens the newest of the old rows become new ones again.
@@ -163,6 +162,9 @@ def compress(
         h: embeddings of the chunk.
         lengths: number of tokens of each batch element, 1 to T; None is T for all.
         inputs: stores the layers' inputs instead of their outputs.
+
+    Returns:
+        The memory tokens, and what each layer was given for the chunk's tokens.
     """
     b, t, d = h.shape
     k = memory.shape[2]
@@ -175,7 +177,10 @@ def compress(
     seen = (places >= 0) & (real[:, None] | (places == 0) | (places > k))
     is_token = (places > k)[..., None]
     first = jnp.concatenate([jnp.zeros((b, 1 + k, d), h.dtype), h], axis=1)
-    tokens, new = push(first), []
+    tokens, new, given = push(first), [], []
+    # Where the chunk's tokens are, once they are aligned at the right.
+    at = late[:, None] + jnp.arange(1 + k, width, dtype=jnp.int32)[None]
+    at = jnp.minimum(at, width - 1)
     for layer, block in enumerate(blocks):
         start = jnp.broadcast_to(bos[layer][None, None], (b, 1, d))
         rows = jnp.concatenate([start, memory[:, layer]], axis=1).astype(h.dtype)
@@ -183,6 +188,7 @@ def compress(
         # Hidden states of the tokens go on from layer to layer, while bos and memory
         # are each layer's own.
         x = jnp.where(is_token, tokens, x)
+        given.append(tokens[:, 1 + k :] if lengths is None else ragged.take(tokens, at))
         x = x.at[:, -k:].add(position[None, None].astype(h.dtype))
         # The tokens' own outputs feed the next layer, which the last one does not have.
         # With fewer than K tokens the last K positions reach into the old memory.
@@ -191,7 +197,7 @@ def compress(
         new.append((x if inputs else y)[:, -k:].astype(jnp.float32))
         # Keeps the width: what is put before the tokens is replaced in the next layer.
         tokens = jnp.concatenate([tokens[:, : width - queries], y], axis=1)
-    return jnp.stack(new, axis=1)
+    return jnp.stack(new, axis=1), given
 
 
 def _roll(x, by):

@@ -11,15 +11,16 @@ et al. (2024), https://arxiv.org/abs/2402.04624.
 Called as a language model it remembers what it reads: tokens attend to the memory and
 to the open chunk, and a full chunk is written. The rows for the next chunk are then
 retrieved by queries of earlier tokens, so that no score depends on what it predicts.
-`inject`, `flush` and `read` give the caller control of when to write and to read. With
-an empty memory the logits are those of the backbone with the adapter that reads.
+`inject`, `flush` and `read` give the caller control of when to write and to read; after
+`inject`, which reads nothing, the rows for the next call are retrieved by queries from
+the compression of the last chunk. With an empty memory the logits are those of the
+backbone with the adapter that reads. An eager call of any of them is one program, which
+is compiled once a shape.
 
 Shapes: B batch, L layers, T time, K memory tokens of a chunk, C longest chunk, D model,
 V vocabulary.
 """
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -30,15 +31,14 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from memjax import mechanisms
 from memjax.checks import check_sizes
 from memjax.models import ragged
-from memjax.models.language_model.model import LanguageModel
 from memjax.models.mplus import kv_cache, read, write
-from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions, ReadTrace
 from memjax.models.mplus.state import Initial, KVCache, MPlusState
-from memjax.models.mplus.weights import MPlusWeights, init_weights
-from memjax.models.offload import near, require_place
+from memjax.models.mplus.weights import MPlusWeights
+from memjax.models.offload import near
 from memjax.models.sampling import Sampling
-from memjax.nnx.params import as_arrays, as_params, params_key
+from memjax.nnx.compiled import compiled
+from memjax.nnx.params import as_arrays, as_params
 
 
 class MPlus(nnx.Module):
@@ -50,7 +50,9 @@ class MPlus(nnx.Module):
     Example:
         model = mplus(backbone, MPlusConfig(), rngs=nnx.Rngs(0))
         state = model.inject(model.init_state(1), book)
-        cache, logits = model.read(state, question)
+        # The whole question chooses which rows of the store are read.
+        options = ReadOptions(prompt_length=question.shape[1], max_new_tokens=10)
+        cache, logits = model.read(state, question, options)
     """
 
     def __init__(self, weights: MPlusWeights, initial: Initial | None = None):
@@ -99,6 +101,15 @@ class MPlus(nnx.Module):
         """None: every chunk starts the backbone afresh."""
         return None
 
+    def reserve(self, state: MPlusState, tokens: int) -> MPlusState:
+        """The same state: it holds a text of any length."""
+        return state
+
+    @property
+    def can_pad(self) -> bool:
+        """True."""
+        return True
+
     @property
     def width(self) -> int:
         """D, the width of memories and features."""
@@ -109,11 +120,18 @@ class MPlus(nnx.Module):
         """L."""
         return len(self.backbone.blocks)
 
-    def init_state(self, batch: int, *, key: PRNGKeyArray | None = None) -> MPlusState:
+    def init_state(
+        self,
+        batch: int,
+        capacity: int | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> MPlusState:
         """The memory a sequence starts from: empty, or the checkpoint's.
 
         Args:
             batch: B.
+            capacity: without a meaning, as the memory has one size.
             key: draws which rows the pools drop, differently for each batch element;
                 None is `jax.random.key(0)`.
         """
@@ -122,16 +140,52 @@ class MPlus(nnx.Module):
         state = write.empty_state(self.weights, batch, key)
         return state if self.initial is None else self.initial.fill(state)
 
+    @compiled
     def reset(self, state: MPlusState, mask: Bool[Array, " B"]) -> MPlusState:
-        """Restarts the batch elements in `mask`; their random keys stay."""
+        """Restarts the batch elements in `mask`; their random keys stay.
+
+        Raises:
+            ValueError: on a mask that is not bool [B].
+        """
         # A fresh key would repeat the draws of the document before.
-        empty = self.init_state(mask.shape[0])._replace(key=state.key)
+        empty = self.init_state(state.num_valid.shape[0])._replace(key=state.key)
         # Pool and store may lie on the host, where they are cleared in place.
         clear = lambda old, new: near(mechanisms.reset, old, new, mask, stays=True)
         return jax.tree.map(clear, state, empty)
 
+    def _check(self, state, tokens):
+        ragged.check_tokens(tokens, state.num_valid.shape[0], self.vocab_size)
+
+    def _check_inject(self, state, tokens, lengths=None):
+        self._check(state, tokens)
+        ragged.check_lengths(lengths, tokens, 0)
+
+    def _check_compress(self, state, tokens, memory=None):
+        self._check(state, tokens)
+        if tokens.shape[1] > self.config.chunk:
+            raise ValueError(
+                f"tokens must be at most chunk={self.config.chunk} a batch element, "
+                f"got {tokens.shape[1]}"
+            )
+        if memory is not None:
+            batch, count = tokens.shape[0], self.config.tokens
+            self.weights.check_rows("memory", memory, batch, count)
+
+    def _check_update(self, state, new, dropped=None):
+        write.check_update(self.weights, state, new, dropped)
+
+    def _check_read(self, state, tokens, options=ReadOptions(), lengths=None):  # noqa: B008
+        read.check(self.weights, state, tokens, options, lengths)
+
+    def _check_decode(self, cache, tokens, *, only_new=False, state=None):
+        read.check_decode(self.weights, cache, tokens, only_new, state)
+
+    @compiled(check=_check_inject)
     def features(
-        self, state: MPlusState, tokens: Int[Array, "B T"]
+        self,
+        state: MPlusState,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"] | None = None,
     ) -> tuple[MPlusState, Float[Array, "B T D"]]:
         """Reads tokens and writes the chunks that they complete; returns features.
 
@@ -139,17 +193,21 @@ class MPlus(nnx.Module):
             state: the memory so far.
             tokens: in [0, V), T >= 1. Inside jit values are not checked; one out of
                 range makes the features of its batch element NaN.
+            lengths: batch element b reads its first `lengths[b]` tokens, 0 to T;
+                features behind them have no meaning. None is T for all.
 
         Raises:
-            ValueError: on tokens of another shape, or out of range outside of jit.
+            ValueError: on tokens of another shape, or out of range outside of jit;
+                lengths likewise.
         """
-        self._check(state, tokens)
-        return write.by_chunks(self.weights, state, tokens, kv_cache.read_piece)
+        read = kv_cache.read_piece
+        return write.by_chunks(self.weights, state, tokens, lengths, read)
 
     def logits(self, features: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Scores of the next token, in float32."""
         return self.backbone.logits(features)
 
+    @compiled(check=_check)
     def __call__(
         self, state: MPlusState, tokens: Int[Array, "B T"]
     ) -> tuple[MPlusState, Float[Array, "B T V"]]:
@@ -157,23 +215,28 @@ class MPlus(nnx.Module):
         state, features = self.features(state, tokens)
         return state, self.logits(features)
 
-    def inject(self, state: MPlusState, tokens: Int[Array, "B T"]) -> MPlusState:
+    @compiled(check=_check_inject)
+    def inject(
+        self,
+        state: MPlusState,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"] | None = None,
+    ) -> MPlusState:
         """Writes tokens into memory, C at a time; the rest stays in the open chunk.
 
         Args:
             state: the memory so far.
             tokens: in [0, V), any T >= 1.
+            lengths: of the texts, in [0, T]; what follows them is padding, which must
+                be in [0, V) too. None is T for all.
 
         Raises:
-            ValueError: as `features`.
+            ValueError: as `features`; on lengths of another shape, or known ones out of
+                range.
         """
-        self._check(state, tokens)
-        # Nothing is read here: only compression changes the memory.
-        skip = lambda weights, state, piece, lengths: (state, None)
-        state, _ = write.by_chunks(self.weights, state, tokens, skip)
-        # The open chunk has tokens that were not read, which the cache lacks.
-        return state._replace(cache_ready=jnp.zeros_like(state.cache_ready))
+        return write.inject(self.weights, state, tokens, lengths)
 
+    @compiled
     def flush(self, state: MPlusState) -> MPlusState:
         """Writes the open chunks that have at least `least_chunk` tokens.
 
@@ -184,6 +247,7 @@ class MPlus(nnx.Module):
             self.weights, state, state.length >= self.config.least_chunk
         )
 
+    @compiled(check=_check_compress)
     def compress(
         self,
         state: MPlusState,
@@ -201,17 +265,9 @@ class MPlus(nnx.Module):
             ValueError: as `features`; on more than C tokens, or memory of another
                 shape.
         """
-        self._check(state, tokens)
-        if tokens.shape[1] > self.config.chunk:
-            raise ValueError(
-                f"tokens must be at most chunk={self.config.chunk} a batch element, "
-                f"got {tokens.shape[1]}"
-            )
-        if memory is not None:
-            batch, count = tokens.shape[0], self.config.tokens
-            self.weights.check_rows("memory", memory, batch, count)
         return write.compress(self.weights, state, tokens, None, memory)
 
+    @compiled(check=_check_update)
     def update(
         self,
         state: MPlusState,
@@ -226,17 +282,20 @@ class MPlus(nnx.Module):
             dropped: rows that a full pool drops, in rising order; None draws them.
 
         Raises:
-            ValueError: on arrays of another shape.
+            ValueError: on arrays of another shape, or known rows to drop that are out
+                of range or do not rise.
         """
         return write.update(
             self.weights, state, new, dropped, jnp.ones(new.shape[0], bool)
         )
 
+    @compiled(check=_check_read)
     def read(
         self,
         state: MPlusState,
         tokens: Int[Array, "B T"],
         options: ReadOptions = ReadOptions(),  # noqa: B008 (frozen)
+        lengths: Int[Array, " B"] | None = None,
     ) -> tuple[KVCache, Float[Array, "B T V"]]:
         """Reads tokens with the memory, which stays as it is.
 
@@ -244,27 +303,33 @@ class MPlus(nnx.Module):
             state: the memory; its open chunk is read before the tokens.
             tokens: in [0, V), T >= 1.
             options: which memory is read, and by which tokens it is chosen.
+            lengths: of the texts, in [1, T]; what follows them is padding, which must
+                be in [0, V) too. None is T for all.
 
         Returns:
-            The KV cache, for `decode`, and next-token logits.
+            The KV cache, for `decode`, and next-token logits; those of padding have no
+            meaning.
 
         Raises:
-            ValueError: as `features`; on options of another shape, out of range, or
-                without what they need.
+            ValueError: as `features`; on options or lengths of another shape, out of
+                range, or without what they need.
         """
-        cache, features, _ = read.read(self.weights, state, tokens, options)
+        cache, features, _ = read.read(self.weights, state, tokens, options, lengths)
         return cache, self.logits(features)
 
+    @compiled(check=_check_read)
     def trace_read(
         self,
         state: MPlusState,
         tokens: Int[Array, "B T"],
         options: ReadOptions = ReadOptions(),  # noqa: B008 (frozen)
+        lengths: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T V"], ReadTrace]:
         """The logits of `read`, and what happened in its layers."""
-        _, features, trace = read.read(self.weights, state, tokens, options)
+        _, features, trace = read.read(self.weights, state, tokens, options, lengths)
         return self.logits(features), trace
 
+    @compiled(check=_check_decode)
     def decode(
         self,
         cache: KVCache,
@@ -284,6 +349,7 @@ class MPlus(nnx.Module):
         *,
         key: PRNGKeyArray,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        lengths: Int[Array, " B"] | None = None,
     ) -> Int[Array, "B n"]:
         """Samples an answer to a prompt; the memory stays as it is.
 
@@ -296,59 +362,17 @@ class MPlus(nnx.Module):
             max_new_tokens: n >= 1.
             key: for sampling.
             sampling: temperature, top-k and top-p.
+            lengths: of the prompts, as in `read`.
 
         Raises:
             ValueError: as `read`, or if max_new_tokens is below 1.
         """
         self._check(state, prompt)
+        ragged.check_lengths(lengths, prompt, 1)
         check_sizes(max_new_tokens=max_new_tokens)
-        # Split, so that the parameters are arguments of the program and no constants in
-        # it.
-        graph, params = nnx.split(self)
-        return _generate(graph, max_new_tokens, sampling, params, state, prompt, key)
+        return self._generate(state, prompt, max_new_tokens, key, sampling, lengths)
 
-    def _check(self, state, tokens):
-        ragged.check_tokens(tokens, state.num_valid.shape[0], self.vocab_size)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _generate(graph, count, sampling, params, state, prompt, key):
-    weights = nnx.merge(graph, params).weights
-    return read.generate(weights, count, sampling, state, prompt, key)
-
-
-def mplus(
-    backbone: LanguageModel,
-    config: MPlusConfig,
-    *,
-    key: PRNGKeyArray | None = None,
-    rngs: nnx.Rngs | None = None,
-) -> MPlus:
-    """Wraps a backbone with a pool of memory tokens and a long-term store.
-
-    Args:
-        backbone: a model of Llama's kind; its arrays are shared, and frozen.
-        config: sizes and options of the memory.
-        key: draws the adapters and the retriever; or
-        rngs: the streams of flax, of which "params" is drawn from.
-
-    Raises:
-        ValueError: on both of key and rngs, or neither; on a backbone with other
-            mixers than "attention", without RoPE, or with adapters.
-    """
-    require_place("store_memory", config.store_memory)
-    require_place("pool_memory", config.pool_memory)
-    return MPlus(init_weights(backbone, config, params_key(key, rngs)))
-
-
-def memoryllm(
-    backbone: LanguageModel,
-    config: MPlusConfig,
-    *,
-    key: PRNGKeyArray | None = None,
-    rngs: nnx.Rngs | None = None,
-) -> MPlus:
-    """MemoryLLM: the pool alone, without a long-term store; see `mplus`."""
-    # Without retrieved rows there is no store, and nothing else differs.
-    config = dataclasses.replace(config, retrieved=0)
-    return mplus(backbone, config, key=key, rngs=rngs)
+    @compiled
+    def _generate(self, state, prompt, count, key, sampling, lengths):
+        given = (self.weights, count, sampling, state, prompt, lengths, key)
+        return read.generate(*given)

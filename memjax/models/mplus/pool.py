@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
@@ -40,6 +42,36 @@ def draw_dropped(
     # On a CPU top_k of random numbers is twenty times as fast as a permutation.
     _, drawn = jax.lax.top_k(jax.random.uniform(key, (layers, rows)), count)
     return jnp.sort(drawn, axis=-1)
+
+
+def draw_kept(
+    key: PRNGKeyArray, layers: int, rows: int, count: int, num_valid: Int[Array, ""]
+) -> Int[Array, "L n"]:
+    """Draws the `count` rows of each layer that stay, in rising order.
+
+    Rows that hold something are the last `num_valid`: none of them goes before all the
+    others have.
+    """
+    drawn = jax.random.uniform(key, (layers, rows))
+    empty = jnp.arange(rows, dtype=jnp.int32)[None] < rows - num_valid
+    _, kept = jax.lax.top_k(jnp.where(empty, drawn - 1.0, drawn), count)
+    return jnp.sort(kept, axis=-1)
+
+
+def check_rows(name: str, rows: Int[Array, "B L n"], size: int) -> None:
+    """Raises ValueError unless known indices are in [0, size), and rise in a layer.
+
+    Inside jit nothing is known, and what other indices give has no meaning.
+    """
+    if isinstance(rows, Tracer):
+        return
+    known = np.asarray(rows)
+    inside = not known.size or (known.min() >= 0 and known.max() < size)
+    if not inside or np.any(np.diff(known, axis=-1) <= 0):
+        raise ValueError(
+            f"{name} must be different rows of the pool in rising order, in "
+            f"[0, {size}), got {known.tolist()}"[:300]
+        )
 
 
 def replace(
@@ -78,7 +110,7 @@ def replace(
         after = jnp.concatenate([_take(pool, kept), new], axis=2)
         return mechanisms.reset(pool, after, changes), _take(pool, dropped)
 
-    args = (new, kept.astype(jnp.int32), dropped, changes)
+    args = (new.astype(pool.dtype), kept.astype(jnp.int32), dropped, changes)
     pool, rows_out = near(move, pool, *args, stays=(True, False))
     # Before the drop, so that dropped rows have their age at the time of the update.
     old = ages + count if advance else ages

@@ -17,7 +17,7 @@ from memjax.models.mplus import pool as short_term_pool
 from memjax.models.mplus import store as long_term_store
 from memjax.models.mplus.state import KVCache, MPlusState
 from memjax.models.mplus.weights import MPlusWeights
-from memjax.models.sampling import Sampling, draw
+from memjax.models.sampling import Sampling, Settings, draw
 
 
 class ReadOptions(NamedTuple):
@@ -26,13 +26,18 @@ class ReadOptions(NamedTuple):
     Attributes:
         new: [B, L, n, D], memory tokens of `compress` that are not stored. They are
             read alone, by the adapter that writes, without the open chunk; with
-            `beside_pool` in the place of n random rows of the pool, n in [1, N].
+            `beside_pool` in the place of n rows of the pool, n in [1, N]: of empty
+            ones first, and of random ones where these are too few.
         beside_pool: see `new`.
         kept_rows: [B, L, N - n], rising: the rows of the pool that stay beside `new`;
             None draws them.
         prompt_length: the first so many tokens choose the rows of the long-term store,
-            in [1, T]. None is all of them, which is right where nothing is scored, and
-            with retrieval "attention", where each token chooses for itself.
+            in [1, T]; logits before the last of them have then seen it. T is right
+            where only what follows the tokens counts, as in `MPlus.generate`. None is
+            what `MPlusConfig.retrieval_source` says: with "prefix" the tokens of the
+            open chunk and the first token choose, so that no logit has seen a later
+            token; with "all" every token does. With retrieval "attention" it must be
+            None, as each token chooses for itself.
         max_new_tokens: at least 0, how many tokens `decode` can read afterwards.
     """
 
@@ -53,9 +58,11 @@ def check(
     state: MPlusState,
     tokens: Int[Array, "B T"],
     options: ReadOptions,
+    lengths: Int[Array, " B"] | None = None,
 ) -> None:
     """Raises ValueError on tokens or options that `MPlus.read` refuses."""
     ragged.check_tokens(tokens, state.num_valid.shape[0], weights.backbone.vocab_size)
+    ragged.check_lengths(lengths, tokens, 1)
     b, t = tokens.shape
     if options.beside_pool and options.new is None:
         raise ValueError("beside_pool needs new memory, got new=None")
@@ -75,6 +82,7 @@ def check(
                 f"got {list(options.kept_rows.shape)}, "
                 f"beside_pool={options.beside_pool}"
             )
+        short_term_pool.check_rows("kept_rows", options.kept_rows, weights.config.pool)
     if options.prompt_length is not None and weights.config.by_attention:
         raise ValueError(
             "prompt_length must be None with retrieval='attention', where no token "
@@ -106,6 +114,25 @@ class ReadTrace(NamedTuple):
     chosen: Int[Array, "L B R"] | Int[Array, "L B T h R"] | None
 
 
+def check_decode(
+    weights: MPlusWeights,
+    cache: KVCache,
+    tokens: Int[Array, "B T"],
+    only_new: bool,
+    state: MPlusState | None,
+) -> None:
+    """Raises ValueError on what `MPlus.decode` refuses."""
+    ragged.check_tokens(tokens, cache.length.shape[0], weights.backbone.vocab_size)
+    needed = weights.config.by_attention and not only_new
+    if (state is not None) != needed:
+        raise ValueError(
+            f"state must be {'that of the cache' if needed else 'None'} with "
+            f"retrieval={weights.config.retrieval!r}, retrieved="
+            f"{weights.config.retrieved} and only_new={only_new}, got "
+            f"{'None' if state is None else 'a state'}"
+        )
+
+
 def decode(
     weights: MPlusWeights,
     cache: KVCache,
@@ -126,20 +153,7 @@ def decode(
         only_new: whether it is of new memory alone, read by the adapter that writes.
         state: the memory that was read; only with retrieval="attention", which
             searches its store.
-
-    Raises:
-        ValueError: on tokens of another shape, or a known value out of range; on a
-            state where none is needed, or none where one is.
     """
-    ragged.check_tokens(tokens, cache.length.shape[0], weights.backbone.vocab_size)
-    needed = weights.config.by_attention and not only_new
-    if (state is not None) != needed:
-        raise ValueError(
-            f"state must be {'that of the cache' if needed else 'None'} with "
-            f"retrieval={weights.config.retrieval!r}, retrieved="
-            f"{weights.config.retrieved} and only_new={only_new}, got "
-            f"{'None' if state is None else 'a state'}"
-        )
     lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     h = weights.backbone.embed(tokens)
     attention_retriever = (
@@ -156,16 +170,18 @@ def read(
     state: MPlusState,
     tokens: Int[Array, "B T"],
     options: ReadOptions,
+    lengths: Int[Array, " B"] | None = None,
 ) -> tuple[KVCache, Float[Array, "B T D"], ReadTrace]:
-    """Reads the memory, the open chunk and the tokens.
+    """Reads the memory, the open chunk and the first `lengths[b]` tokens.
 
     Returns:
         The KV cache, the tokens' features, and a trace of what happened.
     """
-    check(weights, state, tokens, options)
+    if lengths is None:
+        lengths = _all(tokens)
     read_with = functools.partial(_read_with_open_chunk, weights, options)
     if options.only_new:
-        return read_with(0, state, tokens)
+        return read_with(0, state, tokens, lengths)
     # An open chunk adds up to C - 1 positions before the tokens. Often all are empty,
     # and a program without those positions is about half the work.
     with_open_chunk = functools.partial(read_with, weights.config.chunk - 1)
@@ -176,6 +192,7 @@ def read(
         without_open_chunk,
         state,
         tokens,
+        lengths,
     )
 
 
@@ -187,7 +204,7 @@ def read_closed(
 ) -> tuple[KVCache, Float[Array, "B T D"], ReadTrace]:
     """`read` where every open chunk is known to be empty: half the program."""
     check(weights, state, tokens, options)
-    return _read_with_open_chunk(weights, options, 0, state, tokens)
+    return _read_with_open_chunk(weights, options, 0, state, tokens, _all(tokens))
 
 
 def generate(
@@ -196,18 +213,23 @@ def generate(
     sampling: Sampling,
     state: MPlusState,
     prompt: Int[Array, "B T"],
+    lengths: Int[Array, " B"] | None,
     key: PRNGKeyArray,
 ) -> Int[Array, "B n"]:
     """Samples `count` tokens after a prompt; see `MPlus.generate`."""
     searched = state if weights.config.by_attention else None
     # The last token is sampled and never read.
-    options = ReadOptions(max_new_tokens=count - 1)
-    cache, features, _ = read(weights, state, prompt, options)
+    # Nothing before the prompt's last logit counts, so that all of it may choose rows.
+    length = None if weights.config.by_attention else prompt.shape[1]
+    options = ReadOptions(prompt_length=length, max_new_tokens=count - 1)
+    cache, features, _ = read(weights, state, prompt, options, lengths)
+    ends = (_all(prompt) if lengths is None else lengths) - 1
+    features = ragged.take(features, ends[:, None])
     logits = weights.backbone.logits(features)
 
     def sample_and_read(carry, key):
         cache, logits = carry
-        token = draw(logits, key, sampling)
+        token = draw(logits, key, Settings.of(sampling))
         cache, logits = decode(weights, cache, token[:, None], False, searched)
         return (cache, logits[:, 0]), token
 
@@ -216,11 +238,15 @@ def generate(
     tokens = jnp.zeros((0, prompt.shape[0]), jnp.int32)
     if keys:
         carry, tokens = jax.lax.scan(sample_and_read, carry, jnp.stack(keys))
-    token = draw(carry[1], last, sampling)
+    token = draw(carry[1], last, Settings.of(sampling))
     return jnp.concatenate([tokens, token[None]]).T
 
 
-def _read_with_open_chunk(weights, options, width, state, tokens):
+def _all(tokens):
+    return jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+
+
+def _read_with_open_chunk(weights, options, width, state, tokens, lengths):
     """`width` is the most tokens that an open chunk has; 0 if all are empty."""
     c, (b, t) = weights.config, tokens.shape
     if options.beside_pool and options.kept_rows is None:
@@ -233,8 +259,9 @@ def _read_with_open_chunk(weights, options, width, state, tokens):
     h = weights.backbone.embed(joined)
     times = jnp.arange(width + t, dtype=jnp.int32)[None]
     after = times - length[:, None]
-    # Only the prompt chooses rows: tokens that are scored must not take part.
-    query_mask = (after >= 0) & (after < (options.prompt_length or t))
+    # Padding chooses nothing.
+    query_mask = _query_mask(c, options.prompt_length, after, t)
+    query_mask = query_mask & (after < lengths[:, None])
     memory = _only_new if options.only_new else _memory
     first = 1 + options.new.shape[2] if options.only_new else c.prefix
     cache = kv_cache.empty(
@@ -258,7 +285,13 @@ def _read_with_open_chunk(weights, options, width, state, tokens):
         None if options.only_new else attention_retrieval.of_store(weights, state.store)
     )
     cache, y, inputs = kv_cache.read_tokens(
-        weights, cache, h, length + t, options.only_new, before, attention_retriever
+        weights,
+        cache,
+        h,
+        length + lengths,
+        options.only_new,
+        before,
+        attention_retriever,
     )
     # The open chunk was read for context; features are of the new tokens alone.
     taken = length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
@@ -267,6 +300,14 @@ def _read_with_open_chunk(weights, options, width, state, tokens):
         chosen = [ragged.take(x, taken) for x in attention_retriever.chosen]
     stack = lambda xs: jnp.stack(xs) if xs else None
     return cache, hidden[-1], ReadTrace(hidden, stack(scores), stack(chosen))
+
+
+def _query_mask(config, prompt_length, after, count):
+    """Which tokens choose rows; `after` counts from the first token that is read."""
+    if prompt_length is None and config.retrieval_source == "prefix":
+        # Every later token is scored, and must not take part.
+        return after < 1
+    return (after >= 0) & (after < (prompt_length or count))
 
 
 def _only_new(weights, options, state, layer, h, query_mask):
@@ -284,7 +325,7 @@ def _memory(weights, options, state, layer, h, query_mask):
     pool = short_term_pool.of_layer(state.pool, layer)
     seen = kv_cache.valid_rows(state.num_valid, c.pool)
     if options.new is not None:
-        new = options.new[:, layer]
+        new = options.new[:, layer].astype(pool.dtype)
         kept = options.kept_rows[:, layer]
         seen = jnp.concatenate(
             [ragged.take(seen, kept), jnp.ones(new.shape[:2], bool)], axis=1
@@ -302,8 +343,8 @@ def _memory(weights, options, state, layer, h, query_mask):
 def _draw_kept(weights, state, new):
     """Draws which rows of the pool stay beside `new` ones; the state's key stays."""
     rows = weights.config.pool
-    draw = lambda key: short_term_pool.draw_dropped(
-        key, weights.layers, rows, rows - new
+    draw = lambda key, num_valid: short_term_pool.draw_kept(
+        key, weights.layers, rows, rows - new, num_valid
     )
     # A read leaves the state's key alone: two reads of one state draw the same rows.
-    return jax.vmap(draw)(jax.random.wrap_key_data(state.key))
+    return jax.vmap(draw)(jax.random.wrap_key_data(state.key), state.num_valid)

@@ -1,5 +1,7 @@
 """The memory that M+ carries from call to call, and the one a checkpoint starts with.
 
+Memory tokens and the KV cache have the number format `MPlusConfig.memory_dtype`.
+
 Shapes: B batch, L layers, K memory tokens of a chunk, N rows of the pool, M capacity of
 the store, R retrieved rows, C longest chunk, D model, d width of the retriever's keys,
 S positions of the KV cache, G key heads, H width of a head. With retrieval="attention"
@@ -129,7 +131,7 @@ class Initial(NamedTuple):
         batch, pool = state.num_valid.shape[0], self.pool.get_value()
         each = lambda x: jnp.broadcast_to(x[None], (batch, *x.shape))
         state = state._replace(
-            pool=near(lambda _, start: start, state.pool, each(pool), stays=True),
+            pool=near(_start, state.pool, each(pool), stays=True),
             # A checkpoint's pool is full, so that the first update drops into the
             # store.
             num_valid=jnp.full_like(state.num_valid, pool.shape[1]),
@@ -140,7 +142,9 @@ class Initial(NamedTuple):
         *parts, recalls = (part.get_value() for part in parts if part is not None)
         count = recalls.shape[0]
         # The first rows of the buffer: what follows is unused.
-        start = lambda buffer, start: buffer.at[:, :count].set(start[None])
+        start = lambda buffer, start: buffer.at[:, :count].set(
+            start[None].astype(buffer.dtype)
+        )
         begin = functools.partial(near, start, stays=True)
         layers = tuple(
             jax.tree.map(begin, layer, LayerStore(*(part[i] for part in parts)))
@@ -152,3 +156,7 @@ class Initial(NamedTuple):
             num_valid=jnp.full_like(state.num_valid, count),
         )
         return state._replace(store=store)
+
+
+def _start(pool, start):
+    return start.astype(pool.dtype)

@@ -46,7 +46,9 @@ class Retrieved(NamedTuple):
     scores: Float[Array, " M"]
 
 
-def empty(config: MPlusConfig, batch: int, layers: int, width: int) -> Store:
+def empty(
+    config: MPlusConfig, batch: int, layers: int, width: int, dtype: str = "float32"
+) -> Store:
     """A store without rows.
 
     Args:
@@ -54,11 +56,12 @@ def empty(config: MPlusConfig, batch: int, layers: int, width: int) -> Store:
         batch: B.
         layers: L.
         width: D of its rows; with retrieval "attention" that of their keys as well.
+        dtype: of its rows.
     """
     shape = (batch, config.store)
     key_dim = width if config.by_attention else config.key_dim
     layer = lambda: LayerStore(
-        rows=put(config.store_memory, jnp.zeros((*shape, width))),
+        rows=put(config.store_memory, jnp.zeros((*shape, width), dtype)),
         keys=jnp.zeros((*shape, key_dim), jnp.float32),
         born=jnp.zeros(shape, jnp.int32),
     )
@@ -163,8 +166,8 @@ def retrieve(
 ) -> Retrieved:
     """Retrieves the R rows of a layer with the highest p, oldest first.
 
-    Among rows of equal p the first in the store win; rows of equal age keep the
-    store's order. Nothing is real for a batch element without queries.
+    Among rows of equal p the first in the store win; rows of equal age stand as
+    `MPlusConfig.equal_ages` says. Nothing is real for a batch element without queries.
 
     Returns:
         `Retrieved`, with the batch first.
@@ -193,8 +196,11 @@ def _choose(config, keys, born, num_valid, num_pending, queries, query_mask):
         few = merged < config.retrieved
         real = jnp.where(few, merged > 0, real)
         chosen = jnp.where(few, tiled, jnp.sort(chosen))
-    # The program sorts ages with an unstable sort; here ties keep the store's order.
-    order = jnp.lexsort((chosen, born[chosen], real))
+    ranks = chosen
+    if config.falling:
+        # With `legacy` by the place in `chosen`, which tells repeated rows apart.
+        ranks = -jnp.arange(config.retrieved) if config.legacy else -chosen
+    order = jnp.lexsort((ranks, born[chosen], real))
     return chosen[order], real[order], scores
 
 

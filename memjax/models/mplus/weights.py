@@ -77,6 +77,11 @@ class MPlusWeights(NamedTuple):
         """D, the width of memories and features."""
         return self.backbone.width
 
+    @property
+    def memory_dtype(self) -> str:
+        """Number format of memory tokens and of the KV cache."""
+        return self.config.memory_dtype or self.backbone.config.dtype
+
     def blocks(self, writes: bool) -> tuple[BlockParams, ...]:
         """The layers' parameters, with the adapter that writes or that which reads."""
         adapter = self.write_adapter if writes else self.read_adapter
@@ -183,9 +188,10 @@ def init_bos(backbone: LanguageModel) -> Float[Array, "L D"]:
     # backbone marks by activations that no embedding has. Without such a vector before
     # the memory, SmolLM2 loses 12.3 nats a token after a compressed chunk, and 3.06
     # with it.
-    # Parameters are float32, whatever the backbone computes in.
+    # In float32, whatever the backbone computes in.
     config = dataclasses.replace(backbone.config, dtype="float32")
-    h = backbone.embedding.get_value().mean(axis=0)[None, None]
+    mean = backbone.embedding.get_value().mean(axis=0, dtype=jnp.float32)
+    h = mean[None, None]
     at, found = jnp.zeros((1, 1), jnp.int32), []
     for block in backbone.blocks:
         found.append(h[0, 0])

@@ -29,8 +29,9 @@ def empty_state(weights: MPlusWeights, batch: int, key: PRNGKeyArray) -> MPlusSt
     rows = jnp.arange(batch, dtype=jnp.int32)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
     zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
+    shape = (batch, weights.layers, c.pool, d)
     state = MPlusState(
-        pool=put(c.pool_memory, jnp.zeros((batch, weights.layers, c.pool, d))),
+        pool=put(c.pool_memory, jnp.zeros(shape, weights.memory_dtype)),
         ages=zeros((batch, weights.layers, c.pool)),
         num_valid=zeros(batch),
         clock=zeros(batch),
@@ -46,7 +47,9 @@ def empty_state(weights: MPlusWeights, batch: int, key: PRNGKeyArray) -> MPlusSt
     if c.retrieved:
         width = attention_retrieval.width(weights.backbone.config)
         width = width if c.by_attention else d
-        store = long_term_store.empty(c, batch, weights.layers, width)
+        store = long_term_store.empty(
+            c, batch, weights.layers, width, weights.memory_dtype
+        )
         state = state._replace(store=store)
     if c.has_retriever:
         shape = (batch, weights.layers, c.chunk, c.key_dim)
@@ -55,7 +58,11 @@ def empty_state(weights: MPlusWeights, batch: int, key: PRNGKeyArray) -> MPlusSt
 
 
 def by_chunks(
-    weights: MPlusWeights, state: MPlusState, tokens: Int[Array, "B T"], read: Callable
+    weights: MPlusWeights,
+    state: MPlusState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"] | None,
+    read: Callable,
 ) -> tuple[MPlusState, Any]:
     """Fills the open chunks with tokens, and writes each one that is full.
 
@@ -65,6 +72,7 @@ def by_chunks(
         weights: of M+.
         state: the memory so far.
         tokens: T >= 1.
+        lengths: how many of them are a batch element's, 0 to T; None is T for all.
         read: (weights, state, tokens, lengths) -> (state, features), of the first
             `lengths[b]` of the tokens given, before they join the open chunk.
 
@@ -73,10 +81,13 @@ def by_chunks(
     """
     c, (b, t) = weights.config.chunk, tokens.shape
     width, before = min(c, t), state.length
+    total = jnp.full(b, t, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
 
+    # Compiled by itself, it is traced once for its shapes and for its use.
+    @jax.jit
     def step(carry, _):
         state, done = carry
-        lengths = jnp.minimum(c - state.length, t - done)
+        lengths = jnp.minimum(c - state.length, total - done)
         at = done[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
         # Positions beyond T are clamped; `lengths` says that they are no tokens.
         part = ragged.take(tokens, jnp.minimum(at, t - 1))
@@ -94,7 +105,9 @@ def by_chunks(
     empty = jax.eval_shape(step, carry, None)[1]
     skip = lambda carry, _: (carry, jax.tree.map(jnp.zeros_like, empty))
     # Whether the last iteration has tokens depends on the lengths of the open chunks.
-    some = lambda carry, _: jax.lax.cond(jnp.any(carry[1] < t), step, skip, carry, None)
+    some = lambda carry, _: jax.lax.cond(
+        jnp.any(carry[1] < total), step, skip, carry, None
+    )
     (state, _), ys = jax.lax.scan(some, carry, length=count)
     if ys is None:
         return state, None
@@ -106,6 +119,21 @@ def by_chunks(
     return state, ragged.take(flat, rounds * width + times - first)
 
 
+def inject(
+    weights: MPlusWeights,
+    state: MPlusState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"] | None,
+) -> MPlusState:
+    """Writes tokens without reading them; see `MPlus.inject`."""
+    some = True if lengths is None else lengths > 0
+    # The cache lacks the tokens of the open chunk that come now and are not read.
+    state = state._replace(cache_ready=state.cache_ready & jnp.logical_not(some))
+    # Nothing is read here: only compression changes the memory.
+    skip = lambda weights, state, piece, lengths: (state, None)
+    return by_chunks(weights, state, tokens, lengths, skip)[0]
+
+
 def write_open(
     weights: MPlusWeights, state: MPlusState, rows: Bool[Array, " B"]
 ) -> MPlusState:
@@ -115,7 +143,9 @@ def write_open(
         # `compress` needs a token. Empty chunks are compressed for nothing: `rows`
         # leaves them out.
         lengths = jnp.maximum(state.length, 1)
-        new = compress(weights, state, state.tokens, lengths, None)
+        new, given = _compress(weights, state, state.tokens, lengths, None)
+        # Tokens that were not read have no queries, and the next chunk needs some.
+        state = _keep_queries(weights, state, given, rows & ~state.cache_ready)
         state = update(weights, state, new, None, rows)
         return state._replace(
             tokens=jnp.where(rows[:, None], 0, state.tokens),
@@ -133,6 +163,11 @@ def compress(
     memory: Float[Array, "B L K D"] | None,
 ) -> Float[Array, "B L K D"]:
     """Memory tokens of the first `lengths[b]` tokens; see `MPlus.compress`."""
+    return _compress(weights, state, tokens, lengths, memory)[0]
+
+
+def _compress(weights, state, tokens, lengths, memory):
+    """Memory tokens, and what each layer was given for the chunk's tokens."""
     real = (
         jnp.ones_like(state.num_valid, bool)
         if memory is not None
@@ -155,6 +190,43 @@ def compress(
     )
 
 
+def _keep_queries(weights, state, given, rows):
+    """The open chunk's queries from its compression, for the batch elements in `rows`.
+
+    Those of a read come from other hidden states: with all memory, by the other
+    adapter.
+    """
+    if state.queries is None:
+        return state
+    new = [weights.retriever_queries(i, x) for i, x in enumerate(given)]
+    times = jnp.arange(weights.config.chunk, dtype=jnp.int32)[None]
+    taken = rows[:, None] & (times < state.length[:, None])
+    taken = taken[:, None, :, None]
+    count = jnp.maximum(state.num_queries, state.length)
+    return state._replace(
+        queries=jnp.where(taken, jnp.stack(new, axis=1), state.queries),
+        num_queries=jnp.where(rows, count, state.num_queries),
+    )
+
+
+def check_update(
+    weights: MPlusWeights,
+    state: MPlusState,
+    new: Float[Array, "B L K D"],
+    dropped: Int[Array, "B L K"] | None,
+) -> None:
+    """Raises ValueError on what `MPlus.update` refuses."""
+    c = weights.config
+    weights.check_rows("new", new, state.num_valid.shape[0], c.tokens)
+    if dropped is not None and dropped.shape != new.shape[:3]:
+        raise ValueError(
+            f"dropped must be [B, L, K] = {list(new.shape[:3])}, "
+            f"got {list(dropped.shape)}"
+        )
+    if dropped is not None:
+        short_term_pool.check_rows("dropped", dropped, c.pool)
+
+
 def update(
     weights: MPlusWeights,
     state: MPlusState,
@@ -164,12 +236,6 @@ def update(
 ) -> MPlusState:
     """Stores memory tokens of the batch elements in `rows`; see `MPlus.update`."""
     c = weights.config
-    weights.check_rows("new", new, state.num_valid.shape[0], c.tokens)
-    if dropped is not None and dropped.shape != new.shape[:3]:
-        raise ValueError(
-            f"dropped must be [B, L, K] = {list(new.shape[:3])}, "
-            f"got {list(dropped.shape)}"
-        )
     # One key draws what is dropped, the other is the next state's.
     keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(state.key))
     if dropped is None:
@@ -218,7 +284,8 @@ def stored(
     """The store's entry for memory tokens that a layer's pool drops."""
     if weights.config.by_attention:
         block = weights.blocks(writes=False)[layer]
-        return attention_retrieval.stored(weights.backbone.config, block, rows, born)
+        kept = attention_retrieval.stored(weights.backbone.config, block, rows, born)
+        return kept._replace(rows=kept.rows.astype(weights.memory_dtype))
     # Keys are computed once, at the drop, and not again in every search.
     return LayerStore(rows, weights.retriever_keys(layer, rows), born)
 

@@ -35,15 +35,20 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from memjax.training.checkpoints.checksums import write_digests
+from memjax.training.checkpoints.checksums import sync_folder, write_digests
 from memjax.training.checkpoints.folder import (
     UNFINISHED,
     CheckpointError,
     DiskFullError,
     Folder,
     SaveError,
+    check_path,
+    require_room,
 )
 from memjax.training.checkpoints.tree_spec import describe, require_same, with_shardings
+
+#: Files without which a checkpoint cannot be read.
+NEEDED = ("state/manifest.ocdbt", "record/metadata")
 
 
 class Restored(NamedTuple):
@@ -66,22 +71,20 @@ class Checkpoints:
         keep: how many of the newest good checkpoints stay, at least 1.
 
     Raises:
-        ValueError: `keep` < 1, or `directory` is a file, a URL, or a folder with
-            something else in it.
+        ValueError: `keep` < 1, or `directory` is a file, a URL, a path with [, ] or a
+            backslash, or a folder with something else in it.
     """
 
     def __init__(self, directory: Path | str, *, keep: int = 3):
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        if "://" in str(directory):
-            raise ValueError(
-                f"directory must be a path, got {str(directory)!r}; mount a bucket "
-                "as a filesystem to keep checkpoints there"
-            )
+        check_path("directory", directory)
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._folder = Folder(self.directory)
         self._saving: int | None = None
+        self._unsynced: int | None = None
+        self._drop_old = True
         self._primary = jax.process_index() == 0
         self._writer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(),
@@ -94,7 +97,14 @@ class Checkpoints:
         """The steps that have a folder, oldest first; damaged ones included."""
         return self._folder.steps()
 
-    def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        meta: dict[str, Any],
+        *,
+        drop_old: bool = True,
+    ) -> None:
         """Starts writing a checkpoint and returns once `state` may be overwritten.
 
         First finishes the save before this one, so its failure is raised here at
@@ -104,6 +114,7 @@ class Checkpoints:
             step: >= 0; if it or a later one is already there, that must be damaged.
             state: pytree of JAX arrays, typed PRNG keys included.
             meta: anything JSON can hold.
+            drop_old: whether the oldest may go for this one, down to `keep`.
 
         Raises:
             ValueError: a leaf is no JAX array, `meta` is not JSON, or a good
@@ -118,8 +129,9 @@ class Checkpoints:
         self.wait()
         if self._primary:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-            self._folder.make_ready(step, size, self.keep)
-        self._saving = step
+            self._folder.make_ready(step, size, self.keep if drop_old else None)
+        self._saving, self._drop_old = step, drop_old
+        self._unsynced = step if self._primary else None
         try:
             self._writer.save(
                 self.directory / str(step),
@@ -131,11 +143,16 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def check(self) -> None:
-        """Raises the failure of the save under way, if it has failed; never waits."""
+        """Raises the failure of the save under way, if it has failed; never waits.
+
+        To be called often: the first call after a checkpoint got its name puts that
+        name on the disk, where a power cut does not undo it.
+        """
         try:
             self._writer.check_for_errors()
         except Exception as error:
             raise self._failure(error) from error
+        self._sync_name()
 
     def wait(self) -> None:
         """Waits until the save under way is on the disk, then drops the oldest.
@@ -147,7 +164,8 @@ class Checkpoints:
             self._writer.wait_until_finished()
         except Exception as error:
             raise self._failure(error) from error
-        if self._saving is not None and self._primary:
+        self._sync_name()
+        if self._saving is not None and self._primary and self._drop_old:
             # Only now: until the new one is on the disk, an old one is the newest.
             self._folder.drop_old(self.keep)
         self._saving = None
@@ -164,29 +182,58 @@ class Checkpoints:
             abstract_state: arrays or `jax.ShapeDtypeStruct`s; each leaf lands on its
                 sharding, or on the first device where it has none.
             accept: is given the meta record before any array is read or compared,
-                and may raise.
+                and may raise: CheckpointError where the record makes no sense, which
+                the next older checkpoint may do.
 
         Returns:
             None when nothing was ever saved here.
 
         Raises:
-            CheckpointError: there are checkpoints, and every one is damaged.
+            CheckpointError: there are checkpoints, and every one is damaged; with
+                several processes also if one has its digests and cannot be read.
             ValueError: a leaf is missing, not expected, or of another shape or dtype.
         """
         self.wait()
-        step = self._newest_good()
-        if step is None:
-            return None
+        while (step := self._newest_good()) is not None:
+            try:
+                return self._restore(step, abstract_state, accept)
+            except CheckpointError as error:
+                # Several processes may not agree on what went wrong.
+                if jax.process_count() > 1:
+                    raise
+                self._folder.set_aside(step, error)
+        return None
+
+    def _restore(
+        self,
+        step: int,
+        abstract_state: PyTree,
+        accept: Callable[[dict[str, Any]], None] | None,
+    ) -> Restored:
+        """Reads one checkpoint; CheckpointError if its content makes no sense."""
         record = self._read(step, record=ocp.args.JsonRestore())["record"]
+        where = f"checkpoint {self.directory / str(step)}"
+        if not isinstance(record, dict) or not all(
+            isinstance(record.get(name), dict) for name in ("leaves", "meta")
+        ):
+            raise CheckpointError(f"{where} has a record without leaves or meta")
         if accept is not None:
             # The caller may refuse, or free its own arrays to make room for these.
             accept(record["meta"])
-        where = f"checkpoint {self.directory / str(step)}"
         # Before arrays are read, with every leaf that differs in the message.
-        require_same(record["leaves"], describe(abstract_state), where)
+        try:
+            require_same(record["leaves"], describe(abstract_state), where)
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{where} has a record of no leaves") from error
         target = ocp.args.StandardRestore(with_shardings(abstract_state))
         state = self._read(step, state=target)["state"]
         return Restored(step=step, state=state, meta=record["meta"])
+
+    def require_room(self, state: PyTree) -> None:
+        """Raises DiskFullError if a first checkpoint of `state` would not fit."""
+        if self._primary and not self.steps():
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+            require_room(self.directory, size)
 
     def close(self) -> None:
         """Waits for the save under way and frees the folder; raises as `wait` does."""
@@ -213,9 +260,21 @@ class Checkpoints:
             # The body's own error is the one to see first.
             error.add_note(f"The last save failed as well: {failure}")
 
+    def _sync_name(self) -> None:
+        """Once the save under way has its final name, puts that on the disk."""
+        step = self._unsynced
+        if step is not None and (self.directory / str(step)).exists():
+            sync_folder(self.directory)
+            self._unsynced = None
+
     def _seal(self) -> None:
         """Runs in the writer's thread, just before the folder gets its final name."""
-        write_digests(self.directory / f"{self._saving}{UNFINISHED}")
+        folder = self.directory / f"{self._saving}{UNFINISHED}"
+        for name in NEEDED:
+            # What cannot be read back must not count as a checkpoint.
+            if not (folder / name).is_file():
+                raise OSError(errno.EIO, f"{folder / name} was not written")
+        write_digests(folder)
 
     def _read(self, step: int, **args: Any) -> Any:
         try:
@@ -224,8 +283,8 @@ class Checkpoints:
             )
         except Exception as error:
             raise CheckpointError(
-                f"checkpoint {self.directory / str(step)} has the digests it was "
-                f"written with but cannot be read: {error}"
+                f"it has the digests it was written with but cannot be read: "
+                f"{shortened(error)}"
             ) from error
 
     def _newest_good(self) -> int | None:
@@ -247,15 +306,22 @@ class Checkpoints:
     def _failure(self, error: Exception) -> SaveError:
         """What to raise for a failed save, once its remains no longer fill the disk."""
         step, self._saving = self._saving, None
+        self._unsynced = None
         if self._primary and step is not None:
             # Its remains would fill the disk that the next save needs.
             shutil.rmtree(self.directory / f"{step}{UNFINISHED}", ignore_errors=True)
-        text = f"saving step {step} in {self.directory} failed: {error}"
+        text = f"saving step {step} in {self.directory} failed: {shortened(error)}"
         code = error.errno if isinstance(error, OSError) else None
         # Some errors of the writer carry the system's text and not its number.
         if code == errno.ENOSPC or "No space left" in str(error):
             return DiskFullError(errno.ENOSPC, text)
         return SaveError(code or errno.EIO, text)
+
+
+def shortened(error: Exception) -> str:
+    """The error's text; of a long one, such as tensorstore's, the beginning."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
 def _as_json(meta: dict[str, Any]) -> dict[str, Any]:

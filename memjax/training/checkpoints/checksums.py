@@ -6,6 +6,7 @@ are not covered: orbax rewrites its timestamps there after the digests are taken
 nothing is read from them.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,6 +15,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 DIGEST_FILE = "digests.json"
+#: What reading a damaged or forged JSON record may raise.
+DAMAGED_JSON = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 
 
 def write_digests(folder: Path) -> None:
@@ -23,6 +33,9 @@ def write_digests(folder: Path) -> None:
         entries = pool.map(_synced_entry, files)
         names = [p.relative_to(folder).as_posix() for p in files]
         record = dict(zip(names, entries, strict=True))
+    # A file is found again after a power cut only if its folder is on the disk too.
+    for inner in {path.parent for path in files}:
+        sync_folder(inner)
     write_atomically(folder / DIGEST_FILE, json.dumps(record, indent=1))
 
 
@@ -36,7 +49,9 @@ def problems(folder: Path) -> list[str]:
         items = [(str(n), int(e["bytes"]), str(e["sha256"])) for n, e in record.items()]
     except FileNotFoundError:
         return [f"{DIGEST_FILE} is missing"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        return [f"{DIGEST_FILE} cannot be read ({error.strerror})"]
+    except DAMAGED_JSON as error:
         return [f"{DIGEST_FILE} cannot be read ({error})"]
     if not items:
         # Nothing to check is no proof: a truncated record must not pass.
@@ -55,6 +70,21 @@ def write_atomically(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     # After the sync: a rename may reach the disk before the data does.
     hidden.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts a folder's names on the disk, new and renamed ones, where that is possible.
+
+    Without it a power cut within seconds may undo a rename.
+    """
+    # Some network filesystems cannot, and lose nothing by it that they kept before.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _synced_entry(path: Path) -> dict[str, Any]:
@@ -79,4 +109,7 @@ def _problem(folder: Path, name: str, size: int, digest: str) -> str | None:
                 return f"{name} differs from what was written (sha256)"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
+    except ValueError as error:
+        # A name with a zero byte.
+        return f"{name!r} cannot be read ({error})"
     return None

@@ -14,11 +14,16 @@ import errno
 import fcntl
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-from memjax.training.checkpoints.checksums import problems, write_atomically
+from memjax.training.checkpoints.checksums import (
+    DAMAGED_JSON,
+    problems,
+    write_atomically,
+)
 
 FORMAT_FILE = "memjax-checkpoints.json"
 FORMAT = {"format": "memjax checkpoints", "version": 1}
@@ -40,6 +45,23 @@ class DiskFullError(SaveError):
     """There is no room for the next checkpoint."""
 
 
+def check_path(name: str, path: Path | str) -> None:
+    """Raises ValueError, naming the argument, where no checkpoints can be kept."""
+    # A Path has lost one of the slashes: gs:/bucket/run would be a folder `gs:` here.
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        raise ValueError(
+            f"{name} must be a path, got {str(path)!r}; mount a bucket as a filesystem "
+            "to keep checkpoints there"
+        )
+    found = sorted({*str(Path(path).absolute())} & {*"[]\\"})
+    if found:
+        # orbax takes a path for a pattern, finds no files, and saves nothing but names.
+        raise ValueError(
+            f"{name} must not hold {' or '.join(found)} anywhere in its path, got "
+            f"{str(Path(path).absolute())!r}: checkpoints there could not be read back"
+        )
+
+
 class Folder:
     """A folder of checkpoints. Looking changes nothing on the disk.
 
@@ -50,6 +72,7 @@ class Folder:
     def __init__(self, path: Path):
         self.path = path
         self._damaged: set[int] = set()
+        self._unreadable: set[int] = set()
         # Until `newest_good` was called nothing is known to be good, and nothing is
         # deleted.
         self._judged = False
@@ -67,21 +90,42 @@ class Folder:
         """The newest step whose files agree with their digests, or -1.
 
         Every newer one is named in an error message; the second number counts them.
+        Those that were given to `set_aside` are not looked at again.
         """
-        self._damaged, self._judged = set(), True
+        self._damaged, self._judged = set(self._unreadable), True
         # Newest first, and no further than needed: digests of gigabytes take a while.
-        for step in reversed(self.steps()):
+        left = self._steps_to_judge()
+        while left:
+            step = left.pop()
             wrong = problems(self.path / str(step))
             if not wrong:
                 return step, len(self._damaged)
+            if not (self.path / str(step)).exists():
+                # A run that trains has dropped it, after it saved a newer one.
+                left = self._steps_to_judge()
+                continue
             self._damaged.add(step)
             _report_damage(self.path / str(step), wrong)
         return -1, len(self._damaged)
 
-    def make_ready(self, step: int, size: int, keep: int) -> None:
+    def set_aside(self, step: int, error: Exception) -> None:
+        """Counts a step as damaged that has its digests and could not be read.
+
+        One that a run in training has dropped meanwhile is forgotten.
+        """
+        folder = self.path / str(step)
+        if folder.exists():
+            self._unreadable.add(step)
+            _report_damage(folder, [str(error)])
+
+    def _steps_to_judge(self) -> list[int]:
+        return [step for step in self.steps() if step not in self._damaged]
+
+    def make_ready(self, step: int, size: int, keep: int | None) -> None:
         """Prepares a save of `size` bytes at `step`: creates and locks the folder.
 
-        Drops the oldest down to `keep`, where it is known which ones are good.
+        Drops the oldest down to `keep`, where it is known which ones are good; None
+        drops none.
 
         Raises:
             SaveError: another process has the lock.
@@ -96,9 +140,9 @@ class Folder:
             self._clear_unfinished()
         self._require_newest(step)
         self._set_damaged_aside(step)
-        if self._judged:
+        if self._judged and keep is not None:
             self.drop_old(keep)
-        _require_room(self.path, size)
+        require_room(self.path, size)
         if not (self.path / FORMAT_FILE).exists():
             write_atomically(self.path / FORMAT_FILE, json.dumps(FORMAT))
 
@@ -174,12 +218,16 @@ def _require_ours(directory: Path) -> None:
     if FORMAT_FILE not in names:
         raise ValueError(
             f"{directory} is not a folder of memjax checkpoints: it has no "
-            f"{FORMAT_FILE}, but {', '.join(names[:5])}"
+            f"{FORMAT_FILE}, but {', '.join(names[:5])}. If it is one that has lost "
+            f"the file, write {json.dumps(FORMAT)} into it"
         )
     try:
         found = json.loads((directory / FORMAT_FILE).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{directory / FORMAT_FILE} cannot be read: {error}") from None
+    except (OSError, *DAMAGED_JSON) as error:
+        raise ValueError(
+            f"{directory / FORMAT_FILE} cannot be read: {error}. The checkpoints do "
+            f"not depend on it: write {json.dumps(FORMAT)} into it"
+        ) from None
     if found != FORMAT:
         raise ValueError(
             f"{directory / FORMAT_FILE} must say {FORMAT}, it says {found}: "
@@ -203,12 +251,17 @@ def _lock(directory: Path) -> Any:
     return file
 
 
-def _require_room(directory: Path, size: int) -> None:
+def require_room(directory: Path, size: int) -> None:
     """Refuses a save that the disk may not hold: 1.25 of the state and 1 MiB."""
-    need, free = int(1.25 * size) + 2**20, shutil.disk_usage(directory).free
+    need, free = int(1.25 * size) + 2**20, shutil.disk_usage(_existing(directory)).free
     if free < need:
         raise DiskFullError(
             errno.ENOSPC,
             f"no room for a checkpoint in {directory}: {need} bytes needed, {free} "
             "free. Free some space and run the same command again",
         )
+
+
+def _existing(directory: Path) -> Path:
+    """The nearest folder that exists, on the same disk."""
+    return next(p for p in (directory, *directory.parents) if p.exists())

@@ -8,7 +8,6 @@ A run's folder is whole: its checkpoints hold the backbone too, frozen or not, a
 backbone or a first stage of other parameters it is refused, by their digests.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,10 +19,10 @@ from jax.sharding import Mesh
 from memjax.config_io import completed, to_record
 from memjax.training import loop, pretrain, run_data, sharding
 from memjax.training.checkpoints.checksums import write_atomically
-from memjax.training.checkpoints.folder import Folder
+from memjax.training.checkpoints.folder import Folder, check_path
+from memjax.training.claims import Claim
 from memjax.training.config import Outcome
 from memjax.training.finetune.run import (
-    TOKENIZER_FILE,
     AnyStage,
     FinetuneRun,
     state_shapes,
@@ -34,15 +33,16 @@ from memjax.training.finetune.start import digest as digest
 from memjax.training.finetune.start import load_backbone as load_backbone
 from memjax.training.finetune.start import starting_point
 from memjax.training.resume import FREE_FIELDS
-from memjax.training.run_folder import CHECKPOINTS, claim
+from memjax.training.run_folder import CHECKPOINTS, record_config
+from memjax.training.step import TrainState
 
 #: Fields of a `FinetuneRun` that may differ between a run and its continuation.
-FREE = frozenset(f"config.{name}" for name in FREE_FIELDS)
+FREE = frozenset(f"config.{name}" for name in FREE_FIELDS) | {"origin"}
 
 
 def finetune(
     stage: AnyStage,
-    backbone: Path | None,
+    backbone: Path | str | None,
     run_dir: Path,
     start: Path | None = None,
 ) -> Outcome:
@@ -50,7 +50,7 @@ def finetune(
 
     Args:
         stage: what is trained, on what, and how.
-        backbone: a run's folder, a Hugging Face folder or a GGUF file; may be None
+        backbone: a run's folder, or a model as `load_pretrained` takes it; may be None
             where `start` is given, whose run holds it.
         run_dir: the run's folder.
         start: folder of the stage before. HMT: a run without retrieval, whose backbone
@@ -60,46 +60,54 @@ def finetune(
     Raises:
         ValueError: on a backbone or a start that cannot be, a run of another
             configuration or backbone in `run_dir`; see `memjax.training.loop.train`.
+        ClaimedError: another process trains in `run_dir`.
     """
+    check_path("run_dir", run_dir)
     described, model, stored, before = starting_point(stage, backbone, start)
-    tokenizer = stored.parse()
+    tokenizer = stored.tokenizer
     mesh = sharding.make_mesh(stage.mesh)
     documents = run_data.load_split(described, tokenizer, "train")
     hosts = {"shard_index": jax.process_index(), "shard_count": jax.process_count()}
     vocab_size = described.model.vocab_size
     data = stage.batches(documents, tokenizer, vocab_size, **hosts)
     # Before the work starts: another run's folder is refused at once.
-    claim(described, run_dir, FREE)
-    if stored.file is not None and jax.process_index() == 0:
-        write_atomically(run_dir / TOKENIZER_FILE, stored.file.decode())
-    # A resumed run takes its parameters from the checkpoint: nothing to prepare.
-    if not Folder(run_dir / CHECKPOINTS).steps():
-        model = stage.prepare(model, before, documents, tokenizer)
-    evaluate = None
-    if stage.loop.evaluate_every:
-        evaluate = run_data.validation(described, tokenizer, described.structure())
-    create, step = _programs(_anonymous(described), mesh)
-    state = create(nnx.state(model), jax.random.key(stage.seed))
-    # The state is a copy, and the loop must be the only one to hold one.
-    del model
-    _, outcome = loop.train(
-        step,
-        state,
-        data,
-        stage.loop,
-        run_dir,
-        config_record=to_record(described),
-        tokens_per_step=stage.data.batch_size * stage.tokens_read,
-        evaluate=evaluate,
-        may_change=FREE,
-        completed=functools.partial(completed, FinetuneRun),
-    )
+    with Claim(run_dir) as claim:
+        record_config(described, run_dir, FREE)
+        if jax.process_index() == 0:
+            for name, content in stored.files().items():
+                write_atomically(run_dir / name, content.decode())
+        evaluate = None
+        if stage.loop.evaluate_every:
+            evaluate = run_data.validation(described, tokenizer, described.structure())
+        # Not before they are needed: a finished stage takes no step.
+        programs = functools.cache(lambda: _programs(described.anonymous(), mesh))
+        if Folder(run_dir / CHECKPOINTS).steps():
+            # A resumed run takes its arrays from the checkpoint: nothing to prepare.
+            state = _laid_out(described, mesh)
+        else:
+            model = stage.prepare(model, before, documents, tokenizer)
+            state = programs()[0](nnx.state(model), jax.random.key(stage.seed))
+        # The state is a copy, and the loop must be the only one to hold one.
+        del model
+        _, outcome = loop.train(
+            lambda state, batch: programs()[1](state, batch),
+            state,
+            data,
+            stage.loop,
+            run_dir,
+            config_record=to_record(described),
+            tokens_per_step=stage.data.batch_size * stage.tokens_read,
+            evaluate=evaluate,
+            may_change=FREE,
+            completed=functools.partial(completed, FinetuneRun),
+            claim=claim,
+        )
     return outcome
 
 
 def finetune_stages(
     stages: Iterable[tuple[str, AnyStage]],
-    backbone: Path | None,
+    backbone: Path | str | None,
     run_dir: Path,
     start: Path | None = None,
 ) -> Outcome:
@@ -128,6 +136,14 @@ def finetune_stages(
     return outcome
 
 
+def _laid_out(described: FinetuneRun, mesh: Mesh) -> TrainState:
+    """The run's state with shapes for arrays, each with its place on the mesh."""
+    shapes = state_shapes(described)
+    layout = sharding.shardings(mesh, shapes, described.model)
+    placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    return jax.tree.map(placed, shapes, layout)
+
+
 # Of one stage: those of a real model are gigabytes once they are compiled.
 @functools.lru_cache(maxsize=1)
 def _programs(described: FinetuneRun, mesh: Mesh) -> tuple[Callable, Callable]:
@@ -137,11 +153,3 @@ def _programs(described: FinetuneRun, mesh: Mesh) -> tuple[Callable, Callable]:
     compiled = lambda update: pretrain.on_mesh(update, layout, mesh)
     step = described.config.make_step(described.structure(), compiled)
     return jax.jit(create, out_shardings=layout), step
-
-
-def _anonymous(described: FinetuneRun) -> FinetuneRun:
-    """The run without seed and digests, on which its programs do not depend."""
-    stage = dataclasses.replace(described.config, seed=0)
-    return dataclasses.replace(
-        described, config=stage, backbone_digest="", start_digest=""
-    )

@@ -22,11 +22,11 @@ from memjax.data.mplus_tasks.task_batches import TaskBatches
 from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Dtype
-from memjax.models.language_model.model import with_config
-from memjax.models.mplus.checkpoint import save_mplus
+from memjax.models.language_model.rebuilt import with_config
+from memjax.models.mplus.build import mplus
+from memjax.models.mplus.checkpoints.tensor_names import RETRIEVERS
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import MPlus, mplus
-from memjax.models.mplus.tensor_names import RETRIEVERS
+from memjax.models.mplus.model import MPlus
 from memjax.training.config import LoopConfig
 from memjax.training.finetune.stage import Model, SampleConfig, Stage
 from memjax.training.mplus.retriever_fit import Bank, collect, start_by_similarity
@@ -300,10 +300,3 @@ class MPlusStage:
         # Tasks differ in shapes and in what they read: one program would compute all.
         programs = {task: compiled(update) for task, update in updates.items()}
         return lambda state, assigned: programs[assigned.task](state, assigned.batch)
-
-    def export(
-        self, model: Model, folder: Path, tokenizer: bytes | None, dtype: Dtype
-    ) -> str:
-        """Under the names of the official program."""
-        save_mplus(cast(MPlus, model), folder, tokenizer, dtype=dtype)
-        return "mplus"

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -19,6 +20,8 @@ from memjax.training.step import TrainState, model_of
 
 LATER_STAGES = ("stage3", "stage2")
 TOKENIZER_FILE = "tokenizer.json"
+#: Tokenizers that are part of the library.
+SHIPPED = ("bytes", "bpe4k")
 #: The stages that a run's folder may be of; its record says which by its fields.
 AnyStage = SegmentStage | MPlusStage
 
@@ -36,6 +39,8 @@ class FinetuneRun:
         backbone_digest: of the parameters of the backbone as it came.
         start_digest: of the parameters that the stage before ended with; empty without
             one.
+        origin: the model that the backbone was: a path, or "owner/name@commit" of the
+            hub. Empty in runs of before it was written down.
     """
 
     config: AnyStage
@@ -44,6 +49,7 @@ class FinetuneRun:
     tokenizer_digest: str
     backbone_digest: str
     start_digest: str = ""
+    origin: str = ""
 
     @property
     def data(self) -> DataConfig:
@@ -61,9 +67,13 @@ class FinetuneRun:
 
     def structure(self) -> Model:
         """The run's model with shapes for parameters."""
-        key = jax.random.key(0)
-        return nnx.eval_shape(
-            lambda: self.config.wrap(LanguageModel(self.model, key=key), key)
+        return nnx.merge(*_structure(self.config, self.model))
+
+    def anonymous(self) -> "FinetuneRun":
+        """Without seed, digests and origin, on which no program depends."""
+        stage = dataclasses.replace(self.config, seed=0)
+        return dataclasses.replace(
+            self, config=stage, backbone_digest="", start_digest="", origin=""
         )
 
     def first_state(self, variables: PyTree, key: PRNGKeyArray) -> TrainState:
@@ -74,6 +84,14 @@ class FinetuneRun:
         # Made from shapes, so that the state can be created inside jit.
         model = nnx.merge(nnx.graphdef(self.structure()), variables)
         return self.config.first_state(model, key)
+
+
+# Traced once: a run asks for it when it starts, is laid out, stepped and read back.
+@functools.lru_cache(maxsize=8)
+def _structure(stage: AnyStage, model: ModelConfig) -> tuple[Any, Any]:
+    key = jax.random.key(0)
+    wrapped = lambda: stage.wrap(LanguageModel(model, key=key), key)
+    return nnx.split(nnx.eval_shape(wrapped))
 
 
 def later_stage(run_dir: Path) -> Path | None:
@@ -120,6 +138,11 @@ def load(run_dir: Path) -> tuple[FinetuneRun, Model]:
 
 def state_shapes(described: FinetuneRun) -> TrainState:
     """The state of a run with shapes for arrays."""
+    return _state_shapes(described.anonymous())
+
+
+@functools.lru_cache(maxsize=8)
+def _state_shapes(described: FinetuneRun) -> TrainState:
     variables, key = nnx.state(described.structure()), jax.random.key(0)
     create = functools.partial(FinetuneRun.first_state, described)
     return jax.eval_shape(create, variables, key)

@@ -7,7 +7,6 @@ https://arxiv.org/abs/2405.06067, section 4.
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import jax
@@ -19,12 +18,10 @@ from memjax.checks import check_sizes, require_known
 from memjax.data import BatchIterator, TokenisedDocument, Tokenizer
 from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.checkpoints.pretrained import save_pretrained
-from memjax.models.hmt.checkpoint import save_hmt
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT, hmt
 from memjax.models.language_model.config import Dtype
-from memjax.models.language_model.model import with_config
+from memjax.models.language_model.rebuilt import with_config
 from memjax.models.language_model.windowed import with_window
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.training.config import LoopConfig
@@ -224,16 +221,6 @@ class SegmentStage:
     ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
         """One update of all samples of a batch."""
         return compiled(make_train_step(model, self.transform(), self.step))
-
-    def export(
-        self, model: Model, folder: Path, tokenizer: bytes | None, dtype: Dtype
-    ) -> str:
-        """HMT under its official names; a plain backbone as transformers reads it."""
-        if self.memory == "window":
-            plain = cast(LanguageModel, model)
-            return save_pretrained(plain, folder, tokenizer, dtype=dtype)
-        save_hmt(cast(HMT, model), folder, tokenizer, dtype=dtype)
-        return "hmt"
 
 
 def _limited(backbone: LanguageModel, window: int) -> LanguageModel:

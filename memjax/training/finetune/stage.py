@@ -16,7 +16,6 @@ from memjax.checks import check_sizes, require_known
 from memjax.data import TokenisedDocument, Tokenizer
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.model import HMT
-from memjax.models.language_model.config import Dtype
 from memjax.models.mplus.model import MPlus
 from memjax.training.config import DataIterator, LoopConfig
 from memjax.training.sharding import MeshConfig
@@ -162,10 +161,4 @@ class Stage(Protocol):
             compiled: turns a pure update `(state, batch) -> (state, metrics)` into the
                 program that runs on the devices.
         """
-        ...
-
-    def export(
-        self, model: Model, folder: Path, tokenizer: bytes | None, dtype: Dtype
-    ) -> str:
-        """Writes a trained model for other programs; returns its model type."""
         ...

@@ -10,89 +10,80 @@ import numpy as np
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from memjax.data import Tokenizer, load_tokenizer
-from memjax.data.documents.tokenizer import parse_tokenizer
+from memjax.data import Tokenizer
 from memjax.models import LanguageModel
-from memjax.models.checkpoints import pretrained as interop
+from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.lora import merge_lora
-from memjax.training import pretrain
+from memjax.training.finetune.any_model import open_model, run_text
 from memjax.training.finetune.run import (
+    SHIPPED,
     TOKENIZER_FILE,
     AnyStage,
     FinetuneRun,
-    is_finetuned,
     later_stage,
     load,
     read_run,
 )
-from memjax.training.finetune.stage import NO_MEMORY, Model, Stage
-from memjax.training.run_folder import CHECKPOINTS
+from memjax.training.finetune.stage import Model, Stage
 
 
-class StoredTokenizer(NamedTuple):
-    """A tokenizer as a run's folder names it, and keeps it unless it is shipped."""
+class StoredText(NamedTuple):
+    """What stands between the model and text, as a run's folder keeps it.
+
+    Attributes:
+        name: of the tokenizer: "bytes", "bpe4k", or the folder's own "tokenizer.json".
+        text: tokenizer, chat template, and how to draw.
+        tokenizer: that of `text`.
+    """
 
     name: str
-    file: bytes | None
+    text: TextInterface
+    tokenizer: Tokenizer
 
-    def parse(self) -> Tokenizer:
-        """The tokenizer itself."""
-        if self.file is None:
-            return load_tokenizer(self.name)
-        return parse_tokenizer(self.file, self.name)
+    def files(self) -> dict[str, bytes]:
+        """What the run's folder keeps; nothing of a tokenizer that ships."""
+        return {} if self.name in SHIPPED else self.text.files()
 
 
 class Backbone(NamedTuple):
     """A pretrained model, what its tokens mean, and the digest of its parameters."""
 
     model: LanguageModel
-    tokenizer: StoredTokenizer
+    stored: StoredText
     digest: str
+    origin: str
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the model."""
+        return self.stored.tokenizer
 
 
-def load_backbone(path: Path) -> Backbone:
+def load_backbone(name: Path | str) -> Backbone:
     """Reads a pretrained model.
 
     Args:
-        path: folder of a memjax run, Hugging Face folder, or GGUF file.
+        name: folder of a memjax run, Hugging Face folder, GGUF file or hub id.
 
     Raises:
         ValueError: if there is no model or no tokenizer, or it has a memory already.
     """
-    # Runs first: their folders may hold a tokenizer.json as Hugging Face's do.
-    if (path / CHECKPOINTS).is_dir() or later_stage(path):
-        model, name = _trained_backbone(path)
-        tokenizer = _stored(name)
-    elif path.exists():
-        model, file = interop.load_pretrained(path)
-        if file is None:
-            raise ValueError(
-                f"backbone={str(path)!r} has no tokenizer: put its tokenizer.json "
-                "beside it"
-            )
-        tokenizer = StoredTokenizer(TOKENIZER_FILE, file)
-    else:
+    opened = open_model(name)
+    model = opened.model
+    if not isinstance(model, LanguageModel):
         raise ValueError(
-            f"backbone={str(path)!r} must be the folder of a run, a Hugging Face "
-            "folder or a GGUF file; there is nothing there"
+            f"backbone={str(name)!r} must be a plain model, but that one has a "
+            "memory: give its own backbone, or a run's folder as start"
         )
-    return Backbone(model, tokenizer, digest(model))
-
-
-def _trained_backbone(path: Path) -> tuple[LanguageModel, str]:
-    """The plain model that a run trained, and the name of its tokenizer."""
-    if not is_finetuned(path):
-        config, model = pretrain.load_model(path)
-        return merge_lora(model), config.data.tokenizer
-    described = read_run(path)
-    if described.config.memory_name != NO_MEMORY:
+    tokenizer = opened.text.tokenizer
+    if tokenizer is None:
         raise ValueError(
-            f"backbone={str(path)!r} must be a plain model, but that run has a "
-            "memory: give its own backbone, or its folder as start"
+            f"backbone={str(name)!r} has no tokenizer: put its tokenizer.json beside it"
         )
-    # A stage without a memory trains the backbone itself.
-    model = cast(LanguageModel, load(path)[1])
-    return merge_lora(model), described.tokenizer
+    named = opened.run.data.tokenizer if opened.run else TOKENIZER_FILE
+    stored = StoredText(_kept_name(named), opened.text, tokenizer)
+    model = merge_lora(model)
+    return Backbone(model, stored, digest(model), opened.origin)
 
 
 def digest(model: nnx.Module) -> str:
@@ -107,10 +98,9 @@ def digest(model: nnx.Module) -> str:
     return found.hexdigest()
 
 
-def _stored(name: str) -> StoredTokenizer:
-    if name in ("bytes", "bpe4k"):
-        return StoredTokenizer(name, None)
-    return StoredTokenizer(TOKENIZER_FILE, Path(name).expanduser().read_bytes())
+def _kept_name(tokenizer: str) -> str:
+    """How a run's folder names a tokenizer: only those that ship keep their name."""
+    return tokenizer if tokenizer in SHIPPED else TOKENIZER_FILE
 
 
 class Start(NamedTuple):
@@ -119,17 +109,19 @@ class Start(NamedTuple):
     Attributes:
         described: the run's record.
         model: before `Stage.prepare`.
-        tokenizer: of the backbone.
+        stored: tokenizer, chat template and how to draw of the backbone.
         before: the stage before, if any.
     """
 
     described: FinetuneRun
     model: Model
-    tokenizer: StoredTokenizer
+    stored: StoredText
     before: Stage | None
 
 
-def starting_point(stage: AnyStage, backbone: Path | None, start: Path | None) -> Start:
+def starting_point(
+    stage: AnyStage, backbone: Path | str | None, start: Path | None
+) -> Start:
     """The run's record and its first model, made from a backbone or the stage before.
 
     Raises:
@@ -140,22 +132,20 @@ def starting_point(stage: AnyStage, backbone: Path | None, start: Path | None) -
         return _after(stage, start, backbone, key)
     if backbone is None:
         raise ValueError("backbone=None must be a path where start is not given")
-    model, stored, identity = load_backbone(backbone)
-    tokenizer = stored.parse()
-    # Checkpoints pad their vocabulary, so that a model may have more ids, not fewer.
-    if tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"backbone={str(backbone)!r} has a vocabulary of {model.vocab_size}, its "
-            f"tokenizer has {tokenizer.vocab_size} ids"
-        )
+    model, stored, identity, origin = load_backbone(backbone)
     described = FinetuneRun(
-        stage, model.config, stored.name, tokenizer.digest, identity
+        stage,
+        model.config,
+        stored.name,
+        stored.tokenizer.digest,
+        identity,
+        origin=origin,
     )
     return Start(described, stage.wrap(model, key), stored, None)
 
 
 def _after(
-    stage: AnyStage, start: Path, backbone: Path | None, key: PRNGKeyArray
+    stage: AnyStage, start: Path, backbone: Path | str | None, key: PRNGKeyArray
 ) -> Start:
     """Where the stage before, whose folder is `start`, ended."""
     where = f"start={str(start)!r}"
@@ -164,7 +154,9 @@ def _after(
     _, trained = load(start)
     if backbone is not None:
         _check_same_backbone(before, trained, where, backbone)
-    stored = _stored(before.tokenizer)
+    text = run_text(before, later_stage(start) or start)
+    name = _kept_name(before.tokenizer)
+    stored = StoredText(name, text, cast(Tokenizer, text.tokenizer))
     described = dataclasses.replace(
         # The digest lets a continuation refuse a start that was trained on meanwhile.
         before,

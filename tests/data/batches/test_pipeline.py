@@ -285,3 +285,10 @@ def test_documents_that_are_too_short_are_named():
     assert next(chunked_batches(documents, 9, 1, seed=0)).targets[0, -1] == 1010
     with pytest.raises(ValueError, match="none of the 2 documents has two tokens"):
         streamed_batches(_documents(1, 1), 10, 1, seed=0)
+
+
+def test_documents_that_are_too_short_are_counted_in_a_warning(caplog):
+    """A warning is shown without any setting of logging."""
+    chunked_batches(_documents(3, 9, 2), 4, 1, 0)
+    assert "2 of 3 documents are left out" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

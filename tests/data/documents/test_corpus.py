@@ -41,7 +41,7 @@ def test_nothing_ships_outside_the_manifest():
 
 
 def test_no_text_is_in_two_splits():
-    documents = sources.embedded_documents()
+    documents = sources.open_documents("embedded")
     names = {d.name for d in documents}
     texts = {hashlib.sha256(d.text.encode()).digest() for d in documents}
     assert len(names) == len(texts) == len(documents) == 14
@@ -50,7 +50,7 @@ def test_no_text_is_in_two_splits():
 @pytest.mark.slow
 def test_every_document_is_long():
     encode = tokenizer.load_tokenizer("bpe4k").encode
-    for document in sources.embedded_documents():
+    for document in sources.open_documents("embedded"):
         assert len(encode(document.text)) > 32_768, document.name
 
 
@@ -62,7 +62,7 @@ def test_notices_of_every_licence_ship():
 
 @pytest.mark.slow
 def test_shipped_tokenizer_saw_the_train_split_alone():
-    train = [d.text for d in sources.embedded_documents() if d.split == "train"]
+    train = [d.text for d in sources.open_documents("embedded") if d.split == "train"]
     shipped = lzma.decompress((CORPUS / tokenizer.SHIPPED_FILE).read_bytes())
     assert build_tokenizer.train_tokenizer(train, 4096) == shipped.decode("utf-8")
 
@@ -75,4 +75,4 @@ def test_a_damaged_installation_is_named(monkeypatch, tmp_path):
     (folder / entry["file"]).write_bytes((CORPUS / entry["file"]).read_bytes())
     monkeypatch.setattr(sources.resources, "files", lambda package: tmp_path)
     with pytest.raises(ValueError, match=entry["file"]):
-        sources.embedded_documents()
+        sources.open_documents("embedded")

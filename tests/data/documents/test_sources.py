@@ -1,6 +1,7 @@
 """Sources: folders, tensorflow-datasets, Hugging Face, and the split rule."""
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -10,8 +11,18 @@ import pytest
 from pyarrow import parquet
 
 from memjax.data import Document, assign_splits, open_documents
-from memjax.data.documents import sources
-from memjax.data.documents.folder import folder_documents
+from memjax.data.documents import folder, sources
+from memjax.data.documents.documents import read_documents, scan
+from memjax.data.documents.tables import huggingface_source
+
+
+def folder_documents(path):
+    return open_documents(f"folder:{path}")
+
+
+def of_split(spec, split):
+    source = sources.open_source(spec)
+    return list(read_documents(source, scan(source, split), split))
 
 
 def _documents(kind, count):
@@ -84,9 +95,7 @@ def test_folder_takes_the_splits_that_it_is_given(tmp_path):
     assert {(d.split, d.kind, d.text) for d in documents} == {
         (split, "poems", split) for split in ("train", "validation", "test")
     }
-    assert [
-        d.text for d in sources.iterate_documents(f"folder:{tmp_path}", "test")
-    ] == ["test"]
+    assert [d.text for d in of_split(f"folder:{tmp_path}", "test")] == ["test"]
     (tmp_path / "stray.txt").write_text("outside")
     with pytest.raises(ValueError, match="stray.txt"):
         folder_documents(tmp_path)
@@ -103,6 +112,7 @@ def test_folder_takes_the_splits_that_it_is_given(tmp_path):
         ("a.jsonl", b'["text"]', r"a\.jsonl:1: needs an object"),
         ("a.jsonl", b'{"text": 3}', r"a\.jsonl:1: text is int"),
         ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl:1: not valid Unicode"),
+        ("a.jsonl", b'{"text":' + b"[" * 200_000, r"a\.jsonl:1: not JSON \(nested too"),
         ("a.parquet", b"PAR1 nonsense", r"a\.parquet: not a readable parquet"),
         ("a.pdf", b"%PDF", r"holds no file ending in \.txt, \.md"),
     ],
@@ -121,6 +131,33 @@ def test_parquet_needs_its_column_and_its_values(tmp_path):
     parquet.write_table(pyarrow.table({"text": ["x", None]}), file)
     with pytest.raises(ValueError, match=r"a\.parquet:2: text is NoneType"):
         folder_documents(tmp_path)
+
+
+def test_texts_that_are_far_too_large_are_refused_by_name(tmp_path, monkeypatch):
+    """Small files may decode to gigabytes: 33 kB of parquet to a text of one."""
+    monkeypatch.setattr(folder, "MAX_DOCUMENT", 1000)
+    monkeypatch.setattr(folder, "MAX_ROW_GROUP", 5000)
+    row = pyarrow.table({"text": ["x" * 1001]})
+    for name, write in (
+        ("a.txt", lambda file: file.write_text("x" * 1001)),
+        ("a.jsonl", lambda file: file.write_text(json.dumps({"text": "x" * 1001}))),
+        ("a.parquet", lambda file: parquet.write_table(row, file)),
+    ):
+        write(tmp_path / name)
+        with pytest.raises(ValueError, match=rf"{name}.*more than 1,000 bytes"):
+            folder_documents(tmp_path)
+        (tmp_path / name).unlink()
+    many = pyarrow.table({"text": [str(i) * 900 for i in range(9)]})
+    parquet.write_table(many, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="decodes to .* bytes of text, of at most"):
+        folder_documents(tmp_path)
+
+
+def test_pipes_and_devices_of_a_folder_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    (tmp_path / "a.txt").write_text("text")
+    assert [d.name for d in folder_documents(tmp_path)] == ["a.txt"]
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
@@ -149,7 +186,8 @@ TFDS_PROGRAM = """
 import pathlib
 import sys
 import tensorflow_datasets as tfds
-from memjax.data.documents import sources
+from memjax.data import assign_splits
+from memjax.data.documents import sources, tables
 
 class Tiny(tfds.core.GeneratorBasedBuilder):
     VERSION = tfds.core.Version("1.0.0")
@@ -175,6 +213,17 @@ class Whole(Tiny):
         for i in range(3):
             yield i, {"book_text": "x" * (i + 1), "id": "same"}
 
+def documents(name, split=None, **options):
+    source = tables.tfds_source(name, **options)
+    found = list(source.read(split))
+    return found if source.has_splits else assign_splits(found)
+
+def with_class(prepared, name):
+    file = pathlib.Path(prepared, "features.json")
+    own = "tensorflow_datasets.core.features.text_feature.Text"
+    file.write_text(file.read_text().replace(own, name))
+    return prepared
+
 def as_tfrecord(prepared):
     info = pathlib.Path(prepared, "dataset_info.json")
     info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
@@ -183,16 +232,17 @@ def as_tfrecord(prepared):
 folder = sys.argv[1]
 say = lambda *found: print(">", *found)
 show = lambda found: sorted((d.split, d.kind, d.text) for d in found)
-say(show(sources.tfds_documents("tiny", data_dir=folder)))
-say(show(sources.tfds_documents("tiny", "test", data_dir=folder, text_key="id")))
+say(show(documents("tiny", data_dir=folder)))
+say(show(documents("tiny", "test", data_dir=folder, text_key="id")))
 prepared = folder + "/tiny/1.0.0"
 say(sources.open_documents("tfds:" + prepared)[0].text.startswith("train text"))
-say(show(sources.tfds_documents("whole", data_dir=folder)))
+say(show(documents("whole", data_dir=folder)))
 for call in (
     lambda: sources.open_documents("tfds:tinny"),
-    lambda: sources.tfds_documents("tiny", data_dir=folder, text_key="body"),
+    lambda: documents("tiny", data_dir=folder, text_key="body"),
     lambda: sources.open_documents("tfds:" + folder),
     lambda: sources.open_documents("tfds:" + as_tfrecord(prepared)),
+    lambda: sources.open_documents("tfds:" + with_class(prepared, "evil.Text")),
 ):
     try:
         call()
@@ -214,7 +264,12 @@ def test_tfds_without_tensorflow(tmp_path):
         capture_output=True,
         text=True,
         timeout=120,
-        env={"PATH": "", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"},
+        env={
+            "PATH": "",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            "HOME": str(tmp_path),
+            "JAX_PLATFORMS": "cpu",
+        },
     )
     both = [(s, "tiny", f"{s} text {i} ü") for s in ("test", "train") for i in (1, 2)]
     ids = [("test", "tiny", f"id {i}") for i in range(3)]
@@ -228,10 +283,11 @@ def test_tfds_without_tensorflow(tmp_path):
         str([(split, "whole", text) for split, text in dealt]),
     ]
     assert lines[4] == ("tfds:tinny: tfds knows no such dataset; did you mean 'tiny'?")
-    assert "text_key='body' matches no feature; it has ['book_text', 'id']" in lines[5]
+    assert "text_key='body' matches no feature; it has 'book_text', 'id'" in lines[5]
     assert lines[6].endswith("is not a prepared folder: no dataset_info.json")
     assert "file format FileFormat.TFRECORD is not supported" in lines[7]
-    assert lines[8:] == ["False"]
+    assert "pythonClassName='evil.Text' must be a class of tensorflow" in lines[8]
+    assert lines[9:] == ["False"]
 
 
 class _Table:
@@ -265,11 +321,11 @@ def test_huggingface_documents(monkeypatch):
     found = open_documents("hf:owner/name:raw")
     assert calls == [("owner/name", "raw")]
     assert [(d.split, d.text) for d in found] == [("train", "a"), ("validation", "b")]
-    assert [d.text for d in sources.iterate_documents("hf:n", "validation")] == ["b"]
+    assert [d.text for d in of_split("hf:n", "validation")] == ["b"]
     with pytest.raises(ValueError, match="hf:missing: no such dataset"):
         open_documents("hf:missing")
     with pytest.raises(ValueError, match="text_key='body' matches no feature"):
-        sources.huggingface_documents("n", text_key="body")
+        huggingface_source("n", text_key="body")
 
 
 def test_huggingface_with_train_only_is_split_by_the_rule(monkeypatch):
@@ -281,14 +337,18 @@ def test_huggingface_with_train_only_is_split_by_the_rule(monkeypatch):
 
 def test_huggingface_with_foreign_splits_only(monkeypatch):
     _fake_datasets(monkeypatch, {"extra": _Table([{"text": "c"}])}, [])
-    with pytest.raises(ValueError, match=r"has splits \['extra'\]"):
+    with pytest.raises(ValueError, match="has splits 'extra'"):
         open_documents("hf:name")
 
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    with pytest.raises(ImportError, match="pip install datasets"):
+    with pytest.raises(
+        ImportError, match=r"package datasets: pip install 'memjax\[data\]'"
+    ):
         open_documents("hf:name")
-    with pytest.raises(ImportError, match="pip install tensorflow-datasets"):
+    with pytest.raises(
+        ImportError, match=r"tensorflow-datasets: pip install 'memjax\[data\]'"
+    ):
         open_documents("tfds:name")

@@ -1,16 +1,19 @@
 """Tokenizers: lossless, honest about their ids, strict about their names."""
 
+import base64
 import dataclasses
 import json
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.corpus import build_tokenizer
 from memjax.data import load_tokenizer
-from memjax.data.documents.tokenizer import Tokenizer
+from memjax.data.documents import tokenizer
+from memjax.data.documents.tokenizer import Tokenizer, encode_prompt, parse_tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SHIPPED = {name: load_tokenizer(name) for name in ("bytes", "bpe4k")}
@@ -20,18 +23,18 @@ SHIPPED = {name: load_tokenizer(name) for name in ("bytes", "bpe4k")}
 @settings(deadline=None)
 @given(text=TEXT)
 def test_decode_inverts_encode(name, text):
-    tokenizer = SHIPPED[name]
-    ids = tokenizer.encode(text)
+    shipped = SHIPPED[name]
+    ids = shipped.encode(text)
     assert ids.dtype == np.int32
-    assert tokenizer.decode(ids) == text
-    assert not ids.size or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
+    assert shipped.decode(ids) == text
+    assert not ids.size or 0 <= ids.min() <= ids.max() < shipped.vocab_size
 
 
 def test_vocabularies_and_digests():
     assert SHIPPED["bytes"].vocab_size == 256
     assert SHIPPED["bpe4k"].vocab_size == 4096
     assert SHIPPED["bytes"].digest != SHIPPED["bpe4k"].digest
-    assert all(isinstance(tokenizer, Tokenizer) for tokenizer in SHIPPED.values())
+    assert all(isinstance(shipped, Tokenizer) for shipped in SHIPPED.values())
 
 
 def test_bpe_is_shorter_than_bytes_and_splits_digits():
@@ -44,9 +47,49 @@ def test_bpe_is_shorter_than_bytes_and_splits_digits():
 def test_a_json_file_is_read_from_its_path(tmp_path):
     file = tmp_path / "own.json"
     file.write_text(build_tokenizer.train_tokenizer(["aaab abab"] * 20, 260))
-    tokenizer = load_tokenizer(str(file))
-    assert tokenizer.decode(tokenizer.encode("ab aab")) == "ab aab"
-    assert 256 <= tokenizer.vocab_size <= 260
+    own = load_tokenizer(str(file))
+    assert own.decode(own.encode("ab aab")) == "ab aab"
+    assert 256 <= own.vocab_size <= 260
+
+
+def test_a_folder_or_a_repository_of_the_hub_has_a_tokenizer(tmp_path, monkeypatch):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(build_tokenizer.train_tokenizer(["aaab abab"] * 20, 260))
+    asked = []
+
+    def download(repository, name, revision):
+        asked.append((repository, name, revision))
+        if revision is None:
+            raise OSError("no network")
+        return str(file)
+
+    monkeypatch.setattr(tokenizer.huggingface_hub, "hf_hub_download", download)
+    digest = load_tokenizer(str(tmp_path)).digest
+    assert load_tokenizer("owner/name@v1").digest == digest
+    with pytest.raises(ValueError, match="'owner/name' was not found.*no network"):
+        load_tokenizer("owner/name")
+    with pytest.raises(ValueError, match="neither"):
+        load_tokenizer("owner/missing.json")
+    assert asked == [
+        ("owner/name", "tokenizer.json", revision) for revision in ("v1", None)
+    ]
+
+
+@pytest.mark.parametrize("sides", ["<s> $A", "<s> $A </s>", "$A"])
+def test_a_prompt_begins_as_the_tokenizer_begins_a_text(sides):
+    vocabulary = {"a": 0, "<s>": 1, "</s>": 2}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    made.add_special_tokens(["<s>", "</s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single=sides, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    made_of = parse_tokenizer(made.to_str().encode(), "made")
+    first = [1] if "<s>" in sides else []
+    assert made_of.encode("aa").tolist() == [0, 0]
+    assert encode_prompt(made_of, "aa").tolist() == [*first, 0, 0]
+    # As chat templates have it; once is enough.
+    assert encode_prompt(made_of, "<s>a").tolist() == [1, 0]
+    assert encode_prompt(SHIPPED["bytes"], "a").tolist() == [97]
 
 
 def test_truncation_and_padding_in_the_file_are_not_obeyed(tmp_path):
@@ -89,6 +132,42 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
     file.write_bytes(content)
     with pytest.raises(ValueError, match="bad.json.*not a tokenizers JSON"):
         load_tokenizer(str(file))
+
+
+def _file(**parts):
+    empty = dict.fromkeys(
+        "truncation padding normalizer pre_tokenizer post_processor decoder".split()
+    )
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    content = {"version": "1.0", "added_tokens": [], "model": model} | empty | parts
+    return json.dumps(content).encode()
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+# A table of one entry that leads to its 421,058,657th.
+PANICS = base64.b64encode(b"\x04\0\0\0abcdefgh").decode()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (_file(), r"Missing \[UNK\]"),
+        (
+            _file(normalizer={"type": "Precompiled", "precompiled_charsmap": PANICS}),
+            "cannot encode a text: index out of bounds",
+        ),
+        (
+            _file(normalizer={"type": "Sequence", "normalizers": [REPLACE] * 4}),
+            r"bad.json.*up to 1e\+08 times as long, of at most 1000",
+        ),
+        (b'{"a":' * 100_000, "bad.json.*nested too deeply"),
+    ],
+)
+def test_a_tokenizer_that_would_end_the_process_is_refused(tmp_path, content, message):
+    file = tmp_path / "bad.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(str(file)).encode("z \u1234")
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -1,22 +1,25 @@
 """The token cache: filled once, checked always, mended when damaged."""
 
+import hashlib
 import inspect
 import logging
+import os
+import resource
 
 import numpy as np
 import pytest
 
 from memjax.data import load_tokenizer, load_tokens
-from memjax.data.documents import tokens
+from memjax.data.documents import folder, tokens
 
 
 @pytest.fixture
 def spec(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
+    texts = tmp_path / "texts"
+    texts.mkdir()
     for name, size in (("a", 30), ("b", 20), ("c", 10)):
-        (folder / f"{name}.txt").write_text(name * size)
-    return f"folder:{folder}"
+        (texts / f"{name}.txt").write_text(name * size)
+    return f"folder:{texts}"
 
 
 class _Counting:
@@ -39,7 +42,7 @@ class _Counting:
 def test_tokens_are_the_text_mapped_from_disk(spec, tmp_path):
     (document,) = load_tokens(spec, load_tokenizer("bytes"), "train", tmp_path)
     assert (document.name, document.kind) == ("a.txt", "text")
-    assert isinstance(document.tokens, np.memmap)
+    assert not document.tokens.flags.writeable and _is_mapped(document.tokens)
     assert document.tokens.dtype == np.int32
     np.testing.assert_array_equal(document.tokens, np.full(30, ord("a")))
 
@@ -57,10 +60,86 @@ def test_another_tokenizer_or_text_is_another_entry(spec, tmp_path):
     load_tokens(spec, load_tokenizer("bytes"), "train", tmp_path)
     (bpe,) = load_tokens(spec, load_tokenizer("bpe4k"), "train", tmp_path)
     assert bpe.tokens[0] != ord("a")
-    folder = tmp_path / "texts"
-    (folder / "a.txt").write_text("z" * 31)
+    (tmp_path / "texts" / "a.txt").write_text("z" * 31)
     (changed,) = load_tokens(spec, load_tokenizer("bytes"), "train", tmp_path)
     assert len(changed.tokens) == 31
+
+
+def _is_mapped(array):
+    while array is not None and not isinstance(array, np.memmap):
+        array = array.base
+    return array is not None
+
+
+def test_many_documents_need_one_mapping_and_no_file_of_their_own(tmp_path):
+    """With two files and an open mapping each, 1,600 met the limit of a system."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "ab"}\n' * 2000)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, limits[1]))
+    try:
+        documents = load_tokens(
+            f"folder:{tmp_path}", load_tokenizer("bytes"), "train", tmp_path / "cache"
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(documents) == 2000
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) <= 3
+    np.testing.assert_array_equal(documents[1999].tokens, [97, 98])
+    assert documents[1999].name == "rows.jsonl:2000"
+
+
+def test_unchanged_files_are_read_and_hashed_once(spec, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "SETTLED_SECONDS", -1)
+    tokenizer = _Counting()
+    load_tokens(spec, tokenizer, "train", tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "_read", None)
+        patched.setattr(hashlib, "file_digest", None)
+        (again,) = load_tokens(spec, tokenizer, "train", tmp_path)
+    assert again.name == "a.txt" and tokenizer.calls == 1
+    (tmp_path / "texts" / "a.txt").write_text("b" * 30)
+    (changed,) = load_tokens(spec, tokenizer, "train", tmp_path)
+    assert changed.tokens[0] == ord("b")
+
+
+def test_a_text_of_this_moment_is_read_again(spec, tmp_path):
+    """Its time of change may stay the same when it changes once more."""
+    load_tokens(spec, load_tokenizer("bytes"), "train", tmp_path)
+    file = tmp_path / "texts" / "a.txt"
+    times = file.stat().st_mtime_ns
+    file.write_text("z" * 30)
+    os.utime(file, ns=(times, times))
+    (changed,) = load_tokens(spec, load_tokenizer("bytes"), "train", tmp_path)
+    assert changed.tokens[0] == ord("z")
+
+
+def test_writers_of_equal_process_ids_do_not_disturb_each_other(spec, tmp_path):
+    """Containers that share a cache number their processes alike."""
+
+    class Slow(_Counting):
+        # Another writer of the same tokens starts and ends while this one writes.
+        def encode(self, text):
+            if self.calls == 0:
+                self.calls = 1
+                load_tokens(spec, load_tokenizer("bytes"), "train", tmp_path)
+            return load_tokenizer("bytes").encode(text)
+
+    slow = Slow()
+    slow.digest = load_tokenizer("bytes").digest
+    (document,) = load_tokens(spec, slow, "train", tmp_path)
+    np.testing.assert_array_equal(document.tokens, np.full(30, ord("a")))
+    assert not list((tmp_path / "tokens").glob("*.tmp"))
+
+
+def test_a_source_that_changes_between_its_two_readings_is_refused(spec, tmp_path):
+    class Changing(_Counting):
+        def encode(self, text):
+            (tmp_path / "texts" / "b.txt").write_text("other")
+            return super().encode(text)
+
+    with pytest.raises(ValueError, match="'b.txt' changed while the source was read"):
+        load_tokens(spec, Changing(), "train", tmp_path)
 
 
 def _flip(file):
@@ -75,15 +154,15 @@ def _flip(file):
         _flip,
         lambda file: file.write_bytes(file.read_bytes()[:-5]),
         lambda file: file.write_bytes(b""),
-        lambda file: file.with_suffix(".sha256").unlink(),
-        lambda file: file.with_suffix(".sha256").write_bytes(b"\xff"),
+        lambda file: file.with_suffix(".index").write_bytes(b"\xff"),
+        lambda file: _flip(file.with_suffix(".index")),
     ],
-    ids=["bit flip", "truncated", "empty", "no digest", "foreign digest"],
+    ids=["bit flip", "truncated", "empty", "foreign index", "flipped index"],
 )
 def test_a_damaged_entry_is_built_anew(spec, tmp_path, caplog, damage):
     tokenizer = _Counting()
     load_tokens(spec, tokenizer, "train", tmp_path)
-    (file,) = (tmp_path / "tokens").glob("*.npy")
+    (file,) = (tmp_path / "tokens").glob("*.tokens")
     damage(file)
     with caplog.at_level(logging.WARNING):
         (document,) = load_tokens(spec, tokenizer, "train", tmp_path)
@@ -98,13 +177,13 @@ def test_a_damaged_entry_is_built_anew(spec, tmp_path, caplog, damage):
 def test_nothing_partial_is_left_behind(spec, tmp_path):
     load_tokens(spec, load_tokenizer("bytes"), "train", tmp_path)
     suffixes = sorted(file.suffix for file in (tmp_path / "tokens").iterdir())
-    assert suffixes == [".npy", ".sha256"]
+    assert suffixes == [".index", ".tokens"]
 
 
 def test_default_cache_follows_xdg(spec, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     load_tokens(spec, load_tokenizer("bytes"), "train")
-    assert list((tmp_path / "xdg" / "memjax" / "tokens").glob("*.npy"))
+    assert list((tmp_path / "xdg" / "memjax" / "tokens").glob("*.tokens"))
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tokens.default_cache_dir() == tmp_path / ".cache" / "memjax"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,13 +19,14 @@ from experiments.hmt import (
     sensory,
     switching,
 )
-from memjax.data import Question
+from memjax.data import Question, load_tokens
 from memjax.evaluation import Losses
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.windowed import with_window
 from memjax.training import LoopConfig
 from memjax.training.finetune.curricula import HMTStages
+from tests.tiny import method
 
 L = 8
 BACKBONE = ModelConfig(
@@ -62,6 +64,34 @@ def _tiny(monkeypatch):
 def _run_dir(tmp_path_factory):
     """One for all, as the experiments share their models."""
     return tmp_path_factory.mktemp("hmt")
+
+
+@pytest.fixture(name="untrained")
+def _untrained(run_dir, monkeypatch):
+    """Models are made, not trained as in `test_length`; the stages that they are of."""
+    config = length.Config(run_dir=run_dir, backbone_steps=2)
+    backbone, tokenizer = common.load_backbone(config)
+    stages = []
+
+    def train_stage(config, stage, start=None):
+        if start is not None:
+            stage.check_start(stages[int(start.name)], "start")
+        # The documents give samples.
+        documents = load_tokens(stage.data.source, tokenizer, "train")
+        next(stage.batches(documents, tokenizer, tokenizer.vocab_size))
+        stages.append(stage)
+        return Path(str(len(stages) - 1))
+
+    def load(folder):
+        model = stages[int(folder.name)].wrap(backbone, jax.random.key(1))
+        graph, params = nnx.split(model)
+        # On a device, as a checkpoint's are: programs of `test_length` serve.
+        params = jax.device_put(params, jax.devices()[0])
+        return common.Trained(nnx.merge(graph, params), 1.0)
+
+    monkeypatch.setattr(common, "train_stage", train_stage)
+    monkeypatch.setattr(common, "load", load)
+    return stages
 
 
 def run(program, run_dir, tmp_path, **more):
@@ -105,17 +135,21 @@ def test_length(run_dir, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_sensory_and_depth(run_dir, tmp_path):
+def test_sensory_and_depth(run_dir, tmp_path, untrained):
     report = run(sensory, run_dir, tmp_path, sensory=(1,))
+    assert [x.hmt.sensory for x in untrained] == [1, 1]
+    assert [x.hmt.retrieval for x in untrained] == [False, True]
+    untrained.clear()
     assert list(report["models"]) == ["k = 1"] and report["base"] == "k = 1"
     report = run(depth, run_dir, tmp_path, depths=(2,))
     assert list(report["models"]) == ["HMT, depth 2 (32 tokens a row)", "RMT, depth 2"]
     for row in report["models"].values():
         assert set(row["perplexity"]) == {"causal", "all"}
+    assert [x.hmt.sensory for x in untrained] == [1, 1, 0]
 
 
 @pytest.mark.slow
-def test_switching(run_dir, tmp_path):
+def test_switching(run_dir, tmp_path, untrained):
     report = run(switching, run_dir, tmp_path, forms=("dilated",))
     assert report["chunk_over_segment"] == 1 and report["scored_from"] == L // 2
     (row,) = report["forms"].values()
@@ -129,7 +163,7 @@ def test_switching(run_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_questions(run_dir, tmp_path):
+def test_questions(run_dir, tmp_path, untrained):
     path = tmp_path / "qa.jsonl"
     lines = [
         {
@@ -163,9 +197,9 @@ def test_training_and_test_questions_share_no_subject():
 
 
 def test_the_most_frequent_answer_of_each_kind_in_training_is_the_baseline():
-    ask = lambda kind, answer: Question("c", "q", answer, kind)
-    train = [ask("a", "x"), ask("a", "x"), ask("a", "y"), ask("b", "y")]
-    test = [ask("a", "x"), ask("a", "y"), ask("b", "y"), ask("c", "z")]
+    item = lambda kind, answer: Question("c", "q", answer, kind)
+    train = [item("a", "x"), item("a", "x"), item("a", "y"), item("b", "y")]
+    test = [item("a", "x"), item("a", "y"), item("b", "y"), item("c", "z")]
     found = qa.majority_exact(train, test)
     assert found == {"all": 0.5, "a": 0.5, "b": 1.0, "c": 0.0}
 
@@ -194,12 +228,12 @@ def test_a_window_of_equal_memory_is_the_smallest_that_is_no_smaller():
 def test_segments_apart_know_nothing_of_each_other():
     model = LanguageModel(BACKBONE, key=jax.random.key(0))
     apart = scores.Disjoint(model, 4)
-    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 4096)
-    _, features = apart.features(apart.init_state(2), tokens)
+    tokens = np.random.default_rng(1).integers(0, 4096, (2, 8), np.int32)
+    found = method(apart, "__call__", apart.init_state(2), tokens)[1]
+    state = model.init_state(2)
     for start in (0, 4):
-        alone = model(model.init_state(2), tokens[:, start : start + 4])[1]
-        found = apart.logits(features[:, start : start + 4])
-        np.testing.assert_allclose(found, alone, atol=1e-5)
+        alone = method(model, "__call__", state, tokens[:, start : start + 4])[1]
+        np.testing.assert_allclose(found[:, start : start + 4], alone, atol=1e-5)
 
 
 def test_gains_are_paired_and_weigh_every_token_alike(monkeypatch):

@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 from experiments.mplus.retention import methods, variants
-from memjax.models.mplus.checkpoint import load_official
-from memjax.models.mplus.model import memoryllm
+from memjax.models.mplus.build import memoryllm
+from memjax.models.mplus.checkpoints.checkpoint import load_official
 from memjax.nnx import as_arrays
 
 GOLDEN = Path(__file__).parents[2] / "models" / "golden" / "mplus"
@@ -51,19 +51,19 @@ def test_the_parameters_are_the_same_without_the_retrievers():
 @pytest.mark.slow
 def test_a_checkpoints_store_becomes_keys_and_values():
     """Each row's through the layer that reads, in float64."""
-    state, told = by_attention().init_state(1), official_model().init_state(1)
-    assert state.store is not None and told.store is not None
+    state, official = by_attention().init_state(1), official_model().init_state(1)
+    assert state.store is not None and official.store is not None
     count, width = HF["ltm_initial_size"], 2 * 16
     assert state.store.num_valid.tolist() == [count]
-    chex.assert_trees_all_equal(state.pool, told.pool)
+    chex.assert_trees_all_equal(state.pool, official.pool)
     scale = HF["lora_config"]["lora_alpha"] / HF["lora_config"]["r"]
     for layer, block in enumerate(official_model().backbone.blocks):
-        rows = np.asarray(told.store.layers[layer].rows[0, :count], np.float64)
+        rows = np.asarray(official.store.layers[layer].rows[0, :count], np.float64)
         norm = np.asarray(block.mixer_norm.get_value())
         rows /= np.sqrt((rows**2).mean(-1, keepdims=True) + HF["rms_norm_eps"])
         changes = as_arrays(official_model().read_adapter)[layer]["mixer"]
         found = state.store.layers[layer]
-        np.testing.assert_array_equal(found.born, told.store.layers[layer].born)
+        np.testing.assert_array_equal(found.born, official.store.layers[layer].born)
         for name, part in (("key", found.keys), ("value", found.rows)):
             assert part.shape == (1, official_model().config.store, width)
             plain = np.asarray(getattr(block.parameters().mixer, name), np.float64)

@@ -1,4 +1,4 @@
-"""Knowledge retention: what is told and asked, how it is scored, every method once."""
+"""Knowledge retention: what is injected and queried, its score, every method once."""
 
 import dataclasses
 import functools
@@ -22,9 +22,10 @@ from experiments.mplus.retention.samples import make_samples
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import mplus
 from memjax.training.finetune import finetune
+from tests.tiny import drawn
 
 BYTES = load_tokenizer("bytes")
 C, N = 48, 6
@@ -57,16 +58,17 @@ MEMORY = MPlusConfig(
 
 @functools.cache
 def tiny_backbone():
-    return LanguageModel(CONFIG, key=jax.random.key(0))
+    return drawn(lambda: LanguageModel(CONFIG, key=jax.random.key(0)))
 
 
 @functools.cache
 def tiny_memory():
-    return mplus(tiny_backbone(), MEMORY, key=jax.random.key(1))
+    backbone = tiny_backbone()
+    return drawn(lambda: mplus(backbone, MEMORY, key=jax.random.key(1)))
 
 
 class Notes:
-    """Answers from the last tokens it was told, if the question's sentence is there."""
+    """Answers from the last tokens injected, if the question's sentence is there."""
 
     longest = None
 
@@ -94,7 +96,7 @@ def samples(**changes):
     return make_samples(FACTS, PASSAGES, BYTES, **sizes | changes)
 
 
-def ask(method, batches, after=(0, 1, 3), carry=False):
+def inject_and_query(method, batches, after=(0, 1, 3), carry=False):
     run = retention.inject_and_query(
         method, batches, BYTES, after=after, answer=N, carry=carry
     )
@@ -104,8 +106,8 @@ def ask(method, batches, after=(0, 1, 3), carry=False):
 def test_samples_are_context_other_text_and_question():
     batches = samples()
     assert len(batches) == 2
-    told = [fact for batch in batches for fact in batch.facts]
-    assert len(set(told)) == 4
+    injected = [fact for batch in batches for fact in batch.facts]
+    assert len(set(injected)) == 4
     for batch in batches:
         assert batch.context.shape == (2, C) and batch.chunks.shape == (3, 2, C)
         for row, fact in enumerate(batch.facts):
@@ -204,7 +206,7 @@ def test_batches_have_questions_of_one_length_and_lengths_can_be_few():
         lengths(8, 1)
 
 
-def test_facts_that_are_known_untold_are_not_asked():
+def test_facts_known_without_context_are_not_queried():
     known, answers = NAMES[2:5], {fact.question: fact.answer for fact in FACTS}
 
     def answer(prompts):
@@ -213,12 +215,12 @@ def test_facts_that_are_known_untold_are_not_asked():
         knows = lambda question: any(name in question for name in known)
         return [f"It is {answers[q]}!" if knows(q) else "?" for q in questions]
 
-    told = [
+    injected = [
         fact
         for batch in samples(samples=6, answer_closed_book=answer)
         for fact in batch.facts
     ]
-    assert len(told) == 6 and not {fact.subject for fact in told} & set(known)
+    assert len(injected) == 6 and not {fact.subject for fact in injected} & set(known)
     assert {fact.subject for b in samples(samples=10) for fact in b.facts} > set(known)
     with pytest.raises(ValueError, match="samples must be at most 6 of these"):
         samples(samples=8, answer_closed_book=answer)
@@ -226,10 +228,10 @@ def test_facts_that_are_known_untold_are_not_asked():
 
 def test_a_method_that_remembers_the_last_pieces_is_right_as_far():
     for pieces, expected in ((1, [1, 0, 0]), (2, [1, 1, 0]), (4, [1, 1, 1])):
-        asked = ask(Notes(pieces * C), samples())
-        assert len(asked) == 4 * 3
+        results = inject_and_query(Notes(pieces * C), samples())
+        assert len(results) == 4 * 3
         for after, share in zip((0, 1, 3), expected, strict=True):
-            rows = [x for x in asked if x.num_chunks == after]
+            rows = [x for x in results if x.num_chunks == after]
             found = retention.accuracy(rows)
             assert found["accuracy"] == found["begins"] == share
             assert found["questions"] == 4
@@ -250,11 +252,11 @@ def test_memory_goes_on_between_samples_only_if_it_is_carried():
     for carry, starts, last in ((False, 2, 2 * C), (True, 1, 4 * C)):
         lengths = []
         method = Counting(10_000)
-        ask(method, samples(), after=(1,), carry=carry)
+        inject_and_query(method, samples(), after=(1,), carry=carry)
         assert method.started == starts and lengths == [{2 * C}, {last}]
 
 
-def test_what_a_method_has_no_room_for_is_not_asked():
+def test_what_a_method_has_no_capacity_for_is_not_queried():
     class Short(Notes):
         longest = 2 * C + 47 + N
 
@@ -262,12 +264,12 @@ def test_what_a_method_has_no_room_for_is_not_asked():
             assert len(memory[0]) <= C
             return super().inject(memory, tokens)
 
-    asked = ask(Short(10_000), samples(), after=(1, 2))
+    results = inject_and_query(Short(10_000), samples(), after=(1, 2))
     texts = {
-        after: {x.text for x in asked if x.num_chunks == after} for after in (1, 2)
+        after: {x.text for x in results if x.num_chunks == after} for after in (1, 2)
     }
     assert None not in texts[1] and texts[2] == {None}
-    empty = retention.accuracy([x for x in asked if x.num_chunks == 2])
+    empty = retention.accuracy([x for x in results if x.num_chunks == 2])
     assert empty["questions"] == 0 and math.isnan(empty["accuracy"])
     assert (empty["low"], empty["high"]) == (0, 1)
 
@@ -286,20 +288,20 @@ def test_intervals_are_wilsons(hits, count, low, high):
 
 def test_an_answer_counts_where_it_occurs():
     texts = [" 037.\n", "no 037", "037", " 37", None]
-    asked = [retention.QueryResult(FACTS[1], 0, text) for text in texts]
-    found = retention.accuracy(asked)
+    results = [retention.QueryResult(FACTS[1], 0, text) for text in texts]
+    found = retention.accuracy(results)
     assert found["questions"] == 4
     assert found["accuracy"] == 3 / 4 and found["begins"] == 2 / 4
 
 
 def test_bm25_puts_the_best_pieces_in_front_in_their_order():
     method = methods.Retriever(tiny_backbone(), BYTES, C, 2)
-    told = ["the cat sat", "Arda is old", "dogs run", "rivers: a river of Arda"]
+    chunks = ["the cat sat", "Arda is old", "dogs run", "rivers: a river of Arda"]
     memory = method.start(1)
-    for text in told:
+    for text in chunks:
         memory = method.inject(memory, BYTES.encode(text.ljust(C))[None])
     found = method._best_chunks(memory[0], "Which river has Arda?")
-    assert BYTES.decode(found).split() == f"{told[1]} {told[3]}".split()
+    assert BYTES.decode(found).split() == f"{chunks[1]} {chunks[3]}".split()
     assert method._best_chunks((), "Which?").size == 0
     # Nothing to go by: the first.
     assert BYTES.decode(method._best_chunks(memory[0], "?")).startswith("the cat")
@@ -307,7 +309,7 @@ def test_bm25_puts_the_best_pieces_in_front_in_their_order():
 
 @pytest.mark.slow
 def test_equal_methods_answer_alike():
-    """Where all that was told is seen, a window and SnapKV are full attention."""
+    """Where all that was injected is seen, a window and SnapKV are full attention."""
     batches = samples(num_chunks=1)
     built = (
         methods.full(tiny_backbone(), C, 400),
@@ -316,10 +318,13 @@ def test_equal_methods_answer_alike():
         # The best two pieces of two are all of them.
         methods.bm25(tiny_backbone(), BYTES, C, 2 * C, 60),
     )
-    texts = [[x.text for x in ask(method, batches, after=(1,))] for method in built]
+    answers = lambda method: [
+        x.text for x in inject_and_query(method, batches, after=(1,))
+    ]
+    texts = [answers(method) for method in built]
     assert texts[0] == texts[1] == texts[2] == texts[3]
     closed = methods.closed_book(tiny_backbone(), BYTES, 60)
-    assert [x.text for x in ask(closed, batches, after=(1,))] != texts[0]
+    assert answers(closed) != texts[0]
 
 
 @pytest.mark.slow
@@ -411,8 +416,7 @@ def test_fine_tuned_models_are_loaded(monkeypatch, tmp_path):
 
 
 def test_a_backbone_gets_an_untrained_memory(monkeypatch):
-    tokenizer = SimpleNamespace(parse=lambda: BYTES)
-    found = SimpleNamespace(model=tiny_backbone(), tokenizer=tokenizer)
+    found = SimpleNamespace(model=tiny_backbone(), tokenizer=BYTES)
     monkeypatch.setattr(finetune, "load_backbone", lambda path: found)
     config = knowledge_retention.Config(backbone="somewhere")
     model, _, trained = knowledge_retention.load(config)
@@ -429,7 +433,7 @@ def test_the_program_says_how_it_scored(known, monkeypatch, tmp_path, capsys):
     lines = [fact._asdict() for fact in FACTS]
     (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     texts = [{"text": passage.text} for group in PASSAGES for passage in group]
-    (tmp_path / "told.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    (tmp_path / "passages.jsonl").write_text("\n".join(map(json.dumps, texts)))
     config = knowledge_retention.Config(
         methods=("M+", "MemoryLLM", "closed book"),
         samples=4,
@@ -440,7 +444,7 @@ def test_the_program_says_how_it_scored(known, monkeypatch, tmp_path, capsys):
         window=3 * C,
         known=known,
         facts=tmp_path / "facts.jsonl",
-        passages=tmp_path / "told.jsonl",
+        passages=tmp_path / "passages.jsonl",
         output=tmp_path / "result",
     )
     knowledge_retention.main(config)

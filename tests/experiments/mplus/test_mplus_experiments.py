@@ -16,16 +16,18 @@ from experiments.hmt import common
 from experiments.mplus import retrieval, retrieval_quality
 from experiments.mplus.retention.methods import LatentMemory, Reader
 from experiments.mplus.retention.samples import make_samples
-from experiments.mplus.retention.variants import with_store, without_store
+from experiments.mplus.retention.variants import without_store
 from experiments.mplus.speed import cost, cost_programs, operations
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.mplus.checkpoint import save_mplus
+from memjax.models.checkpoints.text_interface import TextInterface
+from memjax.models.mplus.build import mplus
+from memjax.models.mplus.checkpoints.checkpoint import save_mplus
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import mplus
 from memjax.models.mplus.read import ReadOptions, read_closed
+from tests.tiny import drawn
 
 BYTES = load_tokenizer("bytes")
 C, K = 48, 8
@@ -45,12 +47,13 @@ MEMORY = MPlusConfig(
 
 @functools.cache
 def tiny_backbone():
-    return LanguageModel(CONFIG, key=jax.random.key(0))
+    return drawn(lambda: LanguageModel(CONFIG, key=jax.random.key(0)))
 
 
 @functools.cache
 def tiny_memory():
-    return mplus(tiny_backbone(), MEMORY, key=jax.random.key(1))
+    backbone = tiny_backbone()
+    return drawn(lambda: mplus(backbone, MEMORY, key=jax.random.key(1)))
 
 
 FACTS = [
@@ -108,11 +111,10 @@ def test_rows_of_the_context_are_found_by_their_values():
 @pytest.mark.slow
 def test_rows_of_the_answer_are_those_of_its_tokens():
     """A chunk's last tokens have a row each, in the order of the tokens."""
-    batch, store = samples(6)[0], 64
-    model = with_store(tiny_memory(), store)
+    batch, model = samples(6)[0], tiny_memory()
     for begin, end, rows in ((C - K, C, 8), (C - 3, C, 3), (0, C - K, 0), (41, 44, 3)):
-        told = batch._replace(answers=np.array([[begin, end]] * 2))
-        found = retrieval.inject_and_count(model, told, (6,))[6]
+        placed = batch._replace(answers=np.array([[begin, end]] * 2))
+        found = retrieval.inject_and_count(model, placed, (5,))[5]
         assert (found.store == K).any() and (found.answer_store <= rows).all()
         full = found.store == K
         assert (found.answer_store[full] == rows).all()
@@ -158,9 +160,9 @@ def test_shares_are_of_the_rows_in_the_store():
 
 @pytest.mark.slow
 def test_untrained_retrievers_find_what_chance_does():
-    shares = []
+    shares, memory = [], tiny_memory()
     for seed in range(12):
-        model = mplus(tiny_backbone(), MEMORY, key=jax.random.key(seed))
+        model = drawn(lambda: memory, seed)
         found = retrieval.inject_and_count(model, samples(5)[0], (5,))[5]
         assert (found.retrieved <= found.store).all()
         shares.append(found)
@@ -180,13 +182,13 @@ def test_retrieval_quality_runs_whole(monkeypatch, tmp_path, capsys):
     lines = [fact._asdict() for fact in FACTS]
     (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     texts = [{"text": passage.text} for passage in PASSAGES[0]]
-    (tmp_path / "told.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    (tmp_path / "passages.jsonl").write_text("\n".join(map(json.dumps, texts)))
     config = retrieval_quality.Config(
         backbone="tiny",
         batch=2,
         chunk=C,
         facts=tmp_path / "facts.jsonl",
-        passages=tmp_path / "told.jsonl",
+        passages=tmp_path / "passages.jsonl",
         output=tmp_path / "result",
     )
     retrieval_quality.main(config)
@@ -216,7 +218,7 @@ def test_an_exported_model_is_loaded(tmp_path):
     folder = tmp_path / "exported"
     tokenizer = load_tokenizer("bpe4k")
     assert isinstance(tokenizer, JsonTokenizer)
-    save_mplus(tiny_memory(), folder, tokenizer.backend.to_str().encode())
+    save_mplus(tiny_memory(), folder, TextInterface(tokenizer))
     config = retrieval_quality.Config(model=folder)
     model, found, trained = retrieval_quality.load(config)
     assert trained and model.config == MEMORY and found.digest == tokenizer.digest
@@ -237,9 +239,17 @@ TWO = MPlusConfig(
 )
 
 
-def _counted(function, *given) -> float:
-    """Operations of the compiled program, as XLA counts them."""
-    analysis: Any = jax.jit(function).lower(*given).compile().cost_analysis()
+def _counted(function, config, tokens) -> float:
+    """Operations of a program of M+ and its state, as XLA counts them; none is run."""
+    model = nnx.eval_shape(
+        lambda: mplus(
+            LanguageModel(WIDE, key=jax.random.key(0)), config, key=jax.random.key(1)
+        )
+    )
+    graph, params = nnx.split(model)
+    run = jax.jit(lambda params, *rest: function(nnx.merge(graph, params), *rest))
+    state = jax.eval_shape(lambda: model.init_state(1))
+    analysis: Any = run.lower(params, state, tokens).compile().cost_analysis()
     return analysis["flops"]
 
 
@@ -247,36 +257,28 @@ def _counted(function, *given) -> float:
 @pytest.mark.slow
 def test_the_formula_of_writing_counts_what_xla_counts(stored):
     memory = dataclasses.replace(TWO, stored=stored)
-    model = mplus(
-        LanguageModel(WIDE, key=jax.random.key(0)), memory, key=jax.random.key(1)
-    )
-    tokens = jnp.zeros((1, TWO.chunk), jnp.int32)
-    state = model.init_state(1)
+    tokens = jax.ShapeDtypeStruct((1, TWO.chunk), jnp.int32)
 
-    def write(state, tokens):
+    def write(model, state, tokens):
         return model.update(state, model.compress(state, tokens))
 
     # XLA's attention multiplies what a token may not see, too.
-    found = _counted(write, state, tokens)
+    found = _counted(write, memory, tokens)
     assert found == pytest.approx(operations.inject(WIDE, memory, TWO.chunk), rel=0.1)
 
 
 @pytest.mark.slow
 def test_formulas_of_reading_count_what_xla_counts():
-    model = mplus(
-        LanguageModel(WIDE, key=jax.random.key(0)), TWO, key=jax.random.key(1)
-    )
-    tokens = jnp.zeros((1, TWO.chunk), jnp.int32)
-    state = model.init_state(1)
-    given = ReadOptions()
+    tokens = jax.ShapeDtypeStruct((1, TWO.chunk), jnp.int32)
+    x = jax.ShapeDtypeStruct((1, 64, 128), jnp.float32)
 
-    def read(state, tokens):
-        features = read_closed(model.weights, state, tokens, given)[1]
+    def read(model, state, tokens):
+        features = read_closed(model.weights, state, tokens, ReadOptions())[1]
         return model.logits(features[:, -1])
 
-    found = _counted(read, state, tokens)
+    found = _counted(read, TWO, tokens)
     assert found == pytest.approx(operations.read(WIDE, TWO, TWO.chunk, 1), rel=0.1)
-    found = _counted(lambda x: model.backbone.encode(x), jnp.zeros((1, 64, 128)))
+    found = _counted(lambda model, _, x: model.backbone.encode(x), TWO, x)
     assert found == pytest.approx(operations.text(WIDE, 0, 64), rel=0.1)
 
 
@@ -373,17 +375,17 @@ def test_the_parts_of_the_state_are_its_bytes(config):
 def test_both_ways_to_draw_agree(config):
     """The compiled program gives what the public generation gives."""
     prompt = jnp.arange(4, dtype=jnp.int32)[None]
-    told = jnp.arange(C, dtype=jnp.int32)[None]
+    injected = jnp.arange(C, dtype=jnp.int32)[None]
     start = lambda model: jax.jit(lambda: model.init_state(1))()
     model = cost.build_backbone(config, "full attention", C)
     programs = cost_programs.compile_programs(
         model, cost_programs.BACKBONE, start(model), C, 4, config.answer
     )
     params = nnx.split(model)[1]
-    state = programs.inject(params, start(model), told)
+    state = programs.inject(params, start(model), injected)
     drawn = programs.query(params, state, prompt)[1]
     method = Reader(model, C)
-    memory = method.inject(method.start(1), np.asarray(told))
+    memory = method.inject(method.start(1), np.asarray(injected))
     found = method.query(memory, np.asarray(prompt), config.answer)
     np.testing.assert_array_equal(drawn, found)
     assert found[0, 0] != found[0, 1]

@@ -1,4 +1,4 @@
-"""Perplexity by what was told: what is told and scored, no leak, the program whole."""
+"""Perplexity by what was injected: what is scored, no leak, the program whole."""
 
 import functools
 import json
@@ -15,8 +15,8 @@ from experiments.mplus.retention import methods, variants
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import mplus
 from memjax.models.mplus.read import ReadOptions
 
 BYTES = load_tokenizer("bytes")
@@ -52,7 +52,7 @@ RNG = np.random.default_rng(0)
 TEXT = RNG.integers(0, 256, (2, 8 * C + P + T), dtype=np.int32)
 
 
-def told(model, pieces):
+def injected(model, pieces):
     method = methods.LatentMemory(model)
     memory = method.start(2)
     for i in range(8 - pieces, 8):
@@ -73,7 +73,7 @@ def direct(tokens, skip):
 
 @pytest.mark.slow
 def test_losses_are_those_of_the_logits_and_leave_the_memory():
-    memory, tokens = told(tiny_memory(), 8), TEXT[:, 8 * C :]
+    memory, tokens = injected(tiny_memory(), 8), TEXT[:, 8 * C :]
     before = jax.tree.map(np.asarray, memory)
     found = scores.losses(tiny_memory(), memory, tokens, P)
     assert found.shape == (2, T)
@@ -90,7 +90,7 @@ def test_losses_are_those_of_the_logits_and_leave_the_memory():
 
 @pytest.mark.slow
 def test_only_the_leaking_way_sees_what_it_scores():
-    memory, tokens = told(tiny_memory(), 8), TEXT[:, 8 * C :]
+    memory, tokens = injected(tiny_memory(), 8), TEXT[:, 8 * C :]
     other = tokens.copy()
     other[:, -4:] = (other[:, -4:] + 101) % 256
     both = lambda leaks: [
@@ -109,7 +109,7 @@ def test_a_smaller_store_changes_nothing():
     assert small.config.store == 8 * 8 - 16 and tiny_memory().config.store == 1024
     tokens = TEXT[:, 8 * C :]
     large, less = (
-        scores.losses(m, told(m, 8), tokens, P) for m in (tiny_memory(), small)
+        scores.losses(m, injected(m, 8), tokens, P) for m in (tiny_memory(), small)
     )
     np.testing.assert_array_equal(large, less)
     assert scores.with_room(tiny_memory(), C).config.store == MEMORY.least_store
@@ -137,7 +137,7 @@ def test_excerpts_do_not_overlap_and_documents_take_turns():
 
 
 @pytest.mark.slow
-def test_the_last_pieces_are_told_and_the_same_tokens_scored(monkeypatch):
+def test_the_last_chunks_are_injected_and_the_same_tokens_scored(monkeypatch):
     seen = []
 
     class Notes:
@@ -195,7 +195,7 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
         stage1=tmp_path / "stage1",
         stage2=tmp_path / "stage2",
         stage3=tmp_path / "stage3",
-        told=(0, 2, 6),
+        told=(0, 2, 8),
         texts=2,
         batch=2,
         prompt=P,
@@ -206,7 +206,7 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
     )
     perplexity.main(config)
     report = json.loads((tmp_path / "result.json").read_text())
-    assert report["tokens_told"] == [0, 2 * C, 6 * C]
+    assert report["tokens_told"] == [0, 2 * C, 8 * C]
     leaking = "M+, stage 3, LEAKING: scored tokens choose"
     assert report["leaking"][0] == leaking and len(report["leaking"]) == 2
     nats = {name: np.asarray(x) for name, x in report["nats_by_text"].items()}
@@ -215,10 +215,12 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
     np.testing.assert_allclose(nats["M+, untrained"][0], alone[0], atol=1e-5)
     np.testing.assert_array_equal(alone, np.broadcast_to(alone[:1], alone.shape))
     documents = load_tokens(texts, BYTES, "test")
-    tokens = [x.tokens for x in scores.excerpts(documents, 2, 6 * C + P + T)]
-    for row, count in zip(window, (0, 2, 6), strict=True):
-        whole = np.stack(tokens)[:, (6 - count) * C :]
-        expected = direct(whole, count * C + P).mean(axis=1)
+    tokens = [x.tokens for x in scores.excerpts(documents, 2, 8 * C + P + T)]
+    for row, count in zip(window, (0, 2, 8), strict=True):
+        whole = np.stack(tokens)[:, (8 - count) * C :]
+        # No token sees what is behind it: one program for all lengths.
+        padded = np.pad(whole, ((0, 0), (0, (8 - count) * C)))
+        expected = direct(padded, count * C + P)[:, :T].mean(axis=1)
         np.testing.assert_allclose(row, expected, atol=1e-5)
     # Nothing has left the pool after two pieces.
     np.testing.assert_array_equal(nats[leaking][:2], nats["M+, stage 3"][:2])

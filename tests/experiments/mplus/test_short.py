@@ -1,4 +1,4 @@
-"""Short texts with a memory: the score of answers, what is told, the program whole."""
+"""Short texts with a memory: answers' score, what is injected, the program whole."""
 
 import functools
 import json
@@ -15,8 +15,9 @@ from experiments.mplus import scores, short
 from memjax.data import Question, load_tokenizer, load_tokens
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import mplus
+from tests.tiny import method
 
 BYTES = load_tokenizer("bytes")
 C = 16
@@ -74,12 +75,12 @@ def config(facts, **changes):
 
 
 def test_choices_are_answers_to_questions_of_the_same_kind(facts):
-    asked = short.cloze(config(facts), BYTES)
-    assert asked is not None
-    # "rome" is "Rome" again: one of them is asked.
-    assert len(asked.facts) == 7 and asked.tokens.shape[:2] == (7, 3)
-    assert asked.prompt == len("\n\nWhere 1?")
-    for fact, tokens, answer in zip(*asked[:3], strict=True):
+    drawn = short.cloze(config(facts), BYTES)
+    assert drawn is not None
+    # "rome" is "Rome" again: one of them is queried.
+    assert len(drawn.facts) == 7 and drawn.tokens.shape[:2] == (7, 3)
+    assert drawn.prompt == len("\n\nWhere 1?")
+    for fact, tokens, answer in zip(*drawn[:3], strict=True):
         question = f"\n\n{fact.question}"
         given = [
             BYTES.decode(row[mask]) for row, mask in zip(tokens, answer, strict=True)
@@ -93,16 +94,16 @@ def test_choices_are_answers_to_questions_of_the_same_kind(facts):
             assert whole == question + text and mask.sum() == len(text)
             assert not row[len(whole) :].any()
     fewer = short.cloze(config(facts, questions=2), BYTES)
-    assert fewer is not None and fewer.facts == asked.facts[:2]
+    assert fewer is not None and fewer.facts == drawn.facts[:2]
     assert short.cloze(config(facts, questions=0), BYTES) is None
     with pytest.raises(ValueError, match="choices must be at most the answers of some"):
         short.cloze(config(facts, choices=5), BYTES)
 
 
 def test_the_likeliest_answer_counts(facts):
-    asked = short.cloze(config(facts), BYTES)
-    assert asked is not None
-    right = {f" {fact.answer}" for fact in asked.facts[:3]}
+    drawn = short.cloze(config(facts), BYTES)
+    assert drawn is not None
+    right = {f" {fact.answer}" for fact in drawn.facts[:3]}
 
     def losses(tokens, prompt):
         """1 a token, and 0.9 where the text ends with one of the answers."""
@@ -113,9 +114,9 @@ def test_the_likeliest_answer_counts(facts):
                 nats[row] *= 0.9
         return nats
 
-    found = short.choose(config(facts), asked, losses)
+    found = short.choose(config(facts), drawn, losses)
     by_mean, by_sum = [], []
-    for tokens, answer in zip(asked.tokens, asked.answer, strict=True):
+    for tokens, answer in zip(drawn.tokens, drawn.answer, strict=True):
         given = [
             BYTES.decode(row[mask]) for row, mask in zip(tokens, answer, strict=True)
         ]
@@ -127,7 +128,7 @@ def test_the_likeliest_answer_counts(facts):
     assert found["right"].tolist() == by_sum and by_mean != by_sum
     # Where all are alike none is the likeliest.
     flat = lambda tokens, prompt: np.ones((2, tokens.shape[1] - prompt), np.float32)
-    found = short.choose(config(facts), asked, flat)
+    found = short.choose(config(facts), drawn, flat)
     assert not found["right_by_mean"].any()
 
 
@@ -172,9 +173,8 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, facts, capsys):
     documents = load_tokens(texts, BYTES, "test")
     found = [x.tokens for x in scores.excerpts(documents, 4, 20)]
     tokens = np.stack(found)
-    _, logits = tiny_backbone()(
-        tiny_backbone().init_state(4), jnp.asarray(tokens[:, :-1])
-    )
+    state = tiny_backbone().init_state(4)
+    _, logits = method(tiny_backbone(), "__call__", state, jnp.asarray(tokens[:, :-1]))
     right = np.take_along_axis(np.asarray(logits), tokens[:, 1:, None], axis=2)[..., 0]
     every = np.asarray(jax.nn.logsumexp(logits, axis=-1)) - right
     np.testing.assert_allclose(nats["backbone"], every[:, 3:].mean(axis=1), atol=1e-5)
@@ -191,7 +191,7 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, facts, capsys):
 
 def test_a_full_memory_is_of_other_documents(monkeypatch, tmp_path, texts, facts):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    told = []
+    injected = []
 
     class Notes:
         def __init__(self, model):
@@ -201,13 +201,13 @@ def test_a_full_memory_is_of_other_documents(monkeypatch, tmp_path, texts, facts
             return batch
 
         def inject(self, memory, tokens):
-            told.append(tokens)
+            injected.append(tokens)
             return memory
 
     monkeypatch.setattr(short.methods, "LatentMemory", Notes)
     given = config(facts, source=texts)
     short.inject(given, trained_memory(), 3, BYTES)
-    rows = [BYTES.decode(row) for row in np.concatenate(told, axis=1)]
+    rows = [BYTES.decode(row) for row in np.concatenate(injected, axis=1)]
     for i, row in enumerate(rows):
         assert len(row) == 3 * C and f"validation {i}" in row and "test" not in row
 

@@ -9,7 +9,7 @@ import pytest
 from experiments.hmt.speed.operations import Shape
 from experiments.mplus.speed import benchmark, implementations
 from memjax.models import LanguageModel
-from memjax.models.mplus.model import mplus
+from memjax.models.mplus.build import mplus
 
 SHAPE = Shape(1, 16, 2, 1, 24, 40, False, 8)
 MEMORY = implementations.Memory(

@@ -38,11 +38,11 @@ def is_png(path):
 
 @pytest.mark.slow
 def test_an_ablation_trains_scores_and_goes_on(tmp_path, capsys):
-    config = lattice_ablation.Config(**options(tmp_path, "SIM", "C = 16"))
+    config = lattice_ablation.Config(**options(tmp_path, "DeltaNet", "SIM"))
     lattice_ablation.main(config)
     report = load(tmp_path)
     assert [(row["name"], row["seed"]) for row in report["rows"]] == [
-        (name, seed) for name in ("SIM", "C = 16") for seed in (0, 1)
+        (name, seed) for name in ("DeltaNet", "SIM") for seed in (0, 1)
     ]
     for row in report["rows"]:
         # Two updates teach next to nothing of 256 bytes.
@@ -51,7 +51,7 @@ def test_an_ablation_trains_scores_and_goes_on(tmp_path, capsys):
     assert is_png(tmp_path / "result.png")
     assert "SIM, seed 1" in capsys.readouterr().out
 
-    score = tmp_path / "runs" / "C_=_16" / "seed1" / "score.json"
+    score = tmp_path / "runs" / "DeltaNet" / "seed1" / "score.json"
     score.unlink()
     lattice_ablation.main(config)
     again = load(tmp_path)
@@ -67,9 +67,11 @@ def test_an_ablation_trains_scores_and_goes_on(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_trellis_ablation_runs(tmp_path):
-    trellis_ablation.main(trellis_ablation.Config(**options(tmp_path, "2 m")))
+    # The model that the test above trained: its programs are there.
+    trellis_ablation.main(trellis_ablation.Config(**options(tmp_path, "DeltaNet")))
     (row,) = load(tmp_path)["perplexity"]
-    assert row["name"] == "2 m" and row["seeds"] == 2 and row["difference"] is None
+    assert row["name"] == "DeltaNet" and row["seeds"] == 2
+    assert row["difference"] is None
 
 
 @pytest.mark.slow
@@ -87,7 +89,7 @@ def test_context_length_runs(tmp_path):
 @pytest.mark.slow
 def test_recall_runs_both_tasks(tmp_path, monkeypatch):
     monkeypatch.setattr(recall, "TIMES", (2,))
-    small = TINY._replace(context_length=48, tokens_per_update=48 * 3)
+    small = TINY._replace(context_length=48, tokens_per_update=48 * 6)
     monkeypatch.setattr(recall.Config, "mqar", (small, 48, (4, 8, 12)))
     config = recall.Config(
         **options(tmp_path, "Transformer++", tasks=("mqar", "niah"), test_rows=2)
@@ -107,7 +109,9 @@ def test_recall_runs_both_tasks(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_examples_depend_on_seed_and_step_alone():
+def test_examples_depend_on_seed_and_step_alone(monkeypatch):
+    small = TINY._replace(context_length=48, tokens_per_update=48 * 6)
+    monkeypatch.setattr(recall.Config, "mqar", (small, 48, (4, 8, 12)))
     config = recall.Config()
     first, again = (
         recall.Generated(lambda step: recall._mqar_batch(config, 3, step)),
@@ -121,7 +125,7 @@ def test_examples_depend_on_seed_and_step_alone():
     assert first.get_state() == {"step": 2}
     # Rows of 4, 8 and 12 pairs in equal numbers.
     counts, rows = np.unique(np.asarray(again.mask).sum(axis=1), return_counts=True)
-    assert counts.tolist() == [4, 8, 12] and set(rows) == {16}
+    assert counts.tolist() == [4, 8, 12] and set(rows) == {2}
 
 
 @pytest.mark.slow

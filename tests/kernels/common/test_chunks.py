@@ -113,7 +113,8 @@ def test_decay_is_what_the_gates_between_leave(size):
     gates = -np.random.default_rng(0).exponential(size=(2, 3, size)).astype("f4")
     gates[1, 2] = STRONG[:size]
     actual = chunks.decay(jnp.asarray(gates))
-    np.testing.assert_allclose(actual, oracle_decay(np.float64(gates)), 1e-6, 1e-30)
+    # exp of a sum of about -30, which float32 holds to a few millionths.
+    np.testing.assert_allclose(actual, oracle_decay(np.float64(gates)), 1e-5, 1e-30)
     grad = jax.grad(lambda g: jnp.sum(chunks.decay(g) ** 2))(jnp.asarray(gates))
     assert np.isfinite(grad).all()
 

@@ -53,8 +53,8 @@ def test_biases_are_added_once():
     )
     x, y = draw(8, B, T, D), draw(9, B, T, H, K)
     for with_bias, without, bias in zip(
-        projections.qkv_projection(params, x),
-        projections.qkv_projection(bare, x),
+        projections.qkv_projection(config(), params, x),
+        projections.qkv_projection(config(), bare, x),
         biases,
         strict=True,
     ):
@@ -95,8 +95,8 @@ def test_attention_takes_adapted_weights():
     )
     formed = AttentionParams(query, key, value, output)
     for a, b in zip(
-        projections.qkv_projection(adapted, x),
-        projections.qkv_projection(formed, x),
+        projections.qkv_projection(config(), adapted, x),
+        projections.qkv_projection(config(), formed, x),
         strict=True,
     ):
         close(a, b)

@@ -46,6 +46,45 @@ OPT: dict[str, Any] = dict(
 )
 
 
+QWEN3 = QWEN2 | dict(model_type="qwen3", head_dim=4)
+SMOLLM3 = LLAMA | KV | dict(model_type="smollm3", num_hidden_layers=4)
+GEMMA = LLAMA | KV | dict(model_type="gemma3_text", num_hidden_layers=6, head_dim=4)
+GEMMA |= dict(query_pre_attn_scalar=4, sliding_window=8)
+OLMO2 = LLAMA | dict(model_type="olmo2")
+
+
+def layers_of(config) -> list[Any]:
+    return list(config.layers)
+
+
+def test_gemma_of_transformers_4_and_5_are_equal():
+    """As published: a pattern and two keys, and a record for each kind of layer."""
+    scaling = dict(rope_type="linear", factor=8.0)
+    config = from_hf_config(GEMMA | dict(rope_scaling=scaling))
+    heads = [(m.rope_theta, getattr(m, "window", 0)) for m in layers_of(config)]
+    assert heads == [(10_000.0, 8)] * 5 + [(1e6, 0)]
+    assert layers_of(config)[5].rope_scaling == RopeScaling("linear", 8.0)
+    assert layers_of(config)[0].rope_scaling is None
+    ropes: dict[str, Any] = dict(sliding_attention=dict(rope_theta=1e4))
+    ropes["full_attention"] = scaling | dict(rope_theta=1e6)
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    five = dict(rope_parameters=ropes, layer_types=kinds)
+    assert config == from_hf_config(GEMMA | five)
+    assert config == from_hf_config(to_hf_config(config))
+    local = dict(rope_local_base_freq=99.0, sliding_window_pattern=2)
+    other = from_hf_config(GEMMA | local)
+    assert [m.rope_theta for m in layers_of(other)] == [99.0, 1e6] * 3
+
+
+def test_every_fourth_layer_of_smollm3_has_no_rope():
+    config = from_hf_config(SMOLLM3)
+    assert [m.rope_theta for m in layers_of(config)] == [2e6, 2e6, 2e6, None]
+    windows = dict(use_sliding_window=True, sliding_window=8)
+    config = from_hf_config(SMOLLM3 | windows)
+    assert [getattr(m, "window", 0) for m in config.layers] == [0, 0, 0, 8]
+    assert config == from_hf_config(to_hf_config(config))
+
+
 def test_old_configs_have_defaults():
     config = from_hf_config(LLAMA)
     heads = config.heads
@@ -116,6 +155,13 @@ def test_windows_are_where_the_config_has_them(config, windows, window):
         (QWEN2, dict(num_key_value_heads=3), "num_key_value_heads must divide .*got 3"),
         (QWEN2, dict(layer_types=["full_attention"]), "layer_types must name the 2"),
         (MISTRAL, dict(sliding_window="8"), "sliding_window must be of type int"),
+        (QWEN3, dict(head_dim=None), "head_dim is missing"),
+        (SMOLLM3, dict(no_rope_layers=[1]), "no_rope_layers must have 0 or 1 for each"),
+        (GEMMA, dict(tie_word_embeddings=False), "tie_word_embeddings must be true"),
+        (GEMMA, dict(final_logit_softcapping=30.0), "softcapping must be null, got 30"),
+        (GEMMA, dict(use_bidirectional_attention=True), "bidirectional_attention must"),
+        (GEMMA, dict(hidden_activation="silu"), "hidden_activation must be 'gelu_py"),
+        (OLMO2, dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
         (OPT, dict(activation_function="gelu"), "activation_function must be 'relu'"),
         (OPT, dict(layer_norm_elementwise_affine=False), "elementwise_affine must be"),
         (OPT, dict(_remove_final_layer_norm=True), "_remove_final_layer_norm must be"),
@@ -159,6 +205,25 @@ def test_defaults_that_differ_between_families_must_be_given():
             "feed_forward_bias must be False",
         ),
         (dict(mixers=(AttentionConfig(16, 6, 2, 4),)), "num_heads must divide model"),
+        (
+            dict(mixers=(AttentionConfig(**HEADS, query_scale=0.3),)),
+            "query_scale must be None but in Gemma 3",
+        ),
+        (
+            dict(
+                mixers=(AttentionConfig(**HEADS, qk_norm="width"),), norm_epsilon=1e-6
+            ),
+            "qk_norm must be 'head'",
+        ),
+        (
+            dict(mixers=(AttentionConfig(**HEADS, qk_norm="head"),), norm_epsilon=1e-5),
+            "qk_norm_epsilon must be norm_epsilon=1e-05",
+        ),
+        (dict(style=dict(norm_outputs=True)), "norm_first must be False"),
+        (
+            dict(style=dict(norm_outputs=True, feed_forward="geglu")),
+            "scale_embedding must be True",
+        ),
     ],
 )
 def test_models_that_no_family_describes_are_not_exported(changes, message):

@@ -1,26 +1,22 @@
 """GGUF files of the reference library are read exactly, malformed ones refused."""
 
-import json
 import re
 import struct
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-import tokenizers
 from flax import nnx
 
 from memjax.models.checkpoints.gguf_checkpoint import GGUFCheckpoint
 from memjax.models.checkpoints.gguf_file import GGUFFile
-from memjax.models.checkpoints.gguf_tokenizer import tokenizer_json
 from memjax.models.checkpoints.pretrained import load_pretrained
 from memjax.models.checkpoints.safetensors_write import write_folder
+from memjax.models.checkpoints.text_interface import GenerationConfig
 
 gguf = pytest.importorskip("gguf", reason="needs the optional package gguf")
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCABULARY = 64, 4, 2, 16, 96, 32
 
@@ -71,7 +67,7 @@ def test_other_quantizations_go_through_the_library(tmp_path):
     np.testing.assert_array_equal(found, gguf.dequantize(raw, kind))
 
 
-def hf_tensors(*, biased, seed=0):
+def hf_tensors(*, biased, normed=False, seed=0):
     """A random model of one layer under Hugging Face's names."""
     rng = np.random.default_rng(seed)
     attention = "model.layers.0.self_attn."
@@ -80,6 +76,8 @@ def hf_tensors(*, biased, seed=0):
     shapes = {f"{attention}{n}.weight": (r, WIDTH) for n, r in rows.items()}
     if biased:
         shapes |= {f"{attention}{n}.bias": (r,) for n, r in rows.items()}
+    if normed:
+        shapes |= {f"{attention}{n}_norm.weight": (HEAD_DIM,) for n in "qk"}
     shapes |= {
         f"{attention}o_proj.weight": (WIDTH, HEADS * HEAD_DIM),
         "model.layers.0.input_layernorm.weight": (WIDTH,),
@@ -97,6 +95,8 @@ def hf_tensors(*, biased, seed=0):
 def gguf_tensors(tensors, *, permute):
     """The same as llama.cpp stores them, row by row."""
     short = {
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
         "self_attn.q_proj": "attn_q",
         "self_attn.k_proj": "attn_k",
         "self_attn.v_proj": "attn_v",
@@ -153,10 +153,19 @@ def _llama(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("architecture, biased", [("llama", False), ("qwen2", True)])
-def test_names_and_rows_are_those_of_hugging_face(architecture, biased, tmp_path):
-    tensors = hf_tensors(biased=biased)
-    stored = gguf_tensors(tensors, permute=architecture == "llama")
+ARCHITECTURES = pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+
+
+def tensors_of(architecture):
+    """Under the names of Hugging Face, and under those of the file."""
+    biased, normed = architecture == "qwen2", architecture == "qwen3"
+    tensors = hf_tensors(biased=biased, normed=normed)
+    return tensors, gguf_tensors(tensors, permute=architecture == "llama")
+
+
+@ARCHITECTURES
+def test_names_and_rows_are_those_of_hugging_face(architecture, tmp_path):
+    tensors, stored = tensors_of(architecture)
     path = write(tmp_path / "a.gguf", stored, entries(architecture), architecture)
     checkpoint = GGUFCheckpoint(path)
     assert checkpoint.shapes == {n: v.shape for n, v in tensors.items()}
@@ -172,16 +181,25 @@ def test_names_and_rows_are_those_of_hugging_face(architecture, biased, tmp_path
     assert config["tie_word_embeddings"] is False
 
 
-@pytest.mark.parametrize("architecture, biased", [("llama", False), ("qwen2", True)])
-def test_the_model_equals_that_of_a_folder(architecture, biased, tmp_path):
-    tensors = hf_tensors(biased=biased)
-    stored = gguf_tensors(tensors, permute=architecture == "llama")
+@ARCHITECTURES
+def test_the_model_equals_that_of_a_folder(architecture, tmp_path):
+    tensors, stored = tensors_of(architecture)
     file = write(tmp_path / "a.gguf", stored, entries(architecture), architecture)
     config = GGUFCheckpoint(file).config
-    write_folder(tmp_path / "a", config, tensors.items(), None)
+    write_folder(tmp_path / "a", config, tensors.items(), {})
     models = [load_pretrained(path).model for path in (file, tmp_path / "a")]
     assert models[0].config == models[1].config
     jax.tree.map(np.testing.assert_array_equal, *(nnx.state(m) for m in models))
+
+
+def test_quantized_parameters_fit_in_bfloat16(llama):
+    q8, f32 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F32
+    values = hf_tensors(biased=False)["lm_head.weight"]
+    for kind, expected in ((q8, "bfloat16"), (f32, "float32")):
+        path = llama(more={"output.weight": (gguf.quantize(values, kind), kind)})
+        model = load_pretrained(path, dtype="bfloat16").model
+        assert model.head.get_value().dtype == expected
+        assert model.norm.get_value().dtype == "float32"
 
 
 def test_rope_scaling_is_recovered(llama):
@@ -223,7 +241,7 @@ def test_rope_scaling_is_recovered(llama):
         ({"rope__dimension_count": 8}, "rope.dimension_count must be 16, got 8"),
         ({"expert_count": 4}, "expert_count must be 0, got 4"),
         ({"vocab_size": 33}, "vocab_size must be 32, got 33"),
-        ({"more": {"blk.0.attn_q_norm.weight": np.ones(4, "f4")}}, "attn_q_norm"),
+        ({"more": {"blk.0.attn_sinks.weight": np.ones(4, "f4")}}, "attn_sinks"),
     ],
 )
 def test_unsupported_entries_are_named(changes, words, llama):
@@ -309,149 +327,34 @@ def test_without_the_library_the_error_says_what_to_install(tmp_path, monkeypatc
         GGUFFile(path)
 
 
-TEXT = (
-    "It's 12345 tokens, I'LL say: don't stop.\n\n\n1 And\t\r\n  22  x = 3.14;"
-    "caf\u00e9 cafe\u0301 \u65e5\u672c\u8a9e \u00bd  ??!! <|end|>  word\n"
-)
-
-
-@pytest.fixture(scope="module", name="vocabulary")
-def _vocabulary():
-    """Tokens and merges of a small byte-level BPE."""
-    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
-    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=324,
-        special_tokens=["<|end|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    trained.train_from_iterator([TEXT] * 3, trainer)
-    model = json.loads(trained.to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    return {
+def test_template_and_sampling_are_kept(llama):
+    checkpoint = GGUFCheckpoint(llama())
+    letters = [chr(ord("a") + i) for i in range(VOCABULARY - 3)]
+    tokens = ["<|end|>", *letters, "<|stop|>"]
+    metadata = checkpoint._file.metadata
+    metadata |= {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
-        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1),
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [*tokens, tokens[1] + tokens[2]],
+        "tokenizer.ggml.merges": [f"{tokens[1]} {tokens[2]}"],
         "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.eot_token_id": VOCABULARY - 2,
+        "tokenizer.chat_template": "{{ messages }}",
+        "general.sampling.temp": float(np.float32(0.6)),
+        "general.sampling.top_k": 20,
     }
-
-
-def rebuilt(vocabulary, pre_tokenizer, **more):
-    metadata = vocabulary | {"tokenizer.ggml.pre": pre_tokenizer} | more
-    written = tokenizer_json(metadata, "file") or b""
-    return tokenizers.Tokenizer.from_str(written.decode())
-
-
-def split(tokenizer, text):
-    """The parts of a text that merges never join."""
-    parts = tokenizer.pre_tokenizer.pre_tokenize_str(text)
-    return [text[start:end] for _, (start, end) in parts]
-
-
-@pytest.mark.parametrize(
-    "pre_tokenizer, text, parts",
-    [
-        ("gpt-2", " 12345 x", [" 12345", " x"]),
-        ("gpt-2", "I'LL don't", ["I", "'", "LL", " don", "'t"]),
-        ("gpt-2", "a\n\n1", ["a", "\n", "\n", "1"]),
-        ("smollm", "  12 x", ["  ", "1", "2", " x"]),
-        ("smollm", "a\n\n1", ["a", "\n\n", "1"]),
-        ("llama-bpe", " 12345 I'LL", [" ", "123", "45", " I", "'LL"]),
-        ("llama-bpe", "a.\n\n b", ["a", ".\n\n", " b"]),
-        ("qwen2", " 123 I'LL", [" ", "1", "2", "3", " I", "'LL"]),
-        ("default", "12345 a,b", ["123", "45", " a", ",", "b"]),
-    ],
-)
-def test_text_is_split_by_the_named_pre_tokenizer(
-    pre_tokenizer, text, parts, vocabulary
-):
-    assert split(rebuilt(vocabulary, pre_tokenizer), text) == parts
-
-
-@pytest.mark.parametrize(
-    "pre_tokenizer", ["gpt-2", "smollm", "llama-bpe", "qwen2", "default"]
-)
-def test_decoding_inverts_encoding(pre_tokenizer, vocabulary):
-    tokenizer = rebuilt(vocabulary, pre_tokenizer)
-    ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
-    assert 0 in ids and len(ids) < len(TEXT.encode())
-    expected = TEXT.replace("e\u0301", "\u00e9") if pre_tokenizer == "qwen2" else TEXT
-    assert tokenizer.decode(ids, skip_special_tokens=False) == expected
-
-
-def test_first_and_last_tokens_are_added_as_the_file_says(vocabulary):
-    plain = rebuilt(vocabulary, "gpt-2").encode("a").ids
-    flag = {"tokenizer.ggml.add_eos_token": True}
-    assert rebuilt(vocabulary, "gpt-2", **flag).encode("a").ids == [*plain, 0]
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"pre": "tekken-9"}, "tokenizer.ggml.pre='tekken-9'"),
-        ({"pre": None}, "tokenizer.ggml.pre=None"),
-        ({"model": "t5"}, "tokenizer.ggml.model='t5'.*tokenizer.json"),
-        ({"model": "llama"}, "scores must hold 324 numbers"),
-        ({"merges": ["a b c"]}, "the merge 'a b c'"),
-        ({"merges": ["zz qq"]}, "the merge 'zz qq'"),
-        ({"merges": 3}, "merges must list strings"),
-        ({"tokens": ["a", "a"]}, "'a' appears twice"),
-        ({"token_type": 1}, "token_type must hold 324 numbers"),
-        ({"token_type": [1]}, "token_type must hold 324 numbers"),
-        ({"eos_token_id": 324}, r"eos_token_id must be in \[0, 324\), got 324"),
-    ],
-)
-def test_malformed_vocabularies_are_refused(changes, words, vocabulary):
-    changes = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
-    metadata = vocabulary | {"tokenizer.ggml.pre": "gpt-2"} | changes
-    with pytest.raises(ValueError, match=f"the.gguf.*{words}"):
-        tokenizer_json(metadata, "the.gguf")
+    text = checkpoint.text_interface()
+    assert text.chat_template == "{{ messages }}"
+    expected = GenerationConfig((0, VOCABULARY - 2), temperature=0.6, top_k=20)
+    assert text.generation == expected
+    assert text.tokenizer is not None and text.tokenizer.vocab_size == VOCABULARY
+    metadata["general.sampling.temp"] = "warm"
+    with pytest.raises(ValueError, match="temperature is out of its range, got 'warm'"):
+        checkpoint.text_interface()
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "more"]
+    with pytest.raises(ValueError, match=f"model a vocabulary of {VOCABULARY}"):
+        checkpoint.text_interface()
 
 
 def test_a_file_without_vocabulary_has_no_tokenizer(llama):
-    assert GGUFCheckpoint(llama()).tokenizer() is None
-
-
-@pytest.fixture(scope="module", name="pieces")
-def _pieces():
-    return json.loads((GOLDEN / "sentencepiece.json").read_text())
-
-
-def sentencepiece(pieces, **changes):
-    metadata = {k: v for k, v in pieces.items() if k != "ids"} | {"model": "llama"}
-    metadata = {f"tokenizer.ggml.{k}": v for k, v in (metadata | changes).items()}
-    written = tokenizer_json(metadata, "the.gguf") or b""
-    return tokenizers.Tokenizer.from_str(written.decode())
-
-
-def test_sentencepiece_vocabularies_give_the_same_ids(pieces):
-    tokenizer = sentencepiece(pieces)
-    for text, ids in pieces["ids"].items():
-        assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
-        if "\u2581" not in text:
-            assert tokenizer.decode(ids, skip_special_tokens=False) == text
-
-
-def test_sentencepiece_adds_a_first_token_by_default(pieces):
-    start = {"bos_token_id": 1}
-    assert sentencepiece(pieces, **start).encode("a").tokens == ["<s>", "\u2581a"]
-    more = {"add_bos_token": False, "add_space_prefix": False}
-    assert sentencepiece(pieces, **start, **more).encode("a").tokens == ["a"]
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces changes texts"),
-        ({"precompiled_charsmap": [1]}, "precompiled_charsmap changes texts"),
-        ({"scores": [0.0]}, "scores must hold 700 numbers"),
-        ({"scores": ["0"] * 700}, "scores must hold 700 numbers"),
-        ({"token_type": [1] * 700}, "one unknown token.*got \\[\\] and 256 bytes"),
-        ({"tokens": [f"t{i}" for i in range(700)]}, "0 bytes"),
-    ],
-)
-def test_malformed_sentencepiece_vocabularies_are_refused(changes, words, pieces):
-    with pytest.raises(ValueError, match=f"the.gguf.*{words}"):
-        sentencepiece(pieces, **changes)
+    assert GGUFCheckpoint(llama()).text_interface().tokenizer is None

@@ -5,6 +5,7 @@ import json
 import os
 import struct
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,12 @@ from memjax.models.checkpoints.pretrained import (
 )
 from memjax.models.checkpoints.safetensors_file import SafetensorsFile
 from memjax.models.checkpoints.safetensors_folder import SafetensorsFolder
+from memjax.models.checkpoints.text_interface import (
+    GenerationConfig,
+    TextInterface,
+)
 from memjax.models.lora import LoraConfig, add_lora
+from tests import tiny as tiny_models
 
 safetensors = pytest.importorskip(
     "safetensors.numpy", reason="needs the optional package safetensors"
@@ -44,6 +50,10 @@ TINY = ModelConfig(
     tied_head=False,
     dtype="float32",
     remat=False,
+)
+TOKENIZER = tiny_models.tokenizer()
+TEXT = TextInterface(
+    TOKENIZER, "{{ x }}", GenerationConfig((5, 2), 1, None, 0.6, None, 0.9)
 )
 MEMORIES = (ElasticMemoryConfig(16, 4, 2, 8), TrellisConfig(16, 4, 8, 8))
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -113,9 +123,10 @@ def put(folder, **changes):
 )
 def test_a_saved_model_is_read_back_exactly(model_type, changes, tmp_path):
     model = tiny(**changes)
-    assert save_pretrained(model, tmp_path / "a", b"{}") == model_type
-    found, tokenizer = load_pretrained(tmp_path / "a")
-    assert tokenizer == b"{}"
+    assert save_pretrained(model, tmp_path / "a", TEXT, origin="a/b@c") == model_type
+    loaded = load_pretrained(tmp_path / "a")
+    found = loaded.model
+    assert (loaded.text, loaded.origin) == (TEXT, "a/b@c")
     assert found.config.mixers == model.config.mixers
     assert_same(found, model)
     config = json.loads((tmp_path / "a" / "config.json").read_text())
@@ -142,12 +153,44 @@ def test_bfloat16_halves_the_file(model, tmp_path):
     save_pretrained(model, tmp_path / "a", dtype="bfloat16")
     stored = safetensors.load_file(tmp_path / "a" / SINGLE)
     assert {value.dtype for value in stored.values()} == {np.dtype("bfloat16")}
-    found = load_pretrained(tmp_path / "a", dtype="bfloat16").model
-    assert found.config.dtype == "bfloat16"
-    for name, value in parameters(found).items():
-        rounded = parameters(model)[name].astype(ml_dtypes.bfloat16)
-        assert value.dtype == np.float32
-        np.testing.assert_array_equal(value, rounded.astype(np.float32))
+    rounded = {
+        name: value.astype(ml_dtypes.bfloat16)
+        for name, value in parameters(model).items()
+    }
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"param_dtype": "bfloat16"}, "bfloat16"),
+        ({}, "float32"),
+        ({"dtype": "bfloat16", "param_dtype": "float32"}, "float32"),
+    ]
+    for options, expected in cases:
+        found = load_pretrained(tmp_path / "a", **options).model
+        assert found.config.dtype == options.get("dtype", "float32")
+        for name, value in parameters(found).items():
+            assert value.dtype == np.dtype(expected)
+            np.testing.assert_array_equal(value, rounded[name].astype(expected))
+    # A file in float32 has digits that bfloat16 would lose.
+    save_pretrained(model, tmp_path / "b")
+    assert_same(load_pretrained(tmp_path / "b", dtype="bfloat16").model, model)
+
+
+def test_parameters_in_bfloat16_give_what_they_give_in_float32(model, tmp_path):
+    save_pretrained(model, tmp_path / "a", dtype="bfloat16")
+    tokens = jnp.arange(6, dtype=jnp.int32)[None]
+    logits = [
+        tiny_models.method(m, "__call__", m.init_state(1), tokens)[1]
+        for m in (
+            load_pretrained(tmp_path / "a", dtype="bfloat16", param_dtype=d).model
+            for d in (None, "float32")
+        )
+    ]
+    np.testing.assert_array_equal(*logits)
+
+
+def test_bfloat16_is_read_without_a_copy_in_float32(model, tmp_path, monkeypatch):
+    save_pretrained(model, tmp_path / "a", dtype="bfloat16")
+    monkeypatch.setattr(SafetensorsFile, "get", None)
+    load_pretrained(tmp_path / "a", dtype="bfloat16")
 
 
 def test_a_scaled_tied_embedding_keeps_its_function(tmp_path):
@@ -166,14 +209,16 @@ def test_adapters_are_merged(model, tmp_path):
 
 
 def test_conversion_keeps_tokenizer_and_token_ids(folder, tmp_path, model):
-    (folder / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "tokenizer.json").write_bytes(TOKENIZER.serialised)
     put(folder, eos_token_id=3)
     assert convert(folder, tmp_path / "b") == "llama"
     assert json.loads((tmp_path / "b" / "config.json").read_text())["eos_token_id"] == 3
-    found, tokenizer = load_pretrained(tmp_path / "b")
-    assert tokenizer == b'{"a": 1}'
+    found = load_pretrained(tmp_path / "b")
+    assert (found.tokenizer, found.generation.eos_ids) == (TOKENIZER, (3,))
+    # What others may see of a path.
+    assert found.origin == folder.name
     assert load_pretrained(tmp_path / "b", with_tokenizer=False).tokenizer is None
-    assert_same(found, model)
+    assert_same(found.model, model)
 
 
 def test_a_folder_that_is_not_empty_is_not_overwritten(model, folder, tmp_path):
@@ -245,8 +290,8 @@ def test_all_wrong_tensors_of_our_own_format_are_named(tmp_path):
         ({"model_type": None}, ["model_type"]),
         ({"hidden_size": "many"}, ["hidden_size", "many"]),
         ({"num_hidden_layers": 10**12}, ["num_hidden_layers=1000000000000"]),
-        ({"hidden_size": 10**13}, ["q_proj", "10000000000000"]),
-        ({"vocab_size": 10**30}, ["embed_tokens", "[48, 16]", str(10**30)]),
+        ({"hidden_size": 10**13}, ["model_dim must be at most", "10000000000000"]),
+        ({"vocab_size": 10**30}, ["vocab_size must be at most", str(10**30)]),
         ({"auto_map": {"AutoModel": "evil.Model"}}, ["auto_map", "evil.Model"]),
         ({"model_type": "memjax"}, ["memjax", "must be an object, got None"]),
         ({"model_type": "memjax", "memjax": {"depth": 3}}, ["memjax.depth"]),

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from experiments.common.pretrained import smollm2
-from memjax.data import load_tokenizer, open_documents
-from memjax.data.documents.tokenizer import parse_tokenizer
+from memjax.data import open_documents
 from memjax.models.checkpoints.pretrained import load_pretrained
+from memjax.models.checkpoints.text_interface import GenerationConfig
 
 try:
     FILE = smollm2()
@@ -93,7 +93,7 @@ def test_perplexity_of_a_book_is_that_of_pytorch(logits, pretrained):
     settings = golden["config"]
     books = {d.name: d.text for d in open_documents("embedded")}
     text = books[settings["document"]][int(settings["first"]) :][:4096]
-    ids = parse_tokenizer(pretrained.tokenizer, "smollm2").encode(text)[:512]
+    ids = pretrained.tokenizer.encode(text)[:512]
     assert ids.tolist() == golden["ids"]
     found = nll(logits(ids), ids)
     np.testing.assert_allclose(found, golden["nll"], atol=1e-3)
@@ -101,10 +101,15 @@ def test_perplexity_of_a_book_is_that_of_pytorch(logits, pretrained):
 
 
 @pytest.mark.parametrize("text", IDS)
-def test_the_tokenizer_is_the_files_own(text, pretrained, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(pretrained.tokenizer)
-    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+def test_the_tokenizer_is_the_files_own(text, pretrained):
+    tokenizer = pretrained.tokenizer
     ids = tokenizer.encode(text)
     assert ids.tolist() == IDS[text]
     assert tokenizer.decode(ids) == text
     assert tokenizer.vocab_size == 49152
+
+
+def test_what_comes_with_it_is_kept(pretrained):
+    assert pretrained.generation == GenerationConfig(eos_ids=(2,), bos_id=1, pad_id=2)
+    assert "<|im_start|>system" in pretrained.chat_template
+    assert pretrained.origin == str(FILE)

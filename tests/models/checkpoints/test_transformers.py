@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from memjax.data.documents.tokenizer import parse_tokenizer
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, preset
 from memjax.models.checkpoints.pretrained import (
@@ -18,6 +19,7 @@ from memjax.models.checkpoints.pretrained import (
     load_pretrained,
     save_pretrained,
 )
+from memjax.models.checkpoints.text_interface import TextInterface
 
 with warnings.catch_warnings():
     # Both libraries warn of deprecated parts of their own.
@@ -49,7 +51,7 @@ def transformers_logits(folder, tokens):
 @pytest.mark.parametrize("name", sorted(path.name for path in FAMILIES.iterdir()))
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 def test_every_family_has_the_same_logits_in_transformers(name, shard_bytes, tmp_path):
-    model, _ = load_pretrained(FAMILIES / name)
+    model = load_pretrained(FAMILIES / name).model
     model_type = save_pretrained(model, tmp_path / "a", shard_bytes=shard_bytes)
     theirs = json.loads((FAMILIES / name / "config.json").read_text())
     assert model_type == theirs["model_type"]
@@ -105,7 +107,7 @@ def test_folders_of_transformers_are_read(dtype, tmp_path):
 
 def test_transformers_reads_the_same_tokenizer(tmp_path):
     """Also where transformers would rather build its family's own."""
-    model, _ = load_pretrained(FAMILIES / "llama2")
+    model = load_pretrained(FAMILIES / "llama2").model
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     cuts = tokenizers.pre_tokenizers
     made.pre_tokenizer = cuts.Sequence(
@@ -117,7 +119,8 @@ def test_transformers_reads_the_same_tokenizer(tmp_path):
         vocab_size=300, initial_alphabet=alphabet, show_progress=False
     )
     made.train_from_iterator(["one two  12 three\n\n1 four"] * 2, trainer)
-    save_pretrained(model, tmp_path / "a", made.to_str().encode())
+    tokenizer = parse_tokenizer(made.to_str().encode(), "made")
+    save_pretrained(model, tmp_path / "a", TextInterface(tokenizer))
     there = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
     text = "two  12\n\n1 three"
     assert there.encode(text) == made.encode(text).ids

@@ -1,12 +1,13 @@
 """Makes `families/`: a tiny random checkpoint of each family and its logits.
 
-    python tests/models/golden/make_family_goldens.py
+    python tests/models/golden/make_family_goldens.py [FAMILY ...]
 
 Needs torch and transformers; made with torch 2.13.0 and transformers 5.23.0, float32,
 on a CPU. The logits are those of a batch read whole, and of the same batch with the
 first tokens of its first row masked as padding.
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,18 @@ def configs():
     biased = dict(attention_bias=True, mlp_bias=True)
     windows = dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)
     narrow = dict(word_embed_proj_dim=16, do_layer_norm_before=False)
+    # Both kinds of layer among two; head widths that are not D / H.
+    gemma = dict(
+        head_dim=12,
+        query_pre_attn_scalar=20,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict(
+            sliding_attention=dict(rope_type="default", rope_theta=100.0),
+            full_attention=dict(rope_theta=1000.0, **LINEAR),
+        ),
+    )
+    smollm3 = dict(no_rope_layers=[1, 0], tie_word_embeddings=True, **rope(1e4))
     return {
         "llama2": llama(**GATED | dict(num_key_value_heads=4)),
         "llama3": llama(**GATED, **rope(1000.0, **LLAMA3), tie_word_embeddings=True),
@@ -54,6 +67,10 @@ def configs():
         "llama_yarn": llama(**GATED, **rope(1000.0, **YARN)),
         "mistral": mistral(**GATED, sliding_window=7, head_dim=12),
         "qwen2": qwen2(**GATED, **rope(1e6), **windows, tie_word_embeddings=True),
+        "qwen3": transformers.Qwen3Config(**GATED, **rope(1e6), **windows, head_dim=12),
+        "smollm3": transformers.SmolLM3Config(**GATED, **smollm3),
+        "olmo2": transformers.Olmo2Config(**GATED, **rope(5e5)),
+        "gemma3": transformers.Gemma3TextConfig(**GATED, **gemma),
         "opt": opt(**SIZES, ffn_dim=40),
         "opt_350m": opt(**SIZES, ffn_dim=40, **narrow),
     }
@@ -86,4 +103,5 @@ def make(name, config):
 
 if __name__ == "__main__":
     for name, config in configs().items():
-        make(name, config)
+        if name in sys.argv[1:] or len(sys.argv) == 1:
+            make(name, config)

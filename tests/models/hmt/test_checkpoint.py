@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
 from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt, rmt
+from memjax.models.checkpoints.text_interface import TextInterface, read_text_interface
 from memjax.models.hmt.checkpoint import load_hmt, load_official, save_hmt
 from memjax.models.lora import LoraConfig, add_lora, merge_lora
 
@@ -63,13 +64,14 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_saved_model_is_loaded_exactly(name, tmp_path):
     model = MODELS[name]()
-    save_hmt(model, tmp_path / "saved", b"{}")
+    save_hmt(model, tmp_path / "saved", TextInterface(chat_template="{{ a }}"))
     loaded = load_hmt(tmp_path / "saved")
     assert loaded.config == model.config
     # Those of the backbone before HMT made their capacity that of a segment.
     assert loaded.pretrained.mixers == model.pretrained.mixers
     chex.assert_trees_all_equal(parameters(loaded), parameters(model))
-    assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == b"{}"
+    text = read_text_interface(tmp_path / "saved", model.vocab_size)
+    assert text.chat_template == "{{ a }}"
 
 
 def test_tensors_have_the_official_names(tmp_path):

@@ -57,7 +57,7 @@ def read(model, state, x, mask=None):
 
 @nnx.jit
 def read_ragged(model, state, x, lengths, mask=None):
-    return model.read_ragged(state, x, lengths, mask)
+    return model.read(state, x, mask, lengths)[0]
 
 
 def element(tree, b):
@@ -137,7 +137,7 @@ def test_bad_inputs_are_refused():
     for call in (
         lambda: model.read(state, x, ones),
         lambda: model.encode(x, ones),
-        lambda: model.read_ragged(state, x, jnp.array([1, 2, 3]), ones),
+        lambda: model.read(state, x, ones, jnp.array([1, 2, 3])),
     ):
         with pytest.raises(ValueError, match="mask must be None .*GatedDeltaNetConfig"):
             call()
@@ -147,7 +147,7 @@ def test_bad_inputs_are_refused():
         model.read(model.init_state(2), x)
     for lengths in (jnp.array([1, 2]), jnp.array([1.0, 2.0, 3.0])):
         with pytest.raises(ValueError, match=r"lengths must be integers \[3\], got"):
-            inspect.unwrap(LanguageModel.read_ragged)(model, state, x, lengths)
+            inspect.unwrap(LanguageModel.read)(model, state, x, None, lengths)
     for mask in (ones[:, 1:], ones.astype(jnp.int32)):
         with pytest.raises(ValueError, match=r"mask must be bool\[3, 8\].* got"):
             inspect.unwrap(LanguageModel.encode)(learned, learned.embed(TOKENS), mask)

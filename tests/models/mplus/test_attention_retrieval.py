@@ -16,9 +16,13 @@ from memjax.models import LanguageModel, ModelConfig, Sampling
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.mplus import attention_retrieval
 from memjax.models.mplus.attention_retrieval import AttentionRetriever
-from memjax.models.mplus.checkpoint import load_mplus, load_official, save_mplus
+from memjax.models.mplus.build import memoryllm, mplus
+from memjax.models.mplus.checkpoints.checkpoint import (
+    load_mplus,
+    load_official,
+    save_mplus,
+)
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import memoryllm, mplus
 from memjax.models.mplus.read import ReadOptions
 from memjax.models.mplus.state import LayerStore, Store
 from memjax.nnx import as_arrays, as_params

@@ -16,10 +16,14 @@ from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Architecture
 from memjax.models.mplus import retriever
-from memjax.models.mplus.checkpoint import load_mplus, load_official, save_mplus
+from memjax.models.mplus.build import memoryllm, mplus
+from memjax.models.mplus.checkpoints.checkpoint import (
+    load_mplus,
+    load_official,
+    save_mplus,
+)
+from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.hf_config import mplus_config_from_hf
-from memjax.models.mplus.model import memoryllm, mplus
 from memjax.nnx import as_arrays, as_params
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mplus"
@@ -76,7 +80,7 @@ def golden():
 
 
 def test_an_official_checkpoint_comes_back_bit_by_bit(golden, tmp_path):
-    save_mplus(golden, tmp_path / "saved", b"{}")
+    save_mplus(golden, tmp_path / "saved", origin="a/b@c")
     expected = load_file(FILE)
     found = load_file(tmp_path / "saved" / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -86,6 +90,8 @@ def test_an_official_checkpoint_comes_back_bit_by_bit(golden, tmp_path):
     # What transformers says otherwise, or says nothing of.
     loose = {"bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp"}
     loose |= {"initializer_range", "attention_dropout", "use_cache", "lora_config"}
+    # As a Llama transformers would load it, and draw all parameters anew.
+    loose |= {"model_type"}
     assert {k: config[k] for k in HF if k not in loose} == {
         k: v for k, v in HF.items() if k not in loose
     }
@@ -96,7 +102,7 @@ def test_an_official_checkpoint_comes_back_bit_by_bit(golden, tmp_path):
     loaded = load_mplus(tmp_path / "saved")
     chex.assert_trees_all_equal(parameters(loaded), parameters(golden))
     assert loaded.config == golden.config
-    assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == b"{}"
+    assert (config["memjax_origin"], config["model_type"]) == ("a/b@c", "memoryllm")
 
 
 def test_every_part_has_its_place(golden):

@@ -11,9 +11,9 @@ import pytest
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.layers import normalize
+from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.layers import write_layer
-from memjax.models.mplus.model import mplus
 from memjax.models.mplus.weights import init_bos
 from tests import tiny
 

@@ -16,21 +16,25 @@ import pytest
 from flax import nnx
 
 from memjax.models.mplus import write as mplus_writing
-from memjax.models.mplus.checkpoint import load_official
-from memjax.models.mplus.hf_config import mplus_config_from_hf
+from memjax.models.mplus.checkpoints.checkpoint import load_official
+from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.read import ReadOptions
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mplus"
 HF = json.loads((GOLDEN / "config.json").read_text())
 # The longest chunk of any scenario: 24 tokens.
-SIZES = dataclasses.replace(mplus_config_from_hf(HF), chunk=24, least_chunk=1)
+# As in the program, every token that is read chooses rows.
+SIZES = dataclasses.replace(
+    mplus_config_from_hf(HF), chunk=24, least_chunk=1, retrieval_source="all"
+)
 FROM_CREATION = dataclasses.replace(SIZES, eviction="frequency")
 CONFIGS = {
     "C": FROM_CREATION,
     "P": FROM_CREATION,
-    "A": dataclasses.replace(SIZES, legacy=True),
-    "B": dataclasses.replace(SIZES, legacy=True, merge_every=1),
+    # Its reads were made again with equal ages in the order of their index.
+    "A": dataclasses.replace(SIZES, legacy=True, equal_ages="rising"),
+    "B": dataclasses.replace(SIZES, legacy=True, equal_ages="rising", merge_every=1),
 }
 LAYERS = range(HF["num_hidden_layers"])
 

@@ -10,8 +10,8 @@ import pytest
 
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.mplus.build import memoryllm, mplus
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import memoryllm, mplus
 from memjax.models.mplus.read import ReadOptions
 
 B, V, D, L, K, N, C, R, M = 2, 19, 8, 2, 2, 6, 4, 3, 8

@@ -1,5 +1,6 @@
 """M+'s long-term store against plain lists: what stays, and what is found."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -123,7 +124,7 @@ def test_rows_leave_by_their_recall_frequency(born, taken):
 def test_nothing_is_evicted_while_at_most_r_rows_would_remain():
     """No more than R would be left: nothing goes, and no frequency falls."""
     config = MPlusConfig(
-        **SIZES, store=12, eviction="frequency", merge_every=1, recalls=1.0
+        **SIZES, store=8, eviction="frequency", merge_every=1, recalls=2.0
     )
     store, program = long_term_store.empty(config, B, L, D), Program(config)
     for update in range(4):
@@ -132,7 +133,7 @@ def test_nothing_is_evicted_while_at_most_r_rows_would_remain():
         program.drop(new[0, 0].tolist())
         assert held(store, 0, 0) == program.rows and held(store, 1, 0) == []
         same(np.asarray(store.recalls)[0, : len(program.rows)], program.recalls)
-    assert len(program.rows) == 8 and set(program.recalls) == {1.0}
+    assert len(program.rows) == 4 and set(program.recalls) == {1.0}
 
 
 def filled(config, born, keys, merged=None):
@@ -168,20 +169,21 @@ def test_a_row_of_equal_age_does_not_replace_a_stored_one():
     assert sorted(after.layers[1].born[0].tolist()) == [5] * (OLDEST.store - 1) + [6]
 
 
-@pytest.mark.parametrize("alive", [R, R + 1])
-def test_rows_are_evicted_only_if_more_than_r_remain(alive):
+@pytest.mark.parametrize("remain", [R, R + 1])
+def test_rows_are_evicted_only_if_more_than_r_remain(remain):
     config = MPlusConfig(
-        **SIZES, store=16, eviction="frequency", merge_every=1, recalls=1.0
+        **SIZES, store=16, eviction="frequency", merge_every=1, recalls=2.0
     )
-    count = R + 3
+    count, alive = R + 3, remain - K
     store = filled(config, range(count), np.zeros((count, KEYS)))
     recalls = jnp.where(jnp.arange(config.store) < alive, 2.0, 1.0)
     store = store._replace(recalls=jnp.tile(recalls[None], (B, 1)))
     new = np.broadcast_to([7, 8], (B, L, K))
     after = _append(config, store, told(new), jnp.ones(B, bool))
-    evicts = alive > R
-    assert after.num_valid.tolist() == [alive if evicts else count + K] * B
-    expected = [1.0] * alive if evicts else [2.0] * alive + [1.0] * (count + K - alive)
+    evicts = remain > R
+    assert after.num_valid.tolist() == [remain if evicts else count + K] * B
+    stay = [2.0] * alive + [1.0] * (count - alive) + [2.0] * K
+    expected = [1.0] * remain if evicts else stay
     same(after.recalls[0, : len(expected)], expected)
 
 
@@ -260,11 +262,21 @@ def test_legacy_repeats_a_store_of_fewer_than_r_rows(merged):
         places = (list(range(merged)) * R)[-R:]
     else:
         places = sorted(range(merged + 2), key=lambda place: -place)[:R]
-    expected = sorted(places, key=lambda place: (born[place], place))
+    # Rising ages, turned round: of equal ages the last comes first.
+    places = sorted(places) if merged >= R else places
+    expected = sorted(places, key=lambda place: -born[place])[::-1]
     assert found.chosen[0].tolist() == expected and found.real[0].all()
     same(found.rows[0, :, 0], np.array(expected) + 1.0)
     probability = probabilities(keys, [(1, 1, True)])
     np.testing.assert_allclose(found.scores[0, : merged + 2], probability, atol=1e-6)
+
+
+def test_rows_of_equal_age_stand_in_rising_or_falling_order():
+    born, keys = [5, 1, 1, 5, 1], np.zeros((5, KEYS))
+    for order, expected in (("rising", [1, 2, 0]), ("falling", [2, 1, 0])):
+        config = dataclasses.replace(OLDEST, equal_ages=order)
+        found = find(config, filled(config, born, keys), 0, [(1, 1, True)] * T)
+        assert found.chosen[0].tolist() == expected
 
 
 @pytest.mark.parametrize("config", [OLDEST, BY_FREQUENCY, LEGACY])

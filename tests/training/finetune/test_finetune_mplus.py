@@ -17,15 +17,12 @@ from memjax.cli import main as cli
 from memjax.data import load_facts, load_tokenizer
 from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
 from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
-from memjax.mechanisms import AttentionConfig
-from memjax.models import ModelConfig
 from memjax.models.hmt.config import HMTConfig
-from memjax.models.mplus.checkpoint import load_mplus
+from memjax.models.mplus.checkpoints.checkpoint import load_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from memjax.nnx import as_arrays
-from memjax.training import LoopConfig, run_data, sharding
-from memjax.training import pretrain as run
+from memjax.training import LoopConfig, pretrain, run_data, sharding
 from memjax.training.finetune import finetune, mplus_stage
 from memjax.training.finetune import run as finetune_run
 from memjax.training.finetune.curricula import MPlusStages
@@ -39,19 +36,10 @@ from memjax.training.run_folder import newest_state
 from memjax.training.sharding import MeshConfig
 
 BYTES = load_tokenizer("bytes")
-MODEL = ModelConfig(
-    mixers=(AttentionConfig(8, 2, 1, 4, capacity=64),),
-    num_layers=1,
-    vocab_size=256,
-    model_dim=8,
-    hidden_dim=8,
-    dtype="float32",
-    remat=False,
-)
 MEMORY = MPlusConfig(
     tokens=4, pool=8, chunk=8, least_chunk=2, retrieved=4, store=16, key_dim=4, rank=2
 )
-# Everything that can be revisited is; with seed 0 both other tasks come in each stage.
+# Everything that can be revisited is; with seed 0 both other tasks come in stage 3.
 TASKS = MPlusTaskConfig(
     full_context=0.0,
     revisit=1.0,
@@ -62,27 +50,6 @@ TASKS = MPlusTaskConfig(
     target=16,
     prompt=3,
 )
-
-
-@pytest.fixture(name="base", scope="module")
-def _base(tmp_path_factory):
-    """A trained backbone, and how its texts are read."""
-    folder = tmp_path_factory.mktemp("texts")
-    rng = np.random.default_rng(0)
-    for i in range(6):
-        words = rng.choice(["memory", "window", "block", "state"], size=60)
-        (folder / f"{i}.txt").write_text(" ".join(words))
-    source, cache = f"folder:{folder}", folder / "cache"
-    config = run.RunConfig(
-        model=MODEL,
-        data=run.DataConfig(
-            source, "bytes", context_length=16, batch_size=2, cache_dir=cache
-        ),
-        loop=LoopConfig(steps=1, save_every=1, log_every=1),
-    )
-    backbone = tmp_path_factory.mktemp("backbone")
-    run.train(config, backbone)
-    return backbone, SampleConfig(source, batch_size=2, cache_dir=cache)
 
 
 def stages(samples):
@@ -97,21 +64,11 @@ def stages(samples):
     early = dataclasses.replace(
         third,
         memory=alone,
+        # One program for both stages.
+        tasks=dataclasses.replace(TASKS, multi_chunk=1.0),
         loop=dataclasses.replace(third.loop, steps=2),
     )
     return MPlusStages(early, early, third)
-
-
-def train(base, folder):
-    return finetune.finetune_stages(stages(base[1]).stages(), base[0], folder)
-
-
-@pytest.fixture(name="whole", scope="module")
-def _whole(base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    outcome = train(base, folder)
-    assert (outcome.reason, outcome.step) == ("finished", 5)
-    return folder
 
 
 def metrics(folder):
@@ -131,33 +88,29 @@ def newest(folder):
     return newest_state(folder / "stage3", shapes)
 
 
-@pytest.mark.slow
-def test_all_stages_resume_bit_for_bit_in_the_middle_of_the_last(
-    base, whole, tmp_path, monkeypatch
-):
-    steps, programs = [], finetune._programs
-
-    def interrupted(described, mesh):
-        create, step = programs(described, mesh)
-
-        def counted(state, given):
-            steps.append(given.task)
-            if len(steps) == 7:
-                raise KeyboardInterrupt
-            return step(state, given)
-
-        return create, counted
-
-    with monkeypatch.context() as patch:
-        patch.setattr(finetune, "_programs", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train(base, tmp_path)
+@pytest.fixture(name="whole", scope="module")
+def _whole(base, tmp_path_factory, interrupted):
+    """All stages; the last was interrupted in the middle, and resumed."""
+    folder = tmp_path_factory.mktemp("whole")
+    train = lambda: finetune.finetune_stages(stages(base[1]).stages(), base[0], folder)
+    with interrupted(7) as given:
+        train()
     # What was kept before the interruption is what is revisited after it.
-    assert steps[-1] == "revisit"
-    assert {*steps[:-1]} == {"two_chunk", "multi_chunk"}
-    train(base, tmp_path)
-    for stage in ("stage1", "stage2", "stage3"):
-        assert metrics(tmp_path / stage) == metrics(whole / stage)
+    *before, last = (assigned.task for assigned in given)
+    assert last == "revisit" and {*before[4:]} == {"two_chunk", "multi_chunk"}
+    finished = [metrics(folder / name) for name in ("stage1", "stage2")]
+    outcome = train()
+    assert (outcome.reason, outcome.step) == ("finished", 5)
+    assert [metrics(folder / name) for name in ("stage1", "stage2")] == finished
+    assert [len(steps) for steps in finished] == [2, 2]
+    return folder
+
+
+@pytest.mark.slow
+def test_the_last_stage_resumed_in_its_middle_bit_for_bit(base, whole, tmp_path):
+    third = stages(base[1]).stage3
+    finetune.finetune(third, base[0], tmp_path / "stage3", whole / "stage2")
+    assert metrics(tmp_path / "stage3") == metrics(whole / "stage3")
     pairs = map(jax.tree.leaves, (newest(tmp_path), newest(whole)))
     for a, b in zip(*pairs, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -182,7 +135,7 @@ def test_the_backbone_stays_and_the_memory_is_kept(base, whole):
     described, model = finetune.load_model(whole)
     assert isinstance(described, finetune_run.FinetuneRun)
     assert described.config == stages(base[1]).stage3 and isinstance(model, MPlus)
-    original = jax.tree.leaves(nnx.state(run.load_model(base[0])[1]))
+    original = jax.tree.leaves(nnx.state(pretrain.load_model(base[0])[1]))
     kept = jax.tree.leaves(nnx.state(model.backbone))
     for a, b in zip(original, kept, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -244,7 +197,7 @@ def test_a_new_retriever_starts_by_similarity(base, tmp_path, monkeypatch):
         chex.assert_trees_all_equal(trained, first)
         assert not np.array_equal(trained.down, new.down)
     # Two whole batches of documents, each of which makes two chunks of rows.
-    chex.assert_shape(bank.rows, (4, 1, 2 * MEMORY.tokens, MODEL.model_dim))
+    chex.assert_shape(bank.rows, (4, 1, 2 * MEMORY.tokens, 8))
     query, key = similarity(bank, MEMORY.key_dim)
     chex.assert_trees_all_equal(query, as_arrays(started.query))
     chex.assert_trees_all_equal(key, as_arrays(started.key))
@@ -284,7 +237,7 @@ def test_facts_are_told_and_asked_for(shipped, base, tmp_path):
     )
     described, _, stored, _ = starting_point(config, backbone, None)
     documents = run_data.load_split(described, BYTES, "train")
-    lessons = config.batches(documents, stored.parse(), MODEL.vocab_size)
+    lessons = config.batches(documents, stored.tokenizer, 256)
     text = BYTES.decode(np.asarray(next(lessons).batch.target.tokens[0]))
     assert text.startswith("\n\nQuestion: ")
     assert shipped or any(subject in text for subject in told)
@@ -301,13 +254,17 @@ def test_the_command_line_scores_a_run_and_goes_on_with_a_text(whole, capsys):
         return capsys.readouterr().out
 
     described, model = finetune.load(whole)
-    step = jax.jit(lambda state, token: model(state, token[None, None]))
+
+    @jax.jit
+    def step(state, token):
+        state, logits = model(state, token[None, None])
+        return state, jax.nn.log_softmax(logits[0, 0])
 
     def read(tokens):
         state, rows = model.init_state(1), []
         for token in tokens:
-            state, logits = step(state, token)
-            rows.append(np.asarray(jax.nn.log_softmax(logits[0, 0])))
+            state, row = step(state, token)
+            rows.append(np.asarray(row))
         return state, rows
 
     assert "perplexity" in memjax("eval", whole, "--split", "test")
@@ -325,8 +282,8 @@ def test_the_command_line_scores_a_run_and_goes_on_with_a_text(whole, capsys):
     state, rows = read(bytes_.encode(prompt))
     drawn = [np.argmax(rows[-1])]
     while len(drawn) < 12:
-        state, logits = step(state, drawn[-1])
-        drawn.append(np.argmax(logits))
+        state, row = step(state, drawn[-1])
+        drawn.append(np.argmax(row))
     assert out == f"{prompt}{bytes_.decode(np.asarray(drawn, np.int32))}\n"
 
 
@@ -350,7 +307,7 @@ def test_starts_that_cannot_be_are_refused(base, whole, tmp_path):
         with pytest.raises(ValueError, match=message):
             finetune.finetune(config, None, tmp_path / "new", start)
     with pytest.raises(
-        ValueError, match="must be a plain model, but that run has a mem"
+        ValueError, match="must be a plain model, but that one has a mem"
     ):
         finetune.finetune(third, whole, tmp_path / "new")
     with pytest.raises(ValueError, match="stages must be at least one"):

@@ -1,5 +1,7 @@
 """The retriever made by similarity, and fitted: its bank, its loss, what changes."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,8 @@ from memjax.data.mplus_tasks.tasks import Target, TaskBatch
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import retriever
+from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.model import mplus
 from memjax.training.mplus import retriever_fit
 from tests import tiny
 
@@ -30,7 +32,9 @@ MEMORY = MPlusConfig(
 )
 
 
+@functools.cache
 def build():
+    """A tiny M+; do not change it in place."""
     backbone = LanguageModel(BACKBONE, key=jax.random.key(0))
     return mplus(backbone, MEMORY, key=jax.random.key(1))
 
@@ -48,6 +52,12 @@ def task_batches(count):
         )
 
 
+@functools.cache
+def bank_of_six():
+    """Three batches of two documents."""
+    return collect(build())
+
+
 def collect(model, count=3, asking=4, rows=3):
     return retriever_fit.collect(
         model, task_batches(count), asking, rows, jax.random.key(2)
@@ -57,7 +67,7 @@ def collect(model, count=3, asking=4, rows=3):
 @pytest.mark.slow
 def test_a_bank_holds_what_the_retriever_is_given():
     model = build()
-    bank = collect(model)
+    bank = bank_of_six()
     chex.assert_shape(bank.asking, (6, L, 4, D))
     chex.assert_shape(bank.rows, (6, L, 3, D))
     assert bank.query_mask.tolist() == [[True, True, False, False], [True] * 4] * 3
@@ -82,7 +92,7 @@ def test_a_bank_holds_what_the_retriever_is_given():
 @pytest.mark.slow
 def test_each_document_asks_among_the_rows_of_all():
     model = build()
-    bank = collect(model)
+    bank = bank_of_six()
     params = retriever_fit.query_and_key(model)
     silu = lambda x: x / (1 + np.exp(-x))
 
@@ -108,10 +118,10 @@ def test_each_document_asks_among_the_rows_of_all():
 
 @pytest.mark.slow
 def test_a_fit_lowers_the_loss_and_changes_the_retriever_alone():
-    model, before = build(), build()
+    before = build()
     model, losses = retriever_fit.fit(
-        model,
-        collect(model),
+        before,
+        bank_of_six(),
         steps=100,
         documents=4,
         learning_rate=1e-2,
@@ -216,7 +226,7 @@ def test_batch_sizes_out_of_range_are_refused(documents):
     with pytest.raises(ValueError, match=r"documents must be in \[2, 6\]"):
         retriever_fit.fit(
             model,
-            collect(model),
+            bank_of_six(),
             steps=1,
             documents=documents,
             learning_rate=1.0,

@@ -15,11 +15,11 @@ from memjax.data.mplus_tasks.tasks import Target, TaskBatch
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import read as mplus_reading
-from memjax.models.mplus import tensor_names as mplus_names
-from memjax.models.mplus.checkpoint import load_official
+from memjax.models.mplus.build import mplus
+from memjax.models.mplus.checkpoints import tensor_names as mplus_names
+from memjax.models.mplus.checkpoints.checkpoint import load_official
+from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.hf_config import mplus_config_from_hf
-from memjax.models.mplus.model import mplus
 from memjax.training.mplus import tasks as mplus_tasks
 
 GOLDEN = Path(__file__).parents[2] / "models" / "golden" / "mplus"
@@ -37,7 +37,7 @@ def _official(golden):
     config = mplus_config_from_hf(described)
     config = dataclasses.replace(config, eviction="frequency")
     model = load_official(GOLDEN / "tiny_model.safetensors", described, config)
-    state = model.init_state(1)
+    state = jax.jit(lambda: model.init_state(1))()
     ages = np.tile(np.arange(32)[::-1], (3, 1)).astype(np.int32)
     state = state._replace(ages=jnp.asarray(ages)[None])
     update = jax.jit(lambda state, delta, drop: model.update(state, delta, drop))
@@ -50,19 +50,17 @@ def _official(golden):
     return model, state
 
 
-def task_batch(chunks, tokens, mask=None):
+def task_batch(chunks, tokens):
     """Chunks [n, C] of full length and a target, one row."""
-    ids = jnp.asarray(tokens, jnp.int32)[None]
+    ids = np.asarray(tokens, np.int32)[None]
     t = ids.shape[1] - 1
-    chunks = jnp.asarray(chunks, jnp.int32)[None]
+    chunks = np.asarray(chunks, np.int32)[None]
     return TaskBatch(
         chunks=chunks,
-        lengths=jnp.full(chunks.shape[:2], chunks.shape[2], jnp.int32),
-        target=Target(
-            ids[:, :-1], ids[:, 1:], jnp.ones((1, t)) if mask is None else mask
-        ),
-        num_queries=jnp.full(1, t, jnp.int32),
-        keep=jnp.ones(1, bool),
+        lengths=np.full(chunks.shape[:2], chunks.shape[2], np.int32),
+        target=Target(ids[:, :-1], ids[:, 1:], np.ones((1, t), np.float32)),
+        num_queries=np.full(1, t, np.int32),
+        keep=np.ones(1, bool),
     )
 
 
@@ -81,7 +79,9 @@ def by_official_name(model, grads):
 
 
 def memory_of(state, t):
-    empty = Target(*(jnp.zeros((1, t), kind) for kind in (jnp.int32, jnp.int32, float)))
+    empty = Target(
+        *(np.zeros((1, t), kind) for kind in (np.int32, np.int32, np.float32))
+    )
     clock = jnp.zeros(1, jnp.int32)
     return mplus_tasks.TaskMemory(state, mplus_tasks.Cached(empty, clock, clock))
 
@@ -124,7 +124,7 @@ def test_the_retrievers_loss_and_gradients_are_the_official_programs(official, g
     np.testing.assert_array_equal(rows[1][0], ~golden["G/read/positive"])
 
     def loss(model):
-        given = mplus_reading.ReadOptions()
+        given = mplus_reading.ReadOptions(prompt_length=ids.shape[1])
         _, _, trace = mplus_reading.read_closed(model.weights, state, ids, given)
         num_queries = jnp.full(1, ids.shape[1], jnp.int32)
         found = mplus_tasks.retriever_losses(
@@ -165,7 +165,9 @@ def small(retrieved):
     model = mplus(backbone, config, key=jax.random.key(1))
     params = nnx.state(model, nnx.Param)
     random = np.random.default_rng(2)
-    noise = lambda x: x + 0.1 * jnp.asarray(random.standard_normal(x.shape, np.float32))
+    noise = lambda x: jnp.asarray(
+        np.asarray(x) + np.float32(0.1) * random.standard_normal(x.shape, np.float32)
+    )
     nnx.update(model, jax.tree.map(noise, params))
     return model
 
@@ -189,7 +191,7 @@ def groups(grads):
     return {
         name
         for name, tree in nnx.to_pure_dict(grads).items()
-        if any(np.any(leaf) for leaf in jax.tree.leaves(tree))
+        if any(np.asarray(leaf).any() for leaf in jax.tree.leaves(tree))
     }
 
 
@@ -211,7 +213,7 @@ class Told:
 
         jacobian = jax.jit(jax.jacrev(run, argnums=(0, 1), has_aux=True))
         key = jax.random.key(3)
-        self.after = mplus_tasks.first_memory(self.model, 2, 12, key)
+        self.after = jax.jit(lambda: mplus_tasks.first_memory(self.model, 2, 12, key))()
         for seed in range(4):
             self.before, self.batch = self.after, small_batch(seed, 2)
             found = jacobian(params, self.before.state.pool, self.before, self.batch)
@@ -228,7 +230,7 @@ def test_with_a_store_each_loss_reaches_its_own_parameters_and_no_memory(told):
     (language, by_pool), (retrieval, also_by_pool) = told.by_loss
     assert groups(language) == {"read_adapter", "bos"}
     assert groups(retrieval) == {"query", "key", "encoder_query"}
-    assert not np.any(by_pool) and not np.any(also_by_pool)
+    assert not np.asarray(by_pool).any() and not np.asarray(also_by_pool).any()
     assert int(told.after.state.store.num_valid.min()) > 0
 
 
@@ -301,7 +303,8 @@ def test_only_the_first_tokens_of_a_target_are_queries(told):
 )
 def test_without_a_store_one_chunk_keeps_its_gradient_and_more_do_not(chunks, reached):
     model, batch = small(0), small_batch(0, chunks)
-    memory = mplus_tasks.first_memory(model, 2, 12, jax.random.key(0))
+    key = jax.random.key(0)
+    memory = jax.jit(lambda: mplus_tasks.first_memory(model, 2, 12, key))()
     loss = functools.partial(
         mplus_tasks.task_loss,
         task="multi_chunk",

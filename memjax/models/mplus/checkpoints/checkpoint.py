@@ -4,7 +4,7 @@
 names and `config.json`, by the program; what the program wrote by `load_official`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,15 +24,19 @@ from memjax.models.checkpoints.safetensors_folder import (
     require_no_pickle,
 )
 from memjax.models.checkpoints.safetensors_write import write_folder
+from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model.config import Dtype, ModelConfig
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.lora import Frozen, merge_lora
-from memjax.models.mplus import tensor_names as mplus_names
+from memjax.models.mplus.build import mplus
+from memjax.models.mplus.checkpoints import tensor_names as mplus_names
+from memjax.models.mplus.checkpoints.hf_config import describe, mplus_config_from_hf
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.hf_config import describe, mplus_config_from_hf
-from memjax.models.mplus.model import MPlus, mplus
+from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.state import Initial
 
+#: The program's name for its class.
+MODEL_TYPE = "memoryllm"
 #: Where `config.json` keeps the `MPlusConfig`, beside what the program reads.
 RECORD = "memjax_mplus"
 # Tensors that are no floats.
@@ -87,15 +91,16 @@ def load_official(
     else:
         require_no_pickle(path)
         found = SafetensorsFile(path, others=FLAGS)
-    if hf_config.get("model_type", "memoryllm") == "memoryllm":
+    if hf_config.get("model_type", MODEL_TYPE) == MODEL_TYPE:
         # The program's own name for its class: the backbone inside is a Llama.
-        hf_config = dict(hf_config) | {"model_type": "llama"}
+        hf_config = own_format.of_backbone(dict(hf_config) | {"model_type": "llama"})
     if not hf_config.get("map_from_hidden_states", True):
         raise ValueError(
             f"{path}: map_from_hidden_states must be true, as published, got "
             f"{hf_config['map_from_hidden_states']!r}"
         )
-    config = mplus_config_from_hf(hf_config) if config is None else config
+    if config is None:
+        config = mplus_config_from_hf(hf_config, _start(found))
     # Without a second adapter the first reads as well.
     alone = hf_config.get("add_decoder_lora", True) is False
     reader = mplus_names.WRITER if alone else mplus_names.READER
@@ -129,23 +134,30 @@ def load_mplus(folder: Path | str, *, dtype: Dtype = "float32") -> MPlus:
         raise ValueError(
             f"{folder}: {RECORD}.initial_rows must be null or at least 0, got {rows!r}"
         )
-    source = Source(found.config, found.shapes, found.get, str(folder))
+    described = own_format.of_backbone(found.config)
+    source = Source(described, found.shapes, found.get, str(folder))
     return _build(source, config, rows, mplus_names.READER, dtype)
 
 
 def save_mplus(
     model: MPlus,
     folder: Path | str,
-    tokenizer: bytes | None = None,
+    text: TextInterface | None = None,
     *,
+    origin: str = "",
+    readme: str | None = None,
     dtype: Dtype = "float32",
 ) -> None:
     """Writes a folder that `load_mplus` and, by its names, the official program read.
 
+    The model_type is "memoryllm", the program's own, which transformers refuses.
+
     Args:
         model: M+ or MemoryLLM; what was injected is in its state, see `memory_state`.
         folder: must not exist, or be empty; it appears whole or not at all.
-        tokenizer: bytes of a `tokenizer.json`.
+        text: tokenizer, chat template, and how to draw; None is none.
+        origin: the model that the backbone was.
+        readme: the model card; None is none.
         dtype: of the saved numbers.
 
     The program's R is a multiple of K, and rounded up for it where ours is none.
@@ -175,9 +187,10 @@ def save_mplus(
         described = own_format.to_config(backbone)
         tensors = own_format.named_tensors(backbone)
     record = {"config": to_record(model.config), "initial_rows": rows}
-    described = described | describe(model.config, rows or 0) | {RECORD: record}
-    named = _named(model, tensors)
-    write_folder(Path(folder), described, named, tokenizer, dtype=dtype)
+    memory = describe(model.config, rows or 0) | {RECORD: record}
+    described = own_format.around_backbone(described, MODEL_TYPE, memory, origin)
+    named, files = _named(model, tensors), (text or TextInterface()).files(readme)
+    write_folder(Path(folder), described, named, files, dtype=dtype)
 
 
 def _named(
@@ -271,6 +284,16 @@ def _backbone(
     return sizes, plain, read
 
 
+def _start(found: SafetensorsFile | SafetensorsFolder) -> Sequence[float] | None:
+    """Frequencies of the rows that a checkpoint's store begins with, if it has any."""
+    name = f"{mplus_names.STORE[2]}.0"
+    # Tensors of wrong shapes are named later, all of them at once.
+    if len(found.shapes.get(name, ())) != 1:
+        return None
+    recalls = found.get(name)
+    return recalls.tolist() if np.all(np.isfinite(recalls)) else None
+
+
 def _initial(source: Source, config: MPlusConfig, layers: int, rows: int) -> Initial:
     get, where = source.get, source.where
     if mplus_names.WRITTEN in source.shapes and not get(mplus_names.WRITTEN):
@@ -295,5 +318,11 @@ def _initial(source: Source, config: MPlusConfig, layers: int, rows: int) -> Ini
         )
     if not np.all((ages == np.round(ages)) & (ages >= 0) & (ages < OLDEST)):
         raise ValueError(f"{where}: ltm_ages must be whole numbers in [0, {OLDEST})")
+    least = config.least_store_from(recalls[0].tolist())
+    if config.store < least:
+        raise ValueError(
+            f"store must hold at least {least} rows, with the {rows} that {where} "
+            f"begins with and their recall frequencies, got {config.store}"
+        )
     parts = (vectors, keys, -ages.astype(np.int32), recalls[0])
     return Initial(pool, *(Frozen(jnp.asarray(part)) for part in parts))

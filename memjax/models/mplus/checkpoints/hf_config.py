@@ -1,23 +1,31 @@
 """Settings of M+ in the official program's `config.json`, in and out."""
 
-import math
-from collections.abc import Mapping
+import collections
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memjax.models.mplus import tensor_names as mplus_names
-from memjax.models.mplus.config import MPlusConfig
+from memjax.models.mplus.checkpoints import tensor_names as mplus_names
+from memjax.models.mplus.config import MPlusConfig, most_rows
 
 # No setting of a sound file is larger.
 LARGEST = 1e9
 
 
-def mplus_config_from_hf(described: Mapping[str, Any]) -> MPlusConfig:
+def mplus_config_from_hf(
+    described: Mapping[str, Any], start: Sequence[float] | None = None
+) -> MPlusConfig:
     """The memory that an official `config.json` describes, with memjax's semantics.
 
     The store has room for all that the program keeps at a time.
 
+    Args:
+        described: what `config.json` holds.
+        start: recall frequencies of the rows that the store begins with; None is 0 for
+            all of `ltm_initial_size`, as published.
+
     Raises:
-        ValueError: naming the key, if one is missing or not a number of its kind.
+        ValueError: naming the key, if one is missing or not a number of its kind, or
+            if the program's store would grow without bound.
     """
     lora = described.get("lora_config")
     if not isinstance(lora, Mapping):
@@ -39,12 +47,19 @@ def mplus_config_from_hf(described: Mapping[str, Any]) -> MPlusConfig:
     decay = _positive(described, "decay_frequency")
     every = _size(described, "update_ltm_frequency", 1)
     batch = every * tokens
-    start = _size(described, "ltm_initial_size", 0, 0)
-    # A row survives so many merges, and each merge adds a batch.
-    kept = math.ceil(recalls / decay) * batch
+    size = _size(described, "ltm_initial_size", 0, 0)
+    rows = {0.0: size} if start is None else collections.Counter(start)
+    try:
+        kept = most_rows(batch, long * tokens, recalls, decay, rows)
+    except ValueError as error:
+        raise ValueError(
+            "initial_rf_when_moving_stm_to_ltm and decay_frequency are recalls and "
+            f"decay: {error}"
+        ) from error
     return MPlusConfig(
         **common,
-        store=max(kept, start + batch, long * tokens + 2 * batch),
+        # Fewer rows could not be retrieved, nor one update stored.
+        store=max(kept, long * tokens, tokens),
         key_dim=_size(described, "selector_hidden_dim", 1),
         merge_every=every,
         recalls=recalls,

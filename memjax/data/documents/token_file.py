@@ -1,0 +1,139 @@
+"""The tokens of many documents in one file, and the index that says whose they are.
+
+`<key>.tokens` holds the ids of all documents one after another, as little-endian int32.
+`<key>.index` is written after it: a first line with the SHA-256 of the rest, which is
+JSON with the documents' names, kinds and lengths and the SHA-256 of the tokens. The
+tokens are hashed when they are written, and again only where the file's size or times
+are not those of the last time: hashing a large file takes longer than a start should.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from memjax.config_io import parse_json
+
+_LOG = logging.getLogger(__name__)
+_DTYPE = np.dtype("<i4")
+
+
+class TokenisedDocument(NamedTuple):
+    """One document as ids.
+
+    Attributes:
+        name: as in `Document`.
+        kind: as in `Document`.
+        tokens: [T], at least one, memory-mapped read-only from the cache.
+    """
+
+    name: str
+    kind: str
+    tokens: Int32[np.ndarray, " T"]
+
+
+def write(base: Path, documents: Iterable[TokenisedDocument]) -> None:
+    """Writes both files of `base`; one document is in memory at a time.
+
+    Processes that write the same files at once do not disturb each other.
+    """
+    digest, names, kinds, lengths = hashlib.sha256(), [], [], []
+    tokens_file = base.with_suffix(".tokens")
+    with replaced(tokens_file) as stream:
+        for document in documents:
+            content = document.tokens.astype(_DTYPE, copy=False).tobytes()
+            digest.update(content)
+            stream.write(content)
+            names.append(document.name)
+            kinds.append(document.kind)
+            lengths.append(len(document.tokens))
+    record: dict[str, Any] = dict(names=names, kinds=kinds, lengths=lengths)
+    record["sha256"] = digest.hexdigest()
+    _write_index(base, record, tokens_file.stat())
+
+
+def read(base: Path) -> list[TokenisedDocument] | None:
+    """The documents of `base`, mapped from the disk; None if they are not all there.
+
+    All documents are views of one mapping: no file stays open.
+    """
+    index, tokens_file = base.with_suffix(".index"), base.with_suffix(".tokens")
+    if not index.exists() or not tokens_file.exists():
+        return None
+    try:
+        return _mapped(_checked_record(base), tokens_file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _LOG.warning("%s is damaged (%s); tokenising again", tokens_file, error)
+        return None
+
+
+@contextlib.contextmanager
+def replaced(file: Path) -> Iterator[BinaryIO]:
+    """A stream to what becomes the file when all is written, for any other process.
+
+    Its temporary name is nobody else's, also where processes of several containers
+    share the folder and their process ids are equal.
+    """
+    partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with partial.open("xb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _write_index(base: Path, record: dict[str, Any], status: os.stat_result) -> None:
+    record = record | {"seen": _times(status)}
+    body = json.dumps(record).encode("utf-8")
+    with replaced(base.with_suffix(".index")) as stream:
+        stream.write(hashlib.sha256(body).hexdigest().encode("ascii") + b"\n" + body)
+
+
+def _times(status: os.stat_result) -> list[int]:
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _checked_record(base: Path) -> dict[str, Any]:
+    """The index, whose digests are right."""
+    content = base.with_suffix(".index").read_bytes()
+    said, _, body = content.partition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode("ascii") != said:
+        raise ValueError("its index has another digest")
+    record = parse_json(body, "its index is")
+    tokens_file = base.with_suffix(".tokens")
+    status = tokens_file.stat()
+    if record["seen"] == _times(status):
+        return record
+    with tokens_file.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != record["sha256"]:
+        raise ValueError("it has another digest")
+    # Copied or touched, but whole: the next start need not read it all again. A cache
+    # may be read-only.
+    with contextlib.suppress(OSError):
+        _write_index(base, record, status)
+    return record
+
+
+def _mapped(record: dict[str, Any], file: Path) -> list[TokenisedDocument]:
+    ids = np.memmap(file, _DTYPE, mode="r")
+    ends = np.cumsum(np.array(record["lengths"], np.int64)).tolist()
+    if not ends or ends[-1] != len(ids):
+        raise ValueError("its index is of another length")
+    # A plain view of the mapping: slices of np.memmap itself are slow to make.
+    view = np.asarray(ids).view(np.ndarray)
+    starts = [0, *ends[:-1]]
+    rows = zip(record["names"], record["kinds"], starts, ends, strict=True)
+    return [TokenisedDocument(n, k, view[start:end]) for n, k, start, end in rows]

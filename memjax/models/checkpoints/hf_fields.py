@@ -1,0 +1,125 @@
+"""Reads entries of a `config.json`, each checked, and what it says about RoPE."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from memjax.mechanisms.layers.rope import RopeScaling
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MAX_LAYERS = 1024
+
+
+def read_rope(
+    config: Mapping[str, Any], capacity: int, theta: float = 10_000.0
+) -> tuple[float, RopeScaling | None]:
+    """θ and scaling, in one record in transformers 5 and in two places in 4.
+
+    `theta` stands for one that is not given; `capacity` for the original length.
+    """
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = {
+        "rope_theta": config.get("rope_theta"),
+        "partial_rotary_factor": config.get("partial_rotary_factor"),
+    } | read_entry(config, key, dict, {})
+    theta = read_entry(rope, "rope_theta", float, theta)
+    require_value(rope, "partial_rotary_factor", 1.0, default=1.0)
+    kind = read_entry(rope, "rope_type", str, read_entry(rope, "type", str, "default"))
+    if kind not in ROPE_TYPES:
+        raise ValueError(
+            f"rope_type must be one of {ROPE_TYPES}, got {kind!r} in {key}"
+        )
+    if kind == "default":
+        return theta, None
+    factor = read_entry(rope, "factor", float)
+    if kind == "linear":
+        return theta, RopeScaling("linear", factor)
+    original = read_size(rope, "original_max_position_embeddings", capacity)
+    original = read_size(config, "original_max_position_embeddings", original)
+    if kind == "llama3":
+        return theta, RopeScaling(
+            "llama3",
+            factor,
+            low_frequency_factor=read_entry(rope, "low_freq_factor", float),
+            high_frequency_factor=read_entry(rope, "high_freq_factor", float),
+            original_positions=original,
+        )
+    require_value(rope, "truncate", True, default=True)
+    return theta, RopeScaling(
+        "yarn",
+        factor,
+        original_positions=original,
+        beta_fast=read_entry(rope, "beta_fast", float, 32.0),
+        beta_slow=read_entry(rope, "beta_slow", float, 1.0),
+        attention_factor=_read_attention_factor(rope, factor),
+    )
+
+
+def _read_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
+    """YaRN's attention factor, given directly or as DeepSeek's quotient of two."""
+    given = read_entry(rope, "attention_factor", float, 0.0)
+    above = read_entry(rope, "mscale", float, 0.0)
+    below = read_entry(rope, "mscale_all_dim", float, 0.0)
+    if given:
+        return given
+    if not (above and below):
+        return None
+    part = lambda scale: 0.1 * scale * math.log(factor) + 1.0
+    return part(above) / part(below)
+
+
+def read_heads(config: Mapping[str, Any]) -> int:
+    """The number of query heads, which divides the width if nothing else is said."""
+    heads, width = (
+        read_size(config, "num_attention_heads"),
+        read_size(config, "hidden_size"),
+    )
+    if width % heads and not config.get("head_dim"):
+        raise ValueError(
+            f"num_attention_heads must divide hidden_size={width}, got {heads}"
+        )
+    return heads
+
+
+def read_layers(config: Mapping[str, Any]) -> int:
+    """The number of layers."""
+    layers = read_size(config, "num_hidden_layers")
+    # A malformed file must not make the caller build millions of layers.
+    if layers > MAX_LAYERS:
+        raise ValueError(
+            f"num_hidden_layers must be at most {MAX_LAYERS}, got {layers}"
+        )
+    return layers
+
+
+def read_size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """An integer that is at least 1; the default is not checked."""
+    size = read_entry(config, key, int, default)
+    if config.get(key) is not None and size < 1:
+        raise ValueError(f"{key} must be at least 1, got {size}")
+    return size
+
+
+def read_entry(
+    config: Mapping[str, Any], key: str, kind: type, default: Any = None
+) -> Any:
+    """A value, checked for its type; the default, if not None, where it is null."""
+    value = config.get(key)
+    if value is None:
+        if default is None:
+            raise ValueError(f"{key} is missing from config.json")
+        return default
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{key} must be of type {kind.__name__}, got {value!r}")
+    return value
+
+
+def require_value(
+    config: Mapping[str, Any], key: str, allowed: Any, default: Any
+) -> None:
+    """Raises ValueError unless a value is the only supported one."""
+    value = read_entry(config, key, type(allowed), default)
+    if value != allowed:
+        raise ValueError(f"{key} must be {allowed!r}, got {value!r}")

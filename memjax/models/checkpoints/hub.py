@@ -1,0 +1,137 @@
+"""Finds a model by its name: a folder, a GGUF file, or one of the Hugging Face hub.
+
+A hub id is "owner/name", or "owner/name/file.gguf" for one file of a repository, either
+with "@revision". Only the files that a model is read from are downloaded, and what is
+refused anyway (pickles, code) never.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from memjax.models.checkpoints.safetensors_folder import (
+    CHAT_TEMPLATE,
+    CONFIG,
+    GENERATION,
+    INDEX,
+    SINGLE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    read_index,
+)
+
+HUB_ID = re.compile(
+    r"(?P<repository>[\w.-]+/[\w.-]+)(/(?P<file>[\w./-]+\.gguf))?(@(?P<revision>[\w./-]+))?"
+)
+DESCRIPTION = (
+    *(CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE),
+    INDEX,
+)
+
+
+class Location(NamedTuple):
+    """Where the files of a model are.
+
+    Attributes:
+        path: a folder or a GGUF file on this computer.
+        origin: the path, or "owner/name@commit" of the hub.
+        repository: of the hub; None of a model that was here.
+        commit: of the repository.
+    """
+
+    path: Path
+    origin: str
+    repository: str | None = None
+    commit: str | None = None
+
+
+def locate(name: Path | str) -> Location:
+    """The folder or file that a name means; of a hub id all but the weights come.
+
+    What exists under that path goes first. A repository that was downloaded before
+    is found without a network.
+
+    Raises:
+        ValueError: saying where it was looked for, if there is nothing of that name.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return Location(path, str(path))
+    parts = HUB_ID.fullmatch(str(name))
+    if not parts or str(name).startswith((".", "~")):
+        raise ValueError(
+            f"{name} is neither a folder nor a GGUF file; a model of the Hugging Face "
+            "hub is named owner/name"
+        )
+    repository, revision = parts["repository"], parts["revision"]
+    wanted = [parts["file"]] if parts["file"] else list(DESCRIPTION)
+    snapshot = _download(repository, revision, wanted, path)
+    # Snapshots lie in folders named by their commits.
+    commit = snapshot.name
+    origin = f"{repository}/{parts['file']}" if parts["file"] else repository
+    if parts["file"]:
+        file = snapshot / parts["file"]
+        if not file.is_file():
+            raise ValueError(f"{repository} has no file {parts['file']} at {commit}")
+        return Location(file, f"{origin}@{commit}", repository, commit)
+    if not (snapshot / CONFIG).is_file():
+        raise ValueError(
+            f"{repository} has no {CONFIG} at {commit}; of a repository of GGUF files "
+            "name one, as in owner/name/file.gguf"
+        )
+    return Location(snapshot, f"{origin}@{commit}", repository, commit)
+
+
+def fetch_weights(found: Location) -> None:
+    """Downloads the weights of a model that `locate` found on the hub.
+
+    Raises:
+        ValueError: as `locate`, or if the index names files that it may not.
+    """
+    if found.repository is None or found.path.is_file():
+        return
+    index = found.path / INDEX
+    # The index first: a repository may hold the same weights in other forms too.
+    files = sorted(set(read_index(index).values())) if index.exists() else [SINGLE]
+    _download(found.repository, found.commit, files, found.path)
+    # Without a network a snapshot is given as it is, whatever it lacks.
+    missing = [file for file in files if not (found.path / file).is_file()]
+    if missing:
+        raise ValueError(
+            f"{found.origin} has no file {missing[0]} (pickled weights are not read), "
+            f"or it was not downloaded and there is no network: {found.path}"
+        )
+
+
+def _download(
+    repository: str, revision: str | None, files: list[str], path: Path
+) -> Path:
+    """The snapshot's folder with these files of it, those that exist."""
+    library = _library()
+    try:
+        folder = library.snapshot_download(
+            repository, revision=revision, allow_patterns=files
+        )
+    # Also for no network, no repository, no revision, no permission and a bad name.
+    except (OSError, ValueError, library.errors.HfHubHTTPError) as error:
+        places = library.constants
+        wanted = repository if revision is None else f"{repository}@{revision}"
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"{wanted} was not found: no such path ({path.absolute()}), not in the "
+            f"cache {places.HF_HUB_CACHE}, and not to be had from "
+            f"{places.ENDPOINT}: {reason[0][:200]}"
+        ) from error
+    return Path(folder)
+
+
+def _library() -> Any:
+    """The optional package huggingface_hub; ValueError without it."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ValueError(
+            "models of the Hugging Face hub need the optional package huggingface_hub: "
+            "pip install huggingface_hub"
+        ) from error
+    return huggingface_hub

@@ -1,0 +1,41 @@
+"""The same parameters in a model of another config, or with other mechanisms."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from memjax.mechanisms import Mechanism
+from memjax.models.language_model.config import ModelConfig
+from memjax.models.language_model.model import LanguageModel, build_once
+from memjax.nnx.params import replace
+
+
+def with_config(model: LanguageModel, **changes: Any) -> LanguageModel:
+    """The same parameters in a model whose config has these `changes`.
+
+    Mixers may change to others with the same parameters: full attention to a sliding
+    window or Elastic Memory, say.
+
+    Raises:
+        ValueError: if a mixer of the new config has other parameters.
+    """
+    config = dataclasses.replace(model.config, **changes)
+    # Compared by shapes before anything changes: the parameters must fit.
+    built = tuple(map(build_once, config.layers))
+    shapes = lambda m: jax.eval_shape(m.init_params, jax.random.key(0))
+    for block, mechanism in zip(model.blocks, built, strict=True):
+        if shapes(block.mechanism) != shapes(mechanism):
+            raise ValueError(f"{changes} changes the parameters of a mixer")
+    return with_mechanisms(model, config, built)
+
+
+def with_mechanisms(
+    model: LanguageModel, config: ModelConfig, built: Sequence[Mechanism]
+) -> LanguageModel:
+    """The same parameters in a new model with this config and these mechanisms."""
+    new = replace(model, config=config)
+    for block, mechanism in zip(new.blocks, built, strict=True):
+        block.config, block.mechanism = config, mechanism
+    return new

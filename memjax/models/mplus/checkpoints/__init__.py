@@ -1,0 +1,1 @@
+"""Checkpoints of M+ and MemoryLLM, under the official names."""

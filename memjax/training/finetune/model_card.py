@@ -1,0 +1,96 @@
+"""The card of an exported model: what it was made of, how, and how good it is."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from memjax.models.checkpoints import own_format
+from memjax.training.config import RunConfig
+from memjax.training.finetune.any_model import OpenedModel
+from memjax.training.finetune.run import FinetuneRun, later_stage
+
+KINDS = {
+    "hmt": "A language model with HMT memory (a memory vector for every segment).",
+    "memoryllm": "A language model with M+ memory (memory tokens in every layer).",
+    "memjax": "A language model of memjax with recurrent or memory layers.",
+}
+USES = {
+    "hmt": "from memjax.models.hmt.checkpoint import load_hmt\n\n"
+    "model = load_hmt(FOLDER)",
+    "memoryllm": "from memjax.models.mplus.checkpoints.checkpoint import load_mplus\n\n"
+    "model = load_mplus(FOLDER)",
+}
+PLAIN = (
+    "from memjax.models.checkpoints.pretrained import load_pretrained\n\n"
+    "model = load_pretrained(FOLDER).model"
+)
+
+
+def model_card(
+    opened: OpenedModel, folder: Path | None, model_type: str, command: list[str]
+) -> str:
+    """The text of a `README.md` for the hub.
+
+    Args:
+        opened: the model that is exported.
+        folder: of its run, whose results are quoted; None of a model without a run.
+        model_type: of the exported folder.
+        command: the arguments that export it.
+    """
+    parts = [
+        _front_matter(opened, model_type),
+        f"# {model_type} model, written by memjax\n",
+        KINDS.get(model_type, "A language model that transformers loads as well.")
+        + "\n",
+        "## How it was made\n",
+        *_making(opened, command),
+    ]
+    if folder is not None and (scores := _scores(later_stage(folder) or folder)):
+        parts += ["\n## Scores\n", scores]
+    use = USES.get(model_type, PLAIN).replace("FOLDER", '"this/folder"')
+    parts += ["\n## How to use it\n", f"```python\n{use}\n```\n"]
+    return "\n".join(parts)
+
+
+def _front_matter(opened: OpenedModel, model_type: str) -> str:
+    """What the hub reads: YAML between two lines of dashes."""
+    lines = ["---", "library_name: memjax", f"tags: [{model_type}]"]
+    # Of a model of the hub: its name without the commit.
+    name, at, _ = opened.origin.partition("@")
+    if at:
+        lines.append(f"base_model: {'/'.join(name.split('/')[:2])}")
+    return "\n".join([*lines, "---\n"])
+
+
+def _making(opened: OpenedModel, command: list[str]) -> list[str]:
+    lines = []
+    if opened.origin:
+        lines.append(f"- made from: `{own_format.public_name(opened.origin)}`")
+    run = opened.run
+    if isinstance(run, FinetuneRun):
+        lines.append(f"- trained: {run.config.memory_name}, {_training(run)}")
+    elif isinstance(run, RunConfig):
+        lines.append(f"- trained: from random parameters, {_training(run)}")
+    return [*lines, f"- exported by: `{shlex.join(['memjax', *command])}`"]
+
+
+def _training(run: RunConfig | FinetuneRun) -> str:
+    data = run.data
+    loop = run.loop if isinstance(run, RunConfig) else run.config.loop
+    return (
+        f"on `{data.source}`, {loop.steps} steps of {data.batch_size} samples of "
+        f"{data.context_length} tokens, seed {run.seed}"
+    )
+
+
+def _scores(folder: Path) -> str:
+    """A table of what `memjax eval` left in the run's folder."""
+    rows = []
+    for file in sorted(folder.glob("eval-*.json")):
+        record: Any = json.loads(file.read_text())
+        for kind, row in record["perplexity"].items():
+            value = f"{row['perplexity']:.3f} | {row['beyond_window']:.3f}"
+            rows.append(f"| {record['split']} | {kind} | {value} |")
+    head = "| split | text | perplexity | beyond the window |\n|---|---|---|---|\n"
+    return head + "\n".join(rows) + "\n" if rows else ""

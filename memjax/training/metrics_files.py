@@ -1,0 +1,142 @@
+"""The files that a run's metrics go to: `metrics.jsonl` and TensorBoard's events.
+
+Writing to them never stops a run: that a disk is full or fails is said once, training
+goes on, and what could not be written is kept and written later.
+"""
+
+import json
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tensorboardX.proto.event_pb2 import (
+    Event,  # pyright: ignore[reportAttributeAccessIssue]
+    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import scalar
+
+from memjax.training.checkpoints.checksums import write_atomically
+
+logger = logging.getLogger(__name__)
+
+
+class Appender:
+    """Appends records to a file, and keeps those that the disk refuses for later.
+
+    Args:
+        path: the file, created if need be.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        # Unbuffered: the number of bytes that reached the file is known, so a record
+        # cut short by a full disk is completed later and never written twice.
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+        self._failing = False
+
+    def append(self, record: bytes) -> None:
+        """Adds a record in one write, so that a kill cuts at most one short."""
+        self._unwritten += record
+        self._write()
+
+    def sync(self) -> None:
+        """Puts all records on the disk, as far as it takes them."""
+        self._write()
+        with suppress(OSError):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """As `sync`, and closes the file."""
+        self.sync()
+        if self._unwritten:
+            logger.error("the end of %s could not be written", self._path)
+        with suppress(OSError):
+            self._file.close()
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                written = self._file.write(self._unwritten) or 0
+                self._unwritten = self._unwritten[written:]
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                logger.warning(
+                    "%s cannot be written now (%s); training goes on, and what is "
+                    "missing will be written when it can be",
+                    self._path,
+                    error.strerror,
+                )
+            self._failing = True
+
+
+class EventsFile:
+    """TensorBoard's events, written by the thread that trains.
+
+    tensorboardX's own writer hands events to a thread over a queue of ten. That thread
+    ends at the first error of the disk, and whoever fills the queue waits for ever.
+
+    Args:
+        folder: where TensorBoard looks, created if need be.
+        purge_step: TensorBoard forgets earlier events from this step on.
+
+    Raises:
+        OSError: the folder or the file cannot be made.
+    """
+
+    def __init__(self, folder: Path, *, purge_step: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        # The name that TensorBoard looks for, and sorts by.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        self._file = Appender(folder / name)
+        start = SessionLog(status=SessionLog.START)
+        self._append(file_version="brain.Event:2")
+        self._append(step=purge_step, session_log=start)
+
+    def add(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """Adds the values of one step, named `<kind>/<name>`."""
+        for name, value in values.items():
+            self._append(step=step, summary=scalar(f"{kind}/{name}", value))
+
+    def sync(self) -> None:
+        """Puts all events on the disk, as far as it takes them."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """As `sync`, and closes the file."""
+        self._file.close()
+
+    def _append(self, **fields: Any) -> None:
+        event = Event(wall_time=time.time(), **fields).SerializeToString()
+        size = struct.pack("<Q", len(event))
+        checksum = lambda content: struct.pack("<I", masked_crc32c(content))
+        self._file.append(size + checksum(size) + event + checksum(event))
+
+
+def keep_lines_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drops records after `step` and damaged lines from the file; returns the rest."""
+    if not path.exists():
+        return []
+    kept = []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+            if entry["step"] <= step and entry["kind"] and entry["values"]:
+                kept.append(entry)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            logger.warning("%s line %d dropped, not a record: %s", path, number, error)
+    # Rewritten under another name and then moved: a kill meanwhile loses nothing.
+    write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+    return kept

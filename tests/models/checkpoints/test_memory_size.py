@@ -1,0 +1,103 @@
+"""A memory file holds what the memory holds, of any kind of state."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from memjax.models import HMTConfig, hmt, mplus
+from memjax.models.checkpoints import memory_state
+from memjax.models.checkpoints.memory_state import load_memory, save_memory
+from memjax.models.mplus.config import MPlusConfig
+from tests import tiny
+
+B = 2
+HMT = HMTConfig(segment=4, sensory=0, memories=64)
+MEMORY = MPlusConfig(
+    tokens=2, pool=64, chunk=4, least_chunk=1, retrieved=2, store=256, key_dim=2, rank=2
+)
+
+
+def build(name: str) -> Any:
+    if name == "hmt":
+        return hmt(tiny.llama(), HMT, key=jax.random.key(1))
+    return mplus(tiny.llama(), MEMORY, key=jax.random.key(1))
+
+
+def size(folder):
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def same_bits(found, expected):
+    tiny.assert_equal(found, expected)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_a_masked_state_is_restored(tmp_path):
+    model = build("hmt")
+    state = model.init_state(B, masked=True)
+    state = state._replace(visible=state.visible.at[1, 2].set(True))
+    save_memory(tmp_path / "memory", model, state)
+    same_bits(load_memory(tmp_path / "memory", model), state)
+    without = model.init_state(B)
+    save_memory(tmp_path / "other", model, without)
+    assert load_memory(tmp_path / "other", model).visible is None
+
+
+@pytest.mark.slow
+def test_a_file_is_as_large_as_what_is_held(tmp_path):
+    model = build("mplus")
+    empty = model.init_state(B)
+    # Negative zeros, and numbers in the middle of a leaf.
+    pool = empty.pool.at[1, 0, 60:62].set(1.0).at[0, 1, 63, 3].set(-0.0)
+    rows = empty.store.layers[1].rows.at[:, :3].set(2.0)
+    layers = (empty.store.layers[0], empty.store.layers[1]._replace(rows=rows))
+    full = jax.tree.map(jnp.ones_like, empty)
+    states = {
+        "empty": empty,
+        "some": empty._replace(pool=pool, store=empty.store._replace(layers=layers)),
+        "full": full,
+    }
+    for name, state in states.items():
+        save_memory(tmp_path / name, model, state)
+        same_bits(load_memory(tmp_path / name, model), state)
+    sizes = [size(tmp_path / name) for name in states]
+    # Two layers of four rows [2, 2, 4, 16], and three of the store.
+    assert 0 < sizes[1] - sizes[0] < 2 * 2 * 4 * 16 * 4 + 2 * 3 * 16 * 4 + 200
+    assert sizes[0] < 8_000 < 100_000 < sizes[2]
+
+
+@pytest.mark.parametrize("starts", [None, [0], [0, -1, 0, 0], [0, 0, 63, 0], [0] * 5])
+def test_a_part_outside_of_its_leaf_is_refused(starts, tmp_path):
+    model = build("mplus")
+    state = model.init_state(B)
+    state = state._replace(pool=state.pool.at[:, :, 62:].set(1.0))
+    save_memory(tmp_path / "memory", model, state)
+    file = tmp_path / "memory" / "memory.json"
+    record = json.loads(file.read_text())
+    assert record["starts"]["pool"] == [0, 0, 62, 0]
+    record["starts"]["pool"] = starts
+    file.write_text(json.dumps(record))
+    with pytest.raises(
+        ValueError, match=r"'pool' has the shape .* not inside of \[2, "
+    ):
+        load_memory(tmp_path / "memory", model)
+
+
+def test_a_part_of_fewer_batch_elements_is_refused(tmp_path):
+    model = build("hmt")
+    save_memory(tmp_path / "memory", model, model.init_state(B))
+    file = tmp_path / "memory" / "memory.safetensors"
+    tensors = load_file(file)
+    tensors["memories.num_valid"] = tensors["memories.num_valid"][:1]
+    save_file(tensors, file)
+    record = tmp_path / "memory" / "memory.json"
+    content = json.loads(record.read_text()) | {"sha256": memory_state._digest(file)}
+    record.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="num_valid' has the shape .* not inside of"):
+        load_memory(tmp_path / "memory", model)

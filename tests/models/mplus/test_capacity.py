@@ -1,0 +1,117 @@
+"""The store's capacity is what its eviction by frequency needs, neither less nor more.
+
+Against a simulation of the published program's lists, row by row.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from memjax.models.mplus.checkpoints.checkpoint import load_official
+from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
+from memjax.models.mplus.config import MPlusConfig, survived_evictions
+
+SIZES: dict[str, Any] = dict(tokens=4, pool=16, retrieved=4, chunk=4, least_chunk=1)
+
+
+def most_held(batch, retrieved, recalls, decay, start, merges=150):
+    """The most rows that the program's lists have, in so many merges."""
+    decay, least = np.float32(decay), np.float32(0.01)
+    rows = np.array(start, np.float32)
+    most = len(rows)
+    for _ in range(merges):
+        rows = np.append(rows, np.full(batch, recalls, np.float32))
+        most = max(most, len(rows))
+        left = rows - decay
+        if (left > least).sum() > retrieved:
+            rows = left[left > least]
+    return most
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    tokens=st.integers(1, 4),
+    every=st.integers(1, 3),
+    retrieved=st.integers(1, 12),
+    rates=st.sampled_from(
+        [(1.2, 1.0), (3.0, 1.0), (5.0, 1.0), (0.9, 0.3), (2.0, 0.7), (10.0, 0.9)]
+    ),
+    start=st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0, 7.0]), max_size=9),
+)
+def test_the_least_store_is_the_most_that_is_ever_held(
+    tokens, every, retrieved, rates, start
+):
+    recalls, decay = rates
+    config = MPlusConfig(
+        tokens=tokens, pool=tokens, chunk=4, least_chunk=1, retrieved=retrieved,
+        store=10_000, eviction="frequency", merge_every=every, recalls=recalls,
+        decay=decay,
+    )  # fmt: skip
+    most = most_held(tokens * every, retrieved, recalls, decay, start)
+    assert config.least_store_from(start) == max(most, retrieved, tokens)
+
+
+def test_a_store_that_would_drop_rows_is_refused():
+    rates: dict[str, Any] = dict(legacy=True, merge_every=1, recalls=3.0, decay=1.0)
+    with pytest.raises(ValueError, match="store must hold at least 16 rows"):
+        MPlusConfig(**SIZES, **rates, store=12)
+    assert MPlusConfig(**SIZES, **rates, store=16).least_store == 16
+    # In float32 a frequency of 0.9 survives three decays of 0.3 and no more.
+    assert survived_evictions(1.0, 0.3) == 3 and survived_evictions(0.91, 0.3) == 2
+
+
+@pytest.mark.parametrize("recalls", [1.0, 1.005, 0.5])
+def test_a_store_without_bound_is_refused(recalls):
+    with pytest.raises(ValueError, match=r"recalls must be above decay \+ 0.01, or"):
+        MPlusConfig(**SIZES, legacy=True, store=1000, recalls=recalls, decay=1.0)
+    with pytest.raises(ValueError, match=r"recalls must be at most 100000 \* decay"):
+        MPlusConfig(**SIZES, legacy=True, store=1000, recalls=1.0, decay=1e-9)
+
+
+def test_the_published_sizes_hold_what_the_program_keeps():
+    published: dict[str, Any] = dict(
+        num_tokens=256, num_blocks=50, num_ltm_blocks=10, ltm_initial_size=5120,
+        lora_config={"r": 16, "lora_alpha": 32}, selector_hidden_dim=256,
+        initial_rf_when_moving_stm_to_ltm=10, decay_frequency=1,
+    )  # fmt: skip
+    stores_of = lambda every, **changes: (
+        mplus_config_from_hf(
+            published | changes | {"update_ltm_frequency": every}
+        ).store
+    )
+    assert (stores_of(60), stores_of(5)) == (153_600, 15_360)
+    batch, start = 5 * 256, [0.0] * 5120
+    assert stores_of(5) == most_held(batch, 2560, 10, 1, start)
+    # Rows that a checkpoint begins with take part.
+    assert stores_of(1, initial_rf_when_moving_stm_to_ltm=3) == most_held(
+        256, 2560, 3, 1, start
+    )
+    with pytest.raises(ValueError, match="decay_frequency are recalls and decay: "):
+        stores_of(5, initial_rf_when_moving_stm_to_ltm=1)
+
+
+@pytest.mark.slow
+def test_rows_of_a_checkpoint_take_part(tmp_path):
+    """Recalled often, they are still there when the first merged rows leave."""
+    golden = Path(__file__).parents[1] / "golden" / "mplus"
+    described = json.loads((golden / "config.json").read_text())
+    tensors = load_file(golden / "tiny_model.safetensors")
+    often = {f"ltm_recall_frequencies.{i}": np.full(20, 7.0, "f4") for i in range(3)}
+    save_file(tensors | often, tmp_path / "often.safetensors")
+    load = lambda config: load_official(
+        tmp_path / "often.safetensors", described, config
+    )
+    most = most_held(24, 16, 3.0, 1.0, [7.0] * 20)
+    assert load(None).config.store == most == 92
+    config = dataclasses.replace(
+        mplus_config_from_hf(described), eviction="frequency", store=91
+    )
+    with pytest.raises(ValueError, match="store must hold at least 92 rows, with the"):
+        load(config)

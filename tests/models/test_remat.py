@@ -1,0 +1,59 @@
+"""With activations="keep" there are derivatives of every mode and order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.models import rmt
+from memjax.models.remat import cond_with_remat
+from tests import tiny
+
+
+def both(needed, x, count):
+    """One float and one whole number, as memories have."""
+    one = lambda x, count: (jnp.sin(x) * x.sum(), count + 1)
+    other = lambda x, count: (x * 2.0, count)
+    return cond_with_remat("keep", needed, one, other, x, count)
+
+
+def plain(needed, x, count):
+    one = lambda x: jnp.sin(x) * x.sum()
+    return jax.lax.cond(needed, one, lambda x: x * 2.0, x)
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_every_derivative_is_that_of_a_plain_branch(needed):
+    x, change, count = tiny.draw(0, 3), tiny.draw(1, 3), jnp.int32(4)
+    ours = lambda x: both(jnp.bool_(needed), x, count)
+    theirs = lambda x: plain(jnp.bool_(needed), x, count)
+    (y, counted), (by, none) = jax.jvp(ours, (x,), (change,))
+    tiny.assert_close((y, by), jax.jvp(theirs, (x,), (change,)))
+    assert counted == 4 + needed and none.dtype == jax.dtypes.float0
+    first = lambda x: ours(x)[0]
+    expected = jax.jacfwd(theirs)(x)
+    tiny.assert_close(jax.jit(jax.jacfwd(first))(x), expected)
+    tiny.assert_close(jax.jacrev(first)(x), expected)
+    tiny.assert_close(jax.linearize(first, x)[1](change), by)
+    tiny.assert_close(
+        jax.hessian(lambda x: first(x).sum())(x),
+        jax.hessian(lambda x: theirs(x).sum())(x),
+    )
+
+
+@pytest.mark.slow
+def test_hmt_has_a_forward_derivative():
+    model = rmt(tiny.llama(), 2, key=jax.random.key(0), activations="keep")
+    tokens, state = tiny.tokens(0, 1, 3), model.init_state(1)
+
+    def loss(bank):
+        memories = state.memories._replace(bank=bank)
+        return (model(state._replace(memories=memories), tokens)[1] ** 2).mean()
+
+    state, _ = model(state, tokens)
+    bank = state.memories.bank
+    change = tiny.draw(1, *bank.shape)
+    _, forward = jax.jit(lambda x, dx: jax.jvp(loss, (x,), (dx,)))(bank, change)
+    by = jax.jit(jax.grad(loss))(bank)
+    np.testing.assert_allclose(forward, (by * change).sum(), rtol=1e-4)
+    assert abs(float(forward)) > 1e-8

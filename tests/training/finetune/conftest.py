@@ -1,0 +1,72 @@
+"""What every fine-tuning starts from: texts, a backbone trained on them; interrupts."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memjax.mechanisms import AttentionConfig
+from memjax.models import ModelConfig
+from memjax.training import LoopConfig
+from memjax.training import pretrain as run
+from memjax.training.finetune import finetune
+from memjax.training.finetune.stage import SampleConfig
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SampleConfig]:
+    """A trained backbone of one layer, and how its texts are read."""
+    folder = tmp_path_factory.mktemp("texts")
+    rng = np.random.default_rng(0)
+    for i in range(6):
+        words = rng.choice(["memory", "window", "block", "state"], size=60)
+        (folder / f"{i}.txt").write_text(" ".join(words))
+    source, cache = f"folder:{folder}", folder / "cache"
+    config = run.RunConfig(
+        model=ModelConfig(
+            mixers=(AttentionConfig(8, 2, 1, 4, capacity=64),),
+            num_layers=1,
+            vocab_size=256,
+            model_dim=8,
+            hidden_dim=8,
+            dtype="float32",
+            remat=False,
+        ),
+        data=run.DataConfig(
+            source, "bytes", context_length=16, batch_size=2, cache_dir=cache
+        ),
+        loop=LoopConfig(steps=1, save_every=1, log_every=1),
+    )
+    backbone = tmp_path_factory.mktemp("backbone")
+    run.train(config, backbone)
+    return backbone, SampleConfig(source, batch_size=2, cache_dir=cache)
+
+
+@contextlib.contextmanager
+def interrupted(at: int) -> Iterator[list[Any]]:
+    """Ctrl-C in the `at`-th step of what is trained here; gives what the steps took."""
+    given, programs = [], finetune._programs
+
+    def counted(described, mesh):
+        create, step = programs(described, mesh)
+
+        def stopped(state, batch):
+            given.append(batch)
+            if len(given) == at:
+                raise KeyboardInterrupt
+            return step(state, batch)
+
+        return create, stopped
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(finetune, "_programs", counted)
+        yield given
+
+
+@pytest.fixture(name="interrupted", scope="session")
+def _interrupted() -> Callable[[int], AbstractContextManager[list[Any]]]:
+    return interrupted

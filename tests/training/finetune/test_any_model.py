@@ -1,0 +1,123 @@
+"""Every kind of model is opened by its name, and written so that others can tell."""
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import jax
+import pytest
+
+from memjax.models import HMTConfig, MPlusConfig, hmt, mplus
+from memjax.models.checkpoints.pretrained import load_pretrained
+from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
+from memjax.models.hmt.model import HMT
+from memjax.models.lora import LoraConfig, add_lora
+from memjax.models.mplus.model import MPlus
+from memjax.training.finetune import finetune, hmt_presets
+from memjax.training.finetune.any_model import (
+    model_type,
+    open_model,
+    plain_model,
+    run_text,
+    save_model,
+)
+from memjax.training.finetune.model_card import model_card
+from memjax.training.finetune.run import read_run
+from memjax.training.finetune.start import starting_point
+from memjax.training.run_folder import record_config
+from tests import tiny
+
+pytest.importorskip("safetensors", reason="needs the optional package safetensors")
+
+TEXT = TextInterface(tiny.tokenizer(), "{{ messages }}", GenerationConfig((0,)))
+MEMORY = MPlusConfig(4, pool=8, chunk=8, least_chunk=8, retrieved=4, store=16)
+
+
+@functools.cache
+def build(name: str) -> Any:
+    key = jax.random.key(1)
+    if name == "memoryllm":
+        return mplus(tiny.llama(), MEMORY, key=key)
+    adapted = add_lora(tiny.llama(), LoraConfig(rank=2), key)
+    return hmt(adapted, HMTConfig(segment=8, sensory=2, memories=4), key=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, kind", [("hmt", HMT), ("memoryllm", MPlus)])
+def test_a_memory_is_opened_as_what_it_is(name, kind, tmp_path):
+    model, plain = build(name), tiny.parameters(tiny.llama())
+    save_model(model, tmp_path / "a", TEXT, origin="owner/name@abc")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    # The backbone's own type would have other programs draw all of it anew.
+    assert config["model_type"] == model_type(model) == name
+    assert config["backbone_model_type"] == "llama"
+    opened = open_model(tmp_path / "a")
+    assert isinstance(opened.model, kind)
+    assert (opened.text, opened.origin) == (TEXT, "owner/name@abc")
+    assert opened.tokenizer == TEXT.tokenizer
+    # The plain model inside, which other programs load, without adapters.
+    save_model(plain_model(opened.model), tmp_path / "b", opened.text)
+    alone = load_pretrained(tmp_path / "b").model
+    for found in (plain_model(model), plain_model(opened.model)):
+        tiny.assert_equal(tiny.parameters(found), plain)
+    tiny.assert_equal(tiny.parameters(alone)["blocks"], plain["blocks"])
+    with pytest.raises(ValueError, match=f"model_type must be one of.*got '{name}'"):
+        load_pretrained(tmp_path / "a")
+
+
+def test_a_run_keeps_what_came_with_its_backbone(tmp_path):
+    save_model(tiny.llama(), tmp_path / "a", TEXT, origin="owner/name@abc")
+    (_, stage), *_ = hmt_presets.presets()["window"].stages()
+    described, _, stored, _ = starting_point(stage, str(tmp_path / "a"), None)
+    assert described.origin == "owner/name@abc"
+    run = tmp_path / "run"
+    record_config(described, run, ())
+    for name, content in stored.files().items():
+        (run / name).write_bytes(content)
+    assert run_text(read_run(run), run) == TEXT
+    # The same backbone under another name is the same run.
+    moved = dataclasses.replace(described, origin="elsewhere")
+    record_config(moved, run, finetune.FREE)
+    with pytest.raises(ValueError, match="has no checkpoint yet"):
+        open_model(run)
+    with pytest.raises(ValueError, match="dtype must be None for the run"):
+        open_model(run, dtype="bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_refuses_a_memory(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    for name in ("hmt", "memoryllm"):
+        save_model(build(name), tmp_path / name, TEXT)
+        with pytest.raises(ValueError, match=name):
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+
+
+def test_the_card_says_what_a_model_was_made_of(tmp_path):
+    save_model(tiny.llama(), tmp_path / "a", TEXT, origin="owner/name@abc")
+    (tmp_path / "a" / "eval-test.json").write_text(
+        '{"split": "test", "perplexity": {"all": '
+        '{"perplexity": 7.25, "beyond_window": 8.5}}}'
+    )
+    opened = open_model(tmp_path / "a")
+    card = model_card(opened, tmp_path / "a", "hmt", ["export", "a b", "c"])
+    for line in (
+        "base_model: owner/name\n",
+        "- made from: `owner/name@abc`",
+        "- exported by: `memjax export 'a b' c`",
+        "| test | all | 7.250 | 8.500 |",
+        "load_hmt",
+    ):
+        assert line in card, card
+    assert "Scores" not in model_card(opened, None, "llama", [])
+
+
+@pytest.mark.slow  # Fast tests are also run with all annotations checked.
+def test_what_is_missing_is_named(tmp_path):
+    save_model(tiny.llama(), tmp_path / "a", TextInterface())
+    with pytest.raises(ValueError, match="has no tokenizer: put its tokenizer.json"):
+        _ = open_model(tmp_path / "a").tokenizer
+    with pytest.raises(ValueError, match="must be a LanguageModel, HMT or MPlus"):
+        save_model(object(), tmp_path / "b", TEXT)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,126 @@
+"""One process trains in a run folder; a claim outlives no process."""
+
+import errno
+import fcntl
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memjax.training import claims
+from memjax.training.claims import Claim, ClaimedError
+from tests.training import processes, toy_run
+
+RUNNING = {"steps": 400, "save_every": 5, "log_every": 1, "sleep": 0.02}
+
+
+@pytest.mark.slow
+def test_a_second_process_is_refused_before_it_writes_anything(tmp_path: Path) -> None:
+    first = processes.start(tmp_path, RUNNING)
+    processes.read_until(first, "step 12/")
+    content = lambda: {
+        path.relative_to(tmp_path) for path in tmp_path.glob("*") if path.is_file()
+    }
+    before, metrics = content(), (tmp_path / "metrics.jsonl").stat().st_ino
+    message = f"in use: process {first.pid} on {socket.gethostname()} trains there"
+    with pytest.raises(ClaimedError, match=message):
+        toy_run.main(tmp_path, RUNNING)
+    assert content() == before
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == metrics
+    # However it ends, the folder is free then.
+    first.kill()
+    first.communicate()
+    assert json.loads((tmp_path / ".claim").read_text())["pid"] == first.pid
+    assert toy_run.main(tmp_path, RUNNING | {"steps": 40, "sleep": 0}) == 0
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 41))
+    assert (tmp_path / ".claim").read_bytes() == b""
+
+
+def leave(folder: Path, **owner: Any) -> None:
+    """The claim of a process that may have ended."""
+    here = {"host": socket.gethostname(), "pid": 1, "beat": 3}
+    (folder / ".claim").write_text(json.dumps(here | owner))
+
+
+def ended_process() -> int:
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid
+
+
+def test_without_locks_a_process_id_tells_whether_a_claim_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOTSUP, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    leave(tmp_path)
+    with pytest.raises(ClaimedError, match="process 1 on"):
+        Claim(tmp_path)
+    leave(tmp_path, pid=ended_process())
+    Claim(tmp_path).close()
+    (tmp_path / ".claim").write_text("torn")
+    Claim(tmp_path).close()
+
+
+def test_a_claim_of_another_host_is_stale_when_it_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "WATCH_SECONDS", 0.5)
+    leave(tmp_path, host="elsewhere")
+    Claim(tmp_path).close()
+    leave(tmp_path, host="elsewhere")
+    beats = iter(range(4, 100))
+    alive = lambda _: leave(tmp_path, host="elsewhere", beat=next(beats))
+    monkeypatch.setattr(claims.time, "sleep", alive)
+    with pytest.raises(ClaimedError, match="process 1 on elsewhere"):
+        Claim(tmp_path)
+    leave(tmp_path, host="elsewhere")
+    monkeypatch.setattr(
+        claims.time, "sleep", lambda _: (tmp_path / ".claim").write_text("")
+    )
+    Claim(tmp_path).close()
+
+
+def test_a_process_that_lives_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.01)
+    with Claim(tmp_path):
+        beat = lambda: json.loads((tmp_path / ".claim").read_text())["beat"]
+        while beat() < 3:
+            pass
+        with pytest.raises(ClaimedError, match="in use"):
+            Claim(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a[1]", "new[0-9]/run", "back\\slash"])
+@pytest.mark.parametrize("given", ["folder", "its parent"])
+def test_paths_that_checkpoints_cannot_be_read_from_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, given: str
+) -> None:
+    folder = tmp_path / name
+    if given == "its parent":
+        folder.mkdir(parents=True)
+        monkeypatch.chdir(folder)
+        folder = Path("run")
+    with pytest.raises(ValueError, match=r"run_dir must not hold [\[\\].*read back"):
+        toy_run.main(folder, {"steps": 1})
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("url", ["gs://b/run", "hdfs2://x", "s3://b"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_bucket_is_refused_and_no_local_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, kind: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="run_dir must be a path, got .*mount a bu"):
+        toy_run.main(kind(url), {"steps": 1})
+    assert not list(tmp_path.iterdir())

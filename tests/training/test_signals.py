@@ -1,0 +1,112 @@
+"""What asks a run to stop, and what a second signal may not do."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from memjax.cli import main as cli
+from memjax.training import multihost, pretrain
+from memjax.training.checkpoints.checkpoint import Checkpoints
+from tests.training import toy_run
+
+LOOP = {"steps": 40, "save_every": 5, "log_every": 1}
+
+
+def send(*numbers: int) -> None:
+    """Sends signals to this process; Python handles them before the next line."""
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+def send_at(step: int, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+    following = toy_run.Data.__next__
+
+    def disturbed(data: Any) -> Any:
+        if data.position == step:
+            send(*numbers)
+        return following(data)
+
+    monkeypatch.setattr(toy_run.Data, "__next__", disturbed)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [[signal.SIGHUP], [signal.SIGUSR1], [signal.SIGTERM, signal.SIGINT]],
+)
+def test_a_signal_saves_and_exits_75(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: list[int]
+) -> None:
+    before = [signal.getsignal(number) for number in multihost.STOPPING]
+    send_at(7, monkeypatch, *numbers)
+    assert toy_run.main(tmp_path, LOOP) == 75
+    assert (tmp_path / "checkpoints" / "8" / "digests.json").exists()
+    assert [signal.getsignal(number) for number in multihost.STOPPING] == before
+
+
+def test_interrupts_during_a_save_do_not_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, wait = Checkpoints.save, Checkpoints.wait
+
+    def interrupted_save(*args: Any, **options: Any) -> None:
+        send(signal.SIGINT, signal.SIGINT)
+        save(*args, **options)
+
+    def interrupted_wait(checkpoints: Checkpoints) -> None:
+        if checkpoints.steps():
+            send(signal.SIGINT)
+        wait(checkpoints)
+
+    monkeypatch.setattr(Checkpoints, "save", interrupted_save)
+    monkeypatch.setattr(Checkpoints, "wait", interrupted_wait)
+    assert toy_run.main(tmp_path, LOOP) == 75
+    assert (tmp_path / "checkpoints" / "5" / "digests.json").exists()
+
+
+def test_a_second_interrupt_ends_a_step_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_at(3, monkeypatch, signal.SIGINT, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        toy_run.main(tmp_path, LOOP)
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        send_at(3, monkeypatch, signal.SIGHUP)
+        assert toy_run.main(tmp_path, LOOP) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_with_several_processes_signals_go_to_the_service_that_agrees_on_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed_on: list[int] = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with multihost.StopSignals():
+        monkeypatch.setattr(os, "kill", lambda _, number: passed_on.append(number))
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGINT, signal.SIGINT):
+            signal.raise_signal(number)
+    assert passed_on == [signal.SIGTERM] * 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_before_the_first_step_exits_75(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+) -> None:
+    monkeypatch.setattr(pretrain, "load_tokenizer", lambda _: send(number))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", "elastic-tiny", "--run-dir", str(tmp_path)])
+    assert stopped.value.code == 75
+    assert "run the same command again" in capsys.readouterr().err
