@@ -1,4 +1,4 @@
-"""The command line: train, finetune, eval, generate, data, import and export.
+"""The command line: train, finetune, eval, generate, tell, ask, chat, data and more.
 
 Exit codes: 0 done; 2 bad input, with one line on stderr; 75 stopped by a signal with
 everything saved (run the same command again to resume); 1 anything else.
@@ -23,6 +23,7 @@ from rich.table import Table
 from memjax import evaluation
 from memjax.checks import require_known
 from memjax.cli import checkpoints as cli_interop
+from memjax.cli import conversation as cli_conversation
 from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
 from memjax.cli.mixers import REGISTRY
@@ -87,6 +88,9 @@ def train(
 
 command("finetune")(cli_finetune.finetune)
 command("generate")(cli_generate.generate_text)
+command("tell")(cli_conversation.tell)
+command("ask")(cli_conversation.ask)
+command("chat")(cli_conversation.chat)
 command("import")(cli_interop.import_model)
 command("export")(cli_interop.export_model)
 
@@ -215,6 +219,9 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, OSError, ImportError, NonFiniteError) as error:
         print(f"memjax: {_one_line(str(error))}", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        print("memjax: interrupted", file=sys.stderr)
+        code = 130
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(
             error
