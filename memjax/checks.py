@@ -67,11 +67,16 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name} must be at most {most:,}, got {short(size)}")
 
 
-def check_positive(**values: float) -> None:
-    """Raises ValueError for a number that is not above 0 (NaN is not), naming it."""
+def check_positive(*, most: float = 1e38, **values: float) -> None:
+    """Raises ValueError for a number that is not above 0 (NaN is not), naming it.
+
+    Nor may it be above `most`; beyond 1e38 it would be infinite in float32.
+    """
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value}")
+        if value > most:
+            raise ValueError(f"{name} must be at most {most:g}, got {value:g}")
 
 
 def require_known(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
