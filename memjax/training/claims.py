@@ -19,9 +19,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from memjax.training.checkpoints.checkpoint import any_process
 from memjax.training.checkpoints.folder import check_path
 
 CLAIM_FILE = ".claim"
@@ -66,7 +65,7 @@ class Claim:
                 self._file = _take(folder)
             except ClaimedError as error:
                 refusal = error
-        if _any_process(refusal is not None):
+        if any_process(refusal is not None):
             raise refusal or ClaimedError(f"another process trains in {folder}")
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._live, daemon=True)
@@ -200,10 +199,3 @@ def _refusal(folder: Path, owner: Owner | None) -> ClaimedError:
         f"{folder} is in use: {who} trains there. Wait for it or stop it, or use "
         "another folder"
     )
-
-
-def _any_process(flag: bool) -> bool:
-    """Whether the flag is true on any process."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
