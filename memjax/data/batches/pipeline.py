@@ -63,7 +63,7 @@ class BatchIterator:
 
         Raises:
             ValueError: the state is malformed, or comes from other documents, lengths,
-              batch size or seed (the message says which).
+                batch size or seed (the message says which).
         """
         step = state.get("step")
         if type(step) is not int or step < 0:
