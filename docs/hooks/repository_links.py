@@ -47,7 +47,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     for link in list(repository_links(markdown, page.file.src_uri)):
         if not (ROOT / link.path).exists():
             raise ValueError(f"{page.file.src_uri}: {link.path} does not exist")
-        url = config.repo_url
-        shown = f"[{link.text}]({url.rstrip('/')}/blob/main/{link.path})"
-        markdown = markdown.replace(link.markdown, shown if url else link.text)
+        shown = link.text
+        if config.repo_url:
+            shown = f"[{shown}]({config.repo_url.rstrip('/')}/blob/main/{link.path})"
+        markdown = markdown.replace(link.markdown, shown)
     return markdown
