@@ -2,7 +2,7 @@
 
 They are written relative to the page, as `../memjax/nnx/memory.py`, so that they work
 where the repository is read. The site has only `docs/`: there they lead to `repo_url` of
-`mkdocs.yml`, or become plain text as long as none is set.
+`mkdocs.yml`, or become plain text, with the path, as long as none is set.
 """
 
 import posixpath
@@ -47,8 +47,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     for link in list(repository_links(markdown, page.file.src_uri)):
         if not (ROOT / link.path).exists():
             raise ValueError(f"{page.file.src_uri}: {link.path} does not exist")
-        shown = link.text
         if config.repo_url:
-            shown = f"[{shown}]({config.repo_url.rstrip('/')}/blob/main/{link.path})"
+            url = f"{config.repo_url.rstrip('/')}/blob/main/{link.path}"
+            shown = f"[{link.text}]({url})"
+        elif "/" in link.text or link.path.endswith(link.text):
+            shown = link.text
+        else:
+            shown = f"{link.text} (`{link.path}`)"
         markdown = markdown.replace(link.markdown, shown)
     return markdown

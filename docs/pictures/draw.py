@@ -105,7 +105,7 @@ def lattice() -> Drawing:
     ends = np.stack([tip + update, tip + 105 * across])
     drawing.axes.plot(*ends.T, color="0.6", linewidth=1, linestyle=":")
     drawing.text(138, 125, "slot", 11)
-    drawing.text(222, 88, "slot after", 11)
+    drawing.text(243, 84, "slot after", 11)
     x = 390
     for y, colour, text in (
         (190, "0.6", "the whole update"),
