@@ -16,6 +16,10 @@ COMMANDS = {
     "finetune": "Fine-tunes a pretrained model with a memory, or resumes a run.",
     "eval": "Perplexity of a model, by kind of text and by position.",
     "generate": "Reads a prompt of any length into the memory and writes on.",
+    "tell": "Reads text files into a memory.",
+    "ask": "Answers a question from a memory, which stays as it is.",
+    "chat": "Talks with a model; each turn is saved, and the next call goes on from "
+    "there.",
     "data": "Lists a source's documents.",
     "import": "Turns a pretrained model into a folder that loads quickly, here and "
     "elsewhere.",

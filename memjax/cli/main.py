@@ -1,4 +1,4 @@
-"""The command line: train, finetune, eval, generate, data, import and export.
+"""The command line: train, finetune, eval, generate, tell, ask, chat, data and more.
 
 Exit codes: 0 done; 2 bad input, with one line on stderr; 75 stopped by a signal with
 everything saved (run the same command again to resume); 1 anything else.
@@ -19,6 +19,7 @@ from rich.table import Table
 from memjax import evaluation
 from memjax.cli import checkpoints as cli_interop
 from memjax.cli import config_files, entry
+from memjax.cli import conversation as cli_conversation
 from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
 from memjax.cli.parsing import Configured, parse
@@ -176,6 +177,9 @@ def join_cluster(distributed: str) -> None:
 COMMANDS: dict[str, Callable[..., int]] = {
     "eval": evaluate,
     "generate": cli_generate.generate_text,
+    "tell": cli_conversation.tell,
+    "ask": cli_conversation.ask,
+    "chat": cli_conversation.chat,
     "data": data,
     "import": cli_interop.import_model,
     "export": cli_interop.export_model,
@@ -201,6 +205,9 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, OSError, ImportError, NonFiniteError) as error:
         print(f"memjax: {_one_line(str(error))}", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        print("memjax: interrupted", file=sys.stderr)
+        code = 130
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(
             error
