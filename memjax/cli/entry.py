@@ -7,6 +7,7 @@ import importlib
 import sys
 
 from memjax import __version__
+from memjax.cli.presets import help_of
 
 #: The commands, each with the first sentence of its help.
 COMMANDS = {
@@ -30,12 +31,19 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> None:
     """Answers --help and --version, and gives any other line to `memjax.cli.main`."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv == ["--version"]:
-        print(f"memjax {__version__}")
-    elif argv in (["--help"], ["-h"]):
-        print(help_text())
+    if answer := quick_answer(argv):
+        print(answer)
     else:
         importlib.import_module("memjax.cli.main").main(argv)
+
+
+def quick_answer(argv: list[str]) -> str | None:
+    """What needs no JAX: the version, and lists of commands and of presets."""
+    if argv == ["--version"]:
+        return f"memjax {__version__}"
+    if argv in (["--help"], ["-h"]):
+        return help_text()
+    return help_of(argv)
 
 
 def help_text() -> str:

@@ -19,9 +19,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from memjax.training.checkpoints.checkpoint import any_process
 from memjax.training.checkpoints.folder import check_path
 
 CLAIM_FILE = ".claim"
@@ -68,7 +67,7 @@ class Claim:
                 self._file = _take(folder, verb)
             except ClaimedError as error:
                 refusal = error
-        if _any_process(refusal is not None):
+        if any_process(refusal is not None):
             raise refusal or ClaimedError(f"another process {verb} in {folder}")
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._live, daemon=True)
@@ -202,10 +201,3 @@ def _refusal(folder: Path, owner: Owner | None, verb: str) -> ClaimedError:
         f"{folder} is in use: {who} {verb} there. Wait for it or stop it, or use "
         "another folder"
     )
-
-
-def _any_process(flag: bool) -> bool:
-    """Whether the flag is true on any process."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))

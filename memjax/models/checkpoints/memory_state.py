@@ -16,7 +16,6 @@ import hashlib
 import inspect
 import json
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,8 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from memjax.config_io import MAX_JSON, to_record
+from memjax.checks import joined, listed, short
+from memjax.config_io import read_bounded, require_regular, to_record
 from memjax.models.base import Model
 from memjax.models.checkpoints.own_format import leaf_name, leaves_of
 from memjax.models.checkpoints.safetensors_file import (
@@ -127,7 +127,7 @@ def load_memory(folder: Path | str, model: Model) -> PyTree:
     # Settings before arrays: they say why shapes differ.
     _require_same(record["model"], _describe(model), str(folder / RECORD))
     file = folder / TENSORS
-    _require_file(file)
+    require_regular(file)
     # Before the file is parsed: a damaged header is not looked into.
     if _digest(file) != record["sha256"]:
         raise ValueError(f"{file} is not what was written: its sha256 differs")
@@ -190,7 +190,7 @@ def _around(
     if not fits:
         raise ValueError(
             f"{where}: {name!r} has the shape {list(part.shape)} and begins at "
-            f"{starts!r}, which is not inside of {list(shape)}"
+            f"{short(starts)}, which is not inside of {list(shape)}"
         )
     if part.shape == shape:
         return part
@@ -203,17 +203,15 @@ def _around(
 
 def _read_record(folder: Path) -> dict[str, Any]:
     file = folder / RECORD
-    if _require_file(file) > MAX_JSON:
-        raise ValueError(f"{file} has more than {MAX_JSON:,} bytes")
-    record = read_object(file.read_bytes(), str(file))
+    record = read_object(read_bounded(file), str(file))
     if record.get("format") != FORMAT:
         raise ValueError(
-            f"{file}: format must be {FORMAT!r}, got {record.get('format')!r}"
+            f"{file}: format must be {FORMAT!r}, got {short(record.get('format'))}"
         )
     if record.get("version") != VERSION:
         raise ValueError(
             f"{file}: version must be {VERSION}, which this memjax reads, got "
-            f"{record.get('version')!r}"
+            f"{short(record.get('version'))}"
         )
     kinds: dict[str, tuple[type, ...]] = {"format": (str,), "version": (int,)}
     kinds |= {"model": (dict,), "slots": (int, type(None)), "starts": (dict,)}
@@ -221,7 +219,9 @@ def _read_record(folder: Path) -> dict[str, Any]:
     wrong = [name for name, kind in kinds.items() if type(record.get(name)) not in kind]
     wrong += [name for name in record if name not in kinds]
     if wrong:
-        raise ValueError(f"{file}: missing, unknown or of another type: {wrong}")
+        raise ValueError(
+            f"{file}: missing, unknown or of another type: {listed(wrong)}"
+        )
     if _record_digest(record) != record["record_sha256"]:
         raise ValueError(f"{file} is not what was written: its sha256 differs")
     if record["slots"] is not None and record["slots"] < 1:
@@ -233,14 +233,6 @@ def _record_digest(record: Mapping[str, Any]) -> str:
     """The sha256 of all of a record but its own."""
     content = {n: value for n, value in record.items() if n != "record_sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _require_file(file: Path) -> int:
-    """Its size. ValueError for what is no file: a pipe is waited for without end."""
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{file} is not a file")
-    return found.st_size
 
 
 def _grown_slots(model: Model, leaves: Mapping[str, Any]) -> int | None:
@@ -286,16 +278,16 @@ def _formats(leaves: Mapping[str, Any]) -> dict[str, str]:
 def _require_leaves(
     found: Mapping[str, str], expected: Mapping[str, str], where: str
 ) -> None:
-    """Raises one ValueError that lists all missing, unknown and differing leaves."""
+    """Raises one ValueError for all missing, unknown and differing leaves."""
     wrong = [f"{n!r} is missing" for n in expected if n not in found]
-    wrong += [f"{n!r} is not of this model" for n in found if n not in expected]
+    wrong += [f"{short(n)} is not of this model" for n in found if n not in expected]
     wrong += [
         f"{name!r} is {found[name]}, expected {kind}"
         for name, kind in expected.items()
         if name in found and found[name] != kind
     ]
     if wrong:
-        raise ValueError(f"{where}: {len(wrong)} wrong leaves: {'; '.join(wrong)}")
+        raise ValueError(f"{where}: {len(wrong)} wrong leaves: {joined(wrong)}")
 
 
 def _describe(model: Model) -> dict[str, Any]:
@@ -314,18 +306,19 @@ def _describe(model: Model) -> dict[str, Any]:
 def _require_same(
     saved: Mapping[str, Any], here: Mapping[str, Any], where: str
 ) -> None:
-    """Raises one ValueError with all settings that differ."""
+    """Raises one ValueError for all settings that differ."""
     saved, here = dict(_settings("", saved)), dict(_settings("", here))
     # A setting that is absent differs from one that is None.
     none = object()
     wrong = [
-        f"{name} is {saved.get(name, 'absent')!r} in the memory and "
-        f"{here.get(name, 'absent')!r} in the model"
-        for name in sorted(saved.keys() | here.keys())
+        f"{name} is {short(saved.get(name, 'absent'))} in the memory and "
+        f"{short(here.get(name, 'absent'))} in the model"
+        # A model's own settings before its parts', as the message may be cut.
+        for name in sorted(saved.keys() | here.keys(), key=lambda n: (n.count("."), n))
         if saved.get(name, none) != here.get(name, none)
     ]
     if wrong:
-        raise ValueError(f"{where} is of another model: {'; '.join(wrong)}")
+        raise ValueError(f"{where} is of another model: {joined(wrong)}")
 
 
 def _settings(prefix: str, record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
