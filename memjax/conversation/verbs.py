@@ -21,8 +21,8 @@ from memjax.models.mplus.reader import MemoryReader
 PIECE = 64
 #: M+ reads a whole question at once, padded to a power of two, and at least to this.
 LEAST_PROMPT = 128
-#: Slots that a cache has at least, so that the first turns compile no larger one.
-LEAST_SLOTS = 1024
+#: Turns that a cache gets slots for at once: a larger one is another program.
+TURNS_AHEAD = 3
 #: Tokens of a text that are read at a time.
 SEGMENT = 1024
 
@@ -89,18 +89,18 @@ class ReadingOn:
         # Whole windows are quick to read.
         window = min(model.window, SEGMENT)
         self._segment = SEGMENT // window * window
+        self._ahead = 0
 
     def read(self, state: PyTree, tokens: Int[np.ndarray, " T"]) -> PyTree:
         """The memory after a text."""
+        self._ahead = 0
         return read_text(self._model, state, tokens[None], segment=self._segment)
 
     def answer(
         self, state: PyTree, prompt: Int[np.ndarray, " T"], draws: Draws
     ) -> tuple[PyTree, Int[np.ndarray, " n"]]:
         """The memory after prompt and answer, and the answer."""
-        room = self._model.remaining(state)
-        if room is not None and len(prompt) + draws.limit < LEAST_SLOTS <= room:
-            state = self._model.reserve(state, LEAST_SLOTS)
+        state = self._with_room(state, len(prompt) + draws.limit)
         drawn = generate(
             self._model,
             state,
@@ -111,6 +111,14 @@ class ReadingOn:
         )
         return drawn.state, drawn.tokens[0]
 
+    def _with_room(self, state, count):
+        room = self._model.remaining(state)
+        if room is None:
+            return state
+        if self._ahead < count:
+            self._ahead = min(room, TURNS_AHEAD * count)
+        return self._model.reserve(state, self._ahead)
+
     def remember(
         self,
         state: PyTree,
@@ -119,6 +127,7 @@ class ReadingOn:
         closing: Sequence[int],
     ) -> tuple[PyTree, list[int]]:
         """The state has read all but the closing, which the next prompt begins with."""
+        self._ahead -= len(said)
         return after, list(closing)
 
 

@@ -85,7 +85,19 @@ def test_a_conversation_goes_on_tomorrow(name, tmp_path):
     same_bits(again.state, here.state)
 
 
-def test_the_state_has_read_all_that_was_said(tmp_path):
+def test_later_turns_compile_nothing_either():
+    """No cache grows between the first turns, though nothing was told before them."""
+    talk, compiled = Conversation(llama(), TEXT), []
+    talk.say("Hello?", limit=100)
+    event = lambda name, *_, **__: compiled.append(name)
+    jax.monitoring.register_event_duration_secs_listener(event)
+    talk.say("And a question that is longer?", limit=100)
+    talk.ask("Why?", limit=100)
+    jax.monitoring.unregister_event_duration_listener(event)
+    assert not [name for name in compiled if "backend_compile" in name]
+
+
+def test_the_state_has_read_all_that_was_said():
     model = llama()
     talk = Conversation(model, TEXT)
     talk.tell("Told.")

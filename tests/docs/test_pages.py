@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from memjax.models.checkpoints.pretrained import save_pretrained
+from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.training.config import presets as training_presets
 from memjax.training.finetune import hmt_presets, mplus_presets
 from tests import tiny
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {str(file.relative_to(DOCS)): file for file in sorted(DOCS.rglob("*.md"))}
 ROOMS = ("mechanisms", "models", "nnx", "data", "training", "evaluation")
+ROOMS += ("conversation",)
 # What every page of a system tells.
 SECTIONS = ["The idea", "The equations", "Use it", "Options", "Measured results"]
 SECTIONS += ["What this does not show"]
@@ -48,7 +50,9 @@ WITH_PROGRAMS = [name for name, page in PAGES.items() if programs(page).strip()]
 def test_programs_run(name, tmp_path, monkeypatch):
     # A model of another size in the place of the one that is named.
     if name == "pretrained.md":
-        save_pretrained(tiny.llama(), tmp_path / "HuggingFaceTB" / "SmolLM2-135M")
+        text = TextInterface(tiny.tokenizer())
+        folder = tmp_path / "HuggingFaceTB" / "SmolLM2-135M"
+        save_pretrained(tiny.llama(), folder, text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     scope = run(name)
