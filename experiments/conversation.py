@@ -57,15 +57,15 @@ class Config:
         model: folder of a run of M+, which is told a text; see above.
         chat_model: folder of another model to chat with; None is SmolLM2-135M-Instruct.
         country: that the text is about; one of those not trained on.
-        shown: questions in the picture.
+        shown: kinds of facts that the picture asks for.
         tokens: most tokens of an answer about the text.
         output: files of results, without their endings.
     """
 
     model: Path
     chat_model: Path | None = None
-    country: str = "Iceland"
-    shown: int = 3
+    country: str = "Ghana"
+    shown: tuple[str, ...] = ("highest_point", "largest_city", "symbol")
     tokens: int = 24
     output: Path = RESULTS / "conversation"
 
@@ -127,7 +127,7 @@ def session(
     """Lines of the terminal, each with its style."""
     about, told = f"{config.country.lower()}.txt", ["--memory", "memories/country"]
     yield from shown(["tell", "mplus", about, *told], folder)
-    for fact in facts[: config.shown]:
+    for fact in (fact for fact in facts if fact.kind in config.shown):
         asked = ["ask", "mplus", f'"{_question(fact)}"', *told, "--no-template"]
         yield from shown([*asked, "--tokens", str(config.tokens)], folder)
     chat = ["chat", chat_model, "--memory", "memories/ada", "--tokens", "40"]
@@ -200,11 +200,11 @@ def timed_turns(model: Path) -> list[dict[str, float]]:
     """What the turns of a conversation cost."""
     compiled: list[float] = []
 
-    def event(name: str, seconds: float, **_: object) -> None:
-        if name.endswith("backend_compile_duration"):
-            compiled.append(seconds)
+    def note_compiling(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(duration_secs)
 
-    jax.monitoring.register_event_duration_secs_listener(event)
+    jax.monitoring.register_event_duration_secs_listener(note_compiling)
     rows = []
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -223,7 +223,7 @@ def timed_turns(model: Path) -> list[dict[str, float]]:
             row |= {"tokens_held": talk.tokens}
             row |= {"bytes": sum(file.stat().st_size for file in saved.iterdir())}
             rows.append(row)
-    jax.monitoring.unregister_event_duration_listener(event)
+    jax.monitoring.unregister_event_duration_listener(note_compiling)
     return rows
 
 

@@ -19,7 +19,8 @@ CHATML = """{% for message in messages %}
 <|im_start|>system
 Be brief.<|im_end|>
 {% endif %}
-{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
+{{ '<|im_start|>' + message.role + '\\n' }}{{ message.content + '<|im_end|>\\n' }}
+{%- endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 MISTRAL = """{{ bos_token }}{% for m in messages %}
 {% if m.role == 'user' %}[INST] {{ m.content }} [/INST]

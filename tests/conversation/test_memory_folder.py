@@ -63,9 +63,10 @@ def killed_at(folder: Path, moment: int) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_whole_memory(tmp_path):
     found = []
-    for moment in range(200):
+    for moment in range(0, 200, 2):
         folder = tmp_path / str(moment)
         with MemoryFolder(folder) as memory:
             save(memory, 1)
@@ -79,7 +80,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_memory(tmp_path):
         assert turn_of(folder) == 3
         assert len([p for p in folder.iterdir() if p.name != ".claim"]) == 1
     # From some moment on the new one; the last child came to its end.
-    assert found == sorted(found) and set(found) == {1, 2} and 10 < len(found) < 200
+    assert found == sorted(found) and set(found) == {1, 2} and 8 < len(found) < 100
 
 
 def test_a_second_writer_is_refused_by_name(tmp_path):
