@@ -49,8 +49,13 @@ class Draws(NamedTuple):
 class Verbs(Protocol):
     """What a conversation does with a memory. States that are given stay usable."""
 
-    def read(self, state: PyTree, tokens: Int[np.ndarray, " T"]) -> PyTree:
-        """The memory after a text."""
+    def read(
+        self,
+        state: PyTree,
+        tokens: Int[np.ndarray, " T"],
+        progress: Callable[[int], object] = lambda count: None,
+    ) -> PyTree:
+        """The memory after a text; `progress` is called with the tokens read so far."""
         ...
 
     def answer(
@@ -92,10 +97,22 @@ class ReadingOn:
         self._segment = SEGMENT // window * window
         self._ahead = 0
 
-    def read(self, state: PyTree, tokens: Int[np.ndarray, " T"]) -> PyTree:
+    def read(
+        self,
+        state: PyTree,
+        tokens: Int[np.ndarray, " T"],
+        progress: Callable[[int], object] = lambda count: None,
+    ) -> PyTree:
         """The memory after a text."""
         self._ahead = 0
-        return read_text(self._model, state, tokens[None], segment=self._segment)
+        # A cache gets its size at once.
+        state, size = self._model.reserve(state, len(tokens)), self._segment
+        for start in range(0, len(tokens), size):
+            part = tokens[None, start : start + size]
+            # What was given stays usable; what follows is this function's own.
+            state = read_text(self._model, state, part, segment=size, donate=start > 0)
+            progress(start + part.shape[1])
+        return state
 
     def answer(
         self, state: PyTree, prompt: Int[np.ndarray, " T"], draws: Draws
@@ -138,7 +155,12 @@ class Injecting:
     def __init__(self, model: MPlus):
         self._model = model
 
-    def read(self, state: PyTree, tokens: Int[np.ndarray, " T"]) -> PyTree:
+    def read(
+        self,
+        state: PyTree,
+        tokens: Int[np.ndarray, " T"],
+        progress: Callable[[int], object] = lambda count: None,
+    ) -> PyTree:
         """The memory after a text; what fills no chunk stays in the open one."""
         size = self._model.window
         for start in range(0, len(tokens), size):
@@ -148,6 +170,7 @@ class Injecting:
             padded[0, : len(part)] = part
             lengths = jnp.asarray([len(part)], jnp.int32)
             state = self._model.inject(state, jnp.asarray(padded), lengths)
+            progress(start + len(part))
         return state
 
     def answer(
