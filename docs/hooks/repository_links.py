@@ -1,8 +1,8 @@
 """Links from pages to files of the repository that are not part of the site.
 
 They are written relative to the page, as `../memjax/nnx/memory.py`, so that they work
-where the repository is read. The site has only `docs/`: there they lead to `repo_url` of
-`mkdocs.yml`, or become plain text, with the path, as long as none is set.
+where the repository is read. The site has only `docs/`: there they lead to `repo_url`
+of `mkdocs.yml`, or become plain text, with the path, as long as none is set.
 """
 
 import posixpath
