@@ -16,6 +16,7 @@ from experiments.tables import (
     blocks,
     books,
     elastic,
+    generation,
     guide,
     hmt,
     mplus,
@@ -26,7 +27,7 @@ from experiments.tables import (
 from experiments.tables.table import Tables
 
 ROOT = Path(__file__).parents[2]
-MODULES = (books, elastic, guide, hmt, mplus, ops, papers, recurrent)
+MODULES = (books, elastic, generation, guide, hmt, mplus, ops, papers, recurrent)
 TABLES: Tables = {k: f for module in MODULES for k, f in module.TABLES.items()}
 
 

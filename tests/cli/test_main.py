@@ -237,7 +237,7 @@ def test_bad_input_is_one_line_and_exit_code_2(words, expected, tmp_path, monkey
 @pytest.mark.parametrize(
     "text,expected",
     [
-        ("notes", "is not sound JSON"),
+        ("notes", "is not JSON"),
         ('{"a": 1}', "model_type is missing"),
         ('{"loop": 1}', "config.loop"),
         ("[]", "must be a JSON object"),

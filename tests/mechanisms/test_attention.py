@@ -13,6 +13,7 @@ from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import rope
+from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.mechanisms.sliding_window import SlidingWindowConfig
 
 B, T, D, H, G, K = 2, 11, 8, 4, 2, 4
@@ -211,6 +212,13 @@ def test_attention_in_pieces_is_attention(monkeypatch, name):
         (dict(num_kv_heads=3), "num_kv_heads must divide num_heads=4, got 3"),
         (dict(head_dim=3), "head_dim must be even, got 3"),
         (dict(rope_theta=float("nan")), "rope_theta must be positive, got nan"),
+        (dict(rope_theta=float("inf")), r"rope_theta must be at most 1e\+38, got inf"),
+        (dict(rope_theta=0.5), "rope_theta must be at least 1, .* got 0.5"),
+        (
+            dict(rope_theta=1.0, rope_scaling=RopeScaling("yarn", 2.0)),
+            "above 1 with YaRN, got 1.0",
+        ),
+        (dict(qk_norm_epsilon=1e308), "qk_norm_epsilon must be at most 1, got"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(wrong, message):
