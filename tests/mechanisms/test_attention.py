@@ -259,3 +259,35 @@ def test_keys_in_parts_are_one_softmax(monkeypatch, at_once):
     jax.tree.map(close, pull_parts(ct), pull(ct))
     half = (x.astype(jnp.bfloat16) for x in (q, k, v))
     np.testing.assert_allclose(run(*half).astype(jnp.float32), whole, atol=0.1)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+def test_slots_far_behind_the_filled_ones_are_not_read(monkeypatch, backend):
+    """They hold NaN; values and gradients are those of a cache without them."""
+    monkeypatch.setattr(attend, "LEAST_BLOCK", 4)
+    monkeypatch.setattr(attend, "LEAST_PREFIX", 4)
+    random = np.random.default_rng(1)
+    q, k, v = (
+        jnp.asarray(random.standard_normal((B, t, heads, K)), jnp.float32)
+        for t, heads in ((2, H), (64, G), (64, G))
+    )
+    before = jnp.array([9, 5], jnp.int32)
+    far = jnp.arange(64)[None, :, None, None] >= 16
+    visible = jnp.ones((B, 64), bool).at[0, :4].set(False)
+
+    @jax.jit
+    def run(q, k, v, visible):
+        read = lambda q, k, v: attend.from_cache(q, k, v, before, visible)
+        y, pull = jax.vjp(read, q, k, v)
+        return y, pull(q)
+
+    y, gradients = run(q, k[:, :16], v[:, :16], visible[:, :16])
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    jax.clear_caches()
+    found, more = run(
+        q, jnp.where(far, jnp.nan, k), jnp.where(far, jnp.nan, v), visible
+    )
+    close(found, y)
+    for a, b in zip(more, gradients, strict=True):
+        close(a[:, :16], b)
+        assert not np.any(a[:, 16:])
