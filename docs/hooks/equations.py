@@ -1,8 +1,7 @@
 r"""Turns the LaTeX of the pages into MathML when the site is built.
 
 Browsers draw MathML by themselves: the site needs no script and no font of another
-host.
-In a page an equation is `$...$` in a line, or `$$...$$` in lines of its own.
+host. An equation is `$...$` in a line, or `$$...$$` in lines of its own.
 """
 
 import html
