@@ -7,6 +7,7 @@ from a memory that stays as it is, and what was said is then injected.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray, PyTree
@@ -95,7 +96,6 @@ class ReadingOn:
         # Whole windows are quick to read.
         window = min(model.window, SEGMENT)
         self._segment = SEGMENT // window * window
-        self._ahead = 0
 
     def read(
         self,
@@ -104,7 +104,6 @@ class ReadingOn:
         progress: Callable[[int], object] = lambda count: None,
     ) -> PyTree:
         """The memory after a text."""
-        self._ahead = 0
         # A cache gets its size at once.
         state, size = self._model.reserve(state, len(tokens)), self._segment
         for start in range(0, len(tokens), size):
@@ -133,9 +132,10 @@ class ReadingOn:
         room = self._model.remaining(state)
         if room is None:
             return state
-        if self._ahead < count:
-            self._ahead = min(room, TURNS_AHEAD * count)
-        return self._model.reserve(state, self._ahead)
+        grown = self._model.reserve(state, count)
+        if _shapes(grown) == _shapes(state):
+            return state
+        return self._model.reserve(state, min(room, TURNS_AHEAD * count))
 
     def remember(
         self,
@@ -145,7 +145,6 @@ class ReadingOn:
         closing: Sequence[int],
     ) -> tuple[PyTree, list[int]]:
         """The state has read all but the closing, which the next prompt begins with."""
-        self._ahead -= len(said)
         return after, list(closing)
 
 
@@ -199,3 +198,7 @@ class Injecting:
         return self.read(
             state, np.concatenate([said, np.asarray(closing, np.int32)])
         ), []
+
+
+def _shapes(state):
+    return [leaf.shape for leaf in jax.tree.leaves(state)]
