@@ -2,7 +2,7 @@
 
     memjax import SmolLM2-135M.gguf backbone
     memjax finetune mplus-smollm2-135m-stage3 --backbone backbone --run-dir runs/mplus
-    python -m experiments.conversation --model runs/mplus
+    python -m experiments.conversation --model runs/mplus --chat-model backbone
 
 Runs `memjax tell`, `ask` and `chat` in a pseudo-terminal, each command a process of
 its own, and draws what stood there (`results/conversation/session.svg`). A text about a
