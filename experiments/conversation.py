@@ -39,8 +39,8 @@ from memjax.evaluation.provenance import provenance
 QUESTION = "what does a conversation with a memory look like, and what does it cost?"
 #: Columns of the terminal: few, so that the picture is readable at half its size.
 COLUMNS = 72
-TURNS = ("My name is Ada, and I keep bees.", "What is my name?")
-LATER = "And what do I keep?"
+TURNS = ("What is the capital of France?", "And of Italy?")
+LATER = "And of Spain?"
 TIMED = (
     "What is the capital of France?",
     "And of Italy?",
@@ -129,8 +129,8 @@ def session(
     yield from shown(["tell", "mplus", about, *told], folder)
     for fact in (fact for fact in facts if fact.kind in config.shown):
         asked = ["ask", "mplus", f'"{_question(fact)}"', *told, "--no-template"]
-        yield from shown([*asked, "--tokens", str(config.tokens)], folder)
-    chat = ["chat", chat_model, "--memory", "memories/ada", "--tokens", "40"]
+        yield from shown([*asked, "--begin", f'"{_beginning(fact)}"'], folder)
+    chat = ["chat", chat_model, "--memory", "memories/capitals"]
     yield from shown(chat, folder, TURNS)
     yield "note", "# the next day"
     yield from shown(chat, folder, (LATER,))
@@ -179,20 +179,24 @@ def _read(terminal: int, until: str | None, seconds: float = 600) -> str:
 
 
 def answers(config: Config, text: str, facts: list[Question]) -> dict[str, object]:
-    """Answers to all questions, from a memory of the text and from an empty one."""
+    """Answers to all questions, from a memory of the text and from an empty one.
+
+    "begun" are those whose beginning is given, as in training, "plain" those without.
+    """
     told = Conversation.open(config.model, template=False)
     empty = Conversation.open(config.model, template=False)
     tokens = told.tell(text, name=config.country)
+    ways = {"begun": (told, True), "plain": (told, False), "empty": (empty, True)}
     rows = []
     for fact in facts:
         row = {"question": _question(fact), "answer": fact.answer}
-        for name, talk in (("told", told), ("empty", empty)):
-            said = talk.ask(_question(fact), limit=config.tokens).text
-            right = fact.answer.lower() in said.lower()
-            row |= {name: said, f"{name}_right": right}
+        for name, (talk, begun) in ways.items():
+            begin = _beginning(fact) if begun else ""
+            said = talk.ask(_question(fact), begin=begin, limit=config.tokens).text
+            said = said.removeprefix(begin).strip()
+            row |= {name: said, f"{name}_right": fact.answer.lower() in said.lower()}
         rows.append(row)
-    count = lambda name: sum(bool(row[f"{name}_right"]) for row in rows)
-    right = {name: count(name) for name in ("told", "empty")}
+    right = {name: sum(bool(row[f"{name}_right"]) for row in rows) for name in ways}
     return {"tokens": tokens, "questions": len(rows), "right": right, "rows": rows}
 
 
