@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -90,7 +91,7 @@ class Drawing:
         """The drawing as SVG, the same at each call."""
         # Names of parts are hashes, which are random without a salt. Letters are drawn
         # as shapes, because fonts differ in width.
-        settings = {"svg.hashsalt": "memjax", "svg.fonttype": "path"}
+        settings: Any = {"svg.hashsalt": "memjax", "svg.fonttype": "path"}
         out = io.StringIO()
         with matplotlib.rc_context(settings):
             self._figure.savefig(out, format="svg", metadata={"Date": None})
