@@ -5,8 +5,8 @@
     python -m experiments.conversation --model runs/mplus
 
 Runs `memjax tell`, `ask` and `chat` in a pseudo-terminal, each command a process of
-its own, and draws what stood there (`results/conversation.svg`). A text about a country
-that the model was not trained on is told, with facts of the factbook among its
+its own, and draws what stood there (`results/conversation/session.svg`). A text about a
+country that the model was not trained on is told, with facts of the factbook among its
 sentences. The result beside the picture has the answers to questions about all of its
 facts, from the memory and from an empty one. Of each turn of another conversation it
 has the seconds, those of compiling, and the size of the memory's folder.
@@ -67,7 +67,7 @@ class Config:
     country: str = "Ghana"
     shown: tuple[str, ...] = ("highest_point", "largest_city", "symbol")
     tokens: int = 24
-    output: Path = RESULTS / "conversation"
+    output: Path = RESULTS / "conversation" / "session"
 
 
 def main(config: Config) -> None:

@@ -15,6 +15,7 @@ import tyro
 from experiments.tables import (
     blocks,
     books,
+    conversation,
     elastic,
     generation,
     guide,
@@ -27,7 +28,18 @@ from experiments.tables import (
 from experiments.tables.table import Tables
 
 ROOT = Path(__file__).parents[2]
-MODULES = (books, elastic, generation, guide, hmt, mplus, ops, papers, recurrent)
+MODULES = (
+    books,
+    conversation,
+    elastic,
+    generation,
+    guide,
+    hmt,
+    mplus,
+    ops,
+    papers,
+    recurrent,
+)
 TABLES: Tables = {k: f for module in MODULES for k, f in module.TABLES.items()}
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
+import jax
 import tyro
 
 from memjax.cli.generate import read_text
 from memjax.conversation import Conversation
+from memjax.data.documents.tokens import default_cache_dir
 from memjax.models import Sampling
 from memjax.models.language_model.config import Dtype
 
@@ -46,9 +48,10 @@ def tell(
     if not files:
         raise ValueError("files must be at least one text, got none")
     texts = [(file, read_text(file)) for file in files]
+    _keep_programs()
     with Conversation.open(model, memory, dtype=dtype) as talk:
         for file, text in texts:
-            count = talk.tell(text, name=file.name)
+            count = talk.tell(text, name=file.name, progress=_show_progress)
             print(f"{file}: {count:,} tokens; the memory has read {talk.tokens:,}")
     return 0
 
@@ -82,6 +85,7 @@ def ask(
         dtype: of the activations of a model without a run; None is float32.
     """
     sampling = _sampling(temperature, top_k, top_p)
+    _keep_programs()
     with (
         Conversation.look(model, memory, dtype=dtype, template=template) as talk,
         _interrupts() as interrupted,
@@ -128,6 +132,7 @@ def chat(
         dtype: of the activations of a model without a run; None is float32.
     """
     sampling = _sampling(temperature, top_k, top_p)
+    _keep_programs()
     with Conversation.open(model, memory, dtype=dtype, template=template) as talk:
         _recall(talk)
         for message in _messages():
@@ -135,6 +140,20 @@ def chat(
                 options = dict(limit=tokens, sampling=sampling, seed=seed)
                 _answer(talk, message, write=_write, interrupted=interrupted, **options)
     return 0
+
+
+def _keep_programs() -> None:
+    """What is compiled is kept on the disk: each command is a process of its own."""
+    if not jax.config.values["jax_compilation_cache_dir"]:
+        folder = default_cache_dir() / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def _show_progress(done: int, total: int) -> None:
+    """One line of a terminal, which the next one writes over."""
+    if sys.stderr.isatty():
+        end = "\r" if done < total else "\r\033[K"
+        print(f"{done:,} of {total:,} tokens", end=end, file=sys.stderr, flush=True)
 
 
 def _answer(talk, message, **options):

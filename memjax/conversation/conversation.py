@@ -176,12 +176,19 @@ class Conversation:
         """The memory, as the model has it."""
         return self._state
 
-    def tell(self, text: str, *, name: str = "") -> int:
+    def tell(
+        self,
+        text: str,
+        *,
+        name: str = "",
+        progress: Callable[[int, int], object] = lambda done, total: None,
+    ) -> int:
         """Reads a text into the memory, and saves it.
 
         Args:
             text: of any length that the model can hold; not empty.
             name: under which `entries` has it.
+            progress: called with the tokens read so far and their number.
 
         Returns:
             How many tokens were read.
@@ -194,7 +201,8 @@ class Conversation:
             raise ValueError(f"text must not be empty, got {name or repr(text)}")
         tokens = self._encode(text if not self.tokens else f"\n\n{text}")
         self._require_room(len(tokens), name or "the text")
-        state = self._verbs.read(self._state, tokens)
+        shows = lambda done: progress(done, len(tokens))
+        state = self._verbs.read(self._state, tokens, shows)
         entry = Entry("text", name, len(tokens))
         self._keep(state, (entry,), ())
         return len(tokens)
@@ -275,6 +283,8 @@ class Conversation:
         if not message.strip():
             raise ValueError(f"the question must not be empty, got {message!r}")
         check_sizes(limit=limit)
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed must be in [0, 2**32), got {seed}")
         tokenizer, form = self._tokenizer, self._form
         prompt = self._prompt(message)
         self._require_room(len(prompt) + 1, "the question")

@@ -7,6 +7,7 @@ from a memory that stays as it is, and what was said is then injected.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray, PyTree
@@ -49,8 +50,13 @@ class Draws(NamedTuple):
 class Verbs(Protocol):
     """What a conversation does with a memory. States that are given stay usable."""
 
-    def read(self, state: PyTree, tokens: Int[np.ndarray, " T"]) -> PyTree:
-        """The memory after a text."""
+    def read(
+        self,
+        state: PyTree,
+        tokens: Int[np.ndarray, " T"],
+        progress: Callable[[int], object] = lambda count: None,
+    ) -> PyTree:
+        """The memory after a text; `progress` is called with the tokens read so far."""
         ...
 
     def answer(
@@ -90,12 +96,22 @@ class ReadingOn:
         # Whole windows are quick to read.
         window = min(model.window, SEGMENT)
         self._segment = SEGMENT // window * window
-        self._ahead = 0
 
-    def read(self, state: PyTree, tokens: Int[np.ndarray, " T"]) -> PyTree:
+    def read(
+        self,
+        state: PyTree,
+        tokens: Int[np.ndarray, " T"],
+        progress: Callable[[int], object] = lambda count: None,
+    ) -> PyTree:
         """The memory after a text."""
-        self._ahead = 0
-        return read_text(self._model, state, tokens[None], segment=self._segment)
+        # A cache gets its size at once.
+        state, size = self._model.reserve(state, len(tokens)), self._segment
+        for start in range(0, len(tokens), size):
+            part = tokens[None, start : start + size]
+            # What was given stays usable; what follows is this function's own.
+            state = read_text(self._model, state, part, segment=size, donate=start > 0)
+            progress(start + part.shape[1])
+        return state
 
     def answer(
         self, state: PyTree, prompt: Int[np.ndarray, " T"], draws: Draws
@@ -116,9 +132,10 @@ class ReadingOn:
         room = self._model.remaining(state)
         if room is None:
             return state
-        if self._ahead < count:
-            self._ahead = min(room, TURNS_AHEAD * count)
-        return self._model.reserve(state, self._ahead)
+        grown = self._model.reserve(state, count)
+        if _shapes(grown) == _shapes(state):
+            return state
+        return self._model.reserve(state, min(room, TURNS_AHEAD * count))
 
     def remember(
         self,
@@ -128,7 +145,6 @@ class ReadingOn:
         closing: Sequence[int],
     ) -> tuple[PyTree, list[int]]:
         """The state has read all but the closing, which the next prompt begins with."""
-        self._ahead -= len(said)
         return after, list(closing)
 
 
@@ -138,7 +154,12 @@ class Injecting:
     def __init__(self, model: MPlus):
         self._model = model
 
-    def read(self, state: PyTree, tokens: Int[np.ndarray, " T"]) -> PyTree:
+    def read(
+        self,
+        state: PyTree,
+        tokens: Int[np.ndarray, " T"],
+        progress: Callable[[int], object] = lambda count: None,
+    ) -> PyTree:
         """The memory after a text; what fills no chunk stays in the open one."""
         size = self._model.window
         for start in range(0, len(tokens), size):
@@ -148,6 +169,7 @@ class Injecting:
             padded[0, : len(part)] = part
             lengths = jnp.asarray([len(part)], jnp.int32)
             state = self._model.inject(state, jnp.asarray(padded), lengths)
+            progress(start + len(part))
         return state
 
     def answer(
@@ -176,3 +198,7 @@ class Injecting:
         return self.read(
             state, np.concatenate([said, np.asarray(closing, np.int32)])
         ), []
+
+
+def _shapes(state):
+    return [leaf.shape for leaf in jax.tree.leaves(state)]
