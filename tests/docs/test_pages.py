@@ -18,7 +18,8 @@ from memjax.training.finetune import hmt_presets, mplus_presets
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {str(file.relative_to(DOCS)): file for file in sorted(DOCS.rglob("*.md"))}
-ROOMS = ("mechanisms", "models", "nnx", "data", "training", "evaluation")
+ROOMS = ("mechanisms", "models", "conversation", "nnx", "data", "training")
+ROOMS += ("evaluation",)
 # What every page of a system tells.
 SECTIONS = ["The idea", "The equations", "Use it", "Options", "Measured results"]
 SECTIONS += ["What this does not show"]
