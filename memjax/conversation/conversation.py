@@ -315,7 +315,9 @@ class Conversation:
         # Only a memory without tokens gets those that begin a text.
         encode = self._tokenizer.encode
         if self.tokens:
-            tokens = np.concatenate([np.int32(self.record.pending), encode(text)])
+            tokens = np.concatenate(
+                [np.asarray(self.record.pending, np.int32), encode(text)]
+            )
         else:
             tokens = encode_prompt(self._tokenizer, text)
         if len(tokens) < 2:

@@ -7,6 +7,7 @@ from a memory that stays as it is, and what was said is then injected.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray, PyTree
 
@@ -21,8 +22,8 @@ from memjax.models.mplus.reader import MemoryReader
 PIECE = 64
 #: M+ reads a whole question at once, padded to a power of two, and at least to this.
 LEAST_PROMPT = 128
-#: Slots that a cache has at least, so that the first turns compile no larger one.
-LEAST_SLOTS = 1024
+#: Turns that a cache gets slots for at once: a larger one is another program.
+TURNS_AHEAD = 3
 #: Tokens of a text that are read at a time.
 SEGMENT = 1024
 
@@ -31,14 +32,14 @@ class Draws(NamedTuple):
     """How an answer is drawn.
 
     Attributes:
-        limit: most tokens of an answer.
+        max_new_tokens: most tokens of an answer.
         key: of the draws.
         sampling: how.
         stop_tokens: that end an answer.
         stop_when: see `generate`.
     """
 
-    limit: int
+    max_new_tokens: int
     key: PRNGKeyArray
     sampling: Sampling
     stop_tokens: Sequence[int]
@@ -89,27 +90,35 @@ class ReadingOn:
         # Whole windows are quick to read.
         window = min(model.window, SEGMENT)
         self._segment = SEGMENT // window * window
+        self._ahead = 0
 
     def read(self, state: PyTree, tokens: Int[np.ndarray, " T"]) -> PyTree:
         """The memory after a text."""
+        self._ahead = 0
         return read_text(self._model, state, tokens[None], segment=self._segment)
 
     def answer(
         self, state: PyTree, prompt: Int[np.ndarray, " T"], draws: Draws
     ) -> tuple[PyTree, Int[np.ndarray, " n"]]:
         """The memory after prompt and answer, and the answer."""
-        room = self._model.remaining(state)
-        if room is not None and len(prompt) + draws.limit < LEAST_SLOTS <= room:
-            state = self._model.reserve(state, LEAST_SLOTS)
+        state = self._with_room(state, len(prompt) + draws.max_new_tokens)
         drawn = generate(
             self._model,
             state,
             prompt[None],
             segment=PIECE,
             least_segment=PIECE,
-            **_options(draws),
+            **draws._asdict(),
         )
         return drawn.state, drawn.tokens[0]
+
+    def _with_room(self, state, count):
+        room = self._model.remaining(state)
+        if room is None:
+            return state
+        if self._ahead < count:
+            self._ahead = min(room, TURNS_AHEAD * count)
+        return self._model.reserve(state, self._ahead)
 
     def remember(
         self,
@@ -119,6 +128,7 @@ class ReadingOn:
         closing: Sequence[int],
     ) -> tuple[PyTree, list[int]]:
         """The state has read all but the closing, which the next prompt begins with."""
+        self._ahead -= len(said)
         return after, list(closing)
 
 
@@ -136,7 +146,8 @@ class Injecting:
             # Of one length: programs are compiled by shape.
             padded = np.zeros((1, size), np.int32)
             padded[0, : len(part)] = part
-            state = self._model.inject(state, padded, np.array([len(part)], np.int32))
+            lengths = jnp.asarray([len(part)], jnp.int32)
+            state = self._model.inject(state, jnp.asarray(padded), lengths)
         return state
 
     def answer(
@@ -148,10 +159,10 @@ class Injecting:
         padded = np.zeros((1, size), np.int32)
         padded[0, :count] = prompt[:-1]
         # A power of two, as for the prompt.
-        room = 1 << draws.limit.bit_length()
-        lengths = np.array([count], np.int32)
-        cache = reader.begin(state, padded, lengths, room=room)
-        drawn = generate(reader, cache, prompt[None, -1:], **_options(draws))
+        room = 1 << draws.max_new_tokens.bit_length()
+        lengths = jnp.asarray([count], jnp.int32)
+        cache = reader.begin(state, jnp.asarray(padded), lengths, room=room)
+        drawn = generate(reader, cache, prompt[None, -1:], **draws._asdict())
         return None, drawn.tokens[0]
 
     def remember(
@@ -162,14 +173,6 @@ class Injecting:
         closing: Sequence[int],
     ) -> tuple[PyTree, list[int]]:
         """Injects what was said, and its closing."""
-        return self.read(state, np.concatenate([said, np.int32(closing)])), []
-
-
-def _options(draws):
-    return dict(
-        max_new_tokens=draws.limit,
-        key=draws.key,
-        sampling=draws.sampling,
-        stop_tokens=draws.stop_tokens,
-        stop_when=draws.stop_when,
-    )
+        return self.read(
+            state, np.concatenate([said, np.asarray(closing, np.int32)])
+        ), []

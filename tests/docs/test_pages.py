@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from memjax.models.checkpoints.pretrained import save_pretrained
+from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.training.config import presets as training_presets
 from memjax.training.finetune import hmt_presets, mplus_presets
+from tests import tiny
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -53,7 +55,8 @@ def test_programs_run(name, tmp_path, monkeypatch):
     # about HMT and M+, whose programs are compiled.
     if name == "pretrained.md":
         model = run_once("systems/hmt.md")["backbone"]
-        save_pretrained(model, tmp_path / "HuggingFaceTB" / "SmolLM2-135M")
+        text = TextInterface(tiny.tokenizer())
+        save_pretrained(model, tmp_path / "HuggingFaceTB" / "SmolLM2-135M", text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     scope = run_once(name)

@@ -18,7 +18,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,6 +44,18 @@ NUMBER_FORMATS = ("F32", "BF16", "F16", "I32", "U32", "BOOL")
 IGNORED_SETTINGS = ("remat", "activations", "store_memory", "pool_memory")
 
 
+class PackedMemory(NamedTuple):
+    """A memory as its folder has it.
+
+    Attributes:
+        tensors: the part of each leaf that holds something.
+        record: the content of `memory.json`, but for the digests.
+    """
+
+    tensors: dict[str, np.ndarray]
+    record: dict[str, Any]
+
+
 def save_memory(
     folder: Path | str,
     model: Model,
@@ -64,6 +76,13 @@ def save_memory(
             is not empty; without the safetensors package. OSError: the folder could not
             be written.
     """
+    write_memory(folder, pack_memory(model, state, note=note))
+
+
+def pack_memory(
+    model: Model, state: PyTree, *, note: Mapping[str, Any] | None = None
+) -> PackedMemory:
+    """What `save_memory` writes; needs no disk. Raises ValueError as it does."""
     leaves = _leaves_by_name(state)
     slots = _grown_slots(model, leaves)
     empty = _abstract_state(model, leaves, slots)
@@ -75,11 +94,16 @@ def save_memory(
         starts[name] = [part.start for part in held]
         # safetensors writes an array's bytes as they lie, whatever its strides.
         tensors[name] = np.ascontiguousarray(value[held])
+    record = {"format": FORMAT, "version": VERSION, "model": _describe(model)}
+    record |= {"slots": slots, "starts": starts, "note": dict(note or {})}
+    return PackedMemory(tensors, record)
+
+
+def write_memory(folder: Path | str, packed: PackedMemory) -> None:
+    """Writes what `pack_memory` gave; needs no JAX. Raises as `save_memory` does."""
     with atomic_folder(Path(folder)) as temporary:
-        _write_tensors(tensors, temporary / TENSORS)
-        record = {"format": FORMAT, "version": VERSION, "model": _describe(model)}
-        record |= {"slots": slots, "starts": starts, "note": dict(note or {})}
-        record |= {"sha256": _digest(temporary / TENSORS)}
+        _write_tensors(packed.tensors, temporary / TENSORS)
+        record = packed.record | {"sha256": _digest(temporary / TENSORS)}
         record |= {"record_sha256": _record_digest(record)}
         (temporary / RECORD).write_text(json.dumps(record, indent=1))
         # The library makes its files for the owner alone.
