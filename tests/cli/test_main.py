@@ -84,6 +84,9 @@ def test_training_writes_a_run_and_says_where(trained):
     run_dir, (code, out, err) = trained
     assert (code, err) == (0, [])
     assert f"finished at step 2; run folder {run_dir}" in out
+    # What a person sees first, and in each line.
+    assert "2 steps of 32 tokens are" in out and "compiled in" in out
+    assert "  lr " in out
     assert (run_dir / "config.json").is_file()
     records = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert records and all(json.loads(record) for record in records)
