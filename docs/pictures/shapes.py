@@ -90,9 +90,8 @@ class Drawing:
         """The drawing as SVG, the same at each call."""
         # Names of parts are hashes, which are random without a salt. Letters are drawn
         # as shapes, because fonts differ in width.
-        settings = {"svg.hashsalt": "memjax", "svg.fonttype": "path"}
         out = io.StringIO()
-        with matplotlib.rc_context(settings):
+        with matplotlib.rc_context({"svg.hashsalt": "memjax", "svg.fonttype": "path"}):
             self._figure.savefig(out, format="svg", metadata={"Date": None})
         # matplotlib leaves spaces at the ends of lines.
         return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))

@@ -84,7 +84,7 @@ def _transformers(
     import transformers  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     ).eval()
     options: dict[str, Any] = {}

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from memjax.cli.stopping import exits_75
+from memjax.training.curves import draw_curves
 from memjax.training.finetune import finetune as finetuning
 from memjax.training.finetune import hmt_presets, mplus_presets
 from memjax.training.finetune.curricula import HMTStages, MPlusStages
@@ -43,4 +44,7 @@ def finetune(
     with exits_75():
         outcome = finetuning.finetune_stages(stages, backbone, run_dir, start)
     print(f"{outcome.reason} at step {outcome.step}; run folder {run_dir}")
+    for name, _ in stages if outcome.reason != "preempted" else ():
+        if curves := draw_curves(run_dir / name):
+            print(f"wrote {curves}")
     return outcome.exit_code

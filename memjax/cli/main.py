@@ -23,6 +23,7 @@ from memjax.cli import conversation as cli_conversation
 from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
 from memjax.cli.parsing import Configured, parse
+from memjax.cli.progress import Progress
 from memjax.cli.stopping import exits_75
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data.documents.sources import open_documents
@@ -31,6 +32,7 @@ from memjax.models.language_model.config import Dtype
 from memjax.training import pretrain as run
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.config import RunConfig
+from memjax.training.curves import draw_curves
 from memjax.training.finetune.any_model import open_model
 from memjax.training.resume import NonFiniteError
 
@@ -58,6 +60,9 @@ def train(
         tokenizer = load_tokenizer(config.data.tokenizer)
         outcome = run.train(run.with_vocabulary(config, tokenizer), run_dir)
     print(f"{outcome.reason} at step {outcome.step}; run folder {run_dir}")
+    # A run that was asked to stop has no time for it.
+    if outcome.reason != "preempted" and (curves := draw_curves(run_dir)):
+        print(f"wrote {curves}")
     return outcome.exit_code
 
 
@@ -105,13 +110,15 @@ def evaluate(
         split,
         data.cache_dir if data else None,
     )
-    every = evaluation.losses(
-        found,
-        documents,
-        context_length=context_length,
-        segment=segment or (data.context_length if data else found.window),
-        batch_size=batch_size,
-    )
+    with Progress("scoring", "tokens") as progress:
+        every = evaluation.losses(
+            found,
+            documents,
+            context_length=context_length,
+            segment=segment or (data.context_length if data else found.window),
+            batch_size=batch_size,
+            progress=progress,
+        )
     losses, window = evaluation.causal(found, every), found.window
     rows = {
         kind or "all": {

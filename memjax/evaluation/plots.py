@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from memjax.evaluation.drawing import GREY, drawing, log_ticks
+from memjax.evaluation.drawing import COLOURS, GREY, drawing, log_ticks
 
 
 def loss_by_position(
@@ -159,3 +160,52 @@ def recall_histogram(
             )
             axes.set_xlabel("segments back")
         plot.grid[0, 0].set_ylabel("share of searches")
+
+
+#: From so many points on, the loss is drawn with its mean over a twentieth of them.
+MANY = 60
+
+
+def training_curves(
+    train: Sequence[tuple[int, float]],
+    validation: Sequence[tuple[int, float]],
+    rates: Sequence[tuple[int, float]],
+    path: Path,
+    *,
+    title: str = "",
+    source: str = "",
+) -> None:
+    """Draws losses of a run against the step, and below them the learning rate.
+
+    Args:
+        train: step and loss in nats a token.
+        validation: step and loss of held-out documents, likewise; may be empty.
+        rates: step and learning rate; may be empty.
+        path: the PNG to write.
+        title: of the plot.
+        source: device and commit, small in a corner.
+    """
+    panels: Any = {"gridspec_kw": {"height_ratios": [3, 1]}} if rates else {}
+    rows = 2 if rates else 1
+    with drawing(
+        path, rows=rows, title=title, source=source, sharex=True, **panels
+    ) as plot:
+        top, bottom = plot.grid[0, 0], plot.grid[-1, 0]
+        steps, losses = np.asarray(train, float).reshape(-1, 2).T
+        bare: Any = {}
+        if len(steps) >= MANY:
+            bare, width = {"marker": None}, len(steps) // 20
+            top.plot(steps, losses, color=COLOURS[0], linewidth=0.7, alpha=0.4)
+            losses = np.convolve(losses, np.full(width, 1 / width), "valid")
+            steps = steps[width - 1 :]
+        plot.line(top, steps, losses, "training", 0, **bare)
+        if validation:
+            held_out = np.asarray(validation, float)
+            plot.line(top, held_out[:, 0], held_out[:, 1], "validation", 1)
+        top.set_ylabel("loss (nats per token)")
+        if rates:
+            at, rate = np.asarray(rates, float).T
+            bottom.plot(at, rate, color=COLOURS[2])
+            bottom.set_ylabel("learning\nrate")
+            bottom.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        bottom.set_xlabel("step")

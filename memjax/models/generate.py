@@ -204,6 +204,8 @@ def _read_prompt(model, state, tokens, ends, sizes, donate):
 def _draw_all(model, state, open_, settings, limit, stop, stop_when):
     """Draws until all batch elements have ended, or to the limit; uses the state up."""
     graph, params = nnx.split(model)
+    # Else a second call, which goes on from results of the first, compiles again.
+    open_ = commit_state(params, open_)
     batch, parts = len(open_.done), []
     # Ended batch elements read nothing more, while others go on.
     ragged = batch > 1 and (stop.size > 0 or stop_when is not None)
@@ -221,7 +223,8 @@ def _draw_all(model, state, open_, settings, limit, stop, stop_when):
         if stop_when is not None:
             so_far = np.concatenate([tokens for tokens, *_ in parts], axis=1)
             ended = ended | np.asarray(stop_when(so_far), bool)
-            open_ = open_._replace(done=jnp.asarray(np.broadcast_to(ended, batch)))
+            done = jnp.asarray(np.broadcast_to(ended, batch))
+            open_ = commit_state(params, open_._replace(done=done))
     tokens, log_probs, live = (
         np.concatenate(part, axis=1) for part in zip(*parts, strict=True)
     )

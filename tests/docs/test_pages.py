@@ -8,6 +8,7 @@ import runpy
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 import yaml
 
@@ -20,7 +21,8 @@ from tests import tiny
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {str(file.relative_to(DOCS)): file for file in sorted(DOCS.rglob("*.md"))}
-ROOMS = ("mechanisms", "models", "nnx", "data", "training", "evaluation")
+ROOMS = ("mechanisms", "models", "conversation", "nnx", "data", "training")
+ROOMS += ("evaluation",)
 # What every page of a system tells.
 SECTIONS = ["The idea", "The equations", "Use it", "Options", "Measured results"]
 SECTIONS += ["What this does not show"]
@@ -61,8 +63,8 @@ def test_programs_run(name, tmp_path, monkeypatch):
     scope = run_once(name)
     for found in ("y", "state", "logits", "loss", "params", "model"):
         arrays = jax.tree.leaves(scope.get(found))
-        floats = [x for x in arrays if jax.dtypes.issubdtype(x.dtype, float)]
-        assert all(bool(jax.numpy.isfinite(x).all()) for x in floats), found
+        floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+        assert all(bool(jnp.isfinite(x).all()) for x in floats), found
 
 
 def test_every_page_stands_in_the_navigation_and_every_entry_exists():

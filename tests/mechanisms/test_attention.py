@@ -47,7 +47,8 @@ def drawn_params():
 
 @functools.cache
 def drawn_inputs():
-    return np.random.default_rng(1).standard_normal((B, T, D)).astype(np.float32)
+    drawn = np.random.default_rng(1).standard_normal((B, T, D))
+    return jnp.asarray(drawn, jnp.float32)
 
 
 def apply_rope(x, theta):

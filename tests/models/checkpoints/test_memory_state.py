@@ -202,8 +202,7 @@ def test_pipes_and_devices_are_refused_unread(model, saved, name):
 
 
 def test_messages_about_many_names_have_an_end(model, saved):
-    file = saved / "memory.json"
-    record = json.loads(file.read_text())
+    record = json.loads((saved / "memory.json").read_text())
     settings = {f"{i}" * 1000: "x" * 1000 for i in range(1000)}
     rewrite(saved, {"model": record["model"] | settings})
     with pytest.raises(ValueError, match="and 990 more") as error:
