@@ -154,10 +154,17 @@ def shown(
         os.write(terminal, f"{line}\n".encode())
     screen += _read(terminal, until=None)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    for line in screen.replace("\r", "").rstrip("\n").split("\n"):
+    for line in _plain_lines(screen):
         yield "typed" if line.startswith("> ") else "output", line
     if code:
         raise RuntimeError(f"{words} ended with exit code {code}: {screen}")
+
+
+def _plain_lines(screen: str) -> list[str]:
+    """The lines that stay on a terminal: what was written over is gone."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.replace("\r\n", "\n"))
+    lines = text.rstrip().split("\n")
+    return [line.rstrip("\r").rpartition("\r")[2] for line in lines]
 
 
 def _read(terminal: int, until: str | None, seconds: float = 600) -> str:
