@@ -125,12 +125,12 @@ def session(
     config: Config, facts: list[Question], folder: Path, chat_model: str
 ) -> Iterator[tuple[str, str]]:
     """Lines of the terminal, each with its style."""
-    about, told = f"{config.country.lower()}.txt", ["--memory", "memories/country"]
+    about, told = f"{config.country.lower()}.txt", ["--memory", "memory"]
     yield from shown(["tell", "mplus", about, *told], folder)
     for fact in (fact for fact in facts if fact.kind in config.shown):
         asked = ["ask", "mplus", f'"{_question(fact)}"', *told, "--no-template"]
         yield from shown([*asked, "--begin", f'"{_beginning(fact)}"'], folder)
-    chat = ["chat", chat_model, "--memory", "memories/capitals"]
+    chat = ["chat", chat_model, "--memory", "talk"]
     yield from shown(chat, folder, TURNS)
     yield "note", "# the next day"
     yield from shown(chat, folder, (LATER,))
