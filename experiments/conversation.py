@@ -4,7 +4,8 @@
     memjax finetune mplus-smollm2-135m-stage3 --backbone backbone \\
         --run-dir runs/mplus --memory.retrieved 128 --memory.store 2048 \\
         --tasks.ask 0.9 --tasks.revisit 0 --tasks.target 128 \\
-        --data.batch-size 1 --retriever-documents 12 --optimizer.learning-rate 5e-4 --loop.steps 120
+        --data.batch-size 1 --retriever-documents 12 --optimizer.learning-rate 5e-4 \\
+        --loop.steps 120
     python -m experiments.conversation --model runs/mplus --chat-model backbone
 
 Runs `memjax tell`, `ask` and `chat` in a pseudo-terminal, each command a process of
