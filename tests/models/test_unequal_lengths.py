@@ -21,12 +21,12 @@ def build(name) -> Any:
     match name:
         case "hmt":
             config = HMTConfig(segment=4, sensory=1, memories=3)
-            return hmt(tiny.llama(num_layers=1), config, key=key)
+            return hmt(tiny.make_llama(num_layers=1), config, key=key)
         case "rmt":
-            return rmt(tiny.llama(num_layers=1), 4, key=key)
+            return rmt(tiny.make_llama(num_layers=1), 4, key=key)
         case _:
             return mplus(
-                tiny.llama(num_layers=1), MPlusConfig(**MEMORY, rank=2), key=key
+                tiny.make_llama(num_layers=1), MPlusConfig(**MEMORY, rank=2), key=key
             )
 
 
