@@ -5,6 +5,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,11 +135,12 @@ def test_another_sampling_gives_other_numbers(trained):
 
 @pytest.mark.slow
 def test_generation_continues_the_prompt_and_a_file(trained, tmp_path):
-    words, compiled = ("generate", trained[0], "--tokens", "5"), _draw._cache_size()
+    draw: Any = _draw
+    words, compiled = ("generate", trained[0], "--tokens", "5"), draw._cache_size()
     code, out, err = memjax(*words, "--prompt", "memory")
     assert (code, err) == (0, []) and out.startswith("memory") and len(out) > 7
     # One program draws every token, the first one too.
-    assert _draw._cache_size() == compiled + 1
+    assert draw._cache_size() == compiled + 1
     assert memjax(*words, "--prompt", "memory")[1] == out
     assert memjax(*words, "--prompt", "memory", "--seed", "1")[1] != out
     file = tmp_path / "prompt.txt"
