@@ -68,10 +68,10 @@ def test_help_and_version_need_no_jax():
 
 
 def test_help_says_what_the_commands_say():
-    commands = dict(cli.app._subcommands)
+    commands = cli.COMMANDS | {n: c.function for n, c in cli.CONFIGURED.items()}
     assert {*commands} == {*entry.COMMANDS}
     for name, command in commands.items():
-        said = " ".join(str(command.target.__doc__).split("\n\n")[0].split())
+        said = " ".join(str(command.__doc__).split("\n\n")[0].split())
         assert entry.COMMANDS[name] == said
 
 

@@ -1,13 +1,14 @@
 """The command `memjax finetune`."""
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from memjax.cli.stopping import exits_75
 from memjax.training.finetune import finetune as finetuning
 from memjax.training.finetune import hmt_presets, mplus_presets
+from memjax.training.finetune.curricula import HMTStages, MPlusStages
+from memjax.training.finetune.mplus_stage import MPlusStage
+from memjax.training.finetune.segment_stage import SegmentStage
 
 
 def presets() -> dict[str, Any]:
@@ -15,13 +16,8 @@ def presets() -> dict[str, Any]:
     return hmt_presets.presets() | mplus_presets.presets()
 
 
-Config = tyro.extras.subcommand_type_from_defaults(
-    presets(), prefix_names=False, sort_subcommands=False
-)
-
-
 def finetune(
-    config: Annotated[Config, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]
+    config: SegmentStage | MPlusStage | HMTStages | MPlusStages,
     backbone: str | None = None,
     run_dir: Path = Path("runs/finetuned"),
     start: Path | None = None,

@@ -135,12 +135,12 @@ def test_another_sampling_gives_other_numbers(trained):
 
 @pytest.mark.slow
 def test_generation_continues_the_prompt_and_a_file(trained, tmp_path):
-    draw: Any = _draw
-    words, compiled = ("generate", trained[0], "--tokens", "5"), draw._cache_size()
+    program: Any = _draw
+    words, compiled = ("generate", trained[0], "--tokens", "5"), program._cache_size()
     code, out, err = memjax(*words, "--prompt", "memory")
     assert (code, err) == (0, []) and out.startswith("memory") and len(out) > 7
     # One program draws every token, the first one too.
-    assert draw._cache_size() == compiled + 1
+    assert program._cache_size() == compiled + 1
     assert memjax(*words, "--prompt", "memory")[1] == out
     assert memjax(*words, "--prompt", "memory", "--seed", "1")[1] != out
     file = tmp_path / "prompt.txt"
@@ -241,7 +241,7 @@ def test_bad_input_is_one_line_and_exit_code_2(words, expected, tmp_path, monkey
 @pytest.mark.parametrize(
     "text,expected",
     [
-        ("notes", "is not sound JSON"),
+        ("notes", "is not JSON"),
         ('{"a": 1}', "model_type is missing"),
         ('{"loop": 1}', "config.loop"),
         ("[]", "must be a JSON object"),

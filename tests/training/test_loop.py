@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from memjax.training import multihost as agreement
 from memjax.training.checkpoints import checkpoint
+from memjax.training.checkpoints.checksums import write_digests
 from memjax.training.config import LoopConfig, Outcome
 from memjax.training.loop import train
 from memjax.training.resume import NonFiniteError, require_same_config
@@ -435,3 +436,12 @@ def test_two_processes_stop_at_one_step_and_go_on(tmp_path: Path) -> None:
     assert f"resumed at step {step}" in first.require_end()
     assert "step" not in second.require_end()
     assert [s for s, _, _ in metrics(run_dir)] == list(range(1, 41))
+    # A checkpoint that cannot be read is stepped over by both.
+    folders = sorted(run_dir.glob("checkpoints/[0-9]*"), key=lambda p: int(p.name))
+    (folders[-1] / "state" / "manifest.ocdbt").write_bytes(b"nonsense")
+    write_digests(folders[-1])
+    first, second = pair(BASE | {"evaluate_every": 0})
+    output = first.require_end()
+    assert f"resumed at step {folders[-2].name}" in output
+    assert f"{folders[-1].name} is damaged" in output
+    second.require_end()

@@ -4,10 +4,13 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -21,6 +24,7 @@ from memjax.models.mplus.checkpoints.checkpoint import load_official
 from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
 from memjax.models.mplus.config import MPlusConfig
 from memjax.training.mplus import tasks as mplus_tasks
+from memjax.training.mplus.step import init_task_state, make_task_steps
 from tests import tiny
 
 GOLDEN = Path(__file__).parents[2] / "models" / "golden" / "mplus"
@@ -237,6 +241,51 @@ def test_the_documents_rows_are_those_that_were_not_in_the_pool_before(told):
     np.testing.assert_array_equal(rows[0], ~same)
     np.testing.assert_array_equal(rows[1], same)
     np.testing.assert_array_equal(told.after.cached.first, before.clock)
+
+
+def test_the_documents_rows_are_found_where_the_clock_runs_around():
+    """Of four rows the last two are of a document that began just before."""
+    clock = jnp.asarray(np.array([2**31 + 1]).astype(np.int32))
+    ages = jnp.arange(4, dtype=jnp.int32)[::-1][None, None]
+    state: Any = SimpleNamespace(clock=clock, ages=ages, num_valid=jnp.array([4]))
+    document, others = mplus_tasks.rows_of(state, clock - 2, clock)
+    assert document[0, 0].tolist() == [False, False, True, True]
+    assert others[0, 0].tolist() == [True, True, False, False]
+
+
+@pytest.mark.slow
+def test_a_memory_that_is_not_finite_is_emptied_alone(told):
+    transform, key = optax.sgd(0.1), jax.random.key(0)
+    steps = make_task_steps(told.model, transform, PROMPT)
+    step = jax.jit(steps["two_chunk"])
+    first = init_task_state(told.model, transform, 2, 12, key)
+    state = first._replace(memory=told.after)
+    batch = small_batch(7, 1)._replace(keep=jnp.zeros(2, bool))
+
+    memory = told.after.state
+    memory = memory._replace(pool=memory.pool.at[1, 0, 3].set(jnp.nan))
+    ruined = state._replace(memory=told.after._replace(state=memory))
+    rows = lambda state: state.memory.state.num_valid.tolist()
+    after, metrics = step(ruined, batch)
+    assert metrics["finite"] == 1 and rows(after) == [16, 4]
+    assert not after.memory.cached.target.mask[1].any()
+    whole, _ = step(state, batch)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a[0], b[0]),
+        after.memory,
+        whole.memory,
+    )
+    # A token that is none makes NaN, and the step is skipped.
+    chunks = np.array(batch.chunks)
+    chunks[1] = 64
+    none = batch._replace(chunks=chunks)
+    after, metrics = step(state, none)
+    assert metrics["finite"] == 0 and rows(after) == [16, 0]
+    assert step(after, batch)[1]["finite"] == 1
+    # Where all are bad, the parameters are.
+    ruined = jax.tree.map(lambda x: x * jnp.nan, state.params)
+    after, metrics = step(state._replace(params=ruined), batch)
+    assert metrics["finite"] == 0 and rows(after) == [16, 16]
 
 
 @pytest.mark.slow
