@@ -7,8 +7,9 @@
 SmolLM2-135M reads passages of a book and goes on, in float32, taking the most likely
 token, on one core and on two: one prompt, and eight of unequal length. Implementations
 are memjax, transformers with its own cache, and, of one prompt, transformers with a
-cache of fixed size and torch.compile. Timing is interleaved: each implementation has a process of its own,
-and they work one at a time. Loading, compilation and the first round are not timed.
+cache of fixed size and torch.compile. Timing is interleaved: each implementation has a
+process of its own, and they work one at a time. Loading, compilation and the first
+round are not timed.
 
 - `first_s`: seconds to the first token. The prompt is read in this time.
 - `tokens_per_s`: of all sequences together, the reading of the prompt included.
