@@ -17,9 +17,7 @@ def short(value: Any) -> str:
         text = str(value) if isinstance(value, BaseException) else repr(value)
     except (RecursionError, ValueError):  # nested too deeply, or a number too long
         text = f"a value of type {type(value).__name__}"
-    if len(text) <= SHOWN_CHARACTERS:
-        return text
-    return f"{text[:SHOWN_CHARACTERS]}... ({len(text):,} characters)"
+    return _cut(text)
 
 
 def listed(names: Iterable[Any]) -> str:
@@ -28,6 +26,19 @@ def listed(names: Iterable[Any]) -> str:
     shown = ", ".join(map(short, names[:SHOWN_NAMES]))
     more = len(names) - SHOWN_NAMES
     return f"{shown} and {more:,} more" if more > 0 else shown
+
+
+def joined(faults: Sequence[str]) -> str:
+    """Faults as a message lists them: the first ten, and how many more there are."""
+    more = len(faults) - SHOWN_NAMES
+    rest = (f"and {more:,} more",) if more > 0 else ()
+    return "; ".join((*map(_cut, faults[:SHOWN_NAMES]), *rest))
+
+
+def _cut(text: str) -> str:
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    return f"{text[:SHOWN_CHARACTERS]}... ({len(text):,} characters)"
 
 
 #: The largest sizes by name. Beyond them programs are built or run for hours, or die
@@ -56,11 +67,16 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name} must be at most {most:,}, got {short(size)}")
 
 
-def check_positive(**values: float) -> None:
-    """Raises ValueError for a number that is not above 0 (NaN is not), naming it."""
+def check_positive(*, most: float = 1e38, **values: float) -> None:
+    """Raises ValueError for a number that is not above 0 (NaN is not), naming it.
+
+    Nor may it be above `most`; beyond 1e38 it would be infinite in float32.
+    """
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value}")
+        if value > most:
+            raise ValueError(f"{name} must be at most {most:g}, got {value:g}")
 
 
 def require_known(name: str, value: str | None, allowed: Sequence[str | None]) -> None:

@@ -52,17 +52,32 @@ def read_json(file: Path) -> Any:
     """What a file of JSON says.
 
     Raises:
-        ValueError: no regular file, one of more than `MAX_JSON` bytes, or `parse_json`.
+        ValueError: as `read_bounded` and `parse_json`.
         OSError: the file cannot be read.
     """
-    # A pipe would be waited on for ever, and a device has no end.
-    if file.exists() and not file.is_file():
-        raise ValueError(f"{file} is not a regular file")
+    return parse_json(read_bounded(file), f"{file} is")
+
+
+def read_bounded(file: Path) -> bytes:
+    """The bytes of a file of JSON that came from outside.
+
+    Raises:
+        ValueError: no regular file, or one of more than `MAX_JSON` bytes.
+        OSError: the file cannot be read.
+    """
+    require_regular(file)
     with file.open("rb") as stream:
         content = stream.read(MAX_JSON + 1)
     if len(content) > MAX_JSON:
         raise ValueError(f"{file} has more than {MAX_JSON:,} bytes")
-    return parse_json(content, f"{file} is")
+    return content
+
+
+def require_regular(file: Path) -> None:
+    """Raises ValueError for what exists and is no regular file, or a link to one."""
+    # A pipe would be waited on for ever, and a device has no end.
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file} is not a regular file")
 
 
 def to_record(config: Any) -> dict[str, Any]:

@@ -136,8 +136,7 @@ def step(
     memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
     gamma, g = _gates(config, params.core, x)
     memory, y = op_step(
-        *(q, k, _values(config, v), gamma, memory),
-        g=g,
+        *(q, k, _values(config, v), gamma, g, memory),
         variant=config.variant,
         normalize=config.normalize,
         forget=config.forget,
@@ -157,8 +156,7 @@ def apply(
     memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
     gamma, g = _gates(config, params.core, x)
     memory, y = lattice_op(
-        *(q, k, _values(config, v), gamma, memory),
-        g=g,
+        *(q, k, _values(config, v), gamma, g, memory),
         chunk_size=config.chunk_size,
         variant=config.variant,
         normalize=config.normalize,

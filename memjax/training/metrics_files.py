@@ -4,6 +4,7 @@ Writing to them never stops a run: that a disk is full or fails is said once, tr
 goes on, and what could not be written is kept and written later.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -15,15 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tensorboardX.proto.event_pb2 import (
-    Event,  # pyright: ignore[reportAttributeAccessIssue]
-    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
-)
-from tensorboardX.record_writer import masked_crc32c
-from tensorboardX.summary import scalar
-
 from memjax.training.checkpoints.checksums import write_atomically
 
+METRICS_FILE = "metrics.jsonl"
 logger = logging.getLogger(__name__)
 
 
@@ -100,14 +95,20 @@ class EventsFile:
         # The name that TensorBoard looks for, and sorts by.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
         self._file = Appender(folder / name)
-        start = SessionLog(status=SessionLog.START)
+        # Imported late: it imports torch where that is installed, which takes seconds.
+        part = lambda name: importlib.import_module(f"tensorboardX.{name}")
+        self._events, self._summary = part("proto.event_pb2"), part("summary")
+        self._checksum = part("record_writer").masked_crc32c
+        log = self._events.SessionLog
+        start = log(status=log.START)
         self._append(file_version="brain.Event:2")
         self._append(step=purge_step, session_log=start)
 
     def add(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Adds the values of one step, named `<kind>/<name>`."""
         for name, value in values.items():
-            self._append(step=step, summary=scalar(f"{kind}/{name}", value))
+            summary = self._summary.scalar(f"{kind}/{name}", value)
+            self._append(step=step, summary=summary)
 
     def sync(self) -> None:
         """Puts all events on the disk, as far as it takes them."""
@@ -118,9 +119,9 @@ class EventsFile:
         self._file.close()
 
     def _append(self, **fields: Any) -> None:
-        event = Event(wall_time=time.time(), **fields).SerializeToString()
+        event = self._events.Event(wall_time=time.time(), **fields).SerializeToString()
         size = struct.pack("<Q", len(event))
-        checksum = lambda content: struct.pack("<I", masked_crc32c(content))
+        checksum = lambda content: struct.pack("<I", self._checksum(content))
         self._file.append(size + checksum(size) + event + checksum(event))
 
 
@@ -128,15 +129,23 @@ def keep_lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Drops records after `step` and damaged lines from the file; returns the rest."""
     if not path.exists():
         return []
-    kept = []
+    kept = [entry for entry in read_lines(path) if entry["step"] <= step]
+    # Rewritten under another name and then moved: a kill meanwhile loses nothing.
+    write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+    return kept
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, none without one; damaged lines are left out."""
+    if not path.exists():
+        return []
+    found = []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-            if entry["step"] <= step and entry["kind"] and entry["values"]:
-                kept.append(entry)
+            if type(entry["step"]) is int and entry["kind"] and entry["values"]:
+                found.append(entry)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("%s line %d dropped, not a record: %s", path, number, error)
-    # Rewritten under another name and then moved: a kill meanwhile loses nothing.
-    write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))
-    return kept
+    return found

@@ -1,6 +1,7 @@
 """AdamW with warm-up, cosine decay and clipping: the Elastic Memory paper's Table 9."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
@@ -40,8 +41,9 @@ class OptimizerConfig:
         check_positive(
             learning_rate=self.learning_rate,
             epsilon=self.epsilon,
-            max_gradient_norm=self.max_gradient_norm,
         )
+        # Infinity does not clip.
+        check_positive(most=math.inf, max_gradient_norm=self.max_gradient_norm)
         for name in ("warmup_ratio", "beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")

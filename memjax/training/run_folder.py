@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from memjax.config_io import from_record, to_record
+from memjax.config_io import from_record, read_json, to_record
 from memjax.training.checkpoints.checkpoint import Checkpoints
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
@@ -49,11 +49,11 @@ def read_config(kind: type, run_dir: Path) -> Any:
             f"run_dir={str(run_dir)!r} holds no run: no {CONFIG_FILE} in it"
         )
     try:
-        record = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
+        record = read_json(file)
+    except ValueError as error:
         raise ValueError(
-            f"{file} is not JSON ({error}). The run's own training command writes it "
-            "again if you delete it; the checkpoints do not need it"
+            f"{error}. The run's own training command writes it again if you delete "
+            "it; the checkpoints do not need it"
         ) from error
     return from_record(kind, record, f"{file}: config")
 

@@ -13,6 +13,7 @@ from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import rope
+from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.mechanisms.sliding_window import SlidingWindowConfig
 
 B, T, D, H, G, K = 2, 11, 8, 4, 2, 4
@@ -46,7 +47,8 @@ def drawn_params():
 
 @functools.cache
 def drawn_inputs():
-    return np.random.default_rng(1).standard_normal((B, T, D)).astype(np.float32)
+    drawn = np.random.default_rng(1).standard_normal((B, T, D))
+    return jnp.asarray(drawn, jnp.float32)
 
 
 def apply_rope(x, theta):
@@ -217,6 +219,13 @@ def test_attention_in_pieces_is_attention(monkeypatch, name):
         (dict(num_kv_heads=3), "num_kv_heads must divide num_heads=4, got 3"),
         (dict(head_dim=3), "head_dim must be even, got 3"),
         (dict(rope_theta=float("nan")), "rope_theta must be positive, got nan"),
+        (dict(rope_theta=float("inf")), r"rope_theta must be at most 1e\+38, got inf"),
+        (dict(rope_theta=0.5), "rope_theta must be at least 1, .* got 0.5"),
+        (
+            dict(rope_theta=1.0, rope_scaling=RopeScaling("yarn", 2.0)),
+            "above 1 with YaRN, got 1.0",
+        ),
+        (dict(qk_norm_epsilon=1e308), "qk_norm_epsilon must be at most 1, got"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(wrong, message):
@@ -268,3 +277,35 @@ def test_keys_in_parts_are_one_softmax(monkeypatch, at_once):
     half = (x.astype(jnp.bfloat16) for x in (q, k, v))
     y = np.asarray(jax.jit(run)(*half), np.float32)
     np.testing.assert_allclose(y, whole, atol=0.1)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+def test_slots_far_behind_the_filled_ones_are_not_read(monkeypatch, backend):
+    """They hold NaN; values and gradients are those of a cache without them."""
+    monkeypatch.setattr(attend, "LEAST_BLOCK", 4)
+    monkeypatch.setattr(attend, "LEAST_PREFIX", 4)
+    random = np.random.default_rng(1)
+    q, k, v = (
+        jnp.asarray(random.standard_normal((B, t, heads, K)), jnp.float32)
+        for t, heads in ((2, H), (64, G), (64, G))
+    )
+    before = jnp.array([9, 5], jnp.int32)
+    far = jnp.arange(64)[None, :, None, None] >= 16
+    visible = jnp.ones((B, 64), bool).at[0, :4].set(False)
+
+    @jax.jit
+    def run(q, k, v, visible):
+        read = lambda q, k, v: attend.from_cache(q, k, v, before, visible)
+        y, pull = jax.vjp(read, q, k, v)
+        return y, pull(q)
+
+    y, gradients = run(q, k[:, :16], v[:, :16], visible[:, :16])
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    jax.clear_caches()
+    found, more = run(
+        q, jnp.where(far, jnp.nan, k), jnp.where(far, jnp.nan, v), visible
+    )
+    close(found, y)
+    for a, b in zip(more, gradients, strict=True):
+        close(a[:, :16], b)
+        assert not np.any(a[:, 16:])

@@ -39,15 +39,15 @@ def lattice(
     k: Float[Array, "B T H M"],
     v: Float[Array, "B T H V"],
     gamma: Float[Array, "B T H"],
+    g: Float[Array, "B T H"] | None = None,
     state: LatticeState | None = None,
     *,
-    g: Float[Array, "B T H"] | None = None,
-    variant: Variant = "dec",
-    chunk_size: int = 16,
-    normalize: bool = True,
-    forget: Forget | None = None,
     reset: Bool[Array, "B T"] | None = None,
     empty: LatticeState | None = None,
+    chunk_size: int = 16,
+    variant: Variant = "dec",
+    normalize: bool = True,
+    forget: Forget | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[LatticeState, Float[Array, "B T H V"]]:
     """Runs the recurrence of `reference` over a segment.
@@ -61,22 +61,22 @@ def lattice(
         k: keys over the slots.
         v: values.
         gamma: step sizes, at least 0.
-        state: the memory before the segment; None is `empty`.
         g: log forget gates, at most 0: mu = exp(g) for forget="l2", the soft
             threshold is -g for "l1". Given if and only if `forget` is.
-        variant: the objective: "dec" (eq. 6), "enc" (eq. 9) or "sim" (eq. 11).
+        state: the memory before the segment; None is `empty`.
+        reset: where the memory is emptied before a token, which must be the first of
+            a chunk. Inside jit, where that cannot be checked, the batch element's
+            reads from a misplaced reset on are NaN, and so is its state.
+        empty: the memory of a new document: the `start` of this state; None is
+            `empty_state` with its defaults.
         chunk_size: C, at least 1; that of `state` and `empty`.
+        variant: the objective: "dec" (eq. 6), "enc" (eq. 9) or "sim" (eq. 11).
         normalize: whether slots are put back on the unit sphere (eq. 14). The slots of
             `state` and `empty` must then be of unit norm; this is checked within 1e-3
             where values are known.
         forget: decay of the memory before a write, "l2" (eq. 16), or a soft threshold
             after it, "l1" (eq. 18). "l1" is not linear in the memory that is written,
             so it is defined for chunk_size=1 only.
-        reset: where the memory is emptied before a token, which must be the first of
-            a chunk. Inside jit, where that cannot be checked, the batch element's
-            reads from a misplaced reset on are NaN, and so is its state.
-        empty: the memory of a new document: the `start` of this state; None is
-            `empty_state` with its defaults.
         implementation: None is the fastest that can run here.
 
     Returns:

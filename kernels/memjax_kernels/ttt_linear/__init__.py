@@ -39,9 +39,9 @@ def ttt_linear(
     ln_bias: Float[Array, "H V"],
     state: TTTLinearState | None = None,
     *,
-    chunk_size: int = 16,
     reset: Bool[Array, "B T"] | None = None,
     empty: TTTLinearState | None = None,
+    chunk_size: int = 16,
     implementation: Implementation | None = None,
 ) -> tuple[TTTLinearState, Float[Array, "B T H V"]]:
     """Trains f to map k to v and reads y = f(q) at every token, T at least 1.

@@ -19,7 +19,7 @@ from jaxtyping import Int64
 
 from memjax.data.batches.batch import Batch
 from memjax.data.batches.rows import Chunks, HostRows, Rows, Streams
-from memjax.data.documents.tokens import TokenisedDocument
+from memjax.data.documents.token_file import TokenisedDocument, content_digest
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,15 +62,17 @@ class BatchIterator:
         """Moves to a position that `get_state` gave, on any number of hosts.
 
         Raises:
-            ValueError: the state is malformed, or comes from other documents, lengths,
-              batch size or seed (the message says which).
+            ValueError: the state is malformed, or comes from other documents, other
+                tokens of them ("content"), lengths, batch size or seed (the message
+                says which).
         """
         step = state.get("step")
         if type(step) is not int or step < 0:
             raise ValueError(f"state['step']={step!r} must be an integer >= 0")
         # A position means something for the same documents, lengths and seed alone.
+        # Earlier versions did not write down the content.
         for key, value in self._identity.items():
-            if state.get(key) != value:
+            if state.get(key, value if key == "content" else None) != value:
                 raise ValueError(
                     f"state[{key!r}]={state.get(key)!r} belongs to another pipeline: "
                     f"this one has {value!r}"
@@ -239,4 +241,5 @@ def _identity(
         "length": length,
         "seed": seed,
         "documents": digest.hexdigest()[:16],
+        "content": content_digest(documents),
     }

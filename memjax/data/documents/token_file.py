@@ -2,9 +2,10 @@
 
 `<key>.tokens` holds the ids of all documents one after another, as little-endian int32.
 `<key>.index` is written after it: a first line with the SHA-256 of the rest, which is
-JSON with the documents' names, kinds and lengths and the SHA-256 of the tokens. The
-tokens are hashed when they are written, and again only where the file's size or times
-are not those of the last time: hashing a large file takes longer than a start should.
+JSON with the documents' names, kinds, lengths and digests and the SHA-256 of all
+tokens. The tokens are hashed when they are written, and again only where the file's
+size or times are not those of the last time: hashing a large file takes longer than a
+start should.
 """
 
 import contextlib
@@ -33,11 +34,28 @@ class TokenisedDocument(NamedTuple):
         name: as in `Document`.
         kind: as in `Document`.
         tokens: [T], at least one, memory-mapped read-only from the cache.
+        digest: of the tokens, taken when they were written; "" where it was not.
     """
 
     name: str
     kind: str
     tokens: Int32[np.ndarray, " T"]
+    digest: str = ""
+
+
+def content_digest(documents: Iterable[TokenisedDocument]) -> str:
+    """A digest of the tokens of all documents, in their order."""
+    digests = (d.digest or _digest(_as_bytes(d.tokens)) for d in documents)
+    return _digest("".join(digests).encode("ascii"))
+
+
+def _digest(content: bytes) -> str:
+    # 64 bits: against mistakes, and not against a forger.
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _as_bytes(tokens: Int32[np.ndarray, " T"]) -> bytes:
+    return tokens.astype(_DTYPE, copy=False).tobytes()
 
 
 def write(base: Path, documents: Iterable[TokenisedDocument]) -> None:
@@ -45,17 +63,19 @@ def write(base: Path, documents: Iterable[TokenisedDocument]) -> None:
 
     Processes that write the same files at once do not disturb each other.
     """
-    digest, names, kinds, lengths = hashlib.sha256(), [], [], []
+    digest, names, kinds, lengths, digests = hashlib.sha256(), [], [], [], []
     tokens_file = base.with_suffix(".tokens")
     with replaced(tokens_file) as stream:
         for document in documents:
-            content = document.tokens.astype(_DTYPE, copy=False).tobytes()
+            content = _as_bytes(document.tokens)
             digest.update(content)
             stream.write(content)
             names.append(document.name)
             kinds.append(document.kind)
             lengths.append(len(document.tokens))
+            digests.append(_digest(content))
     record: dict[str, Any] = dict(names=names, kinds=kinds, lengths=lengths)
+    record["digests"] = digests
     record["sha256"] = digest.hexdigest()
     _write_index(base, record, tokens_file.stat())
 
@@ -135,5 +155,10 @@ def _mapped(record: dict[str, Any], file: Path) -> list[TokenisedDocument]:
     # A plain view of the mapping: slices of np.memmap itself are slow to make.
     view = np.asarray(ids).view(np.ndarray)
     starts = [0, *ends[:-1]]
-    rows = zip(record["names"], record["kinds"], starts, ends, strict=True)
-    return [TokenisedDocument(n, k, view[start:end]) for n, k, start, end in rows]
+    # Files of earlier versions have none.
+    digests = record.get("digests") or [""] * len(ends)
+    rows = zip(record["names"], record["kinds"], starts, ends, digests, strict=True)
+    return [
+        TokenisedDocument(n, k, view[start:end], digest)
+        for n, k, start, end, digest in rows
+    ]

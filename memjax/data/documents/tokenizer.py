@@ -22,7 +22,7 @@ import tokenizers
 from jaxtyping import Int32, Integer
 
 from memjax.checks import SHOWN_CHARACTERS, short
-from memjax.config_io import parse_json
+from memjax.config_io import parse_json, read_bounded
 
 SHIPPED_FILE = "bpe4k.json.xz"
 PANIC = "PanicException"
@@ -100,7 +100,8 @@ class JsonTokenizer:
     def decode(self, ids: Integer[np.ndarray, " T"]) -> str:
         """Returns the text, special tokens included."""
         _check_ids(ids, self.vocab_size)
-        return self.backend.decode(ids.tolist(), skip_special_tokens=False)
+        with _library_errors("the tokenizer cannot decode"):
+            return self.backend.decode(ids.tolist(), skip_special_tokens=False)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> Int32[np.ndarray, " T"]:
@@ -112,7 +113,8 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> Int32[np.ndarray, " T"]:
     ids = tokenizer.encode(text)
     if not isinstance(tokenizer, JsonTokenizer):
         return ids
-    whole = tokenizer.backend.encode(text)
+    with _library_errors("the tokenizer cannot encode a text"):
+        whole = tokenizer.backend.encode(text)
     # The mask marks what the tokenizer added, front and back.
     front = itertools.takewhile(
         lambda pair: pair[1], zip(whole.ids, whole.special_tokens_mask, strict=True)
@@ -128,9 +130,9 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     Args:
         name: "bytes" (256 ids), "bpe4k" (4,096 ids, trained on the train split of the
-          embedded corpus only), the path of a `tokenizers` JSON file or of a folder
-          with a `tokenizer.json`, or a repository of the Hugging Face hub that has
-          one, "owner/name" or "owner/name@revision".
+            embedded corpus only), the path of a `tokenizers` JSON file or of a folder
+            with a `tokenizer.json`, or a repository of the Hugging Face hub that has
+            one, "owner/name" or "owner/name@revision".
 
     Raises:
         ValueError: `name` is none of these, the hub does not give it, or the file is
@@ -145,10 +147,10 @@ def load_tokenizer(name: str) -> Tokenizer:
     if path.is_dir() and (path / HUB_FILE).is_file():
         path = path / HUB_FILE
     if path.is_file():
-        return parse_tokenizer(path.read_bytes(), name)
+        return parse_tokenizer(read_bounded(path), name)
     # A path that is not there is no repository's name.
     if _HUB_ID.fullmatch(name) and not name.endswith(".json") and not path.exists():
-        return parse_tokenizer(_download(name).read_bytes(), name)
+        return parse_tokenizer(read_bounded(_download(name)), name)
     near = difflib.get_close_matches(name, ("bytes", "bpe4k"), 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(
@@ -194,7 +196,8 @@ def parse_tokenizer(serialised: bytes, name: str) -> JsonTokenizer:
     """
     with _library_errors(f"tokenizer={name!r} is not a tokenizers JSON file"):
         content = parse_json(serialised, "it is")
-        _check_growth(content)
+        for part in ("normalizer", "decoder"):
+            _check_growth(content, part)
         backend = tokenizers.Tokenizer.from_str(serialised.decode("utf-8"))
     # A file may ask for truncation or padding, which would lose or invent tokens.
     backend.no_truncation()
@@ -222,20 +225,19 @@ def _library_errors(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {str(error)[:SHOWN_CHARACTERS]}") from error
 
 
-def _check_growth(content: Any) -> None:
+def _check_growth(content: Any, part: str) -> None:
     """Refuses replacements that make a text a thousand times as long, or more.
 
-    A few in a row fill any memory, and the library then aborts the process.
+    A few in a row fill any memory, and the library then aborts the process. `part` is
+    the key of the steps that hold them.
     """
-    growth, pending = (
-        1.0,
-        [content.get("normalizer") if isinstance(content, dict) else None],
-    )
+    growth = 1.0
+    pending = [content.get(part) if isinstance(content, dict) else None]
     while pending:
         found = pending.pop()
         if not isinstance(found, dict):
             continue
-        parts = found.get("normalizers")
+        parts = found.get(f"{part}s")
         pending += parts if isinstance(parts, list) else []
         if found.get("type") == "Replace":
             pattern = found.get("pattern")

@@ -5,6 +5,7 @@ CPU, where the library's form is slow: see `_masked`.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ MAX_SCORES = 2**26
 # Scores that stay in a CPU's cache, in elements, and the fewest keys at a time: more
 # go to memory and back between every two steps of the softmax.
 CACHED_SCORES, LEAST_KEYS = 2**21, 256
+# Slots of a cache that are read or left out together, at least: on a CPU, and
+# elsewhere, where a branch takes about as long as reading thousands of them.
+LEAST_BLOCK, LEAST_PREFIX = 1024, 2048
 # A causal sequence of at least so many tokens is read in parts, each with what is
 # before it: 3 parts have two thirds of the scores. More gain little and take time to
 # compile.
@@ -53,7 +57,8 @@ def causal(
         seen = None if visible is None else visible[:, : first + end]
         slots = (key[:, : first + end], value[:, : first + end])
         text = (query[:, begin:end], *slots)
-        parts.append(from_cache(*text, before, seen))
+        # Every key is seen by some query.
+        parts.append(_in_pieces(*text, before, seen))
     return jnp.concatenate(parts, axis=1)
 
 
@@ -64,17 +69,50 @@ def from_cache(
     before: Int[Array, " B"],
     visible: Bool[Array, "B S"] | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Query t sees the visible ones of the keys 0 to before + t."""
+    """Query t sees the visible ones of the keys 0 to before + t.
+
+    Keys behind those that the batch sees take little time, however many there are.
+    """
+    filled = before.max() + query.shape[1]
+    if jax.default_backend() == "cpu":
+        return _in_pieces(query, key, value, before, visible, filled)
+    # The shortest prefix with all that is seen; each is a quarter of the one before.
+    sizes = [key.shape[1]]
+    while sizes[-1] >= 4 * LEAST_PREFIX:
+        sizes.append(-(-sizes[-1] // 4))
+
+    def prefix(size):
+        seen = None if visible is None else visible[:, :size]
+        return lambda: _in_pieces(query, key[:, :size], value[:, :size], before, seen)
+
+    which = sum((filled <= size).astype(jnp.int32) for size in sizes[1:])
+    return jax.lax.switch(which, [prefix(size) for size in sizes])
+
+
+def _in_pieces(
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S G K"],
+    before: Int[Array, " B"],
+    visible: Bool[Array, "B S"] | None,
+    filled: Int[Array, ""] | None = None,
+) -> Float[Array, "B T H K"]:
+    """`from_cache`, as many queries at a time as scores allow; see `_masked`."""
     b, t, h, _ = query.shape
     s = key.shape[1]
     rows = max(1, min(t, MAX_SCORES // (b * h * s)))
     positions = before[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
 
     def some_queries(query, positions):
-        mask = jnp.arange(s, dtype=jnp.int32)[None, None] <= positions[..., None]
-        if visible is not None:
-            mask &= visible[:, None]
-        return _masked(query, key, value, mask)
+        def shows(start, size):
+            at = start + jnp.arange(size, dtype=jnp.int32)
+            mask = at[None, None] <= positions[..., None]
+            if visible is None:
+                return mask
+            here = jax.lax.dynamic_slice_in_dim(visible, start, size, axis=1)
+            return mask & here[:, None]
+
+        return _masked(query, key, value, shows, filled)
 
     if rows == t:
         return some_queries(query, positions)
@@ -104,7 +142,8 @@ def blocks(
 
     def attend(block):
         query, key, value, mask = block
-        return _masked(query, key, value, mask)
+        part = functools.partial(jax.lax.dynamic_slice_in_dim, mask, axis=2)
+        return _masked(query, key, value, part)
 
     if n <= together:
         merged = jax.tree.map(
@@ -119,9 +158,24 @@ def blocks(
     return jnp.moveaxis(jax.lax.map(jax.checkpoint(attend), block_first), 0, 1)
 
 
-def _masked(query, key, value, mask):
-    """Softmax attention over what the mask [B, T, S] shows."""
+def _masked(
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S G K"],
+    shows: Callable[..., Bool[Array, "B T n"]],
+    filled: Int[Array, ""] | None = None,
+) -> Float[Array, "B T H K"]:
+    """Softmax attention over some of the keys.
+
+    Args:
+        query: of T tokens.
+        key: of S tokens.
+        value: of the same tokens.
+        shows: (start, n) -> which of the n keys from `start` on each query sees.
+        filled: on a CPU, keys from here on are seen by no query; None is S.
+    """
     if jax.default_backend() != "cpu":
+        mask = shows(0, key.shape[1])
         return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
     # What takes the time on a CPU, that the library does not do: all queries of a key
     # head are rows of one product, sums divide the values instead of the scores, and
@@ -133,10 +187,12 @@ def _masked(query, key, value, mask):
     rows = rows * d**-0.5
     # Few keys at a time keep the scores in the cache, but make more steps.
     size = max(LEAST_KEYS, CACHED_SCORES // (b * h * t))
+    if filled is not None:
+        size = min(size, max(LEAST_BLOCK, s // 16))
     if size >= s:
-        _, total, y = _some_keys(rows, key, value, mask)
+        _, total, y = _some_keys(rows, key, value, shows(0, s))
     else:
-        total, y = _by_keys(rows, key, value, mask, size)
+        total, y = _by_keys(rows, key, value, shows, filled, size)
     y = scale_rows(y, 1 / total).astype(query.dtype)
     return y.reshape(b, g, r, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, h, d)
 
@@ -157,7 +213,7 @@ def _some_keys(rows, key, value, mask):
     return largest, weights.sum(axis=-1, keepdims=True), y
 
 
-def _by_keys(rows, key, value, mask, size):
+def _by_keys(rows, key, value, shows, filled, size):
     """`_some_keys` of `size` keys at a time; the sum of weights and weighted values."""
     s = key.shape[1]
     n = -(-s // size)
@@ -168,18 +224,24 @@ def _by_keys(rows, key, value, mask, size):
     def more(before, block):
         # The last block begins sooner, so that all are as long.
         start = jnp.minimum(block * size, s - size)
-        here = functools.partial(
-            jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size
-        )
+        here = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+        given = (before, rows, here(key), here(value), start, block)
+        if filled is None:
+            return added(*given), None
+        # Saves what it is given: else both branches save all that the longer one does.
+        some, none = jax.checkpoint(added), lambda before, *_: before
+        return jax.lax.cond(block * size < filled, some, none, *given), None
+
+    def added(before, rows, key, value, start, block):
         new = start + jnp.arange(size, dtype=jnp.int32) >= block * size
         # Keys that the block before has counted are not counted again.
-        seen = here(mask, axis=2) & new[None, None]
-        after = _some_keys(rows, here(key, axis=1), here(value, axis=1), seen)
+        seen = shows(start, size) & new[None, None]
+        after = _some_keys(rows, key, value, seen)
         # Both sums are brought to the larger of the two shifts before they are added.
         largest = jnp.maximum(before[0], after[0])
         old, new = (jnp.exp(part[0] - largest) for part in (before, after))
         sums = (x * old + y * new for x, y in zip(before[1:], after[1:], strict=True))
-        return (largest, *sums), None
+        return (largest, *sums)
 
     none = jnp.zeros((*rows.shape[:3], 1), jnp.float32)
     y = jnp.zeros((*rows.shape[:3], value.shape[-1]), jnp.float32)

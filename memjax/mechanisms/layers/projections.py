@@ -71,11 +71,18 @@ class HeadsConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         require_known("qk_norm", self.qk_norm, get_args(QKNorm))
-        check_positive(qk_norm_epsilon=self.qk_norm_epsilon)
+        check_positive(most=1.0, qk_norm_epsilon=self.qk_norm_epsilon)
         if self.query_scale is not None:
             check_positive(query_scale=self.query_scale)
         if self.rope_theta is not None:
             check_positive(rope_theta=self.rope_theta)
+            # YaRN divides by its logarithm; below 1 frequencies would go to infinity.
+            yarn = self.rope_scaling is not None and self.rope_scaling.kind == "yarn"
+            if self.rope_theta < 1 or (self.rope_theta == 1 and yarn):
+                raise ValueError(
+                    "rope_theta must be at least 1, and above 1 with YaRN, got "
+                    f"{self.rope_theta}"
+                )
         if self.rope_theta is None and self.rope_scaling is not None:
             raise ValueError("rope_scaling needs a rope_theta, got None")
 

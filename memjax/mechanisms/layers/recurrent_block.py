@@ -56,7 +56,7 @@ class RecurrentConfig:
             key_dim=self.key_dim,
             value_dim=self.value_dim,
         )
-        check_positive(norm_epsilon=self.norm_epsilon)
+        check_positive(most=1.0, norm_epsilon=self.norm_epsilon)
 
 
 class BlockParams(NamedTuple):

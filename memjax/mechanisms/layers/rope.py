@@ -31,7 +31,7 @@ class RopeScaling:
             those up to `high_frequency_factor` times (Llama 3.1); "yarn" likewise by
             channel between `beta_slow` and `beta_fast` turns (Peng et al. 2023,
             https://arxiv.org/abs/2309.00071).
-        factor: by how much, at least 1.
+        factor: by how much, in [1, 2**31].
         low_frequency_factor: "llama3" alone.
         high_frequency_factor: "llama3" alone; above the low one.
         original_positions: length of the texts before; "llama3" and "yarn".
@@ -55,8 +55,9 @@ class RopeScaling:
                 f"rope scaling must be one of {get_args(ScalingKind)}, "
                 f"got {self.kind!r}"
             )
-        if not self.factor >= 1:
-            raise ValueError(f"factor must be at least 1, got {self.factor}")
+        # Positions are int32: a larger factor would make them all alike.
+        if not 1 <= self.factor <= 2**31:
+            raise ValueError(f"factor must be in [1, 2**31], got {self.factor}")
         check_sizes(original_positions=self.original_positions)
         low, high = self.low_frequency_factor, self.high_frequency_factor
         if not 0 < low < high:
@@ -69,6 +70,7 @@ class RopeScaling:
                 "beta_fast must be at least beta_slow, both positive, got "
                 f"{self.beta_fast} and {self.beta_slow}"
             )
+        check_positive(high_frequency_factor=high, beta_fast=self.beta_fast)
         if self.attention_factor is not None:
             check_positive(attention_factor=self.attention_factor)
 

@@ -23,6 +23,8 @@ from tokenizers import (
 )
 from tokenizers.models import BPE
 
+from memjax.checks import short
+
 # GPT-2's split (Radford et al., 2019).
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Llama 3's and Qwen2's, which differ in how many digits stay together.
@@ -47,6 +49,8 @@ PATTERNS: dict[str, tuple[str, ...]] = {
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 SPACE = "\u2581"
 BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
+# Characters of all parts into which tokens may be split; Llama 2's are 0.0015 of it.
+MAX_PARTS = 2**30
 
 
 def tokenizer_json(metadata: Mapping[str, Any], where: str) -> bytes | None:
@@ -69,8 +73,8 @@ def tokenizer_json(metadata: Mapping[str, Any], where: str) -> bytes | None:
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in builders:
         raise ValueError(
-            f"{where}: tokenizer.ggml.model={kind!r} cannot be rebuilt, expected one "
-            f"of {tuple(builders)}; load the model without its tokenizer, and a "
+            f"{where}: tokenizer.ggml.model={short(kind)} cannot be rebuilt, expected "
+            f"one of {tuple(builders)}; load the model without its tokenizer, and a "
             "tokenizer.json from the original model"
         )
     vocabulary = _vocabulary(_strings(metadata, "tokens", where), where)
@@ -85,7 +89,7 @@ def _byte_level(
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in PATTERNS:
         raise ValueError(
-            f"{where}: tokenizer.ggml.pre={pre!r} is not a known pre-tokenizer, "
+            f"{where}: tokenizer.ggml.pre={short(pre)} is not a known pre-tokenizer, "
             f"expected one of {tuple(PATTERNS)}"
         )
     merges = _merges(_strings(metadata, "merges", where), vocabulary, where)
@@ -119,13 +123,13 @@ def _sentencepiece(
     if len(unknown) != 1 or not BYTE_TOKENS <= vocabulary.keys():
         raise ValueError(
             f"{where}: expected one unknown token and one for each byte in a 'llama' "
-            f"vocabulary, got {unknown} and "
+            f"vocabulary, got {short(unknown)} and "
             f"{len(BYTE_TOKENS & vocabulary.keys())} bytes"
         )
     plain = {t: i for t, i in vocabulary.items() if kinds[i] == NORMAL}
     model = BPE(
         vocabulary,
-        _merges_by_score(plain, scores),
+        _merges_by_score(plain, scores, where),
         unk_token=unknown[0],
         fuse_unk=True,
         byte_fallback=True,
@@ -143,13 +147,21 @@ def _sentencepiece(
 
 
 def _merges_by_score(
-    tokens: dict[str, int], scores: list[float]
+    tokens: dict[str, int], scores: list[float], where: str
 ) -> list[tuple[str, str]]:
     """All pairs that form a token, the best score first."""
+    # A token of n characters has n - 1 pairs of n characters.
+    if (size := sum(len(token) ** 2 for token in tokens)) > MAX_PARTS:
+        raise ValueError(
+            f"{where}: tokenizer.ggml.tokens are too long: the pairs that may form "
+            f"them have {size:,} characters, of at most {MAX_PARTS:,}"
+        )
+    # One string of each token, however many pairs it is part of.
+    known = {token: token for token in tokens}
     # The order of two pairs that form the same token makes no difference: either order
     # gave SentencePiece's ids for 80,000 random texts of repeats.
     merges = [
-        (-scores[index], index, token[:at], token[at:])
+        (-scores[index], index, known[token[:at]], known[token[at:]])
         for token, index in tokens.items()
         for at in range(1, len(token))
         if token[:at] in tokens and token[at:] in tokens
@@ -192,7 +204,7 @@ def _vocabulary(tokens: list[str], where: str) -> dict[str, int]:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
         twice = next(t for i, t in enumerate(tokens) if vocabulary[t] != i)
-        raise ValueError(f"{where}: the token {twice!r} appears twice")
+        raise ValueError(f"{where}: the token {short(twice)} appears twice")
     return vocabulary
 
 
@@ -205,7 +217,7 @@ def _merges(
         known = {left, right, left + right} <= vocabulary.keys()
         if not (left and right and known):
             raise ValueError(
-                f"{where}: the merge {line!r} must be two tokens that make a third"
+                f"{where}: the merge {short(line)} must be two tokens that make a third"
             )
         merges.append((left, right))
     return merges

@@ -8,7 +8,7 @@ file, and `tensor_names` has the names of their tensors.
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
-from memjax.checks import require_known
+from memjax.checks import check_positive, require_known, short
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models.checkpoints.hf_fields import (
@@ -55,7 +55,7 @@ def from_hf_config(config: Mapping[str, Any], dtype: Dtype = "float32") -> Model
     if config.get("quantization_config"):
         raise ValueError(
             "quantization_config must be absent: weights of safetensors are read as "
-            f"they are, got {config['quantization_config']!r}"
+            f"they are, got {short(config['quantization_config'])}"
         )
     if family == "opt":
         return _from_opt(config, dtype)
@@ -174,9 +174,10 @@ def _read_sizes(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     if family == "gemma3_text":
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if config.get(key) is not None:
-                raise ValueError(f"{key} must be null, got {config[key]!r}")
+                raise ValueError(f"{key} must be null, got {short(config[key])}")
         require_value(config, "use_bidirectional_attention", False, default=False)
         scalar = read_entry(config, "query_pre_attn_scalar", float)
+        check_positive(query_pre_attn_scalar=scalar)
         if scalar != sizes["head_dim"]:
             sizes["query_scale"] = scalar**-0.5
     return sizes
@@ -262,10 +263,10 @@ def _smollm3_layers(
     interval = read_size(config, "no_rope_layer_interval", SMOLLM3_PATTERN)
     fallback = [int((i + 1) % interval != 0) for i in range(layers)]
     with_rope = read_entry(config, "no_rope_layers", list, fallback)
-    if len(with_rope) != layers or not {0, 1}.issuperset(with_rope):
+    if len(with_rope) != layers or not all(rope in (0, 1) for rope in with_rope):
         raise ValueError(
             f"no_rope_layers must have 0 or 1 for each of {layers} layers, "
-            f"got {with_rope!r}"
+            f"got {short(with_rope)}"
         )
     used = read_entry(config, "use_sliding_window", bool, False)
     window = read_size(config, "sliding_window", 0) if used else 0
@@ -301,10 +302,10 @@ def _read_kinds(
 ) -> list[str]:
     """The kind of attention of each layer, where the file says it."""
     given = read_entry(config, "layer_types", list, fallback)
-    if len(given) != len(fallback) or not set(allowed).issuperset(given):
+    if len(given) != len(fallback) or not all(kind in allowed for kind in given):
         raise ValueError(
             f"layer_types must name the {len(fallback)} layers of "
             f"{config.get('model_type')}, each of {sorted(allowed)} with "
-            f"sliding_window={config.get('sliding_window')}, got {given!r}"
+            f"sliding_window={config.get('sliding_window')}, got {short(given)}"
         )
     return given

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from memjax.checks import check_positive, short
 from memjax.mechanisms.layers.rope import RopeScaling
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -27,7 +28,7 @@ def read_rope(
     kind = read_entry(rope, "rope_type", str, read_entry(rope, "type", str, "default"))
     if kind not in ROPE_TYPES:
         raise ValueError(
-            f"rope_type must be one of {ROPE_TYPES}, got {kind!r} in {key}"
+            f"rope_type must be one of {ROPE_TYPES}, got {short(kind)} in {key}"
         )
     if kind == "default":
         return theta, None
@@ -62,8 +63,10 @@ def _read_attention_factor(rope: Mapping[str, Any], factor: float) -> float | No
     below = read_entry(rope, "mscale_all_dim", float, 0.0)
     if given:
         return given
-    if not (above and below):
+    # `RopeScaling` refuses such a factor.
+    if not (above and below) or not factor >= 1:
         return None
+    check_positive(mscale=above, mscale_all_dim=below)
     part = lambda scale: 0.1 * scale * math.log(factor) + 1.0
     return part(above) / part(below)
 
@@ -112,7 +115,7 @@ def read_entry(
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        raise ValueError(f"{key} must be of type {kind.__name__}, got {value!r}")
+        raise ValueError(f"{key} must be of type {kind.__name__}, got {short(value)}")
     return value
 
 
@@ -122,4 +125,4 @@ def require_value(
     """Raises ValueError unless a value is the only supported one."""
     value = read_entry(config, key, type(allowed), default)
     if value != allowed:
-        raise ValueError(f"{key} must be {allowed!r}, got {value!r}")
+        raise ValueError(f"{key} must be {allowed!r}, got {short(value)}")

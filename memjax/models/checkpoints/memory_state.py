@@ -7,9 +7,9 @@
 A saved memory is a folder of two files: `memory.safetensors` holds every leaf of the
 state under its path in the tree, without what is zero all around it, so that a file is
 as large as what the memory holds; `memory.json` the model's class, sizes and settings,
-where in its leaf each saved part begins, and the sha256 of the other file. Loading
-checks them all. The model's parameters are neither saved nor compared. Nothing that is
-read is executed.
+where in its leaf each saved part begins, a note of the caller's, and the sha256 of the
+other file and of itself. Loading checks them all. The model's parameters are neither
+saved nor compared: `memjax.conversation` does. Nothing that is read is executed.
 """
 
 import hashlib
@@ -18,13 +18,14 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from memjax.config_io import to_record
+from memjax.checks import joined, listed, short
+from memjax.config_io import read_bounded, require_regular, to_record
 from memjax.models.base import Model
 from memjax.models.checkpoints.own_format import leaf_name, leaves_of
 from memjax.models.checkpoints.safetensors_file import (
@@ -35,31 +36,57 @@ from memjax.models.checkpoints.safetensors_file import (
 from memjax.models.checkpoints.safetensors_write import atomic_folder
 
 TENSORS, RECORD = "memory.safetensors", "memory.json"
-# Version 1 held whole leaves.
-FORMAT, VERSION = "memjax memory", 2
+# Version 1 held whole leaves; version 2 neither notes nor caches that had grown.
+FORMAT, VERSION = "memjax memory", 3
 # Number formats of states, as safetensors names them.
 NUMBER_FORMATS = ("F32", "BF16", "F16", "I32", "U32", "BOOL")
 # Settings that change how a model computes and not what: they may differ.
 IGNORED_SETTINGS = ("remat", "activations", "store_memory", "pool_memory")
 
 
-def save_memory(folder: Path | str, model: Model, state: PyTree) -> None:
+class PackedMemory(NamedTuple):
+    """A memory as its folder has it.
+
+    Attributes:
+        tensors: the part of each leaf that holds something.
+        record: the content of `memory.json`, but for the digests.
+    """
+
+    tensors: dict[str, np.ndarray]
+    record: dict[str, Any]
+
+
+def save_memory(
+    folder: Path | str,
+    model: Model,
+    state: PyTree,
+    *,
+    note: Mapping[str, Any] | None = None,
+) -> None:
     """Writes a memory to a folder, which appears whole or not at all.
 
     Args:
         folder: must not exist, or be empty.
         model: the model whose memory it is.
         state: of `model.init_state`, or any call of the model after it.
+        note: what else is to be known of the memory, for `read_note`: a JSON object.
 
     Raises:
         ValueError: naming the leaf that is not as in `model.init_state`; if the folder
             is not empty; without the safetensors package. OSError: the folder could not
             be written.
     """
+    write_memory(folder, pack_memory(model, state, note=note))
+
+
+def pack_memory(
+    model: Model, state: PyTree, *, note: Mapping[str, Any] | None = None
+) -> PackedMemory:
+    """What `save_memory` writes; needs no disk. Raises ValueError as it does."""
     leaves = _leaves_by_name(state)
-    empty = _abstract_state(model, leaves)
+    slots = _grown_slots(model, leaves)
+    empty = _abstract_state(model, leaves, slots)
     _require_leaves(_kinds(leaves), _kinds(_leaves_by_name(empty)), "state")
-    save_file = library().numpy.save_file
     tensors, starts = {}, {}
     for name, leaf in leaves.items():
         value = np.asarray(leaf)
@@ -67,10 +94,17 @@ def save_memory(folder: Path | str, model: Model, state: PyTree) -> None:
         starts[name] = [part.start for part in held]
         # safetensors writes an array's bytes as they lie, whatever its strides.
         tensors[name] = np.ascontiguousarray(value[held])
+    record = {"format": FORMAT, "version": VERSION, "model": _describe(model)}
+    record |= {"slots": slots, "starts": starts, "note": dict(note or {})}
+    return PackedMemory(tensors, record)
+
+
+def write_memory(folder: Path | str, packed: PackedMemory) -> None:
+    """Writes what `pack_memory` gave; needs no JAX. Raises as `save_memory` does."""
     with atomic_folder(Path(folder)) as temporary:
-        save_file(tensors, temporary / TENSORS)
-        record = {"format": FORMAT, "version": VERSION, "model": _describe(model)}
-        record |= {"starts": starts, "sha256": _digest(temporary / TENSORS)}
+        _write_tensors(packed.tensors, temporary / TENSORS)
+        record = packed.record | {"sha256": _digest(temporary / TENSORS)}
+        record |= {"record_sha256": _record_digest(record)}
         (temporary / RECORD).write_text(json.dumps(record, indent=1))
         # The library makes its files for the owner alone.
         shutil.copymode(temporary / RECORD, temporary / TENSORS)
@@ -93,12 +127,13 @@ def load_memory(folder: Path | str, model: Model) -> PyTree:
     # Settings before arrays: they say why shapes differ.
     _require_same(record["model"], _describe(model), str(folder / RECORD))
     file = folder / TENSORS
+    require_regular(file)
     # Before the file is parsed: a damaged header is not looked into.
     if _digest(file) != record["sha256"]:
         raise ValueError(f"{file} is not what was written: its sha256 differs")
     tensors = SafetensorsFile(file, NUMBER_FORMATS)
     parts = {name: tensors.get_unconverted(name) for name in tensors.shapes}
-    empty = _abstract_state(model, parts)
+    empty = _abstract_state(model, parts, record["slots"])
     expected, where = _leaves_by_name(empty), str(file)
     _require_leaves(_formats(parts), _formats(expected), where)
     values = {
@@ -107,6 +142,24 @@ def load_memory(folder: Path | str, model: Model) -> PyTree:
     }
     read = lambda path, leaf: jax.device_put(values[leaf_name(path)], leaf.memory_space)
     return jax.tree_util.tree_map_with_path(read, empty)
+
+
+def read_note(folder: Path | str) -> dict[str, Any]:
+    """The note that `save_memory` was given; {} without one.
+
+    Raises:
+        ValueError: as `load_memory`, of `memory.json` alone. OSError: no such folder.
+    """
+    return _read_record(Path(folder))["note"]
+
+
+def _write_tensors(tensors: Mapping[str, np.ndarray], file: Path) -> None:
+    """Raises OSError where the file cannot be written, as on a full disk."""
+    safetensors = library()
+    try:
+        safetensors.numpy.save_file(dict(tensors), file)
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{file} could not be written: {error}") from error
 
 
 def _held(value: np.ndarray) -> tuple[slice, ...]:
@@ -137,7 +190,7 @@ def _around(
     if not fits:
         raise ValueError(
             f"{where}: {name!r} has the shape {list(part.shape)} and begins at "
-            f"{starts!r}, which is not inside of {list(shape)}"
+            f"{short(starts)}, which is not inside of {list(shape)}"
         )
     if part.shape == shape:
         return part
@@ -150,26 +203,51 @@ def _around(
 
 def _read_record(folder: Path) -> dict[str, Any]:
     file = folder / RECORD
-    record = read_object(file.read_bytes(), str(file))
+    record = read_object(read_bounded(file), str(file))
     if record.get("format") != FORMAT:
         raise ValueError(
-            f"{file}: format must be {FORMAT!r}, got {record.get('format')!r}"
+            f"{file}: format must be {FORMAT!r}, got {short(record.get('format'))}"
         )
     if record.get("version") != VERSION:
         raise ValueError(
             f"{file}: version must be {VERSION}, which this memjax reads, got "
-            f"{record.get('version')!r}"
+            f"{short(record.get('version'))}"
         )
-    kinds: dict[str, type] = {"format": str, "version": int, "model": dict}
-    kinds |= {"starts": dict, "sha256": str}
-    wrong = [name for name, kind in kinds.items() if type(record.get(name)) is not kind]
+    kinds: dict[str, tuple[type, ...]] = {"format": (str,), "version": (int,)}
+    kinds |= {"model": (dict,), "slots": (int, type(None)), "starts": (dict,)}
+    kinds |= {"note": (dict,), "sha256": (str,), "record_sha256": (str,)}
+    wrong = [name for name, kind in kinds.items() if type(record.get(name)) not in kind]
     wrong += [name for name in record if name not in kinds]
     if wrong:
-        raise ValueError(f"{file}: missing, unknown or of another type: {wrong}")
+        raise ValueError(
+            f"{file}: missing, unknown or of another type: {listed(wrong)}"
+        )
+    if _record_digest(record) != record["record_sha256"]:
+        raise ValueError(f"{file} is not what was written: its sha256 differs")
+    if record["slots"] is not None and record["slots"] < 1:
+        raise ValueError(f"{file}: slots must be at least 1, got {record['slots']}")
     return record
 
 
-def _abstract_state(model: Model, leaves: Mapping[str, Any]) -> PyTree:
+def _record_digest(record: Mapping[str, Any]) -> str:
+    """The sha256 of all of a record but its own."""
+    content = {n: value for n, value in record.items() if n != "record_sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _grown_slots(model: Model, leaves: Mapping[str, Any]) -> int | None:
+    """Slots of caches that are of another size than in a new state; None without."""
+    empty = _leaves_by_name(_abstract_state(model, leaves, None))
+    slots = lambda leaf: getattr(leaf, "shape", ())[1:2]
+    grown = [slots(x) for n, x in leaves.items() if n in empty]
+    new = [slots(empty[n]) for n in leaves if n in empty]
+    found = [a for a, b in zip(grown, new, strict=True) if a and a != b]
+    return max(found)[0] if found else None
+
+
+def _abstract_state(
+    model: Model, leaves: Mapping[str, Any], slots: int | None
+) -> PyTree:
     """Shape, dtype and memory space of the leaves of an empty state like this one."""
     shapes = [leaf.shape for leaf in leaves.values() if getattr(leaf, "shape", ())]
     if not shapes:
@@ -179,7 +257,7 @@ def _abstract_state(model: Model, leaves: Mapping[str, Any]) -> PyTree:
     # HMT's states for padded texts have a leaf that the others lack.
     takes_masks = "masked" in inspect.signature(model.init_state).parameters
     options = {"masked": True} if takes_masks and "visible" in leaves else {}
-    init = lambda: model.init_state(shapes[0][0], **options)
+    init = lambda: model.init_state(shapes[0][0], slots, **options)
     avals = jax.make_jaxpr(init)().out_avals
     return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(init)), avals)
 
@@ -200,16 +278,16 @@ def _formats(leaves: Mapping[str, Any]) -> dict[str, str]:
 def _require_leaves(
     found: Mapping[str, str], expected: Mapping[str, str], where: str
 ) -> None:
-    """Raises one ValueError that lists all missing, unknown and differing leaves."""
+    """Raises one ValueError for all missing, unknown and differing leaves."""
     wrong = [f"{n!r} is missing" for n in expected if n not in found]
-    wrong += [f"{n!r} is not of this model" for n in found if n not in expected]
+    wrong += [f"{short(n)} is not of this model" for n in found if n not in expected]
     wrong += [
         f"{name!r} is {found[name]}, expected {kind}"
         for name, kind in expected.items()
         if name in found and found[name] != kind
     ]
     if wrong:
-        raise ValueError(f"{where}: {len(wrong)} wrong leaves: {'; '.join(wrong)}")
+        raise ValueError(f"{where}: {len(wrong)} wrong leaves: {joined(wrong)}")
 
 
 def _describe(model: Model) -> dict[str, Any]:
@@ -228,18 +306,19 @@ def _describe(model: Model) -> dict[str, Any]:
 def _require_same(
     saved: Mapping[str, Any], here: Mapping[str, Any], where: str
 ) -> None:
-    """Raises one ValueError with all settings that differ."""
+    """Raises one ValueError for all settings that differ."""
     saved, here = dict(_settings("", saved)), dict(_settings("", here))
     # A setting that is absent differs from one that is None.
     none = object()
     wrong = [
-        f"{name} is {saved.get(name, 'absent')!r} in the memory and "
-        f"{here.get(name, 'absent')!r} in the model"
-        for name in sorted(saved.keys() | here.keys())
+        f"{name} is {short(saved.get(name, 'absent'))} in the memory and "
+        f"{short(here.get(name, 'absent'))} in the model"
+        # A model's own settings before its parts', as the message may be cut.
+        for name in sorted(saved.keys() | here.keys(), key=lambda n: (n.count("."), n))
         if saved.get(name, none) != here.get(name, none)
     ]
     if wrong:
-        raise ValueError(f"{where} is of another model: {'; '.join(wrong)}")
+        raise ValueError(f"{where} is of another model: {joined(wrong)}")
 
 
 def _settings(prefix: str, record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from memjax.checks import joined, short
 from memjax.config_io import from_record, to_record
 from memjax.models.language_model.config import Dtype, ModelConfig
 from memjax.models.language_model.model import LanguageModel
@@ -89,16 +90,16 @@ def require_tensors(
     found: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> None:
-    """Raises one ValueError that lists all missing, unknown and misshapen tensors."""
-    wrong = [f"{n!r} is missing" for n in expected if n not in found]
-    wrong += [f"{n!r} is not of this model" for n in found if n not in expected]
+    """Raises one ValueError for all missing, unknown and misshapen tensors."""
+    wrong = [f"{short(n)} is missing" for n in expected if n not in found]
+    wrong += [f"{short(n)} is not of this model" for n in found if n not in expected]
     wrong += [
-        f"{name!r} has the shape {list(found[name])}, expected {list(shape)}"
+        f"{short(name)} has the shape {list(found[name])}, expected {list(shape)}"
         for name, shape in expected.items()
         if name in found and tuple(found[name]) != tuple(shape)
     ]
     if wrong:
-        raise ValueError(f"{where}: {len(wrong)} wrong tensors: {'; '.join(wrong)}")
+        raise ValueError(f"{where}: {len(wrong)} wrong tensors: {joined(wrong)}")
 
 
 def around_backbone(

@@ -1,6 +1,6 @@
 """One safetensors file: tensors by name, read without executing or trusting it."""
 
-import json
+import collections
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float32
+
+from memjax.checks import listed, short
+from memjax.config_io import parse_json, require_regular
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT_FORMATS = ("F32", "F16", "BF16")
@@ -42,6 +45,7 @@ class SafetensorsFile:
                 file.
         """
         safetensors = library()
+        require_regular(path)
         self.path = path
         try:
             # Checks the header against the file: no gap, overlap or surplus byte.
@@ -58,7 +62,7 @@ class SafetensorsFile:
             allowed = (*formats, others[name]) if name in others else formats
             if part.get_dtype() not in allowed:
                 raise ValueError(
-                    f"{path}: tensor {name!r} has the number format "
+                    f"{path}: tensor {short(name)} has the number format "
                     f"{part.get_dtype()}, expected one of {allowed}"
                 )
             self.shapes[name] = tuple(part.get_shape())
@@ -83,16 +87,12 @@ def read_object(raw: bytes, what: str) -> dict[str, Any]:
     def unique(pairs):
         result = dict(pairs)
         if len(result) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise ValueError(f"{twice} given twice")
+            counts = collections.Counter(name for name, _ in pairs)
+            twice = sorted(name for name, count in counts.items() if count > 1)
+            raise ValueError(f"{listed(twice)} given twice")
         return result
 
-    try:
-        found = json.loads(raw, object_pairs_hook=unique)
-    # Deeply nested JSON exhausts the parser's stack.
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is not sound JSON: {error}") from error
+    found = parse_json(raw, f"{what} is", pairs=unique)
     if not isinstance(found, dict):
         raise ValueError(f"{what} must be a JSON object, got {type(found).__name__}")
     return found

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
+from memjax.checks import joined, short
+from memjax.config_io import read_bounded
 from memjax.models.checkpoints.safetensors_file import (
     NO_OTHERS,
     SafetensorsFile,
@@ -66,7 +68,7 @@ def read_inside(folder: Path, name: str) -> bytes | None:
     Raises:
         ValueError: if it is a link out of the folder.
     """
-    return _inside(folder, name).read_bytes() if (folder / name).exists() else None
+    return read_bounded(_inside(folder, name)) if (folder / name).exists() else None
 
 
 def require_no_pickle(file: Path) -> None:
@@ -85,11 +87,11 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         ValueError: if it is missing, no sound JSON object, or names its own code.
     """
     file = _inside(folder, CONFIG)
-    config = read_object(file.read_bytes(), str(file))
+    config = read_object(read_bounded(file), str(file))
     # Such a model needs its own Python code, which is not run here.
     if config.get("auto_map"):
         raise ValueError(
-            f"{file} names code of its own (auto_map={config['auto_map']!r}); "
+            f"{file} names code of its own (auto_map={short(config['auto_map'])}); "
             "nothing from a checkpoint is executed"
         )
     return config
@@ -112,7 +114,7 @@ def _open_files(folder: Path, others: Mapping[str, str]) -> Iterator[Safetensors
 
 def read_index(index: Path) -> dict[str, str]:
     """Tensor name -> file name, which may not lead out of the folder."""
-    file_of = read_object(index.read_bytes(), str(index)).get("weight_map")
+    file_of = read_object(read_bounded(index), str(index)).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise ValueError(f"{index}: weight_map must map tensors to files")
     for name, shard in file_of.items():
@@ -120,8 +122,8 @@ def read_index(index: Path) -> dict[str, str]:
         plain = isinstance(shard, str) and PurePosixPath(shard).name == shard
         if not plain or "\\" in shard or not shard.endswith(".safetensors"):
             raise ValueError(
-                f"{index}: tensor {name!r} lies in {shard!r}; expected the plain name "
-                "of a .safetensors file in the same folder"
+                f"{index}: tensor {short(name)} lies in {short(shard)}; expected the "
+                "plain name of a .safetensors file in the same folder"
             )
     return file_of
 
@@ -132,15 +134,17 @@ def _open_shards(
     wrong = []
     for shard in sorted(set(file_of.values())):
         file = SafetensorsFile(_inside(folder, shard), others=others)
-        listed = {name for name, found in file_of.items() if found == shard}
-        wrong += [f"{shard} lacks {n!r}" for n in sorted(listed - file.shapes.keys())]
-        for name in sorted(file.shapes.keys() - listed):
+        told = {name for name, found in file_of.items() if found == shard}
+        wrong += [
+            f"{shard} lacks {short(n)}" for n in sorted(told - file.shapes.keys())
+        ]
+        for name in sorted(file.shapes.keys() - told):
             other = file_of.get(name)
             where = f"which the index puts in {other}" if other else "not in the index"
-            wrong.append(f"{shard} holds {name!r}, {where}")
+            wrong.append(f"{shard} holds {short(name)}, {where}")
         yield file
     if wrong:
-        raise ValueError(f"{index} and its files disagree: {'; '.join(wrong)}")
+        raise ValueError(f"{index} and its files disagree: {joined(wrong)}")
 
 
 def _inside(folder: Path, name: str) -> Path:

@@ -116,7 +116,7 @@ class ModelConfig:
             vocab_size=self.vocab_size,
             hidden_dim=self.hidden_dim,
         )
-        check_positive(norm_epsilon=self.norm_epsilon)
+        check_positive(most=1.0, norm_epsilon=self.norm_epsilon)
         require_known("dtype", self.dtype, get_args(Dtype))
         if len(self.mixers) > self.num_layers:
             raise ValueError(

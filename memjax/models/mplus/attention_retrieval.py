@@ -29,6 +29,7 @@ from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import BlockParams
 from memjax.models.mplus.layers import memory_slots
 from memjax.models.mplus.state import LayerStore, Store
+from memjax.models.mplus.store import oldest_first
 from memjax.models.mplus.weights import MPlusWeights
 
 
@@ -137,7 +138,7 @@ class AttentionRetriever:
             (places < found[:, None])[:, None, None], (b, g, r, self.count)
         )
         born = jax.vmap(lambda born, at: born[at])(store.born, chosen)
-        order = jnp.lexsort((chosen, born, real))
+        order = oldest_first(born, chosen, real)
         chosen = jnp.take_along_axis(chosen, order, axis=-1)
         head = jnp.arange(g, dtype=jnp.int32)[:, None, None]
         take = jax.vmap(lambda x, at: heads(x)[at, head])

@@ -82,7 +82,8 @@ class MPlusState(NamedTuple):
             hold something, oldest first.
         ages: of the pool's rows, counted in memory tokens.
         num_valid: number of rows in the pool, the same in all layers.
-        clock: number of memory tokens made so far: K per update.
+        clock: number of memory tokens made so far: K per update. It runs around, from
+            2**31 - 1 to -2**31; ages are differences, and right up to 2**31.
         store: None without long-term memory.
         tokens: of the open chunk; 0 from `length` on.
         length: number of tokens in the open chunk, in [0, C).

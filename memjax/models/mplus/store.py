@@ -82,9 +82,7 @@ def append(
     """Stores K dropped rows per layer, for the batch elements in `mask`."""
     count = new[0].born.shape[1]
     free = store.num_valid[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-    # Searching for the oldest rows is the costly part, and needed in a full store
-    # alone.
-    full = jnp.any(mask & (store.num_valid + count > config.store))
+    full = mask & (store.num_valid + count > config.store)
     layers = []
     for old, rows in zip(store.layers, new, strict=True):
         places = free
@@ -92,7 +90,11 @@ def append(
             oldest = functools.partial(
                 _oldest_places, store.num_valid, old.born, rows.born
             )
-            places = jax.lax.cond(full, oldest, lambda free=free: free)
+            # Searching for the oldest rows is the costly part, and needed in a full
+            # store alone.
+            places = jax.lax.cond(
+                jnp.any(full), oldest, lambda free, _: free, free, full
+            )
         # Indices beyond the buffer are not written.
         layers.append((old, rows, jnp.where(mask[:, None], places, config.store)))
     # All layers drop as many rows, so that one count serves them.
@@ -200,27 +202,44 @@ def _choose(config, keys, born, num_valid, num_pending, queries, query_mask):
     if config.falling:
         # With `legacy` by the place in `chosen`, which tells repeated rows apart.
         ranks = -jnp.arange(config.retrieved) if config.legacy else -chosen
-    order = jnp.lexsort((ranks, born[chosen], real))
+    order = oldest_first(born[chosen], ranks, real)
     return chosen[order], real[order], scores
 
 
-def _oldest_places(num_valid, born, new):
-    """Where K new rows go in a full buffer: the j-th youngest over the j-th oldest.
+def oldest_first(
+    born: Int[Array, "*E R"], ranks: Int[Array, "*E R"], real: Bool[Array, "*E R"]
+) -> Int[Array, "*E R"]:
+    """The order of rows by birth, then by rank; those that are not real come first.
+
+    Args:
+        born: of each row, on the clock that runs around.
+        ranks: of each row, all different.
+        real: of each row; the first is real if any is.
+    """
+    # A difference has the right sign where the clock ran around between two births.
+    return jnp.lexsort((ranks, born - born[..., :1], real))
+
+
+def _oldest_places(num_valid, born, new, free, full):
+    """Where K new rows go: at `free`, in a full buffer the j-th youngest over the
+    j-th oldest.
 
     A row that is not younger than the one it would replace is not stored.
     """
     places = jnp.arange(born.shape[1], dtype=jnp.int32)
 
-    def one(num_valid, born, new):
+    def one(num_valid, born, new, free, full):
+        # Differences, because the clock runs around.
+        born, new = born - new[0], new - new[0]
         # top_k of float32 is 30 times as fast as of integers on a CPU. Ages are exact
         # up to 2**24, which a store of eight million rows does not reach.
-        now = jnp.maximum(new.max(), jnp.where(places < num_valid, born, new[0]).max())
+        now = jnp.maximum(new.max(), jnp.where(places < num_valid, born, 0).max())
         ages = jnp.where(places < num_valid, (now - born).astype(jnp.float32), jnp.inf)
         oldest, at = jax.lax.top_k(ages, new.shape[0])
         # The youngest row replaces the oldest, as long as it is younger.
         youngest = jnp.argsort(-new)
         younger = (now - new[youngest]).astype(jnp.float32) < oldest
         at = jnp.where(younger, at, places.shape[0])
-        return jnp.zeros_like(at).at[youngest].set(at)
+        return jnp.where(full, jnp.zeros_like(at).at[youngest].set(at), free)
 
-    return jax.vmap(one)(num_valid, born, new)
+    return jax.vmap(one)(num_valid, born, new, free, full)

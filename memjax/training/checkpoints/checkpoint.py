@@ -35,7 +35,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from memjax.training.checkpoints.checksums import sync_folder, write_digests
+from memjax.models.checkpoints.safetensors_write import sync_folder
+from memjax.training.checkpoints.checksums import write_digests
 from memjax.training.checkpoints.folder import (
     UNFINISHED,
     CheckpointError,
@@ -189,19 +190,20 @@ class Checkpoints:
             None when nothing was ever saved here.
 
         Raises:
-            CheckpointError: there are checkpoints, and every one is damaged; with
-                several processes also if one has its digests and cannot be read.
+            CheckpointError: there are checkpoints, and every one is damaged.
             ValueError: a leaf is missing, not expected, or of another shape or dtype.
         """
         self.wait()
         while (step := self._newest_good()) is not None:
+            found, failure = None, CheckpointError("another process cannot read it")
             try:
-                return self._restore(step, abstract_state, accept)
+                found = self._restore(step, abstract_state, accept)
             except CheckpointError as error:
-                # Several processes may not agree on what went wrong.
-                if jax.process_count() > 1:
-                    raise
-                self._folder.set_aside(step, error)
+                failure = error
+            # A checkpoint that one process cannot read is one that no process reads.
+            if not any_process(found is None):
+                return found
+            self._folder.set_aside(step, failure)
         return None
 
     def _restore(
@@ -223,7 +225,7 @@ class Checkpoints:
         # Before arrays are read, with every leaf that differs in the message.
         try:
             require_same(record["leaves"], describe(abstract_state), where)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{where} has a record of no leaves") from error
         target = ocp.args.StandardRestore(with_shardings(abstract_state))
         state = self._read(step, state=target)["state"]
@@ -316,6 +318,13 @@ class Checkpoints:
         if code == errno.ENOSPC or "No space left" in str(error):
             return DiskFullError(errno.ENOSPC, text)
         return SaveError(code or errno.EIO, text)
+
+
+def any_process(flag: bool) -> bool:
+    """Whether the flag is true on any process; called by all of them."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
 def shortened(error: Exception) -> str:

@@ -6,7 +6,6 @@ are not covered: orbax rewrites its timestamps there after the digests are taken
 nothing is read from them.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -14,16 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from memjax.checks import short
+from memjax.config_io import read_json, require_regular
+from memjax.models.checkpoints.safetensors_write import sync_folder
+
 DIGEST_FILE = "digests.json"
-#: What reading a damaged or forged JSON record may raise.
-DAMAGED_JSON = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
 
 
 def write_digests(folder: Path) -> None:
@@ -45,14 +39,15 @@ def problems(folder: Path) -> list[str]:
     Only files inside `folder` are opened, whatever the digests name.
     """
     try:
-        record = json.loads((folder / DIGEST_FILE).read_bytes())
+        record = read_json(folder / DIGEST_FILE)
         items = [(str(n), int(e["bytes"]), str(e["sha256"])) for n, e in record.items()]
     except FileNotFoundError:
         return [f"{DIGEST_FILE} is missing"]
     except OSError as error:
         return [f"{DIGEST_FILE} cannot be read ({error.strerror})"]
-    except DAMAGED_JSON as error:
-        return [f"{DIGEST_FILE} cannot be read ({error})"]
+    # It is JSON, and something else than a record of digests.
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        return [f"{DIGEST_FILE} cannot be read ({short(error)})"]
     if not items:
         # Nothing to check is no proof: a truncated record must not pass.
         return [f"{DIGEST_FILE} lists no files"]
@@ -73,20 +68,6 @@ def write_atomically(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Puts a folder's names on the disk, new and renamed ones, where that is possible.
-
-    Without it a power cut within seconds may undo a rename.
-    """
-    # Some network filesystems cannot, and lose nothing by it that they kept before.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def _synced_entry(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -98,8 +79,9 @@ def _problem(folder: Path, name: str, size: int, digest: str) -> str | None:
     plain = PurePosixPath(name)
     # A digest file may be damaged or forged: it must not lead outside of its folder.
     if plain.is_absolute() or ".." in plain.parts:
-        return f"{DIGEST_FILE} names {name!r}, which is outside the checkpoint"
+        return f"{DIGEST_FILE} names {short(name)}, which is outside the checkpoint"
     try:
+        require_regular(folder / name)
         with (folder / name).open("rb") as file:
             found = os.fstat(file.fileno()).st_size
             # A file of another size is found out without reading it.
@@ -110,6 +92,6 @@ def _problem(folder: Path, name: str, size: int, digest: str) -> str | None:
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     except ValueError as error:
-        # A name with a zero byte.
-        return f"{name!r} cannot be read ({error})"
+        # A name with a zero byte, or a pipe.
+        return f"{short(name)} cannot be read ({short(error)})"
     return None

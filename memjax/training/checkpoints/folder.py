@@ -19,11 +19,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from memjax.training.checkpoints.checksums import (
-    DAMAGED_JSON,
-    problems,
-    write_atomically,
-)
+from memjax.checks import short
+from memjax.config_io import read_json
+from memjax.training.checkpoints.checksums import problems, write_atomically
 
 FORMAT_FILE = "memjax-checkpoints.json"
 FORMAT = {"format": "memjax checkpoints", "version": 1}
@@ -222,15 +220,15 @@ def _require_ours(directory: Path) -> None:
             f"the file, write {json.dumps(FORMAT)} into it"
         )
     try:
-        found = json.loads((directory / FORMAT_FILE).read_bytes())
-    except (OSError, *DAMAGED_JSON) as error:
+        found = read_json(directory / FORMAT_FILE)
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"{directory / FORMAT_FILE} cannot be read: {error}. The checkpoints do "
-            f"not depend on it: write {json.dumps(FORMAT)} into it"
+            f"{directory / FORMAT_FILE} cannot be read: {short(error)}. The "
+            f"checkpoints do not depend on it: write {json.dumps(FORMAT)} into it"
         ) from None
     if found != FORMAT:
         raise ValueError(
-            f"{directory / FORMAT_FILE} must say {FORMAT}, it says {found}: "
+            f"{directory / FORMAT_FILE} must say {FORMAT}, it says {short(found)}: "
             "written by another version of memjax"
         )
 

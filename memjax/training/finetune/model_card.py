@@ -1,10 +1,9 @@
 """The card of an exported model: what it was made of, how, and how good it is."""
 
-import json
 import shlex
 from pathlib import Path
-from typing import Any
 
+from memjax.config_io import read_json
 from memjax.models.checkpoints import own_format
 from memjax.training.config import RunConfig
 from memjax.training.finetune.any_model import OpenedModel
@@ -88,7 +87,7 @@ def _scores(folder: Path) -> str:
     """A table of what `memjax eval` left in the run's folder."""
     rows = []
     for file in sorted(folder.glob("eval-*.json")):
-        record: Any = json.loads(file.read_text())
+        record = read_json(file)
         for kind, row in record["perplexity"].items():
             value = f"{row['perplexity']:.3f} | {row['beyond_window']:.3f}"
             rows.append(f"| {record['split']} | {kind} | {value} |")

@@ -4,6 +4,7 @@ The training loop is the one of all models; a step takes what `TaskBatches` yiel
 task is a program of its own, compiled when it first occurs.
 """
 
+import functools
 from collections.abc import Callable
 from typing import get_args
 
@@ -14,13 +15,14 @@ from jaxtyping import PRNGKeyArray
 
 from memjax.data.mplus_tasks.tasks import Task, TaskBatch
 from memjax.models.mplus.model import MPlus
-from memjax.training.mplus.tasks import first_memory, task_loss
+from memjax.training.mplus.tasks import first_memory, healed, task_loss
 from memjax.training.step import (
     Metrics,
     StepConfig,
     TrainState,
     init_train_state,
     model_of,
+    not_finite,
     update,
 )
 
@@ -49,6 +51,9 @@ def make_task_steps(
         optimizer: as of the state.
         prompt: see `tasks.task_loss`.
 
+    A batch element whose memory is not finite starts empty, and so does one that alone
+    makes it not finite in a step that is skipped; see `make_train_step`.
+
     Metrics beside those of `make_train_step`: the nats per token of the task, as
     `<task>_loss`, and `retriever_loss` where the task has it; `loss` is their sum.
 
@@ -62,13 +67,19 @@ def make_task_steps(
 
     def make(task: Task) -> TaskStep:
         def step(state: TrainState, batch: TaskBatch) -> tuple[TrainState, Metrics]:
+            heal = functools.partial(healed, model_of(graph, state))
+            before = heal(state.memory, not_finite(state.memory))
+
             def loss(params):
                 model = model_of(graph, state._replace(params=params))
-                return task_loss(model, task, state.memory, batch, prompt)
+                return task_loss(model, task, before, batch, prompt)
 
             grad = jax.value_and_grad(loss, has_aux=True)
             # By the trained parameters alone: memory and backbone are closed over.
             (total, (memory, losses)), gradients = grad(state.params)
+            bad = not_finite(memory)
+            # Where all are bad, the parameters or the device are, and not the memories.
+            state = state._replace(memory=heal(before, bad & ~bad.all()))
             new, metrics = update(optimizer, state, total, memory, gradients)
             # By task, as losses of different tasks cannot be compared.
             metrics[f"{task}_loss"] = losses.language

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Scalar
 
+from memjax import mechanisms
 from memjax.data.mplus_tasks.tasks import Target, Task, TaskBatch
 from memjax.models.loss import token_losses
 from memjax.models.mplus import pool as short_term_pool
@@ -94,6 +95,19 @@ def first_memory(
     clock = jnp.zeros(batch, jnp.int32)
     state = model.init_state(batch, key=key)
     return TaskMemory(state, Cached(empty, clock, clock + 0))
+
+
+def healed(model: MPlus, memory: TaskMemory, bad: Bool[Array, " B"]) -> TaskMemory:
+    """The memory with the batch elements in `bad` as before the first step.
+
+    What they keep is the key of their random numbers, which would repeat.
+    """
+    # The rows that a kept target is of are gone too.
+    cached = jax.tree.map(jnp.zeros_like, memory.cached)
+    return TaskMemory(
+        model.reset(memory.state, bad),
+        mechanisms.reset(memory.cached, cached, bad),
+    )
 
 
 def task_loss(
@@ -175,8 +189,11 @@ def rows_of(
     state: MPlusState, first: Int[Array, " B"], last: Int[Array, " B"]
 ) -> tuple[Bool[Array, "B L N"], Bool[Array, "B L N"]]:
     """The pool's rows born in (first, last], and all its other rows."""
-    born = state.clock[:, None, None] - state.ages
-    after = (born > first[:, None, None]) & (born <= last[:, None, None])
+    # By ages, because the clock runs around.
+    oldest, youngest = state.clock - first, state.clock - last
+    after = (state.ages < oldest[:, None, None]) & (
+        state.ages >= youngest[:, None, None]
+    )
     n = state.ages.shape[2]
     places = jnp.arange(n, dtype=jnp.int32)[None]
     filled = (places >= n - state.num_valid[:, None])[:, None]

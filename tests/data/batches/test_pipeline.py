@@ -239,6 +239,17 @@ def test_other_documents_give_another_state():
         streamed_batches(_documents(21), 4, 2, seed=0).set_state(state)
 
 
+def test_other_tokens_of_the_same_documents_give_another_state():
+    (document,) = _documents(20)
+    state = streamed_batches([document], 4, 2, seed=0).get_state()
+    other = document._replace(tokens=document.tokens[::-1].copy())
+    with pytest.raises(ValueError, match="state\\['content'\\]"):
+        streamed_batches([other], 4, 2, seed=0).set_state(state)
+    # States of earlier versions lack it.
+    del state["content"]
+    streamed_batches([other], 4, 2, seed=0).set_state(state)
+
+
 @pytest.mark.parametrize("make", PIPELINES.values(), ids=PIPELINES)
 @pytest.mark.parametrize(
     ("arguments", "message"),

@@ -160,6 +160,10 @@ PANICS = base64.b64encode(b"\x04\0\0\0abcdefgh").decode()
             _file(normalizer={"type": "Sequence", "normalizers": [REPLACE] * 4}),
             r"bad.json.*up to 1e\+08 times as long, of at most 1000",
         ),
+        (
+            _file(decoder={"type": "Sequence", "decoders": [REPLACE] * 4}),
+            r"bad.json.*up to 1e\+08 times as long",
+        ),
         (b'{"a":' * 100_000, "bad.json.*nested too deeply"),
     ],
 )

@@ -117,9 +117,7 @@ def close(actual, expected, tolerance=1e-5):
 def test_values_are_those_of_the_equations(case, implementation):
     tokens = draw(8, forget=case[3])
     start = memory(case)
-    state, y = run_jit(
-        *tokens[:4], start, g=tokens[4], implementation=implementation, **options(case)
-    )
+    state, y = run_jit(*tokens, start, implementation=implementation, **options(case))
     reads, last = column_loop(tokens, start.start, case)
     close((y, state.start), (reads, last))
     assert state.chunk_size == case[0] and state.position.tolist() == [0, 0]
@@ -139,8 +137,8 @@ def pulled(case, implementation, arguments, reset):
             k,
             v,
             gamma,
+            g,
             before,
-            g=g,
             reset=reset,
             empty=dataclasses.replace(empty, start=empty_start),
             implementation=implementation,
@@ -220,8 +218,7 @@ def test_every_split_point_and_rows_out_of_phase(case):
     at = lambda tokens, t: [None if x is None else x[:, t] for x in tokens]
     states = [jax.tree.map(np.asarray, memory(case))]
     for t in range(8):
-        *token, g = at(whole, t)
-        state, y = step_jit(*token, states[-1], g=g, **rule)
+        state, y = step_jit(*at(whole, t), states[-1], **rule)
         close(y, reads[:, t])
         states.append(jax.tree.map(np.asarray, state))
     for first in range(8):
@@ -236,13 +233,13 @@ def test_every_split_point_and_rows_out_of_phase(case):
             else np.stack([x[b, r : r + 5] for b, r in enumerate(rows)])
             for x in whole
         ]
-        state, y = run_jit(*part[:4], state, g=part[4], **options(case))
+        state, y = run_jit(*part, state, **options(case))
         close(y, np.stack([reads[b, r : r + 5] for b, r in enumerate(rows)]))
         token = [
             None if x is None else np.stack([x[b, r + 5] for b, r in enumerate(rows)])
             for x in whole
         ]
-        _, y = step_jit(*token[:4], state, g=token[4], **rule)
+        _, y = step_jit(*token, state, **rule)
         close(y, np.stack([reads[b, r + 5] for b, r in enumerate(rows)]))
 
 
@@ -254,7 +251,7 @@ def test_segments_shorter_than_a_chunk_start_from_the_empty_memory():
     state = None
     for first, last in ((0, 1), (1, 3), (3, 5)):
         part = [x[:, first:last] for x in tokens[:4]]
-        state, y = run_jit(*part, state, chunk_size=4)
+        state, y = run_jit(*part, None, state, chunk_size=4)
         close(y, reads[:, first:last])
         assert state.position.tolist() == [last % 4] * B
         if last < 4:
@@ -347,10 +344,10 @@ def test_a_slot_that_the_threshold_empties_is_filled_by_the_next_write():
     g = jnp.zeros((B, 2, H)).at[:, 0].set(-10.0)
     once = {"chunk_size": 1, "forget": "l1", "implementation": "xla"}
     first = [x[:, :1] for x in (q, k, v, gamma)]
-    state, y = run_jit(*first, g=g[:, :1], **once)
+    state, y = run_jit(*first, g[:, :1], **once)
     assert not np.any(state.start) and not np.any(y)
     second = [x[:, 1:] for x in (q, k, v, gamma)]
-    state, _ = run_jit(*second, state, g=g[:, 1:], **once)
+    state, _ = run_jit(*second, g[:, 1:], state, **once)
     np.testing.assert_allclose(jnp.linalg.norm(state.start, axis=-1), 1, atol=1e-6)
 
 
@@ -382,23 +379,25 @@ def test_bad_arguments_are_refused_by_name():
     long = dataclasses.replace(state, start=2 * state.start)
     late = dataclasses.replace(state, position=jnp.full(B, 4, jnp.int32))
     cases = [
-        refuse("state.position must lie in", *ok, late, chunk_size=4),
+        refuse("state.position must lie in", *ok, None, late, chunk_size=4),
         refuse("empty.position must lie in", *ok, chunk_size=4, empty=late),
         refuse("k must have shape", q, k[:, :2], v, gamma),
         refuse("gamma must lie in", q, k, v, -gamma),
-        refuse("g must lie in", *ok, g=-g, forget="l2"),
-        refuse("g must be given if and only if", *ok, g=g),
+        refuse("g must lie in", *ok, -g, forget="l2"),
+        refuse("g must be given if and only if", *ok, g),
         refuse("g must be given if and only if", *ok, forget="l2"),
-        refuse("chunk_size=1 only, got chunk_size=16", *ok, g=g, forget="l1"),
+        refuse("chunk_size=1 only, got chunk_size=16", *ok, g, forget="l1"),
         refuse("variant must be one of .*'dec'", *ok, variant="decode"),
-        refuse("forget must be one of", *ok, g=g, forget="l3"),
+        refuse("forget must be one of", *ok, g, forget="l3"),
         refuse("chunk_size must be at least 1, got 0", *ok, chunk_size=0),
-        refuse("chunk_size=16, got one of chunk_size=4", *ok, state),
+        refuse("chunk_size=16, got one of chunk_size=4", *ok, None, state),
         refuse("empty must be of chunk_size=16", *ok, empty=state),
-        refuse("state.start must hold slots of unit norm", *ok, long, chunk_size=4),
+        refuse(
+            "state.start must hold slots of unit norm", *ok, None, long, chunk_size=4
+        ),
         refuse("must be None or one of .*'reference', 'xla'", *ok, implementation="c"),
         refuse("cannot run here: it needs a tpu", *ok, implementation="pallas_tpu"),
-        refuse("state.start must be", *(x[:1] for x in ok), state, chunk_size=4),
+        refuse("state.start must be", *(x[:1] for x in ok), None, state, chunk_size=4),
     ]
     for raises, call in cases:
         with raises:

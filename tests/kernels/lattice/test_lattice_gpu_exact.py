@@ -37,7 +37,7 @@ def by_kernels(form, variant, reset, q, k, v, gamma, start, empty):
 
 def by_reference(variant, reset, q, k, v, gamma, start, empty):
     state, y = lattice(
-        *(q, k, v, gamma, beginning(start, 1)),
+        *(q, k, v, gamma, None, beginning(start, 1)),
         variant=variant,
         chunk_size=1,
         reset=reset,

@@ -71,10 +71,12 @@ def test_yarn_goes_over_from_one_to_the_other_by_channel():
 @pytest.mark.parametrize(
     "wrong,message",
     [
-        (dict(factor=0.5), "factor must be at least 1, got 0.5"),
-        (dict(factor=float("nan")), "factor must be at least 1, got nan"),
+        (dict(factor=0.5), r"factor must be in \[1, 2\*\*31\], got 0.5"),
+        (dict(factor=float("nan")), "factor must be in .* got nan"),
         (dict(original_positions=0), "original_positions must be at least 1, got 0"),
         (dict(low_frequency_factor=4.0), "high_frequency_factor must be above"),
+        (dict(factor=float("inf")), "factor must be in .* got inf"),
+        (dict(beta_fast=1e308), r"beta_fast must be at most 1e\+38, got 1e\+308"),
         (dict(beta_slow=33.0), "beta_fast must be at least beta_slow"),
         (dict(attention_factor=0.0), "attention_factor must be positive, got 0.0"),
     ],

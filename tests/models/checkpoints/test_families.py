@@ -21,6 +21,7 @@ from memjax.models.checkpoints.tensor_names import (
 )
 from memjax.models.language_model.presets import TINY
 
+YARN = dict(type="yarn", factor=2.0)
 LLAMA: dict[str, Any] = dict(
     model_type="llama",
     vocab_size=48,
@@ -149,6 +150,15 @@ def test_windows_are_where_the_config_has_them(config, windows, window):
         (LLAMA, dict(rope_scaling=dict(type="dynamic", factor=2.0)), "got 'dynamic'"),
         (LLAMA, dict(rope_scaling=dict(type="linear")), "factor is missing"),
         (LLAMA, dict(rope_scaling=[2]), r"rope_scaling must be of type dict, got \[2"),
+        (
+            LLAMA,
+            dict(rope_scaling=YARN | dict(mscale=-1.0, mscale_all_dim=1.0)),
+            "mscale must be positive, got -1.0",
+        ),
+        (LLAMA, dict(rope_scaling=YARN | dict(factor=0.0)), "factor must be in"),
+        (LLAMA, dict(rope_theta=float("inf")), "rope_theta must be at most"),
+        (LLAMA, dict(rms_norm_eps=1e308), "norm_epsilon must be at most 1"),
+        (LLAMA, dict(max_position_embeddings=10**18), "capacity must be at most"),
         (LLAMA, dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0"),
         (LLAMA, dict(quantization_config=dict(bits=4)), "quantization_config must be"),
         (LLAMA, dict(layer_types=["sliding_attention"] * 2), "layer_types must name"),

@@ -151,3 +151,9 @@ def test_sentencepiece_adds_a_first_token_by_default(pieces):
 def test_malformed_sentencepiece_vocabularies_are_refused(changes, words, pieces):
     with pytest.raises(ValueError, match=f"the.gguf.*{words}"):
         sentencepiece(pieces, **changes)
+
+
+def test_tokens_whose_merges_would_fill_the_memory_are_refused(pieces):
+    tokens = pieces["tokens"][:-1] + ["a" * 2**16]
+    with pytest.raises(ValueError, match="too long: the pairs .* 4,29.,.*characters"):
+        sentencepiece(pieces, tokens=tokens)

@@ -304,11 +304,11 @@ def test_malformed_configs_are_refused(changes, words, folder):
 
 def test_json_other_than_an_object_without_repeats_is_refused(folder):
     for text, word in (
-        ("{", "not sound JSON"),
+        ("{", "not JSON"),
         ("[1]", "must be a JSON object, got list"),
-        ("[" * 100_000, "not sound JSON"),
-        ('{"model_type": "llama", "model_type": "opt"}', "['model_type'] given twice"),
-        ("\udcff", "not sound JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('{"model_type": "llama", "model_type": "opt"}', "'model_type' given twice"),
+        ("\udcff", "not JSON"),
     ):
         (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
         refuses(folder, "config.json", word)
@@ -345,7 +345,7 @@ def test_malformed_headers_are_refused(tmp_path):
         ({"a": entry | {"dtype": "I64", "shape": [1]}}, bytes(8), "'a'.*I64"),
         ({"a": entry | {"dtype": "F8_E4M3", "shape": [8]}}, bytes(8), "F8_E4M3"),
         ({"a": entry, "b": entry}, bytes(8), "not a safetensors file"),
-        (twice, bytes(8), r"\['a'\] given twice"),
+        (twice, bytes(8), "'a' given twice"),
     ):
         header(path, tensors, data)
         with pytest.raises(ValueError, match=f"{SINGLE}.*{word}"):

@@ -169,6 +169,34 @@ def test_a_row_of_equal_age_does_not_replace_a_stored_one():
     assert sorted(after.layers[1].born[0].tolist()) == [5] * (OLDEST.store - 1) + [6]
 
 
+def test_the_order_of_rows_does_not_depend_on_the_neighbour():
+    """Another batch element's store is full, and its rows are replaced."""
+    keys = np.zeros((OLDEST.store, KEYS))
+    full = filled(OLDEST, range(OLDEST.store), keys)
+    few, none = jnp.array([3, OLDEST.store]), jnp.array([3, 0])
+    new = np.broadcast_to([7, 8], (B, L, K))
+    beside_full, beside_none = (
+        _append(OLDEST, full._replace(num_valid=n), told(new), jnp.ones(B, bool))
+        for n in (few, none)
+    )
+    assert beside_full.layers[0].born[1, :2].tolist() == [8, 7]
+    for a, b in zip(beside_full.layers, beside_none.layers, strict=True):
+        jax.tree.map(lambda a, b: same(a[0], b[0]), a, b)
+
+
+def test_rows_keep_their_order_where_the_clock_runs_around():
+    times = (2**31 - 3 + np.arange(9)).astype(np.int32)
+    assert times.min() < 0 < times.max()
+    keys = np.zeros((OLDEST.store, KEYS))
+    # From the third row on the clock is negative.
+    store = filled(OLDEST, times[[6, 0, 3, 1, 5, 2, 4]], keys)
+    found = find(OLDEST, store, 0, [(1, 1, True)] * T)
+    assert found.chosen[0].tolist() == [1, 2, 0]
+    new = np.broadcast_to(times[7:], (B, L, K))
+    after = _append(OLDEST, store, told(new), jnp.ones(B, bool))
+    assert {*after.layers[1].born[0].tolist()} == {*times[2:].tolist()}
+
+
 @pytest.mark.parametrize("remain", [R, R + 1])
 def test_rows_are_evicted_only_if_more_than_r_remain(remain):
     config = MPlusConfig(

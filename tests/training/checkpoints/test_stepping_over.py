@@ -52,6 +52,16 @@ def make_link_loop(folder: Path) -> None:
     (folder / "digests.json").symlink_to("digests.json")
 
 
+def make_pipe(name: str) -> Any:
+    """A file in whose place is a pipe, which would be waited on for ever."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return damage
+
+
 def forge(name: str, content: bytes) -> Any:
     """A file that says something else, under digests that agree with it."""
 
@@ -68,6 +78,8 @@ DAMAGES = {
     "a link loop": make_link_loop,
     "deep JSON": rewrite(b"[" * 200_000),
     "a huge size": rewrite(b'{"state/d": %s}' % (ENTRY % "1e999").encode()),
+    "digests in a pipe": make_pipe("digests.json"),
+    "a pipe": make_pipe("record/metadata"),
     "a zero byte": rewrite(b'{"state/\\u0000": %s}' % (ENTRY % "1").encode()),
     "no manifest": forge("state/manifest.ocdbt", b"nonsense"),
     "no record": forge("record/metadata", b"[1, 2]"),

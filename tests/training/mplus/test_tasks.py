@@ -4,10 +4,13 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -21,6 +24,8 @@ from memjax.models.mplus.checkpoints.checkpoint import load_official
 from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
 from memjax.models.mplus.config import MPlusConfig
 from memjax.training.mplus import tasks as mplus_tasks
+from memjax.training.mplus.step import init_task_state, make_task_steps
+from tests import tiny
 
 GOLDEN = Path(__file__).parents[2] / "models" / "golden" / "mplus"
 
@@ -160,16 +165,9 @@ PROMPT = 3
 
 def small(retrieved):
     """A model of one layer, with changed adapters and a position vector."""
-    backbone = LanguageModel(SIZES, key=jax.random.key(0))
     config = dataclasses.replace(MEMORY, retrieved=retrieved)
-    model = mplus(backbone, config, key=jax.random.key(1))
-    params = nnx.state(model, nnx.Param)
-    random = np.random.default_rng(2)
-    noise = lambda x: jnp.asarray(
-        np.asarray(x) + np.float32(0.1) * random.standard_normal(x.shape, np.float32)
-    )
-    nnx.update(model, jax.tree.map(noise, params))
-    return model
+    key = jax.random.key(0)
+    return tiny.drawn(lambda: mplus(LanguageModel(SIZES, key=key), config, key=key))
 
 
 def small_batch(seed, chunks):
@@ -183,7 +181,7 @@ def small_batch(seed, chunks):
         num_queries=np.array([2, 9], np.int32),
         keep=np.ones(2, bool),
     )
-    return jax.tree.map(jnp.asarray, made)
+    return made
 
 
 def groups(grads):
@@ -245,6 +243,51 @@ def test_the_documents_rows_are_those_that_were_not_in_the_pool_before(told):
     np.testing.assert_array_equal(told.after.cached.first, before.clock)
 
 
+def test_the_documents_rows_are_found_where_the_clock_runs_around():
+    """Of four rows the last two are of a document that began just before."""
+    clock = jnp.asarray(np.array([2**31 + 1]).astype(np.int32))
+    ages = jnp.arange(4, dtype=jnp.int32)[::-1][None, None]
+    state: Any = SimpleNamespace(clock=clock, ages=ages, num_valid=jnp.array([4]))
+    document, others = mplus_tasks.rows_of(state, clock - 2, clock)
+    assert document[0, 0].tolist() == [False, False, True, True]
+    assert others[0, 0].tolist() == [True, True, False, False]
+
+
+@pytest.mark.slow
+def test_a_memory_that_is_not_finite_is_emptied_alone(told):
+    transform, key = optax.sgd(0.1), jax.random.key(0)
+    steps = make_task_steps(told.model, transform, PROMPT)
+    step = jax.jit(steps["two_chunk"])
+    first = init_task_state(told.model, transform, 2, 12, key)
+    state = first._replace(memory=told.after)
+    batch = small_batch(7, 1)._replace(keep=jnp.zeros(2, bool))
+
+    memory = told.after.state
+    memory = memory._replace(pool=memory.pool.at[1, 0, 3].set(jnp.nan))
+    ruined = state._replace(memory=told.after._replace(state=memory))
+    rows = lambda state: state.memory.state.num_valid.tolist()
+    after, metrics = step(ruined, batch)
+    assert metrics["finite"] == 1 and rows(after) == [16, 4]
+    assert not after.memory.cached.target.mask[1].any()
+    whole, _ = step(state, batch)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a[0], b[0]),
+        after.memory,
+        whole.memory,
+    )
+    # A token that is none makes NaN, and the step is skipped.
+    chunks = np.array(batch.chunks)
+    chunks[1] = 64
+    none = batch._replace(chunks=chunks)
+    after, metrics = step(state, none)
+    assert metrics["finite"] == 0 and rows(after) == [16, 0]
+    assert step(after, batch)[1]["finite"] == 1
+    # Where all are bad, the parameters are.
+    ruined = jax.tree.map(lambda x: x * jnp.nan, state.params)
+    after, metrics = step(state._replace(params=ruined), batch)
+    assert metrics["finite"] == 0 and rows(after) == [16, 16]
+
+
 @pytest.mark.slow
 def test_a_revisit_at_once_is_the_read_of_the_step_before(told):
     losses = jax.jit(
@@ -262,14 +305,16 @@ def test_a_revisit_at_once_is_the_read_of_the_step_before(told):
     mask = np.ones((2, 12), np.float32)
     mask[:, 0], mask[:, 5:] = 0, 0
     cached = told.after.cached
-    target = cached.target._replace(mask=jnp.asarray(mask))
+    target = jax.tree.map(np.array, cached.target)._replace(mask=mask)
     given = told.after._replace(cached=cached._replace(target=target))
-    marked = target._replace(targets=target.targets.at[:, [0, 1, 7]].set(0))
+    marked = jax.tree.map(np.copy, target)
+    marked.targets[:, [0, 1, 7]] = 0
     other = told.after._replace(cached=cached._replace(target=marked))
     np.testing.assert_array_equal(
         losses(given, num_queries)[0], losses(other, num_queries)[0]
     )
-    scored = target._replace(targets=(target.targets.at[:, 2].add(1)) % 64)
+    scored = jax.tree.map(np.copy, target)
+    scored.targets[:, 2] = (scored.targets[:, 2] + 1) % 64
     other = told.after._replace(cached=cached._replace(target=scored))
     assert float(losses(given, num_queries)[0]) != float(losses(other, num_queries)[0])
 
@@ -277,7 +322,7 @@ def test_a_revisit_at_once_is_the_read_of_the_step_before(told):
 @pytest.mark.slow
 def test_only_the_first_tokens_of_a_target_are_queries(told):
     state, random = told.after.state, np.random.default_rng(5)
-    hidden = jnp.asarray(random.standard_normal((2, 2, 12, 8), np.float32))
+    hidden = random.standard_normal((2, 2, 12, 8), np.float32)
     rows = mplus_tasks.rows_of(state, told.before.state.clock, state.clock)
 
     @jax.jit
@@ -288,9 +333,12 @@ def test_only_the_first_tokens_of_a_target_are_queries(told):
         )
 
     # Rows ask with 2 and 9 tokens.
-    others = hidden.at[:, 0, 2:].add(1.0).at[:, 1, 9:].add(1.0)
+    others, counted = hidden.copy(), hidden.copy()
+    others[:, 0, 2:] += 1
+    others[:, 1, 9:] += 1
+    counted[:, 1, 8] += 1
     np.testing.assert_array_equal(loss(hidden), loss(others))
-    assert float(loss(hidden)) != float(loss(hidden.at[:, 1, 8].add(1.0)))
+    assert float(loss(hidden)) != float(loss(counted))
 
 
 @pytest.mark.slow
@@ -309,7 +357,7 @@ def test_without_a_store_one_chunk_keeps_its_gradient_and_more_do_not(chunks, re
         mplus_tasks.task_loss,
         task="multi_chunk",
         memory=memory,
-        batch=batch._replace(keep=jnp.array([True, False])),
+        batch=batch._replace(keep=np.array([True, False])),
         prompt=PROMPT,
     )
     (_, (after, losses)), grads = gradients(model, loss)
