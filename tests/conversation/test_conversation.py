@@ -151,6 +151,18 @@ def test_an_answer_that_was_broken_off_is_closed_before_the_next_prompt():
     assert talk.entries[-1].tokens == len("|\n\nText") and not talk.record.pending
 
 
+def test_an_answer_may_be_begun():
+    """What it begins with is read with the question, behind a space."""
+    talk, parts = Conversation(llama(), TEXT), []
+    assert (
+        talk._prompt("Who?", "She ").tobytes()
+        == talk._encode("Question: Who?\nAnswer: She").tobytes()
+    )
+    answer = talk.ask("Who?", begin="She", limit=2, sampling=DRAWN, write=parts.append)
+    assert answer.text == "".join(parts).rstrip() and parts[0] == "She"
+    assert answer.tokens == 2 and talk.tokens == 0
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
     talk = Conversation(llama(64), TEXT)
     talk.tell("x" * 30)
