@@ -22,7 +22,7 @@ from memjax.training import header, loop, sharding
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.claims import Claim
 from memjax.training.config import DataConfig as DataConfig
-from memjax.training.config import Outcome
+from memjax.training.config import LoopConfig, Outcome
 from memjax.training.config import RunConfig as RunConfig
 from memjax.training.config import presets as presets
 from memjax.training.config import with_vocabulary as with_vocabulary
@@ -97,13 +97,20 @@ def _completed(record: dict[str, Any]) -> dict[str, Any]:
 def build_step(config: RunConfig, mesh: Mesh) -> tuple[TrainState, Callable]:
     """The state a new run starts from, laid out on the mesh, and the jitted update.
 
-    Runs that differ in their seed alone share one compilation of both.
+    Runs that differ in their seed, texts, checkpoints or reports alone share one
+    compilation of both.
     """
-    create, step = _programs(dataclasses.replace(config, seed=0), mesh)
+    shared = dataclasses.replace(
+        config,
+        data=DataConfig(mode=config.data.mode, batch_size=config.data.batch_size),
+        loop=LoopConfig(steps=config.loop.steps),
+        seed=0,
+    )
+    create, step = _programs(shared, mesh)
     return create(jax.random.key(config.seed)), step
 
 
-# Kept between calls: runs that differ in their seed alone compile once.
+# Kept between calls: see `build_step`.
 @functools.lru_cache(maxsize=8)
 def _programs(config: RunConfig, mesh: Mesh) -> tuple[Callable, Callable]:
     """How a state is drawn from a key, and the update; nothing depends on the seed."""

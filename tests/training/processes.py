@@ -107,7 +107,10 @@ def _main(
         os.dup2(output.fileno(), stream.fileno())
     output.close()
     os.environ.update(environment)
-    sys.exit(program(*args))
+    code = program(*args)
+    # An interpreter that ends writes what it has not yet, and fails where it cannot.
+    sys.stdout.flush()
+    sys.exit(code)
 
 
 def _toy(run_dir: Path, options: dict[str, Any]) -> int:

@@ -115,6 +115,26 @@ def test_memory_is_carried_from_batch_to_batch(config, whole):
 
 
 @pytest.mark.slow
+def test_runs_of_other_texts_share_the_programs_and_of_other_sizes_do_not(config):
+    mesh = sharding.make_mesh(config.mesh)
+    state, step = run.build_step(config, mesh)
+    changed = lambda **data: dataclasses.replace(config.data, **data)
+    other = dataclasses.replace(
+        config,
+        seed=1,
+        data=changed(source="embedded", cache_dir=None),
+        loop=dataclasses.replace(config.loop, save_every=1, evaluate_every=0),
+    )
+    drawn, same = run.build_step(other, mesh)
+    assert same is step
+    assert not np.array_equal(*(jax.tree.leaves(s.params)[0] for s in (state, drawn)))
+    larger, _ = run.build_step(
+        dataclasses.replace(config, data=changed(batch_size=3)), mesh
+    )
+    assert {len(leaf) for leaf in jax.tree.leaves(larger.memory)} == {3}
+
+
+@pytest.mark.slow
 def test_another_model_is_refused_by_field(config, whole):
     other = dataclasses.replace(config, model=dataclasses.replace(MODEL, hidden_dim=4))
     with pytest.raises(ValueError, match=r"model\.hidden_dim"):

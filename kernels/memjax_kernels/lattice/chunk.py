@@ -190,7 +190,8 @@ def token(
     write = gamma * c * inverse
     along = sums.overlap(direction, h)
     kept = jnp.exp(g) if rule.forget == "l2" else jnp.ones_like(gamma)
-    memory = kept * start + (write * along) * direction - write * h
+    beside = (write * along) * direction - write * h
+    memory = kept * start + beside
     if rule.forget == "l1":
         memory = shrink(memory, g)
     after = l2_normalize(memory) if rule.normalize else memory
@@ -198,9 +199,13 @@ def token(
     # it.
     if not rule.normalize or rule.forget == "l1":
         return after, sums.combine(q, after)
-    squares = jnp.sum(h * h, axis=-1, keepdims=True)
-    # Squared norm of the part across the slot, by Pythagoras.
-    size = write * write * (squares - along * along)
+    # Squared norm of the part across the slot.
+    if rule.forget == "l2":
+        # It may be all that is left, and a difference of squares loses its digits.
+        size = jnp.sum(beside * beside, axis=-1, keepdims=True)
+    else:
+        squares = jnp.sum(h * h, axis=-1, keepdims=True)
+        size = write * write * (squares - along * along)
     return after, sums.combine(q * inverse_norm(kept, size), memory)
 
 

@@ -61,6 +61,14 @@ def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> st
         return f"it is written for forget=None, got {rule.forget!r}"
     if chunk_size > CHUNK:
         return f"chunk_size must be at most {CHUNK}, got {chunk_size}"
+    (_, time, _, slots), width = q.shape, v.shape[-1]
+    exact = chunk_size == 1
+    need = _head_bytes(min(BLOCK, time) if exact else chunk_size, slots, width, exact)
+    if need > VMEM_BYTES:
+        return (
+            f"a head's blocks take {need / 2**20:.1f} MiB of VMEM, more than "
+            f"{VMEM_BYTES / 2**20:.0f}"
+        )
     return ""
 
 
@@ -112,16 +120,20 @@ def lattice_tpu(
 
 def _heads(x: Inputs, exact: bool) -> int:
     """Heads per program: as many as keep the backward kernel's blocks in VMEM."""
-    lanes = lambda size: -(-size // 128) * 128
     heads, _, block, slots = x.q.shape
-    width = x.v.shape[-1]
+    fits = BLOCK_BYTES // _head_bytes(block, slots, x.v.shape[-1], exact)
+    return max(1, min(HEADS, heads, fits))
+
+
+def _head_bytes(block: int, slots: int, width: int, exact: bool) -> int:
+    """What the backward kernel's blocks of one head take in VMEM, by estimate."""
+    lanes = lambda size: -(-size // 128) * 128
     # Tokens with their gradients; memories before and after with theirs, and, where
     # C = 1, before every token of the block.
     tokens = 4 * block * (2 * lanes(slots) + lanes(width))
     memories = (10 + (block if exact else 0)) * slots * lanes(width)
     squares = 0 if exact else 8 * block * lanes(block)
-    fits = BLOCK_BYTES // (4 * (tokens + memories + squares))
-    return max(1, min(HEADS, heads, fits))
+    return 4 * (tokens + memories + squares)
 
 
 def _forward(static: Static, x: Inputs, start, empty, *, keep: bool):

@@ -73,7 +73,8 @@ def advance(
     # Kept apart from M': its norm across the slots is needed by itself.
     pending = pending + write[..., None] * h[:, :, None]
     along = jnp.sum(direction * pending, axis=-1, keepdims=True)
-    memory = kept * start + along * direction - pending
+    beside = along * direction - pending
+    memory = kept * start + beside
     if rule.forget == "l1":
         assert g is not None
         memory = shrink(memory, g.astype(jnp.float32)[..., None, None])
@@ -82,7 +83,11 @@ def advance(
     read = after
     if rule.normalize and rule.forget != "l1":
         # What was written is across the slot: the norm by Pythagoras.
-        across = jnp.sum(pending * pending, axis=-1, keepdims=True) - along * along
+        if rule.forget == "l2":
+            # It may be all that is left, and a difference of squares loses its digits.
+            across = jnp.sum(beside * beside, axis=-1, keepdims=True)
+        else:
+            across = jnp.sum(pending * pending, axis=-1, keepdims=True) - along * along
         read = memory * inverse_norm(kept, across)
     y = jnp.einsum("bhmv,bhm->bhv", read, q)
     # An open chunk keeps its start, in which its next tokens take gradients.

@@ -52,6 +52,10 @@ def ttt_linear(
     position in the mini-batch, so that W after a whole mini-batch is what rates of
     η / C give here. LN has eps 1e-6 under the root.
 
+    At a width of 2 LN gives (1, -1) or (-1, 1) whatever x is, so that gradients with
+    respect to k, v and eta are about 1e-11, and float32 has no digit of them. From a
+    width of 4 on they are right to 2e-5 of their scale.
+
     Args:
         q: queries, not scaled here; K = V, for residual and target.
         k: keys, not normalised here.

@@ -289,7 +289,7 @@ def test_a_reset_inside_a_chunk_is_refused_or_shows():
 def test_half_precision_tokens_keep_a_float32_memory(size):
     case = (size, "dec", True, None)
     tokens = draw(9, dtype=jnp.bfloat16)
-    state, y = run_jit(*tokens[:4], memory(case), chunk_size=size)
+    state, y = run_jit(*tokens, memory(case), chunk_size=size)
     assert (y.dtype, state.start.dtype) == (jnp.bfloat16, jnp.float32)
     rounded = [None if x is None else x.astype(jnp.float32) for x in tokens]
     reads, _ = column_loop(rounded, memory(case).start, case)
@@ -319,9 +319,8 @@ def test_a_write_is_the_gradient_of_the_objective_across_the_slot(variant):
     }
     state = memory((1, variant, False, None))
     q, k, v, gamma, _ = draw(1)
-    after, _ = step_jit(
-        q[:, 0], k[:, 0], v[:, 0], gamma[:, 0], state, variant=variant, normalize=False
-    )
+    token = (*(x[:, 0] for x in (q, k, v, gamma)), None)
+    after, _ = step_jit(*token, state, variant=variant, normalize=False)
 
     def objective(slots, k, v):
         phi = slots / jnp.linalg.norm(slots, axis=-1, keepdims=True)
@@ -331,9 +330,7 @@ def test_a_write_is_the_gradient_of_the_objective_across_the_slot(variant):
     rate = gamma[:, 0, :, None, None]
     close((state.start - after.start) / rate, gradient, 1e-5)
     unit = memory((1, variant, True, None))
-    after, _ = step_jit(
-        q[:, 0], k[:, 0], v[:, 0], gamma[:, 0], unit, variant=variant, normalize=False
-    )
+    after, _ = step_jit(*token, unit, variant=variant, normalize=False)
     along = jnp.sum((after.start - unit.start) * unit.start, axis=-1)
     assert np.abs(along).max() <= 1e-6
 
