@@ -85,14 +85,37 @@ def _unknown(
     return f"{short(token)}{behind} is one word too many"
 
 
-def _no_value(found: re.Match, words: Sequence[str], _: object) -> str:
-    return f"{found['name']} needs a value"
+def _no_value(
+    found: re.Match, words: Sequence[str], options: Callable[[], Sequence[str]]
+) -> str:
+    if found["name"].startswith("-"):
+        return f"{found['name']} needs a value"
+    return _misspelt(words, options) or f"{found['name']} is missing"
 
 
-def _missing(found: re.Match, words: Sequence[str], _: object) -> str:
-    about = _TAIL.sub("", found["about"]).replace(" (required)", ";").strip("; ")
+def _misspelt(words: Sequence[str], options: Callable[[], Sequence[str]]) -> str:
+    """The first option that there is not: its value may have gone elsewhere."""
+    known = options()
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith("--") and name.replace("_", "-") not in known:
+            return f"no option {short(name)}{_nearest(name, known, 3)}"
+    return ""
+
+
+def _missing(
+    found: re.Match, words: Sequence[str], options: Callable[[], Sequence[str]]
+) -> str:
+    if misspelt := _misspelt(words, options):
+        return misspelt
+    about = (
+        _TAIL.sub("", found["about"])
+        .replace(". (required)", ";")
+        .replace(" (required)", ";")
+        .strip("; ")
+    )
     about = re.sub("^[A-Z]+ ", "", about)
-    return f"{found['command']} needs {about}"
+    return f"{found['command']} lacks an argument: {about}"
 
 
 _RULES: tuple[tuple[re.Pattern, Callable[..., str]], ...] = (

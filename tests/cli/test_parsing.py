@@ -55,7 +55,8 @@ def call(*words):
         ),
         ("train elastic-tinny", "no preset 'elastic-tinny' (did you mean 'elastic-tin"),
         ("train --run-dir x", "a preset is missing"),
-        ("eval", "eval needs a run's folder"),
+        ("eval", "eval lacks an argument: a run's folder"),
+        ("eval --splitt test", "no option '--splitt' (did you mean --split"),
         ("eval a b", "'b' after a is one word too many"),
         (
             "generate a --temprature 1",

@@ -20,6 +20,7 @@ from memjax.training.finetune.run import (
     TOKENIZER_FILE,
     AnyStage,
     FinetuneRun,
+    is_finetuned,
     later_stage,
     load,
     read_run,
@@ -149,6 +150,8 @@ def _after(
 ) -> Start:
     """Where the stage before, whose folder is `start`, ended."""
     where = f"start={str(start)!r}"
+    if not is_finetuned(start):
+        raise ValueError(f"{where} must be the folder of a fine-tuning run")
     before = read_run(start)
     stage.check_start(before.config, where)
     _, trained = load(start)
