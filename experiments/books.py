@@ -30,6 +30,7 @@ from memjax import evaluation
 from memjax.checks import check_positive
 from memjax.data import load_tokenizer
 from memjax.evaluation import plots
+from memjax.evaluation.drawing import source_of
 from memjax.evaluation.provenance import provenance
 from memjax.evaluation.statistics import standard_error
 from memjax.models import Sampling, generate
@@ -229,15 +230,8 @@ def _report(config: Config, steps: int, results: dict) -> dict:
                 for kind in kinds
             },
         }
-    plots.loss_by_position(
-        curves,
-        edges,
-        config.run_dir / "results.png",
-        window=window,
-        title="Held-out documents: loss by position",
-    )
     settings = dataclasses.asdict(config) | {"run_dir": None, "window": window}
-    return provenance("does a memory help beyond the window?", settings) | {
+    result = provenance("does a memory help beyond the window?", settings) | {
         "steps": steps,
         "models": models,
         "gain": _gain(results, window),
@@ -245,6 +239,20 @@ def _report(config: Config, steps: int, results: dict) -> dict:
         "nats_by_position": curves,
         "sample": results["elastic"]["sample"],
     }
+    plot(result, config.run_dir / "results.png")
+    return result
+
+
+def plot(result: dict, path: Path) -> None:
+    """Draws the losses of a result by position."""
+    plots.loss_by_position(
+        result["nats_by_position"],
+        result["edges"],
+        path,
+        window=result["config"]["window"],
+        title="Held-out documents: loss by position",
+        source=source_of(result),
+    )
 
 
 def _gain(results: dict, window: int) -> dict:

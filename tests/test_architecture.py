@@ -38,6 +38,12 @@ ROOMS = {
         "memjax.data",
         "memjax.evaluation",
     ),
+    # Opens any model, and claims its folder as a run does.
+    "memjax.conversation": (
+        "memjax.models",
+        "memjax.data",
+        "memjax.training",
+    ),
     "memjax.cli": (
         "memjax.mechanisms",
         "memjax.nnx",
@@ -45,6 +51,7 @@ ROOMS = {
         "memjax.data",
         "memjax.evaluation",
         "memjax.training",
+        "memjax.conversation",
     ),
     "experiments": (
         "memjax_kernels",
@@ -54,6 +61,7 @@ ROOMS = {
         "memjax.data",
         "memjax.evaluation",
         "memjax.training",
+        "memjax.conversation",
         "memjax.cli",
     ),
 }

@@ -68,10 +68,11 @@ def test_help_and_version_need_no_jax():
 
 
 def test_help_says_what_the_commands_say():
-    commands = dict(cli.app._subcommands)
+    configured = {name: x.function for name, x in cli.CONFIGURED.items()}
+    commands = configured | cli.COMMANDS
     assert {*commands} == {*entry.COMMANDS}
     for name, command in commands.items():
-        said = " ".join(str(command.target.__doc__).split("\n\n")[0].split())
+        said = " ".join(str(command.__doc__).split("\n\n")[0].split())
         assert entry.COMMANDS[name] == said
 
 

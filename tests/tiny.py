@@ -33,10 +33,15 @@ LLAMA = ModelConfig(
 )
 
 
+def make_llama(**changes: Any) -> LanguageModel:
+    """The tiny Llama, with these changes of its config, anew: for `drawn`."""
+    return LanguageModel(dataclasses.replace(LLAMA, **changes), key=jax.random.key(0))
+
+
 @functools.cache
 def llama(**changes: Any) -> LanguageModel:
     """The tiny Llama, with these changes of its config; do not change it in place."""
-    return LanguageModel(dataclasses.replace(LLAMA, **changes), key=jax.random.key(0))
+    return make_llama(**changes)
 
 
 def drawn(make: Callable[[], Any], seed: int = 0) -> Any:

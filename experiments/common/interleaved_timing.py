@@ -80,7 +80,8 @@ def interleaved_timing(
     for name, given in arguments.items():
         lines[name], other = spawn.Pipe()
         target = (other, threads, make, given)
-        processes.append(spawn.Process(target=serve, args=target))
+        # One that dies must not leave the others waiting for ever.
+        processes.append(spawn.Process(target=serve, args=target, daemon=True))
         processes[-1].start()
         other.close()
     found: dict[str, list[tuple[float, Any, float]]] = {name: [] for name in lines}

@@ -34,7 +34,7 @@ def write_report(
     question: str,
     settings: Mapping[str, Any],
     results: Mapping[str, Any],
-) -> None:
+) -> dict[str, Any]:
     """Writes `output`.json: question, command, device, date, settings and results.
 
     Args:
@@ -42,10 +42,15 @@ def write_report(
         question: that the results answer.
         settings: as `settings` gives them.
         results: added to the report's top level; values must be JSON's.
+
+    Returns:
+        The report as its file reads back, from which plots are drawn.
     """
     report = provenance(question, settings) | dict(results)
     output.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{output}.json").write_text(json.dumps(report, indent=1) + "\n")
+    text = json.dumps(report, indent=1)
+    Path(f"{output}.json").write_text(text + "\n")
+    return json.loads(text)
 
 
 def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> None:

@@ -19,14 +19,20 @@ the factors then vanish in turn do they come back. So its row is a float64 figur
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import numpy as np
 import tyro
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from experiments.common.results import RESULTS, settings, write_report
 from experiments.elastic import discretisations
+from memjax.evaluation.drawing import (
+    COLOURS,
+    MARKERS,
+    Drawing,
+    drawing,
+    source_of,
+)
 from memjax_kernels.hippo import bank
 
 
@@ -156,78 +162,78 @@ def main(config: Config) -> None:
     print(f"largest coefficient on the way of forward Euler, N=32: {peak:.1e}")
     measured = {"bank_minus_recurrence": gap, "forward_peak": peak, "rows": rows}
     question = "table 12 of Elastic Memory: MSE of reconstruction"
-    write_report(config.output, question, settings(config), measured)
-    plot(config, rows).savefig(f"{config.output}.png", dpi=110)
+    result = write_report(config.output, question, settings(config), measured)
+    plot(result, pathlib.Path(f"{config.output}.png"))
 
 
-def plot(config: Config, rows: list[dict]) -> Figure:
+def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     """Draws seed 0 of two rows, the errors of four methods, and the table."""
-    figure = Figure(figsize=(13, 8.5), layout="constrained")
-    axes = figure.subplots(2, 2)
-    _plot_sines(config, axes[0, 0], axes[1, 0])
-    _plot_noise(config, axes[0, 1])
-    _plot_table(axes[1, 1], rows)
-    return figure
+    config = Config(**result["config"])
+    with drawing(
+        path, rows=4, size=(8.5, 13), title="HiPPO-LegS", source=source_of(result)
+    ) as drawn:
+        above, below, noise, table = drawn.grid[:, 0]
+        _plot_sines(config, drawn, above, below)
+        _plot_noise(config, drawn, noise)
+        _plot_table(drawn, table, result["rows"])
 
 
-def _plot_sines(config: Config, above: Axes, below: Axes) -> None:
-    signal = signals(config, 5)[:, :1]
-    above.plot(signal, color="0.75", linewidth=5, label="5 sines")
-    styles = {"zoh": "k--", "forward": "C3", "backward": "C0", "bilinear": "C2"}
-    for case in (case for case in TABLE_12 if case.waves == 5):
-        back = read(compress(signal, case), config.length, 0.5)
-        style = styles[case.method]
-        above.plot(back, style, linewidth=1, label=case.method)
+def _plot_sines(config: Config, drawn: Drawing, above: Any, below: Any) -> None:
+    signal = signals(config, 5)[:, 0]
+    tokens = np.arange(config.length)
+    above.plot(tokens, signal, color="0.75", linewidth=5)
+    drawn.name(above, tokens[-1], signal[-1], "5 sines", "0.6")
+    for i, case in enumerate(case for case in TABLE_12 if case.waves == 5):
+        back = read(compress(signal[:, None], case), config.length, 0.5)[:, 0]
+        style = {"marker": None, "linewidth": 1.0}
+        exact = case.method == "zoh"
+        drawn.line(above, tokens, back, case.method, i, named=exact, **style)
         error = np.abs(back - signal)
-        below.semilogy(error, style, linewidth=1, label=case.method)
-    above.set(title="5 sines, N=32, seed 0", xlabel="token", ylabel="signal")
-    below.set(
-        title="its absolute error", xlabel="token", ylabel="|error|", ylim=(1e-9, None)
-    )
-    above.legend(ncols=2)
-    below.legend(ncols=2, loc="lower center")
+        drawn.line(below, tokens, error, case.method, i, **style)
+    above.set(title="5 sines, N=32, seed 0, and what four methods read back")
+    above.set(ylabel="signal")
+    below.set(title="absolute error of each", xlabel="token", ylabel="|error|")
+    below.set(yscale="log", ylim=(1e-9, None))
 
 
-def _plot_noise(config: Config, axes: Axes) -> None:
+def _plot_noise(config: Config, drawn: Drawing, axes: Any) -> None:
     signal = signals(config, 0)[:, :1]
     shown = slice(config.length * 7 // 16, config.length * 9 // 16)
     tokens = np.arange(config.length)[shown]
-    axes.plot(tokens, signal[shown], color="0.75", linewidth=3, label="noise")
-    for case in (case for case in TABLE_12 if case.waves == 0):
-        back = read(compress(signal, case), config.length, 0.5)
-        axes.plot(tokens, back[shown], linewidth=1.2, label=f"N={case.order}")
-    axes.set(
-        title="noise, zero-order hold, seed 0, middle of the history",
-        xlabel="token",
-        ylabel="signal",
-    )
-    axes.legend(ncols=2)
+    axes.plot(tokens, signal[shown], color="0.75", linewidth=3)
+    drawn.name(axes, tokens[-1], signal[shown][-1, 0], "noise", "0.6")
+    for i, case in enumerate(case for case in TABLE_12 if case.waves == 0):
+        back = read(compress(signal, case), config.length, 0.5)[shown, 0]
+        drawn.line(axes, tokens, back, f"N={case.order}", i, marker=None)
+    axes.set(title="noise, zero-order hold, seed 0, middle of the history")
+    axes.set(xlabel="token", ylabel="signal")
 
 
-def _plot_table(axes: Axes, rows: list[dict]) -> None:
-    positions = np.arange(len(rows))
-    ours = np.array([row["mse_median"] for row in rows])
-    ends = np.array(
-        [[row["mse_min"] for row in rows], [row["mse_max"] for row in rows]]
-    )
-    axes.barh(positions - 0.27, [row["paper"] for row in rows], 0.26, label="paper")
-    axes.barh(
-        positions,
-        ours,
-        0.26,
-        xerr=np.abs(ends - ours),
-        capsize=2,
-        label="ours, median and range",
-    )
-    edge = [row["mse_median_read_at_edge"] for row in rows]
-    axes.barh(positions + 0.27, edge, 0.26, label="ours read half a token early")
+def _plot_table(drawn: Drawing, axes: Any, rows: list[dict]) -> None:
+    """Points, named beside those of the first row."""
+    places = np.arange(len(rows))
+    of = lambda name: np.array([row[name] for row in rows])
+    ours = of("mse_median")
+    ends = np.abs(np.array([of("mse_min"), of("mse_max")]) - ours)
+    for i, (name, values, errors) in enumerate(
+        (
+            ("paper", of("paper"), None),
+            ("ours, median and range", ours, ends),
+            ("read half a token early", of("mse_median_read_at_edge"), None),
+        )
+    ):
+        look = {"color": COLOURS[i], "marker": MARKERS[i], "linestyle": "none"}
+        lines = places + 0.22 * (i - 1)
+        axes.errorbar(values, lines, xerr=errors, **look)
+        # Above the panel, where no value can lie.
+        place = {"xycoords": "axes fraction", "color": COLOURS[i]}
+        sign = "●■◆"[i]
+        axes.annotate(f"{sign} {name}", (0.4 * i - 0.1 * (i > 0), 1.02), **place)
     axes.set_xscale("log")
-    axes.set_yticks(positions, [row["name"] for row in rows])
+    axes.set_yticks(places, [row["name"] for row in rows])
     axes.invert_yaxis()
-    axes.set(title="table 12", xlabel="mean squared error (log)")
-    axes.legend(
-        ncols=3, fontsize="small", loc="lower center", bbox_to_anchor=(0.4, -0.25)
-    )
+    axes.set_title("table 12\n", loc="left")
+    axes.set_xlabel("mean squared error")
 
 
 def _signal(config: Config, waves: int, seed: int) -> np.ndarray:

@@ -266,16 +266,19 @@ def _once(folder: Path, what: str, train: Callable[[], Outcome]) -> Path:
     return folder
 
 
-def write(config: Config, question: str, **results: Any) -> None:
+def write(config: Config, question: str, **results: Any) -> dict[str, Any]:
     """Writes `config.output`.json, with the settings of the training among the results.
 
     Args:
         config: of the experiment.
         question: that the results answer.
         results: values must be JSON's.
+
+    Returns:
+        As `write_report`.
     """
     results = {"training": to_record(config.scale.stages)} | results
-    write_report(config.output, question, settings(config), results)
+    return write_report(config.output, question, settings(config), results)
 
 
 def _digest(record: Any) -> str:

@@ -24,6 +24,7 @@ from experiments.hmt import common, scores
 from memjax import evaluation
 from memjax.checks import require_known
 from memjax.evaluation import Losses, plots
+from memjax.evaluation.drawing import source_of
 from memjax.models.language_model.windowed import with_window
 from memjax.training.finetune.curricula import HMTStages
 
@@ -121,7 +122,7 @@ def report(
         }
     some = next(iter(losses.values()))
     reached = [int((some.mask.sum(axis=1) >= length).sum()) for length in lengths]
-    common.write(
+    result = common.write(
         config,
         "how does perplexity change with the length of the input?",
         lengths=lengths,
@@ -130,10 +131,24 @@ def report(
         models=rows,
         scoring=tables,
     )
-    _draw(config, tables, lengths)
+    plot(result, Path(f"{config.output}.png"))
+    _show(tables, lengths)
 
 
-def _draw(config: Config, tables: dict, lengths: list[int]) -> None:
+def plot(result: dict, path: Path) -> None:
+    """Draws the causal scoring of a result."""
+    causal = result["scoring"]["causal"]
+    plots.perplexity_by_length(
+        causal["perplexity"]["all"],
+        result["lengths"],
+        path,
+        title=f"Held-out documents, targets from {causal['scored_from']} on in each "
+        "segment",
+        source=source_of(result),
+    )
+
+
+def _show(tables: dict, lengths: list[int]) -> None:
     for scoring, table in tables.items():
         curves = table["perplexity"]["all"]
         show(
@@ -142,13 +157,6 @@ def _draw(config: Config, tables: dict, lengths: list[int]) -> None:
             curves,
         )
     causal = tables["causal"]
-    plots.perplexity_by_length(
-        causal["perplexity"]["all"],
-        lengths,
-        Path(f"{config.output}.png"),
-        title=f"Held-out documents, targets from {causal['scored_from']} on in each "
-        "segment",
-    )
     last = causal["gain_over_window"][HMT][-1]
     print(
         f"HMT against the window at {lengths[-1]:,} tokens, causal scoring: "

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import tyro
 from flax import nnx
 from jax.experimental import topologies
@@ -26,6 +25,7 @@ from jaxtyping import PyTree
 
 from experiments.common.results import RESULTS, settings, write_report
 from memjax.data.batches.batch import Batch
+from memjax.evaluation.drawing import COLOURS, drawing, log_values, source_of
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.config import HMTConfig
@@ -144,31 +144,34 @@ def main(config: Config) -> None:
                 sizes[name][way].append(size)
                 print(f"{name} {way} depth {depth}: {size}", flush=True)
     question = (__doc__ or "").splitlines()[0]
-    write_report(config.output, question, settings(config), {"bytes": sizes})
-    plot(config, sizes)
+    found = {"bytes": sizes}
+    result = write_report(config.output, question, settings(config), found)
+    plot(result, Path(f"{config.output}.png"))
 
 
-def plot(config: Config, sizes: dict[str, dict[str, list[dict[str, int]]]]) -> None:
+def plot(result: dict[str, Any], path: Path) -> None:
     """One panel a device; the host's part dashed where there is any."""
-    figure, axes = plt.subplots(
-        1, len(sizes), figsize=(5 * len(sizes), 4), squeeze=False, sharey=True
-    )
-    for axis, (device, ways) in zip(axes[0], sizes.items(), strict=True):
-        for way, found in ways.items():
-            line = axis.plot(
-                config.depths, [x["device"] / 2**20 for x in found], "o-", label=way
-            )
-            host = [x["host"] / 2**20 for x in found]
-            if any(host):
-                color = line[0].get_color()
-                label = f"{way}: host"
-                axis.plot(config.depths, host, "s--", color=color, label=label)
-        axis.set(title=device, xlabel="segments a sample (BPTT depth)", yscale="log")
-        axis.legend()
-    axes[0][0].set_ylabel("MiB beside parameters and moments")
-    figure.tight_layout()
-    figure.savefig(f"{config.output}.png", dpi=120)
-    plt.close(figure)
+    sizes, depths = result["bytes"], result["config"]["depths"]
+    with drawing(
+        path,
+        columns=len(sizes),
+        size=(5 * len(sizes), 4.2),
+        title="A training step of HMT: MiB beside parameters and moments",
+        source=f"compiled on {source_of(result)}",
+        sharey=True,
+    ) as drawn:
+        for axes, (device, ways) in zip(drawn.grid[0], sizes.items(), strict=True):
+            for i, (way, found) in enumerate(ways.items()):
+                of = lambda place, found=found: [x[place] / 2**20 for x in found]
+                drawn.line(axes, depths, of("device"), way, i)
+                if any(of("host")):
+                    dashed: Any = {"linestyle": "--", "color": COLOURS[i]}
+                    name = f"{way}, on the host"
+                    drawn.line(axes, depths, of("host"), name, len(ways), **dashed)
+            axes.set(title=f"for {device}", xlabel="segments a sample")
+            log_values(axes)
+            axes.set_xticks(depths)
+        drawn.grid[0, 0].set_ylabel("MiB")
 
 
 def _on(device: Any, tree: PyTree) -> PyTree:

@@ -39,6 +39,7 @@ from memjax.data import (
     load_tokens,
 )
 from memjax.evaluation import Losses, plots
+from memjax.evaluation.drawing import source_of
 from memjax.models.base import commit_state
 from memjax.models.hmt.model import HMT
 
@@ -76,12 +77,12 @@ class Config(common.Config):
 def main(config: Config) -> None:
     """Trains what is not trained yet, scores, prints and writes."""
     backbone, tokenizer = common.load_backbone(config)
-    results, panels = {}, {}
+    results = {}
     for form in config.forms:
         train = _training_source(config, form, tokenizer)
         test = _make(config, form, tokenizer, "test")
-        results[form], panels[form] = _compare(config, form, train, test)
-    report(config, results, panels)
+        results[form] = _compare(config, form, train, test)
+    report(config, results)
 
 
 def _compare(config: Config, form: Form, source: str, test: list[LongInput]):
@@ -115,7 +116,7 @@ def _compare(config: Config, form: Form, source: str, test: list[LongInput]):
         "histogram": _histogram(found[0]),
         "tokens": [len(text.document.tokens) - 1 for text in texts],
     }
-    return row, found
+    return row
 
 
 def searches(
@@ -138,16 +139,17 @@ def searches(
     return np.concatenate(distances), np.concatenate(held)
 
 
-def report(config: Config, results: dict, panels: dict) -> None:
+def report(config: Config, results: dict) -> None:
     """Writes, draws and prints."""
     memory = config.scale.stages.stage2.hmt
-    common.write(
+    result = common.write(
         config,
         "does a memory search help where the context switches?",
         segment=memory.segment,
         chunk=config.chunk_size,
         chunk_over_segment=config.chunk_size / memory.segment,
         scored_from=memory.summary,
+        memories=memory.memories,
         forms=results,
     )
     show(
@@ -161,13 +163,30 @@ def report(config: Config, results: dict, panels: dict) -> None:
     )
     for form, row in results.items():
         print(f"{form}: {json.dumps(row['recall'])}")
+    plot(result, Path(f"{config.output}.png"))
+
+
+def plot(result: dict, path: Path) -> None:
+    """Draws how far back the searches of a result go."""
+    longest = min(50, result["memories"])
     plots.recall_histogram(
-        panels,
-        Path(f"{config.output}.png"),
-        longest=min(50, memory.memories),
-        title=f"What searches go back to; segments of {memory.segment}, "
-        f"chunks of {config.chunk_size} tokens",
+        {form: searches_of(row, result) for form, row in result["forms"].items()},
+        path,
+        longest=longest,
+        title=f"What searches go back to; segments of {result['segment']}, "
+        f"chunks of {result['chunk']} tokens",
+        source=source_of(result),
     )
+
+
+def searches_of(row: dict, result: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Distances of all searches, in any order, and the memories that were held."""
+    counts = [(int(back), count) for back, count in row["histogram"].items()]
+    distances = np.repeat(*np.asarray(counts).T)
+    # Every segment but a text's first is searched for among those before it.
+    searched = [-(-tokens // result["segment"]) for tokens in row["tokens"]]
+    held = np.concatenate([np.arange(1, segments) for segments in searched])
+    return distances, np.minimum(held, result["memories"])
 
 
 def _make(

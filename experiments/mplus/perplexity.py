@@ -35,6 +35,7 @@ from experiments.mplus.retention import methods, variants
 from experiments.mplus.scores import Excerpt, Models
 from memjax.checks import check_sizes
 from memjax.data import Split, load_tokens
+from memjax.evaluation.drawing import source_of
 from memjax.evaluation.statistics import paired
 from memjax.models import LanguageModel
 from memjax.models.language_model.windowed import with_capacity
@@ -326,12 +327,10 @@ def report(
         "nats_by_text": {name: x.tolist() for name, x in nats.items()},
         "seconds": seconds,
     }
-    write_report(config.output, question, settings(config), results)
+    result = write_report(config.output, question, settings(config), results)
+    plot(result, Path(f"{config.output}.png"))
     title = f"{config.scored} tokens of each of {config.texts} held-out texts"
     by_injecting = {name: parts["told nothing"] for name, parts in saved.items()}
-    dotted = [name for name in nats if name.endswith(LEAKING)]
-    path = Path(f"{config.output}.png")
-    scores.plot(curves, by_injecting, tokens, path, title=title, dotted=dotted)
     columns = [f"{count:,}" for count in tokens]
     show(f"Perplexity after so many injected tokens; {title}", columns, curves)
     show(
@@ -345,6 +344,20 @@ def report(
                 (f"{name} ±", [x["high"] - x["mean"] for x in found]),
             )
         },
+    )
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Draws a result: perplexity by what was injected, and what injecting saves."""
+    config, saved = result["config"], result["saved_nats"]
+    scores.plot(
+        result["perplexity"],
+        {name: parts["told nothing"] for name, parts in saved.items()},
+        result["tokens_told"],
+        path,
+        title=f"{config['scored']} tokens of each of {config['texts']} held-out texts",
+        dotted=result["leaking"],
+        source=source_of(result),
     )
 
 

@@ -18,7 +18,7 @@ see what training brings.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from experiments.mplus import retrieval
 from experiments.mplus.retention import knowledge_retention
 from experiments.mplus.retention.samples import make_samples
 from memjax.data import Tokenizer, load_tokenizer
+from memjax.evaluation.drawing import drawing, source_of
 from memjax.models.mplus.build import mplus
 from memjax.models.mplus.checkpoints.checkpoint import load_mplus
 from memjax.models.mplus.config import MPlusConfig
@@ -214,10 +215,9 @@ def report(
         "distances": distances,
         "after": rows,
     }
-    write_report(config.output, question, settings(config), results)
-    note = "" if trained else ", untrained retriever"
-    title = f"Rows of a fact's context, of {next(iter(rows.values()))['rows_made']}"
-    plot(rows, distances, Path(f"{config.output}.png"), f"{title} a layer{note}")
+    result = write_report(config.output, question, settings(config), results)
+    plot(result, Path(f"{config.output}.png"))
+    title = _title(result)
     columns = {
         "in the pool": "rows_in_pool",
         "in the store": "rows_in_store",
@@ -230,7 +230,7 @@ def report(
         "in pool or store": "still_known",
     }
     show(
-        f"{title} a layer after so many tokens{note}",
+        f"{title}, after so many tokens",
         [f"{distance:,}" for distance in distances],
         {
             name: [row[column] for row in rows.values()]
@@ -243,43 +243,42 @@ def report(
     )
 
 
-def plot(
-    rows: Mapping[int, dict[str, Any]],
-    distances: Sequence[int],
-    path: Path,
-    title: str,
-) -> None:
-    """Figure 6: memory tokens, and below them shares of those in the store."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _title(result: Mapping[str, Any]) -> str:
+    note = "" if result["trained"] else ", untrained retriever"
+    made = next(iter(result["after"].values()))["rows_made"]
+    return f"Rows of a fact's context, of {made} a layer{note}"
 
-    figure = Figure(figsize=(7.5, 6.5), layout="constrained")
-    top, bottom = figure.subplots(2, sharex=True)
-    get = lambda name: [row[name] for row in rows.values()]
-    answers = get("answer")
-    for i, name in enumerate(("in_pool", "in_store", "retrieved", "at_random")):
-        style: dict[str, Any] = {"marker": "o", "markersize": 3, "color": f"C{i}"}
-        label = name.replace("_", " ")
-        top.plot(distances, get(f"rows_{name}"), label=label, **style)
-    top.set(title=title, ylabel="rows a layer")
-    for found, color, label in (
-        (list(rows.values()), "C2", "retrieved"),
-        (answers, "C4", "retrieved of the answer's sentence"),
-    ):
-        shares, errors = (
-            [row[f] for row in found] for f in ("share", "standard_error")
-        )
-        style = {"marker": "o", "markersize": 3, "capsize": 2, "color": color}
-        errors = 1.96 * np.asarray(errors)
-        bottom.errorbar(distances, shares, errors, label=label, **style)
-    bottom.plot(distances, get("share_random"), "C3o-", markersize=3, label="random")
-    bottom.plot(distances, get("share_best"), "0.5", label="at best")
-    bottom.set(xlabel="tokens injected since", ylabel="share of those in the store")
-    bottom.set_ylim(-0.03, 1.03)
-    for axes in (top, bottom):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    FigureCanvasAgg(figure).print_png(path)
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Figure 6: memory tokens, and below them shares of those in the store."""
+    rows, distances = list(result["after"].values()), result["distances"]
+    of = lambda name, found=rows: [row[name] for row in found]
+    answers = of("answer")
+    with drawing(
+        path,
+        rows=2,
+        size=(8, 7),
+        title=_title(result),
+        source=source_of(result),
+        sharex=True,
+    ) as drawn:
+        top, bottom = drawn.grid[:, 0]
+        for i, name in enumerate(("in the pool", "in the store", "retrieved")):
+            values = of(f"rows_{name.replace('the ', '').replace(' ', '_')}")
+            drawn.line(top, distances, values, name, i)
+        drawn.line(top, distances, of("rows_at_random"), "at random", 3)
+        for i, found, name in (
+            (2, rows, "retrieved"),
+            (4, answers, "retrieved of the\nanswer's sentence"),
+        ):
+            errors = 1.96 * np.asarray(of("standard_error", found))
+            drawn.line(bottom, distances, of("share", found), name, i, errors=errors)
+        drawn.line(bottom, distances, of("share_random"), "at random", 3)
+        drawn.line(bottom, distances, of("share_best"), "at best", 6)
+        top.set(ylabel="rows a layer")
+        bottom.set(xlabel="tokens injected since", ylabel="share of those in the store")
+        bottom.set_xticks(distances, [f"{distance:,}" for distance in distances])
+        bottom.set_ylim(-0.03, 1.05)
 
 
 if __name__ == "__main__":

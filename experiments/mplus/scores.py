@@ -18,6 +18,7 @@ from experiments.hmt import common
 from experiments.mplus.retention.knowledge_retention import SCALES, load_trained
 from experiments.mplus.retention.variants import with_store
 from memjax.data import TokenisedDocument, Tokenizer
+from memjax.evaluation.drawing import drawing
 from memjax.models import LanguageModel
 from memjax.models.loss import token_losses
 from memjax.models.mplus.model import MPlus
@@ -187,6 +188,7 @@ def plot(
     *,
     title: str,
     dotted: Sequence[str],
+    source: str = "",
 ) -> None:
     """Perplexity by how much was injected, and below it what injecting saves.
 
@@ -197,31 +199,30 @@ def plot(
         path: the PNG to write.
         title: of the plot.
         dotted: names whose lines are dotted.
+        source: device and commit, small in a corner.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 7), layout="constrained")
-    top, bottom = figure.subplots(2, sharex=True)
     positions = np.arange(len(tokens))
-    for i, (name, values) in enumerate(curves.items()):
-        style: dict[str, Any] = {"color": f"C{i}", "marker": "o", "markersize": 3}
-        style["linestyle"] = ":" if name in dotted else "-"
-        top.plot(positions, values, label=name, **style)
-        mean, low, high = (
-            np.asarray([found[part] for found in saved[name]])
-            for part in ("mean", "low", "high")
+    with drawing(
+        path, rows=2, size=(9, 7.5), title=title, source=source, sharex=True
+    ) as drawn:
+        top, bottom = drawn.grid[:, 0]
+        for i, (name, values) in enumerate(curves.items()):
+            dots: Any = {"linestyle": ":"} if name in dotted else {}
+            drawn.line(top, positions, values, name, i, **dots)
+            mean, low, high = (
+                np.asarray([found[part] for found in saved[name]])
+                for part in ("mean", "low", "high")
+            )
+            # Side by side, so that intervals do not hide each other.
+            beside = positions + 0.06 * (i - (len(curves) - 1) / 2)
+            errors = [mean - low, high - mean]
+            drawn.line(
+                bottom, beside, mean, name, i, errors=errors, named=False, **dots
+            )
+        bottom.axhline(0, color="0.3", linewidth=1)
+        bottom.set_xticks(positions, [f"{count:,}" for count in tokens])
+        bottom.set(
+            xlabel="tokens injected before",
+            ylabel="nats saved against\nnothing injected",
         )
-        # Side by side, so that intervals do not hide each other.
-        beside = positions + 0.04 * (i - (len(curves) - 1) / 2)
-        bottom.errorbar(beside, mean, [mean - low, high - mean], capsize=2, **style)
-    bottom.axhline(0, color="0.3", linewidth=1)
-    bottom.set_xticks(positions, [f"{count:,}" for count in tokens])
-    bottom.set(
-        xlabel="tokens injected before", ylabel="nats saved against\nnothing injected"
-    )
-    top.set(title=title, ylabel="perplexity")
-    for axes in (top, bottom):
-        axes.grid(alpha=0.3)
-    top.legend(fontsize="small")
-    FigureCanvasAgg(figure).print_png(path)
+        top.set(ylabel="perplexity")

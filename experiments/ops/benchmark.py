@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 from rich.console import Console
@@ -34,6 +33,7 @@ from experiments.common.timing import time_functions
 from experiments.ops import baselines, cases
 from experiments.ops.cases import Shape
 from experiments.ops.cost import DEVICES, Device, roofline_seconds
+from memjax.evaluation.drawing import drawing, log_ticks, log_values, source_of
 
 # Shapes of the papers' and flash-linear-attention's benchmarks; then one for a CPU.
 SHAPES = ((8, 2048, 12, 64), (2, 16384, 16, 128), (1, 65536, 12, 64))
@@ -250,24 +250,22 @@ def run(config: Config, console: Console) -> dict:
     }
 
 
-def plot(growth: list[dict], path: pathlib.Path) -> None:
+def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     """Microseconds a token against T, forward with backward."""
-    figure, axes = plt.subplots(figsize=(6, 4))
     lines: dict[str, list[dict]] = {}
-    for row in growth:
+    for row in result["growth"]:
         if row["pass"] == "both":
             lines.setdefault(f"{row['op']}, {row['implementation']}", []).append(row)
-    for name, rows in lines.items():
-        tokens = [row["time"] for row in rows]
-        axes.plot(tokens, [1e6 / row["tokens_per_s"] for row in rows], "o-", label=name)
-    axes.set(
-        xscale="log", yscale="log", xlabel="tokens T", ylabel="µs a token, fwd+bwd"
-    )
-    axes.set_xscale("log", base=2)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    title, source = "Time of a token, forward and backward", source_of(result)
+    with drawing(path, title=title, source=source) as drawn:
+        axes = drawn.grid[0, 0]
+        for i, (name, rows) in enumerate(lines.items()):
+            tokens = [row["time"] for row in rows]
+            taken = [1e6 / row["tokens_per_s"] for row in rows]
+            drawn.line(axes, tokens, taken, name, i)
+        log_values(axes)
+        axes.set(xlabel="tokens T", ylabel="µs a token")
+        log_ticks(axes, [row["time"] for rows in lines.values() for row in rows])
 
 
 def main(config: Config) -> None:
@@ -276,8 +274,8 @@ def main(config: Config) -> None:
     measured = run(config, Console())
     measured["seconds"] = time.perf_counter() - begin
     question = "speed of the ops"
-    write_report(config.output, question, settings(settle(config)), measured)
-    plot(measured["growth"], pathlib.Path(f"{config.output}.png"))
+    result = write_report(config.output, question, settings(settle(config)), measured)
+    plot(result, pathlib.Path(f"{config.output}.png"))
 
 
 def _print(rows: list[dict], console: Console) -> None:

@@ -9,7 +9,9 @@ that length. Transformer++ sees its whole context.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -106,18 +108,20 @@ def summarise(rows: list[dict]) -> list[dict]:
 def report(config: Config, rows: list[dict]) -> None:
     """Writes what there is."""
     summary = summarise(rows)
-    seed_report.write(
+    result = seed_report.write(
         config,
         "which mixers turn a longer training context into lower perplexity?",
         rows,
         perplexity=summary,
     )
-    seed_report.plot_lines(
-        Path(f"{config.output}.png"),
-        {"Held-out documents": summary},
-        "context_length",
-        ("training context (tokens)", "perplexity"),
-    )
+    plot(result, Path(f"{config.output}.png"))
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Draws the perplexities of a result against the training context."""
+    panels = {"Held-out documents": result["perplexity"]}
+    labels = ("training context (tokens)", "perplexity")
+    seed_report.plot_lines(result, path, panels, "context_length", labels)
 
 
 if __name__ == "__main__":

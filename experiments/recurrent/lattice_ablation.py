@@ -12,7 +12,9 @@ documents, per token.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -92,15 +94,19 @@ def main(config: Config) -> None:
 def report(config: Config, rows: list[dict]) -> None:
     """Writes what there is."""
     summary = seed_report.summarise(rows, "perplexity", "normalised projection")
-    seed_report.write(
+    result = seed_report.write(
         config,
         "what does each part of Lattice bring? (Table 4)",
         rows,
         paper=PAPER,
         perplexity=summary,
     )
-    path = Path(f"{config.output}.png")
-    seed_report.plot_bars(path, summary, "Lattice, Table 4", "perplexity")
+    plot(result, Path(f"{config.output}.png"))
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Draws the perplexities of a result."""
+    seed_report.plot_means(result, path, "Lattice, Table 4", "perplexity")
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tyro
-from matplotlib.figure import Figure
 
 from experiments.common.results import RESULTS, settings, write_report
 from experiments.common.timing import time_functions
 from experiments.recurrent.lattice_refine import lattice_refined
+from memjax.evaluation.drawing import drawing, source_of
 from memjax_kernels.lattice import VARIANTS, Variant, lattice
 
 
@@ -161,50 +161,60 @@ def distance(actual: jax.Array, expected: jax.Array) -> float:
     return float(jnp.sqrt(squares))
 
 
-def plot(config: Config, rows: list[dict]) -> Figure:
+# What a row of panels shows: its axis, keys, and lines as (field, dashes, name).
+PANELS: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = tuple(
+    panel
+    for keys in ("softmax", "unit")
+    for panel in (
+        (
+            f"error, {keys} keys",
+            keys,
+            (("chunk_error", "-", "C = {}"), ("refined_error", ":", "C = {}, refined")),
+        ),
+        (f"rounds, {keys} keys", keys, (("rounds_mean", "-", "C = {}"),)),
+    )
+)
+
+
+def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     """Errors and rounds against gamma: a column for each variant."""
-    figure = Figure(figsize=(11, 9), layout="constrained")
-    panels = figure.subplots(3, 3, sharex=True, sharey="row")
-    for column, variant in enumerate(VARIANTS):
-        panels[0, column].set_title(variant)
-        panels[2, column].set_xlabel("mean step size gamma")
-        for i, size in enumerate(config.chunk_sizes):
-            style = {"color": f"C{i}", "marker": "o", "markersize": 3}
-            chosen = lambda keys, size=size, variant=variant: [
-                row
-                for row in rows
-                if (row["keys"], row["variant"]) == (keys, variant)
-                and row["chunk_size"] == size
-            ]
-            for line, keys in enumerate(("softmax", "unit")):
-                axes, found = panels[line, column], chosen(keys)
-                drawn = lambda name, found=found: [row[name] for row in found]
-                axes.loglog(
-                    config.gammas, drawn("chunk_error"), label=f"C = {size}", **style
-                )
-                axes.loglog(
-                    config.gammas,
-                    drawn("refined_error"),
-                    label=f"C = {size}, refined",
-                    linestyle=":",
-                    **style,
-                )
-                style_of = {"softmax": "-", "unit": "--"}[keys]
-                panels[2, column].semilogx(
-                    config.gammas,
-                    drawn("rounds_mean"),
-                    linestyle=style_of,
-                    label=f"C = {size}, {keys} keys",
-                    **style,
-                )
-    for line, label in enumerate(
-        ("error, softmax keys", "error, unit keys", "rounds, mean over chunks")
-    ):
-        panels[line, 0].set_ylabel(label)
-        panels[line, 2].legend(fontsize=7)
-    for axes in panels.flat:
-        axes.grid(alpha=0.3)
-    return figure
+    config = result["config"]
+    gammas, sizes = config["gammas"], config["chunk_sizes"]
+    with drawing(
+        path,
+        rows=len(PANELS),
+        columns=len(VARIANTS),
+        size=(11, 13),
+        title="Lattice in chunks against its recurrence, by mean step size gamma",
+        source=source_of(result),
+        sharex=True,
+        sharey="row",
+    ) as drawn:
+        for line, (label, keys, lines) in enumerate(PANELS):
+            drawn.grid[line, 0].set_ylabel(label)
+            for axes, variant in zip(drawn.grid[line], VARIANTS, strict=True):
+                axes.set(xscale="log", yscale="log" if len(lines) > 1 else "linear")
+                for i, size in enumerate(sizes):
+                    wanted = (keys, variant, size)
+                    found = [
+                        row
+                        for row in result["errors"]
+                        if (row["keys"], row["variant"], row["chunk_size"]) == wanted
+                    ]
+                    for field, dashes, name in lines:
+                        drawn.line(
+                            axes,
+                            gammas,
+                            [row[field] for row in found],
+                            name.format(size),
+                            i,
+                            named=variant == VARIANTS[-1],
+                            linestyle=dashes,
+                        )
+        for axes, variant in zip(drawn.grid[0], VARIANTS, strict=True):
+            axes.set_title(variant)
+        for axes in drawn.grid[-1]:
+            axes.set_xlabel("gamma")
 
 
 def main(config: Config) -> None:
@@ -218,8 +228,8 @@ def main(config: Config) -> None:
         _print(variant, rows, timings)
     question = "Lattice: chunks and refined chunks against the exact recurrence"
     results = {"errors": rows, "times": timings}
-    write_report(config.output, question, settings(config), results)
-    plot(config, rows).savefig(f"{config.output}.png", dpi=110)
+    result = write_report(config.output, question, settings(config), results)
+    plot(result, pathlib.Path(f"{config.output}.png"))
 
 
 def _print(variant: str, rows: list[dict], timings: list[dict]) -> None:

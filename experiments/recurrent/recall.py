@@ -19,7 +19,7 @@ tokens: the space before the answer, the hyphens, a tenth of the digits).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,6 +171,10 @@ def accuracy(model: LanguageModel, batches: Iterable[Batch]) -> dict[str, float]
     return {"accuracy": float(np.concatenate(whole).mean()), "tokens": right / queried}
 
 
+#: What tests are drawn against, and how the axis is called.
+AXES = {"pairs": "key-value pairs", "length": "tokens of the test"}
+
+
 def main(config: Config) -> None:
     """Trains what is not trained yet, prints and writes the results."""
     rows = comparison.study(
@@ -208,7 +212,7 @@ def summaries(rows: list[dict]) -> dict[str, tuple[list[dict], str]]:
 def report(config: Config, rows: list[dict]) -> None:
     """Writes what there is: MQAR and needles each have a plot."""
     found = summaries(rows)
-    seed_report.write(
+    result = seed_report.write(
         config,
         "how much does each memory recall, and over what distance?",
         rows,
@@ -216,11 +220,15 @@ def report(config: Config, rows: list[dict]) -> None:
         niah_scale=config.niah._asdict(),
         accuracy={title: summary for title, (summary, _) in found.items()},
     )
-    for by, label in (("pairs", "key-value pairs"), ("length", "tokens of the test")):
-        panels = {t: summary for t, (summary, axis) in found.items() if axis == by}
-        if panels:
-            path = Path(f"{config.output}_{by}.png")
-            seed_report.plot_lines(path, panels, by, (label, "accuracy"))
+    for by in AXES:
+        plot(result, Path(f"{config.output}_{by}.png"), by)
+
+
+def plot(result: Mapping[str, Any], path: Path, by: str = "pairs") -> None:
+    """Draws the tests of a result that are drawn against `by`, if there are any."""
+    panels = {t: rows for t, rows in result["accuracy"].items() if by in rows[0]}
+    if panels:
+        seed_report.plot_lines(result, path, panels, by, (AXES[by], "accuracy"))
 
 
 @functools.partial(jax.jit, static_argnums=0)

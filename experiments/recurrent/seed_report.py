@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from experiments.common.results import settings, write_report
 from experiments.recurrent import comparison
+from memjax.evaluation.drawing import COLOURS, drawing, log_ticks, source_of
 from memjax.evaluation.statistics import interval, standard_error
 
 
@@ -65,10 +65,10 @@ def write(
     question: str,
     rows: Sequence[dict],
     **summaries: Any,
-) -> None:
+) -> dict[str, Any]:
     """Writes `config.output`.json: where it comes from, summaries, and every run."""
     results = {"scale": config.scale._asdict()} | summaries | {"rows": list(rows)}
-    write_report(config.output, question, settings(config), results)
+    return write_report(config.output, question, settings(config), results)
 
 
 def show(
@@ -98,63 +98,50 @@ def show(
     Console().print(table)
 
 
-def plot_bars(
-    path: Path, summary: Sequence[Mapping[str, Any]], title: str, label: str
-) -> None:
-    """Draws one bar a row, from near the smallest value, with standard errors."""
-    figure = Figure(figsize=(8, 0.6 + 0.35 * len(summary)), layout="constrained")
-    axes = figure.subplots()
-    means = np.array([row["mean"] for row in summary])
-    errors = np.array([row["error"] or 0.0 for row in summary])
-    low, high = (means - errors).min(), (means + errors).max()
-    room = (high - low) or 1.0
-    positions = np.arange(len(summary))
-    axes.barh(positions, means, xerr=errors, capsize=2, color="C0", alpha=0.8)
-    axes.set_yticks(positions, [row["name"] for row in summary])
-    axes.set_xlim(low - 0.15 * room, high + 0.1 * room)
-    axes.invert_yaxis()
-    axes.set(title=title, xlabel=f"{label} (axis cut)")
-    axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=110)
+def plot_means(result: Mapping[str, Any], path: Path, title: str, label: str) -> None:
+    """Draws the mean perplexity of each row with its standard error.
+
+    Points, and not bars: the axis does not begin at 0.
+    """
+    summary = result["perplexity"]
+    size = (8, 1.4 + 0.34 * len(summary))
+    with drawing(path, size=size, title=title, source=source_of(result)) as drawn:
+        axes = drawn.grid[0, 0]
+        means = np.array([row["mean"] for row in summary])
+        errors = np.array([row["error"] or 0.0 for row in summary])
+        places = np.arange(len(summary))
+        axes.errorbar(means, places, xerr=errors, fmt="o", color=COLOURS[0])
+        beside = axes.get_yaxis_transform()
+        for row, place in zip(summary, places, strict=True):
+            text = _pair(row["mean"], row["error"], 2)
+            axes.text(1.02, place, text, transform=beside, verticalalignment="center")
+        axes.set_yticks(places, [row["name"] for row in summary])
+        axes.invert_yaxis()
+        axes.set(xlabel=f"{label}, mean ± standard error over seeds")
 
 
 def plot_lines(
+    result: Mapping[str, Any],
     path: Path,
     panels: Mapping[str, Sequence[Mapping[str, Any]]],
     by: str,
     labels: tuple[str, str],
 ) -> None:
     """Draws each model's means against the field `by`, one panel a summary."""
-    width = 2.5 + 4 * len(panels)
-    figure = Figure(figsize=(width, 4.5), layout="constrained")
-    styles = {}
-    grid = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (title, summary) in zip(grid, panels.items(), strict=True):
-        for row in summary:
-            count = len(styles)
-            style = dict(color=f"C{count % 10}", linestyle="-" if count < 10 else "--")
-            styles.setdefault(row["name"], style)
-        for name, style in styles.items():
-            own = [row for row in summary if row["name"] == name]
-            axes.errorbar(
-                [row[by] for row in own],
-                [row["mean"] for row in own],
-                yerr=[row["error"] or 0.0 for row in own],
-                marker="o",
-                markersize=3,
-                capsize=2,
-                label=name,
-                **style,
-            )
-        ticks = sorted({row[by] for row in summary})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.set(title=title, xlabel=labels[0])
-        axes.grid(alpha=0.3)
-    grid[0].set_ylabel(labels[1])
-    handles, names = grid[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right center", fontsize="small")
-    figure.savefig(path, dpi=110)
+    names = list(dict.fromkeys(r["name"] for rows in panels.values() for r in rows))
+    size = (2.5 + 5.5 * len(panels), 5.2)
+    with drawing(
+        path, columns=len(panels), size=size, source=source_of(result)
+    ) as drawn:
+        for axes, (title, summary) in zip(drawn.grid[0], panels.items(), strict=True):
+            for i, name in enumerate(names):
+                own = [row for row in summary if row["name"] == name]
+                errors = [row["error"] or 0.0 for row in own]
+                places, means = ([row[k] for row in own] for k in (by, "mean"))
+                drawn.line(axes, places, means, name, i, errors=errors)
+            log_ticks(axes, [row[by] for row in summary])
+            axes.set(title=title, xlabel=labels[0])
+        drawn.grid[0, 0].set_ylabel(labels[1])
 
 
 def _clear(differences: Sequence[float]) -> bool:

@@ -9,7 +9,9 @@ the preset, which has the paper's 64 slots from "125m" on.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -96,7 +98,7 @@ def main(config: Config) -> None:
 def report(config: Config, rows: list[dict]) -> None:
     """Writes what there is."""
     summary = seed_report.summarise(rows, "perplexity", "Trellis")
-    seed_report.write(
+    result = seed_report.write(
         config,
         "what does each part of Trellis bring? (Table 2)",
         rows,
@@ -104,8 +106,12 @@ def report(config: Config, rows: list[dict]) -> None:
         paper=PAPER,
         perplexity=summary,
     )
-    path = Path(f"{config.output}.png")
-    seed_report.plot_bars(path, summary, "Trellis, Table 2", "perplexity")
+    plot(result, Path(f"{config.output}.png"))
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Draws the perplexities of a result."""
+    seed_report.plot_means(result, path, "Trellis, Table 2", "perplexity")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Tables of the READMEs, rendered from the result files."""
+"""Tables of the READMEs and of docs/, rendered from the result files."""

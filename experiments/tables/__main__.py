@@ -1,4 +1,4 @@
-"""Renders the tables of all READMEs from the result files, or checks them.
+"""Renders the tables of READMEs and of docs/ from the result files, or checks them.
 
     python -m experiments.tables            # writes the tables anew
     python -m experiments.tables --check    # exit code 1 where one is stale
@@ -15,7 +15,10 @@ import tyro
 from experiments.tables import (
     blocks,
     books,
+    conversation,
     elastic,
+    generation,
+    guide,
     hmt,
     mplus,
     ops,
@@ -25,20 +28,31 @@ from experiments.tables import (
 from experiments.tables.table import Tables
 
 ROOT = Path(__file__).parents[2]
-MODULES = (books, elastic, hmt, mplus, ops, papers, recurrent)
+MODULES = (
+    books,
+    conversation,
+    elastic,
+    generation,
+    guide,
+    hmt,
+    mplus,
+    ops,
+    papers,
+    recurrent,
+)
 TABLES: Tables = {k: f for module in MODULES for k, f in module.TABLES.items()}
 
 
 def readmes(root: Path) -> list[Path]:
-    """The READMEs that the rule holds for."""
+    """The READMEs and the pages of the documentation, which the rule holds for."""
     found = [root / "README.md"]
     for folder in ("experiments", "kernels", "memjax"):
         found += sorted((root / folder).rglob("README.md"))
-    return found
+    return found + sorted((root / "docs").rglob("*.md"))
 
 
 def write(files: Iterable[Path]) -> None:
-    """Renders the tables of these READMEs."""
+    """Renders the tables of these files."""
     for file in files:
         text = file.read_text("utf-8")
         fresh = blocks.replace(text, TABLES, file.parent)
@@ -48,7 +62,7 @@ def write(files: Iterable[Path]) -> None:
 
 
 def check(files: Iterable[Path], root: Path) -> list[str]:
-    """What is wrong with these READMEs."""
+    """What is wrong with these files."""
     found = []
     for file in files:
         whole = (root / "experiments") in file.parents
@@ -68,7 +82,7 @@ def main(check_only: bool) -> int:
 
 
 def _command(check: bool = False) -> int:
-    """Renders or checks the tables of all READMEs.
+    """Renders or checks the tables of READMEs and of the documentation.
 
     Args:
         check: only say what is wrong.

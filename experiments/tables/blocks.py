@@ -1,4 +1,4 @@
-"""Marked blocks of a README: rendering, and the check that nothing stands outside.
+"""Marked blocks of READMEs and pages: rendering, and the check of what is outside.
 
 A block is
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import tyro
 
+from memjax.cli.progress import Progress
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints import pretrained as interop
@@ -45,9 +46,14 @@ def import_model(
         dtype: of the saved numbers; float32 holds all that the source held.
         tokenizer: take the tokenizer too; --no-tokenizer for one that cannot be read.
     """
-    written = interop.convert(
-        source, destination, dtype=dtype, with_tokenizer=tokenizer
-    )
+    with Progress("reading", "tensors") as progress:
+        written = interop.convert(
+            source,
+            destination,
+            dtype=dtype,
+            with_tokenizer=tokenizer,
+            progress=progress,
+        )
     return _report(written, destination)
 
 

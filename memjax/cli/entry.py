@@ -7,6 +7,7 @@ import importlib
 import sys
 
 from memjax import __version__
+from memjax.cli.presets import help_of
 
 #: The commands, each with the first sentence of its help.
 COMMANDS = {
@@ -15,6 +16,10 @@ COMMANDS = {
     "finetune": "Fine-tunes a pretrained model with a memory, or resumes a run.",
     "eval": "Perplexity of a model, by kind of text and by position.",
     "generate": "Reads a prompt of any length into the memory and writes on.",
+    "tell": "Reads text files into a memory.",
+    "ask": "Answers a question from a memory, which stays as it is.",
+    "chat": "Talks with a model; each turn is saved, and the next call goes on from "
+    "there.",
     "data": "Lists a source's documents.",
     "import": "Turns a pretrained model into a folder that loads quickly, here and "
     "elsewhere.",
@@ -26,12 +31,19 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> None:
     """Answers --help and --version, and gives any other line to `memjax.cli.main`."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv == ["--version"]:
-        print(f"memjax {__version__}")
-    elif argv in (["--help"], ["-h"]):
-        print(help_text())
+    if answer := quick_answer(argv):
+        print(answer)
     else:
         importlib.import_module("memjax.cli.main").main(argv)
+
+
+def quick_answer(argv: list[str]) -> str | None:
+    """What needs no JAX: the version, and lists of commands and of presets."""
+    if argv == ["--version"]:
+        return f"memjax {__version__}"
+    if argv in (["--help"], ["-h"]):
+        return help_text()
+    return help_of(argv)
 
 
 def help_text() -> str:

@@ -1,13 +1,15 @@
 """The command `memjax finetune`."""
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from memjax.cli.stopping import exits_75
+from memjax.training.curves import draw_curves
 from memjax.training.finetune import finetune as finetuning
 from memjax.training.finetune import hmt_presets, mplus_presets
+from memjax.training.finetune.curricula import HMTStages, MPlusStages
+from memjax.training.finetune.mplus_stage import MPlusStage
+from memjax.training.finetune.segment_stage import SegmentStage
 
 
 def presets() -> dict[str, Any]:
@@ -15,13 +17,8 @@ def presets() -> dict[str, Any]:
     return hmt_presets.presets() | mplus_presets.presets()
 
 
-Config = tyro.extras.subcommand_type_from_defaults(
-    presets(), prefix_names=False, sort_subcommands=False
-)
-
-
 def finetune(
-    config: Annotated[Config, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]
+    config: SegmentStage | MPlusStage | HMTStages | MPlusStages,
     backbone: str | None = None,
     run_dir: Path = Path("runs/finetuned"),
     start: Path | None = None,
@@ -47,4 +44,7 @@ def finetune(
     with exits_75():
         outcome = finetuning.finetune_stages(stages, backbone, run_dir, start)
     print(f"{outcome.reason} at step {outcome.step}; run folder {run_dir}")
+    for name, _ in stages if outcome.reason != "preempted" else ():
+        if curves := draw_curves(run_dir / name):
+            print(f"wrote {curves}")
     return outcome.exit_code

@@ -2,23 +2,19 @@
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import jax
-import numpy as np
 import tyro
 
 from memjax.checks import check_sizes
+from memjax.conversation.streaming import printer
 from memjax.data.documents.folder import MAX_DOCUMENT
 from memjax.data.documents.tokenizer import encode_prompt
 from memjax.models import Sampling, generate
 from memjax.models.language_model.config import Dtype
 from memjax.training.finetune.any_model import open_model
-
-# What a tokenizer decodes bytes to that are no whole character yet.
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 def generate_text(
@@ -55,7 +51,7 @@ def generate_text(
     check_sizes(tokens=tokens)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed}")
-    text = prompt if prompt_file is None else _read_text(prompt_file)
+    text = prompt if prompt_file is None else read_text(prompt_file)
     opened = open_model(model, dtype=dtype)
     tokenizer, ends = opened.tokenizer, opened.text.generation.eos_ids
     # With the first token, so that what is refused prints nothing.
@@ -74,8 +70,12 @@ def generate_text(
     return 0
 
 
-def _read_text(file: Path) -> str:
-    """A prompt; from a pipe too, but not from one without an end."""
+def read_text(file: Path) -> str:
+    """The text of a file; of a pipe too, but not of one without an end.
+
+    Raises:
+        ValueError: if it is not UTF-8, or too long. OSError: it cannot be read.
+    """
     with file.open("rb") as stream:
         content = stream.read(MAX_DOCUMENT + 1)
     if len(content) > MAX_DOCUMENT:
@@ -92,40 +92,3 @@ def _write(before: list[str], text: str) -> None:
         sys.stdout.write(before.pop())
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def printer(
-    decode: Callable[[np.ndarray], str],
-    stop: Sequence[str],
-    limit: int,
-    ends: Sequence[int],
-    write: Callable[[str], object],
-) -> Callable[[np.ndarray], bool]:
-    """`stop_when` of `generate` that writes what is new, up to a stop text.
-
-    Args:
-        decode: of the tokenizer.
-        stop: texts that end the output.
-        limit: tokens of the whole output: behind the last, nothing is kept back.
-        ends: tokens that end a text, which have no text of their own.
-        write: called with each new part.
-    """
-    shown = 0
-    # What may be the beginning of a stop text waits for what follows.
-    behind = max(map(len, stop), default=1) - 1
-
-    def stop_when(tokens: np.ndarray) -> bool:
-        nonlocal shown
-        row = tokens[0]
-        text = decode(row[:-1] if row[-1] in ends else row)
-        found = [text.index(part) for part in stop if part in text]
-        over = bool(found) or len(row) == limit or row[-1] in ends
-        last = min(found) if found else len(text) if over else len(text) - behind
-        if not over and text.endswith(UNFINISHED):
-            last = min(last, len(text.rstrip(UNFINISHED)))
-        if last > shown:
-            write(text[shown:last])
-            shown = last
-        return bool(found)
-
-    return stop_when

@@ -1,15 +1,11 @@
-"""The command line: train, finetune, eval, generate, data, import and export.
+"""The command line: train, finetune, eval, generate, tell, ask, chat, data and more.
 
 Exit codes: 0 done; 2 bad input, with one line on stderr; 75 stopped by a signal with
 everything saved (run the same command again to resume); 1 anything else.
 """
 
-import contextlib
-import functools
-import io
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from memjax import evaluation
-from memjax.checks import require_known
 from memjax.cli import checkpoints as cli_interop
+from memjax.cli import config_files, entry
+from memjax.cli import conversation as cli_conversation
 from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
-from memjax.cli.mixers import REGISTRY
+from memjax.cli.parsing import Configured, parse
+from memjax.cli.progress import Progress
 from memjax.cli.stopping import exits_75
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data.documents.sources import open_documents
@@ -33,37 +31,17 @@ from memjax.evaluation import plots
 from memjax.models.language_model.config import Dtype
 from memjax.training import pretrain as run
 from memjax.training.checkpoints.checksums import write_atomically
+from memjax.training.config import RunConfig
+from memjax.training.curves import draw_curves
 from memjax.training.finetune.any_model import open_model
 from memjax.training.resume import NonFiniteError
 
-Config = tyro.extras.subcommand_type_from_defaults(
-    run.presets(), prefix_names=False, sort_subcommands=False
-)
 #: Characters of an error; ten names of 200 fit.
 MAX_MESSAGE = 3000
-app = tyro.extras.SubcommandApp()
 
 
-def command(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Registers a command whose parsing returns the call instead of making it.
-
-    So a wrong option can be told from an error while the command runs.
-    """
-
-    def register(function):
-        @functools.wraps(function)
-        def deferred(*args, **kwargs):
-            return functools.partial(function, *args, **kwargs)
-
-        app.command(name=name)(deferred)
-        return function
-
-    return register
-
-
-@command("train")
 def train(
-    config: Annotated[Config, tyro.conf.arg(name="")],  # pyright: ignore[reportInvalidTypeForm]
+    config: RunConfig,
     run_dir: Path = Path("runs/latest"),
     distributed: Literal["auto", "on", "off"] = "auto",
 ) -> int:
@@ -82,16 +60,12 @@ def train(
         tokenizer = load_tokenizer(config.data.tokenizer)
         outcome = run.train(run.with_vocabulary(config, tokenizer), run_dir)
     print(f"{outcome.reason} at step {outcome.step}; run folder {run_dir}")
+    # A run that was asked to stop has no time for it.
+    if outcome.reason != "preempted" and (curves := draw_curves(run_dir)):
+        print(f"wrote {curves}")
     return outcome.exit_code
 
 
-command("finetune")(cli_finetune.finetune)
-command("generate")(cli_generate.generate_text)
-command("import")(cli_interop.import_model)
-command("export")(cli_interop.export_model)
-
-
-@command("eval")
 def evaluate(
     model: Annotated[str, tyro.conf.Positional],
     split: Literal["train", "validation", "test"] = "test",
@@ -136,13 +110,15 @@ def evaluate(
         split,
         data.cache_dir if data else None,
     )
-    every = evaluation.losses(
-        found,
-        documents,
-        context_length=context_length,
-        segment=segment or (data.context_length if data else found.window),
-        batch_size=batch_size,
-    )
+    with Progress("scoring", "tokens") as progress:
+        every = evaluation.losses(
+            found,
+            documents,
+            context_length=context_length,
+            segment=segment or (data.context_length if data else found.window),
+            batch_size=batch_size,
+            progress=progress,
+        )
     losses, window = evaluation.causal(found, every), found.window
     rows = {
         kind or "all": {
@@ -168,7 +144,6 @@ def evaluate(
     return 0
 
 
-@command("data")
 def data(
     source: str = "embedded",
     tokenizer: str = "bpe4k",
@@ -206,15 +181,40 @@ def join_cluster(distributed: str) -> None:
         jax.distributed.initialize()
 
 
+COMMANDS: dict[str, Callable[..., int]] = {
+    "eval": evaluate,
+    "generate": cli_generate.generate_text,
+    "tell": cli_conversation.tell,
+    "ask": cli_conversation.ask,
+    "chat": cli_conversation.chat,
+    "data": data,
+    "import": cli_interop.import_model,
+    "export": cli_interop.export_model,
+}
+#: Those that take a configuration.
+CONFIGURED = {
+    "train": Configured(train, run.presets, config_files.read_training),
+    "finetune": Configured(
+        cli_finetune.finetune, cli_finetune.presets, config_files.read_finetuning
+    ),
+}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Runs a command; bad input is one line and exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
+    if page := entry.quick_answer(argv):
+        print(page)
+        sys.exit(0)
     try:
-        code = _parse(argv)()
+        code = parse(argv, COMMANDS, CONFIGURED)()
     # An optional package that is missing is named by its ImportError.
     except (ValueError, OSError, ImportError, NonFiniteError) as error:
         print(f"memjax: {_one_line(str(error))}", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        print("memjax: interrupted", file=sys.stderr)
+        code = 130
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(
             error
@@ -225,36 +225,9 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _parse(argv: list[str]) -> Callable[[], int]:
-    """The command of an argument list; a parser error becomes a ValueError."""
-    presets = {"train": run.presets, "finetune": cli_finetune.presets}
-    # A misspelt preset is refused here, with the nearest names.
-    if argv and argv[0] in presets:
-        pairs = zip(argv, argv[1:], strict=False)
-        for before, word in pairs:
-            if not word.startswith("-") and not before.startswith("-"):
-                require_known("preset", word, tuple(presets[argv[0]]()))
-                break
-    complaint = io.StringIO()
-    try:
-        # The parser prints a framed page of help; its message becomes one line.
-        with contextlib.redirect_stderr(complaint):
-            return app.cli(
-                args=argv,
-                prog="memjax",
-                description=__doc__,
-                config=(tyro.conf.CascadeSubcommandArgs,),
-                registry=REGISTRY,
-            )
-    except SystemExit as stop:
-        if stop.code == 2:
-            raise ValueError(complaint.getvalue()) from None
-        raise
-
-
 def _one_line(message: str) -> str:
-    """Drops line breaks, the frame that the parser draws, and all beyond some lines."""
-    words = " ".join(re.sub("[\u2500-\u257f]", " ", message).split())
+    """Drops line breaks, and all beyond some lines."""
+    words = " ".join(message.split())
     return words if len(words) <= MAX_MESSAGE else f"{words[:MAX_MESSAGE]}..."
 
 

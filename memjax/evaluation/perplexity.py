@@ -41,6 +41,7 @@ def losses(
     segment: int = 1024,
     batch_size: int = 8,
     should_stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Losses:
     """Reads documents segment by segment and keeps every token's loss.
 
@@ -52,6 +53,7 @@ def losses(
         segment: tokens read at a time; a multiple of the model's window is quick.
         batch_size: texts read side by side.
         should_stop: polled between segments; what was read until then is returned.
+        progress: called after each segment with the targets scored, and all of them.
 
     Raises:
         ValueError: if there is nothing to score, or a size is out of range.
@@ -68,6 +70,7 @@ def losses(
     order = sorted(range(len(texts)), key=lambda i: len(texts[i][1]))
     longest = max(len(tokens) for _, tokens in texts) - 1
     nll, mask = np.zeros((2, len(texts), longest), np.float32)
+    done, total = 0, sum(len(tokens) - 1 for _, tokens in texts)
     # The structure is static, so that one program serves all batches.
     graph, params = nnx.split(model)
     for first in range(0, len(texts), batch_size):
@@ -89,6 +92,8 @@ def losses(
             nll[rows, start:stop] = np.where(
                 kept > 0, np.asarray(scores)[: len(rows), : stop - start], 0
             )
+            done += int(kept.sum())
+            progress(done, total)
     return Losses(nll, mask, tuple(kind for kind, _ in texts))
 
 

@@ -1,9 +1,12 @@
-"""Plots of evaluations."""
+"""Plots of evaluations and of training, in the style of `drawing.py`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from memjax.evaluation.drawing import COLOURS, GREY, drawing, log_ticks
 
 
 def loss_by_position(
@@ -13,6 +16,7 @@ def loss_by_position(
     *,
     window: int | None = None,
     title: str = "",
+    source: str = "",
 ) -> None:
     """Draws mean loss against position in the text, one step line a model.
 
@@ -24,41 +28,35 @@ def loss_by_position(
         path: the PNG to write.
         window: marked by a vertical line.
         title: of the plot.
+        source: device and commit, small in a corner.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 6 if len(curves) > 1 else 4), layout="constrained")
-    panels = figure.subplots(2 if len(curves) > 1 else 1, sharex=True, squeeze=False)
-    top, bottom = panels[0, 0], panels[-1, 0]
+    rows = 2 if len(curves) > 1 else 1
     # A log axis has no 0: the first bin is drawn from half its end.
     bins = [max(edges[0], edges[1] / 2), *edges[1:]]
     # Savings are against the first model.
     base, *_ = (np.asarray(values) for values in curves.values())
-    for i, (name, values) in enumerate(curves.items()):
-        style = {"baseline": None, "linewidth": 1.8, "color": f"C{i}", "label": name}
-        top.stairs(np.asarray(values), bins, **style)
-        if i:
-            bottom.stairs(base - np.asarray(values), bins, **style)
-    for axes in panels[:, 0]:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(edges[1:], [f"{edge:,}" for edge in edges[1:]])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
+    size = (7.5, 6.0 if rows > 1 else 4.0)
+    with drawing(
+        path, rows=rows, size=size, title=title, source=source, sharex=True
+    ) as plot:
+        top, bottom = plot.grid[0, 0], plot.grid[-1, 0]
+        for i, (name, values) in enumerate(curves.items()):
+            plot.steps(top, values, bins, name, i, named=rows > 1)
+            if i:
+                plot.steps(bottom, base - np.asarray(values), bins, name, i)
+        for axes in plot.grid[:, 0]:
+            log_ticks(axes, edges[1:])
+            if window is not None:
+                axes.axvline(window, color=GREY, linestyle="--", linewidth=1)
         if window is not None:
-            axes.axvline(window, color="0.5", linestyle="--", linewidth=1)
-    if window is not None:
-        label = f" window of {window} tokens"
-        place = (window, top.get_ylim()[1])
-        top.annotate(label, place, color="0.4", verticalalignment="top")
-    if bottom is not top:
-        bottom.axhline(0, color="0.3", linewidth=1)
-        bottom.set_ylabel(f"nats saved against\n{next(iter(curves))}")
-    bottom.set_xlabel("position in the text (tokens)")
-    top.set_ylabel("loss (nats per token)")
-    top.set_title(title)
-    top.legend()
-    FigureCanvasAgg(figure).print_png(path)
+            # Above the panel, where no line can be.
+            place = {"transform": top.get_xaxis_transform(), "color": GREY}
+            top.text(window, 1.02, f"window of {window} tokens", **place)
+        if bottom is not top:
+            bottom.axhline(0, color="0.3", linewidth=1)
+            bottom.set_ylabel(f"nats saved against\n{next(iter(curves))}")
+        bottom.set_xlabel("position in the text (tokens)")
+        top.set_ylabel("loss (nats per token)")
 
 
 def perplexity_by_length(
@@ -67,6 +65,7 @@ def perplexity_by_length(
     path: Path,
     *,
     title: str = "",
+    source: str = "",
 ) -> None:
     """Draws perplexity against the length of the input, one line a model.
 
@@ -75,21 +74,14 @@ def perplexity_by_length(
         lengths: tokens, drawn on a log scale.
         path: the PNG to write.
         title: of the plot.
+        source: device and commit, small in a corner.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, values in curves.items():
-        axes.plot(lengths, values, marker="o", markersize=3, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.set(title=title, xlabel="input length (tokens)", ylabel="perplexity")
-    axes.legend(fontsize="small")
-    FigureCanvasAgg(figure).print_png(path)
+    with drawing(path, title=title, source=source) as plot:
+        axes = plot.grid[0, 0]
+        for i, (name, values) in enumerate(curves.items()):
+            plot.line(axes, lengths, values, name, i)
+        log_ticks(axes, lengths)
+        axes.set(xlabel="input length (tokens)", ylabel="perplexity")
 
 
 def accuracy_by_distance(
@@ -98,6 +90,7 @@ def accuracy_by_distance(
     path: Path,
     *,
     title: str = "",
+    source: str = "",
 ) -> None:
     """Draws the share of right answers against how long ago the fact was injected.
 
@@ -109,29 +102,22 @@ def accuracy_by_distance(
         distances: tokens injected since, from 0 on.
         path: the PNG to write.
         title: of the plot.
+        source: device and commit, small in a corner.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    axes = figure.subplots()
     # Side by side, so that intervals at one distance do not hide each other.
-    spread = 0.006 * max(max(distances), 1)
-    for i, (name, values) in enumerate(curves.items()):
-        share, low, high = np.asarray(values, float).T
-        real = ~np.isnan(share)
-        positions = np.asarray(distances)[real] + spread * (i - (len(curves) - 1) / 2)
-        share, low, high = share[real], low[real], high[real]
-        # An end of the interval may round past its share, and matplotlib refuses
-        # negative bars.
-        errors = np.maximum([share - low, high - share], 0)
-        style = {"marker": "o", "markersize": 3, "capsize": 2, "elinewidth": 0.8}
-        axes.errorbar(positions, share, errors, label=name, **style)
-    axes.set_ylim(-0.03, 1.03)
-    axes.grid(alpha=0.3)
-    axes.set(title=title, xlabel="tokens injected since", ylabel="right answers")
-    axes.legend(fontsize="small")
-    FigureCanvasAgg(figure).print_png(path)
+    spread = 0.014 * max(max(distances), 1)
+    with drawing(path, size=(8, 5.2), title=title, source=source) as plot:
+        axes = plot.grid[0, 0]
+        for i, (name, values) in enumerate(curves.items()):
+            share, low, high = np.asarray(values, float).T
+            beside = np.asarray(distances) + spread * (i - (len(curves) - 1) / 2)
+            # An end of the interval may round past its share, and matplotlib refuses
+            # negative bars.
+            errors = np.maximum([share - low, high - share], 0)
+            plot.line(axes, beside, share, name, i, errors=errors)
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_xticks(distances, [f"{distance:,}" for distance in distances])
+        axes.set(xlabel="tokens injected since", ylabel="right answers")
 
 
 def recall_histogram(
@@ -140,6 +126,7 @@ def recall_histogram(
     *,
     longest: int = 50,
     title: str = "",
+    source: str = "",
 ) -> None:
     """Draws how many segments back searches go, one panel an experiment.
 
@@ -151,25 +138,74 @@ def recall_histogram(
         path: the PNG to write.
         longest: distances beyond are not drawn; a panel says how many there are.
         title: of the plot.
+        source: device and commit, small in a corner.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    width = 1 + 4.5 * len(panels)
-    figure = Figure(figsize=(width, 3.8), layout="constrained")
-    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    size = (1 + 3.2 * len(panels), 4.0)
     back = np.arange(1, longest + 1)
-    for axes, (name, (distances, held)) in zip(grid, panels.items(), strict=True):
-        count = max(len(distances), 1)
-        shares = [np.sum(distances == segments) / count for segments in back]
-        chance = [np.sum((segments <= held) / held) / count for segments in back]
-        axes.bar(back, shares, width=0.9, label="searches")
-        axes.plot(back, chance, color="0.3", linewidth=1, label="any memory alike")
-        beyond = np.mean(distances > longest) if len(distances) else 0.0
-        axes.set_title(f"{name}\n{len(distances)} searches, {beyond:.0%} beyond")
-        axes.set_xlabel("segments back")
-        axes.grid(axis="y", alpha=0.3)
-    grid[0].set_ylabel("share of searches")
-    grid[-1].legend(fontsize="small")
-    figure.suptitle(title)
-    FigureCanvasAgg(figure).print_png(path)
+    with drawing(
+        path, columns=len(panels), size=size, title=title, source=source, sharey=True
+    ) as plot:
+        found = zip(plot.grid[0], panels.items(), strict=True)
+        for i, (axes, (name, (distances, held))) in enumerate(found):
+            count = max(len(distances), 1)
+            shares = [np.sum(distances == segments) / count for segments in back]
+            chance = [np.sum((segments <= held) / held) / count for segments in back]
+            axes.bar(back, shares, width=0.9, color="#56B4E9")
+            last = i == len(panels) - 1
+            plain = {"marker": None, "linestyle": "-", "color": "#000000"}
+            plot.line(axes, back, chance, "by chance", i, named=last, **plain)
+            beyond = np.mean(distances > longest) if len(distances) else 0.0
+            axes.set_title(
+                f"{name}\n{len(distances):,} searches\n{beyond:.0%} go back further"
+            )
+            axes.set_xlabel("segments back")
+        plot.grid[0, 0].set_ylabel("share of searches")
+
+
+#: From so many points on, the loss is drawn with its mean over a twentieth of them.
+MANY = 60
+
+
+def training_curves(
+    train: Sequence[tuple[int, float]],
+    validation: Sequence[tuple[int, float]],
+    rates: Sequence[tuple[int, float]],
+    path: Path,
+    *,
+    title: str = "",
+    source: str = "",
+) -> None:
+    """Draws losses of a run against the step, and below them the learning rate.
+
+    Args:
+        train: step and loss in nats a token.
+        validation: step and loss of held-out documents, likewise; may be empty.
+        rates: step and learning rate; may be empty.
+        path: the PNG to write.
+        title: of the plot.
+        source: device and commit, small in a corner.
+    """
+    panels: Any = {"gridspec_kw": {"height_ratios": [3, 1]}} if rates else {}
+    rows = 2 if rates else 1
+    with drawing(
+        path, rows=rows, title=title, source=source, sharex=True, **panels
+    ) as plot:
+        top, bottom = plot.grid[0, 0], plot.grid[-1, 0]
+        steps, losses = np.asarray(train, float).reshape(-1, 2).T
+        bare: Any = {}
+        if len(steps) >= MANY:
+            bare, width = {"marker": None}, len(steps) // 20
+            top.plot(steps, losses, color=COLOURS[0], linewidth=0.7, alpha=0.4)
+            losses = np.convolve(losses, np.full(width, 1 / width), "valid")
+            steps = steps[width - 1 :]
+        plot.line(top, steps, losses, "training", 0, **bare)
+        if validation:
+            held_out = np.asarray(validation, float)
+            plot.line(top, held_out[:, 0], held_out[:, 1], "validation", 1)
+        top.set_ylabel("loss (nats per token)")
+        if rates:
+            at, rate = np.asarray(rates, float).T
+            bottom.plot(at, rate, color=COLOURS[2])
+            bottom.set_ylabel("learning\nrate")
+            bottom.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        bottom.set_xlabel("step")

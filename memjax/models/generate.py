@@ -66,6 +66,7 @@ def generate(
     stop_when: Callable[[Int[np.ndarray, "B n"]], Any] | None = None,
     samples: int = 1,
     segment: int = 1024,
+    least_segment: int = LEAST_SEGMENT,
     donate: bool = False,
 ) -> Generated:
     """Reads the prompt into the state and draws tokens one by one.
@@ -88,6 +89,8 @@ def generate(
         samples: texts drawn for each prompt, which is read once; they are neighbours
             in the batch, which is `samples` times as large.
         segment: tokens read at a time; a multiple of the model's window is quick.
+        least_segment: the prompt's last segment is padded to at least so many. Where
+            it is `segment`, one program reads prompts of all lengths.
         donate: whether the state's memory may be taken for the result's. The state
             that was given cannot be used again.
 
@@ -108,9 +111,8 @@ def generate(
     # One size of its cache for the whole call, if it is not large.
     state = model.reserve(state, min(needed, tokens.shape[1] + RESERVED))
     ends = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
-    state, logits = _read_prompt(
-        model, state, tokens, np.asarray(ends), segment, donate
-    )
+    sizes = (segment, least_segment)
+    state, logits = _read_prompt(model, state, tokens, np.asarray(ends), sizes, donate)
     if samples > 1:
         state, logits = jax.tree.map(
             lambda leaf: jnp.repeat(leaf, samples, axis=0), (state, logits)
@@ -143,8 +145,37 @@ def stop_strings(
     return found
 
 
-def _read_prompt(model, state, tokens, ends, segment, donate):
+def read_text(
+    model: Model,
+    state: PyTree,
+    tokens: Int[np.ndarray, "B T"] | Int[Array, "B T"],
+    *,
+    segment: int = 1024,
+    donate: bool = False,
+) -> PyTree:
+    """The memory after a text of any length, which is read a segment at a time.
+
+    Args:
+        model: the model.
+        state: the memory to go on from.
+        tokens: in [0, V), T >= 1.
+        segment: as in `generate`.
+        donate: as in `generate`.
+
+    Raises:
+        ValueError: on an empty text, a token out of range, a size below 1, or more
+            tokens than full attention has room for.
+    """
+    check_prompt(model, tokens, None, 1, segment, 1)
+    tokens = np.asarray(tokens)
+    state = model.reserve(state, tokens.shape[1])
+    ends = np.full(len(tokens), tokens.shape[1])
+    return _read_prompt(model, state, tokens, ends, (segment, LEAST_SEGMENT), donate)[0]
+
+
+def _read_prompt(model, state, tokens, ends, sizes, donate):
     """The memory after the prompts, and the logits of their next tokens."""
+    segment, least = sizes
     # Split, so that parameters are arguments of the programs.
     graph, params = nnx.split(model)
     batch, longest = tokens.shape
@@ -156,11 +187,14 @@ def _read_prompt(model, state, tokens, ends, segment, donate):
         state = model.reserve(state, int(count.max()))
         # Padding is not read, but a call cannot be longer than a cache.
         room = model.remaining(state) or segment
-        padded = _padded(longest - start, longest) if model.can_pad else longest - start
+        left = longest - start
+        padded = _padded(left, longest, least) if model.can_pad else left
         size = min(segment, room, padded)
         part = np.zeros((batch, size), np.int32)
-        part[:, : longest - start] = tokens[:, start : start + size]
-        lengths = None if (count == size).all() else jnp.asarray(count)
+        part[:, :left] = tokens[:, start : start + size]
+        # Without lengths it is another program.
+        whole = (count == size).all() and (least < segment or not model.can_pad)
+        lengths = None if whole else jnp.asarray(count)
         # From the second segment on the state is one that this function made.
         read = _read[donate or start > 0]
         state, logits = read(graph, params, state, logits, jnp.asarray(part), lengths)
@@ -170,6 +204,8 @@ def _read_prompt(model, state, tokens, ends, segment, donate):
 def _draw_all(model, state, open_, settings, limit, stop, stop_when):
     """Draws until all batch elements have ended, or to the limit; uses the state up."""
     graph, params = nnx.split(model)
+    # Else a second call, which goes on from results of the first, compiles again.
+    open_ = commit_state(params, open_)
     batch, parts = len(open_.done), []
     # Ended batch elements read nothing more, while others go on.
     ragged = batch > 1 and (stop.size > 0 or stop_when is not None)
@@ -187,7 +223,8 @@ def _draw_all(model, state, open_, settings, limit, stop, stop_when):
         if stop_when is not None:
             so_far = np.concatenate([tokens for tokens, *_ in parts], axis=1)
             ended = ended | np.asarray(stop_when(so_far), bool)
-            open_ = open_._replace(done=jnp.asarray(np.broadcast_to(ended, batch)))
+            done = jnp.asarray(np.broadcast_to(ended, batch))
+            open_ = commit_state(params, open_._replace(done=done))
     tokens, log_probs, live = (
         np.concatenate(part, axis=1) for part in zip(*parts, strict=True)
     )
@@ -198,10 +235,10 @@ def _draw_all(model, state, open_, settings, limit, stop, stop_when):
     return Generated(state, tokens[:, :longest], lengths, log_probs[:, :longest])
 
 
-def _padded(length: int, longest: int) -> int:
+def _padded(length: int, longest: int, least: int) -> int:
     """The next power of two; a whole prompt of one token stays one."""
     # A model may read a single token as a drawn one, as HMT does.
-    return 1 if longest == 1 else max(LEAST_SEGMENT, 1 << (length - 1).bit_length())
+    return 1 if longest == 1 else max(least, 1 << (length - 1).bit_length())
 
 
 def _read_segment(graph, params, state, logits, tokens, lengths):

@@ -1,6 +1,6 @@
-"""One process at a time trains in a run folder.
+"""One process at a time writes in a folder: trains in a run's, talks in a memory's.
 
-A claim is the file `.claim` in the folder: locked by the process that trains, and
+A claim is the file `.claim` in the folder: locked by the process that writes, and
 naming its host and process id. The lock ends with the process, whatever ends it. Where
 a filesystem has no locks, a process id tells whether it still runs. A lock or a process
 id says nothing about another host: from there, the file must stay as it is for a while.
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClaimedError(OSError):
-    """Another process trains in the folder."""
+    """Another process writes in the folder."""
 
 
 class Owner(NamedTuple):
@@ -44,29 +44,31 @@ class Owner(NamedTuple):
 
 
 class Claim:
-    """Holds a run folder for this process, or all processes of this run, until closed.
+    """Holds a folder for this process, or all processes of this run, until closed.
 
     With several processes each makes the same calls, and the first holds the folder.
 
     Args:
-        folder: the run's folder, created if need be.
+        folder: of a run or a memory, created if need be.
+        name: what an error calls the argument.
+        verb: what an error says that the other process does there.
 
     Raises:
         ClaimedError: another process holds it; nothing was written.
         ValueError: checkpoints cannot be kept under that path.
     """
 
-    def __init__(self, folder: Path):
-        check_path("run_dir", folder)
+    def __init__(self, folder: Path, name: str = "run_dir", verb: str = "trains"):
+        check_path(name, folder)
         self._file = None
         refusal = None
         if jax.process_index() == 0:
             try:
-                self._file = _take(folder)
+                self._file = _take(folder, verb)
             except ClaimedError as error:
                 refusal = error
         if any_process(refusal is not None):
-            raise refusal or ClaimedError(f"another process trains in {folder}")
+            raise refusal or ClaimedError(f"another process {verb} in {folder}")
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._live, daemon=True)
         if self._file is not None:
@@ -74,7 +76,7 @@ class Claim:
             self._thread.start()
 
     def close(self) -> None:
-        """Lets another process train here."""
+        """Lets another process write here."""
         if self._file is None:
             return
         self._stopped.set()
@@ -107,25 +109,25 @@ class Claim:
                 _write(self._file, beat)
 
 
-def _take(folder: Path) -> int:
+def _take(folder: Path, verb: str) -> int:
     """The descriptor of the locked claim file."""
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / CLAIM_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        _require_unclaimed(folder, file)
+        _require_unclaimed(folder, file, verb)
     except BaseException:
         os.close(file)
         raise
     return file
 
 
-def _require_unclaimed(folder: Path, file: int) -> None:
+def _require_unclaimed(folder: Path, file: int, verb: str) -> None:
     owner = _read(folder)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         locked = True
     except BlockingIOError:
-        raise _refusal(folder, owner) from None
+        raise _refusal(folder, owner, verb) from None
     except OSError as error:
         logger.warning("%s cannot be locked (%s)", folder, error.strerror)
         locked = False
@@ -134,16 +136,16 @@ def _require_unclaimed(folder: Path, file: int) -> None:
     if owner.host == socket.gethostname():
         # With the lock in hand, whoever is named has ended.
         if not locked and _is_running(owner.pid):
-            raise _refusal(folder, owner)
+            raise _refusal(folder, owner, verb)
     elif _is_alive_elsewhere(folder, owner):
-        raise _refusal(folder, owner)
+        raise _refusal(folder, owner, verb)
 
 
 def _is_alive_elsewhere(folder: Path, owner: Owner) -> bool:
     """Watches the claim of another host for a sign of life."""
     logger.warning(
         "%s was claimed by process %d on %s: looking for %.0f seconds whether it "
-        "still trains",
+        "still lives",
         folder,
         owner.pid,
         owner.host,
@@ -193,9 +195,9 @@ def _write(file: int, beat: int) -> None:
         os.fsync(file)
 
 
-def _refusal(folder: Path, owner: Owner | None) -> ClaimedError:
+def _refusal(folder: Path, owner: Owner | None, verb: str) -> ClaimedError:
     who = f"process {owner.pid} on {owner.host}" if owner else "another process"
     return ClaimedError(
-        f"{folder} is in use: {who} trains there. Wait for it or stop it, or use "
+        f"{folder} is in use: {who} {verb} there. Wait for it or stop it, or use "
         "another folder"
     )

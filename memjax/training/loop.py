@@ -180,13 +180,15 @@ class _Loop:
         # step and was interrupted is repeated here.
         if self._saved is not None and not self._evaluate_if_due():
             return "preempted"
+        first = True
         while (reason := self._reason_to_stop()) is None:
             self._profile.start(self._step + 1)
             try:
                 batch = next(self._settings.data)
             except StopIteration:
                 return "data ended"
-            self._state, metrics = self._settings.train_step(self._state, batch)
+            metrics = self._first_step(batch) if first else self._next_step(batch)
+            first = False
             self._step += 1
             self._queue_metrics(metrics)
             self._profile.stop_after(self._step, self._state)
@@ -196,6 +198,19 @@ class _Loop:
             if self._step < self._settings.config.steps and not self._evaluate_if_due():
                 return "preempted"
         return reason
+
+    def _next_step(self, batch: Any) -> dict[str, Any]:
+        self._state, metrics = self._settings.train_step(self._state, batch)
+        return metrics
+
+    def _first_step(self, batch: Any) -> dict[str, Any]:
+        """The step that compiles, which may take minutes: says so, and how long."""
+        self._reporter.message("compiling ...")
+        start = time.perf_counter()
+        # Returns when the program is compiled and dispatched, and not when it is done.
+        metrics = self._next_step(batch)
+        self._reporter.message(f"compiled in {time.perf_counter() - start:.1f} s")
+        return metrics
 
     def _reason_to_stop(self) -> Reason | None:
         if self._step >= self._settings.config.steps:

@@ -18,6 +18,7 @@ from typing import Any
 
 from memjax.training.checkpoints.checksums import write_atomically
 
+METRICS_FILE = "metrics.jsonl"
 logger = logging.getLogger(__name__)
 
 
@@ -128,15 +129,23 @@ def keep_lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Drops records after `step` and damaged lines from the file; returns the rest."""
     if not path.exists():
         return []
-    kept = []
+    kept = [entry for entry in read_lines(path) if entry["step"] <= step]
+    # Rewritten under another name and then moved: a kill meanwhile loses nothing.
+    write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+    return kept
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, none without one; damaged lines are left out."""
+    if not path.exists():
+        return []
+    found = []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-            if entry["step"] <= step and entry["kind"] and entry["values"]:
-                kept.append(entry)
+            if type(entry["step"]) is int and entry["kind"] and entry["values"]:
+                found.append(entry)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("%s line %d dropped, not a record: %s", path, number, error)
-    # Rewritten under another name and then moved: a kill meanwhile loses nothing.
-    write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))
-    return kept
+    return found

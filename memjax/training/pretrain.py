@@ -18,17 +18,17 @@ from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.base import Model
 from memjax.models.language_model.rebuilt import with_config
-from memjax.training import loop, sharding
+from memjax.training import header, loop, sharding
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.claims import Claim
 from memjax.training.config import DataConfig as DataConfig
-from memjax.training.config import Outcome
+from memjax.training.config import LoopConfig, Outcome
 from memjax.training.config import RunConfig as RunConfig
 from memjax.training.config import presets as presets
 from memjax.training.config import with_vocabulary as with_vocabulary
-from memjax.training.optimizer import optimizer, schedule
+from memjax.training.optimizer import OptimizerConfig, optimizer, schedule
 from memjax.training.resume import FREE_FIELDS
-from memjax.training.run_data import batches, load_split, validation
+from memjax.training.run_data import batches, load_split, shortest, validation
 from memjax.training.run_folder import newest_state, read_config, record_config
 from memjax.training.step import (
     TrainState,
@@ -53,12 +53,24 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
     tokenizer = load_tokenizer(config.data.tokenizer)
     _require_vocabulary(config.model, tokenizer)
     mesh = sharding.make_mesh(config.mesh)
-    data = batches(config, load_split(config, tokenizer, "train"))
+    documents = load_split(config, tokenizer, "train")
+    data, model = batches(config, documents), abstract_model(config.model)
+    tokens_per_step = config.data.batch_size * config.data.context_length
     with Claim(run_dir) as claim:
         record_config(config, run_dir, FREE_FIELDS)
+        header.show(
+            config,
+            config.loop,
+            model,
+            mesh,
+            documents,
+            tokenizer,
+            tokens_per_step=tokens_per_step,
+            shortest=shortest(config.data.mode, config.data.context_length),
+        )
         evaluate = None
         if config.loop.evaluate_every:
-            evaluate = validation(config, tokenizer, abstract_model(config.model))
+            evaluate = validation(config, tokenizer, model)
         state, step = build_step(config, mesh)
         _, outcome = loop.train(
             step,
@@ -67,7 +79,7 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
             config.loop,
             run_dir,
             config_record=to_record(config) | {DIGEST: tokenizer.digest},
-            tokens_per_step=config.data.batch_size * config.data.context_length,
+            tokens_per_step=tokens_per_step,
             evaluate=evaluate,
             completed=_completed,
             claim=claim,
@@ -85,13 +97,20 @@ def _completed(record: dict[str, Any]) -> dict[str, Any]:
 def build_step(config: RunConfig, mesh: Mesh) -> tuple[TrainState, Callable]:
     """The state a new run starts from, laid out on the mesh, and the jitted update.
 
-    Runs that differ in their seed alone share one compilation of both.
+    Runs that differ in their seed, texts, checkpoints or reports alone share one
+    compilation of both.
     """
-    create, step = _programs(dataclasses.replace(config, seed=0), mesh)
+    shared = dataclasses.replace(
+        config,
+        data=DataConfig(mode=config.data.mode, batch_size=config.data.batch_size),
+        loop=LoopConfig(steps=config.loop.steps),
+        seed=0,
+    )
+    create, step = _programs(shared, mesh)
     return create(jax.random.key(config.seed)), step
 
 
-# Kept between calls: runs that differ in their seed alone compile once.
+# Kept between calls: see `build_step`.
 @functools.lru_cache(maxsize=8)
 def _programs(config: RunConfig, mesh: Mesh) -> tuple[Callable, Callable]:
     """How a state is drawn from a key, and the update; nothing depends on the seed."""
@@ -106,7 +125,14 @@ def _programs(config: RunConfig, mesh: Mesh) -> tuple[Callable, Callable]:
     shapes = jax.eval_shape(create, jax.random.key(0))
     layout = sharding.shardings(mesh, shapes, config.model)
     update = make_train_step(abstract_model(config.model), transform, config.step)
-    rate = schedule(config.optimizer, config.loop.steps)
+    said = saying_rate(update, config.optimizer, config.loop.steps)
+    step = on_mesh(said, layout, mesh)
+    return jax.jit(create, out_shardings=layout), step
+
+
+def saying_rate(update: Callable, config: OptimizerConfig, steps: int) -> Callable:
+    """The update, with the learning rate of its step among the metrics."""
+    rate = schedule(config, steps)
 
     def update_and_say_rate(state, batch):
         new, metrics = update(state, batch)
@@ -114,8 +140,7 @@ def _programs(config: RunConfig, mesh: Mesh) -> tuple[Callable, Callable]:
         found = optax.tree_utils.tree_get_all_with_path(state.optimizer, "count")
         return new, metrics | {"learning_rate": rate(found[0][1])}
 
-    step = on_mesh(update_and_say_rate, layout, mesh)
-    return jax.jit(create, out_shardings=layout), step
+    return update_and_say_rate
 
 
 def on_mesh(update: Callable, layout: Any, mesh: Mesh) -> Callable:

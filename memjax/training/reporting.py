@@ -10,6 +10,7 @@ steps are repeated.
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,9 +22,12 @@ from jaxtyping import PyTree
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from memjax.training.metrics_files import Appender, EventsFile, keep_lines_until
-
-METRICS_FILE = "metrics.jsonl"
+from memjax.training.metrics_files import (
+    METRICS_FILE,
+    Appender,
+    EventsFile,
+    keep_lines_until,
+)
 
 
 class Reporter:
@@ -108,13 +112,12 @@ class Reporter:
         """Prints one line, as long as somebody reads the output."""
         if not self._writes:
             return
+        if self._bar is None:
+            print_line(text, self._console.file)
+            return
         try:
-            if self._bar is None:
-                # Not by rich, which ends the program when a pipe's reader goes away.
-                print(text, file=self._console.file, flush=True)
-            else:
-                # Above the bar, without colours for numbers or markup in [].
-                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            # Above the bar, without colours for numbers or markup in [].
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         except OSError:
             _discard_output(self._console.file)
 
@@ -202,6 +205,18 @@ class _Clock:
         return elapsed / steps
 
 
+def print_line(text: str, file: IO[str] | None = None) -> None:
+    """Prints a line as long as somebody reads the output.
+
+    Not by rich, which ends the program when a pipe's reader goes away.
+    """
+    stream: IO[str] = sys.stdout if file is None else file
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        _discard_output(stream)
+
+
 def _discard_output(file: IO[str]) -> None:
     """Sends to nowhere what is printed from now on, and by Python when it ends.
 
@@ -227,6 +242,8 @@ def _progress_text(
     values: Mapping[str, float], seconds: float | None, steps_left: int
 ) -> str:
     text = f"loss {values['loss']:.4f}"
+    if "learning_rate" in values:
+        text += f"  lr {values['learning_rate']:.2e}"
     if seconds is not None:
         text += f"  {values['tokens_per_second']:,.0f} tokens/s"
         text += f"  ETA {_duration(seconds * steps_left)}"

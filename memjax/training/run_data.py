@@ -83,6 +83,11 @@ def make_batches(
     )
 
 
+def shortest(mode: Literal["chunked", "streamed"], context_length: int) -> int:
+    """Tokens of the shortest document that a mode reads: one more than its inputs."""
+    return context_length + 1 if mode == "chunked" else 2
+
+
 def validation(
     config: Settings, tokenizer: Tokenizer, model: Model
 ) -> Callable[[TrainState, Callable[[], bool]], dict[str, float]]:

@@ -65,7 +65,10 @@ def test_import_writes_a_folder_that_loads(tmp_path):
     code, out, err = memjax("import", LLAMA, tmp_path / "a")
     assert (code, err) == (0, "")
     assert "(llama): memjax and transformers load it" in out
-    assert_same(load_pretrained(tmp_path / "a").model, load_pretrained(LLAMA).model)
+    seen = []
+    loaded = load_pretrained(LLAMA, progress=lambda *counts: seen.append(counts))
+    assert_same(load_pretrained(tmp_path / "a").model, loaded.model)
+    assert seen == [(i + 1, len(seen)) for i in range(len(seen))] and len(seen) > 8
     assert "exists already" in refused("import", LLAMA, tmp_path / "a")
     assert "neither a folder nor" in refused("import", tmp_path / "no", tmp_path / "b")
 

@@ -5,11 +5,13 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from memjax.cli import main as cli
 from memjax.mechanisms import ElasticMemoryConfig
+from memjax.models.generate import _draw
 from memjax.training import pretrain as run
 
 # The tiny preset has its Elastic Memory in the third of four layers.
@@ -82,6 +84,9 @@ def test_training_writes_a_run_and_says_where(trained):
     run_dir, (code, out, err) = trained
     assert (code, err) == (0, [])
     assert f"finished at step 2; run folder {run_dir}" in out
+    # What a person sees first, and in each line.
+    assert "2 steps of 32 tokens are" in out and "compiled in" in out
+    assert "  lr " in out
     assert (run_dir / "config.json").is_file()
     records = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert records and all(json.loads(record) for record in records)
@@ -133,9 +138,12 @@ def test_another_sampling_gives_other_numbers(trained):
 
 @pytest.mark.slow
 def test_generation_continues_the_prompt_and_a_file(trained, tmp_path):
-    words = ("generate", trained[0], "--tokens", "5")
+    program: Any = _draw
+    words, compiled = ("generate", trained[0], "--tokens", "5"), program._cache_size()
     code, out, err = memjax(*words, "--prompt", "memory")
     assert (code, err) == (0, []) and out.startswith("memory") and len(out) > 7
+    # One program draws every token, the first one too.
+    assert program._cache_size() == compiled + 1
     assert memjax(*words, "--prompt", "memory")[1] == out
     assert memjax(*words, "--prompt", "memory", "--seed", "1")[1] != out
     file = tmp_path / "prompt.txt"
@@ -208,7 +216,6 @@ def test_an_option_that_a_mixer_has_not_is_refused():
         (["train"], "elastic-tiny"),
         (["train", "elastic-tiny", "--loop.steps", "many"], "--loop.steps"),
         (["train", "elastic-tiny", "--loop.steps", "0"], "steps must be >= 1, got 0"),
-        (["train", "elastic-tiny", "--loop.stops", "1"], "--loop.stops"),
         (["train", "elastic-tiny", "--data.mode", "streamed"], "step.carry_memory"),
         (["train", "elastic-tiny", "--model.vocab-size", "9"], "the tokenizer's 4096"),
         (["train", "elastic-tiny", "--data.source", "nowhere"], "nowhere"),

@@ -1,5 +1,7 @@
 """What is scored of segments, and how far back searches go: against plain loops."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,23 +11,26 @@ from memjax import evaluation
 from memjax.evaluation import Losses
 from memjax.mechanisms import AttentionConfig
 from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt
+from tests import tiny
 
 V, L, N = 11, 4, 3
-BACKBONE = LanguageModel(
-    ModelConfig(
-        mixers=(AttentionConfig(8, 2, 1, 4, capacity=16),),
-        num_layers=1,
-        vocab_size=V,
-        model_dim=8,
-        hidden_dim=8,
-        dtype="float32",
-        remat=False,
-    ),
-    key=jax.random.key(0),
+BACKBONE = ModelConfig(
+    mixers=(AttentionConfig(8, 2, 1, 4, capacity=16),),
+    num_layers=1,
+    vocab_size=V,
+    model_dim=8,
+    hidden_dim=8,
+    dtype="float32",
+    remat=False,
 )
 CONFIG = HMTConfig(segment=L, sensory=1, memories=N, summary_fraction=0.75)
-MODEL = hmt(BACKBONE, CONFIG, key=jax.random.key(1))
 TOKENS = np.random.default_rng(0).integers(0, V, 6 * L + 1).astype(np.int32)
+
+
+@functools.cache
+def model():
+    key = jax.random.key(0)
+    return tiny.drawn(lambda: hmt(LanguageModel(BACKBONE, key=key), CONFIG, key=key))
 
 
 @pytest.mark.parametrize("first", [0, 1, 2, 4])
@@ -37,15 +42,13 @@ def test_targets_count_by_their_place_in_their_segment(first):
         assert mask[target] == (token - token // L * L >= first)
 
 
-@jax.jit
-def features(tokens):
-    return MODEL.features(MODEL.init_state(1), tokens[None])[1][0]
-
-
 @pytest.mark.slow
 def test_what_is_scored_has_not_been_seen():
     """Changing a token changes nothing that it, or one before it, is scored from."""
     mask = evaluation.scored(6 * L, L, CONFIG.summary)
+    state = model().init_state(1)
+    read = lambda tokens: tiny.method(model(), "features", state, tokens[None])[1][0]
+    features = lambda tokens: np.asarray(read(tokens))
     before = features(TOKENS[:-1])
     leaks = 0
     for at in range(1, 6 * L):
@@ -73,14 +76,15 @@ def test_restricting_leaves_the_rest_out():
 @pytest.mark.slow
 def test_distances_are_those_of_the_memories_searched():
     """The heaviest weight of each segment, found over a list of memories by hand."""
-    state = MODEL.init_state(1)
-    *_, trace = jax.jit(MODEL.trace)(state, jnp.asarray(TOKENS[None, : 5 * L + 2]))
+    state = model().init_state(1)
+    tokens = jnp.asarray(TOKENS[None, : 5 * L + 2])
+    *_, trace = tiny.method(model(), "trace", state, tokens)
     distances, held = evaluation.recall_distances(
         trace.scores, trace.num_valid, trace.length
     )
     assert held.tolist() == [1, 2, 3, 3, 3]
     query, key = (
-        np.asarray(w.get_value(), np.float64) for w in (MODEL.query, MODEL.key)
+        np.asarray(w.get_value(), np.float64) for w in (model().query, model().key)
     )
     memories = [np.asarray(m[0], np.float64) for m in trace.memory]
     expected = []

@@ -82,7 +82,10 @@ def test_each_loss_is_that_of_a_loop_over_tokens(whole):
     "options", [dict(segment=22), dict(batch_size=1), dict(batch_size=3)]
 )
 def test_pieces_and_neighbours_change_nothing(whole, options):
-    other = run(**options)
+    seen = []
+    other = run(**options, progress=lambda *counts: seen.append(counts))
+    # Targets of both texts, counted as they are scored.
+    assert seen == sorted(seen) and seen[-1] == (33, 33)
     np.testing.assert_allclose(other.nll, whole.nll, atol=1e-5)
     np.testing.assert_array_equal(other.mask, whole.mask)
 

@@ -22,26 +22,33 @@ SIZES: dict[str, Any] = dict(
 )
 
 
+def compiled(mechanism):
+    return mechanism._replace(
+        step=jax.jit(mechanism.step), apply=jax.jit(mechanism.apply)
+    )
+
+
 @functools.cache
 def full(capacity):
     mechanism = mechanisms.attention(AttentionConfig(**SIZES, capacity=capacity))
-    return mechanism._replace(apply=jax.jit(mechanism.apply))
+    return compiled(mechanism)
 
 
 @functools.cache
 def window_of(size):
     mechanism = mechanisms.sliding_window(SlidingWindowConfig(**SIZES, window=size))
-    return mechanism._replace(apply=jax.jit(mechanism.apply))
+    return compiled(mechanism)
 
 
 @functools.cache
 def drawn_params():
-    return full(T).init_params(jax.random.key(0))
+    return jax.jit(full(T).init_params)(jax.random.key(0))
 
 
 @functools.cache
 def drawn_inputs():
-    return jax.random.normal(jax.random.key(1), (B, T, D))
+    drawn = np.random.default_rng(1).standard_normal((B, T, D))
+    return jnp.asarray(drawn, jnp.float32)
 
 
 def apply_rope(x, theta):
@@ -91,19 +98,18 @@ def test_grouped_queries_equal_repeated_heads():
         key=repeat(drawn_params().key), value=repeat(drawn_params().value)
     )
     sizes: dict[str, Any] = SIZES | dict(num_kv_heads=H)
-    alike = mechanisms.attention(AttentionConfig(**sizes, capacity=T))
+    alike = compiled(mechanisms.attention(AttentionConfig(**sizes, capacity=T)))
     _, y = alike.apply(repeated, alike.init_state(B), drawn_inputs())
     _, grouped = full(T).apply(drawn_params(), full(T).init_state(B), drawn_inputs())
     close(y, grouped)
 
 
 def test_rope_sees_distances_alone():
-    q, k = (
-        jnp.broadcast_to(x, (1, 6, 1, K))
-        for x in jax.random.normal(jax.random.key(2), (2, 1, 1, 1, K))
-    )
+    random = np.random.default_rng(2)
+    q, k = random.standard_normal((2, 1, 1, 1, K)).astype(np.float32).repeat(6, axis=2)
     at = jnp.array([0, 1, 2, 500, 501, 502], jnp.int32)
-    turned = [rope.rotate(x, at, 100.0)[0, :, 0] for x in (q, k)]
+    rotate = jax.jit(lambda x: rope.rotate(x, at, 100.0))
+    turned = [np.asarray(rotate(x))[0, :, 0] for x in (q, k)]
     scores = turned[0] @ turned[1].T
     np.testing.assert_allclose(scores[:3, :3], scores[3:, 3:], atol=1e-4)
     # And distances do differ.
@@ -121,7 +127,7 @@ def test_outputs_are_nan_from_the_first_token_that_does_not_fit(first):
     state, after = mechanism.apply(
         drawn_params(), state, drawn_inputs()[:, first : first + 7]
     )
-    y = jnp.concatenate([before, after], axis=1)
+    y = np.concatenate([before, after], axis=1)
     close(y[:, :7], oracle(drawn_params(), drawn_inputs()[:, :7], 7))
     assert y.shape[1] > 7 and np.isnan(y[:, 7:]).all()
     _, one = mechanism.step(drawn_params(), state, drawn_inputs()[:, 0])
@@ -149,15 +155,15 @@ def test_a_segment_longer_than_the_cache_is_refused():
 def test_a_window_far_into_a_stream_is_a_fresh_window():
     """130 windows on, the state gives what its last tokens alone give."""
     window, length = 3, 78
-    x = jax.random.normal(jax.random.key(4), (5, 1, length, D))
+    x = np.random.default_rng(4).standard_normal((5, 1, length, D)).astype(np.float32)
     mechanism = window_of(window)
     state = mechanism.init_state(1)
     for segment in x[:-1]:
         state, _ = mechanism.apply(drawn_params(), state, segment)
     state, y = mechanism.apply(drawn_params(), state, x[-1])
-    fresh = jnp.concatenate([x[-1, :, at - 2 : at + 1] for at in (2, 40, 77)])
+    fresh = np.concatenate([x[-1, :, at - 2 : at + 1] for at in (2, 40, 77)])
     expected = oracle(drawn_params(), fresh, window)[:, -1]
-    close(y[0, jnp.array([2, 40, 77])], expected)
+    close(np.asarray(y)[0, [2, 40, 77]], expected)
     empty = mechanism.init_state(1)
     last, _ = mechanism.apply(drawn_params(), empty, x[-1])
     jax.tree.map(close, state, last)
@@ -182,8 +188,9 @@ def test_the_last_queries_see_all_that_is_before_them(
     weights = np.exp(scores) * (seen[None, None] & visible[:, None, None])
     weights /= weights.sum(axis=-1, keepdims=True)
     expected = np.einsum("bhts,bshk->bthk", weights, v_all)
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
-    y = attend.causal(q, k, v, jnp.asarray(visible))
+    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    # A function of its own: the bound is read when it is traced.
+    y = jax.jit(lambda *x: attend.causal(*x))(q, k, v, visible)
     np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
@@ -237,28 +244,39 @@ def test_keys_in_parts_are_one_softmax(monkeypatch, at_once):
     """Values and all gradients; 11 keys in parts of 4 overlap by one."""
     random = np.random.default_rng(0)
     q, k, v, ct = (
-        jnp.asarray(random.standard_normal((B, t, heads, K)), jnp.float32)
+        random.standard_normal((B, t, heads, K)).astype(np.float32)
         for t, heads in ((3, H), (11, G), (11, G), (3, H))
     )
     # Large scores in one part alone: the others' weights vanish beside them.
-    k = k.at[:, 5].multiply(30.0)
+    k[:, 5] *= 30
     before = jnp.array([8, 5], jnp.int32)
     # The first part of a row may be hidden whole.
-    visible = jnp.ones((B, 11), bool).at[0, :6].set(False)
+    visible = np.ones((B, 11), bool)
+    visible[0, :6] = False
 
     def run(q, k, v):
-        return attend.from_cache(q, k, v, before, visible)
+        return attend.from_cache(q, k, v, before, jnp.asarray(visible))
 
-    whole, pull = jax.vjp(run, q, k, v)
+    def pulled():
+        """Values and gradients; the bounds are read when this is traced."""
+
+        def both(q, k, v, ct):
+            y, pull = jax.vjp(lambda *x: run(*x), q, k, v)
+            return y, pull(ct)
+
+        return jax.jit(both)(q, k, v, ct)
+
+    whole, gradients = pulled()
     monkeypatch.setattr(attend, "CACHED_SCORES", 0)
     monkeypatch.setattr(attend, "LEAST_KEYS", at_once)
     # Or the comparison would be of one program with itself.
     assert "scan" in str(jax.make_jaxpr(run)(q, k, v))
-    parts, pull_parts = jax.vjp(run, q, k, v)
+    parts, gradients_in_parts = pulled()
     close(parts, whole)
-    jax.tree.map(close, pull_parts(ct), pull(ct))
+    jax.tree.map(close, gradients_in_parts, gradients)
     half = (x.astype(jnp.bfloat16) for x in (q, k, v))
-    np.testing.assert_allclose(run(*half).astype(jnp.float32), whole, atol=0.1)
+    y = np.asarray(jax.jit(run)(*half), np.float32)
+    np.testing.assert_allclose(y, whole, atol=0.1)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "tpu"])

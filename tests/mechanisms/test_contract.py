@@ -27,7 +27,9 @@ from memjax.mechanisms import (
     TTTLinearConfig,
 )
 
-B, T, D = 2, 9, 16
+B, T, D = 2, 12, 16
+# Of a call: a compilation, so one for all tests. Over two ends of chunks at least.
+LENGTH = 6
 HEADS: dict[str, Any] = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=4)
 BLOCK: dict[str, Any] = dict(model_dim=D, num_heads=2, key_dim=4, value_dim=6)
 CONFIGS: dict[str, MixerConfig] = {
@@ -87,7 +89,7 @@ def make_case(config):
     mechanism = mechanism._replace(
         step=jax.jit(mechanism.step), apply=jax.jit(mechanism.apply)
     )
-    params = mechanism.init_params(jax.random.key(0))
+    params = jax.jit(mechanism.init_params)(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (B, T, D))
     return mechanism, params, mechanism.init_state(B), x
 
@@ -128,10 +130,11 @@ def assert_close(a, b, tolerance=1e-5):
 def test_apply_equals_steps(case, stepped):
     mechanism, params, state, x = case
     states, y = stepped
-    assert_close(mechanism.apply(params, state, x), (states[-1], y))
+    after = mechanism.apply(params, state, x[:, :LENGTH])
+    assert_close(after, (states[LENGTH], y[:, :LENGTH]))
 
 
-@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("length", [1, LENGTH])
 def test_apply_takes_over_at_every_token(case, stepped, length):
     """So that any split of a sequence gives what its steps give.
 
@@ -146,22 +149,26 @@ def test_apply_takes_over_at_every_token(case, stepped, length):
 
 def test_no_reading_ahead(case):
     mechanism, params, state, x = case
+    x = x[:, :LENGTH]
     _, y = mechanism.apply(params, state, x)
-    _, changed = mechanism.apply(params, state, x.at[:, 6].add(1.0))
-    np.testing.assert_array_equal(y[:, :6], changed[:, :6])
-    assert not np.allclose(y[:, 6:], changed[:, 6:])
+    for at in (2, 5):
+        _, changed = mechanism.apply(params, state, x.at[:, at].add(1.0))
+        np.testing.assert_array_equal(y[:, :at], changed[:, :at])
+        assert not np.allclose(y[:, at:], changed[:, at:])
 
 
 def test_a_token_is_not_forgotten_at_once(case):
     mechanism, params, state, x = case
+    x = x[:, :LENGTH]
     _, y = mechanism.apply(params, state, x)
-    for at in range(T - 4, T):
+    for at in range(LENGTH - 4, LENGTH):
         _, changed = mechanism.apply(params, state, x.at[:, at].add(1.0))
         assert np.all(np.abs(y[:, -1] - changed[:, -1]).max(axis=-1) > 0), at
 
 
 def test_batch_rows_are_independent(case):
     mechanism, params, state, x = case
+    x = x[:, :LENGTH]
     swap = lambda leaf: leaf[::-1]
     after, y = mechanism.apply(params, state, x)
     _, changed = mechanism.apply(params, state, x.at[0].add(1.0))
@@ -175,11 +182,11 @@ def test_reset_row_starts_afresh_and_leaves_the_other(case, stepped, at):
     mechanism, params, empty, x = case
     states, whole = stepped
     state = mechanisms.reset(states[at], empty, jnp.array([True, False]))
-    rest = x[:, at : at + 4]
+    rest = x[:, at : at + LENGTH]
     after, y = mechanism.apply(params, state, rest)
     _, fresh = mechanism.apply(params, empty, rest)
     assert_close(y[0], fresh[0])
-    assert_close(y[1], whole[1, at : at + 4])
+    assert_close(y[1], whole[1, at : at + LENGTH])
     # Rows now stand at different places; steps must carry both on alike.
     assert_close(run_steps(mechanism, params, state, rest), (after, y))
     chex.assert_tree_all_finite(after)
@@ -187,6 +194,7 @@ def test_reset_row_starts_afresh_and_leaves_the_other(case, stepped, at):
 
 def test_state_is_a_fixed_point_of_shape_and_float32(case):
     mechanism, params, state, x = case
+    x = x[:, :LENGTH]
     for dtype in (jnp.float32, jnp.bfloat16):
         for call, inputs in ((mechanism.apply, x), (mechanism.step, x[:, 0])):
             after, y = jax.eval_shape(call, params, state, inputs.astype(dtype))
@@ -202,38 +210,44 @@ def test_state_is_a_fixed_point_of_shape_and_float32(case):
 
 def test_bfloat16_is_close_to_float32(case):
     mechanism, params, state, x = case
-    _, y = mechanism.apply(params, state, x[:, :4])
-    _, low = mechanism.apply(params, state, x[:, :4].astype(jnp.bfloat16))
+    x = x[:, :LENGTH]
+    _, y = mechanism.apply(params, state, x)
+    _, low = mechanism.apply(params, state, x.astype(jnp.bfloat16))
     error = jnp.linalg.norm(low.astype(jnp.float32) - y) / jnp.linalg.norm(y)
     assert error < 2e-2
 
 
 def test_gradients_are_finite_and_those_of_steps(case, stepped):
+    """Of the squares of the outputs and of the last state."""
     mechanism, params, _, x = case
-    floats, rest = _split_floats(stepped[0][4])
+    states, y = stepped
+    first, last = T - LENGTH - 1, jax.tree.map(lambda a: 2 * a, _floats(states[T]))
 
-    def loss(run, params, floats, x):
-        # The first token reaches the others through the state alone.
-        state, _ = mechanism.step(params, _join(floats, rest), x[:, 0])
-        after, y = run(params, state, x[:, 1:])
-        kept, _ = _split_floats(after)
-        return (y**2).sum() + sum((leaf**2).sum() for leaf in kept if leaf is not None)
+    # The first token reaches the others through the state alone.
+    by_y = (2 * y).at[:, first].set(0)
+    after = slice(first + 1, T)
+    rest = params, states[first + 1], x[:, after], last, by_y[:, after]
+    by_params, by_state, by_x = _pull_back(mechanism.apply, *rest)
+    start = params, states[first], x[:, first], by_state, by_y[:, first]
+    by_first, _, by_token = _pull_back(mechanism.step, *start)
+    by_apply = (
+        jax.tree.map(jnp.add, by_params, by_first),
+        jnp.concatenate([by_token[:, None], by_x], axis=1),
+    )
 
-    def steps(params, state, x):
-        body = lambda state, x: mechanism.step(params, state, x)
-        final, y = jax.lax.scan(body, state, jnp.moveaxis(x, 1, 0))
-        return final, jnp.moveaxis(y, 0, 1)
+    total, by_state, found = jax.tree.map(jnp.zeros_like, params), last, []
+    for t in reversed(range(first, T)):
+        given = params, states[t], x[:, t], by_state, by_y[:, t]
+        by_params, by_state, by_token = _pull_back(mechanism.step, *given)
+        total = jax.tree.map(jnp.add, total, by_params)
+        found.insert(0, by_token)
+    by_steps = total, jnp.stack(found, axis=1)
 
-    def gradient(run):
-        run = jax.jit(jax.grad(functools.partial(loss, run), argnums=(0, 1, 2)))
-        return run(params, floats, x[:, 4:])
-
-    by_apply, by_steps = gradient(mechanism.apply), gradient(steps)
-    chex.assert_tree_all_finite((by_apply, by_steps))
+    chex.assert_tree_all_finite((by_apply, by_steps, by_state))
     # Leaves of a state may be bound to each other, so of theirs only the sum counts,
     # which is in the gradient of the first token.
-    assert_close((by_apply[0], by_apply[2]), (by_steps[0], by_steps[2]), 2e-4)
-    assert all(np.abs(by_apply[2][:, t]).max() > 0 for t in range(T - 4))
+    assert_close(by_apply, by_steps, 2e-4)
+    assert all(np.abs(by_apply[1][:, t]).max() > 0 for t in range(LENGTH + 1))
 
 
 @pytest.mark.parametrize("shape", [(B + 1, T, D), (B, T, D + 1)])
@@ -251,15 +265,20 @@ def _type(leaf):
     return leaf.shape, leaf.dtype, leaf.weak_type
 
 
-def _split_floats(state):
-    leaves, treedef = jax.tree.flatten(state)
-    is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
-    floats = [x if f else None for x, f in zip(leaves, is_float, strict=True)]
-    rest = [None if f else x for x, f in zip(leaves, is_float, strict=True)]
-    return floats, (rest, treedef)
+@functools.partial(jax.jit, static_argnums=0)
+def _pull_back(run, params, state, x, by_state, by_y):
+    """Gradients of params, floats of the state and x, by those of what `run` gives."""
+
+    def forward(params, floats, x):
+        keep = lambda new, old: old if new is None else new
+        given = jax.tree.map(keep, floats, state, is_leaf=lambda leaf: leaf is None)
+        after, y = run(params, given, x)
+        return _floats(after), y
+
+    return jax.vjp(forward, params, _floats(state), x)[1]((by_state, by_y))
 
 
-def _join(floats, rest):
-    others, treedef = rest
-    leaves = [a if b is None else b for a, b in zip(floats, others, strict=True)]
-    return jax.tree.unflatten(treedef, leaves)
+def _floats(state):
+    """The state with None in place of counts, which have no gradients."""
+    is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, state)

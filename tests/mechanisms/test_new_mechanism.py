@@ -95,7 +95,7 @@ def test_it_keeps_the_law(new):
     case = law.make_case(new.DecayingSumConfig(law.D))
     stepped = law.make_stepped(case)
     law.test_apply_equals_steps(case, stepped)
-    law.test_apply_takes_over_at_every_token(case, stepped, 4)
+    law.test_apply_takes_over_at_every_token(case, stepped, law.LENGTH)
     law.test_no_reading_ahead(case)
     law.test_a_token_is_not_forgotten_at_once(case)
     law.test_batch_rows_are_independent(case)
@@ -103,7 +103,7 @@ def test_it_keeps_the_law(new):
     law.test_state_is_a_fixed_point_of_shape_and_float32(case)
     law.test_bfloat16_is_close_to_float32(case)
     law.test_gradients_are_finite_and_those_of_steps(case, stepped)
-    law.test_input_of_another_shape_is_refused(case, (law.B, law.T, law.D + 1))
+    law.test_input_of_another_shape_is_refused(case, (law.B, law.LENGTH, law.D + 1))
 
 
 def test_a_language_model_of_it_trains_and_is_divided_among_devices(new):

@@ -1,7 +1,5 @@
 """Three updates on each mesh of eight pretended devices; prints what came out.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python sharded_run.py
-
 JSON: by mesh ("none" is one device), the losses, and of each leaf of the state its
 shape and the shape that each device holds.
 """
@@ -83,7 +81,7 @@ def complaint(call):
         return str(error)
 
 
-if __name__ == "__main__":
+def main() -> None:
     result: dict[str, Any] = {name: run(axes) for name, axes in MESHES.items()}
     mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=2))
     result["left over"] = dict(mesh.shape)

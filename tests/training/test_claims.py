@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -20,8 +21,8 @@ RUNNING = {"steps": 400, "save_every": 5, "log_every": 1, "sleep": 0.02}
 
 @pytest.mark.slow
 def test_a_second_process_is_refused_before_it_writes_anything(tmp_path: Path) -> None:
-    first = processes.start(tmp_path, RUNNING)
-    processes.read_until(first, "step 12/")
+    first = processes.toy(tmp_path, RUNNING)
+    first.read_until("step 12/")
     content = lambda: {
         path.relative_to(tmp_path) for path in tmp_path.glob("*") if path.is_file()
     }
@@ -32,8 +33,8 @@ def test_a_second_process_is_refused_before_it_writes_anything(tmp_path: Path) -
     assert content() == before
     assert (tmp_path / "metrics.jsonl").stat().st_ino == metrics
     # However it ends, the folder is free then.
-    first.kill()
-    first.communicate()
+    first.signal(signal.SIGKILL)
+    first.finish()
     assert json.loads((tmp_path / ".claim").read_text())["pid"] == first.pid
     assert toy_run.main(tmp_path, RUNNING | {"steps": 40, "sleep": 0}) == 0
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

@@ -24,24 +24,10 @@ from memjax.training.config import LoopConfig, Outcome
 from memjax.training.loop import train
 from memjax.training.resume import NonFiniteError, require_same_config
 from tests.training import toy_run as toy
-from tests.training.toy_process import ToyProcess
+from tests.training.processes import Process
+from tests.training.processes import toy as start
 
 BASE = {"steps": 40, "save_every": 5, "log_every": 1, "evaluate_every": 20}
-
-
-def read_until(process: ToyProcess, text: str) -> str:
-    seen = ""
-    for line in process.lines():
-        seen += line
-        if text in line:
-            return seen
-    raise AssertionError(f"ended without saying {text!r}:\n{seen}")
-
-
-def finish(process: ToyProcess, expected: int = 0) -> str:
-    code, output = process.finish()
-    assert code == expected, output
-    return output
 
 
 def metrics(run_dir: Path) -> list[tuple[int, str, Any]]:
@@ -90,7 +76,7 @@ def trim_last_evaluation(run_dir: Path) -> None:
 def test_resumed_in_another_process_equals_uninterrupted(
     halfway: Path, peaceful: Path
 ) -> None:
-    output = finish(ToyProcess(halfway, BASE))
+    output = start(halfway, BASE).require_end()
     assert "resumed at step 23" in output
     require_same_end(halfway, peaceful)
     steps = [step for step, kind, _ in metrics(halfway) if kind == "train"]
@@ -115,11 +101,11 @@ def test_kill_9_at_any_moment(tmp_path: Path) -> None:
     assert toy.main(undisturbed, options | {"sleep": 0}) == 0
     luck = random.Random(0)
     for moment in ("first step", "saving", "saving", "any", "any"):
-        process = ToyProcess(run_dir, options)
+        process = start(run_dir, options)
         if moment == "saving":
             wait_for(lambda: list(run_dir.glob("checkpoints/*-tmp/**/d")), process)
         else:
-            read_until(process, "step ")
+            process.read_until("step ")
             time.sleep(luck.random() * 0.5 if moment == "any" else 0)
         process.signal(signal.SIGKILL)
         code, seen = process.finish()
@@ -128,7 +114,7 @@ def test_kill_9_at_any_moment(tmp_path: Path) -> None:
         saved = [int(p.name) for p in run_dir.glob("checkpoints/[0-9]*") if whole(p)]
         # What a kill costs: the interval, and what was done while a save was written.
         assert done - max([0, *saved]) <= 2 * options["save_every"]
-    output = finish(ToyProcess(run_dir, options | {"sleep": 0}))
+    output = start(run_dir, options | {"sleep": 0}).require_end()
     assert "resumed at step" in output and "damaged" not in output
     require_same_end(run_dir, undisturbed)
     left = {p.name for p in (run_dir / "checkpoints").iterdir()}
@@ -139,7 +125,7 @@ def whole(folder: Path) -> bool:
     return folder.name.isdecimal() and (folder / "digests.json").exists()
 
 
-def wait_for(condition: Callable[[], Any], process: ToyProcess) -> None:
+def wait_for(condition: Callable[[], Any], process: Process) -> None:
     while not condition():
         assert not process.ended(), "ended too soon"
         time.sleep(0.001)
@@ -147,24 +133,24 @@ def wait_for(condition: Callable[[], Any], process: ToyProcess) -> None:
 
 @pytest.mark.slow
 def test_sigterm_saves_and_exits_75(tmp_path: Path, peaceful: Path) -> None:
-    process = ToyProcess(tmp_path, BASE | {"sleep": 0.05})
-    read_until(process, "step 7/")
+    process = start(tmp_path, BASE | {"sleep": 0.05})
+    process.read_until("step 7/")
     process.signal(signal.SIGTERM)
-    output = finish(process, 75)
+    output = process.require_end(75)
     [step] = re.findall(r"preempted at step (\d+), state saved", output)
     assert 7 <= int(step) <= 30
     assert whole(tmp_path / "checkpoints" / step)
     assert metrics(tmp_path)[-1][0] == int(step)
-    assert f"resumed at step {step}" in finish(ToyProcess(tmp_path, BASE))
+    assert f"resumed at step {step}" in start(tmp_path, BASE).require_end()
     require_same_end(tmp_path, peaceful)
 
 
 @pytest.mark.slow
 def test_sigterm_while_the_first_step_compiles(tmp_path: Path) -> None:
-    process = ToyProcess(tmp_path, BASE | {"compile_sleep": 1.0})
-    read_until(process, "compiling")
+    process = start(tmp_path, BASE | {"compile_sleep": 1.0})
+    process.read_until("compiling")
     process.signal(signal.SIGTERM)
-    assert "preempted at step 1, state saved" in finish(process, 75)
+    assert "preempted at step 1, state saved" in process.require_end(75)
     assert whole(tmp_path / "checkpoints" / "1")
 
 
@@ -172,11 +158,11 @@ def test_sigterm_while_the_first_step_compiles(tmp_path: Path) -> None:
 def test_interrupt_in_evaluation_which_is_done_again(
     tmp_path: Path, peaceful: Path
 ) -> None:
-    process = ToyProcess(tmp_path, BASE | {"evaluate_sleep": 60.0})
-    read_until(process, "evaluating")
+    process = start(tmp_path, BASE | {"evaluate_sleep": 60.0})
+    process.read_until("evaluating")
     sent = time.monotonic()
     process.signal(signal.SIGINT)
-    assert "preempted at step 20, state saved" in finish(process, 75)
+    assert "preempted at step 20, state saved" in process.require_end(75)
     assert time.monotonic() - sent < 20
     assert [kind for _, kind, _ in metrics(tmp_path)] == ["train"] * 20
     assert toy.main(tmp_path, BASE) == 0
@@ -225,15 +211,15 @@ def test_damaged_newest_checkpoint_costs_only_time(
 def test_full_disk_stops_the_run_at_once(small_disk: Path) -> None:
     # 8 MiB hold two checkpoints of this size, and not three.
     options = BASE | {"size": 512, "steps": 1000, "log_every": 1000, "save_every": 10}
-    process = ToyProcess(small_disk / "run", options)
-    output = finish(process, 1)
+    process = start(small_disk / "run", options)
+    output = process.require_end(1)
     assert "DiskFullError" in output.splitlines()[-1]
     assert "no room for a checkpoint in" in output.splitlines()[-1]
     steps = sorted(int(p.name) for p in small_disk.glob("run/checkpoints/[0-9]*"))
     assert steps and steps[0] == 10
     # With fewer to keep there is room, and the same command goes on.
     last = steps[-1]
-    finish(ToyProcess(small_disk / "run", options | {"steps": last + 50, "keep": 1}))
+    start(small_disk / "run", options | {"steps": last + 50, "keep": 1}).require_end()
     left = [p.name for p in small_disk.glob("run/checkpoints/[0-9]*")]
     assert left == [str(last + 50)]
 
@@ -433,29 +419,29 @@ def test_two_processes_stop_at_one_step_and_go_on(tmp_path: Path) -> None:
     """SIGTERM reaches only the second; both save the same step and resume it."""
     run_dir = tmp_path / "run"
 
-    def pair(options: dict[str, Any]) -> list[ToyProcess]:
+    def pair(options: dict[str, Any]) -> list[Process]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             common = options | {"processes": 2, "port": probe.getsockname()[1]}
-        return [ToyProcess(run_dir, common | {"process": n}) for n in (0, 1)]
+        return [start(run_dir, common | {"process": n}) for n in (0, 1)]
 
     first, second = pair(BASE | {"sleep": 0.05, "evaluate_every": 0})
-    read_until(first, "step 7/")
+    first.read_until("step 7/")
     second.signal(signal.SIGTERM)
-    output = finish(first, 75)
-    finish(second, 75)
+    output = first.require_end(75)
+    second.require_end(75)
     [step] = re.findall(r"preempted at step (\d+), state saved", output)
     assert 7 <= int(step) < 40
     first, second = pair(BASE | {"evaluate_every": 0})
-    assert f"resumed at step {step}" in finish(first)
-    assert "step" not in finish(second)
+    assert f"resumed at step {step}" in first.require_end()
+    assert "step" not in second.require_end()
     assert [s for s, _, _ in metrics(run_dir)] == list(range(1, 41))
     # A checkpoint that cannot be read is stepped over by both.
     folders = sorted(run_dir.glob("checkpoints/[0-9]*"), key=lambda p: int(p.name))
     (folders[-1] / "state" / "manifest.ocdbt").write_bytes(b"nonsense")
     write_digests(folders[-1])
     first, second = pair(BASE | {"evaluate_every": 0})
-    output = finish(first)
+    output = first.require_end()
     assert f"resumed at step {folders[-2].name}" in output
     assert f"{folders[-1].name} is damaged" in output
-    finish(second)
+    second.require_end()

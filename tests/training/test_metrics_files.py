@@ -105,10 +105,10 @@ def test_a_reader_of_the_output_that_goes_away_does_not_end_a_run(
 ) -> None:
     """As `memjax train ... | head -1` does."""
     options = {"steps": 30, "save_every": 1000, "log_every": 1, "sleep": 0.02}
-    process = processes.start(tmp_path, options)
-    assert process.stdout is not None and process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(60) == 0
+    process = processes.toy(tmp_path, options)
+    assert next(process.lines())
+    process.output.close()
+    process.require_end()
     assert (tmp_path / "checkpoints" / "30" / "digests.json").exists()
 
 

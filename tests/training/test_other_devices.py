@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from memjax.mechanisms import SlidingWindowConfig
 from memjax.models import ModelConfig
 from memjax.training import LoopConfig, MeshConfig, StepConfig
 from memjax.training import pretrain as run
+from tests.training.processes import Process
 
 
 def train(texts: Path, folder: Path, fsdp: int) -> None:
@@ -62,13 +61,8 @@ def test_a_run_goes_on_with_fewer_devices(
         (texts / f"{i}.txt").write_text(" ".join(words))
 
     def on_devices(count: int, folder: Path) -> None:
-        done = subprocess.run(
-            [sys.executable, "-P", __file__, str(texts), str(folder), str(count)],
-            env=with_devices(count),
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+        devices = with_devices(count)
+        Process(train, texts, folder, count, environment=devices).require_end()
 
     on_devices(4, whole)
     shutil.copytree(whole, again)
@@ -77,7 +71,3 @@ def test_a_run_goes_on_with_fewer_devices(
     assert len(losses(again)) == 6
     np.testing.assert_allclose(losses(again), losses(whole), rtol=1e-5)
     assert json.loads((again / "config.json").read_text())["mesh"]["fsdp"] == 2
-
-
-if __name__ == "__main__":
-    train(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

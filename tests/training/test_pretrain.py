@@ -10,19 +10,16 @@ import pytest
 from flax import nnx
 
 from memjax.data import load_tokenizer
-from memjax.mechanisms import ElasticMemoryConfig, SlidingWindowConfig
+from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import ModelConfig
-from memjax.training import LoopConfig, MeshConfig, StepConfig
+from memjax.training import LoopConfig, MeshConfig, StepConfig, run_data, sharding
 from memjax.training import pretrain as run
 from memjax.training.optimizer import schedule
 from tests import tiny
 
 MODEL = ModelConfig(
-    mixers=(
-        ElasticMemoryConfig(16, 2, 1, 8, block=8, order=4),
-        SlidingWindowConfig(16, 2, 1, 8, window=8),
-    ),
-    num_layers=2,
+    mixers=(ElasticMemoryConfig(16, 2, 1, 8, block=8, order=4),),
+    num_layers=1,
     vocab_size=256,
     model_dim=16,
     hidden_dim=16,
@@ -101,14 +98,40 @@ def test_a_stream_with_carried_memory_resumes_bit_for_bit(config, whole, tmp_pat
 
 
 @pytest.mark.slow
-def test_memory_is_carried_from_batch_to_batch(config, whole, tmp_path):
-    forgetful = dataclasses.replace(
+def test_memory_is_carried_from_batch_to_batch(config, whole):
+    # The update of `whole`, from an empty memory each time.
+    state, step = run.build_step(config, sharding.make_mesh(config.mesh))
+    empty = jax.tree.map(np.asarray, state.memory)
+    documents = run_data.load_split(config, load_tokenizer("bytes"), "train")
+    data, found = run_data.batches(config, documents), []
+    for _ in range(config.loop.steps):
+        memory = jax.tree.map(
+            lambda x, old: jax.device_put(x, old.sharding), empty, state.memory
+        )
+        state, metrics = step(state._replace(memory=memory), next(data))
+        found.append(float(metrics["loss"]))
+    carried = [v["loss"] for _, kind, v in losses(whole) if kind == "train"]
+    assert found[0] == carried[0] and not set(found[1:]) & set(carried[1:])
+
+
+@pytest.mark.slow
+def test_runs_of_other_texts_share_the_programs_and_of_other_sizes_do_not(config):
+    mesh = sharding.make_mesh(config.mesh)
+    state, step = run.build_step(config, mesh)
+    changed = lambda **data: dataclasses.replace(config.data, **data)
+    other = dataclasses.replace(
         config,
-        data=dataclasses.replace(config.data, mode="chunked"),
-        step=StepConfig(bptt_blocks=1),
+        seed=1,
+        data=changed(source="embedded", cache_dir=None),
+        loop=dataclasses.replace(config.loop, save_every=1, evaluate_every=0),
     )
-    run.train(forgetful, tmp_path)
-    assert losses(tmp_path) != losses(whole)
+    drawn, same = run.build_step(other, mesh)
+    assert same is step
+    assert not np.array_equal(*(jax.tree.leaves(s.params)[0] for s in (state, drawn)))
+    larger, _ = run.build_step(
+        dataclasses.replace(config, data=changed(batch_size=3)), mesh
+    )
+    assert {len(leaf) for leaf in jax.tree.leaves(larger.memory)} == {3}
 
 
 @pytest.mark.slow
@@ -211,5 +234,5 @@ def test_another_tokenizer_brings_its_vocabulary():
 def test_the_learning_rate_is_logged(config, whole):
     lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
     values = [line["values"] for line in lines if line["kind"] == "train"]
-    rates = [float(jnp.asarray(schedule(config.optimizer, 6)(i))) for i in range(6)]
+    rates = jax.jit(schedule(config.optimizer, 6))(np.arange(6))
     np.testing.assert_allclose([v["learning_rate"] for v in values], rates, rtol=1e-6)

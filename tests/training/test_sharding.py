@@ -4,9 +4,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,21 +17,16 @@ from memjax.models.language_model.presets import FAMILIES
 from memjax.training import sharding
 from memjax.training.sharding import MeshConfig
 from memjax.training.step import StepConfig, init_train_state
+from tests.training import sharded_run
+from tests.training.processes import Process
 
-PROGRAM = Path(__file__).parent / "sharded_run.py"
 BATCH = ("data", "fsdp")
 
 
 @pytest.fixture(scope="module")
 def result(with_devices):
-    done = subprocess.run(
-        [sys.executable, "-P", str(PROGRAM)],
-        env=with_devices(8),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = Process(sharded_run.main, environment=with_devices(8))
+    return json.loads(process.require_end().splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ from memjax.data import (
 )
 from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
 from memjax.evaluation import plots
+from memjax.evaluation.drawing import source_of
 from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
@@ -343,24 +344,36 @@ def report(
         "majority_exact": majority,
         "methods": results,
     }
-    write_report(config.output, question, settings(config), contents)
-    curves = {
-        name: [
-            tuple(row[key] for key in ("accuracy", "low", "high"))
-            for row in result["after"].values()
-        ]
-        for name, result in results.items()
-    }
-    plots.accuracy_by_distance(
-        curves,
-        distances,
-        Path(f"{config.output}.png"),
-        title=f"Facts still known, {config.scale.samples} of them"
-        + (", memory carried on" if config.carry else ""),
-    )
+    result = write_report(config.output, question, settings(config), contents)
+    plot(result, Path(f"{config.output}.png"))
+    curves = accuracies(results)
     rows = {name: [point[0] for point in curve] for name, curve in curves.items()}
     rows["most frequent answer"] = [majority["all"]] * len(distances)
     show("Right answers after so many tokens", [f"{d:,}" for d in distances], rows)
+
+
+def accuracies(methods: dict[str, Any]) -> dict[str, list[tuple[float, float, float]]]:
+    """Share of right answers and both ends of its interval, one a distance."""
+    return {
+        name: [
+            (row["accuracy"], row["low"], row["high"])
+            for row in result["after"].values()
+        ]
+        for name, result in methods.items()
+    }
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draws the right answers of a result against the distance."""
+    config, methods = result["config"], result["methods"]
+    carried = ", memory carried on" if config["carry"] else ""
+    plots.accuracy_by_distance(
+        accuracies(methods),
+        result["distances"],
+        path,
+        title=f"Facts still known, {config['samples']} of them{carried}",
+        source=source_of(result),
+    )
 
 
 if __name__ == "__main__":

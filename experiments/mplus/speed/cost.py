@@ -284,9 +284,9 @@ def report(config: Config, rows: dict[str, list[dict[str, Any]]]) -> None:
         "full_attention_run_up_to": scale.full_up_to,
         "models": rows,
     }
-    write_report(config.output, question, settings(config), results)
-    title = f"M+ and its backbone ({config.size}) against tokens injected"
-    cost_report.show(rows, scale.lengths, Path(f"{config.output}.png"), title)
+    result = write_report(config.output, question, settings(config), results)
+    cost_report.plot(result, Path(f"{config.output}.png"))
+    cost_report.show(rows, scale.lengths)
 
 
 if __name__ == "__main__":

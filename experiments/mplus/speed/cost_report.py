@@ -5,25 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import results
+from memjax.evaluation.drawing import drawing, log_ticks, log_values, source_of
 
 Row = dict[str, Any]
 
 
-def show(
-    rows: Mapping[str, Sequence[Row]], lengths: Sequence[int], path: Path, title: str
-) -> None:
-    """Prints a table a quantity, and draws a panel each.
+def show(rows: Mapping[str, Sequence[Row]], lengths: Sequence[int]) -> None:
+    """Prints a table a quantity.
 
     Args:
         rows: of every kind, one a length.
         lengths: tokens injected.
-        path: the PNG to write.
-        title: of the plot.
     """
-    tables = {name: _table(rows, *value) for name, value in QUANTITIES.items()}
-    for name, table in tables.items():
+    for name, table in _tables(rows).items():
         results.show(name, [f"{length:,}" for length in lengths], table)
-    _plot(tables, lengths, path, title)
 
 
 def _get(*path: str) -> Callable[[Row], float]:
@@ -50,28 +45,37 @@ QUANTITIES: dict[str, tuple[Callable[[Row], float], float]] = {
 }
 
 
-def _table(rows, get, unit):
-    return {kind: [get(row) / unit for row in found] for kind, found in rows.items()}
+def _tables(rows: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, list[float]]]:
+    """Every quantity of every kind, by length."""
+    return {
+        name: {kind: [get(row) / unit for row in found] for kind, found in rows.items()}
+        for name, (get, unit) in QUANTITIES.items()
+    }
 
 
-def _plot(tables, lengths, path, title):
+def plot(result: Mapping[str, Any], path: Path) -> None:
     """One panel a quantity, both axes logarithmic."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 11), layout="constrained")
-    grid = figure.subplots(4, 2, sharex=True).flat
-    for axes, (name, table) in zip(grid, tables.items(), strict=True):
-        for kind, values in table.items():
-            # Nothing, and what was not run, has no place on a logarithmic axis.
-            shown = [value if value > 0 else float("nan") for value in values]
-            axes.plot(lengths, shown, marker="o", markersize=3, label=kind)
-        axes.set_title(name, fontsize="medium")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize="small")
-    figure.suptitle(title)
-    FigureCanvasAgg(figure).print_png(path)
+    rows = result["models"]
+    lengths = sorted({row["length"] for found in rows.values() for row in found})
+    with drawing(
+        path,
+        rows=4,
+        columns=2,
+        size=(11, 13),
+        title=f"M+ and its backbone ({result['config']['size']}) against tokens "
+        "injected",
+        source=source_of(result),
+        sharex=True,
+    ) as drawn:
+        for axes, (name, table) in zip(
+            drawn.grid.flat, _tables(rows).items(), strict=True
+        ):
+            for i, (kind, values) in enumerate(table.items()):
+                # Nothing has no place on a logarithmic axis.
+                shown = [value if value > 0 else float("nan") for value in values]
+                drawn.line(axes, lengths[: len(shown)], shown, kind, i)
+            axes.set_title(name)
+            log_values(axes)
+            log_ticks(axes, lengths, 5)
+        for axes in drawn.grid[-1]:
+            axes.set_xlabel("tokens injected")

@@ -63,8 +63,8 @@ class BatchIterator:
 
         Raises:
             ValueError: the state is malformed, or comes from other documents, other
-              tokens of them ("content"), lengths, batch size or seed (the message says
-              which).
+                tokens of them ("content"), lengths, batch size or seed (the message
+                says which).
         """
         step = state.get("step")
         if type(step) is not int or step < 0:

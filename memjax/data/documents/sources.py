@@ -20,9 +20,9 @@ def open_documents(spec: str) -> list[Document]:
 
     Args:
         spec: "embedded"; "folder:PATH"; "tfds:NAME", a tensorflow-datasets name such as
-          `pg19` or `lm1b` (`wiki40b/en` too, where tfds can build it without
-          TensorFlow), or the folder of a prepared one; "hf:NAME" or "hf:NAME:CONFIG",
-          a Hugging Face dataset.
+            `pg19` or `lm1b` (`wiki40b/en` too, where tfds can build it without
+            TensorFlow), or the folder of a prepared one; "hf:NAME" or "hf:NAME:CONFIG",
+            a Hugging Face dataset.
 
     Raises:
         ValueError: another form of spec, or a source that cannot be read.

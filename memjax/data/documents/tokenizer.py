@@ -130,9 +130,9 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     Args:
         name: "bytes" (256 ids), "bpe4k" (4,096 ids, trained on the train split of the
-          embedded corpus only), the path of a `tokenizers` JSON file or of a folder
-          with a `tokenizer.json`, or a repository of the Hugging Face hub that has
-          one, "owner/name" or "owner/name@revision".
+            embedded corpus only), the path of a `tokenizers` JSON file or of a folder
+            with a `tokenizer.json`, or a repository of the Hugging Face hub that has
+            one, "owner/name" or "owner/name@revision".
 
     Raises:
         ValueError: `name` is none of these, the hub does not give it, or the file is

@@ -99,11 +99,12 @@ def needle_sample(
         tokenizer: counts them.
         essay: the words of the essays, read round and round; used for "essay" only.
         start: the haystack begins where the essays do, as RULER's always does, or at
-          a random word: for models that train on the task and could learn it by heart.
+            a random word: for models that train on the task and could learn it by
+            heart.
 
     Raises:
         ValueError: `length` has no room for the question and one piece of haystack, or
-          an essay task comes without an essay.
+            an essay task comes without an essay.
     """
     if task.haystack == "essay" and not essay:
         raise ValueError("essay is empty; an essay task needs its words")

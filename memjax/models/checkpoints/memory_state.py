@@ -7,9 +7,9 @@
 A saved memory is a folder of two files: `memory.safetensors` holds every leaf of the
 state under its path in the tree, without what is zero all around it, so that a file is
 as large as what the memory holds; `memory.json` the model's class, sizes and settings,
-where in its leaf each saved part begins, and the sha256 of the other file. Loading
-checks them all. The model's parameters are neither saved nor compared. Nothing that is
-read is executed.
+where in its leaf each saved part begins, a note of the caller's, and the sha256 of the
+other file and of itself. Loading checks them all. The model's parameters are neither
+saved nor compared: `memjax.conversation` does. Nothing that is read is executed.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,31 +36,57 @@ from memjax.models.checkpoints.safetensors_file import (
 from memjax.models.checkpoints.safetensors_write import atomic_folder
 
 TENSORS, RECORD = "memory.safetensors", "memory.json"
-# Version 1 held whole leaves.
-FORMAT, VERSION = "memjax memory", 2
+# Version 1 held whole leaves; version 2 neither notes nor caches that had grown.
+FORMAT, VERSION = "memjax memory", 3
 # Number formats of states, as safetensors names them.
 NUMBER_FORMATS = ("F32", "BF16", "F16", "I32", "U32", "BOOL")
 # Settings that change how a model computes and not what: they may differ.
 IGNORED_SETTINGS = ("remat", "activations", "store_memory", "pool_memory")
 
 
-def save_memory(folder: Path | str, model: Model, state: PyTree) -> None:
+class PackedMemory(NamedTuple):
+    """A memory as its folder has it.
+
+    Attributes:
+        tensors: the part of each leaf that holds something.
+        record: the content of `memory.json`, but for the digests.
+    """
+
+    tensors: dict[str, np.ndarray]
+    record: dict[str, Any]
+
+
+def save_memory(
+    folder: Path | str,
+    model: Model,
+    state: PyTree,
+    *,
+    note: Mapping[str, Any] | None = None,
+) -> None:
     """Writes a memory to a folder, which appears whole or not at all.
 
     Args:
         folder: must not exist, or be empty.
         model: the model whose memory it is.
         state: of `model.init_state`, or any call of the model after it.
+        note: what else is to be known of the memory, for `read_note`: a JSON object.
 
     Raises:
         ValueError: naming the leaf that is not as in `model.init_state`; if the folder
             is not empty; without the safetensors package. OSError: the folder could not
             be written.
     """
+    write_memory(folder, pack_memory(model, state, note=note))
+
+
+def pack_memory(
+    model: Model, state: PyTree, *, note: Mapping[str, Any] | None = None
+) -> PackedMemory:
+    """What `save_memory` writes; needs no disk. Raises ValueError as it does."""
     leaves = _leaves_by_name(state)
-    empty = _abstract_state(model, leaves)
+    slots = _grown_slots(model, leaves)
+    empty = _abstract_state(model, leaves, slots)
     _require_leaves(_kinds(leaves), _kinds(_leaves_by_name(empty)), "state")
-    save_file = library().numpy.save_file
     tensors, starts = {}, {}
     for name, leaf in leaves.items():
         value = np.asarray(leaf)
@@ -68,10 +94,17 @@ def save_memory(folder: Path | str, model: Model, state: PyTree) -> None:
         starts[name] = [part.start for part in held]
         # safetensors writes an array's bytes as they lie, whatever its strides.
         tensors[name] = np.ascontiguousarray(value[held])
+    record = {"format": FORMAT, "version": VERSION, "model": _describe(model)}
+    record |= {"slots": slots, "starts": starts, "note": dict(note or {})}
+    return PackedMemory(tensors, record)
+
+
+def write_memory(folder: Path | str, packed: PackedMemory) -> None:
+    """Writes what `pack_memory` gave; needs no JAX. Raises as `save_memory` does."""
     with atomic_folder(Path(folder)) as temporary:
-        save_file(tensors, temporary / TENSORS)
-        record = {"format": FORMAT, "version": VERSION, "model": _describe(model)}
-        record |= {"starts": starts, "sha256": _digest(temporary / TENSORS)}
+        _write_tensors(packed.tensors, temporary / TENSORS)
+        record = packed.record | {"sha256": _digest(temporary / TENSORS)}
+        record |= {"record_sha256": _record_digest(record)}
         (temporary / RECORD).write_text(json.dumps(record, indent=1))
         # The library makes its files for the owner alone.
         shutil.copymode(temporary / RECORD, temporary / TENSORS)
@@ -100,7 +133,7 @@ def load_memory(folder: Path | str, model: Model) -> PyTree:
         raise ValueError(f"{file} is not what was written: its sha256 differs")
     tensors = SafetensorsFile(file, NUMBER_FORMATS)
     parts = {name: tensors.get_unconverted(name) for name in tensors.shapes}
-    empty = _abstract_state(model, parts)
+    empty = _abstract_state(model, parts, record["slots"])
     expected, where = _leaves_by_name(empty), str(file)
     _require_leaves(_formats(parts), _formats(expected), where)
     values = {
@@ -109,6 +142,24 @@ def load_memory(folder: Path | str, model: Model) -> PyTree:
     }
     read = lambda path, leaf: jax.device_put(values[leaf_name(path)], leaf.memory_space)
     return jax.tree_util.tree_map_with_path(read, empty)
+
+
+def read_note(folder: Path | str) -> dict[str, Any]:
+    """The note that `save_memory` was given; {} without one.
+
+    Raises:
+        ValueError: as `load_memory`, of `memory.json` alone. OSError: no such folder.
+    """
+    return _read_record(Path(folder))["note"]
+
+
+def _write_tensors(tensors: Mapping[str, np.ndarray], file: Path) -> None:
+    """Raises OSError where the file cannot be written, as on a full disk."""
+    safetensors = library()
+    try:
+        safetensors.numpy.save_file(dict(tensors), file)
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{file} could not be written: {error}") from error
 
 
 def _held(value: np.ndarray) -> tuple[slice, ...]:
@@ -162,18 +213,41 @@ def _read_record(folder: Path) -> dict[str, Any]:
             f"{file}: version must be {VERSION}, which this memjax reads, got "
             f"{short(record.get('version'))}"
         )
-    kinds: dict[str, type] = {"format": str, "version": int, "model": dict}
-    kinds |= {"starts": dict, "sha256": str}
-    wrong = [name for name, kind in kinds.items() if type(record.get(name)) is not kind]
+    kinds: dict[str, tuple[type, ...]] = {"format": (str,), "version": (int,)}
+    kinds |= {"model": (dict,), "slots": (int, type(None)), "starts": (dict,)}
+    kinds |= {"note": (dict,), "sha256": (str,), "record_sha256": (str,)}
+    wrong = [name for name, kind in kinds.items() if type(record.get(name)) not in kind]
     wrong += [name for name in record if name not in kinds]
     if wrong:
         raise ValueError(
             f"{file}: missing, unknown or of another type: {listed(wrong)}"
         )
+    if _record_digest(record) != record["record_sha256"]:
+        raise ValueError(f"{file} is not what was written: its sha256 differs")
+    if record["slots"] is not None and record["slots"] < 1:
+        raise ValueError(f"{file}: slots must be at least 1, got {record['slots']}")
     return record
 
 
-def _abstract_state(model: Model, leaves: Mapping[str, Any]) -> PyTree:
+def _record_digest(record: Mapping[str, Any]) -> str:
+    """The sha256 of all of a record but its own."""
+    content = {n: value for n, value in record.items() if n != "record_sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _grown_slots(model: Model, leaves: Mapping[str, Any]) -> int | None:
+    """Slots of caches that are of another size than in a new state; None without."""
+    empty = _leaves_by_name(_abstract_state(model, leaves, None))
+    slots = lambda leaf: getattr(leaf, "shape", ())[1:2]
+    grown = [slots(x) for n, x in leaves.items() if n in empty]
+    new = [slots(empty[n]) for n in leaves if n in empty]
+    found = [a for a, b in zip(grown, new, strict=True) if a and a != b]
+    return max(found)[0] if found else None
+
+
+def _abstract_state(
+    model: Model, leaves: Mapping[str, Any], slots: int | None
+) -> PyTree:
     """Shape, dtype and memory space of the leaves of an empty state like this one."""
     shapes = [leaf.shape for leaf in leaves.values() if getattr(leaf, "shape", ())]
     if not shapes:
@@ -183,7 +257,7 @@ def _abstract_state(model: Model, leaves: Mapping[str, Any]) -> PyTree:
     # HMT's states for padded texts have a leaf that the others lack.
     takes_masks = "masked" in inspect.signature(model.init_state).parameters
     options = {"masked": True} if takes_masks and "visible" in leaves else {}
-    init = lambda: model.init_state(shapes[0][0], **options)
+    init = lambda: model.init_state(shapes[0][0], slots, **options)
     avals = jax.make_jaxpr(init)().out_avals
     return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(init)), avals)
 

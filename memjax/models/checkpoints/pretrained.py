@@ -9,6 +9,8 @@ Nothing that is read is executed; `safetensors_file`, `safetensors_folder` and
 """
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -40,6 +42,12 @@ from memjax.models.language_model.model import LanguageModel
 from memjax.models.lora import merge_lora
 
 SHARD_BYTES = 5 * 10**9
+#: Called with how many tensors were read, and how many there are.
+Progress = Callable[[int, int], None]
+
+
+def unseen(done: int, total: int) -> None:
+    """Progress that nobody watches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +87,7 @@ def load_pretrained(
     dtype: Dtype | None = None,
     param_dtype: Dtype | None = None,
     with_tokenizer: bool = True,
+    progress: Progress = unseen,
 ) -> Pretrained:
     """Reads a model of a Hugging Face family, or one that `save_pretrained` wrote.
 
@@ -92,6 +101,7 @@ def load_pretrained(
             bfloat16 for what the file has in bfloat16 or quantized, without a copy in
             float32 of more than a tensor.
         with_tokenizer: False does not read it, which helps if its kind is unknown.
+        progress: called with each tensor: how many were read, and how many there are.
 
     Raises:
         ValueError: naming file, tensor, what was expected and found, if the files are
@@ -104,6 +114,7 @@ def load_pretrained(
         dtype=dtype,
         param_dtype=param_dtype,
         with_tokenizer=with_tokenizer,
+        progress=progress,
     )
 
 
@@ -113,6 +124,7 @@ def load_located(
     dtype: Dtype | None,
     param_dtype: Dtype | None = None,
     with_tokenizer: bool = True,
+    progress: Progress = unseen,
 ) -> Pretrained:
     """`load_pretrained` of a model that was found already."""
     if found.path.is_dir():
@@ -122,7 +134,7 @@ def load_located(
             require_family(config, found.origin)
         hub.fetch_weights(found)
     checkpoint = _open(found.path)
-    model = _build(checkpoint, dtype, param_dtype)
+    model = _build(checkpoint, dtype, param_dtype, progress)
     if isinstance(checkpoint, GGUFCheckpoint):
         text = checkpoint.text_interface(with_tokenizer=with_tokenizer)
     else:
@@ -204,6 +216,7 @@ def convert(
     *,
     dtype: Dtype = "float32",
     with_tokenizer: bool = True,
+    progress: Progress = unseen,
 ) -> str:
     """Reads any source and writes it as a folder, which loads faster than GGUF.
 
@@ -212,6 +225,7 @@ def convert(
         folder: as in `save_pretrained`.
         dtype: of the saved tensors; float32 represents all others exactly.
         with_tokenizer: as in `load_pretrained`.
+        progress: as in `load_pretrained`.
 
     Returns:
         The model_type, as `save_pretrained`.
@@ -220,7 +234,7 @@ def convert(
         ValueError: as both.
     """
     require_free(Path(folder))
-    found = load_pretrained(source, with_tokenizer=with_tokenizer)
+    found = load_pretrained(source, with_tokenizer=with_tokenizer, progress=progress)
     return save_pretrained(
         found.model, folder, found.text, origin=found.origin, dtype=dtype
     )
@@ -236,10 +250,23 @@ def _open(path: Path) -> SafetensorsFolder | GGUFCheckpoint:
     return GGUFCheckpoint(path)
 
 
+def _counted(get: Callable, total: int, progress: Progress) -> Callable:
+    """Reads a tensor by its name, and says so."""
+    count = itertools.count(1)
+
+    def read(name):
+        tensor = get(name)
+        progress(next(count), total)
+        return tensor
+
+    return read
+
+
 def _build(
     checkpoint: SafetensorsFolder | GGUFCheckpoint,
     dtype: Dtype | None,
     param_dtype: Dtype | None,
+    progress: Progress,
 ) -> LanguageModel:
     where, shapes = str(checkpoint.path), checkpoint.shapes
     if param_dtype is not None:
@@ -248,6 +275,7 @@ def _build(
         get = lambda name: checkpoint.get_compact(name).astype(saved, copy=False)
     else:
         get = checkpoint.get_compact if dtype == "bfloat16" else checkpoint.get
+    get = _counted(get, len(shapes), progress)
     if checkpoint.config.get("model_type") == own_format.MODEL_TYPE:
         config = checkpoint.config
         return own_format.build_model(config, shapes, get, dtype, where)

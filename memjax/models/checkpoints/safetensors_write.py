@@ -91,13 +91,30 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         for file in temporary.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())
+        sync_folder(temporary)
         # After the sync: a kill leaves a whole folder under this name, or none.
         temporary.replace(folder)
+        sync_folder(folder.parent)
     except BaseException:
-        shutil.rmtree(temporary)
+        # Renamed already, if only its parent could not be synced.
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
         os.close(lock)
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts a folder's names on the disk, new and renamed ones, where that is possible.
+
+    Without it a power cut within seconds may undo a rename.
+    """
+    # Some network filesystems cannot, and lose nothing by it that they kept before.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _clear_remains(folder: Path) -> None:

@@ -195,8 +195,12 @@ def init_bos(backbone: LanguageModel) -> Float[Array, "L D"]:
     at, found = jnp.zeros((1, 1), jnp.int32), []
     for block in backbone.blocks:
         found.append(h[0, 0])
-        h = write_layer(config, block.parameters(), h, None, at, 1)
+        h = _write_layer(config, block.parameters(), h, None, at, 1)
     return jnp.stack(found)
+
+
+# One program for all layers.
+_write_layer = jax.jit(write_layer, static_argnums=(0, 5))
 
 
 def require_backbone(backbone: LanguageModel) -> None:

@@ -35,7 +35,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from memjax.training.checkpoints.checksums import sync_folder, write_digests
+from memjax.models.checkpoints.safetensors_write import sync_folder
+from memjax.training.checkpoints.checksums import write_digests
 from memjax.training.checkpoints.folder import (
     UNFINISHED,
     CheckpointError,

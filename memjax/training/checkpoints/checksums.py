@@ -6,7 +6,6 @@ are not covered: orbax rewrites its timestamps there after the digests are taken
 nothing is read from them.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 from memjax.checks import short
 from memjax.config_io import read_json, require_regular
+from memjax.models.checkpoints.safetensors_write import sync_folder
 
 DIGEST_FILE = "digests.json"
 
@@ -66,20 +66,6 @@ def write_atomically(path: Path, text: str) -> None:
     # After the sync: a rename may reach the disk before the data does.
     hidden.replace(path)
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Puts a folder's names on the disk, new and renamed ones, where that is possible.
-
-    Without it a power cut within seconds may undo a rename.
-    """
-    # Some network filesystems cannot, and lose nothing by it that they kept before.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _synced_entry(path: Path) -> dict[str, Any]:

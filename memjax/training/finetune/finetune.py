@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from memjax.config_io import completed, to_record
-from memjax.training import loop, pretrain, run_data, sharding
+from memjax.training import header, loop, pretrain, run_data, sharding
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import Folder, check_path
 from memjax.training.claims import Claim
@@ -76,6 +76,16 @@ def finetune(
         if jax.process_index() == 0:
             for name, content in stored.files().items():
                 write_atomically(run_dir / name, content.decode())
+        header.show(
+            described,
+            stage.loop,
+            described.structure(),
+            mesh,
+            documents,
+            tokenizer,
+            tokens_per_step=stage.data.batch_size * stage.tokens_read,
+            shortest=stage.shortest_document,
+        )
         evaluate = None
         if stage.loop.evaluate_every:
             evaluate = run_data.validation(described, tokenizer, described.structure())
@@ -150,6 +160,10 @@ def _programs(described: FinetuneRun, mesh: Mesh) -> tuple[Callable, Callable]:
     """Two compiled programs: variables to first state, and the update."""
     layout = sharding.shardings(mesh, state_shapes(described), described.model)
     create = functools.partial(FinetuneRun.first_state, described)
-    compiled = lambda update: pretrain.on_mesh(update, layout, mesh)
-    step = described.config.make_step(described.structure(), compiled)
+    stage = described.config
+    rated = lambda update: pretrain.saying_rate(
+        update, stage.optimizer, stage.loop.steps
+    )
+    compiled = lambda update: pretrain.on_mesh(rated(update), layout, mesh)
+    step = stage.make_step(described.structure(), compiled)
     return jax.jit(create, out_shardings=layout), step

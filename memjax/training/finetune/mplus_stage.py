@@ -32,6 +32,7 @@ from memjax.training.finetune.stage import Model, SampleConfig, Stage
 from memjax.training.mplus.retriever_fit import Bank, collect, start_by_similarity
 from memjax.training.mplus.step import init_task_state, make_task_steps
 from memjax.training.optimizer import OptimizerConfig, optimizer, with_rates
+from memjax.training.run_data import shortest
 from memjax.training.sharding import MeshConfig
 from memjax.training.step import StepConfig, TrainState, check_run
 
@@ -131,6 +132,12 @@ class MPlusStage:
     def tokens_read(self) -> int:
         """Tokens of a target, which is what a task reads."""
         return self.tasks.target
+
+    @property
+    def shortest_document(self) -> int:
+        """Tokens of the shortest document that a task of the fewest chunks reads."""
+        least = min(self.tasks.chunks) * self.memory.chunk + self.tasks.target
+        return shortest("chunked", least)
 
     @property
     def memory_name(self) -> str:

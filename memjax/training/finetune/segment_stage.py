@@ -27,7 +27,7 @@ from memjax.models.lora import LoraConfig, add_lora
 from memjax.training.config import LoopConfig
 from memjax.training.finetune.stage import NO_MEMORY, Model, SampleConfig, Stage
 from memjax.training.optimizer import OptimizerConfig, optimizer
-from memjax.training.run_data import make_batches
+from memjax.training.run_data import make_batches, shortest
 from memjax.training.sharding import MeshConfig
 from memjax.training.step import (
     StepConfig,
@@ -109,6 +109,11 @@ class SegmentStage:
     def tokens_read(self) -> int:
         """Tokens of a sample."""
         return self.context_length
+
+    @property
+    def shortest_document(self) -> int:
+        """Tokens of the shortest document that is read."""
+        return shortest(self.data.mode, self.context_length)
 
     @property
     def memory_name(self) -> str:

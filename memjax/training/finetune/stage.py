@@ -18,6 +18,7 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.model import HMT
 from memjax.models.mplus.model import MPlus
 from memjax.training.config import DataIterator, LoopConfig
+from memjax.training.optimizer import OptimizerConfig
 from memjax.training.sharding import MeshConfig
 from memjax.training.step import TrainState
 
@@ -83,6 +84,14 @@ class Stage(Protocol):
     def tokens_read(self) -> int:
         """Tokens of a sample that a step reads."""
         ...
+
+    @property
+    def shortest_document(self) -> int:
+        """Tokens of the shortest document that is read."""
+        ...
+
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
 
     def stages(self) -> "tuple[tuple[str, Stage], ...]":
         """This stage alone, in the run's own folder: a curriculum of one."""

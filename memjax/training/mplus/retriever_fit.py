@@ -149,6 +149,7 @@ def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
     return query, key
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def _similar(asking, stored, axes):
     """A of queries and of keys; the product of their last columns is -THRESHOLD."""
     means = [x.mean(axis=0) for x in (asking, stored)]
@@ -166,6 +167,7 @@ def _similar(asking, stored, axes):
     return [jnp.concatenate([a, x[:, None]], axis=1) for x in last]
 
 
+@jax.jit
 def _linear(matrices):
     """f(x) = A x."""
     layers, _, key_dim = matrices.shape

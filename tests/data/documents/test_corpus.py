@@ -51,7 +51,8 @@ def test_no_text_is_in_two_splits():
 def test_every_document_is_long():
     encode = tokenizer.load_tokenizer("bpe4k").encode
     for document in sources.open_documents("embedded"):
-        assert len(encode(document.text)) > 32_768, document.name
+        # Not all of it, which takes seconds: what follows has tokens of its own.
+        assert len(encode(document.text[:150_000])) > 32_768, document.name
 
 
 def test_notices_of_every_licence_ship():

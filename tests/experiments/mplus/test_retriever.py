@@ -19,6 +19,7 @@ from memjax.training import pretrain as run
 from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.stage import SampleConfig
+from tests.training.idle import idle_updates
 
 MODEL = ModelConfig(
     mixers=(AttentionConfig(8, 2, 1, 4, capacity=64),),
@@ -59,11 +60,12 @@ def _trained(tmp_path_factory):
         source, "bytes", context_length=16, batch_size=2, cache_dir=cache
     )
     backbone = tmp_path_factory.mktemp("backbone")
-    run.train(run.RunConfig(model=MODEL, data=data, loop=STAGE.loop), backbone)
     samples = SampleConfig(source, batch_size=2, cache_dir=cache)
     stage = dataclasses.replace(STAGE, data=samples)
     trained = tmp_path_factory.mktemp("trained")
-    finetune.finetune(stage, backbone, trained)
+    with idle_updates():
+        run.train(run.RunConfig(model=MODEL, data=data, loop=STAGE.loop), backbone)
+        finetune.finetune(stage, backbone, trained)
     return trained
 
 

@@ -21,14 +21,14 @@ def positions(*offsets):
 def test_split_puts_tokens_at_their_positions_and_join_returns_them(time, places):
     position = None if places is None else positions(*places)
     x = np.random.default_rng(0).normal(size=(2, time, 3)).astype("f4")
-    cut = np.asarray(chunks.split(jnp.asarray(x), SIZE, position))
+    cut = np.asarray(jax.jit(chunks.split, static_argnums=1)(x, SIZE, position))
     count = chunks.count_chunks(time, SIZE, places is None)
     assert cut.shape == (2, count, SIZE, 3)
     for row, place in enumerate(places or (0, 0)):
         laid = np.zeros((count * SIZE, 3), "f4")
         laid[place : place + time] = x[row]
         np.testing.assert_array_equal(cut[row].reshape(-1, 3), laid)
-    back = chunks.join(jnp.asarray(cut), time, position)
+    back = jax.jit(chunks.join, static_argnums=1)(cut, time, position)
     np.testing.assert_array_equal(back, x)
 
 
@@ -44,19 +44,20 @@ def test_padding_gets_no_gradient_and_tokens_get_theirs():
     weights = jnp.arange(2.0 * 3 * SIZE).reshape(2, 3, SIZE, 1)
     # Twelve places hold 5 tokens from place 3 on, of which there are 8.
     cut = lambda x: jnp.sum(weights[:, :2] * chunks.split(x, SIZE, positions(3, 0)))
-    grad = jax.grad(cut)(x)[..., 0]
+    grad = np.asarray(jax.jit(jax.grad(cut))(x))[..., 0]
     np.testing.assert_array_equal(grad, [np.arange(3, 8), 12 + np.arange(5)])
 
 
 @pytest.mark.parametrize("time", [1, 4, 6])
 def test_a_chunk_is_complete_where_tokens_reach_its_end(time):
     count = chunks.count_chunks(time, SIZE, aligned=False)
-    done = chunks.completed(count, SIZE, time, positions(0, 3), 2)
+    completed = jax.jit(chunks.completed, static_argnums=(0, 1, 2, 4))
+    done = completed(count, SIZE, time, positions(0, 3), 2)
     expected = [
         [place + time >= SIZE * (n + 1) for n in range(count)] for place in (0, 3)
     ]
     np.testing.assert_array_equal(done, expected)
-    aligned = chunks.completed(count, SIZE, time, None, 2)
+    aligned = completed(count, SIZE, time, None, 2)
     np.testing.assert_array_equal(aligned, [expected[0]] * 2)
 
 
@@ -74,7 +75,8 @@ def test_scan_is_a_scan_whatever_it_keeps(every):
         return carry + jnp.sum(ys["square"] * jnp.arange(1.0, 8.0))
 
     kept = lambda *a: chunks.scan(*a, remat_every=every)
-    both = lambda scan: jax.value_and_grad(value, argnums=(1, 2))(scan, 0.5, xs)
+    pulled = jax.value_and_grad(value, argnums=(1, 2))
+    both = lambda scan: jax.jit(pulled, static_argnums=0)(scan, 0.5, xs)
     actual, expected = both(kept), both(jax.lax.scan)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), actual, expected)
 
@@ -112,10 +114,13 @@ STRONG = np.array([-0.1, -1e6, -1e-3, -1e-3, -30, -0.5, -np.inf, -1e-3], np.floa
 def test_decay_is_what_the_gates_between_leave(size):
     gates = -np.random.default_rng(0).exponential(size=(2, 3, size)).astype("f4")
     gates[1, 2] = STRONG[:size]
-    actual = chunks.decay(jnp.asarray(gates))
+    both = lambda g: (
+        chunks.decay(g),
+        jax.grad(lambda g: jnp.sum(chunks.decay(g) ** 2))(g),
+    )
+    actual, grad = jax.jit(both)(gates)
     # exp of a sum of about -30, which float32 holds to a few millionths.
     np.testing.assert_allclose(actual, oracle_decay(np.float64(gates)), 1e-5, 1e-30)
-    grad = jax.grad(lambda g: jnp.sum(chunks.decay(g) ** 2))(jnp.asarray(gates))
     assert np.isfinite(grad).all()
 
 
@@ -127,19 +132,23 @@ def test_decays_of_channels_are_those_of_each():
     gates[..., 0] = STRONG
     reset = np.zeros((1, 8), bool)
     reset[0, 5] = True
-    left = decays.decays(jnp.asarray(gates), jnp.asarray(reset), 8)
+    left = jax.jit(decays.decays, static_argnums=2)(gates, reset, 8)
     cut = np.where(reset[:, None, :, None], -np.inf, np.float64(gates))
     between = oracle_decay(np.moveaxis(cut, -1, -2))[0, 0]  # [D, C, C]
     since = np.exp(np.cumsum(cut, axis=-2))
     np.testing.assert_allclose(left.since, since, 1e-6, 1e-30)
-    np.testing.assert_allclose(left.until[0, 0].T, between[:, -1], 1e-6, 1e-30)
-    q, k, x = jnp.asarray(rng.normal(size=(3, 1, 1, 8, 3)).astype("f4"))
-    weights = jnp.asarray(rng.normal(size=(1, 1, 8, 8)).astype("f4"))
+    np.testing.assert_allclose(
+        np.asarray(left.until)[0, 0].T, between[:, -1], 1e-6, 1e-30
+    )
+    q, k, x = rng.normal(size=(3, 1, 1, 8, 3)).astype("f4")
+    weights = rng.normal(size=(1, 1, 8, 8)).astype("f4")
     multiply = multiplier(jnp.dtype("float32"))
-    pairs = decays.scores(q, k, left, multiply)
+    pairs = np.asarray(jax.jit(decays.scores, static_argnums=3)(q, k, left, multiply))
     expected = np.einsum("ic,jc,cij->ij", q[0, 0], k[0, 0], between)
     np.testing.assert_allclose(pairs[0, 0], expected, 1e-5, 1e-6)
-    read = decays.sums(weights, x, left, multiply)
+    read = np.asarray(
+        jax.jit(decays.sums, static_argnums=3)(weights, x, left, multiply)
+    )
     expected = np.einsum("ij,jc,cij->ic", weights[0, 0], x[0, 0], between)
     np.testing.assert_allclose(read[0, 0], expected, 1e-5, 1e-6)
 

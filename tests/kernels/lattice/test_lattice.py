@@ -34,6 +34,9 @@ run_jit: Any = jax.jit(
 step_jit: Any = jax.jit(step, static_argnames=("variant", "normalize", "forget"))
 
 
+@functools.partial(
+    jax.jit, static_argnums=(0,), static_argnames=("seed", "forget", "dtype")
+)
 def draw(time, seed=0, forget=None, dtype=jnp.float32) -> Any:
     """Queries, keys, values, step sizes, and log gates or None."""
     keys = jax.random.split(jax.random.key(seed), 5)
@@ -51,6 +54,7 @@ def options(case):
     )
 
 
+@functools.partial(jax.jit, static_argnums=(0,), static_argnames="seed")
 def memory(case, seed=1):
     """A state at a chunk's start: unit rows, or rows of any norm."""
     size, _, normalize, _ = case
@@ -206,32 +210,33 @@ def test_one_token_in_chunk_form_is_the_exact_form_with_gradients():
 @pytest.mark.parametrize("case", [CASES[4], CASES[6]], ids=str)
 def test_every_split_point_and_rows_out_of_phase(case):
     """Tokens one by one up to any place of a chunk, then five at once, then one."""
-    whole = draw(14, forget=case[3])
+    whole = jax.tree.map(np.asarray, draw(14, forget=case[3]))
     reads, _ = column_loop(whole, memory(case).start, case)
     rule = {
         name: value for name, value in options(case).items() if name != "chunk_size"
     }
     at = lambda tokens, t: [None if x is None else x[:, t] for x in tokens]
-    states = [memory(case)]
+    states = [jax.tree.map(np.asarray, memory(case))]
     for t in range(8):
         state, y = step_jit(*at(whole, t), states[-1], **rule)
         close(y, reads[:, t])
-        states.append(state)
+        states.append(jax.tree.map(np.asarray, state))
     for first in range(8):
         # Row 1 comes from three tokens later: another place of its chunk.
         rows = [first, (first + 3) % 8]
-        state = jax.tree.map(lambda *x: jnp.stack([x[0][0], x[1][1]]), states[rows[0]],
-                             states[rows[1]])  # fmt: skip
+        state = jax.tree.map(
+            lambda a, b: np.stack([a[0], b[1]]), *(states[row] for row in rows)
+        )
         part = [
             None
             if x is None
-            else jnp.stack([x[b, r : r + 5] for b, r in enumerate(rows)])
+            else np.stack([x[b, r : r + 5] for b, r in enumerate(rows)])
             for x in whole
         ]
         state, y = run_jit(*part, state, **options(case))
         close(y, np.stack([reads[b, r : r + 5] for b, r in enumerate(rows)]))
         token = [
-            None if x is None else jnp.stack([x[b, r + 5] for b, r in enumerate(rows)])
+            None if x is None else np.stack([x[b, r + 5] for b, r in enumerate(rows)])
             for x in whole
         ]
         _, y = step_jit(*token, state, **rule)

@@ -24,6 +24,9 @@ B, H, K, V, M, C = 2, 2, 6, 5, 4, 4
 unchecked = inspect.unwrap(trellis)
 
 
+@functools.partial(
+    jax.jit, static_argnums=(0, 1, 2, 3), static_argnames=("seed", "dtype", "gates")
+)
 def draw(length, seed=0, dtype=jnp.float32, gates=(2,)) -> Any:
     """q, k, v, alpha, gamma, g; the gates strong enough to matter."""
     keys = jax.random.split(jax.random.key(seed), 6)
@@ -35,6 +38,7 @@ def draw(length, seed=0, dtype=jnp.float32, gates=(2,)) -> Any:
     return *(x.astype(dtype) for x in tokens), gamma, g
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def draw_state(seed=3, position=(3, 0)) -> TrellisState:
     """A state with rows at different places; where 0, no chunk is open."""
     keys = jax.random.split(jax.random.key(seed), 4)
@@ -53,7 +57,9 @@ def draw_state(seed=3, position=(3, 0)) -> TrellisState:
 
 
 def mask(length, *places):
-    return jnp.zeros((B, length), bool).at[tuple(zip(*places, strict=True))].set(True)
+    found = np.zeros((B, length), bool)
+    found[tuple(zip(*places, strict=True))] = True
+    return jnp.asarray(found)
 
 
 def silu(z):

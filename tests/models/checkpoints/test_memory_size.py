@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from memjax.mechanisms import AttentionConfig
 from memjax.models import HMTConfig, hmt, mplus
 from memjax.models.checkpoints import memory_state
-from memjax.models.checkpoints.memory_state import load_memory, save_memory
+from memjax.models.checkpoints.memory_state import load_memory, read_note, save_memory
 from memjax.models.mplus.config import MPlusConfig
 from tests import tiny
 
@@ -30,6 +31,12 @@ def build(name: str) -> Any:
 
 def size(folder):
     return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def rewrite(file, record):
+    """Changes a record as one who knows its digest does."""
+    digest = {"record_sha256": memory_state._record_digest(record)}
+    file.write_text(json.dumps(record | digest))
 
 
 def same_bits(found, expected):
@@ -72,6 +79,25 @@ def test_a_file_is_as_large_as_what_is_held(tmp_path):
     assert sizes[0] < 8_000 < 100_000 < sizes[2]
 
 
+def test_caches_that_have_grown_are_restored(tmp_path):
+    """With as many slots; the file has those that are filled."""
+    attention = AttentionConfig(16, 4, 2, 4, capacity=4096, initial_slots=8)
+    model = tiny.llama(mixers=(attention,))
+    for slots, filled in ((300, 3), (4096, 3), (4096, 4096)):
+        state = model.reserve(model.init_state(B), slots)
+        held = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(state)]
+        for leaf in held:
+            (leaf[:, :filled] if leaf.ndim > 1 else leaf)[...] = 1
+        state = jax.tree.unflatten(jax.tree.structure(state), held)
+        folder = tmp_path / f"{slots} {filled}"
+        save_memory(folder, model, state, note={"read": filled})
+        same_bits(load_memory(folder, model), state)
+        assert read_note(folder) == {"read": filled}
+    sizes = [size(folder) for folder in sorted(tmp_path.iterdir())]
+    # 300 slots, 4,096 slots, 4,096 tokens.
+    assert abs(sizes[0] - sizes[1]) < 20 and sizes[0] < 4_000 < 1_000_000 < sizes[2]
+
+
 @pytest.mark.parametrize("starts", [None, [0], [0, -1, 0, 0], [0, 0, 63, 0], [0] * 5])
 def test_a_part_outside_of_its_leaf_is_refused(starts, tmp_path):
     model = build("mplus")
@@ -82,7 +108,7 @@ def test_a_part_outside_of_its_leaf_is_refused(starts, tmp_path):
     record = json.loads(file.read_text())
     assert record["starts"]["pool"] == [0, 0, 62, 0]
     record["starts"]["pool"] = starts
-    file.write_text(json.dumps(record))
+    rewrite(file, record)
     with pytest.raises(
         ValueError, match=r"'pool' has the shape .* not inside of \[2, "
     ):
@@ -98,6 +124,6 @@ def test_a_part_of_fewer_batch_elements_is_refused(tmp_path):
     save_file(tensors, file)
     record = tmp_path / "memory" / "memory.json"
     content = json.loads(record.read_text()) | {"sha256": memory_state._digest(file)}
-    record.write_text(json.dumps(content))
+    rewrite(record, content)
     with pytest.raises(ValueError, match="num_valid' has the shape .* not inside of"):
         load_memory(tmp_path / "memory", model)

@@ -51,6 +51,14 @@ OTHERS = {
 }
 
 
+def rewrite(folder, changes):
+    """Changes a record as one who knows its digest does."""
+    file = folder / "memory.json"
+    record = json.loads(file.read_text()) | changes
+    sound = {"record_sha256": memory_state._record_digest(record)}
+    file.write_text(json.dumps(record | sound | changes))
+
+
 def tokens(count, seed=0):
     return jax.random.randint(jax.random.key(seed), (2, count), 0, 19)
 
@@ -150,17 +158,19 @@ def test_a_state_of_another_model_is_not_saved(model, state, tmp_path):
 @pytest.mark.parametrize(
     "field,value,message",
     [
-        ("version", 1, "version must be 2, .* got 1"),
+        ("version", 2, "version must be 3, .* got 2"),
         ("format", "other", "format must be 'memjax memory', got 'other'"),
         ("sha256", 1, "of another type: 'sha256'"),
         ("sha256", "0", "is not what was written"),
         ("model", {}, "class is 'absent' in the memory and 'MPlus' in the model"),
         ("more", 1, "unknown or of another type: 'more'"),
+        ("slots", 0, "slots must be at least 1, got 0"),
+        ("slots", True, "of another type: 'slots'"),
+        ("record_sha256", "0", "memory.json is not what was written"),
     ],
 )
 def test_a_wrong_record_is_refused(model, saved, field, value, message):
-    file = saved / "memory.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    rewrite(saved, {field: value})
     with pytest.raises(ValueError, match=message):
         load_memory(saved, model)
 
@@ -192,10 +202,9 @@ def test_pipes_and_devices_are_refused_unread(model, saved, name):
 
 
 def test_messages_about_many_names_have_an_end(model, saved):
-    file = saved / "memory.json"
-    record = json.loads(file.read_text())
+    record = json.loads((saved / "memory.json").read_text())
     settings = {f"{i}" * 1000: "x" * 1000 for i in range(1000)}
-    file.write_text(json.dumps(record | {"model": record["model"] | settings}))
+    rewrite(saved, {"model": record["model"] | settings})
     with pytest.raises(ValueError, match="and 990 more") as error:
         load_memory(saved, model)
     assert len(str(error.value)) < 5000
@@ -211,9 +220,7 @@ def test_tensors_of_other_formats_than_the_model_are_refused(model, saved):
     tensors["num_valid"] = tensors["num_valid"].astype(np.float32)
     del tensors["clock"]
     safetensors.numpy.save_file(tensors, file)
-    record = json.loads((saved / "memory.json").read_text())
-    record["sha256"] = memory_state._digest(file)
-    (saved / "memory.json").write_text(json.dumps(record))
+    rewrite(saved, {"sha256": memory_state._digest(file)})
     message = r"3 wrong .*'clock' is missing; 'pool' is .*'num_valid' is float32, exp"
     with pytest.raises(ValueError, match=message):
         load_memory(saved, model)

@@ -25,7 +25,7 @@ from memjax.models.mplus.checkpoints.checkpoint import (
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions
 from memjax.models.mplus.state import LayerStore, Store
-from memjax.nnx import as_arrays, as_params
+from memjax.nnx import as_arrays
 from memjax.training.mplus import tasks as mplus_tasks
 from tests import tiny
 
@@ -58,21 +58,9 @@ TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, T)), jnp.int32)
 near = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
 
 
-@functools.cache
-def backbone():
-    return LanguageModel(SIZES, key=jax.random.key(0))
-
-
 def build(make=mplus, **changes):
-    config = dataclasses.replace(CONFIG, **changes)
-    model = make(backbone(), config, key=jax.random.key(2))
-    # Learned parts begin as no change at all.
-    for i, name in enumerate(("write_adapter", "read_adapter", "position")):
-        key = jax.random.key(3 + i)
-        draw = lambda x, key=key: x + 0.3 * jax.random.normal(key, x.shape)
-        drawn = jax.tree.map(draw, as_arrays(getattr(model, name)))
-        setattr(model, name, nnx.data(as_params(drawn)))
-    return model
+    config, key = dataclasses.replace(CONFIG, **changes), jax.random.key(0)
+    return tiny.drawn(lambda: make(LanguageModel(SIZES, key=key), config, key=key))
 
 
 @functools.cache
@@ -156,7 +144,7 @@ def test_every_token_and_head_attends_to_its_best_rows(at_once, monkeypatch):
 
 def weights(layer, name, adapter):
     """A matrix [D, heads, H] of a layer, with its adapter's change."""
-    block = backbone().blocks[layer]
+    block = shared().backbone.blocks[layer]
     change = adapter[layer]["mixer"][name]
     scale = CONFIG.alpha / CONFIG.rank
     product = np.tensordot(change.down, change.up, 1)
@@ -166,7 +154,7 @@ def weights(layer, name, adapter):
 def seen_by(layer, name, x):
     """What the layer that reads makes of x: queries, keys or values [..., heads, H]."""
     x = np.asarray(x, np.float64)
-    norm = np.asarray(backbone().blocks[layer].mixer_norm.get_value())
+    norm = np.asarray(shared().backbone.blocks[layer].mixer_norm.get_value())
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + SIZES.norm_epsilon) * norm
     return np.tensordot(x, weights(layer, name, as_arrays(shared().read_adapter)), 1)
 
@@ -182,10 +170,13 @@ def _told():
 def test_dropped_rows_are_stored_as_keys_and_values(told):
     before, _ = told
     assert before.store.num_valid.tolist() == [6, 6]
-    new = jax.random.normal(jax.random.key(5), (B, L, K, D))
+    new = np.random.default_rng(5).standard_normal((B, L, K, D)).astype(np.float32)
     dropped = jnp.array([[[0, 2], [1, 3]], [[2, 3], [0, 1]]], jnp.int32)
     after = verb("update", before, new, dropped)
     assert after.store.num_valid.tolist() == [M, M]
+    before, after = (
+        jax.tree.map(np.asarray, x._replace(key=None)) for x in (before, after)
+    )
     for layer, row, i in np.ndindex(L, B, K):
         at = int(dropped[row, layer, i])
         vector, store = before.pool[row, layer, at], after.store.layers[layer]
@@ -204,6 +195,7 @@ def test_a_read_takes_the_rows_of_best_attention(told):
     _, trace = verb("trace_read", state, question)
     assert trace.scores is None and trace.chosen.shape == (L, B, 5, HEADS, R)
     different = set()
+    state = jax.tree.map(np.asarray, state._replace(key=None))
     for layer, row in np.ndindex(L, B):
         store = jax.tree.map(lambda x, row=row: x[row], state.store.layers[layer])
         keys = np.asarray(store.keys).reshape(M, G, H)

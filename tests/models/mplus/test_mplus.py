@@ -17,7 +17,6 @@ from memjax.models import LanguageModel, ModelConfig, Sampling, generate
 from memjax.models.mplus.build import memoryllm, mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions
-from memjax.nnx import as_arrays, as_params
 from tests import tiny
 
 B, V, D, L, K, N, C, R, M = 2, 19, 8, 2, 2, 6, 4, 3, 8
@@ -42,20 +41,12 @@ TRACED = collections.Counter()
 
 @functools.cache
 def build(kind="mplus", **backbone):
-    sizes = dataclasses.replace(SIZES, **backbone)
-    plain = LanguageModel(sizes, key=jax.random.key(0))
+    sizes, key = dataclasses.replace(SIZES, **backbone), jax.random.key(0)
     make = memoryllm if kind == "memoryllm" else mplus
     config = LEGACY if kind == "legacy" else CONFIG
     if kind == "inputs":
         config = dataclasses.replace(CONFIG, stored="input")
-    model = make(plain, config, key=jax.random.key(2))
-    # Learned parts begin as no change at all.
-    for i, name in enumerate(("write_adapter", "read_adapter", "position")):
-        key = jax.random.key(3 + i)
-        draw = lambda x, key=key: x + 0.3 * jax.random.normal(key, x.shape)
-        drawn = jax.tree.map(draw, as_arrays(getattr(model, name)))
-        setattr(model, name, nnx.data(as_params(drawn)))
-    return model
+    return tiny.drawn(lambda: make(LanguageModel(sizes, key=key), config, key=key))
 
 
 @functools.partial(jax.jit, static_argnums=0)

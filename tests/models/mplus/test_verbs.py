@@ -25,7 +25,7 @@ CONFIG = MPlusConfig(
 
 @functools.cache
 def model():
-    return mplus(tiny.llama(), CONFIG, key=jax.random.key(1))
+    return tiny.drawn(lambda: mplus(tiny.make_llama(), CONFIG, key=jax.random.key(1)))
 
 
 @functools.cache
@@ -180,7 +180,8 @@ def test_lengths_are_of_the_texts(lengths):
 @pytest.mark.slow
 def test_memory_has_the_number_format_of_the_backbone(tmp_path):
     """So that a decoded token copies no cache, and a store is as large as its rows."""
-    low = mplus(tiny.llama(dtype="bfloat16"), CONFIG, key=jax.random.key(1))
+    key = jax.random.key(1)
+    low = tiny.drawn(lambda: mplus(tiny.make_llama(dtype="bfloat16"), CONFIG, key=key))
     state = low.inject(low.init_state(B), tiny.tokens(1, B, 6 * C))
     assert state.store is not None
     found = [state.pool, *state.cache.keys, *state.cache.values]

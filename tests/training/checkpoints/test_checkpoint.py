@@ -5,8 +5,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from memjax.training.checkpoints import checkpoint
 from memjax.training.checkpoints import folder as checkpoint_folder
@@ -27,6 +27,7 @@ from memjax.training.checkpoints.checkpoint import (
 )
 from memjax.training.checkpoints.checksums import problems
 from memjax.training.checkpoints.tree_spec import abstract
+from tests.training.processes import Process
 
 
 class State(NamedTuple):
@@ -238,13 +239,20 @@ def test_keep_counts_only_good_checkpoints(tmp_path: Path) -> None:
     ("params", "message"),
     [
         (
-            dict(w=jnp.zeros((64, 32)), b=jnp.zeros(3, jnp.bfloat16)),
+            dict(w=np.zeros((64, 32), np.float32), b=np.zeros(3, jnp.bfloat16)),
             "'w'.*64,32.*64,64",
         ),
-        (dict(w=jnp.zeros((64, 64)), b=jnp.zeros(3)), "'b'.*float32.*bfloat16"),
-        (dict(w=jnp.zeros((64, 64))), "'b'.*expected no such leaf"),
         (
-            dict(w=jnp.zeros((64, 64)), b=jnp.zeros(3, jnp.bfloat16), c=jnp.zeros(2)),
+            dict(w=np.zeros((64, 64), np.float32), b=np.zeros(3, np.float32)),
+            "'b'.*float32.*bfloat16",
+        ),
+        (dict(w=np.zeros((64, 64), np.float32)), "'b'.*expected no such leaf"),
+        (
+            dict(
+                w=np.zeros((64, 64), np.float32),
+                b=np.zeros(3, jnp.bfloat16),
+                c=np.zeros(2, np.float32),
+            ),
             r"'c'.*expected float32\[2\], found no such leaf",
         ),
     ],
@@ -396,51 +404,45 @@ def test_failure_in_the_background_surfaces(
         assert checkpoints.steps() == [1]
 
 
-RESHARD = """
-import sys, jax, jax.numpy as jnp, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
-from memjax.training.checkpoints.checkpoint import Checkpoints
-assert jax.device_count() == 8
-values = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
-key = jax.random.key_data(jax.random.key(3))
-def place(shape):
-    mesh = Mesh(np.array(jax.devices()).reshape(shape), ("data", "tensor"))
-    return NamedSharding(mesh, P("data", "tensor")), NamedSharding(mesh, P())
-spec, whole = place((2, 4))
-state = {
-    "w": jax.device_put(values, spec),
-    "key": jax.device_put(jax.random.key(3), whole),
-}
-with Checkpoints(sys.argv[1]) as checkpoints:
-    checkpoints.save(1, state, {})
-one = SingleDeviceSharding(jax.devices()[0])
-for spec, whole in (place((2, 4)), place((8, 1)), place((1, 8)), (one, one)):
-    target = {
-        "w": jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=spec),
-        "key": jax.ShapeDtypeStruct((), state["key"].dtype, sharding=whole),
+def reshard(folder: Path) -> None:
+    """Saves on one mesh of eight devices, and restores on others."""
+    assert jax.device_count() == 8
+    values = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    key = jax.random.key_data(jax.random.key(3))
+
+    def place(*shape: int) -> tuple[Sharding, Sharding]:
+        mesh = Mesh(np.array(jax.devices()).reshape(shape), ("data", "tensor"))
+        return NamedSharding(mesh, P("data", "tensor")), NamedSharding(mesh, P())
+
+    spec, whole = place(2, 4)
+    state = {
+        "w": jax.device_put(values, spec),
+        "key": jax.device_put(jax.random.key(3), whole),
     }
-    with Checkpoints(sys.argv[1]) as checkpoints:
-        found = checkpoints.restore(target)
-    assert found.state["w"].sharding == spec, (found.state["w"].sharding, spec)
-    assert found.state["key"].sharding == whole
-    assert np.asarray(found.state["w"]).tobytes() == values.tobytes()
-    assert (jax.random.key_data(found.state["key"]) == key).all()
-print("all meshes agree")
-"""
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, state, {})
+    one = SingleDeviceSharding(jax.devices()[0])
+    for spec, whole in (place(2, 4), place(8, 1), place(1, 8), (one, one)):
+        target = {
+            "w": jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=spec),
+            "key": jax.ShapeDtypeStruct((), state["key"].dtype, sharding=whole),
+        }
+        with Checkpoints(folder) as checkpoints:
+            found = checkpoints.restore(target)
+        assert found is not None
+        assert found.state["w"].sharding == spec, (found.state["w"].sharding, spec)
+        assert found.state["key"].sharding == whole
+        assert np.asarray(found.state["w"]).tobytes() == values.tobytes()
+        assert (jax.random.key_data(found.state["key"]) == key).all()
+    print("all meshes agree")
 
 
 @pytest.mark.slow
 def test_restores_onto_other_meshes(
     tmp_path: Path, with_devices: Callable[[int], dict[str, str]]
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", RESHARD, str(tmp_path / "c")],
-        env=with_devices(8),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "all meshes agree" in done.stdout, done.stderr
+    process = Process(reshard, tmp_path / "c", environment=with_devices(8))
+    assert "all meshes agree" in process.require_end()
     # And in this process, which has one device.
     target = {
         "w": jax.ShapeDtypeStruct((16, 8), jnp.float32),

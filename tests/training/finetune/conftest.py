@@ -1,4 +1,4 @@
-"""What every fine-tuning starts from: texts, a backbone trained on them; interrupts."""
+"""What every fine-tuning starts from: texts, a backbone's run on them; interrupts."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,11 +15,12 @@ from memjax.training import LoopConfig
 from memjax.training import pretrain as run
 from memjax.training.finetune import finetune
 from memjax.training.finetune.stage import SampleConfig
+from tests.training.idle import idle_updates
 
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SampleConfig]:
-    """A trained backbone of one layer, and how its texts are read."""
+    """The run of a backbone of one layer, and how its texts are read."""
     folder = tmp_path_factory.mktemp("texts")
     rng = np.random.default_rng(0)
     for i in range(6):
@@ -42,7 +43,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SampleConfig]:
         loop=LoopConfig(steps=1, save_every=1, log_every=1),
     )
     backbone = tmp_path_factory.mktemp("backbone")
-    run.train(config, backbone)
+    with idle_updates():
+        run.train(config, backbone)
     return backbone, SampleConfig(source, batch_size=2, cache_dir=cache)
 
 

@@ -26,6 +26,7 @@ from memjax.training.finetune.run import FinetuneRun
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.start import starting_point
 from tests import tiny
+from tests.training.idle import idle_updates
 
 SEGMENT = 8
 
@@ -192,7 +193,8 @@ def test_starts_that_cannot_be_are_refused(base, whole, window, tmp_path):
         ),
         loop=LoopConfig(steps=1),
     )
-    run.train(wider, tmp_path / "wider")
+    with idle_updates():
+        run.train(wider, tmp_path / "wider")
     with pytest.raises(ValueError, match="the backbone's width of 16, got 8"):
         finetune.finetune(
             two.stage2, tmp_path / "wider", tmp_path / "new", whole / "stage1"

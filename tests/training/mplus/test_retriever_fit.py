@@ -35,8 +35,8 @@ MEMORY = MPlusConfig(
 @functools.cache
 def build():
     """A tiny M+; do not change it in place."""
-    backbone = LanguageModel(BACKBONE, key=jax.random.key(0))
-    return mplus(backbone, MEMORY, key=jax.random.key(1))
+    key = jax.random.key(0)
+    return tiny.drawn(lambda: mplus(LanguageModel(BACKBONE, key=key), MEMORY, key=key))
 
 
 def task_batches(count):
@@ -58,6 +58,11 @@ def bank_of_six():
     return collect(build())
 
 
+def new_retriever(width, key_dim, seed):
+    draw = jax.jit(retriever.init_retriever, static_argnums=(0, 1, 2))
+    return draw(L, width, key_dim, jax.random.key(seed))
+
+
 def collect(model, count=3, asking=4, rows=3):
     return retriever_fit.collect(
         model, task_batches(count), asking, rows, jax.random.key(2)
@@ -67,7 +72,7 @@ def collect(model, count=3, asking=4, rows=3):
 @pytest.mark.slow
 def test_a_bank_holds_what_the_retriever_is_given():
     model = build()
-    bank = bank_of_six()
+    bank = jax.tree.map(np.asarray, bank_of_six())
     chex.assert_shape(bank.asking, (6, L, 4, D))
     chex.assert_shape(bank.rows, (6, L, 3, D))
     assert bank.query_mask.tolist() == [[True, True, False, False], [True] * 4] * 3
@@ -79,21 +84,24 @@ def test_a_bank_holds_what_the_retriever_is_given():
         state = tiny.method(model, "update", state, new)
     prompt = jnp.asarray(batch.target.tokens[1:, :4])
     _, trace = tiny.method(model, "trace_read", state, prompt)
+    state, trace = jax.tree.map(np.asarray, (state, trace))
+    normed = jax.jit(model.weights.normed, static_argnums=0)
     for layer in range(L):
-        expected = model.weights.normed(layer, trace.hidden[layer][0])
+        expected = normed(layer, trace.hidden[layer][0])
         np.testing.assert_allclose(
             bank.asking[1, layer].astype(np.float32), expected, rtol=1e-2, atol=1e-2
         )
-        made = model.weights.normed(layer, state.pool[0, layer, -2 * K :])
+        made = normed(layer, state.pool[0, layer, -2 * K :])
         for row in bank.rows[1, layer].astype(np.float32):
             assert np.abs(made - row[None]).max(axis=1).min() < 1e-2
 
 
 @pytest.mark.slow
 def test_each_document_asks_among_the_rows_of_all():
-    model = build()
     bank = bank_of_six()
-    params = retriever_fit.query_and_key(model)
+    params = retriever_fit.query_and_key(build())
+    loss = jax.jit(retriever_fit.bank_loss)(params, bank)
+    params, bank = jax.tree.map(np.asarray, (params, bank))
     silu = lambda x: x / (1 + np.exp(-x))
 
     def project(part, layer, x):
@@ -113,18 +121,19 @@ def test_each_document_asks_among_the_rows_of_all():
                 else:
                     other.extend(-np.log(1 - p + 1e-5))
     expected = (np.mean(own) + np.mean(other)) / 2
-    np.testing.assert_allclose(retriever_fit.bank_loss(params, bank), expected, 1e-5)
+    np.testing.assert_allclose(loss, expected, 1e-5)
 
 
 @pytest.mark.slow
 def test_a_fit_lowers_the_loss_and_changes_the_retriever_alone():
-    before = build()
+    query, key = (new_retriever(D, MEMORY.key_dim, seed) for seed in range(2))
+    before = build().replace(query=query, key=key)
     model, losses = retriever_fit.fit(
         before,
         bank_of_six(),
         steps=100,
         documents=4,
-        learning_rate=1e-2,
+        learning_rate=3e-2,
         key=jax.random.key(3),
     )
     assert len(losses) == 100 and np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])
@@ -152,15 +161,24 @@ def crowd(documents=8):
     return retriever_fit.Bank(asking, jnp.asarray(query_mask), rows)
 
 
-def found_of_own(params, bank):
-    """Share of a document's rows among the best of all, which are as many."""
+@jax.jit
+def probabilities(params, bank):
+    """Of all rows for each document's queries, by layers."""
     n, _, rows, _ = bank.rows.shape
-    shares = []
+    found = []
     for layer in range(L):
         keys = retriever.project(params[1], layer, bank.rows[:, layer])
         keys = jnp.broadcast_to(keys.reshape(1, n * rows, -1), (n, n * rows, AXES + 1))
         queries = retriever.project(params[0], layer, bank.asking[:, layer])
-        p = retriever.probabilities(queries, keys, bank.query_mask)
+        found.append(retriever.probabilities(queries, keys, bank.query_mask))
+    return found
+
+
+def found_of_own(params, bank):
+    """Share of a document's rows among the best of all, which are as many."""
+    n, _, rows, _ = bank.rows.shape
+    shares = []
+    for p in map(np.asarray, probabilities(tuple(params), bank)):
         best = np.argsort(-p, axis=1)[:, :rows]
         shares.append((best // rows == np.arange(n)[:, None]).mean())
     return np.mean(shares)
@@ -171,10 +189,7 @@ def test_similarity_finds_rows_like_those_that_ask():
     bank = crowd()
     params = retriever_fit.similarity(bank, AXES + 1)
     assert found_of_own(params, bank) > 0.6
-    drawn = [
-        retriever.init_retriever(L, WIDTH, AXES + 1, jax.random.key(i))
-        for i in range(2)
-    ]
+    drawn = [new_retriever(WIDTH, AXES + 1, seed) for seed in range(2)]
     assert found_of_own(drawn, bank) < 0.25
 
 
@@ -182,6 +197,7 @@ def test_similarity_finds_rows_like_those_that_ask():
 def test_similarity_is_a_whitened_product_above_a_threshold():
     bank = crowd()
     query, key = retriever_fit.similarity(bank, AXES + 1)
+    bank = jax.tree.map(np.asarray, bank)
     asking = np.asarray(bank.asking[:, 1][bank.query_mask], np.float64)
     rows = np.asarray(bank.rows[:, 1], np.float64).reshape(-1, WIDTH)
     spread = (np.cov(asking.T) + np.cov(rows.T)) / 2
@@ -194,8 +210,11 @@ def test_similarity_is_a_whitened_product_above_a_threshold():
     ]
     expected = (asking @ away @ whiten) @ (rows @ away @ whiten).T
     expected -= 8 * last[0][:, None] * last[1][None]
-    queries = retriever.project(query, 1, jnp.asarray(asking, jnp.float32))
-    keys = retriever.project(key, 1, jnp.asarray(rows, jnp.float32))
+    project = jax.jit(retriever.project, static_argnums=1)
+    queries, keys = (
+        np.asarray(project(part, 1, jnp.asarray(x, jnp.float32)))
+        for part, x in ((query, asking), (key, rows))
+    )
     np.testing.assert_allclose(queries @ keys.T, expected, rtol=1e-3, atol=0.02)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from memjax.cli.generate import UNFINISHED, printer
+from memjax.conversation.streaming import UNFINISHED, printer
 
 WORDS = {
     0: "Hello",

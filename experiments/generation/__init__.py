@@ -1,0 +1,1 @@
+"""Experiments: generation with a pretrained model."""

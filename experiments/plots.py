@@ -1,0 +1,72 @@
+"""Draws all committed plots anew, each from its result file.
+
+    python -m experiments.plots                    # all
+    python -m experiments.plots --only hmt/length  # some
+
+Nothing is measured: device and commit in a plot's corner are those of its result file.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from experiments import books
+from experiments.common.results import RESULTS
+from experiments.elastic import hippo_reconstruction
+from experiments.hmt import length, memory, switching
+from experiments.mplus import perplexity, retrieval_quality
+from experiments.mplus.retention import knowledge_retention
+from experiments.mplus.speed import cost_report
+from experiments.ops import benchmark
+from experiments.recurrent import (
+    context_length,
+    lattice_ablation,
+    lattice_chunks,
+    recall,
+    trellis_ablation,
+)
+from experiments.tables.table import load
+from memjax.checks import require_known
+
+#: What draws each plot, by its name without ending.
+PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "books/window8": books.plot,
+    "elastic/hippo_reconstruction": hippo_reconstruction.plot,
+    "hmt/length": length.plot,
+    "hmt/memory": memory.plot,
+    "hmt/smollm2/length": length.plot,
+    "hmt/switching": switching.plot,
+    "mplus/cost": cost_report.plot,
+    "mplus/perplexity": perplexity.plot,
+    "mplus/retention": knowledge_retention.plot,
+    "mplus/retention_stages": knowledge_retention.plot,
+    "mplus/retrieval_quality": retrieval_quality.plot,
+    "ops/kernels": benchmark.plot,
+    "recurrent/context_length": context_length.plot,
+    "recurrent/lattice_ablation": lattice_ablation.plot,
+    "recurrent/lattice_chunks": lattice_chunks.plot,
+    "recurrent/recall_pairs": recall.plot,
+    "recurrent/trellis_ablation": trellis_ablation.plot,
+}
+#: Result files of plots that are named otherwise.
+FILES = {"recurrent/recall_pairs": "recurrent/recall"}
+
+
+def draw(only: tuple[str, ...] = (), folder: Path = RESULTS) -> None:
+    """Draws committed plots anew from their result files.
+
+    Args:
+        only: names of plots, such as "hmt/length"; all unless given.
+        folder: where the pictures go.
+    """
+    for name in only:
+        require_known("only", name, tuple(PLOTS))
+    for name in only or PLOTS:
+        PLOTS[name](load(FILES.get(name, name)), folder / f"{name}.png")
+        print(f"drew {folder / name}.png")
+
+
+if __name__ == "__main__":
+    tyro.cli(draw)

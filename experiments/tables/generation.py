@@ -1,0 +1,61 @@
+"""Tables of generation with a pretrained model."""
+
+from experiments.tables.table import Table, Tables, load, number, percent, times
+
+NAMES = {
+    "memjax": "memjax",
+    "transformers": "transformers",
+    "transformers_compiled": "transformers, compiled",
+}
+
+
+def speed() -> Table:
+    """Every implementation at every batch size and number of cores."""
+    rows = []
+    for found in load("generation/speed")["rows"]:
+        ours = found["implementations"]["memjax"]
+        for name, row in found["implementations"].items():
+            whole = row["whole"]
+            rows.append(
+                [
+                    f"{found['cores']}",
+                    f"{found['batch']}",
+                    NAMES[name],
+                    number(row["tokens_per_s"], 1),
+                    f"{whole['min_s']:.2f} to {whole['max_s']:.2f}",
+                    number(1e3 * row["first"]["median_s"], 0),
+                    number(row["peak_mebibytes"], 0),
+                    times(ours["whole_speedup"].get(name)),
+                    percent(row["equal_tokens"]),
+                ]
+            )
+    header = ["cores", "prompts", "program", "tokens/s", "s", "first token: ms"]
+    header += ["peak MiB", "memjax is faster by", "tokens as transformers'"]
+    return Table(header, rows, ["generation/speed"])
+
+
+def streaming() -> Table:
+    """Memory of the process while a long text is read."""
+    report = load("generation/streaming")
+    every = report["config"]["every"]
+    rows = []
+    for name, row in report["models"].items():
+        resident = row["resident_mebibytes"]
+        picked = [resident[0], resident[len(resident) // 2], resident[-1]]
+        rows.append(
+            [
+                {"hmt": "HMT", "mplus": "M+"}[name],
+                *(number(x, 0) for x in picked),
+                percent(row["growth"]),
+                number(row["state_bytes"] / 2**20, 0),
+                number(row["tokens_per_s"], 0),
+            ]
+        )
+    count = len(report["models"]["hmt"]["resident_mebibytes"])
+    at = [1, count // 2 + 1, count]
+    header = ["resident MiB after", *(f"{every * n:,} tokens" for n in at)]
+    header += ["growth", "state MiB", "tokens/s"]
+    return Table(header, rows, ["generation/streaming"])
+
+
+TABLES: Tables = {"generation/speed": speed, "generation/streaming": streaming}

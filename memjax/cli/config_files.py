@@ -1,0 +1,61 @@
+"""Configurations of runs from the files that the runs wrote: `--config FILE`."""
+
+from pathlib import Path
+from typing import Any
+
+from memjax.config_io import from_record, read_json
+from memjax.training.config import RunConfig
+from memjax.training.finetune.run import FinetuneRun
+from memjax.training.finetune.stage import Stage
+
+#: A field that only fine-tuning has tells the two kinds of run apart.
+FINETUNING = "backbone_digest"
+
+
+def read_training(file: Path) -> tuple[RunConfig, dict[str, Any]]:
+    """The configuration of a training run; no further options follow from it.
+
+    Raises:
+        ValueError: the file is no configuration of one, or of another version.
+    """
+    record = _read(file)
+    if FINETUNING in record:
+        raise ValueError(
+            f"--config {file} is of a fine-tuning run: use memjax finetune --config"
+        )
+    return _built(RunConfig, record, file), {}
+
+
+def read_finetuning(file: Path) -> tuple[Stage, dict[str, Any]]:
+    """The stage of a fine-tuning run, and its backbone where it began with one.
+
+    Raises:
+        ValueError: the file is no configuration of one, or of another version.
+    """
+    record = _read(file)
+    if "optimizer" in record and FINETUNING not in record:
+        raise ValueError(f"--config {file} is of a training run: use memjax train")
+    run: FinetuneRun = _built(FinetuneRun, record, file)
+    # A stage that followed another needs that stage's folder: --start.
+    known = run.origin and not run.start_digest
+    return run.config, {"backbone": run.origin} if known else {}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    path = file.expanduser()
+    try:
+        record = read_json(path / "config.json" if path.is_dir() else path)
+    except FileNotFoundError:
+        raise ValueError(f"--config {file} is not there") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"--config {file} must be an object of JSON")
+    return record
+
+
+def _built(kind: type, record: dict[str, Any], file: Path) -> Any:
+    try:
+        return from_record(kind, record, "config")
+    except ValueError as error:
+        raise ValueError(
+            f"--config {file} is not a configuration of this version of memjax: {error}"
+        ) from error

@@ -1,0 +1,15 @@
+"""Conversations with a model whose memory lies in a folder and lasts.
+
+    with Conversation.open("runs/mplus", "memories/book") as talk:
+        talk.tell(Path("book.txt").read_text(), name="book.txt")
+        print(talk.ask("Who is the heroine?").text)
+        print(talk.say("And her friend?").text)
+
+Tomorrow the same folder goes on where it was.
+"""
+
+from memjax.conversation.conversation import Answer as Answer
+from memjax.conversation.conversation import Conversation as Conversation
+from memjax.conversation.memory_folder import MemoryFolder as MemoryFolder
+from memjax.conversation.record import Entry as Entry
+from memjax.conversation.record import Record as Record

@@ -1,0 +1,142 @@
+"""What lies beside a memory's state: whose memory it is, and what was said."""
+
+import dataclasses
+import hashlib
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+
+from memjax.config_io import from_record
+from memjax.models.base import Model
+from memjax.models.checkpoints.text_interface import TextInterface
+
+#: Numbers of each parameter that a fingerprint looks at.
+SAMPLED = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """The model that a memory belongs to.
+
+    Attributes:
+        name: by which it was opened.
+        origin: what it was made from; see `OpenedModel`.
+        fingerprint: of its parameters; see `fingerprint`.
+        tokenizer: digest of its tokenizer.
+    """
+
+    name: str
+    origin: str
+    fingerprint: str
+    tokenizer: str
+
+    def require(self, other: "Owner", where: str) -> None:
+        """Raises ValueError where `other`, which was opened, is not this model."""
+        both = f"{self.name!r}, and not of {other.name!r}"
+        if self.fingerprint != other.fingerprint:
+            raise ValueError(
+                f"{where} is the memory of {both}: the fingerprints of their "
+                f"parameters are {self.fingerprint[:12]} and {other.fingerprint[:12]}"
+                + ("; was it trained on?" if self.name == other.name else "")
+            )
+        if self.tokenizer != other.tokenizer:
+            raise ValueError(
+                f"{where} is the memory of {both}: their tokenizers differ"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Something that was read or said.
+
+    Attributes:
+        role: "text" is one that was told; the others are turns.
+        text: what was said; of a told text its name alone.
+        tokens: that the memory has read of it, with what the form sets around it.
+        ended: whether an answer came to its end, before its limit or an interruption.
+    """
+
+    role: Literal["text", "user", "assistant"]
+    text: str
+    tokens: int
+    ended: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """All that a memory's folder holds beside the state.
+
+    Attributes:
+        owner: the model.
+        entries: what was read and said, in order.
+        pending: tokens that stand before whatever is read next, as the end of an
+            answer that came to no end.
+    """
+
+    owner: Owner
+    entries: tuple[Entry, ...] = ()
+    pending: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the memory has read."""
+        return sum(entry.tokens for entry in self.entries)
+
+    @property
+    def turns(self) -> int:
+        """How many answers were given."""
+        return sum(entry.role == "assistant" for entry in self.entries)
+
+
+def parse_record(note: Any, where: str, vocab_size: int) -> Record:
+    """The record that a folder holds; it is not trusted.
+
+    Raises:
+        ValueError: naming the field that is missing, unknown or of another type.
+    """
+    record: Record = from_record(Record, note, where)
+    wrong = [token for token in record.pending if not 0 <= token < vocab_size]
+    if wrong:
+        raise ValueError(
+            f"{where}.pending must hold tokens in [0, {vocab_size}), got {wrong[0]}"
+        )
+    return record
+
+
+def owner_of(model: Model, text: TextInterface, name: str, origin: str) -> Owner:
+    """How a memory of this model names it.
+
+    Raises:
+        ValueError: without a tokenizer, or if it is that of another model.
+    """
+    tokenizer = text.tokenizer
+    if tokenizer is None:
+        raise ValueError(
+            f"{name or 'the model'} has no tokenizer: put its tokenizer.json beside it"
+        )
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {name or 'the model'} has ids up to "
+            f"{tokenizer.vocab_size - 1}, the model a vocabulary of "
+            f"{model.vocab_size}: they are of different models"
+        )
+    return Owner(name, origin, fingerprint(model), tokenizer.digest)
+
+
+def fingerprint(model: Model) -> str:
+    """The sha256 of names, types, shapes and some numbers of all parameters.
+
+    Evenly spaced numbers: training changes most of them, and a model of 16 GB is not
+    read whole for every question.
+    """
+    found = hashlib.sha256()
+    variables = nnx.to_pure_dict(nnx.state(model))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
+        value = np.asarray(leaf)
+        kind = f"{jax.tree_util.keystr(path)} {value.dtype}{value.shape}"
+        found.update(kind.encode())
+        flat = value.reshape(-1)
+        found.update(flat[:: max(1, flat.size // SAMPLED)].tobytes())
+    return found.hexdigest()

@@ -1,0 +1,45 @@
+"""The text of an answer, part by part while its tokens are drawn."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+# What a tokenizer decodes bytes to that are no whole character yet.
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+def printer(
+    decode: Callable[[np.ndarray], str],
+    stop: Sequence[str],
+    limit: int,
+    ends: Sequence[int],
+    write: Callable[[str], object],
+) -> Callable[[np.ndarray], bool]:
+    """`stop_when` of `generate` that writes what is new, up to a stop text.
+
+    Args:
+        decode: of the tokenizer.
+        stop: texts that end the output.
+        limit: tokens of the whole output: behind the last, nothing is kept back.
+        ends: tokens that end a text, which have no text of their own.
+        write: called with each new part.
+    """
+    shown = 0
+    # What may be the beginning of a stop text waits for what follows.
+    behind = max(map(len, stop), default=1) - 1
+
+    def stop_when(tokens: np.ndarray) -> bool:
+        nonlocal shown
+        row = tokens[0]
+        text = decode(row[:-1] if row[-1] in ends else row)
+        found = [text.index(part) for part in stop if part in text]
+        over = bool(found) or len(row) == limit or row[-1] in ends
+        last = min(found) if found else len(text) if over else len(text) - behind
+        if not over and text.endswith(UNFINISHED):
+            last = min(last, len(text.rstrip(UNFINISHED)))
+        if last > shown:
+            write(text[shown:last])
+            shown = last
+        return bool(found)
+
+    return stop_when

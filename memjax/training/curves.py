@@ -1,0 +1,64 @@
+"""The curves of a run, drawn from its metrics file, however often it was resumed."""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from memjax.evaluation.drawing import source_of
+from memjax.evaluation.plots import training_curves
+from memjax.evaluation.provenance import commit, device_name
+from memjax.training.metrics_files import METRICS_FILE, read_lines
+
+CURVES_FILE = "curves.png"
+#: What an evaluation says of held-out documents.
+VALIDATION = "validation_perplexity"
+logger = logging.getLogger(__name__)
+
+
+def draw_curves(run_dir: Path) -> Path | None:
+    """Draws `curves.png` of a run: losses of training and validation, learning rate.
+
+    Args:
+        run_dir: folder of a run, or of one stage.
+
+    Returns:
+        The file; None with fewer than two losses, where the disk refuses it, and in
+        processes other than the first.
+    """
+    if jax.process_index() != 0:
+        return None
+    entries = read_lines(run_dir / METRICS_FILE)
+    train = _points(entries, "train", "loss")
+    perplexities = _points(entries, "evaluation", VALIDATION)
+    if len(train) < 2:
+        return None
+    path = run_dir / CURVES_FILE
+    try:
+        training_curves(
+            train,
+            [(step, math.log(value)) for step, value in perplexities if value > 0],
+            _points(entries, "train", "learning_rate"),
+            path,
+            title=run_dir.name,
+            source=source_of({"device": device_name(), "commit": commit()}),
+        )
+    except OSError as error:
+        # The run is done and saved: a picture is not worth an error.
+        logger.warning("%s cannot be written (%s)", path, error.strerror)
+        return None
+    return path
+
+
+def _points(
+    entries: list[dict[str, Any]], kind: str, name: str
+) -> list[tuple[int, float]]:
+    """Steps and values of one kind of record; what was not finite is left out."""
+    return [
+        (entry["step"], value)
+        for entry in entries
+        if entry["kind"] == kind
+        and isinstance(value := entry["values"].get(name), float | int)
+    ]

@@ -1,0 +1,114 @@
+"""What a run says when it starts: model, devices, documents, epochs, held-out texts."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
+from memjax.training.config import DataConfig, LoopConfig
+from memjax.training.reporting import print_line
+
+
+class Run(Protocol):
+    """What the header asks of a run's configuration."""
+
+    @property
+    def data(self) -> DataConfig: ...
+
+
+def show(
+    run: Run,
+    loop: LoopConfig,
+    model: nnx.Module,
+    mesh: Mesh,
+    documents: Sequence[TokenisedDocument],
+    tokenizer: Tokenizer,
+    *,
+    tokens_per_step: int,
+    shortest: int,
+) -> None:
+    """Prints the header; with several processes the first one alone does.
+
+    Args:
+        run: the run's configuration.
+        loop: its steps and evaluations.
+        model: its structure, with shapes for parameters.
+        mesh: its devices.
+        documents: of the training split.
+        tokenizer: of the run.
+        tokens_per_step: over all devices.
+        shortest: tokens of the shortest document that is read.
+    """
+    if jax.process_index() != 0:
+        return
+    lines = {
+        "model": _model(model),
+        "devices": _devices(mesh),
+        "training": _training(documents, shortest, loop.steps, tokens_per_step),
+    }
+    if left_out := _left_out(documents, shortest):
+        lines["left out"] = left_out
+    # Tokenised here once, and then cached for `memjax eval`.
+    lines["validation"] = held_out(run.data, tokenizer, "validation")
+    if loop.evaluate_every:
+        lines["validation"] += (
+            f"; about {run.data.validation_texts:,} texts of "
+            f"{run.data.context_length:,}, every {loop.evaluate_every:,} steps"
+        )
+    lines["test"] = f"{held_out(run.data, tokenizer, 'test')}; not read in training"
+    for name, said in lines.items():
+        print_line(f"{name:<11} {said}")
+
+
+def _model(model: nnx.Module) -> str:
+    """Parameters, those that stay as they are, and layers."""
+    count = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
+    _, trained, fixed = nnx.split(model, nnx.Param, ...)
+    said = f"{count(trained):,} parameters"
+    if frozen := count(fixed):
+        said += f" are trained, {frozen:,} stay as they are"
+    backbone: Any = getattr(model, "backbone", model)
+    config = backbone.config
+    return f"{said}; {config.num_layers} layers of width {config.model_dim:,}"
+
+
+def _devices(mesh: Mesh) -> str:
+    device = jax.devices()[0]
+    axes = ", ".join(f"{n} {name}" for name, n in mesh.shape.items() if n > 1)
+    hosts = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
+    return f"{mesh.size} x {device.device_kind}{hosts}" + (f" ({axes})" if axes else "")
+
+
+def _training(
+    documents: Sequence[TokenisedDocument], shortest: int, steps: int, per_step: int
+) -> str:
+    """Documents and tokens that are read, and how often the steps read them."""
+    used = [len(d.tokens) for d in documents if len(d.tokens) >= shortest]
+    read = steps * per_step
+    return (
+        f"{_counted(len(used), sum(used))}; {steps:,} steps of {per_step:,} tokens are "
+        f"{read / max(sum(used), 1):.3g} epochs"
+    )
+
+
+def _left_out(documents: Sequence[TokenisedDocument], shortest: int) -> str:
+    short = [len(d.tokens) for d in documents if len(d.tokens) < shortest]
+    if not short:
+        return ""
+    return f"{_counted(len(short), sum(short))}: shorter than {shortest:,} tokens"
+
+
+def held_out(data: DataConfig, tokenizer: Tokenizer, split: Split) -> str:
+    """Documents and tokens of a split, none where the source has none of it."""
+    try:
+        found = load_tokens(data.source, tokenizer, split, data.cache_dir)
+    except ValueError:
+        return "no documents"
+    return _counted(len(found), sum(len(d.tokens) for d in found))
+
+
+def _counted(documents: int, tokens: int) -> str:
+    return f"{documents:,} document{'s' * (documents != 1)}, {tokens:,} tokens"

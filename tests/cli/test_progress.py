@@ -1,0 +1,20 @@
+"""How far a command is, in lines where there is no terminal."""
+
+from memjax.cli.progress import Progress
+
+
+def test_a_line_says_how_much_of_all_is_done(capsys):
+    with Progress("scoring", "tokens", pause=0) as progress:
+        progress(1000, 4000)
+        progress(4000, 4000)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and len(lines) == 2
+    assert lines[0].startswith("scoring: 1,000 of 4,000 tokens, ")
+    assert lines[1].endswith(" a second")
+
+
+def test_a_short_work_says_nothing(capsys):
+    with Progress("scoring", "tokens") as progress:
+        progress(1, 2)
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,205 @@
+"""What is told and said stays: in the state, in the folder, and for another process."""
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.conversation import Conversation, MemoryFolder, conversation
+from memjax.conversation.record import fingerprint
+from memjax.data import load_tokenizer
+from memjax.data.documents.tokenizer import ByteTokenizer
+from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
+from memjax.models import HMTConfig, Sampling, generate, hmt, mplus
+from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
+from memjax.models.mplus.config import MPlusConfig
+from tests import tiny
+
+MEMORY = MPlusConfig(
+    tokens=2, pool=8, chunk=16, least_chunk=1, retrieved=2, store=64, key_dim=2, rank=2
+)
+TEXT = TextInterface(load_tokenizer("bytes"))
+DRAWN = Sampling(1.0)
+
+
+def llama(capacity: int = 1024) -> Any:
+    attention = AttentionConfig(16, 4, 2, 4, capacity=capacity, initial_slots=8)
+    return tiny.llama(vocab_size=256, mixers=(attention,), num_layers=1)
+
+
+# Functions: nothing is computed before a test needs it.
+MODELS = {
+    "attention": llama,
+    "recurrent": lambda: tiny.llama(
+        vocab_size=256, mixers=(GatedDeltaNetConfig(16, 2, 4, 4),), num_layers=1
+    ),
+    "hmt": lambda: hmt(
+        llama(), HMTConfig(segment=16, sensory=2), key=jax.random.key(1)
+    ),
+    "mplus": lambda: tiny.drawn(lambda: mplus(llama(), MEMORY, key=jax.random.key(1))),
+}
+SLOW = [
+    name if name == "attention" else pytest.param(name, marks=pytest.mark.slow)
+    for name in MODELS
+]
+
+
+class Compiled:
+    """Counts the programs that are compiled meanwhile."""
+
+    def __enter__(self) -> "Compiled":
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._event)
+
+    def _event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        self.count += "backend_compile" in event
+
+
+def same_bits(found, expected):
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_conversation_goes_on_tomorrow(name, tmp_path):
+    """As one that was never closed, bit by bit; and a second turn compiles nothing."""
+    model = MODELS[name]()
+    options: Any = dict(limit=6, sampling=DRAWN)
+    here = Conversation(model, TEXT)
+    assert here.tell("A long and told text.", name="book") == 21
+    first = here.say("Who?", **options)
+    with MemoryFolder(tmp_path / "memory") as folder:
+        there = Conversation(model, TEXT, folder)
+        there.tell("A long and told text.", name="book")
+        assert there.say("Who?", **options) == first
+        there = Conversation(model, TEXT, folder)
+    with Compiled() as compiled:
+        second = here.say("And why?", **options)
+    assert compiled.count == 0
+    assert there.ask("And why?", **options) == second
+    assert there.tokens == 21 + len("\n\nQuestion: Who?\nAnswer:") + first.tokens
+    with MemoryFolder(tmp_path / "memory") as folder:
+        there = Conversation(model, TEXT, folder)
+        assert there.say("And why?", **options) == second
+        again = Conversation(model, TEXT, folder)
+    assert again.record == there.record and again.entries[1:] == here.entries[1:]
+    same_bits(again.state, there.state)
+    same_bits(again.state, here.state)
+
+
+def test_later_turns_compile_nothing_either():
+    """No cache grows between the first turns, though nothing was told before them."""
+    talk = Conversation(llama(), TEXT)
+    talk.say("Hello?", limit=100)
+    with Compiled() as compiled:
+        talk.say("And a question that is longer?", limit=100)
+        talk.ask("Why?", limit=100)
+    assert compiled.count == 0
+
+
+def test_the_state_has_read_all_that_was_said():
+    model = llama()
+    talk = Conversation(model, TEXT)
+    talk.tell("Told.")
+    asked = talk.state
+    answer = talk.say("Why?", limit=5, sampling=DRAWN)
+    assert answer.tokens == 5 and not answer.ended
+    prompt = load_tokenizer("bytes").encode("\n\nQuestion: Why?\nAnswer:")
+    read = generate(
+        model, asked, prompt[None], 5, key=jax.random.key(0), sampling=DRAWN
+    )
+    assert int(read.state[0].length[0]) == int(talk.state[0].length[0]) == talk.tokens
+
+
+def test_what_is_injected_is_read_by_the_next_answer():
+    """M+ answers from a memory that an answer leaves as it is."""
+    model = MODELS["mplus"]()
+    talk = Conversation(model, TEXT)
+    talk.tell("x" * 40)
+    before = talk.state
+    talk.ask("Who?", limit=3)
+    assert talk.state is before and talk.tokens == 40
+    talk.say("Who?", limit=3)
+    assert int(talk.state.clock[0]) > int(before.clock[0])
+    # All of it is in chunks or in the open one.
+    chunks = int(talk.state.clock[0]) // MEMORY.tokens
+    assert chunks * MEMORY.chunk + int(talk.state.length[0]) == talk.tokens
+
+
+def test_an_answer_that_was_broken_off_is_closed_before_the_next_prompt():
+    source = (
+        "{% for m in messages %}{{ m.role[0] + m.content + '|' }}{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    text = TextInterface(ByteTokenizer(), source, GenerationConfig(eos_ids=(124,)))
+    talk = Conversation(llama(), text)
+    counts = iter([False, True])
+    answer = talk.say("Hi", interrupted=lambda: next(counts))
+    assert (answer.tokens, answer.ended) == (2, False)
+    assert talk.record.pending == (ord("|"),)
+    talk.say("Ho", limit=1)
+    # "|uHo|a", and "uHi|a" before.
+    assert [entry.tokens for entry in talk.entries] == [5, 2, 6, 1]
+    talk.tell("Text", name="book")
+    assert talk.entries[-1].tokens == len("|\n\nText") and not talk.record.pending
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
+    talk = Conversation(llama(64), TEXT)
+    talk.tell("x" * 30)
+    before, entries = talk.state, talk.entries
+    with pytest.raises(ValueError, match="question makes 71 .* holds 30, .* 34 more"):
+        talk.say("y" * 50)
+    with pytest.raises(ValueError, match=r"book\.txt makes 42 tokens to read"):
+        talk.tell("x" * 40, name="book.txt")
+    for wrong in ("", " \n"):
+        with pytest.raises(ValueError, match="question must not be empty"):
+            talk.ask(wrong)
+    with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
+        talk.ask("Who?", limit=0)
+    assert talk.state is before and talk.entries == entries
+    # An answer takes what room is left.
+    assert talk.say("Hi?").tokens == 64 - 30 - len("\n\nQuestion: Hi?\nAnswer:")
+
+
+def test_a_memory_of_another_model_is_refused_by_name(tmp_path):
+    model, folder = llama(), MemoryFolder(tmp_path / "memory")
+    Conversation(model, TEXT, folder, name="one").tell("Told.")
+    other = tiny.drawn(llama)
+    message = "is the memory of 'one', and not of 'two': the fingerprints of their"
+    with pytest.raises(ValueError, match=message):
+        Conversation(other, TEXT, folder, name="two")
+    tokenizer = ByteTokenizer(digest="other")
+    with pytest.raises(ValueError, match="not of 'one': their tokenizers differ"):
+        Conversation(model, TextInterface(tokenizer), folder, name="one")
+    with pytest.raises(ValueError, match="ids up to 299, .* vocabulary of 256"):
+        Conversation(model, TextInterface(ByteTokenizer(300)), name="one")
+    with pytest.raises(ValueError, match="one has no tokenizer"):
+        Conversation(model, TextInterface(), name="one")
+    assert fingerprint(model) == fingerprint(llama()) != fingerprint(other)
+
+
+def test_a_turn_that_cannot_be_saved_changes_nothing(tmp_path, monkeypatch):
+    folder = MemoryFolder(tmp_path / "memory")
+    talk = Conversation(llama(), TEXT, folder)
+    talk.tell("Told.")
+    before, entries = talk.state, talk.entries
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(conversation, "save_memory", full)
+    with pytest.raises(OSError, match="No space left"):
+        talk.say("Who?", limit=3)
+    assert talk.state is before and talk.entries == entries
+    monkeypatch.undo()
+    talk.say("Who?", limit=3)
+    assert Conversation(llama(), TEXT, folder).record == talk.record
+    assert jnp.isfinite(talk.state[0].keys).all() and os.listdir(folder.path)

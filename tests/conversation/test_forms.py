@@ -1,0 +1,86 @@
+"""How questions become prompts, by chat templates and without."""
+
+import numpy as np
+import pytest
+
+from memjax.conversation.forms import (
+    ChatForm,
+    PlainForm,
+    closing_tokens,
+    form_of,
+    stop_tokens,
+)
+from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
+from tests import tiny
+
+# As of SmolLM2 and Qwen2, and as of Mistral: answers end in other ways.
+CHATML = """{% for message in messages %}
+{% if loop.first and message.role != 'system' %}
+<|im_start|>system
+Be brief.<|im_end|>
+{% endif %}
+{{ '<|im_start|>' + message.role + '\\n' }}{{ message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+MISTRAL = """{{ bos_token }}{% for m in messages %}
+{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]
+{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}
+{% endfor %}"""
+
+
+def test_a_later_prompt_is_what_follows_the_answer_before():
+    form = ChatForm(CHATML)
+    head = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    turn = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert form.first("Hi") == head + turn
+    assert form.closing == "<|im_end|>\n"
+    assert form.next("Hi") == turn
+
+
+def test_a_prompt_behind_a_text_begins_no_text():
+    form = ChatForm(MISTRAL, bos="<s>", eos="</s>")
+    assert form.first("Hi").startswith("<s>[INST] Hi")
+    assert form.first("Hi", begins=False).startswith("[INST] Hi")
+    assert form.closing.startswith("</s>") and form.next("Hi").startswith("[INST] Hi")
+
+
+def test_without_a_template_an_answer_is_a_paragraph():
+    text = TextInterface(tiny.tokenizer(), CHATML)
+    assert isinstance(form_of(text, template=False), PlainForm)
+    assert isinstance(form_of(TextInterface(tiny.tokenizer())), PlainForm)
+    form = PlainForm()
+    assert form.first("Who?") == "Question: Who?\nAnswer:"
+    assert form.next("Who?") == "\n\nQuestion: Who?\nAnswer:" and form.stop == ("\n",)
+
+
+@pytest.mark.parametrize(
+    "source,message",
+    [
+        ("{% for m in messages %}", "template cannot be used: Unexpected end"),
+        ("{{ messages[7].content }}", "template cannot be used: "),
+        ("{{ raise_exception('No.') }}", "template cannot be used: No."),
+        ("{{ messages[0].content }}", "leaves out what was answered"),
+        ("{% for m in messages[:2] %}{{ m.content }}{% endfor %}", "out what is asked"),
+        # Nothing of Python can be reached.
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "cannot be used: "),
+        ("{{ messages.append(1) }}", "template cannot be used: "),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(source, message):
+    with pytest.raises(ValueError, match=message):
+        ChatForm(source)
+
+
+def test_an_answer_ends_where_the_template_ends_it():
+    """Though the model's files name another token that ends a text."""
+    source = "{% for m in messages %}{{ m.content + '<end>b' }}{% endfor %}"
+    text = TextInterface(
+        tiny.tokenizer(), source, generation=GenerationConfig(eos_ids=(5,))
+    )
+    form = form_of(text)
+    assert stop_tokens(text, form) == (5, 0)
+    assert stop_tokens(text, PlainForm()) == (5,)
+    # What the answer ended with has been read.
+    tokenizer = tiny.tokenizer()
+    assert closing_tokens(tokenizer, form, np.array([7, 0])) == [2]
+    assert closing_tokens(tokenizer, form, np.array([7])) == [0, 2]

@@ -1,0 +1,28 @@
+"""Runs written whole whose updates change nothing, for tests that need their folders.
+
+To compile an update takes seconds.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from memjax.training import pretrain
+from memjax.training.finetune import finetune
+from memjax.training.step import TrainState
+
+
+def _count(state: TrainState, _: Any) -> tuple[TrainState, dict[str, float]]:
+    return state._replace(step=state.step + 1), {"loss": 0.0, "finite": 1.0}
+
+
+@contextlib.contextmanager
+def idle_updates() -> Iterator[None]:
+    """Runs that are trained here end as they began, after all their steps."""
+    build, programs = pretrain.build_step, finetune._programs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "build_step", lambda *of: (build(*of)[0], _count))
+        patch.setattr(finetune, "_programs", lambda *of: (programs(*of)[0], _count))
+        yield

@@ -1,0 +1,104 @@
+"""What a run prints first, and the curves that it leaves."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from memjax.data import TokenisedDocument, load_tokenizer
+from memjax.training import MeshConfig, curves, header, sharding
+from memjax.training import pretrain as run
+from memjax.training.config import LoopConfig, presets
+
+
+@pytest.fixture(name="lines")
+def _lines(tmp_path, capsys):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text("memory " * (i + 2))
+    source = {"source": f"folder:{tmp_path}", "cache_dir": tmp_path / "cache"}
+    config = run.RunConfig(
+        model=presets()["elastic-tiny"].model,
+        data=run.DataConfig(**source, tokenizer="bytes", validation_texts=5),
+        loop=LoopConfig(steps=30, evaluate_every=10),
+    )
+    texts = [TokenisedDocument(str(n), "kind", np.zeros(n, int)) for n in (9, 11, 49)]
+    header.show(
+        config,
+        config.loop,
+        run.abstract_model(config.model),
+        sharding.make_mesh(MeshConfig()),
+        texts,
+        load_tokenizer("bytes"),
+        tokens_per_step=40,
+        shortest=11,
+    )
+    return dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+
+
+def test_a_run_says_what_it_is_made_of(lines):
+    assert lines["model"].startswith("1,311,872 parameters; 4 layers of width 128")
+    assert lines["devices"] == "1 x cpu"
+    # 1,200 tokens are read, of 60 that there are.
+    assert lines["training"] == (
+        "2 documents, 60 tokens; 30 steps of 40 tokens are 20 epochs"
+    )
+    assert lines["left"] == "out    1 document, 9 tokens: shorter than 11 tokens"
+    assert lines["validation"] == (
+        "1 document, 21 tokens; about 5 texts of 2,048, every 10 steps"
+    )
+    assert lines["test"].endswith("tokens; not read in training")
+
+
+def test_a_split_without_documents_is_said(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("memory")
+    data = run.DataConfig(source=f"folder:{tmp_path}", cache_dir=tmp_path)
+    assert header.held_out(data, load_tokenizer("bytes"), "test") == "no documents"
+
+
+def write(folder, records):
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(text + '{"step": 3, "ki')
+
+
+def record(step, kind="train", **values):
+    return {"step": step, "kind": kind, "time": 0.0, "values": values}
+
+
+def test_curves_are_drawn_from_the_records(tmp_path, monkeypatch):
+    drawn = {}
+
+    def remember(train, validation, rates, path, **_):
+        drawn.update(train=train, validation=validation, rates=rates)
+
+    monkeypatch.setattr(curves, "training_curves", remember)
+    write(
+        tmp_path,
+        [
+            record(1, loss=3.0, learning_rate=0.1),
+            record(2, loss=None, learning_rate=0.2),
+            record(2, "evaluation", validation_perplexity=1.0),
+            record(3, loss=2.0, learning_rate=0.3),
+        ],
+    )
+    assert curves.draw_curves(tmp_path) == tmp_path / "curves.png"
+    assert drawn["train"] == [(1, 3.0), (3, 2.0)]
+    assert drawn["validation"] == [(2, 0.0)]
+    assert drawn["rates"] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+
+
+@pytest.mark.parametrize("count", [3, 80])
+def test_curves_become_a_picture(count, tmp_path):
+    write(tmp_path, [record(i, loss=1.0 / (i + 1)) for i in range(count)])
+    path = curves.draw_curves(tmp_path)
+    assert path is not None
+    width, height = struct.unpack(">II", path.read_bytes()[16:24])
+    assert width > height > 100
+
+
+def test_a_single_loss_is_no_curve(tmp_path):
+    assert curves.draw_curves(tmp_path) is None
+    write(tmp_path, [record(1, loss=1.0)])
+    assert (
+        curves.draw_curves(tmp_path) is None and not (tmp_path / "curves.png").exists()
+    )
