@@ -1,8 +1,11 @@
 """What does a conversation with a memory look like, and what does a turn cost?
 
     memjax import SmolLM2-135M.gguf backbone
-    memjax finetune mplus-smollm2-135m-stage3 --backbone backbone --run-dir runs/mplus
-    python -m experiments.conversation --model runs/mplus
+    memjax finetune mplus-smollm2-135m-stage3 --backbone backbone \\
+        --run-dir runs/mplus --memory.retrieved 128 --memory.store 2048 \\
+        --tasks.ask 0.9 --tasks.revisit 0 --tasks.target 128 \\
+        --data.batch-size 1 --retriever-documents 12 --optimizer.learning-rate 5e-4 --loop.steps 120
+    python -m experiments.conversation --model runs/mplus --chat-model backbone
 
 Runs `memjax tell`, `ask` and `chat` in a pseudo-terminal, each command a process of
 its own, and draws what stood there (`results/conversation/session.svg`). A text about a
@@ -39,8 +42,8 @@ from memjax.evaluation.provenance import provenance
 QUESTION = "what does a conversation with a memory look like, and what does it cost?"
 #: Columns of the terminal: few, so that the picture is readable at half its size.
 COLUMNS = 72
-TURNS = ("My name is Ada, and I keep bees.", "What is my name?")
-LATER = "And what do I keep?"
+TURNS = ("What is the capital of France?", "And of Italy?")
+LATER = "And of Spain?"
 TIMED = (
     "What is the capital of France?",
     "And of Italy?",
@@ -125,12 +128,12 @@ def session(
     config: Config, facts: list[Question], folder: Path, chat_model: str
 ) -> Iterator[tuple[str, str]]:
     """Lines of the terminal, each with its style."""
-    about, told = f"{config.country.lower()}.txt", ["--memory", "memories/country"]
+    about, told = f"{config.country.lower()}.txt", ["--memory", "memory"]
     yield from shown(["tell", "mplus", about, *told], folder)
     for fact in (fact for fact in facts if fact.kind in config.shown):
         asked = ["ask", "mplus", f'"{_question(fact)}"', *told, "--no-template"]
-        yield from shown([*asked, "--tokens", str(config.tokens)], folder)
-    chat = ["chat", chat_model, "--memory", "memories/ada", "--tokens", "40"]
+        yield from shown([*asked, "--begin", f'"{_beginning(fact)}"'], folder)
+    chat = ["chat", chat_model, "--memory", "talk"]
     yield from shown(chat, folder, TURNS)
     yield "note", "# the next day"
     yield from shown(chat, folder, (LATER,))
@@ -154,10 +157,17 @@ def shown(
         os.write(terminal, f"{line}\n".encode())
     screen += _read(terminal, until=None)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    for line in screen.replace("\r", "").rstrip("\n").split("\n"):
+    for line in _plain_lines(screen):
         yield "typed" if line.startswith("> ") else "output", line
     if code:
         raise RuntimeError(f"{words} ended with exit code {code}: {screen}")
+
+
+def _plain_lines(screen: str) -> list[str]:
+    """The lines that stay on a terminal: what was written over is gone."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.replace("\r\n", "\n"))
+    lines = text.rstrip().split("\n")
+    return [line.rstrip("\r").rpartition("\r")[2] for line in lines]
 
 
 def _read(terminal: int, until: str | None, seconds: float = 600) -> str:
@@ -179,20 +189,24 @@ def _read(terminal: int, until: str | None, seconds: float = 600) -> str:
 
 
 def answers(config: Config, text: str, facts: list[Question]) -> dict[str, object]:
-    """Answers to all questions, from a memory of the text and from an empty one."""
+    """Answers to all questions, from a memory of the text and from an empty one.
+
+    "begun" are those whose beginning is given, as in training, "plain" those without.
+    """
     told = Conversation.open(config.model, template=False)
     empty = Conversation.open(config.model, template=False)
     tokens = told.tell(text, name=config.country)
+    ways = {"begun": (told, True), "plain": (told, False), "empty": (empty, True)}
     rows = []
     for fact in facts:
         row = {"question": _question(fact), "answer": fact.answer}
-        for name, talk in (("told", told), ("empty", empty)):
-            said = talk.ask(_question(fact), limit=config.tokens).text
-            right = fact.answer.lower() in said.lower()
-            row |= {name: said, f"{name}_right": right}
+        for name, (talk, begun) in ways.items():
+            begin = _beginning(fact) if begun else ""
+            said = talk.ask(_question(fact), begin=begin, limit=config.tokens).text
+            said = said.removeprefix(begin).strip()
+            row |= {name: said, f"{name}_right": fact.answer.lower() in said.lower()}
         rows.append(row)
-    count = lambda name: sum(bool(row[f"{name}_right"]) for row in rows)
-    right = {name: count(name) for name in ("told", "empty")}
+    right = {name: sum(bool(row[f"{name}_right"]) for row in rows) for name in ways}
     return {"tokens": tokens, "questions": len(rows), "right": right, "rows": rows}
 
 

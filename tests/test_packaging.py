@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {"orbax": "orbax-checkpoint", "tensorflow_datasets": "tensorflow-datasets"}
 # Nothing imports it but tensorflow-datasets, whose records it stores.
 STORES_RECORDS = {"array-record"}
+BY_NAME = {"_import", "importlib.import_module"}
 
 
 def normal(name):
@@ -33,8 +34,12 @@ def imported():
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "_import":
-                names = [str(ast.literal_eval(node.args[0]))]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+                # A name, or what an f-string begins with.
+                texts = [
+                    x for x in ast.walk(node.args[0]) if isinstance(x, ast.Constant)
+                ]
+                names = [str(text.value) for text in texts[:1]]
             else:
                 continue
             modules = {name.split(".")[0] for name in names}

@@ -6,9 +6,10 @@
 
 SmolLM2-135M reads passages of a book and goes on, in float32, taking the most likely
 token, on one core and on two: one prompt, and eight of unequal length. Implementations
-are memjax, transformers with its own cache, and transformers with a cache of fixed size
-and torch.compile. Timing is interleaved: each implementation has a process of its own,
-and they work one at a time. Loading, compilation and the first round are not timed.
+are memjax, transformers with its own cache, and, of one prompt, transformers with a
+cache of fixed size and torch.compile. Timing is interleaved: each implementation has a
+process of its own, and they work one at a time. Loading, compilation and the first
+round are not timed.
 
 - `first_s`: seconds to the first token. The prompt is read in this time.
 - `tokens_per_s`: of all sequences together, the reading of the prompt included.
@@ -51,7 +52,8 @@ class Config:
         new_tokens: drawn for each prompt.
         batches: numbers of prompts.
         cores: numbers of cores.
-        implementations: those to time; memjax, and what it is compared with.
+        compiled_batches: numbers of prompts at which transformers is timed compiled
+            too; each takes minutes to compile.
         repeats: timed rounds.
         pages: of every implementation's memory: "large", or "kept" when it is freed.
         output: where .json goes, without the ending.
@@ -63,13 +65,13 @@ class Config:
     new_tokens: int = 128
     batches: tuple[int, ...] = (1, 8)
     cores: tuple[int, ...] = (1, 2)
-    implementations: tuple[Implementation, ...] = get_args(Implementation)
+    compiled_batches: tuple[int, ...] = (1,)
     repeats: int = 5
     pages: Pages = "large"
     output: Path = RESULTS / "generation" / "speed"
 
     def __post_init__(self) -> None:
-        for name in ("batches", "cores", "implementations"):
+        for name in ("batches", "cores"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
         for name in ("prompt", "new_tokens"):
@@ -103,21 +105,23 @@ def time_row(config: Config, file: Path, batch: int, cores: int) -> dict[str, An
     """All implementations at one batch size and number of cores."""
     prompts = passages(config, file, batch)
     rest = (file, prompts, config.new_tokens)
-    arguments = {name: (name, *rest) for name in config.implementations}
+    names = [n for n in get_args(Implementation) if n != "transformers_compiled"]
+    if batch in config.compiled_batches:
+        names.append("transformers_compiled")
+    arguments = {name: (name, *rest) for name in names}
     load = os.getloadavg()[0]
     found = interleaved_timing(make, arguments, cores, config.repeats, config.pages)
     rows = {name: _summary(config, rounds) for name, rounds in found.items()}
     drawn = {name: np.array(rounds[-1][1]["tokens"]) for name, rounds in found.items()}
     for name, row in rows.items():
-        if name != "memjax" and "memjax" in rows:
+        if name != "memjax":
             ours = rows["memjax"]
             for part in ("first", "whole"):
                 for key, of, by in RATIOS:
                     ratio = row[part][of] / ours[part][by]
                     ours.setdefault(f"{part}_{key}", {})[name] = ratio
-        if "transformers" in drawn:
-            equal = (drawn[name] == drawn["transformers"]).mean()
-            row["equal_tokens"] = float(equal)
+        equal = (drawn[name] == drawn["transformers"]).mean()
+        row["equal_tokens"] = float(equal)
     return {
         "batch": batch,
         "cores": cores,

@@ -3,18 +3,23 @@
 from experiments.tables.table import Table, Tables, load, number
 
 _NAME = "conversation/session"
+_WAYS = {
+    "begun": "answer begun for it",
+    "plain": "asked plainly",
+    "empty": "begun, empty memory",
+}
 
 
 def answers() -> Table:
     """How many questions about a text are answered, and what was answered."""
     found = load(_NAME)["answers"]
     rows = [
-        [row["question"], row["answer"], row["told"], row["empty"]]
+        [row["question"], row["answer"], *(row[name] for name in _WAYS)]
         for row in found["rows"]
     ]
-    counts = [str(found["right"][name]) for name in ("told", "empty")]
+    counts = [str(found["right"][name]) for name in _WAYS]
     rows.append([f"right of {found['questions']}", "", *counts])
-    header = ["question", "in the text", "after it was told", "without it"]
+    header = ["question", "in the text", *_WAYS.values()]
     return Table(header, rows, [_NAME])
 
 

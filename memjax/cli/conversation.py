@@ -61,6 +61,7 @@ def ask(
     question: Annotated[str, tyro.conf.Positional],
     /,
     memory: Path,
+    begin: str = "",
     tokens: int = 256,
     temperature: float | None = None,
     top_k: int = 0,
@@ -75,6 +76,8 @@ def ask(
         model: as in `memjax tell`: the one whose memory it is.
         question: to be answered.
         memory: folder of the memory.
+        begin: words that the answer begins with; a model that has learned to complete
+            sentences answers better.
         tokens: most tokens of the answer.
         temperature: 0 is the likeliest token; None draws as the model's makers do,
             and where they do not say takes the likeliest.
@@ -92,6 +95,7 @@ def ask(
     ):
         talk.ask(
             question,
+            begin=begin,
             limit=tokens,
             sampling=sampling,
             seed=seed,

@@ -211,6 +211,7 @@ class Conversation:
         self,
         question: str,
         *,
+        begin: str = "",
         limit: int = 256,
         sampling: Sampling | None = None,
         seed: int = 0,
@@ -221,6 +222,8 @@ class Conversation:
 
         Args:
             question: not empty.
+            begin: words that the answer begins with, which are read before it is drawn:
+                a model that has learned to complete sentences answers better.
             limit: most tokens of the answer; fewer where full attention has no more
                 room.
             sampling: how to draw; None is as the model's makers do, or else greedy.
@@ -232,7 +235,8 @@ class Conversation:
             ValueError: on an empty question, one that the state has no room for, or a
                 size below 1.
         """
-        return self._turn(question, limit, sampling, seed, write, interrupted)[0]
+        options = (limit, sampling, seed, write, interrupted)
+        return self._turn(question, begin, *options)[0]
 
     def say(
         self,
@@ -249,7 +253,7 @@ class Conversation:
         If it raises, the conversation is where it was before.
         """
         answer, before, after, said, closing = self._turn(
-            message, limit, sampling, seed, write, interrupted
+            message, "", limit, sampling, seed, write, interrupted
         )
         state, pending = self._verbs.remember(self._state, after, said, closing)
         read = len(said) - answer.tokens
@@ -278,7 +282,7 @@ class Conversation:
     ) -> None:
         self.close()
 
-    def _turn(self, message, limit, sampling, seed, write, interrupted):
+    def _turn(self, message, begin, limit, sampling, seed, write, interrupted):
         """An answer, and what `say` keeps of it."""
         if not message.strip():
             raise ValueError(f"the question must not be empty, got {message!r}")
@@ -286,7 +290,7 @@ class Conversation:
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed must be in [0, 2**32), got {seed}")
         tokenizer, form = self._tokenizer, self._form
-        prompt = self._prompt(message)
+        prompt = self._prompt(message, begin)
         self._require_room(len(prompt) + 1, "the question")
         room = self.model.remaining(self._state)
         limit = limit if room is None else min(limit, room - len(prompt))
@@ -297,8 +301,15 @@ class Conversation:
             if write is not None:
                 write(part)
 
-        # White space before an answer is no paragraph.
-        decode = lambda row: tokenizer.decode(row).lstrip()
+        if begin:
+            keep(begin)
+
+        def decode(row: np.ndarray) -> str:
+            # Vocabularies are padded with tokens that no tokenizer has.
+            text = tokenizer.decode(row[row < tokenizer.vocab_size])
+            # White space before an answer is no paragraph.
+            return text if begin else text.lstrip()
+
         shows = printer(decode, form.stop, limit, self._ends, keep)
         over = False
 
@@ -315,10 +326,14 @@ class Conversation:
         closing = closing_tokens(tokenizer, form, drawn)
         return answer, message, after, np.concatenate([prompt, drawn]), closing
 
-    def _prompt(self, message: str) -> Int[np.ndarray, " T"]:
+    def _prompt(self, message: str, begin: str) -> Int[np.ndarray, " T"]:
         if self.record.turns:
-            return self._encode(self._form.next(message))
-        return self._encode(self._form.first(message, not self.tokens))
+            prompt = self._form.next(message)
+        else:
+            prompt = self._form.first(message, not self.tokens)
+        # Tokens of words have the space before them.
+        space = " " if begin and not prompt[-1:].isspace() else ""
+        return self._encode(f"{prompt}{space}{begin.rstrip()}")
 
     def _encode(self, text: str) -> Int[np.ndarray, " T"]:
         """A text's tokens, behind what is yet to be read."""

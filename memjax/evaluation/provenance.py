@@ -18,7 +18,7 @@ def provenance(question: str, config: Mapping[str, Any]) -> dict[str, Any]:
     packages = ("jax", "jaxlib", "numpy", "scipy")
     return {
         "question": question,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *_program(), *sys.argv[1:]]),
         "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "library default"),
         "config": dict(config),
         "date": datetime.date.today().isoformat(),
@@ -29,6 +29,12 @@ def provenance(question: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def _program() -> list[str]:
+    """How the program was started: a module by its name, whose path says too much."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return ["-m", spec.name] if spec is not None else sys.argv[:1]
 
 
 def commit() -> str | None:

@@ -25,8 +25,22 @@ def check_tokens(tokens: Array, batch: int, vocab_size: int) -> None:
             f"tokens must be integers [B, T] with {batch} rows, as the state has, and "
             f"T >= 1, got {tokens.dtype}{list(shape)}"
         )
+    check_known(tokens, vocab_size)
+
+
+def check_kind(state: Any, kind: type) -> None:
+    """Raises ValueError unless a state is of this kind of model."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"state must be a {kind.__name__}, from this model's init_state, got a "
+            f"{type(state).__name__}"
+        )
+
+
+def check_known(tokens: Array, vocab_size: int) -> None:
+    """Raises ValueError unless known tokens are in [0, V)."""
     # Inside jit there are no values to check; `embed` then gives NaN for a bad one.
-    if isinstance(tokens, Tracer):
+    if isinstance(tokens, Tracer) or not tokens.size:
         return
     known = np.asarray(tokens)
     if known.min() < 0 or known.max() >= vocab_size:

@@ -144,6 +144,7 @@ class HMT(nnx.Module):
         return mechanisms.reset(state, empty, mask)
 
     def _check(self, state, tokens, mask=None, lengths=None):
+        ragged.check_kind(state, HMTState)
         ragged.check_tokens(tokens, state.length.shape[0], self.vocab_size)
         ragged.check_lengths(lengths, tokens, 0)
         if mask is not None:

@@ -268,7 +268,8 @@ class LanguageModel(nnx.Module):
         """Reads tokens, which must be in [0, V); see `embed` and `read`.
 
         Outside of jit caches grow as the text needs, and tokens beyond the capacity of
-        full attention are refused with a ValueError; inside they give NaN.
+        full attention are refused with a ValueError, as are those out of range; inside
+        they give NaN.
         """
         return self._features(self._with_room(state, tokens), tokens, lengths)
 
@@ -300,12 +301,21 @@ class LanguageModel(nnx.Module):
 
     def _with_room(self, state, tokens):
         """The state with slots for the tokens, where its lengths are known."""
+        memories = len(self.blocks) + bool(self.config.architecture.learned_positions)
+        # A named tuple is the state of a memory around a model.
+        if hasattr(state, "_fields") or len(state) != memories:
+            raise ValueError(
+                f"state must have {memories} parts, from this model's init_state, got "
+                f"a {type(state).__name__} of {len(state)}"
+            )
         leaves = jax.tree.leaves(state)
         if tokens.shape[:1] != leaves[0].shape[:1]:
             raise ValueError(
                 f"tokens must be integers [B, T] with {leaves[0].shape[0]} rows, as "
                 f"the state has, got {tokens.dtype}{list(tokens.shape)}"
             )
+        if jnp.issubdtype(tokens.dtype, jnp.integer):
+            ragged.check_known(tokens, self.vocab_size)
         if tokens.ndim < 2 or any(isinstance(leaf, Tracer) for leaf in leaves):
             return state
         return self.reserve(state, tokens.shape[1])

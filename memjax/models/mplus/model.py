@@ -134,7 +134,11 @@ class MPlus(nnx.Module):
             capacity: without a meaning, as the memory has one size.
             key: draws which rows the pools drop, differently for each batch element;
                 None is `jax.random.key(0)`.
+
+        Raises:
+            ValueError: if `batch` is below 1.
         """
+        check_sizes(batch=batch)
         # What a pool drops is part of the state, so that a run can be repeated.
         key = jax.random.key(0) if key is None else key
         state = write.empty_state(self.weights, batch, key)
@@ -154,6 +158,7 @@ class MPlus(nnx.Module):
         return jax.tree.map(clear, state, empty)
 
     def _check(self, state, tokens):
+        ragged.check_kind(state, MPlusState)
         ragged.check_tokens(tokens, state.num_valid.shape[0], self.vocab_size)
 
     def _check_inject(self, state, tokens, lengths=None):

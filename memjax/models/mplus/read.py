@@ -61,6 +61,7 @@ def check(
     lengths: Int[Array, " B"] | None = None,
 ) -> None:
     """Raises ValueError on tokens or options that `MPlus.read` refuses."""
+    ragged.check_kind(state, MPlusState)
     ragged.check_tokens(tokens, state.num_valid.shape[0], weights.backbone.vocab_size)
     ragged.check_lengths(lengths, tokens, 1)
     b, t = tokens.shape

@@ -128,6 +128,8 @@ def replay(scenario, check):
 def check_memory(golden, step, state, new):
     get = lambda name: golden[f"{step}/{name}"]
     near(new[0], get("delta_memory"))
+    # Slices of numpy arrays: of jax's each would be a program.
+    state = jax.tree.map(np.asarray, state)
     same(state.ages[0], get("memory_ages"))
     store = state.store
     fresh = int(store.num_pending[0])
@@ -156,6 +158,7 @@ def check_read(golden, step, state, found):
     get = lambda name: golden[f"{step}/{name}"]
     logits, trace = found
     near(logits[0], get("logits"))
+    state, trace = jax.tree.map(np.asarray, (state, trace))
     near(trace.hidden[:, 0], get("hidden"))
     if trace.chosen is None:
         return
