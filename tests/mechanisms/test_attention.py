@@ -279,6 +279,7 @@ def test_keys_in_parts_are_one_softmax(monkeypatch, at_once):
     np.testing.assert_allclose(y, whole, atol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "tpu"])
 def test_slots_far_behind_the_filled_ones_are_not_read(monkeypatch, backend):
     """They hold NaN; values and gradients are those of a cache without them."""
