@@ -42,9 +42,13 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "llama-bpe": (LLAMA3,),
     "llama3": (LLAMA3,),
     "llama-v3": (LLAMA3,),
+    "smaug-bpe": (LLAMA3,),  # SmolLM3
+    "dbrx": (LLAMA3,),  # OLMo 2
     "qwen2": (QWEN2,),
     "deepseek-r1-qwen": (QWEN2,),
 }
+# Llama 3's vocabulary: the merges are not applied to a word that is a token.
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe")
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 SPACE = "\u2581"
@@ -93,9 +97,8 @@ def _byte_level(
             f"expected one of {tuple(PATTERNS)}"
         )
     merges = _merges(_strings(metadata, "merges", where), vocabulary, where)
-    # Llama 3 does not apply the merges to a word that is a token.
-    whole_words = PATTERNS[pre] == (LLAMA3,)
-    result = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=whole_words))
+    model = BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS)
+    result = tokenizers.Tokenizer(model)
     if PATTERNS[pre] == (QWEN2,):
         result.normalizer = normalizers.NFC()
     splits = [
@@ -120,6 +123,10 @@ def _sentencepiece(
     scores = _numbers(metadata, "scores", len(vocabulary), where)
     kinds = _numbers(metadata, "token_type", len(vocabulary), where)
     unknown = [t for t, kind in zip(vocabulary, kinds, strict=True) if kind == UNKNOWN]
+    index = special_id(metadata, "unknown", len(vocabulary), where)
+    if not unknown and index is not None:
+        # Gemma's is of the kind of the other special tokens.
+        unknown = [list(vocabulary)[index]]
     if len(unknown) != 1 or not BYTE_TOKENS <= vocabulary.keys():
         raise ValueError(
             f"{where}: expected one unknown token and one for each byte in a 'llama' "
@@ -172,7 +179,7 @@ def _merges_by_score(
 def special_id(
     metadata: Mapping[str, Any], name: str, size: int, where: str
 ) -> int | None:
-    """The id of "bos", "eos", ..., None if there is none; ValueError beyond `size`."""
+    """The id of "bos", "unknown", ... or None; ValueError if it is beyond `size`."""
     found = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if found is not None and not (type(found) is int and 0 <= found < size):
         raise ValueError(

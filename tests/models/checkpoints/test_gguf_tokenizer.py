@@ -60,6 +60,8 @@ def split(tokenizer, text):
         ("smollm", "a\n\n1", ["a", "\n\n", "1"]),
         ("llama-bpe", " 12345 I'LL", [" ", "123", "45", " I", "'LL"]),
         ("llama-bpe", "a.\n\n b", ["a", ".\n\n", " b"]),
+        ("smaug-bpe", " 12345 I'LL", [" ", "123", "45", " I", "'LL"]),
+        ("dbrx", " 12345 I'LL", [" ", "123", "45", " I", "'LL"]),
         ("qwen2", " 123 I'LL", [" ", "1", "2", "3", " I", "'LL"]),
         ("default", "12345 a,b", ["123", "45", " a", ",", "b"]),
     ],
@@ -137,9 +139,19 @@ def test_sentencepiece_adds_a_first_token_by_default(pieces):
     assert sentencepiece(pieces, **start, **more).encode("a").tokens == ["a"]
 
 
+def test_the_unknown_token_may_be_of_the_kind_of_other_special_ones(pieces):
+    """As in Gemma 3's files."""
+    changes = {"token_type": [3, *pieces["token_type"][1:]], "unknown_token_id": 0}
+    tokenizer = sentencepiece(pieces, **changes)
+    for text, ids in pieces["ids"].items():
+        assert tokenizer.encode(text, add_special_tokens=False).ids == ids, text
+    assert tokenizer.model.unk_token == "<unk>"
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
+        ({"unknown_token_id": 700}, r"unknown_token_id must be in \[0, 700\)"),
         ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces changes texts"),
         ({"precompiled_charsmap": [1]}, "precompiled_charsmap changes texts"),
         ({"scores": [0.0]}, "scores must hold 700 numbers"),
