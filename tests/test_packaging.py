@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import memjax
-from memjax.cli import entry
+from memjax.cli import help
 from memjax.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
@@ -75,10 +75,10 @@ def test_help_and_version_need_no_jax():
 def test_help_says_what_the_commands_say():
     configured = {name: x.function for name, x in cli.CONFIGURED.items()}
     commands = configured | cli.COMMANDS
-    assert {*commands} == {*entry.COMMANDS}
+    assert {*commands} == {*help.COMMANDS}
     for name, command in commands.items():
         said = " ".join(str(command.__doc__).split("\n\n")[0].split())
-        assert entry.COMMANDS[name] == said
+        assert help.COMMANDS[name] == said
 
 
 def test_an_editable_install_is_one_folder_that_type_checkers_read():

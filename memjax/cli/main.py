@@ -18,7 +18,7 @@ from rich.table import Table
 
 from memjax import evaluation
 from memjax.cli import checkpoints as cli_interop
-from memjax.cli import config_files, entry
+from memjax.cli import config_files, help
 from memjax.cli import conversation as cli_conversation
 from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
@@ -203,7 +203,7 @@ CONFIGURED = {
 def main(argv: list[str] | None = None) -> None:
     """Runs a command; bad input is one line and exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
-    if page := entry.quick_answer(argv):
+    if page := help.quick_answer(argv):
         print(page)
         sys.exit(0)
     try:

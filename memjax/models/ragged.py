@@ -37,6 +37,16 @@ def check_kind(state: Any, kind: type) -> None:
         )
 
 
+def check_parts(state: Any, count: int) -> None:
+    """Raises ValueError unless a plain model's state has so many parts."""
+    # A named tuple is the state of a memory around a model.
+    if hasattr(state, "_fields") or len(state) != count:
+        raise ValueError(
+            f"state must have {count} parts, from this model's init_state, got "
+            f"a {type(state).__name__} of {len(state)}"
+        )
+
+
 def check_known(tokens: Array, vocab_size: int) -> None:
     """Raises ValueError unless known tokens are in [0, V)."""
     # Inside jit there are no values to check; `embed` then gives NaN for a bad one.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memjax.cli import describe, entry, main, preset_lines
+from memjax.cli import describe, help, main, preset_lines
 from memjax.cli.parsing import parse
 from memjax.config_io import to_record
 from memjax.training.config import presets
@@ -92,7 +92,7 @@ def test_the_lines_of_the_presets_are_those_of_the_presets():
 
 @pytest.mark.parametrize("command", ["train", "finetune"])
 def test_help_lists_presets_and_options_without_a_parser(command):
-    page = entry.quick_answer([command, "--help"]) or ""
+    page = help.quick_answer([command, "--help"]) or ""
     assert getattr(preset_lines, command.upper()) in page
     for name in inspect.signature(main.CONFIGURED[command].function).parameters:
         assert f"--{name.replace('_', '-')} " in page

@@ -302,12 +302,7 @@ class LanguageModel(nnx.Module):
     def _with_room(self, state, tokens):
         """The state with slots for the tokens, where its lengths are known."""
         memories = len(self.blocks) + bool(self.config.architecture.learned_positions)
-        # A named tuple is the state of a memory around a model.
-        if hasattr(state, "_fields") or len(state) != memories:
-            raise ValueError(
-                f"state must have {memories} parts, from this model's init_state, got "
-                f"a {type(state).__name__} of {len(state)}"
-            )
+        ragged.check_parts(state, memories)
         leaves = jax.tree.leaves(state)
         if tokens.shape[:1] != leaves[0].shape[:1]:
             raise ValueError(

@@ -1,0 +1,104 @@
+"""What the command line answers without JAX: version, commands and presets."""
+
+from memjax import __version__
+from memjax.cli.preset_lines import FINETUNE, TRAIN
+
+#: The commands, each with the first sentence of its help.
+COMMANDS = {
+    "train": "Trains a preset, every field of which can be overridden, or resumes a "
+    "run.",
+    "finetune": "Fine-tunes a pretrained model with a memory, or resumes a run.",
+    "eval": "Perplexity of a model, by kind of text and by position.",
+    "generate": "Reads a prompt of any length into the memory and writes on.",
+    "tell": "Reads text files into a memory.",
+    "ask": "Answers a question from a memory, which stays as it is.",
+    "chat": "Talks with a model; each turn is saved, and the next call goes on from "
+    "there.",
+    "data": "Lists a source's documents.",
+    "import": "Turns a pretrained model into a folder that loads quickly, here and "
+    "elsewhere.",
+    "export": "Writes a model as a folder of safetensors, which transformers loads if "
+    "it can.",
+}
+_COMMON = """\
+  --config FILE   instead of a preset: the config.json of any run, whose fields are
+                  options here too
+  --run-dir PATH  folder of the run; the same command on the same folder resumes it
+                  (default: {run_dir})
+"""
+_HELP = {
+    "train": """\
+usage: memjax train PRESET [options]
+       memjax train --config FILE [options]
+
+Trains a preset, every field of which can be overridden, or resumes a run.
+
+"""
+    + _COMMON.format(run_dir="runs/latest")
+    + """\
+  --distributed {auto,on,off}
+                  join the other hosts: "on" for a TPU pod; "auto" does so where
+                  GKE, Slurm or Open MPI name several (default: auto)
+
+memjax train PRESET --help lists every field, such as --loop.steps, --data.source
+or --model.mixers.0.window.
+
+"""
+    + TRAIN,
+    "finetune": """\
+usage: memjax finetune PRESET --backbone MODEL [options]
+       memjax finetune --config FILE [options]
+
+Fine-tunes a pretrained model with a memory, or resumes a run.
+
+"""
+    + _COMMON.format(run_dir="runs/finetuned")
+    + """\
+  --backbone MODEL
+                  folder of a run, Hugging Face folder, GGUF file, or a model of the
+                  hub ("owner/name"); that of the file with --config
+  --start PATH    of a later stage: folder of the stage before, instead of the
+                  backbone
+
+memjax finetune PRESET --help lists every field, such as --loop.steps or --data.source;
+those of a training in stages begin with its name: --stage1.loop.steps.
+
+"""
+    + FINETUNE,
+}
+
+
+def quick_answer(argv: list[str]) -> str | None:
+    """What needs no JAX: the version, and lists of commands and of presets."""
+    if argv == ["--version"]:
+        return f"memjax {__version__}"
+    if argv in (["--help"], ["-h"]):
+        return help_text()
+    return help_of(argv)
+
+
+def help_text() -> str:
+    """The commands, and how to ask on."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {said}" for name, said in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: memjax [--help] [--version] COMMAND ...",
+            "",
+            *lines,
+            "",
+            "memjax COMMAND --help lists the options of a command, memjax train --help "
+            "the presets.",
+            "Exit codes: 0 done; 2 bad input, with one line on stderr; 75 stopped by a "
+            "signal",
+            "with everything saved (run the same command again to resume); 1 anything "
+            "else.",
+        ]
+    )
+
+
+def help_of(argv: list[str]) -> str | None:
+    """What `memjax train --help` and `memjax finetune --help` print; None of others."""
+    if len(argv) == 2 and argv[1] in ("--help", "-h"):
+        return _HELP.get(argv[0])
+    return None
