@@ -22,7 +22,7 @@ import tyro
 from experiments.common.pretrained import smollm2
 from memjax.data import open_documents
 from memjax.evaluation.provenance import provenance
-from memjax.models.checkpoints.gguf_checkpoint import GGUFCheckpoint
+from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 
 
 @dataclasses.dataclass(frozen=True)

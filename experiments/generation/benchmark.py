@@ -38,7 +38,7 @@ from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.common.timing import summary
 from experiments.generation.implementations import Implementation, Prompts, make
 from memjax.data import open_documents
-from memjax.models.checkpoints.gguf_checkpoint import GGUFCheckpoint
+from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from memjax.cli.progress import Progress
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints import pretrained as interop
-from memjax.models.checkpoints.safetensors_write import require_free
+from memjax.models.checkpoints.hf.safetensors_write import require_free
 from memjax.models.hmt import checkpoint as hmt_checkpoint
 from memjax.models.language_model.config import Dtype
 from memjax.models.mplus.checkpoints import checkpoint as mplus_checkpoint

@@ -27,13 +27,13 @@ from jaxtyping import PyTree
 from memjax.checks import joined, listed, short
 from memjax.config_io import read_bounded, require_regular, to_record
 from memjax.models.base import Model
-from memjax.models.checkpoints.own_format import leaf_name, leaves_of
-from memjax.models.checkpoints.safetensors_file import (
+from memjax.models.checkpoints.hf.safetensors_file import (
     SafetensorsFile,
     library,
     read_object,
 )
-from memjax.models.checkpoints.safetensors_write import atomic_folder
+from memjax.models.checkpoints.hf.safetensors_write import atomic_folder
+from memjax.models.checkpoints.own_format import leaf_name, leaves_of
 
 TENSORS, RECORD = "memory.safetensors", "memory.json"
 # Version 1 held whole leaves; version 2 neither notes nor caches that had grown.

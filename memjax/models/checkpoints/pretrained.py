@@ -4,8 +4,8 @@
     ids = pretrained.tokenizer.encode("It was")
     save_pretrained(pretrained.model, "mine", pretrained.text)
 
-Nothing that is read is executed; `safetensors_file`, `safetensors_folder` and
-`gguf_file` check every name, size and offset before it is used.
+Nothing that is read is executed; `hf.safetensors_file`, `hf.safetensors_folder` and
+`gguf.file` check every name, size and offset before it is used.
 """
 
 import dataclasses
@@ -18,16 +18,17 @@ from flax import nnx
 
 from memjax.checks import require_known
 from memjax.data.documents.tokenizer import Tokenizer
-from memjax.models.checkpoints import hub, own_format, tensor_names
-from memjax.models.checkpoints.gguf_checkpoint import GGUFCheckpoint
-from memjax.models.checkpoints.hf_config import from_hf_config, require_family
-from memjax.models.checkpoints.hf_export import to_hf_config
-from memjax.models.checkpoints.safetensors_folder import (
+from memjax.models.checkpoints import own_format
+from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from memjax.models.checkpoints.hf import hub, tensor_names
+from memjax.models.checkpoints.hf.config import from_hf_config, require_family
+from memjax.models.checkpoints.hf.export import to_hf_config
+from memjax.models.checkpoints.hf.safetensors_folder import (
     SafetensorsFolder,
     read_model_config,
     require_no_pickle,
 )
-from memjax.models.checkpoints.safetensors_write import (
+from memjax.models.checkpoints.hf.safetensors_write import (
     SAVED_DTYPES,
     require_free,
     write_folder,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from memjax.data.documents.tokenizer import JsonTokenizer, Tokenizer, parse_tokenizer
-from memjax.models.checkpoints.safetensors_file import read_object
-from memjax.models.checkpoints.safetensors_folder import (
+from memjax.models.checkpoints.hf.safetensors_file import read_object
+from memjax.models.checkpoints.hf.safetensors_folder import (
     CHAT_TEMPLATE,
     CONFIG,
     GENERATION,

@@ -35,7 +35,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from memjax.models.checkpoints.safetensors_write import sync_folder
+from memjax.models.checkpoints.hf.safetensors_write import sync_folder
 from memjax.training.checkpoints.checksums import write_digests
 from memjax.training.checkpoints.folder import (
     UNFINISHED,

@@ -15,7 +15,7 @@ from typing import Any
 
 from memjax.checks import short
 from memjax.config_io import read_json, require_regular
-from memjax.models.checkpoints.safetensors_write import sync_folder
+from memjax.models.checkpoints.hf.safetensors_write import sync_folder
 
 DIGEST_FILE = "digests.json"
 

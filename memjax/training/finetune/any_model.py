@@ -11,13 +11,14 @@ from pathlib import Path
 from memjax.data import Tokenizer, load_tokenizer
 from memjax.models import LanguageModel
 from memjax.models.base import Model
-from memjax.models.checkpoints import hub, own_format
+from memjax.models.checkpoints import own_format
+from memjax.models.checkpoints.hf import hub
+from memjax.models.checkpoints.hf.safetensors_folder import CONFIG, read_model_config
 from memjax.models.checkpoints.pretrained import (
     load_located,
     save_pretrained,
     saved_type,
 )
-from memjax.models.checkpoints.safetensors_folder import CONFIG, read_model_config
 from memjax.models.checkpoints.text_interface import TextInterface, read_text_interface
 from memjax.models.hmt import checkpoint as hmt_checkpoint
 from memjax.models.hmt.model import HMT

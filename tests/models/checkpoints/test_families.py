@@ -13,9 +13,9 @@ from flax import nnx
 from memjax.mechanisms import AttentionConfig, GLAConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.checkpoints.hf_config import from_hf_config
-from memjax.models.checkpoints.hf_export import to_hf_config
-from memjax.models.checkpoints.tensor_names import (
+from memjax.models.checkpoints.hf.config import from_hf_config
+from memjax.models.checkpoints.hf.export import to_hf_config
+from memjax.models.checkpoints.hf.tensor_names import (
     parameters_from_tensors,
     tensors_from_parameters,
 )

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from memjax.models.checkpoints.gguf_checkpoint import GGUFCheckpoint
-from memjax.models.checkpoints.gguf_file import GGUFFile
+from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from memjax.models.checkpoints.gguf.file import GGUFFile
+from memjax.models.checkpoints.hf.safetensors_write import write_folder
 from memjax.models.checkpoints.pretrained import load_pretrained
-from memjax.models.checkpoints.safetensors_write import write_folder
 from memjax.models.checkpoints.text_interface import GenerationConfig
 from tests.models.checkpoints.gguf_writing import gguf, write
 

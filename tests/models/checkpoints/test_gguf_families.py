@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from memjax.models.checkpoints.gguf_checkpoint import GGUFCheckpoint
-from memjax.models.checkpoints.hf_config import from_hf_config
+from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from memjax.models.checkpoints.hf.config import from_hf_config
+from memjax.models.checkpoints.hf.safetensors_file import SafetensorsFile
 from memjax.models.checkpoints.pretrained import load_pretrained
-from memjax.models.checkpoints.safetensors_file import SafetensorsFile
 from tests.models.checkpoints.gguf_writing import gguf, write
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"

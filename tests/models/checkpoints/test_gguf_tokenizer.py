@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from memjax.models.checkpoints.gguf_tokenizer import tokenizer_json
+from memjax.models.checkpoints.gguf.tokenizer import tokenizer_json
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TEXT = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memjax.models.checkpoints import hub
+from memjax.models.checkpoints.hf import hub
 from memjax.models.checkpoints.pretrained import load_pretrained, save_pretrained
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from tests import tiny

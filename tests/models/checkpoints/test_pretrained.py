@@ -23,13 +23,13 @@ from memjax.mechanisms import (
     TrellisConfig,
 )
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.checkpoints.hf.safetensors_file import SafetensorsFile
+from memjax.models.checkpoints.hf.safetensors_folder import SafetensorsFolder
 from memjax.models.checkpoints.pretrained import (
     convert,
     load_pretrained,
     save_pretrained,
 )
-from memjax.models.checkpoints.safetensors_file import SafetensorsFile
-from memjax.models.checkpoints.safetensors_folder import SafetensorsFolder
 from memjax.models.checkpoints.text_interface import (
     GenerationConfig,
     TextInterface,

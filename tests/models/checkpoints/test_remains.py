@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from memjax.models.checkpoints.safetensors_write import atomic_folder
+from memjax.models.checkpoints.hf.safetensors_write import atomic_folder
 
 
 def test_remains_of_killed_writers_are_cleared_and_a_live_one_is_left(

@@ -17,7 +17,7 @@ from flax import nnx
 
 from memjax.evaluation import recall_distances
 from memjax.models import HMTConfig, Sampling, generate, hmt
-from memjax.models.checkpoints.safetensors_file import SafetensorsFile
+from memjax.models.checkpoints.hf.safetensors_file import SafetensorsFile
 from memjax.models.hmt import segment
 from memjax.models.hmt.checkpoint import load_official
 

@@ -15,15 +15,16 @@ import numpy as np
 from jaxtyping import Float32
 
 from memjax.config_io import from_record, to_record
-from memjax.models.checkpoints import own_format, tensor_names
-from memjax.models.checkpoints.hf_config import from_hf_config
-from memjax.models.checkpoints.hf_export import to_hf_config
-from memjax.models.checkpoints.safetensors_file import SafetensorsFile
-from memjax.models.checkpoints.safetensors_folder import (
+from memjax.models.checkpoints import own_format
+from memjax.models.checkpoints.hf import tensor_names
+from memjax.models.checkpoints.hf.config import from_hf_config
+from memjax.models.checkpoints.hf.export import to_hf_config
+from memjax.models.checkpoints.hf.safetensors_file import SafetensorsFile
+from memjax.models.checkpoints.hf.safetensors_folder import (
     SafetensorsFolder,
     require_no_pickle,
 )
-from memjax.models.checkpoints.safetensors_write import write_folder
+from memjax.models.checkpoints.hf.safetensors_write import write_folder
 from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model.config import Dtype, ModelConfig
 from memjax.models.language_model.model import LanguageModel

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax.models.checkpoints import tensor_names
-from memjax.models.checkpoints.tensor_names import Tensor
+from memjax.models.checkpoints.hf import tensor_names
+from memjax.models.checkpoints.hf.tensor_names import Tensor
 from memjax.models.lora import LowRank
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.retriever import Retriever

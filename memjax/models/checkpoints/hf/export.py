@@ -6,7 +6,7 @@ from typing import Any
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.mechanisms.layers.rope import RopeScaling
-from memjax.models.checkpoints.hf_config import (
+from memjax.models.checkpoints.hf.config import (
     FULL,
     LAYER_NORM_EPSILON,
     SLIDING,

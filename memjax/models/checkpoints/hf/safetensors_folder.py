@@ -13,7 +13,7 @@ from jaxtyping import Float32
 
 from memjax.checks import joined, short
 from memjax.config_io import read_bounded
-from memjax.models.checkpoints.safetensors_file import (
+from memjax.models.checkpoints.hf.safetensors_file import (
     NO_OTHERS,
     SafetensorsFile,
     read_object,

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memjax.models.checkpoints.safetensors_folder import (
+from memjax.models.checkpoints.hf.safetensors_folder import (
     CHAT_TEMPLATE,
     CONFIG,
     GENERATION,

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Float32
 
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
-from memjax.models.checkpoints.hf_export import is_gemma, tied_in_file
+from memjax.models.checkpoints.hf.export import is_gemma, tied_in_file
 from memjax.models.checkpoints.own_format import require_tensors
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import FeedForwardParams, LayerNormParams

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memjax.checks import short
-from memjax.models.checkpoints.gguf_file import GGUFFile
-from memjax.models.checkpoints.hf_config import FULL, SLIDING
+from memjax.models.checkpoints.gguf.file import GGUFFile
+from memjax.models.checkpoints.hf.config import FULL, SLIDING
 
 # Norms of a layer in GGUF -> in Hugging Face, where they come before attention and
 # feed-forward (Llama), after them (OLMo 2), or both (Gemma 3).

@@ -16,8 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from memjax.models.checkpoints.safetensors_file import library
-from memjax.models.checkpoints.safetensors_folder import (
+from memjax.models.checkpoints.hf.safetensors_file import library
+from memjax.models.checkpoints.hf.safetensors_folder import (
     CONFIG,
     INDEX,
     SINGLE,

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float32
 
-from memjax.models.checkpoints import gguf_tokenizer
-from memjax.models.checkpoints.gguf_config import (
+from memjax.models.checkpoints.gguf import tokenizer as gguf_tokenizer
+from memjax.models.checkpoints.gguf.config import (
     ROPE_FACTORS,
     read_architecture,
     read_config,
 )
-from memjax.models.checkpoints.gguf_file import GGUFFile
-from memjax.models.checkpoints.safetensors_file import BFLOAT16
+from memjax.models.checkpoints.gguf.file import GGUFFile
+from memjax.models.checkpoints.hf.safetensors_file import BFLOAT16
 from memjax.models.checkpoints.text_interface import (
     TextInterface,
     fitting_tokenizer,

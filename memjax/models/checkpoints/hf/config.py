@@ -1,7 +1,7 @@
 """Reads Hugging Face's `config.json` of the model families that are supported.
 
 Llama 2 and 3, SmolLM and OpenLlama ("llama"); SmolLM3; Mistral; Qwen2, Qwen2.5 and
-Qwen3; OLMo 2; the text models of Gemma 3 ("gemma3_text"); OPT. `hf_export` writes the
+Qwen3; OLMo 2; the text models of Gemma 3 ("gemma3_text"); OPT. `export` writes the
 file, and `tensor_names` has the names of their tensors.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from memjax.checks import check_positive, require_known, short
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.rope import RopeScaling
-from memjax.models.checkpoints.hf_fields import (
+from memjax.models.checkpoints.hf.fields import (
     read_entry,
     read_heads,
     read_layers,

@@ -1,0 +1,1 @@
+"""GGUF files, llama.cpp's: configuration, tensors and tokenizer."""

@@ -1,0 +1,1 @@
+"""Hugging Face's formats: the hub, `config.json`, tensor names, safetensors."""
