@@ -43,7 +43,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "llama3": (LLAMA3,),
     "llama-v3": (LLAMA3,),
     "smaug-bpe": (LLAMA3,),  # SmolLM3
-    "dbrx": (LLAMA3,),  # OLMo 2
+    "dbrx": (LLAMA3,),  # OLMo 2, cl100k
     "qwen2": (QWEN2,),
     "deepseek-r1-qwen": (QWEN2,),
 }
