@@ -32,7 +32,7 @@ LLAMA3_SCALING = {
 # without RoPE, and Gemma 3 none for the scale of its scores: the 27B alone, known by
 # its layers, divides them by the square root of width / heads, not of a head's width.
 THETA, GEMMA_PATTERN, SMOLLM3_INTERVAL, GEMMA_27B_LAYERS = 10_000.0, 6, 4, 62
-# A positive number of float32.
+# Range of a positive number.
 REALS = (1e-38, 1e38)
 
 
@@ -142,16 +142,17 @@ class _Entries:
         self.file = file
         self.prefix = file.metadata["general.architecture"]
 
-    def __call__(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def __call__(self, key: str, default: int | None = None) -> int:
+        """A whole number above 0."""
         found = self.find(key, default)
         if type(found) is not int:
             raise self.error(key, "must be a whole number", found)
-        if found < least:
-            raise self.error(key, f"must be at least {least}", found)
+        if found < 1:
+            raise self.error(key, "must be at least 1", found)
         return found
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
+        """A positive number of float32."""
         found = self.find(key, default)
         if type(found) not in (int, float):
             raise self.error(key, "must be a number", found)
