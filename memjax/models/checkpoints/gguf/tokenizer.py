@@ -240,13 +240,15 @@ def _add_special(
     kinds = ()
     if "tokenizer.ggml.token_type" in metadata:
         kinds = _numbers(metadata, "token_type", len(tokens), where)
-    for token, kind in zip(tokens, kinds, strict=False):
-        # Matched before normalisation, which would change a special token's text.
-        added = AddedToken(token, normalized=False, special=bool(kind == CONTROL))
-        if kind == CONTROL:
-            result.add_special_tokens([added])
-        elif kind == USER_DEFINED:
-            result.add_tokens([added])
+    # Matched before normalisation, which would change a special token's text. All at
+    # once: each call is as long as what was added before it, and Gemma has thousands.
+    result.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=bool(kind == CONTROL))
+            for token, kind in zip(tokens, kinds, strict=False)
+            if kind in (CONTROL, USER_DEFINED)
+        ]
+    )
     around = {"bos": "", "eos": ""}
     for name in around:
         index = special_id(metadata, name, len(tokens), where)
