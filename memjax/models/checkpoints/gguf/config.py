@@ -52,7 +52,7 @@ class Architecture(NamedTuple):
 
     model_type: str
     name: str
-    norms: Mapping[str, str] = BEFORE
+    norms: dict[str, str] = BEFORE
     permuted: bool = False
     shifted: bool = False
     theta: float | None = THETA
