@@ -133,9 +133,10 @@ def excerpts(
                 taken[i] += 1
     parts = []
     for i, turn in order:
-        name, kind, tokens = documents[i]
-        end = (turn + 1) * (len(tokens) // taken[i])
-        parts.append(Excerpt(name, kind, np.asarray(tokens[end - length : end])))
+        document = documents[i]
+        end = (turn + 1) * (len(document.tokens) // taken[i])
+        tokens = np.asarray(document.tokens[end - length : end])
+        parts.append(Excerpt(document.name, document.kind, tokens))
     return parts
 
 

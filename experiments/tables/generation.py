@@ -29,7 +29,14 @@ def speed() -> Table:
                     percent(row["equal_tokens"]),
                 ]
             )
-    header = ["cores", "prompts", "program", "tokens/s", "s", "first token: ms"]
+    header = [
+        "cores",
+        "prompts",
+        "program",
+        "tokens/s",
+        "s, fastest to slowest",
+        "first token: ms",
+    ]
     header += ["peak MiB", "memjax is faster by", "tokens as transformers'"]
     return Table(header, rows, ["generation/speed"])
 

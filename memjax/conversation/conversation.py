@@ -116,9 +116,7 @@ class Conversation:
         """
         folder = None if memory is None else MemoryFolder(memory)
         try:
-            if folder is not None:
-                folder.claim()
-            return cls._opened(model, folder, dtype, template)
+            return cls._opened(model, folder, dtype, template, writes=True)
         except BaseException:
             if folder is not None:
                 folder.close()
@@ -141,17 +139,22 @@ class Conversation:
         folder = MemoryFolder(memory)
         if folder.newest() is None:
             raise ValueError(f"memory={str(memory)!r} holds no memory")
-        found = cls._opened(model, folder, dtype, template)
+        found = cls._opened(model, folder, dtype, template, writes=False)
         # Nothing is written there from now on.
         found.memory = None
         return found
 
     @classmethod
-    def _opened(cls, model, folder, dtype, template):
-        # A damaged record is refused before a model is read.
+    def _opened(cls, model, folder, dtype, template, writes):
+        # Another writer, or a damaged record, is refused before a model is read.
         if folder is not None:
+            if writes and folder.path.exists():
+                folder.claim()
             folder.load(read_note)
         opened = open_model(model, dtype=dtype)
+        # A new folder is made when there is a model for it.
+        if folder is not None and writes:
+            folder.claim()
         return cls(
             opened.model,
             opened.text,

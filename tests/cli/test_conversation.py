@@ -68,6 +68,8 @@ def test_a_text_is_told_and_talked_about(tmp_path, monkeypatch, capsys):
         (["ask", "m", "Who?", "--memory", "x", "--top-k", "2"], "need a temperature"),
         (["ask", "m", "Who?", "--memory", "/dev/zero"], "got the file /dev/zero"),
         (["chat", "m", "--memory", "/dev/zero"], "got the file /dev/zero"),
+        # A model that is not there leaves no folder behind.
+        (["chat", "m", "--memory", "x"], "m is neither a folder nor"),
         (["tell", "m", "/dev/zero", "--memory", "x"], "more than 134,217,728 bytes"),
         (["tell", "m", "--memory", "x"], "files"),
     ],

@@ -180,7 +180,7 @@ def test_starts_that_cannot_be_are_refused(base, whole, window, tmp_path):
         (two.stage2, window, "that run has no memory"),
         (two.stage1, whole / "stage1", "hmt.retrieval=True, got memory='hmt' and Fa"),
         (dataclasses.replace(two.stage2, train="lora"), whole / "stage1", "train='lo"),
-        (two.stage2, base[0], "backbone_digest|config.data|is not a field"),
+        (two.stage2, base[0], "must be the folder of a fine-tuning run"),
     ):
         with pytest.raises(ValueError, match=message):
             finetune.finetune(config, None, tmp_path / "new", start)
