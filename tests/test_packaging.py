@@ -1,6 +1,7 @@
 """The package declares what it imports, and imports what it declares."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -70,6 +71,16 @@ def test_help_and_version_need_no_jax():
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
     first, *_, last = done.stdout.splitlines()
     assert (first, last) == (f"memjax {memjax.__version__}", "[]")
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    """As `memjax train --help | head -1` does."""
+    command = [sys.executable, "-m", "memjax.cli.entry", "--help"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_help_says_what_the_commands_say():

@@ -208,6 +208,9 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(0)
     try:
         code = parse(argv, COMMANDS, CONFIGURED)()
+    except BrokenPipeError:
+        # `entry` ends the program without a word: nobody reads.
+        raise
     # An optional package that is missing is named by its ImportError.
     except (ValueError, OSError, ImportError, NonFiniteError) as error:
         print(f"memjax: {_one_line(str(error))}", file=sys.stderr)
