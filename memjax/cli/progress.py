@@ -3,7 +3,6 @@
 import sys
 import time
 from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
@@ -50,7 +49,7 @@ class Progress:
             self._last = now
             print(f"{self._what}: {said}", file=sys.stderr, flush=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Progress":
         if self._on_terminal:
             self._bar.start()
         return self

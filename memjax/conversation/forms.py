@@ -7,7 +7,7 @@ what the template sets between an answer and the next question.
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jinja2
 import jinja2.sandbox
@@ -23,6 +23,7 @@ from memjax.models.checkpoints.text_interface import TextInterface
 _ASKED, _ANSWERED = "memjax-question", "memjax-answer"
 
 
+@runtime_checkable
 class Form(Protocol):
     """What stands around questions and answers.
 

@@ -5,7 +5,7 @@ from a memory that stays as it is, and what was said is then injected.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ class Draws(NamedTuple):
     stop_when: Callable[[np.ndarray], bool]
 
 
+@runtime_checkable
 class Verbs(Protocol):
     """What a conversation does with a memory. States that are given stay usable."""
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+Number = int | float
 #: Blue, vermilion, green, purple, orange, sky blue, black.
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
 MARKERS = "osD^vPX"
@@ -43,8 +44,8 @@ class Name(NamedTuple):
     """A line's name, and the point in the data where the line ends."""
 
     axes: Any
-    x: float
-    y: float
+    x: Number
+    y: Number
     text: str
     colour: Any
 
@@ -101,7 +102,7 @@ class Drawing:
         self,
         axes: Any,
         values: ArrayLike,
-        edges: Sequence[float],
+        edges: Sequence[Number],
         name: str,
         number: int,
         *,
@@ -115,7 +116,7 @@ class Drawing:
             last = np.flatnonzero(np.isfinite(heights))[-1]
             self.name(axes, edges[last + 1], float(heights[last]), name, look["color"])
 
-    def name(self, axes: Any, x: float, y: float, text: str, colour: Any) -> None:
+    def name(self, axes: Any, x: Number, y: Number, text: str, colour: Any) -> None:
         """Puts a name right of the panel, beside this point or near it."""
         self._names.append(Name(axes, x, y, textwrap.fill(text, WRAP), colour))
 
@@ -213,7 +214,7 @@ def drawing(
     *,
     rows: int = 1,
     columns: int = 1,
-    size: tuple[float, float] = (7.5, 4.5),
+    size: tuple[Number, Number] = (7.5, 4.5),
     title: str = "",
     source: str = "",
     **panels: Any,
@@ -254,7 +255,7 @@ def source_of(result: Mapping[str, Any]) -> str:
     return " · ".join(str(result[k]) for k in ("device", "commit") if result.get(k))
 
 
-def log_ticks(axes: Any, values: Sequence[float], most: int = 8) -> None:
+def log_ticks(axes: Any, values: Sequence[Number], most: int = 8) -> None:
     """A logarithmic axis of x in powers of 2, with ticks at some of these values.
 
     Args:
@@ -284,7 +285,7 @@ def log_values(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def short_count(value: float) -> str:
+def short_count(value: Number) -> str:
     """A number of tokens as an axis shows it: 512, 4k, 100k, 1M."""
     if value >= 2**20 and value % 2**20 == 0:
         return f"{value / 2**20:.0f}M"

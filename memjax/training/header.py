@@ -1,7 +1,7 @@
 """What a run says when it starts: model, devices, documents, epochs, held-out texts."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -12,6 +12,7 @@ from memjax.training.config import DataConfig, LoopConfig
 from memjax.training.reporting import print_line
 
 
+@runtime_checkable
 class Run(Protocol):
     """What the header asks of a run's configuration."""
 

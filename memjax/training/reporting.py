@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import jax
 from jaxtyping import PyTree
@@ -205,7 +205,7 @@ class _Clock:
         return elapsed / steps
 
 
-def print_line(text: str, file: IO[str] | None = None) -> None:
+def print_line(text: str, file: Any = None) -> None:
     """Prints a line as long as somebody reads the output.
 
     Not by rich, which ends the program when a pipe's reader goes away.

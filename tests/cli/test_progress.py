@@ -4,7 +4,7 @@ from memjax.cli.progress import Progress
 
 
 def test_a_line_says_how_much_of_all_is_done(capsys):
-    with Progress("scoring", "tokens", pause=0) as progress:
+    with Progress("scoring", "tokens", pause=0.0) as progress:
         progress(1000, 4000)
         progress(4000, 4000)
     out, err = capsys.readouterr()

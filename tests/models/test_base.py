@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -58,15 +59,15 @@ def test_wrong_input_is_refused_by_name(name, built):
     model, state = built[name], built[name].init_state(2)
     for wrong in (-1, model.vocab_size):
         with pytest.raises(ValueError, match=r"tokens must be in \[0, .*got"):
-            model(state, np.full((2, 3), wrong, np.int32))
+            model(state, jnp.full((2, 3), wrong))
     with pytest.raises(ValueError, match="tokens must be integers .* with 2 rows"):
-        model(state, np.ones((3, 3), np.int32))
+        model(state, jnp.ones((3, 3), jnp.int32))
     with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
         model.init_state(0)
     for other in built.values():
         if other is not model:
             with pytest.raises(ValueError, match="state must"):
-                model(other.init_state(2), np.ones((2, 3), np.int32))
+                model(other.init_state(2), jnp.ones((2, 3), jnp.int32))
 
 
 @pytest.mark.slow

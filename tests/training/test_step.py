@@ -93,8 +93,10 @@ def mean_loss(params, batch, cut):
     memory, total = model.init_state(B), 0.0
     for start, stop in zip((0, *cut), (*cut, T), strict=True):
         memory = jax.lax.stop_gradient(memory)
-        memory, features = model.features(memory, batch.tokens[:, start:stop])
-        targets, mask = batch.targets[:, start:stop], batch.mask[:, start:stop]
+        tokens = jnp.asarray(batch.tokens[:, start:stop])
+        memory, features = model.features(memory, tokens)
+        targets = jnp.asarray(batch.targets[:, start:stop])
+        mask = batch.mask[:, start:stop]
         total += (token_losses(model.logits, features, targets, V) * mask).sum()
     return total / batch.mask.sum()
 

@@ -174,8 +174,8 @@ def test_unsupported_arguments_say_why():
 )
 def test_a_memory_is_refused_where_no_chip_would_hold_it(size, chunk, fits):
     """Compiled for a v5e, both sizes that fit do, and the others run out of VMEM."""
-    wide = jax.ShapeDtypeStruct((1, 32, 1, size), jnp.bfloat16)
-    why = unsupported(wide, wide, wide, chunk, Rule())  # pyright: ignore
+    wide = jnp.zeros((1, 32, 1, size), jnp.bfloat16)
+    why = unsupported(wide, wide, wide, chunk, Rule())
     assert (why == "") == fits and (fits or "MiB of VMEM, more than 64" in why)
 
 

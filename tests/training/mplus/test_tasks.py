@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from memjax.models.mplus.checkpoints import tensor_names as mplus_names
 from memjax.models.mplus.checkpoints.checkpoint import load_official
 from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
 from memjax.models.mplus.config import MPlusConfig
+from memjax.models.mplus.state import MPlusState
 from memjax.training.mplus import tasks as mplus_tasks
 from memjax.training.mplus.step import init_task_state, make_task_steps
 from tests import tiny
@@ -247,7 +247,9 @@ def test_the_documents_rows_are_found_where_the_clock_runs_around():
     """Of four rows the last two are of a document that began just before."""
     clock = jnp.asarray(np.array([2**31 + 1]).astype(np.int32))
     ages = jnp.arange(4, dtype=jnp.int32)[::-1][None, None]
-    state: Any = SimpleNamespace(clock=clock, ages=ages, num_valid=jnp.array([4]))
+    parts: Any = dict.fromkeys(MPlusState._fields)
+    parts |= dict(clock=clock, ages=ages, num_valid=jnp.array([4]))
+    state = MPlusState(**parts)
     document, others = mplus_tasks.rows_of(state, clock - 2, clock)
     assert document[0, 0].tolist() == [False, False, True, True]
     assert others[0, 0].tolist() == [True, True, False, False]

@@ -161,7 +161,7 @@ class _Entries:
         # Stored in float32: 1e-5 is read as 9.999999747378752e-06.
         return float(str(np.float32(found)))
 
-    def require(self, key: str, expected: float) -> None:
+    def require(self, key: str, expected: int | float) -> None:
         """Raises ValueError for an entry that is there with another value."""
         found = self.find(key, expected)
         if type(found) not in (int, float) or found != expected:
