@@ -1,7 +1,7 @@
 """What a run says when it starts: model, devices, documents, epochs, held-out texts."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 from flax import nnx
@@ -12,16 +12,8 @@ from memjax.training.config import DataConfig, LoopConfig
 from memjax.training.reporting import print_line
 
 
-@runtime_checkable
-class Run(Protocol):
-    """What the header asks of a run's configuration."""
-
-    @property
-    def data(self) -> DataConfig: ...
-
-
 def show(
-    run: Run,
+    data: DataConfig,
     loop: LoopConfig,
     model: nnx.Module,
     mesh: Mesh,
@@ -34,7 +26,7 @@ def show(
     """Prints the header; with several processes the first one alone does.
 
     Args:
-        run: the run's configuration.
+        data: where the run's documents come from.
         loop: its steps and evaluations.
         model: its structure, with shapes for parameters.
         mesh: its devices.
@@ -53,13 +45,13 @@ def show(
     if left_out := _left_out(documents, shortest):
         lines["left out"] = left_out
     # Tokenised here once, and then cached for `memjax eval`.
-    lines["validation"] = held_out(run.data, tokenizer, "validation")
+    lines["validation"] = held_out(data, tokenizer, "validation")
     if loop.evaluate_every:
         lines["validation"] += (
-            f"; about {run.data.validation_texts:,} texts of "
-            f"{run.data.context_length:,}, every {loop.evaluate_every:,} steps"
+            f"; about {data.validation_texts:,} texts of "
+            f"{data.context_length:,}, every {loop.evaluate_every:,} steps"
         )
-    lines["test"] = f"{held_out(run.data, tokenizer, 'test')}; not read in training"
+    lines["test"] = f"{held_out(data, tokenizer, 'test')}; not read in training"
     for name, said in lines.items():
         print_line(f"{name:<11} {said}")
 

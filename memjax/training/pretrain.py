@@ -59,7 +59,7 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
     with Claim(run_dir) as claim:
         record_config(config, run_dir, FREE_FIELDS)
         header.show(
-            config,
+            config.data,
             config.loop,
             model,
             mesh,

@@ -24,7 +24,7 @@ def _lines(tmp_path, capsys):
     )
     texts = [TokenisedDocument(str(n), "kind", np.zeros(n, int)) for n in (9, 11, 49)]
     header.show(
-        config,
+        config.data,
         config.loop,
         run.abstract_model(config.model),
         sharding.make_mesh(MeshConfig()),

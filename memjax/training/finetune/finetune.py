@@ -77,7 +77,7 @@ def finetune(
             for name, content in stored.files().items():
                 write_atomically(run_dir / name, content.decode())
         header.show(
-            described,
+            described.data,
             stage.loop,
             described.structure(),
             mesh,
