@@ -79,13 +79,24 @@ def check_positive(*, most: float = 1e38, **values: float) -> None:
             raise ValueError(f"{name} must be at most {most:g}, got {value:g}")
 
 
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed out of range."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be in [0, 2**32), got {short(seed)}")
+
+
+def nearest(value: Any, known: Sequence[str]) -> str:
+    """The hint of a message: the name that may have been meant; "" if none is near."""
+    near = difflib.get_close_matches(str(value)[:SHOWN_CHARACTERS], known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
 def require_known(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
     """Raises ValueError unless `value` is allowed, with the nearest that is."""
     if value in allowed:
         return
     words = [word for word in allowed if isinstance(word, str)]
-    near = difflib.get_close_matches(str(value)[:SHOWN_CHARACTERS], words, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ValueError(
-        f"{name} must be one of {tuple(allowed)}, got {short(value)}{hint}"
+        f"{name} must be one of {tuple(allowed)}, got {short(value)}"
+        f"{nearest(value, words)}"
     )

@@ -8,7 +8,7 @@ from typing import Annotated
 import jax
 import tyro
 
-from memjax.checks import check_sizes
+from memjax.checks import check_seed, check_sizes
 from memjax.conversation.streaming import printer
 from memjax.data.documents.folder import MAX_DOCUMENT
 from memjax.data.documents.tokenizer import encode_prompt
@@ -49,8 +49,7 @@ def generate_text(
     if not all(stop):
         raise ValueError(f"stop must hold texts that are not empty, got {stop}")
     check_sizes(tokens=tokens)
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+    check_seed(seed)
     text = prompt if prompt_file is None else read_text(prompt_file)
     opened = open_model(model, dtype=dtype)
     tokenizer, ends = opened.tokenizer, opened.text.generation.eos_ids

@@ -5,7 +5,6 @@ the file of any run. Its fields are their options, so the parser is built for th
 """
 
 import contextlib
-import difflib
 import functools
 import inspect
 import io
@@ -16,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 
-from memjax.checks import SHOWN_CHARACTERS, require_known, short
+from memjax.checks import nearest, require_known, short
 from memjax.cli.mixers import REGISTRY
 from memjax.cli.unframed import explained
 
@@ -137,10 +136,7 @@ def _require_preset(command: str, preset: str | None, known: tuple[str, ...]) ->
             f"{where}"
         )
     if preset not in known:
-        given = preset[:SHOWN_CHARACTERS]
-        near = difflib.get_close_matches(given, known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"no preset {short(preset)}{hint}; {where}")
+        raise ValueError(f"no preset {short(preset)}{nearest(preset, known)}; {where}")
 
 
 def _with_config(

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, PyTree
 
-from memjax.checks import check_sizes
+from memjax.checks import check_seed, check_sizes
 from memjax.config_io import to_record
 from memjax.conversation.forms import closing_tokens, form_of, stop_tokens
 from memjax.conversation.memory_folder import MemoryFolder
@@ -290,8 +290,7 @@ class Conversation:
         if not message.strip():
             raise ValueError(f"the question must not be empty, got {message!r}")
         check_sizes(limit=limit)
-        if not 0 <= seed < 2**32:
-            raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+        check_seed(seed)
         tokenizer, form = self._tokenizer, self._form
         prompt = self._prompt(message, begin)
         self._require_room(len(prompt) + 1, "the question")

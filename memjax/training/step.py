@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, PyTree, Scalar
 
-from memjax.checks import require_known
+from memjax.checks import check_seed, require_known
 from memjax.data.batches.batch import Batch
 from memjax.models.base import LONGEST, Model
 from memjax.models.loss import (
@@ -84,8 +84,7 @@ def check_run(mode: str, step: StepConfig, seed: int) -> None:
             f"data.mode={mode!r} contradicts step.carry_memory={step.carry_memory}: "
             "streams carry memory, chunks do not"
         )
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+    check_seed(seed)
 
 
 def init_train_state(
