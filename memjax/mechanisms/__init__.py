@@ -5,6 +5,8 @@ from memjax.mechanisms.attention import attention as attention
 from memjax.mechanisms.base import Mechanism as Mechanism
 from memjax.mechanisms.base import MixerConfig as MixerConfig
 from memjax.mechanisms.base import reset as reset
+from memjax.mechanisms.beside import BesideConfig as BesideConfig
+from memjax.mechanisms.beside import beside as beside
 from memjax.mechanisms.deltanet import DeltaNetConfig as DeltaNetConfig
 from memjax.mechanisms.deltanet import deltanet as deltanet
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig as ElasticMemoryConfig
@@ -17,6 +19,7 @@ from memjax.mechanisms.gsa import ABCConfig as ABCConfig
 from memjax.mechanisms.gsa import GSAConfig as GSAConfig
 from memjax.mechanisms.gsa import abc as abc
 from memjax.mechanisms.gsa import gsa as gsa
+from memjax.mechanisms.infini import InfiniConfig as InfiniConfig
 from memjax.mechanisms.lattice import LatticeConfig as LatticeConfig
 from memjax.mechanisms.lattice import lattice as lattice
 from memjax.mechanisms.linear_attention import (

@@ -66,26 +66,28 @@ class BesideConfig:
 
     Attributes:
         window: the attention layer, its window and its sinks.
-        memory: as many heads as queries have; its `model_dim`, the width that its
-            gates read, is that of all keys and values of a token, 2 G K.
+        memory: as many heads as queries have. Its `model_dim`, the width that its
+            gates read, is that of all keys and values of a token, 2 G K. Infini's
+            memory reads the heads as they are: its sizes are theirs.
     """
 
     window: SlidingWindowConfig
     memory: MemoryConfig = dataclasses.field(metadata={TYPES: MEMORIES})
 
     def __post_init__(self):
-        heads = self.window
-        if self.memory.num_heads != heads.num_heads:
-            raise ValueError(
-                f"memory.num_heads must be the window's {heads.num_heads}, one a "
-                f"query head, got {self.memory.num_heads}"
-            )
-        width = 2 * heads.num_kv_heads * heads.head_dim
-        if self.memory.model_dim != width:
-            raise ValueError(
-                f"memory.model_dim must be {width}, the keys and values of a token, "
-                f"got {self.memory.model_dim}"
-            )
+        heads, memory = self.window, self.memory
+        expected = {"num_heads": heads.num_heads}
+        if memory.core().unit_norm:
+            expected["model_dim"] = 2 * heads.num_kv_heads * heads.head_dim
+        else:
+            expected["num_kv_heads"] = heads.num_kv_heads
+            expected |= dict.fromkeys(("key_dim", "value_dim"), heads.head_dim)
+        for name, size in expected.items():
+            if getattr(memory, name) != size:
+                raise ValueError(
+                    f"memory.{name} must be {size} beside this window, "
+                    f"got {getattr(memory, name)}"
+                )
 
     @property
     def model_dim(self) -> int:
@@ -242,7 +244,9 @@ def left_window(
     length = k.shape[1]
     new = (k, v, jnp.ones(k.shape[:2], bool))
     join = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=1)
-    return Left(*(join(*pair)[:, :length] for pair in zip(window[:3], new, strict=True)))
+    return Left(
+        *(join(*pair)[:, :length] for pair in zip(window[:3], new, strict=True))
+    )
 
 
 def memory_inputs(

@@ -131,9 +131,7 @@ def apply(
         # The first key finds z = 0, and an empty memory, in which u is 0.
         root = jnp.sqrt(jnp.where(c > 0, c, 1.0))
         ones = jnp.ones(keys.shape[:-1], jnp.float32)
-        write = lambda q: delta_rule(
-            q, keys / root, values * root, ones, memory.matrix
-        )
+        write = lambda q: delta_rule(q, keys / root, values * root, ones, memory.matrix)
     # All queries of a group read the same memory, which is written once.
     matrix, y = jax.vmap(write, in_axes=3, out_axes=(None, 3))(queries)
     total = jnp.einsum("btgrk,btgk->btgr", queries, norm)[..., None]
