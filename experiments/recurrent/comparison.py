@@ -116,7 +116,7 @@ def base_model(
 
 
 def for_length(model: ModelConfig, length: int) -> ModelConfig:
-    """The same model for sequences of `length` tokens: full attention holds them all."""
+    """The same model for sequences of `length` tokens, all of which attention keeps."""
 
     def sized(mixer):
         if isinstance(mixer, AttentionConfig):

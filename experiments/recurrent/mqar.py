@@ -41,24 +41,36 @@ class Task(NamedTuple):
         scale: of models and training; its length is that of the training sequences.
         vocab_size: keys, values and filler.
         fillers: the last ids.
-        pairs: of a sequence; every update has as many sequences of each.
-        lengths: of the tests.
+        pairs: of a training sequence; every update has as many sequences of each.
+        tested: pairs of the tests.
+        lengths: of the tests; a length tests the pairs that it has room for.
     """
 
     scale: Scale
     vocab_size: int
     fillers: int
     pairs: tuple[int, ...]
+    tested: tuple[int, ...]
     lengths: tuple[int, ...]
 
 
-PAIRS, LENGTHS = (4, 8, 16, 32, 64), (256, 512, 1024)
-#: The other sizes are Zoology's, figure 2.
+_PAIRS = (4, 8, 16, 32, 64)
 SMALL = Task(
-    Scale(2, 32, 2, 8, 256, 10 * 256, 1500, 1e-2), 256, 64, PAIRS, LENGTHS
+    scale=Scale(2, 32, 2, 8, 64, 36 * 64, 1500, 1e-2),
+    vocab_size=192,
+    fillers=32,
+    pairs=(4, 8, 16),
+    tested=_PAIRS,
+    lengths=(64, 256, 1024),
 )
+#: As in Zoology's figure 2.
 ZOOLOGY = Task(
-    Scale(2, 128, 2, 64, 256, 60 * 256, 20_000, 1e-3), 8192, 4096, PAIRS, LENGTHS
+    scale=Scale(2, 128, 2, 64, 256, 60 * 256, 20_000, 1e-3),
+    vocab_size=8192,
+    fillers=4096,
+    pairs=_PAIRS,
+    tested=_PAIRS,
+    lengths=(256, 512, 1024),
 )
 
 
@@ -173,19 +185,22 @@ def measure(
     task, rows = config.task, config.test_rows
     data = Generated(functools.partial(batch, task, settings.seed))
     trained, seconds = comparison.train(settings, data, folder)
+    answer = lambda seed, pairs, length: accuracy(
+        trained, [sequences(task, seed, rows, pairs, length)]
+    )
     scores = [
-        {"pairs": pairs, "length": length}
-        | accuracy(trained, [sequences(task, TEST, rows, pairs, length)])
+        {"pairs": pairs, "length": length} | answer(TEST, pairs, length)
         for length in task.lengths
-        for pairs in task.pairs
+        for pairs in task.tested
+        if length >= 4 * pairs
     ]
     length = task.scale.context_length
-    chosen = {
-        pairs: accuracy(trained, [sequences(task, VALIDATION, rows, pairs, length)])
-        for pairs in task.pairs
+    chosen = [answer(VALIDATION, pairs, length)["tokens"] for pairs in task.pairs]
+    return {
+        "validation": float(np.mean(chosen)),
+        "scores": scores,
+        "seconds": seconds,
     }
-    validation = float(np.mean([score["tokens"] for score in chosen.values()]))
-    return {"validation": validation, "scores": scores, "seconds": seconds}
 
 
 def sequences(task: Task, seed: int, rows: int, pairs: int, length: int) -> Batch:

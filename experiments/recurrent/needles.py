@@ -138,6 +138,7 @@ def report(config: Config, rows: list[dict]) -> None:
         config,
         "which memories find a needle in a haystack?",
         rows,
+        scale=config.scale._asdict(),
         accuracy=summaries(rows),
     )
     plot(result, Path(f"{config.output}.png"))

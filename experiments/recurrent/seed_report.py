@@ -67,7 +67,7 @@ def write(
     **summaries: Any,
 ) -> dict[str, Any]:
     """Writes `config.output`.json: where it comes from, summaries, and every run."""
-    results = {"scale": config.scale._asdict()} | summaries | {"rows": list(rows)}
+    results = summaries | {"rows": list(rows)}
     return write_report(config.output, question, settings(config), results)
 
 

@@ -57,9 +57,10 @@ def run_all(
     names = list(dict.fromkeys(case.name for case in cases))
     if unknown := set(config.only) - set(names):
         raise ValueError(f"only={sorted(unknown)} must be among {names}")
-    # What is trained is in the run; how it is scored is in the fields of the tests.
+    # What is trained is in the run; how it is scored is in the fields below.
     fields = settings(config).items()
-    shared = {name: value for name, value in fields if name.startswith("test_")}
+    scored = ("test_", "validation_")
+    shared = {name: value for name, value in fields if name.startswith(scored)}
     rows, reported = [], 0
     for case in cases:
         if config.only and case.name not in config.only:

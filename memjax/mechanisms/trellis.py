@@ -175,6 +175,7 @@ def apply(
         chunk_size=config.chunk_size,
         phi=config.phi,
         activation=config.activation,
+        implementation=config.implementation,
     )
     return after_start(memory, slots), y
 

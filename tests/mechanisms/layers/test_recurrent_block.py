@@ -20,6 +20,7 @@ from memjax.mechanisms import (
 )
 from memjax.mechanisms.layers import memory_core, recurrent_block
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.models.language_model.presets import RECURRENT, TINY
 
 B, T, D, H, K, V = 2, 7, 6, 2, 3, 4
 SIZES: dict[str, Any] = dict(model_dim=D, num_heads=H, key_dim=K, value_dim=V)
@@ -203,6 +204,17 @@ def test_trellis_stays_finite_on_a_key_that_repeats(options):
     state, y = jax.jit(mechanism.apply)(params, mechanism.init_state(1), x)
     assert np.isfinite(y).all()
     assert np.abs(state.memory.memory.values).max() < 100
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_op_runs_as_it_was_told(name):
+    """A form that the op does not have, or that cannot run here, is refused by name."""
+    config = dataclasses.replace(TINY.mixer(name), implementation="pallas_gpu")
+    mechanism = config.build()
+    params = jax.eval_shape(mechanism.init_params, jax.random.key(0))
+    x = jax.ShapeDtypeStruct((1, 4, config.model_dim), jnp.float32)
+    with pytest.raises(ValueError, match="implementation"):
+        jax.eval_shape(mechanism.apply, params, mechanism.init_state(1), x)
 
 
 @pytest.mark.parametrize(
