@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool
 
-from experiments.recurrent import comparison, seed_report
+from experiments.recurrent import comparison, on_device, seed_report
 from experiments.recurrent.comparison import Scale
 from experiments.recurrent.study import Case
 from memjax.data import multi_query_recall
@@ -119,14 +119,19 @@ SIZES = {
 }
 
 
+# Memories so small are read fastest by a loop over tokens, on a CPU.
+SMALL_OPTIONS = {"implementation": "reference"}
+# The keys of an open chunk are part of the state: few beside few slots.
+OPTIONS = {"trellis": {"chunk_size": 4}}
+
+
 def model(task: Task, mixer: str, **options: Any) -> ModelConfig:
     """A model with this mixer in every layer, its state as large as DeltaNet's.
 
     Full attention keeps all tokens. `options` are the mixer's own.
     """
     if task.scale.model_dim < 128 and mixer in RECURRENT:
-        # Memories so small are read fastest by a loop over tokens, on a CPU.
-        options = {"implementation": "reference"} | options
+        options = SMALL_OPTIONS | OPTIONS.get(mixer, {}) | options
     make = functools.partial(
         *(comparison.base_model, task.scale, task.vocab_size, mixer),
         task.scale.context_length,
@@ -148,26 +153,7 @@ def settings(config: Config, case: Case, seed: int) -> run.RunConfig:
     return comparison.run_config(scale, case.model, seed, warmup=config.warmup)
 
 
-class Generated:
-    """Batches made from their step: an iterator whose position is that step."""
-
-    def __init__(self, make: Callable[[int], Batch]):
-        self._make, self._step = make, 0
-
-    def __next__(self) -> Batch:
-        self._step += 1
-        return self._make(self._step - 1)
-
-    def get_state(self) -> dict[str, int]:
-        """The step."""
-        return {"step": self._step}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        """Goes to a step."""
-        self._step = state["step"]
-
-
-def batch(task: Task, seed: int, step: int) -> Batch:
+def batch(task: Task, seed: int | Array, step: int | Array) -> Batch:
     """The sequences of one update, as many of each number of pairs."""
     length = task.scale.context_length
     rows = task.scale.tokens_per_update // length // len(task.pairs)
@@ -182,9 +168,9 @@ def measure(
 
     `validation` is that of sequences which choose between models, and are no test.
     """
+    del case, folder  # All is in the settings, and a run of seconds keeps nothing.
     task, rows = config.task, config.test_rows
-    data = Generated(functools.partial(batch, task, settings.seed))
-    trained, seconds = comparison.train(settings, data, folder)
+    trained, seconds = on_device.train(settings, _drawing(task))
     answer = lambda seed, pairs, length: accuracy(
         trained, [sequences(task, seed, rows, pairs, length)]
     )
@@ -201,6 +187,12 @@ def measure(
         "scores": scores,
         "seconds": seconds,
     }
+
+
+@functools.lru_cache(maxsize=1)
+def _drawing(task: Task) -> Callable[[Array, Array], Batch]:
+    """One function a task, so that seeds share a program."""
+    return functools.partial(batch, task)
 
 
 def sequences(task: Task, seed: int, rows: int, pairs: int, length: int) -> Batch:

@@ -14,7 +14,7 @@ No model that a CPU trains in minutes has found a needle: there are no results y
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import tyro
 from experiments.common.results import RESULTS
 from experiments.recurrent import comparison, seed_report, study
 from experiments.recurrent.comparison import Scale
-from experiments.recurrent.mqar import BASE, TEST, Generated, accuracy
+from experiments.recurrent.mqar import BASE, TEST, accuracy
 from experiments.recurrent.recall import MODELS
 from experiments.recurrent.study import Case
 from memjax.data import (
@@ -70,6 +70,25 @@ class Config(comparison.Config):
         length = 256 if self.preset == "cpu" else 1024
         rows = max(len(NEEDLE_TASKS), scale.tokens_per_update // length // 3 * 3)
         return scale._replace(context_length=length, tokens_per_update=length * rows)
+
+
+class Generated:
+    """Batches made from their step: an iterator whose position is that step."""
+
+    def __init__(self, make: Callable[[int], Batch]):
+        self._make, self._step = make, 0
+
+    def __next__(self) -> Batch:
+        self._step += 1
+        return self._make(self._step - 1)
+
+    def get_state(self) -> dict[str, int]:
+        """The step."""
+        return {"step": self._step}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Goes to a step."""
+        self._step = state["step"]
 
 
 def cases(config: Config) -> list[Case]:

@@ -31,12 +31,17 @@ class NGram:
                     counter = self._counts.setdefault(context, collections.Counter())
                     counter[token] += 1
 
-    def perplexity(self, texts: Iterable[Sequence[int]]) -> float:
-        """exp of the mean loss of all tokens but the first of each text."""
+    def perplexity(self, texts: Iterable[Sequence[int]], order: int) -> float:
+        """exp of the mean loss of all tokens but the first of each text.
+
+        Args:
+            texts: at least one with two tokens.
+            order: of the model that is asked, at most the one that was counted.
+        """
         loss, scored = 0.0, 0
         for text in texts:
             for i in range(1, len(text)):
-                context = tuple(text[max(0, i - self._order + 1) : i])
+                context = tuple(text[max(0, i - order + 1) : i])
                 loss -= math.log(self._probability(context, text[i]))
                 scored += 1
         return math.exp(loss / scored)

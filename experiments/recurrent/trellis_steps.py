@@ -1,16 +1,16 @@
-"""Which steps and chunks does Trellis learn text with? (chooses the default)
+"""Which steps, chunks and φ does Trellis learn with? (chooses the defaults)
 
     python -m experiments.recurrent.trellis_steps
 
-Language models of bytes, scored on validation documents: no test document has a say in
-what becomes the default. `trellis_ablation` has the recall of the same rows. What is
-trained on the same bytes but counts them, an n-gram, stands in the table: a model that
-does not beat it says little about language.
+Every row answers multi-query recall (`mqar`) and models the bytes of text. Both are
+scored on validation data: no test sequence or document has a say in what becomes the
+default. N-grams counted on the bytes that a run was trained on stand beside the
+perplexities: models of this size lie above them, and rank steps, not architectures.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +18,50 @@ import numpy as np
 import tyro
 
 from experiments.common.results import RESULTS
-from experiments.recurrent import comparison, seed_report, study
+from experiments.recurrent import comparison, mqar, seed_report, study
 from experiments.recurrent.ngram import NGram
 from experiments.recurrent.study import Case
 from memjax import evaluation
-from memjax.data import load_tokenizer, load_tokens
+from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.training import pretrain as run
 from memjax.training import run_data
 
 ORDERS = (2, 3, 4)
-BASE = "C = 64, at most 1/64"
+BASE = "C = 64, at most 1/64, l2_silu"
 
 
-def steps(chunk_size: int, step_size: float, **options: Any) -> tuple[str, dict]:
-    """A row of Trellis with chunks of this size and steps up to this one."""
-    fixed = {"chunk_size": chunk_size, "step_size": step_size, "forget": True}
-    return "trellis", fixed | options
+def _row(chunk_size: int, step_size: float | None, phi: str) -> tuple[str, dict]:
+    options = {"chunk_size": chunk_size, "step_size": step_size, "phi": phi}
+    return "trellis", options
 
 
-#: The mixer of each row, and its options.
-ROWS: dict[str, tuple[str, dict]] = {
+#: The mixer of each row, and its options. "bounded" is a `step_size` of None.
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeltaNet": ("deltanet", {}),
-    BASE: steps(64, 1 / 64),
-    "C = 64, at most 1": steps(64, 1.0),
-    "C = 16, at most 1/16": steps(16, 1 / 16),
-    "C = 16, at most 1": steps(16, 1.0),
-    "C = 4, at most 1": steps(4, 1.0),
-    "C = 1, at most 1": steps(1, 1.0),
-    "C = 1, at most 1, phi = silu": steps(1, 1.0, phi="silu"),
+    BASE: _row(64, 1 / 64, "l2_silu"),
+    "C = 16, at most 1/16, l2_silu": _row(16, 1 / 16, "l2_silu"),
+    "C = 64, at most 1, l2_silu": _row(64, 1.0, "l2_silu"),
+    "C = 16, at most 1, l2_silu": _row(16, 1.0, "l2_silu"),
+    "C = 4, at most 1, l2_silu": _row(4, 1.0, "l2_silu"),
+    "C = 4, bounded, l2_silu": _row(4, None, "l2_silu"),
+    "C = 16, bounded, l2_silu": _row(16, None, "l2_silu"),
+    "C = 4, bounded, silu": _row(4, None, "silu"),
+    "C = 16, bounded, silu": _row(16, None, "silu"),
+    "C = 1, at most 1, silu": _row(1, 1.0, "silu"),
+    "C = 4, bounded, identity": _row(4, None, "identity"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(comparison.Config):
-    """See `comparison.Config`.
+class Config(mqar.Config):
+    """See `mqar.Config`.
 
     Attributes:
         source: documents, as `memjax train` takes them.
-        tokenizer: "bytes", "bpe4k", or a tokenizers JSON.
-        validation_tokens: scored of each validation document.
+        validation_tokens: bytes scored of each validation document.
     """
 
-    seeds: tuple[int, ...] = (0, 1)
     source: str = "embedded"
-    tokenizer: str = "bytes"
     validation_tokens: int = 16_384
     run_dir: Path = Path("runs/trellis_steps")
     output: Path = RESULTS / "recurrent" / "trellis_steps"
@@ -75,88 +75,120 @@ class Config(comparison.Config):
 
 
 def cases(config: Config) -> list[Case]:
-    """The models, with equal parameters."""
-    scale = config.scale
-    vocab_size = load_tokenizer(config.tokenizer).vocab_size
-    length = scale.context_length
-    models = {
-        name: comparison.base_model(scale, vocab_size, mixer, length, **options)
+    """Every row for both tasks, with equal parameters in each."""
+    scale, vocab_size = config.scale, load_tokenizer("bytes").vocab_size
+    recall = {
+        name: mqar.model(config.task, mixer, **options)
         for name, (mixer, options) in ROWS.items()
     }
-    equal = comparison.equal_parameters(models, scale)
-    return [Case(name, model) for name, model in equal.items()]
+    text = {
+        name: comparison.base_model(
+            *(scale, vocab_size, mixer, scale.context_length),
+            implementation="reference",
+            **options,
+        )
+        for name, (mixer, options) in ROWS.items()
+    }
+    equal = {
+        "recall": comparison.equal_parameters(recall, config.task.scale),
+        "text": comparison.equal_parameters(text, scale),
+    }
+    return [
+        Case(name, models[name], {"task": task})
+        for name in ROWS
+        for task, models in equal.items()
+    ]
 
 
 def settings(config: Config, case: Case, seed: int) -> run.RunConfig:
-    """One training on the documents."""
+    """The run of one row."""
+    if case.fields["task"] == "recall":
+        return mqar.settings(config, case, seed)
     return comparison.run_config(
         *(config.scale, case.model, seed),
         source=config.source,
-        tokenizer=config.tokenizer,
+        tokenizer="bytes",
+        warmup=config.warmup,
     )
 
 
 def measure(
     config: Config, case: Case, settings: run.RunConfig, folder: Path
 ) -> dict[str, Any]:
-    """Trains, then scores the validation documents at the same context length."""
-    tokenizer = load_tokenizer(config.tokenizer)
-    data = run_data.batches(settings, run_data.load_split(settings, tokenizer, "train"))
-    model, seconds = comparison.train(settings, data, folder)
+    """Trains, then scores validation data."""
+    if case.fields["task"] == "recall":
+        return mqar.measure(config, case, settings, folder)
+    model, seconds = comparison.train(settings, _batches(settings), folder)
+    length = settings.data.context_length
     losses = evaluation.losses(
         model,
         _validation(config),
-        context_length=settings.data.context_length,
-        segment=settings.data.context_length,
+        context_length=length,
+        segment=length,
         batch_size=settings.data.batch_size,
     )
     return {"perplexity": evaluation.perplexity(losses), "seconds": seconds}
 
 
 def ngrams(config: Config, settings: run.RunConfig) -> dict[str, float]:
-    """Perplexity of n-grams counted on the tokens that a run was trained on."""
-    tokenizer = load_tokenizer(config.tokenizer)
-    data = run_data.batches(settings, run_data.load_split(settings, tokenizer, "train"))
-    seen = list(_texts(data, settings.loop.steps))
-    length = settings.data.context_length
+    """Perplexity of n-grams counted on the bytes that a run was trained on."""
+    data, length = _batches(settings), settings.data.context_length
+    seen = []
+    for _ in range(settings.loop.steps):
+        batch = next(data)
+        ends = np.asarray(batch.targets)[:, -1:]
+        seen += np.concatenate([np.asarray(batch.tokens), ends], axis=1).tolist()
     scored = [
         document.tokens[start : start + length + 1].tolist()
         for document in _validation(config)
         for start in range(0, len(document.tokens) - 1, length)
     ]
-    found = {}
-    for order in ORDERS:
-        model = NGram(order, tokenizer.vocab_size)
-        model.count(seen)
-        found[f"{order}-gram"] = model.perplexity(scored)
-    return found
+    model = NGram(max(ORDERS), load_tokenizer("bytes").vocab_size)
+    model.count(seen)
+    return {f"{order}-gram": model.perplexity(scored, order) for order in ORDERS}
 
 
 def main(config: Config) -> None:
     """Trains what is not trained yet, prints and writes the results."""
     everything = cases(config)
-    counted = ngrams(config, settings(config, everything[0], config.seeds[0]))
+    (text, *_) = [case for case in everything if case.fields["task"] == "text"]
+    counted = ngrams(config, settings(config, text, config.seeds[0]))
     rows = study.run_all(
         *(config, everything),
         functools.partial(settings, config),
         functools.partial(measure, config),
         functools.partial(report, config, counted),
     )
-    summary = seed_report.summarise(rows, "perplexity", BASE)
-    seed_report.show("Steps of Trellis, perplexity per byte", summary, BASE)
+    for title, summary in summaries(rows).items():
+        seed_report.show(title, summary, BASE)
+
+
+def summaries(rows: list[dict]) -> dict[str, list[dict]]:
+    """Right answers, and perplexity per byte, of every row."""
+    parts = {
+        metric: [row for row in rows if metric in row]
+        for metric in ("validation", "perplexity")
+    }
+    return {
+        metric: seed_report.summarise(part, metric, BASE)
+        for metric, part in parts.items()
+        if part
+    }
 
 
 def report(config: Config, counted: Mapping[str, float], rows: list[dict]) -> None:
     """Writes what there is."""
     result = seed_report.write(
         config,
-        "which steps and chunks does Trellis learn text with?",
+        "which steps, chunks and phi does Trellis learn with?",
         rows,
         scale=config.scale._asdict(),
+        task=config.task._asdict() | {"scale": config.task.scale._asdict()},
         ngrams=dict(counted),
-        perplexity=seed_report.summarise(rows, "perplexity", BASE),
+        **summaries(rows),
     )
-    plot(result, Path(f"{config.output}.png"))
+    if "perplexity" in result:
+        plot(result, Path(f"{config.output}.png"))
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
@@ -164,25 +196,21 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     seed_report.plot_means(result, path, "Steps of Trellis", "perplexity per byte")
 
 
-def _validation(config: Config):
+def _batches(settings: run.RunConfig):
+    documents = run_data.load_split(settings, load_tokenizer("bytes"), "train")
+    return run_data.batches(settings, documents)
+
+
+def _validation(config: Config) -> list[TokenisedDocument]:
+    """The beginnings of the validation documents, in whole texts."""
     length = config.scale.context_length
-    tokenizer = load_tokenizer(config.tokenizer)
+    scored = config.validation_tokens // length * length + 1
     return [
-        d._replace(
-            tokens=np.asarray(
-                d.tokens[: config.validation_tokens // length * length + 1]
-            )
+        document._replace(tokens=np.asarray(document.tokens[:scored]))
+        for document in load_tokens(
+            config.source, load_tokenizer("bytes"), "validation"
         )
-        for d in load_tokens(config.source, tokenizer, "validation")
     ]
-
-
-def _texts(data: Iterator, steps: int) -> Iterator[list[int]]:
-    """The texts of the first `steps` batches, with the last target of each."""
-    for _ in range(steps):
-        batch = next(data)
-        for tokens, targets in zip(batch.tokens, batch.targets, strict=True):
-            yield [*np.asarray(tokens).tolist(), int(targets[-1])]
 
 
 if __name__ == "__main__":

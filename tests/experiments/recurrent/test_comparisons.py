@@ -1,27 +1,31 @@
 """The comparisons run whole at a tiny size, go on where they stand, and are fair."""
 
 import dataclasses
+import functools
 import json
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from experiments.recurrent import (
     comparison,
     lattice_ablation,
     mqar,
     needles,
+    on_device,
     recall,
     seed_report,
     study,
     trellis_ablation,
+    trellis_steps,
 )
 from memjax.training import pretrain as run
 
 TINY = comparison.Scale(1, 16, 2, 4, 32, 64, 2, 1e-3)
 WIDE = TINY._replace(model_dim=32, context_length=48, tokens_per_update=48 * 4)
-TASK = mqar.Task(WIDE, 48, 16, (2, 6), (48, 64))
+TASK = mqar.Task(WIDE, 48, 12, (2, 6), (2, 6, 16), (48, 64))
 
 
 @pytest.fixture(autouse=True)
@@ -111,8 +115,22 @@ def test_needles_run(tmp_path, monkeypatch):
     assert is_png(tmp_path / "result.png")
 
 
+@pytest.mark.slow
+def test_trellis_steps_score_validation_documents_beside_ngrams(tmp_path):
+    given = options(tmp_path, "DeltaNet", validation_tokens=64)
+    trellis_steps.main(trellis_steps.Config(**given))
+    report = load(tmp_path)
+    assert [row["task"] for row in report["rows"]] == ["recall"] * 2 + ["text"] * 2
+    for row in report["rows"][2:]:
+        # Two updates teach next to nothing of 256 bytes.
+        assert 100 < row["perplexity"] < 400
+    # 128 bytes are too few to count pairs of them.
+    assert all(10 < report["ngrams"][f"{n}-gram"] < 400 for n in (2, 3, 4))
+    assert is_png(tmp_path / "result.png")
+
+
 def test_examples_depend_on_seed_and_step_alone():
-    data = mqar.Generated(lambda step: mqar.batch(TASK, 3, step))
+    data = needles.Generated(lambda step: mqar.batch(TASK, 3, step))
     batches = [next(data) for _ in range(3)]
     data.set_state({"step": 1})
     again = next(data)
@@ -124,6 +142,24 @@ def test_examples_depend_on_seed_and_step_alone():
     assert counts.tolist() == [2, 6] and set(rows) == {2}
     tests = [mqar.sequences(TASK, seed, 2, 2, 48) for seed in (1, 2)]
     assert not np.array_equal(*(batch.tokens for batch in tests))
+
+
+@pytest.mark.slow
+def test_updates_on_the_device_are_those_of_the_training_loop(tmp_path):
+    (model,) = comparison.equal_parameters(
+        {"a": mqar.model(TASK, "deltanet")}, TASK.scale
+    ).values()
+    settings = comparison.run_config(TASK.scale, model, seed=3)
+    draw = functools.partial(mqar.batch, TASK)
+    data = needles.Generated(lambda step: draw(3, step))
+    expected, _ = comparison.train(settings, data, tmp_path)
+    found, _ = on_device.train(settings, draw)
+    for a, b in zip(*map(leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def leaves(model):
+    return jax.tree.leaves(nnx.state(model, nnx.Param))
 
 
 @pytest.mark.parametrize("program", [trellis_ablation, lattice_ablation, recall])
