@@ -169,24 +169,34 @@ def measure(
     `validation` is that of sequences which choose between models, and are no test.
     """
     del case, folder  # All is in the settings, and a run of seconds keeps nothing.
-    task, rows = config.task, config.test_rows
-    trained, seconds = on_device.train(settings, _drawing(task))
-    answer = lambda seed, pairs, length: accuracy(
-        trained, [sequences(task, seed, rows, pairs, length)]
-    )
+    trained, found = train(config, settings)
     scores = [
-        {"pairs": pairs, "length": length} | answer(TEST, pairs, length)
-        for length in task.lengths
-        for pairs in task.tested
+        {"pairs": pairs, "length": length}
+        | _answers(config, trained, TEST, pairs, length)
+        for length in config.task.lengths
+        for pairs in config.task.tested
         if length >= 4 * pairs
     ]
+    return found | {"scores": scores}
+
+
+def train(
+    config: Config, settings: run.RunConfig
+) -> tuple[LanguageModel, dict[str, float]]:
+    """A trained model, its share of right validation answers, and its seconds."""
+    task = config.task
+    trained, seconds = on_device.train(settings, _drawing(task))
     length = task.scale.context_length
-    chosen = [answer(VALIDATION, pairs, length)["tokens"] for pairs in task.pairs]
-    return {
-        "validation": float(np.mean(chosen)),
-        "scores": scores,
-        "seconds": seconds,
-    }
+    answers = [
+        _answers(config, trained, VALIDATION, pairs, length)["tokens"]
+        for pairs in task.pairs
+    ]
+    return trained, {"validation": float(np.mean(answers)), "seconds": seconds}
+
+
+def _answers(config, trained, seed, pairs, length) -> dict[str, float]:
+    batch = sequences(config.task, seed, config.test_rows, pairs, length)
+    return accuracy(trained, [batch])
 
 
 @functools.lru_cache(maxsize=1)
