@@ -76,6 +76,7 @@ def run_all(
                 print(f"{case_name}, seed {seed}", flush=True)
                 row = measure(case, chosen, folder) | _sizes(chosen.model)
                 score = json.dumps({"identity": identity, "row": row})
+                folder.mkdir(parents=True, exist_ok=True)
                 write_atomically(folder / "score.json", score)
             rows.append({"name": case.name, "seed": seed} | case.fields | row)
             if is_new:
