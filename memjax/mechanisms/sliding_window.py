@@ -1,13 +1,17 @@
-"""Attention to the last W tokens: the memory-free baseline.
+"""Attention to the last W tokens, and to the first few: the memory-free baseline.
 
-    y_t = Σ_{t-W<s<=t} softmax_s(q_tᵀ k_s / √K) v_s        (RoPE on q and k)
+    y_t = Σ_s softmax_s(q_tᵀ k_s / √K) v_s        over t-W < s <= t and s < S
 
-Beltagy et al. (2020), https://arxiv.org/abs/2004.05150, section 3.1, causal.
+Beltagy et al. (2020), https://arxiv.org/abs/2004.05150, section 3.1, causal. The S
+first tokens are sinks: Xiao et al. (2023), https://arxiv.org/abs/2309.17453, section
+3.2. A pretrained model attends to them whatever they say, and fails without them.
+
 RoPE depends on distances alone, so keys are kept without it and rotated by their
-position in the window: exact at any length of the stream.
+position in the window: exact at any length of the stream. As in that paper a sink
+stands directly before the window, at a distance of at most W + S - 1.
 
 Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,
-W window, Q queries a block.
+W window, S sinks, Q queries a block.
 """
 
 import dataclasses
@@ -24,6 +28,7 @@ from memjax.mechanisms.attention import whole as whole_attention
 from memjax.mechanisms.base import Cache, Mechanism, check_input
 from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import projections
+from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 
 
@@ -33,13 +38,19 @@ class SlidingWindowConfig(HeadsConfig):
 
     Attributes:
         window: tokens that a query sees, its own included.
+        sinks: first tokens of the sequence that it sees beside them; 4 in the paper.
     """
 
     window: int = 2048
+    sinks: int = 0
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(window=self.window)
+        check_sizes(window=self.window, sinks=self.sinks or 1)
+        if not 0 <= self.sinks <= self.window:
+            raise ValueError(
+                f"sinks must be in [0, window={self.window}], got {self.sinks}"
+            )
 
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""
@@ -50,24 +61,38 @@ class SlidingWindowConfig(HeadsConfig):
         return projections.AXES
 
 
+class Sinks(NamedTuple):
+    """The first S keys (without RoPE) and values, and the tokens read so far."""
+
+    keys: Float[Array, "B S G K"]
+    values: Float[Array, "B S G K"]
+    visible: Bool[Array, "B S"]  # False at masked tokens and those not read yet
+    length: Int[Array, " B"]  # stays at 2**30
+
+
 class SlidingWindowState(NamedTuple):
-    """The last W keys (without RoPE) and values, newest last."""
+    """The last W keys (without RoPE) and values, newest last; None without sinks."""
 
     keys: Float[Array, "B W G K"]
     values: Float[Array, "B W G K"]
     visible: Bool[Array, "B W"]  # False at masked tokens and before the first
+    sinks: Sinks | None = None
 
 
 def init_state(
     config: SlidingWindowConfig, batch: int, dtype: DTypeLike = jnp.float32
 ) -> SlidingWindowState:
     """Returns a window with nothing in it."""
-    shape = (batch, config.window, config.num_kv_heads, config.head_dim)
-    return SlidingWindowState(
-        keys=jnp.zeros(shape, dtype),
-        values=jnp.zeros(shape, dtype),
-        visible=jnp.zeros((batch, config.window), bool),
-    )
+
+    def empty(slots):
+        shape = (batch, slots, config.num_kv_heads, config.head_dim)
+        keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        return keys, values, jnp.zeros((batch, slots), bool)
+
+    if not config.sinks:
+        return SlidingWindowState(*empty(config.window))
+    sinks = Sinks(*empty(config.sinks), jnp.zeros(batch, jnp.int32))
+    return SlidingWindowState(*empty(config.window), sinks)
 
 
 def step(
@@ -89,37 +114,58 @@ def apply(
     mask: Bool[Array, "B T"] | None = None,
     lengths: Int[Array, " B"] | None = None,
 ) -> tuple[SlidingWindowState, Float[Array, "B T D"]]:
-    """Attends in blocks of Q = min(W, T) queries to the W + Q keys around them.
-
-    See `ApplyMasked` for mask and lengths.
-    """
+    """Attends to the window and the sinks; see `ApplyMasked` for mask and lengths."""
     check_input(x, config.model_dim, state)
-    b, t, _ = x.shape
+    q, k, v = projections.qkv_projection(config, params, x)
+    state, y = read(config, state, q, k, v, mask, lengths)
+    return state, projections.output_projection(params, y)
+
+
+def read(
+    config: SlidingWindowConfig,
+    state: SlidingWindowState,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T G K"],
+    mask: Bool[Array, "B T"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+) -> tuple[SlidingWindowState, Float[Array, "B T H K"]]:
+    """`apply` between the projections, of queries and keys without RoPE.
+
+    Attends in blocks of Q = min(W, T) queries to the W + Q keys around them.
+    """
+    b, t = q.shape[:2]
     window = config.window
     # Blocks as long as the window: each query scores at most 2 W keys.
     size = min(window, t)
-    q, k, v = projections.qkv_projection(config, params, x)
     new = SlidingWindowState(
         keys=k.astype(state.keys.dtype),
         values=v.astype(state.values.dtype),
         visible=jnp.ones((b, t), bool) if mask is None else mask,
     )
     join = lambda old, new: jnp.concatenate([old, new], axis=1)
-    stream = SlidingWindowState(*map(join, state, new))
+    stream = [join(*pair) for pair in zip(state[:3], new[:3], strict=True)]
 
     queries = _pad(q, -t % size).reshape(b, -1, size, *q.shape[2:])
     keys, values, visible = (_around(_pad(x, -t % size), window, size) for x in stream)
     positions = jnp.arange(window + size, dtype=jnp.int32)
     # RoPE depends on distances alone, so positions count from the start of the window:
     # they stay small at any length of the stream.
-    y = attend.blocks(
+    y, mass = attend.blocks_with_mass(
         projections.apply_rope(config, queries, positions[window:]),
         # Keys are kept without RoPE and rotated here, at their position in the window.
-        projections.apply_rope(config, keys.astype(x.dtype), positions),
-        values.astype(x.dtype),
+        projections.apply_rope(config, keys.astype(q.dtype), positions),
+        values.astype(q.dtype),
         _band(window, size)[None, None] & visible[:, :, None],
     )
     y = y.reshape(b, -1, *q.shape[2:])[:, :t]
+    sinks = state.sinks
+    if sinks is not None:
+        mass = mass.reshape(b, -1, q.shape[2])[:, :t]
+        positions = sinks.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+        sinks = _keep_first(config, sinks, new, positions, lengths)
+        # A sink is outside of the window of every query that sees it here.
+        y = attend.join((y, mass), _to_sinks(config, sinks, q, positions))
     if lengths is None:
         newest = lambda leaf: leaf[:, t:]
     else:
@@ -127,8 +173,37 @@ def apply(
         # kept.
         cut = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, window, 0)
         newest = lambda leaf: jax.vmap(cut)(leaf, lengths)
-    state = SlidingWindowState(*map(newest, stream))
-    return state, projections.output_projection(params, y)
+    return SlidingWindowState(*map(newest, stream), sinks), y
+
+
+def _keep_first(config, sinks, new, positions, lengths):
+    """The sinks with those of the new tokens that are among the first S."""
+    count = config.sinks
+    tokens = positions.shape[1]
+    if lengths is not None:
+        # Padding is no token; a place beyond the last sink is dropped.
+        times = jnp.arange(tokens, dtype=jnp.int32)[None]
+        positions = jnp.where(times < lengths[:, None], positions, count)
+    write = jax.vmap(lambda kept, new, at: kept.at[at].set(new, mode="drop"))
+    return Sinks(
+        *(write(kept, x, positions) for kept, x in zip(sinks, new[:3], strict=False)),
+        advanced(sinks.length, tokens if lengths is None else lengths),
+    )
+
+
+def _to_sinks(config, sinks, q, positions):
+    """Attention of the queries [B, T, H, K] to the sinks that left their window."""
+    window, count = config.window, config.sinks
+    places = jnp.arange(count, dtype=jnp.int32)
+    # From here on a query stands still, and its window pushes the sinks before it.
+    last = jnp.minimum(positions, window + count - 1)
+    left = places[None, None] <= positions[..., None] - window
+    return attend.masked_with_mass(
+        projections.apply_rope(config, q, last),
+        projections.apply_rope(config, sinks.keys.astype(q.dtype), places),
+        sinks.values.astype(q.dtype),
+        left & sinks.visible[:, None],
+    )
 
 
 def _pad(x: Array, more: int) -> Array:
@@ -158,9 +233,9 @@ def whole(
     x: Float[Array, "B T D"],
     mask: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """A whole sequence, without a state; full attention if it fits in the window."""
+    """A whole sequence, without a state; full attention if all of it is seen."""
     # No window and no state to build: full attention sees the same keys.
-    if x.shape[1] <= config.window:
+    if x.shape[1] <= config.window + config.sinks:
         return whole_attention(config, params, x, mask)
     return apply(config, params, init_state(config, x.shape[0]), x, mask)[1]
 

@@ -45,6 +45,7 @@ CONFIGS: dict[str, MixerConfig] = {
         positions="stream",
     ),
     "sliding_window": SlidingWindowConfig(**HEADS, window=4),
+    "sliding_window_sinks": SlidingWindowConfig(**HEADS, window=4, sinks=2),
     "linear_attention": LinearAttentionConfig(**BLOCK),
     "mamba2": Mamba2Config(**BLOCK),
     "gla": GLAConfig(**BLOCK),

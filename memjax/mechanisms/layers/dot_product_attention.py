@@ -112,7 +112,7 @@ def _in_pieces(
             here = jax.lax.dynamic_slice_in_dim(visible, start, size, axis=1)
             return mask & here[:, None]
 
-        return _masked(query, key, value, shows, filled)
+        return _masked(query, key, value, shows, filled)[0]
 
     if rows == t:
         return some_queries(query, positions)
@@ -136,6 +136,16 @@ def blocks(
     mask: Bool[Array, "B n Q S"],
 ) -> Float[Array, "B n Q H K"]:
     """Attention inside each block; as many blocks at a time as scores allow."""
+    return blocks_with_mass(query, key, value, mask)[0]
+
+
+def blocks_with_mass(
+    query: Float[Array, "B n Q H K"],
+    key: Float[Array, "B n S G K"],
+    value: Float[Array, "B n S G K"],
+    mask: Bool[Array, "B n Q S"],
+) -> tuple[Float[Array, "B n Q H K"], Float[Array, "B n Q H"]]:
+    """`blocks`, and the mass of each query: log Σ_s exp(score_s), in float32."""
     b, n, q, h, _ = query.shape
     s = key.shape[2]
     together = max(1, MAX_SCORES // (b * h * q * s))
@@ -149,13 +159,40 @@ def blocks(
         merged = jax.tree.map(
             lambda x: x.reshape(b * n, *x.shape[2:]), (query, key, value, mask)
         )
-        return attend(merged).reshape(query.shape)
+        y, mass = attend(merged)
+        return y.reshape(query.shape), mass.reshape(query.shape[:-1])
     # The scores of all blocks at once do not fit: one block after the other, and again
     # in the backward pass.
     block_first = jax.tree.map(
         lambda x: jnp.moveaxis(x, 1, 0), (query, key, value, mask)
     )
-    return jnp.moveaxis(jax.lax.map(jax.checkpoint(attend), block_first), 0, 1)
+    y, mass = jax.lax.map(jax.checkpoint(attend), block_first)
+    return jnp.moveaxis(y, 0, 1), jnp.moveaxis(mass, 0, 1)
+
+
+def masked_with_mass(
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B S G K"],
+    value: Float[Array, "B S G K"],
+    mask: Bool[Array, "B T S"],
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """Attention to a few keys, and the mass of each query: log Σ_s exp(score_s)."""
+    part = functools.partial(jax.lax.dynamic_slice_in_dim, mask, axis=2)
+    return _masked(query, key, value, part)
+
+
+def join(
+    first: tuple[Float[Array, "B T H K"], Float[Array, "B T H"]],
+    second: tuple[Float[Array, "B T H K"], Float[Array, "B T H"]],
+) -> Float[Array, "B T H K"]:
+    """Attention to the keys of both, from the outputs and masses over each.
+
+    A query must see a key of one of them.
+    """
+    (y1, mass1), (y2, mass2) = first, second
+    # exp(m2) / (exp(m1) + exp(m2)), without overflow.
+    share = jax.nn.sigmoid(mass2 - mass1)[..., None].astype(y1.dtype)
+    return y1 + share * (y2 - y1)
 
 
 def _masked(
@@ -164,8 +201,8 @@ def _masked(
     value: Float[Array, "B S G K"],
     shows: Callable[..., Bool[Array, "B T n"]],
     filled: Int[Array, ""] | None = None,
-) -> Float[Array, "B T H K"]:
-    """Softmax attention over some of the keys.
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """Softmax attention over some of the keys, and log Σ_s exp(score_s), its mass.
 
     Args:
         query: of T tokens.
@@ -176,7 +213,9 @@ def _masked(
     """
     if jax.default_backend() != "cpu":
         mask = shows(0, key.shape[1])
-        return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
+        return jax.nn.dot_product_attention(
+            query, key, value, mask=mask[:, None], return_residual=True
+        )
     # What takes the time on a CPU, that the library does not do: all queries of a key
     # head are rows of one product, sums divide the values instead of the scores, and
     # scores never leave the cache.
@@ -190,11 +229,15 @@ def _masked(
     if filled is not None:
         size = min(size, max(LEAST_BLOCK, s // 16))
     if size >= s:
-        _, total, y = _some_keys(rows, key, value, shows(0, s))
+        largest, total, y = _some_keys(rows, key, value, shows(0, s))
     else:
-        total, y = _by_keys(rows, key, value, shows, filled, size)
+        largest, total, y = _by_keys(rows, key, value, shows, filled, size)
     y = scale_rows(y, 1 / total).astype(query.dtype)
-    return y.reshape(b, g, r, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, h, d)
+    mass = largest + jnp.log(total)
+    by_head = lambda x: (
+        x.reshape(b, g, r, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1)
+    )
+    return by_head(y), by_head(mass)[..., 0]
 
 
 def _some_keys(rows, key, value, mask):
@@ -214,7 +257,7 @@ def _some_keys(rows, key, value, mask):
 
 
 def _by_keys(rows, key, value, shows, filled, size):
-    """`_some_keys` of `size` keys at a time; the sum of weights and weighted values."""
+    """`_some_keys` of `size` keys at a time."""
     s = key.shape[1]
     n = -(-s // size)
     # As many blocks, but of equal size: the last one is not nearly empty.
@@ -247,5 +290,4 @@ def _by_keys(rows, key, value, shows, filled, size):
     y = jnp.zeros((*rows.shape[:3], value.shape[-1]), jnp.float32)
     # A largest score of -inf gives the start the weight exp(-inf) = 0.
     begin = (none - jnp.inf, none, y)
-    (_, *sums), _ = jax.lax.scan(more, begin, jnp.arange(n, dtype=jnp.int32))
-    return sums
+    return jax.lax.scan(more, begin, jnp.arange(n, dtype=jnp.int32))[0]

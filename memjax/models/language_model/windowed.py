@@ -9,19 +9,23 @@ from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.rebuilt import with_config
 
 
-def with_window(model: LanguageModel, window: int) -> LanguageModel:
+def with_window(model: LanguageModel, window: int, sinks: int = 0) -> LanguageModel:
     """The same parameters, with attention limited to the last `window` tokens.
 
-    Reads sequences of any length in constant memory. The first `window` tokens of a
-    sequence get the same result as with full attention.
+    Reads sequences of any length in constant memory. The first `window` + `sinks`
+    tokens of a sequence get the same result as with full attention.
 
     Args:
         model: all of whose layers are full attention or sliding windows.
         window: tokens that a query sees, its own included.
+        sinks: first tokens of the sequence that it sees beside them. Without any, a
+            pretrained model fails beyond the window (Xiao et al. 2023,
+            https://arxiv.org/abs/2309.17453); 4 are enough.
 
     Raises:
-        ValueError: if window is below 1, a layer is another mechanism, or the model's
-            positions are a learned table, which ends.
+        ValueError: if window is below 1, there are more sinks than it has tokens, a
+            layer is another mechanism, or the model's positions are a learned table,
+            which ends.
     """
     check_sizes(window=window)
     config = model.config
@@ -39,7 +43,7 @@ def with_window(model: LanguageModel, window: int) -> LanguageModel:
             f"{config.architecture.learned_positions}"
         )
     windows = (
-        SlidingWindowConfig(**vars(heads_of(mixer)), window=window)
+        SlidingWindowConfig(**vars(heads_of(mixer)), window=window, sinks=sinks)
         for mixer in attention
     )
     return with_config(model, mixers=tuple(windows))
@@ -83,6 +87,6 @@ def _attention_within(mixer: MixerConfig, length: int) -> MixerConfig:
     """The mixer of a layer for sequences of at most `length` tokens."""
     if isinstance(mixer, AttentionConfig):
         return dataclasses.replace(mixer, capacity=length, initial_slots=None)
-    if isinstance(mixer, SlidingWindowConfig) and mixer.window >= length:
+    if isinstance(mixer, SlidingWindowConfig) and mixer.window + mixer.sinks >= length:
         return AttentionConfig(**vars(heads_of(mixer)), capacity=length)
     return mixer

@@ -201,6 +201,10 @@ def test_defaults_that_differ_between_families_must_be_given():
             r"windows must all be alike in a published family, got \[4, 8\]",
         ),
         (
+            dict(mixers=(SlidingWindowConfig(**HEADS, window=8, sinks=2),)),
+            "sinks must be 0 in a published family, got 2",
+        ),
+        (
             dict(mixers=(AttentionConfig(**HEADS), AttentionConfig(16, 2, 2, 8))),
             "mixers must all have the same attention heads",
         ),

@@ -42,6 +42,10 @@ def test_inside_the_window_it_is_the_model():
     np.testing.assert_allclose(cut[:W], whole[:W], atol=1e-5)
     assert np.abs(cut[W:] - whole[W:]).max() > 1e-3
     np.testing.assert_allclose(logits(with_window(tiny(), T)), whole, atol=1e-5)
+    # Sinks lengthen what is seen whole.
+    sinks = logits(with_window(tiny(), W, sinks=2))
+    np.testing.assert_allclose(sinks[: W + 2], whole[: W + 2], atol=1e-5)
+    assert np.abs(sinks[W + 2 :] - cut[W + 2 :]).max() > 1e-3
 
 
 def test_parameters_are_the_same_and_the_model_is_left_alone():

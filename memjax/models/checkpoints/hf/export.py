@@ -277,8 +277,10 @@ def _layers(config: ModelConfig) -> list[Layer]:
     """Window and RoPE of each layer.
 
     Raises:
-        ValueError: if there are several windows.
+        ValueError: if there are several windows, or one with sinks.
     """
+    if sinks := max(getattr(mixer, "sinks", 0) for mixer in config.layers):
+        raise ValueError(f"sinks must be 0 in a published family, got {sinks}")
     layers = [
         Layer(getattr(mixer, "window", 0), mixer.rope_theta, mixer.rope_scaling)
         for mixer in config.layers
