@@ -14,12 +14,13 @@ Targets count from index j of their segment on, the same for all models; no scor
 seen its target. Intervals are over documents, and of the mean over seeds.
 
 Rows are written as they are finished. A program that was stopped goes on where it was;
-with `--only` other rows are shown if an earlier call has finished them.
+with `--only` the other rows are shown as far as earlier calls have scored them, those
+with a smaller `--test-tokens` too.
 """
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tyro
@@ -39,7 +40,7 @@ from experiments.hmt.rows import (
     Row,
     rows,
 )
-from experiments.hmt.tuned import Measured, Texts, Tuning, measure
+from experiments.hmt.tuned import Texts, Tuning, measure
 from memjax import evaluation
 from memjax.checks import check_sizes, require_known
 from memjax.evaluation import Losses, plots
@@ -113,25 +114,49 @@ def main(config: Config) -> None:
     }
     # The programs load it again where they need it.
     del backbone
-    finished: dict[str, Measured] = {}
     # What earlier calls have left is shown from the first row on.
-    for row in table:
-        found = measure(config, row, texts, config.tuning, work=False)
-        if found is not None:
-            finished[row.name] = found
+    finished = {
+        row.name: found
+        for row in table
+        if (found := _finished(config, row, texts, longest)) is not None
+    }
     for row in table:
         if not config.only or row.name in config.only:
             print(f"row: {row.name}", flush=True)
             found = measure(config, row, texts, config.tuning, work=True)
             assert found is not None
-            finished[row.name] = found
+            finished[row.name] = Finished(*found, row.longest or longest)
             report(config, table, finished, bytes_of, texts)
+
+
+class Finished(NamedTuple):
+    """A row as far as it is scored; see `Measured`.
+
+    Attributes:
+        losses: averaged over seeds.
+        facts: what is said of it.
+        reached: tokens of the longest text that counts.
+    """
+
+    losses: Losses
+    facts: dict[str, Any]
+    reached: int
+
+
+def _finished(config: Config, row: Row, texts: Texts, longest: int) -> Finished | None:
+    """A row up to the longest input that earlier calls have scored; None for none."""
+    for length in sorted({*config.lengths, longest}, reverse=True):
+        # Losses do not depend on what follows: shorter texts are the same row.
+        found = measure(config, row, texts.up_to(length), config.tuning, work=False)
+        if found is not None:
+            return Finished(*found, min(length, row.longest or length))
+    return None
 
 
 def report(
     config: Config,
     table: list[Row],
-    finished: dict[str, Measured],
+    finished: dict[str, Finished],
     bytes_of: dict[str, int],
     texts: Texts,
 ) -> None:
@@ -144,7 +169,7 @@ def report(
         row.name: evaluation.restrict(_wide(finished[row.name].losses, targets), mask)
         for row in present
     }
-    reach = {row.name: row.longest for row in present}
+    reach = {row.name: finished[row.name].reached for row in present}
     every = next(iter(losses.values()))
     result = common.write(
         config,
@@ -191,14 +216,14 @@ def plot(result: dict, path: Path) -> None:
 
 
 def _perplexity(
-    losses: dict[str, Losses], lengths: list[int], reach: dict[str, int | None]
+    losses: dict[str, Losses], lengths: list[int], reach: dict[str, int]
 ) -> dict[str, dict[str, list[float | None]]]:
-    """By kind of text, row and length; None beyond what a model reads."""
+    """By kind of text, row and length; None beyond what is read or was scored."""
     curves = scores.by_kind(losses, lengths)
     return {
         kind: {
             name: [
-                value if _reaches(reach[name], length) else None
+                value if length <= reach[name] else None
                 for value, length in zip(values, lengths, strict=True)
             ]
             for name, values in found.items()
@@ -210,7 +235,7 @@ def _perplexity(
 def _gains(
     losses: dict[str, Losses],
     lengths: list[int],
-    reach: dict[str, int | None],
+    reach: dict[str, int],
     kinds: tuple[str, ...],
 ) -> list[dict[str, Any]]:
     """Of every row over each base, and of each memory over every row, by kind.
@@ -225,11 +250,7 @@ def _gains(
     ]
     found = []
     for base, name in pairs:
-        both_reach = [
-            length
-            for length in lengths
-            if _reaches(reach[base], length) and _reaches(reach[name], length)
-        ]
+        both_reach = [x for x in lengths if x <= min(reach[base], reach[name])]
         for length in dict.fromkeys(both_reach[:1] + both_reach[-1:]):
             for kind in (None, *dict.fromkeys(kinds)):
                 both = (
@@ -239,10 +260,6 @@ def _gains(
                 where = {"base": base, "model": name, "length": length}
                 found.append(where | {"kind": kind or "all"} | gain(*both))
     return found
-
-
-def _reaches(longest: int | None, length: int) -> bool:
-    return longest is None or length <= longest
 
 
 def _wide(losses: Losses, targets: int) -> Losses:

@@ -7,7 +7,6 @@ is in the folders of an earlier call is not done again.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +40,13 @@ class Texts(NamedTuple):
     test: tuple[TokenisedDocument, ...]
     segment: int
     first: int
+
+    def up_to(self, length: int | None) -> "Texts":
+        """The test texts as far as a model reads; the last token is a target alone."""
+        if length is None:
+            return self
+        test = (x._replace(tokens=x.tokens[: length + 1]) for x in self.test)
+        return self._replace(test=tuple(test))
 
 
 class Tuning(NamedTuple):
@@ -105,7 +111,7 @@ def measure(
 def _untrained(
     config: common.Config, row: Row, texts: Texts, work: bool
 ) -> Measured | None:
-    test = _cut(texts.test, row.longest)
+    test = texts.up_to(row.longest).test
     backbone = str(common.backbone_path(config))
     key = common.digest([backbone, texts.segment, row.name, dict(row.sizes)])
     folder = config.run_dir / "scores" / key
@@ -157,12 +163,3 @@ def _scored(config, row, texts, segment, rate, seed, work) -> Measured | None:
 def _restrict(losses: Losses, texts: Texts) -> Losses:
     mask = evaluation.scored(losses.mask.shape[1], texts.segment, texts.first)
     return evaluation.restrict(losses, mask)
-
-
-def _cut(
-    texts: Sequence[TokenisedDocument], longest: int | None
-) -> tuple[TokenisedDocument, ...]:
-    """The texts as far as a model reads; the last token is a target alone."""
-    if longest is None:
-        return tuple(texts)
-    return tuple(x._replace(tokens=x.tokens[: longest + 1]) for x in texts)
