@@ -47,11 +47,6 @@ def _missing(result: dict[str, Any]) -> list[str]:
     return [f"{name} (not run yet)" for name in result["missing"]]
 
 
-def length() -> Table:
-    """The backbone that is trained here."""
-    return _lengths("hmt/length")
-
-
 def smollm2_length() -> Table:
     """SmolLM2-135M."""
     return _lengths("hmt/smollm2/length")
@@ -199,7 +194,6 @@ def _step(step: dict[str, Any]) -> list[str]:
 
 
 TABLES: Tables = {
-    "hmt/length": length,
     "hmt/smollm2_length": smollm2_length,
     "hmt/smollm2_gain": smollm2_gain,
     "hmt/sensory": sensory,
