@@ -20,6 +20,7 @@ from pathlib import Path
 
 from experiments.common.results import RESULTS
 from experiments.tables.table import Table, Tables, load
+from memjax.evaluation.provenance import commit_of
 
 _BLOCK = re.compile(
     r"<!-- table: (?P<name>[\w/]+) -->\n(?P<body>.*?)<!-- /table -->", re.DOTALL
@@ -115,5 +116,5 @@ def _source(name: str, folder: Path) -> str:
     """A link to a result file, with its device, date and commit."""
     report = load(name)
     link = os.path.relpath(RESULTS / f"{name}.json", folder)
-    facts = [report["device"], report["date"], report.get("commit")]
+    facts = [report["device"], report["date"], commit_of(report)]
     return f"[{name}.json]({link}): " + ", ".join(filter(None, facts))
