@@ -29,7 +29,9 @@ import tyro
 from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.hmt import common
 from experiments.mplus import retrieval
-from experiments.mplus.retention import knowledge_retention
+from experiments.mplus.retention import config as retention_config
+from experiments.mplus.retention import models
+from experiments.mplus.retention.config import Preset
 from experiments.mplus.retention.samples import make_samples
 from memjax.data import Tokenizer, load_tokenizer
 from memjax.evaluation.drawing import drawing, source_of
@@ -55,11 +57,11 @@ class Scale(NamedTuple):
     after: tuple[int, ...]
 
 
-SCALES: dict[knowledge_retention.Preset, Scale] = {
+SCALES: dict[Preset, Scale] = {
     # At last the store holds some fifteen times what a read retrieves; the paper's
     # thirty are twice the tokens.
     "cpu": Scale(
-        dataclasses.replace(knowledge_retention.SCALES["cpu"].memory, store=8_192),
+        dataclasses.replace(retention_config.SCALES["cpu"].memory, store=8_192),
         12,
         (4, 8, 16, 32),
     ),
@@ -98,7 +100,7 @@ class Config:
         output: where .json and .png go, without the ending.
     """
 
-    preset: knowledge_retention.Preset = "cpu"
+    preset: Preset = "cpu"
     backbone: str = "smollm2"
     model: Path | None = None
     store: int = 0
@@ -119,15 +121,15 @@ class Config:
         # What both programs take is refused alike.
         self.retention()
 
-    def retention(self) -> knowledge_retention.Config:
+    def retention(self) -> retention_config.Config:
         """The settings that knowledge retention has as well."""
-        names = {field.name for field in dataclasses.fields(knowledge_retention.Config)}
+        names = {field.name for field in dataclasses.fields(retention_config.Config)}
         shared = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
             if field.name in names
         }
-        return knowledge_retention.Config(**shared)
+        return retention_config.Config(**shared)
 
     @property
     def scale(self) -> Scale:
@@ -144,10 +146,10 @@ def main(config: Config) -> None:
     check(config, model)
     scale = config.scale
     shared = config.retention()
-    model = knowledge_retention.with_options(shared, model)
+    model = models.with_options(shared, model)
     batches = make_samples(
-        knowledge_retention.facts_of(shared),
-        knowledge_retention.passages(shared),
+        models.facts_of(shared),
+        models.passages(shared),
         tokenizer,
         samples=scale.samples,
         batch=config.batch,
@@ -184,7 +186,7 @@ def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
         backbone, tokenizer = common.load_backbone(hmt)
         key = jax.random.key(config.seed)
         return mplus(backbone, config.scale.memory, key=key), tokenizer, False
-    return knowledge_retention.load(config.retention())
+    return models.load(config.retention())
 
 
 def check(config: Config, model: MPlus) -> None:
