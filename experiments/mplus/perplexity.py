@@ -8,8 +8,10 @@ From each held-out document the chunks before a certain position are injected: n
 few or many. Then a short prompt is read with that memory, and the tokens after it are
 scored. The scored tokens are the same however much was injected (M+, Figure 4, which
 compares its three stages of training). Beside the trained models stand the untrained
-M+, the backbone without any context, and the backbone with a window of as many tokens
-as M+ sees memory tokens and tokens.
+M+ and the backbone: told nothing; with full attention; with a window and sinks of as
+many bytes as M+ keeps of the longest text, on device and host; and given the last
+tokens again, as many as M+ sees memory tokens. With `--tuned` the backbone has adapters
+that were trained on M+'s lessons (`retention/tuning.py`) and stands there twice.
 
 The prompt chooses the rows of the long-term store. In the published program the scored
 tokens take part in the choice; that variant is reported too, as "LEAKING".
@@ -30,20 +32,30 @@ import tyro
 from jaxtyping import Float64
 
 from experiments.common.results import RESULTS, settings, show, write_report
+from experiments.hmt import scores as hmt_scores
 from experiments.mplus import scores
-from experiments.mplus.retention import methods, variants
+from experiments.mplus.recipe import recipe
+from experiments.mplus.retention import methods, tuning, variants
+from experiments.mplus.retention.rows import SINKS
 from experiments.mplus.scores import Excerpt, Models
 from memjax.checks import check_sizes
 from memjax.data import Split, load_tokens
 from memjax.evaluation.drawing import source_of
 from memjax.evaluation.statistics import paired
 from memjax.models import LanguageModel
-from memjax.models.language_model.windowed import with_capacity
+from memjax.models.language_model.windowed import with_capacity, with_window
 from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 
-Reference = Literal["M+, untrained", "MemoryLLM, untrained", "backbone", "window"]
+Reference = Literal[
+    "M+, untrained",
+    "MemoryLLM, untrained",
+    "told nothing",
+    "full attention",
+    "window",
+    "re-read",
+]
 STAGES = {
     "stage1": "MemoryLLM, stage 1",
     "stage2": "MemoryLLM, stage 2",
@@ -65,6 +77,8 @@ class Config:
         backbone: "smollm2", "tiny", which is trained here in a minute or two, or what
             `memjax finetune` takes; where there is a stage, its own counts.
         memory: sizes of the untrained ones, unless there is a stage 3.
+        tuned: folder of `experiments.mplus.retention.tuning`: the backbone's rows are
+            there without its adapters and with them.
         told: numbers of chunks that are injected, rising from 0.
         chunk: tokens of a chunk, a multiple of the memories'; 0 is the longest of
             theirs.
@@ -72,8 +86,10 @@ class Config:
         batch: texts side by side.
         prompt: tokens that are read before those that are scored.
         scored: tokens of each text.
-        window: of the backbone, in tokens; 0 is as many as M+ sees at most: pool,
-            retrieved memory tokens, and what is read.
+        window: of the backbone, sinks included, in tokens; 0 is as many as have the
+            bytes that M+ keeps of the longest text.
+        again: tokens that are read again, a multiple of `chunk`; 0 is as many as M+
+            sees memory tokens.
         source: documents, as `memjax train` takes them.
         split: which of them.
         run_dir: where the tiny backbone is kept.
@@ -84,7 +100,14 @@ class Config:
     stage1: Path | None = None
     stage2: Path | None = None
     stage3: Path | None = None
-    references: tuple[Reference, ...] = ("M+, untrained", "backbone", "window")
+    references: tuple[Reference, ...] = (
+        "M+, untrained",
+        "told nothing",
+        "full attention",
+        "window",
+        "re-read",
+    )
+    tuned: Path | None = None
     backbone: str = "smollm2"
     memory: MPlusConfig = scores.MEMORY
     told: tuple[int, ...] = (0, 1, 2, 4, 8, 16)
@@ -94,6 +117,7 @@ class Config:
     prompt: int = 32
     scored: int = 224
     window: int = 0
+    again: int = 0
     source: str = "embedded"
     split: Split = "test"
     run_dir: Path = Path("runs/hmt")
@@ -104,7 +128,7 @@ class Config:
         check_sizes(
             texts=self.texts, batch=self.batch, prompt=self.prompt, scored=self.scored
         )
-        for name in ("chunk", "window", "seed"):
+        for name in ("chunk", "window", "again", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(
                     f"{name} must be at least 0, got {getattr(self, name)}"
@@ -132,13 +156,15 @@ class Row(NamedTuple):
         model: the model that is scored.
         method: how chunks are injected.
         leaks: whether it is scored in the leaking way as well.
-        memory: whether anything is injected at all.
+        last: the most tokens that are injected; None is all.
+        kept: bytes between tokens after the longest text, by device and host.
     """
 
     model: LanguageModel | MPlus
     method: Any
     leaks: bool = False
-    memory: bool = True
+    last: int | None = None
+    kept: variants.KeptBytes | None = None
 
 
 #: Mean nats of each text, for every number of chunks.
@@ -163,7 +189,7 @@ def main(config: Config) -> None:
         nats |= {f"{name}, {LEAKING}" if leaks else name: x for leaks, x in found}
         curve = [f"{math.exp(value):.2f}" for value in nats[name].mean(axis=1)]
         print(f"{name}: {' '.join(curve)} ({seconds[name]:.0f} s)", flush=True)
-    report(config, memories, texts, chunk, nats, seconds)
+    report(config, memories, texts, chunk, nats, rows, seconds)
 
 
 def with_memory(config: Config, models: Models) -> dict[str, MPlus]:
@@ -214,24 +240,80 @@ def build(
     chunk: int,
 ) -> dict[str, Row]:
     """Everything that is scored, by name."""
+    longest = config.told[-1] * chunk
     rows = {}
     for name, model in memories.items():
-        small = scores.with_room(model, config.told[-1] * chunk)
-        retrieves = bool(model.config.retrieved)
-        rows[name] = Row(small, methods.LatentMemory(small), retrieves)
-    read = config.prompt + config.scored
-    if "backbone" in config.references:
-        alone = with_capacity(backbone, read)
-        rows["backbone, told nothing"] = Row(
-            alone, methods.Reader(alone, chunk), memory=False
-        )
-    if "window" in config.references:
-        sizes = [model.config for model in memories.values()] or [config.memory]
-        seen = max(size.pool + size.retrieved for size in sizes)
-        width = config.window or seen + read
-        found = methods.window(backbone, chunk, width)
-        rows[f"backbone, window of {width:,}"] = Row(found.model, found)
+        small = scores.with_room(model, longest)
+        kept = variants.kept_bytes(small)
+        memory = methods.LatentMemory(small)
+        rows[name] = Row(small, memory, bool(model.config.retrieved), kept=kept)
+    sized = [*memories.values()] or [
+        mplus(backbone, config.memory, key=jax.random.key(config.seed))
+    ]
+    sizes = sizes_of(sized, longest)
+    rows |= plain(config, backbone, sizes, chunk)
+    if config.tuned is not None:
+        adapted, _ = tuning.load(config.tuned, backbone)
+        again = plain(config, adapted, sizes, chunk)
+        rows |= {f"{name}, tuned": row for name, row in again.items()}
     return rows
+
+
+class Sizes(NamedTuple):
+    """What the backbone's rows are as large as.
+
+    Attributes:
+        rows: memory tokens that a read sees at most.
+        kept: bytes that are kept of the longest text, on device and host.
+    """
+
+    rows: int
+    kept: int
+
+
+def sizes_of(memories: Sequence[MPlus], longest: int) -> Sizes:
+    """The largest of the memories' sizes, for a text of so many tokens."""
+    kept = [variants.kept_bytes(scores.with_room(x, longest)).total for x in memories]
+    return Sizes(max(x.config.pool + x.config.retrieved for x in memories), max(kept))
+
+
+def plain(
+    config: Config, backbone: LanguageModel, sizes: Sizes, chunk: int
+) -> dict[str, Row]:
+    """The backbone's rows.
+
+    Raises:
+        ValueError: if `again` is not a multiple of the chunk.
+    """
+    read, longest = config.prompt + config.scored, config.told[-1] * chunk
+    whole = with_capacity(backbone, longest + read)
+    rows = {}
+    if "told nothing" in config.references:
+        rows["backbone, told nothing"] = _reader(whole, chunk, 0)
+    if "full attention" in config.references:
+        rows["backbone, full attention"] = _reader(whole, chunk, longest)
+    if "window" in config.references:
+        size = config.window or hmt_scores.equal_window(backbone, sizes.kept)
+        model = with_window(backbone, size - SINKS, SINKS)
+        name = f"backbone, window of {size - SINKS:,} tokens and {SINKS} sinks"
+        rows[name] = _reader(model, chunk, longest)
+    if "re-read" in config.references:
+        last = config.again or sizes.rows // chunk * chunk
+        if last % chunk:
+            raise ValueError(
+                f"again must be a multiple of the chunk of {chunk} tokens, got {last}"
+            )
+        name = f"backbone, the last {last:,} tokens read again"
+        # What is kept are the ids of those tokens.
+        text = variants.KeptBytes(0, 4 * min(last, longest))
+        rows[name] = _reader(whole, chunk, last)._replace(kept=text)
+    return rows
+
+
+def _reader(model: LanguageModel, chunk: int, last: int) -> Row:
+    """A row that reads the last tokens before the prompt."""
+    reader = methods.Reader(model, chunk)
+    return Row(model, reader, last=last, kept=reader.kept(max(last, 1)))
 
 
 def score(
@@ -249,11 +331,12 @@ def score(
     for start in range(0, len(texts), config.batch):
         batch = slice(start, start + config.batch)
         for i, count in enumerate(config.told):
-            if i and not row.memory:
+            told = count * chunk if row.last is None else min(count * chunk, row.last)
+            if i and not told:
                 found[:, i, batch] = found[:, 0, batch]
                 continue
             memory = row.method.start(config.batch)
-            for at in range(injected - count * chunk, injected, chunk):
+            for at in range(injected - told, injected, chunk):
                 memory = row.method.inject(memory, tokens[batch, at : at + chunk])
             for way, leaks in enumerate(ways):
                 if leaks and not np.any(memory.store.num_valid):
@@ -302,12 +385,21 @@ def compare(
     return saved
 
 
+def recipes(config: Config) -> dict[str, list[dict[str, Any]]]:
+    """How what was trained was trained, by the name of its rows."""
+    found = {STAGES[name]: recipe(folder) for name, folder in config.folders.items()}
+    if config.tuned is not None:
+        found["tuned"] = tuning.recipe(config.tuned)
+    return found
+
+
 def report(
     config: Config,
     memories: Mapping[str, MPlus],
     texts: Sequence[Excerpt],
     chunk: int,
     nats: Mapping[str, Nats],
+    rows: Mapping[str, Row],
     seconds: Mapping[str, float],
 ) -> None:
     """Writes, draws and prints."""
@@ -318,6 +410,10 @@ def report(
     results = {
         "memories": {
             name: dataclasses.asdict(x.config) for name, x in memories.items()
+        },
+        "recipes": recipes(config),
+        "kept_bytes": {
+            name: row.kept and row.kept._asdict() for name, row in rows.items()
         },
         "tokens_told": tokens,
         "documents": [text.name for text in texts],
