@@ -41,7 +41,6 @@ PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "mplus/cost": cost_report.plot,
     "mplus/perplexity": perplexity.plot,
     "mplus/retention": knowledge_retention.plot,
-    "mplus/retention_stages": knowledge_retention.plot,
     "mplus/retrieval_quality": retrieval_quality.plot,
     "ops/kernels": benchmark.plot,
     "recurrent/context_length": context_length.plot,

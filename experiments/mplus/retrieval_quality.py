@@ -29,6 +29,7 @@ import tyro
 from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.hmt import common
 from experiments.mplus import retrieval
+from experiments.mplus.recipe import recipe
 from experiments.mplus.retention import config as retention_config
 from experiments.mplus.retention import models
 from experiments.mplus.retention.config import Preset
@@ -39,7 +40,7 @@ from memjax.models.mplus.build import mplus
 from memjax.models.mplus.checkpoints.checkpoint import load_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
-from memjax.training.finetune.run import TOKENIZER_FILE, later_stage
+from memjax.training.finetune.run import TOKENIZER_FILE, is_finetuned, later_stage
 from memjax.training.run_folder import CHECKPOINTS
 
 
@@ -211,8 +212,12 @@ def report(
     """Writes, draws and prints."""
     distances = [count * config.chunk for count in rows]
     question = "does M+ retrieve the rows that hold a fact?"
+    folder = config.model
+    # A folder that was exported says no more how it was trained.
+    is_run = folder is not None and is_finetuned(folder)
     results = {
         "trained": trained,
+        "recipe": recipe(folder) if folder is not None and is_run else None,
         "memory": dataclasses.asdict(model.config),
         "distances": distances,
         "after": rows,
