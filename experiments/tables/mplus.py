@@ -19,7 +19,7 @@ def retention() -> Table:
     asked, distances = len(result["facts"]), result["distances"]
     rows, notes = [], []
     for method in by_method(result).values():
-        count = method["after"][-1]["questions"]
+        count = max(row["questions"] for row in method["after"])
         if not count:
             continue
         label = method["label"]
@@ -42,6 +42,8 @@ def _difference(found: dict[str, float]) -> str:
 
 
 def _share(row: dict[str, Any]) -> str:
+    if not row["questions"]:
+        return "beyond its positions"
     return f"{row['accuracy']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
 
 
@@ -80,10 +82,7 @@ def _sixteen_facts(name: str, labels: dict[str, str]) -> Table:
     bytes_of |= {"window": device, "SnapKV": device}
     rows = []
     for method, found in result["methods"].items():
-        cells = [
-            _share(row) if row["questions"] else "beyond its positions"
-            for row in found["after"].values()
-        ]
+        cells = [_share(row) for row in found["after"].values()]
         kept = bytes_of.get(method)
         size = number(None if kept is None else kept / 1e6, 0)
         rows.append([labels.get(method, method), size, *cells])

@@ -14,7 +14,7 @@ from memjax.training.finetune.mplus_stage import MPlusStage
 Memory = Literal["M+", "M+ (attention)", "MemoryLLM", "M+'s weights without the store"]
 #: Methods of the backbone; "device" and "all" say which of M+'s bytes they have.
 Plain = Literal[
-    "full, then truncated",
+    "full attention",
     "window, device",
     "window, all",
     "re-read, device",
@@ -75,6 +75,8 @@ class Config:
         tuned: folder of `experiments.mplus.retention.tuning`, whose adapters the
             backbone's methods have; their rows are beside those without.
         samples: facts to query, a multiple of `batch`; 0 is the preset's.
+        until: ask only the first so many of them, a multiple of `batch`, and leave the
+            rest to another call; 0 is all.
         batch: facts side by side.
         lengths: of questions: facts are those whose questions have one of the so many
             most frequent, as programs are compiled for each; 0 is all.
@@ -104,6 +106,7 @@ class Config:
     memoryllm: Path | None = None
     tuned: Path | None = None
     samples: int = 0
+    until: int = 0
     batch: int = 4
     lengths: int = 4
     after: tuple[int, ...] = ()
@@ -123,7 +126,7 @@ class Config:
             batch=self.batch, chunk=self.chunk, answer=self.answer, found=self.found
         )
         require_known("split", self.split, get_args(FactSplit))
-        for name in ("samples", "store", "retrieved", "seed"):
+        for name in ("samples", "until", "store", "retrieved", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(
                     f"{name} must be at least 0, got {getattr(self, name)}"
@@ -133,6 +136,10 @@ class Config:
             or min(self.after, default=0) < 0
         ):
             raise ValueError(f"after must rise from 0 or more, got {self.after}")
+        if self.until % self.batch:
+            raise ValueError(
+                f"until must be a multiple of batch={self.batch}, got {self.until}"
+            )
         for name in self.methods:
             require_known("methods", name, NAMES)
         if "MemoryLLM" in self.methods and self.memoryllm is None:

@@ -191,7 +191,7 @@ def test(
     began = time.monotonic() - seconds
     for more in retention.query_batches(
         found.method,
-        setting.batches[done:],
+        setting.batches[done : config.until // config.batch or None],
         setting.tokenizer,
         after=config.scale.after,
         answer=config.answer,
@@ -200,7 +200,8 @@ def test(
         marks = [old + new for old, new in zip(marks, more, strict=True)]
         spent = time.monotonic() - began
         result = file.write_row(key, row | {"marks": marks, "seconds": spent})
-        shares = " ".join(f"{retention.right(part).mean():.2f}" for part in marks)
+        found_right = (retention.accuracy(retention.right(part)) for part in marks)
+        shares = " ".join(f"{x['accuracy']:.2f}" for x in found_right)
         print(f"{key}: {shares} of {len(marks[0])} ({spent:.0f} s)", flush=True)
     jax.clear_caches()
     return result

@@ -1,7 +1,7 @@
 """Methods that keep what a model has computed: see `retention.Method`.
 
-M+ and MemoryLLM, a window with sinks, and a cache of SnapKV. Those that keep text are
-in `text_methods.py`.
+M+ and MemoryLLM, full attention, a window with sinks, a cache of SnapKV. Those that
+keep text are in `text_methods.py`.
 """
 
 import functools
@@ -14,7 +14,7 @@ from flax import nnx
 from experiments.mplus.retention.variants import KeptBytes, kept_bytes, tree_bytes
 from memjax.models import LanguageModel, Sampling, generate
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import with_capacity, with_window
 from memjax.models.mplus.model import MPlus
 
 GREEDY = Sampling(temperature=0.0)
@@ -47,6 +47,43 @@ class Reader:
         """The state; of full attention, with a slot for every token."""
         state = jax.eval_shape(lambda: self.model.init_state(1, injected))
         return KeptBytes(tree_bytes(state), 0)
+
+
+class Full(Reader):
+    """Full attention while the model's positions last; then it cannot be asked.
+
+    Args:
+        model: the backbone.
+        chunk: C.
+        tokens: the longest text with its question and answer.
+        question: tokens of question and answer, at most.
+    """
+
+    def __init__(self, model: LanguageModel, chunk: int, tokens: int, question: int):
+        longest = min(tokens, model.config.capacity or tokens)
+        super().__init__(with_capacity(model, longest), chunk)
+        self._room = longest - question
+
+    def start(self, batch):
+        """An empty cache, and the number of its tokens."""
+        return super().start(batch), 0
+
+    def inject(self, memory, tokens):
+        """Reads the chunk if it has positions."""
+        cache, length = memory[0], memory[1] + tokens.shape[1]
+        if length <= self._room:
+            return super().inject(cache, tokens), length
+        return None, length
+
+    def query(self, memory, prompt, count):
+        """Answers from the cache; None where it could not be kept."""
+        if memory[0] is None:
+            return None
+        return super().query(memory[0], prompt, count)
+
+    def kept(self, injected):
+        """The cache, as long as it can be."""
+        return super().kept(min(injected, self._room))
 
 
 class LatentMemory:

@@ -18,6 +18,8 @@ from experiments.mplus.retention.samples import Samples
 from experiments.mplus.retention.variants import KeptBytes
 from memjax.data import Tokenizer
 
+#: In the place of a mark where a method has no positions for a question.
+NOT_ASKED = "-"
 #: Times that subjects are drawn anew for an interval.
 RESAMPLES = 10_000
 
@@ -35,8 +37,11 @@ class Method(Protocol):
 
     def query(
         self, memory: Any, prompt: Int32[np.ndarray, "B P"], count: int
-    ) -> Int32[np.ndarray, "B N"]:
-        """Continues a prompt greedily by `count` tokens; the memory is unchanged."""
+    ) -> Int32[np.ndarray, "B N"] | None:
+        """Continues a prompt greedily by `count` tokens; the memory is unchanged.
+
+        None where the method has no positions for so many tokens.
+        """
         ...
 
     def kept(self, injected: int) -> KeptBytes:
@@ -76,6 +81,9 @@ def query_batches(
             memory = method.inject(memory, chunk)
             if count in after:
                 found = method.query(memory, batch.prompts, answer)
+                if found is None:
+                    marks.append(NOT_ASKED * len(batch.facts))
+                    continue
                 texts = map(tokenizer.decode, found)
                 pairs = zip(batch.facts, texts, strict=True)
                 marks.append("".join(mark(fact.answer, text) for fact, text in pairs))
@@ -97,16 +105,22 @@ def closed_book_answers(
 ) -> list[str]:
     """Answers with an empty memory."""
     found = method.query(method.start(len(prompts)), prompts, answer)
+    assert found is not None
     return [tokenizer.decode(tokens) for tokens in found]
 
 
 def right(marks: str) -> Float64[np.ndarray, " F"]:
-    """1 for each fact whose answer occurs in what was generated, else 0."""
-    return np.asarray([float(x != "0") for x in marks])
+    """1 for each fact whose answer occurs in what was generated, else 0.
+
+    NaN for those that could not be asked.
+    """
+    values = {"0": 0.0, "1": 1.0, "2": 1.0, NOT_ASKED: math.nan}
+    return np.asarray([values[x] for x in marks], np.float64)
 
 
 def accuracy(shares: Float64[np.ndarray, " F"]) -> dict[str, Any]:
     """Mean over facts with its interval; of one seed a fact counts 0 or 1."""
+    shares = shares[np.isfinite(shares)]
     count = len(shares)
     low, high = wilson(shares.sum(), count)
     mean = float(shares.mean()) if count else math.nan
@@ -119,8 +133,9 @@ def gain(
     subjects: Sequence[str],
     *,
     seed: int = 0,
-) -> dict[str, float]:
-    """How much larger the share of right answers is, paired by fact.
+) -> dict[str, float] | None:
+    """How much larger the share of right answers is, paired by fact; None if no fact
+    could be asked of both.
 
     The interval of 95% is of the bootstrap: subjects are drawn anew, and all of their
     facts with them, because facts of one subject have a context in common.
@@ -139,7 +154,11 @@ def gain(
             "shares, base and subjects must be of the same facts, at least one, got "
             f"{len(shares)}, {len(base)} and {len(subjects)}"
         )
-    _, groups = np.unique(np.asarray(subjects), return_inverse=True)
+    asked = np.isfinite(shares) & np.isfinite(base)
+    if not asked.any():
+        return None
+    shares, base = shares[asked], base[asked]
+    _, groups = np.unique(np.asarray(subjects)[asked], return_inverse=True)
     sums = np.bincount(groups, weights=shares - base)
     sizes = np.bincount(groups)
     drawn = np.random.default_rng(seed).multinomial(

@@ -91,12 +91,9 @@ def build(
         case "M+'s weights without the store":
             alone = variants.without_store(model)
             return Row(_without_store(alone), methods.LatentMemory(alone))
-        case "full, then truncated":
+        case "full attention":
             read = sizes.longest + question
-            return Row(
-                "full attention, then the last tokens that have a position",
-                text_methods.Full(backbone, chunk, read, question),
-            )
+            return Row(name, methods.Full(backbone, chunk, read, question))
         case "window, device" | "window, all":
             size = sizes.device if name == "window, device" else sizes.all
             label = f"window of {size - SINKS:,} tokens and {SINKS} sinks"

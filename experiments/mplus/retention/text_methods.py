@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.mplus.retention.methods import Reader, answer
+from experiments.mplus.retention.methods import answer
 from experiments.mplus.retention.variants import KeptBytes
 from memjax.checks import check_sizes
 from memjax.data import Tokenizer
@@ -64,48 +64,6 @@ class ReRead:
     def kept(self, injected):
         """The ids."""
         return _ids(min(injected, self.last))
-
-
-class Full:
-    """Full attention while its positions last, then the last tokens read again.
-
-    Args:
-        model: the backbone.
-        chunk: C.
-        tokens: the longest text with its question and answer; the model's positions
-            may be fewer.
-        question: tokens of question and answer, at most.
-    """
-
-    def __init__(self, model: LanguageModel, chunk: int, tokens: int, question: int):
-        self._longest = min(tokens, model.config.capacity or tokens)
-        self._room = self._longest - question
-        self._cached = Reader(with_capacity(model, self._longest), chunk)
-        self._reread = ReRead(model, chunk, self._room, question)
-
-    def start(self, batch):
-        """An empty cache, and no tokens."""
-        return self._cached.start(batch), 0, self._reread.start(batch)
-
-    def inject(self, memory, tokens):
-        """Reads the chunk if it has positions; keeps its text in any case."""
-        cache, length, text = memory
-        length += tokens.shape[1]
-        text = self._reread.inject(text, tokens)
-        cache = self._cached.inject(cache, tokens) if length <= self._room else None
-        return cache, length, text
-
-    def query(self, memory, prompt, count):
-        """Answers from the cache, or from the last tokens."""
-        cache, _, text = memory
-        if cache is None:
-            return self._reread.query(text, prompt, count)
-        return self._cached.query(cache, prompt, count)
-
-    def kept(self, injected):
-        """The cache, or the ids."""
-        fits = injected <= self._room
-        return (self._cached if fits else self._reread).kept(injected)
 
 
 class Retriever:

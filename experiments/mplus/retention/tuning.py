@@ -9,7 +9,7 @@ one training serves full attention, windows, SnapKV, text that is read again and
 Two learning rates are trained; the better one is chosen by the validation facts:
 
     python -m experiments.mplus.retention.knowledge_retention --tuned RUN \\
-        --split validation --samples 24 --after 0 4 --methods "full, then truncated"
+        --split validation --samples 24 --after 0 4 --methods "full attention"
 
 A call that was stopped is repeated and goes on from its newest checkpoint.
 """
