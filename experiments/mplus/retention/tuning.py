@@ -63,6 +63,7 @@ class Config:
         learning_rate: the highest; the rest of the schedule is the preset's.
         rank: of the adapters.
         alpha: their changes are scaled by alpha / rank.
+        updates: how many; 0 is as many as the preset's.
         seed: of the adapters and of the lessons.
         save_every: updates between checkpoints.
     """
@@ -73,6 +74,7 @@ class Config:
     learning_rate: float = 3e-4
     rank: int = 16
     alpha: float = 32.0
+    updates: int = 0
     seed: int = 42
     save_every: int = 40
 
@@ -80,6 +82,8 @@ class Config:
         require_known("preset", self.preset, tuple(presets()))
         check_positive(learning_rate=self.learning_rate, alpha=self.alpha)
         check_sizes(rank=self.rank, save_every=self.save_every)
+        if self.updates < 0:
+            raise ValueError(f"updates must be at least 0, got {self.updates}")
         check_seed(self.seed)
 
 
@@ -114,7 +118,7 @@ def main(config: Config) -> None:
         rank=config.rank,
         alpha=config.alpha,
         seed=config.seed,
-        updates=sum(stage.loop.steps for stage in stages),
+        updates=config.updates or sum(stage.loop.steps for stage in stages),
         backbone=Path(backbone.origin).name,
         backbone_digest=backbone.digest,
     )

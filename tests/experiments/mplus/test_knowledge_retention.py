@@ -4,8 +4,9 @@ import dataclasses
 import functools
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,16 @@ import pytest
 from experiments.mplus.retention import (
     knowledge_retention,
     methods,
+    models,
+    recorded,
     retention,
+    rows,
+    text_methods,
     variants,
 )
-from experiments.mplus.retention.samples import make_samples
+from experiments.mplus.retention.config import NAMES as METHODS
+from experiments.mplus.retention.config import SCALES, Config, Plain
+from experiments.mplus.retention.samples import make_samples, samples_of
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
@@ -70,10 +77,11 @@ def tiny_memory():
 class Notes:
     """Answers from the last tokens injected, if the question's sentence is there."""
 
-    longest = None
-
     def __init__(self, tokens):
         self.tokens = tokens
+
+    def kept(self, injected):
+        return variants.KeptBytes(0, min(injected, self.tokens))
 
     def start(self, batch):
         return [""] * batch
@@ -91,16 +99,19 @@ class Notes:
         return np.stack([BYTES.encode(answer) for answer in answers])
 
 
+SIZES: dict[str, Any] = dict(samples=4, batch=2, num_chunks=3, chunk=C, seed=0)
+
+
 def samples(**changes):
-    sizes: dict[str, Any] = dict(samples=4, batch=2, num_chunks=3, chunk=C, seed=0)
-    return make_samples(FACTS, PASSAGES, BYTES, **sizes | changes)
+    return make_samples(FACTS, PASSAGES, BYTES, **SIZES | changes)
 
 
-def inject_and_query(method, batches, after=(0, 1, 3), carry=False):
-    run = retention.inject_and_query(
+def marks(method, batches, after=(0, 1, 3), carry=False):
+    """Of each of `after` a string, with a mark for each fact."""
+    found = retention.query_batches(
         method, batches, BYTES, after=after, answer=N, carry=carry
     )
-    return list(run)
+    return ["".join(parts) for parts in zip(*found, strict=True)]
 
 
 def test_samples_are_context_other_text_and_question():
@@ -227,14 +238,9 @@ def test_facts_known_without_context_are_not_queried():
 
 
 def test_a_method_that_remembers_the_last_pieces_is_right_as_far():
-    for pieces, expected in ((1, [1, 0, 0]), (2, [1, 1, 0]), (4, [1, 1, 1])):
-        results = inject_and_query(Notes(pieces * C), samples())
-        assert len(results) == 4 * 3
-        for after, share in zip((0, 1, 3), expected, strict=True):
-            rows = [x for x in results if x.num_chunks == after]
-            found = retention.accuracy(rows)
-            assert found["accuracy"] == found["begins"] == share
-            assert found["questions"] == 4
+    for pieces, expected in ((1, "200"), (2, "220"), (4, "222")):
+        found = marks(Notes(pieces * C), samples())
+        assert found == [mark * 4 for mark in expected]
 
 
 def test_memory_goes_on_between_samples_only_if_it_is_carried():
@@ -252,26 +258,36 @@ def test_memory_goes_on_between_samples_only_if_it_is_carried():
     for carry, starts, last in ((False, 2, 2 * C), (True, 1, 4 * C)):
         lengths = []
         method = Counting(10_000)
-        inject_and_query(method, samples(), after=(1,), carry=carry)
+        marks(method, samples(), after=(1,), carry=carry)
         assert method.started == starts and lengths == [{2 * C}, {last}]
 
 
-def test_what_a_method_has_no_capacity_for_is_not_queried():
+def test_full_attention_is_not_asked_beyond_its_positions():
+    longest = 2 * C + 60
+    method = methods.Full(tiny_backbone(), C, longest, 60)
+    memory = method.start(1)
+    tokens = np.zeros((1, C), np.int32)
+    sizes = []
+    for read in (1, 2, 3):
+        memory = (None, memory[1] + C) if read > 2 else (memory[0], memory[1] + C)
+        sizes.append(method.kept(read * C).device)
+    assert method.query(memory, tokens, N) is None
+    # A slot a token, and never more than there is room for.
+    assert sizes[0] < sizes[1] == sizes[2]
+
     class Short(Notes):
-        longest = 2 * C + 47 + N
+        def query(self, memory, prompt, count):
+            known = len(memory[0]) <= 2 * C
+            return super().query(memory, prompt, count) if known else None
 
-        def inject(self, memory, tokens):
-            assert len(memory[0]) <= C
-            return super().inject(memory, tokens)
-
-    results = inject_and_query(Short(10_000), samples(), after=(1, 2))
-    texts = {
-        after: {x.text for x in results if x.num_chunks == after} for after in (1, 2)
-    }
-    assert None not in texts[1] and texts[2] == {None}
-    empty = retention.accuracy([x for x in results if x.num_chunks == 2])
-    assert empty["questions"] == 0 and math.isnan(empty["accuracy"])
-    assert (empty["low"], empty["high"]) == (0, 1)
+    assert marks(Short(10_000), samples(), after=(1, 2)) == ["2222", "----"]
+    shares = retention.right("2-1-0")
+    found = retention.accuracy(shares)
+    assert found["questions"] == 3 and found["accuracy"] == pytest.approx(2 / 3)
+    nothing = retention.accuracy(retention.right("--"))
+    assert nothing["questions"] == 0 and math.isnan(nothing["accuracy"])
+    assert (nothing["low"], nothing["high"]) == (0, 1)
+    assert retention.gain(shares, retention.right("-----"), list("abcde")) is None
 
 
 @pytest.mark.parametrize(
@@ -287,15 +303,47 @@ def test_intervals_are_wilsons(hits, count, low, high):
 
 
 def test_an_answer_counts_where_it_occurs():
-    texts = [" 037.\n", "no 037", "037", " 37", None]
-    results = [retention.QueryResult(FACTS[1], 0, text) for text in texts]
-    found = retention.accuracy(results)
-    assert found["questions"] == 4
-    assert found["accuracy"] == 3 / 4 and found["begins"] == 2 / 4
+    texts = [" 037.\n", "no 037", "037", " 37"]
+    assert "".join(retention.mark("037", text) for text in texts) == "2120"
+
+
+def test_a_gain_is_paired_by_fact_and_drawn_by_subject():
+    ours, other = retention.right("221100"), retention.right("210000")
+    each = retention.gain(ours, other, list("abcdef"))
+    assert each is not None and each["mean"] == pytest.approx(2 / 6)
+    # Both gains are of one subject: whether it is drawn is all that matters.
+    one = retention.gain(ours, other, ["a", "b", "c", "c", "d", "e"])
+    assert one is not None and one["mean"] == each["mean"]
+    assert one["high"] - one["low"] > each["high"] - each["low"]
+    # A draw in which no fact changes has no width.
+    same = retention.gain(ours, ours, list("abcdef"))
+    assert same == {"mean": 0, "low": 0, "high": 0}
+    with pytest.raises(ValueError, match="must be of the same facts"):
+        retention.gain(ours, other[:3], list("abcdef"))
+
+
+def test_facts_of_one_subject_return_once_all_others_were_drawn():
+    twice = [
+        fact._replace(question=f"{q}{fact.question}") for fact in FACTS for q in "ab"
+    ]
+    with pytest.raises(ValueError, match="samples must be at most 10 of these"):
+        make_samples(twice, PASSAGES, BYTES, **SIZES | {"samples": 12})
+    batches = make_samples(
+        twice, PASSAGES, BYTES, **SIZES | {"samples": 20}, apart=True
+    )
+    drawn = [fact for batch in batches for fact in batch.facts]
+    assert set(drawn) == set(twice)
+    assert len({fact.subject for fact in drawn[:10]}) == 10
+    sizes = {name: SIZES[name] for name in ("batch", "num_chunks", "chunk", "seed")}
+    for made, again in zip(
+        batches, samples_of(drawn, PASSAGES, BYTES, **sizes), strict=True
+    ):
+        jax.tree.map(np.testing.assert_array_equal, made[1:], again[1:])
+        assert made.facts == again.facts
 
 
 def test_bm25_puts_the_best_pieces_in_front_in_their_order():
-    method = methods.Retriever(tiny_backbone(), BYTES, C, 2)
+    method = text_methods.Retriever(tiny_backbone(), BYTES, C, 2)
     chunks = ["the cat sat", "Arda is old", "dogs run", "rivers: a river of Arda"]
     memory = method.start(1)
     for text in chunks:
@@ -309,22 +357,43 @@ def test_bm25_puts_the_best_pieces_in_front_in_their_order():
 
 @pytest.mark.slow
 def test_equal_methods_answer_alike():
-    """Where all that was injected is seen, a window and SnapKV are full attention."""
-    batches = samples(num_chunks=1)
+    """Where all that was injected is seen, every method is full attention."""
+    (batch,) = samples(samples=2, num_chunks=1)
     built = (
-        methods.full(tiny_backbone(), C, 400),
-        methods.window(tiny_backbone(), C, 400),
+        methods.Full(tiny_backbone(), C, 400, 60),
+        methods.window(tiny_backbone(), C, 396, 4),
         methods.snapkv(tiny_backbone(), C, 250, 60),
+        text_methods.ReRead(tiny_backbone(), C, 2 * C, 60),
         # The best two pieces of two are all of them.
-        methods.bm25(tiny_backbone(), BYTES, C, 2 * C, 60),
+        text_methods.bm25(tiny_backbone(), BYTES, C, 2, 60),
     )
-    answers = lambda method: [
-        x.text for x in inject_and_query(method, batches, after=(1,))
-    ]
+
+    def answers(method):
+        memory = method.start(2)
+        for chunk in (batch.context, batch.chunks[0]):
+            memory = method.inject(memory, chunk)
+        return method.query(memory, batch.prompts, N).tolist()
+
     texts = [answers(method) for method in built]
-    assert texts[0] == texts[1] == texts[2] == texts[3]
-    closed = methods.closed_book(tiny_backbone(), BYTES, 60)
+    assert all(text == texts[0] for text in texts)
+    closed = text_methods.closed_book(tiny_backbone(), BYTES, 60)
     assert answers(closed) != texts[0]
+    shorter = text_methods.ReRead(tiny_backbone(), C, C, 60)
+    assert answers(shorter) != texts[0]
+    kept = [method.kept(2 * C) for method in built]
+    assert [x.host for x in kept] == [0, 0, 0, 8 * C, 8 * C]
+    assert kept[0].device < kept[1].device
+
+
+def test_text_that_is_read_again_has_positions():
+    with pytest.raises(ValueError, match="last must be at most 340, .* got 341"):
+        text_methods.ReRead(tiny_backbone(), C, 341, 60)
+    method = text_methods.ReRead(tiny_backbone(), C, 5, 60)
+    memory = method.start(1)
+    for tokens in ([1, 2, 3], [4, 5, 6]):
+        memory = method.inject(memory, np.asarray([tokens], np.int32))
+    assert memory.tolist() == [[2, 3, 4, 5, 6]]
+    assert method.kept(2) == (0, 8) and method.kept(99) == (0, 20)
 
 
 @pytest.mark.slow
@@ -378,17 +447,21 @@ def test_a_store_can_be_larger_than_in_training():
 
 
 def test_every_method_can_be_built():
-    config = knowledge_retention.Config(samples=4, batch=2, after=(0, 2), chunk=C)
-    build = lambda name, config=config: knowledge_retention.build(
-        name, config, tiny_memory(), BYTES, 3 * C, 60
+    model = tiny_memory()
+    sized = functools.partial(rows.sizes, model, chunk=C, question=60, longest=3 * C)
+    sizes = sized(found=2)
+    kept = variants.kept_bytes(model)
+    assert sizes.device < sizes.all <= 400 and kept.total > kept.device
+    build = lambda name: rows.build(
+        name, model, tiny_backbone(), BYTES, sizes, variants.without_store(model)
     )
-    names = knowledge_retention.Config.methods
-    assert len(names) == 8
-    longest = {name: build(name).longest for name in names}
-    assert longest.pop("full") == 3 * C + 60 and set(longest.values()) == {None}
-    carried = dataclasses.replace(config, carry=True)
-    assert build("full", carried).longest == 6 * C + 60
-    assert build("full", dataclasses.replace(carried, samples=8)).longest == 400
+    labels = {build(name).label for name in METHODS}
+    # Sizes stand in the labels: no two rows are called alike.
+    assert len(labels) == len(METHODS)
+    assert f"window of {sizes.device - 4} tokens and 4 sinks" in labels
+    assert build("M+").method.kept(C) == kept
+    alone = build("M+'s weights without the store").method.kept(C)
+    assert alone.host == 0 and alone.device >= kept.device
 
 
 def test_fine_tuned_models_are_loaded(monkeypatch, tmp_path):
@@ -398,74 +471,91 @@ def test_fine_tuned_models_are_loaded(monkeypatch, tmp_path):
             model,
         )
     )
-    config = knowledge_retention.Config(model=tmp_path, memoryllm=tmp_path)
+    config = Config(model=tmp_path, memoryllm=tmp_path)
     monkeypatch.setattr(finetune, "load_model", stored("bytes", tiny_memory()))
-    model, tokenizer, trained = knowledge_retention.load(config)
+    model, tokenizer, trained = models.load(config)
     assert model is tiny_memory() and trained and tokenizer.digest == BYTES.digest
-    build = lambda: knowledge_retention.build(
-        "MemoryLLM", config, tiny_memory(), BYTES, 1, 1
-    )
-    built = build()
-    assert isinstance(built, methods.LatentMemory) and built.model is tiny_memory()
-    monkeypatch.setattr(finetune, "load_model", stored("bpe4k", tiny_memory()))
+    with pytest.raises(ValueError, match="must be a MemoryLLM, got an M"):
+        models.load_memoryllm(tmp_path, BYTES)
+    other = variants.without_store(tiny_memory())
+    monkeypatch.setattr(finetune, "load_model", stored("bytes", other))
+    assert models.load_memoryllm(tmp_path, BYTES) is other
+    monkeypatch.setattr(finetune, "load_model", stored("bpe4k", other))
     with pytest.raises(ValueError, match="memoryllm=.* must have the tokenizer"):
-        build()
+        models.load_memoryllm(tmp_path, BYTES)
     monkeypatch.setattr(finetune, "load_model", stored("bytes", tiny_backbone()))
     with pytest.raises(ValueError, match="model=.* must be a fine-tuned M"):
-        knowledge_retention.load(config)
+        models.load(config)
 
 
 def test_a_backbone_gets_an_untrained_memory(monkeypatch):
     found = SimpleNamespace(model=tiny_backbone(), tokenizer=BYTES)
     monkeypatch.setattr(finetune, "load_backbone", lambda path: found)
-    config = knowledge_retention.Config(backbone="somewhere")
-    model, _, trained = knowledge_retention.load(config)
+    model, _, trained = models.load(Config(backbone="somewhere"))
     assert not trained
-    assert model.config == knowledge_retention.SCALES["cpu"].memory
+    assert model.config == SCALES["cpu"].memory
 
 
-@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.slow
-def test_the_program_says_how_it_scored(known, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(
-        knowledge_retention, "load", lambda config: (tiny_memory(), BYTES, False)
-    )
+def test_the_program_goes_on_where_it_was(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(models, "load", lambda config: (tiny_memory(), BYTES, False))
     lines = [fact._asdict() for fact in FACTS]
     (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     texts = [{"text": passage.text} for group in PASSAGES for passage in group]
     (tmp_path / "passages.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    config = knowledge_retention.Config(
-        methods=("M+", "MemoryLLM", "closed book"),
+    config = Config(
+        methods=("M+", "closed book"),
         samples=4,
+        until=2,
         batch=2,
         after=(0, 2),
         chunk=C,
         answer=N,
-        window=3 * C,
-        known=known,
         facts=tmp_path / "facts.jsonl",
         passages=tmp_path / "passages.jsonl",
         output=tmp_path / "result",
     )
     knowledge_retention.main(config)
-    report = json.loads((tmp_path / "result.json").read_text())
-    assert report["distances"] == [0, 2 * C] and not report["trained"]
-    assert (
-        list(report["methods"]) == [*config.methods]
-        and report["window_tokens"] == 3 * C
+    read = lambda: json.loads((tmp_path / "result.json").read_text())
+    first = read()
+    assert first["distances"] == [0, 2 * C] and len(first["facts"]) == 4
+    assert [len(row["marks"][1]) for row in first["rows"].values()] == [2, 2]
+    queried = []
+    answered = methods.LatentMemory.query
+    monkeypatch.setattr(
+        methods.LatentMemory,
+        "query",
+        lambda self, memory, prompt, count: (
+            queried.append(1) or answered(self, memory, prompt, count)
+        ),
     )
-    for result in report["methods"].values():
-        for row in result["after"].values():
-            assert row["questions"] == 4 and 0 <= row["low"] <= row["high"] <= 1
-        kinds = [row["0"]["questions"] for row in result["by_kind"].values()]
-        assert sum(kinds) == 4
-    assert set(report["majority_exact"]) >= {"all"} and report["command"]
+    whole = dataclasses.replace(config, until=0)
+    knowledge_retention.main(whole)
+    # The second batch alone, at two distances.
+    assert len(queried) == 2
+    result = read()
+    assert list(result["rows"]) == ["M+", "closed book"]
+    for name, row in result["rows"].items():
+        assert [len(part) for part in row["marks"]] == [4, 4] and row["commits"]
+        assert row["marks"][0].startswith(first["rows"][name]["marks"][0])
+        assert not row["recipe"] and len(row["kept_bytes"]) == 2
+    assert result["rows"]["M+"]["memory"]["store"] == MEMORY.store
+    shown = recorded.by_method(result)
+    assert shown["closed book"]["gain"][0]["mean"] == pytest.approx(
+        shown["M+"]["after"][0]["accuracy"]
+        - shown["closed book"]["after"][0]["accuracy"]
+    )
+    assert shown["M+"]["gain"] == [None, None]
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
     assert "most frequent answer" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="answer=7 must be that of the rows in"):
+        knowledge_retention.main(dataclasses.replace(whole, answer=7))
+    with pytest.raises(ValueError, match="samples=2 must be the 4 of"):
+        knowledge_retention.main(dataclasses.replace(whole, samples=2))
 
 
 def test_books_are_cut_into_passages():
-    first, books = knowledge_retention.passages(knowledge_retention.Config())
+    first, books = models.passages(Config())
     assert len(first) == 282 and len(books) > 500
     assert all(passage.text and not passage.subject for passage in books)
 
@@ -477,9 +567,23 @@ def test_books_are_cut_into_passages():
         ({"samples": -1}, "samples must be at least 0, got -1"),
         ({"after": (2, 1)}, r"after must rise from 0 or more, got \(2, 1\)"),
         ({"after": (-1, 1)}, "after must rise from 0 or more"),
-        ({"methods": ()}, "methods must name at least one"),
+        ({"until": 6}, "until must be a multiple of batch=4, got 6"),
+        ({"methods": ("LRU",)}, "methods must be one of"),
+        ({"methods": ("MemoryLLM",)}, "memoryllm must be the folder"),
+        ({"methods": ("M+",), "tuned": Path("x")}, "with tuned adapters, got"),
+        ({"split": "train"}, "split must be one of"),
     ],
 )
 def test_bad_configs_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        knowledge_retention.Config(**options)
+        Config(**options)
+
+
+def test_methods_that_need_a_trained_model_wait_for_one():
+    plain = get_args(Plain)
+    assert Config().chosen == plain
+    assert Config(tuned=Path("t"), model=Path("m")).chosen == plain
+    trained = Config(model=Path("m"))
+    assert trained.chosen[0] == "M+" and "MemoryLLM" not in trained.chosen
+    both = Config(model=Path("m"), memoryllm=Path("n"))
+    assert set(both.chosen) == set(METHODS)
