@@ -5,6 +5,10 @@ from memjax.mechanisms.attention import attention as attention
 from memjax.mechanisms.base import Mechanism as Mechanism
 from memjax.mechanisms.base import MixerConfig as MixerConfig
 from memjax.mechanisms.base import reset as reset
+from memjax.mechanisms.beside import BesideConfig as BesideConfig
+from memjax.mechanisms.beside import beside as beside
+from memjax.mechanisms.cores.elastic import ElasticCoreConfig as ElasticCoreConfig
+from memjax.mechanisms.cores.infini import InfiniConfig as InfiniConfig
 from memjax.mechanisms.deltanet import DeltaNetConfig as DeltaNetConfig
 from memjax.mechanisms.deltanet import deltanet as deltanet
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig as ElasticMemoryConfig
