@@ -218,7 +218,8 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
     leaking = "M+, stage 3, LEAKING: scored tokens choose"
     assert report["leaking"][0] == leaking and len(report["leaking"]) == 2
     nats = {name: np.asarray(x) for name, x in report["nats_by_text"].items()}
-    alone, whole = nats["backbone, told nothing"], nats["backbone, full attention"]
+    alone = nats["backbone, told nothing"]
+    everything = nats["backbone, full attention"]
     window = nats["backbone, window of 252 tokens and 4 sinks"]
     # An adapter that has not been trained changes nothing, nor does an empty memory.
     np.testing.assert_allclose(nats["M+, untrained"][0], alone[0], atol=1e-5)
@@ -243,9 +244,9 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
         "MemoryLLM, stage 1",
     }
     # All bytes of what a model keeps, and a window that sees the whole text.
-    np.testing.assert_allclose(window, whole, atol=1e-5)
+    np.testing.assert_allclose(window, everything, atol=1e-5)
     again = nats["backbone, the last 32 tokens read again"]
-    np.testing.assert_allclose(again[:2], whole[:2], atol=1e-5)
+    np.testing.assert_allclose(again[:2], everything[:2], atol=1e-5)
     np.testing.assert_array_equal(again[2], again[1])
     kept = report["kept_bytes"]
     assert kept["M+, stage 3"]["host"] > 0 == kept["MemoryLLM, stage 2"]["host"]
