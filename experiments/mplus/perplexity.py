@@ -11,7 +11,7 @@ compares its three stages of training). Beside the trained models stand the untr
 M+ and the backbone: told nothing; with full attention; with a window and sinks of as
 many bytes as M+ keeps of the longest text, on device and host; and given the last
 tokens again, as many as M+ sees memory tokens. With `--tuned` the backbone has adapters
-that were trained on M+'s lessons (`retention/tuning.py`) and stands there twice.
+that were trained on M+'s lessons (`tuned/tuning.py`) and stands there twice.
 
 The prompt chooses the rows of the long-term store. In the published program the scored
 tokens take part in the choice; that variant is reported too, as "LEAKING".
@@ -41,8 +41,8 @@ from experiments.mplus.perplexity_rows import (
     with_memory,
 )
 from experiments.mplus.recipe import recipe
-from experiments.mplus.retention import tuning
 from experiments.mplus.scores import Excerpt
+from experiments.mplus.tuned import tuning
 from memjax.data import load_tokens
 from memjax.evaluation.drawing import source_of
 from memjax.evaluation.statistics import paired

@@ -10,9 +10,10 @@ import jax
 from experiments.common.results import RESULTS
 from experiments.hmt import scores as hmt_scores
 from experiments.mplus import scores
-from experiments.mplus.retention import methods, tuning, variants
+from experiments.mplus.retention import methods, variants
 from experiments.mplus.retention.rows import SINKS
 from experiments.mplus.scores import Models
+from experiments.mplus.tuned import tuning
 from memjax.checks import check_sizes
 from memjax.data import Split
 from memjax.models import LanguageModel
@@ -49,7 +50,7 @@ class Config:
         backbone: "smollm2", "tiny", which is trained here in a minute or two, or what
             `memjax finetune` takes; where there is a stage, its own counts.
         memory: sizes of the untrained ones, unless there is a stage 3.
-        tuned: folder of `experiments.mplus.retention.tuning`: the backbone's rows are
+        tuned: folder of `experiments.mplus.tuned.tuning`: the backbone's rows are
             there without its adapters and with them.
         told: numbers of chunks that are injected, rising from 0.
         chunk: tokens of a chunk, a multiple of the memories'; 0 is the longest of

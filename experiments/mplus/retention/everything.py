@@ -23,7 +23,7 @@ from experiments.common.results import RESULTS
 from experiments.mplus.retention import recorded
 from memjax.checks import check_positive, check_seed, check_sizes
 
-RETENTION = "experiments.mplus.retention"
+RETENTION, TUNING = "experiments.mplus.retention", "experiments.mplus.tuned.tuning"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def trainings(config: Config, seed: int, folders: Folders) -> list[list[str]]:
     for rate, folder in zip(config.learning_rates, folders.tuned, strict=True):
         found.append(
             [
-                f"{RETENTION}.tuning",
+                TUNING,
                 f"--run-dir={folder}",
                 f"--learning-rate={rate:g}",
                 f"--seed={seed}",

@@ -12,7 +12,7 @@ greedy decoding. The other text names neither the fact's answer nor its country.
 
 M+ and MemoryLLM are compared with the same backbone without them, at sizes that count
 what is kept between tokens on device and host (`rows.py`). With `--tuned` the backbone
-has adapters that were trained on the lessons that M+ was trained on (`tuning.py`).
+has adapters that were trained on the lessons that M+ was trained on (`mplus/tuned`).
 
 Rows are added to the result file one by one, four facts at a time: stopped, the same
 call goes on where it was.
@@ -38,10 +38,10 @@ from experiments.mplus.retention import (
     retention,
     rows,
     text_methods,
-    tuning,
 )
 from experiments.mplus.retention.config import Config, Memory, Name
 from experiments.mplus.retention.samples import Samples, make_samples, samples_of
+from experiments.mplus.tuned import tuning
 from memjax.data import Question, Tokenizer
 from memjax.evaluation import plots
 from memjax.evaluation.drawing import source_of

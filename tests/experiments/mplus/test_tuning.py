@@ -13,9 +13,10 @@ import pytest
 import tyro
 
 from experiments.mplus import recipe
-from experiments.mplus.retention import everything, tuning
+from experiments.mplus.retention import everything
 from experiments.mplus.retention.config import Config as RetentionConfig
-from experiments.mplus.retention.lessons import Lessons, as_text
+from experiments.mplus.tuned import tuning
+from experiments.mplus.tuned.lessons import Lessons, as_text
 from memjax.data import TokenisedDocument, load_tokenizer
 from memjax.data.mplus_tasks.task_batches import TaskBatches
 from memjax.data.mplus_tasks.tasks import MPlusTaskConfig, Target, TaskBatch

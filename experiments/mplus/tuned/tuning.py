@@ -1,6 +1,6 @@
 """Trains adapters of a backbone without a memory on the lessons that M+ is trained on.
 
-    python -m experiments.mplus.retention.tuning --run-dir RUN --learning-rate 3e-4
+    python -m experiments.mplus.tuned.tuning --run-dir RUN --learning-rate 3e-4
     python -m experiments.mplus.retention.knowledge_retention --tuned RUN
 
 As many updates, of the same texts in the same order (`lessons.py`), with LoRA of M+'s
@@ -24,7 +24,7 @@ import tyro
 from flax import nnx
 
 from experiments.common import pretrained
-from experiments.mplus.retention.lessons import Lessons
+from experiments.mplus.tuned.lessons import Lessons
 from memjax.checks import check_positive, check_seed, check_sizes, require_known
 from memjax.config_io import to_record
 from memjax.data import Tokenizer, load_tokens
