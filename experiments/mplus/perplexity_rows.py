@@ -261,4 +261,5 @@ def plain(
 def _reader(model: LanguageModel, chunk: int, last: int) -> Row:
     """A row that reads the last tokens before the prompt."""
     reader = methods.Reader(model, chunk)
-    return Row(model, reader, last=last, kept=reader.kept(max(last, 1)))
+    kept = reader.kept(last) if last else variants.KeptBytes(0, 0)
+    return Row(model, reader, last=last, kept=kept)

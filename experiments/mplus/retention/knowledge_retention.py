@@ -180,8 +180,8 @@ def test(
     before = file.row(key)
     marks, seconds = [""] * len(config.scale.after), 0.0
     if before is not None:
-        same = ("label", "kept_bytes", "recipe")
-        if [before[part] for part in same] != [row[part] for part in same]:
+        same = ("label", "kept_bytes", "recipe", "memory", "retriever")
+        if [before.get(part) for part in same] != [row[part] for part in same]:
             raise ValueError(f"{key!r} in {config.output}.json is of another model")
         marks, seconds = before["marks"], before["seconds"]
     # A memory that is carried on cannot be taken up in the middle.
@@ -227,6 +227,7 @@ def describe(
         "recipe": stages,
         "kept_bytes": [found.method.kept(tokens)._asdict() for tokens in injected],
         "memory": None if memory is None else dataclasses.asdict(memory),
+        "retriever": config.retriever.name if memory and config.retriever else None,
     }
 
 

@@ -251,6 +251,7 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
     kept = report["kept_bytes"]
     assert kept["M+, stage 3"]["host"] > 0 == kept["MemoryLLM, stage 2"]["host"]
     assert kept["backbone, the last 32 tokens read again"] == dict(device=0, host=128)
+    assert kept["backbone, told nothing"] == dict(device=0, host=0)
     assert report["recipes"] == {}
     by_window = saved["M+, stage 3"]["backbone, full attention"][2]
     expected = (window - nats["M+, stage 3"])[2].mean()
