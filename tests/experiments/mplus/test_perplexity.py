@@ -253,9 +253,9 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
     assert kept["backbone, the last 32 tokens read again"] == dict(device=0, host=128)
     assert kept["backbone, told nothing"] == dict(device=0, host=0)
     assert report["recipes"] == {}
-    by_window = saved["M+, stage 3"]["backbone, full attention"][2]
-    expected = (window - nats["M+, stage 3"])[2].mean()
-    assert by_window["mean"] == pytest.approx(expected)
+    by_full = saved["M+, stage 3"]["backbone, full attention"][2]
+    expected = (everything - nats["M+, stage 3"])[2].mean()
+    assert by_full["mean"] == pytest.approx(expected)
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
     assert "LEAKING" in capsys.readouterr().out
 
