@@ -33,6 +33,7 @@ from experiments.common.results import settings, show
 from experiments.hmt import qa
 from experiments.mplus.recipe import recipe
 from experiments.mplus.retention import (
+    methods,
     models,
     recorded,
     retention,
@@ -76,8 +77,10 @@ def main(config: Config) -> None:
     file = recorded.ResultFile(config.output, settings(config))
     setting = prepare(config, file)
     for name in config.chosen:
-        result = test(name, config, setting, file)
-        plot(result, Path(f"{config.output}.png"))
+        test(name, config, setting, file)
+    result = file.read()
+    assert result is not None
+    plot(result, Path(f"{config.output}.png"))
     shown = recorded.by_method(result)
     columns = [f"{distance:,}" for distance in result["distances"]]
     shares = {
@@ -165,8 +168,8 @@ def draw(
 
 def test(
     name: Name, config: Config, setting: Setting, file: recorded.ResultFile
-) -> dict[str, Any]:
-    """Asks one method what it was not asked yet; returns the result file."""
+) -> None:
+    """Asks one method what it was not asked yet, and puts it into the file."""
     found = rows.build(
         name,
         setting.model,
@@ -187,7 +190,7 @@ def test(
     # A memory that is carried on cannot be taken up in the middle.
     done = 0 if config.carry else len(marks[0]) // config.batch
     marks = [part[: done * config.batch] for part in marks]
-    result = file.write_row(key, row | {"marks": marks, "seconds": seconds})
+    file.write_row(key, row | {"marks": marks, "seconds": seconds})
     began = time.monotonic() - seconds
     for more in retention.query_batches(
         found.method,
@@ -199,12 +202,11 @@ def test(
     ):
         marks = [old + new for old, new in zip(marks, more, strict=True)]
         spent = time.monotonic() - began
-        result = file.write_row(key, row | {"marks": marks, "seconds": spent})
+        file.write_row(key, row | {"marks": marks, "seconds": spent})
         found_right = (retention.accuracy(retention.right(part)) for part in marks)
         shares = " ".join(f"{x['accuracy']:.2f}" for x in found_right)
         print(f"{key}: {shares} of {len(marks[0])} ({spent:.0f} s)", flush=True)
     jax.clear_caches()
-    return result
 
 
 def describe(
@@ -216,7 +218,8 @@ def describe(
     own = config.memoryllm if name == "MemoryLLM" else config.model
     trained = own is not None and name in get_args(Memory)
     stages = recipe(own) if trained and own is not None else []
-    memory = found.method.model.config if name in get_args(Memory) else None
+    latent = isinstance(found.method, methods.LatentMemory)
+    memory = found.method.model.config if latent else None
     if config.tuned is not None:
         stages = tuning.recipe(config.tuned)
     return {

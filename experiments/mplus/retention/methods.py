@@ -49,7 +49,7 @@ class Reader:
         return KeptBytes(tree_bytes(state), 0)
 
 
-class Full(Reader):
+class Full:
     """Full attention while the model's positions last; then it cannot be asked.
 
     Args:
@@ -61,29 +61,29 @@ class Full(Reader):
 
     def __init__(self, model: LanguageModel, chunk: int, tokens: int, question: int):
         longest = min(tokens, model.config.capacity or tokens)
-        super().__init__(with_capacity(model, longest), chunk)
+        self._reader = Reader(with_capacity(model, longest), chunk)
         self._room = longest - question
 
     def start(self, batch):
         """An empty cache, and the number of its tokens."""
-        return super().start(batch), 0
+        return self._reader.start(batch), 0
 
     def inject(self, memory, tokens):
         """Reads the chunk if it has positions."""
         cache, length = memory[0], memory[1] + tokens.shape[1]
         if length <= self._room:
-            return super().inject(cache, tokens), length
+            return self._reader.inject(cache, tokens), length
         return None, length
 
     def query(self, memory, prompt, count):
         """Answers from the cache; None where it could not be kept."""
         if memory[0] is None:
             return None
-        return super().query(memory[0], prompt, count)
+        return self._reader.query(memory[0], prompt, count)
 
     def kept(self, injected):
         """The cache, as long as it can be."""
-        return super().kept(min(injected, self._room))
+        return self._reader.kept(min(injected, self._room))
 
 
 class LatentMemory:

@@ -94,8 +94,8 @@ class ResultFile:
         found = self.read()
         return None if found is None else found["rows"].get(name)
 
-    def write_row(self, name: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Puts a row into the file, with the commit and the date; returns all of it."""
+    def write_row(self, name: str, row: Mapping[str, Any]) -> None:
+        """Puts a row into the file, with the commit and the date."""
         with self._locked():
             found = self.read()
             assert found is not None
@@ -111,10 +111,10 @@ class ResultFile:
                 "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
             }
             keep = ("facts", "distances", "majority_exact", "rows")
-            return self._write({part: found[part] for part in keep})
+            self._write({part: found[part] for part in keep})
 
-    def _write(self, contents: Mapping[str, Any]) -> dict[str, Any]:
-        return write_report(self._output, QUESTION, self._settings, contents)
+    def _write(self, contents: Mapping[str, Any]) -> None:
+        write_report(self._output, QUESTION, self._settings, contents)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -96,10 +96,9 @@ def make_samples(
             f"samples must be at most {len(full) * batch} of these facts, in batches "
             f"of {batch} with questions of one length, got {samples}"
         )
-    lay_out = functools.partial(
-        _batch, passages=passages, encode=encode, sizes=(num_chunks, chunk), seed=seed
-    )
-    return [lay_out([fact for fact, _ in group]) for group in full]
+    groups = [[fact for fact, _ in group] for group in full]
+    sizes = num_chunks, chunk
+    return [_batch(group, passages, encode, sizes, seed) for group in groups]
 
 
 def samples_of(

@@ -48,7 +48,7 @@ class Notes:
         rows = zip(memory, tokens, strict=True)
         return [(old + BYTES.decode(new))[-self.tokens :] for old, new in rows]
 
-    def query(self, memory, prompt, count):
+    def query(self, memory, prompt, count) -> Any:
         answers = []
         for text, question in zip(memory, map(BYTES.decode, prompt), strict=True):
             sentence = question.split("Answer: ")[1]

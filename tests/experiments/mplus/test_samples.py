@@ -144,11 +144,10 @@ def test_facts_of_one_subject_return_once_all_others_were_drawn():
     twice = [
         fact._replace(question=f"{q}{fact.question}") for fact in FACTS for q in "ab"
     ]
+    make = lambda **sizes: make_samples(twice, PASSAGES, BYTES, **sizes)
     with pytest.raises(ValueError, match="samples must be at most 10 of these"):
-        make_samples(twice, PASSAGES, BYTES, **SIZES | {"samples": 12})
-    batches = make_samples(
-        twice, PASSAGES, BYTES, **SIZES | {"samples": 20}, apart=True
-    )
+        make(**SIZES | {"samples": 12})
+    batches = make(**SIZES | {"samples": 20, "apart": True})
     drawn = [fact for batch in batches for fact in batch.facts]
     assert set(drawn) == set(twice)
     assert len({fact.subject for fact in drawn[:10]}) == 10
