@@ -218,8 +218,9 @@ def describe(
     own = config.memoryllm if name == "MemoryLLM" else config.model
     trained = own is not None and name in get_args(Memory)
     stages = recipe(own) if trained and own is not None else []
-    latent = isinstance(found.method, methods.LatentMemory)
-    memory = found.method.model.config if latent else None
+    method = found.method
+    latent = isinstance(method, methods.LatentMemory)
+    memory = method.model.config if latent else None
     if config.tuned is not None:
         stages = tuning.recipe(config.tuned)
     return {
@@ -228,7 +229,7 @@ def describe(
         "tuned": config.tuned is not None,
         "seed": stages[-1]["seed"] if stages else None,
         "recipe": stages,
-        "kept_bytes": [found.method.kept(tokens)._asdict() for tokens in injected],
+        "kept_bytes": [method.kept(tokens)._asdict() for tokens in injected],
         "memory": None if memory is None else dataclasses.asdict(memory),
         "retriever": config.retriever.name if memory and config.retriever else None,
     }

@@ -148,7 +148,10 @@ def _in_rounds(facts: Sequence[Question], seed: int) -> list[Question]:
 
 def _batch(facts, passages, encode, sizes, seed) -> Samples:
     """A batch of these facts, and what is injected with each."""
-    sequences = [_sequence(fact, passages, encode, *sizes, seed) for fact in facts]
+    num_chunks, chunk = sizes
+    sequences = [
+        _sequence(fact, passages, encode, num_chunks, chunk, seed) for fact in facts
+    ]
     context, answers, chunks = zip(*sequences, strict=True)
     return Samples(
         list(facts),

@@ -31,7 +31,7 @@ from memjax.training.finetune.stage import SampleConfig
 BYTES = load_tokenizer("bytes")
 C, T = 8, 6
 MEMORY = MPlusConfig(
-    tokens=4, pool=8, chunk=C, least_chunk=4, retrieved=4, store=16, rank=2
+    tokens=4, pool=16, chunk=C, least_chunk=4, retrieved=4, store=16, rank=2
 )
 TASKS = MPlusTaskConfig(
     full_context=0.0,
