@@ -12,7 +12,9 @@ def retention() -> Table:
     """Right answers by distance, with all bytes that are kept."""
     result = load("mplus/retention")
     asked, distances = len(result["facts"]), result["distances"]
-    rows, notes = [], []
+    found = result["rows"].values()
+    measured = {f"{row['date']} in {x}" for row in found for x in row["commits"]}
+    rows, notes = [], [f"rows measured {', '.join(sorted(measured))}"]
     for method in by_method(result).values():
         count = max(row["questions"] for row in method["after"])
         if not count:
@@ -56,8 +58,9 @@ def _without_empty(table: Table) -> Table:
     return table._replace(header=take(table.header), rows=[*map(take, table.rows)])
 
 
-#: Bytes of a row of the store on the host, in all layers of SmolLM2-135M in float32.
-_STORE_ROW = 30 * 576 * 4
+#: Bytes in all layers of SmolLM2-135M in float32: of a row of the store, which lies on
+#: the host; of a token's keys and values.
+_STORE_ROW, _KEYS_AND_VALUES = 30 * 576 * 4, 30 * 2 * 3 * 64 * 4
 #: What the rows of these files are: the window has no sinks, and MemoryLLM has M+'s
 #: weights, which were trained with a store.
 _OLD_ROWS = {
@@ -73,13 +76,18 @@ def _sixteen_facts(name: str, labels: dict[str, str]) -> Table:
     result = load(name)
     sizes, device = result["memory"], result["device_bytes"]
     everything = device + sizes["store"] * _STORE_ROW
-    bytes_of = {"M+": everything, "M+ (attention)": everything, "MemoryLLM": device}
+    # Attention searches a store of other arrays, whose size was not recorded.
+    bytes_of = {"M+": everything, "MemoryLLM": device}
     bytes_of |= {"window": device, "SnapKV": device}
+    # What was read before the last question that had positions, and all text.
+    bytes_of["full"] = (4_096 + result["config"]["chunk"]) * _KEYS_AND_VALUES
+    bytes_of["BM25"] = 4 * (result["distances"][-1] + result["config"]["chunk"])
+    bytes_of["closed book"] = 0
     rows = []
     for method, found in result["methods"].items():
         cells = [_share(row) for row in found["after"].values()]
         kept = bytes_of.get(method)
-        size = number(None if kept is None else kept / 1e6, 0)
+        size = "" if kept is None else number(kept / 1e6, 2 if kept < 1e6 else 0)
         rows.append([labels.get(method, method), size, *cells])
     columns = [f"after {thousands(n)} tokens" for n in result["distances"]]
     note = "recipe and seed were not recorded"
