@@ -147,8 +147,8 @@ def start(
     config: BesideConfig, params: BesideParams, moments: Moments, longest: int
 ) -> BesideParams:
     """The parameters of one layer, what is new in them started by its moments."""
-    window = config.window
-    half_lives = np.geomspace(window.window, max(longest, window.window), 64)
+    window = config.window.window
+    half_lives = (window, max(longest, window))
     return params._replace(
         features=start_features(config, params.features, moments),
         memory=start_gates(config, params.memory, moments, half_lives),
@@ -225,7 +225,7 @@ def start_gates(
     config: BesideConfig,
     params: PyTree,
     moments: Moments,
-    half_lives: Float[np.ndarray, " n"],
+    half_lives: tuple[float, float],
 ) -> PyTree:
     """A memory's parameters, whose gates see channels of mean 0 and variance 1.
 
@@ -233,8 +233,7 @@ def start_gates(
         config: of the layer.
         params: of its memory.
         moments: of the layer.
-        half_lives: of gates that forget, shortest first; as many as are needed are
-            taken at even distances.
+        half_lives: the shortest and the longest of gates that forget.
     """
     covariance = _shrunk(moments.covariance)
     scale = np.sqrt(np.diag(covariance))
@@ -242,23 +241,30 @@ def start_gates(
     constant = np.linalg.solve(covariance, moments.mean)
     constant = constant / max(moments.mean @ constant, 1e-12)
 
-    def normalized(axes, leaf):
+    named = {
+        jax.tree_util.keystr(path): axes
+        for path, axes in jax.tree_util.tree_leaves_with_path(
+            config.memory.core_axes(), is_leaf=lambda node: type(node) is tuple
+        )
+    }
+
+    def normalized(path, leaf):
         # Weights of a gate are those whose first axis is the tokens'.
-        if axes[:1] != ("model",):
+        if named[jax.tree_util.keystr(path)][:1] != ("model",):
             return leaf
-        weight = np.asarray(leaf, np.float64) / scale.reshape(-1, *[1] * (leaf.ndim - 1))
+        weight = np.asarray(leaf, np.float64) / scale.reshape(
+            -1, *[1] * (leaf.ndim - 1)
+        )
         of_mean = np.tensordot(moments.mean, weight, 1)
         weight -= np.multiply.outer(constant, of_mean)
         return jnp.asarray(weight, jnp.float32)
 
-    named = config.memory.core_axes()
-    is_axes = lambda node: type(node) is tuple
-    params = jax.tree.map(normalized, named, params, is_leaf=is_axes)
+    params = jax.tree_util.tree_map_with_path(normalized, params)
     return slow(params, jnp.asarray(constant, jnp.float32), half_lives)
 
 
 def slow(
-    params: PyTree, constant: Float[Array, " X"], half_lives: Float[np.ndarray, " n"]
+    params: PyTree, constant: Float[Array, " X"], half_lives: tuple[float, float]
 ) -> PyTree:
     """The parameters, with gates that forget at these half-lives.
 
@@ -294,16 +300,11 @@ def slow(
 def _slow_decay(params: DecayParams, half_lives) -> DecayParams:
     """exp(g) = exp(-rate Δ), with a Δ about 1, by which Mamba-2 writes."""
     pace = params.pace._replace(bias=jnp.full_like(params.pace.bias, np.log(np.e - 1)))
-    rate = np.log(2) / _spread(half_lives, len(params.log_rate))
+    rate = np.log(2) / np.geomspace(*half_lives, len(params.log_rate))
     return DecayParams(pace, jnp.asarray(np.log(rate), jnp.float32))
 
 
 def _logits(half_lives, count, damping=1.0):
     """z with sigmoid(z)^(1 / damping) = 2^(-1 / half-life)."""
-    rate = damping * np.log(2) / _spread(half_lives, count)
+    rate = damping * np.log(2) / np.geomspace(*half_lives, count)
     return jnp.asarray(-np.log(np.expm1(rate)), jnp.float32)
-
-
-def _spread(half_lives, count):
-    """So many of the half-lives, the first and the last among them."""
-    return half_lives[np.linspace(0, len(half_lives) - 1, count).round().astype(int)]

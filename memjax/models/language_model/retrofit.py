@@ -243,7 +243,9 @@ def _elastic(
                 f"memory must have the layer's heads, {heads_of(heads)}, got {memory}"
             )
         if memory.block != window:
-            raise ValueError(f"memory.block must be window={window}, got {memory.block}")
+            raise ValueError(
+                f"memory.block must be window={window}, got {memory.block}"
+            )
         return memory
     if memory != ELASTIC:
         raise ValueError(

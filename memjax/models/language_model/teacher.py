@@ -42,7 +42,7 @@ def teach(
         layers: numbers of layers.
     """
     found: dict[int, Taught] = {}
-    h = model.embed(tokens)
+    h = model.enter(model.embed(tokens))
     for i in range(max(layers) + 1):
         block, mechanism = model.blocks[i], build_once(teacher.layers[i])
 

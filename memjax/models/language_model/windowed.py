@@ -42,9 +42,7 @@ def with_window(model: LanguageModel, window: int, sinks: int = 0) -> LanguageMo
     return with_config(model, mixers=tuple(windows))
 
 
-def limited(
-    mixer: PlainAttention, window: int, sinks: int
-) -> SlidingWindowConfig:
+def limited(mixer: PlainAttention, window: int, sinks: int) -> SlidingWindowConfig:
     """An attention layer that sees the last `window` tokens and the sinks."""
     return SlidingWindowConfig(**vars(heads_of(mixer)), window=window, sinks=sinks)
 
