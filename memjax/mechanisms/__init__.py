@@ -9,6 +9,7 @@ from memjax.mechanisms.beside import BesideConfig as BesideConfig
 from memjax.mechanisms.beside import beside as beside
 from memjax.mechanisms.deltanet import DeltaNetConfig as DeltaNetConfig
 from memjax.mechanisms.deltanet import deltanet as deltanet
+from memjax.mechanisms.elastic_core import ElasticCoreConfig as ElasticCoreConfig
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig as ElasticMemoryConfig
 from memjax.mechanisms.elastic_memory import elastic_memory as elastic_memory
 from memjax.mechanisms.gated_deltanet import GatedDeltaNetConfig as GatedDeltaNetConfig

@@ -30,6 +30,7 @@ from memjax.config_io import TYPES
 from memjax.mechanisms import sliding_window
 from memjax.mechanisms.base import Mechanism, axes, check_input
 from memjax.mechanisms.deltanet import DeltaNetConfig
+from memjax.mechanisms.elastic_core import ElasticCoreConfig
 from memjax.mechanisms.gated_deltanet import GatedDeltaNetConfig
 from memjax.mechanisms.gla import GLAConfig
 from memjax.mechanisms.gsa import ABCConfig, GSAConfig
@@ -48,6 +49,7 @@ from memjax.mechanisms.ttt_linear import TTTLinearConfig
 MEMORIES = (
     ABCConfig,
     DeltaNetConfig,
+    ElasticCoreConfig,
     GatedDeltaNetConfig,
     GLAConfig,
     GSAConfig,
@@ -67,8 +69,9 @@ class BesideConfig:
     Attributes:
         window: the attention layer, its window and its sinks.
         memory: as many heads as queries have. Its `model_dim`, the width that its
-            gates read, is that of all keys and values of a token, 2 G K. Infini's
-            memory reads the heads as they are: its sizes are theirs.
+            gates read, is that of all keys and values of a token, 2 G K. The
+            memories of Infini and Elastic read the heads as they are: their sizes
+            are those of the heads.
     """
 
     window: SlidingWindowConfig

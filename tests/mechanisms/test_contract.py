@@ -15,6 +15,7 @@ from memjax.mechanisms import (
     AttentionConfig,
     BesideConfig,
     DeltaNetConfig,
+    ElasticCoreConfig,
     ElasticMemoryConfig,
     GatedDeltaNetConfig,
     GLAConfig,
@@ -53,6 +54,9 @@ CONFIGS: dict[str, MixerConfig] = {
     "sliding_window_sinks": WINDOW,
     "beside_trellis": BesideConfig(
         WINDOW, TrellisConfig(**MEMORY, slots=5, chunk_size=4)
+    ),
+    "beside_elastic": BesideConfig(
+        WINDOW, ElasticCoreConfig(4, 2, 4, order=6, block=3)
     ),
     "beside_infini": BesideConfig(WINDOW, InfiniConfig(4, 2, 4, 4)),
     "linear_attention": LinearAttentionConfig(**BLOCK),
