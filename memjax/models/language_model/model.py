@@ -40,6 +40,11 @@ from memjax.nnx.params import as_arrays, as_params, params_key
 # row have taken one.
 State = tuple[PyTree, ...]
 LAYER_INPUT = "layer_input"
+# By `ModelConfig.remat_saves`. Scores of attention are products without weights.
+SAVED = {
+    "input": None,
+    "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
 
 
 class LanguageModel(nnx.Module):
@@ -331,8 +336,8 @@ class LanguageModel(nnx.Module):
             )
             if config.remat:
                 # The backward pass keeps the input of each layer, and computes a layer
-                # at a time again.
-                layer = jax.checkpoint(layer)
+                # at a time again, but for what is saved.
+                layer = jax.checkpoint(layer, policy=SAVED[config.remat_saves])
             parameters = block.parameters()
             # Named, so that a memory around this model can offload it: see `remat`.
             h = checkpoint_name(h, LAYER_INPUT)
