@@ -137,13 +137,6 @@ class RetrofitSettings:
         """Tokens of the shortest document that is read."""
         return shortest(self.data.mode, self.context_length)
 
-    @property
-    def memory_name(self) -> str:
-        """The model's memory, for messages."""
-        if self.memory == "none":
-            return f"windows of {self.window} with {self.sinks} sinks"
-        return f"{self.memory} {self.placement} windows of {self.window}"
-
     def batches(
         self,
         documents: list[TokenisedDocument],
@@ -154,28 +147,22 @@ class RetrofitSettings:
         shard_count: int = 1,
     ) -> BatchIterator:
         """Samples of `context_length` tokens; a host's rows of each batch."""
-        return make_batches(
-            self.data.mode,
-            documents,
-            self.context_length,
-            self.data.batch_size,
-            self.seed,
-            vocab_size,
-            shard_index=shard_index,
-            shard_count=shard_count,
-        )
+        hosts = {"shard_index": shard_index, "shard_count": shard_count}
+        return self._samples(documents, self.data.batch_size, vocab_size, **hosts)
 
     def texts(
         self, documents: list[TokenisedDocument], vocab_size: int, count: int
     ) -> Int[np.ndarray, "R T"]:
         """The first samples of the training, each with the token behind it."""
-        one = dataclasses.replace(self.data, batch_size=1)
-        batches = dataclasses.replace(self, data=one).batches(
-            documents, cast(Tokenizer, None), vocab_size
-        )
-        drawn = (next(batches) for _ in range(count))
-        return np.concatenate(
-            [np.concatenate([b.tokens, b.targets[:, -1:]], axis=1) for b in drawn]
+        samples = self._samples(documents, 1, vocab_size, shard_index=0, shard_count=1)
+        drawn = (next(samples) for _ in range(count))
+        whole = [np.concatenate([b.tokens, b.targets[:, -1:]], axis=1) for b in drawn]
+        return np.concatenate(whole)
+
+    def _samples(self, documents, rows, vocab_size, **hosts):
+        mode, length = self.data.mode, self.context_length
+        return make_batches(
+            mode, documents, length, rows, self.seed, vocab_size, **hosts
         )
 
 
@@ -208,6 +195,15 @@ class RetrofitStage(RetrofitSettings):
             raise ValueError(
                 "optimizer.decay_vectors must be False: the gate has no decay"
             )
+
+    @property
+    def memory_name(self) -> str:
+        """The model's memory, for messages."""
+        if self.memory == "none":
+            return f"windows of {self.window} with {self.sinks} sinks"
+        layers = ", ".join(map(str, self.layers))
+        where = f"windows of {self.window} in layers {layers}"
+        return f"{self.memory} {self.placement} {where}"
 
     def stages(self) -> tuple[tuple[str, "RetrofitStage"], ...]:
         """This stage alone, in the run's own folder."""

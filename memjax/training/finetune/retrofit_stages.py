@@ -19,6 +19,8 @@ from memjax.training.config import LoopConfig
 from memjax.training.finetune.retrofit_stage import RetrofitSettings, RetrofitStage
 from memjax.training.finetune.start import load_backbone
 from memjax.training.optimizer import OptimizerConfig
+from memjax.training.reporting import print_line
+from memjax.training.resume import require_same_config
 
 #: In the folder of a run: the layers that were chosen, and what was measured for it.
 LAYERS_FILE = "layers.json"
@@ -105,26 +107,39 @@ def with_layers(
         progress: called with layers measured, and all of them.
 
     Raises:
-        ValueError: see `layer_sensitivity` and `most_sensitive`.
+        ValueError: see `layer_sensitivity` and `most_sensitive`; or the folder's layers
+            were chosen with other settings.
     """
     if config.layers != "auto":
         return config
     check_path("run_dir", run_dir)
     model, stored, digest, _ = load_backbone(backbone)
     file, settings = run_dir / LAYERS_FILE, _settings(config, digest)
-    if file.is_file() and (found := read_json(file))["settings"] == settings:
-        return dataclasses.replace(config, layers=tuple(found["layers"]))
+    if file.is_file():
+        found = read_json(file)
+        # Before minutes are spent on what the run in this folder would refuse.
+        require_same_config(found["settings"], settings, (), str(file))
+        return dataclasses.replace(config, layers=_said(found))
     data = config.data
     documents = load_tokens(data.source, stored.tokenizer, "train", data.cache_dir)
     texts = config.texts(documents, model.vocab_size, config.choose_texts)
     rises = layer_sensitivity(model, texts, config.window, config.sinks, progress)
     layers = most_sensitive(rises.tolist(), config.count)
+    measured = [None if np.isnan(rise) else float(rise) for rise in rises]
+    record = {"layers": layers, "rises": measured, "settings": settings}
     if jax.process_index() == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
-        measured = [None if np.isnan(rise) else float(rise) for rise in rises]
-        record = {"layers": layers, "rises": measured, "settings": settings}
         write_atomically(file, json.dumps(record, indent=1))
-    return dataclasses.replace(config, layers=layers)
+    return dataclasses.replace(config, layers=_said(record))
+
+
+def _said(record: dict[str, Any]) -> tuple[int, ...]:
+    """The layers of a record, which are printed with what was measured."""
+    layers, rises = tuple(record["layers"]), record["rises"]
+    if jax.process_index() == 0:
+        measured = ", ".join(f"{layer} ({rises[layer]:+.3f})" for layer in layers)
+        print_line(f"{'layers':<11} {measured} nats a token, each windowed alone")
+    return layers
 
 
 def _settings(config: RetrofitStages, digest: str) -> dict[str, Any]:

@@ -124,7 +124,12 @@ def test_the_same_command_goes_on_from_the_layers_that_were_chosen(trained, caps
     with pytest.raises(SystemExit) as stop:
         cli.main(command)
     assert stop.value.code == 0 and file.stat().st_mtime_ns == before
-    assert "layers      0;" in capsys.readouterr().out
+    assert "layers      0 (" in capsys.readouterr().out
+    # Another window would have other layers, and another run.
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*command, "--window", "5"])
+    assert stop.value.code == 2
+    assert "window was 4 and is now 5" in capsys.readouterr().err
 
 
 def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path):
