@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from memjax.cli import main as cli
 from memjax.mechanisms import BesideConfig
@@ -25,6 +27,7 @@ from memjax.models.lora import (
     thaw,
 )
 from memjax.nnx.tabulate import tabulate
+from memjax.training import sharding
 from memjax.training.config import LoopConfig
 from memjax.training.finetune import finetune
 from memjax.training.finetune.alignment import alignment_loss
@@ -246,3 +249,19 @@ def test_bad_stages(base, tmp_path):
     (name, alone), *others = dataclasses.replace(config, memory="none").stages()
     assert (name, alone.part, others) == ("", "tune", [])
     assert alone.memory_name == "windows of 4 with 1 sinks"
+
+
+def test_attention_beside_a_memory_is_divided_as_it_is_alone():
+    model = retrofit(tiny.llama(), memory="gla", layers=(1,), window=4, key=KEY)
+    adapted = add_lora(model, LoraConfig(rank=2), KEY, first_layer=1)
+    mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
+    place = inspect.unwrap(sharding.shardings)
+    leaves = jax.tree_util.tree_leaves_with_path(
+        place(mesh, nnx.state(adapted), adapted.config)
+    )
+    specs = {sharding.leaf_name(path): tuple(leaf.spec) for path, leaf in leaves}
+    mixer = "blocks/1/mixer/"
+    assert specs[f"{mixer}attention/query/weight"] == ("fsdp", "tensor")
+    assert specs[f"{mixer}attention/query/down"] == ()
+    assert specs[f"{mixer}features/key"] == ("tensor",)
+    assert specs[f"{mixer}balance/weight"] == ("fsdp", "tensor")
