@@ -17,7 +17,6 @@ from memjax.training.finetune.retrofit_stages import (
 )
 from memjax.training.finetune.segment_stage import SegmentStage
 
-
 #: What a preset, or the record of a run, may be.
 Config = (
     SegmentStage | MPlusStage | RetrofitStage | HMTStages | MPlusStages | RetrofitStages

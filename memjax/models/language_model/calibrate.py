@@ -286,7 +286,7 @@ def slow(
             return params._replace(forget=params.forget._replace(bias=bias))
         case GSAParams():
             bias = _logits(half_lives, params.forget.shape[2], GSA_DAMPING)
-            return GSAParams(params.forget + constant[:, None, None] * bias)
+            return GSAParams(params.forget + constant[:, None, None] * bias[None, None])
         case GLAParams():
             # One of the narrow channels is made constant, and carries the bias.
             bias = _logits(half_lives, params.widen.shape[1], GLA_DAMPING)

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 
 from memjax.cli import main as cli
 from memjax.mechanisms import BesideConfig
+from memjax.mechanisms.layers.norms import rms_norm
 from memjax.models import generate
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.language_model.retrofit import MemoryOptions, retrofit
@@ -168,13 +169,12 @@ def test_alignment_is_the_share_of_the_full_output_that_is_missed():
     # By hand: the first layer's attention, of the embedding.
     block = teacher.blocks[0]
     norm = block.mixer_norm.get_value()
-    x = teacher.embed(tokens)
-    x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5) * norm
+    x = rms_norm(teacher.embed(tokens), norm, 1e-5)
     params = block.parameters().mixer
     full = block.mechanism.whole(params, x, None)[:, WINDOW:]
     windowed = with_window(teacher, WINDOW).blocks[0].mechanism
     own = windowed.whole(params, x, None)[:, WINDOW:]
-    spread = full - full.mean(axis=(0, 1))
+    spread = full - full.mean(axis=(0, 1), keepdims=True)
     np.testing.assert_allclose(
         found, ((own - full) ** 2).sum() / (spread**2).sum(), rtol=1e-4
     )
