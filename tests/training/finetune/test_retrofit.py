@@ -155,7 +155,8 @@ def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path
     )[1]
     tiny.assert_close(logits(exported), logits(model))
     tiny.assert_equal(arrays(exported), arrays(merge_lora(model)))
-    assert "balance" in tabulate(exported)
+    table = tabulate(exported, exported.init_state(1), jnp.asarray(tokens))
+    assert "balance" in table
 
 
 def test_alignment_is_the_share_of_the_full_output_that_is_missed():
