@@ -135,6 +135,12 @@ def test_what_is_no_attention_stays_as_it_is():
     assert beside.window == SlidingWindowConfig(16, 4, 2, 4, window=4, sinks=1)
 
 
+def test_sizes_of_the_attention_are_known_as_before():
+    config = retrofitted(tiny.LLAMA, "gsa", (1,), 4, 1, "beside")
+    assert config.heads == tiny.LLAMA.heads
+    assert (config.window, config.capacity) == (4, None)
+
+
 def test_elastic_takes_the_place_of_a_layer():
     options = MemoryOptions(order=5, sampling="exponential")
     changed = retrofitted(tiny.LLAMA, "elastic", (1,), 4, 0, "instead", options)
