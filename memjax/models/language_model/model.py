@@ -32,6 +32,7 @@ from memjax.models.language_model.layers import (
     init_norm,
     normalize,
     run_block,
+    with_remat,
 )
 from memjax.nnx.compiled import compiled
 from memjax.nnx.params import as_arrays, as_params, params_key
@@ -40,11 +41,6 @@ from memjax.nnx.params import as_arrays, as_params, params_key
 # row have taken one.
 State = tuple[PyTree, ...]
 LAYER_INPUT = "layer_input"
-# By `ModelConfig.remat_saves`. Scores of attention are products without weights.
-SAVED = {
-    "input": None,
-    "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
 
 
 class LanguageModel(nnx.Module):
@@ -334,10 +330,7 @@ class LanguageModel(nnx.Module):
             layer = functools.partial(
                 run_block, config, functools.partial(mix, block.mechanism)
             )
-            if config.remat:
-                # The backward pass keeps the input of each layer, and computes a layer
-                # at a time again, but for what is saved.
-                layer = jax.checkpoint(layer, policy=SAVED[config.remat_saves])
+            layer = with_remat(config, layer)
             parameters = block.parameters()
             # Named, so that a memory around this model can offload it: see `remat`.
             h = checkpoint_name(h, LAYER_INPUT)
