@@ -327,14 +327,11 @@ class LanguageModel(nnx.Module):
                 (last,),
             )
         for block, memory in zip(self.blocks, memories, strict=True):
-            layer = functools.partial(
-                run_block, config, functools.partial(mix, block.mechanism)
-            )
-            layer = with_remat(config, layer)
-            parameters = block.parameters()
+            mix_here = functools.partial(mix, block.mechanism)
+            layer = with_remat(config, functools.partial(run_block, config, mix_here))
             # Named, so that a memory around this model can offload it: see `remat`.
             h = checkpoint_name(h, LAYER_INPUT)
-            memory, h = layer(parameters, memory, h)
+            memory, h = layer(block.parameters(), memory, h)
             after.append(memory)
         return (*after, *taken), self.leave(h)
 
