@@ -191,6 +191,10 @@ class RetrofitStage(RetrofitSettings):
                 f"part='align' needs a memory beside the window, got "
                 f"memory={self.memory!r} and placement={self.placement!r}"
             )
+        if self.part == "align" and self.lora != LoraConfig():
+            raise ValueError(
+                f"lora must be the default with part='align', got {self.lora}"
+            )
         if self.optimizer.decay_vectors:
             raise ValueError(
                 "optimizer.decay_vectors must be False: the gate has no decay"

@@ -13,6 +13,8 @@ from memjax.checks import check_sizes
 from memjax.config_io import read_json, to_record
 from memjax.data import load_tokens
 from memjax.evaluation.layer_sensitivity import layer_sensitivity, most_sensitive
+from memjax.models.language_model.retrofit import attention_layers
+from memjax.models.lora import LoraConfig
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.config import LoopConfig
@@ -85,6 +87,8 @@ class RetrofitStages(RetrofitSettings):
         tune = RetrofitStage(**shared, part="tune", **vars(self.tune))
         if not self.has_new:
             return (("", tune),)
+        # A finished alignment serves tunings with other adapters.
+        shared["lora"] = LoraConfig()
         align = RetrofitStage(**shared, part="align", **vars(self.align))
         return (("stage1", align), ("stage2", tune))
 
@@ -116,10 +120,16 @@ def with_layers(
     model, stored, digest, _ = load_backbone(backbone)
     file, settings = run_dir / LAYERS_FILE, _settings(config, digest)
     if file.is_file():
-        found = read_json(file)
+        found = _read(file)
         # Before minutes are spent on what the run in this folder would refuse.
         require_same_config(found["settings"], settings, (), str(file))
         return dataclasses.replace(config, layers=_said(found))
+    attention = attention_layers(model.config)
+    if config.count > len(attention):
+        raise ValueError(
+            f"count must be in [1, {len(attention)}], the attention layers, "
+            f"got {config.count}"
+        )
     data = config.data
     documents = load_tokens(data.source, stored.tokenizer, "train", data.cache_dir)
     texts = config.texts(documents, model.vocab_size, config.choose_texts)
@@ -131,6 +141,14 @@ def with_layers(
         run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(record, indent=1))
     return dataclasses.replace(config, layers=_said(record))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What `with_layers` wrote."""
+    found = read_json(file)
+    if not isinstance(found, dict) or {*found} != {"layers", "rises", "settings"}:
+        raise ValueError(f"{file} is no choice of layers; delete it to choose again")
+    return found
 
 
 def _said(record: dict[str, Any]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from memjax.mechanisms import (
     ElasticMemoryConfig,
     SlidingWindowConfig,
 )
-from memjax.models.language_model import calibrate as calibration
+from memjax.models.language_model.calibrate import calibrate
 from memjax.models.language_model.config import Architecture
 from memjax.models.language_model.retrofit import (
     MemoryName,
@@ -25,6 +25,7 @@ from memjax.models.language_model.retrofit import (
     retrofit,
     retrofitted,
 )
+from memjax.models.language_model.teacher import measure, shrunk
 from memjax.models.language_model.windowed import with_window
 from memjax.nnx.params import as_arrays
 from tests import tiny
@@ -207,8 +208,8 @@ def calibrated(name: MemoryName, **options):
         key=KEY,
     )
     texts = np.asarray(tiny.tokens(3, 4, 32))
-    moments = calibration.measure(new, tiny.LLAMA, texts)[1]
-    return new, calibration.calibrate(new, tiny.LLAMA, texts), moments
+    moments = measure(new, tiny.LLAMA, texts)[1]
+    return new, calibrate(new, tiny.LLAMA, texts), moments
 
 
 def test_keys_are_centred_and_whitened_and_queries_find_what_they_found():
@@ -216,7 +217,7 @@ def test_keys_are_centred_and_whitened_and_queries_find_what_they_found():
     maps = as_arrays(model.blocks[1].mixer.features)
     for head in range(4):
         keys = slice(head // 2 * 4, head // 2 * 4 + 4)
-        covariance = calibration._shrunk(moments.covariance[keys, keys])
+        covariance = shrunk(moments.covariance[keys, keys])
         key, query = maps.key[head], maps.query[head]
         np.testing.assert_allclose(key.T @ covariance @ key, np.eye(4), atol=1e-4)
         np.testing.assert_allclose(query @ key.T, np.eye(4), atol=1e-4)
@@ -231,7 +232,7 @@ def test_keys_are_centred_and_whitened_and_queries_find_what_they_found():
 def test_other_widths_keep_what_is_largest(key_dim, value_dim):
     _, model, moments = calibrated("deltanet", key_dim=key_dim, value_dim=value_dim)
     maps = as_arrays(model.blocks[1].mixer.features)
-    covariance = calibration._shrunk(moments.covariance[:4, :4])
+    covariance = shrunk(moments.covariance[:4, :4])
     found = np.linalg.eigvalsh(maps.key[0].T @ covariance @ maps.key[0])
     kept = min(key_dim, 4)
     np.testing.assert_allclose(np.sort(found)[-kept:], np.ones(kept), atol=1e-4)
