@@ -19,7 +19,7 @@ from memjax.checks import check_positive, check_sizes, require_known
 from memjax.data import BatchIterator, TokenisedDocument, Tokenizer
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.calibrate import calibrate
-from memjax.models.language_model.config import Dtype
+from memjax.models.language_model.config import Dtype, RematSaves
 from memjax.models.language_model.rebuilt import with_config
 from memjax.models.language_model.retrofit import (
     ELASTIC,
@@ -47,6 +47,8 @@ from memjax.training.step import (
 )
 
 Part = Literal["align", "tune"]
+Remat = Literal["all"] | RematSaves
+REMAT = ("all", *get_args(RematSaves))
 Memory = MemoryName | Literal["none"]
 MEMORIES = (*get_args(MemoryName), "none")
 #: Parameters that attention has not: maps, memory and gate.
@@ -74,6 +76,9 @@ class RetrofitSettings:
         gate_rate: learning rate of the gate over that of the rest; it has no decay.
         lora: the adapters of the tuning.
         dtype: of activations; None is the backbone's own.
+        remat: what the tuning keeps of a layer's activations until the backward pass:
+            "all", the "products" with weights, or its "input" alone, in the order of
+            memory; the rest is computed again.
         data: samples; `mode` must be "chunked".
         mesh: devices.
         seed: of new parameters and data order.
@@ -90,6 +95,7 @@ class RetrofitSettings:
     gate_rate: float = 10.0
     lora: LoraConfig = LoraConfig()
     dtype: Dtype | None = None
+    remat: Remat = "products"
     data: SampleConfig = SampleConfig(batch_size=1)
     mesh: MeshConfig = MeshConfig()
     seed: int = 42
@@ -99,6 +105,7 @@ class RetrofitSettings:
         require_known("placement", self.placement, get_args(Placement))
         if self.dtype is not None:
             require_known("dtype", self.dtype, get_args(Dtype))
+        require_known("remat", self.remat, REMAT)
         check_positive(gate_rate=self.gate_rate)
         check_sizes(window=self.window, context_length=self.context_length)
         if not 0 <= self.sinks <= self.window:
@@ -216,8 +223,7 @@ class RetrofitStage(RetrofitSettings):
     def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> LanguageModel:
         """The backbone with its memories, of which the part's share is trained."""
         lora_key, memory_key = jax.random.split(key)
-        if self.dtype is not None:
-            backbone = with_config(backbone, dtype=self.dtype)
+        backbone = with_config(backbone, **self._changes(backbone.config))
         return self._trained(self._with_memory(backbone, memory_key), lora_key)
 
     def check_start(self, before: Stage, start: str) -> None:
@@ -284,6 +290,13 @@ class RetrofitStage(RetrofitSettings):
             student = cast(LanguageModel, model)
             return compiled(make_align_step(student, pretrained, self.transform()))
         return compiled(make_train_step(model, self.transform(), StepConfig()))
+
+    def _changes(self, config: ModelConfig) -> dict[str, Any]:
+        """What is computed otherwise than by the backbone's configuration."""
+        changes: dict[str, Any] = {"dtype": self.dtype or config.dtype}
+        if self.remat == "all":
+            return changes | {"remat": False}
+        return changes | {"remat": True, "remat_saves": self.remat}
 
     def _with_memory(self, backbone, key):
         if self.memory == "none":

@@ -215,6 +215,7 @@ def test_adapters_begin_at_the_first_memory_and_reach_its_attention():
         (dict(context_length=5), r"context_length must be above window \+ sinks = 5"),
         (dict(placement="instead"), "placement='instead' needs memory='elastic'"),
         (dict(start_texts=-1), "start_texts must be >= 0"),
+        (dict(remat="product"), "remat must be one of .*did you mean 'products'"),
         (dict(gate_rate=0.0), "gate_rate must be positive"),
         (
             dict(memory="none", options=MemoryOptions(slots=3)),
