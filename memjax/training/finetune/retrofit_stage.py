@@ -173,6 +173,10 @@ class RetrofitSettings:
         )
 
 
+#: Settings of the tuning alone, as an alignment has them.
+TUNING: dict[str, Any] = {"lora": LoraConfig(), "remat": "products"}
+
+
 @dataclasses.dataclass(frozen=True)
 class RetrofitStage(RetrofitSettings):
     """One part of the training; the settings are those of `RetrofitSettings`.
@@ -198,10 +202,12 @@ class RetrofitStage(RetrofitSettings):
                 f"part='align' needs a memory beside the window, got "
                 f"memory={self.memory!r} and placement={self.placement!r}"
             )
-        if self.part == "align" and self.lora != LoraConfig():
-            raise ValueError(
-                f"lora must be the default with part='align', got {self.lora}"
-            )
+        for name, default in TUNING.items() if self.part == "align" else ():
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} must be {default} with part='align', "
+                    f"got {getattr(self, name)}"
+                )
         if self.optimizer.decay_vectors:
             raise ValueError(
                 "optimizer.decay_vectors must be False: the gate has no decay"
@@ -249,7 +255,9 @@ class RetrofitStage(RetrofitSettings):
     ) -> LanguageModel:
         """The aligned model, with adapters."""
         lora_key, _ = jax.random.split(key)
-        return self._trained(merge_lora(cast(LanguageModel, trained)), lora_key)
+        model = merge_lora(cast(LanguageModel, trained))
+        changes = self._changes(pretrained)
+        return self._trained(with_config(model, **changes), lora_key)
 
     def prepare(
         self,

@@ -14,11 +14,14 @@ from memjax.config_io import read_json, to_record
 from memjax.data import load_tokens
 from memjax.evaluation.layer_sensitivity import layer_sensitivity, most_sensitive
 from memjax.models.language_model.retrofit import attention_layers
-from memjax.models.lora import LoraConfig
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.config import LoopConfig
-from memjax.training.finetune.retrofit_stage import RetrofitSettings, RetrofitStage
+from memjax.training.finetune.retrofit_stage import (
+    TUNING,
+    RetrofitSettings,
+    RetrofitStage,
+)
 from memjax.training.finetune.start import load_backbone
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.reporting import print_line
@@ -87,8 +90,8 @@ class RetrofitStages(RetrofitSettings):
         tune = RetrofitStage(**shared, part="tune", **vars(self.tune))
         if not self.has_new:
             return (("", tune),)
-        # A finished alignment serves tunings with other adapters.
-        shared["lora"] = LoraConfig()
+        # A finished alignment serves tunings of all kinds.
+        shared |= TUNING
         align = RetrofitStage(**shared, part="align", **vars(self.align))
         return (("stage1", align), ("stage2", tune))
 

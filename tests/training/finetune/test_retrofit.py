@@ -235,6 +235,8 @@ def test_bad_stages(base, tmp_path):
         dataclasses.replace(tune, layers=())
     with pytest.raises(ValueError, match="part='align' needs a memory beside"):
         dataclasses.replace(align, memory="none")
+    with pytest.raises(ValueError, match="remat must be products with part='align'"):
+        dataclasses.replace(align, remat="all")
     decayed = dataclasses.replace(tune.optimizer, decay_vectors=True)
     with pytest.raises(ValueError, match="decay_vectors must be False"):
         dataclasses.replace(tune, optimizer=decayed)
