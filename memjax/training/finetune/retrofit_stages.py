@@ -17,11 +17,8 @@ from memjax.models.language_model.retrofit import attention_layers
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.config import LoopConfig
-from memjax.training.finetune.retrofit_stage import (
-    TUNING,
-    RetrofitSettings,
-    RetrofitStage,
-)
+from memjax.training.finetune.retrofit_settings import RetrofitSettings
+from memjax.training.finetune.retrofit_stage import TUNING, RetrofitStage
 from memjax.training.finetune.start import load_backbone
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.reporting import print_line
