@@ -4,7 +4,6 @@
 "Which memory when": all layers at one size, side by side.
 """
 
-
 from experiments.hmt.rows import AGAIN, HIERARCHICAL, SINK_WINDOW
 from experiments.tables.table import Table, Tables, load, number, spread, times
 
