@@ -1,7 +1,7 @@
 """Draws all committed plots anew, each from its result file.
 
     python -m experiments.plots                    # all
-    python -m experiments.plots --only hmt/length  # some
+    python -m experiments.plots --only hmt/memory  # some
 
 Nothing is measured: device and commit in a plot's corner are those of its result file.
 """
@@ -28,14 +28,13 @@ from memjax.checks import require_known
 PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "books/window8": books.plot,
     "elastic/hippo_reconstruction": hippo_reconstruction.plot,
-    "hmt/length": length.plot,
     "hmt/memory": memory.plot,
     "hmt/smollm2/length": length.plot,
     "hmt/switching": switching.plot,
     "mplus/cost": cost_report.plot,
     "mplus/perplexity": perplexity.plot,
+    "mplus/perplexity_backbone": perplexity.plot,
     "mplus/retention": knowledge_retention.plot,
-    "mplus/retention_stages": knowledge_retention.plot,
     "mplus/retrieval_quality": retrieval_quality.plot,
     "ops/kernels": benchmark.plot,
     "recurrent/lattice_chunks": lattice_chunks.plot,
@@ -48,7 +47,7 @@ def draw(only: tuple[str, ...] = (), folder: Path = RESULTS) -> None:
     """Draws committed plots anew from their result files.
 
     Args:
-        only: names of plots, such as "hmt/length"; all unless given.
+        only: names of plots, such as "hmt/memory"; all unless given.
         folder: where the pictures go.
     """
     for name in only:

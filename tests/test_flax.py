@@ -27,7 +27,14 @@ from memjax.mechanisms import (
     TrellisConfig,
     TTTLinearConfig,
 )
-from memjax.models import LanguageModel, ModelConfig, hmt, mplus, rmt
+from memjax.models import (
+    LanguageModel,
+    ModelConfig,
+    ReReadWindow,
+    hmt,
+    mplus,
+    rmt,
+)
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.language_model.config import MIXERS
 from memjax.models.mplus.config import MPlusConfig
@@ -51,7 +58,7 @@ CONFIGS: dict[str, MixerConfig] = {
     "trellis": TrellisConfig(**BLOCK, slots=4),
     "lattice": LatticeConfig(**BLOCK),
 }
-MODELS = ("language model", "hmt", "rmt", "mplus")
+MODELS = ("language model", "hmt", "rmt", "mplus", "reread")
 
 
 def rows(names, fast):
@@ -110,6 +117,8 @@ def model(name: str) -> Any:
             return hmt(language_model("attention"), config, rngs=nnx.Rngs(1))
         case "rmt":
             return rmt(language_model("attention"), 4, rngs=nnx.Rngs(1))
+        case "reread":
+            return ReReadWindow(language_model("attention"), reread=3, segment=4)
         case _:
             return mplus(language_model("attention"), memory, rngs=nnx.Rngs(1))
 

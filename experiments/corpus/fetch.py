@@ -69,7 +69,7 @@ def fetch(
         try:
             documents = _fetch_source(name, SOURCES[name], destination)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            report(f"{name}: unreachable: {_reason(error)}")
+            report(f"{name}: unreachable: {reason(error)}")
             continue
         size = sum(document.bytes for document in documents) / 1e6
         report(f"{name}: done: {len(documents)} documents, {size:.1f} MB")
@@ -96,23 +96,46 @@ def extract_tar(archive: Path, destination: Path) -> None:
                 target.write_bytes(content.read())
 
 
-def _fetch_source(
-    name: str, source: Source, destination: Path
-) -> list[FetchedDocument]:
+def texts_of(source: Source, notice: Path) -> tuple[str, dict[str, str]]:
+    """Unpacks a source and finds its texts.
+
+    Args:
+        source: whose first package that can be had is taken.
+        notice: where the package's licence notices go, if it has any.
+
+    Returns:
+        The package, and the tidied texts by name.
+
+    Raises:
+        OSError, ValueError, subprocess.SubprocessError: if no package can be had.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         package = _unpack_first(source, folder)
         texts = {n: tidy(text) for n, text in source.build(folder / "tree")}
-        _copy_notice(folder / "tree", destination / "licences" / f"{name}.copyright")
+        _copy_notice(folder / "tree", notice)
+    return package, texts
+
+
+def file_name(source: str, title: str) -> str:
+    """The name of a document's file, of characters that every file system has."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title.replace("/", "__"))
+    return f"{source}__{safe}.txt"
+
+
+def _fetch_source(
+    name: str, source: Source, destination: Path
+) -> list[FetchedDocument]:
+    notice = destination / "licences" / f"{name}.copyright"
+    package, texts = texts_of(source, notice)
     long = {n: text for n, text in texts.items() if len(text) >= LEAST_CHARACTERS}
     if not long:
         raise ValueError(f"{package} holds no text of {LEAST_CHARACTERS} characters")
     documents = []
     for title, text in long.items():
-        safe = re.sub(r"[^A-Za-z0-9._-]+", "_", title.replace("/", "__"))
-        file = f"{source.kind}/{name}__{safe}.txt"
+        file = f"{source.kind}/{file_name(name, title)}"
         content = text.encode("utf-8")
-        _write(destination / file, content)
+        write(destination / file, content)
         digest = hashlib.sha256(content).hexdigest()
         documents.append(
             FetchedDocument(
@@ -126,7 +149,7 @@ def _copy_notice(tree: Path, target: Path) -> None:
     """Copies the package's licence notices beside its texts."""
     notices = [*tree.glob("usr/share/doc/*/copyright"), *tree.glob("package/LICENSE*")]
     if notices:
-        _write(target, b"\n".join(file.read_bytes() for file in sorted(notices)))
+        write(target, b"\n".join(file.read_bytes() for file in sorted(notices)))
 
 
 def _unpack_first(source: Source, folder: Path) -> str:
@@ -173,8 +196,8 @@ def _call_client(command: list[str], folder: Path) -> None:
     )
 
 
-def _reason(error: Exception) -> str:
-    """One line: the last line of the client's error output, or the error itself."""
+def reason(error: Exception) -> str:
+    """A failure in one line: the last line of the client's error output, or the error itself."""
     if isinstance(error, subprocess.CalledProcessError):
         said = (error.stderr or b"").decode("utf-8", errors="replace").strip()
         hint = " (`apt-get update` first?)" if error.cmd[0] == "apt-get" else ""
@@ -202,10 +225,11 @@ def _update_manifest(destination: Path, documents: list[FetchedDocument]) -> Non
     entries = [entry for entry in known if entry["file"] not in fresh]
     entries += [document._asdict() for document in documents]
     content = json.dumps({"documents": entries}, indent=1) + "\n"
-    _write(manifest, content.encode("utf-8"))
+    write(manifest, content.encode("utf-8"))
 
 
-def _write(file: Path, content: bytes) -> None:
+def write(file: Path, content: bytes) -> None:
+    """Writes a file whole or not at all; makes its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".tmp")
     partial.write_bytes(content)

@@ -30,18 +30,18 @@ def hol_light(folder: Path) -> Texts:
         name = file.relative_to(root).as_posix()
         foreign = name.startswith("pa_j") or name == "Jordan/float.ml"
         if not foreign and "database" not in name:
-            yield name, _read(file)
+            yield name, read_text(file)
 
 
 def moby_dick(folder: Path) -> Texts:
     """Herman Melville's Moby-Dick."""
-    yield "moby_dick", _read(folder / "package/data/data.txt")
+    yield "moby_dick", read_text(folder / "package/data/data.txt")
 
 
 def state_of_the_union(folder: Path) -> Texts:
     """Addresses of the presidents of the United States, one each."""
     for file in sorted((folder / "package/data").glob("*.txt")):
-        yield file.stem, _read(file)
+        yield file.stem, read_text(file)
 
 
 def stdlib(folder: Path) -> Texts:
@@ -62,7 +62,7 @@ def stdlib(folder: Path) -> Texts:
             yield (
                 package.name,
                 "\n\n".join(
-                    f"# file: {file.relative_to(root).as_posix()}\n{_read(file)}"
+                    f"# file: {file.relative_to(root).as_posix()}\n{read_text(file)}"
                     for file in files
                 ),
             )
@@ -71,7 +71,7 @@ def stdlib(folder: Path) -> Texts:
 def pari(folder: Path) -> Texts:
     """The PARI/GP manual's chapters in TeX."""
     for file in sorted((folder / "usr/share/pari/doc").glob("*.tex")):
-        yield file.stem, _read(file)
+        yield file.stem, read_text(file)
 
 
 def linux_docs(folder: Path) -> Texts:
@@ -81,7 +81,7 @@ def linux_docs(folder: Path) -> Texts:
     for file in sorted([*root.rglob("*.rst"), *root.rglob("*.rst.gz")]):
         parts = file.relative_to(root).parts
         if len(parts) > 1 and parts[0] != "translations":
-            pages[parts[0]].append(_read(file))
+            pages[parts[0]].append(read_text(file))
     for directory, texts in pages.items():
         yield directory, "\n\n".join(texts)
 
@@ -90,11 +90,11 @@ def jargon(folder: Path) -> Texts:
     """The Jargon File."""
     yield (
         "jargon_file",
-        _read(folder / "usr/share/doc/jargon-text/jargon.txt.gz"),
+        read_text(folder / "usr/share/doc/jargon-text/jargon.txt.gz"),
     )
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
     """Returns a file's text, unpacked; bytes that are not UTF-8 become U+FFFD."""
     content = file.read_bytes()
     if file.suffix == ".gz":

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from experiments.common.results import RESULTS
 from experiments.tables.table import Table, Tables, load
+from memjax.evaluation.provenance import commit_of
 
 _BLOCK = re.compile(
     r"<!-- table: (?P<name>[\w/]+) -->\n(?P<body>.*?)<!-- /table -->", re.DOTALL
@@ -102,8 +103,9 @@ def _markdown(table: Table, folder: Path) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     columns = zip(*table.rows, strict=True)
     lines.insert(1, "".join("|--:" if _numeric(c) else "|---" for c in columns) + "|")
-    sources = "; ".join(_source(name, folder) for name in table.sources)
-    return "\n".join(lines) + f"\n\n<sub>{sources}</sub>\n"
+    sources = [_source(name, folder) for name in table.sources]
+    below = "; ".join([*sources, *table.notes])
+    return "\n".join(lines) + f"\n\n<sub>{below}</sub>\n"
 
 
 def _numeric(cells: Iterable[str]) -> bool:
@@ -115,5 +117,5 @@ def _source(name: str, folder: Path) -> str:
     """A link to a result file, with its device, date and commit."""
     report = load(name)
     link = os.path.relpath(RESULTS / f"{name}.json", folder)
-    facts = [report["device"], report["date"], report.get("commit")]
+    facts = [report["device"], report["date"], commit_of(report)]
     return f"[{name}.json]({link}): " + ", ".join(filter(None, facts))

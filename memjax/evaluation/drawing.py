@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from memjax.evaluation.provenance import commit_of
+
 Number = int | float
 #: Blue, vermilion, green, purple, orange, sky blue, black.
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
@@ -252,7 +254,7 @@ def drawing(
 
 def source_of(result: Mapping[str, Any]) -> str:
     """Device and commit of a result, for the corner of its plot."""
-    return " · ".join(str(result[k]) for k in ("device", "commit") if result.get(k))
+    return " · ".join(filter(None, (result.get("device"), commit_of(result))))
 
 
 def log_ticks(axes: Any, values: Sequence[Number], most: int = 8) -> None:

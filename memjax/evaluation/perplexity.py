@@ -26,11 +26,13 @@ class Losses(NamedTuple):
         nll: [R, T] nats of the target at each position; 0 where there is none.
         mask: [R, T] 1 where there is a target.
         kinds: [R] kind of each text.
+        documents: [R] name of the document that each text is from.
     """
 
     nll: Float32[np.ndarray, "R T"]
     mask: Float32[np.ndarray, "R T"]
     kinds: tuple[str, ...]
+    documents: tuple[str, ...]
 
 
 def losses(
@@ -67,23 +69,26 @@ def losses(
     if not texts:
         raise ValueError(f"none of the {len(documents)} documents has two tokens")
     # Texts of like length together: the short ones do not wait for a long one.
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i][1]))
-    longest = max(len(tokens) for _, tokens in texts) - 1
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))
+    longest = max(len(text.tokens) for text in texts) - 1
     nll, mask = np.zeros((2, len(texts), longest), np.float32)
-    done, total = 0, sum(len(tokens) - 1 for _, tokens in texts)
+    found = Losses(
+        nll, mask, tuple(t.kind for t in texts), tuple(t.name for t in texts)
+    )
+    done, total = 0, sum(len(text.tokens) - 1 for text in texts)
     # The structure is static, so that one program serves all batches.
     graph, params = nnx.split(model)
     for first in range(0, len(texts), batch_size):
         rows = order[first : first + batch_size]
-        length = max(len(texts[row][1]) for row in rows) - 1
+        length = max(len(texts[row].tokens) for row in rows) - 1
         # Segments are padded behind the texts' ends, and read all the same.
         state = model.init_state(batch_size, -(-length // segment) * segment)
         state = commit_state(params, state)
         for start in range(0, length, segment):
             if should_stop():
-                return Losses(nll, mask, tuple(kind for kind, _ in texts))
+                return found
             tokens, targets, real = _segment(
-                [texts[row][1] for row in rows], start, segment, batch_size
+                [texts[row].tokens for row in rows], start, segment, batch_size
             )
             state, scores = _score(graph, params, state, tokens, targets)
             stop = min(start + segment, longest)
@@ -94,7 +99,7 @@ def losses(
             )
             done += int(kept.sum())
             progress(done, total)
-    return Losses(nll, mask, tuple(kind for kind, _ in texts))
+    return found
 
 
 def perplexity(losses: Losses, *, kind: str | None = None, first: int = 0) -> float:
@@ -137,14 +142,14 @@ def _score(graph, params, state, tokens, targets) -> tuple[tuple, Array]:
 
 
 def _texts(documents, context_length):
-    """(kind, tokens) of each text; a text of n + 1 tokens has n targets."""
+    """Documents, or what they are cut into; a text of n + 1 tokens has n targets."""
     texts = []
     for document in documents:
         step = context_length or len(document.tokens)
         for start in range(0, len(document.tokens) - 1, step):
             # One token over: the last target of a text is the first of the next.
             tokens = document.tokens[start : start + step + 1]
-            texts.append((document.kind, tokens))
+            texts.append(document._replace(tokens=tokens))
     return texts
 
 

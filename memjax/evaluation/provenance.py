@@ -1,6 +1,7 @@
 """Where a result comes from: command, settings, device, versions and date."""
 
 import datetime
+import functools
 import importlib.metadata
 import os
 import platform
@@ -10,11 +11,29 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+#: Where programs write: a result that is written anew does not change the code.
+RESULTS = "experiments/results"
+
+
+class Version(NamedTuple):
+    """Which code ran.
+
+    Attributes:
+        commit: None where the code is not in a git repository, or there is no git.
+        clean: whether the files were as committed; None without a commit.
+    """
+
+    commit: str | None
+    clean: bool | None
 
 
 def provenance(question: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Question, command, settings, commit, device, versions and date of a result."""
+    """Question, command, settings, device, versions and date of a result.
+
+    And the commit, and whether the files were as committed: see `Version`.
+    """
     packages = ("jax", "jaxlib", "numpy", "scipy")
     return {
         "question": question,
@@ -22,7 +41,7 @@ def provenance(question: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "blas_threads": os.environ.get("OPENBLAS_NUM_THREADS", "library default"),
         "config": dict(config),
         "date": datetime.date.today().isoformat(),
-        "commit": commit(),
+        **version()._asdict(),
         "device": device_name(),
         # Times on a busy machine mean little; the reader can see that it was.
         "load_average_1min": os.getloadavg()[0],
@@ -37,16 +56,41 @@ def _program() -> list[str]:
     return ["-m", spec.name] if spec is not None else sys.argv[:1]
 
 
-def commit() -> str | None:
-    """The commit that the code is from, "-dirty" behind it where files have changed.
+# Asked once: a long program may outlive the state of the files that it was read from.
+@functools.cache
+def version() -> Version:
+    """The commit that the code is from, and whether its files were as committed.
 
-    None where the code is not in a git repository, or there is no git.
+    Result files do not count, nor do files that git does not know and that are no code.
     """
     root = Path(__file__).parents[2]
     if shutil.which("git") is None or not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        return Version(None, None)
+    outside = f":(exclude){RESULTS}"
+    try:
+        commit = _git(root, "describe", "--always").strip()
+        changes = _git(root, "status", "--porcelain", "-uall", "--", ".", outside)
+    # Without a commit yet, or in a folder that git does not trust.
+    except subprocess.CalledProcessError:
+        return Version(None, None)
+    clean = all(
+        line.startswith("??") and not line.endswith(".py")
+        for line in changes.splitlines()
+    )
+    return Version(commit, clean)
+
+
+def commit_of(result: Mapping[str, Any]) -> str | None:
+    """The commit of a result, marked where the files were not as committed."""
+    commit = result.get("commit")
+    # Results of before this was recorded do not say.
+    return f"{commit} with changes" if result.get("clean") is False else commit
+
+
+def _git(root: Path, *command: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(root), *command], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def device_name() -> str:

@@ -9,7 +9,7 @@ import jax
 
 from memjax.evaluation.drawing import source_of
 from memjax.evaluation.plots import training_curves
-from memjax.evaluation.provenance import commit, device_name
+from memjax.evaluation.provenance import device_name, version
 from memjax.training.metrics_files import METRICS_FILE, read_lines
 
 CURVES_FILE = "curves.png"
@@ -43,7 +43,7 @@ def draw_curves(run_dir: Path) -> Path | None:
             _points(entries, "train", "learning_rate"),
             path,
             title=run_dir.name,
-            source=source_of({"device": device_name(), "commit": commit()}),
+            source=source_of({"device": device_name(), **version()._asdict()}),
         )
     except OSError as error:
         # The run is done and saved: a picture is not worth an error.

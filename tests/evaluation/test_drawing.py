@@ -70,3 +70,6 @@ def test_counts_of_tokens_are_short():
 def test_a_result_says_its_device_and_commit():
     assert source_of({"device": "a chip", "commit": "abc", "x": 1}) == "a chip · abc"
     assert source_of({"commit": None}) == ""
+    changed = {"commit": "abc", "clean": False}
+    assert source_of(changed) == "abc with changes"
+    assert source_of(changed | {"clean": True}) == "abc"

@@ -64,7 +64,7 @@ def test_what_is_scored_has_not_been_seen():
 def test_restricting_leaves_the_rest_out():
     nll = np.arange(6, dtype=np.float32).reshape(2, 3)
     mask = np.array([[1, 1, 1], [1, 0, 0]], np.float32)
-    whole = Losses(nll, mask, ("a", "b"))
+    whole = Losses(nll, mask, ("a", "b"), ("one", "two"))
     some = evaluation.restrict(whole, np.array([0, 1, 1], np.float32))
     assert evaluation.perplexity(some) == pytest.approx(np.exp((1 + 2) / 2))
     rows = evaluation.restrict(whole, np.array([[0, 0, 1], [1, 1, 1]], np.float32))

@@ -118,6 +118,7 @@ def test_cut_texts_are_read_with_an_empty_memory():
     # 22 targets in texts of 8, 8 and 6; 11 in texts of 8 and 3.
     assert cut.mask.sum(axis=1).tolist() == [8, 8, 6, 8, 3]
     assert cut.kinds == ("book",) * 3 + ("code",) * 2
+    assert cut.documents == (LONG.name,) * 3 + (SHORT.name,) * 2
     pieces = [LONG.tokens[0:9], LONG.tokens[8:17], LONG.tokens[16:23]]
     pieces += [SHORT.tokens[0:9], SHORT.tokens[8:12]]
     for row, piece in enumerate(pieces):
@@ -150,6 +151,7 @@ HAND = Losses(
     nll=np.array([[1, 2, 3, 4], [5, 6, 0, 0], [7, 0, 0, 0]], np.float32),
     mask=np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], np.float32),
     kinds=("book", "code", "book"),
+    documents=("a", "b", "c"),
 )
 
 

@@ -13,6 +13,7 @@ from memjax.models.base import Model
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT
 from memjax.models.language_model.rebuilt import with_config
+from memjax.models.language_model.reread import ReReadWindow
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
 from memjax.models.language_model.windowed import (
     with_capacity,
@@ -28,10 +29,14 @@ MEMORY = MPlusConfig(
     tokens=2, pool=4, chunk=4, least_chunk=1, retrieved=2, store=8, key_dim=2, rank=2
 )
 
+NAMES = ("language model", "hmt", "mplus", "reread")
 
-def models(plain: LanguageModel, hierarchical: HMT, pooled: MPlus) -> list[Model]:
+
+def models(
+    plain: LanguageModel, hierarchical: HMT, pooled: MPlus, reread: ReReadWindow
+) -> list[Model]:
     """Never called: a type checker refuses it where one of them lacks a method."""
-    return [plain, hierarchical, pooled]
+    return [plain, hierarchical, pooled, reread]
 
 
 def build(name: str) -> Any:
@@ -44,17 +49,19 @@ def build(name: str) -> Any:
             return hmt(llama(), config, key=key)
         case "rmt":
             return rmt(llama(), 4, key=key)
+        case "reread":
+            return ReReadWindow(llama(), reread=5, segment=4)
         case _:
             return mplus(llama(), MEMORY, key=key)
 
 
 @pytest.fixture(name="built", scope="module")
 def _built():
-    return {name: build(name) for name in ("language model", "hmt", "mplus")}
+    return {name: build(name) for name in NAMES}
 
 
 # All are refused before anything is compiled.
-@pytest.mark.parametrize("name", ["language model", "hmt", "mplus"])
+@pytest.mark.parametrize("name", NAMES)
 def test_wrong_input_is_refused_by_name(name, built):
     model, state = built[name], built[name].init_state(2)
     for wrong in (-1, model.vocab_size):
@@ -78,6 +85,7 @@ def test_wrong_input_is_refused_by_name(name, built):
         ("hmt", 4, 2, None),
         ("rmt", 4, 0, None),
         ("mplus", 4, 0, None),
+        ("reread", 4, 0, None),
     ],
 )
 def test_what_callers_ask_of_any_model(name, window, first_scored, remaining):
@@ -108,6 +116,7 @@ LORA = LoraConfig(rank=2)
         lambda m: merge_lora(add_lora(m, LORA, jax.random.key(0))),
         lambda m: hmt(m, HMTConfig(segment=4, sensory=2), key=jax.random.key(0)),
         lambda m: mplus(m, MEMORY, key=jax.random.key(0)),
+        lambda m: ReReadWindow(m, reread=5, segment=4),
     ],
 )
 def test_a_model_made_of_another_leaves_it_as_it_was(change):

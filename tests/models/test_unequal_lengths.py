@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from memjax.models import HMTConfig, MPlusConfig, hmt, mplus, rmt
+from memjax.models import HMTConfig, MPlusConfig, ReReadWindow, hmt, mplus, rmt
 from tests import tiny
 
 T, LENGTHS = 11, (10, 5, 0)
@@ -24,6 +24,8 @@ def build(name) -> Any:
             return hmt(tiny.make_llama(num_layers=1), config, key=key)
         case "rmt":
             return rmt(tiny.make_llama(num_layers=1), 4, key=key)
+        case "reread":
+            return ReReadWindow(tiny.make_llama(num_layers=1), reread=5, segment=4)
         case _:
             return mplus(
                 tiny.make_llama(num_layers=1), MPlusConfig(**MEMORY, rank=2), key=key
@@ -31,7 +33,7 @@ def build(name) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hmt", "rmt", "mplus"])
+@pytest.mark.parametrize("name", ["hmt", "rmt", "mplus", "reread"])
 def test_a_batch_element_reads_its_own_tokens_alone(name):
     model = tiny.drawn(lambda: build(name))
     element = lambda tree, b: jax.tree.map(lambda leaf: leaf[b], tree)
