@@ -69,7 +69,8 @@ def run_all(
         for seed in config.seeds if seeds is None else seeds:
             chosen = run_of(case, seed)
             identity = {"run": to_record(chosen), "config": shared}
-            folder = config.run_dir / case_name.replace(" ", "_") / f"seed{seed}"
+            place = case_name.replace(" ", "_").replace("/", "_")
+            folder = config.run_dir / place / f"seed{seed}"
             row = _stored(folder, identity)
             is_new = row is None
             if row is None:

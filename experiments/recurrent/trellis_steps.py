@@ -179,7 +179,7 @@ def summaries(rows: list[dict]) -> dict[str, list[dict]]:
 
 def report(config: Config, counted: Mapping[str, float], rows: list[dict]) -> None:
     """Writes what there is."""
-    result = seed_report.write(
+    seed_report.write(
         config,
         "which steps, chunks and phi does Trellis learn with?",
         rows,
@@ -188,13 +188,6 @@ def report(config: Config, counted: Mapping[str, float], rows: list[dict]) -> No
         ngrams=dict(counted),
         **summaries(rows),
     )
-    if "perplexity" in result:
-        plot(result, Path(f"{config.output}.png"))
-
-
-def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Draws the perplexities of a result."""
-    seed_report.plot_means(result, path, "Steps of Trellis", "perplexity per byte")
 
 
 def _batches(settings: run.RunConfig):
