@@ -4,8 +4,6 @@
 "Which memory when": all layers at one size, side by side.
 """
 
-import statistics
-
 from experiments.hmt.rows import AGAIN, HIERARCHICAL, SINK_WINDOW
 from experiments.tables.table import Table, Tables, load, number, spread, times
 
@@ -14,9 +12,8 @@ def papers() -> Table:
     """One row a paper, each from its own result file."""
     rows = [_elastic(), _trellis(), _lattice(), _hmt(), _mplus()]
     header = ["paper", "what it claims", "what was measured here", "at what size"]
-    sources = ["books/window8", "recurrent/trellis_ablation"]
-    sources += ["recurrent/lattice_ablation", "hmt/smollm2/length"]
-    sources += ["mplus/retention", "mplus/speed"]
+    sources = ["books/window8", "recurrent/recall", "hmt/smollm2/length"]
+    sources += ["mplus/retention_16_facts", "mplus/speed"]
     return Table([*header, "more"], rows, sources)
 
 
@@ -39,42 +36,38 @@ def _elastic() -> list[str]:
     ]
 
 
-def _mean(result: dict, name: str) -> str:
-    (row,) = [row for row in result["perplexity"] if row["name"] == name]
-    return spread(row["mean"], row["error"], 2)
+def _recalled(name: str) -> str:
+    """What a mixer and DeltaNet recall, and of what size both are."""
+    result = load("recurrent/recall")
+    length = result["task"]["scale"]["context_length"]
+    count = max(result["task"]["pairs"])
+    found = {
+        row["name"]: spread(row["mean"], row["error"], 2)
+        for row in result["accuracy"][str(length)]
+        if row["pairs"] == count
+    }
+    return f"of {count} pairs {found[name]} recalled, DeltaNet {found['DeltaNet']}"
 
 
-def _size(result: dict) -> str:
-    row = result["rows"][0]
+def _size() -> str:
+    result = load("recurrent/recall")
+    (row, *_) = [row for row in result["rows"] if row["name"] == "DeltaNet"]
     seeds = len(result["config"]["seeds"])
-    updates = result["scale"]["steps"]
-    return f"{row['parameters']:,} parameters, {updates} updates, {seeds} seeds"
+    updates = result["task"]["scale"]["steps"]
+    return (
+        f"states of {row['state_bytes']:,} bytes, {row['parameters']:,} parameters, "
+        f"{updates:,} updates, {seeds} seeds"
+    )
 
 
 def _trellis() -> list[str]:
-    result = load("recurrent/trellis_ablation")
-    plain, gated = _mean(result, "DeltaNet"), _mean(result, "Trellis")
-    without = _mean(result, "without forget gate")
-    return [
-        "Trellis",
-        "below DeltaNet and TTT; the forget gate helps",
-        f"PPL {gated}, DeltaNet {plain}; without the forget gate {without}",
-        _size(result),
-        _more("recurrent"),
-    ]
+    claim = "recalls more than DeltaNet and TTT with a state of constant size"
+    return ["Trellis", claim, _recalled("Trellis"), _size(), _more("recurrent")]
 
 
 def _lattice() -> list[str]:
-    result = load("recurrent/lattice_ablation")
-    names = ("DeltaNet", "normalised projection", "ENC")
-    plain, lattice, best = (_mean(result, name) for name in names)
-    return [
-        "Lattice",
-        "writing only what is orthogonal to a slot beats DeltaNet",
-        f"PPL {lattice}, its ENC form {best}, DeltaNet {plain}",
-        _size(result),
-        _more("recurrent"),
-    ]
+    claim = "writing only what is orthogonal to a slot beats DeltaNet"
+    return ["Lattice", claim, _recalled("Lattice"), _size(), _more("recurrent")]
 
 
 def _hmt() -> list[str]:
@@ -109,7 +102,7 @@ def _hmt() -> list[str]:
 
 
 def _mplus() -> list[str]:
-    result = load("mplus/retention")
+    result = load("mplus/retention_16_facts")
     at = result["distances"].index(4096)
     answers = {
         name: number(list(found["after"].values())[at]["accuracy"], 2)
@@ -118,54 +111,42 @@ def _mplus() -> list[str]:
     fast = load("mplus/speed")["rounds"][0]["implementations"]["ours"]["inject"]
     return [
         "M+",
-        "facts stay known longer than with MemoryLLM",
-        f"right answers 4,096 tokens later: {answers['M+']}, MemoryLLM "
-        f"{answers['MemoryLLM']}, full attention {answers['full']}; injects "
-        f"{times(fast['speedup']['official'])} as fast as the authors' program",
+        "facts stay known longer than with a window of its bytes on the device, not "
+        "longer than with full attention of its bytes in all",
+        f"right answers 4,096 tokens later: {answers['M+']}, full attention "
+        f"{answers['full']}, BM25 {answers['BM25']}, window without sinks "
+        f"{answers['window']}; injects {times(fast['speedup']['official'])} as fast as "
+        "the authors' program",
         "SmolLM2-135M, 240 updates, 16 facts",
         _more("mplus"),
     ]
 
 
 def layers() -> Table:
-    """Size of the state, perplexity, recall and training time of each mixer."""
-    texts, recall = load("recurrent/context_length"), load("recurrent/recall")
-    shortest, *_, longest = sorted(texts["config"]["contexts"])
+    """Size of the state and recall of each mixer, near and far."""
+    result = load("recurrent/recall")
+    near, *_, far = result["task"]["lengths"]
+    count = max(result["task"]["pairs"])
     recalled = {
-        row["name"]: spread(row["mean"], row["error"], 2)
-        for row in recall["accuracy"]["MQAR"]
-        if row["pairs"] == 8
+        (row["name"], length): spread(row["mean"], row["error"], 2)
+        for length in (near, far)
+        for row in result["accuracy"][str(length)]
+        if row["pairs"] == count
     }
     rows = []
-    for score in texts["perplexity"]:
-        if score["context_length"] != longest:
-            continue
-        name = score["name"]
-        short, long = (_runs(texts, name, length) for length in (shortest, longest))
-        grown = long[0]["state_bytes"] - short[0]["state_bytes"]
+    for name in dict.fromkeys(row["name"] for row in result["rows"]):
+        runs = [row for row in result["rows"] if row["name"] == name]
         rows.append(
             [
                 name,
-                number(long[0]["state_bytes"], 0),
-                number(grown / (longest - shortest), 0),
-                spread(score["mean"], score["error"], 2),
-                recalled[name],
-                number(statistics.median(run["seconds"] for run in long), 0),
+                number(runs[0]["state_bytes"], 0),
+                recalled[name, near],
+                recalled[name, far],
             ]
         )
-    header = ["two layers of 64", f"state bytes after {longest} tokens"]
-    header += ["bytes more a token", f"PPL, {longest} tokens", "recall of 8 pairs"]
-    sources = ["recurrent/context_length", "recurrent/recall"]
-    return Table([*header, "seconds of training"], rows, sources)
-
-
-def _runs(result: dict, name: str, length: int) -> list[dict]:
-    """The runs of a mixer at a length of context, one a seed."""
-    return [
-        row
-        for row in result["rows"]
-        if row["name"] == name and row["context_length"] == length
-    ]
+    header = ["two layers of 32", "state bytes"]
+    header += [f"recall of {count} pairs, {n:,} tokens" for n in (near, far)]
+    return Table(header, rows, ["recurrent/recall"])
 
 
 TABLES: Tables = {"papers": papers, "guide/layers": layers}

@@ -150,11 +150,20 @@ class BesideState(NamedTuple):
 
 def init_params(config: BesideConfig, key: PRNGKeyArray) -> BesideParams:
     """Draws the projections and the core; the layer starts as its window."""
-    attention_key, memory_key, feature_key = jax.random.split(key, 3)
+    attention_key, memory_key = jax.random.split(key)
+    attention = projections.init_params(config.window, attention_key)
+    return add_memory(config, attention, memory_key)
+
+
+def add_memory(
+    config: BesideConfig, attention: AttentionParams, key: PRNGKeyArray
+) -> BesideParams:
+    """An attention layer's projections, and a new memory that has no part yet."""
+    memory_key, feature_key = jax.random.split(key)
     core = config.memory.core()
     heads = config.window.num_heads
     return BesideParams(
-        attention=projections.init_params(config.window, attention_key),
+        attention=attention,
         features=init_features(config, feature_key) if core.unit_norm else None,
         memory=core.init_params(memory_key),
         balance=BalanceParams(
@@ -180,10 +189,11 @@ def init_features(config: BesideConfig, key: PRNGKeyArray) -> FeatureParams:
 
     keys = jax.random.split(key, len(names))
     maps = dict(zip(names, map(draw, keys, sizes), strict=True))
-    bias = jnp.zeros(heads * key_dim)
     # Query and key start alike, so that a query finds the keys that are like it.
-    maps["query"] = maps["key"]
-    return FeatureParams(**maps, query_bias=bias, key_bias=bias)
+    maps["query"] = jnp.array(maps["key"])
+    # Each a buffer of its own, so that all can be donated.
+    bias = lambda: jnp.zeros(heads * key_dim)
+    return FeatureParams(**maps, query_bias=bias(), key_bias=bias())
 
 
 def init_state(config: BesideConfig, batch: int) -> BesideState:

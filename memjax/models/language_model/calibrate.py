@@ -1,0 +1,154 @@
+"""Starts what `retrofit` added from statistics of the full model.
+
+Of the keys k of a layer, as its attention has them, with mean μ and covariance Σ:
+
+    φ_k(k) = Σ^-1/2 (k - μ)        φ_q(q) = Σ^1/2 q        φ_qᵀ φ_k = qᵀ (k - μ)
+
+so that keys fill all directions alike and a query still finds the keys that the
+attention finds. Values are divided by their root mean square, channel by channel, and
+reads multiplied by it. Where a memory has other widths than the heads, the largest
+principal directions are kept, or turned into a wider space.
+
+Gates: see `gate_starts.py`.
+
+Other conversions start so too: Liger (https://arxiv.org/abs/2503.01496) takes gates
+from the key projection; LoLCATs (https://arxiv.org/abs/2410.10254) learns feature maps
+by alignment alone.
+
+Shapes: R texts, T time, H query heads, G key-value heads, K head width, F key and V
+value width of the memory, X = 2 G K.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from memjax.mechanisms import BesideConfig
+from memjax.mechanisms.beside import BesideParams, FeatureParams
+from memjax.models.language_model.config import ModelConfig
+from memjax.models.language_model.gate_starts import start_gates
+from memjax.models.language_model.model import LanguageModel
+from memjax.models.language_model.retrofit import memory_layers
+from memjax.models.language_model.teacher import Moments, measure, shrunk
+from memjax.nnx.params import as_arrays, as_params, copy
+
+
+def calibrate(
+    model: LanguageModel,
+    teacher: ModelConfig,
+    tokens: Int[Array, "R T"],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> LanguageModel:
+    """The model whose new parameters start from the teacher's statistics.
+
+    The gate stays at 0: the model is still the windowed one. Infini's memory, which
+    reads heads as they are, has nothing to start.
+
+    Args:
+        model: that `retrofit` made, without adapters; it stays as it is.
+        teacher: configuration of the model that it was made of.
+        tokens: texts of the training documents, read one at a time; the shortest
+            half-life is the window, the longest T.
+        progress: called with the texts that are read, and all of them.
+
+    Raises:
+        ValueError: if the model has no memory beside a window.
+    """
+    layers = memory_layers(model.config)
+    if not layers:
+        raise ValueError(
+            f"model must have a memory beside a window, got {model.config.mixers}"
+        )
+    moments = measure(model, teacher, tokens, progress)
+    new = copy(model)
+    for i in layers:
+        config = model.config.layers[i]
+        assert isinstance(config, BesideConfig)
+        params = as_arrays(model.blocks[i].mixer)
+        if params.features is not None:
+            started = start(config, params, moments[i], tokens.shape[1])
+            # Attention keeps its own variables, which may be frozen.
+            block = new.blocks[i]
+            block.mixer = nnx.data(
+                as_params(started._replace(attention=None))._replace(
+                    attention=block.mixer.attention
+                )
+            )
+    return new
+
+
+def start(
+    config: BesideConfig, params: BesideParams, moments: Moments, longest: int
+) -> BesideParams:
+    """The parameters of one layer, what is new in them started by its moments."""
+    window = config.window.window
+    half_lives = (window, max(longest, window))
+    return params._replace(
+        features=start_features(config, params.features, moments),
+        memory=start_gates(config, params.memory, moments, half_lives),
+    )
+
+
+def start_features(
+    config: BesideConfig, features: Any, moments: Moments
+) -> FeatureParams:
+    """Maps that whiten each head's keys and scale its values."""
+    g, k = config.window.num_kv_heads, config.window.head_dim
+    groups = config.window.num_heads // g
+    maps = []
+    for head in range(config.window.num_heads):
+        keys = slice(head // groups * k, (head // groups + 1) * k)
+        values = slice((g + head // groups) * k, (g + head // groups + 1) * k)
+        query, key = whitening(
+            moments.covariance[keys, keys], np.asarray(features.key[head])
+        )
+        value, read = scaling(
+            moments.covariance[values, values],
+            moments.mean[values],
+            np.asarray(features.value[head]),
+        )
+        maps.append((query, key, value, read, -moments.mean[keys] @ key))
+    query, key, value, read, bias = (
+        jnp.asarray(np.stack(x), jnp.float32) for x in zip(*maps, strict=True)
+    )
+    return FeatureParams(
+        query, key, value, read, jnp.zeros(bias.size), bias.reshape(-1)
+    )
+
+
+def whitening(
+    covariance: Float[np.ndarray, "K K"], drawn: Float[np.ndarray, "K F"]
+) -> tuple[Float[np.ndarray, "K F"], Float[np.ndarray, "K F"]]:
+    """Maps of queries and of keys, after which keys have the covariance 1."""
+    sizes, directions = np.linalg.eigh(shrunk(covariance))
+    # Largest first.
+    roots, directions = sizes[::-1] ** 0.5, directions[:, ::-1]
+    turn = _turn(directions, drawn)
+    return (directions * roots) @ turn, (directions / roots) @ turn
+
+
+def scaling(
+    covariance: Float[np.ndarray, "K K"],
+    mean: Float[np.ndarray, " K"],
+    drawn: Float[np.ndarray, "K V"],
+) -> tuple[Float[np.ndarray, "K V"], Float[np.ndarray, "V K"]]:
+    """Maps of values and of reads: channels of root mean square 1, and back."""
+    size = np.sqrt(np.diag(covariance) + mean**2 + 1e-12)
+    scaled = covariance / np.outer(size, size)
+    directions = np.linalg.eigh(scaled)[1][:, ::-1]
+    turn = directions @ _turn(directions, drawn)
+    return turn / size[:, None], turn.T * size
+
+
+def _turn(directions, drawn):
+    """From principal directions to the memory's channels, [K, F], F as drawn."""
+    width, size = drawn.shape
+    if size < width:
+        return np.eye(width, size)
+    # Back to the channels as they were, or to orthonormal ones of a wider space.
+    back = directions.T
+    return back if size == width else back @ np.linalg.qr(drawn.T)[0].T

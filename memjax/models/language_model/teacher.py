@@ -1,0 +1,134 @@
+"""The full model, as the teacher of a model that `retrofit` made of it.
+
+Both have the same weights: the teacher is computed from the retrofitted model, whose
+chosen layers attend to everything again.
+
+Shapes: R texts, B batch, T time, D model, G key-value heads, K head width, X = 2 G K.
+"""
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from memjax.mechanisms import Mechanism
+from memjax.mechanisms.beside import BesideParams
+from memjax.mechanisms.layers import projections
+from memjax.models.language_model.config import ModelConfig
+from memjax.models.language_model.layers import run_block
+from memjax.models.language_model.model import LanguageModel, build_once
+from memjax.models.language_model.retrofit import memory_layers
+from memjax.nnx.params import as_arrays
+
+#: Share of the mean variance in every direction: bounds what whitening amplifies.
+SHRINKAGE = 0.1
+
+
+class Taught(NamedTuple):
+    """What the mixer of a layer reads in the full model, and what it makes of it."""
+
+    x: Float[Array, "B T D"]
+    y: Float[Array, "B T D"]
+
+
+def teach(
+    model: LanguageModel,
+    teacher: ModelConfig,
+    tokens: Int[Array, "B T"],
+    layers: Collection[int],
+) -> dict[int, Taught]:
+    """Inputs and outputs of the full model's attention in these layers.
+
+    Layers behind the last of them are not computed.
+
+    Args:
+        model: that `retrofit` made, without adapters.
+        teacher: configuration of the model that it was made of.
+        tokens: texts that are read whole.
+        layers: numbers of layers.
+    """
+    found: dict[int, Taught] = {}
+    h = model.enter(model.embed(tokens))
+    for i in range(max(layers) + 1):
+        block, mechanism = model.blocks[i], build_once(teacher.layers[i])
+
+        def mix(params, memory, x, i=i, mechanism=mechanism):
+            y = read_whole(mechanism, attention_params(params), x)
+            if i in layers:
+                found[i] = Taught(x, y)
+            return memory, y
+
+        _, h = run_block(model.config, mix, block.parameters(), None, h)
+    return found
+
+
+def attention_params(mixer):
+    """The attention's parameters of a layer, with a memory beside it or without."""
+    return mixer.attention if isinstance(mixer, BesideParams) else mixer
+
+
+def read_whole(
+    mechanism: Mechanism, params, x: Float[Array, "B T D"]
+) -> Float[Array, "B T D"]:
+    """The output of a mixer for a whole sequence, of which no state is kept."""
+    if mechanism.whole is not None:
+        return mechanism.whole(params, x, None)
+    return mechanism.apply(params, mechanism.init_state(x.shape[0]), x)[1]
+
+
+class Moments(NamedTuple):
+    """Mean and covariance of what leaves a window: keys, then values, of all heads."""
+
+    mean: Float[np.ndarray, " X"]
+    covariance: Float[np.ndarray, "X X"]
+
+
+def measure(
+    model: LanguageModel,
+    teacher: ModelConfig,
+    tokens: Int[Array, "R T"],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[int, Moments]:
+    """Moments of keys and values in the full model, of each layer with a memory."""
+    graph, variables = nnx.split(model)
+    total: Any = None
+    for row in range(len(tokens)):
+        sums = _sums(graph, teacher, variables, jnp.asarray(tokens[row : row + 1]))
+        # float64: the covariance is a small difference where means are large.
+        sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
+        total = sums if total is None else jax.tree.map(np.add, total, sums)
+        progress(row + 1, len(tokens))
+    return {i: _moments(*sums) for i, sums in total.items()}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sums(graph, teacher, variables, tokens):
+    """Number, sum and sum of products of what each layer's memory would read."""
+    model = nnx.merge(graph, variables)
+    sums = {}
+    layers = memory_layers(model.config)
+    for i, taught in teach(model, teacher, tokens, layers).items():
+        heads = model.config.layers[i].window
+        attention = as_arrays(model.blocks[i].mixer.attention)
+        _, k, v = projections.qkv_projection(heads, attention, taught.x)
+        x = jnp.concatenate([k, v], axis=2).astype(jnp.float32)
+        # The first tokens are sinks, whose keys are like no other.
+        x = x.reshape(-1, x.shape[2] * x.shape[3])[heads.sinks :]
+        sums[i] = (x.shape[0], x.sum(axis=0), x.T @ x)
+    return sums
+
+
+def _moments(count, first, second):
+    mean = first / count
+    return Moments(mean, second / count - np.outer(mean, mean))
+
+
+def shrunk(covariance: Float[np.ndarray, "X X"]) -> Float[np.ndarray, "X X"]:
+    """A covariance with some of the mean variance in every direction."""
+    variance = np.trace(covariance) / len(covariance) + 1e-12
+    return (1 - SHRINKAGE) * covariance + SHRINKAGE * variance * np.eye(len(covariance))

@@ -1,0 +1,201 @@
+"""A stage that gives a pretrained model a memory beside the windows of some layers.
+
+"align" trains what is new, layer by layer, towards the full attention of the backbone
+(`alignment.py`); "tune" trains it with adapters (LoRA) on the loss of the next token.
+Adapters begin at the first chosen layer: the layers before it have no backward pass.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any, Literal, cast, get_args
+
+import jax
+import optax
+from jaxtyping import PRNGKeyArray
+
+from memjax.checks import require_known
+from memjax.data import TokenisedDocument, Tokenizer
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.language_model.calibrate import calibrate
+from memjax.models.language_model.rebuilt import with_config
+from memjax.models.language_model.retrofit import (
+    check_layers,
+    retrofit,
+)
+from memjax.models.language_model.windowed import with_window
+from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora, thaw
+from memjax.training.config import LoopConfig
+from memjax.training.finetune.alignment import make_align_step
+from memjax.training.finetune.retrofit_settings import RetrofitSettings
+from memjax.training.finetune.stage import Model, Stage
+from memjax.training.optimizer import OptimizerConfig, optimizer, with_rates
+from memjax.training.reporting import print_line
+from memjax.training.step import (
+    StepConfig,
+    TrainState,
+    init_train_state,
+    make_train_step,
+)
+
+Part = Literal["align", "tune"]
+#: Parameters that attention has not: maps, memory and gate.
+NEW = re.compile(r"\.mixer\.(features|memory|balance)\.")
+#: Those of the gate, which alone decide how far the memory has a part.
+GATE = ("balance/amount", "balance/bias")
+
+
+#: Settings of the tuning alone, as an alignment has them.
+TUNING: dict[str, Any] = {"lora": LoraConfig(), "remat": "products"}
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrofitStage(RetrofitSettings):
+    """One part of the training; the settings are those of `RetrofitSettings`.
+
+    Attributes:
+        part: "align" or "tune".
+        optimizer: hyperparameters.
+        loop: steps, checkpoints, evaluation, log.
+    """
+
+    layers: tuple[int, ...] = ()
+    part: Part = "tune"
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3, weight_decay=0.0)
+    loop: LoopConfig = LoopConfig(steps=512, save_every=64)
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_known("part", self.part, get_args(Part))
+        if not self.layers:
+            raise ValueError("layers must be at least one, got none")
+        if self.part == "align" and not self.has_new:
+            raise ValueError(
+                f"part='align' needs a memory beside the window, got "
+                f"memory={self.memory!r} and placement={self.placement!r}"
+            )
+        for name, default in TUNING.items() if self.part == "align" else ():
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} must be {default} with part='align', "
+                    f"got {getattr(self, name)}"
+                )
+        if self.optimizer.decay_vectors:
+            raise ValueError(
+                "optimizer.decay_vectors must be False: the gate has no decay"
+            )
+
+    @property
+    def memory_name(self) -> str:
+        """The model's memory, for messages."""
+        if self.memory == "none":
+            return f"windows of {self.window} with {self.sinks} sinks"
+        layers = ", ".join(map(str, self.layers))
+        where = f"windows of {self.window} in layers {layers}"
+        return f"{self.memory} {self.placement} {where}"
+
+    def stages(self) -> tuple[tuple[str, "RetrofitStage"], ...]:
+        """This stage alone, in the run's own folder."""
+        return (("", self),)
+
+    def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> LanguageModel:
+        """The backbone with its memories, of which the part's share is trained."""
+        lora_key, memory_key = jax.random.split(key)
+        backbone = with_config(backbone, **self._changes(backbone.config))
+        return self._trained(self._with_memory(backbone, memory_key), lora_key)
+
+    def check_start(self, before: Stage, start: str) -> None:
+        """Tuning follows the alignment of the same memory in the same layers.
+
+        Raises:
+            ValueError: for any other pair.
+        """
+        if self.part != "tune":
+            raise ValueError(f"{start} needs part='tune', got {self.part!r}")
+        if not isinstance(before, RetrofitStage) or before.part != "align":
+            raise ValueError(
+                f"{start} must be a run of part='align'; that run has "
+                f"{before.memory_name}"
+            )
+        for name in ("memory", "options", "layers", "window", "sinks", "dtype"):
+            old, new = getattr(before, name), getattr(self, name)
+            if old != new:
+                raise ValueError(f"{name}={new!r} must be that of the start, {old!r}")
+
+    def wrap_trained(
+        self, trained: Model, pretrained: ModelConfig, key: PRNGKeyArray
+    ) -> LanguageModel:
+        """The aligned model, with adapters."""
+        lora_key, _ = jax.random.split(key)
+        model = merge_lora(cast(LanguageModel, trained))
+        changes = self._changes(pretrained)
+        return self._trained(with_config(model, **changes), lora_key)
+
+    def prepare(
+        self,
+        model: Model,
+        pretrained: ModelConfig,
+        before: Stage | None,
+        documents: list[TokenisedDocument],
+        tokenizer: Tokenizer,
+    ) -> Model:
+        """With `start_texts`, what is new starts from the backbone's statistics."""
+        # What was aligned before must not be started again.
+        if not (self.has_new and self.start_texts) or before is not None:
+            return model
+        student = cast(LanguageModel, model)
+        texts = self.texts(documents, student.vocab_size, self.start_texts)
+        if jax.process_index() == 0:
+            print_line(f"{'start':<11} statistics of {len(texts)} samples")
+        return calibrate(student, pretrained, texts[:, :-1])
+
+    def transform(self) -> optax.GradientTransformation:
+        """The optimizer, with the gate's own learning rate."""
+        rates = dict.fromkeys(GATE, self.gate_rate)
+        return with_rates(optimizer(self.optimizer, self.loop.steps), rates)
+
+    def first_state(self, model: Model, key: PRNGKeyArray) -> TrainState:
+        """The state before the first step; no random numbers are drawn."""
+        rows = self.data.batch_size
+        return init_train_state(model, self.transform(), StepConfig(), rows)
+
+    def make_step(
+        self,
+        model: Model,
+        pretrained: ModelConfig,
+        compiled: Callable[[Callable], Callable],
+    ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+        """One update of all samples of a batch."""
+        if self.part == "align":
+            student = cast(LanguageModel, model)
+            return compiled(make_align_step(student, pretrained, self.transform()))
+        return compiled(make_train_step(model, self.transform(), StepConfig()))
+
+    def _changes(self, config: ModelConfig) -> dict[str, Any]:
+        """What is computed otherwise than by the backbone's configuration."""
+        changes: dict[str, Any] = {"dtype": self.dtype or config.dtype}
+        if self.remat == "all":
+            return changes | {"remat": False}
+        return changes | {"remat": True, "remat_saves": self.remat}
+
+    def _with_memory(self, backbone, key):
+        if self.memory == "none":
+            check_layers(backbone.config, self.layers)
+            return with_window(backbone, self.window, self.sinks)
+        return retrofit(
+            backbone,
+            memory=self.memory,
+            layers=self.layers,
+            window=self.window,
+            sinks=self.sinks,
+            placement=self.placement,
+            options=self.options,
+            key=key,
+        )
+
+    def _trained(self, model, key):
+        if self.part == "align":
+            fixed = freeze(model)
+        else:
+            fixed = add_lora(model, self.lora, key, first_layer=min(self.layers))
+        return thaw(fixed, lambda name: NEW.search(name) is not None)
