@@ -166,7 +166,6 @@ ELASTIC = ElasticMemoryConfig(16, 4, 2, 4, block=8)
         (dict(memory=DeltaNetConfig(16, 2, 4, 4)), "memory.num_heads must be 4 beside"),
         (dict(memory=ELASTIC), "memory must be one that stands beside a window"),
         (dict(sinks=5), r"sinks must be in \[0, window=4\], got 5"),
-        (dict(placement="behind"), "placement must be one of"),
         (dict(placement="instead"), "placement='instead' needs memory='elastic'"),
         (dict(placement="instead", memory=ELASTIC), "memory.block must be window=4"),
         (dict(options=MemoryOptions(order=3)), "options.order must be None with"),

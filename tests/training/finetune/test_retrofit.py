@@ -212,12 +212,10 @@ def test_adapters_begin_at_the_first_memory_and_reach_its_attention():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(memory="latice"), "memory must be one of .*did you mean 'lattice'"),
         (dict(sinks=5), r"sinks must be in \[0, window=4\], got 5"),
         (dict(context_length=5), r"context_length must be above window \+ sinks = 5"),
         (dict(placement="instead"), "placement='instead' needs memory='elastic'"),
         (dict(start_texts=-1), "start_texts must be >= 0"),
-        (dict(remat="product"), "remat must be one of .*did you mean 'products'"),
         (dict(gate_rate=0.0), "gate_rate must be positive"),
         (
             dict(memory="none", options=MemoryOptions(slots=3)),
