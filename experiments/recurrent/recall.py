@@ -96,7 +96,7 @@ def best(cases: Sequence[Case], tried: Sequence[Mapping[str, Any]]) -> list[Case
     ]
 
 
-def summaries(rows: Sequence[dict]) -> dict[int, list[dict]]:
+def summaries(rows: list[dict]) -> dict[int, list[dict]]:
     """Share of right answers by model and pairs, for each length of the tests."""
     lengths = sorted({score["length"] for score in rows[0]["scores"]})
     return {n: mqar.summarise(rows, mqar.BASE, n) for n in lengths}

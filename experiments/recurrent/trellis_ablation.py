@@ -51,6 +51,7 @@ def cases(config: Config) -> list[Case]:
     model = functools.partial(mqar.model, config.task)
     trellis = functools.partial(model, "trellis")
     (default,) = trellis().mixers
+    assert isinstance(default, TrellisConfig)
     slots = default.slots
 
     def with_slots(slots):

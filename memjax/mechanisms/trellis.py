@@ -16,6 +16,7 @@ Shapes: B batch, T time, D model, H heads, K key, V value, M slots, C chunk.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -221,20 +222,19 @@ def _nothing_written(config, batch):
     """The keys of both passes in a chunk that begins, None where nobody asks."""
     if not config.bounded:
         return None
-    sizes = batch, config.chunk_size, config.num_heads
-    return tuple(
-        nothing_written(*sizes, width) for width in (config.key_dim, config.value_dim)
+    empty = functools.partial(
+        nothing_written, batch, config.chunk_size, config.num_heads
     )
+    return empty(config.key_dim), empty(config.value_dim)
 
 
 def _bounded(bound, written, position, k, v, gamma):
     """The chunk's keys, and γ of both passes [*B, H, 2] bounded by those before."""
     shared = gamma.ndim == k.ndim - 1
     of_each = (gamma, gamma) if shared else (gamma[..., 0], gamma[..., 1])
-    passes = zip(written, (k, v), of_each, strict=True)
-    found = [bound(before, position, keys, steps) for before, keys, steps in passes]
-    written, gamma = zip(*found, strict=True)
-    return written, jnp.stack(gamma, axis=-1)
+    keys, of_keys = bound(written[0], position, k, of_each[0])
+    values, of_values = bound(written[1], position, v, of_each[1])
+    return (keys, values), jnp.stack([of_keys, of_values], axis=-1)
 
 
 def _target_and_gates(config, params, x):

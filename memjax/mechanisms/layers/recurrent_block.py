@@ -32,8 +32,8 @@ from memjax.mechanisms.layers.gates import draw_weight, l2_normalize
 from memjax.mechanisms.layers.memory_core import MemoryCore
 
 CONV_WIDTH = 4
-# Those of all ops; an op refuses by name what it does not have.
-Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
+# Those that every op has.
+Implementation = Literal["reference", "xla"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +49,10 @@ class RecurrentConfig(abc.ABC):
         key_dim: width of a head's queries and keys.
         value_dim: width of a head's values and reads.
         norm_epsilon: of the RMSNorm behind the memory.
-        implementation: of the op that reads a segment; None is the fastest on most
-            devices. It changes no result. "reference" is a loop over tokens, which on a
-            CPU takes half the time of the chunk form where memories are small.
+        implementation: how a segment is read, which changes no result. None is what
+            the op chooses, a kernel where it has one; "xla" goes chunk by chunk;
+            "reference" goes token by token, which on a CPU takes half the time where
+            memories are small.
     """
 
     model_dim: int

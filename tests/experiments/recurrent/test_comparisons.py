@@ -140,8 +140,8 @@ def test_examples_depend_on_seed_and_step_alone():
     # Rows of 2 and 6 pairs in equal numbers.
     counts, rows = np.unique(np.asarray(again.mask).sum(axis=1), return_counts=True)
     assert counts.tolist() == [2, 6] and set(rows) == {2}
-    tests = [mqar.sequences(TASK, seed, 2, 2, 48) for seed in (1, 2)]
-    assert not np.array_equal(*(batch.tokens for batch in tests))
+    one, other = (mqar.sequences(TASK, seed, 2, 2, 48) for seed in (1, 2))
+    assert not np.array_equal(one.tokens, other.tokens)
 
 
 @pytest.mark.slow

@@ -45,24 +45,20 @@ def test_a_key_that_repeats_is_corrected_once_and_an_orthogonal_one_wholly():
 
 def test_segments_continue_a_chunk_at_each_elements_place():
     k, gamma = draw()
-    written, position, steps = EMPTY, jnp.zeros(B, jnp.int32), []
-    # The second element begins two tokens later.
-    starts = jnp.array([0, 2])
+    # The second element begins two tokens later, and so stands elsewhere in its chunk.
+    states, steps = [(EMPTY, jnp.zeros(B, jnp.int32))], []
     for t in range(T):
-        moved, step = bounded_step(written, position, k[:, t], gamma[:, t])
-        going = t >= starts
-        written = Written(
-            *(
-                jnp.where(going.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-                for new, old in zip(moved, written, strict=True)
-            )
+        before, position = states[-1]
+        going = t >= jnp.array([0, 2])
+        moved, step = bounded_step(before, position, k[:, t], gamma[:, t])
+        after = Written(
+            jnp.where(going[:, None, None, None], moved.keys, before.keys),
+            jnp.where(going[:, None, None], moved.steps, before.steps),
         )
-        position = (position + going) % C
+        states.append((after, (position + going) % C))
         steps.append(step)
-        if t == 4:
-            apart = written, position
-    after, found = bounded_steps(*apart, k[:, 5:], gamma[:, 5:])
-    np.testing.assert_allclose(found, jnp.stack(steps[5:], axis=1), rtol=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after, written
-    )
+    for split in (2, 5, T - 1):
+        after, found = bounded_steps(*states[split], k[:, split:], gamma[:, split:])
+        np.testing.assert_allclose(found, jnp.stack(steps[split:], axis=1), rtol=1e-5)
+        np.testing.assert_allclose(after.keys, states[-1][0].keys, atol=1e-6)
+        np.testing.assert_allclose(after.steps, states[-1][0].steps, atol=1e-6)

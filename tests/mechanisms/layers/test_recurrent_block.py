@@ -207,14 +207,15 @@ def test_trellis_stays_finite_on_a_key_that_repeats(phi):
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_the_op_runs_as_it_was_told(name):
-    """A form that the op does not have, or that cannot run here, is refused by name."""
-    config = dataclasses.replace(TINY.mixer(name), implementation="pallas_gpu")
-    mechanism = config.build()
-    params = jax.eval_shape(mechanism.init_params, jax.random.key(0))
-    x = jax.ShapeDtypeStruct((1, 4, config.model_dim), jnp.float32)
-    with pytest.raises(ValueError, match="implementation"):
-        jax.eval_shape(mechanism.apply, params, mechanism.init_state(1), x)
+def test_a_segment_is_read_as_the_config_says(name):
+    def program(implementation):
+        config = TINY.mixer(name, implementation=implementation)
+        mechanism = config.build()
+        params = jax.eval_shape(mechanism.init_params, jax.random.key(0))
+        x = jax.ShapeDtypeStruct((1, 4, config.model_dim), jnp.float32)
+        return str(jax.make_jaxpr(mechanism.apply)(params, mechanism.init_state(1), x))
+
+    assert program("reference") != program("xla")
 
 
 @pytest.mark.parametrize(
@@ -222,6 +223,7 @@ def test_the_op_runs_as_it_was_told(name):
     [
         (DeltaNetConfig, dict(num_heads=0), "num_heads must be at least 1, got 0"),
         (GSAConfig, dict(norm_epsilon=0.0), "norm_epsilon must be positive, got 0.0"),
+        (GSAConfig, dict(implementation="pallas"), "implementation must be one of"),
         (GSAConfig, dict(slots=0), "slots must be at least 1, got 0"),
         (ABCConfig, dict(slots=0), "slots must be at least 1, got 0"),
         (TrellisConfig, dict(slots=0), "slots must be at least 1, got 0"),
