@@ -12,7 +12,7 @@ the most that a memory in those layers, beside the window, could bring back.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 

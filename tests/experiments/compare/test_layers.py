@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tests import tiny
 
 from experiments.compare import layers
 from experiments.compare.documents import documents
@@ -12,6 +11,7 @@ from memjax import evaluation
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.models.language_model.rebuilt import with_config
 from memjax.models.language_model.windowed import with_window
+from tests import tiny
 
 CONFIG = layers.Config(
     backbone="tiny", window=4, sinks=2, tokens=20, least=1, candidates=2, picks=2
