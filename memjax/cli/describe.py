@@ -77,6 +77,8 @@ def _memory(config: Any) -> str:
             return "M+, all three stages"
         case SegmentStage() if config.memory_name == NO_MEMORY:
             return "none: a window"
+        case SegmentStage() if config.memory == "reread":
+            return "none: the last tokens again"
         case SegmentStage() if config.hmt.retrieval:
             return "HMT, stage 2"
         case SegmentStage():
@@ -92,7 +94,10 @@ def _sizes(stage: SegmentStage | MPlusStage) -> str:
         store = f", store {memory.store:,}" if memory.retrieved else ""
         return f"{memory.tokens:,} rows a {memory.chunk:,}, pool {memory.pool:,}{store}"
     if stage.memory_name == NO_MEMORY:
-        return f"window {stage.window:,}"
+        sinks = f", {stage.sinks} sinks" if stage.sinks else ""
+        return f"window {stage.window:,}{sinks}"
+    if stage.memory == "reread":
+        return f"{stage.reread:,} before segments of {stage.window:,}"
     bank = f", bank {stage.hmt.memories:,}" if stage.hmt.retrieval else ""
     trained = ", LoRA" if stage.train == "lora" else ""
     return f"segments of {stage.segment:,}{bank}{trained}"

@@ -73,32 +73,34 @@ lattice-780m           lattice                                         24 x 1,53
 """
 
 FINETUNE = """\
-preset                     memory                sizes                                       context  steps
-hmt-tiny                   HMT, both stages      segments of 64, bank 16                     256      100 + 300
-hmt                        HMT, both stages      segments of 1,024, bank 300                 15,360   200 + 500
-hmt-stage1                 HMT, stage 1          segments of 1,024                           2,048    200
-hmt-stage2                 HMT, stage 2          segments of 1,024, bank 300                 15,360   500
-rmt                        RMT                   segments of 1,024                           2,048    700
-window                     none: a window        window 1,024                                2,048    700
-hmt-opt-350m               HMT, both stages      segments of 1,024, bank 300                 15,360   200 + 500
-hmt-smollm-135m            HMT, both stages      segments of 1,024, bank 300                 15,360   200 + 500
-hmt-opt-2.7b               HMT, both stages      segments of 512, bank 300                   4,096    200 + 500
-hmt-openllama-3b           HMT, both stages      segments of 512, bank 300                   4,096    200 + 500
-hmt-rwkv-3b                HMT, both stages      segments of 256, bank 400                   1,280    200 + 500
-hmt-mamba-370m             HMT, both stages      segments of 256, bank 400, LoRA             1,536    200 + 500
-hmt-llama2-7b              HMT, both stages      segments of 256, bank 400, LoRA             2,048    200 + 500
-hmt-yi-6b                  HMT, both stages      segments of 512, bank 300, LoRA             1,536    200 + 500
-hmt-mistral-7b             HMT, both stages      segments of 512, bank 300, LoRA             1,536    200 + 500
-mplus                      M+, all three stages  32 rows a 128, pool 256, store 4,096        1,024    400 + 400 + 400
-mplus-stage1               MemoryLLM             32 rows a 128, pool 320                     1,024    400
-mplus-stage2               MemoryLLM             32 rows a 128, pool 320                     1,024    400
-mplus-stage3               M+, stage 3           32 rows a 128, pool 256, store 4,096        1,024    400
-mplus-smollm2-135m         M+, all three stages  128 rows a 256, pool 512, store 4,096       512      240 + 240 + 240
-mplus-smollm2-135m-stage1  MemoryLLM             128 rows a 256, pool 1,024                  512      240
-mplus-smollm2-135m-stage2  MemoryLLM             128 rows a 256, pool 1,024                  512      240
-mplus-smollm2-135m-stage3  M+, stage 3           128 rows a 256, pool 512, store 4,096       512      240
-mplus-paper                M+, all three stages  256 rows a 512, pool 10,240, store 153,600  4,096    1,200,000 + 125,000 + 125,000
-mplus-paper-stage1         MemoryLLM             256 rows a 512, pool 12,800                 4,096    1,200,000
-mplus-paper-stage2         MemoryLLM             256 rows a 512, pool 12,800                 4,096    125,000
-mplus-paper-stage3         M+, stage 3           256 rows a 512, pool 10,240, store 153,600  4,096    125,000
+preset                     memory                       sizes                                       context  steps
+hmt-tiny                   HMT, both stages             segments of 64, bank 16                     256      100 + 300
+hmt                        HMT, both stages             segments of 1,024, bank 300                 15,360   200 + 500
+hmt-stage1                 HMT, stage 1                 segments of 1,024                           2,048    200
+hmt-stage2                 HMT, stage 2                 segments of 1,024, bank 300                 15,360   500
+rmt                        RMT                          segments of 1,024                           2,048    700
+window                     none: a window               window 1,024                                2,048    700
+sinks                      none: a window               window 1,024, 4 sinks                       2,048    700
+reread                     none: the last tokens again  1,024 before segments of 1,024              2,048    700
+hmt-opt-350m               HMT, both stages             segments of 1,024, bank 300                 15,360   200 + 500
+hmt-smollm-135m            HMT, both stages             segments of 1,024, bank 300                 15,360   200 + 500
+hmt-opt-2.7b               HMT, both stages             segments of 512, bank 300                   4,096    200 + 500
+hmt-openllama-3b           HMT, both stages             segments of 512, bank 300                   4,096    200 + 500
+hmt-rwkv-3b                HMT, both stages             segments of 256, bank 400                   1,280    200 + 500
+hmt-mamba-370m             HMT, both stages             segments of 256, bank 400, LoRA             1,536    200 + 500
+hmt-llama2-7b              HMT, both stages             segments of 256, bank 400, LoRA             2,048    200 + 500
+hmt-yi-6b                  HMT, both stages             segments of 512, bank 300, LoRA             1,536    200 + 500
+hmt-mistral-7b             HMT, both stages             segments of 512, bank 300, LoRA             1,536    200 + 500
+mplus                      M+, all three stages         32 rows a 128, pool 256, store 4,096        1,024    400 + 400 + 400
+mplus-stage1               MemoryLLM                    32 rows a 128, pool 320                     1,024    400
+mplus-stage2               MemoryLLM                    32 rows a 128, pool 320                     1,024    400
+mplus-stage3               M+, stage 3                  32 rows a 128, pool 256, store 4,096        1,024    400
+mplus-smollm2-135m         M+, all three stages         128 rows a 256, pool 512, store 4,096       512      240 + 240 + 240
+mplus-smollm2-135m-stage1  MemoryLLM                    128 rows a 256, pool 1,024                  512      240
+mplus-smollm2-135m-stage2  MemoryLLM                    128 rows a 256, pool 1,024                  512      240
+mplus-smollm2-135m-stage3  M+, stage 3                  128 rows a 256, pool 512, store 4,096       512      240
+mplus-paper                M+, all three stages         256 rows a 512, pool 10,240, store 153,600  4,096    1,200,000 + 125,000 + 125,000
+mplus-paper-stage1         MemoryLLM                    256 rows a 512, pool 12,800                 4,096    1,200,000
+mplus-paper-stage2         MemoryLLM                    256 rows a 512, pool 12,800                 4,096    125,000
+mplus-paper-stage3         M+, stage 3                  256 rows a 512, pool 10,240, store 153,600  4,096    125,000
 """

@@ -23,6 +23,7 @@ from memjax.models.checkpoints.text_interface import TextInterface, read_text_in
 from memjax.models.hmt import checkpoint as hmt_checkpoint
 from memjax.models.hmt.model import HMT
 from memjax.models.language_model.config import Dtype
+from memjax.models.language_model.reread import ReReadWindow
 from memjax.models.lora import merge_lora
 from memjax.models.mplus.checkpoints import checkpoint as mplus_checkpoint
 from memjax.models.mplus.model import MPlus
@@ -41,7 +42,7 @@ class OpenedModel:
     """A model and all that its name stands for.
 
     Attributes:
-        model: a `LanguageModel`, `HMT` or `MPlus`.
+        model: a `LanguageModel`, `HMT`, `MPlus` or `ReReadWindow`.
         text: tokenizer, chat template, and how to draw.
         origin: what the model, or its backbone, was made from: a path, or
             "owner/name@commit" of the hub; empty if a run began with random parameters.
@@ -172,13 +173,19 @@ def model_type(model: Model) -> str:
 
 
 def plain_model(model: Model) -> LanguageModel:
-    """The model without its memory: the backbone of HMT and M+, adapters merged."""
+    """The model without its memory: the backbone alone, adapters merged."""
     if isinstance(model, HMT):
         return hmt_checkpoint.plain_backbone(model)
-    return merge_lora(model.backbone if isinstance(model, MPlus) else _plain(model))
+    wraps = isinstance(model, MPlus | ReReadWindow)
+    return merge_lora(model.backbone if wraps else _plain(model))
 
 
 def _plain(model: Model) -> LanguageModel:
+    if isinstance(model, ReReadWindow):
+        raise ValueError(
+            "model must be a LanguageModel, HMT or MPlus, got a ReReadWindow, which is "
+            "a way of reading: export its backbone alone (--backbone-only)"
+        )
     if not isinstance(model, LanguageModel):
         raise ValueError(
             f"model must be a LanguageModel, HMT or MPlus, got {type(model).__name__}"

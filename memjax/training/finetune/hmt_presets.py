@@ -1,4 +1,4 @@
-"""Fine-tunings with HMT, RMT or a window, by name.
+"""Fine-tunings with HMT, RMT or a baseline, by name.
 
 Sizes, steps and learning rates are those of He et al. (2025),
 https://arxiv.org/abs/2405.06067, Table 7 and section 4.
@@ -57,6 +57,8 @@ def presets() -> dict[str, SegmentStage | HMTStages]:
         "hmt-stage2": two.stage2,
         "rmt": rmt,
         "window": dataclasses.replace(rmt, memory="window"),
+        "sinks": dataclasses.replace(rmt, memory="window", sinks=4),
+        "reread": dataclasses.replace(rmt, memory="reread", reread=1024),
     }
     return named | {
         f"hmt-{name}": _paper(size, "bfloat16") for name, size in PAPER_SIZES.items()

@@ -1,4 +1,4 @@
-"""A stage that reads samples of whole segments: HMT, RMT, or the backbone alone.
+"""A stage that reads samples of whole segments: HMT, RMT, or a baseline.
 
 The default optimizer is that of the official HMT program: AdamW with a constant rate,
 weight decay on everything, gradients clipped at 1. He et al. (2025),
@@ -22,6 +22,7 @@ from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT, hmt
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.rebuilt import with_config
+from memjax.models.language_model.reread import ReReadWindow
 from memjax.models.language_model.windowed import with_window
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.training.config import LoopConfig
@@ -37,9 +38,10 @@ from memjax.training.step import (
     make_train_step,
 )
 
-Memory = Literal["hmt", "window"]
+Memory = Literal["hmt", "window", "reread"]
 Trained = Literal["full", "lora"]
 WITH_RETRIEVAL, WITHOUT_RETRIEVAL = "HMT with retrieval", "HMT without retrieval"
+REREAD = "the last tokens, read again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +50,15 @@ class SegmentStage:
 
     Attributes:
         memory: "hmt", of which RMT is the form without sensory tokens and retrieval;
-            "window", the backbone alone, whose attention sees the last tokens.
+            "window", the backbone alone, whose attention sees the last tokens;
+            "reread", the backbone on the last tokens and each segment, see
+            `ReReadWindow`.
         hmt: the memory; `hmt.retrieval` False is stage 1.
-        window: tokens that attention sees with memory="window": its segment.
+        window: the segment of the baselines. With memory="window" the tokens that
+            attention sees; with "reread" those of a segment.
+        sinks: first tokens that attention sees beside the window; of "window" alone.
+        reread: tokens that are read again before each segment; of "reread" alone, where
+            0 is segments apart.
         depth: segments of a sample, through which gradients flow (BPTT) unless
             `step.bptt_blocks` cuts them.
         train: "full" trains the backbone's every parameter; "lora" adapters alone. The
@@ -68,6 +76,8 @@ class SegmentStage:
     memory: Memory = "hmt"
     hmt: HMTConfig = HMTConfig()
     window: int = 1024
+    sinks: int = 0
+    reread: int = 0
     depth: int = 2
     train: Trained = "full"
     lora: LoraConfig = LoraConfig()
@@ -93,6 +103,13 @@ class SegmentStage:
         if self.dtype is not None:
             require_known("dtype", self.dtype, get_args(Dtype))
         check_sizes(window=self.window, depth=self.depth)
+        for name, of in (("sinks", "window"), ("reread", "reread")):
+            value = getattr(self, name)
+            if value < 0 or (value and self.memory != of):
+                raise ValueError(
+                    f"{name} must be 0, or more with memory={of!r}, got {value} with "
+                    f"memory={self.memory!r}"
+                )
         check_run(self.data.mode, self.step, self.seed)
 
     @property
@@ -118,26 +135,34 @@ class SegmentStage:
     @property
     def memory_name(self) -> str:
         """The model's memory, for messages."""
-        if self.memory == "window":
-            return NO_MEMORY
+        match self.memory:
+            case "window":
+                return NO_MEMORY
+            case "reread":
+                return REREAD
         return WITH_RETRIEVAL if self.hmt.retrieval else WITHOUT_RETRIEVAL
 
     def stages(self) -> tuple[tuple[str, "SegmentStage"], ...]:
         """This stage alone, in the run's own folder."""
         return (("", self),)
 
-    def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> HMT | LanguageModel:
+    def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> Model:
         """The backbone with its memory or window, and with adapters if any."""
         # Two keys in any case: the memory starts alike with adapters and without.
         lora_key, memory_key = jax.random.split(key)
         if self.dtype is not None:
             backbone = with_config(backbone, dtype=self.dtype)
         if self.memory == "window":
-            backbone = _limited(backbone, self.window)
+            backbone = _limited(backbone, self.window, self.sinks)
         if self.train == "lora":
             backbone = add_lora(backbone, self.lora, lora_key)
-        if self.memory == "window":
-            return backbone
+        match self.memory:
+            case "window":
+                return backbone
+            case "reread":
+                return ReReadWindow(
+                    backbone, reread=self.reread, segment=self.window
+                )
         return hmt(backbone, self.hmt, key=memory_key)
 
     def check_start(self, before: Stage, start: str) -> None:
@@ -228,8 +253,10 @@ class SegmentStage:
         return compiled(make_train_step(model, self.transform(), self.step))
 
 
-def _limited(backbone: LanguageModel, window: int) -> LanguageModel:
+def _limited(backbone: LanguageModel, window: int, sinks: int) -> LanguageModel:
     """Attention in windows; a backbone without attention stays as it is."""
     if any(isinstance(mixer, HeadsConfig) for mixer in backbone.config.mixers):
-        return with_window(backbone, window)
+        return with_window(backbone, window, sinks)
+    if sinks:
+        raise ValueError(f"sinks must be 0 without attention layers, got {sinks}")
     return backbone

@@ -1,7 +1,7 @@
 """A stage of fine-tuning: it knows its model, its data and its step.
 
 `finetune` is one loop over stages and asks them no more than this. `SegmentStage`
-(HMT, RMT, a window) and `MPlusStage` are the two kinds.
+(HMT, RMT, a window, tokens read again) and `MPlusStage` are the two kinds.
 """
 
 import dataclasses
@@ -16,13 +16,14 @@ from memjax.checks import check_sizes, require_known
 from memjax.data import TokenisedDocument, Tokenizer
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.model import HMT
+from memjax.models.language_model.reread import ReReadWindow
 from memjax.models.mplus.model import MPlus
 from memjax.training.config import DataIterator, LoopConfig
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.sharding import MeshConfig
 from memjax.training.step import TrainState
 
-Model = HMT | MPlus | LanguageModel
+Model = HMT | MPlus | ReReadWindow | LanguageModel
 #: `memory_name` of a stage whose model is a plain backbone.
 NO_MEMORY = "no memory"
 

@@ -16,10 +16,12 @@ from memjax.models import LanguageModel
 from memjax.models.hmt.checkpoint import load_hmt
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT
+from memjax.models.language_model.reread import ReReadWindow
 from memjax.nnx import as_arrays
 from memjax.training import LoopConfig, StepConfig
 from memjax.training import pretrain as run
 from memjax.training.finetune import finetune
+from memjax.training.finetune.any_model import open_model, plain_model, save_model
 from memjax.training.finetune.curricula import HMTStages
 from memjax.training.finetune.hmt_presets import PAPER_SIZES, presets
 from memjax.training.finetune.run import FinetuneRun
@@ -130,6 +132,51 @@ def test_the_baseline_is_the_backbone_with_windows_and_lora_freezes_it(base, win
     frozen = [getattr(mixer, name).weight for name in names]
     kept = [getattr(original.blocks[0].parameters().mixer, name) for name in names]
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, frozen, kept)))
+
+
+@pytest.mark.slow
+def test_the_model_that_reads_again_is_trained_as_it_reads(base, tmp_path):
+    stage = dataclasses.replace(
+        stages(base[1]).stage1, memory="reread", reread=5, train="lora", depth=3
+    )
+    finetune.finetune(stage, base[0], tmp_path / "run")
+    opened = open_model(tmp_path / "run")
+    model = opened.model
+    assert isinstance(model, ReReadWindow)
+    assert (model.reread, model.segment) == (5, SEGMENT)
+    original = run.load_model(base[0])[1]
+    trained = finetune.digest(plain_model(model))
+    assert trained != finetune.digest(original)
+    with pytest.raises(ValueError, match="export its backbone alone"):
+        save_model(model, tmp_path / "out", opened.text)
+
+
+def test_baselines_have_their_sizes(base):
+    backbone = run.load_model(base[0])[1]
+    stage = dataclasses.replace(stages(base[1]).stage1, memory="window", sinks=2)
+    key = jax.random.key(0)
+    (mixer,) = stage.wrap(backbone, key).config.mixers
+    assert (mixer.window, mixer.sinks) == (SEGMENT, 2)
+    again = dataclasses.replace(stage, memory="reread", sinks=0, reread=3)
+    model = again.wrap(backbone, key)
+    assert (model.reread, model.window) == (3, SEGMENT)
+    assert again.memory_name == "the last tokens, read again"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(sinks=2), "sinks must be 0, or more with memory='window', got 2"),
+        (dict(memory="reread", sinks=2), "sinks must be 0.*with memory='reread'"),
+        (dict(memory="window", sinks=-1), "sinks must be 0, or more.*got -1"),
+        (dict(memory="window", reread=2), "reread must be 0.*with memory='window'"),
+        (dict(memory="reread", reread=-2), "reread must be 0, or more.*got -2"),
+        (dict(memory="sinks"), "memory must be one of.*'reread'.*'sinks'"),
+    ],
+)
+def test_sizes_of_other_memories_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SegmentStage(**fields)
 
 
 @pytest.mark.slow
