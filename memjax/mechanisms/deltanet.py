@@ -10,20 +10,15 @@ Shapes: B batch, T time, D model, H heads, K key, V value.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import Mechanism, axes
-from memjax.mechanisms.layers import gates, recurrent_block
-from memjax.mechanisms.layers.recurrent_block import (
-    BlockParams,
-    BlockState,
-    RecurrentConfig,
-    output_projection,
-)
+from memjax.mechanisms.layers import gates
+from memjax.mechanisms.layers.memory_core import MemoryCore, bind
+from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels.delta_rule import delta_rule, empty_state
 from memjax_kernels.delta_rule import step as op_step
 
@@ -32,13 +27,13 @@ from memjax_kernels.delta_rule import step as op_step
 class DeltaNetConfig(RecurrentConfig):
     """Sizes of a layer of DeltaNet; see `RecurrentConfig`."""
 
-    def build(self) -> Mechanism:
-        """The mechanism of these sizes."""
-        return deltanet(self)
+    def core(self) -> MemoryCore:
+        """The memory of these sizes."""
+        return bind(self, init_params, init_state, step, apply)
 
-    def param_axes(self) -> BlockParams:
-        """How the parameters are divided among devices."""
-        return recurrent_block.param_axes(AXES)
+    def core_axes(self) -> PyTree:
+        """How its weights are divided among devices."""
+        return AXES
 
 
 class DeltaNetParams(NamedTuple):
@@ -50,52 +45,46 @@ class DeltaNetParams(NamedTuple):
 AXES = DeltaNetParams(rate=axes("model", "heads"))
 
 
-def init_params(config: DeltaNetConfig, key: PRNGKeyArray) -> BlockParams:
-    """Draws the weights of the block and of β."""
-    rate_key = recurrent_block.core_key(key)
-    rate = gates.draw_weight(rate_key, config.model_dim, config.num_heads)
-    return recurrent_block.init_params(config, DeltaNetParams(rate), key)
+def init_params(config: DeltaNetConfig, key: PRNGKeyArray) -> DeltaNetParams:
+    """Draws the weights of β."""
+    return DeltaNetParams(gates.draw_weight(key, config.model_dim, config.num_heads))
 
 
-def init_state(config: DeltaNetConfig, batch: int) -> BlockState:
+def init_state(config: DeltaNetConfig, batch: int) -> Float[Array, "B H K V"]:
     """The empty memory: zeros."""
-    memory = empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
-    return recurrent_block.init_state(config, batch, memory)
+    return empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
 
 
 def step(
     config: DeltaNetConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: DeltaNetParams,
+    memory: Float[Array, "B H K V"],
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
     x: Float[Array, "B D"],
-) -> tuple[BlockState, Float[Array, "B D"]]:
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
-    window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
     # k has unit norm, so that β in (0, 1) moves the prediction towards v and never past
     # it.
-    beta = jax.nn.sigmoid(gates.linear_logits(x, params.core.rate))
-    memory, y = op_step(q, k, v, beta, state.memory)
-    return BlockState(window, memory), output_projection(config, params, x, y)
+    beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
+    return op_step(q, k, v, beta, memory)
 
 
 def apply(
     config: DeltaNetConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: DeltaNetParams,
+    memory: Float[Array, "B H K V"],
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
-) -> tuple[BlockState, Float[Array, "B T D"]]:
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    window, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
-    beta = jax.nn.sigmoid(gates.linear_logits(x, params.core.rate))
-    memory, y = delta_rule(q, k, v, beta, state.memory)
-    return BlockState(window, memory), output_projection(config, params, x, y)
+    beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
+    return delta_rule(q, k, v, beta, memory)
 
 
 def deltanet(config: DeltaNetConfig) -> Mechanism:
     """Builds the mechanism for one configuration."""
-    return Mechanism(
-        init_params=functools.partial(init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-    )
+    return config.build()

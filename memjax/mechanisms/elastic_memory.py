@@ -158,19 +158,32 @@ def step(
     state: ElasticMemoryState,
     x: Float[Array, "B D"],
 ) -> tuple[ElasticMemoryState, Float[Array, "B D"]]:
-    """Attends from one token; compresses the block that it completes.
+    """Attends from one token; compresses the block that it completes."""
+    check_input(x, config.model_dim, state)
+    q, k, v = projections.qkv_projection(config, params, x[:, None])
+    state, y = read_token(config, state, q[:, 0], k[:, 0], v[:, 0])
+    y = projections.output_projection(params, y[:, None].astype(x.dtype))
+    return state, y[:, 0]
+
+
+def read_token(
+    config: ElasticMemoryConfig,
+    state: ElasticMemoryState,
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B G K"],
+    v: Float[Array, "B G K"],
+) -> tuple[ElasticMemoryState, Float[Array, "B H K"]]:
+    """`step` between the projections, in float32.
 
     The memory is read as R (C q) and (wᵀ R) C: no memory token is ever formed.
     """
-    check_input(x, config.model_dim, state)
-    q, k, v = projections.qkv_projection(config, params, x[:, None])
-    write = jax.vmap(lambda block, token, at: block.at[at].set(token[0]))
+    write = jax.vmap(lambda block, token, at: block.at[at].set(token))
     open_keys = write(state.open_keys, k.astype(jnp.float32), state.open_length)
     open_values = write(state.open_values, v.astype(jnp.float32), state.open_length)
     # The token sees itself, so it is written to the open block before it attends.
     y = trapezoid.one_token(
         config,
-        q[:, 0],
+        q,
         (state.keys, state.values),
         jnp.asarray(tables(config).reconstruction),
         OpenBlock(open_keys, open_values, state.open_length),
@@ -191,9 +204,7 @@ def step(
     state = jax.lax.cond(
         jnp.any(complete), lambda s: _compress(s, complete), lambda s: s, state
     )
-    return state, projections.output_projection(params, y[:, None].astype(x.dtype))[
-        :, 0
-    ]
+    return state, y
 
 
 def apply(
@@ -205,21 +216,35 @@ def apply(
     """Attends block by block, each batch element at its own position in its block."""
     check_input(x, config.model_dim, state)
     q, k, v = projections.qkv_projection(config, params, x)
-    # An open block of up to L-1 tokens may push the segment into one block more.
-    blocks = (x.shape[1] + config.block - 2) // config.block + 1
-    ragged = functools.partial(_apply_blocks, config, blocks, False)
     if x.shape[1] % config.block:
-        state, y = ragged(state, q, k, v)
+        state, y = read(config, state, q, k, v)
     else:
         # The rule in training: whole blocks, the same position in all.
         whole = functools.partial(_apply_blocks, config, x.shape[1] // config.block)
         state, y = jax.lax.cond(
             jnp.all((state.open_length == 0) & (state.length == state.length[0])),
-            functools.partial(whole, True),
-            ragged,
+            lambda *given: whole(True, *given, None),
+            functools.partial(read, config),
             *(state, q, k, v),
         )
     return state, projections.output_projection(params, y)
+
+
+def read(
+    config: ElasticMemoryConfig,
+    state: ElasticMemoryState,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T G K"],
+    lengths: Int[Array, " B"] | None = None,
+) -> tuple[ElasticMemoryState, Float[Array, "B T H K"]]:
+    """`apply` between the projections, wherever batch elements are in their blocks.
+
+    With `lengths`, batch element b has `lengths[b]` tokens, and zeros behind them.
+    """
+    # An open block of up to L-1 tokens may push the segment into one block more.
+    blocks = (q.shape[1] + config.block - 2) // config.block + 1
+    return _apply_blocks(config, blocks, False, state, q, k, v, lengths)
 
 
 def flush(state: ElasticMemoryState) -> ElasticMemoryState:
@@ -237,18 +262,19 @@ def elastic_memory(config: ElasticMemoryConfig) -> Mechanism:
     )
 
 
-def _apply_blocks(config, blocks, in_step, state, q, k, v):
+def _apply_blocks(config, blocks, in_step, state, q, k, v, lengths):
     """Lays open and new tokens out in `blocks` blocks and runs Algorithm 1 on all."""
     # Constants of the program: the sampling and the order are static.
     basis, bank = tables(config)
     t, heads = q.shape[1], k.shape[2:]
+    tokens_read = t if lengths is None else lengths
     lay_out = functools.partial(_lay_out, blocks * config.block, state.open_length)
     split = lambda tokens: tokens.reshape(
         tokens.shape[0], blocks, config.block, *tokens.shape[2:]
     )
     keys, values = lay_out(state.open_keys, k), lay_out(state.open_values, v)
     # Only full blocks become coefficients; the rest stays open, as tokens.
-    count = (state.open_length + t) // config.block
+    count = (state.open_length + tokens_read) // config.block
     coefficients, memory = hippo(
         # Keys and values follow the same recurrence: they are channels of one signal.
         _to_channels(split(keys), split(values)),
@@ -278,7 +304,7 @@ def _apply_blocks(config, blocks, in_step, state, q, k, v):
         length=advanced(state.length, after),
         open_keys=_take(keys, after, config.block),
         open_values=_take(values, after, config.block),
-        open_length=state.open_length + t - after,
+        open_length=state.open_length + tokens_read - after,
     )
     return state, y
 

@@ -9,20 +9,15 @@ Shapes: B batch, T time, D model, H heads, K key, V value.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import Mechanism, axes
-from memjax.mechanisms.layers import gates, recurrent_block
-from memjax.mechanisms.layers.recurrent_block import (
-    BlockParams,
-    BlockState,
-    RecurrentConfig,
-    output_projection,
-)
+from memjax.mechanisms.layers import gates
+from memjax.mechanisms.layers.memory_core import MemoryCore, bind
+from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax.mechanisms.mamba2 import DECAY_AXES, DecayParams, decay, init_decay
 from memjax_kernels.delta_rule.gated import empty_state, gated_delta_rule
 from memjax_kernels.delta_rule.gated import step as op_step
@@ -32,13 +27,13 @@ from memjax_kernels.delta_rule.gated import step as op_step
 class GatedDeltaNetConfig(RecurrentConfig):
     """Sizes of a layer of Gated DeltaNet; see `RecurrentConfig`."""
 
-    def build(self) -> Mechanism:
-        """The mechanism of these sizes."""
-        return gated_deltanet(self)
+    def core(self) -> MemoryCore:
+        """The memory of these sizes."""
+        return bind(self, init_params, init_state, step, apply)
 
-    def param_axes(self) -> BlockParams:
-        """How the parameters are divided among devices."""
-        return recurrent_block.param_axes(AXES)
+    def core_axes(self) -> PyTree:
+        """How its weights are divided among devices."""
+        return AXES
 
 
 class GatedDeltaNetParams(NamedTuple):
@@ -51,56 +46,51 @@ class GatedDeltaNetParams(NamedTuple):
 AXES = GatedDeltaNetParams(rate=axes("model", "heads"), decay=DECAY_AXES)
 
 
-def init_params(config: GatedDeltaNetConfig, key: PRNGKeyArray) -> BlockParams:
-    """Draws the weights of the block, of β and of g."""
-    rate_key, decay_key = jax.random.split(recurrent_block.core_key(key))
-    core = GatedDeltaNetParams(
+def init_params(config: GatedDeltaNetConfig, key: PRNGKeyArray) -> GatedDeltaNetParams:
+    """Draws the weights of β and of g."""
+    rate_key, decay_key = jax.random.split(key)
+    return GatedDeltaNetParams(
         rate=gates.draw_weight(rate_key, config.model_dim, config.num_heads),
         decay=init_decay(config, decay_key),
     )
-    return recurrent_block.init_params(config, core, key)
 
 
-def init_state(config: GatedDeltaNetConfig, batch: int) -> BlockState:
+def init_state(config: GatedDeltaNetConfig, batch: int) -> Float[Array, "B H K V"]:
     """The empty memory: zeros."""
-    memory = empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
-    return recurrent_block.init_state(config, batch, memory)
+    return empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
 
 
 def step(
     config: GatedDeltaNetConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: GatedDeltaNetParams,
+    memory: Float[Array, "B H K V"],
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
     x: Float[Array, "B D"],
-) -> tuple[BlockState, Float[Array, "B D"]]:
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
-    window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
-    beta = jax.nn.sigmoid(gates.linear_logits(x, params.core.rate))
+    beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
     # Mamba-2's Δ enters through the decay alone: β is the size of the write.
-    _, g = decay(params.core.decay, x)
-    memory, y = op_step(q, k, v, beta, g, state.memory)
-    return BlockState(window, memory), output_projection(config, params, x, y)
+    _, g = decay(params.decay, x)
+    return op_step(q, k, v, beta, g, memory)
 
 
 def apply(
     config: GatedDeltaNetConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: GatedDeltaNetParams,
+    memory: Float[Array, "B H K V"],
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
-) -> tuple[BlockState, Float[Array, "B T D"]]:
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    window, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
-    beta = jax.nn.sigmoid(gates.linear_logits(x, params.core.rate))
-    _, g = decay(params.core.decay, x)
-    memory, y = gated_delta_rule(q, k, v, beta, g, state.memory)
-    return BlockState(window, memory), output_projection(config, params, x, y)
+    beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
+    _, g = decay(params.decay, x)
+    return gated_delta_rule(q, k, v, beta, g, memory)
 
 
 def gated_deltanet(config: GatedDeltaNetConfig) -> Mechanism:
     """Builds the mechanism for one configuration."""
-    return Mechanism(
-        init_params=functools.partial(init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-    )
+    return config.build()

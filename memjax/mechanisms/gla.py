@@ -10,20 +10,15 @@ Shapes: B batch, T time, D model, H heads, K key, V value, R rank.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import Mechanism, axes
-from memjax.mechanisms.layers import gates, recurrent_block
-from memjax.mechanisms.layers.recurrent_block import (
-    BlockParams,
-    BlockState,
-    RecurrentConfig,
-    output_projection,
-)
+from memjax.mechanisms.layers import gates
+from memjax.mechanisms.layers.memory_core import MemoryCore, bind
+from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels.linear_attention.gla import empty_state
 from memjax_kernels.linear_attention.gla import gla as gla_op
 from memjax_kernels.linear_attention.gla import step as op_step
@@ -38,13 +33,13 @@ DAMPING = 16.0
 class GLAConfig(RecurrentConfig):
     """Sizes of a layer of gated linear attention; see `RecurrentConfig`."""
 
-    def build(self) -> Mechanism:
-        """The mechanism of these sizes."""
-        return gla(self)
+    def core(self) -> MemoryCore:
+        """The memory of these sizes."""
+        return bind(self, init_params, init_state, step, apply)
 
-    def param_axes(self) -> BlockParams:
-        """How the parameters are divided among devices."""
-        return recurrent_block.param_axes(AXES)
+    def core_axes(self) -> PyTree:
+        """How its weights are divided among devices."""
+        return AXES
 
 
 class GLAParams(NamedTuple):
@@ -57,50 +52,51 @@ class GLAParams(NamedTuple):
 AXES = GLAParams(narrow=axes("model"), widen=axes(None, "heads"))
 
 
-def init_params(config: GLAConfig, key: PRNGKeyArray) -> BlockParams:
-    """Draws the weights of the block and of the gates."""
-    narrow_key, widen_key = jax.random.split(recurrent_block.core_key(key))
-    core = GLAParams(
+def init_params(config: GLAConfig, key: PRNGKeyArray) -> GLAParams:
+    """Draws the weights of the gates."""
+    narrow_key, widen_key = jax.random.split(key)
+    return GLAParams(
         narrow=gates.draw_weight(narrow_key, config.model_dim, RANK),
         widen=gates.draw_weight(widen_key, RANK, config.num_heads, config.key_dim),
     )
-    return recurrent_block.init_params(config, core, key)
 
 
-def init_state(config: GLAConfig, batch: int) -> BlockState:
+def init_state(config: GLAConfig, batch: int) -> Float[Array, "B H K V"]:
     """The empty memory: zeros."""
-    memory = empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
-    return recurrent_block.init_state(config, batch, memory)
+    return empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
 
 
 def step(
-    config: GLAConfig, params: BlockParams, state: BlockState, x: Float[Array, "B D"]
-) -> tuple[BlockState, Float[Array, "B D"]]:
+    config: GLAConfig,
+    params: GLAParams,
+    memory: Float[Array, "B H K V"],
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    x: Float[Array, "B D"],
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
-    window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
-    g = _log_gates(params.core, x)
-    memory, y = op_step(q * config.key_dim**-0.5, k, v, g, state.memory)
-    return BlockState(window, memory), output_projection(config, params, x, y)
+    g = _log_gates(params, x)
+    return op_step(q * config.key_dim**-0.5, k, v, g, memory)
 
 
 def apply(
-    config: GLAConfig, params: BlockParams, state: BlockState, x: Float[Array, "B T D"]
-) -> tuple[BlockState, Float[Array, "B T D"]]:
+    config: GLAConfig,
+    params: GLAParams,
+    memory: Float[Array, "B H K V"],
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    x: Float[Array, "B T D"],
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    window, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
-    g = _log_gates(params.core, x)
-    memory, y = gla_op(q * config.key_dim**-0.5, k, v, g, state.memory)
-    return BlockState(window, memory), output_projection(config, params, x, y)
+    g = _log_gates(params, x)
+    return gla_op(q * config.key_dim**-0.5, k, v, g, memory)
 
 
 def gla(config: GLAConfig) -> Mechanism:
     """Builds the mechanism for one configuration."""
-    return Mechanism(
-        init_params=functools.partial(init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-    )
+    return config.build()
 
 
 def _log_gates(params: GLAParams, x: Float[Array, "*B D"]) -> Float[Array, "*B H K"]:

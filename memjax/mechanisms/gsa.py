@@ -24,23 +24,18 @@ Shapes: B batch, T time, D model, H heads, K key, V value, M slots.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_sizes
 from memjax.mechanisms.base import Mechanism, axes
-from memjax.mechanisms.layers import gates, recurrent_block
-from memjax.mechanisms.layers.recurrent_block import (
-    BlockParams,
-    BlockState,
-    RecurrentConfig,
-    output_projection,
-)
-from memjax_kernels.gated_slots import empty_state, gated_slots
+from memjax.mechanisms.layers import gates
+from memjax.mechanisms.layers.memory_core import MemoryCore, bind
+from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax_kernels.gated_slots import SlotState, empty_state, gated_slots
 from memjax_kernels.gated_slots import step as op_step
 
 # Divides the log gates, which keeps the gates near 1.
@@ -61,13 +56,13 @@ class GSAConfig(RecurrentConfig):
         super().__post_init__()
         check_sizes(slots=self.slots)
 
-    def build(self) -> Mechanism:
-        """The mechanism of these sizes."""
-        return gsa(self)
+    def core(self) -> MemoryCore:
+        """The memory of these sizes."""
+        return bind(self, init_params, init_state, step, apply)
 
-    def param_axes(self) -> BlockParams:
-        """How the parameters are divided among devices."""
-        return recurrent_block.param_axes(GSA_AXES)
+    def core_axes(self) -> PyTree:
+        """How its weights are divided among devices."""
+        return GSA_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +79,13 @@ class ABCConfig(RecurrentConfig):
         super().__post_init__()
         check_sizes(slots=self.slots)
 
-    def build(self) -> Mechanism:
-        """The mechanism of these sizes."""
-        return abc(self)
+    def core(self) -> MemoryCore:
+        """The memory of these sizes."""
+        return bind(self, init_params, init_state, step, apply)
 
-    def param_axes(self) -> BlockParams:
-        """How the parameters are divided among devices."""
-        return recurrent_block.param_axes(ABC_AXES)
+    def core_axes(self) -> PyTree:
+        """How its weights are divided among devices."""
+        return ABC_AXES
 
 
 # Two types of parameters, by which `_gates` tells the mechanisms apart.
@@ -112,66 +107,56 @@ class ABCParams(NamedTuple):
 ABC_AXES = ABCParams(target=axes("model", "heads"))
 
 
-def init_params(config: GSAConfig | ABCConfig, key: PRNGKeyArray) -> BlockParams:
-    """Draws the weights of the block and of the slots' gates."""
-    weight = gates.draw_weight(
-        recurrent_block.core_key(key), config.model_dim, config.num_heads, config.slots
-    )
-    core = GSAParams(weight) if isinstance(config, GSAConfig) else ABCParams(weight)
-    return recurrent_block.init_params(config, core, key)
+def init_params(
+    config: GSAConfig | ABCConfig, key: PRNGKeyArray
+) -> GSAParams | ABCParams:
+    """Draws the weights of the slots' gates."""
+    weight = gates.draw_weight(key, config.model_dim, config.num_heads, config.slots)
+    return GSAParams(weight) if isinstance(config, GSAConfig) else ABCParams(weight)
 
 
-def init_state(config: GSAConfig | ABCConfig, batch: int) -> BlockState:
+def init_state(config: GSAConfig | ABCConfig, batch: int) -> SlotState:
     """Empty slots: zeros."""
     heads, slots = config.num_heads, config.slots
-    memory = empty_state(batch, heads, slots, config.key_dim, config.value_dim)
-    return recurrent_block.init_state(config, batch, memory)
+    return empty_state(batch, heads, slots, config.key_dim, config.value_dim)
 
 
 def step(
     config: GSAConfig | ABCConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: GSAParams | ABCParams,
+    memory: SlotState,
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
     x: Float[Array, "B D"],
-) -> tuple[BlockState, Float[Array, "B D"]]:
+) -> tuple[SlotState, Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
-    window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
-    q, alpha, g = _gates(params.core, x, q)
-    memory, y = op_step(q, k, v, alpha, g, state.memory)
-    return BlockState(window, memory), output_projection(config, params, x, y)
+    q, alpha, g = _gates(params, x, q)
+    return op_step(q, k, v, alpha, g, memory)
 
 
 def apply(
     config: GSAConfig | ABCConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: GSAParams | ABCParams,
+    memory: SlotState,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
-) -> tuple[BlockState, Float[Array, "B T D"]]:
+) -> tuple[SlotState, Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    window, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
-    q, alpha, g = _gates(params.core, x, q)
-    memory, y = gated_slots(q, k, v, alpha, g, state.memory)
-    return BlockState(window, memory), output_projection(config, params, x, y)
+    q, alpha, g = _gates(params, x, q)
+    return gated_slots(q, k, v, alpha, g, memory)
 
 
 def gsa(config: GSAConfig) -> Mechanism:
     """Builds gated slot attention for one configuration."""
-    return Mechanism(
-        init_params=functools.partial(init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-    )
+    return config.build()
 
 
 def abc(config: ABCConfig) -> Mechanism:
     """Builds attention with bounded memory for one configuration."""
-    return Mechanism(
-        init_params=functools.partial(init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-    )
+    return config.build()
 
 
 def _gates(params, x, q):

@@ -21,23 +21,25 @@ Shapes: B batch, T time, D model, H heads, M = K slots, V value, C chunk.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.layers import gates, recurrent_block
 from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.recurrent_block import (
-    BlockParams,
-    BlockState,
-    RecurrentConfig,
-    output_projection,
+from memjax.mechanisms.layers.memory_core import (
+    LearnedStart,
+    MemoryCore,
+    after_start,
+    bind,
+    started,
+    unstarted,
 )
+from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels.lattice import VARIANTS, Forget, Variant, beginning, empty_state
 from memjax_kernels.lattice import lattice as lattice_op
 from memjax_kernels.lattice import step as op_step
@@ -85,11 +87,16 @@ class LatticeConfig(RecurrentConfig):
 
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""
-        return lattice(self)
+        # Appendix A of the paper: query and key are two convolutions of one projection.
+        return recurrent_block.mechanism(self, self.core(), shared_projection=True)
 
-    def param_axes(self) -> BlockParams:
-        """How the parameters are divided among devices."""
-        return recurrent_block.param_axes(AXES)
+    def core(self) -> MemoryCore:
+        """The memory of these sizes."""
+        return bind(self, init_params, init_state, step, apply)
+
+    def core_axes(self) -> PyTree:
+        """How its weights are divided among devices."""
+        return AXES
 
 
 class LatticeParams(NamedTuple):
@@ -103,77 +110,69 @@ class LatticeParams(NamedTuple):
 AXES = LatticeParams(step=gates.AXES, forget=gates.AXES, start=axes("heads"))
 
 
-def init_params(config: LatticeConfig, key: PRNGKeyArray) -> BlockParams:
-    """Draws the block's and the gates' weights; slots start as `initial` says."""
-    step_key, forget_key = jax.random.split(recurrent_block.core_key(key))
+def init_params(config: LatticeConfig, key: PRNGKeyArray) -> LatticeParams:
+    """Draws the gates' weights; slots start as `initial` says."""
+    step_key, forget_key = jax.random.split(key)
     gate = (config.model_dim, config.num_heads)
     forget = None
     if config.forget is not None:
         forget = gates.init_gate(forget_key, gate, 0.01)
     # The op's own empty memory, so that an untrained layer starts as the op does.
     slots = empty_state(1, *_sizes(config), initial=config.initial).start[0]
-    core = LatticeParams(gates.init_gate(step_key, gate, 0.05), forget, slots)
-    # Appendix A of the paper: query and key are two convolutions of one projection.
-    return recurrent_block.init_params(config, core, key, shared_projection=True)
+    return LatticeParams(gates.init_gate(step_key, gate, 0.05), forget, slots)
 
 
-def init_state(config: LatticeConfig, batch: int) -> BlockState:
+def init_state(config: LatticeConfig, batch: int) -> LearnedStart:
     """Slots that wait for their learned start."""
-    # The start is learned, and an empty state knows no parameters: the first call fills
-    # it in.
-    memory = recurrent_block.unstarted(batch, empty_state(batch, *_sizes(config)))
-    return recurrent_block.init_state(config, batch, memory, shared_projection=True)
+    return unstarted(batch, empty_state(batch, *_sizes(config)))
 
 
 def step(
     config: LatticeConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: LatticeParams,
+    memory: LearnedStart,
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
     x: Float[Array, "B D"],
-) -> tuple[BlockState, Float[Array, "B D"]]:
+) -> tuple[LearnedStart, Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
-    window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
-    memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
-    gamma, g = _gates(config, params.core, x)
-    memory, y = op_step(
-        *(q, k, _values(config, v), gamma, g, memory),
+    slots = started(memory, _start(config, params, x.shape[0]))
+    gamma, g = _gates(config, params, x)
+    slots, y = op_step(
+        *(q, k, _values(config, v), gamma, g, slots),
         variant=config.variant,
         normalize=config.normalize,
         forget=config.forget,
     )
-    state = recurrent_block.after_start(window, memory, state)
-    return state, output_projection(config, params, x, y)
+    return after_start(memory, slots), y
 
 
 def apply(
     config: LatticeConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: LatticeParams,
+    memory: LearnedStart,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
-) -> tuple[BlockState, Float[Array, "B T D"]]:
+) -> tuple[LearnedStart, Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    window, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
-    memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
-    gamma, g = _gates(config, params.core, x)
-    memory, y = lattice_op(
-        *(q, k, _values(config, v), gamma, g, memory),
+    slots = started(memory, _start(config, params, x.shape[0]))
+    gamma, g = _gates(config, params, x)
+    slots, y = lattice_op(
+        *(q, k, _values(config, v), gamma, g, slots),
         chunk_size=config.chunk_size,
         variant=config.variant,
         normalize=config.normalize,
         forget=config.forget,
     )
-    state = recurrent_block.after_start(window, memory, state)
-    return state, output_projection(config, params, x, y)
+    return after_start(memory, slots), y
 
 
 def lattice(config: LatticeConfig) -> Mechanism:
     """Builds the mechanism for one configuration."""
-    return Mechanism(
-        init_params=functools.partial(init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-    )
+    return config.build()
 
 
 def _sizes(config):

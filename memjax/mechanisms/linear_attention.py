@@ -9,19 +9,13 @@ Shapes: B batch, T time, D model, H heads, K key, V value.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import Mechanism
-from memjax.mechanisms.layers import recurrent_block
-from memjax.mechanisms.layers.recurrent_block import (
-    BlockParams,
-    BlockState,
-    RecurrentConfig,
-    output_projection,
-)
+from memjax.mechanisms.layers.memory_core import MemoryCore, bind
+from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels.linear_attention import empty_state
 from memjax_kernels.linear_attention import linear_attention as linear_attention_op
 from memjax_kernels.linear_attention import step as op_step
@@ -31,63 +25,65 @@ from memjax_kernels.linear_attention import step as op_step
 class LinearAttentionConfig(RecurrentConfig):
     """Sizes of a layer of linear attention; see `RecurrentConfig`."""
 
-    def build(self) -> Mechanism:
-        """The mechanism of these sizes."""
-        return linear_attention(self)
+    def core(self) -> MemoryCore:
+        """The memory of these sizes."""
+        return bind(self, init_params, init_state, step, apply)
 
-    def param_axes(self) -> BlockParams:
-        """How the parameters are divided among devices."""
-        return recurrent_block.param_axes(AXES)
+    def core_axes(self) -> PyTree:
+        """How its weights are divided among devices."""
+        return AXES
 
 
 class LinearAttentionParams(NamedTuple):
-    """No gates: nothing beyond the block's weights."""
+    """No gates: nothing is learned."""
 
 
 AXES = LinearAttentionParams()
 
 
-def init_params(config: LinearAttentionConfig, key: PRNGKeyArray) -> BlockParams:
-    """Draws the block's weights."""
-    return recurrent_block.init_params(config, LinearAttentionParams(), key)
+def init_params(
+    config: LinearAttentionConfig, key: PRNGKeyArray
+) -> LinearAttentionParams:
+    """Nothing to draw."""
+    del config, key
+    return LinearAttentionParams()
 
 
-def init_state(config: LinearAttentionConfig, batch: int) -> BlockState:
+def init_state(config: LinearAttentionConfig, batch: int) -> Float[Array, "B H K V"]:
     """The empty memory: zeros."""
-    memory = empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
-    return recurrent_block.init_state(config, batch, memory)
+    return empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
 
 
 def step(
     config: LinearAttentionConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: LinearAttentionParams,
+    memory: Float[Array, "B H K V"],
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
     x: Float[Array, "B D"],
-) -> tuple[BlockState, Float[Array, "B D"]]:
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
-    window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
-    # No normalising sum: the block's RMSNorm stands in for it.
-    memory, y = op_step(q * config.key_dim**-0.5, k, v, state.memory)
-    return BlockState(window, memory), output_projection(config, params, x, y)
+    # No gates to read from x, and no normalising sum: the block's RMSNorm stands in for
+    # it.
+    del params, x
+    return op_step(q * config.key_dim**-0.5, k, v, memory)
 
 
 def apply(
     config: LinearAttentionConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: LinearAttentionParams,
+    memory: Float[Array, "B H K V"],
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
-) -> tuple[BlockState, Float[Array, "B T D"]]:
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    window, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
-    memory, y = linear_attention_op(q * config.key_dim**-0.5, k, v, state.memory)
-    return BlockState(window, memory), output_projection(config, params, x, y)
+    del params, x
+    return linear_attention_op(q * config.key_dim**-0.5, k, v, memory)
 
 
 def linear_attention(config: LinearAttentionConfig) -> Mechanism:
     """Builds the mechanism for one configuration."""
-    return Mechanism(
-        init_params=functools.partial(init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-    )
+    return config.build()

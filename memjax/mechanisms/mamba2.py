@@ -12,22 +12,17 @@ Shapes: B batch, T time, D model, H heads, K key, V value.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import Mechanism, axes
-from memjax.mechanisms.layers import gates, recurrent_block
+from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.recurrent_block import (
-    BlockParams,
-    BlockState,
-    RecurrentConfig,
-    output_projection,
-)
+from memjax.mechanisms.layers.memory_core import MemoryCore, bind
+from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels.linear_attention.ssd import empty_state, ssd
 from memjax_kernels.linear_attention.ssd import step as op_step
 
@@ -36,13 +31,13 @@ from memjax_kernels.linear_attention.ssd import step as op_step
 class Mamba2Config(RecurrentConfig):
     """Sizes of a layer of Mamba-2; see `RecurrentConfig`."""
 
-    def build(self) -> Mechanism:
-        """The mechanism of these sizes."""
-        return mamba2(self)
+    def core(self) -> MemoryCore:
+        """The memory of these sizes."""
+        return bind(self, init_params, init_state, step, apply)
 
-    def param_axes(self) -> BlockParams:
-        """How the parameters are divided among devices."""
-        return recurrent_block.param_axes(AXES)
+    def core_axes(self) -> PyTree:
+        """How its weights are divided among devices."""
+        return AXES
 
 
 class DecayParams(NamedTuple):
@@ -65,58 +60,53 @@ class Mamba2Params(NamedTuple):
 AXES = Mamba2Params(decay=DECAY_AXES, skip=axes())
 
 
-def init_params(config: Mamba2Config, key: PRNGKeyArray) -> BlockParams:
-    """Draws the weights of the block and of the decay; the skip starts at 1."""
-    core = Mamba2Params(
-        decay=init_decay(config, recurrent_block.core_key(key)),
-        skip=jnp.ones(config.num_heads),
-    )
-    return recurrent_block.init_params(config, core, key)
+def init_params(config: Mamba2Config, key: PRNGKeyArray) -> Mamba2Params:
+    """Draws the weights of the decay; the skip starts at 1."""
+    return Mamba2Params(decay=init_decay(config, key), skip=jnp.ones(config.num_heads))
 
 
-def init_state(config: Mamba2Config, batch: int) -> BlockState:
+def init_state(config: Mamba2Config, batch: int) -> Float[Array, "B H K V"]:
     """The empty memory: zeros."""
-    memory = empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
-    return recurrent_block.init_state(config, batch, memory)
+    return empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
 
 
 def step(
-    config: Mamba2Config, params: BlockParams, state: BlockState, x: Float[Array, "B D"]
-) -> tuple[BlockState, Float[Array, "B D"]]:
+    config: Mamba2Config,
+    params: Mamba2Params,
+    memory: Float[Array, "B H K V"],
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    x: Float[Array, "B D"],
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
-    window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
-    pace, g = decay(params.core.decay, x)
+    pace, g = decay(params.decay, x)
     # The gate is float32 and would promote values of half precision.
     write = (v * pace[..., None]).astype(v.dtype)
-    memory, y = op_step(q * config.key_dim**-0.5, k, write, g, state.memory)
+    memory, y = op_step(q * config.key_dim**-0.5, k, write, g, memory)
     # The skip weights v itself, not Δ v: it passes the token by the memory.
-    y = y + (params.core.skip[None, :, None] * v).astype(v.dtype)
-    return BlockState(window, memory), output_projection(config, params, x, y)
+    return memory, y + (params.skip[None, :, None] * v).astype(v.dtype)
 
 
 def apply(
     config: Mamba2Config,
-    params: BlockParams,
-    state: BlockState,
+    params: Mamba2Params,
+    memory: Float[Array, "B H K V"],
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
-) -> tuple[BlockState, Float[Array, "B T D"]]:
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    window, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
-    pace, g = decay(params.core.decay, x)
+    pace, g = decay(params.decay, x)
     write = (v * pace[..., None]).astype(v.dtype)
-    memory, y = ssd(q * config.key_dim**-0.5, k, write, g, state.memory)
-    y = y + (params.core.skip[None, None, :, None] * v).astype(v.dtype)
-    return BlockState(window, memory), output_projection(config, params, x, y)
+    memory, y = ssd(q * config.key_dim**-0.5, k, write, g, memory)
+    return memory, y + (params.skip[None, None, :, None] * v).astype(v.dtype)
 
 
 def mamba2(config: Mamba2Config) -> Mechanism:
     """Builds the mechanism for one configuration."""
-    return Mechanism(
-        init_params=functools.partial(init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-    )
+    return config.build()
 
 
 def init_decay(config: RecurrentConfig, key: PRNGKeyArray) -> DecayParams:

@@ -15,23 +15,25 @@ Shapes: B batch, T time, D model, H heads, K key, V value, M slots, C chunk.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, axes
-from memjax.mechanisms.layers import gates, recurrent_block
+from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.recurrent_block import (
-    BlockParams,
-    BlockState,
-    RecurrentConfig,
-    output_projection,
+from memjax.mechanisms.layers.memory_core import (
+    LearnedStart,
+    MemoryCore,
+    after_start,
+    bind,
+    started,
+    unstarted,
 )
+from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels.trellis import TrellisState, empty_state
 from memjax_kernels.trellis import step as op_step
 from memjax_kernels.trellis import trellis as trellis_op
@@ -78,13 +80,13 @@ class TrellisConfig(RecurrentConfig):
         """`step_size`, with None resolved."""
         return 1.0 / self.chunk_size if self.step_size is None else self.step_size
 
-    def build(self) -> Mechanism:
-        """The mechanism of these sizes."""
-        return trellis(self)
+    def core(self) -> MemoryCore:
+        """The memory of these sizes."""
+        return bind(self, init_params, init_state, step, apply)
 
-    def param_axes(self) -> BlockParams:
-        """How the parameters are divided among devices."""
-        return recurrent_block.param_axes(AXES)
+    def core_axes(self) -> PyTree:
+        """How its weights are divided among devices."""
+        return AXES
 
 
 class TrellisParams(NamedTuple):
@@ -106,18 +108,14 @@ AXES = TrellisParams(
 )
 
 
-def init_params(config: TrellisConfig, key: PRNGKeyArray) -> BlockParams:
+def init_params(config: TrellisConfig, key: PRNGKeyArray) -> TrellisParams:
     """Draws all weights; memories map unit keys to vectors of norm √(M / K)."""
     d, h, m = config.model_dim, config.num_heads, config.slots
-    # A key of its own: the block's weights are alike in all mechanisms of one seed.
-    core_key = recurrent_block.core_key(key)
-    target_key, step_key, forget_key, keys_key, values_key = jax.random.split(
-        core_key, 5
-    )
+    target_key, step_key, forget_key, keys_key, values_key = jax.random.split(key, 5)
     gate = (d, h) if config.shared_gates else (d, h, 2)
     # Scaled by the width that is summed over: a unit key predicts √(M / K).
     draw = lambda key, width: jax.random.normal(key, (h, m, width)) * width**-0.5
-    core = TrellisParams(
+    return TrellisParams(
         target=gates.draw_weight(target_key, d, h, m),
         step=gates.init_gate(step_key, gate, 0.5),
         # A gate of 0.99 leaves half of a write after 69 tokens.
@@ -125,72 +123,65 @@ def init_params(config: TrellisConfig, key: PRNGKeyArray) -> BlockParams:
         keys=draw(keys_key, config.key_dim),
         values=draw(values_key, config.value_dim),
     )
-    return recurrent_block.init_params(config, core, key)
 
 
-def init_state(config: TrellisConfig, batch: int) -> BlockState:
+def init_state(config: TrellisConfig, batch: int) -> LearnedStart:
     """Memories that wait for their learned start."""
     heads, slots = config.num_heads, config.slots
     memory = empty_state(
         *(batch, heads, slots, config.key_dim, config.value_dim),
         chunk_size=config.chunk_size,
     )
-    # The start is learned, and an empty state knows no parameters: the first call fills
-    # it in.
-    memory = recurrent_block.unstarted(batch, memory)
-    return recurrent_block.init_state(config, batch, memory)
+    return unstarted(batch, memory)
 
 
 def step(
     config: TrellisConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: TrellisParams,
+    memory: LearnedStart,
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
     x: Float[Array, "B D"],
-) -> tuple[BlockState, Float[Array, "B D"]]:
+) -> tuple[LearnedStart, Float[Array, "B H V"]]:
     """Writes one token into both memories and reads with its query."""
-    window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
-    memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
-    target, gamma, g = _target_and_gates(config, params.core, x)
-    memory, y = op_step(
+    slots = started(memory, _start(config, params, x.shape[0]))
+    target, gamma, g = _target_and_gates(config, params, x)
+    slots, y = op_step(
         # Values are the keys of the second pass, in which a step of γ |v|² > 2 would
         # diverge.
-        *(q, k, gates.l2_normalize(v), target, gamma, g, memory),
+        *(q, k, gates.l2_normalize(v), target, gamma, g, slots),
         phi=config.phi,
         activation=config.activation,
     )
-    state = recurrent_block.after_start(window, memory, state)
-    return state, output_projection(config, params, x, y)
+    return after_start(memory, slots), y
 
 
 def apply(
     config: TrellisConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: TrellisParams,
+    memory: LearnedStart,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
-) -> tuple[BlockState, Float[Array, "B T D"]]:
+) -> tuple[LearnedStart, Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    window, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
-    memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
-    target, gamma, g = _target_and_gates(config, params.core, x)
-    memory, y = trellis_op(
+    slots = started(memory, _start(config, params, x.shape[0]))
+    target, gamma, g = _target_and_gates(config, params, x)
+    slots, y = trellis_op(
         # Values are normalised, as in `step`.
-        *(q, k, gates.l2_normalize(v), target, gamma, g, memory),
+        *(q, k, gates.l2_normalize(v), target, gamma, g, slots),
         chunk_size=config.chunk_size,
         phi=config.phi,
         activation=config.activation,
     )
-    state = recurrent_block.after_start(window, memory, state)
-    return state, output_projection(config, params, x, y)
+    return after_start(memory, slots), y
 
 
 def trellis(config: TrellisConfig) -> Mechanism:
     """Builds the mechanism for one configuration."""
-    return Mechanism(
-        init_params=functools.partial(init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-    )
+    return config.build()
 
 
 def _start(config, params, batch):

@@ -14,22 +14,24 @@ Shapes: B batch, T time, D model, H heads, K key, V = K value, C mini-batch.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_positive, check_sizes
 from memjax.mechanisms.base import Mechanism, axes
-from memjax.mechanisms.layers import gates, recurrent_block
-from memjax.mechanisms.layers.recurrent_block import (
-    BlockParams,
-    BlockState,
-    RecurrentConfig,
-    output_projection,
+from memjax.mechanisms.layers import gates
+from memjax.mechanisms.layers.memory_core import (
+    LearnedStart,
+    MemoryCore,
+    after_start,
+    bind,
+    started,
+    unstarted,
 )
+from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels.ttt_linear import empty_state, start_state
 from memjax_kernels.ttt_linear import step as op_step
 from memjax_kernels.ttt_linear import ttt_linear as ttt_linear_op
@@ -57,13 +59,13 @@ class TTTLinearConfig(RecurrentConfig):
                 f"{self.value_dim}"
             )
 
-    def build(self) -> Mechanism:
-        """The mechanism of these sizes."""
-        return ttt_linear(self)
+    def core(self) -> MemoryCore:
+        """The memory of these sizes."""
+        return bind(self, init_params, init_state, step, apply)
 
-    def param_axes(self) -> BlockParams:
-        """How the parameters are divided among devices."""
-        return recurrent_block.param_axes(AXES)
+    def core_axes(self) -> PyTree:
+        """How its weights are divided among devices."""
+        return AXES
 
 
 class TTTParams(NamedTuple):
@@ -88,73 +90,64 @@ AXES = TTTParams(
 )
 
 
-def init_params(config: TTTLinearConfig, key: PRNGKeyArray) -> BlockParams:
-    """Draws the weights of the block and of the rate, and the memory's start."""
-    rate_key, weights_key = jax.random.split(recurrent_block.core_key(key))
+def init_params(config: TTTLinearConfig, key: PRNGKeyArray) -> TTTParams:
+    """Draws the weights of the rate, and the memory's start."""
+    rate_key, weights_key = jax.random.split(key)
     heads, width = config.num_heads, config.key_dim
     # Keys have norm 1 here and √K in the official code: W starts √K times as large.
     deviation = 0.02 * width**0.5
-    core = TTTParams(
+    return TTTParams(
         rate=gates.draw_weight(rate_key, config.model_dim, heads),
         scale=jnp.ones(heads * width),
         shift=jnp.zeros(heads * width),
         weights=jax.random.normal(weights_key, (heads, width, width)) * deviation,
         bias=jnp.zeros((heads, width)),
     )
-    return recurrent_block.init_params(config, core, key)
 
 
-def init_state(config: TTTLinearConfig, batch: int) -> BlockState:
+def init_state(config: TTTLinearConfig, batch: int) -> LearnedStart:
     """A memory that waits for its learned start."""
     memory = empty_state(batch, config.num_heads, config.key_dim, config.chunk_size)
-    # The start is learned, and an empty state knows no parameters: the first call fills
-    # it in.
-    memory = recurrent_block.unstarted(batch, memory)
-    return recurrent_block.init_state(config, batch, memory)
+    return unstarted(batch, memory)
 
 
 def step(
     config: TTTLinearConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: TTTParams,
+    memory: LearnedStart,
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
     x: Float[Array, "B D"],
-) -> tuple[BlockState, Float[Array, "B D"]]:
+) -> tuple[LearnedStart, Float[Array, "B H V"]]:
     """Trains the memory on one token and reads with its query."""
-    window, q, k, v = recurrent_block.qkv_projection_step(config, params, state, x)
-    memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
-    eta, scale, shift = _rate_and_norm(config, params.core, x)
-    memory, y = op_step(
-        q, k, v, eta, scale, shift, memory, chunk_size=config.chunk_size
-    )
-    state = recurrent_block.after_start(window, memory, state)
-    return state, output_projection(config, params, x, y)
+    layer = started(memory, _start(config, params, x.shape[0]))
+    eta, scale, shift = _rate_and_norm(config, params, x)
+    layer, y = op_step(q, k, v, eta, scale, shift, layer, chunk_size=config.chunk_size)
+    return after_start(memory, layer), y
 
 
 def apply(
     config: TTTLinearConfig,
-    params: BlockParams,
-    state: BlockState,
+    params: TTTParams,
+    memory: LearnedStart,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
-) -> tuple[BlockState, Float[Array, "B T D"]]:
+) -> tuple[LearnedStart, Float[Array, "B T H V"]]:
     """What T steps give, a mini-batch at a time."""
-    window, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
-    memory = recurrent_block.started(state, _start(config, params.core, x.shape[0]))
-    eta, scale, shift = _rate_and_norm(config, params.core, x)
-    memory, y = ttt_linear_op(
-        q, k, v, eta, scale, shift, memory, chunk_size=config.chunk_size
+    layer = started(memory, _start(config, params, x.shape[0]))
+    eta, scale, shift = _rate_and_norm(config, params, x)
+    layer, y = ttt_linear_op(
+        q, k, v, eta, scale, shift, layer, chunk_size=config.chunk_size
     )
-    state = recurrent_block.after_start(window, memory, state)
-    return state, output_projection(config, params, x, y)
+    return after_start(memory, layer), y
 
 
 def ttt_linear(config: TTTLinearConfig) -> Mechanism:
     """Builds the mechanism for one configuration."""
-    return Mechanism(
-        init_params=functools.partial(init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-    )
+    return config.build()
 
 
 def _start(config, params, batch):

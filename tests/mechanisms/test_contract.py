@@ -13,11 +13,14 @@ from memjax import mechanisms
 from memjax.mechanisms import (
     ABCConfig,
     AttentionConfig,
+    BesideConfig,
     DeltaNetConfig,
+    ElasticCoreConfig,
     ElasticMemoryConfig,
     GatedDeltaNetConfig,
     GLAConfig,
     GSAConfig,
+    InfiniConfig,
     LatticeConfig,
     LinearAttentionConfig,
     Mamba2Config,
@@ -26,12 +29,15 @@ from memjax.mechanisms import (
     TrellisConfig,
     TTTLinearConfig,
 )
+from memjax.mechanisms.beside import BesideParams
 
 B, T, D = 2, 12, 16
 # Of a call: a compilation, so one for all tests. Over two ends of chunks at least.
 LENGTH = 6
 HEADS: dict[str, Any] = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=4)
 BLOCK: dict[str, Any] = dict(model_dim=D, num_heads=2, key_dim=4, value_dim=6)
+WINDOW = SlidingWindowConfig(**HEADS, window=4, sinks=2)
+MEMORY: dict[str, Any] = dict(model_dim=16, num_heads=4, key_dim=5, value_dim=6)
 CONFIGS: dict[str, MixerConfig] = {
     "attention": AttentionConfig(**HEADS, capacity=T + 1),
     "attention_full": AttentionConfig(**HEADS, capacity=T),
@@ -45,7 +51,14 @@ CONFIGS: dict[str, MixerConfig] = {
         positions="stream",
     ),
     "sliding_window": SlidingWindowConfig(**HEADS, window=4),
-    "sliding_window_sinks": SlidingWindowConfig(**HEADS, window=4, sinks=2),
+    "sliding_window_sinks": WINDOW,
+    "beside_trellis": BesideConfig(
+        WINDOW, TrellisConfig(**MEMORY, slots=5, chunk_size=4)
+    ),
+    "beside_elastic": BesideConfig(
+        WINDOW, ElasticCoreConfig(4, 2, 4, order=6, block=3)
+    ),
+    "beside_infini": BesideConfig(WINDOW, InfiniConfig(4, 2, 4, 4)),
     "linear_attention": LinearAttentionConfig(**BLOCK),
     "mamba2": Mamba2Config(**BLOCK),
     "gla": GLAConfig(**BLOCK),
@@ -91,6 +104,10 @@ def make_case(config):
         step=jax.jit(mechanism.step), apply=jax.jit(mechanism.apply)
     )
     params = jax.jit(mechanism.init_params)(jax.random.key(0))
+    if isinstance(params, BesideParams):
+        # It starts as its window alone, of which nothing could be seen of the memory.
+        amount = jnp.full_like(params.balance.amount, 0.7)
+        params = params._replace(balance=params.balance._replace(amount=amount))
     x = jax.random.normal(jax.random.key(1), (B, T, D))
     return mechanism, params, mechanism.init_state(B), x
 

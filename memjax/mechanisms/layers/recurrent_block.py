@@ -1,7 +1,7 @@
 """The Mamba-style block around every recurrent memory.
 
     [q, k] = silu(conv([W_q, W_k] x)), each divided by its norm          v = W_v x
-    memory, y = op(q, k, v, gates of x, memory)
+    memory, y = core(q, k, v, x, memory)
     out = W_o (RMSNorm(y) ∘ GeLU(W_g x))
 
 Gu & Dao (2023), https://arxiv.org/abs/2312.00752, figure 3, as Karami et al. draw it
@@ -9,31 +9,37 @@ for Trellis (figure 1) and Lattice (figure 2). The convolution is causal, depthw
 and of width 4; silu behind it is what Mamba has, and the papers do not name another.
 Norms of q and k have 1e-6 added under the root.
 
-A mechanism calls `qkv_projection`, its op, and `output_projection`. It scales q where
-its memory wants that; q and k come with unit norm.
+`mechanism` puts this block around a memory core (`memory_core`): gates, write and
+read. The core scales q where it wants that; q and k come with unit norm.
 
 Shapes: B batch, T time, D model, H heads, K query and key, V value, W width of the
 convolution, S projections that it filters (2, or 1 which query and key share).
 """
 
+import abc
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_positive, check_sizes
-from memjax.mechanisms.base import axes, check_input, reset
+from memjax.mechanisms.base import Mechanism, axes, check_input
 from memjax.mechanisms.layers.cpu import scale_channels, scale_rows
 from memjax.mechanisms.layers.gates import draw_weight, l2_normalize
+from memjax.mechanisms.layers.memory_core import MemoryCore
 
 CONV_WIDTH = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class RecurrentConfig:
-    """Sizes that all recurrent mechanisms have.
+class RecurrentConfig(abc.ABC):
+    """Sizes that all recurrent mechanisms have, and the layer around their memory.
+
+    A mechanism adds its memory, `core()`, and how its weights are divided,
+    `core_axes()`.
 
     Attributes:
         model_dim: width of the layer's input and output.
@@ -58,9 +64,33 @@ class RecurrentConfig:
         )
         check_positive(most=1.0, norm_epsilon=self.norm_epsilon)
 
+    @abc.abstractmethod
+    def core(self) -> MemoryCore:
+        """The memory of these sizes, without the block."""
+
+    @abc.abstractmethod
+    def core_axes(self) -> PyTree:
+        """How the core's weights are divided; see `MixerConfig.param_axes`."""
+
+    def build(self) -> Mechanism:
+        """The mechanism of these sizes: the block around the core."""
+        return mechanism(self, self.core())
+
+    def param_axes(self) -> "BlockParams":
+        """How the parameters are divided among devices."""
+        return BlockParams(
+            query_key=axes("model", None, "heads"),
+            filters=axes(None, None, "heads"),
+            value=axes("model", "heads"),
+            gate=axes("model", "heads"),
+            norm=axes(),
+            output=axes("heads", None, "model"),
+            core=self.core_axes(),
+        )
+
 
 class BlockParams(NamedTuple):
-    """Learned weights of a block; `core` are the mechanism's own."""
+    """Learned weights of a block; `core` are those of its memory."""
 
     query_key: Float[Array, "D S H K"]
     filters: Float[Array, "W 2 H K"]
@@ -69,22 +99,6 @@ class BlockParams(NamedTuple):
     norm: Float[Array, " V"]
     output: Float[Array, "H V D"]
     core: PyTree
-
-
-def param_axes(core: PyTree) -> BlockParams:
-    """How a block is divided among devices, given its core's axes.
-
-    See `MixerConfig.param_axes`.
-    """
-    return BlockParams(
-        query_key=axes("model", None, "heads"),
-        filters=axes(None, None, "heads"),
-        value=axes("model", "heads"),
-        gate=axes("model", "heads"),
-        norm=axes(),
-        output=axes("heads", None, "model"),
-        core=core,
-    )
 
 
 class BlockState(NamedTuple):
@@ -98,37 +112,40 @@ class QKV(NamedTuple):
     """The window after the tokens; their queries and keys of unit norm; values."""
 
     window: Float[Array, "B _ S H K"]
-    q: Float[Array, "*B H K"]
-    k: Float[Array, "*B H K"]
-    v: Float[Array, "*B H V"]
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T H V"]
 
 
-def core_key(key: PRNGKeyArray) -> PRNGKeyArray:
-    """The key of a mechanism's own weights, independent of the block's."""
-    # `init_params` splits the same six, and draws the block with the other five.
-    return jax.random.split(key, 6)[5]
-
-
-def init_params(
-    config: RecurrentConfig,
-    core: PyTree,
-    key: PRNGKeyArray,
-    *,
-    shared_projection: bool = False,
-) -> BlockParams:
-    """Draws a block's weights.
+def mechanism(
+    config: RecurrentConfig, core: MemoryCore, *, shared_projection: bool = False
+) -> Mechanism:
+    """The block around a memory core.
 
     Args:
         config: sizes.
-        core: the mechanism's own weights, drawn with `core_key(key)`.
-        key: of the block.
+        core: the memory, which takes q and k of unit norm.
         shared_projection: whether query and key are two convolutions of one projection
             (Lattice) or each have their own.
     """
+    projections = 1 if shared_projection else 2
+    return Mechanism(
+        init_params=functools.partial(init_params, config, core, projections),
+        init_state=functools.partial(init_state, config, core, projections),
+        step=functools.partial(step, config, core),
+        apply=functools.partial(apply, config, core),
+    )
+
+
+def init_params(
+    config: RecurrentConfig, core: MemoryCore, projections: int, key: PRNGKeyArray
+) -> BlockParams:
+    """Draws the weights of the block and of its memory."""
     d, h = config.model_dim, config.num_heads
     k, v = config.key_dim, config.value_dim
-    projections = 1 if shared_projection else 2
-    qk_key, filter_key, v_key, gate_key, out_key, _ = jax.random.split(key, 6)
+    # Keys of their own: the block's weights are alike in all mechanisms of one seed.
+    keys = jax.random.split(key, 6)
+    qk_key, filter_key, v_key, gate_key, out_key, core_key = keys
     # A depthwise filter has a fan-in of its width alone.
     bound = CONV_WIDTH**-0.5
     return BlockParams(
@@ -140,21 +157,45 @@ def init_params(
         gate=draw_weight(gate_key, d, h, v),
         norm=jnp.ones(v),
         output=jax.random.normal(out_key, (h, v, d)) * (h * v) ** -0.5,
-        core=core,
+        core=core.init_params(core_key),
     )
 
 
 def init_state(
-    config: RecurrentConfig,
-    batch: int,
-    memory: PyTree,
-    *,
-    shared_projection: bool = False,
+    config: RecurrentConfig, core: MemoryCore, projections: int, batch: int
 ) -> BlockState:
-    """The empty `memory` of a batch, and a convolution that saw nothing yet."""
-    projections = 1 if shared_projection else 2
-    heads = (projections, config.num_heads, config.key_dim)
-    return BlockState(jnp.zeros((batch, CONV_WIDTH - 1, *heads), jnp.float32), memory)
+    """The empty memory, and a convolution that saw nothing yet."""
+    inputs = (CONV_WIDTH - 1, projections, config.num_heads, config.key_dim)
+    window = jnp.zeros((batch, *inputs), jnp.float32)
+    return BlockState(window, core.init_state(batch))
+
+
+def step(
+    config: RecurrentConfig,
+    core: MemoryCore,
+    params: BlockParams,
+    state: BlockState,
+    x: Float[Array, "B D"],
+) -> tuple[BlockState, Float[Array, "B D"]]:
+    """One token: the memory's step between the projections."""
+    # A segment of one, whose axis of time goes again.
+    window, *qkv = qkv_projection(config, params, state, x[:, None])
+    q, k, v = (z[:, 0] for z in qkv)
+    memory, y = core.step(params.core, state.memory, q, k, v, x)
+    return BlockState(window, memory), output_projection(config, params, x, y)
+
+
+def apply(
+    config: RecurrentConfig,
+    core: MemoryCore,
+    params: BlockParams,
+    state: BlockState,
+    x: Float[Array, "B T D"],
+) -> tuple[BlockState, Float[Array, "B T D"]]:
+    """A segment: what T steps give."""
+    window, q, k, v = qkv_projection(config, params, state, x)
+    memory, y = core.apply(params.core, state.memory, q, k, v, x)
+    return BlockState(window, memory), output_projection(config, params, x, y)
 
 
 def qkv_projection(
@@ -185,17 +226,6 @@ def qkv_projection(
     return QKV(inputs[:, t:], q_k[:, :, 0], q_k[:, :, 1], into(params.value))
 
 
-def qkv_projection_step(
-    config: RecurrentConfig,
-    params: BlockParams,
-    state: BlockState,
-    x: Float[Array, "B D"],
-) -> QKV:
-    """`qkv_projection` of one token."""
-    window, q, k, v = qkv_projection(config, params, state, x[:, None])
-    return QKV(window, q[:, 0], k[:, 0], v[:, 0])
-
-
 def output_projection(
     config: RecurrentConfig,
     params: BlockParams,
@@ -212,32 +242,3 @@ def output_projection(
     gate = jnp.tensordot(x, params.gate.astype(x.dtype), 1)
     y = y.astype(x.dtype) * jax.nn.gelu(gate)
     return jnp.tensordot(y, params.output.astype(x.dtype), 2)
-
-
-class LearnedStart(NamedTuple):
-    """A memory that starts from learned weights, which an empty state cannot know.
-
-    Where `fresh`, `memory` holds zeros that `started` replaces before they are used.
-    """
-
-    memory: PyTree
-    fresh: Bool[Array, " B"]
-
-
-def unstarted(batch: int, memory: PyTree) -> LearnedStart:
-    """A memory of this type, all of whose batch elements wait for their start."""
-    # Each leaf its own buffer, so that a state can be donated.
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), memory)
-    return LearnedStart(zeros, jnp.ones(batch, bool))
-
-
-def started(state: BlockState, start: PyTree) -> PyTree:
-    """The block's memory, with the learned `start` where it is fresh."""
-    return reset(state.memory.memory, start, state.memory.fresh)
-
-
-def after_start(
-    window: Float[Array, "B _ S H K"], memory: PyTree, state: BlockState
-) -> BlockState:
-    """The state after a segment: nothing waits for its start any longer."""
-    return BlockState(window, LearnedStart(memory, jnp.zeros_like(state.memory.fresh)))

@@ -1,5 +1,6 @@
 """The block of the recurrent mechanisms, against NumPy and by its options."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,44 +12,49 @@ import pytest
 from memjax import mechanisms
 from memjax.mechanisms import (
     ABCConfig,
+    DeltaNetConfig,
     GSAConfig,
     LatticeConfig,
-    Mechanism,
     TrellisConfig,
     TTTLinearConfig,
 )
-from memjax.mechanisms.layers import recurrent_block
-from memjax.mechanisms.layers.recurrent_block import BlockState, RecurrentConfig
+from memjax.mechanisms.layers import memory_core, recurrent_block
+from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 
 B, T, D, H, K, V = 2, 7, 6, 2, 3, 4
 SIZES: dict[str, Any] = dict(model_dim=D, num_heads=H, key_dim=K, value_dim=V)
-CONFIG = RecurrentConfig(**SIZES)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeConfig(RecurrentConfig):
+    """A memory that keeps nothing and gives q·k times the value."""
+
+    def core(self):
+        return memory_core.bind(
+            self,
+            init_params=lambda config, key: (),
+            init_state=lambda config, batch: jnp.zeros((batch, 1)),
+            step=read,
+            apply=read,
+        )
+
+    def core_axes(self):
+        return ()
+
+
+def read(config, params, memory, q, k, v, x):
+    return memory, (q * k).sum(axis=-1, keepdims=True) * v
 
 
 def probe(shared):
-    """A block whose memory keeps nothing and gives q·k times the value."""
-
-    def init_params(key):
-        return recurrent_block.init_params(CONFIG, (), key, shared_projection=shared)
-
-    def init_state(batch):
-        memory = jnp.zeros((batch, 1))
-        return recurrent_block.init_state(
-            CONFIG, batch, memory, shared_projection=shared
-        )
-
-    def apply(params, state, x):
-        window, q, k, v = recurrent_block.qkv_projection(CONFIG, params, state, x)
-        y = (q * k).sum(axis=-1, keepdims=True) * v
-        y = recurrent_block.output_projection(CONFIG, params, x, y)
-        return BlockState(window, state.memory), y
-
-    return Mechanism(init_params, init_state, apply, jax.jit(apply))
+    config = ProbeConfig(**SIZES)
+    return recurrent_block.mechanism(config, config.core(), shared_projection=shared)
 
 
 @functools.cache
 def case(shared):
     mechanism = probe(shared)
+    mechanism = mechanism._replace(apply=jax.jit(mechanism.apply))
     params = mechanism.init_params(jax.random.key(0))
     params = params._replace(norm=jnp.linspace(0.5, 2.0, V))
     x = jax.random.normal(jax.random.key(1), (B, T, D))
@@ -202,7 +208,7 @@ def test_trellis_stays_finite_on_a_key_that_repeats(options):
 @pytest.mark.parametrize(
     "kind,wrong,message",
     [
-        (RecurrentConfig, dict(num_heads=0), "num_heads must be at least 1, got 0"),
+        (DeltaNetConfig, dict(num_heads=0), "num_heads must be at least 1, got 0"),
         (GSAConfig, dict(norm_epsilon=0.0), "norm_epsilon must be positive, got 0.0"),
         (GSAConfig, dict(slots=0), "slots must be at least 1, got 0"),
         (ABCConfig, dict(slots=0), "slots must be at least 1, got 0"),

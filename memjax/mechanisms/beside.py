@@ -1,0 +1,314 @@
+"""A memory beside a sliding window: it reads what the window has left behind.
+
+    q, k, v = projections of x                        those of the attention layer
+    a_t = attention of q_t to the last W tokens, and to the sinks
+    memory, r_t = core(φ_q(q_t), φ_k(k_{t-W}), φ_v(v_{t-W}), memory)
+    out_t = W_o (a_t + m_t (φ_r(r_t) - a_t))          m_t = α σ(w x_t + β)
+
+The core is any recurrent mechanism's (`MemoryConfig`), without its convolution and
+projections. It writes the token that has just left the window, so that no byte of it
+repeats what the window holds, and reads with the query of now. Its gates see that
+token's key and value. φ are linear maps of each head; behind φ_q and φ_k stands the
+norm that the core wants, and reads are bounded: r / √(1 + mean r²).
+
+α starts at 0: the layer starts as the window. With α = 1, w = 0 and the memory of
+`infini.py` it is Infini-attention, whose gate β is.
+
+Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,
+F key and V value width of the memory, W window.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
+
+from memjax.config_io import TYPES
+from memjax.mechanisms import sliding_window
+from memjax.mechanisms.base import Mechanism, axes, check_input
+from memjax.mechanisms.deltanet import DeltaNetConfig
+from memjax.mechanisms.elastic_core import ElasticCoreConfig
+from memjax.mechanisms.gated_deltanet import GatedDeltaNetConfig
+from memjax.mechanisms.gla import GLAConfig
+from memjax.mechanisms.gsa import ABCConfig, GSAConfig
+from memjax.mechanisms.infini import InfiniConfig
+from memjax.mechanisms.lattice import LatticeConfig
+from memjax.mechanisms.layers import gates, projections
+from memjax.mechanisms.layers.memory_core import MemoryConfig
+from memjax.mechanisms.layers.projections import AttentionParams
+from memjax.mechanisms.linear_attention import LinearAttentionConfig
+from memjax.mechanisms.mamba2 import Mamba2Config
+from memjax.mechanisms.sliding_window import SlidingWindowConfig, SlidingWindowState
+from memjax.mechanisms.trellis import TrellisConfig
+from memjax.mechanisms.ttt_linear import TTTLinearConfig
+
+#: The memories that a file may name.
+MEMORIES = (
+    ABCConfig,
+    DeltaNetConfig,
+    ElasticCoreConfig,
+    GatedDeltaNetConfig,
+    GLAConfig,
+    GSAConfig,
+    InfiniConfig,
+    LatticeConfig,
+    LinearAttentionConfig,
+    Mamba2Config,
+    TrellisConfig,
+    TTTLinearConfig,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class BesideConfig:
+    """A window, and the memory beside it.
+
+    Attributes:
+        window: the attention layer, its window and its sinks.
+        memory: as many heads as queries have. Its `model_dim`, the width that its
+            gates read, is that of all keys and values of a token, 2 G K. The
+            memories of Infini and Elastic read the heads as they are: their sizes
+            are those of the heads.
+    """
+
+    window: SlidingWindowConfig
+    memory: MemoryConfig = dataclasses.field(metadata={TYPES: MEMORIES})
+
+    def __post_init__(self):
+        heads, memory = self.window, self.memory
+        expected = {"num_heads": heads.num_heads}
+        if memory.core().unit_norm:
+            expected["model_dim"] = 2 * heads.num_kv_heads * heads.head_dim
+        else:
+            expected["num_kv_heads"] = heads.num_kv_heads
+            expected |= dict.fromkeys(("key_dim", "value_dim"), heads.head_dim)
+        for name, size in expected.items():
+            if getattr(memory, name) != size:
+                raise ValueError(
+                    f"memory.{name} must be {size} beside this window, "
+                    f"got {getattr(memory, name)}"
+                )
+
+    @property
+    def model_dim(self) -> int:
+        """Width of the layer's input and output."""
+        return self.window.model_dim
+
+    def build(self) -> Mechanism:
+        """The mechanism of these sizes."""
+        return beside(self)
+
+    def param_axes(self) -> "BesideParams":
+        """How the parameters are divided among devices."""
+        maps = FeatureParams(*(axes("heads") for _ in FeatureParams._fields))
+        return BesideParams(
+            attention=projections.AXES,
+            features=maps if self.memory.core().unit_norm else None,
+            memory=self.memory.core_axes(),
+            balance=BalanceParams(axes(), axes("model", "heads"), axes()),
+        )
+
+
+class FeatureParams(NamedTuple):
+    """φ, between the attention's heads and the memory's; biases are flat."""
+
+    query: Float[Array, "H K F"]
+    key: Float[Array, "H K F"]
+    value: Float[Array, "H K V"]
+    read: Float[Array, "H V K"]
+    query_bias: Float[Array, " HF"]
+    key_bias: Float[Array, " HF"]
+
+
+class BalanceParams(NamedTuple):
+    """α, w and β: how far an output is the memory's and not the window's."""
+
+    amount: Float[Array, " H"]
+    weight: Float[Array, "D H"]
+    bias: Float[Array, " H"]
+
+
+class BesideParams(NamedTuple):
+    """The attention layer's own projections, and what is new beside them."""
+
+    attention: AttentionParams
+    features: FeatureParams | None  # None where the memory reads heads as they are
+    memory: PyTree
+    balance: BalanceParams
+
+
+class BesideState(NamedTuple):
+    """The window, and the memory of all that has left it."""
+
+    window: SlidingWindowState
+    memory: PyTree
+
+
+def init_params(config: BesideConfig, key: PRNGKeyArray) -> BesideParams:
+    """Draws the projections and the core; the layer starts as its window."""
+    attention_key, memory_key, feature_key = jax.random.split(key, 3)
+    core = config.memory.core()
+    heads = config.window.num_heads
+    return BesideParams(
+        attention=projections.init_params(config.window, attention_key),
+        features=init_features(config, feature_key) if core.unit_norm else None,
+        memory=core.init_params(memory_key),
+        balance=BalanceParams(
+            # At α = 0 the memory has no part in the output, and α has a gradient.
+            amount=jnp.zeros(heads),
+            weight=jnp.zeros((config.model_dim, heads)),
+            bias=jnp.zeros(heads),
+        ),
+    )
+
+
+def init_features(config: BesideConfig, key: PRNGKeyArray) -> FeatureParams:
+    """Maps that start as the identity, or as random ones between other widths."""
+    heads, width = config.window.num_heads, config.window.head_dim
+    key_dim, value_dim = config.memory.key_dim, config.memory.value_dim
+    names = ("query", "key", "value", "read")
+    sizes = ((width, key_dim),) * 2 + ((width, value_dim), (value_dim, width))
+
+    def draw(key, size):
+        if size[0] == size[1]:
+            return jnp.tile(jnp.eye(size[0])[None], (heads, 1, 1))
+        return jax.random.normal(key, (heads, *size)) * size[0] ** -0.5
+
+    keys = jax.random.split(key, len(names))
+    maps = dict(zip(names, map(draw, keys, sizes), strict=True))
+    bias = jnp.zeros(heads * key_dim)
+    # Query and key start alike, so that a query finds the keys that are like it.
+    maps["query"] = maps["key"]
+    return FeatureParams(**maps, query_bias=bias, key_bias=bias)
+
+
+def init_state(config: BesideConfig, batch: int) -> BesideState:
+    """An empty window and an empty memory."""
+    return BesideState(
+        sliding_window.init_state(config.window, batch),
+        config.memory.core().init_state(batch),
+    )
+
+
+def step(
+    config: BesideConfig,
+    params: BesideParams,
+    state: BesideState,
+    x: Float[Array, "B D"],
+) -> tuple[BesideState, Float[Array, "B D"]]:
+    """Slides the window by one token, and writes the one that leaves it."""
+    check_input(x, config.model_dim, state)
+    segment = x[:, None]
+    q, k, v = projections.qkv_projection(config.window, params.attention, segment)
+    oldest = Left(*(leaf[:, :1] for leaf in state.window[:3]))
+    window, attended = sliding_window.read(config.window, state.window, q, k, v)
+    inputs = memory_inputs(config, params, q, oldest)
+    inputs = jax.tree.map(lambda leaf: leaf[:, 0], inputs)
+    memory, read = config.memory.core().step(params.memory, state.memory, *inputs)
+    y = balance(params, segment, attended, read[:, None], oldest.written)
+    y = projections.output_projection(params.attention, y)
+    return BesideState(window, memory), y[:, 0]
+
+
+def apply(
+    config: BesideConfig,
+    params: BesideParams,
+    state: BesideState,
+    x: Float[Array, "B T D"],
+) -> tuple[BesideState, Float[Array, "B T D"]]:
+    """What T steps give, faster."""
+    check_input(x, config.model_dim, state)
+    q, k, v = projections.qkv_projection(config.window, params.attention, x)
+    oldest = left_window(state.window, k, v)
+    window, attended = sliding_window.read(config.window, state.window, q, k, v)
+    inputs = memory_inputs(config, params, q, oldest)
+    memory, read = config.memory.core().apply(params.memory, state.memory, *inputs)
+    y = balance(params, x, attended, read, oldest.written)
+    return BesideState(window, memory), projections.output_projection(
+        params.attention, y
+    )
+
+
+class Left(NamedTuple):
+    """The token that leaves the window at each of T, zeros before there is one."""
+
+    keys: Float[Array, "B T G K"]
+    values: Float[Array, "B T G K"]
+    written: Bool[Array, "B T"]
+
+
+def left_window(
+    window: SlidingWindowState, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
+) -> Left:
+    """What T new tokens push out of the window."""
+    length = k.shape[1]
+    new = (k, v, jnp.ones(k.shape[:2], bool))
+    join = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=1)
+    return Left(
+        *(join(*pair)[:, :length] for pair in zip(window[:3], new, strict=True))
+    )
+
+
+def memory_inputs(
+    config: BesideConfig, params: BesideParams, q: Float[Array, "B T H K"], left: Left
+) -> tuple[Array, Array, Array, Array]:
+    """q, k, v and x of the core, in the dtype of q."""
+    k, v = left.keys.astype(q.dtype), left.values.astype(q.dtype)
+    written = left.written[..., None]
+    if params.features is None:
+        return q, k, v, written.astype(q.dtype)
+    maps = params.features
+    groups = config.window.num_heads // config.window.num_kv_heads
+    of_heads = functools.partial(jnp.repeat, repeats=groups, axis=2)
+    into = lambda x, weight: jnp.einsum("bthk,hkf->bthf", x, weight.astype(x.dtype))
+
+    def unit(x, weight, bias):
+        shift = bias.reshape(1, 1, config.window.num_heads, -1).astype(x.dtype)
+        return gates.l2_normalize(into(x, weight) + shift)
+
+    x = jnp.concatenate([k, v], axis=2).reshape(*k.shape[:2], -1)
+    keys = unit(of_heads(k), maps.key, maps.key_bias)
+    return (
+        unit(q, maps.query, maps.query_bias),
+        # A key of zeros writes nothing; the bias would make one of norm 1 of it.
+        jnp.where(written[..., None], keys, 0),
+        into(of_heads(v), maps.value),
+        x,
+    )
+
+
+def balance(
+    params: BesideParams,
+    x: Float[Array, "B T D"],
+    attended: Float[Array, "B T H K"],
+    read: Float[Array, "B T H V"],
+    written: Bool[Array, "B T"],
+) -> Float[Array, "B T H K"]:
+    """a + m (φ_r(r) - a); the window's output alone while nothing is written."""
+    amount, weight, bias = params.balance
+    read = read.astype(x.dtype)
+    if params.features is not None:
+        high = read.astype(jnp.float32)
+        # Some memories grow with the text; small reads stay as they are.
+        scale = jax.lax.rsqrt(1 + (high**2).mean(axis=-1, keepdims=True))
+        read = jnp.einsum(
+            "bthv,hvk->bthk",
+            (high * scale).astype(x.dtype),
+            params.features.read.astype(x.dtype),
+        )
+    logits = gates.linear_logits(x, weight) + bias[None, None]
+    share = amount[None, None] * jax.nn.sigmoid(logits) * written[..., None]
+    return attended + share[..., None].astype(x.dtype) * (read - attended)
+
+
+def beside(config: BesideConfig) -> Mechanism:
+    """Builds the mechanism for one configuration."""
+    return Mechanism(
+        init_params=functools.partial(init_params, config),
+        init_state=functools.partial(init_state, config),
+        step=functools.partial(step, config),
+        apply=functools.partial(apply, config),
+    )

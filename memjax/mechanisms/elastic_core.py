@@ -1,0 +1,150 @@
+"""Elastic Memory without a layer around it, to stand beside a window (`beside.py`).
+
+    y_t = softmax(q_t [K_mem, K_open]ᵀ / √K) [V_mem, V_open]
+
+K_mem and V_mem are sampled from the coefficients of all complete blocks of what has
+left the window, K_open and V_open the tokens of the block that is being filled; no
+position is added to either. `elastic_memory.py` has the equations. Query heads of a
+group read one memory.
+
+Shapes: B batch, T time, H query heads, G key-value heads, K head width, N order, L
+block, M memory tokens.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from memjax.mechanisms import elastic_memory
+from memjax.mechanisms.base import reset
+from memjax.mechanisms.elastic_memory import ElasticMemoryConfig, ElasticMemoryState
+from memjax.mechanisms.layers.memory_core import MemoryCore, bind
+from memjax_kernels.hippo import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticCoreConfig:
+    """Sizes of the memory.
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: of keys and values; divides `num_heads`.
+        head_dim: width of a head, even.
+        order: N, coefficients per channel.
+        block: L, tokens that are compressed together.
+        memory_tokens: M, points at which the memory is read; None is N.
+        sampling: where they lie in the history; see `ElasticMemoryConfig`.
+        decay: of the exponential sampling.
+        bank_blocks: blocks whose matrices are built ahead.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    order: int = 96
+    block: int = 32
+    memory_tokens: int | None = None
+    sampling: Sampling = "uniform"
+    decay: float = 0.98
+    bank_blocks: int = 0
+
+    def __post_init__(self):
+        # Checks all sizes.
+        self.memory()
+
+    def memory(self) -> ElasticMemoryConfig:
+        """The memory as a layer's configuration, without positions."""
+        samples = self.order if self.memory_tokens is None else self.memory_tokens
+        return ElasticMemoryConfig(
+            model_dim=self.model_dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope_theta=None,
+            block=self.block,
+            order=self.order,
+            memory_tokens=samples,
+            sampling=self.sampling,
+            decay=self.decay,
+            bank_blocks=self.bank_blocks,
+        )
+
+    @property
+    def model_dim(self) -> int:
+        """1: no gate reads the token."""
+        return 1
+
+    @property
+    def key_dim(self) -> int:
+        """K, of queries and keys."""
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """K, of values and reads."""
+        return self.head_dim
+
+    def core(self) -> MemoryCore:
+        """The memory of these sizes."""
+        return bind(self, init_params, init_state, step, apply, unit_norm=False)
+
+    def core_axes(self) -> "ElasticCoreParams":
+        """Nothing to divide."""
+        return ElasticCoreParams()
+
+
+class ElasticCoreParams(NamedTuple):
+    """Nothing is learned."""
+
+
+def init_params(config: ElasticCoreConfig, key: PRNGKeyArray) -> ElasticCoreParams:
+    """Nothing: the memory reads the attention's own heads."""
+    return ElasticCoreParams()
+
+
+def init_state(config: ElasticCoreConfig, batch: int) -> ElasticMemoryState:
+    """A memory of nothing."""
+    return elastic_memory.init_state(config.memory(), batch)
+
+
+def step(
+    config: ElasticCoreConfig,
+    params: ElasticCoreParams,
+    memory: ElasticMemoryState,
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B G K"],
+    v: Float[Array, "B G K"],
+    x: Float[Array, "B 1"],
+) -> tuple[ElasticMemoryState, Float[Array, "B H K"]]:
+    """Writes one token where x is 1, and reads."""
+    after, y = elastic_memory.read_token(config.memory(), memory, q, k, v)
+    return reset(after, memory, x[:, 0] == 0), y.astype(q.dtype)
+
+
+def apply(
+    config: ElasticCoreConfig,
+    params: ElasticCoreParams,
+    memory: ElasticMemoryState,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T G K"],
+    x: Float[Array, "B T 1"],
+) -> tuple[ElasticMemoryState, Float[Array, "B T H K"]]:
+    """What T steps give, a block at a time; x is 0 before the first token alone."""
+    count = (x[..., 0] > 0).sum(axis=1, dtype=jnp.int32)
+    empty = q.shape[1] - count
+    # Written tokens come first, and zeros behind them: these count as none.
+    tokens = (_shifted(leaf, empty) for leaf in (q, k, v))
+    memory, y = elastic_memory.read(config.memory(), memory, *tokens, count)
+    return memory, _shifted(y, -empty)
+
+
+def _shifted(x: Array, by: Array) -> Array:
+    """x [B, T, ...] moved to the left by `by` tokens [B], zeros in their place."""
+    length = x.shape[1]
+    padded = jnp.pad(x, ((0, 0), (length, length)) + ((0, 0),) * (x.ndim - 2))
+    part = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, length, 0)
+    return jax.vmap(part)(padded, length + by)

@@ -1,0 +1,144 @@
+"""The memory of Infini-attention: a normalised linear memory of keys and values.
+
+    M_t = M_{t-1} + σ(k_t) (v_t - u_t)ᵀ        z_t = z_{t-1} + σ(k_t)
+    y_t = M_tᵀ σ(q_t) / (σ(q_t)ᵀ z_t)          σ(x) = ELU(x) + 1
+
+u_t is 0 with update="linear", and M_{t-1}ᵀ σ(k_t) / (σ(k_t)ᵀ z_{t-1}), what the memory
+holds for the key already, with "delta". Munkhdalai et al. (2024),
+https://arxiv.org/abs/2404.07143, eqs. 3 to 5. Beside a window (`beside.py`) it is
+Infini-attention (eq. 6); the paper writes a segment at a time, here each token is
+written when it leaves the window. Query heads of a group read one memory.
+
+Shapes: B batch, T time, H query heads, G key-value heads, K key, V value.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from memjax.checks import check_sizes, require_known
+from memjax.mechanisms.layers.memory_core import MemoryCore, bind
+from memjax_kernels.delta_rule import delta_rule
+from memjax_kernels.linear_attention import linear_attention
+
+Update = Literal["linear", "delta"]
+
+
+@dataclasses.dataclass(frozen=True)
+class InfiniConfig:
+    """Sizes of the memory.
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: memories; divides `num_heads`.
+        key_dim: width of queries and keys.
+        value_dim: width of values and reads.
+        update: "linear" adds, "delta" replaces what the memory holds for a key.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    update: Update = "delta"
+
+    def __post_init__(self):
+        check_sizes(**{name: x for name, x in vars(self).items() if name != "update"})
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must divide num_heads={self.num_heads}, "
+                f"got {self.num_kv_heads}"
+            )
+        require_known("update", self.update, get_args(Update))
+
+    @property
+    def model_dim(self) -> int:
+        """1: no gate reads the token."""
+        return 1
+
+    def core(self) -> MemoryCore:
+        """The memory of these sizes."""
+        return bind(self, init_params, init_state, step, apply, unit_norm=False)
+
+    def core_axes(self) -> "InfiniParams":
+        """Nothing to divide."""
+        return InfiniParams()
+
+
+class InfiniParams(NamedTuple):
+    """Nothing is learned."""
+
+
+class InfiniMemory(NamedTuple):
+    """What has been written, and the sum of its keys."""
+
+    matrix: Float[Array, "B G K V"]
+    norm: Float[Array, "B G K"]
+
+
+def init_params(config: InfiniConfig, key: PRNGKeyArray) -> InfiniParams:
+    """Nothing: the memory reads the attention's own heads."""
+    return InfiniParams()
+
+
+def init_state(config: InfiniConfig, batch: int) -> InfiniMemory:
+    """The empty memory: zeros."""
+    heads, key, value = config.num_kv_heads, config.key_dim, config.value_dim
+    matrix = jnp.zeros((batch, heads, key, value), jnp.float32)
+    return InfiniMemory(matrix, jnp.zeros((batch, heads, key), jnp.float32))
+
+
+def step(
+    config: InfiniConfig,
+    params: InfiniParams,
+    memory: InfiniMemory,
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B G K"],
+    v: Float[Array, "B G V"],
+    x: Float[Array, "B 1"],
+) -> tuple[InfiniMemory, Float[Array, "B H V"]]:
+    """Writes one token where x is 1, and reads."""
+    token = (leaf[:, None] for leaf in (q, k, v, x))
+    memory, y = apply(config, params, memory, *token)
+    return memory, y[:, 0]
+
+
+def apply(
+    config: InfiniConfig,
+    params: InfiniParams,
+    memory: InfiniMemory,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T G V"],
+    x: Float[Array, "B T 1"],
+) -> tuple[InfiniMemory, Float[Array, "B T H V"]]:
+    """What T steps give, a chunk at a time."""
+    b, t, h, _ = q.shape
+    g = config.num_kv_heads
+    # Exact 0 where nothing is written, and in float32: z sums over the whole text.
+    keys = _features(k) * x[..., None].astype(jnp.float32)
+    queries = _features(q).reshape(b, t, g, h // g, -1)
+    norm = memory.norm[:, None] + jnp.cumsum(keys, axis=1)
+    values = v.astype(jnp.float32)
+    if config.update == "linear":
+        write = lambda q: linear_attention(q, keys, values, memory.matrix)
+    else:
+        # σ(k) (v - u)ᵀ is the delta rule of k / √c and v √c, for c = σ(k)ᵀ z.
+        c = (keys * (norm - keys)).sum(axis=-1, keepdims=True)
+        # The first key finds z = 0, and an empty memory, in which u is 0.
+        root = jnp.sqrt(jnp.where(c > 0, c, 1.0))
+        ones = jnp.ones(keys.shape[:-1], jnp.float32)
+        write = lambda q: delta_rule(q, keys / root, values * root, ones, memory.matrix)
+    # All queries of a group read the same memory, which is written once.
+    matrix, y = jax.vmap(write, in_axes=3, out_axes=(None, 3))(queries)
+    total = jnp.einsum("btgrk,btgk->btgr", queries, norm)[..., None]
+    y = y / jnp.where(total > 0, total, 1.0)
+    return InfiniMemory(matrix, norm[:, -1]), y.reshape(b, t, h, -1).astype(q.dtype)
+
+
+def _features(x):
+    """σ(x), above 0."""
+    return jax.nn.elu(x.astype(jnp.float32)) + 1

@@ -1,0 +1,159 @@
+"""The contract of a memory core: gates, write and read, without a layer around them.
+
+    init_params(key)                           -> params
+    init_state(batch)                          -> memory
+    step(params, memory, q, k, v, x [B, D])     -> (memory, y [B, H, V])
+    apply(params, memory, q, k, v, x [B, T, D]) -> (memory, y [B, T, H, V])
+
+The layer gives queries q, keys k and values v of its heads, and the tokens x that the
+gates are read from. `recurrent_block` puts convolution, projections, norm and output
+gate around a core, and so makes a mechanism of it. A core keeps the law of mechanisms:
+`apply` gives what T steps give, whatever the segments; the memory is float32 and has
+the batch first in every leaf.
+
+Shapes: B batch, T time, D model, H heads, G heads of keys and values, K key, V value.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+from memjax.mechanisms.base import InitParams, InitState, reset
+
+
+@runtime_checkable
+class CoreStep(Protocol):
+    """Writes one token into the memory and reads: the definition of the core."""
+
+    def __call__(
+        self,
+        params: PyTree,
+        memory: PyTree,
+        q: Float[Array, "B H K"],
+        k: Float[Array, "B G K"],
+        v: Float[Array, "B G V"],
+        x: Float[Array, "B D"],
+        /,
+    ) -> tuple[PyTree, Float[Array, "B H V"]]: ...
+
+
+@runtime_checkable
+class CoreApply(Protocol):
+    """Writes and reads a segment: what T steps give, computed faster."""
+
+    def __call__(
+        self,
+        params: PyTree,
+        memory: PyTree,
+        q: Float[Array, "B T H K"],
+        k: Float[Array, "B T G K"],
+        v: Float[Array, "B T G V"],
+        x: Float[Array, "B T D"],
+        /,
+    ) -> tuple[PyTree, Float[Array, "B T H V"]]: ...
+
+
+class MemoryCore(NamedTuple):
+    """Four pure functions; the memory is a pytree that the caller carries.
+
+    Attributes:
+        init_params: draws the core's learned weights.
+        init_state: the empty memory.
+        step: one token.
+        apply: a segment.
+        unit_norm: whether q and k come with unit norm, and G = H. Else they come as an
+            attention layer has them, with G a divisor of H.
+    """
+
+    init_params: InitParams
+    init_state: InitState
+    step: CoreStep
+    apply: CoreApply
+    unit_norm: bool = True
+
+
+@runtime_checkable
+class MemoryConfig(Protocol):
+    """What a layer asks of the configuration of its memory, a frozen dataclass."""
+
+    @property
+    def model_dim(self) -> int:
+        """Width of the tokens x."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """Heads that read."""
+        ...
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a head's queries and keys."""
+        ...
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values and reads."""
+        ...
+
+    def core(self) -> MemoryCore:
+        """The memory of these sizes."""
+        ...
+
+    def core_axes(self) -> PyTree:
+        """How the core's weights are divided; see `MixerConfig.param_axes`."""
+        ...
+
+
+def bind(
+    config: MemoryConfig,
+    init_params: Callable,
+    init_state: Callable,
+    step: Callable,
+    apply: Callable,
+    *,
+    unit_norm: bool = True,
+) -> MemoryCore:
+    """The core of one configuration, of functions that take the configuration first."""
+    return MemoryCore(
+        init_params=functools.partial(init_params, config),
+        init_state=functools.partial(init_state, config),
+        step=functools.partial(step, config),
+        apply=functools.partial(apply, config),
+        unit_norm=unit_norm,
+    )
+
+
+class LearnedStart(NamedTuple):
+    """A memory that starts from learned weights, which an empty state cannot know.
+
+    Where `fresh`, `memory` holds zeros that `started` replaces before they are used.
+    """
+
+    memory: PyTree
+    fresh: Bool[Array, " B"]
+
+
+def unstarted(batch: int, memory: PyTree) -> LearnedStart:
+    """A memory of this type, all of whose batch elements wait for their start.
+
+    The start is learned, and an empty state knows no parameters: the first call fills
+    it in.
+    """
+    # Each leaf its own buffer, so that a state can be donated.
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), memory)
+    return LearnedStart(zeros, jnp.ones(batch, bool))
+
+
+def started(state: LearnedStart, start: PyTree) -> PyTree:
+    """The memory inside, with the learned `start` where it is fresh."""
+    return reset(state.memory, start, state.fresh)
+
+
+def after_start(state: LearnedStart, memory: PyTree) -> LearnedStart:
+    """The state after a segment: nothing waits for its start any longer."""
+    return LearnedStart(memory, jnp.zeros_like(state.fresh))

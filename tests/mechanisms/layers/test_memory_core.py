@@ -1,0 +1,59 @@
+"""Memory cores without a block around them: the law of the contract holds by itself."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from memjax.mechanisms.layers.gates import l2_normalize
+from memjax.mechanisms.layers.memory_core import MemoryConfig
+from tests.mechanisms.test_contract import (
+    CONFIGS,
+    LENGTH,
+    ROWS,
+    B,
+    D,
+    T,
+    assert_close,
+)
+
+CORES = {
+    name: config for name, config in CONFIGS.items() if isinstance(config, MemoryConfig)
+}
+CORE_ROWS = [
+    row for row in ROWS if (row if isinstance(row, str) else row.values[0]) in CORES
+]
+
+
+def make_inputs(config):
+    """q and k of unit norm, v and x, as a layer gives them."""
+    heads, keys, values = config.num_heads, config.key_dim, config.value_dim
+    shapes = ((heads, keys), (heads, keys), (heads, values), (D,))
+    seeds = jax.random.split(jax.random.key(1), 4)
+    q, k, v, x = (
+        jax.random.normal(seed, (B, T, *shape))
+        for seed, shape in zip(seeds, shapes, strict=True)
+    )
+    return l2_normalize(q), l2_normalize(k), v, x
+
+
+@pytest.mark.parametrize("name", CORE_ROWS)
+def test_two_segments_give_what_steps_give(name):
+    core = CORES[name].core()
+    assert core.unit_norm
+    inputs = make_inputs(CORES[name])
+    params, empty = core.init_params(jax.random.key(0)), core.init_state(B)
+    assert all(leaf.shape[0] == B for leaf in jax.tree.leaves(empty))
+
+    step, outputs, states = jax.jit(core.step), [], [empty]
+    for t in range(T):
+        memory, y = step(params, states[-1], *(z[:, t] for z in inputs))
+        states.append(memory)
+        outputs.append(y)
+    expected = jnp.stack(outputs, axis=1)
+
+    # The cut lies inside a chunk.
+    apply = jax.jit(core.apply)
+    half, first = apply(params, empty, *(z[:, :LENGTH] for z in inputs))
+    whole, second = apply(params, half, *(z[:, LENGTH:] for z in inputs))
+    assert_close((half, first), (states[LENGTH], expected[:, :LENGTH]))
+    assert_close((whole, second), (states[T], expected[:, LENGTH:]))

@@ -1,0 +1,72 @@
+"""A memory beside a sliding window."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.mechanisms import (
+    BesideConfig,
+    DeltaNetConfig,
+    InfiniConfig,
+    SlidingWindowConfig,
+    beside,
+)
+from memjax.mechanisms.beside import apply, init_params, init_state
+
+B, T, D, W = 2, 11, 8, 4
+HEADS: dict[str, Any] = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=4)
+WINDOW = SlidingWindowConfig(**HEADS, window=W, sinks=1)
+CONFIG = BesideConfig(WINDOW, DeltaNetConfig(16, 4, 4, 4))
+X = jax.random.normal(jax.random.key(1), (B, T, D))
+
+
+def opened(params):
+    amount = jnp.ones_like(params.balance.amount)
+    return params._replace(balance=params.balance._replace(amount=amount))
+
+
+def test_it_starts_as_its_window():
+    params = init_params(CONFIG, jax.random.key(0))
+    window = WINDOW.build()
+    _, expected = window.apply(params.attention, window.init_state(B), X)
+    _, y = apply(CONFIG, params, init_state(CONFIG, B), X)
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+    # From there the amounts can be learned.
+    loss = lambda p: (apply(CONFIG, p, init_state(CONFIG, B), X)[1] ** 2).sum()
+    assert np.all(np.abs(jax.grad(loss)(params).balance.amount) > 1e-4)
+
+
+def test_it_remembers_what_has_left_the_window_and_nothing_else():
+    params = opened(init_params(CONFIG, jax.random.key(0)))
+    read = lambda x: apply(CONFIG, params, init_state(CONFIG, B), x)[0].memory
+    memory, inside = read(X), read(X.at[:, T - W :].add(1.0))
+    np.testing.assert_array_equal(memory, inside)
+    outside = read(X.at[:, T - W - 1].add(1.0))
+    assert np.abs(memory - outside).max() > 1e-3
+
+
+def test_the_first_tokens_are_those_of_the_window():
+    """Nothing has left it yet, and an empty memory has no part in the output."""
+    params = opened(init_params(CONFIG, jax.random.key(0)))
+    window = WINDOW.build()
+    _, expected = window.apply(params.attention, window.init_state(B), X)
+    _, y = apply(CONFIG, params, init_state(CONFIG, B), X)
+    np.testing.assert_allclose(y[:, :W], expected[:, :W], atol=1e-6)
+    assert np.abs(y[:, W:] - expected[:, W:]).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        (DeltaNetConfig(16, 2, 4, 4), "memory.num_heads must be 4 .*, got 2"),
+        (DeltaNetConfig(8, 4, 4, 4), "memory.model_dim must be 16 .*, got 8"),
+        (InfiniConfig(4, 4, 4, 4), "memory.num_kv_heads must be 2 .*, got 4"),
+        (InfiniConfig(4, 2, 4, 8), "memory.value_dim must be 4 .*, got 8"),
+    ],
+)
+def test_a_memory_of_other_heads_is_refused(memory, message):
+    with pytest.raises(ValueError, match=message):
+        beside(BesideConfig(WINDOW, memory))

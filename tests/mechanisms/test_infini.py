@@ -1,0 +1,82 @@
+"""A window and Infini's memory against the equations of Infini-attention."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from memjax.mechanisms import BesideConfig, InfiniConfig, SlidingWindowConfig
+from memjax.mechanisms.beside import apply, init_params, init_state
+
+B, T, D, H, G, K = 2, 12, 8, 4, 2, 4
+# The paper's keys and queries have no position in the memory; none at all here, so that
+# the window is a segment's local attention.
+HEADS: dict[str, Any] = dict(
+    model_dim=D, num_heads=H, num_kv_heads=G, head_dim=K, rope_theta=None
+)
+
+
+def sigma(x):
+    return np.where(x > 0, x, np.exp(np.minimum(x, 0)) - 1) + 1
+
+
+def softmax(scores):
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def infini_attention(q, k, v, gate, segment, update):
+    """One head [T, K] by eqs. 1 to 6, in float64, a segment at a time."""
+    memory, norm, outputs = np.zeros((K, K)), np.zeros(K), []
+    share = 1 / (1 + np.exp(-gate))
+    for start in range(0, len(q), segment):
+        here = slice(start, start + segment)
+        causal = np.tril(np.ones((segment, segment), bool))
+        scores = np.where(causal, q[here] @ k[here].T / np.sqrt(K), -np.inf)
+        local = softmax(scores) @ v[here]
+        features = sigma(k[here])
+        if start == 0:
+            # Nothing is remembered yet: the paper's first segment divides by zero.
+            outputs.append(local)
+            old = 0.0
+        else:
+            asked = sigma(q[here])
+            retrieved = asked @ memory / (asked @ norm)[:, None]
+            outputs.append(share * retrieved + (1 - share) * local)
+            old = features @ memory / (features @ norm)[:, None]
+        memory = memory + features.T @ (v[here] - (old if update == "delta" else 0.0))
+        norm = norm + features.sum(axis=0)
+    return np.concatenate(outputs)
+
+
+@pytest.mark.parametrize(
+    ("window", "update", "equal"),
+    [
+        # Segments of one token: all is as in the paper.
+        (1, "linear", slice(None)),
+        (1, "delta", slice(None)),
+        # Where a segment ends, the window is that segment.
+        (3, "linear", slice(2, None, 3)),
+    ],
+)
+def test_it_is_infini_attention(window, update, equal):
+    config = BesideConfig(
+        SlidingWindowConfig(**HEADS, window=window), InfiniConfig(H, G, K, K, update)
+    )
+    params = init_params(config, jax.random.key(0))
+    gate = np.array([-1.0, 0.0, 0.5, 2.0], np.float32)
+    paper = params.balance._replace(amount=np.ones(H, np.float32), bias=gate)
+    params = params._replace(balance=paper)
+    x = jax.random.normal(jax.random.key(1), (B, T, D))
+    _, y = apply(config, params, init_state(config, B), x)
+
+    projections = (np.asarray(w, np.float64) for w in params.attention[:4])
+    query, key, value, output = projections
+    q, k, v = (np.einsum("btd,dhk->bthk", x, w) for w in (query, key, value))
+    heads = np.zeros(q.shape)
+    for b, h in np.ndindex(B, H):
+        head = (q[b, :, h], k[b, :, h // 2], v[b, :, h // 2], gate[h])
+        heads[b, :, h] = infini_attention(*head, window, update)
+    expected = np.einsum("bthk,hkd->btd", heads, output)
+    np.testing.assert_allclose(y[:, equal], expected[:, equal], atol=2e-5)
