@@ -5,6 +5,7 @@
 The lines are kept in a file, because building all presets takes seconds.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from memjax.training.finetune.curricula import HMTStages, MPlusStages
 from memjax.training.finetune.hmt_presets import presets as hmt_presets
 from memjax.training.finetune.mplus_presets import presets as mplus_presets
 from memjax.training.finetune.mplus_stage import MPlusStage
+from memjax.training.finetune.retrofit_presets import presets as retrofit_presets
+from memjax.training.finetune.retrofit_stage import RetrofitSettings
+from memjax.training.finetune.retrofit_stages import RetrofitStages
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import NO_MEMORY
 
@@ -40,6 +44,9 @@ def finetunings(presets: Mapping[str, Any]) -> str:
     """The lines of `memjax finetune`: memory, its sizes, context, steps."""
     rows = [("preset", "memory", "sizes", "context", "steps")]
     for name, config in presets.items():
+        if isinstance(config, RetrofitStages):
+            # Which layers is not known yet, and makes no difference here.
+            config = dataclasses.replace(config, layers=(0,))
         stages = [stage for _, stage in config.stages()]
         steps = " + ".join(f"{stage.loop.steps:,}" for stage in stages)
         last = stages[-1]
@@ -71,6 +78,8 @@ def _mechanism(model: ModelConfig) -> str:
 def _memory(config: Any) -> str:
     """The system, and which of its stages."""
     match config:
+        case RetrofitSettings():
+            return f"{config.memory} in layers" if config.has_new else "none: a window"
         case HMTStages():
             return "HMT, both stages"
         case MPlusStages():
@@ -88,7 +97,9 @@ def _memory(config: Any) -> str:
     return "MemoryLLM"
 
 
-def _sizes(stage: SegmentStage | MPlusStage) -> str:
+def _sizes(stage: SegmentStage | MPlusStage | RetrofitSettings) -> str:
+    if isinstance(stage, RetrofitSettings):
+        return f"window {stage.window:,}, {stage.sinks} sinks"
     if isinstance(stage, MPlusStage):
         memory = stage.memory
         store = f", store {memory.store:,}" if memory.retrieved else ""
@@ -115,7 +126,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> str:
 def content() -> str:
     """What `preset_lines.py` holds."""
     train = trainings(train_presets())
-    finetune = finetunings(hmt_presets() | mplus_presets())
+    finetune = finetunings(hmt_presets() | mplus_presets() | retrofit_presets())
     head = "A line a preset, for help; `python -m memjax.cli.describe` writes them."
     return (
         f'# ruff: noqa: E501\n"""{head}"""\n\n'

@@ -3,22 +3,34 @@
 from pathlib import Path
 from typing import Any
 
+from memjax.cli.progress import Progress
 from memjax.cli.stopping import exits_75
 from memjax.training.curves import draw_curves
 from memjax.training.finetune import finetune as finetuning
-from memjax.training.finetune import hmt_presets, mplus_presets
+from memjax.training.finetune import hmt_presets, mplus_presets, retrofit_presets
 from memjax.training.finetune.curricula import HMTStages, MPlusStages
 from memjax.training.finetune.mplus_stage import MPlusStage
+from memjax.training.finetune.retrofit_stage import RetrofitStage
+from memjax.training.finetune.retrofit_stages import (
+    LAYERS_FILE,
+    RetrofitStages,
+    with_layers,
+)
 from memjax.training.finetune.segment_stage import SegmentStage
 
 
 def presets() -> dict[str, Any]:
     """All fine-tunings by name."""
-    return hmt_presets.presets() | mplus_presets.presets()
+    return hmt_presets.presets() | mplus_presets.presets() | retrofit_presets.presets()
+
+
+Config = (
+    SegmentStage | MPlusStage | RetrofitStage | HMTStages | MPlusStages | RetrofitStages
+)
 
 
 def finetune(
-    config: SegmentStage | MPlusStage | HMTStages | MPlusStages,
+    config: Config,
     backbone: str | None = None,
     run_dir: Path = Path("runs/finetuned"),
     start: Path | None = None,
@@ -27,12 +39,15 @@ def finetune(
 
     Args:
         config: the preset; "hmt" trains both stages, in stage1 and stage2 of the
-            folder, "mplus" all three.
+            folder, "mplus" all three, "retrofit" chooses the layers and then trains
+            both.
         backbone: folder of a run, Hugging Face folder, GGUF file, or a model of the hub
             ("owner/name").
         run_dir: folder of the run; the same command on the same folder resumes it.
         start: of a later stage: folder of the stage before, instead of the backbone.
     """
+    if isinstance(config, RetrofitStages):
+        config = _with_layers(config, backbone, run_dir)
     stages = config.stages()
     # A curriculum begins with the backbone; each later stage finds its own start.
     if len(stages) > 1 and (backbone is None or start is not None):
@@ -48,3 +63,17 @@ def finetune(
         if curves := draw_curves(run_dir / name):
             print(f"wrote {curves}")
     return outcome.exit_code
+
+
+def _with_layers(
+    config: RetrofitStages, backbone: str | None, run_dir: Path
+) -> RetrofitStages:
+    """The configuration with numbers for layers; says which were chosen."""
+    if config.layers != "auto":
+        return config
+    if backbone is None:
+        raise ValueError("--layers auto needs --backbone, got none")
+    with Progress("choosing layers", "layers") as progress:
+        chosen = with_layers(config, backbone, run_dir, progress)
+    print(f"layers      {', '.join(map(str, chosen.layers))}; {run_dir / LAYERS_FILE}")
+    return chosen

@@ -149,11 +149,20 @@ class BesideState(NamedTuple):
 
 def init_params(config: BesideConfig, key: PRNGKeyArray) -> BesideParams:
     """Draws the projections and the core; the layer starts as its window."""
-    attention_key, memory_key, feature_key = jax.random.split(key, 3)
+    attention_key, memory_key = jax.random.split(key)
+    attention = projections.init_params(config.window, attention_key)
+    return add_memory(config, attention, memory_key)
+
+
+def add_memory(
+    config: BesideConfig, attention: AttentionParams, key: PRNGKeyArray
+) -> BesideParams:
+    """An attention layer's projections, and a new memory that has no part yet."""
+    memory_key, feature_key = jax.random.split(key)
     core = config.memory.core()
     heads = config.window.num_heads
     return BesideParams(
-        attention=projections.init_params(config.window, attention_key),
+        attention=attention,
         features=init_features(config, feature_key) if core.unit_norm else None,
         memory=core.init_params(memory_key),
         balance=BalanceParams(

@@ -16,7 +16,7 @@ Shapes: I input axes, O output axes, R rank.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
@@ -25,6 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.checks import check_positive, check_sizes, require_known
+from memjax.mechanisms.beside import BesideParams
 from memjax.mechanisms.layers.projections import Adapted, AttentionParams
 from memjax.models.language_model.config import kinds
 from memjax.models.language_model.layers import FeedForwardParams
@@ -68,7 +69,7 @@ class LowRank(NamedTuple):
 
 
 def add_lora(
-    model: LanguageModel, config: LoraConfig, key: PRNGKeyArray
+    model: LanguageModel, config: LoraConfig, key: PRNGKeyArray, first_layer: int = 0
 ) -> LanguageModel:
     """The model with everything frozen and the targets' changes to train.
 
@@ -76,6 +77,8 @@ def add_lora(
         model: left as it is; the result shares its arrays.
         config: which matrices.
         key: of the A.
+        first_layer: layers before it have no adapters, and the backward pass ends
+            there.
 
     Raises:
         ValueError: the model has adapters already, or none of the targets.
@@ -83,6 +86,8 @@ def add_lora(
     model = freeze(model)
     count = 0
     for i, block in enumerate(model.blocks):
+        if i < first_layer:
+            continue
         for place, name in enumerate(("mixer", "feed_forward")):
             params = getattr(block, name)
             names = targets_in(params, config.targets)
@@ -101,6 +106,23 @@ def add_lora(
             f"{kinds(model.config)}"
         )
     return model
+
+
+def thaw(model: LanguageModel, is_trained: Callable[[str], bool]) -> LanguageModel:
+    """The same model with some of its frozen parameters to train; shares the arrays.
+
+    Args:
+        model: of `freeze` or `add_lora`.
+        is_trained: whether to train the parameter of a name, as in
+            `blocks.0.mixer.balance.amount`.
+    """
+
+    def thawed(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        found = type(leaf) is Frozen and is_trained(name)
+        return nnx.Param(leaf.get_value()) if found else leaf
+
+    return jax.tree_util.tree_map_with_path(thawed, copy(model), is_leaf=is_variable)
 
 
 def freeze(model: Model) -> Model:
@@ -137,12 +159,14 @@ def merge_lora(model: Model) -> Model:
 
 def adapted(params: Any, changes: dict[str, LowRank], scale: float) -> Any:
     """The parameters of a mixer or feed-forward, whose matrices know a change."""
-    return params._replace(
+    own = _with_matrices(params)
+    new = own._replace(
         **{
-            name: Adapted(getattr(params, name), *change, scale)
+            name: Adapted(getattr(own, name), *change, scale)
             for name, change in changes.items()
         }
     )
+    return params._replace(attention=new) if own is not params else new
 
 
 def init_changes(
@@ -156,13 +180,19 @@ def init_changes(
 
 def targets_in(params: Any, targets: Sequence[Target]) -> list[Target]:
     """Those of the targets that a mixer or feed-forward has."""
-    if not isinstance(params, AttentionParams | FeedForwardParams):
+    own = _with_matrices(params)
+    if not isinstance(own, AttentionParams | FeedForwardParams):
         return []
-    return [t for t in targets if getattr(params, t, None) is not None]
+    return [t for t in targets if getattr(own, t, None) is not None]
+
+
+def _with_matrices(params):
+    """The attention of a mixer that has a memory beside it; else what is given."""
+    return params.attention if isinstance(params, BesideParams) else params
 
 
 def _low_rank(params, rank, name, key):
-    weight = getattr(params, name)
+    weight = getattr(_with_matrices(params), name)
     # The attention's output sums over heads and their widths; all others over one axis.
     inputs = weight.shape[: 2 if name == "output" else 1]
     outputs = weight.shape[len(inputs) :]

@@ -8,6 +8,7 @@ import jax
 import optax
 
 from memjax.checks import check_positive
+from memjax.training.sharding import leaf_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,13 +96,18 @@ def with_rates(
 
     Args:
         transform: its state stays as it is.
-        rates: over that of `transform`, by the model's attribute.
+        rates: over that of `transform`, by a part of the parameter's path: `position`
+            names all below the model's attribute, `balance/amount` one of each layer.
     """
+
+    def rate(path):
+        name = f"/{leaf_name(path)}/"
+        return next((rates[part] for part in rates if f"/{part}/" in name), 1.0)
 
     def update(updates, state, params=None):
         updates, state = transform.update(updates, state, params)
         # After the transformation: scaled gradients would make no difference to Adam.
-        scale = lambda path, x: x * rates.get(path[0].key, 1.0)
+        scale = lambda path, x: x * rate(path)
         return jax.tree_util.tree_map_with_path(scale, updates), state
 
     return optax.GradientTransformation(transform.init, update)

@@ -120,7 +120,7 @@ def _place_in_mixer(name: str) -> tuple[int, str] | None:
     if found is None:
         return None
     # The frozen matrix under an adapter is divided as it is without one.
-    adapted = r"^(query|key|value|output)/weight$"
+    adapted = r"^((attention/)?(query|key|value|output))/weight$"
     return int(found[1]), re.sub(adapted, r"\1", found[2])
 
 

@@ -9,6 +9,7 @@ from memjax.checks import check_positive, check_sizes, require_known
 from memjax.config_io import TYPES
 from memjax.mechanisms import (
     AttentionConfig,
+    BesideConfig,
     ElasticMemoryConfig,
     MixerConfig,
     SlidingWindowConfig,
@@ -129,7 +130,8 @@ class ModelConfig:
                     f"mixers[{i}].model_dim must be the model's {self.model_dim}, "
                     f"got {mixer.model_dim}"
                 )
-            theta = mixer.rope_theta if isinstance(mixer, HeadsConfig) else None
+            heads = attention_of(mixer)
+            theta = None if heads is None else heads.rope_theta
             if self.architecture.learned_positions and theta is not None:
                 raise ValueError(
                     f"mixers[{i}].rope_theta must be None with learned positions, "
@@ -149,7 +151,8 @@ class ModelConfig:
         The shortest window or block of the mixers; without one, `PIECE` tokens or what
         full attention holds, if that is less.
         """
-        windows = [m.window for m in self.mixers if isinstance(m, SlidingWindowConfig)]
+        attention = map(attention_of, self.mixers)
+        windows = [m.window for m in attention if isinstance(m, SlidingWindowConfig)]
         windows += [m.block for m in self.mixers if isinstance(m, ElasticMemoryConfig)]
         return min(windows or [PIECE, self.capacity or PIECE])
 
@@ -166,7 +169,8 @@ class ModelConfig:
         Raises:
             ValueError: if a layer has none, or layers differ.
         """
-        sizes = {heads_of(m) if isinstance(m, HeadsConfig) else m for m in self.mixers}
+        attention = ((attention_of(mixer), mixer) for mixer in self.mixers)
+        sizes = {heads_of(own) if own else mixer for own, mixer in attention}
         (heads, *others) = sizes
         if others or not isinstance(heads, HeadsConfig):
             raise ValueError(
@@ -181,6 +185,13 @@ def period(layers: Iterable[MixerConfig]) -> tuple[MixerConfig, ...]:
     length = len(layers)
     repeats = lambda p: all(layers[i] == layers[i % p] for i in range(length))
     return layers[: next(filter(repeats, range(1, length + 1)))]
+
+
+def attention_of(mixer: MixerConfig) -> HeadsConfig | None:
+    """The attention layer that a mixer is, or has beside a memory; None without one."""
+    if isinstance(mixer, BesideConfig):
+        return mixer.window
+    return mixer if isinstance(mixer, HeadsConfig) else None
 
 
 def heads_of(config: HeadsConfig) -> HeadsConfig:

@@ -317,10 +317,8 @@ class LanguageModel(nnx.Module):
 
     def _read(self, mix, state, x, mask):
         """All layers; `mix(mechanism, params, memory, h)` runs the mixer of one."""
-        config, h, after = self.config, x, []
+        config, h, after = self.config, self.enter(x), []
         memories, taken = state[: len(self.blocks)], state[len(self.blocks) :]
-        if config.architecture.embedding_dim is not None:
-            h = linear(h, self.project_in.get_value())
         if config.architecture.learned_positions:
             last, at = _next_positions(taken[0], x, mask)
             h, taken = (
@@ -340,11 +338,21 @@ class LanguageModel(nnx.Module):
             h = checkpoint_name(h, LAYER_INPUT)
             memory, h = layer(parameters, memory, h)
             after.append(memory)
-        if config.architecture.norm_last:
-            h = normalize(as_arrays(self.norm), h, config.norm_epsilon)
-        if config.architecture.embedding_dim is not None:
-            h = linear(h, self.project_out.get_value())
-        return (*after, *taken), h
+        return (*after, *taken), self.leave(h)
+
+    def enter(self, x: Float[Array, "B T E"]) -> Float[Array, "B T D"]:
+        """What the first layer reads of embeddings, without learned positions."""
+        if self.config.architecture.embedding_dim is None:
+            return x
+        return linear(x, self.project_in.get_value())
+
+    def leave(self, h: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
+        """What the head sees of the last layer's output."""
+        if self.config.architecture.norm_last:
+            h = normalize(as_arrays(self.norm), h, self.config.norm_epsilon)
+        if self.config.architecture.embedding_dim is None:
+            return h
+        return linear(h, self.project_out.get_value())
 
     def _check(self, state, x, mask):
         """Raises ValueError on input that cannot be read."""

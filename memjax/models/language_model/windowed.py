@@ -4,9 +4,12 @@ import dataclasses
 
 from memjax.checks import check_sizes
 from memjax.mechanisms import AttentionConfig, MixerConfig, SlidingWindowConfig
-from memjax.models.language_model.config import heads_of, kinds
+from memjax.models.language_model.config import ModelConfig, heads_of, kinds
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.rebuilt import with_config
+
+#: What a window can take the place of.
+PlainAttention = AttentionConfig | SlidingWindowConfig
 
 
 def with_window(model: LanguageModel, window: int, sinks: int = 0) -> LanguageModel:
@@ -29,24 +32,28 @@ def with_window(model: LanguageModel, window: int, sinks: int = 0) -> LanguageMo
     """
     check_sizes(window=window)
     config = model.config
-    attention = [
-        m for m in config.mixers if isinstance(m, AttentionConfig | SlidingWindowConfig)
-    ]
+    attention = [m for m in config.mixers if isinstance(m, PlainAttention)]
     if len(attention) < len(config.mixers):
         raise ValueError(
             f"model must have attention in every layer, got {kinds(config)}"
         )
-    # A table of positions ends, and the window slides on for ever.
+    require_unbounded_positions(config)
+    windows = (limited(mixer, window, sinks) for mixer in attention)
+    return with_config(model, mixers=tuple(windows))
+
+
+def limited(mixer: PlainAttention, window: int, sinks: int) -> SlidingWindowConfig:
+    """An attention layer that sees the last `window` tokens and the sinks."""
+    return SlidingWindowConfig(**vars(heads_of(mixer)), window=window, sinks=sinks)
+
+
+def require_unbounded_positions(config: ModelConfig) -> None:
+    """Raises ValueError where positions are learned: the window slides on for ever."""
     if config.architecture.learned_positions:
         raise ValueError(
             "model must have RoPE to read past its window, got learned_positions="
             f"{config.architecture.learned_positions}"
         )
-    windows = (
-        SlidingWindowConfig(**vars(heads_of(mixer)), window=window, sinks=sinks)
-        for mixer in attention
-    )
-    return with_config(model, mixers=tuple(windows))
 
 
 def with_capacity(model: LanguageModel, capacity: int) -> LanguageModel:

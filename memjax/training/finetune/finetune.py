@@ -1,7 +1,7 @@
-"""Fine-tuning a pretrained backbone, with HMT, RMT or M+ memory or with a window.
+"""Fine-tuning a pretrained backbone, with a memory of any kind or with a window.
 
     finetune(stage, backbone, run_dir)                    one stage
-    finetune_stages(config.stages(), backbone, run_dir)   both of HMT, three of M+
+    finetune_stages(config.stages(), backbone, run_dir)   all of HMT, M+, or a retrofit
 
 A run's folder is whole: its checkpoints hold the backbone too, frozen or not, and
 `load(run_dir)` needs no other file. The same call again resumes bit for bit; with a
@@ -95,7 +95,7 @@ def finetune(
             # A resumed run takes its arrays from the checkpoint: nothing to prepare.
             state = _laid_out(described, mesh)
         else:
-            model = stage.prepare(model, before, documents, tokenizer)
+            model = stage.prepare(model, described.model, before, documents, tokenizer)
             state = programs()[0](nnx.state(model), jax.random.key(stage.seed))
         # The state is a copy, and the loop must be the only one to hold one.
         del model
@@ -149,7 +149,7 @@ def finetune_stages(
 def _laid_out(described: FinetuneRun, mesh: Mesh) -> TrainState:
     """The run's state with shapes for arrays, each with its place on the mesh."""
     shapes = state_shapes(described)
-    layout = sharding.shardings(mesh, shapes, described.model)
+    layout = sharding.shardings(mesh, shapes, described.language_model)
     placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     return jax.tree.map(placed, shapes, layout)
 
@@ -158,12 +158,12 @@ def _laid_out(described: FinetuneRun, mesh: Mesh) -> TrainState:
 @functools.lru_cache(maxsize=1)
 def _programs(described: FinetuneRun, mesh: Mesh) -> tuple[Callable, Callable]:
     """Two compiled programs: variables to first state, and the update."""
-    layout = sharding.shardings(mesh, state_shapes(described), described.model)
+    layout = sharding.shardings(mesh, state_shapes(described), described.language_model)
     create = functools.partial(FinetuneRun.first_state, described)
     stage = described.config
     rated = lambda update: pretrain.saying_rate(
         update, stage.optimizer, stage.loop.steps
     )
     compiled = lambda update: pretrain.on_mesh(rated(update), layout, mesh)
-    step = stage.make_step(described.structure(), compiled)
+    step = stage.make_step(described.structure(), described.model, compiled)
     return jax.jit(create, out_shardings=layout), step

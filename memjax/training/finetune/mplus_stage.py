@@ -193,6 +193,7 @@ class MPlusStage:
     def prepare(
         self,
         model: Model,
+        pretrained: ModelConfig,
         before: Stage | None,
         documents: list[TokenisedDocument],
         tokenizer: Tokenizer,
@@ -299,7 +300,10 @@ class MPlusStage:
         return init_task_state(model, self.transform(), rows, target, key)
 
     def make_step(
-        self, model: Model, compiled: Callable[[Callable], Callable]
+        self,
+        model: Model,
+        pretrained: ModelConfig,
+        compiled: Callable[[Callable], Callable],
     ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
         """One update on the task of a step, each task a program of its own."""
         transform, prompt = self.transform(), self.tasks.prompt

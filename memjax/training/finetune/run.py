@@ -13,6 +13,7 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.training import pretrain
 from memjax.training.config import DataConfig, RunConfig
 from memjax.training.finetune.mplus_stage import MPlusStage
+from memjax.training.finetune.retrofit_stage import RetrofitStage
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import Model
 from memjax.training.run_folder import CONFIG_FILE, newest_state, read_config
@@ -23,7 +24,7 @@ TOKENIZER_FILE = "tokenizer.json"
 #: Tokenizers that are part of the library.
 SHIPPED = ("bytes", "bpe4k")
 #: The stages that a run's folder may be of; its record says which by its fields.
-AnyStage = SegmentStage | MPlusStage
+AnyStage = SegmentStage | MPlusStage | RetrofitStage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,12 @@ class FinetuneRun:
     def structure(self) -> Model:
         """The run's model with shapes for parameters."""
         return nnx.merge(*_structure(self.config, self.model))
+
+    @property
+    def language_model(self) -> ModelConfig:
+        """Of the model that is trained, or of the backbone inside it."""
+        model = self.structure()
+        return model.config if isinstance(model, LanguageModel) else self.model
 
     def anonymous(self) -> "FinetuneRun":
         """Without seed, digests and origin, on which no program depends."""

@@ -209,6 +209,7 @@ class SegmentStage:
     def prepare(
         self,
         model: Model,
+        pretrained: ModelConfig,
         before: Stage | None,
         documents: list[TokenisedDocument],
         tokenizer: Tokenizer,
@@ -247,7 +248,10 @@ class SegmentStage:
         return init_train_state(model, self.transform(), self.step, rows)
 
     def make_step(
-        self, model: Model, compiled: Callable[[Callable], Callable]
+        self,
+        model: Model,
+        pretrained: ModelConfig,
+        compiled: Callable[[Callable], Callable],
     ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
         """One update of all samples of a batch."""
         return compiled(make_train_step(model, self.transform(), self.step))

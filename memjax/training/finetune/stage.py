@@ -1,7 +1,8 @@
 """A stage of fine-tuning: it knows its model, its data and its step.
 
 `finetune` is one loop over stages and asks them no more than this. `SegmentStage`
-(HMT, RMT, a window, tokens read again) and `MPlusStage` are the two kinds.
+(HMT, RMT, a window, tokens read again), `RetrofitStage` (a memory in chosen layers)
+and `MPlusStage` are the kinds.
 """
 
 import dataclasses
@@ -124,6 +125,7 @@ class Stage(Protocol):
     def prepare(
         self,
         model: Model,
+        pretrained: ModelConfig,
         before: "Stage | None",
         documents: list[TokenisedDocument],
         tokenizer: Tokenizer,
@@ -132,6 +134,7 @@ class Stage(Protocol):
 
         Args:
             model: as `wrap` or `wrap_trained` made it.
+            pretrained: of the backbone, as it came.
             before: the stage that it came from, if any.
             documents: of the training split.
             tokenizer: of the run.
@@ -162,12 +165,16 @@ class Stage(Protocol):
         ...
 
     def make_step(
-        self, model: Model, compiled: Callable[[Callable], Callable]
+        self,
+        model: Model,
+        pretrained: ModelConfig,
+        compiled: Callable[[Callable], Callable],
     ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
         """The update that takes what `batches` yields.
 
         Args:
             model: gives the structure alone.
+            pretrained: of the backbone, as it came.
             compiled: turns a pure update `(state, batch) -> (state, metrics)` into the
                 program that runs on the devices.
         """

@@ -1,0 +1,117 @@
+"""Which attention layers need what lies beyond a window: measured, one at a time."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from memjax.checks import check_sizes
+from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
+from memjax.models.language_model.layers import run_block
+from memjax.models.language_model.model import LanguageModel, build_once
+from memjax.models.language_model.retrofit import attention_layers
+from memjax.models.language_model.teacher import read_whole
+from memjax.models.language_model.windowed import limited, require_unbounded_positions
+from memjax.models.loss import token_losses
+
+
+def layer_sensitivity(
+    model: LanguageModel,
+    tokens: Int[np.ndarray, "R T"],
+    window: int,
+    sinks: int = 4,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Float[np.ndarray, " L"]:
+    """How much the loss rises when a layer alone sees a window, all others everything.
+
+    Of the targets beyond the window, in nats a token. A text of T tokens costs one
+    reading of it and, for each layer, one of the layers from there on: half of L + 1
+    readings in all, of two compiled programs for each kind of layer.
+
+    Args:
+        model: with attention, whatever else it has.
+        tokens: R texts, one token longer than what is read.
+        window: tokens that the layer sees.
+        sinks: first tokens that it sees beside them.
+        progress: called with the layers measured, and all of them.
+
+    Returns:
+        The rise of each layer; NaN where a layer is no attention.
+
+    Raises:
+        ValueError: if no layer is attention, texts end within the window, or the model
+            has learned positions.
+    """
+    check_sizes(window=window)
+    if tokens.ndim != 2 or tokens.shape[1] <= window + sinks + 1:
+        raise ValueError(
+            f"tokens must be [R, T] with T > window + sinks + 1 = "
+            f"{window + sinks + 1}, got {list(tokens.shape)}"
+        )
+    require_unbounded_positions(model.config)
+    chosen = attention_layers(model.config)
+    if not chosen:
+        raise ValueError(f"model must have attention, got {model.config.mixers}")
+    depth = model.config.num_layers
+    rises = np.full((len(tokens), depth), np.nan)
+    for row, text in enumerate(tokens):
+        rest = functools.partial(_loss, model, jnp.asarray(text)[None], window)
+        inputs, h = [], model.enter(model.embed(jnp.asarray(text)[None, :-1]))
+        for i in range(depth):
+            inputs.append(h)
+            h = _layer(model, i, h)
+        full = rest(h)
+        for count, i in enumerate(chosen):
+            h = _layer(model, i, inputs[i], (window, sinks))
+            for later in range(i + 1, depth):
+                h = _layer(model, later, h)
+            rises[row, i] = rest(h) - full
+            progress(row * len(chosen) + count + 1, len(tokens) * len(chosen))
+    return rises.mean(axis=0)
+
+
+def most_sensitive(rises: Sequence[float], count: int) -> tuple[int, ...]:
+    """Numbers of the `count` layers with the largest rise, first to last.
+
+    Raises:
+        ValueError: if fewer have been measured.
+    """
+    measured = [i for i, rise in enumerate(rises) if not np.isnan(rise)]
+    if not 1 <= count <= len(measured):
+        raise ValueError(
+            f"count must be in [1, {len(measured)}], the attention layers, got {count}"
+        )
+    return tuple(sorted(sorted(measured, key=lambda i: -rises[i])[:count]))
+
+
+def _layer(model, i, h, limits=None):
+    """The output of layer i, as it is or, with (window, sinks), windowed."""
+    mixer = model.config.layers[i]
+    if limits is not None:
+        assert isinstance(mixer, AttentionConfig | SlidingWindowConfig)
+        mixer = limited(mixer, *limits)
+    return _run(model.config, build_once(mixer), model.blocks[i].parameters(), h)
+
+
+# Layers of one kind share a program, which is compiled once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(config, mechanism, parameters, h):
+    mix = lambda params, memory, x: (memory, read_whole(mechanism, params, x))
+    return run_block(config, mix, parameters, None, h)[1]
+
+
+def _loss(model: LanguageModel, text: Array, window: int, h: Array) -> float:
+    """Mean loss of the targets beyond the window, of what the last layer gave."""
+    graph, variables = nnx.split(model)
+    return float(_head(graph, variables, h[:, window:], text[:, window + 1 :]))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _head(graph, variables, h, targets):
+    model = nnx.merge(graph, variables)
+    losses = token_losses(model.logits, model.leave(h), targets, model.vocab_size)
+    return losses.mean()

@@ -1,0 +1,259 @@
+"""A memory in chosen layers of a pretrained model, whose other layers are windows.
+
+    model = retrofit(model, memory="lattice", layers=(3, 9), window=256, key=key)
+
+A chosen layer keeps its projections. With placement="beside" it becomes a sliding
+window with a memory beside it (`memjax.mechanisms.beside`), which begins with no part
+in the output: the model starts as the windowed one. With "instead" it becomes Elastic
+Memory (`elastic_memory`), which needs no parameter that attention has not. All other
+attention layers become windows with sinks.
+
+The model reads a text of any length in constant memory. `calibrate` starts what is new
+from what the full model computes, and `memjax finetune retrofit` trains it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+from flax import nnx
+from jaxtyping import PRNGKeyArray
+
+from memjax.checks import check_sizes, joined, require_known
+from memjax.mechanisms import (
+    BesideConfig,
+    ElasticMemoryConfig,
+    InfiniConfig,
+    MixerConfig,
+)
+from memjax.mechanisms.beside import add_memory
+from memjax.mechanisms.layers.memory_core import MemoryConfig
+from memjax.mechanisms.layers.projections import HeadsConfig
+from memjax.models.language_model.config import ModelConfig, heads_of, period
+from memjax.models.language_model.model import LanguageModel, build_once
+from memjax.models.language_model.presets import RECURRENT
+from memjax.models.language_model.rebuilt import with_mechanisms
+from memjax.models.language_model.windowed import (
+    PlainAttention,
+    limited,
+    require_unbounded_positions,
+)
+from memjax.nnx.params import as_arrays, as_params
+
+MemoryName = Literal[
+    "lattice",
+    "trellis",
+    "gated_deltanet",
+    "deltanet",
+    "gla",
+    "gsa",
+    "abc",
+    "mamba2",
+    "linear_attention",
+    "ttt_linear",
+    "infini",
+    "elastic",
+]
+Placement = Literal["beside", "instead"]
+BESIDE: dict[str, Any] = RECURRENT | {"infini": InfiniConfig}
+ELASTIC = "elastic"
+
+
+@dataclasses.dataclass(frozen=True)
+class MemorySizes:
+    """Sizes of a memory that is named; None is the default.
+
+    Attributes:
+        key_dim: width of a head's keys; `head_dim`.
+        value_dim: of its values; `head_dim`.
+        slots: of each head: of GSA, ABC and Trellis, 64; of Lattice, `head_dim`.
+        chunk_size: tokens whose gradients are taken at one memory: of Lattice, Trellis
+            and TTT-linear, their own.
+        order: of Elastic Memory, its own.
+    """
+
+    key_dim: int | None = None
+    value_dim: int | None = None
+    slots: int | None = None
+    chunk_size: int | None = None
+    order: int | None = None
+
+    def __post_init__(self):
+        check_sizes(**self.given)
+
+    @property
+    def given(self) -> dict[str, int]:
+        """Those that are not None."""
+        return {name: x for name, x in vars(self).items() if x is not None}
+
+
+def retrofit(
+    model: LanguageModel,
+    *,
+    memory: MemoryName | MemoryConfig | ElasticMemoryConfig,
+    layers: Sequence[int],
+    window: int,
+    sinks: int = 4,
+    placement: Placement = "beside",
+    sizes: MemorySizes = MemorySizes(),
+    key: PRNGKeyArray,
+) -> LanguageModel:
+    """The model with a memory in chosen layers, and windows in all other attention.
+
+    Args:
+        model: with RoPE, pretrained; it stays as it is, and the result shares its
+            arrays. Layers that are no attention stay as they are.
+        memory: by its name, as large as the layer's heads: one memory head a query
+            head; or a configuration of that many heads.
+        layers: numbers of attention layers, the first is 0.
+        window: tokens that a query sees, its own included; with "instead" the block of
+            the chosen layers.
+        sinks: first tokens of the text that it sees beside them.
+        placement: "beside" the window or, Elastic Memory alone, "instead" of it.
+        sizes: of a memory that is named.
+        key: of the new parameters.
+
+    Raises:
+        ValueError: on layers that there are not, that are no attention, given twice or
+            not at all; an unknown memory, or one whose heads do not fit; a window
+            shorter than the sinks; a model with learned positions.
+    """
+    config = retrofitted(model.config, memory, layers, window, sinks, placement, sizes)
+    new = with_mechanisms(model, config, tuple(map(build_once, config.layers)))
+    for layer in layers:
+        block, mixer = new.blocks[layer], config.layers[layer]
+        if isinstance(mixer, BesideConfig):
+            fresh = jax.random.fold_in(key, layer)
+            params = add_memory(mixer, as_arrays(block.mixer), fresh)
+            # The attention's own variables, with adapters if it has them.
+            own = as_params(params._replace(attention=None))
+            block.mixer = nnx.data(own._replace(attention=block.mixer))
+    return new
+
+
+def retrofitted(
+    config: ModelConfig,
+    memory: MemoryName | MemoryConfig | ElasticMemoryConfig,
+    layers: Sequence[int],
+    window: int,
+    sinks: int,
+    placement: Placement,
+    sizes: MemorySizes = MemorySizes(),
+) -> ModelConfig:
+    """The configuration of `retrofit`'s model; raises as it does."""
+    require_known("placement", placement, get_args(Placement))
+    if isinstance(memory, str):
+        require_known("memory", memory, get_args(MemoryName))
+    elif sizes.given:
+        raise ValueError(
+            f"sizes must not be given with a configured memory, got {sizes.given}"
+        )
+    check_layers(config, layers)
+    require_unbounded_positions(config)
+    mixers: list[MixerConfig] = []
+    for i, mixer in enumerate(config.layers):
+        if not isinstance(mixer, PlainAttention):
+            mixers.append(mixer)
+        elif i not in layers:
+            mixers.append(limited(mixer, window, sinks))
+        elif placement == "instead":
+            mixers.append(_elastic(memory, mixer, window, sizes))
+        else:
+            heads = limited(mixer, window, sinks)
+            chosen = memory
+            if isinstance(memory, str):
+                chosen = memory_config(memory, heads, sizes)
+            mixers.append(BesideConfig(heads, _core(chosen)))
+    return dataclasses.replace(config, mixers=period(mixers))
+
+
+def check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
+    """Raises ValueError unless `layers` are numbers of different attention layers."""
+    if not layers:
+        raise ValueError("layers must be at least one, got none")
+    faults = []
+    for layer in dict.fromkeys(layers):
+        if not 0 <= layer < config.num_layers:
+            faults.append(f"{layer} is not in [0, {config.num_layers})")
+        elif not isinstance(config.layers[layer], PlainAttention):
+            kind = type(config.layers[layer]).__name__
+            faults.append(f"{layer} is a {kind}, not attention")
+        elif list(layers).count(layer) > 1:
+            faults.append(f"{layer} is given twice")
+    if faults:
+        raise ValueError(f"layers={tuple(layers)}: {joined(faults)}")
+
+
+def attention_layers(config: ModelConfig) -> tuple[int, ...]:
+    """Numbers of the layers that `retrofit` can choose."""
+    layers = enumerate(config.layers)
+    return tuple(i for i, mixer in layers if isinstance(mixer, PlainAttention))
+
+
+def memory_layers(config: ModelConfig) -> tuple[int, ...]:
+    """Numbers of the layers that have a memory beside their window."""
+    layers = enumerate(config.layers)
+    return tuple(i for i, mixer in layers if isinstance(mixer, BesideConfig))
+
+
+def memory_config(name: MemoryName, heads: HeadsConfig, sizes: MemorySizes) -> Any:
+    """The memory of this name beside these heads.
+
+    Raises:
+        ValueError: on a size that this memory has not.
+    """
+    require_known("memory", name, tuple(BESIDE))
+    kind, given = BESIDE[name], sizes.given
+    if name == "lattice" and "slots" in given:
+        # Its queries and keys have one channel a slot.
+        given = {"key_dim": given.pop("slots")} | given
+    defaults = dict(
+        # The gates read keys and values of a token, of all heads.
+        model_dim=2 * heads.num_kv_heads * heads.head_dim,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        key_dim=heads.head_dim,
+        value_dim=heads.head_dim,
+    )
+    fields = {field.name for field in dataclasses.fields(kind)}
+    for field, value in given.items():
+        if field not in fields:
+            raise ValueError(
+                f"sizes.{field} must be None with memory={name!r}, got {value}"
+            )
+    return kind(**({n: x for n, x in defaults.items() if n in fields} | given))
+
+
+def _core(memory: Any) -> MemoryConfig:
+    if not isinstance(memory, MemoryConfig):
+        raise ValueError(
+            f"memory must be one that stands beside a window, got {memory}"
+        )
+    return memory
+
+
+def _elastic(
+    memory: Any, heads: HeadsConfig, window: int, sizes: MemorySizes
+) -> ElasticMemoryConfig:
+    """Elastic Memory in the place of an attention layer."""
+    if isinstance(memory, ElasticMemoryConfig):
+        if heads_of(memory) != heads_of(heads):
+            raise ValueError(
+                f"memory must have the layer's heads, {heads_of(heads)}, got {memory}"
+            )
+        if memory.block != window:
+            raise ValueError(
+                f"memory.block must be window={window}, got {memory.block}"
+            )
+        return memory
+    if memory != ELASTIC:
+        raise ValueError(
+            f"placement='instead' needs memory={ELASTIC!r}, got {memory!r}"
+        )
+    for name, value in sizes.given.items():
+        if name != "order":
+            raise ValueError(
+                f"sizes.{name} must be None with placement='instead', got {value}"
+            )
+    return ElasticMemoryConfig(**vars(heads_of(heads)), block=window, **sizes.given)

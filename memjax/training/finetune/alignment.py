@@ -1,0 +1,71 @@
+"""Aligns memories with the full attention whose place they take, layer by layer.
+
+    loss = mean over layers of  Σ |y_t - y*_t|² / Σ |y*_t - mean y*|²      t >= window
+
+y*_t is the output of a layer's full attention, y_t that of its window and memory for
+the same input. The full model runs forward alone: no gradient leaves a layer. Zhang et
+al. (2024), LoLCATs, https://arxiv.org/abs/2410.10254, section 3.2, whose error is not
+divided by the variance.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int, Scalar
+
+from memjax.data.batches.batch import Batch
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.language_model.retrofit import memory_layers
+from memjax.models.language_model.teacher import teach
+from memjax.nnx.params import as_arrays
+from memjax.training.step import Metrics, TrainState, update
+
+
+def make_align_step(
+    model: LanguageModel, teacher: ModelConfig, transform: optax.GradientTransformation
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Builds the update of one batch; jit it, donating the state.
+
+    Args:
+        model: that `retrofit` made, whose new parameters alone are trained.
+        teacher: configuration of the model that it was made of.
+        transform: of the trained parameters.
+    """
+    graph = nnx.graphdef(model)
+
+    def align_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        def loss(params):
+            student = nnx.merge(graph, params, state.frozen)
+            return alignment_loss(student, teacher, batch.tokens)
+
+        value, gradients = jax.value_and_grad(loss)(state.params)
+        return update(transform, state, value, (), gradients)
+
+    return align_step
+
+
+def alignment_loss(
+    model: LanguageModel, teacher: ModelConfig, tokens: Int[Array, "B T"]
+) -> Scalar:
+    """Mean over layers of the share of the full output's variance that is missed."""
+    layers = memory_layers(model.config)
+    taught = teach(model, teacher, tokens, layers)
+    return jnp.stack([_missed(model, i, *taught[i]) for i in layers]).mean()
+
+
+def _missed(
+    model: LanguageModel, layer: int, x: Float[Array, "B T D"], y: Float[Array, "B T D"]
+) -> Scalar:
+    """Of one layer, over the tokens beyond its window."""
+    mechanism = model.blocks[layer].mechanism
+    params = as_arrays(model.blocks[layer].mixer)
+    _, own = mechanism.apply(params, mechanism.init_state(x.shape[0]), x)
+    # Before, the memory is empty and the window sees everything.
+    window = model.config.layers[layer].window.window
+    full = y[:, window:].astype(jnp.float32)
+    error = own[:, window:].astype(jnp.float32) - full
+    spread = full - full.mean(axis=(0, 1), keepdims=True)
+    return (error**2).sum() / (spread**2).sum()

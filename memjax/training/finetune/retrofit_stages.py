@@ -1,0 +1,137 @@
+"""Both parts of a retrofit: which layers, alignment, tuning."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from memjax.checks import check_sizes
+from memjax.config_io import read_json, to_record
+from memjax.data import load_tokens
+from memjax.evaluation.layer_sensitivity import layer_sensitivity, most_sensitive
+from memjax.training.checkpoints.checksums import write_atomically
+from memjax.training.checkpoints.folder import check_path
+from memjax.training.config import LoopConfig
+from memjax.training.finetune.retrofit_stage import RetrofitSettings, RetrofitStage
+from memjax.training.finetune.start import load_backbone
+from memjax.training.optimizer import OptimizerConfig
+
+#: In the folder of a run: the layers that were chosen, and what was measured for it.
+LAYERS_FILE = "layers.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class PartConfig:
+    """What the parts of the training have each for itself.
+
+    Attributes:
+        optimizer: hyperparameters.
+        loop: steps, checkpoints, evaluation, log.
+    """
+
+    optimizer: OptimizerConfig
+    loop: LoopConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrofitStages(RetrofitSettings):
+    """A retrofit from its choice of layers on; the rest as in `RetrofitSettings`.
+
+    Without new parameters, as with memory="none", there is no alignment.
+
+    Attributes:
+        layers: numbers of layers, or "auto": those that need what lies beyond the
+            window most, as `layer_sensitivity` finds on samples of the training.
+        count: how many layers "auto" takes.
+        choose_texts: samples that it measures on.
+        align: the first part; see `alignment.py`.
+        tune: the second part, with adapters.
+    """
+
+    layers: tuple[int, ...] | Literal["auto"] = "auto"
+    count: int = 6
+    choose_texts: int = 4
+    align: PartConfig = PartConfig(
+        OptimizerConfig(learning_rate=2e-3, warmup_ratio=0.05, weight_decay=0.0),
+        LoopConfig(steps=128, save_every=32),
+    )
+    tune: PartConfig = PartConfig(
+        OptimizerConfig(learning_rate=5e-4, warmup_ratio=0.05, weight_decay=0.0),
+        LoopConfig(steps=384, save_every=32),
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_sizes(count=self.count, choose_texts=self.choose_texts)
+
+    def stages(self) -> tuple[tuple[str, RetrofitStage], ...]:
+        """The stages in order, by their folders.
+
+        Raises:
+            ValueError: if the layers are still to be chosen, by `with_layers`.
+        """
+        if self.layers == "auto":
+            raise ValueError("layers='auto' must be resolved before there are stages")
+        shared = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(RetrofitSettings)
+        }
+        tune = RetrofitStage(**shared, part="tune", **vars(self.tune))
+        if not self.has_new:
+            return (("", tune),)
+        align = RetrofitStage(**shared, part="align", **vars(self.align))
+        return (("stage1", align), ("stage2", tune))
+
+
+def with_layers(
+    config: RetrofitStages,
+    backbone: Path | str,
+    run_dir: Path,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> RetrofitStages:
+    """The configuration with numbers for layers="auto".
+
+    What was measured is written to `layers.json` in the run's folder, where the same
+    call finds it again.
+
+    Args:
+        config: of the retrofit.
+        backbone: as `finetune` takes it.
+        run_dir: the run's folder.
+        progress: called with layers measured, and all of them.
+
+    Raises:
+        ValueError: see `layer_sensitivity` and `most_sensitive`.
+    """
+    if config.layers != "auto":
+        return config
+    check_path("run_dir", run_dir)
+    model, stored, digest, _ = load_backbone(backbone)
+    file, settings = run_dir / LAYERS_FILE, _settings(config, digest)
+    if file.is_file() and (found := read_json(file))["settings"] == settings:
+        return dataclasses.replace(config, layers=tuple(found["layers"]))
+    data = config.data
+    documents = load_tokens(data.source, stored.tokenizer, "train", data.cache_dir)
+    texts = config.texts(documents, model.vocab_size, config.choose_texts)
+    rises = layer_sensitivity(model, texts, config.window, config.sinks, progress)
+    layers = most_sensitive(rises.tolist(), config.count)
+    if jax.process_index() == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        measured = [None if np.isnan(rise) else float(rise) for rise in rises]
+        record = {"layers": layers, "rises": measured, "settings": settings}
+        write_atomically(file, json.dumps(record, indent=1))
+    return dataclasses.replace(config, layers=layers)
+
+
+def _settings(config: RetrofitStages, digest: str) -> dict[str, Any]:
+    """All on which the choice depends."""
+    names = ("count", "choose_texts", "window", "sinks", "context_length", "seed")
+    chosen = {name: getattr(config, name) for name in names}
+    return chosen | {
+        "source": to_record(config.data)["source"],
+        "backbone_digest": digest,
+    }
