@@ -5,93 +5,17 @@ the chosen layers, as near as their sizes come; "wide" has them as window. HMT, 
 and MemoryLLM keep no more than those rows do in all layers.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-
-from experiments.compare.scores import kept_bytes
-from memjax.checks import check_sizes, require_known
+from experiments.compare import tunings
+from experiments.compare.tunings import Sizes, Stages, Tuning
 from memjax.models import LanguageModel
-from memjax.models.hmt.config import HMTConfig
 from memjax.models.language_model.rebuilt import with_config
 from memjax.models.language_model.reread import ReReadWindow
 from memjax.models.language_model.retrofit import MemoryName, MemorySizes
 from memjax.models.language_model.windowed import with_capacity, with_window
-from memjax.models.mplus.build import mplus
-from memjax.models.mplus.config import MPlusConfig
-from memjax.training import LoopConfig, OptimizerConfig
-from memjax.training.finetune.curricula import HMTStages, MPlusStages
-from memjax.training.finetune.mplus_presets import presets as mplus_presets
-from memjax.training.finetune.retrofit_stages import PartConfig, RetrofitStages
-from memjax.training.finetune.run import AnyStage
-from memjax.training.finetune.segment_stage import SegmentStage
-from memjax.training.finetune.stage import Model, SampleConfig
-from memjax.training.step import StepConfig
-
-Stages = tuple[tuple[str, AnyStage], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What the rows have in common.
-
-    Attributes:
-        window: tokens that an attention layer sees.
-        sinks: first tokens that it sees beside them.
-        layers: that have a memory, or a wider window.
-        more: tokens of keys and values that a memory's bytes come to in a layer.
-        context: tokens of a training sample, a multiple of the window.
-        tokens: of the longest text that is read.
-    """
-
-    window: int
-    sinks: int
-    layers: tuple[int, ...]
-    more: int
-    context: int
-    tokens: int
-
-    def __post_init__(self):
-        check_sizes(window=self.window, more=self.more, context=self.context)
-        if self.context % self.window:
-            raise ValueError(
-                f"context must be a multiple of window={self.window}, "
-                f"got {self.context}"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """How a row is trained.
-
-    Attributes:
-        source: of the documents.
-        updates: of one text of `Sizes.context` tokens each, in all stages together.
-        rate: learning rate, of the adapters and of what is new.
-        seed: of new parameters and data order.
-    """
-
-    source: str
-    updates: int
-    rate: float
-    seed: int
-
-    def data(self) -> SampleConfig:
-        """One text an update."""
-        return SampleConfig(self.source, batch_size=1, validation_texts=4)
-
-    def optimizer(self, rate: float | None = None) -> OptimizerConfig:
-        """Warm-up and a cosine; adapters have no weight decay."""
-        return OptimizerConfig(
-            learning_rate=rate or self.rate, warmup_ratio=0.1, weight_decay=0.0
-        )
-
-    def loop(self, steps: int) -> LoopConfig:
-        """Checkpoints as often as they do not cost much."""
-        return LoopConfig(steps=max(steps, 1), save_every=20, log_every=4, keep=1)
+from memjax.training.finetune.stage import Model
 
 
 class Row(NamedTuple):
@@ -128,18 +52,6 @@ def window(
     return with_window(model, sizes.window, sizes.sinks)
 
 
-def wide_window(
-    model: LanguageModel, backbone: LanguageModel, sizes: Sizes
-) -> LanguageModel:
-    """The same, with longer windows in the chosen layers."""
-    narrow = with_window(model, sizes.window, sizes.sinks)
-    longer = with_window(model, sizes.window + sizes.more, sizes.sinks)
-    mixers = list(narrow.config.layers)
-    for layer in sizes.layers:
-        mixers[layer] = longer.config.layers[layer]
-    return with_config(narrow, mixers=tuple(mixers))
-
-
 def reread(model: LanguageModel, backbone: LanguageModel, sizes: Sizes) -> ReReadWindow:
     """The last window read again before each segment of as many tokens."""
     return ReReadWindow(model, reread=sizes.window, segment=sizes.window)
@@ -150,162 +62,52 @@ def as_trained(model: Model, backbone: LanguageModel, sizes: Sizes) -> Model:
     return model
 
 
-def _segments(tuning: Tuning, sizes: Sizes, updates: int, **changes) -> SegmentStage:
-    """Samples of whole windows, `updates` times; adapters in all layers."""
-    basis = dict(
-        window=sizes.window,
-        depth=sizes.context // sizes.window,
-        train="lora",
-        dtype="float32",
-        data=tuning.data(),
-        optimizer=tuning.optimizer(),
-        step=StepConfig(loss_on="all"),
-        loop=tuning.loop(updates),
-        seed=tuning.seed,
-    )
-    return SegmentStage(**(basis | changes))
+def wide_window(
+    model: LanguageModel, backbone: LanguageModel, sizes: Sizes
+) -> LanguageModel:
+    """The same, with longer windows in the chosen layers."""
+    return tunings.wide_window(model, sizes)
 
 
-def _tune_full(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
-    # A window of the whole sample is full attention.
-    whole = dict(memory="window", window=sizes.context, depth=1)
-    return _segments(tuning, sizes, tuning.updates, **whole).stages()
+def _memory(label: str, name: MemoryName, **sizes) -> Row:
+    """A memory beside the windows of the chosen layers."""
+    stages = tunings.tune_beside(name, MemorySizes(**sizes))
+    return Row(label, as_trained, stages, cost=1.3, reading=1.2)
 
 
-def _tune_reread(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
-    again = dict(memory="reread", reread=sizes.window)
-    return _segments(tuning, sizes, tuning.updates, **again).stages()
-
-
-def _tune_hmt(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
-    """A quarter of the tokens without retrieval, over two segments; then with it."""
-    # As many memories as the longest text has segments; strictly causal, so that
-    # every target counts.
-    memory = HMTConfig(
-        segment=sizes.window,
-        memories=-(-sizes.tokens // sizes.window),
-        summary_source="previous",
-    )
-    alone = dataclasses.replace(memory, retrieval=False)
-    short = sizes.context // (2 * sizes.window)
-    first = _segments(tuning, sizes, short * tuning.updates // 4, hmt=alone, depth=2)
-    second = _segments(tuning, sizes, 3 * tuning.updates // 4, hmt=memory)
-    return HMTStages(first, second).stages()
-
-
-def _tune_rmt(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
-    memory = HMTConfig(segment=sizes.window, sensory=0, retrieval=False)
-    return _segments(tuning, sizes, tuning.updates, hmt=memory).stages()
-
-
-def _tune_beside(
-    memory: MemoryName, memory_sizes: MemorySizes, more: int = 0
-) -> Callable[[LanguageModel, Sizes, Tuning], Stages]:
-    """A quarter of the updates aligns the layers, the others tune adapters too."""
-
-    def stages(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
-        align = 0 if memory == "none" else tuning.updates // 4
-        return RetrofitStages(
-            memory=memory,
-            sizes=memory_sizes,
-            layers=sizes.layers,
-            window=sizes.window,
-            sinks=sizes.sinks,
-            wider=sizes.more if more else 0,
-            context_length=sizes.context,
-            dtype="float32",
-            data=tuning.data(),
-            align=PartConfig(tuning.optimizer(ALIGNMENT_RATE), tuning.loop(align)),
-            tune=PartConfig(tuning.optimizer(), tuning.loop(tuning.updates - align)),
-            seed=tuning.seed,
-        ).stages()
-
-    return stages
-
-
-def _tune_mplus(
-    store: bool,
-) -> Callable[[LanguageModel, Sizes, Tuning], Stages]:
-    """All stages of M+, or the first two, which are MemoryLLM's, on the documents."""
-
-    def stages(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
-        curriculum = mplus_presets()["mplus-smollm2-135m"]
-        assert isinstance(curriculum, MPlusStages)
-        chosen = curriculum.stages()[: 3 if store else 2]
-        memory = mplus_memory(backbone, sizes, store)
-        found = []
-        for name, stage in chosen:
-            # Two texts an update, of one or two chunks and a target.
-            read = 2 * (1.5 * stage.memory.chunk + stage.tasks.target)
-            steps = tuning.updates * sizes.context / read / len(chosen)
-            own = memory
-            if not stage.memory.retrieved:
-                # Reads see as many rows with the store and without.
-                pool = memory.pool + memory.retrieved
-                own = dataclasses.replace(memory, retrieved=0, pool=pool)
-            changed = dataclasses.replace(
-                stage,
-                memory=own,
-                tasks=dataclasses.replace(stage.tasks, ask=0.0),
-                data=dataclasses.replace(tuning.data(), batch_size=2),
-                optimizer=tuning.optimizer(),
-                loop=tuning.loop(round(steps)),
-                seed=tuning.seed,
-            )
-            found.append((name, changed))
-        return tuple(found)
-
-    return stages
-
-
-def mplus_memory(backbone: LanguageModel, sizes: Sizes, store: bool) -> MPlusConfig:
-    """Sizes whose bytes come nearest to those of the wide window, and not above.
-
-    Raises:
-        ValueError: if the smallest memory has more.
-    """
-    target = kept_bytes(wide_window(backbone, backbone, sizes), sizes.tokens)
-
-    def memory(rows: int) -> MPlusConfig:
-        size = MPLUS_TOKENS * rows
-        kept = dict(retrieved=size, store=size) if store else dict(retrieved=0)
-        return MPlusConfig(
-            tokens=MPLUS_TOKENS,
-            pool=size,
-            chunk=sizes.window,
-            stored="input",
-            key_dim=64,
-            **kept,
-        )
-
-    def size(rows: int) -> int:
-        model = mplus(backbone, memory(rows), key=jax.random.key(0))
-        return kept_bytes(model, sizes.tokens)
-
-    one, two = size(1), size(2)
-    if one > target:
-        raise ValueError(f"M+ keeps at least {one:,} bytes, the wide window {target:,}")
-    return memory(1 + (target - one) // (two - one))
-
-
-#: Learning rate of the alignment, which has no adapters.
-ALIGNMENT_RATE = 2e-3
-#: Rows that a chunk of M+ becomes.
-MPLUS_TOKENS = 16
-_beside = functools.partial(Row, scored=as_trained, cost=1.3, reading=1.2)
-_NONE = MemorySizes()
-
+# Sizes are those at which each memory keeps the bytes of 192 tokens of SmolLM2's keys
+# and values in a layer, with all that it keeps of a chunk that is not complete.
 ROWS: dict[str, Row] = {
     "full": Row("full attention, not tuned", full_attention, reading=2.5),
-    "window": Row("window", window),
-    "wide": Row("wide window", wide_window),
+    "window": Row("window, not tuned", window),
+    "wide": Row("wide window, not tuned", wide_window),
     "reread": Row("re-read window, not tuned", reread, reading=2.2),
     "full-tuned": Row(
-        "full attention", full_attention, _tune_full, cost=1.1, reading=2.5
+        "full attention", full_attention, tunings.tune_full, cost=1.1, reading=2.5
     ),
-    "window-tuned": Row("window, tuned", as_trained, _tune_beside("none", _NONE)),
-    "wide-tuned": Row("wide window, tuned", as_trained, _tune_beside("none", _NONE, 1)),
+    "window-tuned": Row("window", as_trained, tunings.tune_beside("none")),
+    "wide-tuned": Row(
+        "wide window", as_trained, tunings.tune_beside("none", wider=True)
+    ),
     "reread-tuned": Row(
-        "re-read window", as_trained, _tune_reread, cost=2.2, reading=2.2
+        "re-read window", as_trained, tunings.tune_reread, cost=2.2, reading=2.2
+    ),
+    "elastic-uniform": _memory("Elastic, uniform", "elastic", order=160, block=32),
+    "elastic-exponential": _memory(
+        "Elastic, exponential",
+        "elastic",
+        order=160,
+        block=32,
+        sampling="exponential",
+    ),
+    "lattice": _memory("Lattice", "lattice"),
+    "trellis": _memory("Trellis", "trellis", slots=32),
+    "gated-deltanet": _memory("Gated DeltaNet", "gated_deltanet", value_dim=128),
+    "infini": _memory("Infini-attention", "infini"),
+    "hmt": Row("HMT", as_trained, tunings.tune_hmt, cost=1.6, reading=1.6),
+    "rmt": Row("RMT", as_trained, tunings.tune_rmt, cost=1.4, reading=1.3),
+    "mplus": Row("M+", as_trained, tunings.tune_mplus(True), cost=2.0, reading=2.0),
+    "memoryllm": Row(
+        "MemoryLLM", as_trained, tunings.tune_mplus(False), cost=2.0, reading=2
     ),
 }

@@ -28,6 +28,7 @@ from memjax.mechanisms import (
     MixerConfig,
 )
 from memjax.mechanisms.beside import add_memory
+from memjax.mechanisms.elastic_core import ElasticCoreConfig
 from memjax.mechanisms.layers.memory_core import MemoryConfig
 from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.models.language_model.config import ModelConfig, heads_of, period
@@ -40,6 +41,7 @@ from memjax.models.language_model.windowed import (
     require_unbounded_positions,
 )
 from memjax.nnx.params import as_arrays, as_params
+from memjax_kernels.hippo import Sampling
 
 MemoryName = Literal[
     "lattice",
@@ -56,8 +58,11 @@ MemoryName = Literal[
     "elastic",
 ]
 Placement = Literal["beside", "instead"]
-BESIDE: dict[str, Any] = RECURRENT | {"infini": InfiniConfig}
 ELASTIC = "elastic"
+BESIDE: dict[str, Any] = RECURRENT | {
+    "infini": InfiniConfig,
+    ELASTIC: ElasticCoreConfig,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +76,8 @@ class MemorySizes:
         chunk_size: tokens whose gradients are taken at one memory: of Lattice, Trellis
             and TTT-linear, their own.
         order: of Elastic Memory, its own.
+        block: of Elastic Memory beside a window, its own.
+        sampling: of Elastic Memory, its own.
     """
 
     key_dim: int | None = None
@@ -78,12 +85,16 @@ class MemorySizes:
     slots: int | None = None
     chunk_size: int | None = None
     order: int | None = None
+    block: int | None = None
+    sampling: Sampling | None = None
 
     def __post_init__(self):
-        check_sizes(**self.given)
+        check_sizes(**{n: x for n, x in self.given.items() if n != "sampling"})
+        if self.sampling is not None:
+            require_known("sampling", self.sampling, get_args(Sampling))
 
     @property
-    def given(self) -> dict[str, int]:
+    def given(self) -> dict[str, Any]:
         """Those that are not None."""
         return {name: x for name, x in vars(self).items() if x is not None}
 
@@ -215,6 +226,7 @@ def memory_config(name: MemoryName, heads: HeadsConfig, sizes: MemorySizes) -> A
         num_kv_heads=heads.num_kv_heads,
         key_dim=heads.head_dim,
         value_dim=heads.head_dim,
+        head_dim=heads.head_dim,
     )
     fields = {field.name for field in dataclasses.fields(kind)}
     for field, value in given.items():
@@ -252,7 +264,7 @@ def _elastic(
             f"placement='instead' needs memory={ELASTIC!r}, got {memory!r}"
         )
     for name, value in sizes.given.items():
-        if name != "order":
+        if name not in ("order", "sampling"):
             raise ValueError(
                 f"sizes.{name} must be None with placement='instead', got {value}"
             )

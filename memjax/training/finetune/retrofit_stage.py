@@ -29,7 +29,7 @@ from memjax.models.language_model.retrofit import (
     check_layers,
     retrofit,
 )
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import with_wider_windows, with_window
 from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora, thaw
 from memjax.training.config import LoopConfig
 from memjax.training.finetune.alignment import make_align_step
@@ -67,6 +67,8 @@ class RetrofitSettings:
             windows. Adapters begin at the first of them.
         window: tokens that a query sees, its own included.
         sinks: first tokens of the text that it sees beside them.
+        wider: tokens by which the windows of the chosen layers are longer than those of
+            the others; of "none" alone, as a baseline of as many bytes.
         placement: "beside" the window or, Elastic Memory alone, "instead" of it.
         context_length: tokens of a sample, more than the window.
         start_texts: samples from whose statistics the new parameters start; 0: they
@@ -84,6 +86,7 @@ class RetrofitSettings:
     layers: tuple[int, ...] | Literal["auto"] = ()
     window: int = 256
     sinks: int = 4
+    wider: int = 0
     placement: Placement = "beside"
     context_length: int = 2048
     start_texts: int = 8
@@ -119,6 +122,11 @@ class RetrofitSettings:
         if self.memory == "none" and self.sizes.given:
             raise ValueError(
                 f"sizes must be None with memory='none', got {self.sizes.given}"
+            )
+        if self.wider < 0 or (self.wider and self.memory != "none"):
+            raise ValueError(
+                "wider must be 0, or more with memory='none', got "
+                f"{self.wider} with memory={self.memory!r}"
             )
         check_run(self.data.mode, StepConfig(), self.seed)
 
@@ -288,7 +296,10 @@ class RetrofitStage(RetrofitSettings):
     def _with_memory(self, backbone, key):
         if self.memory == "none":
             check_layers(backbone.config, self.layers)
-            return with_window(backbone, self.window, self.sinks)
+            narrow = with_window(backbone, self.window, self.sinks)
+            if not self.wider:
+                return narrow
+            return with_wider_windows(narrow, self.layers, self.wider)
         return retrofit(
             backbone,
             memory=self.memory,
