@@ -269,13 +269,14 @@ def plot(result: dict[str, Any], path: Path) -> None:
     """Bars a layer: what its window costs alone, what full attention brings back."""
     panels = {
         "windowed alone:\nnats lost a token": result["rise"],
-        "full alone among windows:\nnats won a token": result["brought_back"],
+        "full alone among windows:\nnats won a token": result.get("brought_back"),
     }
+    panels = {label: rows for label, rows in panels.items() if rows is not None}
     places = np.arange(len(result["rise"]))
     with drawing(
         path,
-        rows=2,
-        size=(9, 6.5),
+        rows=len(panels),
+        size=(9, 1.5 + 2.5 * len(panels)),
         title="What lies beyond the window, layer by layer",
         source=source_of(result),
         sharex=True,
@@ -287,7 +288,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 axes.bar(at, heights, 0.27, color=COLOURS[number], label=kind)
             axes.set(ylabel=label)
         drawn.grid[0, 0].legend(frameon=False)
-        drawn.grid[1, 0].set(xlabel="layer")
+        drawn.grid[-1, 0].set(xlabel="layer")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import tyro
 
 from experiments.common import pretrained
 from experiments.common.results import RESULTS, settings, show, write_report
-from experiments.compare import scores
+from experiments.compare import report, scores
 from experiments.compare.documents import KINDS, documents
 from experiments.compare.rows import ROWS
 from experiments.compare.scores import ScoreConfig, kept_bytes
@@ -206,6 +206,7 @@ def main(config: Config) -> None:
     for name, seed in missing:
         print(f"{name}, seed {seed}", flush=True)
         run_row(name, seed, config, setting, tokenizer, texts, wide)
+        report.write(config.output)
 
 
 def run_row(
