@@ -7,9 +7,10 @@ from memjax.mechanisms.base import MixerConfig as MixerConfig
 from memjax.mechanisms.base import reset as reset
 from memjax.mechanisms.beside import BesideConfig as BesideConfig
 from memjax.mechanisms.beside import beside as beside
+from memjax.mechanisms.cores.elastic import ElasticCoreConfig as ElasticCoreConfig
+from memjax.mechanisms.cores.infini import InfiniConfig as InfiniConfig
 from memjax.mechanisms.deltanet import DeltaNetConfig as DeltaNetConfig
 from memjax.mechanisms.deltanet import deltanet as deltanet
-from memjax.mechanisms.elastic_core import ElasticCoreConfig as ElasticCoreConfig
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig as ElasticMemoryConfig
 from memjax.mechanisms.elastic_memory import elastic_memory as elastic_memory
 from memjax.mechanisms.gated_deltanet import GatedDeltaNetConfig as GatedDeltaNetConfig
@@ -20,7 +21,6 @@ from memjax.mechanisms.gsa import ABCConfig as ABCConfig
 from memjax.mechanisms.gsa import GSAConfig as GSAConfig
 from memjax.mechanisms.gsa import abc as abc
 from memjax.mechanisms.gsa import gsa as gsa
-from memjax.mechanisms.infini import InfiniConfig as InfiniConfig
 from memjax.mechanisms.lattice import LatticeConfig as LatticeConfig
 from memjax.mechanisms.lattice import lattice as lattice
 from memjax.mechanisms.linear_attention import (

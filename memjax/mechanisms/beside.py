@@ -12,7 +12,7 @@ token's key and value. φ are linear maps of each head; behind φ_q and φ_k sta
 norm that the core wants, and reads are bounded: r / √(1 + mean r²).
 
 α starts at 0: the layer starts as the window. With α = 1, w = 0 and the memory of
-`infini.py` it is Infini-attention, whose gate β is.
+`cores/infini.py` it is Infini-attention, whose gate β is.
 
 Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,
 F key and V value width of the memory, W window.
@@ -27,14 +27,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.config_io import TYPES
-from memjax.mechanisms import sliding_window
 from memjax.mechanisms.base import Mechanism, axes, check_input
+from memjax.mechanisms.cores.elastic import ElasticCoreConfig
+from memjax.mechanisms.cores.infini import InfiniConfig
 from memjax.mechanisms.deltanet import DeltaNetConfig
-from memjax.mechanisms.elastic_core import ElasticCoreConfig
 from memjax.mechanisms.gated_deltanet import GatedDeltaNetConfig
 from memjax.mechanisms.gla import GLAConfig
 from memjax.mechanisms.gsa import ABCConfig, GSAConfig
-from memjax.mechanisms.infini import InfiniConfig
 from memjax.mechanisms.lattice import LatticeConfig
 from memjax.mechanisms.layers import gates, projections
 from memjax.mechanisms.layers.memory_core import MemoryConfig
@@ -42,6 +41,8 @@ from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.mechanisms.linear_attention import LinearAttentionConfig
 from memjax.mechanisms.mamba2 import Mamba2Config
 from memjax.mechanisms.sliding_window import SlidingWindowConfig, SlidingWindowState
+from memjax.mechanisms.sliding_window import init_state as init_window
+from memjax.mechanisms.sliding_window import read as read_window
 from memjax.mechanisms.trellis import TrellisConfig
 from memjax.mechanisms.ttt_linear import TTTLinearConfig
 
@@ -197,7 +198,7 @@ def init_features(config: BesideConfig, key: PRNGKeyArray) -> FeatureParams:
 def init_state(config: BesideConfig, batch: int) -> BesideState:
     """An empty window and an empty memory."""
     return BesideState(
-        sliding_window.init_state(config.window, batch),
+        init_window(config.window, batch),
         config.memory.core().init_state(batch),
     )
 
@@ -213,7 +214,7 @@ def step(
     segment = x[:, None]
     q, k, v = projections.qkv_projection(config.window, params.attention, segment)
     oldest = Left(*(leaf[:, :1] for leaf in state.window[:3]))
-    window, attended = sliding_window.read(config.window, state.window, q, k, v)
+    window, attended = read_window(config.window, state.window, q, k, v)
     inputs = memory_inputs(config, params, q, oldest)
     inputs = jax.tree.map(lambda leaf: leaf[:, 0], inputs)
     memory, read = config.memory.core().step(params.memory, state.memory, *inputs)
@@ -232,7 +233,7 @@ def apply(
     check_input(x, config.model_dim, state)
     q, k, v = projections.qkv_projection(config.window, params.attention, x)
     oldest = left_window(state.window, k, v)
-    window, attended = sliding_window.read(config.window, state.window, q, k, v)
+    window, attended = read_window(config.window, state.window, q, k, v)
     inputs = memory_inputs(config, params, q, oldest)
     memory, read = config.memory.core().apply(params.memory, state.memory, *inputs)
     y = balance(params, x, attended, read, oldest.written)

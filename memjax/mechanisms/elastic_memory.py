@@ -223,7 +223,7 @@ def apply(
         whole = functools.partial(_apply_blocks, config, x.shape[1] // config.block)
         state, y = jax.lax.cond(
             jnp.all((state.open_length == 0) & (state.length == state.length[0])),
-            lambda *given: whole(True, *given, None),
+            functools.partial(whole, True),
             functools.partial(read, config),
             *(state, q, k, v),
         )
@@ -262,7 +262,7 @@ def elastic_memory(config: ElasticMemoryConfig) -> Mechanism:
     )
 
 
-def _apply_blocks(config, blocks, in_step, state, q, k, v, lengths):
+def _apply_blocks(config, blocks, in_step, state, q, k, v, lengths=None):
     """Lays open and new tokens out in `blocks` blocks and runs Algorithm 1 on all."""
     # Constants of the program: the sampling and the order are static.
     basis, bank = tables(config)

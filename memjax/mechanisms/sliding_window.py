@@ -167,13 +167,14 @@ def read(
         # A sink is outside of the window of every query that sees it here.
         y = attend.join((y, mass), _to_sinks(config, sinks, q, positions))
     if lengths is None:
-        newest = lambda leaf: leaf[:, t:]
+        newest = [leaf[:, t:] for leaf in stream]
     else:
         # Batch elements end at lengths of their own, and the padding behind them is not
         # kept.
         cut = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, window, 0)
-        newest = lambda leaf: jax.vmap(cut)(leaf, lengths)
-    return SlidingWindowState(*map(newest, stream), sinks), y
+        newest = [jax.vmap(cut)(leaf, lengths) for leaf in stream]
+    keys, values, visible = newest
+    return SlidingWindowState(keys, values, visible, sinks), y
 
 
 def _keep_first(config, sinks, new, positions, lengths):
@@ -186,8 +187,10 @@ def _keep_first(config, sinks, new, positions, lengths):
         positions = jnp.where(times < lengths[:, None], positions, count)
     write = jax.vmap(lambda kept, new, at: kept.at[at].set(new, mode="drop"))
     return Sinks(
-        *(write(kept, x, positions) for kept, x in zip(sinks, new[:3], strict=False)),
-        advanced(sinks.length, tokens if lengths is None else lengths),
+        keys=write(sinks.keys, new.keys, positions),
+        values=write(sinks.values, new.values, positions),
+        visible=write(sinks.visible, new.visible, positions),
+        length=advanced(sinks.length, tokens if lengths is None else lengths),
     )
 
 

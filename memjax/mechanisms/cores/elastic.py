@@ -18,9 +18,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from memjax.mechanisms import elastic_memory
 from memjax.mechanisms.base import reset
-from memjax.mechanisms.elastic_memory import ElasticMemoryConfig, ElasticMemoryState
+from memjax.mechanisms.elastic_memory import (
+    ElasticMemoryConfig,
+    ElasticMemoryState,
+    read,
+    read_token,
+)
+from memjax.mechanisms.elastic_memory import init_state as init_memory
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax_kernels.hippo import Sampling
 
@@ -107,7 +112,7 @@ def init_params(config: ElasticCoreConfig, key: PRNGKeyArray) -> ElasticCorePara
 
 def init_state(config: ElasticCoreConfig, batch: int) -> ElasticMemoryState:
     """A memory of nothing."""
-    return elastic_memory.init_state(config.memory(), batch)
+    return init_memory(config.memory(), batch)
 
 
 def step(
@@ -120,7 +125,7 @@ def step(
     x: Float[Array, "B 1"],
 ) -> tuple[ElasticMemoryState, Float[Array, "B H K"]]:
     """Writes one token where x is 1, and reads."""
-    after, y = elastic_memory.read_token(config.memory(), memory, q, k, v)
+    after, y = read_token(config.memory(), memory, q, k, v)
     return reset(after, memory, x[:, 0] == 0), y.astype(q.dtype)
 
 
@@ -137,8 +142,8 @@ def apply(
     count = (x[..., 0] > 0).sum(axis=1, dtype=jnp.int32)
     empty = q.shape[1] - count
     # Written tokens come first, and zeros behind them: these count as none.
-    tokens = (_shifted(leaf, empty) for leaf in (q, k, v))
-    memory, y = elastic_memory.read(config.memory(), memory, *tokens, count)
+    q, k, v = (_shifted(leaf, empty) for leaf in (q, k, v))
+    memory, y = read(config.memory(), memory, q, k, v, count)
     return memory, _shifted(y, -empty)
 
 

@@ -1,0 +1,1 @@
+"""Memory cores that are no layer by themselves: they stand beside a window."""
