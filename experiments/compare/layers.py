@@ -227,12 +227,6 @@ def _by_kind(
     }
 
 
-def chosen(rises: Sequence[float], count: int) -> tuple[int, ...]:
-    """The layers that rise most, in the order of the model."""
-    order = sorted(range(len(rises)), key=lambda i: -rises[i])
-    return tuple(sorted(order[:count]))
-
-
 def main(config: Config) -> None:
     """Measures, writes, draws and prints."""
     path = pretrained.smollm2() if config.backbone == "smollm2" else config.backbone

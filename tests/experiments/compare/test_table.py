@@ -262,9 +262,9 @@ def test_layers_must_be_measured_or_given(tmp_path):
     config = table.Config(output=tmp_path)
     with pytest.raises(ValueError, match="run python -m experiments.compare.layers"):
         table.chosen_layers(config)
-    picks = {"greedy": [{"layer": 7}, {"layer": 2}]}
-    (tmp_path / "layers.json").write_text(json.dumps(picks))
-    assert table.chosen_layers(config) == (2, 7)
+    rises = [{"all": {"nats": nats}} for nats in (0.1, 0.5, 0.2, 0.4)]
+    (tmp_path / "layers.json").write_text(json.dumps({"rise": rises}))
+    assert table.chosen_layers(dataclasses.replace(config, count=2)) == (1, 3)
     assert table.chosen_layers(dataclasses.replace(config, layers=(3,))) == (3,)
 
 
