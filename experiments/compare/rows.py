@@ -13,7 +13,7 @@ from experiments.compare.tunings import Sizes, Stages, Tuning
 from memjax.models import LanguageModel
 from memjax.models.language_model.rebuilt import with_config
 from memjax.models.language_model.reread import ReReadWindow
-from memjax.models.language_model.retrofit import MemoryName, MemorySizes
+from memjax.models.language_model.retrofit import MemoryName, MemoryOptions
 from memjax.models.language_model.windowed import with_capacity, with_window
 from memjax.training.finetune.stage import Model
 
@@ -69,9 +69,9 @@ def wide_window(
     return tunings.wide_window(model, sizes)
 
 
-def _memory(label: str, name: MemoryName, **sizes) -> Row:
+def _memory(label: str, name: MemoryName, **options) -> Row:
     """A memory beside the windows of the chosen layers."""
-    stages = tunings.tune_beside(name, MemorySizes(**sizes))
+    stages = tunings.tune_beside(name, MemoryOptions(**options))
     return Row(label, as_trained, stages, cost=1.3, reading=1.2)
 
 
@@ -92,12 +92,11 @@ ROWS: dict[str, Row] = {
     "reread-tuned": Row(
         "re-read window", as_trained, tunings.tune_reread, cost=2.2, reading=2.2
     ),
-    "elastic-uniform": _memory("Elastic, uniform", "elastic", order=160, block=32),
+    "elastic-uniform": _memory("Elastic, uniform", "elastic", order=160),
     "elastic-exponential": _memory(
         "Elastic, exponential",
         "elastic",
         order=160,
-        block=32,
         sampling="exponential",
     ),
     "lattice": _memory("Lattice", "lattice"),

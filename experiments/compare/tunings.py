@@ -16,7 +16,7 @@ from experiments.compare.scores import kept_bytes
 from memjax.checks import check_sizes
 from memjax.models import LanguageModel
 from memjax.models.hmt.config import HMTConfig
-from memjax.models.language_model.retrofit import MemoryName, MemorySizes
+from memjax.models.language_model.retrofit import MemoryName, MemoryOptions
 from memjax.models.language_model.windowed import with_wider_windows, with_window
 from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
@@ -30,7 +30,7 @@ from memjax.training.finetune.stage import SampleConfig
 from memjax.training.step import StepConfig
 
 Stages = tuple[tuple[str, AnyStage], ...]
-NO_SIZES = MemorySizes()
+NO_OPTIONS = MemoryOptions()
 #: Learning rate of the alignment, which has no adapters.
 ALIGNMENT_RATE = 2e-3
 #: Rows that a chunk of M+ becomes.
@@ -155,7 +155,7 @@ def tune_rmt(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
 
 def tune_beside(
     memory: MemoryName | Literal["none"],
-    memory_sizes: MemorySizes = NO_SIZES,
+    options: MemoryOptions = NO_OPTIONS,
     wider: bool = False,
 ) -> Callable[[LanguageModel, Sizes, Tuning], Stages]:
     """A quarter of the updates aligns the layers, the others tune adapters too."""
@@ -164,7 +164,7 @@ def tune_beside(
         align = 0 if memory == "none" else tuning.updates // 4
         return RetrofitStages(
             memory=memory,
-            sizes=memory_sizes,
+            options=options,
             layers=sizes.layers,
             window=sizes.window,
             sinks=sizes.sinks,

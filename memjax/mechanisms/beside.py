@@ -189,10 +189,11 @@ def init_features(config: BesideConfig, key: PRNGKeyArray) -> FeatureParams:
 
     keys = jax.random.split(key, len(names))
     maps = dict(zip(names, map(draw, keys, sizes), strict=True))
-    bias = jnp.zeros(heads * key_dim)
     # Query and key start alike, so that a query finds the keys that are like it.
-    maps["query"] = maps["key"]
-    return FeatureParams(**maps, query_bias=bias, key_bias=bias)
+    maps["query"] = jnp.array(maps["key"])
+    # Each a buffer of its own, so that all can be donated.
+    bias = lambda: jnp.zeros(heads * key_dim)
+    return FeatureParams(**maps, query_bias=bias(), key_bias=bias())
 
 
 def init_state(config: BesideConfig, batch: int) -> BesideState:

@@ -23,12 +23,12 @@ from jaxtyping import PRNGKeyArray
 from memjax.checks import check_sizes, joined, require_known
 from memjax.mechanisms import (
     BesideConfig,
+    ElasticCoreConfig,
     ElasticMemoryConfig,
     InfiniConfig,
     MixerConfig,
 )
 from memjax.mechanisms.beside import add_memory
-from memjax.mechanisms.elastic_core import ElasticCoreConfig
 from memjax.mechanisms.layers.memory_core import MemoryConfig
 from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.models.language_model.config import ModelConfig, heads_of, period
@@ -66,8 +66,8 @@ BESIDE: dict[str, Any] = RECURRENT | {
 
 
 @dataclasses.dataclass(frozen=True)
-class MemorySizes:
-    """Sizes of a memory that is named; None is the default.
+class MemoryOptions:
+    """Sizes of a memory that is named, and how it is read; None is the default.
 
     Attributes:
         key_dim: width of a head's keys; `head_dim`.
@@ -75,9 +75,8 @@ class MemorySizes:
         slots: of each head: of GSA, ABC and Trellis, 64; of Lattice, `head_dim`.
         chunk_size: tokens whose gradients are taken at one memory: of Lattice, Trellis
             and TTT-linear, their own.
-        order: of Elastic Memory, its own.
-        block: of Elastic Memory beside a window, its own.
-        sampling: of Elastic Memory, its own.
+        order: N, coefficients per channel of Elastic Memory; its own.
+        sampling: where in the past Elastic Memory is read; "uniform".
     """
 
     key_dim: int | None = None
@@ -85,13 +84,11 @@ class MemorySizes:
     slots: int | None = None
     chunk_size: int | None = None
     order: int | None = None
-    block: int | None = None
     sampling: Sampling | None = None
 
     def __post_init__(self):
-        check_sizes(**{n: x for n, x in self.given.items() if n != "sampling"})
-        if self.sampling is not None:
-            require_known("sampling", self.sampling, get_args(Sampling))
+        numbers = {n: x for n, x in self.given.items() if n != "sampling"}
+        check_sizes(**numbers)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -107,7 +104,7 @@ def retrofit(
     window: int,
     sinks: int = 4,
     placement: Placement = "beside",
-    sizes: MemorySizes = MemorySizes(),
+    options: MemoryOptions = MemoryOptions(),
     key: PRNGKeyArray,
 ) -> LanguageModel:
     """The model with a memory in chosen layers, and windows in all other attention.
@@ -122,7 +119,7 @@ def retrofit(
             the chosen layers.
         sinks: first tokens of the text that it sees beside them.
         placement: "beside" the window or, Elastic Memory alone, "instead" of it.
-        sizes: of a memory that is named.
+        options: of a memory that is named.
         key: of the new parameters.
 
     Raises:
@@ -130,7 +127,9 @@ def retrofit(
             not at all; an unknown memory, or one whose heads do not fit; a window
             shorter than the sinks; a model with learned positions.
     """
-    config = retrofitted(model.config, memory, layers, window, sinks, placement, sizes)
+    config = retrofitted(
+        model.config, memory, layers, window, sinks, placement, options
+    )
     new = with_mechanisms(model, config, tuple(map(build_once, config.layers)))
     for layer in layers:
         block, mixer = new.blocks[layer], config.layers[layer]
@@ -150,15 +149,15 @@ def retrofitted(
     window: int,
     sinks: int,
     placement: Placement,
-    sizes: MemorySizes = MemorySizes(),
+    options: MemoryOptions = MemoryOptions(),
 ) -> ModelConfig:
     """The configuration of `retrofit`'s model; raises as it does."""
     require_known("placement", placement, get_args(Placement))
     if isinstance(memory, str):
         require_known("memory", memory, get_args(MemoryName))
-    elif sizes.given:
+    elif options.given:
         raise ValueError(
-            f"sizes must not be given with a configured memory, got {sizes.given}"
+            f"options must not be given with a configured memory, got {options.given}"
         )
     check_layers(config, layers)
     require_unbounded_positions(config)
@@ -169,12 +168,12 @@ def retrofitted(
         elif i not in layers:
             mixers.append(limited(mixer, window, sinks))
         elif placement == "instead":
-            mixers.append(_elastic(memory, mixer, window, sizes))
+            mixers.append(_elastic(memory, mixer, window, options))
         else:
             heads = limited(mixer, window, sinks)
             chosen = memory
             if isinstance(memory, str):
-                chosen = memory_config(memory, heads, sizes)
+                chosen = memory_config(memory, heads, options)
             mixers.append(BesideConfig(heads, _core(chosen)))
     return dataclasses.replace(config, mixers=period(mixers))
 
@@ -208,14 +207,14 @@ def memory_layers(config: ModelConfig) -> tuple[int, ...]:
     return tuple(i for i, mixer in layers if isinstance(mixer, BesideConfig))
 
 
-def memory_config(name: MemoryName, heads: HeadsConfig, sizes: MemorySizes) -> Any:
+def memory_config(name: MemoryName, heads: HeadsConfig, options: MemoryOptions) -> Any:
     """The memory of this name beside these heads.
 
     Raises:
         ValueError: on a size that this memory has not.
     """
     require_known("memory", name, tuple(BESIDE))
-    kind, given = BESIDE[name], sizes.given
+    kind, given = BESIDE[name], options.given
     if name == "lattice" and "slots" in given:
         # Its queries and keys have one channel a slot.
         given = {"key_dim": given.pop("slots")} | given
@@ -224,15 +223,15 @@ def memory_config(name: MemoryName, heads: HeadsConfig, sizes: MemorySizes) -> A
         model_dim=2 * heads.num_kv_heads * heads.head_dim,
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         key_dim=heads.head_dim,
         value_dim=heads.head_dim,
-        head_dim=heads.head_dim,
     )
     fields = {field.name for field in dataclasses.fields(kind)}
     for field, value in given.items():
         if field not in fields:
             raise ValueError(
-                f"sizes.{field} must be None with memory={name!r}, got {value}"
+                f"options.{field} must be None with memory={name!r}, got {value}"
             )
     return kind(**({n: x for n, x in defaults.items() if n in fields} | given))
 
@@ -246,7 +245,7 @@ def _core(memory: Any) -> MemoryConfig:
 
 
 def _elastic(
-    memory: Any, heads: HeadsConfig, window: int, sizes: MemorySizes
+    memory: Any, heads: HeadsConfig, window: int, options: MemoryOptions
 ) -> ElasticMemoryConfig:
     """Elastic Memory in the place of an attention layer."""
     if isinstance(memory, ElasticMemoryConfig):
@@ -263,9 +262,9 @@ def _elastic(
         raise ValueError(
             f"placement='instead' needs memory={ELASTIC!r}, got {memory!r}"
         )
-    for name, value in sizes.given.items():
+    for name, value in options.given.items():
         if name not in ("order", "sampling"):
             raise ValueError(
-                f"sizes.{name} must be None with placement='instead', got {value}"
+                f"options.{name} must be None with placement='instead', got {value}"
             )
-    return ElasticMemoryConfig(**vars(heads_of(heads)), block=window, **sizes.given)
+    return ElasticMemoryConfig(**vars(heads_of(heads)), block=window, **options.given)

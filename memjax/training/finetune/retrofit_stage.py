@@ -24,7 +24,7 @@ from memjax.models.language_model.rebuilt import with_config
 from memjax.models.language_model.retrofit import (
     ELASTIC,
     MemoryName,
-    MemorySizes,
+    MemoryOptions,
     Placement,
     check_layers,
     retrofit,
@@ -62,7 +62,7 @@ class RetrofitSettings:
     Attributes:
         memory: beside the window, by its name; "none" is the window alone, as a
             baseline that is trained alike.
-        sizes: of the memory; None is the default, one memory head a query head.
+        options: of the memory; None is the default, one memory head a query head.
         layers: numbers of the layers with a memory; all other attention layers are
             windows. Adapters begin at the first of them.
         window: tokens that a query sees, its own included.
@@ -82,7 +82,7 @@ class RetrofitSettings:
     """
 
     memory: Memory = "lattice"
-    sizes: MemorySizes = MemorySizes()
+    options: MemoryOptions = MemoryOptions()
     layers: tuple[int, ...] | Literal["auto"] = ()
     window: int = 256
     sinks: int = 4
@@ -119,9 +119,9 @@ class RetrofitSettings:
             raise ValueError(
                 f"placement='instead' needs memory={ELASTIC!r}, got {self.memory!r}"
             )
-        if self.memory == "none" and self.sizes.given:
+        if self.memory == "none" and self.options.given:
             raise ValueError(
-                f"sizes must be None with memory='none', got {self.sizes.given}"
+                f"options must be None with memory='none', got {self.options.given}"
             )
         if self.wider < 0 or (self.wider and self.memory != "none"):
             raise ValueError(
@@ -241,7 +241,7 @@ class RetrofitStage(RetrofitSettings):
                 f"{start} must be a run of part='align'; that run has "
                 f"{before.memory_name}"
             )
-        for name in ("memory", "sizes", "layers", "window", "sinks", "dtype"):
+        for name in ("memory", "options", "layers", "window", "sinks", "dtype"):
             old, new = getattr(before, name), getattr(self, name)
             if old != new:
                 raise ValueError(f"{name}={new!r} must be that of the start, {old!r}")
@@ -307,7 +307,7 @@ class RetrofitStage(RetrofitSettings):
             window=self.window,
             sinks=self.sinks,
             placement=self.placement,
-            sizes=self.sizes,
+            options=self.options,
             key=key,
         )
 

@@ -1,17 +1,35 @@
-"""A retrofit from its choice of layers to the model that is opened again."""
+"""A retrofit from the choice of its layers to the model that is opened again."""
 
 import dataclasses
+import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from memjax.cli import main as cli
 from memjax.mechanisms import BesideConfig
+from memjax.models import generate
+from memjax.models.checkpoints.memory_state import load_memory, save_memory
+from memjax.models.language_model.retrofit import MemoryOptions, retrofit
+from memjax.models.language_model.windowed import with_window
+from memjax.models.lora import (
+    Frozen,
+    LoraConfig,
+    add_lora,
+    freeze,
+    merge_lora,
+    thaw,
+)
+from memjax.nnx.tabulate import tabulate
 from memjax.training.config import LoopConfig
-from memjax.training.finetune.any_model import open_model
-from memjax.training.finetune.finetune import finetune_stages
-from memjax.training.finetune.retrofit_stage import RetrofitStage
+from memjax.training.finetune import finetune
+from memjax.training.finetune.alignment import alignment_loss
+from memjax.training.finetune.any_model import model_type, open_model, save_model
+from memjax.training.finetune.retrofit_stage import NEW, RetrofitStage
 from memjax.training.finetune.retrofit_stages import (
     LAYERS_FILE,
     PartConfig,
@@ -19,39 +37,207 @@ from memjax.training.finetune.retrofit_stages import (
     with_layers,
 )
 from memjax.training.optimizer import OptimizerConfig
+from tests import tiny
 
-SMALL = PartConfig(
+WINDOW, CONTEXT = 4, 12
+PART = PartConfig(
     OptimizerConfig(learning_rate=1e-2, weight_decay=0.0),
     LoopConfig(steps=2, save_every=1, log_every=1),
 )
 
 
-def small(data, **changes):
-    return RetrofitStages(
+def stages(data, **changes):
+    config = RetrofitStages(
         memory="gated_deltanet",
-        window=4,
+        window=WINDOW,
         sinks=1,
-        context_length=12,
+        context_length=CONTEXT,
         start_texts=2,
         count=1,
         choose_texts=2,
         data=data,
-        align=SMALL,
-        tune=SMALL,
+        align=PART,
+        tune=PART,
     )
+    return dataclasses.replace(config, **changes)
 
 
 @pytest.fixture(scope="module", name="trained")
 def _trained(base, tmp_path_factory):
-    backbone, data = base
+    """Both parts by the command, which measures the one layer and chooses it."""
     folder = tmp_path_factory.mktemp("retrofit")
-    config = with_layers(small(data), backbone, folder)
-    finetune_stages(config.stages(), backbone, folder)
-    return folder
+    backbone, data = base
+    words = "finetune retrofit --memory gated_deltanet --layers auto --window 4"
+    words += f" --sinks 1 --context-length {CONTEXT} --start-texts 2 --count 1"
+    words += f" --choose-texts 2 --data.source {data.source} --data.batch-size 2"
+    words += f" --data.cache-dir {data.cache_dir} --backbone {backbone}"
+    for part in ("align", "tune"):
+        words += f" --{part}.loop.steps 2 --{part}.loop.save-every 1"
+        words += f" --{part}.loop.log-every 1 --{part}.optimizer.learning-rate 0.01"
+        words += f" --{part}.optimizer.warmup-ratio 0.01"
+    command = [*words.split(), "--run-dir", str(folder)]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(command)
+    assert stop.value.code == 0
+    return folder, command
 
 
-def test_both_parts_train_what_is_theirs(trained, base):
-    backbone, _ = base
-    original = open_model(backbone).model
-    run = open_model(trained)
-    print(run.model)
+def arrays(model):
+    """Parameters by name."""
+    found = jax.tree_util.tree_leaves_with_path(nnx.state(model))
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    return {name(path).removesuffix(".value"): np.asarray(x) for path, x in found}
+
+
+def test_each_part_trains_what_is_its_own(base, trained):
+    before = arrays(open_model(base[0]).model)
+    _, aligned = finetune.load(trained[0] / "stage1")
+    described, tuned = finetune.load(trained[0])
+    assert isinstance(described.config, RetrofitStage)
+    assert (described.config.part, described.config.layers) == ("tune", (0,))
+    record = json.loads((trained[0] / LAYERS_FILE).read_text())
+    assert record["layers"] == [0] and len(record["rises"]) == 1
+    for model in (aligned, tuned):
+        found = arrays(model)
+        for name, value in before.items():
+            inside = name.replace("mixer.", "mixer.attention.")
+            same = found.get(inside, found.get(f"{inside}.weight"))
+            if same is None:
+                same = found.get(inside + ".0")
+            np.testing.assert_array_equal(same, value)
+    # The gate has moved in both parts, by a rate ten times that of the rest.
+    gate = lambda model: model.blocks[0].mixer.balance.amount.get_value()
+    assert 0.05 < np.abs(gate(aligned)).max() < 0.21
+    assert np.abs(gate(tuned) - gate(aligned)).max() > 0.01
+    trainable = {n for n in arrays(tuned)} - {
+        n for n, x in arrays(nnx.state(tuned, Frozen)).items()
+    }
+    assert all(
+        NEW.search(n) or "mixer.attention" in n or "feed" in n for n in trainable
+    )
+
+
+def test_the_same_command_goes_on_from_the_layers_that_were_chosen(trained, capsys):
+    folder, command = trained
+    file = folder / LAYERS_FILE
+    before = file.stat().st_mtime_ns
+    with pytest.raises(SystemExit) as stop:
+        cli.main(command)
+    assert stop.value.code == 0 and file.stat().st_mtime_ns == before
+    assert "layers      0;" in capsys.readouterr().out
+
+
+def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path):
+    model = open_model(trained[0]).model
+    assert isinstance(model.config.layers[0], BesideConfig)
+    tokens = np.asarray(tiny.tokens(0, 1, 11))
+    drawn = generate(model, None, tokens, 3, key=jax.random.key(0), segment=4)
+    assert drawn.tokens.shape == (1, 3)
+    save_memory(tmp_path / "memory", model, drawn.state)
+    tiny.assert_equal(load_memory(tmp_path / "memory", model), drawn.state)
+
+    opened = open_model(trained[0])
+    save_model(model, tmp_path / "exported", opened.text)
+    assert model_type(model) == "memjax"
+    exported = open_model(tmp_path / "exported").model
+    assert exported.config == model.config
+    logits = lambda model: tiny.method(
+        model, "__call__", model.init_state(1), jnp.asarray(tokens)
+    )[1]
+    tiny.assert_close(logits(exported), logits(model))
+    tiny.assert_equal(arrays(exported), arrays(merge_lora(model)))
+    assert "balance" in tabulate(exported)
+
+
+def test_alignment_is_the_share_of_the_full_output_that_is_missed():
+    teacher = tiny.llama()
+    fit = lambda window: retrofit(
+        teacher, memory="deltanet", layers=(0,), window=window, sinks=0, key=KEY
+    )
+    tokens = tiny.tokens(1, 2, 16)
+    student = fit(WINDOW)
+    found = tiny_loss(student, tokens)
+    # By hand: the first layer's attention, of the embedding.
+    block = teacher.blocks[0]
+    norm = block.mixer_norm.get_value()
+    x = teacher.embed(tokens)
+    x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5) * norm
+    params = block.parameters().mixer
+    full = block.mechanism.whole(params, x, None)[:, WINDOW:]
+    windowed = with_window(teacher, WINDOW).blocks[0].mechanism
+    own = windowed.whole(params, x, None)[:, WINDOW:]
+    spread = full - full.mean(axis=(0, 1))
+    np.testing.assert_allclose(
+        found, ((own - full) ** 2).sum() / (spread**2).sum(), rtol=1e-4
+    )
+    # A window that sees everything misses nothing.
+    assert tiny_loss(fit(15), tokens) < 1e-10 < found
+
+
+KEY = jax.random.key(0)
+
+
+def tiny_loss(student, tokens):
+    graph, variables = nnx.split(student)
+    loss = lambda variables: alignment_loss(
+        nnx.merge(graph, variables), tiny.LLAMA, tokens
+    )
+    return float(jax.jit(loss)(variables))
+
+
+def test_adapters_begin_at_the_first_memory_and_reach_its_attention():
+    model = retrofit(tiny.llama(), memory="gla", layers=(1,), window=4, key=KEY)
+    adapted = add_lora(model, LoraConfig(rank=2), KEY, first_layer=1)
+    adapted = thaw(adapted, lambda name: NEW.search(name) is not None)
+    trained = {name for name in arrays(nnx.state(adapted, nnx.Param))}
+    assert all(name.startswith("blocks.1.") for name in trained)
+    assert any("mixer.attention.query" in name for name in trained)
+    for part in ("features.key", "memory.narrow", "balance.amount"):
+        assert f"blocks.1.mixer.{part}" in trained
+    tiny.assert_equal(arrays(merge_lora(adapted)), arrays(model))
+    assert not jax.tree.leaves(nnx.state(freeze(model), nnx.Param))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(memory="latice"), "memory must be one of .*did you mean 'lattice'"),
+        (dict(sinks=5), r"sinks must be in \[0, window=4\], got 5"),
+        (dict(context_length=5), r"context_length must be above window \+ sinks = 5"),
+        (dict(placement="instead"), "placement='instead' needs memory='elastic'"),
+        (dict(start_texts=-1), "start_texts must be >= 0"),
+        (dict(gate_rate=0.0), "gate_rate must be positive"),
+        (
+            dict(memory="none", options=MemoryOptions(slots=3)),
+            "options must be None with memory='none'",
+        ),
+    ],
+)
+def test_bad_settings(base, changes, message):
+    with pytest.raises(ValueError, match=message):
+        stages(base[1], **changes)
+
+
+def test_bad_stages(base, tmp_path):
+    config = stages(base[1], layers=(0,))
+    (_, align), (_, tune) = config.stages()
+    with pytest.raises(ValueError, match="layers must be at least one, got none"):
+        dataclasses.replace(tune, layers=())
+    with pytest.raises(ValueError, match="part='align' needs a memory beside"):
+        dataclasses.replace(align, memory="none")
+    decayed = dataclasses.replace(tune.optimizer, decay_vectors=True)
+    with pytest.raises(ValueError, match="decay_vectors must be False"):
+        dataclasses.replace(tune, optimizer=decayed)
+    other = dataclasses.replace(align, window=3)
+    with pytest.raises(ValueError, match="window=4 must be that of the start, 3"):
+        tune.check_start(other, "start")
+    with pytest.raises(ValueError, match="start must be a run of part='align'"):
+        tune.check_start(tune, "start")
+    with pytest.raises(ValueError, match="must be resolved"):
+        stages(base[1]).stages()
+    with pytest.raises(ValueError, match=r"count must be in \[1, 1\]"):
+        with_layers(stages(base[1], count=2), base[0], tmp_path)
+    # Without a memory there is nothing to align: the baseline is tuned alone.
+    (name, alone), *others = dataclasses.replace(config, memory="none").stages()
+    assert (name, alone.part, others) == ("", "tune", [])
+    assert alone.memory_name == "windows of 4 with 1 sinks"

@@ -1,0 +1,59 @@
+"""How much the loss rises when one layer alone sees a window."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.evaluation.layer_sensitivity import layer_sensitivity, most_sensitive
+from memjax.mechanisms import DeltaNetConfig
+from memjax.models.language_model.rebuilt import with_config
+from memjax.models.language_model.windowed import limited
+from memjax.models.loss import token_losses
+from tests import tiny
+
+WINDOW, SINKS = 4, 1
+
+
+def loss_beyond(model, texts):
+    state = model.init_state(len(texts))
+    _, features = tiny.method(model, "features", state, jnp.asarray(texts[:, :-1]))
+    losses = token_losses(
+        model.logits, features, jnp.asarray(texts[:, 1:]), model.vocab_size
+    )
+    return float(losses[:, WINDOW:].mean())
+
+
+def test_it_is_the_rise_of_the_loss_with_one_layer_windowed():
+    model, texts = tiny.llama(), np.asarray(tiny.tokens(0, 2, 16))
+    said = []
+    rises = layer_sensitivity(
+        model, texts, WINDOW, SINKS, lambda *done: said.append(done)
+    )
+    assert said == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    full = loss_beyond(model, texts)
+    # The second layer: the first is as it was.
+    mixers = (model.config.layers[0], limited(model.config.layers[1], WINDOW, SINKS))
+    windowed = loss_beyond(with_config(model, mixers=mixers), texts)
+    assert abs(windowed - full) > 1e-4
+    np.testing.assert_allclose(rises[1], windowed - full, atol=1e-5)
+
+
+def test_the_largest_are_chosen_in_the_order_of_the_layers():
+    rises = [0.1, float("nan"), 0.5, -0.2, 0.4]
+    assert most_sensitive(rises, 2) == (2, 4)
+    assert most_sensitive(rises, 4) == (0, 2, 3, 4)
+    for count in (0, 5):
+        with pytest.raises(ValueError, match=r"count must be in \[1, 4\]"):
+            most_sensitive(rises, count)
+
+
+def test_bad_arguments():
+    model, texts = tiny.llama(), np.asarray(tiny.tokens(0, 2, 6))
+    with pytest.raises(ValueError, match=r"T > window \+ sinks \+ 1 = 6, got \[2, 6\]"):
+        layer_sensitivity(model, texts, WINDOW, SINKS)
+    config = dataclasses.replace(tiny.LLAMA, mixers=(DeltaNetConfig(16, 2, 4, 4),))
+    other = tiny.drawn(lambda: tiny.make_llama(mixers=config.mixers))
+    with pytest.raises(ValueError, match="model must have attention"):
+        layer_sensitivity(other, np.asarray(tiny.tokens(0, 2, 16)), WINDOW, SINKS)

@@ -1,0 +1,280 @@
+"""A memory beside the window in chosen layers of a pretrained model."""
+
+import dataclasses
+import functools
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from memjax.mechanisms import (
+    AttentionConfig,
+    BesideConfig,
+    DeltaNetConfig,
+    ElasticMemoryConfig,
+    SlidingWindowConfig,
+)
+from memjax.models.language_model import calibrate as calibration
+from memjax.models.language_model.config import Architecture
+from memjax.models.language_model.retrofit import (
+    MemoryName,
+    MemoryOptions,
+    retrofit,
+    retrofitted,
+)
+from memjax.models.language_model.windowed import with_window
+from memjax.nnx.params import as_arrays
+from tests import tiny
+
+WINDOW, SINKS, LENGTH = 6, 2, 21
+KEY = jax.random.key(1)
+
+
+@functools.cache
+def fitted(name: MemoryName, **options):
+    return retrofit(
+        tiny.llama(),
+        memory=name,
+        layers=(1,),
+        window=WINDOW,
+        sinks=SINKS,
+        options=MemoryOptions(**options),
+        key=KEY,
+    )
+
+
+def opened(model, amount: float = 0.7):
+    """The same model, whose memories have a part in the output."""
+    new = nnx.clone(model)
+    for block, mixer in zip(new.blocks, new.config.layers, strict=True):
+        if isinstance(mixer, BesideConfig):
+            was = block.mixer.balance.amount
+            was.set_value(jnp.full_like(was.get_value(), amount))
+    return new
+
+
+def read(model, tokens, cuts=()):
+    """State and logits after the pieces between the cuts."""
+    state, found = model.init_state(tokens.shape[0]), []
+    for piece in jnp.split(tokens, cuts, axis=1):
+        state, logits = tiny.method(model, "__call__", state, piece)
+        found.append(logits)
+    return state, jnp.concatenate(found, axis=1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "lattice" else pytest.mark.slow)
+        for name in get_args(MemoryName)
+    ],
+)
+def test_it_starts_as_the_windowed_model(name):
+    tokens = tiny.tokens(0, 2, LENGTH)
+    windowed = with_window(tiny.llama(), WINDOW, SINKS)
+    expected = read(windowed, tokens)[1]
+    tiny.assert_close(read(fitted(name), tokens)[1], expected)
+    # And differs from it where the memory has a part, beyond the window alone.
+    changed = np.abs(read(opened(fitted(name)), tokens)[1] - expected)
+    assert changed[:, :WINDOW].max() < 1e-5 < 1e-3 < changed[:, WINDOW:].max()
+
+
+def test_segments_make_no_difference_and_the_state_has_one_size():
+    model, tokens = opened(fitted("lattice", chunk_size=4)), tiny.tokens(1, 2, LENGTH)
+    state, logits = read(model, tokens)
+    again, pieces = read(model, tokens, (1, 9))
+    tiny.assert_close(pieces, logits)
+    tiny.assert_close(again, state)
+    shapes = lambda state: [leaf.shape for leaf in jax.tree.leaves(state)]
+    assert shapes(state) == shapes(model.init_state(2, 10_000))
+
+
+@pytest.mark.slow
+def test_a_long_text_streams_in_constant_memory():
+    model = opened(fitted("gated_deltanet"))
+    tokens = np.asarray(tiny.tokens(2, 1, 100_000))
+    state = model.init_state(1)
+    sizes = lambda: [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+    before = sizes()
+    for start in range(0, tokens.shape[1], 2000):
+        piece = jnp.asarray(tokens[:, start : start + 2000])
+        state, logits = tiny.method(model, "__call__", state, piece)
+    assert sizes() == before
+    assert np.all(np.isfinite(logits))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
+
+
+def test_arrays_are_shared_and_the_model_given_stays_as_it_is():
+    model = tiny.make_llama()
+    before = nnx.to_pure_dict(nnx.state(model))
+    new = retrofit(model, memory="lattice", layers=(0,), window=4, sinks=0, key=KEY)
+    mixer, attention = new.blocks[0].mixer, model.blocks[0].mixer
+    assert mixer.attention.query.get_value() is attention.query.get_value()
+    assert new.embedding.get_value() is model.embedding.get_value()
+    tiny.assert_equal(nnx.to_pure_dict(nnx.state(model)), before)
+    assert model.config == tiny.LLAMA
+    # What is new is drawn by the key and the layer.
+    other = retrofit(model, memory="lattice", layers=(0, 1), window=4, key=KEY)
+    drawn = lambda model, i: model.blocks[i].mixer.memory.step.weight.get_value()
+    tiny.assert_equal(drawn(other, 0), drawn(new, 0))
+    assert np.abs(drawn(other, 0) - drawn(other, 1)).max() > 1e-3
+
+
+def test_what_is_no_attention_stays_as_it_is():
+    mixer = DeltaNetConfig(16, 2, 4, 4)
+    config = dataclasses.replace(tiny.LLAMA, mixers=(*tiny.LLAMA.mixers, mixer))
+    found = retrofitted(config, "gla", (0,), 4, 1, "beside").layers
+    assert isinstance(found[0], BesideConfig) and found[1] == mixer
+    # A config of the caller's own stands for all chosen layers.
+    own = DeltaNetConfig(16, 4, 8, 2)
+    beside = retrofitted(config, own, (0,), 4, 1, "beside").layers[0]
+    assert isinstance(beside, BesideConfig) and beside.memory == own
+    assert beside.window == SlidingWindowConfig(16, 4, 2, 4, window=4, sinks=1)
+
+
+def test_elastic_takes_the_place_of_a_layer():
+    options = MemoryOptions(order=5, sampling="exponential")
+    changed = retrofitted(tiny.LLAMA, "elastic", (1,), 4, 0, "instead", options)
+    first, second = changed.layers
+    assert isinstance(first, SlidingWindowConfig)
+    assert isinstance(second, ElasticMemoryConfig)
+    assert (second.block, second.order, second.sampling) == (4, 5, "exponential")
+
+
+TINY = dict(memory="lattice", layers=(0,), window=4, sinks=1, placement="beside")
+ELASTIC = ElasticMemoryConfig(16, 4, 2, 4, block=8)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(layers=()), "layers must be at least one, got none"),
+        (dict(layers=(0, 2)), r"layers=\(0, 2\): 2 is not in \[0, 2\)"),
+        (dict(layers=(0, -1)), "-1 is not in"),
+        (dict(layers=(1, 1)), r"layers=\(1, 1\): 1 is given twice"),
+        (dict(memory="latice"), "memory must be one of .*did you mean 'lattice'"),
+        (dict(memory=DeltaNetConfig(16, 2, 4, 4)), "memory.num_heads must be 4 beside"),
+        (dict(memory=ELASTIC), "memory must be one that stands beside a window"),
+        (dict(sinks=5), r"sinks must be in \[0, window=4\], got 5"),
+        (dict(placement="behind"), "placement must be one of"),
+        (dict(placement="instead"), "placement='instead' needs memory='elastic'"),
+        (dict(placement="instead", memory=ELASTIC), "memory.block must be window=4"),
+        (dict(options=MemoryOptions(order=3)), "options.order must be None with"),
+        (
+            dict(memory=DeltaNetConfig(16, 4, 4, 4), options=MemoryOptions(key_dim=3)),
+            "options must not be given with a configured memory",
+        ),
+    ],
+)
+def test_bad_arguments(changes, message):
+    with pytest.raises(ValueError, match=message):
+        retrofitted(tiny.LLAMA, **(TINY | changes))
+
+
+def test_models_that_cannot_be_retrofitted():
+    mixers = (DeltaNetConfig(16, 2, 4, 4), *tiny.LLAMA.mixers)
+    hybrid = dataclasses.replace(tiny.LLAMA, mixers=mixers)
+    with pytest.raises(ValueError, match="0 is a DeltaNetConfig, not attention"):
+        retrofitted(hybrid, **TINY)
+    learned = dataclasses.replace(
+        tiny.LLAMA,
+        mixers=(AttentionConfig(16, 4, 2, 4, rope_theta=None, capacity=64),),
+        architecture=Architecture(learned_positions=66),
+    )
+    with pytest.raises(ValueError, match="model must have RoPE"):
+        retrofitted(learned, **TINY)
+
+
+@functools.cache
+def calibrated(name: MemoryName, **options):
+    model = tiny.drawn(tiny.make_llama)
+    new = retrofit(
+        model,
+        memory=name,
+        layers=(1,),
+        window=WINDOW,
+        sinks=SINKS,
+        options=MemoryOptions(**options),
+        key=KEY,
+    )
+    texts = np.asarray(tiny.tokens(3, 4, 32))
+    moments = calibration.measure(new, tiny.LLAMA, texts)[1]
+    return new, calibration.calibrate(new, tiny.LLAMA, texts), moments
+
+
+def test_keys_are_centred_and_whitened_and_queries_find_what_they_found():
+    _, model, moments = calibrated("deltanet")
+    maps = as_arrays(model.blocks[1].mixer.features)
+    for head in range(4):
+        keys = slice(head // 2 * 4, head // 2 * 4 + 4)
+        covariance = calibration._shrunk(moments.covariance[keys, keys])
+        key, query = maps.key[head], maps.query[head]
+        np.testing.assert_allclose(key.T @ covariance @ key, np.eye(4), atol=1e-4)
+        np.testing.assert_allclose(query @ key.T, np.eye(4), atol=1e-4)
+        bias = maps.key_bias.reshape(4, 4)[head]
+        np.testing.assert_allclose(moments.mean[keys] @ key + bias, 0, atol=1e-5)
+        np.testing.assert_allclose(
+            maps.value[head] @ maps.read[head], np.eye(4), atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("key_dim, value_dim", [(3, 2), (6, 7)])
+def test_other_widths_keep_what_is_largest(key_dim, value_dim):
+    _, model, moments = calibrated("deltanet", key_dim=key_dim, value_dim=value_dim)
+    maps = as_arrays(model.blocks[1].mixer.features)
+    covariance = calibration._shrunk(moments.covariance[:4, :4])
+    found = np.linalg.eigvalsh(maps.key[0].T @ covariance @ maps.key[0])
+    kept = min(key_dim, 4)
+    np.testing.assert_allclose(np.sort(found)[-kept:], np.ones(kept), atol=1e-4)
+    # A projection: what it keeps of a query's scores is all that the map holds.
+    product = maps.query[0] @ maps.key[0].T
+    np.testing.assert_allclose(product @ product, product, atol=1e-4)
+    assert np.linalg.matrix_rank(product, tol=1e-3) == kept
+    # The largest direction is among those that are kept.
+    largest = np.linalg.eigh(covariance)[1][:, -1]
+    np.testing.assert_allclose(largest @ product, largest, atol=1e-4)
+    assert np.linalg.matrix_rank(maps.value[0] @ maps.read[0], tol=1e-3) == min(
+        value_dim, 4
+    )
+
+
+def test_it_is_still_the_windowed_model_and_attention_is_shared():
+    before, after, _ = calibrated("deltanet")
+    tokens = tiny.tokens(0, 2, LENGTH)
+    tiny.assert_close(read(after, tokens)[1], read(before, tokens)[1])
+    mixer = before.blocks[1].mixer
+    assert (
+        after.blocks[1].mixer.attention.query.get_value()
+        is mixer.attention.query.get_value()
+    )
+    tiny.assert_equal(mixer.features.key.get_value()[0], jnp.eye(4))
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "mamba2", "gla", "gsa", "trellis"])
+def test_gates_forget_at_the_half_lives_of_the_text(name):
+    """Of what is written with the mean token, half is left after the half-life."""
+    _, model, moments = calibrated(name)
+    config = model.config.layers[1].memory
+    params = as_arrays(model.blocks[1].mixer.memory)
+    x = jnp.asarray(moments.mean, jnp.float32)[None]
+    shortest, longest = WINDOW, 32
+    count = 64 if name == "gsa" else 4
+    half_lives = np.geomspace(shortest, longest, count)
+    kept = _kept(config, params, x)
+    np.testing.assert_allclose(kept**half_lives, np.full(count, 0.5), rtol=1e-3)
+
+
+def _kept(config, params, x):
+    """exp(g) of each head (GSA: of each slot) for a token x."""
+    module = __import__(type(config).__module__, fromlist=["x"])
+    heads = jnp.ones((1, config.num_heads, config.key_dim))
+    if type(config).__name__ == "GSAConfig":
+        return np.exp(module._gates(params, x, heads)[2][0, 0])
+    if type(config).__name__ == "TrellisConfig":
+        return np.exp(module._target_and_gates(config, params, x)[2][0])
+    if type(config).__name__ == "GLAConfig":
+        return np.exp(module._log_gates(params, x)[0, :, 0])
+    return np.exp(module.decay(params.decay, x)[1][0])
