@@ -6,7 +6,7 @@ and MemoryLLM keep no more than those rows do in all layers.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments.compare import tunings
 from experiments.compare.tunings import Sizes, Stages, Tuning
@@ -31,7 +31,7 @@ class Row(NamedTuple):
     """
 
     label: str
-    scored: Callable[[Model, LanguageModel, Sizes], Model]
+    scored: Callable[[Any, LanguageModel, Sizes], Any]
     stages: Callable[[LanguageModel, Sizes, Tuning], Stages] | None = None
     cost: float = 1.0
     reading: float = 1.0
@@ -69,7 +69,7 @@ def wide_window(
     return tunings.wide_window(model, sizes)
 
 
-def _memory(label: str, name: MemoryName, **options) -> Row:
+def _memory(label: str, name: MemoryName, **options: Any) -> Row:
     """A memory beside the windows of the chosen layers."""
     stages = tunings.tune_beside(name, MemoryOptions(**options))
     return Row(label, as_trained, stages, cost=1.3, reading=1.2)

@@ -8,7 +8,7 @@ others in all layers.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -103,9 +103,11 @@ def wide_window(model: LanguageModel, sizes: Sizes) -> LanguageModel:
     return with_wider_windows(narrow, sizes.layers, sizes.more)
 
 
-def _segments(tuning: Tuning, sizes: Sizes, updates: int, **changes) -> SegmentStage:
+def _segments(
+    tuning: Tuning, sizes: Sizes, updates: int, **changes: Any
+) -> SegmentStage:
     """Samples of whole windows, `updates` times; adapters in all layers."""
-    basis = dict(
+    stage = SegmentStage(
         window=sizes.window,
         depth=sizes.context // sizes.window,
         train="lora",
@@ -116,7 +118,7 @@ def _segments(tuning: Tuning, sizes: Sizes, updates: int, **changes) -> SegmentS
         loop=tuning.loop(updates),
         seed=tuning.seed,
     )
-    return SegmentStage(**(basis | changes))
+    return dataclasses.replace(stage, **changes)
 
 
 def tune_full(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
@@ -225,14 +227,14 @@ def mplus_memory(backbone: LanguageModel, sizes: Sizes, store: bool) -> MPlusCon
 
     def memory(rows: int) -> MPlusConfig:
         size = MPLUS_TOKENS * rows
-        kept = dict(retrieved=size, store=size) if store else dict(retrieved=0)
         return MPlusConfig(
             tokens=MPLUS_TOKENS,
             pool=size,
             chunk=sizes.window,
             stored="input",
             key_dim=64,
-            **kept,
+            retrieved=size if store else 0,
+            store=size if store else MPlusConfig.store,
         )
 
     def size(rows: int) -> int:

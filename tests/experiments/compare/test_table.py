@@ -103,8 +103,7 @@ def test_needles_lie_at_their_depths():
 def test_equal_bytes(model):
     kept = lambda one: scores.kept_bytes(one, 64)
     wide = ROWS["wide"].scored(model, model, SIZES)
-    windows = [mixer.window for mixer in wide.config.layers]
-    assert windows == [4, 7]
+    assert [mixer.window for mixer in wide.config.layers] == [4, 7]
     window = ROWS["window"].scored(model, model, SIZES)
     # Keys and values of two heads of 4 in float32, and whether they are seen.
     assert kept(wide) - kept(window) == 3 * (2 * 2 * 4 * 4 + 1)
@@ -118,9 +117,12 @@ def test_rows_are_trained_on_as_many_tokens(name, model):
     if "mplus" in name or "memory" in name:
         pytest.skip("sizes of the preset do not fit a tiny window")
     tuning = Tuning("embedded", updates=16, rate=1e-3, seed=3)
-    stages = ROWS[name].stages(model, SIZES, tuning)
+    sizes = dataclasses.replace(SIZES, window=32, context=64)
+    make = ROWS[name].stages
+    assert make is not None
+    stages = make(model, sizes, tuning)
     read = lambda s: s.loop.steps * s.data.batch_size * s.tokens_read
-    assert sum(read(stage) for _, stage in stages) == 16 * SIZES.context
+    assert sum(read(stage) for _, stage in stages) == 16 * sizes.context
     assert {stage.seed for _, stage in stages} == {3}
     assert stages[-1][1].optimizer.learning_rate == 1e-3
 
@@ -162,7 +164,7 @@ def test_the_better_rate_is_taken_and_kept(monkeypatch, tmp_path):
     assert choose(TrainConfig(rates=(5e-4,))) == {"rate": 5e-4}
 
 
-def _result(name, nats, seed=0, **changes):
+def _result(name, nats, seed=0, changes=None):
     documents = [
         {
             "name": f"{kind}{i}",
@@ -187,7 +189,7 @@ def _result(name, nats, seed=0, **changes):
         "reading": {"tokens": 300, "cpu_seconds": 2.0},
         "needles": {"160": {"0": {"right": 1.0}, "100": {"right": 0.0}}},
         "facts": {"30": {"right": 0.5}},
-    } | changes
+    } | (changes or {})
 
 
 def test_rows_are_put_together(tmp_path, monkeypatch):
@@ -198,6 +200,7 @@ def test_rows_are_put_together(tmp_path, monkeypatch):
         text = json.dumps(_result(name, nats, seed))
         (tmp_path / f"{name}-seed{seed}.json").write_text(text)
     found = report.write(tmp_path)
+    assert found is not None
     by_row = {(row["row"], row["seed"]): row for row in found["rows"]}
     assert by_row["lattice", 1]["saved"]["code"]["nats"] == pytest.approx(0.5)
     assert by_row["window", 0]["saved"]["prose"]["nats"] == pytest.approx(-1.0)
@@ -212,7 +215,7 @@ def test_rows_are_put_together(tmp_path, monkeypatch):
         assert {len(row) for row in made.rows} == {len(made.header)}
     assert ["Lattice, seed 1", "150", "2", "16", "0.001", "1"] in tables.cost().rows
     for field, other in (("texts_digest", "b"), ("edges", [0, 9, 15])):
-        text = json.dumps(_result("infini", 1.0, **{field: other}))
+        text = json.dumps(_result("infini", 1.0, 0, {field: other}))
         (tmp_path / "infini-seed0.json").write_text(text)
         with pytest.raises(ValueError, match=f"cannot be compared: {field} must"):
             report.write(tmp_path)

@@ -45,7 +45,11 @@ def sources(monkeypatch):
     texts = {"first": {"a/b": "one\n", "c": "two\n"}, "second": {"d": "three\n"}}
     made = {
         name: Source(
-            kind, "installed", ("none",), "MIT", lambda _, found=found: found.items()
+            kind,
+            "installed",
+            ("none",),
+            "MIT",
+            lambda _, found=found: iter(found.items()),
         )
         for kind, (name, found) in zip(("proofs", "code"), texts.items(), strict=True)
     }
