@@ -20,6 +20,8 @@ def documents(
     *,
     kinds: Sequence[str] = KINDS,
     least: int = LEAST_DOCUMENTS,
+    long: int = 0,
+    longest: int = 0,
 ) -> list[TokenisedDocument]:
     """Documents of some kinds, in order of kind, cut to `tokens` targets each.
 
@@ -30,15 +32,23 @@ def documents(
         tokens: targets of each document; shorter documents are left out.
         kinds: to read.
         least: documents that each kind must have.
+        long: documents of each kind, the first by name, that have more targets:
+        longest: so many.
 
     Raises:
         ValueError: if a kind has fewer documents that are long enough.
     """
-    found = [
-        document._replace(tokens=np.asarray(document.tokens[: tokens + 1]))
-        for document in load_tokens(source, tokenizer, split)
-        if document.kind in kinds and len(document.tokens) > tokens
-    ]
+    read, found = load_tokens(source, tokenizer, split), []
+    for kind in kinds:
+        cut = lambda some, size: some._replace(tokens=np.asarray(some.tokens[:size]))
+        some = [x for x in read if x.kind == kind and len(x.tokens) > tokens]
+        more = [x.name for x in some if len(x.tokens) > longest][:long]
+        if len(more) < long:
+            raise ValueError(
+                f"source={source!r} must have {long} documents of {kind!r} with more "
+                f"than {longest} tokens in its {split} split, got {len(more)}"
+            )
+        found += [cut(x, 1 + (longest if x.name in more else tokens)) for x in some]
     counts = Counter(document.kind for document in found)
     for kind in kinds:
         if counts[kind] < least:
@@ -47,4 +57,4 @@ def documents(
                 f"with more than {tokens} tokens in its {split} split, "
                 f"got {counts[kind]}"
             )
-    return sorted(found, key=lambda document: kinds.index(document.kind))
+    return found

@@ -39,7 +39,7 @@ def load_rows(folder: Path) -> list[Result]:
         for file in sorted(folder.glob(f"{name}-seed[0-9]*.json"))
     ]
     for row in found[1:]:
-        for field in ("texts_digest", "edges", "layers"):
+        for field in ("texts_digest", "edges", "bins", "layers"):
             if row[field] != found[0][field]:
                 raise ValueError(
                     f"{row['row']} and {found[0]['row']} cannot be compared: "
@@ -53,6 +53,7 @@ def summary(rows: Sequence[Result]) -> Result:
     by_name = {(row["row"], row["seed"]): row for row in rows}
     return {
         "edges": rows[0]["edges"],
+        "bins": rows[0]["bins"],
         "documents": len(rows[0]["documents"]),
         "rows": [_columns(row, _equal_bytes(row, by_name)) for row in rows],
         "missing": [name for name in ROWS if not any(r["row"] == name for r in rows)],
@@ -67,18 +68,20 @@ def _equal_bytes(row: Result, rows: dict[tuple[str, int], Result]) -> Result | N
 
 
 def _columns(row: Result, base: Result | None) -> Result:
-    scored = binned_losses(row["documents"], first_bin=1)
-    positions = binned_losses(row["documents"], first_bin=0)
-    bins = range(positions.nll.shape[1] + 1)
+    bins, count = tuple(row["bins"]), len(row["edges"]) - 1
+    scored = binned_losses(row["documents"], bins)
+    # Of the documents that have all positions: lines of others would bend.
+    long = [d for d in row["documents"] if d["targets"][-1]]
+    positions = binned_losses(long, (0, count))
     kept = ("row", "label", "seed", "bytes", "needles", "facts", "reading", "training")
     found = {name: row[name] for name in kept}
     found["perplexity"] = {
         kind: evaluation.perplexity(scored, kind=kind) for kind in KINDS
     }
-    by_position = evaluation.by_position(positions, list(bins))
+    by_position = evaluation.by_position(positions, range(count + 1))
     found["perplexity_by_position"] = np.exp(by_position).tolist()
     if base is not None:
-        other = binned_losses(base["documents"], first_bin=1)
+        other = binned_losses(base["documents"], bins)
         found["saved"] = {
             kind: gain_by_document(_only(other, kind), _only(scored, kind))._asdict()
             for kind in KINDS
@@ -103,7 +106,7 @@ def plot_positions(result: Result, path: Path) -> None:
         means,
         result["edges"][1:],
         path,
-        title=f"Perplexity up to each position, {result['documents']} test documents",
+        title="Perplexity by position, of the long test documents",
         source=source_of(result),
     )
 

@@ -38,7 +38,10 @@ class ScoreConfig:
     """What is read.
 
     Attributes:
-        tokens: of each test document.
+        tokens: of each test document, over which perplexities are compared; `first`
+            times a power of 2.
+        long: documents of each kind that are read further, for perplexity by position.
+        longest: tokens of those.
         first: position of the first target that counts in perplexities.
         needle_lengths: tokens of the inputs that hide a needle.
         needle_depths: where it lies, in percent of the haystack.
@@ -49,28 +52,42 @@ class ScoreConfig:
         batch: texts read side by side.
     """
 
-    tokens: int = 16_384
+    tokens: int = 4096
+    long: int = 3
+    longest: int = 16_384
     first: int = 512
     needle_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16_384)
-    needle_depths: tuple[int, ...] = (0, 25, 50, 75, 100)
+    needle_depths: tuple[int, ...] = (0, 50, 100)
     needles: int = 1
     facts: int = 16
-    distances: tuple[int, ...] = (0, 512, 2048, 4096)
+    distances: tuple[int, ...] = (0, 512, 2048)
     segment: int = 1024
     batch: int = 2
 
     def __post_init__(self):
         names = ("first", "needles", "facts", "segment", "batch")
         check_sizes(**{name: getattr(self, name) for name in names})
-        if self.tokens <= self.first:
+        if not self.first < self.tokens <= self.longest or (
+            self.tokens not in self.edges
+        ):
             raise ValueError(
-                f"tokens must be more than first={self.first}, got {self.tokens}"
+                f"tokens must be first={self.first} times 2, 4, ... up to "
+                f"longest={self.longest}, got {self.tokens}"
             )
 
     @property
     def edges(self) -> list[int]:
-        """Of the bins of positions: 0, `first`, 2 `first`, ..., `tokens`."""
-        return evaluation.octaves(self.tokens, self.first)
+        """Of the bins of positions: 0, `first`, 2 `first`, ..., `longest`."""
+        return evaluation.octaves(self.longest, self.first)
+
+    @property
+    def bins(self) -> tuple[int, int]:
+        """The bins of [first, tokens): from the first number on, before the second."""
+        return 1, self.edges.index(self.tokens)
+
+    def up_to(self, tokens: int) -> "ScoreConfig":
+        """The same for documents that all have so many tokens."""
+        return dataclasses.replace(self, tokens=tokens, longest=tokens, long=0)
 
     @property
     def read(self) -> int:
@@ -102,8 +119,12 @@ def perplexity(
         progress=lambda done, total: print(f"read {done:,} of {total:,}", flush=True),
     )
     seconds = time.process_time() - began
-    starts, width = config.edges[:-1], found.nll.shape[1]
-    starts = [start for start in starts if start < width]
+    starts, short = config.edges[:-1], config.longest - found.nll.shape[1]
+    # Texts of one kind may all be short; their last bins have no target.
+    found = found._replace(
+        nll=np.pad(found.nll, ((0, 0), (0, short))),
+        mask=np.pad(found.mask, ((0, 0), (0, short))),
+    )
     # In float64, as the sums are of thousands of terms.
     nats = np.add.reduceat(found.nll.astype(np.float64), starts, axis=1)
     targets = np.add.reduceat(found.mask, starts, axis=1)
@@ -122,7 +143,9 @@ def perplexity(
     }
 
 
-def binned_losses(documents: Sequence[Mapping[str, Any]], first_bin: int) -> Losses:
+def binned_losses(
+    documents: Sequence[Mapping[str, Any]], bins: tuple[int, int]
+) -> Losses:
     """The losses of a result with a bin in the place of a position.
 
     Sums and targets are as of single positions, so that perplexities and paired gains
@@ -130,11 +153,11 @@ def binned_losses(documents: Sequence[Mapping[str, Any]], first_bin: int) -> Los
 
     Args:
         documents: of `perplexity`.
-        first_bin: bins before it do not count.
+        bins: the first that counts, and the one behind the last.
     """
     part = lambda name: np.asarray([d[name] for d in documents], np.float32)
     mask = part("targets")
-    mask[:, :first_bin] = 0
+    mask[:, : bins[0]] = mask[:, bins[1] :] = 0
     nll = np.where(mask > 0, part("nats"), 0).astype(np.float32)
     kinds = tuple(d["kind"] for d in documents)
     return Losses(nll, mask, kinds, tuple(d["name"] for d in documents))

@@ -91,11 +91,8 @@ class Config:
                 f"got {self.least}"
             )
         check_sizes(window=self.window, more=self.more, context=self.context)
-        if self.context <= self.scores.first:
-            raise ValueError(
-                f"context must be more than scores.first={self.scores.first}, "
-                f"got {self.context}"
-            )
+        # Validation texts are as long as those of the training.
+        self.scores.up_to(self.context)
 
     def wanted(self) -> list[tuple[str, int]]:
         """Rows and seeds, seed by seed."""
@@ -141,7 +138,9 @@ def minutes(name: str, config: Config) -> dict[str, float]:
     """What a row may take on one core: of trying rates, training, and scoring."""
     row, train = ROWS[name], config.train
     update = row.cost * SECONDS_AN_UPDATE * config.context / 2048 / 60
-    read = config.least * len(KINDS) * config.scores.tokens + config.scores.read
+    wanted = config.scores
+    each = config.least * wanted.tokens + wanted.long * (wanted.longest - wanted.tokens)
+    read = len(KINDS) * each + wanted.read
     trained = row.stages is not None
     return {
         "trials": train.trials * update if trained else 0.0,
@@ -180,9 +179,15 @@ def main(config: Config) -> None:
     path = pretrained.smollm2() if config.backbone == "smollm2" else config.backbone
     backbone = finetune.load_backbone(path)
     tokenizer = backbone.tokenizer
-    tokens = max(config.scores.tokens, *config.scores.needle_lengths)
+    tokens = max(config.scores.longest, *config.scores.needle_lengths)
     texts = documents(
-        config.corpus, tokenizer, "test", config.scores.tokens, least=config.least
+        config.corpus,
+        tokenizer,
+        "test",
+        config.scores.tokens,
+        least=config.least,
+        long=config.scores.long,
+        longest=config.scores.longest,
     )
     sizes = Sizes(
         config.window,
@@ -202,10 +207,10 @@ def main(config: Config) -> None:
         sizes,
         config.corpus,
         validation,
-        dataclasses.replace(config.scores, tokens=config.context),
+        config.scores.up_to(config.context),
         config.run_dir,
     )
-    wide = kept_bytes(wide_window(backbone.model, sizes), tokens)
+    wide = kept_bytes(wide_window(backbone.model, sizes), config.scores.longest)
     for name, seed in missing:
         print(f"{name}, seed {seed}", flush=True)
         run_row(name, seed, config, setting, tokenizer, texts, wide)
@@ -229,7 +234,7 @@ def run_row(
     else:
         rate_file = _rate_file(config, name)
         model, trained = train_row(name, seed, config.train, setting, rate_file)
-    kept = kept_bytes(model, config.scores.tokens)
+    kept = kept_bytes(model, config.scores.longest)
     print(f"{name}: {kept:,} bytes kept, the wide window {wide:,}", flush=True)
     parts = config.run_dir / f"{name}-seed{seed}" / "scores"
     write_report(
@@ -272,6 +277,7 @@ def score(
     }
     return {
         "edges": wanted.edges,
+        "bins": wanted.bins,
         "documents": [d for found in by_kind.values() for d in found["documents"]],
         "reading": {
             name: sum(found[name] for found in by_kind.values())

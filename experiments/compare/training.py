@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.compare.rows import ROWS
-from experiments.compare.scores import binned_losses, perplexity
+from experiments.compare.scores import ScoreConfig, binned_losses, perplexity
 from experiments.compare.tunings import Sizes, Tuning
 from memjax import evaluation
 from memjax.checks import check_sizes
@@ -71,7 +71,7 @@ class Setting(NamedTuple):
     sizes: Sizes
     source: str
     validation: Sequence[TokenisedDocument]
-    scores: Any
+    scores: ScoreConfig
     run_dir: Path
 
 
@@ -128,7 +128,7 @@ def choose_rate(
 def validation_loss(model: Model, setting: Setting) -> float:
     """Mean loss of the validation documents from the first target that counts on."""
     found = perplexity(model, setting.validation, setting.scores)
-    losses = binned_losses(found["documents"], first_bin=1)
+    losses = binned_losses(found["documents"], setting.scores.bins)
     return math.log(evaluation.perplexity(losses))
 
 

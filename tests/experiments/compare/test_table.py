@@ -28,6 +28,8 @@ from tests.training.idle import idle_updates
 SIZES = Sizes(window=4, sinks=1, layers=(1,), more=3, context=8, tokens=64)
 SCORES = ScoreConfig(
     tokens=20,
+    long=0,
+    longest=20,
     first=5,
     needle_lengths=(160,),
     needle_depths=(0, 100),
@@ -64,7 +66,7 @@ def test_binned_losses_compare_as_those_of_positions(model, texts):
         for one in (narrow, model)
     ]
     found = [scores.perplexity(one, texts, SCORES) for one in (narrow, model)]
-    binned = [scores.binned_losses(one["documents"], 1) for one in found]
+    binned = [scores.binned_losses(one["documents"], SCORES.bins) for one in found]
     for one, parts in zip(whole, binned, strict=True):
         expected = evaluation.perplexity(one, kind="code", first=5)
         got = evaluation.perplexity(parts, kind="code")
@@ -76,6 +78,18 @@ def test_binned_losses_compare_as_those_of_positions(model, texts):
         gain_by_document(*binned), gain_by_document(*whole), atol=1e-5
     )
     assert found[0]["tokens"] == 15 * 20 and SCORES.edges == [0, 5, 10, 20]
+
+
+def test_long_documents_have_bins_of_their_own(model, texts):
+    wanted = dataclasses.replace(SCORES, tokens=10, long=1)
+    short = [
+        x._replace(tokens=x.tokens[: 21 if i else 11]) for i, x in enumerate(texts)
+    ]
+    found = scores.perplexity(model, short[:2], wanted)["documents"]
+    assert [d["targets"] for d in found] == [[5, 5, 0], [5, 5, 10]]
+    assert found[0]["nats"][2] == 0 < found[1]["nats"][2]
+    only_short = scores.perplexity(model, short[:1], wanted)["documents"]
+    np.testing.assert_allclose(only_short[0]["nats"], found[0]["nats"], rtol=1e-5)
 
 
 def test_facts_stand_as_far_back_as_they_are_said_to():
@@ -184,6 +198,7 @@ def _result(name, nats, seed=0, changes=None):
         "bytes": 10,
         "texts_digest": "a",
         "edges": [0, 5, 15],
+        "bins": [1, 2],
         "documents": documents,
         "training": trained if ROWS[name].stages else None,
         "reading": {"tokens": 300, "cpu_seconds": 2.0},
@@ -245,11 +260,12 @@ def test_parts_are_measured_once(tmp_path):
     [
         (lambda: table.Config(rows=("latice",)), "rows.*latice.*lattice"),
         (lambda: table.Config(least=4), "least must be at least 5"),
-        (lambda: table.Config(context=512), "context must be more than .*512, got 512"),
+        (lambda: table.Config(context=512), "tokens must be first=512 times 2"),
         (lambda: TrainConfig(rates=()), "rates must be positive"),
         (lambda: TrainConfig(rates=(0.1, -1.0)), "rates must be positive"),
         (lambda: TrainConfig(updates=0), "updates must be at least 1"),
-        (lambda: ScoreConfig(tokens=512), "tokens must be more than first=512"),
+        (lambda: ScoreConfig(tokens=512), "tokens must be first=512 times 2"),
+        (lambda: ScoreConfig(tokens=3000), "up to longest=16384, got 3000"),
         (
             lambda: dataclasses.replace(SIZES, context=7),
             "context must be a multiple of window=4, got 7",
@@ -300,14 +316,14 @@ def test_rows_are_trained_scored_and_not_run_again(tmp_path, capsys):
         rows=("window", "wide-tuned", "lattice"),
         corpus=source,
         backbone=str(backbone),
-        window=8,
+        window=5,
         sinks=2,
         layers=(1,),
         more=4,
-        context=16,
+        context=20,
         least=5,
         train=TrainConfig(updates=4, rate_updates=1, rates=(1e-3, 1e-2)),
-        scores=dataclasses.replace(SCORES, tokens=40, first=10),
+        scores=dataclasses.replace(SCORES, tokens=20, long=1, longest=40),
         run_dir=tmp_path / "runs",
         output=tmp_path / "results",
     )
@@ -319,7 +335,7 @@ def test_rows_are_trained_scored_and_not_run_again(tmp_path, capsys):
     found = json.loads((tmp_path / "results" / "summary.json").read_text())
     assert [row["row"] for row in found["rows"]] == ["window", "wide-tuned", "lattice"]
     lattice = found["rows"][2]
-    assert lattice["training"]["tokens"] == 4 * 16
+    assert lattice["training"]["tokens"] == 4 * 20
     assert lattice["training"]["rate"] in config.train.rates
     assert set(lattice["saved"]) == {"proofs", "code", "prose"}
     assert set(lattice["facts"]) == {"0", "30"}
