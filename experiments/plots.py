@@ -14,6 +14,7 @@ import tyro
 
 from experiments import books
 from experiments.common.results import RESULTS
+from experiments.compare import layers
 from experiments.elastic import hippo_reconstruction
 from experiments.hmt import length, memory, switching
 from experiments.mplus import perplexity, retrieval_quality
@@ -33,6 +34,7 @@ from memjax.checks import require_known
 #: What draws each plot, by its name without ending.
 PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "books/window8": books.plot,
+    "compare/layers": layers.plot,
     "elastic/hippo_reconstruction": hippo_reconstruction.plot,
     "hmt/length": length.plot,
     "hmt/memory": memory.plot,

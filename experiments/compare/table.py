@@ -236,7 +236,9 @@ def run_row(
         model, trained = train_row(name, seed, config.train, setting, rate_file)
     kept = kept_bytes(model, config.scores.longest)
     print(f"{name}: {kept:,} bytes kept, the wide window {wide:,}", flush=True)
-    parts = config.run_dir / f"{name}-seed{seed}" / "scores"
+    # Parts of another reading are not these.
+    read = hashlib.sha256(repr(config.scores).encode()).hexdigest()[:8]
+    parts = config.run_dir / f"{name}-seed{seed}" / f"scores-{read}"
     write_report(
         config.result(name, seed),
         "which memory, and does it beat a window of equal bytes?",

@@ -8,6 +8,7 @@ stopped, and so do the times that were spent.
 import dataclasses
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,13 +112,16 @@ def choose_rate(
         found = json.loads(rate_file.read_text())
         if all(found[key] == value for key, value in asked.items()):
             return found
+    trial = lambda rate: setting.run_dir / f"{name}-rate{rate:g}"
     losses = []
     for rate in config.rates:
-        folder = setting.run_dir / f"{name}-rate{rate:g}"
         tuning = Tuning(setting.source, config.rate_updates, rate, seed=0)
-        model, _ = _train(name, tuning, setting, folder)
+        model, _ = _train(name, tuning, setting, trial(rate))
         losses.append(validation_loss(model, setting))
         print(f"{name}, rate {rate:g}: {losses[-1]:.4f} nats in validation", flush=True)
+    for rate in config.rates:
+        # Each holds the whole backbone.
+        shutil.rmtree(trial(rate), ignore_errors=True)
     best = min(range(len(losses)), key=lambda i: (math.isnan(losses[i]), losses[i]))
     found = asked | {"validation_nats": losses, "rate": config.rates[best]}
     rate_file.parent.mkdir(parents=True, exist_ok=True)

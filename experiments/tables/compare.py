@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from experiments.common.results import RESULTS
 from experiments.tables.table import (
     Table,
     Tables,
@@ -124,11 +125,21 @@ def greedy() -> Table:
     return Table(["PPL beyond the window", "all", *_KINDS], rows, [_LAYERS])
 
 
+def _has(name: str, field: str) -> bool:
+    """Whether a result has been measured; the rows come one after the other."""
+    file = RESULTS / f"{name}.json"
+    return file.is_file() and field in load(name)
+
+
 TABLES: Tables = {
-    "compare/perplexity": perplexity,
-    "compare/positions": positions,
-    "compare/recall": recall,
-    "compare/cost": cost,
-    "compare/layers": layers,
-    "compare/greedy": greedy,
+    f"compare/{function.__name__}": function
+    for function, name, field in (
+        (perplexity, _SUMMARY, "rows"),
+        (positions, _SUMMARY, "rows"),
+        (recall, _SUMMARY, "rows"),
+        (cost, _SUMMARY, "rows"),
+        (layers, _LAYERS, "rise"),
+        (greedy, _LAYERS, "greedy"),
+    )
+    if _has(name, field)
 }
