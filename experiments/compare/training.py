@@ -119,13 +119,13 @@ def choose_rate(
         model, _ = _train(name, tuning, setting, trial(rate))
         losses.append(validation_loss(model, setting))
         print(f"{name}, rate {rate:g}: {losses[-1]:.4f} nats in validation", flush=True)
-    for rate in config.rates:
-        # Each holds the whole backbone.
-        shutil.rmtree(trial(rate), ignore_errors=True)
     best = min(range(len(losses)), key=lambda i: (math.isnan(losses[i]), losses[i]))
     found = asked | {"validation_nats": losses, "rate": config.rates[best]}
     rate_file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(rate_file, json.dumps(found, indent=1) + "\n")
+    for rate in config.rates:
+        # Each holds the whole backbone.
+        shutil.rmtree(trial(rate), ignore_errors=True)
     return found
 
 

@@ -145,19 +145,17 @@ def test_rows_are_trained_on_as_many_tokens(name, model):
 def test_mplus_keeps_no_more_than_the_wide_window(store, monkeypatch):
     monkeypatch.setattr(tunings, "MPLUS_TOKENS", 2)
     model = tiny.drawn(lambda: tiny.make_llama(num_layers=2, vocab_size=400))
-    sizes = dataclasses.replace(SIZES, window=64, context=64)
+    sizes = dataclasses.replace(SIZES, window=64, context=64, more=1000)
     memory = tunings.mplus_memory(model, sizes, store)
     target = scores.kept_bytes(tunings.wide_window(model, sizes), sizes.tokens)
     bytes_of = lambda config: scores.kept_bytes(
         tunings.mplus(model, config, key=jax.random.key(0)), sizes.tokens
     )
-    more = dataclasses.replace(memory, pool=memory.pool + 2)
-    assert (
-        bytes_of(memory) <= target < bytes_of(more) + bytes_of(more) - bytes_of(memory)
-    )
-    tight = dataclasses.replace(sizes, window=4, context=4, more=1)
+    names = ("pool", "retrieved", "store") if store else ("pool",)
+    longer = {name: getattr(memory, name) + 2 for name in names}
+    assert bytes_of(memory) <= target < bytes_of(dataclasses.replace(memory, **longer))
     with pytest.raises(ValueError, match="M. keeps at least"):
-        tunings.mplus_memory(model, tight, store)
+        tunings.mplus_memory(model, dataclasses.replace(sizes, more=1), store)
 
 
 def test_the_better_rate_is_taken_and_kept(monkeypatch, tmp_path):
