@@ -26,13 +26,13 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from experiments.common.gains import gain, restrict_kind, shown
 from memjax import evaluation
-from memjax.checks import check_positive
+from memjax.checks import check_positive, check_sizes
 from memjax.data import load_tokenizer
 from memjax.evaluation import plots
 from memjax.evaluation.drawing import source_of
 from memjax.evaluation.provenance import provenance
-from memjax.evaluation.statistics import standard_error
 from memjax.models import Sampling, generate
 from memjax.models.language_model.presets import TINY
 from memjax.training import LoopConfig, OptimizerConfig, run_data, sharding
@@ -72,11 +72,7 @@ class Config:
 
     def __post_init__(self):
         check_positive(minutes=self.minutes)
-        if self.test_texts < 2:
-            raise ValueError(
-                f"test_texts must be at least 2 for a standard error, "
-                f"got {self.test_texts}"
-            )
+        check_sizes(test_texts=self.test_texts)
         if self.context_length <= self.window:
             raise ValueError(
                 f"context_length={self.context_length} must be above "
@@ -256,21 +252,13 @@ def plot(result: dict, path: Path) -> None:
 
 
 def _gain(results: dict, window: int) -> dict:
-    """Nats a token that the memory saves beyond the window, paired text by text."""
+    """Nats a token that the memory saves beyond the window, by kind of document."""
     base, memory = (results[family]["losses"] for family in MODELS)
-    mask = base.mask[:, window:]
-    whole = mask.sum(axis=1) > 0
-    difference = ((base.nll - memory.nll)[:, window:] * mask).sum(axis=1)[whole]
-    difference = difference / mask.sum(axis=1)[whole]
-    kinds = np.asarray(base.kinds)[whole]
-    rows = {"all": difference} | {k: difference[kinds == k] for k in sorted(set(kinds))}
+    beyond = lambda x: x._replace(nll=x.nll[:, window:], mask=x.mask[:, window:])
+    kinds = {"all": None} | {kind: kind for kind in sorted(set(base.kinds))}
     return {
-        kind: {
-            "nats": float(values.mean()),
-            "standard_error": standard_error(values),
-            "texts": len(values),
-        }
-        for kind, values in rows.items()
+        name: gain(*(beyond(restrict_kind(x, kind)) for x in (base, memory)))
+        for name, kind in kinds.items()
     }
 
 
@@ -292,21 +280,21 @@ def _show(report: dict) -> None:
         )
     console.print(table)
     kinds = Table(title=f"Beyond {window} tokens, by kind of text")
-    for heading in ("text", *MODELS.values(), "gain in nats (± standard error)"):
+    for heading in ("text", *MODELS.values(), "nats saved [95%, by document]"):
         kinds.add_column(heading, justify="left" if heading == "text" else "right")
-    for kind, gain in report["gain"].items():
+    for kind, found in report["gain"].items():
         values = [
             m["beyond_window"] if kind == "all" else m["beyond_window_by_kind"][kind]
             for m in report["models"].values()
         ]
-        change = f"{gain['nats']:+.4f} ± {gain['standard_error']:.4f}"
-        kinds.add_row(kind, *(f"{value:.2f}" for value in values), change)
+        kinds.add_row(kind, *(f"{value:.2f}" for value in values), shown(found, 4))
     console.print(kinds)
-    verdict = report["gain"]["all"]
-    helped = verdict["nats"] > 2 * verdict["standard_error"]
-    hurt = verdict["nats"] < -2 * verdict["standard_error"]
-    word = "helped" if helped else "hurt" if hurt else "made no clear difference"
-    console.print(f"Beyond the window the memory {word} in this run of one seed.")
+    saved = report["gain"]["all"]["nats"]
+    word = "helped" if saved > 0 else "hurt"
+    console.print(
+        f"Beyond the window the memory {word} in this run: one seed, "
+        f"{report['gain']['all']['documents']} documents."
+    )
 
 
 if __name__ == "__main__":

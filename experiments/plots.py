@@ -1,7 +1,7 @@
 """Draws all committed plots anew, each from its result file.
 
     python -m experiments.plots                    # all
-    python -m experiments.plots --only hmt/length  # some
+    python -m experiments.plots --only hmt/memory  # some
 
 Nothing is measured: device and commit in a plot's corner are those of its result file.
 """
@@ -21,13 +21,7 @@ from experiments.mplus import perplexity, retrieval_quality
 from experiments.mplus.retention import knowledge_retention
 from experiments.mplus.speed import cost_report
 from experiments.ops import benchmark
-from experiments.recurrent import (
-    context_length,
-    lattice_ablation,
-    lattice_chunks,
-    recall,
-    trellis_ablation,
-)
+from experiments.recurrent import lattice_chunks, recall, trellis_steps
 from experiments.tables.table import load
 from memjax.checks import require_known
 
@@ -36,37 +30,32 @@ PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "books/window8": books.plot,
     "compare/layers": layers.plot,
     "elastic/hippo_reconstruction": hippo_reconstruction.plot,
-    "hmt/length": length.plot,
     "hmt/memory": memory.plot,
     "hmt/smollm2/length": length.plot,
     "hmt/switching": switching.plot,
     "mplus/cost": cost_report.plot,
     "mplus/perplexity": perplexity.plot,
+    "mplus/perplexity_backbone": perplexity.plot,
     "mplus/retention": knowledge_retention.plot,
-    "mplus/retention_stages": knowledge_retention.plot,
     "mplus/retrieval_quality": retrieval_quality.plot,
     "ops/kernels": benchmark.plot,
-    "recurrent/context_length": context_length.plot,
-    "recurrent/lattice_ablation": lattice_ablation.plot,
     "recurrent/lattice_chunks": lattice_chunks.plot,
-    "recurrent/recall_pairs": recall.plot,
-    "recurrent/trellis_ablation": trellis_ablation.plot,
+    "recurrent/recall": recall.plot,
+    "recurrent/trellis_steps": trellis_steps.plot,
 }
-#: Result files of plots that are named otherwise.
-FILES = {"recurrent/recall_pairs": "recurrent/recall"}
 
 
 def draw(only: tuple[str, ...] = (), folder: Path = RESULTS) -> None:
     """Draws committed plots anew from their result files.
 
     Args:
-        only: names of plots, such as "hmt/length"; all unless given.
+        only: names of plots, such as "hmt/memory"; all unless given.
         folder: where the pictures go.
     """
     for name in only:
         require_known("only", name, tuple(PLOTS))
     for name in only or PLOTS:
-        PLOTS[name](load(FILES.get(name, name)), folder / f"{name}.png")
+        PLOTS[name](load(name), folder / f"{name}.png")
         print(f"drew {folder / name}.png")
 
 

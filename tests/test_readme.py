@@ -10,13 +10,13 @@ import jax
 import pytest
 
 from memjax import mechanisms
+from memjax.cli.finetune import presets as finetune_presets
 from memjax.models import LanguageModel
 from memjax.models.checkpoints.pretrained import save_pretrained
 from memjax.models.hmt.model import HMT
 from memjax.models.language_model import presets
 from memjax.nnx import Memory
 from memjax.training.config import presets as training_presets
-from memjax.training.finetune import hmt_presets
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 
@@ -79,7 +79,7 @@ def test_commands_name_presets_that_exist():
     trained = re.findall(r"memjax train ([\w-]+)", README)
     finetuned = re.findall(r"memjax finetune ([\w-]+)", README)
     assert trained and set(trained) <= set(training_presets())
-    assert finetuned and set(finetuned) <= {*hmt_presets.presets()}
+    assert finetuned and set(finetuned) <= {*finetune_presets()}
 
 
 def test_files_named_in_the_readme_exist():

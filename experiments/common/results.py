@@ -54,12 +54,17 @@ def write_report(
 
 
 def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> None:
-    """Prints a table with one row a name; floats with three decimals."""
+    """Prints a table with one row a name; floats with three decimals, text as it is."""
     table = Table(title=title)
     table.add_column("")
     for column in columns:
         table.add_column(column, justify="right")
-    text = lambda x: f"{x:.3f}" if isinstance(x, float) else f"{x:,}"
+
+    def text(cell: Any) -> str:
+        if isinstance(cell, str):
+            return cell
+        return f"{cell:.3f}" if isinstance(cell, float) else f"{cell:,}"
+
     for name, cells in rows.items():
         table.add_row(name, *(text(cell) for cell in cells))
     Console().print(table)

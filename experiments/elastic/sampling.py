@@ -5,7 +5,7 @@
 Reads one trained Elastic Memory with other samplings and other numbers of memory
 tokens, with no retraining (the paper's Tables 5 and 6, and L_mem, for which it gives no
 value). Every row scores the same held-out texts; differences are paired with the
-trained setting's, text by text.
+trained setting's, by document.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from experiments.common.gains import gain
 from experiments.common.results import RESULTS, settings, write_report
 from memjax import evaluation
 from memjax.data import load_tokenizer
-from memjax.evaluation.statistics import standard_error
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.training import pretrain as run
 from memjax.training import run_data
@@ -85,28 +85,22 @@ def main(config: Config) -> None:
 
 
 def _rows(changes, scores, window):
-    """Perplexities, and nats against the trained setting with standard errors."""
-    base = _means(scores[0], window)
+    """Perplexities, and the nats that each change costs against the trained setting."""
+    beyond = lambda x: x._replace(nll=x.nll[:, window:], mask=x.mask[:, window:])
     rows = []
     for change, losses in zip(changes, scores, strict=True):
-        difference = _means(losses, window) - base
+        cost = gain(beyond(losses), beyond(scores[0]))
         rows.append(
             {
                 "change": change or "as trained",
                 "perplexity": evaluation.perplexity(losses),
                 "beyond_window": evaluation.perplexity(losses, first=window),
-                "nats_against_trained": float(difference.mean()),
-                "standard_error": standard_error(difference),
+                "nats_against_trained": cost["nats"],
+                "interval": [cost["low"], cost["high"]],
+                "documents": cost["documents"],
             }
         )
     return rows
-
-
-def _means(losses, window):
-    """Mean loss beyond the window of each text that has one."""
-    mask = losses.mask[:, window:]
-    long = mask.sum(axis=1) > 0
-    return (losses.nll[long, window:] * mask[long]).sum(axis=1) / mask[long].sum(axis=1)
 
 
 def _print(rows: list[dict]) -> None:
@@ -115,9 +109,8 @@ def _print(rows: list[dict]) -> None:
         change = row["change"]
         if not isinstance(change, str):
             change = " ".join(str(value) for value in change.values())
-        nats = f"{row['nats_against_trained']:+.4f} ± {row['standard_error']:.4f}"
         values = f"{row['perplexity']:.2f}", f"{row['beyond_window']:.2f}"
-        table.add_row(change, *values, nats)
+        table.add_row(change, *values, f"{row['nats_against_trained']:+.4f}")
     Console().print(table)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.common.gains import gain, shown
 from experiments.common.results import show
 from experiments.hmt import common, scores
 from memjax import evaluation
@@ -20,9 +21,9 @@ def measure(
 ) -> None:
     """Trains and scores every case, prints and writes them.
 
-    Gains are against the first case, paired over blocks of 1,024 tokens. They say how
-    sure a difference between these two trained models is, not between their kinds:
-    there is one seed.
+    Gains are against the first case, with intervals over documents where there are
+    enough. They say how sure a difference between these two trained models is, not
+    between their kinds: there is one seed.
 
     Args:
         config: `output` names the results.
@@ -61,7 +62,7 @@ def measure(
             "causal": evaluation.perplexity(some[name]),
             "all": evaluation.perplexity(losses[name]),
         }
-        row["gain"] = scores.gain(some[base], some[name], length)
+        row["gain"] = gain(some[base], some[name])
     common.write(
         config,
         question,
@@ -77,7 +78,7 @@ def measure(
         question,
         ["PPL, causal", "PPL, all (HMT reads ahead)", f"nats saved against {base}"],
         {
-            name: [*row["perplexity"].values(), row["gain"]["nats"]]
+            name: [*row["perplexity"].values(), shown(row["gain"], 4)]
             for name, row in rows.items()
         },
     )

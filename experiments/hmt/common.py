@@ -20,11 +20,11 @@ from experiments.common import pretrained
 from experiments.common.results import RESULTS, settings, write_report
 from memjax.config_io import to_record
 from memjax.data import Tokenizer
-from memjax.models import LanguageModel
+from memjax.models import LanguageModel, ReReadWindow
 from memjax.models.hmt.model import HMT
 from memjax.models.language_model import presets
 from memjax.models.lora import merge_lora
-from memjax.training import LoopConfig, OptimizerConfig
+from memjax.training import LoopConfig, OptimizerConfig, StepConfig
 from memjax.training import pretrain as run
 from memjax.training.config import Outcome
 from memjax.training.finetune import finetune
@@ -32,6 +32,8 @@ from memjax.training.finetune.curricula import HMTStages
 from memjax.training.finetune.hmt_presets import presets as finetunings
 from memjax.training.finetune.segment_stage import SegmentStage
 
+#: In a model's folder: how long its training took. It is there once that is done.
+SECONDS = "seconds.json"
 Preset = Literal["cpu", "cpu-short", "smollm2-cpu", "paper"]
 
 
@@ -42,11 +44,13 @@ class Scale(NamedTuple):
         backbone: "tiny" is trained here, "smollm2" is the PyPI package's; or a path.
         stages: both stages of HMT.
         test_tokens: scored of each held-out document, at most.
+        rates: learning rates that `length` tries for every model.
     """
 
     backbone: str
     stages: HMTStages
     test_tokens: int
+    rates: tuple[float, ...] = (1e-3, 3e-3)
 
 
 def _stages(base: str, depth: int, steps: tuple[int, int], **sizes) -> HMTStages:
@@ -63,15 +67,18 @@ def _stages(base: str, depth: int, steps: tuple[int, int], **sizes) -> HMTStages
 
 
 def _short() -> HMTStages:
-    """The real model in float32, by adapters, with the rate that so few steps want."""
-    two = _stages("hmt-smollm-135m", 4, (16, 32), segment=128, sensory=16)
+    """The real model in float32, by adapters; every target counts that is predicted."""
+    two = _stages("hmt-smollm-135m", 4, (100, 200), segment=128, sensory=16)
 
     def stage(config):
         return dataclasses.replace(
             config,
             dtype="float32",
             train="lora",
-            optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-3),
+            optimizer=dataclasses.replace(
+                config.optimizer, learning_rate=1e-3, warmup_ratio=0.05, final_ratio=0.0
+            ),
+            step=StepConfig(loss_on="scored"),
             data=dataclasses.replace(config.data, batch_size=1),
         )
 
@@ -81,7 +88,7 @@ def _short() -> HMTStages:
 SCALES: dict[Preset, Scale] = {
     "cpu": Scale("tiny", _stages("hmt-tiny", 4, (100, 300), memories=300), 102_400),
     "cpu-short": Scale("tiny", _stages("hmt-tiny", 4, (60, 150), memories=300), 16_384),
-    "smollm2-cpu": Scale("smollm2", _short(), 16_384),
+    "smollm2-cpu": Scale("smollm2", _short(), 16_384, rates=(3e-4, 1e-3)),
     "paper": Scale("smollm2", _stages("hmt-smollm-135m", 15, (200, 500)), 102_400),
 }
 
@@ -99,7 +106,7 @@ class Config:
     Attributes:
         preset: "cpu" takes minutes on two cores, "cpu-short" fewer, as ablations, which
             train many models, take by default; "smollm2-cpu" is the real model with
-            a few short steps; "paper" is 200 and 500 steps, 15 segments of 1,024.
+            100 and 200 short steps; "paper" is 200 and 500 steps, 15 segments of 1,024.
         backbone: "tiny", "smollm2", a Hugging Face folder, a GGUF file or a run's
             folder; "" is the preset's.
         steps: of stage 1 and stage 2; none is the preset's.
@@ -142,13 +149,14 @@ class Config:
             self.backbone or scale.backbone,
             stages,
             self.test_tokens or scale.test_tokens,
+            scale.rates,
         )
 
 
 class Trained(NamedTuple):
     """A fine-tuned model, and the seconds that its training took when it was done."""
 
-    model: HMT | LanguageModel
+    model: HMT | LanguageModel | ReReadWindow
     seconds: float
 
 
@@ -160,7 +168,7 @@ def backbone_path(config: Config) -> Path:
     if name != "tiny":
         return Path(name)
     run_config = _tiny_run(config)
-    folder = config.run_dir / f"backbone-{_digest(to_record(run_config))}"
+    folder = config.run_dir / f"backbone-{digest(to_record(run_config))}"
     return _once(folder, "the backbone", lambda: run.train(run_config, folder))
 
 
@@ -190,9 +198,7 @@ def _tiny_run(config: Config) -> run.RunConfig:
 def train_stage(config: Config, stage: SegmentStage, start: Path | None = None) -> Path:
     """Folder of a fine-tuned model; trained unless it is there."""
     backbone = backbone_path(config) if start is None else None
-    stage = dataclasses.replace(stage, seed=config.seed)
-    identity = {"stage": to_record(stage), "from": str(start or backbone)}
-    folder = config.run_dir / f"model-{_digest(identity)}"
+    folder = _folder(config, stage, start)
     what = (
         f"{stage.memory}, {stage.depth} segments of {stage.segment}, "
         f"{stage.loop.steps} steps"
@@ -202,18 +208,33 @@ def train_stage(config: Config, stage: SegmentStage, start: Path | None = None) 
     )
 
 
+def is_trained(config: Config, stage: SegmentStage, start: Path | None) -> bool:
+    """Whether `train_stage` has nothing to do."""
+    return (_folder(config, stage, start) / SECONDS).exists()
+
+
+def _folder(config: Config, stage: SegmentStage, start: Path | None) -> Path:
+    came_from = str(start or backbone_path(config))
+    identity = {"stage": to_record(stage), "from": came_from}
+    return config.run_dir / f"model-{digest(identity)}"
+
+
 def load(folder: Path) -> Trained:
     """A model of `train_stage`, adapters joined."""
     _, model = finetune.load(folder)
-    assert isinstance(model, HMT | LanguageModel), type(model)
-    seconds = json.loads((folder / "seconds.json").read_text())
-    return Trained(merge_lora(model), seconds)
+    assert isinstance(model, HMT | LanguageModel | ReReadWindow), type(model)
+    return Trained(merge_lora(model), seconds(folder))
+
+
+def seconds(folder: Path) -> float:
+    """That the training of `train_stage` took when it was done."""
+    return json.loads((folder / SECONDS).read_text())
 
 
 def train_hmt(config: Config, stages: HMTStages) -> Trained:
     """HMT by both stages."""
-    first = train_stage(config, on_source(config, stages.stage1))
-    second = train_stage(config, on_source(config, stages.stage2), first)
+    first = train_stage(config, of_experiment(config, stages.stage1))
+    second = train_stage(config, of_experiment(config, stages.stage2), first)
     model, seconds = load(second)
     return Trained(model, seconds + load(first).seconds)
 
@@ -222,7 +243,7 @@ def train_recurrent(config: Config, stages: HMTStages, sensory: int) -> Trained:
     """The recurrence without retrieval, as many steps in one stage; RMT for k = 0."""
     memory = dataclasses.replace(stages.stage2.hmt, retrieval=False, sensory=sensory)
     stage = dataclasses.replace(stages.stage2, hmt=memory, loop=_both(stages))
-    return load(train_stage(config, on_source(config, stage)))
+    return load(train_stage(config, of_experiment(config, stage)))
 
 
 def train_window(config: Config, stages: HMTStages, window: int) -> Trained:
@@ -235,13 +256,13 @@ def train_window(config: Config, stages: HMTStages, window: int) -> Trained:
         depth=-(-tokens // window),
         loop=_both(stages),
     )
-    return load(train_stage(config, on_source(config, stage)))
+    return load(train_stage(config, of_experiment(config, stage)))
 
 
-def on_source(config: Config, stage: SegmentStage) -> SegmentStage:
-    """The stage on the documents of the experiment."""
+def of_experiment(config: Config, stage: SegmentStage) -> SegmentStage:
+    """The stage on the documents of the experiment, with its seed."""
     data = dataclasses.replace(stage.data, source=config.source)
-    return dataclasses.replace(stage, data=data)
+    return dataclasses.replace(stage, data=data, seed=config.seed)
 
 
 def _both(stages: HMTStages) -> LoopConfig:
@@ -251,7 +272,7 @@ def _both(stages: HMTStages) -> LoopConfig:
 
 def _once(folder: Path, what: str, train: Callable[[], Outcome]) -> Path:
     """The folder, once its training has finished; programs compile once for all."""
-    spent = folder / "seconds.json"
+    spent = folder / SECONDS
     if spent.exists():
         return folder
     print(f"training {what}, in {folder}", flush=True)
@@ -281,6 +302,7 @@ def write(config: Config, question: str, **results: Any) -> dict[str, Any]:
     return write_report(config.output, question, settings(config), results)
 
 
-def _digest(record: Any) -> str:
+def digest(record: Any) -> str:
+    """A short name of settings, the same for equal ones."""
     text = json.dumps(record, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

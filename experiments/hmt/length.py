@@ -1,39 +1,58 @@
 """How does perplexity change with the length of the input, and with which memory?
 
     python -m experiments.hmt.length
+    python -m experiments.corpus.comparison --destination comparison
+    python -m experiments.hmt.length --preset smollm2-cpu --source folder:comparison \\
+        --output experiments/results/hmt/smollm2/length
 
-HMT, HMT that reads nothing ahead, RMT and the backbone with a sliding window whose
-state has as many bytes as HMT's are fine-tuned for as many steps, on samples of no
-fewer tokens, and score the same held-out documents (HMT, Figures 2 and 3). Beside them
-the same window without fine-tuning, and the backbone on segments that know nothing of
-each other, which is what the official program compares with.
+HMT, HMT that reads nothing ahead, RMT and the backbone in all the ways to bound what it
+reads score the same held-out documents (HMT, Figures 2 and 3); `rows.py` says which and
+why. Each is shown as it came and fine-tuned, with as many updates on samples of no
+fewer tokens and a learning rate of its own, which validation documents choose.
 
-There are two tables. "causal": the targets at index j or later in their segment, the
-same for all models; no score has seen its target. "all": every target, as the
-official program scores; of those, HMT has read the first j of each segment before it
-predicts them, and its row says so.
+Targets count from index j of their segment on, the same for all models; no score has
+seen its target. Intervals are over documents, and of the mean over seeds.
+
+Rows are written as they are finished. A program that was stopped goes on where it was;
+with `--only` the other rows are shown as far as earlier calls have scored them, those
+with a smaller `--test-tokens` too.
 """
 
 import dataclasses
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import tyro
 
+from experiments.common.gains import gain, restrict_kind, shown
 from experiments.common.results import RESULTS, show
 from experiments.hmt import common, scores
+from experiments.hmt.rows import (
+    AGAIN,
+    APART,
+    CAUSAL,
+    HIERARCHICAL,
+    RMT,
+    SENSORY,
+    SINK_WINDOW,
+    TUNED,
+    Row,
+    rows,
+)
+from experiments.hmt.tuned import Texts, Tuning, measure
 from memjax import evaluation
-from memjax.checks import require_known
+from memjax.checks import check_sizes, require_known
 from memjax.evaluation import Losses, plots
 from memjax.evaluation.drawing import source_of
-from memjax.models.language_model.windowed import with_window
-from memjax.training.finetune.curricula import HMTStages
 
-HMT = "HMT"
-CAUSAL = "HMT, strictly causal"
-WINDOW = "window of equal memory"
-FROZEN, APART, RMT = "the same, not fine-tuned", "segments apart", "RMT"
-OTHERS = (FROZEN, APART, RMT, CAUSAL)
-LENGTHS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 102_400)
+LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 102_400)
+#: What every other row is compared with, where it is there.
+BASES = (
+    SINK_WINDOW,
+    *(TUNED.format(name) for name in (SINK_WINDOW, SENSORY, AGAIN, APART)),
+)
+MEMORIES = (HIERARCHICAL, CAUSAL, RMT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,126 +62,229 @@ class Config(common.Config):
     Attributes:
         lengths: inputs are scored up to these positions; a document that ends before
             counts with what it has.
-        only: names of models beside HMT and the window; none given is all.
+        validation_tokens: scored of each validation document.
+        rates: learning rates that are tried; none is the preset's.
+        seeds: of each row that is trained, from `seed` on.
+        only: names of rows to work on; none is all.
     """
 
     lengths: tuple[int, ...] = LENGTHS
-    only: tuple[str, ...] = OTHERS
+    validation_tokens: int = 2048
+    rates: tuple[float, ...] = ()
+    seeds: int = 2
+    only: tuple[str, ...] = ()
     output: Path = RESULTS / "hmt" / "length"
 
     def __post_init__(self):
         super().__post_init__()
+        check_sizes(seeds=self.seeds, validation_tokens=self.validation_tokens)
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"lengths must be at least 1, got {self.lengths}")
-        for name in self.only:
-            require_known("only", name, OTHERS)
+
+    @property
+    def tuning(self) -> Tuning:
+        """Rates and seeds of all rows."""
+        seeds = tuple(range(self.seed, self.seed + self.seeds))
+        return Tuning(self.rates or self.scale.rates, seeds)
 
 
 def main(config: Config) -> None:
-    """Trains what is not trained yet, scores, prints and writes."""
+    """Trains what is not trained yet, scores, prints and writes, row by row."""
     stages = config.scale.stages
-    segment, first = stages.stage2.hmt.segment, stages.stage2.hmt.summary
+    memory = stages.stage2.hmt
     backbone, tokenizer = common.load_backbone(config)
+    table = rows(stages, backbone, counted=config.scale.backbone == "tiny")
+    for name in config.only:
+        require_known("only", name, [row.name for row in table])
     longest = min(config.scale.test_tokens, max(config.lengths))
-    texts = scores.documents(config.source, tokenizer, "test", longest, segment)
-    models = _models(config, stages, backbone)
-    losses, rows = {}, {}
-    for name, (model, seconds) in models.items():
-        print(f"scoring {name}", flush=True)
-        losses[name], spent = scores.score(model, texts, segment)
-        rows[name] = {
-            "state_bytes": scores.state_bytes(model),
-            "window": model.window,
-            "training_seconds": seconds,
-            "scoring_seconds": spent,
-        }
-    report(config, losses, rows, (segment, first))
 
+    def documents(split, tokens):
+        return scores.documents(config.source, tokenizer, split, tokens, memory.segment)
 
-def _models(config: Config, stages: HMTStages, backbone) -> dict:
-    """Every model by name, with the seconds of its training."""
-    hmt = common.train_hmt(config, stages)
-    window = scores.equal_window(backbone, scores.state_bytes(hmt.model))
-    segment = stages.stage2.hmt.segment
-    previous = dataclasses.replace(stages.stage2.hmt, summary_source="previous")
-    causal = dataclasses.replace(
-        stages, stage2=dataclasses.replace(stages.stage2, hmt=previous)
+    texts = Texts(
+        validation=documents("validation", config.validation_tokens),
+        test=documents("test", longest),
+        segment=memory.segment,
+        first=memory.summary,
     )
-    others = {
-        FROZEN: lambda: (with_window(backbone, window), 0.0),
-        APART: lambda: (scores.Disjoint(backbone, segment), 0.0),
-        RMT: lambda: common.train_recurrent(config, stages, sensory=0),
-        CAUSAL: lambda: common.train_hmt(config, causal),
+    bytes_of = {
+        row.name: scores.state_bytes(row.build(backbone), longest)
+        for row in table
+        if row.build is not None
     }
-    trained = {WINDOW: common.train_window(config, stages, window), HMT: hmt}
-    return trained | {name: others[name]() for name in OTHERS if name in config.only}
+    # The programs load it again where they need it.
+    del backbone
+    # What earlier calls have left is shown from the first row on.
+    finished = {
+        row.name: found
+        for row in table
+        if (found := _finished(config, row, texts, longest)) is not None
+    }
+    for row in table:
+        if not config.only or row.name in config.only:
+            print(f"row: {row.name}", flush=True)
+            found = measure(config, row, texts, config.tuning, work=True)
+            assert found is not None
+            finished[row.name] = Finished(*found, row.longest or longest)
+            report(config, table, finished, bytes_of, texts)
+
+
+class Finished(NamedTuple):
+    """A row as far as it is scored; see `Measured`.
+
+    Attributes:
+        losses: averaged over seeds.
+        facts: what is said of it.
+        reached: tokens of the longest text that counts.
+    """
+
+    losses: Losses
+    facts: dict[str, Any]
+    reached: int
+
+
+def _finished(config: Config, row: Row, texts: Texts, longest: int) -> Finished | None:
+    """A row up to the longest input that earlier calls have scored; None for none."""
+    for length in sorted({*config.lengths, longest}, reverse=True):
+        # Losses do not depend on what follows: shorter texts are the same row.
+        found = measure(config, row, texts.up_to(length), config.tuning, work=False)
+        if found is not None:
+            return Finished(*found, min(length, row.longest or length))
+    return None
 
 
 def report(
-    config: Config, losses: dict[str, Losses], rows: dict, sizes: tuple[int, int]
+    config: Config,
+    table: list[Row],
+    finished: dict[str, Finished],
+    bytes_of: dict[str, int],
+    texts: Texts,
 ) -> None:
-    """Writes, draws and prints both scorings."""
-    targets = next(iter(losses.values())).mask.shape[1]
+    """Writes, draws and prints the rows that are finished."""
+    targets = max(len(text.tokens) - 1 for text in texts.test)
     lengths = [length for length in config.lengths if length < 2 * targets]
-    tables = {}
-    for scoring, first in (("causal", sizes[1]), ("all", 0)):
-        mask = evaluation.scored(targets, sizes[0], first)
-        some = {name: evaluation.restrict(x, mask) for name, x in losses.items()}
-        tables[scoring] = {
-            "scored_from": first,
-            "reads_ahead": [HMT] if scoring == "all" else [],
-            "perplexity": scores.by_kind(some, lengths),
-            "gain_over_window": {
-                name: [
-                    scores.gain(some[WINDOW], some[name], length) for length in lengths
-                ]
-                for name in some
-                if name != WINDOW
-            },
-        }
-    some = next(iter(losses.values()))
-    reached = [int((some.mask.sum(axis=1) >= length).sum()) for length in lengths]
+    mask = evaluation.scored(targets, texts.segment, texts.first)
+    present = [row for row in table if row.name in finished]
+    losses = {
+        row.name: evaluation.restrict(_wide(finished[row.name].losses, targets), mask)
+        for row in present
+    }
+    reach = {row.name: finished[row.name].reached for row in present}
+    every = next(iter(losses.values()))
     result = common.write(
         config,
         "how does perplexity change with the length of the input?",
         lengths=lengths,
-        documents_that_reach_it=reached,
-        segment=sizes[0],
-        models=rows,
-        scoring=tables,
+        documents={text.name: len(text.tokens) - 1 for text in texts.test},
+        documents_that_reach_it=[
+            sum(len(text.tokens) > length for text in texts.test) for length in lengths
+        ],
+        segment=texts.segment,
+        scored_from=texts.first,
+        models={
+            row.name: {
+                "state_bytes": bytes_of.get(row.name),
+                "reads": row.reads,
+                **row.sizes,
+                **finished[row.name].facts,
+            }
+            for row in present
+        },
+        missing=[row.name for row in table if row.name not in finished],
+        perplexity=_perplexity(losses, lengths, reach),
+        gains=_gains(losses, lengths, reach, every.kinds),
     )
     plot(result, Path(f"{config.output}.png"))
-    _show(tables, lengths)
+    _show(result)
 
 
 def plot(result: dict, path: Path) -> None:
-    """Draws the causal scoring of a result."""
-    causal = result["scoring"]["causal"]
+    """Draws the perplexities of a result."""
+    curves = {
+        name: [np.nan if value is None else value for value in values]
+        for name, values in result["perplexity"]["all"].items()
+        if not name.endswith("-gram")
+    }
     plots.perplexity_by_length(
-        causal["perplexity"]["all"],
+        curves,
         result["lengths"],
         path,
-        title=f"Held-out documents, targets from {causal['scored_from']} on in each "
+        title=f"Held-out documents, targets from {result['scored_from']} on in each "
         "segment",
         source=source_of(result),
     )
 
 
-def _show(tables: dict, lengths: list[int]) -> None:
-    for scoring, table in tables.items():
-        curves = table["perplexity"]["all"]
-        show(
-            f"Perplexity by input length, scoring: {scoring}",
-            [f"{length:,}" for length in lengths],
-            curves,
-        )
-    causal = tables["causal"]
-    last = causal["gain_over_window"][HMT][-1]
-    print(
-        f"HMT against the window at {lengths[-1]:,} tokens, causal scoring: "
-        f"{last['perplexity_change']:+.1%} perplexity "
-        f"({last['nats']:+.4f} ± {last['standard_error']:.4f} nats saved)"
+def _perplexity(
+    losses: dict[str, Losses], lengths: list[int], reach: dict[str, int]
+) -> dict[str, dict[str, list[float | None]]]:
+    """By kind of text, row and length; None beyond what is read or was scored."""
+    curves = scores.by_kind(losses, lengths)
+    return {
+        kind: {
+            name: [
+                value if length <= reach[name] else None
+                for value, length in zip(values, lengths, strict=True)
+            ]
+            for name, values in found.items()
+        }
+        for kind, found in curves.items()
+    }
+
+
+def _gains(
+    losses: dict[str, Losses],
+    lengths: list[int],
+    reach: dict[str, int],
+    kinds: tuple[str, ...],
+) -> list[dict[str, Any]]:
+    """Of every row over each base, and of each memory over every row, by kind.
+
+    At the shortest length, and at the longest that both models read.
+    """
+    pairs = [
+        (base, name)
+        for base in losses
+        for name in losses
+        if name != base and (base in BASES or name in MEMORIES)
+    ]
+    found = []
+    for base, name in pairs:
+        both_reach = [x for x in lengths if x <= min(reach[base], reach[name])]
+        for length in dict.fromkeys(both_reach[:1] + both_reach[-1:]):
+            for kind in (None, *dict.fromkeys(kinds)):
+                both = (
+                    scores.up_to(restrict_kind(losses[x], kind), length)
+                    for x in (base, name)
+                )
+                where = {"base": base, "model": name, "length": length}
+                found.append(where | {"kind": kind or "all"} | gain(*both))
+    return found
+
+
+def _wide(losses: Losses, targets: int) -> Losses:
+    """With room for so many targets a text; there is none where nothing was read."""
+    more = ((0, 0), (0, targets - losses.nll.shape[1]))
+    return losses._replace(nll=np.pad(losses.nll, more), mask=np.pad(losses.mask, more))
+
+
+def _show(result: dict) -> None:
+    lengths = result["lengths"]
+    show(
+        "Perplexity by input length",
+        ["bytes", "tokens read for one", *(f"{length:,}" for length in lengths)],
+        {
+            name: [
+                result["models"][name]["state_bytes"] or "",
+                result["models"][name]["reads"],
+                *("" if value is None else value for value in values),
+            ]
+            for name, values in result["perplexity"]["all"].items()
+        },
     )
+    for found in result["gains"]:
+        if found["model"] == HIERARCHICAL and found["length"] == lengths[-1]:
+            print(f"HMT over {found['base']}, {found['kind']}: {shown(found)} nats")
 
 
 if __name__ == "__main__":

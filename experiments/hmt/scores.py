@@ -1,90 +1,38 @@
-"""What the HMT experiments measure: losses of long texts, baselines, paired gains."""
+"""What the HMT experiments measure: losses of long texts, and bytes of memories."""
 
-import math
+import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from jaxtyping import Float32
 
 from memjax import evaluation
 from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
 from memjax.evaluation import Losses
-from memjax.evaluation.statistics import standard_error
 from memjax.models import LanguageModel
 from memjax.models.base import Model
 from memjax.models.language_model.windowed import with_window
 
 # Segments that are read in one call.
 TOGETHER = 16
-# Tokens of a block, whose mean gain is one observation.
-BLOCK = 1024
 
 
-class Disjoint(nnx.Module):
-    """The backbone on segments that know nothing of each other: no memory at all.
-
-    What the official program compares HMT with; calls take whole segments.
-    """
-
-    def __init__(self, backbone: LanguageModel, segment: int):
-        self.backbone = backbone
-        self.window = segment
-        self.vocab_size = backbone.vocab_size
-        self.width = backbone.width
-        self.first_scored = 0
-        self.can_pad = False
-
-    def init_state(self, batch: int, capacity: int | None = None):
-        """A memory without content, whatever the capacity: only the batch size."""
-        return (jnp.zeros(batch),)
-
-    def features(self, state, tokens, *, lengths=None):
-        """Reads every segment as a text of its own.
-
-        Raises:
-            ValueError: on lengths: calls take whole segments.
-        """
-        if lengths is not None:
-            raise ValueError("lengths must be None, got some")
-        batch, length = tokens.shape
-        x = self.backbone.embed(tokens.reshape(-1, self.window))
-        return state, self.backbone.encode(x).reshape(batch, length, -1)
-
-    def logits(self, features):
-        """As the backbone's."""
-        return self.backbone.logits(features)
-
-    def __call__(self, state, tokens):
-        """Next-token logits, each segment's from its own tokens."""
-        state, features = self.features(state, tokens)
-        return state, self.logits(features)
-
-    def reset(self, state, mask):
-        """The state itself: there is nothing to clear."""
-        return state
-
-    def remaining(self, state):
-        """None: every segment starts afresh."""
-        return None
-
-    def reserve(self, state, tokens):
-        """The state itself: it holds nothing."""
-        return state
-
-
-def state_bytes(model: Model) -> int:
-    """Bytes of the memory of one text."""
-    state = jax.eval_shape(lambda: model.init_state(1))
+def state_bytes(model: Model, tokens: int | None = None) -> int:
+    """Bytes of the memory of one text; of `tokens` where they are kept."""
+    state = jax.eval_shape(lambda: model.init_state(1, tokens))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
-def equal_window(backbone: LanguageModel, size: int) -> int:
-    """Tokens of the window whose state has as many bytes, not fewer."""
-    one, two = (state_bytes(with_window(backbone, w)) for w in (1, 2))
-    return max(1, -(-(size - (2 * one - two)) // (two - one)))
+def equal_window(backbone: LanguageModel, size: int, sinks: int = 0) -> int:
+    """Tokens of the window whose state has as many bytes, not fewer, with its sinks."""
+    least = max(1, sinks)
+    one, two = (
+        state_bytes(with_window(backbone, w, sinks)) for w in (least, least + 1)
+    )
+    return max(least, least - (one - size) // (two - one))
 
 
 def documents(
@@ -114,6 +62,65 @@ def score(
     return losses, time.monotonic() - began
 
 
+def score_once(
+    prepare: Callable[[], Callable[[TokenisedDocument], Losses]],
+    texts: Sequence[TokenisedDocument],
+    folder: Path,
+) -> tuple[Losses, float]:
+    """Losses of texts and the seconds that they took, each scored once for all calls.
+
+    Args:
+        prepare: gives what scores a text; not called where nothing is left to score.
+        texts: of several lengths.
+        folder: of this model alone.
+    """
+    score_text = None
+    for text in texts:
+        file = _file(folder, text)
+        if file.exists():
+            continue
+        score_text = prepare() if score_text is None else score_text
+        began = time.monotonic()
+        losses = score_text(text)
+        spent = time.monotonic() - began
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        with partial.open("wb") as stream:
+            np.savez(stream, nll=losses.nll[0], seconds=spent)
+        partial.replace(file)
+        print(f"  {text.name}: {spent:.0f} s", flush=True)
+    found = [np.load(_file(folder, text)) for text in texts]
+    spent = sum(float(x["seconds"]) for x in found)
+    return joined(texts, [x["nll"] for x in found]), spent
+
+
+def scoring(model: Model, segment: int) -> Callable[[TokenisedDocument], Losses]:
+    """What scores one text with a model."""
+    return lambda text: score(model, [text], segment)[0]
+
+
+def are_scored(texts: Sequence[TokenisedDocument], folder: Path) -> bool:
+    """Whether all texts were scored into a folder."""
+    return all(_file(folder, text).exists() for text in texts)
+
+
+def joined(
+    texts: Sequence[TokenisedDocument], nll: Sequence[Float32[np.ndarray, " _"]]
+) -> Losses:
+    """Losses of texts from those of each; behind a text's end there are none."""
+    longest = max(len(text.tokens) - 1 for text in texts)
+    found, mask = np.zeros((2, len(texts), longest), np.float32)
+    for row, one in enumerate(nll):
+        found[row, : len(one)], mask[row, : len(one)] = one, 1
+    kinds = tuple(text.kind for text in texts)
+    return Losses(found, mask, kinds, tuple(text.name for text in texts))
+
+
+def _file(folder: Path, text: TokenisedDocument) -> Path:
+    tokens = np.ascontiguousarray(text.tokens, np.int32)
+    return folder / f"{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.npz"
+
+
 def by_kind(losses: Mapping[str, Losses], lengths: Sequence[int]) -> dict:
     """Perplexity of the positions before each length, by kind of text and model."""
     kinds = ["all", *dict.fromkeys(next(iter(losses.values())).kinds)]
@@ -134,18 +141,3 @@ def by_kind(losses: Mapping[str, Losses], lengths: Sequence[int]) -> dict:
 def up_to(losses: Losses, length: int) -> Losses:
     """The first `length` positions."""
     return losses._replace(nll=losses.nll[:, :length], mask=losses.mask[:, :length])
-
-
-def gain(base: Losses, model: Losses, length: int) -> dict[str, float]:
-    """Nats a token that a model saves up to a length, paired over blocks of text."""
-    base, model = up_to(base, length), up_to(model, length)
-    starts = np.arange(0, base.nll.shape[1], BLOCK)
-    saved = np.add.reduceat(base.nll - model.nll, starts, axis=1)
-    tokens = np.add.reduceat(base.mask, starts, axis=1)
-    values = saved[tokens > 0] / tokens[tokens > 0]
-    return {
-        "nats": float(saved.sum() / tokens.sum()),
-        "standard_error": standard_error(values),
-        "perplexity_change": float(math.expm1(-saved.sum() / tokens.sum())),
-        "blocks": len(values),
-    }

@@ -26,6 +26,7 @@ import numpy as np
 import tyro
 from flax import nnx
 
+from experiments.common.gains import gain
 from experiments.common.results import RESULTS, show
 from experiments.hmt import common, scores
 from memjax import evaluation
@@ -111,7 +112,7 @@ def _compare(config: Config, form: Form, source: str, test: list[LongInput]):
     found = searches(model, texts, segment)
     row = {
         "perplexity": rows,
-        "nats_saved_by_retrieval": scores.gain(base, searched, base.mask.shape[1]),
+        "nats_saved_by_retrieval": gain(base, searched),
         "recall": evaluation.recall_summary(*found),
         "histogram": _histogram(found[0]),
         "tokens": [len(text.document.tokens) - 1 for text in texts],

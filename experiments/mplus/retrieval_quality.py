@@ -29,7 +29,10 @@ import tyro
 from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.hmt import common
 from experiments.mplus import retrieval
-from experiments.mplus.retention import knowledge_retention
+from experiments.mplus.recipe import recipe
+from experiments.mplus.retention import config as retention_config
+from experiments.mplus.retention import models
+from experiments.mplus.retention.config import Preset
 from experiments.mplus.retention.samples import make_samples
 from memjax.data import Tokenizer, load_tokenizer
 from memjax.evaluation.drawing import drawing, source_of
@@ -37,7 +40,7 @@ from memjax.models.mplus.build import mplus
 from memjax.models.mplus.checkpoints.checkpoint import load_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
-from memjax.training.finetune.run import TOKENIZER_FILE, later_stage
+from memjax.training.finetune.run import TOKENIZER_FILE, is_finetuned, later_stage
 from memjax.training.run_folder import CHECKPOINTS
 
 
@@ -55,11 +58,11 @@ class Scale(NamedTuple):
     after: tuple[int, ...]
 
 
-SCALES: dict[knowledge_retention.Preset, Scale] = {
+SCALES: dict[Preset, Scale] = {
     # At last the store holds some fifteen times what a read retrieves; the paper's
     # thirty are twice the tokens.
     "cpu": Scale(
-        dataclasses.replace(knowledge_retention.SCALES["cpu"].memory, store=8_192),
+        dataclasses.replace(retention_config.SCALES["cpu"].memory, store=8_192),
         12,
         (4, 8, 16, 32),
     ),
@@ -98,7 +101,7 @@ class Config:
         output: where .json and .png go, without the ending.
     """
 
-    preset: knowledge_retention.Preset = "cpu"
+    preset: Preset = "cpu"
     backbone: str = "smollm2"
     model: Path | None = None
     store: int = 0
@@ -119,15 +122,15 @@ class Config:
         # What both programs take is refused alike.
         self.retention()
 
-    def retention(self) -> knowledge_retention.Config:
+    def retention(self) -> retention_config.Config:
         """The settings that knowledge retention has as well."""
-        names = {field.name for field in dataclasses.fields(knowledge_retention.Config)}
+        names = {field.name for field in dataclasses.fields(retention_config.Config)}
         shared = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
             if field.name in names
         }
-        return knowledge_retention.Config(**shared)
+        return retention_config.Config(**shared)
 
     @property
     def scale(self) -> Scale:
@@ -144,10 +147,10 @@ def main(config: Config) -> None:
     check(config, model)
     scale = config.scale
     shared = config.retention()
-    model = knowledge_retention.with_options(shared, model)
+    model = models.with_options(shared, model)
     batches = make_samples(
-        knowledge_retention.facts_of(shared),
-        knowledge_retention.passages(shared),
+        models.facts_of(shared),
+        models.passages(shared),
         tokenizer,
         samples=scale.samples,
         batch=config.batch,
@@ -184,7 +187,7 @@ def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
         backbone, tokenizer = common.load_backbone(hmt)
         key = jax.random.key(config.seed)
         return mplus(backbone, config.scale.memory, key=key), tokenizer, False
-    return knowledge_retention.load(config.retention())
+    return models.load(config.retention())
 
 
 def check(config: Config, model: MPlus) -> None:
@@ -209,8 +212,12 @@ def report(
     """Writes, draws and prints."""
     distances = [count * config.chunk for count in rows]
     question = "does M+ retrieve the rows that hold a fact?"
+    folder = config.model
+    # A folder that was exported says no more how it was trained.
+    is_run = folder is not None and is_finetuned(folder)
     results = {
         "trained": trained,
+        "recipe": recipe(folder) if folder is not None and is_run else None,
         "memory": dataclasses.asdict(model.config),
         "distances": distances,
         "after": rows,

@@ -30,6 +30,7 @@ from jaxtyping import Bool, Float32, Int32
 
 from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.mplus import scores
+from experiments.mplus.recipe import recipe
 from experiments.mplus.retention import methods
 from experiments.mplus.retention.retention import wilson
 from experiments.mplus.scores import Models
@@ -288,6 +289,7 @@ def report(
         }
     question = "is a model with a memory still as good on short texts, which need none?"
     results = {
+        "recipe": None if config.model is None else recipe(config.model),
         "documents": documents,
         "questions": 0 if questions is None else len(questions.facts),
         "chance": 1 / config.choices,

@@ -1,35 +1,29 @@
-"""What the comparisons share: sizes, equal parameters, training, scoring.
+"""What the comparisons share: sizes, equal parameters and states, training.
 
 A comparison trains models that differ in one thing. They have equal parameters (the
-width of the feed-forward layers makes up for what a mixer has more or less), and see
-equal tokens in equal order with equal seeds. Every run keeps its score in the run
-folder, and the results are written anew after each run, so that a program that was
-stopped continues.
+width of the feed-forward layers makes up for what a mixer has more or less), states of
+as many bytes as their sizes allow, and see equal tokens in equal order with equal
+seeds. `study` runs them.
 """
 
 import dataclasses
 import functools
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import numpy as np
 from flax import nnx
 
-from experiments.common.results import RESULTS, settings
-from memjax import evaluation
+from experiments.common.results import RESULTS
 from memjax.config_io import to_record
-from memjax.data import Split, TokenisedDocument, load_tokenizer, load_tokens
-from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
+from memjax.mechanisms import AttentionConfig, MixerConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.presets import Size
-from memjax.training import LoopConfig, OptimizerConfig, loop, run_data, sharding
+from memjax.training import LoopConfig, OptimizerConfig, loop, sharding
 from memjax.training import pretrain as run
-from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.config import DataIterator
 
 Preset = Literal["cpu", "125m", "170m", "350m", "780m"]
@@ -72,9 +66,6 @@ class Config:
         seeds: of parameters and data order; at least 2, and 3 to claim a difference.
         steps: updates of each model; 0 is the preset's.
         only: names of the models to run; none is all.
-        source: documents, as `memjax train` takes them.
-        tokenizer: "bytes", "bpe4k", or a tokenizers JSON.
-        test_tokens: scored of each held-out document.
         run_dir: where runs and their scores are kept.
         output: where .json and .png go, without the ending.
     """
@@ -83,9 +74,6 @@ class Config:
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = 0
     only: tuple[str, ...] = ()
-    source: str = "embedded"
-    tokenizer: str = "bytes"
-    test_tokens: int = 16_384
     run_dir: Path = Path("runs/comparison")
     output: Path = RESULTS / "recurrent" / "comparison"
 
@@ -94,28 +82,12 @@ class Config:
             raise ValueError(f"seeds must be 2 or more, all distinct, got {self.seeds}")
         if self.steps < 0:
             raise ValueError(f"steps must be >= 0, got {self.steps}")
-        if self.test_tokens < 1:
-            raise ValueError(f"test_tokens must be at least 1, got {self.test_tokens}")
 
     @property
     def scale(self) -> Scale:
         """The preset, with the steps of the options."""
         scale = SCALES[self.preset]
         return scale._replace(steps=self.steps or scale.steps)
-
-
-class Case(NamedTuple):
-    """One model of a comparison.
-
-    Attributes:
-        name: unique within the comparison.
-        model: with hidden_dim still to be set by `equal_parameters`.
-        fields: what else its rows of the results say, such as the context length.
-    """
-
-    name: str
-    model: ModelConfig
-    fields: dict[str, Any] = {}
 
 
 def base_model(
@@ -144,14 +116,11 @@ def base_model(
 
 
 def for_length(model: ModelConfig, length: int) -> ModelConfig:
-    """The same model for sequences of `length` tokens, all visible to attention."""
+    """The same model for sequences of `length` tokens, all of which attention keeps."""
 
     def sized(mixer):
-        match mixer:
-            case AttentionConfig():
-                return dataclasses.replace(mixer, capacity=length)
-            case SlidingWindowConfig():
-                return dataclasses.replace(mixer, window=length)
+        if isinstance(mixer, AttentionConfig):
+            return dataclasses.replace(mixer, capacity=length)
         return mixer
 
     return dataclasses.replace(model, mixers=tuple(map(sized, model.mixers)))
@@ -164,30 +133,70 @@ def parameters(model: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
-def equal_parameters(cases: Sequence[Case], scale: Scale) -> list[Case]:
+def equal_parameters(
+    models: Mapping[str, ModelConfig], scale: Scale
+) -> dict[str, ModelConfig]:
     """Sets hidden_dim so that all come nearest to Transformer++ of this size.
 
     Raises:
         ValueError: if a mixer alone has more parameters than that.
     """
-    vocab_size = cases[0].model.vocab_size
+    vocab_size = next(iter(models.values())).vocab_size
     goal = parameters(base_model(scale, vocab_size, "sliding_window", 1))
-    equal = []
-    for case in cases:
-        each = 3 * case.model.model_dim * case.model.num_layers
-        missing = round((goal - parameters(case.model)) / each)
-        width = case.model.hidden_dim + missing
+    equal = {}
+    for name, model in models.items():
+        each = 3 * model.model_dim * model.num_layers
+        width = model.hidden_dim + round((goal - parameters(model)) / each)
         if width < 1:
-            raise ValueError(f"{case.name} has more parameters than {goal} by itself")
-        model = dataclasses.replace(case.model, hidden_dim=width)
-        equal.append(case._replace(model=model))
+            raise ValueError(f"{name} has more parameters than {goal} by itself")
+        equal[name] = dataclasses.replace(model, hidden_dim=width)
     return equal
 
 
+def equal_state(make: Callable[[int], ModelConfig], goal: int) -> ModelConfig:
+    """The model whose state comes nearest to `goal` bytes.
+
+    Args:
+        make: a size of the memory, such as its slots -> the model; bytes grow with it.
+        goal: bytes of a state, everything that is kept between two calls.
+
+    Raises:
+        ValueError: if the nearest is off by more than a tenth.
+    """
+    bytes_of = lambda size: state_bytes(make(size))
+    size = 1
+    while bytes_of(size + 1) <= goal:
+        size += 1
+    model = min(make(size), make(size + 1), key=lambda m: abs(state_bytes(m) - goal))
+    if abs(state_bytes(model) - goal) > goal / 10:
+        raise ValueError(
+            f"no size gives a state of {goal} bytes within a tenth; the nearest has "
+            f"{state_bytes(model)}, with {model.mixers[0]}"
+        )
+    return model
+
+
+def state_bytes(model: ModelConfig) -> int:
+    """Everything that a model of one kind of mixer keeps of a text between calls."""
+    return model.num_layers * _mixer_bytes(model.mixers[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _mixer_bytes(mixer: MixerConfig) -> int:
+    state = jax.eval_shape(lambda: mixer.build().init_state(1))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
 def run_config(
-    config: Config, scale: Scale, model: ModelConfig, seed: int
+    scale: Scale,
+    model: ModelConfig,
+    seed: int,
+    *,
+    warmup: float = 0.1,
+    source: str = "embedded",
+    tokenizer: str = "bpe4k",
 ) -> run.RunConfig:
-    """One training; every context length sees the same number of tokens.
+    """One training of `scale`.
 
     Raises:
         ValueError: if the context length does not divide the tokens of an update.
@@ -203,13 +212,13 @@ def run_config(
     return run.RunConfig(
         model=model,
         data=run.DataConfig(
-            source=config.source,
-            tokenizer=config.tokenizer,
+            source=source,
+            tokenizer=tokenizer,
             context_length=scale.context_length,
             batch_size=rows,
         ),
         optimizer=OptimizerConfig(
-            learning_rate=scale.learning_rate, warmup_ratio=0.1, final_ratio=0.1
+            learning_rate=scale.learning_rate, warmup_ratio=warmup, final_ratio=0.1
         ),
         loop=LoopConfig(steps=scale.steps, save_every=1000, log_every=often, keep=1),
         seed=seed,
@@ -240,108 +249,7 @@ def train(
     return model, time.monotonic() - began
 
 
-def train_and_score(settings: run.RunConfig, test_tokens: int, folder: Path) -> dict:
-    """Trains on the documents and scores held-out ones at the same context length."""
-    data = run_data.batches(settings, _documents(settings.data, "train"))
-    model, seconds = train(settings, data, folder)
-    length = settings.data.context_length
-    documents = [
-        d._replace(tokens=np.asarray(d.tokens[: test_tokens // length * length + 1]))
-        for d in _documents(settings.data, "test")
-    ]
-    losses = evaluation.losses(
-        model,
-        documents,
-        context_length=length,
-        segment=length,
-        batch_size=settings.data.batch_size,
-    )
-    return {"perplexity": evaluation.perplexity(losses), "seconds": seconds}
-
-
-def study(
-    config: Config,
-    cases: Sequence[Case],
-    run_of: Callable[[Case, int], run.RunConfig],
-    measure: Callable[[Case, run.RunConfig, Path], dict],
-    report: Callable[[list[dict]], None],
-) -> list[dict]:
-    """Runs every case with every seed, the finished ones excepted.
-
-    Args:
-        config: names the run folder, the seeds, and the cases if not all are run.
-        cases: what is compared.
-        run_of: (case, seed) -> the run.
-        measure: (case, run, folder) -> numbers of this run.
-        report: called with all rows so far after each run that was not finished
-            before, and at the end.
-
-    Raises:
-        ValueError: if `config.only` names no case, or the folder holds the score of
-            another run under the same name.
-    """
-    names = list(dict.fromkeys(case.name for case in cases))
-    if unknown := set(config.only) - set(names):
-        raise ValueError(f"only={sorted(unknown)} must be among {names}")
-    # What is trained is in the run; how it is scored is in the fields of the tests.
-    fields = settings(config).items()
-    shared = {name: value for name, value in fields if name.startswith("test_")}
-    rows, reported = [], 0
-    for case in cases:
-        if config.only and case.name not in config.only:
-            continue
-        case_name = "-".join([case.name, *map(str, case.fields.values())])
-        for seed in config.seeds:
-            chosen = run_of(case, seed)
-            identity = {"run": to_record(chosen), "config": shared}
-            folder = config.run_dir / case_name.replace(" ", "_") / f"seed{seed}"
-            row = _stored(folder, identity)
-            is_new = row is None
-            if row is None:
-                print(f"{case_name}, seed {seed}", flush=True)
-                row = measure(case, chosen, folder) | _sizes(chosen.model)
-                score = json.dumps({"identity": identity, "row": row})
-                write_atomically(folder / "score.json", score)
-            rows.append({"name": case.name, "seed": seed} | case.fields | row)
-            if is_new:
-                report(rows)
-                reported = len(rows)
-    if reported < len(rows):
-        report(rows)
-    return rows
-
-
-def _stored(folder: Path, identity: dict) -> dict | None:
-    """The row of a finished run, None if there is none yet."""
-    file = folder / "score.json"
-    if not file.exists():
-        return None
-    stored = json.loads(file.read_text())
-    # As JSON, in which tuples are lists.
-    if stored["identity"] != json.loads(json.dumps(identity)):
-        raise ValueError(
-            f"{folder} holds the score of another run under this name; remove it or "
-            "give another --run-dir"
-        )
-    return stored["row"]
-
-
-def _sizes(model: ModelConfig) -> dict[str, int]:
-    state = jax.eval_shape(lambda: run.abstract_model(model).init_state(1))
-    return {
-        "parameters": parameters(model),
-        "hidden_dim": model.hidden_dim,
-        "state_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)),
-    }
-
-
 @functools.lru_cache(maxsize=8)
 def structure(model: ModelConfig):
     """One object for all seeds of a model: programs are compiled once for each."""
     return nnx.graphdef(run.abstract_model(model))
-
-
-@functools.lru_cache(maxsize=4)
-def _documents(data: run.DataConfig, split: Split) -> list[TokenisedDocument]:
-    tokenizer = load_tokenizer(data.tokenizer)
-    return load_tokens(data.source, tokenizer, split, data.cache_dir)

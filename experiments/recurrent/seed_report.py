@@ -24,7 +24,7 @@ def summarise(
     three seeds or more, without correction for the number of rows).
 
     Args:
-        rows: of `comparison.study`.
+        rows: of `study.study`.
         metric: the number of a row that counts.
         base: name of the model that others are compared with.
         by: another field that distinguishes rows, such as the context length.
@@ -67,7 +67,7 @@ def write(
     **summaries: Any,
 ) -> dict[str, Any]:
     """Writes `config.output`.json: where it comes from, summaries, and every run."""
-    results = {"scale": config.scale._asdict()} | summaries | {"rows": list(rows)}
+    results = summaries | {"rows": list(rows)}
     return write_report(config.output, question, settings(config), results)
 
 

@@ -103,8 +103,9 @@ def _markdown(table: Table, folder: Path) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     columns = zip(*table.rows, strict=True)
     lines.insert(1, "".join("|--:" if _numeric(c) else "|---" for c in columns) + "|")
-    sources = "; ".join(_source(name, folder) for name in table.sources)
-    return "\n".join(lines) + f"\n\n<sub>{sources}</sub>\n"
+    sources = [_source(name, folder) for name in table.sources]
+    below = "; ".join([*sources, *table.notes])
+    return "\n".join(lines) + f"\n\n<sub>{below}</sub>\n"
 
 
 def _numeric(cells: Iterable[str]) -> bool:

@@ -1,6 +1,6 @@
 """Tables of `experiments.books`."""
 
-from experiments.tables.table import Table, Tables, load, number, spread
+from experiments.tables.table import Table, Tables, load, number
 
 _KINDS = ("code", "manuals", "proofs", "prose")
 
@@ -31,7 +31,7 @@ def gain() -> Table:
     for window in (8, 64):
         found = load(f"books/window{window}")["gain"]
         kinds = ("all", *_KINDS)
-        cells = [spread(found[k]["nats"], found[k]["standard_error"], 3) for k in kinds]
+        cells = [number(found[k]["nats"], 3) for k in kinds]
         rows.append([f"window {window}", *cells])
     header = ["nats a token saved beyond the window", "all", *_KINDS]
     return Table(header, rows, ["books/window8", "books/window64"])

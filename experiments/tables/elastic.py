@@ -1,6 +1,6 @@
 """Tables of the experiments with Elastic Memory."""
 
-from experiments.tables.table import Table, Tables, load, number, spread, times
+from experiments.tables.table import Table, Tables, load, number, times
 
 
 def sampling() -> Table:
@@ -10,7 +10,7 @@ def sampling() -> Table:
         change = row["change"]
         if not isinstance(change, str):
             change = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in change.items())
-        nats = spread(row["nats_against_trained"], row["standard_error"], 4)
+        nats = number(row["nats_against_trained"], 4)
         rows.append([change, number(row["beyond_window"], 1), nats])
     header = ["read", "PPL beyond the window", "nats a token against as trained"]
     return Table(header, rows, ["elastic/sampling"])

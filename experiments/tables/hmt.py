@@ -2,38 +2,49 @@
 
 from typing import Any
 
+from experiments.common.gains import shown
+from experiments.hmt.rows import SINK_WINDOW
 from experiments.tables.table import (
     Table,
     Tables,
     load,
     number,
     percent,
-    spread,
     thousands,
     times,
 )
 
 
 def _lengths(name: str) -> Table:
-    """Perplexity of the causal scoring, by model and length of the input."""
+    """Perplexity by row and length of the input."""
     result = load(name)
-    curves = result["scoring"]["causal"]["perplexity"]["all"]
-    rows = [
-        [
-            model,
-            number(result["models"][model]["state_bytes"], 0),
-            number(result["models"][model]["window"], 0),
-            *(number(value, 2) for value in values),
-        ]
-        for model, values in curves.items()
-    ]
+    rows = []
+    for model, values in result["perplexity"]["all"].items():
+        facts = result["models"][model]
+        rows.append(
+            [
+                model,
+                number(facts["state_bytes"], 0),
+                number(facts["reads"], 2),
+                _training(facts),
+                *(number(value, 2) for value in values),
+            ]
+        )
+    rows += [[name, *[""] * (len(rows[0]) - 1)] for name in _missing(result)]
     columns = [f"{thousands(n)} tokens" for n in result["lengths"]]
-    return Table(["PPL", "state bytes", "window", *columns], rows, [name])
+    header = ["PPL", "bytes kept", "tokens read for one", "training", *columns]
+    return Table(header, rows, [name])
 
 
-def length() -> Table:
-    """The backbone that is trained here."""
-    return _lengths("hmt/length")
+def _training(facts: dict[str, Any]) -> str:
+    if "learning_rate" not in facts:
+        return "none"
+    seeds = facts["seeds"]
+    return f"rate {facts['learning_rate']:g}, {seeds} seed{'s' * (seeds > 1)}"
+
+
+def _missing(result: dict[str, Any]) -> list[str]:
+    return [f"{name} (not run yet)" for name in result["missing"]]
 
 
 def smollm2_length() -> Table:
@@ -41,18 +52,26 @@ def smollm2_length() -> Table:
     return _lengths("hmt/smollm2/length")
 
 
+def _gains(name: str) -> Table:
+    """Of each row over the window with sinks, at the longest input that both read."""
+    result = load(name)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for gain in result["gains"]:
+        if gain["base"] == SINK_WINDOW:
+            # The longest comes last.
+            found.setdefault(gain["model"], {})[gain["kind"]] = gain
+    kinds = list(result["perplexity"])
+    rows = [
+        [model, thousands(by["all"]["length"]), *(shown(by[kind]) for kind in kinds)]
+        for model, by in found.items()
+    ]
+    header = [f"nats saved a token over the {SINK_WINDOW}", "tokens", *kinds]
+    return Table(header, rows, [name])
+
+
 def smollm2_gain() -> Table:
-    """Against the window of equal memory, at the longest input, both scorings."""
-    result = load("hmt/smollm2/length")
-    rows = []
-    for scoring, found in result["scoring"].items():
-        for model, gains in found["gain_over_window"].items():
-            last = gains[-1]
-            nats = spread(last["nats"], last["standard_error"], 3)
-            change = f"{last['perplexity_change']:+.1%}"
-            rows.append([f"{model}, scoring: {scoring}", nats, change])
-    header = ["against the window of equal memory", "nats saved a token", "PPL"]
-    return Table(header, rows, ["hmt/smollm2/length"])
+    """SmolLM2-135M."""
+    return _gains("hmt/smollm2/length")
 
 
 def _sizes(name: str) -> Table:
@@ -61,7 +80,7 @@ def _sizes(name: str) -> Table:
         [
             case,
             number(row["perplexity"]["causal"], 1),
-            spread(row["gain"]["nats"], row["gain"]["standard_error"], 4),
+            number(row["gain"]["nats"], 4),
             number(row["training_seconds"], 0),
         ]
         for case, row in load(name)["models"].items()
@@ -89,7 +108,7 @@ def switching() -> Table:
             [
                 form,
                 *(number(x, 1) for x in found["perplexity"]["text"].values()),
-                spread(saved["nats"], saved["standard_error"], 3),
+                number(saved["nats"], 3),
                 percent(recall["even"]),
                 percent(recall["chance_even"]),
             ]
@@ -175,7 +194,6 @@ def _step(step: dict[str, Any]) -> list[str]:
 
 
 TABLES: Tables = {
-    "hmt/length": length,
     "hmt/smollm2_length": smollm2_length,
     "hmt/smollm2_gain": smollm2_gain,
     "hmt/sensory": sensory,

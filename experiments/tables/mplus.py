@@ -1,37 +1,116 @@
-"""Tables of the experiments with M+."""
+"""Tables of what M+ knows: the experiments in `experiments/mplus`."""
 
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.mplus.recipe import in_words
+from experiments.mplus.retention.recorded import by_method
 from experiments.tables.table import Table, Tables, load, number, thousands, times
-
-_OFFICIAL = {
-    "official": "the authors' program",
-    "official_fused": "the same, with PyTorch's fused attention",
-}
-
-
-def _right_answers(name: str) -> Table:
-    """Shares of right answers, with their 95% intervals, by distance."""
-    result = load(name)
-    rows = []
-    for method, found in result["methods"].items():
-        cells = [
-            f"{row['accuracy']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
-            if row["questions"]
-            else "beyond its positions"
-            for row in found["after"].values()
-        ]
-        rows.append([method, *cells])
-    columns = [f"after {thousands(n)} tokens" for n in result["distances"]]
-    return Table(["right answers (95% interval)", *columns], rows, [name])
 
 
 def retention() -> Table:
-    """All methods."""
-    return _right_answers("mplus/retention")
+    """Right answers by distance, with all bytes that are kept."""
+    result = load("mplus/retention")
+    asked, distances = len(result["facts"]), result["distances"]
+    found = result["rows"].values()
+    measured = {f"{row['date']} in {x}" for row in found for x in row["commits"]}
+    rows, notes = [], [f"rows measured {', '.join(sorted(measured))}"]
+    for method in by_method(result).values():
+        count = max(row["questions"] for row in method["after"])
+        if not count:
+            continue
+        label = method["label"]
+        if len(method["seeds"]) > 1:
+            label += f", {len(method['seeds'])} seeds"
+        facts = str(count) if count == asked else f"{count} of {asked}"
+        shares = [_share(row) for row in method["after"]]
+        lead = [_difference(gain) if gain else "" for gain in method["gain"]]
+        rows.append([label, facts, *_kept(method["kept_bytes"]), *shares, *lead])
+        notes += [f"{label}: {in_words(x)}" for x in method["recipes"]]
+    header = ["right answers (95% interval)", "facts", "MB kept", "on the device"]
+    header += [f"after {thousands(n)} tokens" for n in distances]
+    header += [f"M+ more, after {thousands(n)}" for n in distances]
+    return _without_empty(Table(header, rows, ["mplus/retention"], notes))
+
+
+def _difference(found: dict[str, float]) -> str:
+    """A difference with both ends of its interval."""
+    return f"{found['mean']:+.2f} ({found['low']:+.2f} to {found['high']:+.2f})"
+
+
+def _share(row: dict[str, Any]) -> str:
+    if not row["questions"]:
+        return "beyond its positions"
+    return f"{row['accuracy']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+
+
+def _kept(kept: Sequence[dict[str, int]]) -> list[str]:
+    """Megabytes at the distance where the most is kept: in all, and on the device."""
+    most = max(kept, key=lambda x: x["device"] + x["host"])
+    shown = (most["device"] + most["host"], most["device"])
+    return [number(size / 1e6, 2 if size < 1e6 else 0) for size in shown]
+
+
+def _without_empty(table: Table) -> Table:
+    """The table without the columns that say nothing."""
+    kept = [i for i, cells in enumerate(zip(*table.rows, strict=True)) if any(cells)]
+    take = lambda row: [row[i] for i in kept]
+    return table._replace(header=take(table.header), rows=[*map(take, table.rows)])
+
+
+#: Bytes in all layers of SmolLM2-135M in float32: of a row of the store, which lies on
+#: the host; of a token's keys and values.
+_STORE_ROW, _KEYS_AND_VALUES = 30 * 576 * 4, 30 * 2 * 3 * 64 * 4
+#: What the rows of these files are: the window has no sinks, and MemoryLLM has M+'s
+#: weights, which were trained with a store.
+_OLD_ROWS = {
+    "full": "full attention",
+    "window": "window without sinks",
+    "MemoryLLM": "M+'s weights without the store",
+    "BM25": "BM25, 5 chunks in front of the question",
+}
+
+
+def _sixteen_facts(name: str, labels: dict[str, str]) -> Table:
+    """Rows that were measured with 16 facts, under what they are."""
+    result = load(name)
+    sizes, device = result["memory"], result["device_bytes"]
+    everything = device + sizes["store"] * _STORE_ROW
+    # Attention searches a store of other arrays, whose size was not recorded.
+    bytes_of = {"M+": everything, "MemoryLLM": device}
+    bytes_of |= {"window": device, "SnapKV": device}
+    # What was read before the last question that had positions, and all text.
+    bytes_of["full"] = (4_096 + result["config"]["chunk"]) * _KEYS_AND_VALUES
+    bytes_of["BM25"] = 4 * (result["distances"][-1] + result["config"]["chunk"])
+    bytes_of["closed book"] = 0
+    rows = []
+    for method, found in result["methods"].items():
+        cells = [_share(row) for row in found["after"].values()]
+        kept = bytes_of.get(method)
+        size = "" if kept is None else number(kept / 1e6, 2 if kept < 1e6 else 0)
+        rows.append([labels.get(method, method), size, *cells])
+    columns = [f"after {thousands(n)} tokens" for n in result["distances"]]
+    note = "recipe and seed were not recorded"
+    return Table(
+        ["right answers (95% interval)", "MB kept", *columns], rows, [name], [note]
+    )
+
+
+def retention_16_facts() -> Table:
+    """All methods, before the baselines were mended."""
+    return _sixteen_facts("mplus/retention_16_facts", _OLD_ROWS)
 
 
 def retention_stages() -> Table:
     """M+ of three stages beside the MemoryLLM of its second."""
-    return _right_answers("mplus/retention_stages")
+    table = _sixteen_facts(
+        "mplus/retention_stages", {"MemoryLLM": "MemoryLLM, stage 2"}
+    )
+    # Its pool has another size, which is not in the file.
+    return table._replace(
+        header=[table.header[0], *table.header[2:]],
+        rows=[[row[0], *row[2:]] for row in table.rows],
+    )
 
 
 def retrieval_quality() -> Table:
@@ -52,108 +131,86 @@ def retrieval_quality() -> Table:
     ]
     header = ["tokens since", "rows of the answer's sentence", "against chance"]
     header += ["rows of the fact's context", "against chance", "chance"]
-    return Table(header, rows, ["mplus/retrieval_quality"])
+    return Table(header, rows, ["mplus/retrieval_quality"], _recipe(result))
+
+
+#: A window that slid past the text's first token, which attention relies on.
+_WITHOUT_SINKS = "backbone, window of 1,280"
 
 
 def perplexity() -> Table:
     """Perplexity after so many tokens of the same text."""
-    result = load("mplus/perplexity")
+    names = ["mplus/perplexity", "mplus/perplexity_backbone"]
+    results = [load(name) for name in names]
+    rows, notes = {}, []
+    for result in results:
+        for name, values in result["perplexity"].items():
+            if name in result["leaking"] or name == _WITHOUT_SINKS:
+                continue
+            kept = result.get("kept_bytes", {}).get(name)
+            size = None if kept is None else (kept["device"] + kept["host"]) / 1e6
+            cells = [number(value, 2) for value in values]
+            rows[name] = [name, number(size, 2 if size and size < 1 else 0), *cells]
+        recipes = result.get("recipes", {})
+        notes += [f"{name}: {in_words(x)}" for name, x in recipes.items()]
+    if "recipes" not in results[0]:
+        notes.append("recipe and seed of the trained rows were not recorded")
+    columns = [f"after {thousands(n)}" for n in results[0]["tokens_told"]]
+    return Table(["PPL", "MB kept", *columns], [*rows.values()], names, notes)
+
+
+def snapkv_kept() -> Table:
+    """Shares of tokens that SnapKV keeps."""
+    result = load("mplus/snapkv_kept")
     rows = [
-        [name, *(number(value, 2) for value in values)]
-        for name, values in result["perplexity"].items()
-        if name not in result["leaking"]
+        [
+            thousands(distance),
+            *(
+                number(result[part][way][i], 2)
+                for way in ("streamed", "question")
+                for part in ("answer_sentence", "fact_chunk")
+            ),
+            number(result["share_at_random"][i], 2),
+        ]
+        for i, distance in enumerate(result["distances"])
     ]
-    columns = [f"after {thousands(n)}" for n in result["tokens_told"]]
-    return Table(["PPL", *columns], rows, ["mplus/perplexity"])
+    header = ["tokens since", "streamed: answer's sentence", "its chunk"]
+    header += ["the question votes: answer's sentence", "its chunk", "at random"]
+    return Table(header, rows, ["mplus/snapkv_kept"])
 
 
 def short() -> Table:
     """Short texts and closed-book answers."""
+    result = load("mplus/short")
     rows = [
         [
             name,
             number(row["perplexity"], 1),
             number(row["nats_lost"]["mean"], 3),
             number(row["right"]["accuracy"], 2),
+            _difference(row["right"]["lost"]),
         ]
-        for name, row in load("mplus/short")["models"].items()
+        for name, row in result["models"].items()
     ]
     header = ["", "PPL", "nats lost against the backbone", "right answers of four"]
-    return Table(header, rows, ["mplus/short"])
+    header.append("fewer than the backbone")
+    return Table(header, rows, ["mplus/short"], _recipe(result))
 
 
-def speed() -> Table:
-    """Seconds of injecting, reading and searching, with speedups of ours."""
-    result = load("mplus/speed")
-    parts = [
-        (f"{act}, pool {thousands(m['pool'])}, store {thousands(m['store'])}", row, act)
-        for row in result["rounds"]
-        for m in [row["memory"]]
-        for act in ("inject", "read")
-    ]
-    parts.append(("one layer's search", result["search"], "search"))
-    rows = []
-    for label, row, act in parts:
-        found = row["implementations"]
-        ours = found["ours"][act]
-        cells = [number(ours["median_s"], 3)]
-        for name in _OFFICIAL:
-            cells.append(number(found[name][act]["median_s"], 3))
-            cells.append(times(ours["speedup"][name]))
-        rows.append([label, *cells])
-    header = ["seconds", "memjax"]
-    for name in _OFFICIAL.values():
-        header += [name, "speedup"]
-    return Table(header, rows, ["mplus/speed"])
-
-
-def growth() -> Table:
-    """Seconds of a single inject into an empty store, and after all injects."""
-    found = load("mplus/speed")["growth"]["implementations"]
-    names = {"ours": "memjax"} | _OFFICIAL
-    ends = ("first_tenth_s", "last_tenth_s")
-    rows = [
-        [label, *(number(1e3 * found[n][end], 0) for end in ends)]
-        for n, label in names.items()
-    ]
-    return Table(["ms an inject", "first tenth", "last tenth"], rows, ["mplus/speed"])
-
-
-# Of the lengths that were measured; the file has more.
-_COST_LENGTHS = (2048, 32_768, 131_072)
-
-
-def cost() -> Table:
-    """Memory on the device and time, by tokens injected."""
-    rows = []
-    for kind, found in load("mplus/cost")["models"].items():
-        for row in found:
-            if row["length"] not in _COST_LENGTHS:
-                continue
-            seconds = row.get("seconds", {})
-            device = row.get("place_bytes", {}).get("device")
-            rows.append(
-                [
-                    kind,
-                    thousands(row["length"]),
-                    number(None if device is None else device / 1e6, 1),
-                    number(row["state_bytes"]["total"] / 1e6, 1),
-                    number(seconds.get("inject"), 1),
-                    number(seconds.get("query"), 2),
-                    number(row["operations"]["inject"] / 1e9, 0),
-                ]
-            )
-    header = ["", "tokens", "MB on the device", "state, MB", "inject, s", "query, s"]
-    return Table([*header, "inject, GFLOP"], rows, ["mplus/cost"])
+def _recipe(result: dict[str, Any]) -> list[str]:
+    """How the model of a result was trained, for the caption."""
+    stages = result.get("recipe", "not recorded")
+    if stages == "not recorded":
+        return ["recipe and seed were not recorded"]
+    return [in_words(stages)] if stages else []
 
 
 TABLES: Tables = {
     "mplus/retention": retention,
+    "mplus/retention_16_facts": retention_16_facts,
     "mplus/retention_stages": retention_stages,
+    "mplus/snapkv_kept": snapkv_kept,
     "mplus/retrieval_quality": retrieval_quality,
     "mplus/perplexity": perplexity,
     "mplus/short": short,
-    "mplus/speed": speed,
-    "mplus/growth": growth,
-    "mplus/cost": cost,
 }

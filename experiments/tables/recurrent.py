@@ -6,54 +6,84 @@ from experiments.tables.table import Table, Tables, load, number, spread
 
 
 def _ablation(name: str) -> Table:
-    """Perplexity of every variant, and what the paper has for it."""
+    """Right answers of every variant by pairs, and what the paper has for it."""
     result = load(name)
+    by = _cells(result["accuracy"])
+    pairs = _columns(result["accuracy"])
     rows = [
-        [
-            row["name"],
-            spread(row["mean"], row["error"], 2),
-            spread(row["difference"], row["difference_error"], 2),
-            number(result["paper"].get(row["name"]), 2),
-        ]
-        for row in result["perplexity"]
+        [n, *(by.get((n, p), "") for p in pairs), number(result["paper"].get(n), 2)]
+        for n in dict.fromkeys(row["name"] for row in result["accuracy"])
     ]
-    header = ["", "PPL", "difference, paired by seed", "PPL in the paper, 125M"]
-    return Table(header, rows, [name])
+    header = ["right answers", *(f"{p} pairs" for p in pairs)]
+    return Table([*header, "PPL in the paper, 125M"], rows, [name])
 
 
 def trellis_ablation() -> Table:
-    """The parts of Trellis; differences are against Trellis."""
+    """The parts of Trellis."""
     return _ablation("recurrent/trellis_ablation")
 
 
 def lattice_ablation() -> Table:
-    """The parts of Lattice; differences are against the normalised projection."""
+    """The parts of Lattice."""
     return _ablation("recurrent/lattice_ablation")
 
 
-def _by(rows: list[dict[str, Any]], field: str, digits: int) -> list[list[str]]:
-    """One row a model, one column a value of the field."""
-    columns = sorted({row[field] for row in rows})
-    names = dict.fromkeys(row["name"] for row in rows)
-    cells = {(r["name"], r[field]): spread(r["mean"], r["error"], digits) for r in rows}
-    return [[n, *(cells.get((n, c), "") for c in columns)] for n in names]
+def trellis_steps() -> Table:
+    """Recall and perplexity on validation data, and the perplexity of n-grams."""
+    result = load("recurrent/trellis_steps")
+    recalled, text = (
+        {row["name"]: spread(row["mean"], row["error"], 2) for row in result[metric]}
+        for metric in ("validation", "perplexity")
+    )
+    rows = [[name, recalled.get(name, ""), text.get(name, "")] for name in recalled]
+    rows += [[name, "", number(value, 2)] for name, value in result["ngrams"].items()]
+    header = ["validation data", "right answers", "PPL per byte"]
+    return Table(header, rows, ["recurrent/trellis_steps"])
 
 
-def context_length() -> Table:
-    """Perplexity by mixer and training context."""
-    rows = load("recurrent/context_length")["perplexity"]
-    lengths = sorted({row["context_length"] for row in rows})
-    header = ["PPL", *(f"{n} tokens" for n in lengths)]
-    cells = _by(rows, "context_length", 2)
-    return Table(header, cells, ["recurrent/context_length"])
+def _columns(rows: list[dict[str, Any]]) -> list[int]:
+    return sorted({row["pairs"] for row in rows})
+
+
+def _cells(rows: list[dict[str, Any]]) -> dict[tuple[str, int], str]:
+    """Mean and error over seeds of a model at a number of pairs."""
+    return {
+        (row["name"], row["pairs"]): spread(row["mean"], row["error"], 2)
+        for row in rows
+    }
 
 
 def recall() -> Table:
-    """Accuracy of multi-query recall by mixer and number of pairs."""
-    rows = load("recurrent/recall")["accuracy"]["MQAR"]
-    pairs = sorted({row["pairs"] for row in rows})
-    header = ["accuracy", *(f"{n} pairs" for n in pairs)]
-    return Table(header, _by(rows, "pairs", 2), ["recurrent/recall"])
+    """Right answers of every mixer by pairs, at a length that has room for all."""
+    result = load("recurrent/recall")
+    length = result["task"]["lengths"][1]
+    rows = result["accuracy"][str(length)]
+    pairs, cells = _columns(rows), _cells(rows)
+    runs = {row["name"]: row for row in result["rows"]}
+    table = [
+        [
+            name,
+            number(run["state_bytes"], 0),
+            f"{run['learning_rate']:g}",
+            *(cells[name, count] for count in pairs),
+        ]
+        for name, run in runs.items()
+    ]
+    header = ["right answers", "state bytes", "learning rate"]
+    header += [f"{count} pairs" for count in pairs]
+    return Table(header, table, ["recurrent/recall"])
+
+
+def recall_length() -> Table:
+    """Right answers of every mixer by the length of the sequence, at a few pairs."""
+    result = load("recurrent/recall")
+    count = result["task"]["pairs"][1]
+    lengths = result["task"]["lengths"]
+    cells = {n: _cells(result["accuracy"][str(n)]) for n in lengths}
+    names = dict.fromkeys(row["name"] for row in result["rows"])
+    rows = [[name, *(cells[n][name, count] for n in lengths)] for name in names]
+    header = [f"right answers, {count} pairs", *(f"{n:,} tokens" for n in lengths)]
+    return Table(header, rows, ["recurrent/recall"])
 
 
 # Of the mean step sizes that were measured; the file has more.
@@ -94,8 +124,9 @@ def lattice_times() -> Table:
 TABLES: Tables = {
     "recurrent/trellis_ablation": trellis_ablation,
     "recurrent/lattice_ablation": lattice_ablation,
-    "recurrent/context_length": context_length,
+    "recurrent/trellis_steps": trellis_steps,
     "recurrent/recall": recall,
+    "recurrent/recall_length": recall_length,
     "recurrent/lattice_chunks": lattice_chunks,
     "recurrent/lattice_times": lattice_times,
 }

@@ -14,11 +14,13 @@ class Table(NamedTuple):
         header: names of the columns; the first column names the rows.
         rows: one text a column.
         sources: names of the result files, as `load` takes them.
+        notes: what else stands below, such as how a model was trained.
     """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     sources: Sequence[str]
+    notes: Sequence[str] = ()
 
 
 # The tables of one module, by name.

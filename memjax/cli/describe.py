@@ -20,7 +20,7 @@ from memjax.training.finetune.hmt_presets import presets as hmt_presets
 from memjax.training.finetune.mplus_presets import presets as mplus_presets
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.retrofit_presets import presets as retrofit_presets
-from memjax.training.finetune.retrofit_stage import RetrofitSettings
+from memjax.training.finetune.retrofit_stage import RetrofitStage
 from memjax.training.finetune.retrofit_stages import RetrofitStages
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import NO_MEMORY
@@ -78,8 +78,8 @@ def _mechanism(model: ModelConfig) -> str:
 def _memory(config: Any) -> str:
     """The system, and which of its stages."""
     match config:
-        case RetrofitSettings():
-            return f"{config.memory} in layers" if config.has_new else "none: a window"
+        case RetrofitStages():
+            return f"{config.memory} in {config.count} layers"
         case HMTStages():
             return "HMT, both stages"
         case MPlusStages():
@@ -97,8 +97,8 @@ def _memory(config: Any) -> str:
     return "MemoryLLM"
 
 
-def _sizes(stage: SegmentStage | MPlusStage | RetrofitSettings) -> str:
-    if isinstance(stage, RetrofitSettings):
+def _sizes(stage: SegmentStage | MPlusStage | RetrofitStage) -> str:
+    if isinstance(stage, RetrofitStage):
         return f"window {stage.window:,}, {stage.sinks} sinks"
     if isinstance(stage, MPlusStage):
         memory = stage.memory

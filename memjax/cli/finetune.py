@@ -12,21 +12,20 @@ from memjax.training.finetune.curricula import HMTStages, MPlusStages
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.retrofit_stage import RetrofitStage
 from memjax.training.finetune.retrofit_stages import (
-    LAYERS_FILE,
     RetrofitStages,
     with_layers,
 )
 from memjax.training.finetune.segment_stage import SegmentStage
 
+#: What a preset, or the record of a run, may be.
+Config = (
+    SegmentStage | MPlusStage | RetrofitStage | HMTStages | MPlusStages | RetrofitStages
+)
+
 
 def presets() -> dict[str, Any]:
     """All fine-tunings by name."""
     return hmt_presets.presets() | mplus_presets.presets() | retrofit_presets.presets()
-
-
-Config = (
-    SegmentStage | MPlusStage | RetrofitStage | HMTStages | MPlusStages | RetrofitStages
-)
 
 
 def finetune(
@@ -68,12 +67,10 @@ def finetune(
 def _with_layers(
     config: RetrofitStages, backbone: str | None, run_dir: Path
 ) -> RetrofitStages:
-    """The configuration with numbers for layers; says which were chosen."""
+    """The configuration with numbers for layers."""
     if config.layers != "auto":
         return config
     if backbone is None:
         raise ValueError("--layers auto needs --backbone, got none")
     with Progress("choosing layers", "layers") as progress:
-        chosen = with_layers(config, backbone, run_dir, progress)
-    print(f"layers      {', '.join(map(str, chosen.layers))}; {run_dir / LAYERS_FILE}")
-    return chosen
+        return with_layers(config, backbone, run_dir, progress)

@@ -12,4 +12,6 @@ from memjax.evaluation.perplexity import by_position as by_position
 from memjax.evaluation.perplexity import losses as losses
 from memjax.evaluation.perplexity import octaves as octaves
 from memjax.evaluation.perplexity import perplexity as perplexity
+from memjax.evaluation.statistics import Gain as Gain
+from memjax.evaluation.statistics import gain_by_document as gain_by_document
 from memjax.models.loss import scored as scored

@@ -28,7 +28,7 @@ def layer_sensitivity(
 ) -> Float[np.ndarray, " L"]:
     """How much the loss rises when a layer alone sees a window, all others everything.
 
-    Of the targets beyond the window, in nats a token. A text of T tokens costs one
+    In nats a token, of the targets that see less with a window. A text costs one
     reading of it and, for each layer, one of the layers from there on: half of L + 1
     readings in all, of two compiled programs for each kind of layer.
 
@@ -59,7 +59,7 @@ def layer_sensitivity(
     depth = model.config.num_layers
     rises = np.full((len(tokens), depth), np.nan)
     for row, text in enumerate(tokens):
-        rest = functools.partial(_loss, model, jnp.asarray(text)[None], window)
+        rest = functools.partial(_loss, model, jnp.asarray(text)[None], window + sinks)
         inputs, h = [], model.enter(model.embed(jnp.asarray(text)[None, :-1]))
         for i in range(depth):
             inputs.append(h)
@@ -104,10 +104,10 @@ def _run(config, mechanism, parameters, h):
     return run_block(config, mix, parameters, None, h)[1]
 
 
-def _loss(model: LanguageModel, text: Array, window: int, h: Array) -> float:
-    """Mean loss of the targets beyond the window, of what the last layer gave."""
+def _loss(model: LanguageModel, text: Array, first: int, h: Array) -> float:
+    """Mean loss of the targets from `first` on, of what the last layer gave."""
     graph, variables = nnx.split(model)
-    return float(_head(graph, variables, h[:, window:], text[:, window + 1 :]))
+    return float(_head(graph, variables, h[:, first:], text[:, first + 1 :]))
 
 
 @functools.partial(jax.jit, static_argnums=0)

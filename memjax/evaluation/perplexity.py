@@ -142,7 +142,7 @@ def _score(graph, params, state, tokens, targets) -> tuple[tuple, Array]:
 
 
 def _texts(documents, context_length):
-    """The documents, or what they are cut into; a text of n + 1 tokens has n targets."""
+    """Documents, or what they are cut into; a text of n + 1 tokens has n targets."""
     texts = []
     for document in documents:
         step = context_length or len(document.tokens)

@@ -82,7 +82,7 @@ def apply(
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
     beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
-    return delta_rule(q, k, v, beta, memory)
+    return delta_rule(q, k, v, beta, memory, implementation=config.implementation)
 
 
 def deltanet(config: DeltaNetConfig) -> Mechanism:

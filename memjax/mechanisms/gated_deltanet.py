@@ -88,7 +88,9 @@ def apply(
     """What T steps give, a chunk at a time."""
     beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
     _, g = decay(params.decay, x)
-    return gated_delta_rule(q, k, v, beta, g, memory)
+    return gated_delta_rule(
+        *(q, k, v, beta, g, memory), implementation=config.implementation
+    )
 
 
 def gated_deltanet(config: GatedDeltaNetConfig) -> Mechanism:

@@ -91,7 +91,8 @@ def apply(
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
     g = _log_gates(params, x)
-    return gla_op(q * config.key_dim**-0.5, k, v, g, memory)
+    q = q * config.key_dim**-0.5
+    return gla_op(q, k, v, g, memory, implementation=config.implementation)
 
 
 def gla(config: GLAConfig) -> Mechanism:

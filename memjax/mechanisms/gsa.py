@@ -146,7 +146,9 @@ def apply(
 ) -> tuple[SlotState, Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
     q, alpha, g = _gates(params, x, q)
-    return gated_slots(q, k, v, alpha, g, memory)
+    return gated_slots(
+        *(q, k, v, alpha, g, memory), implementation=config.implementation
+    )
 
 
 def gsa(config: GSAConfig) -> Mechanism:

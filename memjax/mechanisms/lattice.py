@@ -166,6 +166,7 @@ def apply(
         variant=config.variant,
         normalize=config.normalize,
         forget=config.forget,
+        implementation=config.implementation,
     )
     return after_start(memory, slots), y
 

@@ -81,7 +81,8 @@ def apply(
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
     del params, x
-    return linear_attention_op(q * config.key_dim**-0.5, k, v, memory)
+    q = q * config.key_dim**-0.5
+    return linear_attention_op(*(q, k, v, memory), implementation=config.implementation)
 
 
 def linear_attention(config: LinearAttentionConfig) -> Mechanism:

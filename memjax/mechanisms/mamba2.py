@@ -100,7 +100,8 @@ def apply(
     """What T steps give, a chunk at a time."""
     pace, g = decay(params.decay, x)
     write = (v * pace[..., None]).astype(v.dtype)
-    memory, y = ssd(q * config.key_dim**-0.5, k, write, g, memory)
+    q = q * config.key_dim**-0.5
+    memory, y = ssd(q, k, write, g, memory, implementation=config.implementation)
     return memory, y + (params.skip[None, None, :, None] * v).astype(v.dtype)
 
 

@@ -1,6 +1,6 @@
 """Trellis: keys, then values, compressed into slots by online gradient descent.
 
-    γ_t = step · sigmoid(w_γ x + b_γ)        g_t = log sigmoid(w_g x + b_g)
+    γ_t = sigmoid(w_γ x + b_γ), bounded      g_t = log sigmoid(w_g x + b_g)
     a_t = W_a x, the target of both passes
     M ← exp(g_t) M - γ_t J_φ(M' k_t)ᵀ (φ(M' k_t) - a_t) k_tᵀ    M' at the chunk's start
     y_t = Ṽ_tᵀ f(K̃_t q_t)
@@ -8,8 +8,9 @@
 Karami et al., "Trellis: Learning to Compress Key-Value Memory in Attention Models",
 eqs. 8 to 14; `memjax_kernels.trellis` is the recurrence. What the paper leaves open:
 values are divided by their norm, for they are the keys of the second pass, in which a
-step of γ |v|² > 2 would diverge; both memories start from learned weights; a memory
-begins to forget with exp(g) = 0.99.
+step of γ |v|² > 2 would diverge; steps are bounded by what the keys of a chunk have in
+common (`layers.overlap`); both memories start from learned weights; a memory begins to
+forget with exp(g) = 0.99.
 
 Shapes: B batch, T time, D model, H heads, K key, V value, M slots, C chunk.
 """
@@ -33,6 +34,12 @@ from memjax.mechanisms.layers.memory_core import (
     started,
     unstarted,
 )
+from memjax.mechanisms.layers.overlap import (
+    Written,
+    bounded_step,
+    bounded_steps,
+    nothing_written,
+)
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels.trellis import TrellisState, empty_state
 from memjax_kernels.trellis import step as op_step
@@ -52,15 +59,14 @@ class TrellisConfig(RecurrentConfig):
         activation: f, between the passes.
         forget: whether the memories forget; without, g = 0.
         shared_gates: whether both passes have the same γ and g; else each its own.
-        step_size: largest γ. None is 1 / chunk_size: all gradients of a chunk are
-            taken at one memory, and steps of 1 overshoot it. With φ = identity or silu
-            they diverge on a key that repeats; with φ = l2_silu and chunks of 64 a
-            small model came to perplexity 14.1 instead of 11.8
-            (`experiments/recurrent/trellis_ablation.py`).
+        step_size: largest γ. None bounds each γ, of 1 at most, by what the keys before
+            it in its chunk have in common with its own (`layers.overlap`): a key is
+            written whole when it comes once, and does not overshoot when it repeats.
+            TODO
     """
 
     slots: int = 64
-    chunk_size: int = 64
+    chunk_size: int = 16
     phi: Phi = "l2_silu"
     activation: Activation = "ln_silu"
     forget: bool = True
@@ -76,9 +82,9 @@ class TrellisConfig(RecurrentConfig):
             check_positive(step_size=self.step_size)
 
     @property
-    def largest_step(self) -> float:
-        """`step_size`, with None resolved."""
-        return 1.0 / self.chunk_size if self.step_size is None else self.step_size
+    def bounded(self) -> bool:
+        """Whether steps depend on the keys before them; a chunk of one has none."""
+        return self.step_size is None and self.chunk_size > 1
 
     def core(self) -> MemoryCore:
         """The memory of these sizes."""
@@ -125,6 +131,13 @@ def init_params(config: TrellisConfig, key: PRNGKeyArray) -> TrellisParams:
     )
 
 
+class Memory(NamedTuple):
+    """Both memories, and the open chunk's keys of both passes where steps need them."""
+
+    slots: TrellisState
+    written: tuple[Written, Written] | None
+
+
 def init_state(config: TrellisConfig, batch: int) -> LearnedStart:
     """Memories that wait for their learned start."""
     heads, slots = config.num_heads, config.slots
@@ -132,7 +145,7 @@ def init_state(config: TrellisConfig, batch: int) -> LearnedStart:
         *(batch, heads, slots, config.key_dim, config.value_dim),
         chunk_size=config.chunk_size,
     )
-    return unstarted(batch, memory)
+    return unstarted(batch, Memory(memory, _nothing_written(config, batch)))
 
 
 def step(
@@ -145,16 +158,19 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[LearnedStart, Float[Array, "B H V"]]:
     """Writes one token into both memories and reads with its query."""
-    slots = started(memory, _start(config, params, x.shape[0]))
+    slots, written = started(memory, _start(config, params, x.shape[0]))
+    # Values are the keys of the second pass, in which a step of γ |v|² > 2 would
+    # diverge.
+    v = gates.l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
+    if written is not None:
+        written, gamma = _bounded(bounded_step, written, slots.position, k, v, gamma)
     slots, y = op_step(
-        # Values are the keys of the second pass, in which a step of γ |v|² > 2 would
-        # diverge.
-        *(q, k, gates.l2_normalize(v), target, gamma, g, slots),
+        *(q, k, v, target, gamma, g, slots),
         phi=config.phi,
         activation=config.activation,
     )
-    return after_start(memory, slots), y
+    return after_start(memory, Memory(slots, written)), y
 
 
 def apply(
@@ -167,16 +183,20 @@ def apply(
     x: Float[Array, "B T D"],
 ) -> tuple[LearnedStart, Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    slots = started(memory, _start(config, params, x.shape[0]))
+    slots, written = started(memory, _start(config, params, x.shape[0]))
+    # Values are normalised, as in `step`.
+    v = gates.l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
+    if written is not None:
+        written, gamma = _bounded(bounded_steps, written, slots.position, k, v, gamma)
     slots, y = trellis_op(
-        # Values are normalised, as in `step`.
-        *(q, k, gates.l2_normalize(v), target, gamma, g, slots),
+        *(q, k, v, target, gamma, g, slots),
         chunk_size=config.chunk_size,
         phi=config.phi,
         activation=config.activation,
+        implementation=config.implementation,
     )
-    return after_start(memory, slots), y
+    return after_start(memory, Memory(slots, written)), y
 
 
 def trellis(config: TrellisConfig) -> Mechanism:
@@ -193,7 +213,28 @@ def _start(config, params, batch):
     # Position 0 is the start of a chunk, where the running memories are those in which
     # gradients are taken.
     position = jnp.zeros(batch, jnp.int32)
-    return TrellisState(keys, keys, values, values, position, config.chunk_size)
+    slots = TrellisState(keys, keys, values, values, position, config.chunk_size)
+    return Memory(slots, _nothing_written(config, batch))
+
+
+def _nothing_written(config, batch):
+    """The keys of both passes in a chunk that begins, None where nobody asks."""
+    if not config.bounded:
+        return None
+    sizes = batch, config.chunk_size, config.num_heads
+    return tuple(
+        nothing_written(*sizes, width) for width in (config.key_dim, config.value_dim)
+    )
+
+
+def _bounded(bound, written, position, k, v, gamma):
+    """The chunk's keys, and γ of both passes [*B, H, 2] bounded by those before."""
+    shared = gamma.ndim == k.ndim - 1
+    of_each = (gamma, gamma) if shared else (gamma[..., 0], gamma[..., 1])
+    passes = zip(written, (k, v), of_each, strict=True)
+    found = [bound(before, position, keys, steps) for before, keys, steps in passes]
+    written, gamma = zip(*found, strict=True)
+    return written, jnp.stack(gamma, axis=-1)
 
 
 def _target_and_gates(config, params, x):
@@ -205,5 +246,4 @@ def _target_and_gates(config, params, x):
         # not round to log 0.
         g = jax.nn.log_sigmoid(gates.gate_logits(params.forget, x))
     target = gates.linear_logits(x, params.target)
-    # The sigmoid bounds γ by the largest step, beyond which repeated keys diverge.
-    return target, gamma * config.largest_step, g
+    return target, gamma * (config.step_size or 1.0), g

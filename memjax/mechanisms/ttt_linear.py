@@ -140,7 +140,9 @@ def apply(
     layer = started(memory, _start(config, params, x.shape[0]))
     eta, scale, shift = _rate_and_norm(config, params, x)
     layer, y = ttt_linear_op(
-        q, k, v, eta, scale, shift, layer, chunk_size=config.chunk_size
+        *(q, k, v, eta, scale, shift, layer),
+        chunk_size=config.chunk_size,
+        implementation=config.implementation,
     )
     return after_start(memory, layer), y
 

@@ -8,6 +8,7 @@ from memjax.models.language_model.config import ModelConfig as ModelConfig
 from memjax.models.language_model.model import LanguageModel as LanguageModel
 from memjax.models.language_model.presets import preset as preset
 from memjax.models.language_model.reread import ReReadWindow as ReReadWindow
+from memjax.models.language_model.retrofit import retrofit as retrofit
 from memjax.models.mplus.build import memoryllm as memoryllm
 from memjax.models.mplus.build import mplus as mplus
 from memjax.models.mplus.config import MPlusConfig as MPlusConfig

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 import yaml
 
+from memjax.cli.finetune import presets as finetune_presets
 from memjax.models.checkpoints.pretrained import save_pretrained
 from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.training.config import presets as training_presets
-from memjax.training.finetune import hmt_presets, mplus_presets
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ def test_links_to_files_exist():
 
 def test_files_and_presets_that_are_named_exist():
     presets = {*training_presets()}
-    finetunings = {*hmt_presets.presets(), *mplus_presets.presets()}
+    finetunings = {*finetune_presets()}
     for name, page in PAGES.items():
         text = page.read_text()
         for path in re.findall(

@@ -22,7 +22,7 @@ def loss_beyond(model, texts):
     losses = token_losses(
         model.logits, features, jnp.asarray(texts[:, 1:]), model.vocab_size
     )
-    return float(losses[:, WINDOW:].mean())
+    return float(losses[:, WINDOW + SINKS :].mean())
 
 
 def test_it_is_the_rise_of_the_loss_with_one_layer_windowed():

@@ -62,9 +62,9 @@ def losses(saved, targets, kinds=None, texts=1):
     mask = (np.arange(width) < np.asarray(targets)[:, None]).astype(np.float32)
     nll = np.random.default_rng(1).uniform(1, 5, mask.shape).astype(np.float32) * mask
     names = tuple(f"document {i}" for i in range(count))
-    base = Losses(*(np.repeat(x, texts, axis=0) for x in (nll, mask)), (), ())
+    nll, mask = (np.repeat(x, texts, axis=0) for x in (nll, mask))
     many = lambda x: tuple(name for name in x for _ in range(texts))
-    base = base._replace(kinds=many(kinds), documents=many(names))
+    base = Losses(nll, mask, many(kinds), many(names))
     less = np.repeat(np.asarray(saved, np.float32)[:, None], texts, axis=0)
     return base, base._replace(nll=(base.nll - less * base.mask))
 

@@ -32,6 +32,8 @@ def test_it_reports_both_models_fairly(run_dir):
     assert memory["state_bytes"] != plain["state_bytes"]
     assert report["steps"] == 2
     assert set(report["gain"]) == {"all", "code", "manuals", "proofs", "prose"}
+    # There is one document of a kind: no interval.
+    assert all(found["low"] is None for found in report["gain"].values())
     # Two steps teach next to nothing: both are near the uniform 4096.
     for model in (plain, memory):
         assert 1000 < model["perplexity"] < 6000
@@ -43,7 +45,7 @@ def test_it_reports_both_models_fairly(run_dir):
     ("fields", "message"),
     [
         ({"minutes": 0.0}, "minutes"),
-        ({"test_texts": 1}, "test_texts"),
+        ({"test_texts": 0}, "test_texts must be at least 1"),
         ({"context_length": 8}, "context_length=8"),
     ],
 )

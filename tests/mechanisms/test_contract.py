@@ -52,9 +52,7 @@ CONFIGS: dict[str, MixerConfig] = {
     ),
     "sliding_window": SlidingWindowConfig(**HEADS, window=4),
     "sliding_window_sinks": WINDOW,
-    "beside_trellis": BesideConfig(
-        WINDOW, TrellisConfig(**MEMORY, slots=5, chunk_size=4)
-    ),
+    "beside": BesideConfig(WINDOW, TrellisConfig(**MEMORY, slots=5, chunk_size=4)),
     "beside_elastic": BesideConfig(
         WINDOW, ElasticCoreConfig(4, 2, 4, order=6, block=3)
     ),

@@ -114,7 +114,8 @@ def test_a_part_can_have_a_rate_of_its_own_and_the_same_state():
         "b": jnp.ones(4),
         "c": jnp.ones(4),
     }
-    changed = with_rates(whole, {"a": 5.0, "b": 0.0})
+    # By a part of the path below an attribute, or by the attribute.
+    changed = with_rates(whole, {"a/w": 5.0, "b": 0.0})
     state, other = jax.jit(lambda: (whole.init(params), changed.init(params)))()
 
     @jax.jit

@@ -4,27 +4,28 @@ A query does not change the memory. The answer is right if it occurs in what is
 generated greedily, as in the published programs of M+ (Wang et al., 2025,
 https://arxiv.org/abs/2502.00592, section 4.3).
 
-Shapes: B batch, C tokens of a chunk, P of a question, N of an answer.
+Shapes: B batch, C tokens of a chunk, P of a question, N of an answer, F facts.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float64, Int32
 
 from experiments.mplus.retention.samples import Samples
-from memjax.data import Question, Tokenizer
+from experiments.mplus.retention.variants import KeptBytes
+from memjax.data import Tokenizer
+
+#: In the place of a mark where a method has no positions for a question.
+NOT_ASKED = "-"
+#: Times that subjects are drawn anew for an interval.
+RESAMPLES = 10_000
 
 
 class Method(Protocol):
     """A memory method: injects chunks, answers queries; memories are values."""
-
-    @property
-    def longest(self) -> int | None:
-        """Maximal tokens injected, queried and generated in all; None is unlimited."""
-        ...
 
     def start(self, batch: int) -> Any:
         """An empty memory for `batch` batch elements."""
@@ -36,26 +37,19 @@ class Method(Protocol):
 
     def query(
         self, memory: Any, prompt: Int32[np.ndarray, "B P"], count: int
-    ) -> Int32[np.ndarray, "B N"]:
-        """Continues a prompt greedily by `count` tokens; the memory is unchanged."""
+    ) -> Int32[np.ndarray, "B N"] | None:
+        """Continues a prompt greedily by `count` tokens; the memory is unchanged.
+
+        None where the method has no positions for so many tokens.
+        """
+        ...
+
+    def kept(self, injected: int) -> KeptBytes:
+        """What is kept of one batch element after so many injected tokens."""
         ...
 
 
-class QueryResult(NamedTuple):
-    """The answer to one query.
-
-    Attributes:
-        fact: the fact that was queried.
-        num_chunks: chunks injected since the fact's context.
-        text: the generated text; None if the method has no room for so many tokens.
-    """
-
-    fact: Question
-    num_chunks: int
-    text: str | None
-
-
-def inject_and_query(
+def query_batches(
     method: Method,
     batches: Sequence[Samples],
     tokenizer: Tokenizer,
@@ -63,8 +57,8 @@ def inject_and_query(
     after: Sequence[int],
     answer: int,
     carry: bool,
-) -> Iterator[QueryResult]:
-    """Injects each batch of samples chunk by chunk and yields the query results.
+) -> Iterator[list[str]]:
+    """Injects each batch of samples chunk by chunk and yields marks of its answers.
 
     Args:
         method: what is tested.
@@ -74,24 +68,33 @@ def inject_and_query(
         answer: tokens to generate.
         carry: keep each batch element's memory from sample to sample; False starts
             every sample with an empty memory.
+
+    Yields:
+        Of a batch, one string for each of `after`, with a mark for each fact.
     """
-    memory, injected = None, 0
+    memory = None
     for batch in batches:
         if memory is None or not carry:
-            memory, injected = method.start(len(batch.facts)), 0
+            memory = method.start(len(batch.facts))
+        marks = []
         for count, chunk in enumerate([batch.context, *batch.chunks][: after[-1] + 1]):
-            injected += chunk.shape[1]
-            needed = injected + batch.prompts.shape[1] + answer
-            fits = method.longest is None or needed <= method.longest
-            if fits:
-                memory = method.inject(memory, chunk)
+            memory = method.inject(memory, chunk)
             if count in after:
-                texts: list[str | None] = [None] * len(batch.facts)
-                if fits:
-                    found = method.query(memory, batch.prompts, answer)
-                    texts = [tokenizer.decode(tokens) for tokens in found]
-                for fact, text in zip(batch.facts, texts, strict=True):
-                    yield QueryResult(fact, count, text)
+                found = method.query(memory, batch.prompts, answer)
+                if found is None:
+                    marks.append(NOT_ASKED * len(batch.facts))
+                    continue
+                texts = map(tokenizer.decode, found)
+                pairs = zip(batch.facts, texts, strict=True)
+                marks.append("".join(mark(fact.answer, text) for fact, text in pairs))
+        yield marks
+
+
+def mark(answer: str, text: str) -> str:
+    """ "2" where the text begins with the answer, "1" where it occurs in it, or "0"."""
+    if text.lstrip().startswith(answer):
+        return "2"
+    return "1" if answer in text else "0"
 
 
 def closed_book_answers(
@@ -102,50 +105,71 @@ def closed_book_answers(
 ) -> list[str]:
     """Answers with an empty memory."""
     found = method.query(method.start(len(prompts)), prompts, answer)
+    assert found is not None
     return [tokenizer.decode(tokens) for tokens in found]
 
 
-def accuracy(results: Sequence[QueryResult]) -> dict[str, Any]:
-    """Share of right answers with its interval, of the queries that were possible.
+def right(marks: str) -> Float64[np.ndarray, " F"]:
+    """1 for each fact whose answer occurs in what was generated, else 0.
 
-    "begins" counts answers that the generated text begins with: a stricter measure, as
-    "4" occurs in "14".
+    NaN for those that could not be asked.
     """
-    texts = [(x.fact.answer, x.text) for x in results if x.text is not None]
-    hits = sum(answer in text for answer, text in texts)
-    begins = sum(text.lstrip().startswith(answer) for answer, text in texts)
-    low, high = wilson(hits, len(texts))
-    share = lambda count: count / len(texts) if texts else math.nan
-    return {
-        "questions": len(texts),
-        "accuracy": share(hits),
-        "low": low,
-        "high": high,
-        "begins": share(begins),
-    }
+    values = {"0": 0.0, "1": 1.0, "2": 1.0, NOT_ASKED: math.nan}
+    return np.asarray([values[x] for x in marks], np.float64)
 
 
-def summary(results: Sequence[QueryResult], after: Sequence[int]) -> dict[str, Any]:
-    """Accuracy after each number of chunks: of all facts, and by kind of fact."""
-    kinds = sorted({x.fact.kind for x in results})
-    return {
-        "after": {
-            count: accuracy([x for x in results if x.num_chunks == count])
-            for count in after
-        },
-        "by_kind": {
-            kind: {
-                count: accuracy(
-                    [x for x in results if (x.fact.kind, x.num_chunks) == (kind, count)]
-                )
-                for count in after
-            }
-            for kind in kinds
-        },
-    }
+def accuracy(shares: Float64[np.ndarray, " F"]) -> dict[str, Any]:
+    """Mean over facts with its interval; of one seed a fact counts 0 or 1."""
+    shares = shares[np.isfinite(shares)]
+    count = len(shares)
+    low, high = wilson(shares.sum(), count)
+    mean = float(shares.mean()) if count else math.nan
+    return {"questions": count, "accuracy": mean, "low": low, "high": high}
 
 
-def wilson(hits: int, count: int) -> tuple[float, float]:
+def gain(
+    shares: Float64[np.ndarray, " F"],
+    base: Float64[np.ndarray, " F"],
+    subjects: Sequence[str],
+    *,
+    seed: int = 0,
+) -> dict[str, float] | None:
+    """How much larger the share of right answers is, paired by fact; None if no fact
+    could be asked of both.
+
+    The interval of 95% is of the bootstrap: subjects are drawn anew, and all of their
+    facts with them, because facts of one subject have a context in common.
+
+    Args:
+        shares: of each fact, the mean over seeds.
+        base: of the same facts, what is compared with.
+        subjects: of the facts.
+        seed: of the draws.
+
+    Raises:
+        ValueError: if they are not of the same facts, or there are none.
+    """
+    if not len(shares) == len(base) == len(subjects) or not len(shares):
+        raise ValueError(
+            "shares, base and subjects must be of the same facts, at least one, got "
+            f"{len(shares)}, {len(base)} and {len(subjects)}"
+        )
+    asked = np.isfinite(shares) & np.isfinite(base)
+    if not asked.any():
+        return None
+    shares, base = shares[asked], base[asked]
+    _, groups = np.unique(np.asarray(subjects)[asked], return_inverse=True)
+    sums = np.bincount(groups, weights=shares - base)
+    sizes = np.bincount(groups)
+    drawn = np.random.default_rng(seed).multinomial(
+        len(sums), np.full(len(sums), 1 / len(sums)), size=RESAMPLES
+    )
+    low, high = np.quantile((drawn @ sums) / (drawn @ sizes), [0.025, 0.975])
+    mean = float((shares - base).mean())
+    return {"mean": mean, "low": float(low), "high": float(high)}
+
+
+def wilson(hits: float, count: int) -> tuple[float, float]:
     """Wilson's 95% interval of a share; (0, 1) if nothing was counted."""
     if not count:
         return 0.0, 1.0

@@ -56,13 +56,14 @@ def make_samples(
     chunk: int,
     lengths: int = 0,
     seed: int,
+    apart: bool = False,
     answer_closed_book: Callable[[Int32[np.ndarray, "B P"]], Sequence[str]]
     | None = None,
 ) -> list[Samples]:
     """Draws facts in batches whose questions have one length, and text for each.
 
     Args:
-        facts: to draw from; no two that are drawn have a subject or answer in common.
+        facts: to draw from.
         passages: in the order of their use, each group shuffled for every sample.
         tokenizer: of the model.
         samples: how many; a multiple of `batch`.
@@ -72,6 +73,8 @@ def make_samples(
         lengths: only questions of this many most frequent lengths are drawn, because
             programs are compiled for each length; 0 allows all.
         seed: of facts and passages.
+        apart: no memory ever holds two samples. Then subjects and answers may return,
+            once all others were drawn; else no two of the facts have one in common.
         answer_closed_book: answers questions with an empty memory; facts that it
             answers correctly are left out. None keeps all facts.
 
@@ -84,7 +87,7 @@ def make_samples(
             f"samples must be a positive multiple of batch={batch}, got {samples}"
         )
     encode = functools.cache(lambda text: tokenizer.encode(f"\n\n{text}"))
-    picked = pick_facts(facts, seed=seed)
+    picked = _in_rounds(facts, seed) if apart else pick_facts(facts, seed=seed)
     full = _grouped(
         picked, encode, lengths, batch, samples // batch, answer_closed_book
     )
@@ -93,23 +96,28 @@ def make_samples(
             f"samples must be at most {len(full) * batch} of these facts, in batches "
             f"of {batch} with questions of one length, got {samples}"
         )
-    made = []
-    for group in full:
-        sequences = [
-            _sequence(fact, passages, encode, num_chunks, chunk, seed)
-            for fact, _ in group
-        ]
-        context, answers, chunks = zip(*sequences, strict=True)
-        made.append(
-            Samples(
-                [fact for fact, _ in group],
-                np.stack(context),
-                np.stack(answers),
-                np.stack(chunks, axis=1),
-                np.stack([prompt for _, prompt in group]),
-            )
-        )
-    return made
+    groups = [[fact for fact, _ in group] for group in full]
+    sizes = num_chunks, chunk
+    return [_batch(group, passages, encode, sizes, seed) for group in groups]
+
+
+def samples_of(
+    facts: Sequence[Question],
+    passages: Sequence[Sequence[Passage]],
+    tokenizer: Tokenizer,
+    *,
+    batch: int,
+    num_chunks: int,
+    chunk: int,
+    seed: int,
+) -> list[Samples]:
+    """The samples that `make_samples` made of these facts, in their order."""
+    encode = functools.cache(lambda text: tokenizer.encode(f"\n\n{text}"))
+    sizes = num_chunks, chunk
+    return [
+        _batch(facts[i : i + batch], passages, encode, sizes, seed)
+        for i in range(0, len(facts), batch)
+    ]
 
 
 def book_passages() -> list[Passage]:
@@ -125,6 +133,33 @@ def book_passages() -> list[Passage]:
                 cut.append(Passage(passage))
                 passage = ""
     return cut
+
+
+def _in_rounds(facts: Sequence[Question], seed: int) -> list[Question]:
+    """All facts: those that go together first, then those that do of the rest."""
+    rest, order = list(facts), []
+    while rest:
+        picked = pick_facts(rest, seed=seed)
+        order += picked
+        taken = set(picked)
+        rest = [fact for fact in rest if fact not in taken]
+    return order
+
+
+def _batch(facts, passages, encode, sizes, seed) -> Samples:
+    """A batch of these facts, and what is injected with each."""
+    num_chunks, chunk = sizes
+    sequences = [
+        _sequence(fact, passages, encode, num_chunks, chunk, seed) for fact in facts
+    ]
+    context, answers, chunks = zip(*sequences, strict=True)
+    return Samples(
+        list(facts),
+        np.stack(context),
+        np.stack(answers),
+        np.stack(chunks, axis=1),
+        np.stack([encode(fact.question) for fact in facts]),
+    )
 
 
 def _grouped(

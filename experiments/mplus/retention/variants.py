@@ -5,6 +5,7 @@ Each has the same parameters, and is a new model.
 
 import dataclasses
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,15 +91,36 @@ def _with_config(model, **changes):
     return model.replace(config=dataclasses.replace(model.config, **changes))
 
 
-def device_bytes(model: MPlus) -> int:
-    """Bytes of one batch element's memory that a read needs on the device.
+class KeptBytes(NamedTuple):
+    """Bytes of one batch element's memory between two tokens, by where they lie."""
 
-    The values of the long-term store are left out, because they lie on the host; its
-    keys are searched on the device. With attention retrieval all of the store is on
-    the device.
+    device: int
+    host: int
+
+    @property
+    def total(self) -> int:
+        """Of both: memory on the host is not free."""
+        return self.device + self.host
+
+
+def kept_bytes(model: MPlus) -> KeptBytes:
+    """What M+ or MemoryLLM keeps of one batch element.
+
+    The rows of the long-term store lie on the host; their keys are searched on the
+    device. With attention retrieval all of the store is on the device.
     """
     state = jax.eval_shape(lambda: model.init_state(1))
-    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     by_attention, store = model.config.by_attention, state.store
     rows = [] if store is None or by_attention else [x.rows for x in store.layers]
-    return size(state) - size(rows)
+    host = tree_bytes(rows)
+    return KeptBytes(tree_bytes(state) - host, host)
+
+
+def device_bytes(model: MPlus) -> int:
+    """Bytes of one batch element's memory that a read needs on the device."""
+    return kept_bytes(model).device
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays, or shapes of arrays, in a tree."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

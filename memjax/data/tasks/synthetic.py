@@ -71,7 +71,14 @@ def associative_recall(key: Key, batch: int, pairs: int, vocab: int) -> Batch:
 
 
 def multi_query_recall(
-    key: Key, batch: int, pairs: int, length: int, vocab: int, *, power: float = 0.01
+    key: Key,
+    batch: int,
+    pairs: int,
+    length: int,
+    vocab: int,
+    *,
+    power: float = 0.01,
+    fillers: int = 0,
 ) -> Batch:
     """Returns multi-query associative recall (MQAR) as Zoology defines it.
 
@@ -81,7 +88,8 @@ def multi_query_recall(
     come soon. Every other position holds an id drawn from the whole vocabulary, and
     does not count. Unlike elsewhere, `targets` are not the tokens that follow: the
     value is asked for and never shown. Keys lie in [1, vocab // 2), values in
-    [vocab // 2, vocab), each distinct within a row.
+    [vocab // 2, vocab), each distinct within a row. With `fillers` they divide the
+    other ids so.
 
     Arora et al. (2023), https://arxiv.org/abs/2312.04927, section 4 and appendix E.
 
@@ -92,6 +100,9 @@ def multi_query_recall(
         length: T, even, at least 4 * pairs.
         vocab: number of ids, at least 2 * pairs + 2.
         power: of the gaps, above 0; at 1 they are uniform.
+        fillers: the last ids of the vocabulary, from which every other position is
+            drawn instead: filler then never repeats a key, which in a small vocabulary
+            would be written over.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -99,14 +110,16 @@ def multi_query_recall(
     _check("batch", batch, 1)
     _check("pairs", pairs, 1)
     _check("length", length, 4 * pairs)
-    _check("vocab", vocab, 2 * pairs + 2)
+    _check("fillers", fillers, 0)
+    _check("vocab", vocab, 2 * pairs + 2 + fillers)
     if length % 2:
         raise ValueError(f"length={length} must be even")
     if not power > 0:
         raise ValueError(f"power={power} must be above 0")
     name_key, value_key, gap_key, filler_key = jax.random.split(key, 4)
-    half = vocab // 2
-    weights = jnp.zeros(vocab)
+    filler = vocab - fillers
+    half = filler // 2
+    weights = jnp.zeros(filler)
     names = 1 + _choose(name_key, batch, weights[: half - 1], pairs)
     values = half + _choose(value_key, batch, weights[half:], pairs)
     space = (length - 2 * pairs) // 2
@@ -114,7 +127,8 @@ def multi_query_recall(
     positions = 2 * pairs + 2 * _choose(gap_key, batch, log_weights, pairs)
     rows = jnp.arange(batch)[:, None]
     shown = jnp.stack([names, values], axis=2).reshape(batch, 2 * pairs)
-    tokens = jax.random.randint(filler_key, (batch, length), 0, vocab, jnp.int32)
+    least = filler if fillers else 0
+    tokens = jax.random.randint(filler_key, (batch, length), least, vocab, jnp.int32)
     # Filler first: pairs and queries overwrite it.
     tokens = tokens.at[:, : 2 * pairs].set(shown).at[rows, positions].set(names)
     return Batch(

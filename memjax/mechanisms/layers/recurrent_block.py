@@ -19,19 +19,21 @@ convolution, S projections that it filters (2, or 1 which query and key share).
 import abc
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from memjax.checks import check_positive, check_sizes
+from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, axes, check_input
 from memjax.mechanisms.layers.cpu import scale_channels, scale_rows
 from memjax.mechanisms.layers.gates import draw_weight, l2_normalize
 from memjax.mechanisms.layers.memory_core import MemoryCore
 
 CONV_WIDTH = 4
+# Those of all ops; an op refuses by name what it does not have.
+Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,9 @@ class RecurrentConfig(abc.ABC):
         key_dim: width of a head's queries and keys.
         value_dim: width of a head's values and reads.
         norm_epsilon: of the RMSNorm behind the memory.
+        implementation: of the op that reads a segment; None is the fastest on most
+            devices. It changes no result. "reference" is a loop over tokens, which on a
+            CPU takes half the time of the chunk form where memories are small.
     """
 
     model_dim: int
@@ -54,6 +59,7 @@ class RecurrentConfig(abc.ABC):
     key_dim: int
     value_dim: int
     norm_epsilon: float = 1e-5
+    implementation: Implementation | None = None
 
     def __post_init__(self):
         check_sizes(
@@ -63,6 +69,8 @@ class RecurrentConfig(abc.ABC):
             value_dim=self.value_dim,
         )
         check_positive(most=1.0, norm_epsilon=self.norm_epsilon)
+        known = (None, *get_args(Implementation))
+        require_known("implementation", self.implementation, known)
 
     @abc.abstractmethod
     def core(self) -> MemoryCore:

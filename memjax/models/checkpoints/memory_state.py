@@ -41,7 +41,13 @@ FORMAT, VERSION = "memjax memory", 3
 # Number formats of states, as safetensors names them.
 NUMBER_FORMATS = ("F32", "BF16", "F16", "I32", "U32", "BOOL")
 # Settings that change how a model computes and not what: they may differ.
-IGNORED_SETTINGS = ("remat", "activations", "store_memory", "pool_memory")
+IGNORED_SETTINGS = (
+    "remat",
+    "remat_saves",
+    "activations",
+    "store_memory",
+    "pool_memory",
+)
 
 
 class PackedMemory(NamedTuple):

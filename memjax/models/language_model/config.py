@@ -18,6 +18,7 @@ from memjax.mechanisms.layers.projections import HeadsConfig
 
 Dtype = Literal["float32", "bfloat16"]
 Norm = Literal["rms", "layer"]
+RematSaves = Literal["input", "products"]
 FeedForward = Literal["swiglu", "geglu", "relu"]
 
 #: Tokens that a model without a window reads at a time.
@@ -95,6 +96,8 @@ class ModelConfig:
         dtype: of activations; states and logits are float32, and parameters are drawn
             so (`load_pretrained` can keep a file's bfloat16).
         remat: recompute each layer's activations in the backward pass.
+        remat_saves: what is kept of a layer for that: its "input" alone, or its
+            "products" with weights too, which leaves little to compute again.
     """
 
     mixers: tuple[MixerConfig, ...] = dataclasses.field(
@@ -109,6 +112,7 @@ class ModelConfig:
     tied_head: bool = True
     dtype: Dtype = "bfloat16"
     remat: bool = True
+    remat_saves: RematSaves = "input"
 
     def __post_init__(self):
         check_sizes(
@@ -119,6 +123,7 @@ class ModelConfig:
         )
         check_positive(most=1.0, norm_epsilon=self.norm_epsilon)
         require_known("dtype", self.dtype, get_args(Dtype))
+        require_known("remat_saves", self.remat_saves, get_args(RematSaves))
         if len(self.mixers) > self.num_layers:
             raise ValueError(
                 f"num_layers must be at least {len(self.mixers)}, the period of the "

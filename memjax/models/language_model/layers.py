@@ -23,6 +23,12 @@ from memjax.mechanisms.layers.projections import Adapted, linear
 from memjax.models.language_model.config import ModelConfig
 from memjax.nnx.params import as_arrays, as_params, params_key
 
+#: What `ModelConfig.remat_saves` names; attention's scores are no product of weights.
+SAVED = {
+    "input": None,
+    "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
 
 class LayerNormParams(NamedTuple):
     """A LayerNorm's; an RMSNorm has its scale alone, a plain array."""
@@ -173,6 +179,16 @@ class Block(nnx.Module):
                 if hasattr(self, name)
             ),
         )
+
+
+def with_remat(config: ModelConfig, layer: Callable) -> Callable:
+    """A layer whose backward pass computes it again, where the model says so.
+
+    The backward pass keeps the input of each layer, and computes a layer at a time.
+    """
+    if not config.remat:
+        return layer
+    return jax.checkpoint(layer, policy=SAVED[config.remat_saves])
 
 
 def apply_or_step(

@@ -32,6 +32,7 @@ from memjax.models.language_model.layers import (
     init_norm,
     normalize,
     run_block,
+    with_remat,
 )
 from memjax.nnx.compiled import compiled
 from memjax.nnx.params import as_arrays, as_params, params_key
@@ -326,17 +327,11 @@ class LanguageModel(nnx.Module):
                 (last,),
             )
         for block, memory in zip(self.blocks, memories, strict=True):
-            layer = functools.partial(
-                run_block, config, functools.partial(mix, block.mechanism)
-            )
-            if config.remat:
-                # The backward pass keeps the input of each layer, and computes a layer
-                # at a time again.
-                layer = jax.checkpoint(layer)
-            parameters = block.parameters()
+            mix_here = functools.partial(mix, block.mechanism)
+            layer = with_remat(config, functools.partial(run_block, config, mix_here))
             # Named, so that a memory around this model can offload it: see `remat`.
             h = checkpoint_name(h, LAYER_INPUT)
-            memory, h = layer(parameters, memory, h)
+            memory, h = layer(block.parameters(), memory, h)
             after.append(memory)
         return (*after, *taken), self.leave(h)
 

@@ -195,11 +195,11 @@ class ReReadWindow(nnx.Module):
         return self.reread + self.segment
 
     def _before(self, before, segment):
-        """How many tokens are read again before a segment, counted from the open one."""
+        """How many tokens are read again before a segment; the open one is 0."""
         return jnp.minimum(before + segment * self.segment, self.reread)
 
     def _slices(self, text, before, segment):
-        """[..., n + s] tokens of `text`: before each of the segments [B, m], and its."""
+        """Tokens [B, m, n + s]: those before each segment, and its own."""
         start = before[:, None] + segment * self.segment
         first = start - self._before(before[:, None], segment)
         at = first[..., None] + jnp.arange(self._most, dtype=jnp.int32)[None, None]
@@ -208,9 +208,11 @@ class ReReadWindow(nnx.Module):
         return jax.vmap(lambda text, at: text[at])(text, at)
 
     def _read_segments(self, text, before, end, count):
-        """The backbone's states [B, m, n + s, E] at segments and what is before them."""
+        """The backbone's states [B, m, n + s, E] at all that `_slices` gives."""
         segment = jnp.arange(count, dtype=jnp.int32)[None]
-        pieces = self._slices(text, before, jnp.broadcast_to(segment, (len(end), count)))
+        pieces = self._slices(
+            text, before, jnp.broadcast_to(segment, (len(end), count))
+        )
         encode = lambda model, tokens: model.encode(model.embed(tokens))
         shape = (len(end), self._most, self.width)
         # The last one has no tokens if all begin at a segment's start.

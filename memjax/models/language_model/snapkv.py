@@ -9,9 +9,12 @@ window of 32 and max-pooling over κ = 7 are what its experiments on LongBench h
 paper lets every query head keep tokens of its own; here the heads of a group vote
 together, so that grouped queries keep their small cache.
 
-A text that is read in one piece is compressed as published. Read piece by piece, the
-cache is compressed behind every piece, and old tokens compete with new ones: memory is
-bounded at any length (M+, https://arxiv.org/abs/2502.00592, section 4.3).
+A text that is read in one piece is compressed as published: the question at its end
+votes. Read piece by piece, the cache is compressed behind every piece, and old tokens
+compete with new ones: memory is bounded at any length (M+,
+https://arxiv.org/abs/2502.00592, section 4.3). Then the votes are of text that knows no
+question. It attends to what is near, and each compression takes its share again of what
+is old: what is left of a text falls geometrically with its distance.
 
 Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,
 S capacity, W window, n kept.
@@ -151,17 +154,36 @@ def compact(
     )
 
 
+def vote(
+    heads: HeadsConfig,
+    params: AttentionParams,
+    config: SnapKVConfig,
+    state: AttentionState,
+    x: Float[Array, "B T D"],
+) -> Int[Array, "B n G"]:
+    """Slots that the last tokens of a piece choose.
+
+    Args:
+        heads: of the layer.
+        params: of its attention.
+        config: sizes of the cache.
+        state: behind the piece, as attention leaves it.
+        x: the piece.
+    """
+    window = min(config.window, x.shape[1])
+    queries = projections.query_projection(heads, params, x[:, -window:])
+    places = state.length[:, None] - window
+    places = places + jnp.arange(window, dtype=jnp.int32)[None]
+    queries = projections.apply_rope(heads, queries, places)
+    return choose(queries, state, config.keep, config.kernel)
+
+
 def _compressing(attention: Mechanism, heads: Any, config: SnapKVConfig) -> Mechanism:
     """Attention whose `apply` compresses the cache behind what it has read."""
 
     def apply(params: AttentionParams, state: AttentionState, x: Float[Array, "B T D"]):
         state, y = attention.apply(params, state, x)
-        window = min(config.window, x.shape[1])
-        queries = projections.query_projection(heads, params, x[:, -window:])
-        places = state.length[:, None] - window
-        places = places + jnp.arange(window, dtype=jnp.int32)[None]
-        queries = projections.apply_rope(heads, queries, places)
-        slots = choose(queries, state, config.keep, config.kernel)
+        slots = vote(heads, params, config, state, x)
         # A shorter cache is kept whole: there is nothing to choose.
         longer = state.length > config.keep
         return reset(state, compact(heads, state, slots), longer), y

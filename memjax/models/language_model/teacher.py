@@ -3,19 +3,30 @@
 Both have the same weights: the teacher is computed from the retrofitted model, whose
 chosen layers attend to everything again.
 
-Shapes: B batch, T time, D model.
+Shapes: R texts, B batch, T time, D model, G key-value heads, K head width, X = 2 G K.
 """
 
-from collections.abc import Collection
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms import Mechanism
 from memjax.mechanisms.beside import BesideParams
+from memjax.mechanisms.layers import projections
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import run_block
 from memjax.models.language_model.model import LanguageModel, build_once
+from memjax.models.language_model.retrofit import memory_layers
+from memjax.nnx.params import as_arrays
+
+#: Share of the mean variance in every direction: bounds what whitening amplifies.
+SHRINKAGE = 0.1
 
 
 class Taught(NamedTuple):
@@ -68,3 +79,56 @@ def read_whole(
     if mechanism.whole is not None:
         return mechanism.whole(params, x, None)
     return mechanism.apply(params, mechanism.init_state(x.shape[0]), x)[1]
+
+
+class Moments(NamedTuple):
+    """Mean and covariance of what leaves a window: keys, then values, of all heads."""
+
+    mean: Float[np.ndarray, " X"]
+    covariance: Float[np.ndarray, "X X"]
+
+
+def measure(
+    model: LanguageModel,
+    teacher: ModelConfig,
+    tokens: Int[Array, "R T"],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[int, Moments]:
+    """Moments of keys and values in the full model, of each layer with a memory."""
+    graph, variables = nnx.split(model)
+    total: Any = None
+    for row in range(len(tokens)):
+        sums = _sums(graph, teacher, variables, jnp.asarray(tokens[row : row + 1]))
+        # float64: the covariance is a small difference where means are large.
+        sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
+        total = sums if total is None else jax.tree.map(np.add, total, sums)
+        progress(row + 1, len(tokens))
+    return {i: _moments(*sums) for i, sums in total.items()}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sums(graph, teacher, variables, tokens):
+    """Number, sum and sum of products of what each layer's memory would read."""
+    model = nnx.merge(graph, variables)
+    sums = {}
+    layers = memory_layers(model.config)
+    for i, taught in teach(model, teacher, tokens, layers).items():
+        heads = model.config.layers[i].window
+        attention = as_arrays(model.blocks[i].mixer.attention)
+        _, k, v = projections.qkv_projection(heads, attention, taught.x)
+        x = jnp.concatenate([k, v], axis=2).astype(jnp.float32)
+        # The first tokens are sinks, whose keys are like no other.
+        x = x.reshape(-1, x.shape[2] * x.shape[3])[heads.sinks :]
+        sums[i] = (x.shape[0], x.sum(axis=0), x.T @ x)
+    return sums
+
+
+def _moments(count, first, second):
+    mean = first / count
+    return Moments(mean, second / count - np.outer(mean, mean))
+
+
+def shrunk(covariance: Float[np.ndarray, "X X"]) -> Float[np.ndarray, "X X"]:
+    """A covariance with some of the mean variance in every direction."""
+    variance = np.trace(covariance) / len(covariance) + 1e-12
+    return (1 - SHRINKAGE) * covariance + SHRINKAGE * variance * np.eye(len(covariance))

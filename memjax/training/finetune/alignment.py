@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Scalar
 
 from memjax.data.batches.batch import Batch
+from memjax.mechanisms.sliding_window import whole as whole_window
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.retrofit import memory_layers
 from memjax.models.language_model.teacher import teach
@@ -28,6 +29,9 @@ def make_align_step(
     model: LanguageModel, teacher: ModelConfig, transform: optax.GradientTransformation
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the update of one batch; jit it, donating the state.
+
+    Metrics are those of `make_train_step`, and `window_loss`: what the loss would be
+    without the memories.
 
     Args:
         model: that `retrofit` made, whose new parameters alone are trained.
@@ -41,31 +45,44 @@ def make_align_step(
             student = nnx.merge(graph, params, state.frozen)
             return alignment_loss(student, teacher, batch.tokens)
 
-        value, gradients = jax.value_and_grad(loss)(state.params)
-        return update(transform, state, value, (), gradients)
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        (value, alone), gradients = gradient(state.params)
+        after, metrics = update(transform, state, value, (), gradients)
+        return after, metrics | {"window_loss": alone}
 
     return align_step
 
 
 def alignment_loss(
     model: LanguageModel, teacher: ModelConfig, tokens: Int[Array, "B T"]
-) -> Scalar:
-    """Mean over layers of the share of the full output's variance that is missed."""
+) -> tuple[Scalar, Scalar]:
+    """Mean over layers of the share of the full output's variance that is missed.
+
+    Returns:
+        Of window and memory, and of the window alone.
+    """
     layers = memory_layers(model.config)
     taught = teach(model, teacher, tokens, layers)
-    return jnp.stack([_missed(model, i, *taught[i]) for i in layers]).mean()
+    missed = [_both_missed(model, i, *taught[i]) for i in layers]
+    own, alone = jnp.array(missed).mean(axis=0)
+    return own, alone
+
+
+def _both_missed(model, layer, x, y):
+    """What one layer misses with its memory, and with its window alone."""
+    block, window = model.blocks[layer], model.config.layers[layer].window
+    params = as_arrays(block.mixer)
+    _, own = block.mechanism.apply(params, block.init_state(x.shape[0]), x)
+    alone = whole_window(window, params.attention, x)
+    return _missed(own, y, window.window), _missed(alone, y, window.window)
 
 
 def _missed(
-    model: LanguageModel, layer: int, x: Float[Array, "B T D"], y: Float[Array, "B T D"]
+    y: Float[Array, "B T D"], full: Float[Array, "B T D"], window: int
 ) -> Scalar:
-    """Of one layer, over the tokens beyond its window."""
-    mechanism = model.blocks[layer].mechanism
-    params = as_arrays(model.blocks[layer].mixer)
-    _, own = mechanism.apply(params, mechanism.init_state(x.shape[0]), x)
+    """Share of the full output's variance, over the tokens beyond the window."""
     # Before, the memory is empty and the window sees everything.
-    window = model.config.layers[layer].window.window
-    full = y[:, window:].astype(jnp.float32)
-    error = own[:, window:].astype(jnp.float32) - full
+    full = full[:, window:].astype(jnp.float32)
+    error = y[:, window:].astype(jnp.float32) - full
     spread = full - full.mean(axis=(0, 1), keepdims=True)
     return (error**2).sum() / (spread**2).sum()

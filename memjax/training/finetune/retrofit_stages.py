@@ -13,12 +13,16 @@ from memjax.checks import check_sizes
 from memjax.config_io import read_json, to_record
 from memjax.data import load_tokens
 from memjax.evaluation.layer_sensitivity import layer_sensitivity, most_sensitive
+from memjax.models.language_model.retrofit import attention_layers
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.config import LoopConfig
-from memjax.training.finetune.retrofit_stage import RetrofitSettings, RetrofitStage
+from memjax.training.finetune.retrofit_settings import RetrofitSettings
+from memjax.training.finetune.retrofit_stage import TUNING, RetrofitStage
 from memjax.training.finetune.start import load_backbone
 from memjax.training.optimizer import OptimizerConfig
+from memjax.training.reporting import print_line
+from memjax.training.resume import require_same_config
 
 #: In the folder of a run: the layers that were chosen, and what was measured for it.
 LAYERS_FILE = "layers.json"
@@ -83,6 +87,8 @@ class RetrofitStages(RetrofitSettings):
         tune = RetrofitStage(**shared, part="tune", **vars(self.tune))
         if not self.has_new:
             return (("", tune),)
+        # A finished alignment serves tunings of all kinds.
+        shared |= TUNING
         align = RetrofitStage(**shared, part="align", **vars(self.align))
         return (("stage1", align), ("stage2", tune))
 
@@ -105,26 +111,53 @@ def with_layers(
         progress: called with layers measured, and all of them.
 
     Raises:
-        ValueError: see `layer_sensitivity` and `most_sensitive`.
+        ValueError: see `layer_sensitivity` and `most_sensitive`; or the folder's layers
+            were chosen with other settings.
     """
     if config.layers != "auto":
         return config
     check_path("run_dir", run_dir)
     model, stored, digest, _ = load_backbone(backbone)
     file, settings = run_dir / LAYERS_FILE, _settings(config, digest)
-    if file.is_file() and (found := read_json(file))["settings"] == settings:
-        return dataclasses.replace(config, layers=tuple(found["layers"]))
+    if file.is_file():
+        found = _read(file)
+        # Before minutes are spent on what the run in this folder would refuse.
+        require_same_config(found["settings"], settings, (), str(file))
+        return dataclasses.replace(config, layers=_said(found))
+    attention = attention_layers(model.config)
+    if config.count > len(attention):
+        raise ValueError(
+            f"count must be in [1, {len(attention)}], the attention layers, "
+            f"got {config.count}"
+        )
     data = config.data
     documents = load_tokens(data.source, stored.tokenizer, "train", data.cache_dir)
     texts = config.texts(documents, model.vocab_size, config.choose_texts)
     rises = layer_sensitivity(model, texts, config.window, config.sinks, progress)
     layers = most_sensitive(rises.tolist(), config.count)
+    measured = [None if np.isnan(rise) else float(rise) for rise in rises]
+    record = {"layers": layers, "rises": measured, "settings": settings}
     if jax.process_index() == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
-        measured = [None if np.isnan(rise) else float(rise) for rise in rises]
-        record = {"layers": layers, "rises": measured, "settings": settings}
         write_atomically(file, json.dumps(record, indent=1))
-    return dataclasses.replace(config, layers=layers)
+    return dataclasses.replace(config, layers=_said(record))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What `with_layers` wrote."""
+    found = read_json(file)
+    if not isinstance(found, dict) or {*found} != {"layers", "rises", "settings"}:
+        raise ValueError(f"{file} is no choice of layers; delete it to choose again")
+    return found
+
+
+def _said(record: dict[str, Any]) -> tuple[int, ...]:
+    """The layers of a record, which are printed with what was measured."""
+    layers, rises = tuple(record["layers"]), record["rises"]
+    if jax.process_index() == 0:
+        measured = ", ".join(f"{layer} ({rises[layer]:+.3f})" for layer in layers)
+        print_line(f"{'layers':<11} {measured} nats a token, each windowed alone")
+    return layers
 
 
 def _settings(config: RetrofitStages, digest: str) -> dict[str, Any]:

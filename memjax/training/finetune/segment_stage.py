@@ -160,9 +160,7 @@ class SegmentStage:
             case "window":
                 return backbone
             case "reread":
-                return ReReadWindow(
-                    backbone, reread=self.reread, segment=self.window
-                )
+                return ReReadWindow(backbone, reread=self.reread, segment=self.window)
         return hmt(backbone, self.hmt, key=memory_key)
 
     def check_start(self, before: Stage, start: str) -> None:

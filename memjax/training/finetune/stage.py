@@ -1,8 +1,8 @@
 """A stage of fine-tuning: it knows its model, its data and its step.
 
 `finetune` is one loop over stages and asks them no more than this. `SegmentStage`
-(HMT, RMT, a window, tokens read again), `RetrofitStage` (a memory in chosen layers)
-and `MPlusStage` are the kinds.
+(HMT, RMT, a window, tokens read again), `RetrofitStage` (a memory in chosen layers) and
+`MPlusStage` are the kinds.
 """
 
 import dataclasses

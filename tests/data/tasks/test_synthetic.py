@@ -10,7 +10,9 @@ KEY = jax.random.key(0)
 # Eagerly each operation is a program of its own.
 recall = jax.jit(associative_recall, static_argnums=(1, 2, 3))
 queries = jax.jit(
-    multi_query_recall, static_argnums=(1, 2, 3, 4), static_argnames="power"
+    multi_query_recall,
+    static_argnums=(1, 2, 3, 4),
+    static_argnames=("power", "fillers"),
 )
 
 
@@ -79,6 +81,8 @@ def test_tasks_are_pure_and_jittable():
         (lambda: multi_query_recall(KEY, 1, 2, 9, 8), "length=9 must be even"),
         (lambda: multi_query_recall(KEY, 1, 2, 8, 5), "vocab=5 must be at least 6"),
         (lambda: multi_query_recall(KEY, 1, 2, 8, 8, power=0.0), "power=0.0"),
+        (lambda: multi_query_recall(KEY, 1, 2, 8, 8, fillers=-1), "fillers=-1"),
+        (lambda: multi_query_recall(KEY, 1, 2, 8, 8, fillers=3), "at least 9"),
     ],
 )
 def test_bad_sizes_are_refused(call, message):
@@ -103,6 +107,14 @@ def test_multi_query_recall_is_zoologys():
         [row[mask == 0][10:] for row, mask in zip(tokens, batch.mask, strict=True)]
     )
     assert filler.min() < 6 and filler.max() > 18
+
+
+def test_filler_of_its_own_repeats_no_key():
+    batch = queries(KEY, 8, 5, 64, 32, fillers=8)
+    tokens, asked = np.asarray(batch.tokens), np.asarray(batch.mask) > 0
+    filler = tokens[:, 10:][~asked[:, 10:]]
+    assert filler.min() >= 24 and len(np.unique(filler)) == 8
+    assert tokens[:, :10].max() < 24 and tokens[asked].max() < 12
 
 
 @pytest.mark.slow

@@ -9,24 +9,27 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.common.gains import gain, restrict_kind, shown
+from experiments.common.ngram import NGram
 from experiments.hmt import (
     common,
     cost,
     depth,
     length,
     qa,
+    rows,
     scores,
     sensory,
     switching,
+    tuned,
 )
-from memjax.data import Question, load_tokens
+from memjax.data import Question, TokenisedDocument, load_tokens
 from memjax.evaluation import Losses
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.windowed import with_window
 from memjax.training import LoopConfig
 from memjax.training.finetune.curricula import HMTStages
-from tests.tiny import method
 
 L = 8
 BACKBONE = ModelConfig(
@@ -105,33 +108,43 @@ def is_png(path):
 
 
 @pytest.mark.slow
-def test_length(run_dir, tmp_path, capsys):
-    more = dict(lengths=(16, 64), only=(length.FROZEN, length.APART))
-    report = run(length, run_dir, tmp_path, **more)
+def test_length(run_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(rows, "TRUNCATED", 16)
+    more = dict(lengths=(16, 64), seeds=1, rates=(1e-3, 1e-2))
+    trained = rows.TUNED.format(rows.AGAIN)
+    some = (rows.SINK_WINDOW, rows.AGAIN, rows.APART, rows.FULL, "3-gram", trained)
+    report = run(length, run_dir, tmp_path, only=(*some, rows.HIERARCHICAL), **more)
+    assert "training" in capsys.readouterr().out
     assert report["documents_that_reach_it"] == [4, 4]
-    causal, every = report["scoring"]["causal"], report["scoring"]["all"]
-    assert causal["scored_from"] == L // 2 and causal["reads_ahead"] == []
-    assert every["scored_from"] == 0 and every["reads_ahead"] == ["HMT"]
-    for table in (causal, every):
-        assert set(table["perplexity"]) == {"all", "code", "manuals", "proofs", "prose"}
-        rows = table["perplexity"]["all"]
-        assert len(rows) == 4
-        # Two updates teach next to nothing of 4,096 tokens.
-        assert all(1000 < value < 8000 for row in rows.values() for value in row)
+    assert report["scored_from"] == L // 2 and rows.RMT in report["missing"]
+    assert set(report["perplexity"]) == {"all", "code", "manuals", "proofs", "prose"}
+    assert set(some) <= set(report["perplexity"]["all"])
+    # Two updates teach next to nothing of 4,096 tokens; the n-gram counted them all.
+    for name, row in report["perplexity"]["all"].items():
+        low, high = (10, 10_000) if "gram" in name else (1000, 8000)
+        assert all(low < value < high for value in row), (name, row)
     models = report["models"]
-    window = models[length.WINDOW]["state_bytes"]
-    assert 0 <= window - models["HMT"]["state_bytes"] < 2 * 8 * 4
+    hmt, window = (models[name] for name in (rows.HIERARCHICAL, rows.SINK_WINDOW))
+    # A token of the window is two keys of 8 floats, and a mask.
+    assert 0 <= window["state_bytes"] - hmt["state_bytes"] < 2 * 8 * 4 + 1
+    again = models[rows.AGAIN]
+    assert again["reread"] + again["segment"] <= window["window"] + 8
+    assert again["state_bytes"] < window["state_bytes"] / 10 and again["reads"] > 1
+    assert set(hmt["validation_perplexity"]) == {"0.001", "0.01"}
+    assert hmt["learning_rate"] in (1e-3, 1e-2) and hmt["seeds"] == 1
+    gain = next(x for x in report["gains"] if x["model"] == rows.HIERARCHICAL)
+    # There is one document of a kind.
+    assert gain["documents"] == 4 and gain["low"] is None
     assert report["command"] and report["versions"] and report["device"]
     assert is_png(tmp_path / "result.png")
-    assert "training" in capsys.readouterr().out
 
-    again = run(length, run_dir, tmp_path, lengths=(16, 64), only=())
+    # What is there is shown, and nothing of it is done again.
+    monkeypatch.setattr(scores, "score", None)
+    monkeypatch.setattr(tuned, "NGram", None)
+    same = run(length, run_dir, tmp_path, only=(rows.APART,), **more)
     assert "training" not in capsys.readouterr().out
-    for scoring, table in again["scoring"].items():
-        row = report["scoring"][scoring]["perplexity"]["all"]
-        assert table["perplexity"]["all"] == {
-            name: row[name] for name in again["models"]
-        }
+    assert same["perplexity"] == report["perplexity"]
+    assert same["gains"] == report["gains"]
 
 
 @pytest.mark.slow
@@ -222,30 +235,38 @@ def test_a_window_of_equal_memory_is_the_smallest_that_is_no_smaller():
     for wanted in (size(5), size(5) + 1, size(6) - 1):
         window = scores.equal_window(model, wanted)
         assert size(window) >= wanted > size(window - 1)
+    with_sinks = lambda w: scores.state_bytes(with_window(model, w, 2))
+    window = scores.equal_window(model, size(9), sinks=2)
+    assert with_sinks(window) >= size(9) > with_sinks(window - 1)
 
 
-@pytest.mark.slow
-def test_segments_apart_know_nothing_of_each_other():
-    model = LanguageModel(BACKBONE, key=jax.random.key(0))
-    apart = scores.Disjoint(model, 4)
-    tokens = np.random.default_rng(1).integers(0, 4096, (2, 8), np.int32)
-    found = method(apart, "__call__", apart.init_state(2), tokens)[1]
-    state = model.init_state(2)
-    for start in (0, 4):
-        alone = method(model, "__call__", state, tokens[:, start : start + 4])[1]
-        np.testing.assert_allclose(found[:, start : start + 4], alone, atol=1e-5)
+def losses(nll, kinds):
+    nll = np.asarray(nll, np.float32)
+    names = tuple(str(i) for i in range(len(kinds)))
+    return Losses(nll, np.ones_like(nll), tuple(kinds), names)
 
 
-def test_gains_are_paired_and_weigh_every_token_alike(monkeypatch):
-    monkeypatch.setattr(scores, "BLOCK", 2)
-    mask = np.array([[1, 1, 1, 0], [0, 0, 1, 1]], np.float32)
-    base = Losses(np.full((2, 4), 3, np.float32) * mask, mask, ("a", "b"))
-    model = base._replace(nll=base.nll - np.array([[1, 0, 2, 0], [0, 0, 0, 1]]) * mask)
-    found = scores.gain(base, model._replace(nll=model.nll.astype(np.float32)), 4)
-    assert found["nats"] == pytest.approx(4 / 5) and found["blocks"] == 3
-    assert found["perplexity_change"] == pytest.approx(np.exp(-4 / 5) - 1)
-    blocks = np.array([0.5, 2, 0.5])
-    assert found["standard_error"] == pytest.approx(np.std(blocks, ddof=1) / 3**0.5)
+def test_a_gain_of_few_documents_has_no_interval():
+    base, model = losses([[3.0, 3.0]] * 6, "aaaaab"), losses([[2.0, 2.5]] * 6, "aaaaab")
+    found = gain(base, model)
+    assert found["nats"] == pytest.approx(0.75) and found["low"] is None
+    assert shown(found) == "+0.750 (too few documents)"
+    many = [restrict_kind(x, "a") for x in (base, model)]
+    assert gain(*many)["standard_error"] == pytest.approx(0, abs=1e-6)
+    assert shown(gain(*many)) == "+0.750 [+0.750, +0.750]"
+
+
+def test_an_ngram_is_counted_by_hand():
+    text = lambda tokens: TokenisedDocument("n", "k", np.array(tokens, np.int32), "")
+    model = NGram([text([0, 1, 0, 1, 1])], order=2, vocab_size=4)
+    # One token of 0: (2 + 2/4) / (5 + 2). After 0 always 1: (2 + 1 * p(1)) / (2 + 1).
+    one = (3 + 2 / 4) / 7
+    assert model.probability((), 1) == pytest.approx(one)
+    assert model.probability((0,), 1) == pytest.approx((2 + one) / 3)
+    assert model.probability((3,), 1) == pytest.approx(one)
+    assert sum(model.probability((1,), x) for x in range(4)) == pytest.approx(1)
+    nll = model.losses([text([0, 1])]).nll
+    assert nll[0, 0] == pytest.approx(-np.log((2 + one) / 3))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.mplus import perplexity, scores
+from experiments.mplus import perplexity, perplexity_rows, scores
 from experiments.mplus.retention import methods, variants
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.mechanisms import AttentionConfig
@@ -152,18 +152,24 @@ def test_the_last_chunks_are_injected_and_the_same_tokens_scored(monkeypatch):
         return np.full((2, T), len(memory) + 0.5 * leaks, np.float32)
 
     monkeypatch.setattr(scores, "losses", losses)
-    config = perplexity.Config(told=(0, 1, 3), texts=2, batch=2, prompt=P, scored=T)
+    config = perplexity_rows.Config(
+        told=(0, 1, 3), texts=2, batch=2, prompt=P, scored=T
+    )
     length = 3 * C + P + T
     texts = [scores.Excerpt("a", "text", np.arange(length, dtype=np.int32))] * 2
-    row = perplexity.Row(tiny_memory(), Notes())
+    row = perplexity_rows.Row(tiny_memory(), Notes())
     ((leaks, nats),) = perplexity.score(config, row, texts, C)
     assert not leaks and nats.tolist() == [[0, 0], [C, C], [3 * C, 3 * C]]
     end = tuple(range(3 * C, length))
     for count, found in zip((0, 1, 3), seen, strict=True):
         assert found == (tuple(range((3 - count) * C, 3 * C)), end, P, False)
-    nothing = row._replace(memory=False)
+    nothing = row._replace(last=0)
     ((_, nats),) = perplexity.score(config, nothing, texts, C)
     assert not nats.any() and len(seen) == 4
+    again = row._replace(last=2 * C)
+    ((_, nats),) = perplexity.score(config, again, texts, C)
+    assert nats[:, 0].tolist() == [0, C, 2 * C]
+    assert seen[-1][0] == tuple(range(C, 3 * C))
 
 
 def trained(monkeypatch, models):
@@ -190,8 +196,9 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
         variants.without_store(mplus(tiny_backbone(), MEMORY, key=jax.random.key(i)))
         for i in (2, 3)
     ]
+    monkeypatch.setattr(perplexity, "recipes", lambda config: {})
     trained(monkeypatch, dict(stage1=early[0], stage2=early[1], stage3=tiny_memory()))
-    config = perplexity.Config(
+    config = perplexity_rows.Config(
         stage1=tmp_path / "stage1",
         stage2=tmp_path / "stage2",
         stage3=tmp_path / "stage3",
@@ -200,6 +207,7 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
         batch=2,
         prompt=P,
         scored=T,
+        again=2 * C,
         window=256,
         source=texts,
         output=tmp_path / "result",
@@ -210,7 +218,9 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
     leaking = "M+, stage 3, LEAKING: scored tokens choose"
     assert report["leaking"][0] == leaking and len(report["leaking"]) == 2
     nats = {name: np.asarray(x) for name, x in report["nats_by_text"].items()}
-    alone, window = nats["backbone, told nothing"], nats["backbone, window of 256"]
+    alone = nats["backbone, told nothing"]
+    everything = nats["backbone, full attention"]
+    window = nats["backbone, window of 252 tokens and 4 sinks"]
     # An adapter that has not been trained changes nothing, nor does an empty memory.
     np.testing.assert_allclose(nats["M+, untrained"][0], alone[0], atol=1e-5)
     np.testing.assert_array_equal(alone, np.broadcast_to(alone[:1], alone.shape))
@@ -228,12 +238,24 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
     assert {*saved["MemoryLLM, stage 2"]} == {
         "told nothing",
         "backbone, told nothing",
-        "backbone, window of 256",
+        "backbone, full attention",
+        "backbone, window of 252 tokens and 4 sinks",
+        "backbone, the last 32 tokens read again",
         "MemoryLLM, stage 1",
     }
-    by_window = saved["M+, stage 3"]["backbone, window of 256"][2]
-    expected = (window - nats["M+, stage 3"])[2].mean()
-    assert by_window["mean"] == pytest.approx(expected)
+    # All bytes of what a model keeps, and a window that sees the whole text.
+    np.testing.assert_allclose(window, everything, atol=1e-5)
+    again = nats["backbone, the last 32 tokens read again"]
+    np.testing.assert_allclose(again[:2], everything[:2], atol=1e-5)
+    np.testing.assert_array_equal(again[2], again[1])
+    kept = report["kept_bytes"]
+    assert kept["M+, stage 3"]["host"] > 0 == kept["MemoryLLM, stage 2"]["host"]
+    assert kept["backbone, the last 32 tokens read again"] == dict(device=0, host=128)
+    assert kept["backbone, told nothing"] == dict(device=0, host=0)
+    assert report["recipes"] == {}
+    by_full = saved["M+, stage 3"]["backbone, full attention"][2]
+    expected = (everything - nats["M+, stage 3"])[2].mean()
+    assert by_full["mean"] == pytest.approx(expected)
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
     assert "LEAKING" in capsys.readouterr().out
 
@@ -254,7 +276,7 @@ def test_models_share_one_backbone_and_others_are_refused(monkeypatch, tmp_path)
     models["stage3"] = other
     with pytest.raises(ValueError, match="stage3=.* must have the backbone and token"):
         load()
-    config = perplexity.Config()
+    config = perplexity_rows.Config()
     for name, model, kind in (
         ("stage1", tiny_memory(), r"MemoryLLM, got one with retrieved=8"),
         (
@@ -265,7 +287,7 @@ def test_models_share_one_backbone_and_others_are_refused(monkeypatch, tmp_path)
     ):
         given = scores.Models({name: model}, tiny_backbone(), BYTES)
         with pytest.raises(ValueError, match=f"{name} must be a folder of {kind}"):
-            perplexity.with_memory(config, given)
+            perplexity_rows.with_memory(config, given)
 
 
 def test_settings_that_cannot_be_are_refused():
@@ -276,10 +298,15 @@ def test_settings_that_cannot_be_are_refused():
         ({"scored": 0}, "scored must be at least 1, got 0"),
         ({"window": -1}, "window must be at least 0, got -1"),
         ({"references": ()}, "references must name at least one"),
+        ({"again": -1}, "again must be at least 0, got -1"),
     ]
     for changes, message in cases:
         with pytest.raises(ValueError, match=message):
-            perplexity.Config(**changes)
+            perplexity_rows.Config(**changes)
     with pytest.raises(ValueError, match="that of M. is 16, got 24"):
-        perplexity.chunk_size(perplexity.Config(chunk=24), {"M+": tiny_memory()})
-    assert perplexity.chunk_size(perplexity.Config(), {"M+": tiny_memory()}) == C
+        perplexity_rows.chunk_size(
+            perplexity_rows.Config(chunk=24), {"M+": tiny_memory()}
+        )
+    assert (
+        perplexity_rows.chunk_size(perplexity_rows.Config(), {"M+": tiny_memory()}) == C
+    )

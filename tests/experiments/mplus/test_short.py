@@ -145,6 +145,7 @@ def _texts(tmp_path_factory):
 @pytest.mark.slow
 def test_the_program_runs_whole(monkeypatch, tmp_path, texts, facts, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(short, "recipe", lambda folder: [{"seed": folder.name}])
     monkeypatch.setattr(
         scores, "load_trained", lambda name, folder: (trained_memory(), BYTES)
     )
@@ -153,6 +154,7 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, facts, capsys):
     )
     short.main(given)
     report = json.loads((tmp_path / "result.json").read_text())
+    assert report["recipe"] == [{"seed": "run"}]
     models = report["models"]
     assert [*models] == [
         "backbone",

@@ -20,6 +20,7 @@ from memjax.mechanisms import (
 )
 from memjax.mechanisms.layers import memory_core, recurrent_block
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.models.language_model.presets import RECURRENT, TINY
 
 B, T, D, H, K, V = 2, 7, 6, 2, 3, 4
 SIZES: dict[str, Any] = dict(model_dim=D, num_heads=H, key_dim=K, value_dim=V)
@@ -187,9 +188,9 @@ def test_leaves_of_an_empty_state_are_buffers_of_their_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, dict(phi="identity"), dict(phi="silu")])
-def test_trellis_stays_finite_on_a_key_that_repeats(options):
-    mechanism = TrellisConfig(**SIZES, slots=5, chunk_size=16, **options).build()
+@pytest.mark.parametrize("phi", ["l2_silu", "identity", "silu"])
+def test_trellis_stays_finite_on_a_key_that_repeats(phi):
+    mechanism = TrellisConfig(**SIZES, slots=5, chunk_size=64, phi=phi).build()
     params = mechanism.init_params(jax.random.key(0))
     # The largest step, and no forgetting.
     gates = params.core.step._replace(bias=jnp.full(H, 20.0))
@@ -199,10 +200,21 @@ def test_trellis_stays_finite_on_a_key_that_repeats(options):
         )
     )
     x = 5 * jax.random.normal(jax.random.key(1), (1, 1, D))
-    x = jnp.broadcast_to(x, (1, 320, D))
+    x = jnp.broadcast_to(x, (1, 512, D))
     state, y = jax.jit(mechanism.apply)(params, mechanism.init_state(1), x)
     assert np.isfinite(y).all()
-    assert np.abs(state.memory.memory.values).max() < 100
+    assert np.abs(state.memory.memory.slots.values).max() < 100
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_op_runs_as_it_was_told(name):
+    """A form that the op does not have, or that cannot run here, is refused by name."""
+    config = dataclasses.replace(TINY.mixer(name), implementation="pallas_gpu")
+    mechanism = config.build()
+    params = jax.eval_shape(mechanism.init_params, jax.random.key(0))
+    x = jax.ShapeDtypeStruct((1, 4, config.model_dim), jnp.float32)
+    with pytest.raises(ValueError, match="implementation"):
+        jax.eval_shape(mechanism.apply, params, mechanism.init_state(1), x)
 
 
 @pytest.mark.parametrize(

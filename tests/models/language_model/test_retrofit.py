@@ -17,7 +17,7 @@ from memjax.mechanisms import (
     ElasticMemoryConfig,
     SlidingWindowConfig,
 )
-from memjax.models.language_model import calibrate as calibration
+from memjax.models.language_model.calibrate import calibrate
 from memjax.models.language_model.config import Architecture
 from memjax.models.language_model.retrofit import (
     MemoryName,
@@ -25,6 +25,7 @@ from memjax.models.language_model.retrofit import (
     retrofit,
     retrofitted,
 )
+from memjax.models.language_model.teacher import measure, shrunk
 from memjax.models.language_model.windowed import with_window
 from memjax.nnx.params import as_arrays
 from tests import tiny
@@ -83,9 +84,9 @@ def test_it_starts_as_the_windowed_model(name):
 
 
 def test_segments_make_no_difference_and_the_state_has_one_size():
-    model, tokens = opened(fitted("lattice", chunk_size=4)), tiny.tokens(1, 2, LENGTH)
+    model, tokens = opened(fitted("gated_deltanet")), tiny.tokens(1, 2, LENGTH)
     state, logits = read(model, tokens)
-    again, pieces = read(model, tokens, (1, 9))
+    again, pieces = read(model, tokens, (7, 14))
     tiny.assert_close(pieces, logits)
     tiny.assert_close(again, state)
     shapes = lambda state: [leaf.shape for leaf in jax.tree.leaves(state)]
@@ -133,6 +134,12 @@ def test_what_is_no_attention_stays_as_it_is():
     beside = retrofitted(config, own, (0,), 4, 1, "beside").layers[0]
     assert isinstance(beside, BesideConfig) and beside.memory == own
     assert beside.window == SlidingWindowConfig(16, 4, 2, 4, window=4, sinks=1)
+
+
+def test_sizes_of_the_attention_are_known_as_before():
+    config = retrofitted(tiny.LLAMA, "gsa", (1,), 4, 1, "beside")
+    assert config.heads == tiny.LLAMA.heads
+    assert (config.window, config.capacity) == (4, None)
 
 
 def test_elastic_takes_the_place_of_a_layer():
@@ -201,8 +208,8 @@ def calibrated(name: MemoryName, **options):
         key=KEY,
     )
     texts = np.asarray(tiny.tokens(3, 4, 32))
-    moments = calibration.measure(new, tiny.LLAMA, texts)[1]
-    return new, calibration.calibrate(new, tiny.LLAMA, texts), moments
+    moments = measure(new, tiny.LLAMA, texts)[1]
+    return new, calibrate(new, tiny.LLAMA, texts), moments
 
 
 def test_keys_are_centred_and_whitened_and_queries_find_what_they_found():
@@ -210,7 +217,7 @@ def test_keys_are_centred_and_whitened_and_queries_find_what_they_found():
     maps = as_arrays(model.blocks[1].mixer.features)
     for head in range(4):
         keys = slice(head // 2 * 4, head // 2 * 4 + 4)
-        covariance = calibration._shrunk(moments.covariance[keys, keys])
+        covariance = shrunk(moments.covariance[keys, keys])
         key, query = maps.key[head], maps.query[head]
         np.testing.assert_allclose(key.T @ covariance @ key, np.eye(4), atol=1e-4)
         np.testing.assert_allclose(query @ key.T, np.eye(4), atol=1e-4)
@@ -225,7 +232,7 @@ def test_keys_are_centred_and_whitened_and_queries_find_what_they_found():
 def test_other_widths_keep_what_is_largest(key_dim, value_dim):
     _, model, moments = calibrated("deltanet", key_dim=key_dim, value_dim=value_dim)
     maps = as_arrays(model.blocks[1].mixer.features)
-    covariance = calibration._shrunk(moments.covariance[:4, :4])
+    covariance = shrunk(moments.covariance[:4, :4])
     found = np.linalg.eigvalsh(maps.key[0].T @ covariance @ maps.key[0])
     kept = min(key_dim, 4)
     np.testing.assert_allclose(np.sort(found)[-kept:], np.ones(kept), atol=1e-4)

@@ -155,10 +155,14 @@ def test_baselines_have_their_sizes(base):
     backbone = run.load_model(base[0])[1]
     stage = dataclasses.replace(stages(base[1]).stage1, memory="window", sinks=2)
     key = jax.random.key(0)
-    (mixer,) = stage.wrap(backbone, key).config.mixers
+    limited = stage.wrap(backbone, key)
+    assert isinstance(limited, LanguageModel)
+    (mixer,) = limited.config.mixers
+    assert isinstance(mixer, SlidingWindowConfig)
     assert (mixer.window, mixer.sinks) == (SEGMENT, 2)
     again = dataclasses.replace(stage, memory="reread", sinks=0, reread=3)
     model = again.wrap(backbone, key)
+    assert isinstance(model, ReReadWindow)
     assert (model.reread, model.window) == (3, SEGMENT)
     assert again.memory_name == "the last tokens, read again"
 

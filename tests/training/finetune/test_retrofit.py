@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 
 import jax
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from memjax.cli import main as cli
 from memjax.mechanisms import BesideConfig
+from memjax.mechanisms.layers.norms import rms_norm
 from memjax.models import generate
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.language_model.retrofit import MemoryOptions, retrofit
@@ -25,6 +28,7 @@ from memjax.models.lora import (
     thaw,
 )
 from memjax.nnx.tabulate import tabulate
+from memjax.training import sharding
 from memjax.training.config import LoopConfig
 from memjax.training.finetune import finetune
 from memjax.training.finetune.alignment import alignment_loss
@@ -124,7 +128,12 @@ def test_the_same_command_goes_on_from_the_layers_that_were_chosen(trained, caps
     with pytest.raises(SystemExit) as stop:
         cli.main(command)
     assert stop.value.code == 0 and file.stat().st_mtime_ns == before
-    assert "layers      0;" in capsys.readouterr().out
+    assert "layers      0 (" in capsys.readouterr().out
+    # Another window would have other layers, and another run.
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*command, "--window", "5"])
+    assert stop.value.code == 2
+    assert "window was 4 and is now 5" in capsys.readouterr().err
 
 
 def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path):
@@ -146,32 +155,34 @@ def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path
     )[1]
     tiny.assert_close(logits(exported), logits(model))
     tiny.assert_equal(arrays(exported), arrays(merge_lora(model)))
-    assert "balance" in tabulate(exported)
+    table = tabulate(exported, exported.init_state(1), jnp.asarray(tokens))
+    assert "Total Parameters: 2,656" in table
 
 
 def test_alignment_is_the_share_of_the_full_output_that_is_missed():
     teacher = tiny.llama()
-    fit = lambda window: retrofit(
-        teacher, memory="deltanet", layers=(0,), window=window, sinks=0, key=KEY
+    fit = lambda window, sinks: retrofit(
+        teacher, memory="deltanet", layers=(0,), window=window, sinks=sinks, key=KEY
     )
     tokens = tiny.tokens(1, 2, 16)
-    student = fit(WINDOW)
-    found = tiny_loss(student, tokens)
+    student = fit(WINDOW, 0)
+    found, alone = tiny_loss(student, tokens)
     # By hand: the first layer's attention, of the embedding.
     block = teacher.blocks[0]
     norm = block.mixer_norm.get_value()
-    x = teacher.embed(tokens)
-    x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5) * norm
+    x = rms_norm(teacher.embed(tokens), norm, 1e-5)
     params = block.parameters().mixer
     full = block.mechanism.whole(params, x, None)[:, WINDOW:]
     windowed = with_window(teacher, WINDOW).blocks[0].mechanism
     own = windowed.whole(params, x, None)[:, WINDOW:]
-    spread = full - full.mean(axis=(0, 1))
+    spread = full - full.mean(axis=(0, 1), keepdims=True)
     np.testing.assert_allclose(
         found, ((own - full) ** 2).sum() / (spread**2).sum(), rtol=1e-4
     )
-    # A window that sees everything misses nothing.
-    assert tiny_loss(fit(15), tokens) < 1e-10 < found
+    # The memory has no part yet.
+    np.testing.assert_allclose(found, alone, rtol=1e-5)
+    # A window and sinks that see everything miss nothing.
+    assert tiny_loss(fit(12, 4), tokens)[0] < 1e-10 < found
 
 
 KEY = jax.random.key(0)
@@ -182,7 +193,7 @@ def tiny_loss(student, tokens):
     loss = lambda variables: alignment_loss(
         nnx.merge(graph, variables), tiny.LLAMA, tokens
     )
-    return float(jax.jit(loss)(variables))
+    return np.asarray(jax.jit(loss)(variables))
 
 
 def test_adapters_begin_at_the_first_memory_and_reach_its_attention():
@@ -206,6 +217,7 @@ def test_adapters_begin_at_the_first_memory_and_reach_its_attention():
         (dict(context_length=5), r"context_length must be above window \+ sinks = 5"),
         (dict(placement="instead"), "placement='instead' needs memory='elastic'"),
         (dict(start_texts=-1), "start_texts must be >= 0"),
+        (dict(remat="product"), "remat must be one of .*did you mean 'products'"),
         (dict(gate_rate=0.0), "gate_rate must be positive"),
         (
             dict(memory="none", options=MemoryOptions(slots=3)),
@@ -225,6 +237,8 @@ def test_bad_stages(base, tmp_path):
         dataclasses.replace(tune, layers=())
     with pytest.raises(ValueError, match="part='align' needs a memory beside"):
         dataclasses.replace(align, memory="none")
+    with pytest.raises(ValueError, match="remat must be products with part='align'"):
+        dataclasses.replace(align, remat="all")
     decayed = dataclasses.replace(tune.optimizer, decay_vectors=True)
     with pytest.raises(ValueError, match="decay_vectors must be False"):
         dataclasses.replace(tune, optimizer=decayed)
@@ -241,3 +255,19 @@ def test_bad_stages(base, tmp_path):
     (name, alone), *others = dataclasses.replace(config, memory="none").stages()
     assert (name, alone.part, others) == ("", "tune", [])
     assert alone.memory_name == "windows of 4 with 1 sinks"
+
+
+def test_attention_beside_a_memory_is_divided_as_it_is_alone():
+    model = retrofit(tiny.llama(), memory="gla", layers=(1,), window=4, key=KEY)
+    adapted = add_lora(model, LoraConfig(rank=2), KEY, first_layer=1)
+    mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
+    place = inspect.unwrap(sharding.shardings)
+    leaves = jax.tree_util.tree_leaves_with_path(
+        place(mesh, nnx.state(adapted), adapted.config)
+    )
+    specs = {sharding.leaf_name(path): tuple(leaf.spec) for path, leaf in leaves}
+    mixer = "blocks/1/mixer/"
+    assert specs[f"{mixer}attention/query/weight"] == ("fsdp", "tensor")
+    assert specs[f"{mixer}attention/query/down"] == ()
+    assert specs[f"{mixer}features/key"] == ("tensor",)
+    assert specs[f"{mixer}balance/weight"] == ("fsdp", "tensor")

@@ -1,0 +1,58 @@
+"""Gains in result files: nats saved a token, with an interval by document."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from memjax.evaluation import Losses
+from memjax.evaluation.statistics import (
+    LEAST_DOCUMENTS,
+    gain_by_document,
+    nats_saved,
+)
+
+
+def gain(base: Losses, model: Losses) -> dict[str, Any]:
+    """What `model` saves over `base`, as JSON has it.
+
+    Returns:
+        `nats`, `perplexity_change`, `documents`; `low`, `high` and `standard_error`,
+        which are None where there are too few documents of a kind to say.
+    """
+    counted = {
+        (kind, name)
+        for kind, name, targets in zip(
+            base.kinds, base.documents, base.mask.sum(axis=1), strict=True
+        )
+        if targets
+    }
+    kinds = [kind for kind, _ in counted]
+    found: dict[str, Any] = {"documents": len(counted)}
+    if min(map(kinds.count, kinds), default=0) < LEAST_DOCUMENTS:
+        nats = nats_saved(base, model)
+        found |= {"nats": nats, "low": None, "high": None, "standard_error": None}
+    else:
+        found |= gain_by_document(base, model)._asdict()
+        nats = found["nats"]
+    return found | {"perplexity_change": math.expm1(-nats)}
+
+
+def shown(found: Mapping[str, Any], digits: int = 3) -> str:
+    """A gain as text: "0.032 [0.011, 0.054]"."""
+    if found["low"] is None:
+        return f"{found['nats']:+.{digits}f} (too few documents)"
+    low, high = (f"{found[name]:+.{digits}f}" for name in ("low", "high"))
+    return f"{found['nats']:+.{digits}f} [{low}, {high}]"
+
+
+def restrict_kind(losses: Losses, kind: str | None) -> Losses:
+    """The losses of texts of one kind; all of them for None."""
+    if kind is None:
+        return losses
+    rows = [i for i, of in enumerate(losses.kinds) if of == kind]
+    return Losses(
+        losses.nll[rows],
+        losses.mask[rows],
+        tuple(losses.kinds[i] for i in rows),
+        tuple(losses.documents[i] for i in rows),
+    )

@@ -1,0 +1,214 @@
+"""Which steps, chunks and φ does Trellis learn with? (chooses the defaults)
+
+    python -m experiments.recurrent.trellis_steps
+
+Every row answers multi-query recall (`mqar`) and models the bytes of text. Both are
+scored on validation data: no test sequence or document has a say in what becomes the
+default. N-grams counted on the bytes that a run was trained on stand beside the
+perplexities: models of this size lie above them, and rank steps, not architectures.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from experiments.common.results import RESULTS
+from experiments.recurrent import comparison, mqar, seed_report, study
+from experiments.recurrent.ngram import NGram
+from experiments.recurrent.study import Case
+from memjax import evaluation
+from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
+from memjax.training import pretrain as run
+from memjax.training import run_data
+
+ORDERS = (2, 3, 4)
+BASE = "C = 64, at most 1/64, l2_silu"
+
+
+def _row(chunk_size: int, step_size: float | None, phi: str) -> tuple[str, dict]:
+    options = {"chunk_size": chunk_size, "step_size": step_size, "phi": phi}
+    return "trellis", options
+
+
+#: The mixer of each row, and its options. "bounded" is a `step_size` of None.
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeltaNet": ("deltanet", {}),
+    BASE: _row(64, 1 / 64, "l2_silu"),
+    "C = 64, at most 1, l2_silu": _row(64, 1.0, "l2_silu"),
+    "C = 16, at most 1, l2_silu": _row(16, 1.0, "l2_silu"),
+    "C = 4, at most 1, l2_silu": _row(4, 1.0, "l2_silu"),
+    "C = 4, bounded, l2_silu": _row(4, None, "l2_silu"),
+    "C = 16, bounded, l2_silu": _row(16, None, "l2_silu"),
+    "C = 4, bounded, silu": _row(4, None, "silu"),
+    "C = 16, bounded, silu": _row(16, None, "silu"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(mqar.Config):
+    """See `mqar.Config`.
+
+    Attributes:
+        source: documents, as `memjax train` takes them.
+        validation_tokens: bytes scored of each validation document.
+    """
+
+    source: str = "embedded"
+    validation_tokens: int = 16_384
+    run_dir: Path = Path("runs/trellis_steps")
+    output: Path = RESULTS / "recurrent" / "trellis_steps"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.validation_tokens < 1:
+            raise ValueError(
+                f"validation_tokens must be at least 1, got {self.validation_tokens}"
+            )
+
+
+def cases(config: Config) -> list[Case]:
+    """Every row for both tasks, with equal parameters in each."""
+    scale, vocab_size = config.scale, load_tokenizer("bytes").vocab_size
+    recall = {
+        name: mqar.model(config.task, mixer, **options)
+        for name, (mixer, options) in ROWS.items()
+    }
+    text = {
+        name: comparison.base_model(
+            *(scale, vocab_size, mixer, scale.context_length),
+            implementation="reference",
+            **options,
+        )
+        for name, (mixer, options) in ROWS.items()
+    }
+    equal = {
+        "recall": comparison.equal_parameters(recall, config.task.scale),
+        "text": comparison.equal_parameters(text, scale),
+    }
+    return [
+        Case(name, models[name], {"task": task})
+        for name in ROWS
+        for task, models in equal.items()
+    ]
+
+
+def settings(config: Config, case: Case, seed: int) -> run.RunConfig:
+    """The run of one row."""
+    if case.fields["task"] == "recall":
+        return mqar.settings(config, case, seed)
+    return comparison.run_config(
+        *(config.scale, case.model, seed),
+        source=config.source,
+        tokenizer="bytes",
+        warmup=config.warmup,
+    )
+
+
+def measure(
+    config: Config, case: Case, settings: run.RunConfig, folder: Path
+) -> dict[str, Any]:
+    """Trains, then scores validation data."""
+    if case.fields["task"] == "recall":
+        return mqar.train(config, settings)[1]
+    model, seconds = comparison.train(settings, _batches(settings), folder)
+    length = settings.data.context_length
+    losses = evaluation.losses(
+        model,
+        _validation(config),
+        context_length=length,
+        segment=length,
+        batch_size=settings.data.batch_size,
+    )
+    return {"perplexity": evaluation.perplexity(losses), "seconds": seconds}
+
+
+def ngrams(config: Config, settings: run.RunConfig) -> dict[str, float]:
+    """Perplexity of n-grams counted on the bytes that a run was trained on."""
+    data, length = _batches(settings), settings.data.context_length
+    seen = []
+    for _ in range(settings.loop.steps):
+        batch = next(data)
+        ends = np.asarray(batch.targets)[:, -1:]
+        seen += np.concatenate([np.asarray(batch.tokens), ends], axis=1).tolist()
+    scored = [
+        document.tokens[start : start + length + 1].tolist()
+        for document in _validation(config)
+        for start in range(0, len(document.tokens) - 1, length)
+    ]
+    model = NGram(max(ORDERS), load_tokenizer("bytes").vocab_size)
+    model.count(seen)
+    return {f"{order}-gram": model.perplexity(scored, order) for order in ORDERS}
+
+
+def main(config: Config) -> None:
+    """Trains what is not trained yet, prints and writes the results."""
+    everything = cases(config)
+    (text, *_) = [case for case in everything if case.fields["task"] == "text"]
+    counted = ngrams(config, settings(config, text, config.seeds[0]))
+    rows = study.run_all(
+        *(config, everything),
+        functools.partial(settings, config),
+        functools.partial(measure, config),
+        functools.partial(report, config, counted),
+    )
+    for title, summary in summaries(rows).items():
+        seed_report.show(title, summary, BASE)
+
+
+def summaries(rows: list[dict]) -> dict[str, list[dict]]:
+    """Right answers, and perplexity per byte, of every row."""
+    parts = {
+        metric: [row for row in rows if metric in row]
+        for metric in ("validation", "perplexity")
+    }
+    return {
+        metric: seed_report.summarise(part, metric, BASE)
+        for metric, part in parts.items()
+        if part
+    }
+
+
+def report(config: Config, counted: Mapping[str, float], rows: list[dict]) -> None:
+    """Writes what there is."""
+    result = seed_report.write(
+        config,
+        "which steps, chunks and phi does Trellis learn with?",
+        rows,
+        scale=config.scale._asdict(),
+        task=config.task._asdict() | {"scale": config.task.scale._asdict()},
+        ngrams=dict(counted),
+        **summaries(rows),
+    )
+    if "perplexity" in result:
+        plot(result, Path(f"{config.output}.png"))
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Draws the perplexities of a result."""
+    seed_report.plot_means(result, path, "Steps of Trellis", "perplexity per byte")
+
+
+def _batches(settings: run.RunConfig):
+    documents = run_data.load_split(settings, load_tokenizer("bytes"), "train")
+    return run_data.batches(settings, documents)
+
+
+def _validation(config: Config) -> list[TokenisedDocument]:
+    """The beginnings of the validation documents, in whole texts."""
+    length = config.scale.context_length
+    scored = config.validation_tokens // length * length + 1
+    return [
+        document._replace(tokens=np.asarray(document.tokens[:scored]))
+        for document in load_tokens(
+            config.source, load_tokenizer("bytes"), "validation"
+        )
+    ]
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

@@ -1,0 +1,91 @@
+"""Steps of a chunk that leave each other what their keys have in common.
+
+    γ'_t = γ_t Π_s (1 - γ_s ⟨k_s, k_t⟩²)        s over the tokens of t's chunk before t
+
+Where all gradients of a chunk are taken at one memory, n steps γ at one key correct its
+prediction n times, and overshoot it. Of these steps the sum over a key that repeats is
+1 - Π(1 - γ) <= 1, which is what the delta rule corrects token by token; a key that is
+orthogonal to those before it keeps all of its γ.
+
+Shapes: B batch, T time, H heads, K key, C chunk.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from memjax_kernels.common import chunks
+
+
+class Written(NamedTuple):
+    """The tokens of the open chunk at their places in it, zeros where none came yet."""
+
+    keys: Float[Array, "B C H K"]
+    steps: Float[Array, "B C H"]
+
+
+def nothing_written(batch: int, chunk_size: int, heads: int, width: int) -> Written:
+    """The start of a chunk."""
+    keys = jnp.zeros((batch, chunk_size, heads, width), jnp.float32)
+    return Written(keys, jnp.zeros((batch, chunk_size, heads), jnp.float32))
+
+
+def bounded_step(
+    written: Written,
+    position: Int[Array, " B"],
+    k: Float[Array, "B H K"],
+    gamma: Float[Array, "B H"],
+) -> tuple[Written, Float[Array, "B H"]]:
+    """γ' of one token, and the open chunk with it.
+
+    Args:
+        written: the open chunk.
+        position: tokens in it.
+        k: a key of unit norm, or zeros.
+        gamma: in [0, 1].
+    """
+    k = k.astype(jnp.float32)
+    alike = jnp.einsum("bhk,bchk->bch", k, written.keys) ** 2
+    bounded = gamma * jnp.prod(1 - written.steps * alike, axis=1)
+    size = written.steps.shape[1]
+    here = (jnp.arange(size)[None] == position[:, None])[..., None]
+    # After the last token of a chunk comes the start of the next.
+    kept = ((position + 1) % size != 0)[:, None, None]
+    steps = jnp.where(here, gamma[:, None], written.steps) * kept
+    keys = jnp.where(here[..., None], k[:, None], written.keys) * kept[..., None]
+    return Written(keys, steps), bounded
+
+
+def bounded_steps(
+    written: Written,
+    position: Int[Array, " B"],
+    k: Float[Array, "B T H K"],
+    gamma: Float[Array, "B T H"],
+) -> tuple[Written, Float[Array, "B T H"]]:
+    """What `bounded_step` gives for T tokens, a chunk at a time."""
+    time, size = gamma.shape[1], written.steps.shape[1]
+    keys = chunks.split(k.astype(jnp.float32), size, position)
+    steps = chunks.split(gamma, size, position)
+    # Zeros stand where the tokens came before, in an earlier call.
+    keys = keys.at[:, 0].add(written.keys)
+    steps = steps.at[:, 0].add(written.steps)
+    alike = jnp.einsum("bnthk,bnshk->bnhts", keys, keys) ** 2
+    of_earlier = jnp.moveaxis(steps, -1, -2)[..., None, :] * jnp.tril(alike, -1)
+    left = jnp.prod(1 - of_earlier, axis=-1)
+    bounded = steps * jnp.moveaxis(left, -1, -2)
+    return _open_chunk(keys, steps, position + time), chunks.join(
+        bounded, time, position
+    )
+
+
+def _open_chunk(keys, steps, end):
+    """The chunk that token `end` lies in: zeros where that begins one."""
+    number, size = steps.shape[1:3]
+    # A chunk behind the last holds nothing.
+    keys, steps = (
+        jnp.concatenate([x, jnp.zeros_like(x[:, :1])], axis=1) for x in (keys, steps)
+    )
+    at = jnp.minimum(end // size, number)[:, None, None, None]
+    pick = lambda x, at: jnp.take_along_axis(x, at, axis=1)[:, 0]
+    return Written(pick(keys, at[..., None]), pick(steps, at))

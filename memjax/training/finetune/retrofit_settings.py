@@ -1,0 +1,151 @@
+"""What the parts of a retrofit's training have in common."""
+
+import dataclasses
+from typing import Literal, get_args
+
+import numpy as np
+from jaxtyping import Int
+
+from memjax.checks import check_positive, check_sizes, require_known
+from memjax.data import BatchIterator, TokenisedDocument, Tokenizer
+from memjax.models.language_model.config import Dtype, RematSaves
+from memjax.models.language_model.retrofit import (
+    ELASTIC,
+    MemoryName,
+    MemoryOptions,
+    Placement,
+)
+from memjax.models.lora import LoraConfig
+from memjax.training.finetune.stage import SampleConfig
+from memjax.training.run_data import make_batches, shortest
+from memjax.training.sharding import MeshConfig
+from memjax.training.step import StepConfig, check_run
+
+Remat = Literal["all"] | RematSaves
+REMAT = ("all", *get_args(RematSaves))
+Memory = MemoryName | Literal["none"]
+MEMORIES = (*get_args(MemoryName), "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrofitSettings:
+    """What both parts of the training have in common.
+
+    Attributes:
+        memory: beside the window, by its name; "none" is the window alone, as a
+            baseline that is trained alike.
+        options: of the memory; None is the default, one memory head a query head.
+        layers: numbers of the layers with a memory; all other attention layers are
+            windows. Adapters begin at the first of them.
+        window: tokens that a query sees, its own included.
+        sinks: first tokens of the text that it sees beside them.
+        wider: tokens by which the windows of the chosen layers are longer than those of
+            the others; of "none" alone, as a baseline of as many bytes.
+        placement: "beside" the window or, Elastic Memory alone, "instead" of it.
+        context_length: tokens of a sample, more than the window.
+        start_texts: samples from whose statistics the new parameters start; 0: they
+            are drawn at random.
+        gate_rate: learning rate of the gate over that of the rest; it has no decay.
+        lora: the adapters of the tuning.
+        dtype: of activations; None is the backbone's own.
+        remat: what the tuning keeps of a layer's activations until the backward pass:
+            "all", the "products" with weights, or its "input" alone, in the order of
+            memory; the rest is computed again.
+        data: samples; `mode` must be "chunked".
+        mesh: devices.
+        seed: of new parameters and data order.
+    """
+
+    memory: Memory = "lattice"
+    options: MemoryOptions = MemoryOptions()
+    layers: tuple[int, ...] | Literal["auto"] = ()
+    window: int = 256
+    sinks: int = 4
+    wider: int = 0
+    placement: Placement = "beside"
+    context_length: int = 2048
+    start_texts: int = 8
+    gate_rate: float = 10.0
+    lora: LoraConfig = LoraConfig()
+    dtype: Dtype | None = None
+    remat: Remat = "products"
+    data: SampleConfig = SampleConfig(batch_size=1)
+    mesh: MeshConfig = MeshConfig()
+    seed: int = 42
+
+    def __post_init__(self):
+        require_known("memory", self.memory, MEMORIES)
+        require_known("placement", self.placement, get_args(Placement))
+        if self.dtype is not None:
+            require_known("dtype", self.dtype, get_args(Dtype))
+        require_known("remat", self.remat, REMAT)
+        check_positive(gate_rate=self.gate_rate)
+        check_sizes(window=self.window, context_length=self.context_length)
+        if not 0 <= self.sinks <= self.window:
+            raise ValueError(
+                f"sinks must be in [0, window={self.window}], got {self.sinks}"
+            )
+        if self.context_length <= self.window + self.sinks:
+            raise ValueError(
+                f"context_length must be above window + sinks = "
+                f"{self.window + self.sinks}, got {self.context_length}"
+            )
+        if self.start_texts < 0:
+            raise ValueError(f"start_texts must be >= 0, got {self.start_texts}")
+        if self.placement == "instead" and self.memory != ELASTIC:
+            raise ValueError(
+                f"placement='instead' needs memory={ELASTIC!r}, got {self.memory!r}"
+            )
+        if self.memory == "none" and self.options.given:
+            raise ValueError(
+                f"options must be None with memory='none', got {self.options.given}"
+            )
+        if self.wider < 0 or (self.wider and self.memory != "none"):
+            raise ValueError(
+                "wider must be 0, or more with memory='none', got "
+                f"{self.wider} with memory={self.memory!r}"
+            )
+        check_run(self.data.mode, StepConfig(), self.seed)
+
+    @property
+    def has_new(self) -> bool:
+        """Whether there are parameters that the backbone has not."""
+        return self.memory != "none" and self.placement == "beside"
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens of a sample."""
+        return self.context_length
+
+    @property
+    def shortest_document(self) -> int:
+        """Tokens of the shortest document that is read."""
+        return shortest(self.data.mode, self.context_length)
+
+    def batches(
+        self,
+        documents: list[TokenisedDocument],
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        *,
+        shard_index: int = 0,
+        shard_count: int = 1,
+    ) -> BatchIterator:
+        """Samples of `context_length` tokens; a host's rows of each batch."""
+        hosts = {"shard_index": shard_index, "shard_count": shard_count}
+        return self._samples(documents, self.data.batch_size, vocab_size, **hosts)
+
+    def texts(
+        self, documents: list[TokenisedDocument], vocab_size: int, count: int
+    ) -> Int[np.ndarray, "R T"]:
+        """The first samples of the training, each with the token behind it."""
+        samples = self._samples(documents, 1, vocab_size, shard_index=0, shard_count=1)
+        drawn = (next(samples) for _ in range(count))
+        whole = [np.concatenate([b.tokens, b.targets[:, -1:]], axis=1) for b in drawn]
+        return np.concatenate(whole)
+
+    def _samples(self, documents, rows, vocab_size, **hosts):
+        mode, length = self.data.mode, self.context_length
+        return make_batches(
+            mode, documents, length, rows, self.seed, vocab_size, **hosts
+        )

@@ -1,0 +1,60 @@
+"""Facts, text and tiny models that the tests of retention share."""
+
+import functools
+from typing import Any
+
+import jax
+
+from experiments.mplus.retention.samples import make_samples
+from memjax.data import Passage, Question, load_tokenizer
+from memjax.mechanisms import AttentionConfig
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.mplus.build import mplus
+from memjax.models.mplus.config import MPlusConfig
+from tests.tiny import drawn
+
+BYTES = load_tokenizer("bytes")
+C, N = 48, 6
+NAMES = ["Arda", "Brys", "Coln", "Dorn", "Esse", "Fahl", "Gont", "Hyle", "Irth", "Juln"]
+FACTS = [
+    Question(
+        f"The river of {name} is {i * 37:03}.",
+        f"Question: Which? Answer: The river of {name} is",
+        f"{i * 37:03}",
+        f"kind {i % 2}",
+        name,
+    )
+    for i, name in enumerate(NAMES)
+]
+# Of 42 tokens with what is between them; eight of the ten subjects have one.
+PASSAGES = [[Passage(f"{name} " * 8) for name in NAMES[:8]], [Passage("z" * 400)]]
+CONFIG = ModelConfig(
+    mixers=(AttentionConfig(16, 2, 1, 8, capacity=400),),
+    num_layers=1,
+    vocab_size=256,
+    model_dim=16,
+    hidden_dim=16,
+    dtype="float32",
+    remat=False,
+)
+MEMORY = MPlusConfig(
+    tokens=8, pool=16, chunk=C, retrieved=8, store=64, key_dim=4, rank=2
+)
+
+
+@functools.cache
+def tiny_backbone():
+    return drawn(lambda: LanguageModel(CONFIG, key=jax.random.key(0)))
+
+
+@functools.cache
+def tiny_memory():
+    backbone = tiny_backbone()
+    return drawn(lambda: mplus(backbone, MEMORY, key=jax.random.key(1)))
+
+
+SIZES: dict[str, Any] = dict(samples=4, batch=2, num_chunks=3, chunk=C, seed=0)
+
+
+def samples(**changes):
+    return make_samples(FACTS, PASSAGES, BYTES, **SIZES | changes)

@@ -1,0 +1,159 @@
+"""Samples of knowledge retention: what is injected, and which facts are drawn."""
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.mplus.retention.samples import make_samples, samples_of
+from memjax.data import Question, load_tokenizer
+from tests.experiments.mplus.facts import (
+    BYTES,
+    FACTS,
+    NAMES,
+    PASSAGES,
+    SIZES,
+    C,
+    samples,
+)
+
+
+def test_samples_are_context_other_text_and_question():
+    batches = samples()
+    assert len(batches) == 2
+    injected = [fact for batch in batches for fact in batch.facts]
+    assert len(set(injected)) == 4
+    for batch in batches:
+        assert batch.context.shape == (2, C) and batch.chunks.shape == (3, 2, C)
+        for row, fact in enumerate(batch.facts):
+            assert BYTES.decode(batch.prompts[row]) == f"\n\n{fact.question}"
+            context = BYTES.decode(batch.context[row])
+            assert context.endswith(f"\n\n{fact.context}")
+            other = BYTES.decode(batch.chunks[:, row].ravel())
+            assert other.startswith("\n\n") and fact.subject not in other
+            first = [part[0] for part in other.split("\n\n") if part]
+            assert len(set(first)) == len(first) and "z" not in first
+    firsts = {BYTES.decode(b.chunks[0, r])[2] for b in batches for r in range(2)}
+    assert len(firsts) > 1
+    same = samples()
+    np.testing.assert_array_equal(same[1].chunks, batches[1].chunks)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, load_tokenizer("bpe4k")])
+def test_samples_know_the_sentence_of_the_answer(tokenizer):
+    said = "It is old. The pass of Yk is 3.5 km up! Few go there? Yes, 3.5 do."
+    fact = Question(said, "The pass of Yk is", "3.5 km", "", "Yk")
+    for context, expected in (
+        (said, " The pass of Yk is 3.5 km up!"),
+        ("The pass of Yk is 3.5 km", "The pass of Yk is 3.5 km"),
+    ):
+        facts = [fact._replace(context=context)]
+        (batch,) = make_samples(
+            facts,
+            PASSAGES,
+            tokenizer,
+            samples=1,
+            batch=1,
+            num_chunks=1,
+            chunk=90,
+            seed=0,
+        )
+        begin, end = batch.answers[0]
+        assert tokenizer.decode(batch.context[0, begin:end]).lstrip("\n") == expected
+    with pytest.raises(ValueError, match="must hold '3.5 km', it does not"):
+        make_samples(
+            [fact._replace(context="Nobody knows.")],
+            PASSAGES,
+            tokenizer,
+            samples=1,
+            batch=1,
+            num_chunks=1,
+            chunk=90,
+            seed=0,
+        )
+
+
+def test_the_second_group_of_passages_comes_behind_the_first():
+    batch, *_ = samples(num_chunks=9)
+    for row, fact in enumerate(batch.facts):
+        text = BYTES.decode(batch.chunks[:, row].ravel())
+        assert text.index("z") == (8 - (fact.subject in NAMES[:8])) * 42 + 2
+        assert BYTES.decode(batch.context[row]).startswith("z")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"samples": 3}, "samples must be a positive multiple of batch=2, got 3"),
+        ({"samples": 0}, "samples must be a positive multiple"),
+        ({"samples": 12}, "samples must be at most 10 of these facts"),
+        ({"chunk": 20}, "has 27 tokens; a chunk has 20"),
+        ({"num_chunks": 20}, "passages must have .* inject fewer chunks"),
+    ],
+)
+def test_samples_that_cannot_be_made_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        samples(**changes)
+
+
+def test_batches_have_questions_of_one_length_and_lengths_can_be_few():
+    facts = [
+        fact._replace(question="?" * (i % 3 // 2) + fact.question)
+        for i, fact in enumerate(FACTS)
+    ]
+
+    def lengths(samples, few):
+        batches = make_samples(
+            facts,
+            PASSAGES,
+            BYTES,
+            samples=samples,
+            batch=2,
+            num_chunks=1,
+            chunk=C,
+            lengths=few,
+            seed=0,
+        )
+        return {batch.prompts.shape[1] for batch in batches}
+
+    assert lengths(8, 0) == {47, 48} and lengths(6, 1) == {47}
+    with pytest.raises(ValueError, match="samples must be at most 6 of these"):
+        lengths(8, 1)
+
+
+def test_facts_known_without_context_are_not_queried():
+    known, answers = NAMES[2:5], {fact.question: fact.answer for fact in FACTS}
+
+    def answer(prompts):
+        assert prompts.shape[0] == 2
+        questions = [BYTES.decode(prompt)[2:] for prompt in prompts]
+        knows = lambda question: any(name in question for name in known)
+        return [f"It is {answers[q]}!" if knows(q) else "?" for q in questions]
+
+    injected = [
+        fact
+        for batch in samples(samples=6, answer_closed_book=answer)
+        for fact in batch.facts
+    ]
+    assert len(injected) == 6 and not {fact.subject for fact in injected} & set(known)
+    assert {fact.subject for b in samples(samples=10) for fact in b.facts} > set(known)
+    with pytest.raises(ValueError, match="samples must be at most 6 of these"):
+        samples(samples=8, answer_closed_book=answer)
+
+
+def test_facts_of_one_subject_return_once_all_others_were_drawn():
+    twice = [
+        fact._replace(question=f"{q}{fact.question}") for fact in FACTS for q in "ab"
+    ]
+    make = lambda **sizes: make_samples(twice, PASSAGES, BYTES, **sizes)
+    with pytest.raises(ValueError, match="samples must be at most 10 of these"):
+        make(**SIZES | {"samples": 12})
+    batches = make(**SIZES | {"samples": 20, "apart": True})
+    drawn = [fact for batch in batches for fact in batch.facts]
+    assert set(drawn) == set(twice)
+    assert len({fact.subject for fact in drawn[:10]}) == 10
+    sizes = {name: SIZES[name] for name in ("batch", "num_chunks", "chunk", "seed")}
+    for made, again in zip(
+        batches, samples_of(drawn, PASSAGES, BYTES, **sizes), strict=True
+    ):
+        jax.tree.map(np.testing.assert_array_equal, made[1:], again[1:])
+        assert made.facts == again.facts
