@@ -76,7 +76,7 @@ def with_wider_windows(
         mixer = mixers[layer]
         if not isinstance(mixer, SlidingWindowConfig):
             kind = type(mixer).__name__
-            raise ValueError(f"layers must be windows, got {layer}, a {kind}")
+            raise ValueError(f"layers must be windows, got {layer}, {kind}")
         mixers[layer] = dataclasses.replace(mixer, window=mixer.window + more)
     return with_config(model, mixers=tuple(mixers))
 
