@@ -15,6 +15,7 @@ import tyro
 from experiments.tables import (
     blocks,
     books,
+    compare,
     conversation,
     elastic,
     generation,
@@ -30,6 +31,7 @@ from experiments.tables.table import Tables
 ROOT = Path(__file__).parents[2]
 MODULES = (
     books,
+    compare,
     conversation,
     elastic,
     generation,

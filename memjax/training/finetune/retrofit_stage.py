@@ -23,7 +23,7 @@ from memjax.models.language_model.retrofit import (
     check_layers,
     retrofit,
 )
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import with_wider_windows, with_window
 from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora, thaw
 from memjax.training.config import LoopConfig
 from memjax.training.finetune.alignment import make_align_step
@@ -181,7 +181,10 @@ class RetrofitStage(RetrofitSettings):
     def _with_memory(self, backbone, key):
         if self.memory == "none":
             check_layers(backbone.config, self.layers)
-            return with_window(backbone, self.window, self.sinks)
+            narrow = with_window(backbone, self.window, self.sinks)
+            if not self.wider:
+                return narrow
+            return with_wider_windows(narrow, self.layers, self.wider)
         return retrofit(
             backbone,
             memory=self.memory,

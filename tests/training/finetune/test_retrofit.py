@@ -221,6 +221,8 @@ def test_adapters_begin_at_the_first_memory_and_reach_its_attention():
             dict(memory="none", options=MemoryOptions(slots=3)),
             "options must be None with memory='none'",
         ),
+        (dict(wider=2), "wider must be 0, or more with memory='none', got 2 with"),
+        (dict(memory="none", wider=-1), "wider must be 0, or more .* got -1"),
     ],
 )
 def test_bad_settings(base, changes, message):
@@ -253,6 +255,13 @@ def test_bad_stages(base, tmp_path):
     (name, alone), *others = dataclasses.replace(config, memory="none").stages()
     assert (name, alone.part, others) == ("", "tune", [])
     assert alone.memory_name == "windows of 4 with 1 sinks"
+    # Or with as many bytes as a memory's, in the layers that it would have.
+    wide = dataclasses.replace(alone, wider=3)
+    backbone = finetune.load_model(base[0])[1]
+    windows = [
+        stage.wrap(backbone, KEY).config.mixers[0].window for stage in (alone, wide)
+    ]
+    assert windows == [4, 7]
 
 
 def test_attention_beside_a_memory_is_divided_as_it_is_alone():
