@@ -151,7 +151,7 @@ class RetrofitStage(RetrofitSettings):
 
     def transform(self) -> optax.GradientTransformation:
         """The optimizer, with the gate's own learning rate."""
-        rates = dict.fromkeys(GATE, self.gate_rate)
+        rates = {name: self.gate_rate for name in GATE}
         return with_rates(optimizer(self.optimizer, self.loop.steps), rates)
 
     def first_state(self, model: Model, key: PRNGKeyArray) -> TrainState:

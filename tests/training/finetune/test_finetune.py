@@ -61,7 +61,8 @@ def _whole(base, tmp_path_factory, interrupted):
     train = lambda: finetune.finetune_stages(stages(base[1]).stages(), base[0], folder)
     with interrupted(4):
         train()
-    assert finetune.load(folder / "stage2")[0].config.depth == 3
+    stage = finetune.load(folder / "stage2")[0].config
+    assert isinstance(stage, SegmentStage) and stage.depth == 3
     finished = losses(folder / "stage1")
     outcome = train()
     assert (outcome.reason, outcome.step) == ("finished", 2)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.sharding import AbstractMesh
 from memjax.cli import main as cli
 from memjax.mechanisms import BesideConfig
 from memjax.mechanisms.layers.norms import rms_norm
-from memjax.models import generate
+from memjax.models import LanguageModel, generate
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.language_model.retrofit import MemoryOptions, retrofit
 from memjax.models.language_model.windowed import with_window
@@ -137,7 +138,7 @@ def test_the_same_command_goes_on_from_the_layers_that_were_chosen(trained, caps
 
 
 def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path):
-    model = open_model(trained[0]).model
+    model: Any = open_model(trained[0]).model
     assert isinstance(model.config.layers[0], BesideConfig)
     tokens = np.asarray(tiny.tokens(0, 1, 11))
     drawn = generate(model, None, tokens, 3, key=jax.random.key(0), segment=4)
@@ -148,7 +149,7 @@ def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path
     opened = open_model(trained[0])
     save_model(model, tmp_path / "exported", opened.text)
     assert model_type(model) == "memjax"
-    exported = open_model(tmp_path / "exported").model
+    exported: Any = open_model(tmp_path / "exported").model
     assert exported.config == model.config
     logits = lambda model: tiny.method(
         model, "__call__", model.init_state(1), jnp.asarray(tokens)
@@ -172,8 +173,10 @@ def test_alignment_is_the_share_of_the_full_output_that_is_missed():
     norm = block.mixer_norm.get_value()
     x = rms_norm(teacher.embed(tokens), norm, 1e-5)
     params = block.parameters().mixer
+    assert block.mechanism.whole is not None
     full = block.mechanism.whole(params, x, None)[:, WINDOW:]
     windowed = with_window(teacher, WINDOW).blocks[0].mechanism
+    assert windowed.whole is not None
     own = windowed.whole(params, x, None)[:, WINDOW:]
     spread = full - full.mean(axis=(0, 1), keepdims=True)
     np.testing.assert_allclose(
@@ -258,9 +261,11 @@ def test_bad_stages(base, tmp_path):
     # Or with as many bytes as a memory's, in the layers that it would have.
     wide = dataclasses.replace(alone, wider=3)
     backbone = finetune.load_model(base[0])[1]
-    windows = [
-        stage.wrap(backbone, KEY).config.mixers[0].window for stage in (alone, wide)
+    assert isinstance(backbone, LanguageModel)
+    first: list[Any] = [
+        stage.wrap(backbone, KEY).config.mixers[0] for stage in (alone, wide)
     ]
+    windows = [mixer.window for mixer in first]
     assert windows == [4, 7]
 
 
