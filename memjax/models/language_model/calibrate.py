@@ -86,7 +86,7 @@ def start(
 ) -> BesideParams:
     """The parameters of one layer, what is new in them started by its moments."""
     window = config.window.window
-    half_lives = (window, max(longest, window))
+    half_lives = (float(window), float(max(longest, window)))
     return params._replace(
         features=start_features(config, params.features, moments),
         memory=start_gates(config, params.memory, moments, half_lives),
