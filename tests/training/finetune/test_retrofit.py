@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from memjax.cli import main as cli
-from memjax.mechanisms import BesideConfig
+from memjax.mechanisms import BesideConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.norms import rms_norm
 from memjax.models import generate
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
@@ -259,11 +259,10 @@ def test_bad_stages(base, tmp_path):
     assert alone.memory_name == "windows of 4 with 1 sinks"
     # Or with as many bytes as a memory's, in the layers that it would have.
     wide = dataclasses.replace(alone, wider=3)
-    backbone = finetune.load_model(base[0])[1]
-    windows = [
-        stage.wrap(backbone, KEY).config.mixers[0].window for stage in (alone, wide)
-    ]
-    assert windows == [4, 7]
+    backbone = finetune.load_backbone(base[0]).model
+    for stage, window in ((alone, 4), (wide, 7)):
+        mixer = stage.wrap(backbone, KEY).config.mixers[0]
+        assert isinstance(mixer, SlidingWindowConfig) and mixer.window == window
 
 
 def test_attention_beside_a_memory_is_divided_as_it_is_alone():
