@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -54,10 +54,12 @@ class Config(mqar.Config):
     """See `mqar.Config`.
 
     Attributes:
+        tasks: what the rows learn.
         source: documents, as `memjax train` takes them.
         validation_tokens: bytes scored of each validation document.
     """
 
+    tasks: tuple[Literal["recall", "text"], ...] = ("recall", "text")
     source: str = "embedded"
     validation_tokens: int = 16_384
     run_dir: Path = Path("runs/trellis_steps")
@@ -94,6 +96,7 @@ def cases(config: Config) -> list[Case]:
         Case(name, models[name], {"task": task})
         for name in ROWS
         for task, models in equal.items()
+        if task in config.tasks
     ]
 
 
@@ -148,8 +151,9 @@ def ngrams(config: Config, settings: run.RunConfig) -> dict[str, float]:
 def main(config: Config) -> None:
     """Trains what is not trained yet, prints and writes the results."""
     everything = cases(config)
-    (text, *_) = [case for case in everything if case.fields["task"] == "text"]
-    counted = ngrams(config, settings(config, text, config.seeds[0]))
+    text = [case for case in everything if case.fields["task"] == "text"]
+    # The same bytes for all of them.
+    counted = ngrams(config, settings(config, text[0], config.seeds[0])) if text else {}
     rows = study.run_all(
         *(config, everything),
         functools.partial(settings, config),

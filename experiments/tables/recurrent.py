@@ -31,13 +31,20 @@ def lattice_ablation() -> Table:
 def trellis_steps() -> Table:
     """Recall and perplexity on validation data, and the perplexity of n-grams."""
     result = load("recurrent/trellis_steps")
-    recalled, text = (
-        {row["name"]: spread(row["mean"], row["error"], 2) for row in result[metric]}
-        for metric in ("validation", "perplexity")
-    )
-    rows = [[name, recalled.get(name, ""), text.get(name, "")] for name in recalled]
+    columns = {"validation": "right answers", "perplexity": "PPL per byte"}
+    found = {
+        metric: {
+            row["name"]: spread(row["mean"], row["error"], 2) for row in result[metric]
+        }
+        for metric in columns
+        if metric in result
+    }
+    rows = [
+        [name, *(cells.get(name, "") for cells in found.values())]
+        for name in found["validation"]
+    ]
     rows += [[name, "", number(value, 2)] for name, value in result["ngrams"].items()]
-    header = ["validation data", "right answers", "PPL per byte"]
+    header = ["validation data", *(columns[metric] for metric in found)]
     return Table(header, rows, ["recurrent/trellis_steps"])
 
 

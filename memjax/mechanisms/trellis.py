@@ -56,19 +56,20 @@ class TrellisConfig(RecurrentConfig):
         slots: M, of each head.
         chunk_size: C, tokens whose gradients are taken at one memory; 1 is the fully
             nonlinear recurrence. Part of what is computed.
-        phi: φ, what bends a prediction before it is compared with its target.
+        phi: φ, what bends a prediction before it is compared with its target. Those
+            that divide by a norm have gradients without bound where it is near 0.
         activation: f, between the passes.
         forget: whether the memories forget; without, g = 0.
         shared_gates: whether both passes have the same γ and g; else each its own.
         step_size: largest γ. None bounds each γ, of 1 at most, by what the keys before
             it in its chunk have in common with its own (`layers.overlap`): a key is
             written whole when it comes once, and does not overshoot when it repeats.
-            TODO
+            `experiments/recurrent/trellis_steps.py` compares both on validation data.
     """
 
     slots: int = 64
     chunk_size: int = 16
-    phi: Phi = "l2_silu"
+    phi: Phi = "silu"
     activation: Activation = "ln_silu"
     forget: bool = True
     shared_gates: bool = True
