@@ -21,7 +21,7 @@ from experiments.mplus import perplexity, retrieval_quality
 from experiments.mplus.retention import knowledge_retention
 from experiments.mplus.speed import cost_report
 from experiments.ops import benchmark
-from experiments.recurrent import lattice_chunks, recall, trellis_steps
+from experiments.recurrent import lattice_chunks
 from experiments.tables.table import load
 from memjax.checks import require_known
 
@@ -40,8 +40,6 @@ PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "mplus/retrieval_quality": retrieval_quality.plot,
     "ops/kernels": benchmark.plot,
     "recurrent/lattice_chunks": lattice_chunks.plot,
-    "recurrent/recall": recall.plot,
-    "recurrent/trellis_steps": trellis_steps.plot,
 }
 
 
