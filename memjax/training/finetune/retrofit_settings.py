@@ -21,9 +21,10 @@ from memjax.training.run_data import make_batches, shortest
 from memjax.training.sharding import MeshConfig
 from memjax.training.step import StepConfig, check_run
 
-Remat = Literal["all"] | RematSaves
+# One Literal each: a record is read back by the first member of a union.
+Remat = Literal["all", RematSaves]
 REMAT = ("all", *get_args(RematSaves))
-Memory = MemoryName | Literal["none"]
+Memory = Literal[MemoryName, "none"]
 MEMORIES = (*get_args(MemoryName), "none")
 
 
