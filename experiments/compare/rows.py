@@ -75,7 +75,7 @@ def _memory(label: str, name: MemoryName, **options: Any) -> Row:
     return Row(label, as_trained, stages, cost=1.3, reading=1.2)
 
 
-# Sizes are those at which each memory keeps the bytes of 192 tokens of SmolLM2's keys
+# At these sizes each memory keeps at most the bytes of 193 tokens of SmolLM2's keys
 # and values in a layer, with all that it keeps of a chunk that is not complete.
 ROWS: dict[str, Row] = {
     "full": Row("full attention, not tuned", full_attention, reading=2.5),
@@ -100,7 +100,7 @@ ROWS: dict[str, Row] = {
         sampling="exponential",
     ),
     "lattice": _memory("Lattice", "lattice"),
-    "trellis": _memory("Trellis", "trellis", slots=32),
+    "trellis": _memory("Trellis", "trellis", slots=24),
     "gated-deltanet": _memory("Gated DeltaNet", "gated_deltanet", value_dim=128),
     "infini": _memory("Infini-attention", "infini"),
     "hmt": Row("HMT", as_trained, tunings.tune_hmt, cost=1.6, reading=1.6),

@@ -195,7 +195,7 @@ def tune_mplus(
         found = []
         for name, stage in chosen:
             # Two texts an update, of one or two chunks and a target.
-            read = 2 * (1.5 * stage.memory.chunk + stage.tasks.target)
+            read = 2 * (1.5 * memory.chunk + stage.tasks.target)
             steps = tuning.updates * sizes.context / read / len(chosen)
             own = memory
             if not stage.memory.retrieved:
@@ -205,7 +205,9 @@ def tune_mplus(
             changed = dataclasses.replace(
                 stage,
                 memory=own,
-                tasks=dataclasses.replace(stage.tasks, ask=0.0),
+                tasks=dataclasses.replace(
+                    stage.tasks, ask=0.0, shortest_chunk=3 * memory.chunk // 4
+                ),
                 data=dataclasses.replace(tuning.data(), batch_size=2),
                 optimizer=tuning.optimizer(),
                 loop=tuning.loop(round(steps)),
@@ -230,7 +232,8 @@ def mplus_memory(backbone: LanguageModel, sizes: Sizes, store: bool) -> MPlusCon
         return MPlusConfig(
             tokens=MPLUS_TOKENS,
             pool=size,
-            chunk=sizes.window,
+            # A chunk that is not complete is kept in all layers, and counts.
+            chunk=sizes.window // 2,
             stored="input",
             key_dim=64,
             retrieved=size if store else 0,

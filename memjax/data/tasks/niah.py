@@ -86,7 +86,7 @@ def needle_sample(
     tokenizer: Tokenizer,
     essay: Sequence[str] = (),
     start: Literal["opening", "random"] = "opening",
-    depth: float | None = None,
+    depth: int | float | None = None,
 ) -> NeedleSample:
     """Returns a sample whose prompt and answer have at most `length` tokens.
 

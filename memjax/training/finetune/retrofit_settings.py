@@ -21,11 +21,11 @@ from memjax.training.run_data import make_batches, shortest
 from memjax.training.sharding import MeshConfig
 from memjax.training.step import StepConfig, check_run
 
-# One Literal each: a record is read back by the first member of a union.
+# One Literal each: a record of a run is read back by its first kind of hint.
 Remat = Literal["all", RematSaves]
-REMAT = ("all", *get_args(RematSaves))
+REMAT = get_args(Remat)
 Memory = Literal[MemoryName, "none"]
-MEMORIES = (*get_args(MemoryName), "none")
+MEMORIES = get_args(Memory)
 
 
 @dataclasses.dataclass(frozen=True)

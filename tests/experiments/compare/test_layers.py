@@ -90,7 +90,7 @@ def test_too_few_documents_are_refused(tmp_path):
     source = f"folder:{tmp_path}/corpus"
     found = documents(source, tiny.tokenizer(), "test", 9, kinds=("code",), least=1)
     assert [len(x.tokens) for x in found] == [10]
-    more: dict[str, Any] = dict(kinds=("code", "proofs"), least=1, long=1, longest=20)
+    more: Any = dict(kinds=("code", "proofs"), least=1, long=1, longest=20)
     found = documents(source, tiny.tokenizer(), "test", 9, **more)
     assert [(x.kind, len(x.tokens)) for x in found] == [("code", 21), ("proofs", 21)]
     with pytest.raises(ValueError, match="1 documents of 'code' .* 27 tokens"):

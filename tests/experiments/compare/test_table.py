@@ -154,6 +154,7 @@ def test_mplus_keeps_no_more_than_the_wide_window(store, monkeypatch):
     names = ("pool", "retrieved", "store") if store else ("pool",)
     longer = {name: getattr(memory, name) + 2 for name in names}
     assert bytes_of(memory) <= target < bytes_of(dataclasses.replace(memory, **longer))
+    monkeypatch.setattr(tunings, "MPLUS_TOKENS", 32)
     with pytest.raises(ValueError, match="M. keeps at least"):
         tunings.mplus_memory(model, dataclasses.replace(sizes, more=1), store)
 

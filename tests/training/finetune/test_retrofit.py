@@ -15,9 +15,9 @@ from jax.sharding import AbstractMesh
 
 from memjax.cli import main as cli
 from memjax.config_io import from_record, to_record
-from memjax.mechanisms import BesideConfig
+from memjax.mechanisms import BesideConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.norms import rms_norm
-from memjax.models import LanguageModel, generate
+from memjax.models import generate
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.language_model.retrofit import MemoryOptions, retrofit
 from memjax.models.language_model.windowed import with_window
@@ -264,13 +264,10 @@ def test_bad_stages(base, tmp_path):
     assert alone.memory_name == "windows of 4 with 1 sinks"
     # Or with as many bytes as a memory's, in the layers that it would have.
     wide = dataclasses.replace(alone, wider=3)
-    backbone = finetune.load_model(base[0])[1]
-    assert isinstance(backbone, LanguageModel)
-    first: list[Any] = [
-        stage.wrap(backbone, KEY).config.mixers[0] for stage in (alone, wide)
-    ]
-    windows = [mixer.window for mixer in first]
-    assert windows == [4, 7]
+    backbone = finetune.load_backbone(base[0]).model
+    for stage, window in ((alone, 4), (wide, 7)):
+        mixer = stage.wrap(backbone, KEY).config.mixers[0]
+        assert isinstance(mixer, SlidingWindowConfig) and mixer.window == window
 
 
 def test_attention_beside_a_memory_is_divided_as_it_is_alone():
