@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from memjax.cli import main as cli
+from memjax.config_io import from_record, to_record
 from memjax.mechanisms import BesideConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.norms import rms_norm
 from memjax.models import generate
@@ -254,6 +255,9 @@ def test_bad_stages(base, tmp_path):
         stages(base[1]).stages()
     with pytest.raises(ValueError, match=r"count must be in \[1, 1\]"):
         with_layers(stages(base[1], count=2), base[0], tmp_path)
+    # A record is read back, whatever the memory.
+    for stage in (align, dataclasses.replace(tune, memory="none", remat="all")):
+        assert from_record(RetrofitStage, to_record(stage)) == stage
     # Without a memory there is nothing to align: the baseline is tuned alone.
     (name, alone), *others = dataclasses.replace(config, memory="none").stages()
     assert (name, alone.part, others) == ("", "tune", [])
