@@ -21,7 +21,7 @@ from experiments.mplus import perplexity, retrieval_quality
 from experiments.mplus.retention import knowledge_retention
 from experiments.mplus.speed import cost_report
 from experiments.ops import benchmark
-from experiments.recurrent import lattice_chunks
+from experiments.recurrent.chunks import lattice_chunks
 from experiments.tables.table import load
 from memjax.checks import require_known
 
