@@ -14,19 +14,22 @@ import tyro
 
 from experiments import books
 from experiments.common.results import RESULTS
+from experiments.compare import layers
 from experiments.elastic import hippo_reconstruction
 from experiments.hmt import length, memory, switching
 from experiments.mplus import perplexity, retrieval_quality
 from experiments.mplus.retention import knowledge_retention
 from experiments.mplus.speed import cost_report
 from experiments.ops import benchmark
-from experiments.recurrent import lattice_chunks, recall
+from experiments.recurrent import recall
+from experiments.recurrent.chunks import lattice_chunks
 from experiments.tables.table import load
 from memjax.checks import require_known
 
 #: What draws each plot, by its name without ending.
 PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "books/window8": books.plot,
+    "compare/layers": layers.plot,
     "elastic/hippo_reconstruction": hippo_reconstruction.plot,
     "hmt/memory": memory.plot,
     "hmt/smollm2/length": length.plot,

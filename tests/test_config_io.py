@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memjax.config_io import completed, from_record, to_record
+from memjax.mechanisms import BesideConfig, InfiniConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.models import ModelConfig
 from memjax.models.language_model.config import MIXERS
@@ -153,7 +154,13 @@ def test_every_exported_mixer_survives_json():
             sizes |= dict(num_kv_heads=2, head_dim=4)
         else:
             sizes |= dict(key_dim=4, value_dim=4)
-        mixer: Any = kind(**sizes)
+        mixer: Any
+        if kind is BesideConfig:
+            # Two configurations in one, the memory by its name.
+            window = SlidingWindowConfig(8, 2, 2, 4, window=4)
+            mixer = BesideConfig(window, InfiniConfig(2, 2, 4, 4))
+        else:
+            mixer = kind(**sizes)
         model = ModelConfig(mixers=(mixer,), model_dim=8)
         record = json.loads(json.dumps(to_record(model)))
         assert record["mixers"][0]["type"] == kind.__name__

@@ -13,11 +13,13 @@ from flax import linen, nnx
 from memjax.mechanisms import (
     ABCConfig,
     AttentionConfig,
+    BesideConfig,
     DeltaNetConfig,
     ElasticMemoryConfig,
     GatedDeltaNetConfig,
     GLAConfig,
     GSAConfig,
+    InfiniConfig,
     LatticeConfig,
     LinearAttentionConfig,
     Mamba2Config,
@@ -47,6 +49,9 @@ CONFIGS: dict[str, MixerConfig] = {
     "attention": AttentionConfig(**HEADS, capacity=32),
     "elastic_memory": ElasticMemoryConfig(**HEADS, block=4, order=6),
     "sliding_window": SlidingWindowConfig(**HEADS, window=4),
+    "beside": BesideConfig(
+        SlidingWindowConfig(**HEADS, window=4), InfiniConfig(2, 2, 4, 4)
+    ),
     "linear_attention": LinearAttentionConfig(**BLOCK),
     "mamba2": Mamba2Config(**BLOCK),
     "gla": GLAConfig(**BLOCK),

@@ -41,9 +41,9 @@ SPLITS: dict[Split, dict[str, str]] = {
             datetime.py enum.py importlib locale.py logging pickle.py re subprocess.py
             zipfile.py""",
         "python_docs": """
-            c-api/typeobj howto/logging-cookbook library/datetime library/multiprocessing
-            library/os library/ssl library/stdtypes reference/datamodel whatsnew/2.7
-            whatsnew/3.3""",
+            c-api/typeobj howto/logging-cookbook library/datetime
+            library/multiprocessing library/os library/ssl library/stdtypes
+            reference/datamodel whatsnew/2.7 whatsnew/3.3""",
         "austen": "emma persuasion",
         "moby_dick": "moby_dick",
         "state_of_the_union": """

@@ -197,7 +197,7 @@ def _call_client(command: list[str], folder: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """A failure in one line: the last line of the client's error output, or the error itself."""
+    """One line: the last line of the client's error output, or the error itself."""
     if isinstance(error, subprocess.CalledProcessError):
         said = (error.stderr or b"").decode("utf-8", errors="replace").strip()
         hint = " (`apt-get update` first?)" if error.cmd[0] == "apt-get" else ""

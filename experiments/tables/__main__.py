@@ -14,31 +14,29 @@ import tyro
 
 from experiments.tables import (
     blocks,
-    books,
-    conversation,
+    compare,
     elastic,
-    generation,
     hmt,
     mplus,
     mplus_speed,
-    ops,
     papers,
+    programs,
     recurrent,
+    speed,
 )
 from experiments.tables.table import Tables
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
-    books,
-    conversation,
+    compare,
     elastic,
-    generation,
     hmt,
     mplus,
     mplus_speed,
-    ops,
     papers,
+    programs,
     recurrent,
+    speed,
 )
 TABLES: Tables = {k: f for module in MODULES for k, f in module.TABLES.items()}
 

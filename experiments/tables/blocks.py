@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from experiments.common.results import RESULTS
-from experiments.tables.table import Table, Tables, load
+from experiments.tables.table import NotMeasured, Table, Tables, load
 from memjax.evaluation.provenance import commit_of
 
 _BLOCK = re.compile(
@@ -44,7 +44,10 @@ def render(name: str, tables: Tables, folder: Path) -> str:
         KeyError: there is no table of this name.
         FileNotFoundError: one of its result files is missing.
     """
-    return _markdown(tables[name](), folder)
+    try:
+        return _markdown(tables[name](), folder)
+    except NotMeasured as missing:
+        return f"Not measured yet: `{missing}`.\n"
 
 
 def replace(text: str, tables: Tables, folder: Path) -> str:

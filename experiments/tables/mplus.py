@@ -25,7 +25,10 @@ def retention() -> Table:
         facts = str(count) if count == asked else f"{count} of {asked}"
         shares = [_share(row) for row in method["after"]]
         lead = [_difference(gain) if gain else "" for gain in method["gain"]]
-        rows.append([label, facts, *_kept(method["kept_bytes"]), *shares, *lead])
+        # Where a method could not be asked, it keeps nothing to answer from.
+        pairs = zip(method["kept_bytes"], method["after"], strict=True)
+        kept = _kept([size for size, row in pairs if row["questions"]])
+        rows.append([label, facts, *kept, *shares, *lead])
         notes += [f"{label}: {in_words(x)}" for x in method["recipes"]]
     header = ["right answers (95% interval)", "facts", "MB kept", "on the device"]
     header += [f"after {thousands(n)} tokens" for n in distances]

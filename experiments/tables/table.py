@@ -23,6 +23,19 @@ class Table(NamedTuple):
     notes: Sequence[str] = ()
 
 
+#: Result files of programs that have not been run since what they measure changed.
+NOT_MEASURED = (
+    "recurrent/lattice_ablation",
+    "recurrent/recall",
+    "recurrent/trellis_ablation",
+    "recurrent/trellis_steps",
+)
+
+
+class NotMeasured(Exception):
+    """There is no result yet, and the tables say so."""
+
+
 # The tables of one module, by name.
 Tables = Mapping[str, Callable[[], Table]]
 
@@ -34,8 +47,11 @@ def load(name: str) -> dict[str, Any]:
         name: room and program, such as "hmt/length".
 
     Raises:
+        NotMeasured: there is no such file, as `NOT_MEASURED` knows.
         FileNotFoundError: there is no such file.
     """
+    if name in NOT_MEASURED and not (RESULTS / f"{name}.json").exists():
+        raise NotMeasured(name)
     return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
 
 

@@ -19,9 +19,9 @@ from memjax.training.finetune.curricula import HMTStages, MPlusStages
 from memjax.training.finetune.hmt_presets import presets as hmt_presets
 from memjax.training.finetune.mplus_presets import presets as mplus_presets
 from memjax.training.finetune.mplus_stage import MPlusStage
-from memjax.training.finetune.retrofit_presets import presets as retrofit_presets
 from memjax.training.finetune.retrofit_stage import RetrofitStage
 from memjax.training.finetune.retrofit_stages import RetrofitStages
+from memjax.training.finetune.retrofit_stages import presets as retrofit_presets
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import NO_MEMORY
 

@@ -7,7 +7,7 @@ from memjax.cli.progress import Progress
 from memjax.cli.stopping import exits_75
 from memjax.training.curves import draw_curves
 from memjax.training.finetune import finetune as finetuning
-from memjax.training.finetune import hmt_presets, mplus_presets, retrofit_presets
+from memjax.training.finetune import hmt_presets, mplus_presets, retrofit_stages
 from memjax.training.finetune.curricula import HMTStages, MPlusStages
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.retrofit_stage import RetrofitStage
@@ -25,7 +25,7 @@ Config = (
 
 def presets() -> dict[str, Any]:
     """All fine-tunings by name."""
-    return hmt_presets.presets() | mplus_presets.presets() | retrofit_presets.presets()
+    return hmt_presets.presets() | mplus_presets.presets() | retrofit_stages.presets()
 
 
 def finetune(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from memjax.evaluation.layer_sensitivity import layer_sensitivity, most_sensitive
-from memjax.mechanisms import DeltaNetConfig
+from memjax.mechanisms import AttentionConfig, DeltaNetConfig
 from memjax.models.language_model.rebuilt import with_config
 from memjax.models.language_model.windowed import limited
 from memjax.models.loss import token_losses
@@ -34,7 +34,9 @@ def test_it_is_the_rise_of_the_loss_with_one_layer_windowed():
     assert said == [(1, 4), (2, 4), (3, 4), (4, 4)]
     full = loss_beyond(model, texts)
     # The second layer: the first is as it was.
-    mixers = (model.config.layers[0], limited(model.config.layers[1], WINDOW, SINKS))
+    second = model.config.layers[1]
+    assert isinstance(second, AttentionConfig)
+    mixers = (model.config.layers[0], limited(second, WINDOW, SINKS))
     windowed = loss_beyond(with_config(model, mixers=mixers), texts)
     assert abs(windowed - full) > 1e-4
     np.testing.assert_allclose(rises[1], windowed - full, atol=1e-5)

@@ -86,6 +86,7 @@ def needle_sample(
     tokenizer: Tokenizer,
     essay: Sequence[str] = (),
     start: Literal["opening", "random"] = "opening",
+    depth: int | float | None = None,
 ) -> NeedleSample:
     """Returns a sample whose prompt and answer have at most `length` tokens.
 
@@ -101,28 +102,34 @@ def needle_sample(
         start: the haystack begins where the essays do, as RULER's always does, or at
             a random word: for models that train on the task and could learn it by
             heart.
+        depth: where the needle lies, from 0 at the haystack's beginning to 100 at its
+            end; None draws it, as RULER does.
 
     Raises:
-        ValueError: `length` has no room for the question and one piece of haystack, or
-            an essay task comes without an essay.
+        ValueError: `length` has no room for the question and one piece of haystack, an
+            essay task comes without an essay, or `depth` is out of range.
     """
+    if depth is not None and not 0 <= depth <= 100:
+        raise ValueError(f"depth must be in [0, 100], got {depth}")
     if task.haystack == "essay" and not essay:
         raise ValueError("essay is empty; an essay task needs its words")
     draw = _Draws(seed)
     key, value = _word(draw), _value(draw, task.kind)
     # RULER draws the depth in an essay of 40, and the place in noise of all places.
-    depth = int(DEPTHS[draw.below(40)]) / 100
-    place = draw.below(2**32) / 2**32
+    in_essay = int(DEPTHS[draw.below(40)]) / 100
+    in_noise = draw.below(2**32) / 2**32
+    if depth is not None:
+        in_essay = in_noise = depth / 100
     first = draw.below(len(essay)) if essay and start == "random" else 0
 
     def prompt(size: int) -> str:
         needle = NEEDLE.format(kind=task.kind, key=key, value=value)
         if task.haystack == "noise":
-            pieces, index, joint = [NOISE] * size, int(place * size), "\n"
+            pieces, index, joint = [NOISE] * size, int(in_noise * size), "\n"
         else:
             words = [essay[(first + i) % len(essay)] for i in range(size)]
             pieces = _sentences(" ".join(words))
-            index, joint = int(depth * len(pieces)), " "
+            index, joint = int(in_essay * len(pieces)), " "
         context = joint.join([*pieces[:index], needle, *pieces[index:]])
         return TEMPLATE.format(kind=task.kind, key=key, context=context)
 

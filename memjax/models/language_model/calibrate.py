@@ -25,7 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from memjax.mechanisms import BesideConfig
 from memjax.mechanisms.beside import BesideParams, FeatureParams
@@ -40,7 +40,7 @@ from memjax.nnx.params import as_arrays, as_params, copy
 def calibrate(
     model: LanguageModel,
     teacher: ModelConfig,
-    tokens: Int[Array, "R T"],
+    tokens: Int[np.ndarray, "R T"],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LanguageModel:
     """The model whose new parameters start from the teacher's statistics.
@@ -86,7 +86,7 @@ def start(
 ) -> BesideParams:
     """The parameters of one layer, what is new in them started by its moments."""
     window = config.window.window
-    half_lives = (window, max(longest, window))
+    half_lives = (float(window), float(max(longest, window)))
     return params._replace(
         features=start_features(config, params.features, moments),
         memory=start_gates(config, params.memory, moments, half_lives),

@@ -103,11 +103,11 @@ def slow(
 def _slow_decay(params: DecayParams, half_lives) -> DecayParams:
     """exp(g) = exp(-rate Δ), with a Δ about 1, by which Mamba-2 writes."""
     pace = params.pace._replace(bias=jnp.full_like(params.pace.bias, np.log(np.e - 1)))
-    rate = np.log(2) / np.geomspace(*half_lives, len(params.log_rate))
+    rate = np.log(2) / np.geomspace(half_lives[0], half_lives[1], len(params.log_rate))
     return DecayParams(pace, jnp.asarray(np.log(rate), jnp.float32))
 
 
 def _logits(half_lives, count, damping=1.0):
     """z with sigmoid(z)^(1 / damping) = 2^(-1 / half-life)."""
-    rate = damping * np.log(2) / np.geomspace(*half_lives, count)
+    rate = damping * np.log(2) / np.geomspace(half_lives[0], half_lives[1], count)
     return jnp.asarray(-np.log(np.expm1(rate)), jnp.float32)

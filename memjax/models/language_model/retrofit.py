@@ -99,7 +99,7 @@ class MemoryOptions:
 def retrofit(
     model: LanguageModel,
     *,
-    memory: MemoryName | MemoryConfig | ElasticMemoryConfig,
+    memory: str | MemoryConfig | ElasticMemoryConfig,
     layers: Sequence[int],
     window: int,
     sinks: int = 4,
@@ -112,8 +112,8 @@ def retrofit(
     Args:
         model: with RoPE, pretrained; it stays as it is, and the result shares its
             arrays. Layers that are no attention stay as they are.
-        memory: by its name, as large as the layer's heads: one memory head a query
-            head; or a configuration of that many heads.
+        memory: by its name, one of `MemoryName`, as large as the layer's heads: one
+            memory head a query head; or a configuration of that many heads.
         layers: numbers of attention layers, the first is 0.
         window: tokens that a query sees, its own included; with "instead" the block of
             the chosen layers.
@@ -144,7 +144,7 @@ def retrofit(
 
 def retrofitted(
     config: ModelConfig,
-    memory: MemoryName | MemoryConfig | ElasticMemoryConfig,
+    memory: str | MemoryConfig | ElasticMemoryConfig,
     layers: Sequence[int],
     window: int,
     sinks: int,
@@ -207,7 +207,7 @@ def memory_layers(config: ModelConfig) -> tuple[int, ...]:
     return tuple(i for i, mixer in layers if isinstance(mixer, BesideConfig))
 
 
-def memory_config(name: MemoryName, heads: HeadsConfig, options: MemoryOptions) -> Any:
+def memory_config(name: str, heads: HeadsConfig, options: MemoryOptions) -> Any:
     """The memory of this name beside these heads.
 
     Raises:

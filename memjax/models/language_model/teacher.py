@@ -91,7 +91,7 @@ class Moments(NamedTuple):
 def measure(
     model: LanguageModel,
     teacher: ModelConfig,
-    tokens: Int[Array, "R T"],
+    tokens: Int[np.ndarray, "R T"],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Moments]:
     """Moments of keys and values in the full model, of each layer with a memory."""

@@ -1,6 +1,7 @@
 """The same parameters with bounded attention: a window, or a maximal length."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from memjax.checks import check_sizes
 from memjax.mechanisms import AttentionConfig, MixerConfig, SlidingWindowConfig
@@ -54,6 +55,30 @@ def require_unbounded_positions(config: ModelConfig) -> None:
             "model must have RoPE to read past its window, got learned_positions="
             f"{config.architecture.learned_positions}"
         )
+
+
+def with_wider_windows(
+    model: LanguageModel, layers: Sequence[int], more: int
+) -> LanguageModel:
+    """The same parameters, with windows of some layers that are longer by `more`.
+
+    Args:
+        model: whose layers of these numbers are sliding windows.
+        layers: their numbers.
+        more: tokens, at least 1.
+
+    Raises:
+        ValueError: if such a layer is no window, or more is below 1.
+    """
+    check_sizes(more=more)
+    mixers = list(model.config.layers)
+    for layer in layers:
+        mixer = mixers[layer]
+        if not isinstance(mixer, SlidingWindowConfig):
+            kind = type(mixer).__name__
+            raise ValueError(f"layers must be windows, got {layer}, {kind}")
+        mixers[layer] = dataclasses.replace(mixer, window=mixer.window + more)
+    return with_config(model, mixers=tuple(mixers))
 
 
 def with_capacity(model: LanguageModel, capacity: int) -> LanguageModel:

@@ -43,7 +43,7 @@ def make_align_step(
     def align_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         def loss(params):
             student = nnx.merge(graph, params, state.frozen)
-            return alignment_loss(student, teacher, batch.tokens)
+            return alignment_loss(student, teacher, jnp.asarray(batch.tokens))
 
         gradient = jax.value_and_grad(loss, has_aux=True)
         (value, alone), gradients = gradient(state.params)

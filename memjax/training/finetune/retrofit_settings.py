@@ -21,10 +21,11 @@ from memjax.training.run_data import make_batches, shortest
 from memjax.training.sharding import MeshConfig
 from memjax.training.step import StepConfig, check_run
 
-Remat = Literal["all"] | RematSaves
-REMAT = ("all", *get_args(RematSaves))
-Memory = MemoryName | Literal["none"]
-MEMORIES = (*get_args(MemoryName), "none")
+# One Literal each: a record of a run is read back by its first kind of hint.
+Remat = Literal["all", RematSaves]
+REMAT = get_args(Remat)
+Memory = Literal[MemoryName, "none"]
+MEMORIES = get_args(Memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,8 @@ class RetrofitSettings:
             windows. Adapters begin at the first of them.
         window: tokens that a query sees, its own included.
         sinks: first tokens of the text that it sees beside them.
+        wider: tokens by which the windows of the chosen layers are longer than those of
+            the others; of "none" alone, as a baseline of as many bytes.
         placement: "beside" the window or, Elastic Memory alone, "instead" of it.
         context_length: tokens of a sample, more than the window.
         start_texts: samples from whose statistics the new parameters start; 0: they
@@ -59,6 +62,7 @@ class RetrofitSettings:
     layers: tuple[int, ...] | Literal["auto"] = ()
     window: int = 256
     sinks: int = 4
+    wider: int = 0
     placement: Placement = "beside"
     context_length: int = 2048
     start_texts: int = 8
@@ -96,6 +100,11 @@ class RetrofitSettings:
         if self.memory == "none" and self.options.given:
             raise ValueError(
                 f"options must be None with memory='none', got {self.options.given}"
+            )
+        if self.wider < 0 or (self.wider and self.memory != "none"):
+            raise ValueError(
+                "wider must be 0, or more with memory='none', got "
+                f"{self.wider} with memory={self.memory!r}"
             )
         check_run(self.data.mode, StepConfig(), self.seed)
 

@@ -23,7 +23,7 @@ from memjax.models.language_model.retrofit import (
     check_layers,
     retrofit,
 )
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import with_wider_windows, with_window
 from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora, thaw
 from memjax.training.config import LoopConfig
 from memjax.training.finetune.alignment import make_align_step
@@ -151,7 +151,7 @@ class RetrofitStage(RetrofitSettings):
 
     def transform(self) -> optax.GradientTransformation:
         """The optimizer, with the gate's own learning rate."""
-        rates = dict.fromkeys(GATE, self.gate_rate)
+        rates = {name: self.gate_rate for name in GATE}
         return with_rates(optimizer(self.optimizer, self.loop.steps), rates)
 
     def first_state(self, model: Model, key: PRNGKeyArray) -> TrainState:
@@ -181,7 +181,10 @@ class RetrofitStage(RetrofitSettings):
     def _with_memory(self, backbone, key):
         if self.memory == "none":
             check_layers(backbone.config, self.layers)
-            return with_window(backbone, self.window, self.sinks)
+            narrow = with_window(backbone, self.window, self.sinks)
+            if not self.wider:
+                return narrow
+            return with_wider_windows(narrow, self.layers, self.wider)
         return retrofit(
             backbone,
             memory=self.memory,

@@ -19,6 +19,7 @@ from memjax.training.checkpoints.folder import check_path
 from memjax.training.config import LoopConfig
 from memjax.training.finetune.retrofit_settings import RetrofitSettings
 from memjax.training.finetune.retrofit_stage import TUNING, RetrofitStage
+from memjax.training.finetune.stage import SampleConfig
 from memjax.training.finetune.start import load_backbone
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.reporting import print_line
@@ -168,3 +169,28 @@ def _settings(config: RetrofitStages, digest: str) -> dict[str, Any]:
         "source": to_record(config.data)["source"],
         "backbone_digest": digest,
     }
+
+
+def presets() -> dict[str, RetrofitStages]:
+    """Retrofits by name.
+
+    "retrofit" reads about a million tokens, a quarter of them for the alignment.
+    """
+    return {"retrofit-tiny": _tiny(), "retrofit": RetrofitStages()}
+
+
+def _tiny() -> RetrofitStages:
+    """In minutes on a CPU, for a backbone of `memjax train`."""
+    default = RetrofitStages()
+    shorter = lambda part, steps: PartConfig(
+        part.optimizer, LoopConfig(steps=steps, save_every=50)
+    )
+    return dataclasses.replace(
+        default,
+        window=64,
+        context_length=512,
+        count=2,
+        data=SampleConfig(batch_size=4, validation_texts=8),
+        align=shorter(default.align, 100),
+        tune=shorter(default.tune, 300),
+    )

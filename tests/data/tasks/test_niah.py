@@ -88,6 +88,17 @@ def test_needles_stand_between_sentences_at_every_depth():
     assert set(index) == set(range(len(lines[0]) - 1))
 
 
+@pytest.mark.parametrize("name", NEEDLE_TASKS)
+def test_the_depth_that_is_asked_for(name):
+    for depth in (0, 50, 100):
+        first, *_, last = (draw(name, seed, depth=depth) for seed in range(3))
+        # Other draws, as the answer, do not change with the depth.
+        assert (first.answer, last.answer) == (draw(name).answer, draw(name, 2).answer)
+        context = "\n".join(last.prompt.split("\n")[1:-1])
+        at = context.index("One of the special") / len(context)
+        assert abs(at - {0: 0, 50: 0.45, 100: 0.9}[depth]) < 0.1
+
+
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe4k"])
 def test_length_is_a_bound_and_nearly_used(tokenizer):
     chosen = load_tokenizer(tokenizer)
@@ -135,6 +146,7 @@ def test_draws_are_kept_for_ever():
             lambda: needle_batch([0], 0, NEEDLE_TASKS["S-NIAH-PK"], 900, BYTES),
             "batch=0",
         ),
+        (lambda: draw("S-NIAH-PK", depth=101), r"depth must be in \[0, 100\], got 101"),
         (
             lambda: needle_sample([0], NeedleTask("noise", "name"), 900, BYTES),  # pyright: ignore
             "kind='name'",

@@ -24,6 +24,7 @@ from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus.config import MPlusConfig
 from memjax.training import LoopConfig
+from memjax.training.checkpoints.folder import FORMAT, FORMAT_FILE
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.run import FinetuneRun
 from memjax.training.finetune.stage import SampleConfig
@@ -169,7 +170,9 @@ def test_adapters_are_trained_and_read_back(monkeypatch, tmp_path):
 def test_a_recipe_names_every_stage(monkeypatch, tmp_path):
     runs = {}
     for i, name in enumerate(("stage1", "stage2", "stage3")):
-        (tmp_path / name / "checkpoints" / f"{(i + 1) * 2}").mkdir(parents=True)
+        checkpoints = tmp_path / name / "checkpoints"
+        (checkpoints / f"{(i + 1) * 2}").mkdir(parents=True)
+        (checkpoints / FORMAT_FILE).write_text(json.dumps(FORMAT))
         alone = dataclasses.replace(MEMORY, retrieved=0)
         stage = STAGE if i == 2 else dataclasses.replace(STAGE, memory=alone)
         start = "digest" if i else ""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.recurrent.lattice_refine import lattice_refined
+from experiments.recurrent.chunks.lattice_refine import lattice_refined
 from memjax_kernels.lattice import empty_state
 from memjax_kernels.lattice.memory import beginning
 

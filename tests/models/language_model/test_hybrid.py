@@ -53,7 +53,7 @@ def test_a_hybrid_trains_on_a_stream():
     assert all(jax.tree.leaves(moved))
     trellis, _, lattice = state.memory
     # Rows of 6 and 12 tokens, in chunks of 4.
-    np.testing.assert_array_equal(trellis.memory.memory.position, [2, 0])
+    np.testing.assert_array_equal(trellis.memory.memory.slots.position, [2, 0])
     np.testing.assert_array_equal(lattice.memory.memory.position, [2, 0])
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -97,14 +97,14 @@ def test_segments_make_no_difference_and_the_state_has_one_size():
 def test_a_long_text_streams_in_constant_memory():
     model = opened(fitted("gated_deltanet"))
     tokens = np.asarray(tiny.tokens(2, 1, 100_000))
-    state = model.init_state(1)
+    state, logits = model.init_state(1), None
     sizes = lambda: [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
     before = sizes()
     for start in range(0, tokens.shape[1], 2000):
         piece = jnp.asarray(tokens[:, start : start + 2000])
         state, logits = tiny.method(model, "__call__", state, piece)
     assert sizes() == before
-    assert np.all(np.isfinite(logits))
+    assert logits is not None and np.all(np.isfinite(logits))
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
 
 
@@ -151,7 +151,9 @@ def test_elastic_takes_the_place_of_a_layer():
     assert (second.block, second.order, second.sampling) == (4, 5, "exponential")
 
 
-TINY = dict(memory="lattice", layers=(0,), window=4, sinks=1, placement="beside")
+TINY: dict[str, Any] = dict(
+    memory="lattice", layers=(0,), window=4, sinks=1, placement="beside"
+)
 ELASTIC = ElasticMemoryConfig(16, 4, 2, 4, block=8)
 
 
@@ -166,7 +168,6 @@ ELASTIC = ElasticMemoryConfig(16, 4, 2, 4, block=8)
         (dict(memory=DeltaNetConfig(16, 2, 4, 4)), "memory.num_heads must be 4 beside"),
         (dict(memory=ELASTIC), "memory must be one that stands beside a window"),
         (dict(sinks=5), r"sinks must be in \[0, window=4\], got 5"),
-        (dict(placement="behind"), "placement must be one of"),
         (dict(placement="instead"), "placement='instead' needs memory='elastic'"),
         (dict(placement="instead", memory=ELASTIC), "memory.block must be window=4"),
         (dict(options=MemoryOptions(order=3)), "options.order must be None with"),
@@ -264,7 +265,8 @@ def test_it_is_still_the_windowed_model_and_attention_is_shared():
 def test_gates_forget_at_the_half_lives_of_the_text(name):
     """Of what is written with the mean token, half is left after the half-life."""
     _, model, moments = calibrated(name)
-    config = model.config.layers[1].memory
+    layer: Any = model.config.layers[1]
+    config = layer.memory
     params = as_arrays(model.blocks[1].mixer.memory)
     x = jnp.asarray(moments.mean, jnp.float32)[None]
     shortest, longest = WINDOW, 32

@@ -11,7 +11,11 @@ from flax import nnx
 from memjax.mechanisms import AttentionConfig, GLAConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Architecture
-from memjax.models.language_model.windowed import with_capacity, with_window
+from memjax.models.language_model.windowed import (
+    with_capacity,
+    with_wider_windows,
+    with_window,
+)
 
 T, V, W = 12, 11, 5
 ATTENTION = AttentionConfig(8, 2, 1, 4, capacity=T)
@@ -84,6 +88,18 @@ def test_other_models_are_refused(changes, window, message):
     shapes = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
     with pytest.raises(ValueError, match=message):
         with_window(shapes, window)
+
+
+def test_windows_of_some_layers_are_longer():
+    model = with_wider_windows(with_window(tiny(), W, 1), [1], 3)
+    windows = [(vars(m)["window"], vars(m)["sinks"]) for m in model.config.layers]
+    assert windows == [(W, 1), (W + 3, 1)]
+    with pytest.raises(
+        ValueError, match="layers must be windows, got 0, AttentionConfig"
+    ):
+        with_wider_windows(tiny(), [0], 3)
+    with pytest.raises(ValueError, match="more must be at least 1"):
+        with_wider_windows(model, [0], 0)
 
 
 def test_another_capacity_changes_the_cache_alone():

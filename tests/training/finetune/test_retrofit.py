@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from memjax.cli import main as cli
-from memjax.mechanisms import BesideConfig
+from memjax.config_io import from_record, to_record
+from memjax.mechanisms import BesideConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.norms import rms_norm
 from memjax.models import generate
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
@@ -137,7 +139,7 @@ def test_the_same_command_goes_on_from_the_layers_that_were_chosen(trained, caps
 
 
 def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path):
-    model = open_model(trained[0]).model
+    model: Any = open_model(trained[0]).model
     assert isinstance(model.config.layers[0], BesideConfig)
     tokens = np.asarray(tiny.tokens(0, 1, 11))
     drawn = generate(model, None, tokens, 3, key=jax.random.key(0), segment=4)
@@ -148,7 +150,7 @@ def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path
     opened = open_model(trained[0])
     save_model(model, tmp_path / "exported", opened.text)
     assert model_type(model) == "memjax"
-    exported = open_model(tmp_path / "exported").model
+    exported: Any = open_model(tmp_path / "exported").model
     assert exported.config == model.config
     logits = lambda model: tiny.method(
         model, "__call__", model.init_state(1), jnp.asarray(tokens)
@@ -172,8 +174,10 @@ def test_alignment_is_the_share_of_the_full_output_that_is_missed():
     norm = block.mixer_norm.get_value()
     x = rms_norm(teacher.embed(tokens), norm, 1e-5)
     params = block.parameters().mixer
+    assert block.mechanism.whole is not None
     full = block.mechanism.whole(params, x, None)[:, WINDOW:]
     windowed = with_window(teacher, WINDOW).blocks[0].mechanism
+    assert windowed.whole is not None
     own = windowed.whole(params, x, None)[:, WINDOW:]
     spread = full - full.mean(axis=(0, 1), keepdims=True)
     np.testing.assert_allclose(
@@ -212,17 +216,17 @@ def test_adapters_begin_at_the_first_memory_and_reach_its_attention():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(memory="latice"), "memory must be one of .*did you mean 'lattice'"),
         (dict(sinks=5), r"sinks must be in \[0, window=4\], got 5"),
         (dict(context_length=5), r"context_length must be above window \+ sinks = 5"),
         (dict(placement="instead"), "placement='instead' needs memory='elastic'"),
         (dict(start_texts=-1), "start_texts must be >= 0"),
-        (dict(remat="product"), "remat must be one of .*did you mean 'products'"),
         (dict(gate_rate=0.0), "gate_rate must be positive"),
         (
             dict(memory="none", options=MemoryOptions(slots=3)),
             "options must be None with memory='none'",
         ),
+        (dict(wider=2), "wider must be 0, or more with memory='none', got 2 with"),
+        (dict(memory="none", wider=-1), "wider must be 0, or more .* got -1"),
     ],
 )
 def test_bad_settings(base, changes, message):
@@ -251,10 +255,19 @@ def test_bad_stages(base, tmp_path):
         stages(base[1]).stages()
     with pytest.raises(ValueError, match=r"count must be in \[1, 1\]"):
         with_layers(stages(base[1], count=2), base[0], tmp_path)
+    # A record is read back, whatever the memory.
+    for stage in (align, dataclasses.replace(tune, memory="none", remat="all")):
+        assert from_record(RetrofitStage, to_record(stage)) == stage
     # Without a memory there is nothing to align: the baseline is tuned alone.
     (name, alone), *others = dataclasses.replace(config, memory="none").stages()
     assert (name, alone.part, others) == ("", "tune", [])
     assert alone.memory_name == "windows of 4 with 1 sinks"
+    # Or with as many bytes as a memory's, in the layers that it would have.
+    wide = dataclasses.replace(alone, wider=3)
+    backbone = finetune.load_backbone(base[0]).model
+    for stage, window in ((alone, 4), (wide, 7)):
+        mixer = stage.wrap(backbone, KEY).config.mixers[0]
+        assert isinstance(mixer, SlidingWindowConfig) and mixer.window == window
 
 
 def test_attention_beside_a_memory_is_divided_as_it_is_alone():

@@ -1,4 +1,6 @@
-"""Tables of generation with a pretrained model."""
+"""Tables of speed: generation with a pretrained model, and the ops' benchmark."""
+
+from typing import Any
 
 from experiments.tables.table import Table, Tables, load, number, percent, times
 
@@ -65,4 +67,40 @@ def streaming() -> Table:
     return Table(header, rows, ["generation/streaming"])
 
 
-TABLES: Tables = {"generation/speed": speed, "generation/streaming": streaming}
+def kernels() -> Table:
+    """The chunked form beside the token loop, forward and backward."""
+    found: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for row in load("ops/kernels")["shapes"]:
+        key = row["implementation"], row["pass"]
+        found.setdefault(row["op"], {})[key] = row
+    rows = []
+    for op, by in found.items():
+        cells = []
+        for direction in ("forward", "both"):
+            loop, fast = by.get(("reference", direction)), by["xla", direction]
+            speedup = loop["median_s"] / fast["median_s"] if loop else None
+            slow = number(1e3 * loop["median_s"], 1) if loop else ""
+            cells += [slow, number(1e3 * fast["median_s"], 1), times(speedup)]
+        rows.append([op, *cells, times(by["xla", "both"]["times_roofline"])])
+    header = ["op", "loop, forward: ms", "chunks: ms", "speedup"]
+    header += ["loop, with backward: ms", "chunks: ms", "speedup", "time over roofline"]
+    return Table(header, rows, ["ops/kernels"])
+
+
+def growth() -> Table:
+    """Microseconds a token against length, forward with backward."""
+    found = [row for row in load("ops/kernels")["growth"] if row["pass"] == "both"]
+    lengths = sorted({row["time"] for row in found})
+    cells = {(r["op"], r["time"]): number(1e6 / r["tokens_per_s"], 0) for r in found}
+    ops = dict.fromkeys(row["op"] for row in found)
+    rows = [[op, *(cells.get((op, n), "") for n in lengths)] for op in ops]
+    header = ["µs a token", *(f"{n:,} tokens" for n in lengths)]
+    return Table(header, rows, ["ops/kernels"])
+
+
+TABLES: Tables = {
+    "generation/speed": speed,
+    "generation/streaming": streaming,
+    "ops/kernels": kernels,
+    "ops/growth": growth,
+}

@@ -1,6 +1,6 @@
 """How far are Lattice's chunks from its exact recurrence, and what is exactness worth?
 
-    OPENBLAS_NUM_THREADS=1 python -m experiments.recurrent.lattice_chunks
+    OPENBLAS_NUM_THREADS=1 python -m experiments.recurrent.chunks.lattice_chunks
 
 Three questions, each over the step size gamma, the chunk C and the variant:
 
@@ -29,7 +29,7 @@ import tyro
 
 from experiments.common.results import RESULTS, settings, write_report
 from experiments.common.timing import time_functions
-from experiments.recurrent.lattice_refine import lattice_refined
+from experiments.recurrent.chunks.lattice_refine import lattice_refined
 from memjax.evaluation.drawing import drawing, source_of
 from memjax_kernels.lattice import VARIANTS, Variant, lattice
 

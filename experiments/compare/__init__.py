@@ -1,0 +1,1 @@
+"""Experiments: memories beside a window, compared at equal bytes."""

@@ -1,0 +1,164 @@
+"""Puts the rows of the comparison together: `summary.json` and both plots.
+
+    python -m experiments.compare.report
+
+Rows are compared in pairs, on the same documents, with the wide window that keeps as
+many bytes: a tuned row with the tuned one of its seed.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from experiments.common.results import RESULTS, write_report
+from experiments.compare.documents import KINDS
+from experiments.compare.rows import ROWS
+from experiments.compare.scores import binned_losses
+from memjax import evaluation
+from memjax.evaluation import Losses, plots
+from memjax.evaluation.drawing import drawing, short_count, source_of
+from memjax.evaluation.statistics import gain_by_document
+
+Result = dict[str, Any]
+
+
+def load_rows(folder: Path) -> list[Result]:
+    """The results of a folder, in the order of `ROWS`.
+
+    Raises:
+        ValueError: if two were scored on other texts or in other bins, and cannot be
+            compared.
+    """
+    found = [
+        json.loads(file.read_text("utf-8"))
+        for name in ROWS
+        for file in sorted(folder.glob(f"{name}-seed[0-9]*.json"))
+    ]
+    for row in found[1:]:
+        for field in ("texts_digest", "edges", "bins", "layers"):
+            if row[field] != found[0][field]:
+                raise ValueError(
+                    f"{row['row']} and {found[0]['row']} cannot be compared: "
+                    f"{field} must be {found[0][field]}, got {row[field]}"
+                )
+    return found
+
+
+def summary(rows: Sequence[Result]) -> Result:
+    """All columns of all rows, and what each row saves over the wide window."""
+    by_name = {(row["row"], row["seed"]): row for row in rows}
+    return {
+        "edges": rows[0]["edges"],
+        "bins": rows[0]["bins"],
+        "documents": len(rows[0]["documents"]),
+        "rows": [_columns(row, _equal_bytes(row, by_name)) for row in rows],
+        "missing": [name for name in ROWS if not any(r["row"] == name for r in rows)],
+    }
+
+
+def _equal_bytes(row: Result, rows: dict[tuple[str, int], Result]) -> Result | None:
+    """The wide window that a row is compared with, unless it is that one."""
+    name = "wide" if row["training"] is None else "wide-tuned"
+    found = rows.get((name, row["seed"]))
+    return None if found is row else found
+
+
+def _columns(row: Result, base: Result | None) -> Result:
+    bins, count = tuple(row["bins"]), len(row["edges"]) - 1
+    scored = binned_losses(row["documents"], bins)
+    # Of the documents that have all positions: lines of others would bend.
+    long = [d for d in row["documents"] if d["targets"][-1]]
+    positions = binned_losses(long, (0, count))
+    kept = ("row", "label", "seed", "bytes", "needles", "facts", "reading", "training")
+    found = {name: row[name] for name in kept}
+    found["perplexity"] = {
+        kind: evaluation.perplexity(scored, kind=kind) for kind in KINDS
+    }
+    by_position = evaluation.by_position(positions, range(count + 1))
+    found["perplexity_by_position"] = np.exp(by_position).tolist()
+    if base is not None:
+        other = binned_losses(base["documents"], bins)
+        found["saved"] = {
+            kind: gain_by_document(_only(other, kind), _only(scored, kind))._asdict()
+            for kind in KINDS
+        }
+    return found
+
+
+def _only(losses: Losses, kind: str) -> Losses:
+    """The documents of one kind."""
+    rows = [i for i, found in enumerate(losses.kinds) if found == kind]
+    names = tuple(losses.documents[i] for i in rows)
+    return Losses(losses.nll[rows], losses.mask[rows], (kind,) * len(rows), names)
+
+
+def plot_positions(result: Result, path: Path) -> None:
+    """Perplexity by position, a line a row; seeds are averaged."""
+    curves: dict[str, list[list[float]]] = {}
+    for row in result["rows"]:
+        curves.setdefault(row["label"], []).append(row["perplexity_by_position"])
+    means = {name: np.mean(values, axis=0).tolist() for name, values in curves.items()}
+    plots.perplexity_by_length(
+        means,
+        result["edges"][1:],
+        path,
+        title="Perplexity by position, of the long test documents",
+        source=source_of(result),
+    )
+
+
+def plot_needles(result: Result, path: Path) -> None:
+    """A map for each row: length against depth, the share of right answers."""
+    found: dict[str, list[Any]] = {}
+    for row in result["rows"]:
+        found.setdefault(row["label"], []).append(_map(row["needles"]))
+    columns = 4
+    lines = -(-len(found) // columns)
+    lengths = list(result["rows"][0]["needles"])
+    depths = list(result["rows"][0]["needles"][lengths[0]])
+    with drawing(
+        path,
+        rows=lines,
+        columns=columns,
+        size=(11, 1.2 + 1.9 * lines),
+        title="Single needle: share of right answers by length and depth",
+        source=source_of(result),
+        sharex=True,
+        sharey=True,
+    ) as drawn:
+        for axes in drawn.grid.flat[len(found) :]:
+            axes.set_axis_off()
+        for axes, (label, maps) in zip(drawn.grid.flat, found.items(), strict=False):
+            axes.imshow(np.mean(maps, axis=0), vmin=0, vmax=1, cmap="viridis")
+            axes.set_title(label)
+            axes.grid(visible=False)
+            ticks = [short_count(int(length)) for length in lengths]
+            axes.set_xticks(range(len(lengths)), ticks)
+            axes.set_yticks(range(len(depths)), [f"{depth}%" for depth in depths])
+            axes.set_aspect("auto")
+
+
+def _map(needles: dict[str, Any]) -> list[list[float]]:
+    """Depths by lengths."""
+    columns = [[cell["right"] for cell in found.values()] for found in needles.values()]
+    return np.transpose(columns).tolist()
+
+
+def write(folder: Path = RESULTS / "compare") -> Result | None:
+    """Writes the summary and the plots of a folder's rows, if there are any."""
+    rows = load_rows(folder)
+    if not rows:
+        return None
+    question = "which memory, and does it beat a window of equal bytes?"
+    result = write_report(folder / "summary", question, {}, summary(rows))
+    plot_positions(result, folder / "positions.png")
+    plot_needles(result, folder / "needles.png")
+    return result
+
+
+if __name__ == "__main__":
+    tyro.cli(write)

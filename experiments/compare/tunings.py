@@ -1,0 +1,250 @@
+"""How the rows of the comparison are trained: alike, as far as their methods allow.
+
+Every row reads the same number of tokens of the same documents, with adapters of one
+rank and the same learning rates to choose from. A memory beside a window, and the
+windows that it is compared with, have adapters from the first chosen layer on; the
+others in all layers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+from experiments.compare.scores import kept_bytes
+from memjax.checks import check_sizes
+from memjax.models import LanguageModel
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.language_model.retrofit import MemoryName, MemoryOptions
+from memjax.models.language_model.windowed import with_wider_windows, with_window
+from memjax.models.mplus.build import mplus
+from memjax.models.mplus.config import MPlusConfig
+from memjax.training import LoopConfig, OptimizerConfig
+from memjax.training.finetune.curricula import HMTStages, MPlusStages
+from memjax.training.finetune.mplus_presets import presets as mplus_presets
+from memjax.training.finetune.retrofit_stages import PartConfig, RetrofitStages
+from memjax.training.finetune.run import AnyStage
+from memjax.training.finetune.segment_stage import SegmentStage
+from memjax.training.finetune.stage import SampleConfig
+from memjax.training.step import StepConfig
+
+Stages = tuple[tuple[str, AnyStage], ...]
+NO_OPTIONS = MemoryOptions()
+#: Learning rate of the alignment, which has no adapters.
+ALIGNMENT_RATE = 2e-3
+#: Rows that a chunk of M+ becomes.
+MPLUS_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the rows have in common.
+
+    Attributes:
+        window: tokens that an attention layer sees.
+        sinks: first tokens that it sees beside them.
+        layers: that have a memory, or a wider window.
+        more: tokens of keys and values that a memory's bytes come to in a layer.
+        context: tokens of a training sample, a multiple of the window.
+        tokens: of the longest text that is read.
+    """
+
+    window: int
+    sinks: int
+    layers: tuple[int, ...]
+    more: int
+    context: int
+    tokens: int
+
+    def __post_init__(self):
+        check_sizes(window=self.window, more=self.more, context=self.context)
+        if self.context % self.window:
+            raise ValueError(
+                f"context must be a multiple of window={self.window}, "
+                f"got {self.context}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How a row is trained.
+
+    Attributes:
+        source: of the documents.
+        updates: of one text of `Sizes.context` tokens each, in all stages together.
+        rate: learning rate, of the adapters and of what is new.
+        seed: of new parameters and data order.
+    """
+
+    source: str
+    updates: int
+    rate: float
+    seed: int
+
+    def data(self) -> SampleConfig:
+        """One text an update."""
+        return SampleConfig(self.source, batch_size=1, validation_texts=4)
+
+    def optimizer(self, rate: float | None = None) -> OptimizerConfig:
+        """Warm-up and a cosine; adapters have no weight decay."""
+        return OptimizerConfig(
+            learning_rate=rate or self.rate, warmup_ratio=0.1, weight_decay=0.0
+        )
+
+    def loop(self, steps: int) -> LoopConfig:
+        """Checkpoints as often as they do not cost much."""
+        return LoopConfig(steps=max(steps, 1), save_every=20, log_every=4, keep=1)
+
+
+def wide_window(model: LanguageModel, sizes: Sizes) -> LanguageModel:
+    """Windows with sinks in all layers, longer windows in the chosen layers."""
+    narrow = with_window(model, sizes.window, sizes.sinks)
+    return with_wider_windows(narrow, sizes.layers, sizes.more)
+
+
+def _segments(
+    tuning: Tuning, sizes: Sizes, updates: int, **changes: Any
+) -> SegmentStage:
+    """Samples of whole windows, `updates` times; adapters in all layers."""
+    stage = SegmentStage(
+        window=sizes.window,
+        depth=sizes.context // sizes.window,
+        train="lora",
+        dtype="float32",
+        data=tuning.data(),
+        optimizer=tuning.optimizer(),
+        step=StepConfig(loss_on="all"),
+        loop=tuning.loop(updates),
+        seed=tuning.seed,
+    )
+    return dataclasses.replace(stage, **changes)
+
+
+def tune_full(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
+    """Full attention, of which the sample is a window."""
+    whole = dict(memory="window", window=sizes.context, depth=1)
+    return _segments(tuning, sizes, tuning.updates, **whole).stages()
+
+
+def tune_reread(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
+    """The last window read again before each segment of as many tokens."""
+    again = dict(memory="reread", reread=sizes.window)
+    return _segments(tuning, sizes, tuning.updates, **again).stages()
+
+
+def tune_hmt(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
+    """A quarter of the tokens without retrieval, over two segments; then with it."""
+    # As many memories as the longest text has segments; strictly causal, so that
+    # every target counts.
+    memory = HMTConfig(
+        segment=sizes.window,
+        memories=-(-sizes.tokens // sizes.window),
+        summary_source="previous",
+    )
+    alone = dataclasses.replace(memory, retrieval=False)
+    short = sizes.context // (2 * sizes.window)
+    first = _segments(tuning, sizes, short * tuning.updates // 4, hmt=alone, depth=2)
+    second = _segments(tuning, sizes, 3 * tuning.updates // 4, hmt=memory)
+    return HMTStages(first, second).stages()
+
+
+def tune_rmt(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
+    """A memory token carried from segment to segment."""
+    memory = HMTConfig(segment=sizes.window, sensory=0, retrieval=False)
+    return _segments(tuning, sizes, tuning.updates, hmt=memory).stages()
+
+
+def tune_beside(
+    memory: MemoryName | Literal["none"],
+    options: MemoryOptions = NO_OPTIONS,
+    wider: bool = False,
+) -> Callable[[LanguageModel, Sizes, Tuning], Stages]:
+    """A quarter of the updates aligns the layers, the others tune adapters too."""
+
+    def stages(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
+        align = 0 if memory == "none" else tuning.updates // 4
+        return RetrofitStages(
+            memory=memory,
+            options=options,
+            layers=sizes.layers,
+            window=sizes.window,
+            sinks=sizes.sinks,
+            wider=sizes.more if wider else 0,
+            context_length=sizes.context,
+            dtype="float32",
+            data=tuning.data(),
+            align=PartConfig(tuning.optimizer(ALIGNMENT_RATE), tuning.loop(align)),
+            tune=PartConfig(tuning.optimizer(), tuning.loop(tuning.updates - align)),
+            seed=tuning.seed,
+        ).stages()
+
+    return stages
+
+
+def tune_mplus(
+    store: bool,
+) -> Callable[[LanguageModel, Sizes, Tuning], Stages]:
+    """All stages of M+, or the first two, which are MemoryLLM's, on the documents."""
+
+    def stages(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
+        curriculum = mplus_presets()["mplus-smollm2-135m"]
+        assert isinstance(curriculum, MPlusStages)
+        chosen = curriculum.stages()[: 3 if store else 2]
+        memory = mplus_memory(backbone, sizes, store)
+        found = []
+        for name, stage in chosen:
+            # Two texts an update, of one or two chunks and a target.
+            read = 2 * (1.5 * memory.chunk + stage.tasks.target)
+            steps = tuning.updates * sizes.context / read / len(chosen)
+            own = memory
+            if not stage.memory.retrieved:
+                # Reads see as many rows with the store and without.
+                pool = memory.pool + memory.retrieved
+                own = dataclasses.replace(memory, retrieved=0, pool=pool)
+            changed = dataclasses.replace(
+                stage,
+                memory=own,
+                tasks=dataclasses.replace(
+                    stage.tasks, ask=0.0, shortest_chunk=3 * memory.chunk // 4
+                ),
+                data=dataclasses.replace(tuning.data(), batch_size=2),
+                optimizer=tuning.optimizer(),
+                loop=tuning.loop(round(steps)),
+                seed=tuning.seed,
+            )
+            found.append((name, changed))
+        return tuple(found)
+
+    return stages
+
+
+def mplus_memory(backbone: LanguageModel, sizes: Sizes, store: bool) -> MPlusConfig:
+    """Sizes whose bytes come nearest to those of the wide window, and not above.
+
+    Raises:
+        ValueError: if the smallest memory has more.
+    """
+    target = kept_bytes(wide_window(backbone, sizes), sizes.tokens)
+
+    def memory(rows: int) -> MPlusConfig:
+        size = MPLUS_TOKENS * rows
+        return MPlusConfig(
+            tokens=MPLUS_TOKENS,
+            pool=size,
+            # A chunk that is not complete is kept in all layers, and counts.
+            chunk=sizes.window // 2,
+            stored="input",
+            key_dim=64,
+            retrieved=size if store else 0,
+            store=size if store else MPlusConfig.store,
+        )
+
+    def size(rows: int) -> int:
+        model = mplus(backbone, memory(rows), key=jax.random.key(0))
+        return kept_bytes(model, sizes.tokens)
+
+    one, two = size(1), size(2)
+    if one > target:
+        raise ValueError(f"M+ keeps at least {one:,} bytes, the wide window {target:,}")
+    return memory(1 + (target - one) // (two - one))

@@ -1,0 +1,1 @@
+"""Experiments: chunks of Lattice against its recurrence."""
