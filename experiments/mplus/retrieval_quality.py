@@ -20,7 +20,7 @@ see what training brings.
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,7 +32,7 @@ from experiments.mplus import retrieval
 from experiments.mplus.recipe import recipe
 from experiments.mplus.retention import config as retention_config
 from experiments.mplus.retention import models
-from experiments.mplus.retention.config import Preset
+from experiments.mplus.retention.config import Preset, Scale
 from experiments.mplus.retention.samples import make_samples
 from memjax.data import Tokenizer, load_tokenizer
 from memjax.evaluation.drawing import drawing, source_of
@@ -42,21 +42,6 @@ from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from memjax.training.finetune.run import TOKENIZER_FILE, is_finetuned, later_stage
 from memjax.training.run_folder import CHECKPOINTS
-
-
-class Scale(NamedTuple):
-    """How a preset tests.
-
-    Attributes:
-        memory: sizes of M+, for a backbone without a trained one.
-        samples: facts.
-        after: query after these numbers of chunks.
-    """
-
-    memory: MPlusConfig
-    samples: int
-    after: tuple[int, ...]
-
 
 SCALES: dict[Preset, Scale] = {
     # At last the store holds some fifteen times what a read retrieves; the paper's
