@@ -6,7 +6,6 @@
 
 from experiments.hmt.rows import AGAIN, HIERARCHICAL, SINK_WINDOW
 from experiments.tables.table import (
-    NotMeasured,
     Table,
     Tables,
     load,
@@ -18,21 +17,11 @@ from experiments.tables.table import (
 
 def papers() -> Table:
     """One row a paper, each from its own result file."""
-    recall = ["recurrent/recall"] if _measured("recurrent/recall") else []
     rows = [_elastic(), _trellis(), _lattice(), _hmt(), _mplus()]
     header = ["paper", "what it claims", "what was measured here", "at what size"]
-    sources = ["books/window8", *recall, "hmt/smollm2/length"]
+    sources = ["books/window8", "recurrent/recall", "hmt/smollm2/length"]
     sources += ["mplus/retention_16_facts", "mplus/speed"]
     return Table([*header, "more"], rows, sources)
-
-
-def _measured(name: str) -> bool:
-    """Whether there is a result file."""
-    try:
-        load(name)
-    except NotMeasured:
-        return False
-    return True
 
 
 def _more(room: str) -> str:
@@ -78,22 +67,14 @@ def _size() -> str:
     )
 
 
-def _recall_of(name: str) -> tuple[str, str]:
-    """What was measured of a mixer, and at what size."""
-    try:
-        return _recalled(name), _size()
-    except NotMeasured:
-        return "not measured yet", ""
-
-
 def _trellis() -> list[str]:
     claim = "recalls more than DeltaNet and TTT with a state of constant size"
-    return ["Trellis", claim, *_recall_of("Trellis"), _more("recurrent")]
+    return ["Trellis", claim, _recalled("Trellis"), _size(), _more("recurrent")]
 
 
 def _lattice() -> list[str]:
     claim = "writing only what is orthogonal to a slot beats DeltaNet"
-    return ["Lattice", claim, *_recall_of("Lattice"), _more("recurrent")]
+    return ["Lattice", claim, _recalled("Lattice"), _size(), _more("recurrent")]
 
 
 def _hmt() -> list[str]:
