@@ -73,7 +73,7 @@ class Config:
     window: int = 256
     sinks: int = 4
     layers: tuple[int, ...] = ()
-    count: int = 6
+    count: int = 3
     more: int = 193
     context: int = 2048
     least: int = 8
