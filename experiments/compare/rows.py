@@ -75,7 +75,7 @@ def _memory(label: str, name: MemoryName, **options: Any) -> Row:
     return Row(label, as_trained, stages, cost=1.3, reading=1.2)
 
 
-# At these sizes each memory keeps at most the bytes of 193 tokens of SmolLM2's keys
+# At these sizes each memory keeps at most the bytes of 97 tokens of SmolLM2's keys
 # and values in a layer, with all that it keeps of a chunk that is not complete.
 ROWS: dict[str, Row] = {
     "full": Row("full attention, not tuned", full_attention, reading=2.5),
@@ -92,16 +92,16 @@ ROWS: dict[str, Row] = {
     "reread-tuned": Row(
         "re-read window", as_trained, tunings.tune_reread, cost=2.2, reading=2.2
     ),
-    "elastic-uniform": _memory("Elastic, uniform", "elastic", order=160),
+    "elastic-uniform": _memory("Elastic, uniform", "elastic", order=64),
     "elastic-exponential": _memory(
         "Elastic, exponential",
         "elastic",
-        order=160,
+        order=64,
         sampling="exponential",
     ),
-    "lattice": _memory("Lattice", "lattice"),
-    "trellis": _memory("Trellis", "trellis", slots=24),
-    "gated-deltanet": _memory("Gated DeltaNet", "gated_deltanet", value_dim=128),
+    "lattice": _memory("Lattice", "lattice", slots=32),
+    "trellis": _memory("Trellis", "trellis", slots=14, chunk_size=4),
+    "gated-deltanet": _memory("Gated DeltaNet", "gated_deltanet"),
     "infini": _memory("Infini-attention", "infini"),
     "hmt": Row("HMT", as_trained, tunings.tune_hmt, cost=1.6, reading=1.6),
     "rmt": Row("RMT", as_trained, tunings.tune_rmt, cost=1.4, reading=1.3),

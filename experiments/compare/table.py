@@ -74,7 +74,7 @@ class Config:
     sinks: int = 4
     layers: tuple[int, ...] = ()
     count: int = 3
-    more: int = 193
+    more: int = 97
     context: int = 2048
     least: int = 8
     train: TrainConfig = TrainConfig()

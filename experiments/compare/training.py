@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from experiments.compare.rows import ROWS
 from experiments.compare.scores import ScoreConfig, binned_losses, perplexity
-from experiments.compare.tunings import Sizes, Tuning
+from experiments.compare.tunings import Sizes, Stages, Tuning
 from memjax import evaluation
 from memjax.checks import check_sizes
 from memjax.data import TokenisedDocument
@@ -24,6 +24,7 @@ from memjax.models import LanguageModel
 from memjax.models.lora import merge_lora
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.finetune import finetune
+from memjax.training.finetune.retrofit_stage import RetrofitStage
 from memjax.training.finetune.stage import Model
 
 SPENT = "cpu_seconds.json"
@@ -39,7 +40,7 @@ class TrainConfig:
         rates: to choose from.
     """
 
-    updates: int = 120
+    updates: int = 160
     rate_updates: int = 24
     rates: tuple[float, ...] = (3e-4, 1e-3)
 
@@ -91,7 +92,8 @@ def train_row(
     chosen = choose_rate(name, config, setting, rate_file)
     folder = setting.run_dir / f"{name}-seed{seed}"
     tuning = Tuning(setting.source, config.updates, chosen["rate"], seed)
-    model, seconds = _train(name, tuning, setting, folder)
+    stages = _stages(name, tuning, setting)
+    model, seconds = _train(name, stages, setting, folder)
     return model, {
         "updates": config.updates,
         "tokens": config.updates * setting.sizes.context,
@@ -112,11 +114,9 @@ def choose_rate(
         found = json.loads(rate_file.read_text())
         if all(found[key] == value for key, value in asked.items()):
             return found
-    trial = lambda rate: setting.run_dir / f"{name}-rate{rate:g}"
     losses = []
     for rate in config.rates:
-        tuning = Tuning(setting.source, config.rate_updates, rate, seed=0)
-        model, _ = _train(name, tuning, setting, trial(rate))
+        model = _trial(name, rate, config, setting)
         losses.append(validation_loss(model, setting))
         print(f"{name}, rate {rate:g}: {losses[-1]:.4f} nats in validation", flush=True)
     best = min(range(len(losses)), key=lambda i: (math.isnan(losses[i]), losses[i]))
@@ -125,7 +125,7 @@ def choose_rate(
     write_atomically(rate_file, json.dumps(found, indent=1) + "\n")
     for rate in config.rates:
         # Each holds the whole backbone.
-        shutil.rmtree(trial(rate), ignore_errors=True)
+        shutil.rmtree(_trial_dir(name, rate, setting), ignore_errors=True)
     return found
 
 
@@ -136,18 +136,54 @@ def validation_loss(model: Model, setting: Setting) -> float:
     return math.log(evaluation.perplexity(losses))
 
 
+def _trial(name: str, rate: float, config: TrainConfig, setting: Setting) -> Model:
+    """The model of a short run of one rate.
+
+    That of a memory tunes what the run of seed 0 has aligned, which no rate changes.
+    """
+    whole = Tuning(setting.source, config.updates, rate, seed=0)
+    short = dataclasses.replace(whole, updates=config.rate_updates)
+    first, *others = _stages(name, whole, setting)
+    stages, start = _stages(name, short, setting), None
+    if isinstance(first[1], RetrofitStage) and first[1].part == "align":
+        aligned = setting.run_dir / f"{name}-seed0"
+        _run((first,), setting, aligned)
+        ((folder, tune),) = others
+        tune = dataclasses.replace(tune, loop=short.loop(short.updates))
+        stages, start = ((folder, tune),), aligned / first[0]
+    return _train(name, stages, setting, _trial_dir(name, rate, setting), start)[0]
+
+
+def _trial_dir(name: str, rate: float, setting: Setting) -> Path:
+    return setting.run_dir / f"{name}-rate{rate:g}"
+
+
+def _stages(name: str, tuning: Tuning, setting: Setting) -> Stages:
+    stages = ROWS[name].stages
+    assert stages is not None
+    return stages(setting.backbone, setting.sizes, tuning)
+
+
 def _train(
-    name: str, tuning: Tuning, setting: Setting, folder: Path
+    name: str,
+    stages: Stages,
+    setting: Setting,
+    folder: Path,
+    start: Path | None = None,
 ) -> tuple[Model, float]:
     """The scored model of a run, and the CPU seconds that it took in all."""
-    row = ROWS[name]
-    assert row.stages is not None
-    stages = row.stages(setting.backbone, setting.sizes, tuning)
-    train = lambda: finetune.finetune_stages(stages, setting.path, folder)
-    seconds = _timed(folder / SPENT, train)
-    last = folder / stages[-1][0]
-    _, model = finetune.load(last)
-    return row.scored(merge_lora(model), setting.backbone, setting.sizes), seconds
+    seconds = _run(stages, setting, folder, start)
+    _, model = finetune.load(folder / stages[-1][0])
+    scored = ROWS[name].scored
+    return scored(merge_lora(model), setting.backbone, setting.sizes), seconds
+
+
+def _run(
+    stages: Stages, setting: Setting, folder: Path, start: Path | None = None
+) -> float:
+    """Trains what is missing of the stages; the CPU seconds that the folder took."""
+    train = lambda: finetune.finetune_stages(stages, setting.path, folder, start)
+    return _timed(folder / SPENT, train)
 
 
 def _timed(file: Path, train: Callable) -> float:

@@ -31,8 +31,8 @@ from memjax.training.step import StepConfig
 
 Stages = tuple[tuple[str, AnyStage], ...]
 NO_OPTIONS = MemoryOptions()
-#: Learning rate of the alignment, which has no adapters.
-ALIGNMENT_RATE = 2e-3
+#: Learning rate of the alignment, which has no adapters, and how often it takes a text.
+ALIGNMENT_RATE, PASSES = 5e-3, 6
 #: Rows that a chunk of M+ becomes.
 MPLUS_TOKENS = 16
 
@@ -94,7 +94,8 @@ class Tuning:
 
     def loop(self, steps: int) -> LoopConfig:
         """Checkpoints as often as they do not cost much."""
-        return LoopConfig(steps=max(steps, 1), save_every=20, log_every=4, keep=1)
+        every = max(20, steps // 5)
+        return LoopConfig(steps=max(steps, 1), save_every=every, log_every=4, keep=1)
 
 
 def wide_window(model: LanguageModel, sizes: Sizes) -> LanguageModel:
@@ -160,10 +161,10 @@ def tune_beside(
     options: MemoryOptions = NO_OPTIONS,
     wider: bool = False,
 ) -> Callable[[LanguageModel, Sizes, Tuning], Stages]:
-    """A quarter of the updates aligns the layers, the others tune adapters too."""
+    """Half of the texts align the layers; the others tune adapters too."""
 
     def stages(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
-        align = 0 if memory == "none" else tuning.updates // 4
+        align = 0 if memory == "none" else tuning.updates // 2
         return RetrofitStages(
             memory=memory,
             options=options,
@@ -173,8 +174,11 @@ def tune_beside(
             wider=sizes.more if wider else 0,
             context_length=sizes.context,
             dtype="float32",
+            passes=PASSES,
             data=tuning.data(),
-            align=PartConfig(tuning.optimizer(ALIGNMENT_RATE), tuning.loop(align)),
+            align=PartConfig(
+                tuning.optimizer(ALIGNMENT_RATE), tuning.loop(PASSES * align)
+            ),
             tune=PartConfig(tuning.optimizer(), tuning.loop(tuning.updates - align)),
             seed=tuning.seed,
         ).stages()

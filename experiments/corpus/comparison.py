@@ -39,7 +39,8 @@ SPLITS: dict[Split, dict[str, str]] = {
             _pydecimal.py _pyio.py asyncio concurrent ctypes distutils json
             plistlib.py smtplib.py statistics.py wsgiref xmlrpc""",
         "python_minimal": """
-            datetime.py enum.py importlib locale.py logging pickle.py re subprocess.py""",
+            datetime.py enum.py importlib locale.py logging pickle.py re
+            subprocess.py""",
         "python_docs": """
             c-api/typeobj howto/logging-cookbook library/datetime
             library/multiprocessing library/os library/stdtypes

@@ -9,9 +9,11 @@ divided by the variance.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, Scalar
@@ -24,11 +26,18 @@ from memjax.models.language_model.teacher import teach
 from memjax.nnx.params import as_arrays
 from memjax.training.step import Metrics, TrainState, update
 
+Taught = dict[str, list[Array]]
+Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
-def make_align_step(
+
+def make_align_steps(
     model: LanguageModel, teacher: ModelConfig, transform: optax.GradientTransformation
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Builds the update of one batch; jit it, donating the state.
+) -> tuple[Step, Step]:
+    """Builds both halves of an update; jit them, donating the state.
+
+    The first reads a batch with the full model and leaves the state as it is; what it
+    returns in the place of metrics, the second learns from. That does not change while
+    the memories learn, so that it can be kept: see `keeping`.
 
     Metrics are those of `make_train_step`, and `window_loss`: what the loss would be
     without the memories.
@@ -39,31 +48,65 @@ def make_align_step(
         transform: of the trained parameters.
     """
     graph = nnx.graphdef(model)
+    student_of = lambda params, frozen: nnx.merge(graph, params, frozen)
 
-    def align_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def read(state: TrainState, batch: Batch) -> tuple[TrainState, Taught]:
+        student = student_of(state.params, state.frozen)
+        return state, full_outputs(student, teacher, jnp.asarray(batch.tokens))
+
+    def learn(state: TrainState, taught: Taught) -> tuple[TrainState, Metrics]:
         def loss(params):
-            student = nnx.merge(graph, params, state.frozen)
-            return alignment_loss(student, teacher, jnp.asarray(batch.tokens))
+            return alignment_loss(student_of(params, state.frozen), taught)
 
         gradient = jax.value_and_grad(loss, has_aux=True)
         (value, alone), gradients = gradient(state.params)
         after, metrics = update(transform, state, value, (), gradients)
         return after, metrics | {"window_loss": alone}
 
-    return align_step
+    return read, learn
 
 
-def alignment_loss(
+def both(read: Step, learn: Step) -> Step:
+    """One update of a batch, which is not kept."""
+    return lambda state, batch: learn(*read(state, batch))
+
+
+def keeping(read: Step, learn: Step) -> Step:
+    """The same of compiled halves; what a batch has taught is kept in host memory."""
+    kept: dict[bytes, Taught] = {}
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        name = np.asarray(batch.tokens).tobytes()
+        if name not in kept:
+            state, taught = read(state, batch)
+            kept[name] = {key: jax.device_get(taught[key]) for key in ("x", "y")}
+        return learn(state, kept[name])
+
+    return step
+
+
+def full_outputs(
     model: LanguageModel, teacher: ModelConfig, tokens: Int[Array, "B T"]
-) -> tuple[Scalar, Scalar]:
+) -> Taught:
+    """What the layers with a memory read in the full model, and their full outputs."""
+    layers = memory_layers(model.config)
+    taught = teach(model, teacher, tokens, layers)
+    return {"x": [taught[i].x for i in layers], "y": [taught[i].y for i in layers]}
+
+
+def alignment_loss(model: LanguageModel, taught: Taught) -> tuple[Scalar, Scalar]:
     """Mean over layers of the share of the full output's variance that is missed.
+
+    Args:
+        model: that `retrofit` made.
+        taught: what `full_outputs` has read.
 
     Returns:
         Of window and memory, and of the window alone.
     """
     layers = memory_layers(model.config)
-    taught = teach(model, teacher, tokens, layers)
-    missed = [_both_missed(model, i, *taught[i]) for i in layers]
+    pairs = zip(layers, taught["x"], taught["y"], strict=True)
+    missed = [_both_missed(model, i, x, y) for i, x, y in pairs]
     own, alone = jnp.array(missed).mean(axis=0)
     return own, alone
 

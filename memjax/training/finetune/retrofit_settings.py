@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from memjax.checks import check_positive, check_sizes, require_known
-from memjax.data import BatchIterator, TokenisedDocument, Tokenizer
+from memjax.data import BatchIterator, TokenisedDocument
 from memjax.models.language_model.config import Dtype, RematSaves
 from memjax.models.language_model.retrofit import (
     ELASTIC,
@@ -46,6 +46,9 @@ class RetrofitSettings:
         context_length: tokens of a sample, more than the window.
         start_texts: samples from whose statistics the new parameters start; 0: they
             are drawn at random.
+        passes: how often the alignment takes each sample. What the full model makes of
+            it is computed once and kept in host memory: two numbers a token and channel
+            of each chosen layer.
         gate_rate: learning rate of the gate over that of the rest; it has no decay.
         lora: the adapters of the tuning.
         dtype: of activations; None is the backbone's own.
@@ -66,6 +69,7 @@ class RetrofitSettings:
     placement: Placement = "beside"
     context_length: int = 2048
     start_texts: int = 8
+    passes: int = 4
     gate_rate: float = 10.0
     lora: LoraConfig = LoraConfig()
     dtype: Dtype | None = None
@@ -81,7 +85,8 @@ class RetrofitSettings:
             require_known("dtype", self.dtype, get_args(Dtype))
         require_known("remat", self.remat, REMAT)
         check_positive(gate_rate=self.gate_rate)
-        check_sizes(window=self.window, context_length=self.context_length)
+        for name in ("window", "context_length", "passes"):
+            check_sizes(**{name: getattr(self, name)})
         if not 0 <= self.sinks <= self.window:
             raise ValueError(
                 f"sinks must be in [0, window={self.window}], got {self.sinks}"
@@ -123,30 +128,28 @@ class RetrofitSettings:
         """Tokens of the shortest document that is read."""
         return shortest(self.data.mode, self.context_length)
 
-    def batches(
-        self,
-        documents: list[TokenisedDocument],
-        tokenizer: Tokenizer,
-        vocab_size: int,
-        *,
-        shard_index: int = 0,
-        shard_count: int = 1,
-    ) -> BatchIterator:
-        """Samples of `context_length` tokens; a host's rows of each batch."""
-        hosts = {"shard_index": shard_index, "shard_count": shard_count}
-        return self._samples(documents, self.data.batch_size, vocab_size, **hosts)
-
     def texts(
         self, documents: list[TokenisedDocument], vocab_size: int, count: int
     ) -> Int[np.ndarray, "R T"]:
         """The first samples of the training, each with the token behind it."""
-        samples = self._samples(documents, 1, vocab_size, shard_index=0, shard_count=1)
+        samples = self.samples(documents, 1, vocab_size, shard_index=0, shard_count=1)
         drawn = (next(samples) for _ in range(count))
         whole = [np.concatenate([b.tokens, b.targets[:, -1:]], axis=1) for b in drawn]
         return np.concatenate(whole)
 
-    def _samples(self, documents, rows, vocab_size, **hosts):
+    def samples(
+        self,
+        documents: list[TokenisedDocument],
+        rows: int,
+        vocab_size: int,
+        *,
+        shard_index: int,
+        shard_count: int,
+    ) -> BatchIterator:
+        """Samples of `context_length` tokens, `rows` a batch over all hosts."""
         mode, length = self.data.mode, self.context_length
         return make_batches(
-            mode, documents, length, rows, self.seed, vocab_size, **hosts
+            *(mode, documents, length, rows, self.seed, vocab_size),
+            shard_index=shard_index,
+            shard_count=shard_count,
         )

@@ -16,6 +16,7 @@ from jaxtyping import PRNGKeyArray
 
 from memjax.checks import require_known
 from memjax.data import TokenisedDocument, Tokenizer
+from memjax.data.batches.repeated import RepeatedBatches
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.calibrate import calibrate
 from memjax.models.language_model.rebuilt import with_config
@@ -25,8 +26,8 @@ from memjax.models.language_model.retrofit import (
 )
 from memjax.models.language_model.windowed import with_wider_windows, with_window
 from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora, thaw
-from memjax.training.config import LoopConfig
-from memjax.training.finetune.alignment import make_align_step
+from memjax.training.config import DataIterator, LoopConfig
+from memjax.training.finetune.alignment import both, keeping, make_align_steps
 from memjax.training.finetune.retrofit_settings import RetrofitSettings
 from memjax.training.finetune.stage import Model, Stage
 from memjax.training.optimizer import OptimizerConfig, optimizer, with_rates
@@ -45,8 +46,11 @@ NEW = re.compile(r"\.mixer\.(features|memory|balance)\.")
 GATE = ("balance/amount", "balance/bias")
 
 
-#: Settings of the tuning alone, as an alignment has them.
-TUNING: dict[str, Any] = {"lora": LoraConfig(), "remat": "products"}
+#: Settings of one part alone, as the other has them.
+OTHERS: dict[Part, dict[str, Any]] = {
+    "align": {"lora": LoraConfig(), "remat": "products"},
+    "tune": {"passes": 1},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,7 @@ class RetrofitStage(RetrofitSettings):
     """
 
     layers: tuple[int, ...] = ()
+    passes: int = 1
     part: Part = "tune"
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3, weight_decay=0.0)
     loop: LoopConfig = LoopConfig(steps=512, save_every=64)
@@ -74,10 +79,10 @@ class RetrofitStage(RetrofitSettings):
                 f"part='align' needs a memory beside the window, got "
                 f"memory={self.memory!r} and placement={self.placement!r}"
             )
-        for name, default in TUNING.items() if self.part == "align" else ():
+        for name, default in OTHERS[self.part].items():
             if getattr(self, name) != default:
                 raise ValueError(
-                    f"{name} must be {default} with part='align', "
+                    f"{name} must be {default} with part={self.part!r}, "
                     f"got {getattr(self, name)}"
                 )
         if self.optimizer.decay_vectors:
@@ -149,6 +154,32 @@ class RetrofitStage(RetrofitSettings):
             print_line(f"{'start':<11} statistics of {len(texts)} samples")
         return calibrate(student, pretrained, texts[:, :-1])
 
+    def batches(
+        self,
+        documents: list[TokenisedDocument],
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        *,
+        shard_index: int = 0,
+        shard_count: int = 1,
+    ) -> DataIterator:
+        """Samples of `context_length` tokens; a host's rows of each batch.
+
+        Raises:
+            ValueError: if samples are kept, and there are several hosts.
+        """
+        if self.passes > 1 and shard_count > 1:
+            raise ValueError(
+                f"passes must be 1 with {shard_count} hosts, got {self.passes}: "
+                "a host keeps what it has read itself"
+            )
+        hosts = {"shard_index": shard_index, "shard_count": shard_count}
+        rows = self.data.batch_size
+        batches = self.samples(documents, rows, vocab_size, **hosts)
+        if self.passes == 1:
+            return batches
+        return RepeatedBatches(batches, -(-self.loop.steps // self.passes))
+
     def transform(self) -> optax.GradientTransformation:
         """The optimizer, with the gate's own learning rate."""
         rates = {name: self.gate_rate for name in GATE}
@@ -168,7 +199,10 @@ class RetrofitStage(RetrofitSettings):
         """One update of all samples of a batch."""
         if self.part == "align":
             student = cast(LanguageModel, model)
-            return compiled(make_align_step(student, pretrained, self.transform()))
+            halves = make_align_steps(student, pretrained, self.transform())
+            if self.passes == 1:
+                return compiled(both(*halves))
+            return keeping(*map(compiled, halves))
         return compiled(make_train_step(model, self.transform(), StepConfig()))
 
     def _changes(self, config: ModelConfig) -> dict[str, Any]:

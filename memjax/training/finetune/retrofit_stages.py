@@ -18,7 +18,7 @@ from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.config import LoopConfig
 from memjax.training.finetune.retrofit_settings import RetrofitSettings
-from memjax.training.finetune.retrofit_stage import TUNING, RetrofitStage
+from memjax.training.finetune.retrofit_stage import OTHERS, RetrofitStage
 from memjax.training.finetune.stage import SampleConfig
 from memjax.training.finetune.start import load_backbone
 from memjax.training.optimizer import OptimizerConfig
@@ -62,7 +62,7 @@ class RetrofitStages(RetrofitSettings):
     choose_texts: int = 4
     align: PartConfig = PartConfig(
         OptimizerConfig(learning_rate=2e-3, warmup_ratio=0.05, weight_decay=0.0),
-        LoopConfig(steps=128, save_every=32),
+        LoopConfig(steps=512, save_every=128),
     )
     tune: PartConfig = PartConfig(
         OptimizerConfig(learning_rate=5e-4, warmup_ratio=0.05, weight_decay=0.0),
@@ -85,12 +85,15 @@ class RetrofitStages(RetrofitSettings):
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(RetrofitSettings)
         }
-        tune = RetrofitStage(**shared, part="tune", **vars(self.tune))
+        # A part has no settings of the other: a finished alignment serves tunings of
+        # all kinds.
+        of_part = lambda part: {**shared, **OTHERS[part], **vars(getattr(self, part))}
+        tune = RetrofitStage(**of_part("tune"), part="tune")
         if not self.has_new:
             return (("", tune),)
-        # A finished alignment serves tunings of all kinds.
-        shared |= TUNING
-        align = RetrofitStage(**shared, part="align", **vars(self.align))
+        align = RetrofitStage(**of_part("align"), part="align")
+        # In an order of its own, so that it does not begin with what is aligned.
+        tune = dataclasses.replace(tune, seed=self.seed + 1)
         return (("stage1", align), ("stage2", tune))
 
 
@@ -174,7 +177,8 @@ def _settings(config: RetrofitStages, digest: str) -> dict[str, Any]:
 def presets() -> dict[str, RetrofitStages]:
     """Retrofits by name.
 
-    "retrofit" reads about a million tokens, a quarter of them for the alignment.
+    "retrofit" reads about a million tokens, a quarter of them for the alignment, which
+    takes each four times.
     """
     return {"retrofit-tiny": _tiny(), "retrofit": RetrofitStages()}
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memjax.data import Batch, TokenisedDocument, chunked_batches, streamed_batches
+from memjax.data.batches.repeated import RepeatedBatches
 
 ORDER_OF_SEED_7 = {
     "streamed": [[6, 1], [3, 3], [4, 2], [0, 7], [2, 4], [7, 5], [5, 0], [1, 6]],
@@ -303,3 +304,22 @@ def test_documents_that_are_too_short_are_counted_in_a_warning(caplog):
     chunked_batches(_documents(3, 9, 2), 4, 1, 0)
     assert "2 of 3 documents are left out" in caplog.text
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_the_first_batches_are_repeated_and_go_on_from_a_saved_position():
+    make = lambda: chunked_batches(_documents(90), 8, 2, seed=1)
+    repeated = RepeatedBatches(make(), 3)
+    first = _take(make(), 3)
+    for _, expected in zip(range(8), first * 3, strict=False):
+        _assert_same(next(repeated), expected)
+    state = json.loads(json.dumps(repeated.get_state()))
+    other = RepeatedBatches(make(), 3)
+    other.set_state(state)
+    assert state["step"] == 8 and other.get_state() == state
+    _assert_same(next(other), first[2])
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        RepeatedBatches(make(), 0)
+    with pytest.raises(ValueError, match="seed"):
+        RepeatedBatches(chunked_batches(_documents(90), 8, 2, seed=2), 3).set_state(
+            state
+        )

@@ -135,9 +135,12 @@ def test_rows_are_trained_on_as_many_tokens(name, model):
     make = ROWS[name].stages
     assert make is not None
     stages = make(model, sizes, tuning)
-    read = lambda s: s.loop.steps * s.data.batch_size * s.tokens_read
+    # An alignment takes each text several times.
+    distinct = lambda s: s.loop.steps // getattr(s, "passes", 1)
+    read = lambda s: distinct(s) * s.data.batch_size * s.tokens_read
     assert sum(read(stage) for _, stage in stages) == 16 * sizes.context
-    assert {stage.seed for _, stage in stages} == {3}
+    # Tuning after an alignment has an order of its own.
+    assert stages[0][1].seed == 3 and {stage.seed for _, stage in stages} <= {3, 4}
     assert stages[-1][1].optimizer.learning_rate == 1e-3
 
 
@@ -161,9 +164,7 @@ def test_mplus_keeps_no_more_than_the_wide_window(store, monkeypatch):
 
 def test_the_better_rate_is_taken_and_kept(monkeypatch, tmp_path):
     tried = []
-    monkeypatch.setattr(
-        training, "_train", lambda name, tuning, *_: (tried.append(tuning.rate), 0.0)
-    )
+    monkeypatch.setattr(training, "_trial", lambda name, rate, *_: tried.append(rate))
     losses = iter([math.nan, 2.0, 1.0])
     monkeypatch.setattr(training, "validation_loss", lambda *_: next(losses))
     config = TrainConfig(rates=(1e-2, 1e-3, 1e-4))
@@ -312,7 +313,7 @@ def test_rows_are_trained_scored_and_not_run_again(tmp_path, capsys):
         loop=LoopConfig(steps=1, save_every=1),
     )
     config = table.Config(
-        rows=("window", "wide-tuned", "lattice"),
+        rows=("window", "wide-tuned", "gated-deltanet"),
         corpus=source,
         backbone=str(backbone),
         window=5,
@@ -330,15 +331,19 @@ def test_rows_are_trained_scored_and_not_run_again(tmp_path, capsys):
         pretrain.train(run, backbone)
         table.main(config)
     said = capsys.readouterr().out
-    assert "lattice: " in said and "bytes kept, the wide window" in said
+    assert "gated-deltanet: " in said and "bytes kept, the wide window" in said
     found = json.loads((tmp_path / "results" / "summary.json").read_text())
-    assert [row["row"] for row in found["rows"]] == ["window", "wide-tuned", "lattice"]
-    lattice = found["rows"][2]
-    assert lattice["training"]["tokens"] == 4 * 20
-    assert lattice["training"]["rate"] in config.train.rates
-    assert set(lattice["saved"]) == {"proofs", "code", "prose"}
-    assert set(lattice["facts"]) == {"0", "30"}
+    assert [row["row"] for row in found["rows"]] == [
+        "window",
+        "wide-tuned",
+        "gated-deltanet",
+    ]
+    memory = found["rows"][2]
+    assert memory["training"]["tokens"] == 4 * 20
+    assert memory["training"]["rate"] in config.train.rates
+    assert set(memory["saved"]) == {"proofs", "code", "prose"}
+    assert set(memory["facts"]) == {"0", "30"}
     # Idle updates leave the gate shut: the narrow window loses to the wide one.
-    assert lattice["perplexity"] == pytest.approx(found["rows"][0]["perplexity"])
+    assert memory["perplexity"] == pytest.approx(found["rows"][0]["perplexity"])
     table.main(config)
     assert "every row has its result" in capsys.readouterr().out

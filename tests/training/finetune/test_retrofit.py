@@ -6,6 +6,7 @@ import inspect
 import json
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from jax.sharding import AbstractMesh
 
 from memjax.cli import main as cli
 from memjax.config_io import from_record, to_record
+from memjax.data.batches.batch import Batch
 from memjax.mechanisms import BesideConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.norms import rms_norm
 from memjax.models import generate
@@ -33,7 +35,7 @@ from memjax.nnx.tabulate import tabulate
 from memjax.training import sharding
 from memjax.training.config import LoopConfig
 from memjax.training.finetune import finetune
-from memjax.training.finetune.alignment import alignment_loss
+from memjax.training.finetune.alignment import alignment_loss, full_outputs
 from memjax.training.finetune.any_model import model_type, open_model, save_model
 from memjax.training.finetune.retrofit_stage import NEW, RetrofitStage
 from memjax.training.finetune.retrofit_stages import (
@@ -189,14 +191,52 @@ def test_alignment_is_the_share_of_the_full_output_that_is_missed():
     assert tiny_loss(fit(12, 4), tokens)[0] < 1e-10 < found
 
 
+def test_what_is_kept_of_a_sample_teaches_as_what_is_read_again():
+    """Three updates with one sample read once, and read each time: the same bits."""
+    stage = RetrofitStage(
+        *("deltanet", MemoryOptions(), (0,), WINDOW, 1), part="align", context_length=12
+    )
+    tokens = np.asarray(tiny.tokens(1, 2, 12))
+    ones = np.ones(tokens.shape, np.float32)
+    batch = Batch(tokens, tokens, ones, np.ones(2, bool))
+    after, reads = [], 0
+
+    def counted(update):
+        def run(state, batch):
+            nonlocal reads
+            reads += isinstance(batch, Batch)
+            return jax.jit(update)(state, batch)
+
+        return run
+
+    for passes in (1, 3):
+        chosen = dataclasses.replace(stage, passes=passes)
+        model = chosen.wrap(tiny.llama(), KEY)
+        step = chosen.make_step(model, tiny.LLAMA, counted)
+        state = chosen.first_state(model, KEY)
+        reads = 0
+        for _ in range(3):
+            state, metrics = step(state, batch)
+        assert set(metrics) >= {"loss", "window_loss"} and reads == 4 - passes
+        after.append(state.params)
+    chex.assert_trees_all_close(*after, rtol=1e-4, atol=1e-7)
+    first = chosen.wrap(tiny.llama(), KEY)
+    moved = jax.tree.map(
+        lambda a, b: np.abs(a - b).max(), after[0], nnx.state(first, nnx.Param)
+    )
+    assert max(jax.tree.leaves(moved)) > 1e-4
+
+
 KEY = jax.random.key(0)
 
 
 def tiny_loss(student, tokens):
     graph, variables = nnx.split(student)
-    loss = lambda variables: alignment_loss(
-        nnx.merge(graph, variables), tiny.LLAMA, tokens
-    )
+
+    def loss(variables):
+        model = nnx.merge(graph, variables)
+        return alignment_loss(model, full_outputs(model, tiny.LLAMA, tokens))
+
     return np.asarray(jax.jit(loss)(variables))
 
 
@@ -221,6 +261,7 @@ def test_adapters_begin_at_the_first_memory_and_reach_its_attention():
         (dict(placement="instead"), "placement='instead' needs memory='elastic'"),
         (dict(start_texts=-1), "start_texts must be >= 0"),
         (dict(gate_rate=0.0), "gate_rate must be positive"),
+        (dict(passes=0), "passes must be at least 1, got 0"),
         (
             dict(memory="none", options=MemoryOptions(slots=3)),
             "options must be None with memory='none'",
@@ -243,6 +284,10 @@ def test_bad_stages(base, tmp_path):
         dataclasses.replace(align, memory="none")
     with pytest.raises(ValueError, match="remat must be products with part='align'"):
         dataclasses.replace(align, remat="all")
+    with pytest.raises(ValueError, match="passes must be 1 with part='tune'"):
+        dataclasses.replace(tune, passes=2)
+    with pytest.raises(ValueError, match="passes must be 1 with 2 hosts, got 4"):
+        align.batches([], open_model(base[0]).tokenizer, 256, shard_count=2)
     decayed = dataclasses.replace(tune.optimizer, decay_vectors=True)
     with pytest.raises(ValueError, match="decay_vectors must be False"):
         dataclasses.replace(tune, optimizer=decayed)
