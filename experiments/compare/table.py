@@ -269,7 +269,7 @@ def score(
     wanted = config.scores
     essay = scores.essay_words(config.corpus)
     by_kind = {
-        kind: _once(
+        kind: once(
             folder / f"{kind}.json",
             lambda kind=kind: scores.perplexity(
                 model, [text for text in texts if text.kind == kind], wanted
@@ -286,7 +286,7 @@ def score(
             for name in ("tokens", "cpu_seconds")
         },
         "needles": {
-            str(length): _once(
+            str(length): once(
                 folder / f"needles-{length}.json",
                 lambda length=length: scores.needles(
                     model, tokenizer, essay, length, seed, wanted
@@ -294,13 +294,13 @@ def score(
             )
             for length in wanted.needle_lengths
         },
-        "facts": _once(
+        "facts": once(
             folder / "facts.json", lambda: scores.facts(model, tokenizer, seed, wanted)
         ),
     }
 
 
-def _once(file: Path, measure: Callable[[], Any]) -> Any:
+def once(file: Path, measure: Callable[[], Any]) -> Any:
     """What a file holds, or what is measured now and written to it."""
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from experiments.tables.table import (
 
 _KINDS = ("proofs", "code", "prose")
 _SUMMARY, _LAYERS = "compare/summary", "compare/layers"
+_ALIGNMENT = "compare/alignment"
 
 
 def _rows() -> list[dict[str, Any]]:
@@ -125,6 +126,24 @@ def greedy() -> Table:
     return Table(["PPL beyond the window", "all", *_KINDS], rows, [_LAYERS])
 
 
+def alignment() -> Table:
+    """Share of full attention's output that each memory misses in one layer."""
+    result = load(_ALIGNMENT)
+    rows = []
+    for line in result["summary"]:
+        name = line["name"]
+        rate = result["tried"].get(name, {}).get("rate")
+        cells = [name, thousands(result["bytes"][name]), f"{rate:g}" if rate else ""]
+        cells += [number(line[kind]["missed"], 3) for kind in _KINDS]
+        # In pairs of documents; the wide window has nothing to win over itself.
+        won = [line[kind] | {"nats": line[kind]["mean"]} for kind in _KINDS]
+        wide = name == "wide window"
+        rows.append(cells + [_gain(None if wide else gain) for gain in won])
+    header = ["share missed", "bytes beside the window", "learning rate", *_KINDS]
+    header += [f"less than the wide window, {kind}" for kind in _KINDS]
+    return Table(header, rows, [_ALIGNMENT])
+
+
 def _has(name: str, field: str) -> bool:
     """Whether a result has been measured; the rows come one after the other."""
     file = RESULTS / f"{name}.json"
@@ -140,6 +159,7 @@ TABLES: Tables = {
         (cost, _SUMMARY, "rows"),
         (layers, _LAYERS, "rise"),
         (greedy, _LAYERS, "greedy"),
+        (alignment, _ALIGNMENT, "summary"),
     )
     if _has(name, field)
 }

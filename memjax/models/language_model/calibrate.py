@@ -19,7 +19,7 @@ Shapes: R texts, T time, H query heads, G key-value heads, K head width, F key a
 value width of the memory, X = 2 G K.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -58,19 +58,25 @@ def calibrate(
     Raises:
         ValueError: if the model has no memory beside a window.
     """
-    layers = memory_layers(model.config)
-    if not layers:
+    if not memory_layers(model.config):
         raise ValueError(
             f"model must have a memory beside a window, got {model.config.mixers}"
         )
     moments = measure(model, teacher, tokens, progress)
+    return start_layers(model, moments, tokens.shape[1])
+
+
+def start_layers(
+    model: LanguageModel, moments: Mapping[int, Moments], longest: int
+) -> LanguageModel:
+    """The same of moments that have been measured, on texts of `longest` tokens."""
     new = copy(model)
-    for i in layers:
+    for i in memory_layers(model.config):
         config = model.config.layers[i]
         assert isinstance(config, BesideConfig)
         params = as_arrays(model.blocks[i].mixer)
         if params.features is not None:
-            started = start(config, params, moments[i], tokens.shape[1])
+            started = start(config, params, moments[i], longest)
             # Attention keeps its own variables, which may be frozen.
             block = new.blocks[i]
             block.mixer = nnx.data(

@@ -106,8 +106,8 @@ def alignment_loss(model: LanguageModel, taught: Taught) -> tuple[Scalar, Scalar
     """
     layers = memory_layers(model.config)
     pairs = zip(layers, taught["x"], taught["y"], strict=True)
-    missed = [_both_missed(model, i, x, y) for i, x, y in pairs]
-    own, alone = jnp.array(missed).mean(axis=0)
+    shares = [_both_missed(model, i, x, y) for i, x, y in pairs]
+    own, alone = jnp.array(shares).mean(axis=0)
     return own, alone
 
 
@@ -117,10 +117,10 @@ def _both_missed(model, layer, x, y):
     params = as_arrays(block.mixer)
     _, own = block.mechanism.apply(params, block.init_state(x.shape[0]), x)
     alone = whole_window(window, params.attention, x)
-    return _missed(own, y, window.window), _missed(alone, y, window.window)
+    return missed(own, y, window.window), missed(alone, y, window.window)
 
 
-def _missed(
+def missed(
     y: Float[Array, "B T D"], full: Float[Array, "B T D"], window: int
 ) -> Scalar:
     """Share of the full output's variance, over the tokens beyond the window."""

@@ -251,8 +251,8 @@ def test_the_plan_leaves_out_what_is_done(tmp_path, capsys):
 
 def test_parts_are_measured_once(tmp_path):
     file = tmp_path / "a" / "part.json"
-    assert table._once(file, lambda: {"x": 1}) == {"x": 1}
-    assert table._once(file, lambda: {"x": 2}) == {"x": 1}
+    assert table.once(file, lambda: {"x": 1}) == {"x": 1}
+    assert table.once(file, lambda: {"x": 2}) == {"x": 1}
 
 
 @pytest.mark.parametrize(

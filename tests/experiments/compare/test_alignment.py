@@ -1,0 +1,117 @@
+"""The alignment of memories in one layer: what is read, kept and compared."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from experiments.compare import alignment
+from experiments.compare.alignment_report import WIDE, WINDOW, summary
+from memjax.mechanisms import AttentionConfig
+from memjax.models import ModelConfig
+from memjax.training import LoopConfig, pretrain
+from tests.training.idle import idle_updates
+
+
+@pytest.fixture(name="config")
+def _config(tmp_path):
+    words = np.array(["memory", "window", "block", "state", "It rained."])
+    rng = np.random.default_rng(0)
+    for split in ("train", "validation", "test"):
+        for kind in ("proofs", "code", "prose"):
+            for i in range(2):
+                file = tmp_path / "corpus" / split / kind / f"{i}.txt"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(" ".join(rng.choice(words, 60)))
+    mixer = AttentionConfig(16, 2, 1, 8, capacity=1024)
+    source = f"folder:{tmp_path}/corpus"
+    run = pretrain.RunConfig(
+        model=ModelConfig(
+            mixers=(mixer,),
+            num_layers=2,
+            vocab_size=4096,
+            model_dim=16,
+            hidden_dim=16,
+            dtype="float32",
+            remat=False,
+        ),
+        data=pretrain.DataConfig(source, "bpe4k", context_length=16, batch_size=2),
+        loop=LoopConfig(steps=1, save_every=1),
+    )
+    with idle_updates():
+        pretrain.train(run, tmp_path / "backbone")
+    return alignment.Config(
+        only=("Gated DeltaNet",),
+        seeds=(0,),
+        corpus=source,
+        backbone=str(tmp_path / "backbone"),
+        layer=1,
+        window=5,
+        sinks=2,
+        more=4,
+        tokens=24,
+        texts=2,
+        passes=3,
+        rates=(1e-3, 1e-2),
+        least=2,
+        run_dir=tmp_path / "runs",
+        output=tmp_path / "alignment",
+    )
+
+
+@pytest.mark.slow
+def test_memories_are_aligned_and_compared_with_the_wide_window(config, capsys):
+    alignment.main(config)
+    found = json.loads((config.output.parent / "alignment.json").read_text())
+    narrow, wide, memory = found["summary"]
+    assert [line["name"] for line in found["summary"]] == [
+        *(WINDOW, WIDE, "Gated DeltaNet")
+    ]
+    for kind in ("proofs", "code", "prose"):
+        # A longer window misses less, and is compared with itself.
+        assert wide[kind]["missed"] < narrow[kind]["missed"]
+        assert wide[kind]["mean"] == 0 > narrow[kind]["mean"]
+        # Six updates at least do no harm.
+        assert memory[kind]["missed"] < 1.1 * narrow[kind]["missed"]
+    # Keys and values of four tokens; a matrix a head.
+    assert found["bytes"] == {WINDOW: 0, WIDE: 4 * 64, "Gated DeltaNet": 2 * 64 * 4}
+    assert set(found["tried"]["Gated DeltaNet"]["tried"]) == {"0.001", "0.01"}
+    capsys.readouterr()
+    before = found["rows"]
+    alignment.main(config)
+    # Nothing is read or aligned again.
+    assert "texts" not in capsys.readouterr().out
+    again = json.loads((config.output.parent / "alignment.json").read_text())
+    assert again["rows"] == before
+
+
+def test_summary_compares_documents_in_pairs():
+    rows = [
+        {"name": WIDE, "missed": [0.5, 0.7, 0.1, 0.3, 0.2, 0.2]},
+        {"name": "a", "missed": [0.2, 0.4, 0.1, 0.3, 0.3, 0.1]},
+        {"name": "a", "missed": [0.4, 0.6, 0.1, 0.3, 0.3, 0.1]},
+    ]
+    kinds = ["proofs"] * 2 + ["code"] * 2 + ["prose"] * 2
+    _, line = summary(rows, kinds)
+    assert line["name"] == "a" and line["seeds"] == 2
+    assert line["proofs"]["missed"] == pytest.approx(0.4)
+    # 0.2 in both documents, whose own difference does not count.
+    assert line["proofs"]["mean"] == pytest.approx(0.2)
+    assert line["proofs"]["low"] == pytest.approx(0.2)
+    assert line["prose"]["low"] < 0 < line["prose"]["high"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(only=("GRU",)), "only"),
+        (dict(rates=()), "rates must be positive"),
+        (dict(rates=(0.0,)), "rates must be positive"),
+        (dict(tokens=353), "tokens must be more than window \\+ more = 353, got 353"),
+        (dict(texts=0), "texts must be at least 1"),
+    ],
+)
+def test_bad_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(alignment.Config(), **changes)
