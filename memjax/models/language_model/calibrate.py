@@ -1,4 +1,4 @@
-"""Starts what `retrofit` added from statistics of the full model.
+"""Starts what `retrofit` added from statistics of its teacher (`teacher.py`).
 
 Of the keys k of a layer, as its attention has them, with mean μ and covariance Σ:
 

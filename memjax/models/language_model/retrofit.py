@@ -9,7 +9,7 @@ Memory (`elastic_memory`), which needs no parameter that attention has not. All 
 attention layers become windows with sinks.
 
 The model reads a text of any length in constant memory. `calibrate` starts what is new
-from what the full model computes, and `memjax finetune retrofit` trains it.
+from what full attention computes, and `memjax finetune retrofit` trains it.
 """
 
 import dataclasses

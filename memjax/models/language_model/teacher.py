@@ -1,7 +1,7 @@
-"""The full model, as the teacher of a model that `retrofit` made of it.
+"""The teacher of a model that `retrofit` made: chosen layers attend to everything.
 
-Both have the same weights: the teacher is computed from the retrofitted model, whose
-chosen layers attend to everything again.
+Both have the same weights, and all other layers are windows in both: a layer is taught
+on inputs as it will see them.
 
 Shapes: R texts, B batch, T time, D model, G key-value heads, K head width, X = 2 G K.
 """
@@ -30,7 +30,7 @@ SHRINKAGE = 0.1
 
 
 class Taught(NamedTuple):
-    """What the mixer of a layer reads in the full model, and what it makes of it."""
+    """What a layer reads in the teacher, and what its full attention makes of it."""
 
     x: Float[Array, "B T D"]
     y: Float[Array, "B T D"]
@@ -42,7 +42,7 @@ def teach(
     tokens: Int[Array, "B T"],
     layers: Collection[int],
 ) -> dict[int, Taught]:
-    """Inputs and outputs of the full model's attention in these layers.
+    """Inputs and outputs of full attention in these layers.
 
     Layers behind the last of them are not computed.
 
@@ -50,12 +50,14 @@ def teach(
         model: that `retrofit` made, without adapters.
         teacher: configuration of the model that it was made of.
         tokens: texts that are read whole.
-        layers: numbers of layers.
+        layers: numbers of layers; the others are as in `model`.
     """
     found: dict[int, Taught] = {}
     h = model.enter(model.embed(tokens))
     for i in range(max(layers) + 1):
-        block, mechanism = model.blocks[i], build_once(teacher.layers[i])
+        block = model.blocks[i]
+        mixer = (teacher if i in layers else model.config).layers[i]
+        mechanism = build_once(mixer)
 
         def mix(params, memory, x, i=i, mechanism=mechanism):
             y = read_whole(mechanism, attention_params(params), x)
@@ -94,7 +96,7 @@ def measure(
     tokens: Int[np.ndarray, "R T"],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Moments]:
-    """Moments of keys and values in the full model, of each layer with a memory."""
+    """Moments of keys and values in the teacher, of each layer with a memory."""
     graph, variables = nnx.split(model)
     total: Any = None
     for row in range(len(tokens)):

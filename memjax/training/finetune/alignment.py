@@ -3,9 +3,9 @@
     loss = mean over layers of  Σ |y_t - y*_t|² / Σ |y*_t - mean y*|²      t >= window
 
 y*_t is the output of a layer's full attention, y_t that of its window and memory for
-the same input. The full model runs forward alone: no gradient leaves a layer. Zhang et
-al. (2024), LoLCATs, https://arxiv.org/abs/2410.10254, section 3.2, whose error is not
-divided by the variance.
+the same input. The teacher (`teacher.py`) runs forward alone: no gradient leaves a
+layer. Zhang et al. (2024), LoLCATs, https://arxiv.org/abs/2410.10254, section 3.2,
+whose error is not divided by the variance, and whose teacher is the full model.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def make_align_steps(
 ) -> tuple[Step, Step]:
     """Builds both halves of an update; jit them, donating the state.
 
-    The first reads a batch with the full model and leaves the state as it is; what it
+    The first reads a batch with the teacher and leaves the state as it is; what it
     returns in the place of metrics, the second learns from. That does not change while
     the memories learn, so that it can be kept: see `keeping`.
 
@@ -88,7 +88,7 @@ def keeping(read: Step, learn: Step) -> Step:
 def full_outputs(
     model: LanguageModel, teacher: ModelConfig, tokens: Int[Array, "B T"]
 ) -> Taught:
-    """What the layers with a memory read in the full model, and their full outputs."""
+    """What the layers with a memory read in the teacher, and their full outputs."""
     layers = memory_layers(model.config)
     taught = teach(model, teacher, tokens, layers)
     return {"x": [taught[i].x for i in layers], "y": [taught[i].y for i in layers]}

@@ -46,7 +46,7 @@ class RetrofitSettings:
         context_length: tokens of a sample, more than the window.
         start_texts: samples from whose statistics the new parameters start; 0: they
             are drawn at random.
-        passes: how often the alignment takes each sample. What the full model makes of
+        passes: how often the alignment takes each sample. What the teacher makes of
             it is computed once and kept in host memory: two numbers a token and channel
             of each chosen layer.
         gate_rate: learning rate of the gate over that of the rest; it has no decay.

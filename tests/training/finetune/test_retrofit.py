@@ -191,6 +191,20 @@ def test_alignment_is_the_share_of_the_full_output_that_is_missed():
     assert tiny_loss(fit(12, 4), tokens)[0] < 1e-10 < found
 
 
+def test_a_layer_is_taught_on_what_the_windows_below_it_pass_on():
+    teacher = tiny.drawn(lambda: tiny.make_llama(num_layers=2))
+    student = retrofit(
+        teacher, memory="deltanet", layers=(1,), window=2, sinks=0, key=KEY
+    )
+    tokens = tiny.tokens(1, 2, 8)
+    other = tokens.at[:, 0].add(1) % tiny.LLAMA.vocab_size
+    read = lambda tokens: full_outputs(student, teacher.config, tokens)
+    one, two = read(tokens), read(other)
+    # A window of 2 below; full attention in the layer itself.
+    chex.assert_trees_all_equal(one["x"][0][:, 2:], two["x"][0][:, 2:])
+    assert np.abs(one["y"][0] - two["y"][0])[:, -1].max() > 1e-5
+
+
 def test_what_is_kept_of_a_sample_teaches_as_what_is_read_again():
     """Three updates with one sample read once, and read each time: the same bits."""
     stage = RetrofitStage(
