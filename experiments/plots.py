@@ -14,7 +14,7 @@ import tyro
 
 from experiments import books
 from experiments.common.results import RESULTS
-from experiments.compare import layers
+from experiments.compare import layers, report
 from experiments.elastic import hippo_reconstruction
 from experiments.hmt import length, memory, switching
 from experiments.mplus import perplexity, retrieval_quality
@@ -30,6 +30,8 @@ from memjax.checks import require_known
 PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "books/window8": books.plot,
     "compare/layers": layers.plot,
+    "compare/needles": report.plot_needles,
+    "compare/positions": report.plot_positions,
     "elastic/hippo_reconstruction": hippo_reconstruction.plot,
     "hmt/memory": memory.plot,
     "hmt/smollm2/length": length.plot,
@@ -43,6 +45,8 @@ PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "recurrent/lattice_chunks": lattice_chunks.plot,
     "recurrent/recall": recall.plot,
 }
+#: Result files of plots that are named otherwise.
+SOURCES = {f"compare/{name}": "compare/summary" for name in ("needles", "positions")}
 
 
 def draw(only: tuple[str, ...] = (), folder: Path = RESULTS) -> None:
@@ -55,7 +59,7 @@ def draw(only: tuple[str, ...] = (), folder: Path = RESULTS) -> None:
     for name in only:
         require_known("only", name, tuple(PLOTS))
     for name in only or PLOTS:
-        PLOTS[name](load(name), folder / f"{name}.png")
+        PLOTS[name](load(SOURCES.get(name, name)), folder / f"{name}.png")
         print(f"drew {folder / name}.png")
 
 
