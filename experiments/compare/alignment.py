@@ -27,6 +27,7 @@ from flax import nnx
 
 from experiments.common import pretrained
 from experiments.common.results import RESULTS, settings, write_report
+from experiments.compare.alignment_memories import MEMORIES, Memory
 from experiments.compare.alignment_report import WIDE, WINDOW, plot, summary
 from experiments.compare.alignment_texts import Read, batches, read
 from experiments.compare.documents import KINDS, documents
@@ -38,7 +39,6 @@ from memjax.mechanisms.sliding_window import whole as whole_window
 from memjax.models import LanguageModel
 from memjax.models.language_model.calibrate import start_layers
 from memjax.models.language_model.config import heads_of
-from memjax.models.language_model.retrofit import MemoryName, MemoryOptions
 from memjax.models.language_model.teacher import Moments, measure
 from memjax.models.language_model.windowed import limited
 from memjax.nnx.params import as_arrays
@@ -55,39 +55,6 @@ from memjax.training.step import model_of
 
 #: Texts from whose statistics memories start.
 START_TEXTS = 8
-
-
-class Memory(NamedTuple):
-    """A memory, with sizes of at most the bytes of 97 tokens of keys and values.
-
-    Attributes:
-        name: of `retrofit`.
-        options: of its sizes.
-        started: from the backbone's statistics, or at random.
-    """
-
-    name: MemoryName
-    options: MemoryOptions = MemoryOptions()
-    started: bool = True
-
-
-MEMORIES: dict[str, Memory] = {
-    "Lattice": Memory("lattice", MemoryOptions(slots=32)),
-    "Trellis": Memory("trellis", MemoryOptions(slots=14, chunk_size=4)),
-    "Elastic, uniform": Memory("elastic", MemoryOptions(order=64)),
-    "Elastic, exponential": Memory(
-        "elastic", MemoryOptions(order=64, sampling="exponential")
-    ),
-    "Infini-attention": Memory("infini"),
-    "linear attention": Memory("linear_attention"),
-    "Mamba-2": Memory("mamba2"),
-    "GLA": Memory("gla"),
-    "DeltaNet": Memory("deltanet"),
-    "Gated DeltaNet": Memory("gated_deltanet"),
-    "Gated DeltaNet, random start": Memory("gated_deltanet", started=False),
-    "ABC": Memory("abc", MemoryOptions(slots=32)),
-    "GSA": Memory("gsa", MemoryOptions(slots=32)),
-}
 
 
 @dataclasses.dataclass(frozen=True)
