@@ -104,5 +104,5 @@ mplus-paper-stage1         MemoryLLM                    256 rows a 512, pool 12,
 mplus-paper-stage2         MemoryLLM                    256 rows a 512, pool 12,800                 4,096    125,000
 mplus-paper-stage3         M+, stage 3                  256 rows a 512, pool 10,240, store 153,600  4,096    125,000
 retrofit-tiny              lattice in 2 layers          window 64, 4 sinks                          512      100 + 300
-retrofit                   lattice in 6 layers          window 256, 4 sinks                         2,048    128 + 384
+retrofit                   lattice in 6 layers          window 256, 4 sinks                         2,048    512 + 384
 """
