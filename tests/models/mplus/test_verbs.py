@@ -134,7 +134,10 @@ def test_texts_of_unequal_lengths_are_injected_and_read_as_each_alone():
     for b in range(B):
         text = given[b : b + 1, : LENGTHS[b]]
         own = model().inject(alone(first, b), text)
-        tiny.assert_close(alone(state, b), own)
+        # Rows of the last layer are thousands long: rounding is relative to them.
+        rows = lambda x: x / (1 + jnp.abs(x).max(axis=-1, keepdims=True))
+        unit = functools.partial(jax.tree.map, rows)
+        tiny.assert_close(unit(alone(state, b)), unit(own))
         prompt = question[b : b + 1, : asked[b]]
         options = ReadOptions(prompt_length=prompt.shape[1])
         expected, own_trace = model().trace_read(own, prompt, options)
