@@ -3,49 +3,20 @@
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 
 from experiments.compare import alignment
 from experiments.compare.alignment_report import WIDE, WINDOW, summary
-from memjax.mechanisms import AttentionConfig
-from memjax.models import ModelConfig
-from memjax.training import LoopConfig, pretrain
-from tests.training.idle import idle_updates
 
 
 @pytest.fixture(name="config")
-def _config(tmp_path):
-    words = np.array(["memory", "window", "block", "state", "It rained."])
-    rng = np.random.default_rng(0)
-    for split in ("train", "validation", "test"):
-        for kind in ("proofs", "code", "prose"):
-            for i in range(2):
-                file = tmp_path / "corpus" / split / kind / f"{i}.txt"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(" ".join(rng.choice(words, 60)))
-    mixer = AttentionConfig(16, 2, 1, 8, capacity=1024)
-    source = f"folder:{tmp_path}/corpus"
-    run = pretrain.RunConfig(
-        model=ModelConfig(
-            mixers=(mixer,),
-            num_layers=2,
-            vocab_size=4096,
-            model_dim=16,
-            hidden_dim=16,
-            dtype="float32",
-            remat=False,
-        ),
-        data=pretrain.DataConfig(source, "bpe4k", context_length=16, batch_size=2),
-        loop=LoopConfig(steps=1, save_every=1),
-    )
-    with idle_updates():
-        pretrain.train(run, tmp_path / "backbone")
+def _config(small, tmp_path):
+    source, backbone = small
     return alignment.Config(
         only=("Gated DeltaNet",),
         seeds=(0,),
         corpus=source,
-        backbone=str(tmp_path / "backbone"),
+        backbone=str(backbone),
         layer=1,
         window=5,
         sinks=2,

@@ -18,10 +18,7 @@ from memjax import evaluation
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.evaluation.statistics import gain_by_document
-from memjax.mechanisms import AttentionConfig
-from memjax.models import ModelConfig
 from memjax.models.language_model.windowed import with_window
-from memjax.training import LoopConfig, pretrain
 from tests import tiny
 from tests.training.idle import idle_updates
 
@@ -288,30 +285,8 @@ def test_layers_must_be_measured_or_given(tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_are_trained_scored_and_not_run_again(tmp_path, capsys):
-    words = np.array(["memory", "window", "block", "state", "It rained."])
-    rng = np.random.default_rng(0)
-    for split in ("train", "validation", "test"):
-        for kind in ("proofs", "code", "prose"):
-            for i in range(5):
-                file = tmp_path / "corpus" / split / kind / f"{i}.txt"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(" ".join(rng.choice(words, 60)))
-    source, backbone = f"folder:{tmp_path}/corpus", tmp_path / "backbone"
-    mixer = AttentionConfig(16, 2, 1, 8, capacity=1024)
-    run = pretrain.RunConfig(
-        model=ModelConfig(
-            mixers=(mixer,),
-            num_layers=2,
-            vocab_size=4096,
-            model_dim=16,
-            hidden_dim=16,
-            dtype="float32",
-            remat=False,
-        ),
-        data=pretrain.DataConfig(source, "bpe4k", context_length=16, batch_size=2),
-        loop=LoopConfig(steps=1, save_every=1),
-    )
+def test_rows_are_trained_scored_and_not_run_again(small, tmp_path, capsys):
+    source, backbone = small
     config = table.Config(
         rows=("window", "wide-tuned", "gated-deltanet"),
         corpus=source,
@@ -328,7 +303,6 @@ def test_rows_are_trained_scored_and_not_run_again(tmp_path, capsys):
         output=tmp_path / "results",
     )
     with idle_updates():
-        pretrain.train(run, backbone)
         table.main(config)
     said = capsys.readouterr().out
     assert "gated-deltanet: " in said and "bytes kept, the wide window" in said
