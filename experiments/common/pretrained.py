@@ -27,3 +27,12 @@ def smollm2() -> Path:
     if not file.is_file():
         raise ValueError(f"{file.parent} holds no {FILE}: {INSTALL}")
     return file
+
+
+def located(backbone: str) -> Path | str:
+    """A backbone as `memjax finetune` takes it; "smollm2" is the package's file.
+
+    Raises:
+        ValueError: as `smollm2`.
+    """
+    return smollm2() if backbone == "smollm2" else backbone

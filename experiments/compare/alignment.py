@@ -223,7 +223,7 @@ def _attention(config: Config, known: Setting) -> AttentionConfig:
 
 def prepared(config: Config) -> tuple[Setting, list[TokenisedDocument]]:
     """Everything that is read once, and the test documents."""
-    path = pretrained.smollm2() if config.backbone == "smollm2" else config.backbone
+    path = pretrained.located(config.backbone)
     loaded = finetune.load_backbone(path)
     model, tokenizer = loaded.model, loaded.tokenizer
     held_out = lambda split, least: documents(

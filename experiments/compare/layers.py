@@ -229,7 +229,7 @@ def _by_kind(
 
 def main(config: Config) -> None:
     """Measures, writes, draws and prints."""
-    path = pretrained.smollm2() if config.backbone == "smollm2" else config.backbone
+    path = pretrained.located(config.backbone)
     backbone = finetune.load_backbone(path)
     texts = documents(
         config.corpus,

@@ -176,7 +176,7 @@ def main(config: Config) -> None:
     if not jax.config.values["jax_compilation_cache_dir"]:
         cache = str(config.run_dir.resolve() / "compiled")
         jax.config.update("jax_compilation_cache_dir", cache)
-    path = pretrained.smollm2() if config.backbone == "smollm2" else config.backbone
+    path = pretrained.located(config.backbone)
     backbone = finetune.load_backbone(path)
     tokenizer = backbone.tokenizer
     tokens = max(config.scores.longest, *config.scores.needle_lengths)

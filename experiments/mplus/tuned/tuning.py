@@ -109,7 +109,7 @@ class Tuning:
 
 def main(config: Config) -> None:
     """Trains, or resumes the training in the folder."""
-    path = pretrained.smollm2() if config.backbone == "smollm2" else config.backbone
+    path = pretrained.located(config.backbone)
     backbone = finetune.load_backbone(path)
     stages = [stage for _, stage in presets()[config.preset].stages()]
     tuning = Tuning(
