@@ -10,6 +10,7 @@ bytes is the baseline. The backbone reads each text once, and what the layer mad
 is kept in the run's folder: a memory is aligned in minutes.
 
 The learning rate of each is the better of two by one pass, on validation documents.
+A memory that has its result is not aligned again.
 """
 
 import dataclasses
@@ -28,10 +29,16 @@ from flax import nnx
 from experiments.common import pretrained
 from experiments.common.results import RESULTS, settings, write_report
 from experiments.compare.alignment_memories import MEMORIES, Memory
-from experiments.compare.alignment_report import WIDE, WINDOW, plot, summary
+from experiments.compare.alignment_report import (
+    QUESTION,
+    WIDE,
+    WINDOW,
+    WINDOWS,
+    result_file,
+    write,
+)
 from experiments.compare.alignment_texts import Read, batches, read
 from experiments.compare.documents import KINDS, documents
-from experiments.compare.table import once
 from memjax.checks import check_sizes, require_known
 from memjax.data import TokenisedDocument, load_tokens
 from memjax.mechanisms import AttentionConfig
@@ -75,8 +82,9 @@ class Config:
         passes: how often each is taken.
         rates: learning rates to choose from.
         least: documents that each kind must have to be tested.
-        run_dir: where what the layer made of the texts is kept, and finished rows.
-        output: where .json and .png go, without the ending.
+        run_dir: where what the layer made of the texts is kept.
+        output: folder of a result for each memory; all together lie beside it, as
+            .json and .png of its name.
     """
 
     only: tuple[str, ...] = ()
@@ -255,38 +263,43 @@ def folder(config: Config) -> Path:
     return config.run_dir / hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
 
 
+def measure_memory(name: str, config: Config, known: Setting) -> dict[str, Any]:
+    """One memory with all seeds, or both windows."""
+    if name == WINDOWS:
+        rows = [
+            {"name": window, "seed": 0, "missed": found}
+            for window, found in windows(config, known).items()
+        ]
+        return {"rows": rows}
+    tried = choose_rate(name, config, known)
+    rows = [run_row(name, seed, tried["rate"], config, known) for seed in config.seeds]
+    return {"tried": tried, "rows": rows}
+
+
 def main(config: Config) -> None:
-    """Aligns what is missing; writes, draws and prints after each row."""
+    """Aligns what has no result; puts all results together after each memory."""
+    names = (WINDOWS, *(config.only or MEMORIES))
+    missing = [name for name in names if not result_file(config.output, name).exists()]
+    if not missing:
+        write(config.output)
+        return
     known, test = prepared(config)
-    kinds, runs = [text.kind for text in test], folder(config)
-    rows: list[dict[str, Any]] = [
-        {"name": name, "seed": 0, "rate": None, "missed": found}
-        for name, found in windows(config, known).items()
-    ]
-    tried = {}
-    for name in config.only or MEMORIES:
-        place = name.replace(" ", "_")
-        choose = lambda name=name: choose_rate(name, config, known)
-        tried[name] = once(runs / f"{place}-rate.json", choose)
-        for seed in config.seeds:
-            rate = tried[name]["rate"]
-            run = lambda n=name, s=seed, r=rate: run_row(n, s, r, config, known)
-            rows.append(once(runs / f"{place}-seed{seed}.json", run))
-            result = write_report(
-                config.output,
-                "which memory comes nearest to full attention in as many bytes?",
-                settings(config),
-                {
-                    "documents": {text.name: text.kind for text in test},
-                    "bytes": {r["name"]: kept(config, known, r["name"]) for r in rows},
-                    "tried": tried,
-                    "rows": rows,
-                    "summary": summary(rows, kinds),
+    for name in missing:
+        found = measure_memory(name, config, known)
+        write_report(
+            result_file(config.output, name).with_suffix(""),
+            QUESTION,
+            settings(config) | {"only": [name]},
+            {
+                "documents": {text.name: text.kind for text in test},
+                "bytes": {
+                    r["name"]: kept(config, known, r["name"]) for r in found["rows"]
                 },
-            )
-            plot(result, Path(f"{config.output}.png"))
-            line = {kind: result["summary"][-1][kind]["missed"] for kind in KINDS}
-            print(name, seed, line, flush=True)
+                **found,
+            },
+        )
+        line = write(config.output)["summary"][-1]
+        print(name, {kind: line[kind]["missed"] for kind in KINDS}, flush=True)
 
 
 if __name__ == "__main__":

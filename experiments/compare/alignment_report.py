@@ -1,16 +1,71 @@
 """What the alignment of each memory has come to: its table's numbers and its plot."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.common.results import write_report
+from experiments.compare.alignment_memories import MEMORIES
 from experiments.compare.documents import KINDS
 from memjax.evaluation.drawing import COLOURS, drawing, source_of
 from memjax.evaluation.statistics import paired
 
 WINDOW, WIDE = "window", "wide window"
+#: The result of both.
+WINDOWS = "windows"
+QUESTION = "which memory comes nearest to full attention in as many bytes?"
+
+
+def result_file(folder: Path, name: str) -> Path:
+    """Where the result of a memory lies, or that of both windows."""
+    return folder / f"{name.lower().replace(',', '').replace(' ', '-')}.json"
+
+
+def load_results(folder: Path) -> list[dict[str, Any]]:
+    """The results of a folder, both windows first.
+
+    Raises:
+        ValueError: if two were measured with other settings or on other documents.
+    """
+    files = [result_file(folder, name) for name in (WINDOWS, *MEMORIES)]
+    found = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
+    alike = lambda result: (result["config"] | {"only": []}, result["documents"])
+    for result in found[1:]:
+        if alike(result) != alike(found[0]):
+            raise ValueError(
+                f"{result['rows'][0]['name']} and {found[0]['rows'][0]['name']} cannot "
+                "be compared: their settings must be equal, and their documents"
+            )
+    return found
+
+
+def write(folder: Path) -> dict[str, Any]:
+    """Writes and draws the results of a folder together, beside it."""
+    found = load_results(folder)
+    rows = [row for result in found for row in result["rows"]]
+    documents = found[0]["documents"]
+    lines = summary(rows, list(documents.values()))
+    known = {line["name"] for line in lines}
+    result = write_report(
+        folder,
+        QUESTION,
+        found[0]["config"] | {"only": []},
+        {
+            "bytes": {k: n for result in found for k, n in result["bytes"].items()},
+            "rates": {
+                result["rows"][0]["name"]: result["tried"]["rate"]
+                for result in found
+                if "tried" in result
+            },
+            "summary": lines,
+            "missing": [name for name in MEMORIES if name not in known],
+        },
+    )
+    plot(result, folder.with_suffix(".png"))
+    return result
 
 
 def summary(

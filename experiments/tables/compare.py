@@ -132,13 +132,14 @@ def alignment() -> Table:
     rows = []
     for line in result["summary"]:
         name = line["name"]
-        rate = result["tried"].get(name, {}).get("rate")
+        rate = result["rates"].get(name)
         cells = [name, thousands(result["bytes"][name]), f"{rate:g}" if rate else ""]
         cells += [number(line[kind]["missed"], 3) for kind in _KINDS]
         # In pairs of documents; the wide window has nothing to win over itself.
         won = [line[kind] | {"nats": line[kind]["mean"]} for kind in _KINDS]
         wide = name == "wide window"
         rows.append(cells + [_gain(None if wide else gain) for gain in won])
+    rows += [[f"{name}: not run yet", *[""] * 8] for name in result["missing"]]
     header = ["share missed", "bytes beside the window", "learning rate", *_KINDS]
     header += [f"less than the wide window, {kind}" for kind in _KINDS]
     return Table(header, rows, [_ALIGNMENT])

@@ -34,7 +34,8 @@ def _config(small, tmp_path):
 @pytest.mark.slow
 def test_memories_are_aligned_and_compared_with_the_wide_window(config, capsys):
     alignment.main(config)
-    found = json.loads((config.output.parent / "alignment.json").read_text())
+    together = config.output.with_suffix(".json")
+    found = json.loads(together.read_text())
     narrow, wide, memory = found["summary"]
     assert [line["name"] for line in found["summary"]] == [
         *(WINDOW, WIDE, "Gated DeltaNet")
@@ -47,14 +48,21 @@ def test_memories_are_aligned_and_compared_with_the_wide_window(config, capsys):
         assert memory[kind]["missed"] < 1.1 * narrow[kind]["missed"]
     # Keys and values of four tokens; a matrix a head.
     assert found["bytes"] == {WINDOW: 0, WIDE: 4 * 64, "Gated DeltaNet": 2 * 64 * 4}
-    assert set(found["tried"]["Gated DeltaNet"]["tried"]) == {"0.001", "0.01"}
+    assert "Lattice" in found["missing"] and "Gated DeltaNet" not in found["missing"]
+    alone = json.loads((config.output / "gated-deltanet.json").read_text())
+    assert set(alone["tried"]["tried"]) == {"0.001", "0.01"}
+    assert alone["config"]["only"] == ["Gated DeltaNet"]
     capsys.readouterr()
-    before = found["rows"]
+    together.unlink()
     alignment.main(config)
     # Nothing is read or aligned again.
     assert "texts" not in capsys.readouterr().out
-    again = json.loads((config.output.parent / "alignment.json").read_text())
-    assert again["rows"] == before
+    assert json.loads(together.read_text())["summary"] == found["summary"]
+    # What was measured with other settings is not compared.
+    alone["config"]["layer"] = 0
+    (config.output / "gated-deltanet.json").write_text(json.dumps(alone))
+    with pytest.raises(ValueError, match="Gated DeltaNet and window cannot be comp"):
+        alignment.main(config)
 
 
 def test_summary_compares_documents_in_pairs():
