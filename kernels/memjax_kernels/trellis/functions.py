@@ -24,7 +24,7 @@ Activation = Literal["ln_silu", "l2_silu", "softmax"]
 PHIS: tuple[str, ...] = get_args(Phi)
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 EPS = 1e-6
-# (jnp.sum or jnp.max, x) -> its reduction over the last axis, to compute with x.
+# (jnp.sum, jnp.mean or jnp.max, x) -> its reduction over the slots, to compute with x.
 Over = Callable[[Callable[..., Array], Array], Array]
 
 
@@ -85,7 +85,7 @@ def error_gradient(
 
 
 def _mean(x, over):
-    return over(jnp.sum, x) / x.shape[-1]
+    return over(jnp.mean, x)
 
 
 def _silu(z):

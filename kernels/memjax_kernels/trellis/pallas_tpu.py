@@ -1,5 +1,9 @@
 """Trellis on a TPU: one kernel forward, one backward, memories in fast memory (VMEM).
 
+Heads that `tpu_pairs.fits` go through the kernels there, which take a third of the
+cycles. Those of this file take all other sizes: chunks of less than 16 tokens, an odd
+number of heads, channels or slots that are no multiple of 64.
+
 The grid is (blocks of heads, chunks). Heads of all batch elements run in parallel, and
 chunks in order. The memories are output blocks that all chunks of a head share, so
 they stay in VMEM from the first chunk to the last. The heads of one program do not
@@ -26,7 +30,7 @@ from jaxtyping import Array
 
 from memjax_kernels.common import gradients, products, varying
 from memjax_kernels.trellis import chunk as one_chunk
-from memjax_kernels.trellis import tpu_kernels
+from memjax_kernels.trellis import tpu_kernels, tpu_pairs
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
 from memjax_kernels.trellis.tpu_kernels import Inputs
@@ -87,6 +91,15 @@ def trellis_tpu(
         activation: as there.
         interpret: as in `pallas_call`: False, or `pltpu.InterpretParams`.
     """
+    if tpu_pairs.fits(tokens):
+        return tpu_pairs.trellis_pairs(
+            tokens,
+            memories,
+            empty,
+            phi=phi,
+            activation=activation,
+            interpret=interpret,
+        )
     b, n, c, h, key_dim = tokens.q.shape
     # [B, n, C, H, D] -> [G, n, C, D], and back.
     heads_first = lambda x: jnp.moveaxis(x, 3, 1).reshape(b * h, n, c, x.shape[-1])
@@ -98,7 +111,9 @@ def trellis_tpu(
         jnp.broadcast_to(f.astype(F32)[:, :, None, None, None], (b, n, c, h, 1))
         for f in flags
     ]
-    gates = heads_first(jnp.concatenate([tokens.gamma, tokens.g, *wide], axis=-1))
+    for_both = lambda gate: jnp.broadcast_to(gate, (b, n, c, h, 2))
+    gates = [for_both(tokens.gamma), for_both(tokens.g), *wide]
+    gates = heads_first(jnp.concatenate(gates, axis=-1))
     arranged = Inputs(
         heads_first(tokens.q),
         (heads_first(tokens.k), heads_first(tokens.v)),

@@ -53,8 +53,8 @@ class Tokens(NamedTuple):
         k: [B, n, C, H, K].
         v: [B, n, C, H, V].
         alpha: [B, n, C, H, M].
-        gamma: [B, n, C, H, 2] float32, for each pass.
-        g: [B, n, C, H, 2] float32, log space.
+        gamma: [B, n, C, H, 2] float32 for each pass, or [B, n, C, H, 1] for both.
+        g: likewise, log space.
         complete: Bool[B, n], whether the tokens reach the chunk's end.
         cleared: Bool[B, n], whether the chunk starts from `empty`; None is never.
     """
@@ -122,7 +122,7 @@ def align(
     cut = lambda x: chunks.split(x, size, position)
     gamma = per_pass(gamma)
     # Implementations always take gates: g = 0 decays nothing.
-    g = jnp.zeros_like(gamma) if g is None else per_pass(g)
+    g = jnp.zeros_like(gamma[..., :1]) if g is None else per_pass(g)
     number = chunks.count_chunks(time, size, position is None)
     return Tokens(
         q=cut(q),
@@ -138,9 +138,7 @@ def align(
     )
 
 
-def per_pass(gate: Float[Array, "B T H ..."]) -> Float[Array, "B T H 2"]:
-    """A gate in float32 for each pass; one [B, T, H] is shared by them."""
+def per_pass(gate: Float[Array, "B T H ..."]) -> Float[Array, "B T H _"]:
+    """A gate in float32 for each pass, or one for both of [B, T, H]."""
     gate = gate.astype(jnp.float32)
-    if gate.ndim == 4:
-        return gate
-    return jnp.broadcast_to(gate[..., None], (*gate.shape, 2))
+    return gate if gate.ndim == 4 else gate[..., None]

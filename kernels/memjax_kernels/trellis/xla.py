@@ -48,7 +48,8 @@ def trellis_xla(
 
     # [B, n, C, H, D] -> [n, B, H, C, D]
     chunks_first = lambda x: jnp.moveaxis(x, (1, 3), (0, 2))
-    of_each_pass = lambda x: (chunks_first(x[..., 0]), chunks_first(x[..., 1]))
+    # One gate may be for both.
+    of_each_pass = lambda x: (chunks_first(x[..., 0]), chunks_first(x[..., -1]))
     chunk = one_chunk.Chunk(
         chunks_first(tokens.q),
         (chunks_first(tokens.k), chunks_first(tokens.v)),

@@ -1,7 +1,6 @@
 """The TPU kernels of Trellis: interpreted, and compiled for TPUs that are not here."""
 
 import functools
-import importlib.util
 import re
 from typing import Any
 
@@ -10,106 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.trellis import TrellisState, empty_state, pallas_tpu, segment
+from memjax_kernels.trellis import TrellisState, empty_state, pallas_tpu
 from memjax_kernels.trellis.pallas_tpu import trellis_tpu, unsupported
 from memjax_kernels.trellis.xla import trellis_xla
-
-LIBTPU = importlib.util.find_spec("libtpu") is not None
-
-
-def needs_libtpu(test):
-    """Marks a test that compiles for a TPU, which takes seconds."""
-    reason = "compiling for a TPU takes libtpu (pip install memjax[tpu])"
-    test = pytest.mark.slow(pytest.mark.usefixtures("uncached")(test))
-    return pytest.mark.skipif(not LIBTPU, reason=reason)(test)
-
-
-# What a kernel has not written is NaN, and so is what lies beyond the last head.
-INTERPRETED = functools.partial(
-    trellis_tpu,
-    interpret=pltpu.InterpretParams(
-        uninitialized_memory="nan", out_of_bounds_reads="uninitialized"
-    ),
+from tests.kernels.trellis.against_xla import (
+    INTERPRETED,
+    both,
+    close,
+    distances,
+    draw,
+    in_chunks,
+    needs_libtpu,
+    perturbed,
 )
-
-
-def draw(batch, time, heads, key, value, slots, dtype=jnp.float32, gates=(2,)) -> Any:
-    keys = jax.random.split(jax.random.key(0), 6)
-    normal = lambda i, *width: jax.random.normal(keys[i], (batch, time, heads, *width))
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-    tokens = unit(normal(0, key)), unit(normal(1, key)), normal(2, value)
-    tokens = (*tokens, 0.3 * normal(3, slots))
-    gamma = jax.nn.sigmoid(normal(4, *gates))
-    g = jax.nn.log_sigmoid(normal(5, *gates) + 1)
-    return *(x.astype(dtype) for x in tokens), gamma, g
-
-
-def in_chunks(implementation, tokens, state, empty, reset=None):
-    given: Any = (*tokens, state, reset, empty)
-    return segment.in_chunks(
-        implementation, *given, phi="l2_silu", activation="ln_silu"
-    )
-
-
-def perturbed(state, seed):
-    """Another state, its chunks open where its position is not 0."""
-    leaves, treedef = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    move = lambda x, key: (
-        x + 0.3 * jax.random.normal(key, x.shape) if x.ndim == 4 else x
-    )
-    return jax.tree.unflatten(treedef, list(map(move, leaves, keys)))
-
-
-def both(implementation, arguments, reset=None):
-    """Results, and gradients of everything for random cotangents."""
-
-    def pull(arguments):
-        floats = lambda tree: jax.tree.map(
-            lambda x: None if x.dtype == jnp.int32 else x, tree
-        )
-        whole = lambda floats: jax.tree.map(
-            lambda f, x: x if f is None else f,
-            floats,
-            arguments,
-            is_leaf=lambda f: f is None,
-        )
-
-        def forward(given):
-            tokens, state, empty = whole(given)
-            after, y = in_chunks(implementation, tokens, state, empty, reset)
-            return after.memories, y
-
-        values, back = jax.vjp(forward, floats(arguments))
-        leaves, treedef = jax.tree.flatten(values)
-        keys = jax.random.split(jax.random.key(7), len(leaves))
-        weights = [
-            jax.random.normal(key, x.shape).astype(x.dtype)
-            for x, key in zip(leaves, keys, strict=True)
-        ]
-        return values, back(jax.tree.unflatten(treedef, weights))
-
-    return jax.jit(pull)(arguments)
-
-
-def distances(actual, expected):
-    """Relative distance of every leaf, by its path."""
-    found = {}
-    actual = jax.tree_util.tree_leaves_with_path(actual)
-    for (path, a), b in zip(actual, jax.tree.leaves(expected), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        relative = np.sqrt(np.mean((a - b) ** 2) / (np.mean(b**2) + 1e-30))
-        found[jax.tree_util.keystr(path)] = relative
-    return found
-
-
-def close(actual, expected, tolerance):
-    for path, distance in distances(actual, expected).items():
-        assert distance <= tolerance, (path, distance)
 
 
 @pytest.mark.slow
@@ -285,6 +200,9 @@ def compiled(name, mesh_shape, specs, sizes, dtype, check_vma=None):
         ("v5e:2x2", (1, 128, 4, 64, 64, 64, 64), jnp.bfloat16),
         ("v5p:2x2x1", (3, 10, 3, 128, 128, 64, 5), jnp.bfloat16),
         ("v6e:2x2", (1, 32, 2, 24, 256, 40, 16), jnp.float32),
+        # Heads in pairs.
+        ("v5p:2x2x1", (1, 64, 4, 128, 128, 128, 64), jnp.bfloat16),
+        ("v6e:2x2", (2, 40, 4, 64, 128, 64, 32), jnp.float32),
     ],
 )
 def test_the_gradient_compiles(name, sizes, dtype):
@@ -294,13 +212,13 @@ def test_the_gradient_compiles(name, sizes, dtype):
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    "name, check_vma",
-    [("v5e:2x2", True), ("v6e:2x2", False)],
+    "name, check_vma, size",
+    [("v5e:2x2", True, 16), ("v6e:2x2", False, 8)],
 )
-def test_the_gradient_compiles_over_a_mesh(name, check_vma):
+def test_the_gradient_compiles_over_a_mesh(name, check_vma, size):
     """Rows and heads are apart: nothing is exchanged."""
     specs = P("data"), P("data", None, "model"), P("data", "model")
-    sizes = (2, 16, 4, 64, 64, 64, 8)
+    sizes = (2, 16, 4, 64, 64, 64, size)
     text = compiled(name, (2, 2), specs, sizes, jnp.bfloat16, check_vma=check_vma)
     assert "trellis_backward" in text
     # The sum of the loss over devices is the one thing that is.

@@ -176,12 +176,13 @@ def memories_after(x: Inputs, after: tuple[Array, ...], middle: tuple[Array, ...
 
 
 def _gates(tokens: Tokens) -> Array:
-    total = jnp.cumsum(jnp.maximum(tokens.g, FORGETS_ALL), axis=2)
+    for_both = lambda gate: jnp.broadcast_to(gate, (*gate.shape[:4], 2))
+    total = jnp.cumsum(jnp.maximum(for_both(tokens.g), FORGETS_ALL), axis=2)
     tail = [(0, 0)] * total.ndim
     tail[2] = (0, ROWS - total.shape[2])
     # After the chunk the last sum goes on, so that it is also the last of the 64.
     total = jnp.pad(total, tail, mode="edge")
-    gates = jnp.stack([total, jnp.pad(tokens.gamma, tail)], axis=-1)
+    gates = jnp.stack([total, jnp.pad(for_both(tokens.gamma), tail)], axis=-1)
     # [B, n, 64, H, 2, 2] -> [B, n, H, 4, 64]
     return jnp.moveaxis(gates.reshape(*gates.shape[:4], -1), 2, -1)
 

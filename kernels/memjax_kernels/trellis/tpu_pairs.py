@@ -1,0 +1,298 @@
+"""Trellis on a TPU for heads in pairs: tokens are read and written where they lie.
+
+The grid is (batch elements, groups of pairs, chunks), the last in order. All pairs of a
+group are computed in step, so that one hides the latency of another. The memories are
+output blocks that all chunks of a pair share: they stay in VMEM from the first chunk to
+the last. `packed` has the equations of a chunk.
+
+The forward kernel also saves the memories at every chunk's start where a gradient is
+taken, in the dtype of the tokens. The backward kernel goes through the chunks in
+reverse and computes each again from there.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from memjax_kernels.common import gradients, products, varying
+from memjax_kernels.trellis import packed, tpu_pair_kernels
+from memjax_kernels.trellis.chunk import FORGETS_ALL, Options
+from memjax_kernels.trellis.segment import Tokens
+from memjax_kernels.trellis.state import Memories
+from memjax_kernels.trellis.tpu_pair_kernels import Layout
+from memjax_kernels.trellis.xla import trellis_xla
+
+F32 = jnp.float32
+# What the blocks of a program may take by `_block_bytes`, and what Mosaic may take.
+BLOCK_BYTES = 40 << 20
+VMEM_BYTES = 60 << 20
+# Pairs of one program, at most: more of them hide more latency.
+PAIRS = 8
+# Tokens of a chunk come in these, which fill a register of 2 bytes, and channels of a
+# pair in these.
+ROWS, LANES = 16, 128
+
+
+class Static(NamedTuple):
+    """What is fixed when a kernel is compiled."""
+
+    phi: str
+    activation: str
+    layout: Layout
+    interpret: Any
+
+
+def fits(tokens: Tokens) -> bool:
+    """Whether pairs of heads fill whole registers, and a pair fits in VMEM."""
+    size, heads = tokens.q.shape[2:4]
+    widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
+    whole = all(2 * width % LANES == 0 for width in widths)
+    whole = whole and heads % 2 == 0 and size % ROWS == 0
+    return whole and _block_bytes(size, *widths) <= BLOCK_BYTES
+
+
+def trellis_pairs(
+    tokens: Tokens,
+    memories: Memories,
+    empty: tuple[Array, ...] | None,
+    *,
+    phi: str,
+    activation: str,
+    interpret: Any = False,
+) -> tuple[Memories, Array]:
+    """A chunk implementation for what `fits`; see `segment`."""
+    widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
+    size, heads = tokens.q.shape[2:4]
+    fit = min(PAIRS, BLOCK_BYTES // _block_bytes(size, *widths))
+    layout = Layout(
+        max(number for number in range(1, fit + 1) if heads // 2 % number == 0),
+        tokens.gamma.shape[-1],
+        tokens.g.shape[-1],
+        apart=any(a is not b for a, b in zip(*memories, strict=True)),
+        resets=tokens.cleared is not None,
+    )
+    flag = lambda x: None if x is None else x.astype(F32)
+    tokens = tokens._replace(
+        complete=flag(tokens.complete), cleared=flag(tokens.cleared)
+    )
+    static = Static(phi, activation, layout, interpret)
+    results: Any = _chunks(static, *varying.vary_alike((tokens, memories, empty)))
+    return results
+
+
+def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
+    """What the backward kernel holds in VMEM for a pair, roughly."""
+    # In float32. Two buffers of each block in and out: tokens and their cotangents, and
+    # 16 of a memory; and the values in between: 40 arrays of a token's slots, 8 of a
+    # memory, 10 of its tokens.
+    channels = key_dim + value_dim
+    tokens = 2 * size * (2 * key_dim + 2 * value_dim + slots) * 4
+    memories = 2 * slots * channels * (16 + 4)
+    between = 2 * size * (40 * slots + 10 * channels)
+    return 4 * (tokens + memories + between)
+
+
+class Blocks(NamedTuple):
+    """The arrays of `Tokens` as the kernels take them.
+
+    Attributes:
+        tokens: q, k, v, alpha, each [B, n, C, H D].
+        gates: [B, n, groups, C, R] float32; see `tpu_pair_kernels.read_gates`.
+    """
+
+    tokens: packed.Chunk
+    gates: Any
+
+
+def _arrange(static: Static, x: Tokens) -> Blocks:
+    b, n, c, heads, _ = x.q.shape
+    flat = lambda t: t.reshape(b, n, c, -1)
+    group = static.layout.group
+    groups = heads // (2 * group)
+
+    def by_group(gate):
+        # [B, n, C, H, passes] -> [B, n, groups, C, passes * 2 * group]: of each pass
+        # the first heads of the pairs, then the second.
+        split = gate.reshape(b, n, c, groups, group, 2, -1)
+        return split.transpose(0, 1, 3, 2, 6, 5, 4).reshape(b, n, groups, c, -1)
+
+    flags = [flag for flag in (x.complete, x.cleared) if flag is not None]
+    wide = [
+        jnp.broadcast_to(flag[:, :, None, None, None], (b, n, groups, c, 1))
+        for flag in flags
+    ]
+    gates = jnp.concatenate([by_group(x.gamma), by_group(x.g), *wide], axis=-1)
+    chunk = packed.Chunk(*map(flat, (x.q, x.k, x.v, x.alpha)))
+    return Blocks(chunk, gates)
+
+
+def _side_by_side(memory: Array) -> Array:
+    """[B, H, M, D] -> [B, P, M, 2 D]."""
+    b, heads, slots, width = memory.shape
+    split = memory.reshape(b, heads // 2, 2, slots, width)
+    return split.swapaxes(2, 3).reshape(b, heads // 2, slots, 2 * width)
+
+
+def _apart(memory: Array) -> Array:
+    """Undoes `_side_by_side`."""
+    b, pairs, slots, width = memory.shape
+    split = memory.reshape(b, pairs, slots, 2, width // 2)
+    return split.swapaxes(2, 3).reshape(b, 2 * pairs, slots, width // 2)
+
+
+def _forward(static: Static, x: Tokens, memories: Memories, empty, *, keep: bool):
+    blocks = _arrange(static, x)
+    memories, empty = jax.tree.map(_side_by_side, (memories, empty))
+    like = functools.partial(varying.like, x.q)
+    y = like((*x.q.shape[:3], x.v.shape[3] * x.v.shape[4]), x.v.dtype)
+    after = jax.tree.map(lambda m: like(m.shape, F32), memories)
+    # In the tokens' dtype, to which the operands of products are rounded anyway.
+    at_start = lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), x.q.dtype)
+    kept = jax.tree.map(at_start, memories.start) if keep else None
+    of = _Specs(static.layout.group, blocks.gates.shape[2], lambda i: i)
+    after, y, kept = _call(
+        static,
+        tpu_pair_kernels.forward_kernel,
+        "trellis_forward",
+        blocks,
+        (memories, empty),
+        (after, y, kept),
+        (
+            Blocks(of.tokens(blocks.tokens), of.gates(blocks.gates)),
+            of.memories(memories),
+            of.memories(empty),
+        ),
+        (of.memories(after), of.tokens(y), of.kept(kept)),
+    )
+    return (jax.tree.map(_apart, after), y.reshape(x.v.shape)), kept
+
+
+def _backward(static: Static, primals, kept, cotangents):
+    x, memories, empty = primals
+    d_after, d_y = cotangents
+    blocks = _arrange(static, x)
+    b, n, c, heads, _ = x.q.shape
+    running, empty, d_after = jax.tree.map(
+        _side_by_side, (memories.running, empty, d_after)
+    )
+    d_y = d_y.reshape(b, n, c, -1)
+    like = functools.partial(varying.like, x.q)
+    shaped = lambda tree: jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
+    d_gates = like((b, n, heads // 2, 4, 2 * c), F32)
+    before, fresh = shaped(Memories(running, running)), shaped(empty)
+    # The backward pass goes through the chunks in reverse.
+    of = _Specs(static.layout.group, blocks.gates.shape[2], lambda i: n - 1 - i)
+    tokens = of.tokens(blocks.tokens)
+    d_tokens, d_gates, d_memories, d_empty = _call(
+        static,
+        tpu_pair_kernels.backward_kernel,
+        "trellis_backward",
+        blocks,
+        (running, empty, kept, d_after, d_y),
+        (shaped(blocks.tokens), d_gates, before, fresh),
+        (
+            Blocks(tokens, of.gates(blocks.gates)),
+            of.memories(running),
+            of.memories(empty),
+            of.kept(kept),
+            of.memories(d_after),
+            of.tokens(d_y),
+        ),
+        (tokens, of.kept(d_gates), of.memories(before), of.memories(fresh)),
+    )
+    d_gamma, d_g = _gates_back(d_gates, x)
+    d_x = Tokens(
+        q=d_tokens.q.reshape(x.q.shape),
+        k=d_tokens.k.reshape(x.k.shape),
+        v=d_tokens.v.reshape(x.v.shape),
+        alpha=d_tokens.alpha.reshape(x.alpha.shape),
+        gamma=d_gamma,
+        g=d_g,
+        # Flags have no gradient.
+        complete=jnp.zeros_like(x.complete),
+        cleared=None if x.cleared is None else jnp.zeros_like(x.cleared),
+    )
+    return d_x, *jax.tree.map(_apart, (d_memories, d_empty))
+
+
+def _gates_back(d_gates: Array, x: Tokens) -> tuple[Array, Array]:
+    """[B, n, P, 4, 2 C], of gamma and g in each pass, as gradients of both gates."""
+    b, n, c, heads, _ = x.q.shape
+    split = d_gates.reshape(b, n, heads // 2, 4, 2, c)
+    by_head = split.transpose(0, 1, 5, 2, 4, 3).reshape(b, n, c, heads, 4)
+    d_gamma, d_g = by_head[..., :2], by_head[..., 2:]
+    if x.gamma.shape[-1] == 1:
+        d_gamma = d_gamma.sum(-1, keepdims=True)
+    if x.g.shape[-1] == 1:
+        d_g = d_g.sum(-1, keepdims=True)
+    # What was raised to the lowest gate has no gradient.
+    return d_gamma, jnp.where(x.g > FORGETS_ALL, d_g, 0.0)
+
+
+def _in_xla(static: Static, x: Tokens, memories: Memories, empty):
+    """The function of the forward kernel."""
+    flag = lambda f: None if f is None else f > 0.5
+    x = x._replace(complete=flag(x.complete), cleared=flag(x.cleared))
+    return trellis_xla(x, memories, empty, phi=static.phi, activation=static.activation)
+
+
+_chunks = gradients.of_kernels("trellis", _forward, _backward, _in_xla)
+
+
+class _Specs(NamedTuple):
+    """Blocks of a program: of a group of pairs, by chunk in `order`."""
+
+    group: int
+    groups: int
+    order: Callable[[Any], Any]
+
+    def tokens(self, tree):
+        """[B, n, C, H D]."""
+        index = lambda b, g, i: (b, self.order(i), 0, g)
+        block = lambda x: (None, None, x.shape[2], x.shape[3] // self.groups)
+        return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
+
+    def gates(self, x):
+        """[B, n, groups, C, R]."""
+        index = lambda b, g, i: (b, self.order(i), g, 0, 0)
+        return pl.BlockSpec((None, None, None, *x.shape[3:]), index)
+
+    def kept(self, tree):
+        """[B, n, P, ., .]."""
+        index = lambda b, g, i: (b, self.order(i), g, 0, 0)
+        block = lambda x: (None, None, self.group, *x.shape[3:])
+        return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
+
+    def memories(self, tree):
+        """[B, P, M, 2 D], for all chunks."""
+        index = lambda b, g, i: (b, g, 0, 0)
+        block = lambda x: (None, self.group, *x.shape[2:])
+        return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
+
+
+def _call(static: Static, kernel, name, x: Blocks, inputs, outputs, specs, out_specs):
+    q = x.tokens.q
+    groups = x.gates.shape[2]
+    multiply = functools.partial(products.multiply, dtype=products.operand_dtype(q))
+    options = Options(static.phi, static.activation, multiply)
+    return pl.pallas_call(
+        functools.partial(kernel, layout=static.layout, options=options),
+        grid=(q.shape[0], groups, q.shape[1]),
+        in_specs=specs,
+        out_specs=out_specs,
+        out_shape=outputs,
+        compiler_params=pltpu.CompilerParams(
+            # Heads do not depend on each other; a chunk needs the memory that the one
+            # before left.
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_BYTES,
+        ),
+        interpret=static.interpret,
+        name=name,
+    )(x, *inputs)

@@ -1,0 +1,169 @@
+"""Trellis on a TPU for heads in pairs: one chunk, the kernels, and compiling them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memjax_kernels.common import pairs, products
+from memjax_kernels.trellis import (
+    TrellisState,
+    empty_state,
+    functions,
+    packed,
+    packed_gradient,
+)
+from memjax_kernels.trellis import chunk as one_chunk
+from memjax_kernels.trellis.state import Memories
+from memjax_kernels.trellis.xla import trellis_xla
+from tests.kernels.trellis.against_xla import (
+    INTERPRETED,
+    both,
+    close,
+    distances,
+    draw,
+    perturbed,
+)
+
+EXACT = functools.partial(products.multiply, dtype=jnp.dtype("float32"))
+
+
+def paired(x):
+    """[H, ., D] -> [P, ., 2 D]."""
+    return jnp.concatenate([x[0::2], x[1::2]], axis=-1)
+
+
+def apart(x):
+    """Undoes `paired`."""
+    both = jnp.stack(jnp.split(x, 2, axis=-1), axis=1)
+    return both.reshape(-1, *both.shape[2:])
+
+
+def gates_of(gamma, g):
+    """The gates of a pass, [H, C], as `packed` takes them."""
+    coarse = jnp.floor(g * one_chunk.STEPS) / one_chunk.STEPS
+    sums = one_chunk.Sums(jnp.cumsum(coarse, -1), jnp.cumsum(g - coarse, -1))
+    row = lambda x: paired(x[:, None])
+    column = lambda head: one_chunk.Sums(*(x[head::2, :, None] for x in sums))
+    row_sums = one_chunk.Sums(*map(row, sums))
+    total = packed.Totals(row_sums, (column(0), column(1)))
+    return packed.Gates(row(gamma), total)
+
+
+@st.composite
+def chunks(draw):
+    sizes = {
+        name: draw(st.integers(1, most))
+        for name, most in dict(P=2, C=5, K=3, V=3, M=3).items()
+    }
+    seed = draw(st.integers(0, 2**16))
+    return sizes, seed, draw(st.sampled_from(functions.PHIS)), draw(st.booleans())
+
+
+@pytest.mark.slow
+@settings(max_examples=5, deadline=None)
+@given(chunks())
+def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
+    sizes, seed, phi, shared = drawn
+    size, slots = sizes["C"], sizes["M"]
+    # Norms of a single slot are flat, and their gradients only rounding.
+    slots += phi in ("l2_silu", "ln_silu", "softmax")
+    random = np.random.default_rng(seed)
+    normal = lambda *s: jnp.asarray(random.normal(size=(2 * sizes["P"], *s)), "float32")
+    q, k, v = (normal(size, sizes[width]) for width in ("K", "K", "V"))
+    alpha = 0.3 * normal(size, slots)
+    gamma = jax.nn.sigmoid(jnp.stack([normal(size), normal(size)]))
+    g = jax.nn.log_sigmoid(jnp.stack([normal(size), normal(size)]))
+    if shared:
+        gamma, g = gamma[:1].repeat(2, 0), g[:1].repeat(2, 0)
+    memories = [normal(slots, sizes[width]) for width in ("K", "V", "K", "V")]
+    d_after = normal(slots, sizes["K"]), normal(slots, sizes["V"])
+    d_y = normal(size, sizes["V"])
+    options = one_chunk.Options(phi, "ln_silu" if slots > 1 else "l2_silu", EXACT)
+
+    def slots_last(q, k, v, alpha, gamma, g, *memories):
+        chunk = one_chunk.Chunk(q, (k, v), alpha, tuple(gamma), tuple(g))
+        before = Memories(memories[:2], memories[2:])
+        complete = jnp.ones((1, 1))
+        after, y = one_chunk.advance(chunk, before, None, complete, None, options)
+        return after.running, y
+
+    primals = (q, k, v, alpha, gamma, g, *memories)
+    (after, y), pull = jax.vjp(slots_last, *primals)
+    x = packed.Chunk(*map(paired, (q, k, v, alpha)))
+    first = gates_of(gamma[0], g[0])
+    gates = first, (first if shared else gates_of(gamma[1], g[1]))
+    key_start, value_start, keys, values = map(paired, memories)
+    given_memories = (
+        packed.Memory(key_start, keys),
+        packed.Memory(value_start, values),
+    )
+    new, read = packed.advance(x, gates, *given_memories, options)
+    close(jax.tree.map(apart, (new, read)), (after, y), 1e-5)
+    found = packed_gradient.pull_back(
+        x,
+        gates,
+        *given_memories,
+        (paired(d_after[0]), paired(d_after[1])),
+        paired(d_y),
+        options,
+    )
+    tokens = lambda parts: jnp.stack([apart(part)[:, 0] for part in parts])
+    # Of a sum: what all gates up to it have in common.
+    from_sums = lambda d: jnp.flip(jnp.cumsum(jnp.flip(d, -1), -1), -1)
+    actual = (
+        *map(apart, found.x),
+        tokens(found.gamma),
+        from_sums(tokens(found.total)),
+        *(apart(found.keys.start), apart(found.values.start)),
+        *(apart(found.keys.running), apart(found.values.running)),
+    )
+    for mine, theirs in zip(actual, pull((d_after, d_y)), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=3e-5 * (1 + np.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_diagonal_keeps_each_heads_own_lanes(dtype):
+    x = jax.random.normal(jax.random.key(0), (2, 16, 128)).astype(dtype)
+    wide = jax.jit(pairs.diagonal)(x)
+    assert wide.shape == (2, 32, 128) and wide.dtype == dtype
+    np.testing.assert_array_equal(wide[:, :16, :64], x[:, :, :64])
+    np.testing.assert_array_equal(wide[:, 16:, 64:], x[:, :, 64:])
+    assert not wide[:, :16, 64:].any() and not wide[:, 16:, :64].any()
+    np.testing.assert_array_equal(pairs.own(wide), x)
+
+
+@pytest.mark.slow
+def test_values_and_gradients_agree_with_xla():
+    """Chunks begun and not complete, resets, another width of values, two groups."""
+    b, t, h, k, v, m, c = 2, 40, 4, 64, 128, 64, 16
+    tokens = draw(b, t, h, k, v, m)
+    state = perturbed(empty_state(b, h, m, k, v, c), 1)
+    place = jnp.array([0, 5], jnp.int32)
+    is_open = (place > 0)[:, None, None, None]
+    keys = jnp.where(is_open, state.keys, state.keys_start)
+    values = jnp.where(is_open, state.values, state.values_start)
+    state = TrellisState(state.keys_start, keys, state.values_start, values, place, c)
+    empty = perturbed(empty_state(b, h, m, k, v, c), 2)
+    reset = jnp.zeros((b, t), bool).at[0, 16].set(True).at[1, 27].set(True)
+    arguments = (tokens, state, empty)
+    expected = both(trellis_xla, arguments, reset)
+    close(both(INTERPRETED, arguments, reset), expected, 2e-6)
+
+
+@pytest.mark.slow
+def test_half_precision_is_as_exact_as_that_of_xla():
+    b, t, h, d, c = 1, 100, 2, 64, 64
+    low = draw(b, t, h, d, d, d, jnp.bfloat16, gates=())
+    empty = empty_state(b, h, d, d, d, c)
+    high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
+    exact = both(trellis_xla, (high, None, empty))
+    kernel = both(INTERPRETED, (low, None, empty))
+    xla = distances(both(trellis_xla, (low, None, empty)), exact)
+    for path, distance in distances(kernel, exact).items():
+        assert distance <= 1.05 * xla[path] + 1e-4, (path, distance, xla[path])
+    assert kernel[0][1].dtype == jnp.bfloat16
