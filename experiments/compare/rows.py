@@ -72,7 +72,7 @@ def wide_window(
 def _memory(label: str, name: MemoryName, **options: Any) -> Row:
     """A memory beside the windows of the chosen layers."""
     stages = tunings.tune_beside(name, MemoryOptions(**options))
-    return Row(label, as_trained, stages, cost=1.3, reading=1.2)
+    return Row(label, as_trained, stages, cost=1.6, reading=1.2)
 
 
 # At these sizes each memory keeps at most the bytes of 97 tokens of SmolLM2's keys

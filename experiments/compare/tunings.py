@@ -1,7 +1,7 @@
 """How the rows of the comparison are trained: alike, as far as their methods allow.
 
-Every row reads the same number of tokens of the same documents, with adapters of one
-rank and the same learning rates to choose from. A memory beside a window, and the
+Every row is tuned on the same texts, with adapters of one rank and the same learning
+rates to choose from. A memory beside a window, and the
 windows that it is compared with, have adapters from the first chosen layer on; the
 others in all layers.
 """
@@ -72,7 +72,8 @@ class Tuning:
 
     Attributes:
         source: of the documents.
-        updates: of one text of `Sizes.context` tokens each, in all stages together.
+        updates: of one text of `Sizes.context` tokens each, in all stages together but
+            an alignment, which sees half of the texts before.
         rate: learning rate, of the adapters and of what is new.
         seed: of new parameters and data order.
     """
@@ -161,11 +162,15 @@ def tune_beside(
     options: MemoryOptions = NO_OPTIONS,
     wider: bool = False,
 ) -> Callable[[LanguageModel, Sizes, Tuning], Stages]:
-    """Half of the texts align the layers; the others tune adapters too."""
+    """Tunes on the texts of a window's row, after half of them aligned the layers.
+
+    Adapters learn what kind of documents these are: with fewer updates of them than a
+    window has, a memory would lose by that alone.
+    """
 
     def stages(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
         align = 0 if memory == "none" else tuning.updates // 2
-        return RetrofitStages(
+        found = RetrofitStages(
             memory=memory,
             options=options,
             layers=sizes.layers,
@@ -179,9 +184,12 @@ def tune_beside(
             align=PartConfig(
                 tuning.optimizer(ALIGNMENT_RATE), tuning.loop(PASSES * align)
             ),
-            tune=PartConfig(tuning.optimizer(), tuning.loop(tuning.updates - align)),
+            tune=PartConfig(tuning.optimizer(), tuning.loop(tuning.updates)),
             seed=tuning.seed,
         ).stages()
+        # In the order of the windows' rows, which have no alignment.
+        *before, (folder, tune) = found
+        return (*before, (folder, dataclasses.replace(tune, seed=tuning.seed)))
 
     return stages
 

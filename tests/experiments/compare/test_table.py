@@ -19,6 +19,7 @@ from memjax.data import Passage, Question, load_tokenizer
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.evaluation.statistics import gain_by_document
 from memjax.models.language_model.windowed import with_window
+from memjax.training.finetune.retrofit_stage import RetrofitStage
 from tests import tiny
 from tests.training.idle import idle_updates
 
@@ -132,13 +133,27 @@ def test_rows_are_trained_on_as_many_tokens(name, model):
     make = ROWS[name].stages
     assert make is not None
     stages = make(model, sizes, tuning)
-    # An alignment takes each text several times.
-    distinct = lambda s: s.loop.steps // getattr(s, "passes", 1)
-    read = lambda s: distinct(s) * s.data.batch_size * s.tokens_read
-    assert sum(read(stage) for _, stage in stages) == 16 * sizes.context
-    # Tuning after an alignment has an order of its own.
-    assert stages[0][1].seed == 3 and {stage.seed for _, stage in stages} <= {3, 4}
+    # An alignment sees texts of the tuning.
+    aligns = lambda stage: isinstance(stage, RetrofitStage) and stage.part == "align"
+    tuned = [stage for _, stage in stages if not aligns(stage)]
+    read = lambda s: s.loop.steps * s.data.batch_size * s.tokens_read
+    assert sum(map(read, tuned)) == 16 * sizes.context
+    assert {stage.seed for _, stage in stages} == {3}
     assert stages[-1][1].optimizer.learning_rate == 1e-3
+
+
+def test_a_memory_is_tuned_on_the_texts_of_a_window(model):
+    tuning = Tuning("embedded", updates=6, rate=1e-3, seed=3)
+    made = lambda tune: tune(model, SIZES, tuning)
+    ((_, window),) = made(tunings.tune_beside("none"))
+    (_, aligned), (_, tuned) = made(tunings.tune_beside("gated_deltanet"))
+    for stage in (window, tuned):
+        assert (stage.loop.steps, stage.seed) == (6, 3)
+        assert stage.optimizer == window.optimizer and stage.data == window.data
+    # Half of the texts, each as often as `PASSES`.
+    assert isinstance(aligned, RetrofitStage)
+    assert aligned.part == "align" and aligned.seed == 3
+    assert aligned.loop.steps == tunings.PASSES * 3 and aligned.passes == tunings.PASSES
 
 
 @pytest.mark.parametrize("store", [False, True])
