@@ -6,8 +6,8 @@ without a copy. What is computed of them has tokens along the lanes instead: the
 head's C, then the second's. Sums over slots are then sums over sublanes, which cost
 little, and the gates of tokens are rows.
 
-Shapes: P pairs, C tokens, D channels of a head. A product of two heads at once needs
-one operand whose other half is zero: `diagonal`.
+Shapes: P pairs, C tokens, D channels of a head; C2 and D2 are those of both. A product
+of two heads at once needs one operand whose other half is zero: `diagonal`.
 """
 
 import jax
@@ -28,7 +28,7 @@ def lane(shape: tuple[int, ...]) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
 
-def diagonal(x: Float[Array, "P C 2*D"]) -> Float[Array, "P 2*C 2*D"]:
+def diagonal(x: Float[Array, "P C D2"]) -> Float[Array, "P C2 D2"]:
     """Each head's rows, the other's lanes cleared."""
     if x.dtype == jnp.bfloat16 and x.shape[1] % 16 == 0:
         # A word holds two rows: one AND clears both.
@@ -40,7 +40,7 @@ def diagonal(x: Float[Array, "P C 2*D"]) -> Float[Array, "P 2*C 2*D"]:
     return jnp.concatenate([jnp.where(here, x, zero), jnp.where(here, zero, x)], axis=1)
 
 
-def own(x: Float[Array, "P 2*C 2*D"]) -> Float[Array, "P C 2*D"]:
+def own(x: Float[Array, "P C2 D2"]) -> Float[Array, "P C D2"]:
     """Undoes `diagonal`: of each head's rows the head's own lanes."""
     half = x.shape[1] // 2
     top, low = x[:, :half], x[:, half:]

@@ -31,10 +31,10 @@ F32 = jnp.float32
 class Chunk(NamedTuple):
     """Tokens of one chunk."""
 
-    q: Float[Array, "P C 2*K"]
-    k: Float[Array, "P C 2*K"]
-    v: Float[Array, "P C 2*V"]
-    alpha: Float[Array, "P C 2*M"]
+    q: Float[Array, "P C K2"]
+    k: Float[Array, "P C K2"]
+    v: Float[Array, "P C V2"]
+    alpha: Float[Array, "P C M2"]
 
 
 class Totals(NamedTuple):
@@ -52,7 +52,7 @@ class Totals(NamedTuple):
 class Gates(NamedTuple):
     """Gates of one pass; both passes may have one and the same object `total`."""
 
-    gamma: Float[Array, "P 1 2*C"]
+    gamma: Float[Array, "P 1 C2"]
     total: Totals
 
 
@@ -65,16 +65,16 @@ class Decays(NamedTuple):
         until: from a token to the chunk's end.
     """
 
-    between: Float[Array, "P C 2*C"]
-    kept: Float[Array, "P 1 2*C"]
-    until: Float[Array, "P 1 2*C"]
+    between: Float[Array, "P C C2"]
+    kept: Float[Array, "P 1 C2"]
+    until: Float[Array, "P 1 C2"]
 
 
 class Memory(NamedTuple):
     """The memory of a pass at the chunk's start, and the one to write to."""
 
-    start: Float[Array, "P M 2*D"]
-    running: Float[Array, "P M 2*D"]
+    start: Float[Array, "P M D2"]
+    running: Float[Array, "P M D2"]
 
 
 def decays(total: Totals) -> Decays:
@@ -106,13 +106,13 @@ def both_decays(gates: tuple[Gates, Gates]) -> tuple[Decays, Decays]:
     return left, (left if second is first else decays(second))
 
 
-def kept_by_token(total: Totals, width: int) -> Float[Array, "P C 2*V"]:
+def kept_by_token(total: Totals, width: int) -> Float[Array, "P C V2"]:
     """The decay since the chunk's start, tokens along the sublanes."""
     first, second = (jnp.exp(sums.coarse + sums.fine) for sums in total.column)
     return pairs.widen(first, second, width)
 
 
-def kept_at_end(total: Totals, width: int) -> Float[Array, "P 1 2*D"]:
+def kept_at_end(total: Totals, width: int) -> Float[Array, "P 1 D2"]:
     """The decay over the whole chunk, in a memory's lanes."""
     row = total.row.coarse + total.row.fine
     half = row.shape[-1] // 2
@@ -120,7 +120,7 @@ def kept_at_end(total: Totals, width: int) -> Float[Array, "P 1 2*D"]:
     return jnp.exp(pairs.widen(*ends, width))
 
 
-def targets(alpha: Float[Array, "P C 2*M"], options: Options):
+def targets(alpha: Float[Array, "P C M2"], options: Options):
     """alpha with slots along the sublanes: a product with ones is a transpose."""
     return options.multiply(ones_twice(alpha), diagonal(alpha), "nt")
 
@@ -147,7 +147,7 @@ def advance(
     keys: Memory,
     values: Memory,
     options: Options,
-) -> tuple[tuple[Array, Array], Float[Array, "P C 2*V"]]:
+) -> tuple[tuple[Array, Array], Float[Array, "P C V2"]]:
     """The running memories after a chunk, and its reads."""
     dot, slots = options.multiply, keys.start.shape[1]
     low = lambda y: y.astype(x.q.dtype)

@@ -33,9 +33,9 @@ from memjax_kernels.trellis.packed import (
 class Written(NamedTuple):
     """What a pass makes of its tokens, kept for the gradient."""
 
-    u: Float[Array, "P M 2*C"]
+    u: Float[Array, "P M C2"]
     back: Any
-    error: Float[Array, "P M 2*C"]
+    error: Float[Array, "P M C2"]
 
 
 class Cotangents(NamedTuple):
@@ -54,7 +54,7 @@ def pull_back(
     keys: Memory,
     values: Memory,
     d_after: tuple[Array, Array],
-    d_y: Float[Array, "P C 2*V"],
+    d_y: Float[Array, "P C V2"],
     options: Options,
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memories."""
@@ -136,8 +136,8 @@ def pull_back(
 
 
 def _at_end(
-    tokens: Float[Array, "P 1 2*C"], memory: Float[Array, "P 1 2*D"]
-) -> Float[Array, "P 1 2*C"]:
+    tokens: Float[Array, "P 1 C2"], memory: Float[Array, "P 1 D2"]
+) -> Float[Array, "P 1 C2"]:
     """Sums of both over each head's lanes, at the head's last token."""
 
     def of_both(x):
