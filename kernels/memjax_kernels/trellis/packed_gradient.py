@@ -8,14 +8,15 @@ The gradient of a gate's sum at token i is what the reads there give, less what 
 writes there give: the decay factors out of both, so that no cotangent of W is formed.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels.common import pairs
-from memjax_kernels.common.pairs import diagonal, own, sum_slots
+from memjax_kernels.common import packs
+from memjax_kernels.common.packs import diagonal, own, sum_slots
 from memjax_kernels.trellis import functions
 from memjax_kernels.trellis.chunk import Options
 from memjax_kernels.trellis.packed import (
@@ -25,17 +26,17 @@ from memjax_kernels.trellis.packed import (
     both_decays,
     eye,
     kept_at_end,
-    ones_twice,
     targets,
+    units,
 )
 
 
 class Written(NamedTuple):
     """What a pass makes of its tokens, kept for the gradient."""
 
-    u: Float[Array, "P M C2"]
+    u: Float[Array, "P M CC"]
     back: Any
-    error: Float[Array, "P M C2"]
+    error: Float[Array, "P M CC"]
 
 
 class Cotangents(NamedTuple):
@@ -54,14 +55,18 @@ def pull_back(
     keys: Memory,
     values: Memory,
     d_after: tuple[Array, Array],
-    d_y: Float[Array, "P C V2"],
+    d_y: Float[Array, "P C VV"],
     options: Options,
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memories."""
     dot, (slots, size) = options.multiply, (keys.start.shape[1], x.q.shape[1])
+    heads = len(gates[0].total.column)
+    apart = functools.partial(diagonal, heads=heads)
+    mine = functools.partial(own, heads=heads)
     low = lambda y: y.astype(x.q.dtype)
     stack = lambda *rows: jnp.concatenate([low(row) for row in rows], axis=1)
-    target, dq, dk, dv = targets(x.alpha, options), *map(diagonal, (x.q, x.k, x.v))
+    target = targets(x.alpha, heads, options)
+    dq, dk, dv = map(apart, (x.q, x.k, x.v))
     d_keys, d_values = d_after
     left = both_decays(gates)
 
@@ -69,20 +74,20 @@ def pull_back(
     products = dot(stack(keys.start, d_keys, x.q), dk, "nt")
     first = _write(products[:, :slots], target, gates[0].gamma, options)
     state_keys = products[:, slots : 2 * slots]
-    scores = diagonal(low(products[:, 2 * slots :] * left[0].between))
+    scores = apart(low(products[:, 2 * slots :] * left[0].between))
     reads = left[0].kept * dot(keys.running, dq, "nt") - dot(first.u, scores, "nt")
     f, back = jax.vjp(
-        lambda z: functions.apply(options.activation, z, pairs.over_slots), reads
+        lambda z: functions.apply(options.activation, z, packs.over_slots), reads
     )
-    by_token = low(dot(eye(low(f), 2 * size), f, "nt"))
+    by_token = low(dot(eye(low(f), heads * size), f, "nt"))
 
     # The second, with its cotangents.
     products = dot(stack(values.start, d_values, d_y), dv, "nt")
     second = _write(products[:, :slots], target, gates[1].gamma, options)
     state_values, d_scores = products[:, slots : 2 * slots], products[:, 2 * slots :]
-    written = own(dot(by_token, second.u, "nn")) * left[1].between
-    d_scores = diagonal(low(-d_scores * left[1].between))
-    dd_y = diagonal(low(d_y))
+    written = mine(dot(by_token, second.u, "nn")) * left[1].between
+    d_scores = apart(low(-d_scores * left[1].between))
+    dd_y = apart(low(d_y))
     d_f = left[1].kept * dot(values.running, dd_y, "nt")
     d_f += dot(second.u, d_scores, "nt")
     d_state = -left[1].until * state_values
@@ -92,7 +97,7 @@ def pull_back(
     d_values_before = Memory(
         dot(d_z, dv, "nn"), decayed + dot(f * left[1].kept, dd_y, "nn")
     )
-    d_v = own(
+    d_v = mine(
         dot(
             stack(-written, -second.u * left[1].until, d_z),
             stack(d_y, d_values, values.start),
@@ -102,7 +107,7 @@ def pull_back(
     gamma_2 = sum_slots(second.error * d_u)
     total_2 = sum_slots(f * d_f) - gates[1].gamma * gamma_2
     total_2 += _at_end(
-        sum_slots(second.u * d_state), sum_slots(decayed * values.running)
+        sum_slots(second.u * d_state), sum_slots(decayed * values.running), heads
     )
 
     # The first pass.
@@ -110,22 +115,24 @@ def pull_back(
     d_past = left[0].kept * d_reads
     d_state = -left[0].until * state_keys
     d_u = d_state - dot(d_reads, scores, "nn")
-    d_scores = low(-own(dot(d_reads, first.u, "tn")) * left[0].between)
+    d_scores = low(-mine(dot(d_reads, first.u, "tn")) * left[0].between)
     d_z, d_target_1 = first.back(gates[0].gamma * d_u)
     decayed = kept_at_end(gates[0].total, keys.running.shape[-1]) * d_keys
     d_keys_before = Memory(dot(d_z, dk, "nn"), decayed + dot(d_past, dq, "nn"))
-    d_k = own(
+    d_k = mine(
         dot(
             stack(d_scores, -first.u * left[0].until, d_z),
             stack(x.q, d_keys, keys.start),
             "tn",
         )
     )
-    d_q = dot(d_scores, dk, "nn") + own(dot(d_past, keys.running, "tn"))
-    d_alpha = own(dot(d_target + d_target_1, ones_twice(x.alpha), "tn"))
+    d_q = dot(d_scores, dk, "nn") + mine(dot(d_past, keys.running, "tn"))
+    d_alpha = mine(dot(d_target + d_target_1, units(x.alpha, heads), "tn"))
     gamma_1 = sum_slots(first.error * d_u)
     total_1 = sum_slots(d_reads * reads) - gates[0].gamma * gamma_1
-    total_1 += _at_end(sum_slots(first.u * d_state), sum_slots(decayed * keys.running))
+    total_1 += _at_end(
+        sum_slots(first.u * d_state), sum_slots(decayed * keys.running), heads
+    )
     return Cotangents(
         Chunk(d_q, d_k, d_v, d_alpha),
         (gamma_1, gamma_2),
@@ -136,27 +143,19 @@ def pull_back(
 
 
 def _at_end(
-    tokens: Float[Array, "P 1 C2"], memory: Float[Array, "P 1 D2"]
-) -> Float[Array, "P 1 C2"]:
+    tokens: Float[Array, "P 1 CC"], memory: Float[Array, "P 1 DD"], heads: int
+) -> Float[Array, "P 1 CC"]:
     """Sums of both over each head's lanes, at the head's last token."""
-
-    def of_both(x):
-        here = pairs.first(x.shape)
-        total = lambda part: jnp.sum(part, axis=-1, keepdims=True)
-        return total(jnp.where(here, x, 0.0)), total(jnp.where(here, 0.0, x))
-
     width = tokens.shape[-1]
-    first, second = (
-        a + b for a, b in zip(of_both(tokens), of_both(memory), strict=True)
-    )
-    lane = pairs.lane(tokens.shape)
-    last = (lane == width // 2 - 1) | (lane == width - 1)
-    return jnp.where(last, pairs.widen(first, second, width), 0.0)
+    size = width // heads
+    both = zip(packs.sums(tokens, heads), packs.sums(memory, heads), strict=True)
+    last = packs.within(tokens.shape, size) == size - 1
+    return jnp.where(last, packs.widen([a + b for a, b in both], width), 0.0)
 
 
 def _write(z, target, gamma, options: Options) -> Written:
     def error(z, target):
-        return functions.error_gradient(options.phi, z, target, pairs.over_slots)
+        return functions.error_gradient(options.phi, z, target, packs.over_slots)
 
     e, back = jax.vjp(error, z, target)
     return Written(gamma * e, back, e)

@@ -1,8 +1,8 @@
 """Trellis on a TPU: one kernel forward, one backward, memories in fast memory (VMEM).
 
-Heads that `tpu_pairs.fits` go through the kernels there, which take a third of the
+Heads that `tpu_packed.fits` go through the kernels there, which take a third of the
 cycles. Those of this file take all other sizes: chunks of less than 16 tokens, an odd
-number of heads, channels or slots that are no multiple of 64.
+number of heads, channels or slots that are no multiple of 64 beside them.
 
 The grid is (blocks of heads, chunks). Heads of all batch elements run in parallel, and
 chunks in order. The memories are output blocks that all chunks of a head share, so
@@ -30,7 +30,7 @@ from jaxtyping import Array
 
 from memjax_kernels.common import gradients, products, varying
 from memjax_kernels.trellis import chunk as one_chunk
-from memjax_kernels.trellis import tpu_kernels, tpu_pairs
+from memjax_kernels.trellis import tpu_kernels, tpu_packed
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
 from memjax_kernels.trellis.tpu_kernels import Inputs
@@ -91,8 +91,8 @@ def trellis_tpu(
         activation: as there.
         interpret: as in `pallas_call`: False, or `pltpu.InterpretParams`.
     """
-    if tpu_pairs.fits(tokens):
-        return tpu_pairs.trellis_pairs(
+    if tpu_packed.fits(tokens):
+        return tpu_packed.trellis_packed(
             tokens,
             memories,
             empty,

@@ -1,7 +1,7 @@
-"""The two kernels of Trellis for heads in pairs: a chunk of a group, forward and back.
+"""The two kernels of Trellis for packs of heads: a chunk of a group, forward and back.
 
 Each takes references to blocks in VMEM. `after` and `d_before` are output blocks that
-all chunks of a pair share: they hold the memories, or their cotangents, between chunks.
+all chunks of a head share: they hold the memories, or their cotangents, between chunks.
 """
 
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from memjax_kernels.common import packs
 from memjax_kernels.trellis import packed, packed_gradient
 from memjax_kernels.trellis.chunk import FORGETS_ALL, STEPS, Options, Sums
 from memjax_kernels.trellis.packed import Chunk, Gates, Memory, Totals
@@ -23,7 +24,8 @@ class Layout(NamedTuple):
     """What the blocks of a program hold.
 
     Attributes:
-        group: pairs.
+        group: packs.
+        heads: of a pack.
         gammas: 2 where each pass has its own, else 1.
         gates: likewise.
         apart: whether a chunk may find two memories that differ; else they do so after
@@ -32,6 +34,7 @@ class Layout(NamedTuple):
     """
 
     group: int
+    heads: int
     gammas: int
     gates: int
     apart: bool
@@ -48,16 +51,16 @@ class _Block(NamedTuple):
 
 
 def _read(x, layout: Layout) -> _Block:
-    """The chunk of references to `tpu_pairs.Blocks`."""
+    """The chunk of references to `tpu_packed.Blocks`."""
     group = layout.group
 
-    def pairs(ref):
+    def packed_tokens(ref):
         width = ref.shape[1] // group
         return jnp.stack([ref[:, i * width : (i + 1) * width] for i in range(group)])
 
     block = x.gates[...]
-    flags = block[:1, 2 * group * (layout.gammas + layout.gates) :]
-    chunk = Chunk(*(pairs(ref) for ref in x.tokens))
+    flags = block[:1, layout.heads * group * (layout.gammas + layout.gates) :]
+    chunk = Chunk(*(packed_tokens(ref) for ref in x.tokens))
     cleared = flags[:, 1:2] if layout.resets else None
     return _Block(chunk, _gates(block, layout), flags[:, :1], cleared)
 
@@ -69,8 +72,9 @@ def _gates(block: Array, layout: Layout) -> tuple[Gates, Gates]:
     one too.
     """
     group, size = layout.group, block.shape[0]
-    gammas = block[:, : 2 * group * layout.gammas]
-    g = block[:, gammas.shape[1] :][:, : 2 * group * layout.gates]
+    each = layout.heads * group
+    gammas = block[:, : each * layout.gammas]
+    g = block[:, gammas.shape[1] :][:, : each * layout.gates]
     g = jnp.maximum(g, FORGETS_ALL)
     coarse = jnp.floor(g * STEPS) / STEPS
     parts = jnp.concatenate([coarse, g - coarse], axis=1)
@@ -83,22 +87,25 @@ def _gates(block: Array, layout: Layout) -> tuple[Gates, Gates]:
     eye = index == jax.lax.broadcasted_iota(jnp.int32, (number, number), 1)
     rows = _exact(eye.astype(F32), columns, ((1,), (1,)))
 
+    def of_heads(start):
+        return [start + i * group for i in range(layout.heads)]
+
     def row(start):
-        both = rows[start : start + group], rows[start + group : start + 2 * group]
-        return jnp.concatenate(both, axis=1)[:, None]
+        parts = [rows[at : at + group] for at in of_heads(start)]
+        return jnp.concatenate(parts, axis=1)[:, None]
 
     def column(start):
         return jnp.stack([columns[:, start + i : start + i + 1] for i in range(group)])
 
     def total(index):
-        first = 2 * group * (layout.gammas + index)
-        fine = first + 2 * group * layout.gates
-        heads = (first, fine), (first + group, fine + group)
-        of_head = [Sums(*map(column, starts)) for starts in heads]
-        return Totals(Sums(row(first), row(fine)), (of_head[0], of_head[1]))
+        coarse = each * (layout.gammas + index)
+        fine = coarse + each * layout.gates
+        starts = zip(of_heads(coarse), of_heads(fine), strict=True)
+        of_head = tuple(Sums(*map(column, both)) for both in starts)
+        return Totals(Sums(row(coarse), row(fine)), of_head)
 
     totals = [total(index) for index in range(layout.gates)]
-    steps = [row(2 * group * index) for index in range(layout.gammas)]
+    steps = [row(each * index) for index in range(layout.gammas)]
     return Gates(steps[0], totals[0]), Gates(steps[-1], totals[-1])
 
 
@@ -120,8 +127,8 @@ def _store(refs, values):
     jax.tree.map(lambda ref, x: ref.__setitem__(..., x.astype(ref.dtype)), refs, values)
 
 
-def _store_pairs(ref, x: Array):
-    """[P, C, 2 D] to a block [C, P 2 D]."""
+def _store_packs(ref, x: Array):
+    """[P, C, DD] to a block [C, P DD]."""
     width = x.shape[-1]
     for i in range(x.shape[0]):
         ref[:, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
@@ -154,7 +161,7 @@ def forward_kernel(
     keys, values = map(Memory, start, running)
     new, read = packed.advance(block.chunk, block.gates, keys, values, options)
     _store(after.running, new)
-    _store_pairs(y, read)
+    _store_packs(y, read)
 
     def end():
         _store(after.start, _choose(block.complete, new, start))
@@ -232,20 +239,20 @@ def backward_kernel(
             add(d_start, d_running),
         )
     _store(d_before, Memories(d_start, d_running))
-    jax.tree.map(_store_pairs, tuple(d_tokens), tuple(found.x))
+    jax.tree.map(_store_packs, tuple(d_tokens), tuple(found.x))
     d_gates[...] = jnp.concatenate(
-        [*found.gamma, *map(_from_sums, found.total)], axis=1
+        [*found.gamma, *(_from_sums(d, layout.heads) for d in found.total)], axis=1
     )
 
 
-def _from_sums(d: Array) -> Array:
+def _from_sums(d: Array, heads: int) -> Array:
     """Cotangents of gates from those of their sums: sums from each token on."""
-    size = d.shape[-1]
-    tokens = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
-    before = jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
-    of_head = (tokens < size // 2) == (before < size // 2)
-    later = (of_head & (tokens >= before)).astype(F32)
-    return _exact(d[:, 0], later, ((1,), (0,)))[:, None]
+    width = d.shape[-1]
+    token = jax.lax.broadcasted_iota(jnp.int32, (width, width), 0)
+    before = packs.lane((width, width))
+    start = before - packs.within((width, width), width // heads)
+    later = (token >= before) & (token < start + width // heads)
+    return _exact(d[:, 0], later.astype(F32), ((1,), (0,)))[:, None]
 
 
 def _by_completeness(d: Memories, complete) -> Memories:

@@ -1,4 +1,4 @@
-"""Trellis on a TPU for heads in pairs: one chunk, the kernels, and compiling them."""
+"""Trellis on a TPU for packs of heads: one chunk, the kernels, and compiling them."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memjax_kernels.common import pairs, products
+from memjax_kernels.common import packs, products
 from memjax_kernels.trellis import (
     TrellisState,
     empty_state,
@@ -32,25 +32,25 @@ from tests.kernels.trellis.against_xla import (
 EXACT = functools.partial(products.multiply, dtype=jnp.dtype("float32"))
 
 
-def paired(x):
-    """[H, ., D] -> [P, ., 2 D]."""
-    return jnp.concatenate([x[0::2], x[1::2]], axis=-1)
+def side_by_side(heads, x):
+    """[H, ., D] -> [P, ., DD]."""
+    return jnp.concatenate([x[i::heads] for i in range(heads)], axis=-1)
 
 
-def apart(x):
-    """Undoes `paired`."""
-    both = jnp.stack(jnp.split(x, 2, axis=-1), axis=1)
-    return both.reshape(-1, *both.shape[2:])
+def apart(heads, x):
+    """Undoes `side_by_side`."""
+    split = jnp.stack(jnp.split(x, heads, axis=-1), axis=1)
+    return split.reshape(-1, *split.shape[2:])
 
 
-def gates_of(gamma, g):
+def gates_of(heads, gamma, g):
     """The gates of a pass, [H, C], as `packed` takes them."""
     coarse = jnp.floor(g * one_chunk.STEPS) / one_chunk.STEPS
     sums = one_chunk.Sums(jnp.cumsum(coarse, -1), jnp.cumsum(g - coarse, -1))
-    row = lambda x: paired(x[:, None])
-    column = lambda head: one_chunk.Sums(*(x[head::2, :, None] for x in sums))
+    row = lambda x: side_by_side(heads, x[:, None])
+    column = lambda head: one_chunk.Sums(*(x[head::heads, :, None] for x in sums))
     row_sums = one_chunk.Sums(*map(row, sums))
-    total = packed.Totals(row_sums, (column(0), column(1)))
+    total = packed.Totals(row_sums, tuple(map(column, range(heads))))
     return packed.Gates(row(gamma), total)
 
 
@@ -58,8 +58,9 @@ def gates_of(gamma, g):
 def chunks(draw):
     sizes = {
         name: draw(st.integers(1, most))
-        for name, most in dict(P=2, C=5, K=3, V=3, M=3).items()
+        for name, most in dict(P=2, C=4, K=3, V=3, M=3).items()
     }
+    sizes["heads"] = draw(st.integers(2, 3))
     seed = draw(st.integers(0, 2**16))
     return sizes, seed, draw(st.sampled_from(functions.PHIS)), draw(st.booleans())
 
@@ -69,11 +70,15 @@ def chunks(draw):
 @given(chunks())
 def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
     sizes, seed, phi, shared = drawn
-    size, slots = sizes["C"], sizes["M"]
+    size, slots, heads = sizes["C"], sizes["M"], sizes["heads"]
+    paired = functools.partial(side_by_side, heads)
+    split = functools.partial(apart, heads)
     # Norms of a single slot are flat, and their gradients only rounding.
     slots += phi in ("l2_silu", "ln_silu", "softmax")
     random = np.random.default_rng(seed)
-    normal = lambda *s: jnp.asarray(random.normal(size=(2 * sizes["P"], *s)), "float32")
+    normal = lambda *s: jnp.asarray(
+        random.normal(size=(heads * sizes["P"], *s)), "float32"
+    )
     q, k, v = (normal(size, sizes[width]) for width in ("K", "K", "V"))
     alpha = 0.3 * normal(size, slots)
     gamma = jax.nn.sigmoid(jnp.stack([normal(size), normal(size)]))
@@ -95,15 +100,15 @@ def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
     primals = (q, k, v, alpha, gamma, g, *memories)
     (after, y), pull = jax.vjp(slots_last, *primals)
     x = packed.Chunk(*map(paired, (q, k, v, alpha)))
-    first = gates_of(gamma[0], g[0])
-    gates = first, (first if shared else gates_of(gamma[1], g[1]))
+    first = gates_of(heads, gamma[0], g[0])
+    gates = first, (first if shared else gates_of(heads, gamma[1], g[1]))
     key_start, value_start, keys, values = map(paired, memories)
     given_memories = (
         packed.Memory(key_start, keys),
         packed.Memory(value_start, values),
     )
     new, read = packed.advance(x, gates, *given_memories, options)
-    close(jax.tree.map(apart, (new, read)), (after, y), 1e-5)
+    close(jax.tree.map(split, (new, read)), (after, y), 1e-5)
     found = packed_gradient.pull_back(
         x,
         gates,
@@ -112,15 +117,15 @@ def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
         paired(d_y),
         options,
     )
-    tokens = lambda parts: jnp.stack([apart(part)[:, 0] for part in parts])
+    tokens = lambda parts: jnp.stack([split(part)[:, 0] for part in parts])
     # Of a sum: what all gates up to it have in common.
     from_sums = lambda d: jnp.flip(jnp.cumsum(jnp.flip(d, -1), -1), -1)
     actual = (
-        *map(apart, found.x),
+        *map(split, found.x),
         tokens(found.gamma),
         from_sums(tokens(found.total)),
-        *(apart(found.keys.start), apart(found.values.start)),
-        *(apart(found.keys.running), apart(found.values.running)),
+        *(split(found.keys.start), split(found.values.start)),
+        *(split(found.keys.running), split(found.values.running)),
     )
     for mine, theirs in zip(actual, pull((d_after, d_y)), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=3e-5 * (1 + np.abs(theirs).max()))
@@ -128,13 +133,14 @@ def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_diagonal_keeps_each_heads_own_lanes(dtype):
-    x = jax.random.normal(jax.random.key(0), (2, 16, 128)).astype(dtype)
-    wide = jax.jit(pairs.diagonal)(x)
-    assert wide.shape == (2, 32, 128) and wide.dtype == dtype
-    np.testing.assert_array_equal(wide[:, :16, :64], x[:, :, :64])
-    np.testing.assert_array_equal(wide[:, 16:, 64:], x[:, :, 64:])
-    assert not wide[:, :16, 64:].any() and not wide[:, 16:, :64].any()
-    np.testing.assert_array_equal(pairs.own(wide), x)
+    x = jax.random.normal(jax.random.key(0), (2, 16, 96)).astype(dtype)
+    wide = jax.jit(packs.diagonal, static_argnums=1)(x, 3)
+    assert wide.shape == (2, 48, 96) and wide.dtype == dtype
+    for i in range(3):
+        rows, lanes = slice(16 * i, 16 * i + 16), slice(32 * i, 32 * i + 32)
+        np.testing.assert_array_equal(wide[:, rows, lanes], x[:, :, lanes])
+        assert not wide[:, rows].at[:, :, lanes].set(0).any()
+    np.testing.assert_array_equal(packs.own(wide, 3), x)
 
 
 @pytest.mark.slow

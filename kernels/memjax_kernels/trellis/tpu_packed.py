@@ -1,8 +1,8 @@
-"""Trellis on a TPU for heads in pairs: tokens are read and written where they lie.
+"""Trellis on a TPU for packs of heads: tokens are read and written where they lie.
 
-The grid is (batch elements, groups of pairs, chunks), the last in order. All pairs of a
+The grid is (batch elements, groups of packs, chunks), the last in order. All packs of a
 group are computed in step, so that one hides the latency of another. The memories are
-output blocks that all chunks of a pair share: they stay in VMEM from the first chunk to
+output blocks that all chunks of a head share: they stay in VMEM from the first chunk to
 the last. `packed` has the equations of a chunk.
 
 The forward kernel also saves the memories at every chunk's start where a gradient is
@@ -21,21 +21,21 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from memjax_kernels.common import gradients, products, varying
-from memjax_kernels.trellis import packed, tpu_pair_kernels
+from memjax_kernels.trellis import packed, tpu_packed_kernels
 from memjax_kernels.trellis.chunk import FORGETS_ALL, Options
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
-from memjax_kernels.trellis.tpu_pair_kernels import Layout
+from memjax_kernels.trellis.tpu_packed_kernels import Layout
 from memjax_kernels.trellis.xla import trellis_xla
 
 F32 = jnp.float32
 # What the blocks of a program may take by `_block_bytes`, and what Mosaic may take.
 BLOCK_BYTES = 40 << 20
 VMEM_BYTES = 60 << 20
-# Pairs of one program, at most: more of them hide more latency.
-PAIRS = 8
+# Packs of one program, at most: more of them hide more latency.
+PACKS = 8
 # Tokens of a chunk come in these, which fill a register of 2 bytes, and channels of a
-# pair in these.
+# pack in these.
 ROWS, LANES = 16, 128
 
 
@@ -49,15 +49,26 @@ class Static(NamedTuple):
 
 
 def fits(tokens: Tokens) -> bool:
-    """Whether pairs of heads fill whole registers, and a pair fits in VMEM."""
+    """Whether packs of heads fill whole registers, and one fits in VMEM."""
+    return tokens.q.shape[2] % ROWS == 0 and _heads(tokens) > 0
+
+
+def _heads(tokens: Tokens) -> int:
+    """Heads of a pack, as many as the lanes hold tokens of; 0 is none."""
     size, heads = tokens.q.shape[2:4]
     widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
-    whole = all(2 * width % LANES == 0 for width in widths)
-    whole = whole and heads % 2 == 0 and size % ROWS == 0
-    return whole and _block_bytes(size, *widths) <= BLOCK_BYTES
+
+    def suits(number):
+        whole = all(number * width % LANES == 0 for width in widths)
+        room = number * _block_bytes(size, *widths) <= BLOCK_BYTES
+        # Two heads at least: nothing here is written for one.
+        return heads % number == 0 and number > 1 and whole and room
+
+    most = max(2, LANES // size)
+    return max((number for number in range(2, most + 1) if suits(number)), default=0)
 
 
-def trellis_pairs(
+def trellis_packed(
     tokens: Tokens,
     memories: Memories,
     empty: tuple[Array, ...] | None,
@@ -68,10 +79,13 @@ def trellis_pairs(
 ) -> tuple[Memories, Array]:
     """A chunk implementation for what `fits`; see `segment`."""
     widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
-    size, heads = tokens.q.shape[2:4]
-    fit = min(PAIRS, BLOCK_BYTES // _block_bytes(size, *widths))
+    heads = _heads(tokens)
+    packs = tokens.q.shape[3] // heads
+    each = heads * _block_bytes(tokens.q.shape[2], *widths)
+    fit = min(PACKS, BLOCK_BYTES // each)
     layout = Layout(
-        max(number for number in range(1, fit + 1) if heads // 2 % number == 0),
+        max(number for number in range(1, fit + 1) if packs % number == 0),
+        heads,
         tokens.gamma.shape[-1],
         tokens.g.shape[-1],
         apart=any(a is not b for a, b in zip(*memories, strict=True)),
@@ -87,14 +101,14 @@ def trellis_pairs(
 
 
 def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
-    """What the backward kernel holds in VMEM for a pair, roughly."""
+    """What the backward kernel holds in VMEM for a head, roughly."""
     # In float32. Two buffers of each block in and out: tokens and their cotangents, and
     # 16 of a memory; and the values in between: 40 arrays of a token's slots, 8 of a
     # memory, 10 of its tokens.
     channels = key_dim + value_dim
-    tokens = 2 * size * (2 * key_dim + 2 * value_dim + slots) * 4
-    memories = 2 * slots * channels * (16 + 4)
-    between = 2 * size * (40 * slots + 10 * channels)
+    tokens = size * (2 * key_dim + 2 * value_dim + slots) * 4
+    memories = slots * channels * (16 + 4)
+    between = size * (40 * slots + 10 * channels)
     return 4 * (tokens + memories + between)
 
 
@@ -103,7 +117,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         tokens: q, k, v, alpha, each [B, n, C, H D].
-        gates: [B, n, groups, C, R] float32; see `tpu_pair_kernels.read_gates`.
+        gates: [B, n, groups, C, R] float32; see `tpu_packed_kernels.read_gates`.
     """
 
     tokens: packed.Chunk
@@ -114,12 +128,13 @@ def _arrange(static: Static, x: Tokens) -> Blocks:
     b, n, c, heads, _ = x.q.shape
     flat = lambda t: t.reshape(b, n, c, -1)
     group = static.layout.group
-    groups = heads // (2 * group)
+    of_pack = static.layout.heads
+    groups = heads // (of_pack * group)
 
     def by_group(gate):
-        # [B, n, C, H, passes] -> [B, n, groups, C, passes * 2 * group]: of each pass
-        # the first heads of the pairs, then the second.
-        split = gate.reshape(b, n, c, groups, group, 2, -1)
+        # [B, n, C, H, passes] -> [B, n, groups, C, passes * heads of a group]: of each
+        # pass the first heads of the packs, then the second, and so on.
+        split = gate.reshape(b, n, c, groups, group, of_pack, -1)
         return split.transpose(0, 1, 3, 2, 6, 5, 4).reshape(b, n, groups, c, -1)
 
     flags = [flag for flag in (x.complete, x.cleared) if flag is not None]
@@ -132,23 +147,24 @@ def _arrange(static: Static, x: Tokens) -> Blocks:
     return Blocks(chunk, gates)
 
 
-def _side_by_side(memory: Array) -> Array:
-    """[B, H, M, D] -> [B, P, M, 2 D]."""
-    b, heads, slots, width = memory.shape
-    split = memory.reshape(b, heads // 2, 2, slots, width)
-    return split.swapaxes(2, 3).reshape(b, heads // 2, slots, 2 * width)
+def _side_by_side(memory: Array, heads: int) -> Array:
+    """[B, H, M, D] -> [B, P, M, DD]."""
+    b, number, slots, width = memory.shape
+    split = memory.reshape(b, number // heads, heads, slots, width)
+    return split.swapaxes(2, 3).reshape(b, -1, slots, heads * width)
 
 
-def _apart(memory: Array) -> Array:
+def _apart(memory: Array, heads: int) -> Array:
     """Undoes `_side_by_side`."""
-    b, pairs, slots, width = memory.shape
-    split = memory.reshape(b, pairs, slots, 2, width // 2)
-    return split.swapaxes(2, 3).reshape(b, 2 * pairs, slots, width // 2)
+    b, packs, slots, width = memory.shape
+    split = memory.reshape(b, packs, slots, heads, width // heads)
+    return split.swapaxes(2, 3).reshape(b, heads * packs, slots, -1)
 
 
 def _forward(static: Static, x: Tokens, memories: Memories, empty, *, keep: bool):
     blocks = _arrange(static, x)
-    memories, empty = jax.tree.map(_side_by_side, (memories, empty))
+    join = functools.partial(_side_by_side, heads=static.layout.heads)
+    memories, empty = jax.tree.map(join, (memories, empty))
     like = functools.partial(varying.like, x.q)
     y = like((*x.q.shape[:3], x.v.shape[3] * x.v.shape[4]), x.v.dtype)
     after = jax.tree.map(lambda m: like(m.shape, F32), memories)
@@ -158,7 +174,7 @@ def _forward(static: Static, x: Tokens, memories: Memories, empty, *, keep: bool
     of = _Specs(static.layout.group, blocks.gates.shape[2], lambda i: i)
     after, y, kept = _call(
         static,
-        tpu_pair_kernels.forward_kernel,
+        tpu_packed_kernels.forward_kernel,
         "trellis_forward",
         blocks,
         (memories, empty),
@@ -170,7 +186,8 @@ def _forward(static: Static, x: Tokens, memories: Memories, empty, *, keep: bool
         ),
         (of.memories(after), of.tokens(y), of.kept(kept)),
     )
-    return (jax.tree.map(_apart, after), y.reshape(x.v.shape)), kept
+    part = functools.partial(_apart, heads=static.layout.heads)
+    return (jax.tree.map(part, after), y.reshape(x.v.shape)), kept
 
 
 def _backward(static: Static, primals, kept, cotangents):
@@ -178,20 +195,20 @@ def _backward(static: Static, primals, kept, cotangents):
     d_after, d_y = cotangents
     blocks = _arrange(static, x)
     b, n, c, heads, _ = x.q.shape
-    running, empty, d_after = jax.tree.map(
-        _side_by_side, (memories.running, empty, d_after)
-    )
+    of_pack = static.layout.heads
+    join = functools.partial(_side_by_side, heads=of_pack)
+    running, empty, d_after = jax.tree.map(join, (memories.running, empty, d_after))
     d_y = d_y.reshape(b, n, c, -1)
     like = functools.partial(varying.like, x.q)
     shaped = lambda tree: jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
-    d_gates = like((b, n, heads // 2, 4, 2 * c), F32)
+    d_gates = like((b, n, heads // of_pack, 4, of_pack * c), F32)
     before, fresh = shaped(Memories(running, running)), shaped(empty)
     # The backward pass goes through the chunks in reverse.
     of = _Specs(static.layout.group, blocks.gates.shape[2], lambda i: n - 1 - i)
     tokens = of.tokens(blocks.tokens)
     d_tokens, d_gates, d_memories, d_empty = _call(
         static,
-        tpu_pair_kernels.backward_kernel,
+        tpu_packed_kernels.backward_kernel,
         "trellis_backward",
         blocks,
         (running, empty, kept, d_after, d_y),
@@ -206,7 +223,7 @@ def _backward(static: Static, primals, kept, cotangents):
         ),
         (tokens, of.kept(d_gates), of.memories(before), of.memories(fresh)),
     )
-    d_gamma, d_g = _gates_back(d_gates, x)
+    d_gamma, d_g = _gates_back(d_gates, x, of_pack)
     d_x = Tokens(
         q=d_tokens.q.reshape(x.q.shape),
         k=d_tokens.k.reshape(x.k.shape),
@@ -218,13 +235,14 @@ def _backward(static: Static, primals, kept, cotangents):
         complete=jnp.zeros_like(x.complete),
         cleared=None if x.cleared is None else jnp.zeros_like(x.cleared),
     )
-    return d_x, *jax.tree.map(_apart, (d_memories, d_empty))
+    part = functools.partial(_apart, heads=of_pack)
+    return d_x, *jax.tree.map(part, (d_memories, d_empty))
 
 
-def _gates_back(d_gates: Array, x: Tokens) -> tuple[Array, Array]:
-    """[B, n, P, 4, 2 C], of gamma and g in each pass, as gradients of both gates."""
+def _gates_back(d_gates: Array, x: Tokens, of_pack: int) -> tuple[Array, Array]:
+    """[B, n, P, 4, CC], of gamma and g in each pass, as gradients of both gates."""
     b, n, c, heads, _ = x.q.shape
-    split = d_gates.reshape(b, n, heads // 2, 4, 2, c)
+    split = d_gates.reshape(b, n, heads // of_pack, 4, of_pack, c)
     by_head = split.transpose(0, 1, 5, 2, 4, 3).reshape(b, n, c, heads, 4)
     d_gamma, d_g = by_head[..., :2], by_head[..., 2:]
     if x.gamma.shape[-1] == 1:
@@ -246,7 +264,7 @@ _chunks = gradients.of_kernels("trellis", _forward, _backward, _in_xla)
 
 
 class _Specs(NamedTuple):
-    """Blocks of a program: of a group of pairs, by chunk in `order`."""
+    """Blocks of a program: of a group of packs, by chunk in `order`."""
 
     group: int
     groups: int
@@ -270,7 +288,7 @@ class _Specs(NamedTuple):
         return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
 
     def memories(self, tree):
-        """[B, P, M, 2 D], for all chunks."""
+        """[B, P, M, DD], for all chunks."""
         index = lambda b, g, i: (b, g, 0, 0)
         block = lambda x: (None, self.group, *x.shape[2:])
         return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)

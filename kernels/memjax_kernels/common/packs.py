@@ -1,0 +1,93 @@
+"""Heads side by side, as the TPU kernels take them.
+
+A register of a TPU has 128 lanes, and a head often 64 channels. Tokens lie in memory as
+[C, H D], so that neighbouring heads fill the lanes, and are read and written there
+without a copy. What is computed of them has tokens along the lanes instead: the first
+head's C, then the second's, and so on. Sums over slots are then sums over sublanes,
+which cost little, and the gates of tokens are rows.
+
+Shapes: P packs of `heads` heads, C tokens, D channels of a head; CC and DD are those of
+all heads of a pack. A product of all heads at once needs one operand that is zero where
+rows and lanes are of two heads: `diagonal`.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+F32 = jnp.float32
+
+
+def lane(shape: tuple[int, ...]) -> Int[Array, "..."]:
+    """The number of each lane."""
+    return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+
+
+def head(shape: tuple[int, ...], heads: int) -> Int[Array, "..."]:
+    """The number of each lane's head."""
+    # Not `//`, whose treatment of signs is written for the TPU at hand.
+    return jax.lax.div(lane(shape), jnp.int32(shape[-1] // heads))
+
+
+def within(shape: tuple[int, ...], size: int) -> Int[Array, "..."]:
+    """The number of each lane in its run of `size` lanes."""
+    return jax.lax.rem(lane(shape), jnp.int32(size))
+
+
+def diagonal(x: Float[Array, "P C DD"], heads: int) -> Float[Array, "P CC DD"]:
+    """Each head's rows, the others' lanes cleared."""
+    stack = lambda parts: jnp.concatenate(parts, axis=1)
+    if x.dtype == jnp.bfloat16 and x.shape[1] % 16 == 0:
+        # A word holds two rows: one AND clears both.
+        words = pltpu.bitcast(x, jnp.int32)
+        of = head(words.shape, heads)
+        parts = [words & jnp.where(of == i, -1, 0) for i in range(heads)]
+        return pltpu.bitcast(stack(parts), jnp.bfloat16)
+    of, zero = head(x.shape, heads), jnp.zeros_like(x)
+    return stack([jnp.where(of == i, x, zero) for i in range(heads)])
+
+
+def own(x: Float[Array, "P CC DD"], heads: int) -> Float[Array, "P C DD"]:
+    """Undoes `diagonal`: of each head's rows the head's own lanes."""
+    return _by_head(jnp.split(x, heads, axis=1))
+
+
+def widen(numbers: Sequence[Float[Array, "P _ 1"]], width: int) -> Array:
+    """A number of each head, in all of the head's lanes, [P, ., width]."""
+    shape = (*numbers[0].shape[:-1], width)
+    return _by_head([jnp.broadcast_to(number, shape) for number in numbers])
+
+
+def _by_head(parts: Sequence[Array]) -> Array:
+    """The i-th part in the lanes of the i-th head."""
+    of = head(parts[0].shape, len(parts))
+    chosen = parts[-1]
+    for i, part in enumerate(parts[:-1]):
+        chosen = jnp.where(of == i, part, chosen)
+    return chosen
+
+
+def ends(row: Float[Array, "P 1 CC"], heads: int) -> list[Float[Array, "P 1 1"]]:
+    """The value at each head's last token."""
+    size = row.shape[-1] // heads
+    return [row[:, :, (i + 1) * size - 1 : (i + 1) * size] for i in range(heads)]
+
+
+def sums(row: Float[Array, "P 1 DD"], heads: int) -> list[Float[Array, "P 1 1"]]:
+    """The sum over each head's lanes."""
+    of = head(row.shape, heads)
+    total = lambda part: jnp.sum(part, axis=-1, keepdims=True)
+    return [total(jnp.where(of == i, row, 0.0)) for i in range(heads)]
+
+
+def over_slots(reduce, x):
+    """A reduction over slots, which lie along sublanes."""
+    return reduce(x, axis=-2, keepdims=True)
+
+
+def sum_slots(x: Float[Array, "P M L"]) -> Float[Array, "P 1 L"]:
+    """Sums over slots."""
+    return over_slots(jnp.sum, x)
