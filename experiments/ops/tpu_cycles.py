@@ -67,13 +67,11 @@ def _beginnings() -> set[str]:
 
 
 def chosen(config: Config, counted: dict[str, Any]) -> list[str]:
-    """The cases to count, in the order of the table."""
+    """The cases to count, in the order in which they are named, or of the table."""
     if not config.only:
         return [name for name in CASES if name not in counted]
-    named = lambda name: any(
-        name == part or name.startswith(f"{part}/") for part in config.only
-    )
-    return [name for name in CASES if named(name)]
+    named = lambda part: [x for x in CASES if x == part or x.startswith(f"{part}/")]
+    return list(dict.fromkeys(name for part in config.only for name in named(part)))
 
 
 def count_case(name: str, keep: pathlib.Path | None = None) -> dict[str, Any]:
@@ -101,6 +99,8 @@ def main(config: Config) -> None:
     if config.list:
         print("\n".join(CASES))
         return
+    # Asked before anything is compiled: files may change while it goes on.
+    version()
     file = pathlib.Path(f"{config.output}.json")
     counted = json.loads(file.read_text())["cases"] if file.exists() else {}
     for name in chosen(config, counted):
