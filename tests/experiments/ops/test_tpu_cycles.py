@@ -1,4 +1,4 @@
-"""Counting cycles: what libtpu writes is read rightly, and kernels do not get slower."""
+"""Counting cycles: files of libtpu are read rightly, kernels do not get slower."""
 
 import dataclasses
 import importlib.util
@@ -24,116 +24,14 @@ needs_libtpu = pytest.mark.skipif(
     not LIBTPU, reason="compiling for a TPU takes libtpu (pip install memjax[tpu])"
 )
 
+SNIPPETS = Path(__file__).parent / "snippets"
 # A grid of 24 steps, in it a region for the first step of an axis and a loop of 7,
 # in which there is one of 5; the test of the outer loop stands in the inner one.
-GRID = """
-= control target key start
-LB: loop body
-     0   :  { %s1 = smov 0 } /* Start region 1 */
-   0x1 LB: > { %s2 = sphi %s1, %s17 /* iteration index, stage = 0 */ } /* Start region 9
-second line of a comment */
-   0x2   : > { %p10 = scmp.ge.s32.totalorder %s2, 1  ;;  %p11 = scmp.lt.s32.totalorder %s2, 25 }
-   0x3   : > { %p12 = pnand %p10, %p11 }
-   0x4   : > { %129 = sbr.rel (%p12) target = $region24 }
-   0x5   : > { %p13 = scmp.ne.s32.totalorder %s3, 0  ;;  %130 = sbr.rel (%p13) target = $region32 }
-   0x6   : > {}
-   0x7   : > {}
-   0x8   : > {}
-   0x9   : > {}
-   0xa   : > { %176 = vst [vmem:[#allocation2]] %v0 }
-   0xb   : > { %177 = vst [vmem:[#allocation2]] %v1 }
-   0xc PF: > { %s21 = smov 0 } /* Start/End empty region 32 */
-   0xd LB: >> { %s22 = smov 0 } /* Start region 98 */
-   0xe LB: >>> { %v1 = vtanh.f32 %v2 } /* Start region 87 */
-   0xf   : >>> { %p5 = scmp.ge.s32.totalorder %s22, 5 /* loop exit test */ }
-  0x10   : >>> { %p6 = scmp.ge.s32.totalorder (%p5), %s21, 7 /* loop exit test */ }
-  0x11   : >>> { %219 = sbr.rel (!%p5) target = $region87 }
-  0x12   : >>> { %v3 = vadd.f32 %v1, %v2 }
-  0x13   : >> { %301 = vmatmul.f32 %v3 }
-  0x14   : >> { %197 = sbr.rel (!%p6) target = $region98 }
-  0x15   : >> { %v4 = vpop.f32.mrf.mxu0 }
-  0x16 PF: > { %s17 = sadd.s32 1, %s2 } /* Start/End empty region 24 */
-  0x17   : > { %p14 = scmp.ge.s32.totalorder %s17, 26 /* loop exit test */ }
-  0x18   : > { %16 = sbr.rel (!%p14) target = $region9 }
-  0x19   : > { %s18 = smov 0 }
-  0x1a   :  { %20 = vsyncpa 1 } /* End region 1 */
-"""
-
+GRID = (SNIPPETS / "grid_bundles.txt").read_text()
 # As splash attention has it: only some steps compute.
-COMPUTES = """
-     0 LB: > { %s2 = sphi %s1, %s17 /* iteration index, stage = 0 */ } /* Start region 9 */
-   0x1   : > { %p3 = scmp.le.s32.totalorder %s4, 0  ;;  %1 = sbr.rel (%p3) target = $region3 }
-   0x2   : > {}
-   0x3   : > {}
-   0x4   : > {}
-   0x5   : > {}
-   0x6   : > { %v1 = vadd.f32 %v2, %v2 }
-   0x7   : > { %v3 = vadd.f32 %v1, %v2 } /* Start region 3 */
-   0x8   : > { %p14 = scmp.ge.s32.totalorder %s17, 10 /* loop exit test */ }
-   0x9   : > { %16 = sbr.rel (!%p14) target = $region9 }
-"""
-
-USE = """== CAPACTIY:
-MXU, VALU, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL
-    4     2     3     3     1     1
-== UTILIZATION:
-4 0 0 0 0 0
-0 1 0 0 1 1
-0 0 3 2 0 0
-== END
-"""
-
-HLO = """HloModule jit_f, is_scheduled=true
-
-%moving (p: bf16[8,64]) -> bf16[64,8] {
-  %p = bf16[8,64]{1,0} parameter(0)
-  %slice.1 = bf16[8,64]{1,0} slice(%p), slice={[0:8], [0:64]}
-  ROOT %transpose.1 = bf16[64,8]{1,0} transpose(%slice.1), dimensions={1,0}
-}
-
-%adding (p.1: bf16[8,64]) -> bf16[8,64] {
-  %p.1 = bf16[8,64]{1,0} parameter(0)
-  ROOT %add.1 = bf16[8,64]{1,0} add(%p.1, %p.1)
-}
-
-%body (arg: (s32[], bf16[8,64])) -> (s32[], bf16[8,64]) {
-  %arg = (s32[]{:T(128)}, bf16[8,64]{1,0}) parameter(0)
-  %x = bf16[8,64]{1,0} get-tuple-element(%arg), index=1
-  %fusion.2 = bf16[8,64]{1,0:T(8,128)(2,1)} fusion(%x), kind=kLoop, calls=%adding, metadata={op_name="jit(f)/while/body/closed_call/add" stack_frame_id=1}, backend_config={"window_config":{"estimated_cycles":"100","iteration_bounds":["2","3"]}}
-  ROOT %tuple.1 = (s32[]{:T(128)}, bf16[8,64]{1,0}) tuple(%x, %fusion.2)
-}
-
-%condition (arg.1: (s32[], bf16[8,64])) -> pred[] {
-  %constant.1 = s32[]{:T(128)} constant(37)
-  %arg.1 = (s32[]{:T(128)}, bf16[8,64]{1,0}) parameter(0)
-  ROOT %lt.1 = pred[]{:T(512)} compare(%arg.1, %constant.1), direction=LT
-}
-
-%never (arg.2: (s32[], bf16[8,64])) -> pred[] {
-  %arg.2 = (s32[]{:T(128)}, bf16[8,64]{1,0}) parameter(0)
-  ROOT %lt.2 = pred[]{:T(512)} compare(%arg.2, %arg.2), direction=LT
-}
-
-%cheap (b: bf16[8,64]) -> bf16[8,64] {
-  ROOT %copy.1 = bf16[8,64]{1,0} copy(%b), backend_config={"estimated_cycles":"7"}
-}
-
-%dear (c: bf16[8,64]) -> bf16[8,64] {
-  ROOT %copy.2 = bf16[8,64]{0,1} copy(%c), backend_config={"estimated_cycles":"50"}
-}
-
-ENTRY %main (q: bf16[8,64]) -> bf16[8,64] {
-  %q = bf16[8,64]{1,0} parameter(0)
-  %fusion.1 = bf16[64,8]{1,0} fusion(%q), kind=kLoop, calls=%moving, backend_config={"estimated_cycles":"20"}
-  %kernel.1 = (bf16[8,64]{1,0}, f32[8]{0}) custom-call(%q, /*index=1*/%fusion.1), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/kernel/pallas_call"}
-  %kernel.2 = (bf16[8,64]{1,0}, f32[8]{0}) custom-call(%q, /*index=1*/%q), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/other/pallas_call"}
-  %while.1 = (s32[]{:T(128)}, bf16[8,64]{1,0}) while(%tuple.0), condition=%condition, body=%body
-  %while.2 = (s32[]{:T(128)}, bf16[8,64]{1,0}) while(%tuple.0), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
-  %while.3 = (s32[]{:T(128)}, bf16[8,64]{1,0}) while(%tuple.0), condition=%never, body=%body
-  %sort.1 = bf16[8,64]{1,0} sort(%q), dimensions={1}
-  ROOT %conditional.1 = bf16[8,64]{1,0} conditional(%s, %q, %q), branch_computations={%dear, %cheap}
-}
-"""  # fmt: skip
+COMPUTES = (SNIPPETS / "branch_bundles.txt").read_text()
+USE = (SNIPPETS / "use.txt").read_text()
+HLO = (SNIPPETS / "program_hlo.txt").read_text()
 
 
 def test_loops_run_as_often_as_their_own_tests_say():
