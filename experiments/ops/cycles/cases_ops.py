@@ -107,12 +107,12 @@ def table() -> dict[str, Case]:
     add("ttt_linear/c16", "ttt_linear", chunk_size=16)
     add("trellis/c64/xla", "trellis", chunk_size=64, implementation="xla")
     add("lattice-dec/c64/xla", "lattice", chunk_size=64, implementation="xla")
-    for op in ("trellis", "lattice"):
-        add(f"{op}/c64/d128", op, WIDE, chunk_size=64)
+    for name, op in (("trellis", "trellis"), ("lattice-dec", "lattice")):
+        add(f"{name}/c64/d128", op, WIDE, chunk_size=64)
         for chip in ("v6e", "v5p"):
-            add(f"{op}/c64/{chip}", op, chip=chip, chunk_size=64)
+            add(f"{name}/c64/{chip}", op, chip=chip, chunk_size=64)
         for time in LENGTHS[1:]:
             shape = SHAPE._replace(batch=8 * 2048 // time, time=time)
-            add(f"{op}/c64/t{time}", op, shape, chunk_size=64)
-        add(f"{op}/c64/small", op, SMALL, chunk_size=64)
+            add(f"{name}/c64/t{time}", op, shape, chunk_size=64)
+        add(f"{name}/c64/small", op, SMALL, chunk_size=64)
     return found
