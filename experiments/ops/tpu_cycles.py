@@ -30,6 +30,7 @@ from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.ops.cycles.cases import CASES, module_of
 from experiments.ops.cycles.compile import compile_case
 from experiments.ops.cycles.count import count
+from experiments.ops.cycles.plot import plot
 from experiments.ops.cycles.report import entry
 from memjax.checks import require_known
 from memjax.evaluation.provenance import version
@@ -110,7 +111,10 @@ def main(config: Config) -> None:
             print(error, flush=True)
             continue
         ordered = {name: counted[name] for name in CASES if name in counted}
-        write_report(config.output, QUESTION, settings(config), {"cases": ordered})
+        result = write_report(
+            config.output, QUESTION, settings(config), {"cases": ordered}
+        )
+        plot(result, pathlib.Path(f"{config.output}.png"))
         row = counted[name]
         columns = ("cycles", "kernels", "copies", "memory_cycles", "times_limit")
         show(f"per {row['unit']}", columns, {name: [row[c] for c in columns]})
