@@ -15,7 +15,6 @@ import tyro
 from experiments.tables import (
     blocks,
     compare,
-    cycles,
     elastic,
     hmt,
     mplus,
@@ -30,7 +29,6 @@ from experiments.tables.table import Tables
 ROOT = Path(__file__).parents[2]
 MODULES = (
     compare,
-    cycles,
     elastic,
     hmt,
     mplus,
