@@ -61,10 +61,10 @@ class Config:
             require_known("only", name, (*CASES, *_beginnings()))
 
 
-def _beginnings() -> set[str]:
-    return {
-        name[:i] for name in CASES for i, letter in enumerate(name) if letter == "/"
-    }
+def _beginnings() -> list[str]:
+    """Of names of cases: all before any of their slashes."""
+    cut = lambda name: (name[:i] for i, letter in enumerate(name) if letter == "/")
+    return sorted({beginning for name in CASES for beginning in cut(name)})
 
 
 def chosen(config: Config, counted: dict[str, Any]) -> list[str]:
