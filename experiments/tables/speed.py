@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.common.results import RESULTS
 from experiments.tables.table import (
+    NotMeasured,
     Table,
     Tables,
     load,
@@ -111,8 +111,17 @@ def growth() -> Table:
     return Table(header, rows, ["ops/kernels"])
 
 
-def _cases() -> dict[str, dict[str, Any]]:
-    return load(_CYCLES)["cases"]
+def _cases(of_ops: bool) -> dict[str, dict[str, Any]]:
+    """The cases of the ops, or those with another unit of work.
+
+    Raises:
+        NotMeasured: none has been counted yet.
+    """
+    cases = load(_CYCLES)["cases"].items()
+    found = {name: case for name, case in cases if (case["unit"] == _UNIT) == of_ops}
+    if not found:
+        raise NotMeasured(_CYCLES)
+    return found
 
 
 def _commits(cases: Sequence[dict[str, Any]]) -> list[str]:
@@ -123,7 +132,7 @@ def _commits(cases: Sequence[dict[str, Any]]) -> list[str]:
 
 def cycles_ops() -> Table:
     """Cycles of a token and head, by what they are for, beside the limit of memory."""
-    kept = {name: case for name, case in _cases().items() if case["unit"] == _UNIT}
+    kept = _cases(of_ops=True)
     rows = [
         [
             name,
@@ -145,7 +154,7 @@ def cycles_ops() -> Table:
 
 def cycles_kernels() -> Table:
     """The schedule of every kernel that runs in a case."""
-    found = _cases()
+    found = _cases(of_ops=True)
     rows = [
         [
             name,
@@ -157,7 +166,6 @@ def cycles_kernels() -> Table:
             *(percent(kernel["use"][unit]) for unit in _units(found)),
         ]
         for name, case in found.items()
-        if case["unit"] == _UNIT
         for kernel in case["kernel"]
     ]
     header = ["case", "kernel", "bundles a step", "steps", "spills", "fills"]
@@ -174,7 +182,7 @@ def _units(cases: dict[str, dict[str, Any]]) -> list[str]:
 
 def cycles_programs() -> Table:
     """Whole layers, steps of decoding, the search and training steps."""
-    kept = {name: case for name, case in _cases().items() if case["unit"] != _UNIT}
+    kept = _cases(of_ops=False)
     rows = [
         [
             name,
@@ -200,8 +208,8 @@ def cycles_dearest() -> Table:
     """The dearest operations of the ops' cases with backward passes."""
     rows = [
         [name, _dearest(case)]
-        for name, case in _cases().items()
-        if case["unit"] == _UNIT and name.endswith("/both")
+        for name, case in _cases(of_ops=True).items()
+        if name.endswith("/both")
     ]
     return Table(["cycles per token and head", "dearest operations"], rows, [_CYCLES])
 
@@ -216,27 +224,13 @@ def _dearest(case: dict[str, Any], most: int = 4) -> str:
     )
 
 
-def _has(*units: str) -> bool:
-    """Whether cases of these units have been counted."""
-    if not (RESULTS / f"{_CYCLES}.json").is_file():
-        return False
-    return any(
-        (case["unit"] == _UNIT) == (_UNIT in units) for case in _cases().values()
-    )
-
-
 TABLES: Tables = {
     "generation/speed": speed,
     "generation/streaming": streaming,
     "ops/kernels": kernels,
     "ops/growth": growth,
-} | {
-    f"ops/{function.__name__}": function
-    for function, unit in (
-        (cycles_ops, _UNIT),
-        (cycles_kernels, _UNIT),
-        (cycles_dearest, _UNIT),
-        (cycles_programs, "token"),
-    )
-    if _has(unit)
+    "ops/cycles_ops": cycles_ops,
+    "ops/cycles_kernels": cycles_kernels,
+    "ops/cycles_dearest": cycles_dearest,
+    "ops/cycles_programs": cycles_programs,
 }
