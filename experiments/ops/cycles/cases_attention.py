@@ -7,6 +7,7 @@ from the kernel's own map of blocks, and the bundles behind the branch count so 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,9 @@ SHAPES = {
 
 def kernel(shape: Shape, block: int) -> splash.SplashAttentionKernel:
     """Splash attention of one batch element: q, k and v [H, T, D]."""
-    heads = masks.MultiHeadMask([masks.CausalMask((shape.time,) * 2)] * shape.heads)
+    heads = masks.MultiHeadMask(
+        [masks.CausalMask((shape.time, shape.time))] * shape.heads
+    )
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -68,7 +71,8 @@ def program(shape: Shape, backward: bool, block: int = BLOCK) -> Program:
 
     def forward(q: Array, k: Array, v: Array) -> Array:
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * shape.width**-0.5, k, v))
-        return jnp.swapaxes(jax.vmap(attention)(q, k, v), 1, 2)
+        attended: Any = jax.vmap(attention)(q, k, v)
+        return jnp.swapaxes(attended, 1, 2)
 
     b, t, h, d = shape
     token = jax.ShapeDtypeStruct((b, t, h, d), jnp.bfloat16)

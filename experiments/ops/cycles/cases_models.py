@@ -38,8 +38,8 @@ TRAINED = (
 )
 
 
-def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    """An array that nothing is computed for."""
+def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
+    """What an array looks like; it stands for one where nothing is computed."""
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
