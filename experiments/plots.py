@@ -21,6 +21,7 @@ from experiments.mplus import perplexity, retrieval_quality
 from experiments.mplus.retention import knowledge_retention
 from experiments.mplus.speed import cost_report
 from experiments.ops import benchmark
+from experiments.ops.cycles import plot as cycles_plot
 from experiments.recurrent import recall
 from experiments.recurrent.chunks import lattice_chunks
 from experiments.tables.table import load
@@ -42,6 +43,7 @@ PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "mplus/retention": knowledge_retention.plot,
     "mplus/retrieval_quality": retrieval_quality.plot,
     "ops/kernels": benchmark.plot,
+    "ops/tpu_cycles": cycles_plot.plot,
     "recurrent/lattice_chunks": lattice_chunks.plot,
     "recurrent/recall": recall.plot,
 }

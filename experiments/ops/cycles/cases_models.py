@@ -1,0 +1,139 @@
+"""Cases of layers, of single tokens in decoding, of M+'s search, of training steps."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, PyTree
+
+from experiments.ops import cases
+from experiments.ops.cycles.case import Case, Program, size_of
+from memjax.data.batches.batch import Batch
+from memjax.mechanisms import ElasticMemoryConfig, Mechanism, MixerConfig
+from memjax.models import LanguageModel, preset
+from memjax.models.language_model.presets import ATTENTION, RECURRENT, SIZES
+from memjax.models.mplus.config import MPlusConfig
+from memjax.models.mplus.retriever import search
+from memjax.training.optimizer import OptimizerConfig, optimizer
+from memjax.training.step import StepConfig, init_train_state, make_train_step
+
+#: Batch elements of a step of decoding, and slots of attention's cache.
+DECODED, CAPACITY = 64, 2048
+#: Tokens of Elastic Memory's layer: two blocks in each batch element.
+ELASTIC_BATCH, ELASTIC_TIME = 4, 4096
+#: Rows of M+'s store, and tokens that search it.
+ROWS, QUERIES = 150_000, 2048
+#: A training step: batch elements, tokens of each, and layers that are kept.
+BATCH, TIME, LAYERS = 4, 2048, 2
+TRAINED = (
+    "trellis-125m",
+    "lattice-125m",
+    "transformer-125m",
+    "gated_deltanet-125m",
+    "elastic-100m",
+)
+
+
+def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
+    """What an array looks like; it stands for one where nothing is computed."""
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def weights(memory: Mechanism) -> PyTree:
+    """A mechanism's parameters as a model in bfloat16 gives them to it."""
+    params = jax.eval_shape(memory.init_params, jax.random.key(0))
+    return jax.tree.map(lambda x: shape(*x.shape), params)
+
+
+def decoded_token(config: MixerConfig, reads_all: bool) -> Program:
+    """One token of every batch element; the state is changed where it lies.
+
+    Args:
+        config: of the mechanism.
+        reads_all: whether a token writes little of the state: then it is moved once.
+    """
+    memory = config.build()
+    state = jax.eval_shape(functools.partial(memory.init_state, DECODED))
+    given = (weights(memory), state, shape(DECODED, config.model_dim))
+    moved = size_of(given) if reads_all else None
+    return Program(memory.step, given, donated=(1,), bytes=moved)
+
+
+def elastic_layer(backward: bool) -> Program:
+    """A layer of Elastic Memory of the 100m preset, from an empty memory."""
+    config = SIZES["100m"].mixer("elastic_memory")
+    assert isinstance(config, ElasticMemoryConfig)
+    memory = config.build()
+
+    def forward(params: PyTree, x: Array) -> Array:
+        return memory.apply(params, memory.init_state(ELASTIC_BATCH), x)[1]
+
+    x = shape(ELASTIC_BATCH, ELASTIC_TIME, config.model_dim)
+    if backward:
+        return Program(cases.both(forward), (x, weights(memory), x))
+    return Program(forward, (weights(memory), x))
+
+
+def mplus_search() -> Program:
+    """The scores of all rows of one layer's store."""
+    width = MPlusConfig().key_dim
+    queries = shape(QUERIES, width, dtype=jnp.float32)
+    mask = shape(QUERIES, dtype=jnp.bool_)
+    given = (queries, mask, shape(ROWS, width, dtype=jnp.float32))
+    return Program(search, given, flops=2.0 * ROWS * QUERIES * width)
+
+
+def training_step(name: str) -> Program:
+    """An update of a preset's first layers, or of its memory layer and the one before.
+
+    Args:
+        name: of the preset.
+    """
+    config = _shortened(name)
+    model = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
+    update, step = optimizer(OptimizerConfig(), 1000), StepConfig()
+    fresh = lambda: LanguageModel(config, key=jax.random.key(0))
+    state = jax.eval_shape(lambda: init_train_state(fresh(), update, step, BATCH))
+    batch = Batch(
+        tokens=shape(BATCH, TIME, dtype=jnp.int32),
+        targets=shape(BATCH, TIME, dtype=jnp.int32),
+        mask=shape(BATCH, TIME, dtype=jnp.float32),
+        reset=shape(BATCH, dtype=jnp.bool_),
+    )
+    function = make_train_step(model, update, step)
+    # Six operations a parameter and token. The embedding is the head as well.
+    sizes = [math.prod(x.shape) for x in jax.tree.leaves(state.params)]
+    flops = 6.0 * sum(sizes) * BATCH * TIME
+    return Program(function, (state, batch), donated=(0,), flops=flops)
+
+
+def _shortened(name: str) -> Any:
+    config = preset(name)
+    mixers = config.mixers
+    memory = [i for i, m in enumerate(mixers) if isinstance(m, ElasticMemoryConfig)]
+    last = memory[0] + 1 if memory else LAYERS
+    kept = tuple(mixers[i % len(mixers)] for i in range(last - LAYERS, last))
+    return dataclasses.replace(config, mixers=kept, num_layers=LAYERS)
+
+
+def table() -> dict[str, Case]:
+    """All cases of this file by name."""
+    found: dict[str, Case] = {}
+    for name in (*ATTENTION, *RECURRENT):
+        options = {"capacity": CAPACITY} if name == "attention" else {}
+        config = SIZES["125m"].mixer(name, **options)
+        build = functools.partial(decoded_token, config, name in ATTENTION)
+        found[f"decode/{name}"] = Case(build, DECODED, "token")
+    tokens = ELASTIC_BATCH * ELASTIC_TIME
+    for direction, backward in (("forward", False), ("both", True)):
+        build = functools.partial(elastic_layer, backward)
+        found[f"elastic-layer/{direction}"] = Case(build, tokens, "token")
+    found["mplus-search"] = Case(mplus_search, ROWS, "row")
+    for name in TRAINED:
+        build = functools.partial(training_step, name)
+        found[f"train/{name}"] = Case(build, BATCH * TIME, "token")
+    return found

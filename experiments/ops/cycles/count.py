@@ -1,0 +1,206 @@
+"""Cycles of one compiled program, from the folder that its compilation left.
+
+An operation's cycles are the bundles that its schedule issues. Those of XLA's own
+operations are the compiler's estimate where that is more: it holds the traffic with
+memory, and knows nothing of how much the bundles do.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.ops.cycles.bundles import (
+    ALWAYS,
+    Schedule,
+    Shares,
+    Use,
+    read_schedule,
+    read_use,
+)
+from experiments.ops.cycles.program import Operation, Program, free, read_program
+
+#: Files of a folder: one program, and for each operation bundles and what they use.
+PROGRAM = "program.hlo"
+_BUNDLES = re.compile(r"(?P<key>\d+-(?P<name>.+))-\d+-final_bundles\.txt$")
+_USE = "final_hlo-static-per-bundle-utilization"
+
+
+class Part(NamedTuple):
+    """The cycles of one operation in all its runs.
+
+    Attributes:
+        operation: which.
+        cycles: of all runs.
+        scheduled: whether the cycles are issued bundles; False: an estimate.
+    """
+
+    operation: Operation
+    cycles: float
+    scheduled: bool
+
+
+class Kernel(NamedTuple):
+    """The schedule of a Pallas kernel.
+
+    Attributes:
+        name: with its number.
+        cycles: of one run.
+        bundles: of the longest loop, its grid.
+        steps: of that loop.
+        use: of the units, spills and fills.
+        regions: bundles that branches may leave out.
+    """
+
+    name: str
+    cycles: float
+    bundles: int
+    steps: int
+    use: Use
+    regions: int
+
+
+class Count(NamedTuple):
+    """The cycles of one program.
+
+    Attributes:
+        parts: of every operation that takes any; of each conditional the branch with
+            the fewest cycles, which is the usual one.
+        dearest: cycles that the branches with the most would add.
+        kernels: every Pallas kernel.
+        uncounted: names of operations of which neither is known.
+        unknown: loops whose number of runs is not known, which count as one.
+    """
+
+    parts: tuple[Part, ...]
+    dearest: float
+    kernels: tuple[Kernel, ...]
+    uncounted: tuple[str, ...]
+    unknown: int
+
+    @property
+    def cycles(self) -> float:
+        """Of the whole program."""
+        return sum(part.cycles for part in self.parts)
+
+
+def count(folder: Path, shares: Mapping[str, Shares] | None = None) -> Count:
+    """Counts a program.
+
+    Args:
+        folder: with `PROGRAM` and what libtpu wrote.
+        shares: of the steps in which regions of a kernel run, by a part of the
+            kernel's name; all steps for kernels that it does not name.
+    """
+    program = read_program((folder / PROGRAM).read_text())
+    counter = _Counter(_files(folder), shares or {}, _alike(program))
+    parts, dearest, unknown = _count(program, counter)
+    names = {counter.written(p.operation) for p in parts if p.operation.kernel}
+    kernels = tuple(counter.kernel(name) for name in sorted(filter(None, names)))
+    lost = sorted(counter.uncounted)
+    return Count(tuple(parts), dearest, kernels, tuple(lost), unknown)
+
+
+def _count(program: Program, counter: "_Counter") -> tuple[list[Part], float, int]:
+    parts = [part for x in program.operations if (part := counter.part(x))]
+    dearest, unknown = 0.0, program.unknown
+    for conditional in program.conditionals:
+        counted = [_count(branch, counter) for branch in conditional.branches]
+        total = lambda found: sum(part.cycles for part in found[0])
+        counted.sort(key=total)
+        parts += counted[0][0]
+        dearest += total(counted[-1]) + counted[-1][1] - total(counted[0])
+        unknown += counted[0][2]
+    return parts, dearest, unknown
+
+
+class _Counter:
+    """Reads the schedules of a folder, each once."""
+
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        shares: Mapping[str, Shares],
+        alike: Mapping[str, list[str]],
+    ):
+        self.files, self.shares, self.alike = files, shares, alike
+        self.schedules: dict[str, Schedule] = {}
+        self.uncounted: set[str] = set()
+
+    def part(self, operation: Operation) -> Part | None:
+        """The cycles of an operation; None where it takes none."""
+        issued = self.issued(operation)
+        if issued is None and operation.estimate is None:
+            if not free(operation) and not _scalar(operation):
+                self.uncounted.add(operation.name)
+            return None
+        estimate = 0.0 if operation.kernel else operation.estimate or 0.0
+        cycles = max(issued or 0.0, estimate)
+        scheduled = issued is not None and issued >= estimate
+        return Part(operation, operation.times * cycles, scheduled)
+
+    def issued(self, operation: Operation) -> float | None:
+        """Bundles that one run issues; None where they are not written down."""
+        name = self.written(operation)
+        if name is None:
+            return None
+        steps = None if operation.kernel else operation.steps
+        return sum(self.schedule(name).weights(self.share(name), steps))
+
+    def written(self, operation: Operation) -> str | None:
+        """The operation whose file has this one's bundles: itself, or one alike."""
+        for name in (operation.name, *self.alike.get(operation.alike, ())):
+            if name in self.files:
+                return name
+        return None
+
+    def schedule(self, name: str) -> Schedule:
+        if name not in self.schedules:
+            self.schedules[name] = read_schedule(self.files[name].read_text())
+        return self.schedules[name]
+
+    def share(self, name: str) -> Shares:
+        found = [share for part, share in self.shares.items() if part in name]
+        return found[0] if found else ALWAYS
+
+    def kernel(self, name: str) -> Kernel:
+        file = self.files[name]
+        schedule = self.schedule(name)
+        weights = schedule.weights(self.share(name))
+        match = _BUNDLES.match(file.name)
+        assert match is not None, file
+        (use,) = file.parent.glob(f"{match['key']}-[0-9][0-9]-{_USE}.txt")
+        loop = schedule.longest
+        return Kernel(
+            name=name,
+            cycles=sum(weights),
+            bundles=loop.bundles if loop else schedule.bundles,
+            steps=(loop and loop.steps) or 1,
+            use=read_use(use.read_text(), weights),
+            regions=sum(region.bundles for region in schedule.regions),
+        )
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The file of bundles of each operation."""
+    matches = ((_BUNDLES.match(file.name), file) for file in folder.iterdir())
+    # Of an operation that was compiled twice the later one runs.
+    found = sorted((m["key"], m["name"], file) for m, file in matches if m)
+    return {name: file for _, name, file in found if "schedule-analysis" not in name}
+
+
+def _alike(program: Program) -> dict[str, list[str]]:
+    """Names of the operations that are alike."""
+    found: dict[str, list[str]] = {}
+    for operation in program.operations:
+        found.setdefault(operation.alike, []).append(operation.name)
+    for conditional in program.conditionals:
+        for branch in conditional.branches:
+            for key, names in _alike(branch).items():
+                found.setdefault(key, []).extend(names)
+    return found
+
+
+def _scalar(operation: Operation) -> bool:
+    """Whether an operation has a single number as its result."""
+    return bool(re.match(r"\s* = \w+\[\]", operation.alike))

@@ -1,0 +1,216 @@
+"""What a compiled program runs, and how often: its operations from its HLO text.
+
+The text has a block for each computation, a line for each operation. What stands in the
+body of a `while` runs as often as that loop does, and of a `conditional` one branch
+runs. The operations inside a fusion are one operation.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+_BLOCK = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
+_LINE = re.compile(r"\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<rest>.*)")
+_OPCODE = re.compile(r"(?:^| )(?P<opcode>[a-z][\w\-]*)\(")
+_KERNEL = 'custom_call_target="tpu_custom_call"'
+#: Operations that only move what they are given.
+_MOVES = {"copy", "transpose", "reshape", "broadcast", "slice", "concatenate", "pad"}
+_MOVES |= {"dynamic-slice", "dynamic-update-slice", "reverse", "copy-start"}
+#: What may stand beside them in a fusion that only moves.
+_STILL = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "fusion"}
+#: Operations that take no cycles of the core, or next to none.
+_FREE = _STILL | {"copy-start", "copy-done", "slice-start", "slice-done", "after-all"}
+_FREE |= {"async-start", "async-done", "async-update", "opt-barrier", "partition-id"}
+_FREE |= {"custom-call"}
+
+
+class Operation(NamedTuple):
+    """An operation of the program.
+
+    Attributes:
+        name: with its number, as files of bundles have it.
+        opcode: of HLO.
+        kernel: whether it is a Pallas kernel.
+        moves: whether it only copies: into another layout, out of or into an array.
+        estimate: the compiler's own, in cycles, memory traffic included; None where it
+            has made none.
+        steps: of the operation's grid; None where the compiler does not say.
+        times: how often it runs.
+        source: the function of jax that it comes from, with what called it.
+        alike: equal for operations of which the compiler writes down only one.
+    """
+
+    name: str
+    opcode: str
+    kernel: bool
+    moves: bool
+    estimate: float | None
+    steps: int | None
+    times: int
+    source: str
+    alike: str
+
+
+class Branches(NamedTuple):
+    """A conditional: the operations of each branch."""
+
+    branches: tuple["Program", ...]
+
+
+class Program(NamedTuple):
+    """What runs: operations and conditionals, in the order of the text.
+
+    Attributes:
+        operations: of every computation that runs.
+        conditionals: whose branches are not in `operations`.
+        unknown: loops whose number of runs the compiler does not know; they count as
+            one run.
+    """
+
+    operations: tuple[Operation, ...]
+    conditionals: tuple[Branches, ...]
+    unknown: int
+
+
+def read_program(text: str) -> Program:
+    """Reads a compiled program's text.
+
+    Raises:
+        ValueError: there is no entry computation in it.
+    """
+    blocks, entry = _blocks(text)
+    if entry is None:
+        raise ValueError(
+            f"text must have an ENTRY computation, got {len(text)} letters"
+        )
+    return _walk(blocks, entry, 1)
+
+
+def free(operation: Operation) -> bool:
+    """Whether an operation without an estimate takes no cycles to speak of."""
+    return operation.opcode in _FREE and not operation.kernel
+
+
+def _blocks(text: str) -> tuple[dict[str, list[str]], str | None]:
+    """The lines of each computation, and the name of the first that runs."""
+    blocks: dict[str, list[str]] = {}
+    entry = name = None
+    for line in text.splitlines():
+        head = _BLOCK.match(line)
+        if head:
+            name = head["name"]
+            blocks[name] = []
+            entry = name if head["entry"] else entry
+        elif line.rstrip() == "}":
+            name = None
+        elif name is not None and _LINE.match(line):
+            blocks[name].append(line)
+        elif name is not None and blocks[name]:
+            blocks[name][-1] += line
+    return blocks, entry
+
+
+def _walk(blocks: Mapping[str, list[str]], block: str, times: int) -> Program:
+    operations: list[Operation] = []
+    conditionals: list[Branches] = []
+    unknown = 0
+
+    def add(found: Program) -> None:
+        nonlocal unknown
+        operations.extend(found.operations)
+        conditionals.extend(found.conditionals)
+        unknown += found.unknown
+
+    for name, opcode, line in _lines(blocks, block):
+        if opcode == "while":
+            trips = _trips(blocks, line)
+            unknown += trips is None
+            add(_walk(blocks, _called(line, "body")[0], times * (trips or 1)))
+        elif opcode == "call":
+            add(_walk(blocks, _called(line, "to_apply")[0], times))
+        elif opcode == "conditional":
+            names = _called(line, "branch_computations")
+            names = names or _called(line, "true_computation|false_computation")
+            walked = tuple(_walk(blocks, branch, times) for branch in names)
+            conditionals.append(Branches(walked))
+        else:
+            operations.append(_operation(blocks, name, opcode, line, times))
+    return Program(tuple(operations), tuple(conditionals), unknown)
+
+
+def _lines(
+    blocks: Mapping[str, list[str]], block: str
+) -> Iterator[tuple[str, str, str]]:
+    """Name, opcode and text of every operation of a computation."""
+    for line in blocks.get(block, ()):
+        head = _LINE.match(line)
+        # The type comes first, and has letters before brackets, not before "(".
+        opcode = head and _OPCODE.search(head["rest"])
+        if head and opcode:
+            yield head["name"], opcode["opcode"], line
+
+
+def _called(line: str, attribute: str) -> list[str]:
+    """The computations that an attribute names."""
+    names = []
+    for found in re.findall(rf"(?:{attribute})=(\{{[^}}]*\}}|%?[\w.\-]+)", line):
+        names += re.findall(r"%?([\w.\-]+)", found)
+    return names
+
+
+def _trips(blocks: Mapping[str, list[str]], line: str) -> int | None:
+    """How often a loop runs: as known, or from the bound that its condition asks."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+    if known:
+        return int(known[1])
+    condition = "\n".join(blocks.get(_called(line, "condition")[0], ()))
+    bounds = [int(n) for n in re.findall(r"s32\[\]\S* constant\((\d+)\)", condition)]
+    return bounds[0] if len(bounds) == 1 else None
+
+
+def _operation(
+    blocks: Mapping[str, list[str]], name: str, opcode: str, line: str, times: int
+) -> Operation:
+    estimate = re.search(r'"estimated_cycles":"(\d+)"', line)
+    grid = re.search(r'"iteration_bounds":\[([^\]]*)\]', line)
+    steps = 1
+    for bound in re.findall(r"\d+", grid[1] if grid else ""):
+        steps *= int(bound)
+    source = re.search(r'op_name="([^"]*)"', line)
+    moves = opcode in _MOVES
+    if opcode == "fusion":
+        inside = {found for _, found, _ in _inside(blocks, line)}
+        moves = bool(inside & _MOVES) and inside <= _MOVES | _STILL
+    return Operation(
+        name=name,
+        opcode=opcode,
+        kernel=_KERNEL in line,
+        moves=moves,
+        estimate=float(estimate[1]) if estimate else None,
+        steps=steps if grid else None,
+        times=times,
+        source=_source(source[1]) if source else "",
+        alike=_alike(line),
+    )
+
+
+def _inside(
+    blocks: Mapping[str, list[str]], line: str
+) -> Iterator[tuple[str, str, str]]:
+    """The operations of a fusion, and of fusions in it."""
+    for called in _called(line, "calls"):
+        for found in _lines(blocks, called):
+            yield found
+            yield from _inside(blocks, found[2])
+
+
+def _source(name: str) -> str:
+    """The last parts of a path such as jit(f)/while/body/closed_call/dot_general."""
+    parts = [part for part in name.split("/") if part not in ("body", "closed_call")]
+    return "/".join(parts[1:][-3:])
+
+
+def _alike(line: str) -> str:
+    """A line without names: of operations that are alike one is compiled."""
+    line = re.sub(r"metadata=\{[^}]*\},? ?", "", line)
+    return re.sub(r"%[\w.\-]+|ROOT |\"aliasing_operands\".*", "", line)
