@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 import memjax_kernels
@@ -30,6 +29,8 @@ PLAIN = tuple(op for op in cases.ARGUMENTS if op not in (*STALE, "attention"))
 def program(op: str, shape: Shape, backward: bool, options: dict[str, Any]) -> Program:
     """An op's call on tokens in bfloat16, as it runs on a TPU by default.
 
+    Tokens come as projections leave them, [B, T, H D], and reads go so to the next.
+
     Args:
         op: its name.
         shape: of the tokens.
@@ -39,10 +40,13 @@ def program(op: str, shape: Shape, backward: bool, options: dict[str, Any]) -> P
     function = getattr(memjax_kernels, op)
 
     def forward(*arrays: Array) -> Array:
-        return function(*arrays, **options)[1]
+        # Gates are [B, T, H] already.
+        by_head = (x.reshape(y.shape) for x, y in zip(arrays, shaped, strict=True))
+        return _flat(function(*by_head, **options)[1])
 
     arrays = jax.eval_shape(lambda: cases.inputs(op, shape, BFLOAT16))
-    given = tuple(arrays[name] for name in cases.ARGUMENTS[op])
+    shaped = tuple(arrays[name] for name in cases.ARGUMENTS[op])
+    given = jax.eval_shape(lambda *x: tuple(map(_flat, x)), *shaped)
     # Kernels read the memory at the first chunk and write it at the last. With chunks
     # of one token many are a step.
     chunk = options.get("chunk_size", 1)
@@ -50,9 +54,14 @@ def program(op: str, shape: Shape, backward: bool, options: dict[str, Any]) -> P
     flops = _flops(op, shape, backward, **options)
     if not backward:
         return Program(forward, given, flops=flops, shares=shares)
-    cotangent = jax.ShapeDtypeStruct(arrays["v"].shape, jnp.dtype(BFLOAT16))
+    cotangent = jax.eval_shape(_flat, arrays["v"])
     whole = (cotangent, *given)
     return Program(cases.both(forward), whole, flops=flops, shares=shares)
+
+
+def _flat(x: Array) -> Array:
+    """[B, T, H, D] -> [B, T, H D]."""
+    return x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x
 
 
 def case(
