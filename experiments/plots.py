@@ -14,7 +14,7 @@ import tyro
 
 from experiments import books
 from experiments.common.results import RESULTS
-from experiments.compare import layers, report
+from experiments.compare import alignment_report, layers, report
 from experiments.elastic import hippo_reconstruction
 from experiments.hmt import length, memory, switching
 from experiments.mplus import perplexity, retrieval_quality
@@ -30,6 +30,7 @@ from memjax.checks import require_known
 #: What draws each plot, by its name without ending.
 PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "books/window8": books.plot,
+    "compare/alignment": alignment_report.plot,
     "compare/layers": layers.plot,
     "compare/needles": report.plot_needles,
     "compare/positions": report.plot_positions,

@@ -298,8 +298,10 @@ def main(config: Config) -> None:
                 **found,
             },
         )
-        line = write(config.output)["summary"][-1]
-        print(name, {kind: line[kind]["missed"] for kind in KINDS}, flush=True)
+        lines = {line["name"]: line for line in write(config.output)["summary"]}
+        for row in found["rows"]:
+            line = lines[row["name"]]
+            print(row["name"], {kind: line[kind]["missed"] for kind in KINDS})
 
 
 if __name__ == "__main__":
