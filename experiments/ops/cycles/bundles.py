@@ -157,6 +157,9 @@ def read_schedule(text: str) -> Schedule:
             elif start > i + 1 + DELAY and not _guards(tests, test):
                 end = _at_an_end(tests, test)
                 regions.append(Region(i + 1 + DELAY, start - 1, end))
+    grid = max((loop.bundles for loop in loops), default=0)
+    # What holds most of a grid is guarded, though by a test of another form.
+    regions = [x for x in regions if not (x.end and 2 * x.bundles > grid > 0)]
     return Schedule(len(rows), tuple(loops), tuple(regions))
 
 
