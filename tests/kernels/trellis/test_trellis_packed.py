@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from memjax_kernels.common import packs, products
@@ -66,7 +66,12 @@ def chunks(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None)
+# A failure is not made smaller: each size compiles anew.
+@settings(
+    max_examples=5,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
 @given(chunks())
 def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
     sizes, seed, phi, shared = drawn
