@@ -61,9 +61,9 @@ def _heads(tokens: Tokens) -> int:
     def suits(number):
         whole = all(number * width % LANES == 0 for width in widths)
         room = number * _block_bytes(size, *widths) <= BLOCK_BYTES
-        # Two heads at least: nothing here is written for one.
-        return heads % number == 0 and number > 1 and whole and room
+        return heads % number == 0 and whole and room
 
+    # Two heads at least: nothing here is written for one.
     most = max(2, LANES // size)
     return max((number for number in range(2, most + 1) if suits(number)), default=0)
 
@@ -117,7 +117,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         tokens: q, k, v, alpha, each [B, n, C, H D].
-        gates: [B, n, groups, C, R] float32; see `tpu_packed_kernels.read_gates`.
+        gates: [B, n, groups, C, R] float32; see `tpu_packed_kernels`.
     """
 
     tokens: packed.Chunk

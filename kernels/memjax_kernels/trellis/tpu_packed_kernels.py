@@ -4,6 +4,7 @@ Each takes references to blocks in VMEM. `after` and `d_before` are output block
 all chunks of a head share: they hold the memories, or their cotangents, between chunks.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,13 +12,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from memjax_kernels.common import packs
+from memjax_kernels.common import packs, products
 from memjax_kernels.trellis import packed, packed_gradient
 from memjax_kernels.trellis.chunk import FORGETS_ALL, STEPS, Options, Sums
 from memjax_kernels.trellis.packed import Chunk, Gates, Memory, Totals
 from memjax_kernels.trellis.state import Memories
 
 F32 = jnp.float32
+# Of gates, which tokens in bfloat16 do not round.
+_exact = functools.partial(products.multiply, dtype=jnp.dtype(F32))
 
 
 class Layout(NamedTuple):
@@ -53,14 +56,9 @@ class _Block(NamedTuple):
 def _read(x, layout: Layout) -> _Block:
     """The chunk of references to `tpu_packed.Blocks`."""
     group = layout.group
-
-    def packed_tokens(ref):
-        width = ref.shape[1] // group
-        return jnp.stack([ref[:, i * width : (i + 1) * width] for i in range(group)])
-
     block = x.gates[...]
     flags = block[:1, layout.heads * group * (layout.gammas + layout.gates) :]
-    chunk = Chunk(*(packed_tokens(ref) for ref in x.tokens))
+    chunk = Chunk(*(_load_packs(ref, group) for ref in x.tokens))
     cleared = flags[:, 1:2] if layout.resets else None
     return _Block(chunk, _gates(block, layout), flags[:, :1], cleared)
 
@@ -80,12 +78,12 @@ def _gates(block: Array, layout: Layout) -> tuple[Gates, Gates]:
     parts = jnp.concatenate([coarse, g - coarse], axis=1)
     tokens = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
     seen = tokens >= jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
-    sums = _exact(seen.astype(F32), parts, ((1,), (0,)))
+    sums = _exact(seen.astype(F32), parts, "nn")
     columns = jnp.concatenate([gammas, sums], axis=1)
     number = columns.shape[1]
     index = jax.lax.broadcasted_iota(jnp.int32, (number, number), 0)
     eye = index == jax.lax.broadcasted_iota(jnp.int32, (number, number), 1)
-    rows = _exact(eye.astype(F32), columns, ((1,), (1,)))
+    rows = _exact(eye.astype(F32), columns, "nt")
 
     def of_heads(start):
         return [start + i * group for i in range(layout.heads)]
@@ -109,22 +107,18 @@ def _gates(block: Array, layout: Layout) -> tuple[Gates, Gates]:
     return Gates(steps[0], totals[0]), Gates(steps[-1], totals[-1])
 
 
-def _exact(x, y, contracted):
-    return jax.lax.dot_general(
-        x,
-        y,
-        (contracted, ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=F32,
-    )
-
-
 def _load(refs):
     return jax.tree.map(lambda ref: ref[...].astype(F32), refs)
 
 
 def _store(refs, values):
     jax.tree.map(lambda ref, x: ref.__setitem__(..., x.astype(ref.dtype)), refs, values)
+
+
+def _load_packs(ref, group: int) -> Array:
+    """A block [C, P DD] as [P, C, DD]."""
+    width = ref.shape[1] // group
+    return jnp.stack([ref[:, i * width : (i + 1) * width] for i in range(group)])
 
 
 def _store_packs(ref, x: Array):
@@ -216,10 +210,7 @@ def backward_kernel(
     d = Memories(_load(d_before.start), _load(d_before.running))
     if layout.apart:
         d = _by_completeness(d, block.complete)
-    width = d_y.shape[1] // layout.group
-    given_y = jnp.stack(
-        [d_y[:, i * width : (i + 1) * width] for i in range(layout.group)]
-    )
+    given_y = _load_packs(d_y, layout.group)
     keys, values = map(Memory, start, begun)
     found = packed_gradient.pull_back(
         block.chunk, block.gates, keys, values, d.running, given_y, options
@@ -252,7 +243,7 @@ def _from_sums(d: Array, heads: int) -> Array:
     before = packs.lane((width, width))
     start = before - packs.within((width, width), width // heads)
     later = (token >= before) & (token < start + width // heads)
-    return _exact(d[:, 0], later.astype(F32), ((1,), (0,)))[:, None]
+    return _exact(d[:, 0], later.astype(F32), "nn")[:, None]
 
 
 def _by_completeness(d: Memories, complete) -> Memories:

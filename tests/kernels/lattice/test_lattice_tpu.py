@@ -1,7 +1,6 @@
 """The TPU kernels of Lattice: interpreted, and compiled for TPUs that are not here."""
 
 import functools
-import importlib.util
 from typing import Any
 
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,24 +21,9 @@ from memjax_kernels.lattice import (
 from memjax_kernels.lattice.chunked import in_chunks
 from memjax_kernels.lattice.pallas_tpu import lattice_tpu, unsupported
 from memjax_kernels.lattice.xla import lattice_xla
+from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
-LIBTPU = importlib.util.find_spec("libtpu") is not None
-
-
-def needs_libtpu(test):
-    """Marks a test that compiles for a TPU, which takes seconds."""
-    reason = "compiling for a TPU takes libtpu (pip install memjax[tpu])"
-    test = pytest.mark.slow(pytest.mark.usefixtures("uncached")(test))
-    return pytest.mark.skipif(not LIBTPU, reason=reason)(test)
-
-
-# What a kernel has not written is NaN, and so is what lies beyond the last head.
-INTERPRETED = functools.partial(
-    lattice_tpu,
-    interpret=pltpu.InterpretParams(
-        uninitialized_memory="nan", out_of_bounds_reads="uninitialized"
-    ),
-)
+INTERPRETED = functools.partial(lattice_tpu, interpret=INTERPRETER)
 
 
 def draw(batch, time, heads, slots, width, dtype=jnp.float32) -> Any:

@@ -1,35 +1,17 @@
 """The TPU kernels of Trellis beside the XLA form: inputs, results, gradients."""
 
 import functools
-import importlib.util
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from jax.experimental.pallas import tpu as pltpu
 
-from memjax_kernels.trellis import segment
+from memjax_kernels.trellis import TrellisState, empty_state, segment
 from memjax_kernels.trellis.pallas_tpu import trellis_tpu
+from tests.kernels.on_tpu import INTERPRETER
 
-LIBTPU = importlib.util.find_spec("libtpu") is not None
-
-
-def needs_libtpu(test):
-    """Marks a test that compiles for a TPU, which takes seconds."""
-    reason = "compiling for a TPU takes libtpu (pip install memjax[tpu])"
-    test = pytest.mark.slow(pytest.mark.usefixtures("uncached")(test))
-    return pytest.mark.skipif(not LIBTPU, reason=reason)(test)
-
-
-# What a kernel has not written is NaN, and so is what lies beyond the last head.
-INTERPRETED = functools.partial(
-    trellis_tpu,
-    interpret=pltpu.InterpretParams(
-        uninitialized_memory="nan", out_of_bounds_reads="uninitialized"
-    ),
-)
+INTERPRETED = functools.partial(trellis_tpu, interpret=INTERPRETER)
 
 
 def draw(batch, time, heads, key, value, slots, dtype=jnp.float32, gates=(2,)) -> Any:
@@ -58,6 +40,17 @@ def perturbed(state, seed):
         x + 0.3 * jax.random.normal(key, x.shape) if x.ndim == 4 else x
     )
     return jax.tree.unflatten(treedef, list(map(move, leaves, keys)))
+
+
+def begun_state(sizes, place):
+    """A state whose batch elements are `place` tokens into their chunks."""
+    state = perturbed(empty_state(*sizes), 1)
+    place = jnp.array(place, jnp.int32)
+    is_open = (place > 0)[:, None, None, None]
+    keys = jnp.where(is_open, state.keys, state.keys_start)
+    values = jnp.where(is_open, state.values, state.values_start)
+    size = state.chunk_size
+    return TrellisState(state.keys_start, keys, state.values_start, values, place, size)
 
 
 def both(implementation, arguments, reset=None):

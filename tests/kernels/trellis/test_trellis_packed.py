@@ -10,18 +10,18 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from memjax_kernels.common import packs, products
+from memjax_kernels.trellis import chunk as one_chunk
 from memjax_kernels.trellis import (
-    TrellisState,
     empty_state,
     functions,
     packed,
     packed_gradient,
 )
-from memjax_kernels.trellis import chunk as one_chunk
 from memjax_kernels.trellis.state import Memories
 from memjax_kernels.trellis.xla import trellis_xla
 from tests.kernels.trellis.against_xla import (
     INTERPRETED,
+    begun_state,
     both,
     close,
     distances,
@@ -153,12 +153,7 @@ def test_values_and_gradients_agree_with_xla():
     """Chunks begun and not complete, resets, another width of values, two groups."""
     b, t, h, k, v, m, c = 2, 40, 4, 64, 128, 64, 16
     tokens = draw(b, t, h, k, v, m)
-    state = perturbed(empty_state(b, h, m, k, v, c), 1)
-    place = jnp.array([0, 5], jnp.int32)
-    is_open = (place > 0)[:, None, None, None]
-    keys = jnp.where(is_open, state.keys, state.keys_start)
-    values = jnp.where(is_open, state.values, state.values_start)
-    state = TrellisState(state.keys_start, keys, state.values_start, values, place, c)
+    state = begun_state((b, h, m, k, v, c), [0, 5])
     empty = perturbed(empty_state(b, h, m, k, v, c), 2)
     reset = jnp.zeros((b, t), bool).at[0, 16].set(True).at[1, 27].set(True)
     arguments = (tokens, state, empty)

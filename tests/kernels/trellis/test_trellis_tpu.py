@@ -12,17 +12,18 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.trellis import TrellisState, empty_state, pallas_tpu
+from memjax_kernels.trellis import empty_state, pallas_tpu
 from memjax_kernels.trellis.pallas_tpu import trellis_tpu, unsupported
 from memjax_kernels.trellis.xla import trellis_xla
+from tests.kernels.on_tpu import needs_libtpu
 from tests.kernels.trellis.against_xla import (
     INTERPRETED,
+    begun_state,
     both,
     close,
     distances,
     draw,
     in_chunks,
-    needs_libtpu,
     perturbed,
 )
 
@@ -32,12 +33,7 @@ def test_values_and_gradients_agree_with_xla():
     """Nine heads, so that a program of eight and one of one run them."""
     b, t, h, k, v, m, c = 3, 7, 3, 16, 24, 8, 4
     tokens = draw(b, t, h, k, v, m)
-    state = perturbed(empty_state(b, h, m, k, v, c), 1)
-    place = jnp.array([3, 0, 1], jnp.int32)
-    is_open = (place > 0)[:, None, None, None]
-    keys = jnp.where(is_open, state.keys, state.keys_start)
-    values = jnp.where(is_open, state.values, state.values_start)
-    state = TrellisState(state.keys_start, keys, state.values_start, values, place, c)
+    state = begun_state((b, h, m, k, v, c), [3, 0, 1])
     empty = perturbed(empty_state(b, h, m, k, v, c), 2)
     reset = jnp.zeros((b, t), bool).at[0, 1].set(True).at[1, 4].set(True)
     arguments = (tokens, state, empty)
