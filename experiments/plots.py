@@ -22,7 +22,7 @@ from experiments.mplus.retention import knowledge_retention
 from experiments.mplus.speed import cost_report
 from experiments.ops import benchmark
 from experiments.ops.cycles import plot as cycles_plot
-from experiments.recurrent import recall
+from experiments.recurrent import notes_report, recall
 from experiments.recurrent.chunks import lattice_chunks
 from experiments.tables.table import load
 from memjax.checks import require_known
@@ -43,6 +43,7 @@ PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "mplus/perplexity_backbone": perplexity.plot,
     "mplus/retention": knowledge_retention.plot,
     "mplus/retrieval_quality": retrieval_quality.plot,
+    "notes/notes": notes_report.plot,
     "ops/kernels": benchmark.plot,
     "ops/tpu_cycles": cycles_plot.plot,
     "recurrent/lattice_chunks": lattice_chunks.plot,

@@ -25,7 +25,9 @@ PIECE = 100
 
 
 def train(
-    settings: run.RunConfig, draw: Callable[[Array, Array], Batch]
+    settings: run.RunConfig,
+    draw: Callable[[Array, Array], Batch],
+    start: LanguageModel | None = None,
 ) -> tuple[LanguageModel, float]:
     """The trained model and the seconds that it took.
 
@@ -33,6 +35,7 @@ def train(
         settings: model, optimizer, updates and seed. Its data is not read.
         draw: (seed, step) -> the batch of an update; is compiled, and must be equal
             between calls that shall share a program.
+        start: a model of these settings whose training goes on; None draws one.
 
     Raises:
         FloatingPointError: if an update was skipped because it was not finite.
@@ -41,7 +44,7 @@ def train(
     alike = LoopConfig(steps=settings.loop.steps)
     shared = dataclasses.replace(settings, seed=0, loop=alike)
     create, advance = _programs(shared, draw)
-    state, skipped = create(jax.random.key(settings.seed)), 0
+    state, skipped = create(jax.random.key(settings.seed), start), 0
     for first in range(0, settings.loop.steps, PIECE):
         updates = min(PIECE, settings.loop.steps - first)
         state, more = advance(state, settings.seed, updates)
@@ -61,8 +64,8 @@ def _programs(settings: run.RunConfig, draw: Callable) -> tuple[Callable, Callab
     )
 
     @jax.jit
-    def create(key):
-        model = LanguageModel(settings.model, key=key)
+    def create(key, start):
+        model = LanguageModel(settings.model, key=key) if start is None else start
         rows = settings.data.batch_size
         return init_train_state(model, transform, settings.step, rows)
 

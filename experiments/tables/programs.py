@@ -1,7 +1,16 @@
-"""Tables of `experiments.books` and `experiments.conversation`."""
+"""Tables of `experiments.notes`, `experiments.books` and `experiments.conversation`."""
 
-from experiments.tables.table import Table, Tables, load, number
+from experiments.tables.table import (
+    Table,
+    Tables,
+    load,
+    number,
+    percent,
+    spread,
+    thousands,
+)
 
+_NOTES = "notes/notes"
 _NAME = "conversation/session"
 _WAYS = {
     "begun": "answer begun for it",
@@ -11,8 +20,39 @@ _WAYS = {
 _KINDS = ("code", "manuals", "proofs", "prose")
 
 
+def notes() -> Table:
+    """Right answers about notes, by the bytes of text since."""
+    result = load(_NOTES)
+    counts, distances = (result["config"][key] for key in ("counts", "distances"))
+    # Up to there all of the text fits; the plot has every distance.
+    shown = [0, *(i for i, distance in enumerate(distances) if distance > 4096)]
+    header = ["", "bytes kept"]
+    header += [f"{n} notes, {distances[i]:,} later" for n in counts for i in shown]
+    rows = [
+        [name, thousands(row["state_bytes"])]
+        + [percent(row["right"][str(n)][i]["mean"]) for n in counts for i in shown]
+        for name, row in result["models"].items()
+    ]
+    return Table(header, rows, [_NOTES])
+
+
+def notes_ahead() -> Table:
+    """What the memories answer more than the best of as many bytes."""
+    result = load(_NOTES)
+    counts, distances = (result["config"][key] for key in ("counts", "distances"))
+    header = [f"against the best of as many bytes, {distances[-1]:,} bytes later"]
+    header += [f"{n} notes" for n in counts]
+    rows = [[name] for name in result["ahead"]]
+    for row in rows:
+        for n in counts:
+            last = result["ahead"][row[0]][str(n)][-1]
+            row.append(spread(last["mean"], last["error"], 2))
+    notes = ["right answers more than " + last["baseline"] + " ± standard error"]
+    return Table(header, rows, [_NOTES], notes)
+
+
 def memory() -> Table:
-    """Both models of the main job."""
+    """Both models of `experiments.books`."""
     models = load("books/window8")["models"]
     names = {"transformer": "Transformer++, window 8", "elastic": "Elastic Memory"}
     header = ["", "parameters", "state bytes", "tokens/s", "PPL", "PPL beyond window"]
@@ -101,6 +141,8 @@ def turns() -> Table:
 
 
 TABLES: Tables = {
+    "notes/right": notes,
+    "notes/ahead": notes_ahead,
     "books/memory": memory,
     "books/gain": gain,
     "books/equal_state": equal_state,

@@ -1,4 +1,4 @@
-"""The main job runs whole, at a tiny size, and goes on where it stands."""
+"""The program on books runs whole, at a tiny size, and goes on where it stands."""
 
 import json
 

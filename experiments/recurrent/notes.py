@@ -1,0 +1,178 @@
+"""Notes in real text: a name and its number, asked for later (a task).
+
+Names and numbers are ids of their own between the bytes of documents, so that only the
+notes count and the text is what a memory has to get past. After a name that is asked
+for, the model's next token should be the number noted; the text never shows it again.
+"""
+
+import lzma
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32, UInt8
+
+from memjax.data import Split, load_tokenizer, load_tokens
+from memjax.data.batches.batch import Batch
+
+BYTES, NAMES, NUMBERS = 256, 64, 64
+VOCAB_SIZE = BYTES + NAMES + NUMBERS
+#: Tokens of a test that hold the notes, and tokens in which they are asked for.
+PART = 64
+
+
+class Notes(NamedTuple):
+    """N notes for each of R texts; the length of `part` holds them.
+
+    Attributes:
+        names: [R, N], distinct in a text.
+        numbers: [R, N], distinct in a text.
+        noted: [R, N], even positions of the names in the first part; numbers follow.
+        asked: [R, N], even positions of the names in the last part.
+    """
+
+    names: Int32[Array, "R N"]
+    numbers: Int32[Array, "R N"]
+    noted: Int32[Array, "R N"]
+    asked: Int32[Array, "R N"]
+
+
+class Test(NamedTuple):
+    """Texts with notes; every distance asks the same questions.
+
+    Attributes:
+        notes: what is noted and asked.
+        first: [R, PART], the beginning of the texts with their notes.
+        text: [R, D], how they go on, up to the greatest distance.
+        questions: [R, PART], text with the names asked for.
+    """
+
+    notes: Notes
+    first: Int32[Array, "R P"]
+    text: Int32[Array, "R D"]
+    questions: Int32[Array, "R P"]
+
+
+def draw_notes(key: Array, rows: int, count: int, part: int) -> Notes:
+    """Draws `count` notes, at most `part // 2`, for each of `rows` texts."""
+
+    def choose(key, among):
+        order = lambda key: jax.random.permutation(key, among)[:count]
+        return jax.vmap(order)(jax.random.split(key, rows))
+
+    keys = jax.random.split(key, 4)
+    return Notes(
+        names=BYTES + choose(keys[0], NAMES),
+        numbers=BYTES + NAMES + choose(keys[1], NUMBERS),
+        noted=2 * choose(keys[2], part // 2),
+        asked=2 * choose(keys[3], part // 2),
+    )
+
+
+def text_of(split: Split) -> UInt8[np.ndarray, " T"]:
+    """The bytes of all embedded documents of a split, one after the other."""
+    documents = load_tokens("embedded", load_tokenizer("bytes"), split)
+    return np.concatenate([d.tokens for d in documents]).astype(np.uint8)
+
+
+def training_batch(
+    text: Array, rows: int, counts: tuple[int, ...], length: int, key: Array
+) -> Batch:
+    """Texts of `length`: notes in the first half, questions in the second.
+
+    Args:
+        text: bytes to take excerpts from.
+        rows: texts in all, as many of each count.
+        counts: notes of a text.
+        length: tokens of a text.
+        key: JAX random key.
+    """
+    parts = [
+        _excerpts(text, rows // len(counts), n, length, jax.random.fold_in(key, n))
+        for n in counts
+    ]
+    return Batch(*map(jnp.concatenate, zip(*parts, strict=True)))
+
+
+def _excerpts(text, rows, count, length, key) -> Batch:
+    place, draw = jax.random.split(key)
+    start = jax.random.randint(place, (rows,), 0, text.shape[0] - length)
+    tokens = text[start[:, None] + jnp.arange(length)[None]].astype(jnp.int32)
+    half = length // 2
+    notes = draw_notes(draw, rows, count, half)
+    row, asked = jnp.arange(rows)[:, None], half + notes.asked
+    tokens = _write(tokens, notes).at[row, asked].set(notes.names)
+    return Batch(
+        tokens=tokens,
+        targets=jnp.zeros_like(tokens).at[row, asked].set(notes.numbers),
+        mask=jnp.zeros((rows, length)).at[row, asked].set(1.0),
+        reset=jnp.ones(rows, bool),
+    )
+
+
+def _write(tokens: Int32[Array, "R T"], notes: Notes) -> Int32[Array, "R T"]:
+    """Puts names and numbers where they are noted."""
+    row = jnp.arange(tokens.shape[0])[:, None]
+    tokens = tokens.at[row, notes.noted].set(notes.names)
+    return tokens.at[row, notes.noted + 1].set(notes.numbers)
+
+
+def draw_test(split: Split, rows: int, count: int, distance: int, seed: int) -> Test:
+    """As many texts of each document of a split, from places drawn at random.
+
+    Args:
+        split: "validation" or "test".
+        rows: texts of each document.
+        count: notes of a text.
+        distance: tokens between the notes and the questions, at most.
+        seed: of places and notes.
+
+    Raises:
+        ValueError: if a document is shorter than a text.
+    """
+    rng = np.random.default_rng([seed, count])
+    length, texts = PART + distance + PART, []
+    for document in load_tokens("embedded", load_tokenizer("bytes"), split):
+        if len(document.tokens) < length:
+            raise ValueError(
+                f"distance={distance} must be at most {len(document.tokens) - 2 * PART}"
+                f": {document.name} has {len(document.tokens)} bytes"
+            )
+        starts = rng.integers(0, len(document.tokens) - length + 1, rows)
+        texts += [document.tokens[start : start + length] for start in starts]
+    tokens = jnp.asarray(np.stack(texts), jnp.int32)
+    first, text, last = jnp.split(tokens, (PART, PART + distance), axis=1)
+    key = jax.random.fold_in(jax.random.key(seed), count)
+    notes = draw_notes(key, len(texts), count, PART)
+    row = jnp.arange(len(texts))[:, None]
+    questions = last.at[row, notes.asked].set(notes.names)
+    return Test(notes, _write(first, notes), text, questions)
+
+
+def kept_as_text(test: Test, distance: int, budget: int) -> Bool[np.ndarray, "R N"]:
+    """Notes that the last `budget` bytes of a text still hold when it is asked about.
+
+    A note counts as one byte for each of its ids, which favours this baseline.
+    """
+    since = (
+        PART - np.asarray(test.notes.noted) + distance + np.asarray(test.notes.asked)
+    )
+    return since <= budget
+
+
+def kept_as_compressed_text(
+    test: Test, distance: int, budget: int
+) -> Bool[np.ndarray, "R N"]:
+    """The same of a text kept with LZMA: all notes of a text, or none.
+
+    Only the text after the notes is counted, without LZMA's headers.
+    """
+    settings = [{"id": lzma.FILTER_LZMA2, "preset": lzma.PRESET_EXTREME}]
+    texts = np.asarray(test.text[:, :distance], np.uint8)
+    sizes = [
+        len(lzma.compress(x.tobytes(), lzma.FORMAT_RAW, filters=settings))
+        for x in texts
+    ]
+    fits = np.asarray(sizes)[:, None] <= budget
+    return np.broadcast_to(fits, test.notes.names.shape)
