@@ -12,6 +12,7 @@ rows and lanes are of two heads: `diagonal`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,29 @@ def sums(row: Float[Array, "P 1 DD"], heads: int) -> list[Float[Array, "P 1 1"]]
     of = head(row.shape, heads)
     total = lambda part: jnp.sum(part, axis=-1, keepdims=True)
     return [total(jnp.where(of == i, row, 0.0)) for i in range(heads)]
+
+
+def load(ref: Any, group: int) -> Float[Array, "P C DD"]:
+    """A block [C, P DD] of P = group packs."""
+    width = ref.shape[1] // group
+    return jnp.stack([ref[:, i * width : (i + 1) * width] for i in range(group)])
+
+
+def store(ref: Any, x: Float[Array, "P C DD"]) -> None:
+    """Writes a block [C, P DD]."""
+    width = x.shape[-1]
+    for i in range(x.shape[0]):
+        ref[:, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
+
+
+def in_bfloat16(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
+    """Three parts in bfloat16 whose sum is x, a float32."""
+    parts = []
+    for _ in range(3):
+        part = x.astype(jnp.bfloat16)
+        parts.append(part)
+        x = x - part.astype(F32)
+    return parts
 
 
 def over_slots(reduce, x):

@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 from memjax_kernels.common import gradients, varying
 from memjax_kernels.common.products import multiplier, operand_dtype
-from memjax_kernels.lattice import tpu_kernels
+from memjax_kernels.lattice import tpu_kernels, tpu_packed
 from memjax_kernels.lattice.memory import Rule
 from memjax_kernels.lattice.segment import Chunks, Memory
 from memjax_kernels.lattice.tpu_kernels import Inputs
@@ -81,6 +81,9 @@ def lattice_tpu(
     interpret: Any = False,
 ) -> tuple[Memory, Array]:
     """A chunk implementation; see `segment`; `interpret` as in `pallas_call`."""
+    if tpu_packed.fits(tokens):
+        packed = tpu_packed.lattice_packed
+        return packed(tokens, start, empty, rule, interpret=interpret)
     b, n, c, h, m = tokens.q.shape
     width = start.shape[-1]
     exact = c == 1

@@ -11,16 +11,26 @@ reverse and computes each again from there.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from memjax_kernels.common import gradients, products, varying
+from memjax_kernels.common.pack_blocks import (
+    BLOCK_BYTES,
+    LANES,
+    PARAMS,
+    ROWS,
+    Specs,
+    apart,
+    flag_columns,
+    gate_columns,
+    group_size,
+    side_by_side,
+)
 from memjax_kernels.trellis import packed, tpu_packed_kernels
 from memjax_kernels.trellis.chunk import FORGETS_ALL, Options
 from memjax_kernels.trellis.segment import Tokens
@@ -29,14 +39,6 @@ from memjax_kernels.trellis.tpu_packed_kernels import Layout
 from memjax_kernels.trellis.xla import trellis_xla
 
 F32 = jnp.float32
-# What the blocks of a program may take by `_block_bytes`, and what Mosaic may take.
-BLOCK_BYTES = 40 << 20
-VMEM_BYTES = 60 << 20
-# Packs of one program, at most: more of them hide more latency.
-PACKS = 8
-# Tokens of a chunk come in these, which fill a register of 2 bytes, and channels of a
-# pack in these.
-ROWS, LANES = 16, 128
 
 
 class Static(NamedTuple):
@@ -81,10 +83,8 @@ def trellis_packed(
     widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
     heads = _heads(tokens)
     packs = tokens.q.shape[3] // heads
-    each = heads * _block_bytes(tokens.q.shape[2], *widths)
-    fit = min(PACKS, BLOCK_BYTES // each)
     layout = Layout(
-        max(number for number in range(1, fit + 1) if packs % number == 0),
+        group_size(packs, heads * _block_bytes(tokens.q.shape[2], *widths)),
         heads,
         tokens.gamma.shape[-1],
         tokens.g.shape[-1],
@@ -125,45 +125,22 @@ class Blocks(NamedTuple):
 
 
 def _arrange(static: Static, x: Tokens) -> Blocks:
-    b, n, c, heads, _ = x.q.shape
+    b, n, c = x.q.shape[:3]
     flat = lambda t: t.reshape(b, n, c, -1)
-    group = static.layout.group
-    of_pack = static.layout.heads
-    groups = heads // (of_pack * group)
-
-    def by_group(gate):
-        # [B, n, C, H, passes] -> [B, n, groups, C, passes * heads of a group]: of each
-        # pass the first heads of the packs, then the second, and so on.
-        split = gate.reshape(b, n, c, groups, group, of_pack, -1)
-        return split.transpose(0, 1, 3, 2, 6, 5, 4).reshape(b, n, groups, c, -1)
-
+    columns = functools.partial(
+        gate_columns, group=static.layout.group, heads=static.layout.heads
+    )
+    gates = [columns(x.gamma), columns(x.g)]
     flags = [flag for flag in (x.complete, x.cleared) if flag is not None]
-    wide = [
-        jnp.broadcast_to(flag[:, :, None, None, None], (b, n, groups, c, 1))
-        for flag in flags
-    ]
-    gates = jnp.concatenate([by_group(x.gamma), by_group(x.g), *wide], axis=-1)
+    gates += [flag_columns(flag, gates[0]) for flag in flags]
+    gates = jnp.concatenate(gates, axis=-1)
     chunk = packed.Chunk(*map(flat, (x.q, x.k, x.v, x.alpha)))
     return Blocks(chunk, gates)
 
 
-def _side_by_side(memory: Array, heads: int) -> Array:
-    """[B, H, M, D] -> [B, P, M, DD]."""
-    b, number, slots, width = memory.shape
-    split = memory.reshape(b, number // heads, heads, slots, width)
-    return split.swapaxes(2, 3).reshape(b, -1, slots, heads * width)
-
-
-def _apart(memory: Array, heads: int) -> Array:
-    """Undoes `_side_by_side`."""
-    b, packs, slots, width = memory.shape
-    split = memory.reshape(b, packs, slots, heads, width // heads)
-    return split.swapaxes(2, 3).reshape(b, heads * packs, slots, -1)
-
-
 def _forward(static: Static, x: Tokens, memories: Memories, empty, *, keep: bool):
     blocks = _arrange(static, x)
-    join = functools.partial(_side_by_side, heads=static.layout.heads)
+    join = functools.partial(side_by_side, heads=static.layout.heads)
     memories, empty = jax.tree.map(join, (memories, empty))
     like = functools.partial(varying.like, x.q)
     y = like((*x.q.shape[:3], x.v.shape[3] * x.v.shape[4]), x.v.dtype)
@@ -171,7 +148,7 @@ def _forward(static: Static, x: Tokens, memories: Memories, empty, *, keep: bool
     # In the tokens' dtype, to which the operands of products are rounded anyway.
     at_start = lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), x.q.dtype)
     kept = jax.tree.map(at_start, memories.start) if keep else None
-    of = _Specs(static.layout.group, blocks.gates.shape[2], lambda i: i)
+    of = Specs(static.layout.group, blocks.gates.shape[2], lambda i: i)
     after, y, kept = _call(
         static,
         tpu_packed_kernels.forward_kernel,
@@ -186,7 +163,7 @@ def _forward(static: Static, x: Tokens, memories: Memories, empty, *, keep: bool
         ),
         (of.memories(after), of.tokens(y), of.kept(kept)),
     )
-    part = functools.partial(_apart, heads=static.layout.heads)
+    part = functools.partial(apart, heads=static.layout.heads)
     return (jax.tree.map(part, after), y.reshape(x.v.shape)), kept
 
 
@@ -196,7 +173,7 @@ def _backward(static: Static, primals, kept, cotangents):
     blocks = _arrange(static, x)
     b, n, c, heads, _ = x.q.shape
     of_pack = static.layout.heads
-    join = functools.partial(_side_by_side, heads=of_pack)
+    join = functools.partial(side_by_side, heads=of_pack)
     running, empty, d_after = jax.tree.map(join, (memories.running, empty, d_after))
     d_y = d_y.reshape(b, n, c, -1)
     like = functools.partial(varying.like, x.q)
@@ -204,7 +181,7 @@ def _backward(static: Static, primals, kept, cotangents):
     d_gates = like((b, n, heads // of_pack, 4, of_pack * c), F32)
     before, fresh = shaped(Memories(running, running)), shaped(empty)
     # The backward pass goes through the chunks in reverse.
-    of = _Specs(static.layout.group, blocks.gates.shape[2], lambda i: n - 1 - i)
+    of = Specs(static.layout.group, blocks.gates.shape[2], lambda i: n - 1 - i)
     tokens = of.tokens(blocks.tokens)
     d_tokens, d_gates, d_memories, d_empty = _call(
         static,
@@ -235,7 +212,7 @@ def _backward(static: Static, primals, kept, cotangents):
         complete=jnp.zeros_like(x.complete),
         cleared=None if x.cleared is None else jnp.zeros_like(x.cleared),
     )
-    part = functools.partial(_apart, heads=of_pack)
+    part = functools.partial(apart, heads=of_pack)
     return d_x, *jax.tree.map(part, (d_memories, d_empty))
 
 
@@ -263,37 +240,6 @@ def _in_xla(static: Static, x: Tokens, memories: Memories, empty):
 _chunks = gradients.of_kernels("trellis", _forward, _backward, _in_xla)
 
 
-class _Specs(NamedTuple):
-    """Blocks of a program: of a group of packs, by chunk in `order`."""
-
-    group: int
-    groups: int
-    order: Callable[[Any], Any]
-
-    def tokens(self, tree):
-        """[B, n, C, H D]."""
-        index = lambda b, g, i: (b, self.order(i), 0, g)
-        block = lambda x: (None, None, x.shape[2], x.shape[3] // self.groups)
-        return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
-
-    def gates(self, x):
-        """[B, n, groups, C, R]."""
-        index = lambda b, g, i: (b, self.order(i), g, 0, 0)
-        return pl.BlockSpec((None, None, None, *x.shape[3:]), index)
-
-    def kept(self, tree):
-        """[B, n, P, ., .]."""
-        index = lambda b, g, i: (b, self.order(i), g, 0, 0)
-        block = lambda x: (None, None, self.group, *x.shape[3:])
-        return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
-
-    def memories(self, tree):
-        """[B, P, M, DD], for all chunks."""
-        index = lambda b, g, i: (b, g, 0, 0)
-        block = lambda x: (None, self.group, *x.shape[2:])
-        return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
-
-
 def _call(static: Static, kernel, name, x: Blocks, inputs, outputs, specs, out_specs):
     q = x.tokens.q
     groups = x.gates.shape[2]
@@ -305,12 +251,7 @@ def _call(static: Static, kernel, name, x: Blocks, inputs, outputs, specs, out_s
         in_specs=specs,
         out_specs=out_specs,
         out_shape=outputs,
-        compiler_params=pltpu.CompilerParams(
-            # Heads do not depend on each other; a chunk needs the memory that the one
-            # before left.
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=VMEM_BYTES,
-        ),
+        compiler_params=PARAMS,
         interpret=static.interpret,
         name=name,
     )(x, *inputs)

@@ -58,7 +58,7 @@ def _read(x, layout: Layout) -> _Block:
     group = layout.group
     block = x.gates[...]
     flags = block[:1, layout.heads * group * (layout.gammas + layout.gates) :]
-    chunk = Chunk(*(_load_packs(ref, group) for ref in x.tokens))
+    chunk = Chunk(*(packs.load(ref, group) for ref in x.tokens))
     cleared = flags[:, 1:2] if layout.resets else None
     return _Block(chunk, _gates(block, layout), flags[:, :1], cleared)
 
@@ -115,19 +115,6 @@ def _store(refs, values):
     jax.tree.map(lambda ref, x: ref.__setitem__(..., x.astype(ref.dtype)), refs, values)
 
 
-def _load_packs(ref, group: int) -> Array:
-    """A block [C, P DD] as [P, C, DD]."""
-    width = ref.shape[1] // group
-    return jnp.stack([ref[:, i * width : (i + 1) * width] for i in range(group)])
-
-
-def _store_packs(ref, x: Array):
-    """[P, C, DD] to a block [C, P DD]."""
-    width = x.shape[-1]
-    for i in range(x.shape[0]):
-        ref[:, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
-
-
 def _choose(flag, new, old):
     """`new` where the flag is 1."""
     return jax.tree.map(lambda a, b: jnp.where(flag > 0.5, a, b), new, old)
@@ -155,7 +142,7 @@ def forward_kernel(
     keys, values = map(Memory, start, running)
     new, read = packed.advance(block.chunk, block.gates, keys, values, options)
     _store(after.running, new)
-    _store_packs(y, read)
+    packs.store(y, read)
 
     def end():
         _store(after.start, _choose(block.complete, new, start))
@@ -210,7 +197,7 @@ def backward_kernel(
     d = Memories(_load(d_before.start), _load(d_before.running))
     if layout.apart:
         d = _by_completeness(d, block.complete)
-    given_y = _load_packs(d_y, layout.group)
+    given_y = packs.load(d_y, layout.group)
     keys, values = map(Memory, start, begun)
     found = packed_gradient.pull_back(
         block.chunk, block.gates, keys, values, d.running, given_y, options
@@ -230,7 +217,7 @@ def backward_kernel(
             add(d_start, d_running),
         )
     _store(d_before, Memories(d_start, d_running))
-    jax.tree.map(_store_packs, tuple(d_tokens), tuple(found.x))
+    jax.tree.map(packs.store, tuple(d_tokens), tuple(found.x))
     d_gates[...] = jnp.concatenate(
         [*found.gamma, *(_from_sums(d, layout.heads) for d in found.total)], axis=1
     )

@@ -1,0 +1,106 @@
+"""Blocks of packs of heads: how arrays lie for TPU kernels, and what a program has.
+
+The grid of such a kernel is (batch elements, groups of packs, chunks), the last in
+order; `common.packs` says what a pack is. Tokens are [B, n, C, H D], as a projection
+leaves them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+# A chunk implementation calls its kernels with these.
+PARAMS = pltpu.CompilerParams(
+    # Heads do not depend on each other; a chunk needs the memory that the one before
+    # left.
+    dimension_semantics=("parallel", "parallel", "arbitrary"),
+    vmem_limit_bytes=60 << 20,
+)
+# What the blocks of a program may take, by estimate.
+BLOCK_BYTES = 40 << 20
+# Packs of one program, at most: more of them hide more latency.
+PACKS = 8
+# Tokens of a chunk come in these, which fill a register of 2 bytes, and channels of a
+# pack in these.
+ROWS, LANES = 16, 128
+
+
+def group_size(packs: int, pack_bytes: int) -> int:
+    """Packs of a program: a divisor of all, as many as fit."""
+    fit = min(PACKS, BLOCK_BYTES // pack_bytes)
+    return max(number for number in range(1, fit + 1) if packs % number == 0)
+
+
+def side_by_side(
+    memory: Float[Array, "B H M D"], heads: int
+) -> Float[Array, "B P M DD"]:
+    """Memories of each pack's heads in one."""
+    b, number, slots, width = memory.shape
+    split = memory.reshape(b, number // heads, heads, slots, width)
+    return split.swapaxes(2, 3).reshape(b, -1, slots, heads * width)
+
+
+def apart(memory: Float[Array, "B P M DD"], heads: int) -> Float[Array, "B H M D"]:
+    """Undoes `side_by_side`."""
+    b, packs, slots, width = memory.shape
+    split = memory.reshape(b, packs, slots, heads, width // heads)
+    return split.swapaxes(2, 3).reshape(b, heads * packs, slots, -1)
+
+
+def gate_columns(gate: Array, group: int, heads: int) -> Array:
+    """Gates as columns of each group's tokens.
+
+    Args:
+        gate: [B, n, C, H] or [B, n, C, H, passes].
+        group: packs of a program.
+        heads: of a pack.
+
+    Returns:
+        [B, n, groups, C, passes * heads * group]: of each pass the first heads of the
+        packs, then the second, and so on.
+    """
+    b, n, c, number = gate.shape[:4]
+    split = gate.reshape(b, n, c, number // (group * heads), group, heads, -1)
+    return split.transpose(0, 1, 3, 2, 6, 5, 4).reshape(b, n, split.shape[3], c, -1)
+
+
+def flag_columns(flag: Array, like: Array) -> Array:
+    """A flag [B, n] as a column beside `gate_columns`."""
+    wide = flag.astype(jnp.float32)[:, :, None, None, None]
+    return jnp.broadcast_to(wide, (*like.shape[:4], 1))
+
+
+class Specs(NamedTuple):
+    """Blocks of a program: of a group of packs, by chunk in `order`."""
+
+    group: int
+    groups: int
+    order: Callable[[Any], Any]
+
+    def tokens(self, tree):
+        """[B, n, C, H D]."""
+        index = lambda b, g, i: (b, self.order(i), 0, g)
+        block = lambda x: (None, None, x.shape[2], x.shape[3] // self.groups)
+        return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
+
+    def gates(self, x):
+        """[B, n, groups, C, R]."""
+        index = lambda b, g, i: (b, self.order(i), g, 0, 0)
+        return pl.BlockSpec((None, None, None, *x.shape[3:]), index)
+
+    def kept(self, tree):
+        """[B, n, P, ., .]."""
+        index = lambda b, g, i: (b, self.order(i), g, 0, 0)
+        block = lambda x: (None, None, self.group, *x.shape[3:])
+        return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
+
+    def memories(self, tree):
+        """[B, P, M, DD], for all chunks."""
+        index = lambda b, g, i: (b, g, 0, 0)
+        block = lambda x: (None, self.group, *x.shape[2:])
+        return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
