@@ -58,6 +58,8 @@ def report(
     }
     rows: dict[str, dict[str, Any]] = {x.name: _sizes(x) for x in found}
     rows |= {name: {"state_bytes": budget} for name in (TEXT, COMPRESSED)}
+    for x in found:
+        rows[x.name]["seeds"] = _by_seed(x, tests)
     for name, row in rows.items():
         own = baselines.get(name) or shares[name]
         row["right"] = {str(n): _means(values) for n, values in own.items()}
@@ -78,12 +80,24 @@ def report(
 
 def _shares(found: Answered, tests: Mapping[int, notes.Test]) -> Shares:
     """Mean over seeds and notes; texts stay apart."""
-    shares = {}
+    return {n: right.mean(axis=(0, 3)) for n, right in _right(found, tests)}
+
+
+def _by_seed(
+    found: Answered, tests: Mapping[int, notes.Test]
+) -> dict[str, list[list[float]]]:
+    """One list a seed, of a mean a distance."""
+    return {
+        str(n): right.mean(axis=(2, 3)).tolist() for n, right in _right(found, tests)
+    }
+
+
+def _right(found: Answered, tests: Mapping[int, notes.Test]):
+    """By the notes of a text: right or not, [seeds, distances, R, N]."""
     for count, test in tests.items():
         right = np.asarray(test.notes.numbers) - notes.BYTES - notes.NAMES
         answers = np.asarray([run["answers"][str(count)] for run in found.runs])
-        shares[count] = (answers == right).mean(axis=(0, 3))
-    return shares
+        yield count, answers == right
 
 
 def _kept(kept: np.ndarray) -> np.ndarray:

@@ -42,11 +42,16 @@ def notes_ahead() -> Table:
     counts, distances = (result["config"][key] for key in ("counts", "distances"))
     header = [f"against the best of as many bytes, {distances[-1]:,} bytes later"]
     header += [f"{n} notes" for n in counts]
+    header += [f"right of {n}, each seed" for n in counts]
     rows = [[name] for name in result["ahead"]]
     for row in rows:
+        name = row[0]
         for n in counts:
-            last = result["ahead"][row[0]][str(n)][-1]
+            last = result["ahead"][name][str(n)][-1]
             row.append(spread(last["mean"], last["error"], 2))
+        for n in counts:
+            seeds = result["models"][name]["seeds"][str(n)]
+            row.append(", ".join(percent(by_distance[-1]) for by_distance in seeds))
     notes = ["right answers more than " + last["baseline"] + " ± standard error"]
     return Table(header, rows, [_NOTES], notes)
 

@@ -117,6 +117,7 @@ def test_scores_are_means_over_seeds_beside_the_best_baseline(test):
     report = notes_report.report(found, {3: test}, (64, 128))
     mean = lambda name: [row["mean"] for row in report["models"][name]["right"]["3"]]
     assert mean("memory") == [0.5, 0.5] and mean("window") == [0.0, 0.0]
+    assert report["models"]["memory"]["seeds"]["3"] == [[1.0, 1.0], [0.0, 0.0]]
     # All of it fits the bytes, and is read again without a mistake.
     assert mean(notes_report.TEXT) == [1.0, 1.0]
     (ahead, _) = report["ahead"]["memory"]["3"]
