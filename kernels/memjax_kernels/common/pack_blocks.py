@@ -76,8 +76,16 @@ def flag_columns(flag: Array, like: Array) -> Array:
 
 
 class Specs(NamedTuple):
-    """Blocks of a program: of a group of packs, by chunk in `order`."""
+    """Blocks of a program: of a group of packs of `rows` batch elements.
 
+    Attributes:
+        rows: None is one, whose blocks have no axis for it.
+        group: packs of a batch element.
+        groups: of all of its packs.
+        order: of the chunks.
+    """
+
+    rows: int | None
     group: int
     groups: int
     order: Callable[[Any], Any]
@@ -85,22 +93,23 @@ class Specs(NamedTuple):
     def tokens(self, tree):
         """[B, n, C, H D]."""
         index = lambda b, g, i: (b, self.order(i), 0, g)
-        block = lambda x: (None, None, x.shape[2], x.shape[3] // self.groups)
+        width = lambda x: x.shape[3] // self.groups
+        block = lambda x: (self.rows, None, x.shape[2], width(x))
         return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
 
     def gates(self, x):
         """[B, n, groups, C, R]."""
         index = lambda b, g, i: (b, self.order(i), g, 0, 0)
-        return pl.BlockSpec((None, None, None, *x.shape[3:]), index)
+        return pl.BlockSpec((self.rows, None, None, *x.shape[3:]), index)
 
     def kept(self, tree):
         """[B, n, P, ., .]."""
         index = lambda b, g, i: (b, self.order(i), g, 0, 0)
-        block = lambda x: (None, None, self.group, *x.shape[3:])
+        block = lambda x: (self.rows, None, self.group, *x.shape[3:])
         return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
 
     def memories(self, tree):
         """[B, P, M, DD], for all chunks."""
         index = lambda b, g, i: (b, g, 0, 0)
-        block = lambda x: (None, self.group, *x.shape[2:])
+        block = lambda x: (self.rows, self.group, *x.shape[2:])
         return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)

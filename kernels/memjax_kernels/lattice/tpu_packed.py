@@ -39,6 +39,8 @@ from memjax_kernels.lattice.tpu_packed_kernels import Layout
 from memjax_kernels.lattice.xla import lattice_xla
 
 F32 = jnp.float32
+# Tokens of all packs of a program, at most. A short chunk alone waits for its products.
+TOKENS = 256
 
 
 class Static(NamedTuple):
@@ -81,6 +83,12 @@ def _heads(tokens: Chunks) -> int:
     return min((n for n in range(1, LANES + 1) if suits(n)), default=0)
 
 
+def _rows(batch: int, tokens: int, row_bytes: int) -> int:
+    """Batch elements of a program, each with `tokens` in all its packs."""
+    fit = max(1, min(TOKENS // tokens, BLOCK_BYTES // row_bytes))
+    return max(number for number in range(1, fit + 1) if batch % number == 0)
+
+
 def _block_bytes(size: int, slots: int, width: int) -> int:
     """What the backward kernel holds in VMEM for a head, roughly."""
     # In float32. Two buffers of each block in and out: tokens and their cotangents, and
@@ -99,8 +107,9 @@ def lattice_packed(
     heads = _heads(tokens)
     (b, _, size, number, slots), width = tokens.q.shape, tokens.v.shape[4]
     each = heads * _block_bytes(size, slots, width)
+    group = group_size(number // heads, each)
     layout = Layout(
-        group_size(number // heads, each), heads, resets=tokens.cleared is not None
+        _rows(b, group * size, group * each), group, heads, tokens.cleared is not None
     )
     flag = lambda x: None if x is None else x.astype(F32)
     tokens = tokens._replace(
@@ -133,7 +142,9 @@ def _forward(static: Static, x: Chunks, start, empty, *, keep: bool):
     # In the tokens' dtype, to which the operands of products are rounded anyway.
     shape = (start.shape[0], x.q.shape[1], *start.shape[1:])
     kept = like(shape, x.q.dtype) if keep else None
-    of = Specs(static.layout.group, blocks.gates.shape[2], lambda i: i)
+    of = Specs(
+        static.layout.rows, static.layout.group, blocks.gates.shape[2], lambda i: i
+    )
     memory, y, kept = _call(
         static,
         *(tpu_packed_kernels.forward_kernel, "lattice_forward", blocks),
@@ -159,7 +170,7 @@ def _backward(static: Static, primals, kept, cotangents):
     n, memory = x.q.shape[1], shaped(empty)
     d_gates = like((*blocks.gates.shape[:4], heads * group), F32)
     # The backward pass goes through the chunks in reverse.
-    of = Specs(group, blocks.gates.shape[2], lambda i: n - 1 - i)
+    of = Specs(static.layout.rows, group, blocks.gates.shape[2], lambda i: n - 1 - i)
     d_tokens, d_gates, d_start, d_empty = _call(
         static,
         *(tpu_packed_kernels.backward_kernel, "lattice_backward", blocks),
@@ -177,7 +188,7 @@ def _backward(static: Static, primals, kept, cotangents):
             of.gates(d_gates),
             *of.memories((memory, memory)),
         ),
-        scratch=[pltpu.VMEM((group, *empty.shape[2:]), F32)],
+        scratch=[pltpu.VMEM((static.layout.rows, group, *empty.shape[2:]), F32)],
     )
     b, n, groups, c, _ = d_gates.shape
     split = d_gates.reshape(b, n, groups, c, heads, group)
@@ -226,7 +237,7 @@ def _call(
     options = Options(static.rule.variant, layout.heads, multiply)
     return pl.pallas_call(
         functools.partial(kernel, layout=layout, options=options),
-        grid=(q.shape[0], x.gates.shape[2], q.shape[1]),
+        grid=(q.shape[0] // layout.rows, x.gates.shape[2], q.shape[1]),
         in_specs=specs,
         out_specs=out_specs,
         out_shape=outputs,

@@ -22,18 +22,20 @@ class Layout(NamedTuple):
     """What the blocks of a program hold.
 
     Attributes:
-        group: packs.
+        rows: batch elements.
+        group: packs of each.
         heads: of a pack.
         resets: whether there is a flag of chunks that start from `empty`.
     """
 
+    rows: int
     group: int
     heads: int
     resets: bool
 
 
 class _Block(NamedTuple):
-    """A chunk of a group; flags are float32 [1, 1]."""
+    """A chunk of P = rows * group packs; flags are float32 [P, 1, 1]."""
 
     chunk: Chunk
     complete: Array
@@ -53,14 +55,16 @@ def forward_kernel(
         pending[...] = jnp.zeros(pending.shape, F32)
 
     block = _read(x, layout)
-    start = _begin(block, after[...], empty)
+    start = _load(after)
+    if block.cleared is not None:
+        start = _choose(block.cleared, _load(empty), start)
     if kept is not None:
-        kept[...] = start.astype(kept.dtype)
+        _store(kept, start)
     moved, read = packed.advance(block.chunk, start, options)
-    after[...] = _choose(block.complete, moved.after, start)
-    left = pending[...] + moved.written
-    pending[...] = _choose(block.complete, jnp.zeros_like(left), left)
-    packs.store(y, read)
+    _store(after, _choose(block.complete, moved.after, start))
+    left = _load(pending) + moved.written
+    _store(pending, _choose(block.complete, jnp.zeros_like(left), left))
+    _store_tokens(y, read, layout)
 
 
 def backward_kernel(
@@ -87,42 +91,67 @@ def backward_kernel(
         d_empty[...] = jnp.zeros(d_empty.shape, F32)
 
     block = _read(x, layout)
-    d_whole, d_open = d_start[...], d_pending[...]
+    d_whole, d_open = _load(d_start), _load(d_pending)
     zeros = jnp.zeros_like(d_whole)
     d_new = _choose(block.complete, d_whole, zeros)
     # What is pending is only added to, and dropped where a chunk is complete.
     d_open = _choose(block.complete, zeros, d_open)
     found = packed_gradient.pull_back(
         block.chunk,
-        kept[...].astype(F32),
-        *(d_new, d_open, packs.load(d_y, layout.group)),
+        _load(kept).astype(F32),
+        *(d_new, d_open, _load_tokens(d_y, layout)),
         options,
     )
     d = found.start + (d_whole - d_new)
     if block.cleared is not None:
         # Every reset reads `empty`, so that its gradient is a sum over chunks.
-        d_empty[...] += _choose(block.cleared, d, zeros)
+        _store(d_empty, _load(d_empty) + _choose(block.cleared, d, zeros))
         d = _choose(block.cleared, zeros, d)
-    d_start[...], d_pending[...] = d, d_open
+    _store(d_start, d)
+    _store(d_pending, d_open)
     for ref, value in zip(d_tokens, found.x[:3], strict=True):
-        packs.store(ref, value)
+        _store_tokens(ref, value, layout)
     d_gates[...] = _sum_slots(found.x.gamma, d_gates.shape[-1], layout)
 
 
 def _read(x, layout: Layout) -> _Block:
     """The chunk of references to `tpu_packed.Blocks`."""
     gates = x.gates[...]
-    flags = gates[:1, layout.heads * layout.group :]
-    q, k, v = (packs.load(ref, layout.group) for ref in x.tokens)
-    gamma = _spread(gates, q.shape[-1], layout)
-    cleared = flags[:, 1:2] if layout.resets else None
-    return _Block(Chunk(q, k, v, gamma), flags[:, :1], cleared)
+    q, k, v = (_load_tokens(ref, layout) for ref in x.tokens)
+    first = layout.heads * layout.group
+
+    def flag(index):
+        each = gates[:, :1, first + index : first + index + 1]
+        return _each_pack(
+            jnp.broadcast_to(each[:, None], (*each.shape[:1], layout.group, 1, 1))
+        )
+
+    cleared = flag(1) if layout.resets else None
+    return _Block(Chunk(q, k, v, _spread(gates, q.shape[-1], layout)), flag(0), cleared)
 
 
-def _begin(block: _Block, start: Array, empty) -> Array:
-    if block.cleared is None:
-        return start
-    return _choose(block.cleared, empty[...], start)
+def _each_pack(x: Array) -> Array:
+    """[rows, group, ., .] -> [P, ., .]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _load(ref) -> Array:
+    return _each_pack(ref[...])
+
+
+def _store(ref, x: Array):
+    ref[...] = x.reshape(ref.shape).astype(ref.dtype)
+
+
+def _load_tokens(ref, layout: Layout) -> Array:
+    """[rows, C, group DD] -> [P, C, DD]."""
+    rows = [packs.load(ref.at[i], layout.group) for i in range(layout.rows)]
+    return jnp.concatenate(rows)
+
+
+def _store_tokens(ref, x: Array, layout: Layout):
+    for i in range(layout.rows):
+        packs.store(ref.at[i], x[i * layout.group : (i + 1) * layout.group])
 
 
 def _choose(flag, new, old):
@@ -131,23 +160,31 @@ def _choose(flag, new, old):
 
 
 def _spread(
-    gates: Float[Array, "C R"], width: int, layout: Layout
+    gates: Float[Array, "rows C R"], width: int, layout: Layout
 ) -> Float[Array, "P C MM"]:
     """Each head's column in all of the head's lanes: a product with ones."""
-    ones = _columns((gates.shape[1], layout.group * width), 0, width, layout)
-    wide = sum(_product(part, ones) for part in packs.in_bfloat16(gates))
-    parts = [wide[:, i * width : (i + 1) * width] for i in range(layout.group)]
-    return jnp.stack(parts)
+    rows, size, columns = gates.shape
+    ones = _columns((columns, layout.group * width), 0, width, layout)
+    flat = gates.reshape(rows * size, columns)
+    wide = sum(_product(part, ones) for part in packs.in_bfloat16(flat))
+    wide = wide.reshape(rows, size, -1)
+    parts = [wide[..., i * width : (i + 1) * width] for i in range(layout.group)]
+    return _each_pack(jnp.stack(parts, axis=1))
 
 
 def _sum_slots(
     x: Float[Array, "P C MM"], columns: int, layout: Layout
-) -> Float[Array, "C R"]:
+) -> Float[Array, "rows C R"]:
     """Sums over each head's lanes, as columns; undoes `_spread`."""
-    width = x.shape[-1]
+    _, size, width = x.shape
     ones = _columns((layout.group * width, columns), 1, width, layout)
-    wide = jnp.concatenate([*x], axis=-1)
-    return sum(_product(part, ones) for part in packs.in_bfloat16(wide))
+    by_row = [
+        jnp.concatenate([*x[i * layout.group : (i + 1) * layout.group]], axis=-1)
+        for i in range(layout.rows)
+    ]
+    wide = jnp.concatenate(by_row)
+    sums = sum(_product(part, ones) for part in packs.in_bfloat16(wide))
+    return sums.reshape(layout.rows, size, columns)
 
 
 def _product(x, y):

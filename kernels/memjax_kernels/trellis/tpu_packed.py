@@ -148,7 +148,7 @@ def _forward(static: Static, x: Tokens, memories: Memories, empty, *, keep: bool
     # In the tokens' dtype, to which the operands of products are rounded anyway.
     at_start = lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), x.q.dtype)
     kept = jax.tree.map(at_start, memories.start) if keep else None
-    of = Specs(static.layout.group, blocks.gates.shape[2], lambda i: i)
+    of = Specs(None, static.layout.group, blocks.gates.shape[2], lambda i: i)
     after, y, kept = _call(
         static,
         tpu_packed_kernels.forward_kernel,
@@ -181,7 +181,7 @@ def _backward(static: Static, primals, kept, cotangents):
     d_gates = like((b, n, heads // of_pack, 4, of_pack * c), F32)
     before, fresh = shaped(Memories(running, running)), shaped(empty)
     # The backward pass goes through the chunks in reverse.
-    of = Specs(static.layout.group, blocks.gates.shape[2], lambda i: n - 1 - i)
+    of = Specs(None, static.layout.group, blocks.gates.shape[2], lambda i: n - 1 - i)
     tokens = of.tokens(blocks.tokens)
     d_tokens, d_gates, d_memories, d_empty = _call(
         static,
