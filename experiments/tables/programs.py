@@ -52,7 +52,10 @@ def notes_ahead() -> Table:
         for n in counts:
             seeds = result["models"][name]["seeds"][str(n)]
             row.append(", ".join(percent(by_distance[-1]) for by_distance in seeds))
-    notes = ["right answers more than " + last["baseline"] + " ± standard error"]
+    best = {
+        row[str(n)][-1]["baseline"] for row in result["ahead"].values() for n in counts
+    }
+    notes = [f"right answers more than {', '.join(sorted(best))} ± standard error"]
     return Table(header, rows, [_NOTES], notes)
 
 

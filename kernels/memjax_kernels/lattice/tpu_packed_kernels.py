@@ -166,8 +166,7 @@ def _spread(
     rows, size, columns = gates.shape
     ones = _columns((columns, layout.group * width), 0, width, layout)
     flat = gates.reshape(rows * size, columns)
-    wide = sum(_product(part, ones) for part in packs.in_bfloat16(flat))
-    wide = wide.reshape(rows, size, -1)
+    wide = _choose_columns(flat, ones).reshape(rows, size, -1)
     parts = [wide[..., i * width : (i + 1) * width] for i in range(layout.group)]
     return _each_pack(jnp.stack(parts, axis=1))
 
@@ -183,13 +182,16 @@ def _sum_slots(
         for i in range(layout.rows)
     ]
     wide = jnp.concatenate(by_row)
-    sums = sum(_product(part, ones) for part in packs.in_bfloat16(wide))
-    return sums.reshape(layout.rows, size, columns)
+    return _choose_columns(wide, ones).reshape(layout.rows, size, columns)
 
 
-def _product(x, y):
-    # Exact in bfloat16, as all that is multiplied is a part in bfloat16 and a one.
-    return jax.lax.dot(x, y, preferred_element_type=F32)
+def _choose_columns(x: Array, ones: Array) -> Array:
+    """A product with zeros and ones, exact in three parts in bfloat16."""
+    first, *rest = (
+        jax.lax.dot(part, ones, preferred_element_type=F32)
+        for part in packs.in_bfloat16(x)
+    )
+    return first + sum(rest)
 
 
 def _columns(shape, axis: int, width: int, layout: Layout):

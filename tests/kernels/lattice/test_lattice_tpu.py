@@ -21,58 +21,9 @@ from memjax_kernels.lattice import (
 from memjax_kernels.lattice.chunked import in_chunks
 from memjax_kernels.lattice.pallas_tpu import lattice_tpu, unsupported
 from memjax_kernels.lattice.xla import lattice_xla
-from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
-
-INTERPRETED = functools.partial(lattice_tpu, interpret=INTERPRETER)
-
-
-def draw(batch, time, heads, slots, width, dtype=jnp.float32) -> Any:
-    """Queries, keys, values and step sizes."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    normal = lambda i, size: jax.random.normal(keys[i], (batch, time, heads, size))
-    tokens = normal(0, slots), jax.nn.softmax(normal(1, slots)), normal(2, width)
-    gamma = jax.random.uniform(keys[3], (batch, time, heads))
-    return *(x.astype(dtype) for x in tokens), gamma
-
-
-def rows(seed, *shape):
-    x = jax.random.normal(jax.random.key(seed), shape)
-    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-
-
-def both(form, variant, tokens, state, reset, empty, *, in_phase=False):
-    """Results, and gradients of everything for random cotangents.
-
-    `in_phase` hides from the implementation where in its chunk each row stands.
-    """
-
-    def forward(tokens, start, pending, empty):
-        before = LatticeState(
-            start, pending, state.decay, state.position, state.chunk_size
-        )
-        fresh = beginning(empty, state.chunk_size)
-        if in_phase:
-            # Tokens of chunks that start here: from the memory as the empty one.
-            before, fresh = None, beginning(start, state.chunk_size)
-        given: Any = (*tokens, None, before, reset, fresh, Rule(variant))
-        after, y = in_chunks(form, *given)
-        return y, after.start, after.pending
-
-    def pull(*arguments):
-        values, back = jax.vjp(forward, *arguments)
-        keys = jax.random.split(jax.random.key(7), 3)
-        weigh = lambda key, x: jax.random.normal(key, x.shape).astype(x.dtype)
-        return values, back(tuple(map(weigh, keys, values)))
-
-    return jax.jit(pull)(tokens, state.start, state.pending, empty)
-
-
-def close(actual, expected, tolerance):
-    actual = jax.tree_util.tree_leaves_with_path(actual)
-    for (path, a), b in zip(actual, jax.tree.leaves(expected), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        distance = np.sqrt(np.mean((a - b) ** 2) / (np.mean(b**2) + 1e-30))
-        assert distance <= tolerance, (jax.tree_util.keystr(path), distance)
+from tests.kernels.distances import close
+from tests.kernels.lattice.against_xla import INTERPRETED, both, draw, rows
+from tests.kernels.on_tpu import needs_libtpu
 
 
 @pytest.mark.slow
@@ -221,8 +172,8 @@ def compiled(name, mesh_shape, specs, sizes, dtype, variant, check_vma=None):
 )
 def test_the_gradient_compiles(name, sizes, dtype, variant):
     text = compiled(name, (1, 1), (P(), P(), P()), sizes, dtype, variant)
-    form = "token" if sizes[-1] == 1 else "chunk"
-    assert f"lattice_{form}_forward" in text and f"lattice_{form}_backward" in text
+    form = {1: "token_", 64: ""}.get(sizes[-1], "chunk_")
+    assert f"lattice_{form}forward" in text and f"lattice_{form}backward" in text
 
 
 @needs_libtpu

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from memjax_kernels.trellis import TrellisState, empty_state, segment
 from memjax_kernels.trellis.pallas_tpu import trellis_tpu
@@ -82,19 +81,3 @@ def both(implementation, arguments, reset=None):
         return values, back(jax.tree.unflatten(treedef, weights))
 
     return jax.jit(pull)(arguments)
-
-
-def distances(actual, expected):
-    """Relative distance of every leaf, by its path."""
-    found = {}
-    actual = jax.tree_util.tree_leaves_with_path(actual)
-    for (path, a), b in zip(actual, jax.tree.leaves(expected), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        relative = np.sqrt(np.mean((a - b) ** 2) / (np.mean(b**2) + 1e-30))
-        found[jax.tree_util.keystr(path)] = relative
-    return found
-
-
-def close(actual, expected, tolerance):
-    for path, distance in distances(actual, expected).items():
-        assert distance <= tolerance, (path, distance)

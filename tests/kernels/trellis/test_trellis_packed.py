@@ -19,12 +19,11 @@ from memjax_kernels.trellis import (
 )
 from memjax_kernels.trellis.state import Memories
 from memjax_kernels.trellis.xla import trellis_xla
+from tests.kernels.distances import close, distances
 from tests.kernels.trellis.against_xla import (
     INTERPRETED,
     begun_state,
     both,
-    close,
-    distances,
     draw,
     perturbed,
 )

@@ -1,0 +1,163 @@
+"""Lattice on a TPU for packs of heads: one chunk, and the kernels."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from memjax_kernels.common import pack_blocks, packs, products
+from memjax_kernels.lattice import (
+    VARIANTS,
+    LatticeState,
+    Rule,
+    empty_state,
+    packed,
+    packed_gradient,
+    tpu_packed,
+)
+from memjax_kernels.lattice import chunk as one_chunk
+from memjax_kernels.lattice.segment import Chunks
+from memjax_kernels.lattice.xla import lattice_xla
+from tests.kernels.distances import close, distances
+from tests.kernels.lattice.against_xla import INTERPRETED, both, draw, rows
+
+EXACT = functools.partial(products.multiply, dtype=jnp.dtype("float32"))
+
+
+def side_by_side(x):
+    """[P, heads, ., D] -> [P, ., DD]."""
+    return jnp.concatenate([x[:, i] for i in range(x.shape[1])], axis=-1)
+
+
+@st.composite
+def chunks(draw):
+    most = dict(packs=2, heads=3, tokens=5, slots=4, width=4)
+    # With a single channel nothing lies across a slot: all there is would be rounding.
+    least = dict(width=2)
+    sizes = {n: draw(st.integers(least.get(n, 1), size)) for n, size in most.items()}
+    return sizes, draw(st.integers(0, 2**16)), draw(st.sampled_from(VARIANTS))
+
+
+@pytest.mark.slow
+# A failure is not made smaller: each size compiles anew.
+@settings(
+    max_examples=6,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+@given(chunks())
+def test_a_chunk_and_its_gradient_agree_with_one_head_at_a_time(drawn):
+    sizes, seed, variant = drawn
+    number, heads, size, slots, width = sizes.values()
+    random = np.random.default_rng(seed)
+    normal = lambda *s: jnp.asarray(random.normal(size=(number, heads, *s)), "float32")
+    q, k, v = normal(size, slots), normal(size, slots), normal(size, width)
+    gamma = jax.nn.sigmoid(normal(size, 1))
+    start = normal(slots, width)
+    start = start / jnp.linalg.norm(start, axis=-1, keepdims=True)
+    d_after, d_written, d_y = (
+        normal(slots, width),
+        normal(slots, width),
+        normal(size, width),
+    )
+
+    def one_by_one(q, k, v, gamma, start):
+        tokens = one_chunk.Tokens(q, k, v, gamma, None)
+        written, y = one_chunk.advance(tokens, start, None, Rule(variant), EXACT)
+        return written.after, written.pending, y
+
+    expected, pull = jax.vjp(one_by_one, q, k, v, gamma, start)
+    options = packed.Options(variant, heads, EXACT)
+    wide = side_by_side(jnp.broadcast_to(gamma, q.shape))
+    x = packed.Chunk(side_by_side(q), side_by_side(k), side_by_side(v), wide)
+    moved, y = packed.advance(x, side_by_side(start), options)
+    close((moved.after, moved.written, y), [*map(side_by_side, expected)], 2e-5)
+    found = packed_gradient.pull_back(
+        x,
+        side_by_side(start),
+        side_by_side(d_after),
+        side_by_side(d_written),
+        side_by_side(d_y),
+        options,
+    )
+    d_q, d_k, d_v, d_gamma, d_start = pull((d_after, d_written, d_y))
+    by_head = found.x.gamma.reshape(number, size, heads, slots).sum(-1)
+    actual = *found.x[:3], by_head, found.start
+    theirs = side_by_side(d_q), side_by_side(d_k), side_by_side(d_v)
+    theirs = *theirs, side_by_side(d_gamma), side_by_side(d_start)
+    for mine, other in zip(actual, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, atol=3e-4 * (1 + np.abs(other).max()))
+
+
+def test_sums_over_tokens_are_those_of_float32():
+    x = jax.random.normal(jax.random.key(0), (2, 16, 128))
+    expected = np.cumsum(np.asarray(x, np.float64), axis=1)
+    np.testing.assert_allclose(packed.sum_tokens(x), expected, atol=5e-6)
+    later = np.flip(np.cumsum(np.flip(np.asarray(x, np.float64), 1), axis=1), 1)
+    np.testing.assert_allclose(packed.sum_tokens(x, reverse=True), later, atol=5e-6)
+
+
+def test_three_parts_in_bfloat16_are_a_float32():
+    x = jax.random.normal(jax.random.key(0), (1000,)) * 1e3
+    parts = packs.in_bfloat16(x)
+    assert all(part.dtype == jnp.bfloat16 for part in parts)
+    whole = sum(part.astype(jnp.float32) for part in parts)
+    np.testing.assert_allclose(whole, x, rtol=2e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "b", "h", "width", "most"),
+    [("dec", 2, 4, 128, 1), ("enc", 4, 2, 64, 8)],
+)
+def test_values_and_gradients_agree_with_xla(variant, b, h, width, most, monkeypatch):
+    """Chunks begun and not complete, resets; two groups, and several batch elements."""
+    monkeypatch.setattr(pack_blocks, "PACKS", most)
+    t, m, c = 40, 64, 16
+    place = jnp.arange(b, dtype=jnp.int32) * 5 % c
+    pending = 0.2 * rows(1, b, h, m, width) * (place > 0)[:, None, None, None]
+    state = LatticeState(rows(2, b, h, m, width), pending, jnp.ones((b, h)), place, c)
+    reset = jnp.zeros((b, t), bool).at[0, 16].set(True).at[1, 27].set(True)
+    arguments = draw(b, t, h, m, width), state, reset, rows(3, b, h, m, width)
+    expected = both(lattice_xla, variant, *arguments)
+    close(both(INTERPRETED, variant, *arguments), expected, 3e-6)
+    assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(expected[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_half_precision_is_as_exact_as_that_of_xla(variant):
+    b, t, h, d, c = 1, 100, 2, 64, 64
+    state = empty_state(b, h, d, d, c)
+    low = draw(b, t, h, d, d, jnp.bfloat16)
+    high: Any = tuple(x.astype(jnp.float32) for x in low)
+    arguments = state, None, state.start
+    exact = both(lattice_xla, variant, high, *arguments, in_phase=True)
+    kernel = both(INTERPRETED, variant, low, *arguments, in_phase=True)
+    xla = distances(both(lattice_xla, variant, low, *arguments, in_phase=True), exact)
+    for path, distance in distances(kernel, exact).items():
+        assert distance <= 1.05 * xla[path] + 1e-4, (path, distance, xla[path])
+    assert kernel[0][0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "slots", "width", "fitting"),
+    [
+        (64, 12, 64, 64, 2),
+        (16, 4, 32, 64, 4),
+        (64, 3, 128, 256, 1),
+        (64, 3, 64, 64, 0),
+        (16, 2, 64, 40, 0),
+    ],
+)
+def test_heads_of_a_pack_fill_the_lanes(size, heads, slots, width, fitting):
+    shape = lambda width: jax.ShapeDtypeStruct((1, 1, size, heads, width), jnp.bfloat16)
+    arrays: Any = (shape(slots), shape(slots), shape(width), *[None] * 4)
+    tokens = Chunks(*arrays)
+    assert tpu_packed._heads(tokens) == fitting
+    assert tpu_packed.fits(tokens) == (fitting > 0)
