@@ -163,6 +163,20 @@ def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path
     assert "Total Parameters: 2,656" in table
 
 
+def test_it_is_evaluated_as_any_model_in_any_segments(trained):
+    folder, _ = trained
+    found = []
+    for segment in ("4", "12"):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["eval", str(folder), "--split", "test", "--segment", segment])
+        assert stop.value.code == 0
+        report = json.loads((folder / "eval-test.json").read_text())
+        found.append(report["perplexity"]["all"]["perplexity"])
+    assert 1 < found[0] < 1000
+    # A state of constant size is carried: where a text is split does not matter.
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
+
+
 def test_alignment_is_the_share_of_the_full_output_that_is_missed():
     teacher = tiny.llama()
     fit = lambda window, sinks: retrofit(
