@@ -27,6 +27,11 @@ def lane(shape: tuple[int, ...]) -> Int[Array, "..."]:
     return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
 
+def sublane(shape: tuple[int, ...]) -> Int[Array, "..."]:
+    """The number of each row."""
+    return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2)
+
+
 def head(shape: tuple[int, ...], heads: int) -> Int[Array, "..."]:
     """The number of each lane's head."""
     # Not `//`, whose treatment of signs is written for the TPU at hand.

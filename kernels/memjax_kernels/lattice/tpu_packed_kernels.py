@@ -6,12 +6,11 @@ that all chunks of a head share: they hold them between chunks.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from memjax_kernels.common import packs
+from memjax_kernels.common import pack_columns, packs
 from memjax_kernels.lattice import packed, packed_gradient
 from memjax_kernels.lattice.packed import Chunk, Options
 
@@ -111,7 +110,9 @@ def backward_kernel(
     _store(d_pending, d_open)
     for ref, value in zip(d_tokens, found.x[:3], strict=True):
         _store_tokens(ref, value, layout)
-    d_gates[...] = _sum_slots(found.x.gamma, d_gates.shape[-1], layout)
+    d_gates[...] = pack_columns.sum_lanes(
+        found.x.gamma, d_gates.shape, layout.group, layout.heads
+    )
 
 
 def _read(x, layout: Layout) -> _Block:
@@ -127,7 +128,13 @@ def _read(x, layout: Layout) -> _Block:
         )
 
     cleared = flag(1) if layout.resets else None
-    return _Block(Chunk(q, k, v, _spread(gates, q.shape[-1], layout)), flag(0), cleared)
+    return _Block(
+        Chunk(
+            q, k, v, pack_columns.spread(gates, q.shape[-1], layout.group, layout.heads)
+        ),
+        flag(0),
+        cleared,
+    )
 
 
 def _each_pack(x: Array) -> Array:
@@ -157,47 +164,3 @@ def _store_tokens(ref, x: Array, layout: Layout):
 def _choose(flag, new, old):
     """`new` where the flag is 1."""
     return jnp.where(flag > 0.5, new, old)
-
-
-def _spread(
-    gates: Float[Array, "rows C R"], width: int, layout: Layout
-) -> Float[Array, "P C MM"]:
-    """Each head's column in all of the head's lanes: a product with ones."""
-    rows, size, columns = gates.shape
-    ones = _columns((columns, layout.group * width), 0, width, layout)
-    flat = gates.reshape(rows * size, columns)
-    wide = _choose_columns(flat, ones).reshape(rows, size, -1)
-    parts = [wide[..., i * width : (i + 1) * width] for i in range(layout.group)]
-    return _each_pack(jnp.stack(parts, axis=1))
-
-
-def _sum_slots(
-    x: Float[Array, "P C MM"], columns: int, layout: Layout
-) -> Float[Array, "rows C R"]:
-    """Sums over each head's lanes, as columns; undoes `_spread`."""
-    _, size, width = x.shape
-    ones = _columns((layout.group * width, columns), 1, width, layout)
-    by_row = [
-        jnp.concatenate([*x[i * layout.group : (i + 1) * layout.group]], axis=-1)
-        for i in range(layout.rows)
-    ]
-    wide = jnp.concatenate(by_row)
-    return _choose_columns(wide, ones).reshape(layout.rows, size, columns)
-
-
-def _choose_columns(x: Array, ones: Array) -> Array:
-    """A product with zeros and ones, exact in three parts in bfloat16."""
-    first, *rest = (
-        jax.lax.dot(part, ones, preferred_element_type=F32)
-        for part in packs.in_bfloat16(x)
-    )
-    return first + sum(rest)
-
-
-def _columns(shape, axis: int, width: int, layout: Layout):
-    """1 where a column along `axis` is that of a lane's head, [., .]."""
-    column = jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-    lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1 - axis)
-    pack, within = jax.lax.div(lane, width), jax.lax.rem(lane, width)
-    head = jax.lax.div(within, width // layout.heads)
-    return (column == head * layout.group + pack).astype(F32).astype(jnp.bfloat16)

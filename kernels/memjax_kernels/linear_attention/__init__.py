@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
 from memjax_kernels.common.token_scan import scan_tokens
-from memjax_kernels.linear_attention import chunks
+from memjax_kernels.linear_attention import chunks, pallas_tpu
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "pallas_tpu"]
 
 # Larger chunks are fewer memories, but their matrices grow with the square.
 CHUNK_SIZE = 64
@@ -56,8 +56,16 @@ def linear_attention(
     arguments.check_reset(reset, sizes["B"], sizes["T"])
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    forms = {"xla": linear_attention_xla, "reference": linear_attention_reference}
-    form = implementations.choose("linear_attention", implementation, forms)
+    form = implementations.choose(
+        "linear_attention",
+        implementation,
+        {
+            "xla": linear_attention_xla,
+            "reference": linear_attention_reference,
+            "pallas_tpu": linear_attention_tpu,
+        },
+        {"pallas_tpu": pallas_tpu.unsupported(q, k, v)},
+    )
     return form(q, k, v, state, reset)
 
 
@@ -106,3 +114,14 @@ def linear_attention_xla(
     """The recurrence of `linear_attention_reference` in chunks of matrix products."""
     tokens = (q, k, v, None)
     return chunks.scan_groups(chunks.linear_group, tokens, state, reset, chunk_size)
+
+
+def linear_attention_tpu(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    state: Float[Array, "B H K V"],
+    reset: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """The recurrence of `linear_attention_reference` in kernels for a TPU."""
+    return pallas_tpu.recur_tpu(q, k, v, None, state, reset)

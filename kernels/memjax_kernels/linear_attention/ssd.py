@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
 from memjax_kernels.common.token_scan import scan_tokens
-from memjax_kernels.linear_attention import chunks
+from memjax_kernels.linear_attention import chunks, pallas_tpu
 from memjax_kernels.linear_attention import empty_state as empty_state
 from memjax_kernels.linear_attention import step as add_and_read
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "pallas_tpu"]
 
 CHUNK_SIZE = 64
 
@@ -64,8 +64,16 @@ def ssd(
     arguments.check_reset(reset, sizes["B"], sizes["T"])
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    forms = {"xla": ssd_xla, "reference": ssd_reference}
-    form = implementations.choose("ssd", implementation, forms)
+    form = implementations.choose(
+        "ssd",
+        implementation,
+        {
+            "xla": ssd_xla,
+            "reference": ssd_reference,
+            "pallas_tpu": pallas_tpu.recur_tpu,
+        },
+        {"pallas_tpu": pallas_tpu.unsupported(q, k, v)},
+    )
     return form(q, k, v, g, state, reset)
 
 

@@ -12,24 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from memjax_kernels.common.gate_sums import FORGETS_ALL, STEPS, Sums
 from memjax_kernels.common.products import Multiply
 from memjax_kernels.trellis import functions
 from memjax_kernels.trellis.state import Memories
 
 F32 = jnp.float32
-# exp of this is 0 in float32. Gates no lower keep the differences of their sums finite.
-FORGETS_ALL = -104.0
-# Gates are summed in two parts: multiples of 1 / STEPS, whose sums float32 holds whole
-# in chunks of up to 2,500 tokens, and the rest. Sums in one part would lose four digits
-# of a mild gate after some strong ones.
-STEPS = 64.0
-
-
-class Sums(NamedTuple):
-    """Sums of gates in two parts, [..., C]."""
-
-    coarse: Float[Array, "*B C"]
-    fine: Float[Array, "*B C"]
 
 
 class Chunk(NamedTuple):

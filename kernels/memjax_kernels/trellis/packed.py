@@ -21,9 +21,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels.common import packs
+from memjax_kernels.common.pack_decays import (
+    Decays,
+    Totals,
+    decays,
+    kept_at_end,
+    kept_by_token,
+)
 from memjax_kernels.common.packs import diagonal, own
 from memjax_kernels.trellis import functions
-from memjax_kernels.trellis.chunk import Options, Sums
+from memjax_kernels.trellis.chunk import Options
 
 F32 = jnp.float32
 
@@ -37,37 +44,11 @@ class Chunk(NamedTuple):
     alpha: Float[Array, "P C MM"]
 
 
-class Totals(NamedTuple):
-    """Inclusive sums of g over the chunk.
-
-    Attributes:
-        row: along the lanes, [P, 1, 2 C].
-        column: along the sublanes, [P, C, 1] of each head.
-    """
-
-    row: Sums
-    column: tuple[Sums, ...]
-
-
 class Gates(NamedTuple):
     """Gates of one pass; both passes may have one and the same object `total`."""
 
     gamma: Float[Array, "P 1 CC"]
     total: Totals
-
-
-class Decays(NamedTuple):
-    """What the gates of a pass leave.
-
-    Attributes:
-        between: from token j (lanes) to token i, 0 for j > i.
-        kept: since the chunk's start.
-        until: from a token to the chunk's end.
-    """
-
-    between: Float[Array, "P C CC"]
-    kept: Float[Array, "P 1 CC"]
-    until: Float[Array, "P 1 CC"]
 
 
 class Memory(NamedTuple):
@@ -77,39 +58,11 @@ class Memory(NamedTuple):
     running: Float[Array, "P M DD"]
 
 
-def decays(total: Totals) -> Decays:
-    """The decays of one pass."""
-    row, heads = total.row, len(total.column)
-    width = row.coarse.shape[-1]
-    wide = Sums(
-        *(packs.widen(columns, width) for columns in zip(*total.column, strict=True))
-    )
-    token = jax.lax.broadcasted_iota(jnp.int32, wide.coarse.shape, 1)
-    seen = token >= packs.within(token.shape, width // heads)
-    between = (wide.coarse - row.coarse) + (wide.fine - row.fine)
-    # Masked before exp, which would overflow above the diagonal.
-    between = jnp.exp(jnp.where(seen, between, -1e30))
-    end = Sums(*(packs.widen(packs.ends(part, heads), width) for part in row))
-    until = jnp.exp((end.coarse - row.coarse) + (end.fine - row.fine))
-    return Decays(between, jnp.exp(row.coarse + row.fine), until)
-
-
 def both_decays(gates: tuple[Gates, Gates]) -> tuple[Decays, Decays]:
     """The decays of both passes, computed once where they are the same."""
     first, second = (gate.total for gate in gates)
     left = decays(first)
     return left, (left if second is first else decays(second))
-
-
-def kept_by_token(total: Totals, width: int) -> Float[Array, "P C VV"]:
-    """The decay since the chunk's start, tokens along the sublanes."""
-    return packs.widen([jnp.exp(x.coarse + x.fine) for x in total.column], width)
-
-
-def kept_at_end(total: Totals, width: int) -> Float[Array, "P 1 DD"]:
-    """The decay over the whole chunk, in a memory's lanes."""
-    row = total.row.coarse + total.row.fine
-    return jnp.exp(packs.widen(packs.ends(row, len(total.column)), width))
 
 
 def targets(alpha: Float[Array, "P C MM"], heads: int, options: Options):

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from memjax_kernels.common import gradients, products, varying
+from memjax_kernels.common.gate_sums import FORGETS_ALL
 from memjax_kernels.common.pack_blocks import (
     BLOCK_BYTES,
     LANES,
@@ -32,7 +33,7 @@ from memjax_kernels.common.pack_blocks import (
     side_by_side,
 )
 from memjax_kernels.trellis import packed, tpu_packed_kernels
-from memjax_kernels.trellis.chunk import FORGETS_ALL, Options
+from memjax_kernels.trellis.chunk import Options
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
 from memjax_kernels.trellis.tpu_packed_kernels import Layout

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from memjax_kernels.common import packs, products
+from memjax_kernels.common import pack_decays, packs, products
 from memjax_kernels.trellis import packed, packed_gradient
-from memjax_kernels.trellis.chunk import FORGETS_ALL, STEPS, Options, Sums
-from memjax_kernels.trellis.packed import Chunk, Gates, Memory, Totals
+from memjax_kernels.trellis.chunk import Options
+from memjax_kernels.trellis.packed import Chunk, Gates, Memory
 from memjax_kernels.trellis.state import Memories
 
 F32 = jnp.float32
@@ -64,46 +64,24 @@ def _read(x, layout: Layout) -> _Block:
 
 
 def _gates(block: Array, layout: Layout) -> tuple[Gates, Gates]:
-    """Gates of both passes, of a block [C, R] of gammas, gates and flags.
-
-    Sums over tokens are a product, as Mosaic has no cumulative sum; rows of columns are
-    one too.
-    """
-    group, size = layout.group, block.shape[0]
-    each = layout.heads * group
+    """Gates of both passes, of a block [C, R] of gammas, gates and flags."""
+    group, heads = layout.group, layout.heads
+    each = heads * group
     gammas = block[:, : each * layout.gammas]
     g = block[:, gammas.shape[1] :][:, : each * layout.gates]
-    g = jnp.maximum(g, FORGETS_ALL)
-    coarse = jnp.floor(g * STEPS) / STEPS
-    parts = jnp.concatenate([coarse, g - coarse], axis=1)
-    tokens = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
-    seen = tokens >= jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)
-    sums = _exact(seen.astype(F32), parts, "nn")
-    columns = jnp.concatenate([gammas, sums], axis=1)
-    number = columns.shape[1]
-    index = jax.lax.broadcasted_iota(jnp.int32, (number, number), 0)
-    eye = index == jax.lax.broadcasted_iota(jnp.int32, (number, number), 1)
-    rows = _exact(eye.astype(F32), columns, "nt")
-
-    def of_heads(start):
-        return [start + i * group for i in range(layout.heads)]
-
-    def row(start):
-        parts = [rows[at : at + group] for at in of_heads(start)]
-        return jnp.concatenate(parts, axis=1)[:, None]
-
-    def column(start):
-        return jnp.stack([columns[:, start + i : start + i + 1] for i in range(group)])
+    columns = jnp.concatenate([gammas, pack_decays.sum_gates(g)], axis=1)
+    rows = pack_decays.transpose(columns)
 
     def total(index):
         coarse = each * (layout.gammas + index)
         fine = coarse + each * layout.gates
-        starts = zip(of_heads(coarse), of_heads(fine), strict=True)
-        of_head = tuple(Sums(*map(column, both)) for both in starts)
-        return Totals(Sums(row(coarse), row(fine)), of_head)
+        return pack_decays.total(columns, rows, (coarse, fine), group, heads)
 
     totals = [total(index) for index in range(layout.gates)]
-    steps = [row(each * index) for index in range(layout.gammas)]
+    steps = [
+        pack_decays.side_by_side(rows, each * index, group, heads)
+        for index in range(layout.gammas)
+    ]
     return Gates(steps[0], totals[0]), Gates(steps[-1], totals[-1])
 
 

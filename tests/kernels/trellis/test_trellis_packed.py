@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from memjax_kernels.common import packs, products
+from memjax_kernels.common import gate_sums, pack_decays, packs, products
 from memjax_kernels.trellis import chunk as one_chunk
 from memjax_kernels.trellis import (
     empty_state,
@@ -44,12 +44,12 @@ def apart(heads, x):
 
 def gates_of(heads, gamma, g):
     """The gates of a pass, [H, C], as `packed` takes them."""
-    coarse = jnp.floor(g * one_chunk.STEPS) / one_chunk.STEPS
-    sums = one_chunk.Sums(jnp.cumsum(coarse, -1), jnp.cumsum(g - coarse, -1))
+    coarse = jnp.floor(g * gate_sums.STEPS) / gate_sums.STEPS
+    sums = gate_sums.Sums(jnp.cumsum(coarse, -1), jnp.cumsum(g - coarse, -1))
     row = lambda x: side_by_side(heads, x[:, None])
-    column = lambda head: one_chunk.Sums(*(x[head::heads, :, None] for x in sums))
-    row_sums = one_chunk.Sums(*map(row, sums))
-    total = packed.Totals(row_sums, tuple(map(column, range(heads))))
+    column = lambda head: gate_sums.Sums(*(x[head::heads, :, None] for x in sums))
+    row_sums = gate_sums.Sums(*map(row, sums))
+    total = pack_decays.Totals(row_sums, tuple(map(column, range(heads))))
     return packed.Gates(row(gamma), total)
 
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from memjax_kernels.common.gate_sums import FORGETS_ALL
 from memjax_kernels.common.mosaic import ROWS
-from memjax_kernels.trellis.chunk import FORGETS_ALL
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
 
