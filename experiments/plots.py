@@ -20,9 +20,10 @@ from experiments.hmt import length, memory, switching
 from experiments.mplus import perplexity, retrieval_quality
 from experiments.mplus.retention import knowledge_retention
 from experiments.mplus.speed import cost_report
+from experiments.notes import report as notes_report
 from experiments.ops import benchmark
 from experiments.ops.cycles import plot as cycles_plot
-from experiments.recurrent import notes_report, recall
+from experiments.recurrent import recall
 from experiments.recurrent.chunks import lattice_chunks
 from experiments.tables.table import load
 from memjax.checks import require_known

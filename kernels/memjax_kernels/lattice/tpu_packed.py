@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from memjax_kernels.common import gradients, products, varying
-from memjax_kernels.common.pack_blocks import (
+from memjax_kernels.common.packs.blocks import (
     BLOCK_BYTES,
     LANES,
     PARAMS,

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from memjax_kernels.common import pack_columns, packs
+from memjax_kernels.common import packs
+from memjax_kernels.common.packs import columns as pack_columns
 from memjax_kernels.lattice import packed, packed_gradient
 from memjax_kernels.lattice.packed import Chunk, Options
 

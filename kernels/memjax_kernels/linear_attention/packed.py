@@ -17,21 +17,33 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels.common import pack_decays, packs
-from memjax_kernels.common.pack_decays import Totals
+from memjax_kernels.common import packs
+from memjax_kernels.common.packs import decays as pack_decays
 from memjax_kernels.common.packs import diagonal, own
+from memjax_kernels.common.packs.decays import Totals
 from memjax_kernels.common.products import Multiply
 
 F32 = jnp.float32
 
 
 class Chunk(NamedTuple):
-    """Tokens of one chunk, and the sums of their gates."""
+    """Tokens of one chunk, and what their gates leave.
+
+    Attributes:
+        q: queries.
+        k: keys.
+        v: values.
+        total: sums of the gates.
+        since: from the chunk's start, in the lanes of the keys.
+        until: to its end.
+    """
 
     q: Float[Array, "P C KK"]
     k: Float[Array, "P C KK"]
     v: Float[Array, "P C VV"]
     total: Totals
+    since: Float[Array, "P C KK"]
+    until: Float[Array, "P C KK"]
 
 
 class Cotangents(NamedTuple):
@@ -61,11 +73,10 @@ def advance(
     heads = len(x.total.column)
     low = lambda y: y.astype(x.q.dtype)
     between = pack_decays.decays(x.total).between
-    since, until = _by_token(x)
     scores = low(dot(x.q, diagonal(x.k, heads), "nt") * between)
     y = dot(scores, diagonal(x.v, heads), "nn")
-    y += dot(low(x.q * since), diagonal(low(start), heads), "nn")
-    written = own(dot(low(x.k * until), x.v, "tn"), heads)
+    y += dot(low(x.q * x.since), diagonal(low(start), heads), "nn")
+    written = own(dot(low(x.k * x.until), x.v, "tn"), heads)
     return pack_decays.kept_at_end(x.total, start.shape[-1]) * start + written, y
 
 
@@ -81,31 +92,23 @@ def pull_back(
     low = lambda y: y.astype(x.q.dtype)
     rows = lambda *parts: jnp.concatenate([low(part) for part in parts], axis=1)
     between = pack_decays.decays(x.total).between
-    since, until = _by_token(x)
     d_y, d_memory = low(d_y), diagonal(low(d_after), heads)
     scores = low(dot(x.q, diagonal(x.k, heads), "nt") * between)
     d_scores = low(dot(d_y, diagonal(x.v, heads), "nt") * between)
 
-    d_past = since * dot(d_y, diagonal(low(start), heads), "nt")
+    d_past = x.since * dot(d_y, diagonal(low(start), heads), "nt")
     d_q = dot(d_scores, diagonal(x.k, heads), "nn") + d_past
-    d_written = until * dot(x.v, d_memory, "nt")
+    d_written = x.until * dot(x.v, d_memory, "nt")
     d_k = own(dot(d_scores, x.q, "tn"), heads) + d_written
     d_v = own(dot(scores, d_y, "tn"), heads)
-    d_v += dot(low(x.k * until), d_memory, "nn")
+    d_v += dot(low(x.k * x.until), d_memory, "nn")
     kept = pack_decays.kept_at_end(x.total, start.shape[-1]) * d_after
-    d_start = kept + own(dot(rows(x.q * since), d_y, "tn"), heads)
+    d_start = kept + own(dot(rows(x.q * x.since), d_y, "tn"), heads)
 
     q, k = x.q.astype(F32), x.k.astype(F32)
     sums = q * d_q - k * d_k + _at_end(k * d_written, x.q.shape[1])
     end = _at_end(kept * start, x.q.shape[1])
     return Cotangents(d_q, d_k, d_v, sums, end, d_start)
-
-
-def _by_token(x: Chunk) -> tuple[Float[Array, "P C KK"], Float[Array, "P C KK"]]:
-    """since and until in the lanes of the keys."""
-    width = x.q.shape[-1]
-    since = pack_decays.kept_by_token(x.total, width)
-    return since, pack_decays.until_by_token(x.total, width)
 
 
 def _at_end(x: Float[Array, "P N D"], size: int) -> Float[Array, "P C D"]:

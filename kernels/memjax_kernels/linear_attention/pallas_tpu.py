@@ -18,18 +18,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels.common import (
-    chunks,
-    gradients,
-    pack_columns,
-    pack_decays,
-    packs,
-    partition,
-    products,
-    varying,
-)
+from memjax_kernels.common import chunks, gradients, packs, partition, products, varying
 from memjax_kernels.common.gate_sums import FORGETS_ALL
-from memjax_kernels.common.pack_blocks import (
+from memjax_kernels.common.packs import columns as pack_columns
+from memjax_kernels.common.packs import decays as pack_decays
+from memjax_kernels.common.packs.blocks import (
     BLOCK_BYTES,
     LANES,
     PARAMS,
@@ -261,17 +254,25 @@ def _backward_kernel(x, kept, d_after, d_y, d_x, d_memory, *, static: Static, do
     d_memory[...] = found.start
     for ref, value in zip(d_tokens, found[:3], strict=True):
         packs.store(ref, value)
-    sums = sum(
-        pack_columns.sum_lanes(part, (1, *d_gates.shape), static.group, static.heads)[0]
+    packing = static.group, static.heads
+    columns = [
+        pack_columns.sum_lanes(part, (1, *d_gates.shape), *packing)[0]
         for part in (found.sums, found.end)
-    )
-    d_gates[...] = pack_decays.sum_back(sums)
+    ]
+    d_gates[...] = pack_decays.sum_back(columns[0] + columns[1])
 
 
 def _read(x: Blocks, static: Static) -> packed.Chunk:
     q, k, v = (packs.load(ref, static.group) for ref in x.tokens)
     columns = pack_decays.sum_gates(x.gates[...])
     rows = pack_decays.transpose(columns)
-    starts = (0, columns.shape[1] // 2)
+    coarse, fine = jnp.split(columns, 2, axis=1)
+    starts = (0, coarse.shape[1])
     total = pack_decays.total(columns, rows, starts, static.group, static.heads)
-    return packed.Chunk(q, k, v, total)
+    until = (coarse[-1:] - coarse) + (fine[-1:] - fine)
+
+    def in_lanes(column):
+        spread = pack_columns.spread
+        return jnp.exp(spread(column[None], q.shape[-1], static.group, static.heads))
+
+    return packed.Chunk(q, k, v, total, in_lanes(coarse + fine), in_lanes(until))

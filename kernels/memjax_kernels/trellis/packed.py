@@ -21,14 +21,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels.common import packs
-from memjax_kernels.common.pack_decays import (
+from memjax_kernels.common.packs import diagonal, own
+from memjax_kernels.common.packs.decays import (
     Decays,
     Totals,
     decays,
     kept_at_end,
     kept_by_token,
 )
-from memjax_kernels.common.packs import diagonal, own
 from memjax_kernels.trellis import functions
 from memjax_kernels.trellis.chunk import Options
 

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from memjax_kernels.common import gradients, products, varying
 from memjax_kernels.common.gate_sums import FORGETS_ALL
-from memjax_kernels.common.pack_blocks import (
+from memjax_kernels.common.packs.blocks import (
     BLOCK_BYTES,
     LANES,
     PARAMS,

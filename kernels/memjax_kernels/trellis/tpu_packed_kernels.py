@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from memjax_kernels.common import pack_decays, packs, products
+from memjax_kernels.common import packs, products
+from memjax_kernels.common.packs import decays as pack_decays
 from memjax_kernels.trellis import packed, packed_gradient
 from memjax_kernels.trellis.chunk import Options
 from memjax_kernels.trellis.packed import Chunk, Gates, Memory

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from memjax_kernels.common import pack_blocks, packs, products
+from memjax_kernels.common import packs, products
+from memjax_kernels.common.packs import blocks as pack_blocks
 from memjax_kernels.lattice import (
     VARIANTS,
     LatticeState,

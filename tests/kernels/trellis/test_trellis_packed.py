@@ -9,7 +9,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from memjax_kernels.common import gate_sums, pack_decays, packs, products
+from memjax_kernels.common import gate_sums, packs, products
+from memjax_kernels.common.packs import decays as pack_decays
 from memjax_kernels.trellis import chunk as one_chunk
 from memjax_kernels.trellis import (
     empty_state,

@@ -3,7 +3,7 @@
     python -m experiments.notes
 
 A text of the embedded documents begins with notes: names and their numbers. It goes on
-for up to 32,768 bytes, and then the names are asked for (`recurrent/notes.py`). Models
+for up to 32,768 bytes, and then the names are asked for (`task.py`). Models
 of equal parameters and equal state learn that on short texts of the training documents,
 and are asked about texts of the test documents. Beside them stand what else keeps as
 many bytes: a sliding window, which is trained alike; the text itself, which is read
@@ -29,7 +29,9 @@ import tyro
 from flax import nnx
 
 from experiments.common.results import settings, write_report
-from experiments.recurrent import comparison, mqar, notes, notes_report, on_device
+from experiments.notes import report as notes_report
+from experiments.notes import task as notes
+from experiments.recurrent import comparison, mqar, on_device
 from experiments.recurrent.comparison import Scale
 from experiments.recurrent.recall import MODELS
 from memjax.checks import check_sizes, require_known

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import notes as program
-from experiments.recurrent import comparison, notes, notes_report, on_device
+from experiments.notes import __main__ as program
+from experiments.notes import report as notes_report
+from experiments.notes import task as notes
+from experiments.recurrent import comparison, on_device
 from memjax.models import LanguageModel
 
 TEXT = np.arange(5000, dtype=np.uint8)

@@ -8,7 +8,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.recurrent import comparison, notes
+from experiments.notes import task as notes
+from experiments.recurrent import comparison
 from memjax.evaluation.drawing import drawing, log_ticks, source_of
 from memjax.evaluation.statistics import interval, paired, standard_error
 from memjax.models import ModelConfig

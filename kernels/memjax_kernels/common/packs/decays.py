@@ -1,7 +1,7 @@
 """Gates of packs of heads, and what they leave: for the TPU kernels.
 
 A block of gates is [C, R], a column a head: the first heads of the packs, then the
-second, and so on (`pack_blocks.gate_columns`). Sums over tokens are products, as Mosaic
+second, and so on (`blocks.gate_columns`). Sums over tokens are products, as Mosaic
 has no cumulative sum, and so are rows of columns.
 """
 
@@ -126,13 +126,3 @@ def kept_at_end(total: Totals, width: int) -> Float[Array, "P 1 DD"]:
     """The decay over the whole chunk, in a memory's lanes."""
     row = total.row.coarse + total.row.fine
     return jnp.exp(packs.widen(packs.ends(row, len(total.column)), width))
-
-
-def until_by_token(total: Totals, width: int) -> Float[Array, "P C VV"]:
-    """The decay from each token to the chunk's end, tokens along the sublanes."""
-
-    def until(x: Sums):
-        end = Sums(*(part[:, -1:] for part in x))
-        return jnp.exp((end.coarse - x.coarse) + (end.fine - x.fine))
-
-    return packs.widen([until(x) for x in total.column], width)

@@ -1,7 +1,7 @@
 """Numbers of tokens and heads as columns, and in all lanes of their heads.
 
-Columns are in the order of `pack_blocks.gate_columns`; more of them, such as flags, are
-left out. P is rows * group packs.
+Columns are in the order of `blocks.gate_columns`; more of them, such as flags, are left
+out. P is rows * group packs.
 """
 
 import jax
