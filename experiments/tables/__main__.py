@@ -15,6 +15,7 @@ import tyro
 from experiments.tables import (
     blocks,
     compare,
+    cycles,
     elastic,
     hmt,
     mplus,
@@ -29,6 +30,7 @@ from experiments.tables.table import Tables
 ROOT = Path(__file__).parents[2]
 MODULES = (
     compare,
+    cycles,
     elastic,
     hmt,
     mplus,
