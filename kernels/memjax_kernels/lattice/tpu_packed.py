@@ -21,14 +21,15 @@ from jaxtyping import Array
 from memjax_kernels.common import gradients, products, varying
 from memjax_kernels.common.packs.blocks import (
     BLOCK_BYTES,
-    LANES,
     PARAMS,
     ROWS,
     Specs,
     apart,
     flag_columns,
     gate_columns,
+    gates_of_columns,
     group_size,
+    packings,
     side_by_side,
 )
 from memjax_kernels.lattice import tpu_packed_kernels
@@ -74,13 +75,8 @@ def fits(tokens: Chunks) -> bool:
 def _heads(tokens: Chunks) -> int:
     """Heads of a pack, as few as fill the lanes; 0 is none."""
     (*_, size, heads, slots), width = tokens.q.shape, tokens.v.shape[4]
-
-    def suits(number):
-        whole = all(number * n % LANES == 0 for n in (slots, width))
-        room = number * _block_bytes(size, slots, width) <= BLOCK_BYTES
-        return heads % number == 0 and whole and room
-
-    return min((n for n in range(1, LANES + 1) if suits(n)), default=0)
+    each = _block_bytes(size, slots, width)
+    return min(packings(heads, (slots, width), each), default=0)
 
 
 def _rows(batch: int, tokens: int, row_bytes: int) -> int:
@@ -190,13 +186,11 @@ def _backward(static: Static, primals, kept, cotangents):
         ),
         scratch=[pltpu.VMEM((static.layout.rows, group, *empty.shape[2:]), F32)],
     )
-    b, n, groups, c, _ = d_gates.shape
-    split = d_gates.reshape(b, n, groups, c, heads, group)
     d_x = Chunks(
         q=d_tokens.q.reshape(x.q.shape),
         k=d_tokens.k.reshape(x.k.shape),
         v=d_tokens.v.reshape(x.v.shape),
-        gamma=split.transpose(0, 1, 3, 2, 5, 4).reshape(x.gamma.shape),
+        gamma=gates_of_columns(d_gates, group, heads),
         g=None,
         # Flags have no gradient.
         complete=jnp.zeros_like(x.complete),

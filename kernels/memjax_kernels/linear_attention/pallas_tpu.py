@@ -18,22 +18,22 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels.common import chunks, gradients, packs, partition, products, varying
+from memjax_kernels.common import chunks, gradients, partition, products, varying
 from memjax_kernels.common.gate_sums import FORGETS_ALL
-from memjax_kernels.common.packs import columns as pack_columns
-from memjax_kernels.common.packs import decays as pack_decays
 from memjax_kernels.common.packs.blocks import (
-    BLOCK_BYTES,
     LANES,
     PARAMS,
     Specs,
     apart,
     gate_columns,
+    gates_of_columns,
     group_size,
+    packings,
     side_by_side,
 )
-from memjax_kernels.linear_attention import packed
+from memjax_kernels.linear_attention import tpu_kernels
 from memjax_kernels.linear_attention.chunks import linear_group, scan_groups
+from memjax_kernels.linear_attention.tpu_kernels import Static
 
 F32 = jnp.float32
 CHUNK_SIZE = 64
@@ -46,14 +46,6 @@ class Tokens(NamedTuple):
     k: Float[Array, "B n C H K"]
     v: Float[Array, "B n C H V"]
     g: Float[Array, "B n C H"]
-
-
-class Static(NamedTuple):
-    """What is fixed when a kernel is compiled."""
-
-    group: int
-    heads: int
-    interpret: Any
 
 
 class Blocks(NamedTuple):
@@ -119,14 +111,8 @@ def _on_device(tokens: Tokens, state: Array, *, interpret: Any):
 
 def _heads(q: Array, v: Array) -> int:
     """Heads of a pack, as few as fill the lanes; 0 is none."""
-    heads, widths = q.shape[-2], (q.shape[-1], v.shape[-1])
-
-    def suits(number):
-        whole = all(number * width % LANES == 0 for width in widths)
-        room = number * _block_bytes(*widths) <= BLOCK_BYTES
-        return heads % number == 0 and whole and room
-
-    return min((n for n in range(1, LANES + 1) if suits(n)), default=0)
+    widths = (q.shape[-1], v.shape[-1])
+    return min(packings(q.shape[-2], widths, _block_bytes(*widths)), default=0)
 
 
 def _block_bytes(key_dim: int, value_dim: int) -> int:
@@ -157,7 +143,7 @@ def _forward(static: Static, x: Tokens, state: Array, *, keep: bool):
     of = Specs(None, static.group, blocks.gates.shape[2], lambda i: i)
     after, y, kept = _call(
         static,
-        *(_forward_kernel, "linear_attention_forward", blocks, (state,)),
+        *(tpu_kernels.forward_kernel, "linear_attention_forward", blocks, (state,)),
         (after, y, kept),
         (_specs(of, blocks), of.memories(state)),
         (of.memories(after), of.tokens(y), of.kept(kept)),
@@ -178,20 +164,18 @@ def _backward(static: Static, primals, kept, cotangents):
     specs, memories = _specs(of, blocks), of.memories(d_after)
     (d_tokens, d_gates), d_state = _call(
         static,
-        *(_backward_kernel, "linear_attention_backward", blocks),
+        *(tpu_kernels.backward_kernel, "linear_attention_backward", blocks),
         (kept, d_after, d_y),
         (tuple(shaped(blocks)), shaped(d_after)),
         (specs, of.kept(kept), memories, of.tokens(d_y)),
         (tuple(specs), memories),
     )
     d_q, d_k, d_v = d_tokens
-    b, n, groups, c, _ = d_gates.shape
-    split = d_gates.reshape(b, n, groups, c, static.heads, static.group)
     d_x = Tokens(
         d_q.reshape(x.q.shape),
         d_k.reshape(x.k.shape),
         d_v.reshape(x.v.shape),
-        split.transpose(0, 1, 3, 2, 5, 4).reshape(x.g.shape),
+        gates_of_columns(d_gates, static.group, static.heads),
     )
     return d_x, apart(d_state, static.heads)
 
@@ -225,54 +209,3 @@ def _call(static: Static, kernel, name, x: Blocks, inputs, outputs, specs, out_s
         interpret=static.interpret,
         name=name,
     )(x, *inputs)
-
-
-def _forward_kernel(x, before, after, y, kept, *, static: Static, dot):
-    """One chunk; `kept` None does not keep the memory before it."""
-
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        after[...] = before[...]
-
-    start = after[...]
-    if kept is not None:
-        kept[...] = start.astype(kept.dtype)
-    after[...], read = packed.advance(_read(x, static), start, dot)
-    packs.store(y, read)
-
-
-def _backward_kernel(x, kept, d_after, d_y, d_x, d_memory, *, static: Static, dot):
-    """Cotangents of one chunk, after those of the chunks behind it."""
-    d_tokens, d_gates = d_x
-
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        d_memory[...] = d_after[...]
-
-    start, given = kept[...].astype(F32), packs.load(d_y, static.group)
-    found = packed.pull_back(_read(x, static), start, d_memory[...], given, dot)
-    d_memory[...] = found.start
-    for ref, value in zip(d_tokens, found[:3], strict=True):
-        packs.store(ref, value)
-    packing = static.group, static.heads
-    columns = [
-        pack_columns.sum_lanes(part, (1, *d_gates.shape), *packing)[0]
-        for part in (found.sums, found.end)
-    ]
-    d_gates[...] = pack_decays.sum_back(columns[0] + columns[1])
-
-
-def _read(x: Blocks, static: Static) -> packed.Chunk:
-    q, k, v = (packs.load(ref, static.group) for ref in x.tokens)
-    columns = pack_decays.sum_gates(x.gates[...])
-    rows = pack_decays.transpose(columns)
-    coarse, fine = jnp.split(columns, 2, axis=1)
-    starts = (0, coarse.shape[1])
-    total = pack_decays.total(columns, rows, starts, static.group, static.heads)
-    until = (coarse[-1:] - coarse) + (fine[-1:] - fine)
-
-    def in_lanes(column):
-        spread = pack_columns.spread
-        return jnp.exp(spread(column[None], q.shape[-1], static.group, static.heads))
-
-    return packed.Chunk(q, k, v, total, in_lanes(coarse + fine), in_lanes(until))

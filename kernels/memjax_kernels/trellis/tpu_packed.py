@@ -21,7 +21,6 @@ from jaxtyping import Array
 from memjax_kernels.common import gradients, products, varying
 from memjax_kernels.common.gate_sums import FORGETS_ALL
 from memjax_kernels.common.packs.blocks import (
-    BLOCK_BYTES,
     LANES,
     PARAMS,
     ROWS,
@@ -30,6 +29,7 @@ from memjax_kernels.common.packs.blocks import (
     flag_columns,
     gate_columns,
     group_size,
+    packings,
     side_by_side,
 )
 from memjax_kernels.trellis import packed, tpu_packed_kernels
@@ -60,15 +60,10 @@ def _heads(tokens: Tokens) -> int:
     """Heads of a pack, as many as the lanes hold tokens of; 0 is none."""
     size, heads = tokens.q.shape[2:4]
     widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
-
-    def suits(number):
-        whole = all(number * width % LANES == 0 for width in widths)
-        room = number * _block_bytes(size, *widths) <= BLOCK_BYTES
-        return heads % number == 0 and whole and room
-
     # Two heads at least: nothing here is written for one.
     most = max(2, LANES // size)
-    return max((number for number in range(2, most + 1) if suits(number)), default=0)
+    fitting = packings(heads, widths, _block_bytes(size, *widths))
+    return max((number for number in fitting if 2 <= number <= most), default=0)
 
 
 def trellis_packed(

@@ -5,7 +5,7 @@ order; `common.packs` says what a pack is. Tokens are [B, n, C, H D], as a proje
 leaves them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,23 @@ PACKS = 8
 # Tokens of a chunk come in these, which fill a register of 2 bytes, and channels of a
 # pack in these.
 ROWS, LANES = 16, 128
+
+
+def packings(number: int, widths: Sequence[int], head_bytes: int) -> list[int]:
+    """How many heads a pack may have, ascending: they fill whole registers and VMEM.
+
+    Args:
+        number: of heads, which packs divide evenly.
+        widths: channels and slots of a head.
+        head_bytes: what a program holds of one.
+    """
+    return [
+        heads
+        for heads in range(1, number + 1)
+        if number % heads == 0
+        and all(heads * width % LANES == 0 for width in widths)
+        and heads * head_bytes <= BLOCK_BYTES
+    ]
 
 
 def group_size(packs: int, pack_bytes: int) -> int:
@@ -67,6 +84,13 @@ def gate_columns(gate: Array, group: int, heads: int) -> Array:
     b, n, c, number = gate.shape[:4]
     split = gate.reshape(b, n, c, number // (group * heads), group, heads, -1)
     return split.transpose(0, 1, 3, 2, 6, 5, 4).reshape(b, n, split.shape[3], c, -1)
+
+
+def gates_of_columns(columns: Array, group: int, heads: int) -> Array:
+    """Undoes `gate_columns` of one pass: [B, n, C, H]."""
+    b, n, groups, c, _ = columns.shape
+    split = columns.reshape(b, n, groups, c, heads, group)
+    return split.transpose(0, 1, 3, 2, 5, 4).reshape(b, n, c, -1)
 
 
 def flag_columns(flag: Array, like: Array) -> Array:
