@@ -114,6 +114,8 @@ def table() -> dict[str, Case]:
     for op in PLAIN:
         add(op, op)
     add("ttt_linear/c16", "ttt_linear", chunk_size=16)
+    for op in ("ssd", "gated_delta_rule"):
+        add(f"{op}/xla", op, implementation="xla")
     add("trellis/c64/xla", "trellis", chunk_size=64, implementation="xla")
     add("lattice-dec/c64/xla", "lattice", chunk_size=64, implementation="xla")
     for name, op in (("trellis", "trellis"), ("lattice-dec", "lattice")):

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
+from memjax_kernels.common.packs import recurrence
 from memjax_kernels.common.token_scan import scan_tokens
+from memjax_kernels.delta_rule import pallas_tpu
 from memjax_kernels.delta_rule.chunks import scan_chunks
 from memjax_kernels.linear_attention import empty_state as empty_state
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "pallas_tpu"]
 
 
 def delta_rule(
@@ -59,8 +61,16 @@ def delta_rule(
     arguments.check_float32("state", state)
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    forms = {"xla": delta_rule_xla, "reference": delta_rule_reference}
-    form = implementations.choose("delta_rule", implementation, forms)
+    form = implementations.choose(
+        "delta_rule",
+        implementation,
+        {
+            "xla": delta_rule_xla,
+            "reference": delta_rule_reference,
+            "pallas_tpu": delta_rule_tpu,
+        },
+        {"pallas_tpu": recurrence.unsupported(q, k, v)},
+    )
     return form(q, k, v, beta, state, reset)
 
 
@@ -101,3 +111,15 @@ def delta_rule_xla(
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """The recurrence of `delta_rule_reference` in chunks of matrix products."""
     return scan_chunks(q, k, v, beta, None, state, reset)
+
+
+def delta_rule_tpu(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    beta: Float[Array, "B T H"],
+    state: Float[Array, "B H K V"],
+    reset: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """The recurrence of `delta_rule_reference` in kernels for a TPU."""
+    return pallas_tpu.recur_tpu(q, k, v, beta, None, state, reset)

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
+from memjax_kernels.common.packs import recurrence
 from memjax_kernels.common.token_scan import scan_tokens
 from memjax_kernels.delta_rule import empty_state as empty_state
+from memjax_kernels.delta_rule import pallas_tpu
 from memjax_kernels.delta_rule import step as write_and_read
 from memjax_kernels.delta_rule.chunks import scan_chunks
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "pallas_tpu"]
 
 
 def gated_delta_rule(
@@ -64,8 +66,16 @@ def gated_delta_rule(
     arguments.check_float32("state", state)
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    forms = {"xla": gated_delta_rule_xla, "reference": gated_delta_rule_reference}
-    form = implementations.choose("gated_delta_rule", implementation, forms)
+    form = implementations.choose(
+        "gated_delta_rule",
+        implementation,
+        {
+            "xla": gated_delta_rule_xla,
+            "reference": gated_delta_rule_reference,
+            "pallas_tpu": pallas_tpu.recur_tpu,
+        },
+        {"pallas_tpu": recurrence.unsupported(q, k, v)},
+    )
     return form(q, k, v, beta, g, state, reset)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
+from memjax_kernels.common.packs import recurrence
 from memjax_kernels.common.token_scan import scan_tokens
 from memjax_kernels.linear_attention import chunks, pallas_tpu
 
@@ -64,7 +65,7 @@ def linear_attention(
             "reference": linear_attention_reference,
             "pallas_tpu": linear_attention_tpu,
         },
-        {"pallas_tpu": pallas_tpu.unsupported(q, k, v)},
+        {"pallas_tpu": recurrence.unsupported(q, k, v)},
     )
     return form(q, k, v, state, reset)
 

@@ -1,211 +1,25 @@
-"""Linear attention and SSD on a TPU: tokens are read and written where they lie.
-
-All packs of heads of a program are computed in step, so that one hides the latency of
-another. The memory is an output block that all chunks of a head share: it stays in VMEM
-from the first chunk to the last. `packed` has the equations of a chunk. A reset is a
-gate that forgets all.
-
-The forward kernel also saves the memory at every chunk's start where a gradient is
-taken, in the dtype of the tokens. The backward kernel goes through the chunks in
-reverse and computes each again from there.
-"""
+"""Linear attention and SSD on a TPU: `packed` has the equations of a chunk."""
 
 import functools
-from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float
-
-from memjax_kernels.common import chunks, gradients, partition, products, varying
-from memjax_kernels.common.gate_sums import FORGETS_ALL
-from memjax_kernels.common.packs.blocks import (
-    LANES,
-    PARAMS,
-    Specs,
-    apart,
-    gate_columns,
-    gates_of_columns,
-    group_size,
-    packings,
-    side_by_side,
-)
-from memjax_kernels.linear_attention import tpu_kernels
+from memjax_kernels.common.packs import recurrence
+from memjax_kernels.common.packs.recurrence_kernels import Op
+from memjax_kernels.linear_attention import packed
 from memjax_kernels.linear_attention.chunks import linear_group, scan_groups
-from memjax_kernels.linear_attention.tpu_kernels import Static
-
-F32 = jnp.float32
-CHUNK_SIZE = 64
 
 
-class Tokens(NamedTuple):
-    """Chunks of a segment; g is 0 without gates, and lowest where a reset is."""
-
-    q: Float[Array, "B n C H K"]
-    k: Float[Array, "B n C H K"]
-    v: Float[Array, "B n C H V"]
-    g: Float[Array, "B n C H"]
+def _in_xla(q, k, v, g, beta, state, *, chunk_size):
+    del beta
+    tokens = (q, k, v, g[..., None])
+    return scan_groups(linear_group, tokens, state, None, chunk_size)
 
 
-class Blocks(NamedTuple):
-    """A segment as the kernels take it.
-
-    Attributes:
-        tokens: q, k and v, each [B, n, C, H D].
-        gates: [B, n, groups, C, heads of a group], float32.
-    """
-
-    tokens: tuple[Any, Any, Any]
-    gates: Any
-
-
-def unsupported(q: Array, k: Array, v: Array) -> str:
-    """Why the kernels cannot take these arguments on any TPU; "" if they can."""
-    tokens = {x.dtype.name for x in (q, k, v)}
-    if len(tokens) > 1 or not tokens <= {"float32", "bfloat16"}:
-        return f"q, k and v must all be float32 or all bfloat16, got {sorted(tokens)}"
-    if q.shape[1] < CHUNK_SIZE:
-        return f"{q.shape[1]} tokens are less than a chunk of {CHUNK_SIZE}"
-    if not _heads(q, v):
-        return (
-            f"no number of {q.shape[2]} heads fills {LANES} lanes with keys of "
-            f"{q.shape[3]} and values of {v.shape[3]}, and fits in VMEM"
-        )
-    return ""
-
-
-def recur_tpu(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    g: Float[Array, "B T H"] | None,
-    state: Float[Array, "B H K V"],
-    reset: Bool[Array, "B T"] | None,
-    *,
-    interpret: Any = False,
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """The recurrence of `ssd`, or of `linear_attention` for g of None."""
-    time = q.shape[1]
-    g = jnp.zeros(q.shape[:3], F32) if g is None else g.astype(F32)
-    # Of -inf a difference of sums would be NaN; what is raised has no gradient.
-    g = jnp.where(g > FORGETS_ALL, g, FORGETS_ALL)
-    if reset is not None:
-        g = jnp.where(reset[:, :, None], FORGETS_ALL, g)
-    # Tokens of zeros, gate included, leave the memory as it is.
-    tokens = Tokens(*(chunks.split(x, CHUNK_SIZE, None) for x in (q, k, v, g)))
-    state, y = partition.chunkwise(_on_device)(tokens, state, interpret=interpret)
-    return state, chunks.join(y, time, None)
-
-
-def _on_device(tokens: Tokens, state: Array, *, interpret: Any):
-    heads = _heads(tokens.q, tokens.v)
-    if not heads:
-        # A device of a mesh may hold heads that fill no lanes.
-        return _in_xla(None, tokens, state)
-    each = heads * _block_bytes(tokens.q.shape[-1], tokens.v.shape[-1])
-    static = Static(group_size(tokens.q.shape[3] // heads, each), heads, interpret)
-    results: Any = _chunks(static, *varying.vary_alike((tokens, state)))
-    return results
-
-
-def _heads(q: Array, v: Array) -> int:
-    """Heads of a pack, as few as fill the lanes; 0 is none."""
-    widths = (q.shape[-1], v.shape[-1])
-    return min(packings(q.shape[-2], widths, _block_bytes(*widths)), default=0)
-
-
-def _block_bytes(key_dim: int, value_dim: int) -> int:
-    """What the backward kernel holds in VMEM for a head, roughly."""
-    # In float32. Two buffers of each block in and out: tokens and their cotangents, and
-    # 6 of a memory; and the values in between: 4 of a memory, 12 of a token's channels,
-    # 4 of pairs of tokens.
-    tokens = CHUNK_SIZE * (2 * key_dim + 2 * value_dim) * 4
-    memories = key_dim * value_dim * (6 + 4)
-    between = CHUNK_SIZE * (12 * (key_dim + value_dim) + 4 * CHUNK_SIZE)
-    return 4 * (tokens + memories + between)
-
-
-def _arrange(static: Static, x: Tokens) -> Blocks:
-    flat = lambda t: t.reshape(*t.shape[:3], -1)
-    gates = gate_columns(x.g, static.group, static.heads)
-    return Blocks((flat(x.q), flat(x.k), flat(x.v)), gates)
-
-
-def _forward(static: Static, x: Tokens, state: Array, *, keep: bool):
-    blocks, state = _arrange(static, x), side_by_side(state, static.heads)
-    like = functools.partial(varying.like, x.q)
-    y = like(blocks.tokens[2].shape, x.v.dtype)
-    # In the tokens' dtype, to which the operands of products are rounded anyway.
-    shape = (state.shape[0], x.q.shape[1], *state.shape[1:])
-    kept = like(shape, x.q.dtype) if keep else None
-    after = like(state.shape, F32)
-    of = Specs(None, static.group, blocks.gates.shape[2], lambda i: i)
-    after, y, kept = _call(
-        static,
-        *(tpu_kernels.forward_kernel, "linear_attention_forward", blocks, (state,)),
-        (after, y, kept),
-        (_specs(of, blocks), of.memories(state)),
-        (of.memories(after), of.tokens(y), of.kept(kept)),
-    )
-    return (apart(after, static.heads), y.reshape(x.v.shape)), kept
-
-
-def _backward(static: Static, primals, kept, cotangents):
-    x, _ = primals
-    d_after, d_y = cotangents
-    blocks, d_after = _arrange(static, x), side_by_side(d_after, static.heads)
-    d_y = d_y.reshape(blocks.tokens[2].shape)
-    like = functools.partial(varying.like, x.q)
-    shaped = lambda tree: jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
-    n = x.q.shape[1]
-    # The backward pass goes through the chunks in reverse.
-    of = Specs(None, static.group, blocks.gates.shape[2], lambda i: n - 1 - i)
-    specs, memories = _specs(of, blocks), of.memories(d_after)
-    (d_tokens, d_gates), d_state = _call(
-        static,
-        *(tpu_kernels.backward_kernel, "linear_attention_backward", blocks),
-        (kept, d_after, d_y),
-        (tuple(shaped(blocks)), shaped(d_after)),
-        (specs, of.kept(kept), memories, of.tokens(d_y)),
-        (tuple(specs), memories),
-    )
-    d_q, d_k, d_v = d_tokens
-    d_x = Tokens(
-        d_q.reshape(x.q.shape),
-        d_k.reshape(x.k.shape),
-        d_v.reshape(x.v.shape),
-        gates_of_columns(d_gates, static.group, static.heads),
-    )
-    return d_x, apart(d_state, static.heads)
-
-
-def _in_xla(static: Static | None, x: Tokens, state: Array):
-    """The function of the forward kernel."""
-    del static
-    joined = [y.reshape(y.shape[0], -1, *y.shape[3:]) for y in x]
-    tokens = (*joined[:3], joined[3][..., None])
-    state, y = scan_groups(linear_group, tokens, state, None, CHUNK_SIZE)
-    return state, y.reshape(x.v.shape)
-
-
-_chunks = gradients.of_kernels("linear_attention", _forward, _backward, _in_xla)
-
-
-def _specs(of: Specs, x: Blocks) -> Blocks:
-    return Blocks(of.tokens(x.tokens), of.gates(x.gates))
-
-
-def _call(static: Static, kernel, name, x: Blocks, inputs, outputs, specs, out_specs):
-    q = x.tokens[0]
-    dot = functools.partial(products.multiply, dtype=products.operand_dtype(q))
-    return pl.pallas_call(
-        functools.partial(kernel, static=static, dot=dot),
-        grid=(q.shape[0], x.gates.shape[2], q.shape[1]),
-        in_specs=specs,
-        out_specs=out_specs,
-        out_shape=outputs,
-        compiler_params=PARAMS,
-        interpret=static.interpret,
-        name=name,
-    )(x, *inputs)
+OP = Op(
+    "linear_attention",
+    packed.advance,
+    packed.pull_back,
+    _in_xla,
+    # The operands of its products are rounded to the tokens' dtype anyway.
+    exact=False,
+)
+recur_tpu = functools.partial(recurrence.recur, OP)

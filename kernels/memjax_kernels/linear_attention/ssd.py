@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
+from memjax_kernels.common.packs import recurrence
 from memjax_kernels.common.token_scan import scan_tokens
 from memjax_kernels.linear_attention import chunks, pallas_tpu
 from memjax_kernels.linear_attention import empty_state as empty_state
@@ -72,7 +73,7 @@ def ssd(
             "reference": ssd_reference,
             "pallas_tpu": pallas_tpu.recur_tpu,
         },
-        {"pallas_tpu": pallas_tpu.unsupported(q, k, v)},
+        {"pallas_tpu": recurrence.unsupported(q, k, v)},
     )
     return form(q, k, v, g, state, reset)
 

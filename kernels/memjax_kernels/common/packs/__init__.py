@@ -102,10 +102,10 @@ def store(ref: Any, x: Float[Array, "P C DD"]) -> None:
         ref[:, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
 
 
-def in_bfloat16(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
-    """Three parts in bfloat16 whose sum is x, a float32."""
+def in_bfloat16(x: Float[Array, "..."], count: int = 3) -> list[Float[Array, "..."]]:
+    """Parts in bfloat16 whose sum is x, a float32; two of them leave out 7 bits."""
     parts = []
-    for _ in range(3):
+    for _ in range(count):
         part = x.astype(jnp.bfloat16)
         parts.append(part)
         x = x - part.astype(F32)

@@ -1,0 +1,163 @@
+"""The two kernels of a recurrence: a chunk of a group, forward and back.
+
+Each takes references to blocks in VMEM. The memory and its cotangent are output blocks
+that all chunks of a head share: they hold them between chunks.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from memjax_kernels.common import packs
+from memjax_kernels.common.packs import columns as pack_columns
+from memjax_kernels.common.packs import decays as pack_decays
+from memjax_kernels.common.packs.decays import Totals
+
+F32 = jnp.float32
+
+
+class Op(NamedTuple):
+    """What an op brings.
+
+    Attributes:
+        name: of its kernels, before "_forward" and "_backward".
+        advance: (Chunk, memory) -> (memory, y).
+        pull_back: (Chunk, memory, their cotangents) -> Cotangents.
+        in_xla: (q, k, v, g, beta, memory, chunk_size=) -> (memory, y), for gradients
+            of gradients.
+        exact: whether memories are kept in float32 for the backward kernel, or in the
+            tokens' dtype.
+    """
+
+    name: str
+    advance: Callable[..., Any]
+    pull_back: Callable[..., Any]
+    in_xla: Callable[..., Any]
+    exact: bool
+
+
+class Static(NamedTuple):
+    """What is fixed when a kernel is compiled."""
+
+    op: Op
+    group: int
+    heads: int
+    interpret: Any
+
+
+class Chunk(NamedTuple):
+    """Tokens of one chunk, and what their gates leave.
+
+    Attributes:
+        q: queries.
+        k: keys.
+        v: values.
+        total: sums of the gates.
+        since: decays from the chunk's start, in so many lanes of all heads.
+        until: the same to its end.
+        beta: the same of write rates; None without.
+    """
+
+    q: Float[Array, "P C KK"]
+    k: Float[Array, "P C KK"]
+    v: Float[Array, "P C VV"]
+    total: Totals
+    since: Callable[[int], Float[Array, "P C DD"]]
+    until: Callable[[int], Float[Array, "P C DD"]]
+    beta: Callable[[int], Float[Array, "P C DD"]] | None
+
+
+class Cotangents(NamedTuple):
+    """Of the tokens and the memory.
+
+    Attributes:
+        q: of the queries.
+        k: of the keys.
+        v: of the values.
+        sums: of the gates' sums, before the sum over a head's lanes.
+        end: the same of the memory, in the row of the last token.
+        start: of the memory before the chunk.
+        beta: of the rates, before the sum over a head's lanes.
+    """
+
+    q: Float[Array, "P C KK"]
+    k: Float[Array, "P C KK"]
+    v: Float[Array, "P C VV"]
+    sums: Float[Array, "P C KK"]
+    end: Float[Array, "P C VV"]
+    start: Float[Array, "P K VV"]
+    beta: Float[Array, "P C VV"] | None = None
+
+
+def at_end(x: Float[Array, "P N D"], size: int) -> Float[Array, "P C D"]:
+    """The sum over rows, in the row of the last of `size` tokens."""
+    shape = (x.shape[0], size, x.shape[-1])
+    last = packs.sublane(shape) == size - 1
+    return jnp.where(last, packs.sum_slots(x), 0.0)
+
+
+def forward_kernel(x, before, after, y, kept, *, static: Static):
+    """One chunk; `kept` None does not keep the memory before it."""
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        after[...] = before[...]
+
+    start = after[...]
+    if kept is not None:
+        kept[...] = start.astype(kept.dtype)
+    after[...], read = static.op.advance(_read(x, static), start)
+    packs.store(y, read)
+
+
+def backward_kernel(x, kept, d_after, d_y, d_x, d_memory, *, static: Static):
+    """Cotangents of one chunk, after those of the chunks behind it."""
+    d_tokens, d_columns = d_x
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        d_memory[...] = d_after[...]
+
+    start, given = kept[...].astype(F32), packs.load(d_y, static.group)
+    found = static.op.pull_back(_read(x, static), start, d_memory[...], given)
+    d_memory[...] = found.start
+    for ref, value in zip(d_tokens, found[:3], strict=True):
+        packs.store(ref, value)
+    shape = (1, d_columns.shape[0], static.group * static.heads)
+
+    def column(part):
+        return pack_columns.sum_lanes(part, shape, static.group, static.heads)[0]
+
+    d_sums = column(found.sums) + column(found.end)
+    columns = [pack_decays.sum_back(d_sums)]
+    if found.beta is not None:
+        columns.append(column(found.beta))
+    d_columns[...] = jnp.concatenate(columns, axis=1)
+
+
+def _read(x: Any, static: Static) -> Chunk:
+    q, k, v = (packs.load(ref, static.group) for ref in x.tokens)
+    number = static.group * static.heads
+    given = x.columns[...]
+    columns = pack_decays.sum_gates(given[:, :number])
+    rows = pack_decays.transpose(columns)
+    coarse, fine = jnp.split(columns, 2, axis=1)
+    total = pack_decays.total(columns, rows, (0, number), static.group, static.heads)
+    until = (coarse[-1:] - coarse) + (fine[-1:] - fine)
+
+    def in_lanes(column, then=lambda x: x):
+        spread = pack_columns.spread
+
+        @functools.cache
+        def of_width(width):
+            return then(spread(column[None], width, static.group, static.heads))
+
+        return of_width
+
+    beta = in_lanes(given[:, number:]) if given.shape[1] > number else None
+    since, until = in_lanes(coarse + fine, jnp.exp), in_lanes(until, jnp.exp)
+    return Chunk(q, k, v, total, since, until, beta)

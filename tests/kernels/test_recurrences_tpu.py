@@ -1,0 +1,206 @@
+"""The TPU kernels of linear attention, SSD and the delta rules: run, and compiled."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from memjax_kernels.common import implementations
+from memjax_kernels.common.packs import blocks as pack_blocks
+from memjax_kernels.common.packs.recurrence import unsupported
+from memjax_kernels.delta_rule import delta_rule, delta_rule_xla
+from memjax_kernels.delta_rule import pallas_tpu as delta_rule_tpu
+from memjax_kernels.delta_rule.gated import gated_delta_rule, gated_delta_rule_xla
+from memjax_kernels.linear_attention import linear_attention, linear_attention_xla
+from memjax_kernels.linear_attention import pallas_tpu as linear_attention_tpu
+from memjax_kernels.linear_attention.ssd import ssd, ssd_xla
+from tests.kernels.distances import close, distances
+from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
+
+# Of each op with gates: its kernels, interpreted, its form for XLA, and where its gates
+# stand.
+LINEAR = functools.partial(linear_attention_tpu.recur_tpu, interpret=INTERPRETER)
+DELTA = functools.partial(delta_rule_tpu.recur_tpu, interpret=INTERPRETER)
+OPS = {
+    "ssd": (LINEAR, ssd_xla, 3),
+    "gated_delta_rule": (DELTA, gated_delta_rule_xla, 4),
+}
+OF_OPS = pytest.mark.parametrize("name", OPS)
+
+
+def draw(name, seed, b, t, h, key, value, dtype=jnp.float32) -> Any:
+    """Queries, keys, values, write rates of an op that has some, log gates, memory."""
+    keys = jax.random.split(jax.random.key(seed), 6)
+    normal = lambda i, *shape: jax.random.normal(keys[i], shape)
+    q, k = normal(0, b, t, h, key), normal(1, b, t, h, key)
+    k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
+    g = jax.nn.log_sigmoid(normal(3, b, t, h) + 2)
+    tokens = (x.astype(dtype) for x in (q, k, normal(2, b, t, h, value)))
+    rates = (jax.nn.sigmoid(normal(5, b, t, h)),) if OPS[name][2] == 4 else ()
+    return *tokens, *rates, g, normal(4, b, h, key, value)
+
+
+def both(form, reset, *arguments):
+    """Results, and gradients of everything for random cotangents."""
+
+    def pull(*arguments):
+        values, back = jax.vjp(lambda *x: form(*x, reset), *arguments)
+        keys = jax.random.split(jax.random.key(7), 2)
+        weigh = lambda key, x: jax.random.normal(key, x.shape).astype(x.dtype)
+        return values, back(tuple(map(weigh, keys, values)))
+
+    return jax.jit(pull)(*arguments)
+
+
+@st.composite
+def segments(draw):
+    heads, key = draw(st.sampled_from([(2, 64), (4, 32), (1, 128)]))
+    value = draw(st.sampled_from([128 // heads, 256 // heads]))
+    length = draw(st.integers(64, 150))
+    places = draw(st.lists(st.integers(0, length - 1), max_size=3))
+    return (heads, key, value, length), places, draw(st.integers(0, 2**16))
+
+
+@pytest.mark.slow
+@OF_OPS
+# A failure is not made smaller: each size compiles anew.
+@settings(
+    max_examples=3,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+@given(segments())
+def test_values_and_gradients_agree_with_xla(name, drawn):
+    (heads, key, value, length), places, seed = drawn
+    arguments = draw(name, seed, 2, length, heads, key, value)
+    reset = jnp.zeros((2, length), bool)
+    for place in places:
+        reset = reset.at[place % 2, place].set(True)
+    kernels, xla, _ = OPS[name]
+    close(both(kernels, reset, *arguments), both(xla, reset, *arguments), 3e-6)
+
+
+@pytest.mark.slow
+@OF_OPS
+def test_gates_that_forget_all_leave_nothing_and_no_gradient(name, monkeypatch):
+    """Two groups of packs; mild gates behind strong ones keep their digits."""
+    monkeypatch.setattr(pack_blocks, "PACKS", 1)
+    kernels, xla, place = OPS[name]
+    arguments = list(draw(name, 1, 1, 100, 4, 64, 64))
+    g = arguments[place].at[0, 20].set(-jnp.inf).at[0, 40].set(-1e4)
+    arguments[place] = g.at[0, 70:80].set(-103.0)
+    expected = both(xla, None, *arguments)
+    found = both(kernels, None, *arguments)
+    close(found, expected, 3e-6)
+    assert not found[1][place][0, 20].any() and found[1][place][0, 21].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernels", "xla", "place"),
+    [(LINEAR, linear_attention_xla, 3), (DELTA, delta_rule_xla, 4)],
+)
+def test_without_gates_it_is_the_op_that_has_none(kernels, xla, place):
+    arguments = list(draw("gated_delta_rule", 2, 2, 70, 2, 64, 64))
+    given = (*arguments[:place], arguments[-1])
+    reset = jnp.zeros((2, 70), bool).at[1, 65].set(True)
+    ours = lambda *x: kernels(*x[:place], None, *x[place:])
+    close(both(ours, reset, *given), both(xla, reset, *given), 3e-6)
+
+
+@pytest.mark.slow
+@OF_OPS
+@pytest.mark.parametrize("alike", [False, True])
+def test_half_precision_is_as_exact_as_that_of_xla(name, alike):
+    """Keys that are all alike leave the delta rule the hardest systems."""
+    kernels, xla, place = OPS[name]
+    q, k, *others = draw(name, 3, 1, 100, 2, 64, 64)
+    if alike:
+        k = k[:, :1] + 0.3 * k
+        k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
+        others[place - 2] *= 0.01
+    low = [x.astype(jnp.bfloat16) for x in (q, k, others[0])] + others[1:]
+    high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
+    exact = both(xla, None, *high)
+    kernel = both(kernels, None, *low)
+    by_xla = distances(both(xla, None, *low), exact)
+    for path, distance in distances(kernel, exact).items():
+        assert distance <= 1.2 * by_xla[path] + 2e-4, (path, distance, by_xla[path])
+    assert kernel[0][1].dtype == jnp.bfloat16
+
+
+@pytest.mark.slow
+@OF_OPS
+def test_gradients_of_gradients_differentiate_the_same_function(name):
+    kernels, xla, _ = OPS[name]
+    arguments = draw(name, 4, 1, 64, 2, 64, 64)
+
+    def size(form, *arguments):
+        grads = jax.grad(lambda *x: jnp.sum(form(*x, None)[1] ** 2), (0, 3))
+        return sum(jnp.sum(x * x) for x in grads(*arguments))
+
+    twice = lambda form: jax.jit(jax.grad(functools.partial(size, form)))(*arguments)
+    close(twice(kernels), twice(xla), 1e-5)
+
+
+def test_unsupported_arguments_say_why():
+    shape = lambda t, h, d, dtype="bfloat16": jnp.zeros((1, t, h, d), dtype)
+    x = shape(64, 2, 64)
+    assert unsupported(x, x, x) == ""
+    assert "all be float32 or all" in unsupported(x, x, shape(64, 2, 64, "float32"))
+    short = shape(63, 2, 64)
+    assert "63 tokens are less than a chunk of 64" in unsupported(short, short, short)
+    odd = shape(64, 3, 64)
+    assert "no number of 3 heads fills 128 lanes" in unsupported(odd, odd, odd)
+    if implementations.needs("tpu"):
+        gate = jnp.zeros((1, 64, 2))
+        given: Any = {linear_attention: (), ssd: (gate,), delta_rule: (gate,)}
+        for op, gates in (given | {gated_delta_rule: (gate, gate)}).items():
+            with pytest.raises(ValueError, match="it needs a tpu"):
+                op(x, x, x, *gates, implementation="pallas_tpu")
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("op", "chip", "sizes", "dtype", "mesh_shape"),
+    [
+        (ssd, "v5e:2x2", (1, 128, 4, 64, 64), jnp.bfloat16, (1, 1)),
+        (linear_attention, "v5p:2x2x1", (2, 100, 2, 128, 256), jnp.float32, (1, 1)),
+        (ssd, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
+        (gated_delta_rule, "v5e:2x2", (1, 128, 4, 64, 64), jnp.bfloat16, (1, 1)),
+        (delta_rule, "v5p:2x2x1", (2, 100, 2, 128, 256), jnp.float32, (1, 1)),
+        (gated_delta_rule, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
+    ],
+)
+def test_the_gradient_compiles(op, chip, sizes, dtype, mesh_shape):
+    devices = np.array(topologies.get_topology_desc(chip, "tpu").devices)
+    devices = devices[: np.prod(mesh_shape)].reshape(mesh_shape)
+    mesh = Mesh(devices, ("data", "tensor"))
+    drawn = functools.partial(draw, "gated_delta_rule", 0, *sizes, dtype)
+    q, k, v, beta, g, state = jax.eval_shape(drawn)
+    gates = {ssd: (g,), linear_attention: (), delta_rule: (beta,)}
+    given = (q, k, v, *gates.get(op, (beta, g)), state)
+    specs = [P("data", None, "tensor")] * (len(given) - 1) + [P("data", "tensor")]
+    shaped = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(given, specs, strict=True)
+    ]
+
+    def loss(*given):
+        after, y = op(*given)
+        return jnp.sum(after**2) + jnp.sum(y.astype(jnp.float32) ** 2)
+
+    gradient = jax.grad(loss, tuple(range(len(shaped))))
+    with jax.set_mesh(mesh):
+        text = str(jax.jit(gradient).lower(*shaped).compile().as_text())
+    kind = "delta_rule" if op in (delta_rule, gated_delta_rule) else "linear_attention"
+    assert f"{kind}_forward" in text and f"{kind}_backward" in text
+    assert "all-gather" not in text and "all-to-all" not in text
