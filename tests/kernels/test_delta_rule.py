@@ -255,7 +255,7 @@ def test_bad_input_is_refused_by_name(op):
             {"reset": jnp.zeros((2, 2), bool)},
         ),
         (
-            r"one of \('xla', 'reference'\), got 'cuda'",
+            r"one of \('xla', 'reference', 'pallas_tpu'\), got 'cuda'",
             (q, k, v, *gates),
             {"implementation": "cuda"},
         ),

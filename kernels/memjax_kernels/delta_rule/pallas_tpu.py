@@ -1,12 +1,14 @@
 """The delta rule, gated or not, on a TPU: `packed` has the equations of a chunk."""
 
+from typing import Any
+
 from memjax_kernels.common.packs import recurrence
 from memjax_kernels.common.packs.recurrence_kernels import Op
 from memjax_kernels.delta_rule import packed
 from memjax_kernels.delta_rule.chunks import scan_chunks
 
 
-def recur_tpu(q, k, v, beta, g, state, reset, *, interpret=False):
+def recur_tpu(q, k, v, beta, g, state, reset, *, interpret: Any = False):
     """The recurrence of `gated_delta_rule`, or of `delta_rule` for g of None."""
     return recurrence.recur(
         OP, q, k, v, g, state, reset, beta=beta, interpret=interpret

@@ -59,7 +59,7 @@ class Chunk(NamedTuple):
         total: sums of the gates.
         since: decays from the chunk's start, in so many lanes of all heads.
         until: the same to its end.
-        beta: the same of write rates; None without.
+        beta: the same of write rates, where there are any.
     """
 
     q: Float[Array, "P C KK"]
@@ -68,7 +68,7 @@ class Chunk(NamedTuple):
     total: Totals
     since: Callable[[int], Float[Array, "P C DD"]]
     until: Callable[[int], Float[Array, "P C DD"]]
-    beta: Callable[[int], Float[Array, "P C DD"]] | None
+    beta: Callable[[int], Float[Array, "P C DD"]]
 
 
 class Cotangents(NamedTuple):
@@ -152,12 +152,16 @@ def _read(x: Any, static: Static) -> Chunk:
     def in_lanes(column, then=lambda x: x):
         spread = pack_columns.spread
 
+        # What no op asks for is not computed.
         @functools.cache
         def of_width(width):
-            return then(spread(column[None], width, static.group, static.heads))
+            return then(spread(column()[None], width, static.group, static.heads))
 
         return of_width
 
-    beta = in_lanes(given[:, number:]) if given.shape[1] > number else None
-    since, until = in_lanes(coarse + fine, jnp.exp), in_lanes(until, jnp.exp)
-    return Chunk(q, k, v, total, since, until, beta)
+    return Chunk(
+        *(q, k, v, total),
+        since=in_lanes(lambda: coarse + fine, jnp.exp),
+        until=in_lanes(lambda: until, jnp.exp),
+        beta=in_lanes(lambda: given[:, number:]),
+    )
