@@ -21,6 +21,7 @@ from memjax_kernels.delta_rule import pallas_tpu as delta_rule_tpu
 from memjax_kernels.delta_rule.gated import gated_delta_rule, gated_delta_rule_xla
 from memjax_kernels.linear_attention import linear_attention, linear_attention_xla
 from memjax_kernels.linear_attention import pallas_tpu as linear_attention_tpu
+from memjax_kernels.linear_attention.gla import gla, gla_xla
 from memjax_kernels.linear_attention.ssd import ssd, ssd_xla
 from tests.kernels.distances import close, distances
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
@@ -28,9 +29,11 @@ from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 # Of each op with gates: its kernels, interpreted, its form for XLA, and where its gates
 # stand.
 LINEAR = functools.partial(linear_attention_tpu.recur_tpu, interpret=INTERPRETER)
+GLA = functools.partial(linear_attention_tpu.gla_tpu, interpret=INTERPRETER)
 DELTA = functools.partial(delta_rule_tpu.recur_tpu, interpret=INTERPRETER)
 OPS = {
     "ssd": (LINEAR, ssd_xla, 3),
+    "gla": (GLA, gla_xla, 3),
     "gated_delta_rule": (DELTA, gated_delta_rule_xla, 4),
 }
 OF_OPS = pytest.mark.parametrize("name", OPS)
@@ -42,7 +45,7 @@ def draw(name, seed, b, t, h, key, value, dtype=jnp.float32) -> Any:
     normal = lambda i, *shape: jax.random.normal(keys[i], shape)
     q, k = normal(0, b, t, h, key), normal(1, b, t, h, key)
     k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
-    g = jax.nn.log_sigmoid(normal(3, b, t, h) + 2)
+    g = jax.nn.log_sigmoid(normal(3, b, t, h, *[key] * (name == "gla")) + 2)
     tokens = (x.astype(dtype) for x in (q, k, normal(2, b, t, h, value)))
     rates = (jax.nn.sigmoid(normal(5, b, t, h)),) if OPS[name][2] == 4 else ()
     return *tokens, *rates, g, normal(4, b, h, key, value)
@@ -73,7 +76,7 @@ def segments(draw):
 @OF_OPS
 # A failure is not made smaller: each size compiles anew.
 @settings(
-    max_examples=3,
+    max_examples=2,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
@@ -117,8 +120,9 @@ def test_without_gates_it_is_the_op_that_has_none(kernels, xla, place):
 
 
 @pytest.mark.slow
-@OF_OPS
-@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize(
+    ("name", "alike"), [*((name, False) for name in OPS), ("gated_delta_rule", True)]
+)
 def test_half_precision_is_as_exact_as_that_of_xla(name, alike):
     """Keys that are all alike leave the delta rule the hardest systems."""
     kernels, xla, place = OPS[name]
@@ -138,7 +142,7 @@ def test_half_precision_is_as_exact_as_that_of_xla(name, alike):
 
 
 @pytest.mark.slow
-@OF_OPS
+@pytest.mark.parametrize("name", ["gla", "gated_delta_rule"])
 def test_gradients_of_gradients_differentiate_the_same_function(name):
     kernels, xla, _ = OPS[name]
     arguments = draw(name, 4, 1, 64, 2, 64, 64)
@@ -175,6 +179,9 @@ def test_unsupported_arguments_say_why():
         (ssd, "v5e:2x2", (1, 128, 4, 64, 64), jnp.bfloat16, (1, 1)),
         (linear_attention, "v5p:2x2x1", (2, 100, 2, 128, 256), jnp.float32, (1, 1)),
         (ssd, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
+        (gla, "v5e:2x2", (1, 128, 4, 64, 64), jnp.bfloat16, (1, 1)),
+        (gla, "v5p:2x2x1", (2, 100, 2, 128, 256), jnp.float32, (1, 1)),
+        (gla, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
         (gated_delta_rule, "v5e:2x2", (1, 128, 4, 64, 64), jnp.bfloat16, (1, 1)),
         (delta_rule, "v5p:2x2x1", (2, 100, 2, 128, 256), jnp.float32, (1, 1)),
         (gated_delta_rule, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
@@ -184,10 +191,11 @@ def test_the_gradient_compiles(op, chip, sizes, dtype, mesh_shape):
     devices = np.array(topologies.get_topology_desc(chip, "tpu").devices)
     devices = devices[: np.prod(mesh_shape)].reshape(mesh_shape)
     mesh = Mesh(devices, ("data", "tensor"))
-    drawn = functools.partial(draw, "gated_delta_rule", 0, *sizes, dtype)
-    q, k, v, beta, g, state = jax.eval_shape(drawn)
-    gates = {ssd: (g,), linear_attention: (), delta_rule: (beta,)}
-    given = (q, k, v, *gates.get(op, (beta, g)), state)
+    name = "gla" if op is gla else "gated_delta_rule"
+    drawn = functools.partial(draw, name, 0, *sizes, dtype)
+    q, k, v, *gates, state = jax.eval_shape(drawn)
+    kept = {linear_attention: 0, ssd: 1, delta_rule: 1}
+    given = (q, k, v, *gates[: kept.get(op)], state)
     specs = [P("data", None, "tensor")] * (len(given) - 1) + [P("data", "tensor")]
     shaped = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
@@ -201,6 +209,7 @@ def test_the_gradient_compiles(op, chip, sizes, dtype, mesh_shape):
     gradient = jax.grad(loss, tuple(range(len(shaped))))
     with jax.set_mesh(mesh):
         text = str(jax.jit(gradient).lower(*shaped).compile().as_text())
-    kind = "delta_rule" if op in (delta_rule, gated_delta_rule) else "linear_attention"
+    kind = {ssd: "linear_attention", gated_delta_rule: "delta_rule"}
+    kind = kind.get(op, op.__name__)
     assert f"{kind}_forward" in text and f"{kind}_backward" in text
     assert "all-gather" not in text and "all-to-all" not in text

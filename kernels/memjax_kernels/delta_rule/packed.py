@@ -86,12 +86,12 @@ def pull_back(
 
     q, k, size = x.q.astype(F32), x.k.astype(F32), x.q.shape[1]
     return Cotangents(
-        q=q_reads,
-        k=k_reads + k_writes,
-        v=d_target,
-        sums=q * q_reads + k * (k_reads - k_writes) + at_end(k * carried, size),
-        end=at_end(kept * start, size),
-        start=d_start,
+        (q_reads, k_reads + k_writes, d_target),
+        d_start,
+        sums=(
+            q * q_reads + k * (k_reads - k_writes) + at_end(k * carried, size),
+            at_end(kept * start, size),
+        ),
         # A small difference, where the memory knows what comes.
         beta=d_solved * (target - exact(later, writes, "nn")),
     )

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
+from memjax_kernels.common.packs import recurrence
 from memjax_kernels.common.token_scan import scan_tokens
-from memjax_kernels.linear_attention import chunks
+from memjax_kernels.linear_attention import chunks, pallas_tpu
 from memjax_kernels.linear_attention import empty_state as empty_state
 from memjax_kernels.linear_attention import step as add_and_read
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "pallas_tpu"]
 
 # Smaller than for scalar gates, whose decays do not have a channel axis.
 CHUNK_SIZE = 32
@@ -64,8 +65,16 @@ def gla(
     arguments.check_reset(reset, sizes["B"], sizes["T"])
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
-    forms = {"xla": gla_xla, "reference": gla_reference}
-    form = implementations.choose("gla", implementation, forms)
+    form = implementations.choose(
+        "gla",
+        implementation,
+        {
+            "xla": gla_xla,
+            "reference": gla_reference,
+            "pallas_tpu": pallas_tpu.gla_tpu,
+        },
+        {"pallas_tpu": recurrence.unsupported(q, k, v)},
+    )
     return form(q, k, v, g, state, reset)
 
 

@@ -70,4 +70,4 @@ def pull_back(
     q, k = x.q.astype(F32), x.k.astype(F32)
     sums = q * d_q - k * d_k + at_end(k * d_written, x.q.shape[1])
     end = at_end(kept * start, x.q.shape[1])
-    return Cotangents(d_q, d_k, d_v, sums, end, d_start)
+    return Cotangents((d_q, d_k, d_v), d_start, (sums, end))

@@ -45,14 +45,15 @@ class Tokens(NamedTuple):
         q: queries.
         k: keys.
         v: values.
-        g: log gates; 0 without gates, and lowest where a reset is.
+        g: log gates, of a head or of each key channel; 0 without gates, and lowest
+            where a reset is.
         beta: write rates, of an op that has some.
     """
 
     q: Float[Array, "B n C H K"]
     k: Float[Array, "B n C H K"]
     v: Float[Array, "B n C H V"]
-    g: Float[Array, "B n C H"]
+    g: Float[Array, "B n C H"] | Float[Array, "B n C H K"]
     beta: Float[Array, "B n C H"] | None
 
 
@@ -60,12 +61,12 @@ class Blocks(NamedTuple):
     """A segment as the kernels take it.
 
     Attributes:
-        tokens: q, k and v, each [B, n, C, H D].
-        columns: [B, n, groups, C, heads of a group] of the gates, and behind them of
-            the rates; float32.
+        tokens: q, k, v and gates of channels, each [B, n, C, H D].
+        columns: [B, n, groups, C, heads of a group] of the gates of heads, and behind
+            them of the rates; float32. None where gates are of channels.
     """
 
-    tokens: tuple[Any, Any, Any]
+    tokens: tuple[Any, ...]
     columns: Any
 
 
@@ -89,7 +90,7 @@ def recur(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
-    g: Float[Array, "B T H"] | None,
+    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None,
     state: Float[Array, "B H K V"],
     reset: Bool[Array, "B T"] | None,
     *,
@@ -99,10 +100,9 @@ def recur(
     """An op over T tokens; g None keeps all, beta is of ops that have rates."""
     time = q.shape[1]
     g = jnp.zeros(q.shape[:3], F32) if g is None else g.astype(F32)
-    # Of -inf a difference of sums would be NaN; what is raised has no gradient.
-    g = jnp.where(g > FORGETS_ALL, g, FORGETS_ALL)
     if reset is not None:
-        g = jnp.where(reset[:, :, None], FORGETS_ALL, g)
+        at = reset.reshape(*reset.shape, *(1,) * (g.ndim - 2))
+        g = jnp.where(at, FORGETS_ALL, g)
     # Tokens of zeros, gate and rate included, leave the memory as it is.
     split = lambda x: chunks.split(x, CHUNK_SIZE, None)
     tokens = Tokens(*jax.tree.map(split, (q, k, v, g, beta)))
@@ -142,9 +142,31 @@ def _block_bytes(key_dim: int, value_dim: int) -> int:
 
 def _arrange(static: Static, x: Tokens) -> Blocks:
     flat = lambda t: t.reshape(*t.shape[:3], -1)
+    tokens = flat(x.q), flat(x.k), flat(x.v)
+    if x.g.ndim == x.q.ndim:
+        return Blocks((*tokens, flat(x.g)), None)
     both = x.g if x.beta is None else jnp.stack([x.g, x.beta.astype(F32)], axis=-1)
-    columns = gate_columns(both, static.group, static.heads)
-    return Blocks((flat(x.q), flat(x.k), flat(x.v)), columns)
+    return Blocks(tokens, gate_columns(both, static.group, static.heads))
+
+
+def _undo(static: Static, d: Blocks, x: Tokens) -> Tokens:
+    """Cotangents of tokens from those of blocks."""
+    packing, number = (static.group, static.heads), static.group * static.heads
+    shaped = [y.reshape(z.shape) for y, z in zip(d.tokens, x, strict=False)]
+    if d.columns is None:
+        return Tokens(*shaped, None)
+    g = gates_of_columns(d.columns[..., :number], *packing)
+    if x.beta is None:
+        return Tokens(*shaped, g, None)
+    beta = gates_of_columns(d.columns[..., number:], *packing)
+    return Tokens(*shaped, g, beta.astype(x.beta.dtype))
+
+
+def _specs_for(static: Static, x: Tokens, order) -> Specs:
+    """Blocks of the kernels' programs."""
+    return Specs(
+        None, static.group, x.q.shape[3] // static.group // static.heads, order
+    )
 
 
 def _forward(static: Static, x: Tokens, state: Array, *, keep: bool):
@@ -154,9 +176,9 @@ def _forward(static: Static, x: Tokens, state: Array, *, keep: bool):
     shape = (state.shape[0], x.q.shape[1], *state.shape[1:])
     kept = like(shape, F32 if static.op.exact else x.q.dtype) if keep else None
     after = like(state.shape, F32)
-    of = Specs(None, static.group, blocks.columns.shape[2], lambda i: i)
+    of = _specs_for(static, x, lambda i: i)
     after, y, kept = _call(
-        static,
+        *(of, static),
         *(recurrence_kernels.forward_kernel, "forward", blocks, (state,)),
         (after, y, kept),
         (_specs(of, blocks), of.memories(state)),
@@ -174,31 +196,17 @@ def _backward(static: Static, primals, kept, cotangents):
     shaped = lambda tree: jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
     n = x.q.shape[1]
     # The backward pass goes through the chunks in reverse.
-    of = Specs(None, static.group, blocks.columns.shape[2], lambda i: n - 1 - i)
+    of = _specs_for(static, x, lambda i: n - 1 - i)
     specs, memories = _specs(of, blocks), of.memories(d_after)
-    (d_tokens, d_columns), d_state = _call(
-        static,
+    d_x, d_state = _call(
+        *(of, static),
         *(recurrence_kernels.backward_kernel, "backward", blocks),
         (kept, d_after, d_y),
-        (tuple(shaped(blocks)), shaped(d_after)),
+        (shaped(blocks), shaped(d_after)),
         (specs, of.kept(kept), memories, of.tokens(d_y)),
-        (tuple(specs), memories),
+        (specs, memories),
     )
-    d_q, d_k, d_v = d_tokens
-    packing = static.group, static.heads
-    number = static.group * static.heads
-    d_beta = None
-    if x.beta is not None:
-        d_beta = gates_of_columns(d_columns[..., number:], *packing)
-        d_beta = d_beta.astype(x.beta.dtype)
-    d_x = Tokens(
-        d_q.reshape(x.q.shape),
-        d_k.reshape(x.k.shape),
-        d_v.reshape(x.v.shape),
-        gates_of_columns(d_columns[..., :number], *packing),
-        d_beta,
-    )
-    return d_x, apart(d_state, static.heads)
+    return _undo(static, d_x, x), apart(d_state, static.heads)
 
 
 @functools.cache
@@ -216,14 +224,17 @@ def _in_xla(op: Op, x: Tokens, state: Array):
 
 
 def _specs(of: Specs, x: Blocks) -> Blocks:
-    return Blocks(of.tokens(x.tokens), of.gates(x.columns))
+    columns = None if x.columns is None else of.gates(x.columns)
+    return Blocks(of.tokens(x.tokens), columns)
 
 
-def _call(static: Static, kernel, name, x: Blocks, inputs, outputs, specs, out_specs):
+def _call(
+    of: Specs, static: Static, kernel, name, x, inputs, outputs, specs, out_specs
+):
     q = x.tokens[0]
     return pl.pallas_call(
         functools.partial(kernel, static=static),
-        grid=(q.shape[0], x.columns.shape[2], q.shape[1]),
+        grid=(q.shape[0], of.groups, q.shape[1]),
         in_specs=specs,
         out_specs=out_specs,
         out_shape=outputs,

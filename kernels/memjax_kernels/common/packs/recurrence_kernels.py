@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from memjax_kernels.common import packs
+from memjax_kernels.common.gate_sums import FORGETS_ALL
 from memjax_kernels.common.packs import columns as pack_columns
 from memjax_kernels.common.packs import decays as pack_decays
 from memjax_kernels.common.packs.decays import Totals
@@ -50,7 +51,7 @@ class Static(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens of one chunk, and what their gates leave.
+    """Tokens of one chunk, and what gates of heads leave.
 
     Attributes:
         q: queries.
@@ -71,25 +72,38 @@ class Chunk(NamedTuple):
     beta: Callable[[int], Float[Array, "P C DD"]]
 
 
-class Cotangents(NamedTuple):
-    """Of the tokens and the memory.
+class Channels(NamedTuple):
+    """Tokens of one chunk with a gate for each key channel.
 
     Attributes:
-        q: of the queries.
-        k: of the keys.
-        v: of the values.
-        sums: of the gates' sums, before the sum over a head's lanes.
-        end: the same of the memory, in the row of the last token.
-        start: of the memory before the chunk.
-        beta: of the rates, before the sum over a head's lanes.
+        q: queries.
+        k: keys.
+        v: values.
+        g: log gates.
+        heads: of a pack.
     """
 
     q: Float[Array, "P C KK"]
     k: Float[Array, "P C KK"]
     v: Float[Array, "P C VV"]
-    sums: Float[Array, "P C KK"]
-    end: Float[Array, "P C VV"]
+    g: Float[Array, "P C KK"]
+    heads: int
+
+
+class Cotangents(NamedTuple):
+    """Of the tokens and the memory.
+
+    Attributes:
+        tokens: of the queries, keys and values, and of gates of channels.
+        start: of the memory before the chunk.
+        sums: of the sums of heads' gates, and at the last token that of the memory:
+            parts to add, before the sum over a head's lanes.
+        beta: of the rates, before the sum over a head's lanes.
+    """
+
+    tokens: tuple[Float[Array, "P C DD"], ...]
     start: Float[Array, "P K VV"]
+    sums: tuple[Float[Array, "P C DD"], ...] = ()
     beta: Float[Array, "P C VV"] | None = None
 
 
@@ -116,7 +130,6 @@ def forward_kernel(x, before, after, y, kept, *, static: Static):
 
 def backward_kernel(x, kept, d_after, d_y, d_x, d_memory, *, static: Static):
     """Cotangents of one chunk, after those of the chunks behind it."""
-    d_tokens, d_columns = d_x
 
     @pl.when(pl.program_id(2) == 0)
     def _():
@@ -125,22 +138,33 @@ def backward_kernel(x, kept, d_after, d_y, d_x, d_memory, *, static: Static):
     start, given = kept[...].astype(F32), packs.load(d_y, static.group)
     found = static.op.pull_back(_read(x, static), start, d_memory[...], given)
     d_memory[...] = found.start
-    for ref, value in zip(d_tokens, found[:3], strict=True):
+    # What is raised to the lowest gate has no gradient.
+    raised = lambda g, d: jnp.where(g > FORGETS_ALL, d, 0.0)
+    d_q, d_k, d_v, *d_g = found.tokens
+    if d_g:
+        d_g = [raised(packs.load(x.tokens[-1], static.group), d) for d in d_g]
+    for ref, value in zip(d_x.tokens, (d_q, d_k, d_v, *d_g), strict=True):
         packs.store(ref, value)
-    shape = (1, d_columns.shape[0], static.group * static.heads)
+    if d_x.columns is None:
+        return
+    shape = (1, d_x.columns.shape[0], static.group * static.heads)
 
     def column(part):
         return pack_columns.sum_lanes(part, shape, static.group, static.heads)[0]
 
-    d_sums = column(found.sums) + column(found.end)
-    columns = [pack_decays.sum_back(d_sums)]
+    d_sums = pack_decays.sum_back(sum(map(column, found.sums)))
+    columns = [raised(x.columns[:, : shape[-1]], d_sums)]
     if found.beta is not None:
         columns.append(column(found.beta))
-    d_columns[...] = jnp.concatenate(columns, axis=1)
+    d_x.columns[...] = jnp.concatenate(columns, axis=1)
 
 
-def _read(x: Any, static: Static) -> Chunk:
-    q, k, v = (packs.load(ref, static.group) for ref in x.tokens)
+def _read(x: Any, static: Static) -> Chunk | Channels:
+    q, k, v, *gates = (packs.load(ref, static.group) for ref in x.tokens)
+    if gates:
+        # Of -inf, sums in parts would be NaN.
+        g = jnp.maximum(gates[0], FORGETS_ALL)
+        return Channels(q, k, v, g, static.heads)
     number = static.group * static.heads
     given = x.columns[...]
     columns = pack_decays.sum_gates(given[:, :number])
