@@ -114,7 +114,7 @@ def table() -> dict[str, Case]:
     for op in PLAIN:
         add(op, op)
     add("ttt_linear/c16", "ttt_linear", chunk_size=16)
-    for op in ("ssd", "gated_delta_rule"):
+    for op in ("ssd", "gated_delta_rule", "gla", "gated_slots"):
         add(f"{op}/xla", op, implementation="xla")
     add("trellis/c64/xla", "trellis", chunk_size=64, implementation="xla")
     add("lattice-dec/c64/xla", "lattice", chunk_size=64, implementation="xla")

@@ -11,13 +11,14 @@ from typing import Literal
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import arguments, implementations
+from memjax_kernels.gated_slots import pallas_tpu
 from memjax_kernels.gated_slots.reference import SlotState as SlotState
 from memjax_kernels.gated_slots.reference import empty_state as empty_state
 from memjax_kernels.gated_slots.reference import gated_slots_reference
 from memjax_kernels.gated_slots.reference import step as step
 from memjax_kernels.gated_slots.xla import gated_slots_xla
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "pallas_tpu"]
 
 
 def gated_slots(
@@ -74,6 +75,14 @@ def gated_slots(
     arguments.check_reset(reset, sizes["B"], sizes["T"])
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHMKV"))
-    forms = {"xla": gated_slots_xla, "reference": gated_slots_reference}
-    form = implementations.choose("gated_slots", implementation, forms)
+    form = implementations.choose(
+        "gated_slots",
+        implementation,
+        {
+            "xla": gated_slots_xla,
+            "reference": gated_slots_reference,
+            "pallas_tpu": pallas_tpu.gated_slots_tpu,
+        },
+        {"pallas_tpu": pallas_tpu.unsupported(q, k, v, alpha)},
+    )
     return form(q, k, v, alpha, g, state, reset)

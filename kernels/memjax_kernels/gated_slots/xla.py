@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import decays
-from memjax_kernels.common.products import multiplier, operand_dtype
+from memjax_kernels.common.products import Multiply, multiplier, operand_dtype
 from memjax_kernels.gated_slots.reference import SlotState
 from memjax_kernels.linear_attention import chunks as linear_chunks
 
@@ -38,7 +38,7 @@ def _advance_group(state, q, k, v, alpha, g, reset):
     left = decays.decays(g, reset, q.shape[-2])
     multiply = multiplier(operand_dtype(q, k, v, alpha))
     q, k, value, alpha = (x.astype(jnp.float32) for x in (q, k, v, alpha))
-    keys, compared = _compare(state.keys, q, k, alpha, left, multiply)
+    keys, compared = compare(state.keys, q, k, alpha, left, multiply)
     # The softmax stands between two linear recurrences, and needs all of the first.
     values, y = linear_chunks.linear_reads(
         state.values, jax.nn.softmax(compared), alpha, value, left, multiply
@@ -46,7 +46,14 @@ def _advance_group(state, q, k, v, alpha, g, reset):
     return SlotState(keys=keys, values=values), y.astype(v.dtype)
 
 
-def _compare(keys, q, k, alpha, left, multiply):
+def compare(
+    keys: Float[Array, "B H M K"],
+    q: Float[Array, "n B H C K"],
+    k: Float[Array, "n B H C K"],
+    alpha: Float[Array, "n B H C M"],
+    left: decays.Decays,
+    multiply: Multiply,
+) -> tuple[Float[Array, "B H M K"], Float[Array, "n B H C M"]]:
     """The slots' keys after the group, and K̃ q for every token, [n, B, H, C, M]."""
     written = multiply(alpha * left.until, k, "tn")
     keys, starts = linear_chunks.carry(keys, left.since[..., -1, :], written)

@@ -45,15 +45,15 @@ class Tokens(NamedTuple):
         q: queries.
         k: keys.
         v: values.
-        g: log gates, of a head or of each key channel; 0 without gates, and lowest
-            where a reset is.
+        g: log gates, of a head or of each channel of keys or values; 0 without gates,
+            and lowest where a reset is.
         beta: write rates, of an op that has some.
     """
 
     q: Float[Array, "B n C H K"]
     k: Float[Array, "B n C H K"]
     v: Float[Array, "B n C H V"]
-    g: Float[Array, "B n C H"] | Float[Array, "B n C H K"]
+    g: Float[Array, "B n C H"] | Float[Array, "B n C H G"]
     beta: Float[Array, "B n C H"] | None
 
 
@@ -90,7 +90,7 @@ def recur(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
-    g: Float[Array, "B T H"] | Float[Array, "B T H K"] | None,
+    g: Float[Array, "B T H"] | Float[Array, "B T H G"] | None,
     state: Float[Array, "B H K V"],
     reset: Bool[Array, "B T"] | None,
     *,
@@ -152,14 +152,14 @@ def _arrange(static: Static, x: Tokens) -> Blocks:
 def _undo(static: Static, d: Blocks, x: Tokens) -> Tokens:
     """Cotangents of tokens from those of blocks."""
     packing, number = (static.group, static.heads), static.group * static.heads
-    shaped = [y.reshape(z.shape) for y, z in zip(d.tokens, x, strict=False)]
+    q, k, v = (y.reshape(z.shape) for y, z in zip(d.tokens[:3], x[:3], strict=True))
     if d.columns is None:
-        return Tokens(*shaped, None)
+        return Tokens(q, k, v, d.tokens[3].reshape(x.g.shape), None)
     g = gates_of_columns(d.columns[..., :number], *packing)
     if x.beta is None:
-        return Tokens(*shaped, g, None)
+        return Tokens(q, k, v, g, None)
     beta = gates_of_columns(d.columns[..., number:], *packing)
-    return Tokens(*shaped, g, beta.astype(x.beta.dtype))
+    return Tokens(q, k, v, g, beta.astype(x.beta.dtype))
 
 
 def _specs_for(static: Static, x: Tokens, order) -> Specs:

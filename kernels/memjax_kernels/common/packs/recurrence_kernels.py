@@ -73,7 +73,7 @@ class Chunk(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """Tokens of one chunk with a gate for each key channel.
+    """Tokens of one chunk with a gate for each channel of keys or values.
 
     Attributes:
         q: queries.
@@ -86,7 +86,7 @@ class Channels(NamedTuple):
     q: Float[Array, "P C KK"]
     k: Float[Array, "P C KK"]
     v: Float[Array, "P C VV"]
-    g: Float[Array, "P C KK"]
+    g: Float[Array, "P C GG"]
     heads: int
 
 
@@ -152,7 +152,8 @@ def backward_kernel(x, kept, d_after, d_y, d_x, d_memory, *, static: Static):
     def column(part):
         return pack_columns.sum_lanes(part, shape, static.group, static.heads)[0]
 
-    d_sums = pack_decays.sum_back(sum(map(column, found.sums)))
+    d_sums = functools.reduce(jnp.add, map(column, found.sums))
+    d_sums = pack_decays.sum_back(d_sums)
     columns = [raised(x.columns[:, : shape[-1]], d_sums)]
     if found.beta is not None:
         columns.append(column(found.beta))
