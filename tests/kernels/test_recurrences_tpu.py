@@ -151,17 +151,24 @@ def test_half_precision_is_as_exact_as_that_of_xla(name, alike):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gated_slots", "gated_delta_rule"])
-def test_gradients_of_gradients_differentiate_the_same_function(name):
-    kernels, xla, _ = OPS[name]
-    arguments = draw(name, 4, 1, 64, 2, 64, 64)
+def test_gradients_of_gradients_differentiate_the_same_function():
+    arguments = draw("gated_delta_rule", 4, 1, 64, 2, 64, 64)
 
     def size(form, *arguments):
         grads = jax.grad(lambda *x: jnp.sum(form(*x, None)[1] ** 2), (0, 4))
         return sum(jnp.sum(x * x) for x in grads(*arguments))
 
     twice = lambda form: jax.jit(jax.grad(functools.partial(size, form)))(*arguments)
-    close(twice(kernels), twice(xla), 1e-5)
+    close(twice(DELTA), twice(gated_delta_rule_xla), 1e-5)
+
+
+@OF_OPS
+def test_a_head_that_fills_no_lanes_runs_without_a_kernel(name):
+    """As on a device of a mesh; gradients of gradients take the same form."""
+    kernels, xla, _ = OPS[name]
+    arguments = draw(name, 5, 1, 70, 1, 64, 64)
+    assert "pallas_call" not in str(jax.make_jaxpr(kernels)(*arguments, None))
+    close(jax.jit(kernels)(*arguments, None), jax.jit(xla)(*arguments, None), 3e-6)
 
 
 def test_unsupported_arguments_say_why():

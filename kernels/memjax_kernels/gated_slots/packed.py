@@ -11,22 +11,14 @@ What a gate's sum at token i receives in a slot is what c_i reads there less wha
 writes there.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels.common import packs
 from memjax_kernels.common.packs import diagonal, own
-from memjax_kernels.common.packs.channels import (
-    Decays,
-    decays,
-    exactly,
-    pairs,
-    suffix_sums,
-)
+from memjax_kernels.common.packs.channels import Decays, decays, pairs, suffix_sums
 from memjax_kernels.common.packs.recurrence_kernels import Channels, Cotangents
-from memjax_kernels.common.products import multiply, operand_dtype
+from memjax_kernels.common.products import multiply
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -37,7 +29,7 @@ def advance(
     """The memory after a chunk, and how much of each slot a token reads; x.v is α."""
     left = decays(x.g)
     compared, _ = _compare(x, start, left)
-    written = own(_dot(x)(x.k, _low(x)(x.v * left.until), "tn"), x.heads)
+    written = own(x.dot(x.k, x.low(x.v * left.until), "tn"), x.heads)
     return left.since[:, -1:] * start + written, _softmax(compared, x.heads)
 
 
@@ -48,7 +40,7 @@ def pull_back(
     d_weights: Float[Array, "P C MM"],
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
-    heads, low, dot = x.heads, _low(x), _dot(x)
+    heads, low, dot = x.heads, x.low, x.dot
     left = decays(x.g)
     compared, overlap = _compare(x, start, left)
     weights = _softmax(compared, heads)
@@ -62,12 +54,8 @@ def pull_back(
     d_overlap, d_alpha = jnp.zeros_like(overlap), d_written
     sums = d_past * past - x.v * d_written
     for chosen, f in zip(pairs(overlap), left.blocks, strict=True):
-        seen, alpha, d_read = (
-            low(jnp.where(chosen, overlap, 0.0)),
-            low(x.v * f),
-            low(d_c * f),
-        )
-        by_head = diagonal(alpha, heads)
+        alpha, d_read = low(x.v * f), low(d_c * f)
+        seen, by_head = low(jnp.where(chosen, overlap, 0.0)), diagonal(alpha, heads)
         reads, writes = dot(seen, by_head, "nn"), own(dot(seen, d_read, "tn"), heads)
         d_overlap = jnp.where(chosen, dot(d_read, by_head, "nt"), d_overlap)
         d_alpha += f * writes
@@ -90,7 +78,7 @@ def _compare(
     x: Channels, start: Float[Array, "P K MM"], left: Decays
 ) -> tuple[Float[Array, "P C MM"], Float[Array, "P C CC"]]:
     """K̃ q of every token, and q kᵀ of every pair."""
-    low, dot = _low(x), _dot(x)
+    low, dot = x.low, x.dot
     overlap = dot(x.q, diagonal(x.k, x.heads), "nt")
     compared = left.since * dot(x.q, diagonal(low(start), x.heads), "nn")
     for chosen, f in zip(pairs(overlap), left.blocks, strict=True):
@@ -117,12 +105,4 @@ def _sum_heads(x: Float[Array, "P C MM"], heads: int) -> Float[Array, "P C MM"]:
     """Sums over each head's lanes, in all of them."""
     ones = jnp.ones((x.shape[0], x.shape[-1] // heads, x.shape[-1]), BF16)
     ones = diagonal(ones, heads)
-    return exactly(lambda part: multiply(part, ones, "nn", BF16), x)
-
-
-def _low(x: Channels):
-    return lambda y: y.astype(x.q.dtype)
-
-
-def _dot(x: Channels):
-    return functools.partial(multiply, dtype=operand_dtype(x.q))
+    return packs.exactly(lambda part: multiply(part, ones, "nn", BF16), x)

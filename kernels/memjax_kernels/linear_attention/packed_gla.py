@@ -10,16 +10,14 @@ What a gate's sum at token i receives in a channel is what q_i reads there less 
 writes there.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels.common import packs
 from memjax_kernels.common.packs import diagonal, own
-from memjax_kernels.common.packs.channels import decays, exactly, pairs, suffix_sums
+from memjax_kernels.common.packs.channels import decays, pairs, suffix_sums
 from memjax_kernels.common.packs.recurrence_kernels import Channels, Cotangents
-from memjax_kernels.common.products import multiply, operand_dtype
+from memjax_kernels.common.products import multiply
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -28,7 +26,7 @@ def advance(
     x: Channels, start: Float[Array, "P K VV"]
 ) -> tuple[Float[Array, "P K VV"], Float[Array, "P C VV"]]:
     """The memory after a chunk, and its reads."""
-    heads, low, dot = x.heads, _low(x), _dot(x)
+    heads, low, dot = x.heads, x.low, x.dot
     blocks, since, until = decays(x.g)
     y = dot(low(_scores(x, blocks)), diagonal(x.v, heads), "nn")
     y += dot(low(x.q * since), diagonal(low(start), heads), "nn")
@@ -43,7 +41,7 @@ def pull_back(
     d_y: Float[Array, "P C VV"],
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
-    heads, low, dot = x.heads, _low(x), _dot(x)
+    heads, low, dot = x.heads, x.low, x.dot
     blocks, since, until = decays(x.g)
     d_y, d_memory = low(d_y), diagonal(low(d_after), heads)
     d_scores = dot(d_y, diagonal(x.v, heads), "nt")
@@ -70,7 +68,9 @@ def pull_back(
 
     # All that the memory after the chunk receives, at every token.
     ones = jnp.ones_like(d_y, BF16)
-    end = exactly(lambda part: dot(ones, diagonal(part, heads), "nt"), kept * start)
+    end = packs.exactly(
+        lambda part: dot(ones, diagonal(part, heads), "nt"), kept * start
+    )
     d_g = suffix_sums(sums) + packs.sum_slots(x.k * d_written) + end
     return Cotangents((d_q, d_k, d_v, d_g), d_start)
 
@@ -78,7 +78,7 @@ def pull_back(
 def _scores(
     x: Channels, blocks: list[Float[Array, "P C KK"]]
 ) -> Float[Array, "P C CC"]:
-    low, dot = _low(x), _dot(x)
+    low, dot = x.low, x.dot
     scores = jnp.zeros((*x.q.shape[:2], x.heads * x.q.shape[1]))
     for chosen, f in zip(pairs(scores), blocks, strict=True):
         product = dot(low(x.q * f), diagonal(low(x.k * f), x.heads), "nt")
@@ -89,13 +89,5 @@ def _scores(
 def _kept(x: Channels, start: Float[Array, "P K VV"]) -> Float[Array, "P K VV"]:
     """The decays over the whole chunk, in all lanes of a head."""
     ones = jnp.ones((*x.g.shape[:2], start.shape[-1]), BF16)
-    sums = exactly(lambda part: multiply(part, ones, "tn", BF16), x.g)
+    sums = packs.exactly(lambda part: multiply(part, ones, "tn", BF16), x.g)
     return jnp.exp(own(sums, x.heads))
-
-
-def _low(x: Channels):
-    return lambda y: y.astype(x.q.dtype)
-
-
-def _dot(x: Channels):
-    return functools.partial(multiply, dtype=operand_dtype(x.q))

@@ -68,7 +68,7 @@ def chunks(draw):
 @pytest.mark.slow
 # A failure is not made smaller: each size compiles anew.
 @settings(
-    max_examples=5,
+    max_examples=3,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )

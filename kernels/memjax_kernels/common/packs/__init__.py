@@ -11,7 +11,8 @@ all heads of a pack. A product of all heads at once needs one operand that is ze
 rows and lanes are of two heads: `diagonal`.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -110,6 +111,16 @@ def in_bfloat16(x: Float[Array, "..."], count: int = 3) -> list[Float[Array, "..
         parts.append(part)
         x = x - part.astype(F32)
     return parts
+
+
+def exactly(product: Callable[[Array], Array], x: Float[Array, "..."]) -> Array:
+    """A product of x with zeros and ones in bfloat16, in three parts that lose nothing.
+
+    Args:
+        product: of a part of x.
+        x: float32.
+    """
+    return functools.reduce(jnp.add, map(product, in_bfloat16(x)))
 
 
 def over_slots(reduce, x):

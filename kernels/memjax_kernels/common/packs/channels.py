@@ -5,8 +5,6 @@
 one product of the gates with zeros and ones.
 """
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -48,7 +46,7 @@ def decays(g: Float[Array, "P C DD"]) -> Decays:
     chosen = jnp.concatenate(numbers).astype(BF16)
     # The gates of all packs beside each other: one product.
     wide = jnp.concatenate([*g], axis=-1)
-    sums = exactly(lambda part: multiply(chosen, part, "nn", BF16), wide)
+    sums = packs.exactly(lambda part: multiply(chosen, part, "nn", BF16), wide)
     by_pack = jnp.stack([sums[:, p * width : (p + 1) * width] for p in range(count)])
     *blocks, since, until = jnp.split(jnp.exp(by_pack), len(halves) + 2, axis=1)
     return Decays([jnp.ones_like(g), *blocks], since, until)
@@ -71,9 +69,4 @@ def suffix_sums(x: Float[Array, "P C DD"]) -> Float[Array, "P C DD"]:
     """Sums over each token and those after it."""
     shape = (x.shape[0], x.shape[1], x.shape[1])
     after = (packs.lane(shape) >= packs.sublane(shape)).astype(BF16)
-    return exactly(lambda part: multiply(after, part, "nn", BF16), x)
-
-
-def exactly(product: Callable[[Array], Array], x: Float[Array, "..."]) -> Array:
-    """A product of x with zeros and ones, in three parts."""
-    return functools.reduce(jnp.add, map(product, packs.in_bfloat16(x)))
+    return packs.exactly(lambda part: multiply(after, part, "nn", BF16), x)

@@ -39,12 +39,9 @@ def sum_lanes(
 
 
 def _choose(x: Array, ones: Array) -> Array:
-    """A product with zeros and ones, exact in three parts in bfloat16."""
-    first, *rest = (
-        jax.lax.dot(part, ones, preferred_element_type=F32)
-        for part in packs.in_bfloat16(x)
-    )
-    return first + sum(rest)
+    """A product with zeros and ones."""
+    multiply = lambda part: jax.lax.dot(part, ones, preferred_element_type=F32)
+    return packs.exactly(multiply, x)
 
 
 def _of_heads(shape, axis: int, width: int, packing: tuple[int, int]):

@@ -17,6 +17,7 @@ from memjax_kernels.common.gate_sums import FORGETS_ALL
 from memjax_kernels.common.packs import columns as pack_columns
 from memjax_kernels.common.packs import decays as pack_decays
 from memjax_kernels.common.packs.decays import Totals
+from memjax_kernels.common.products import Form, multiply, operand_dtype
 
 F32 = jnp.float32
 
@@ -88,6 +89,14 @@ class Channels(NamedTuple):
     v: Float[Array, "P C VV"]
     g: Float[Array, "P C GG"]
     heads: int
+
+    def low(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """In the tokens' dtype, as operands of products are."""
+        return x.astype(self.q.dtype)
+
+    def dot(self, x: Array, y: Array, form: Form) -> Float[Array, "..."]:
+        """A product of operands in the tokens' dtype, in float32."""
+        return multiply(x, y, form, operand_dtype(self.q))
 
 
 class Cotangents(NamedTuple):
