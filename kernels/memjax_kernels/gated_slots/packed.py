@@ -27,7 +27,7 @@ def advance(
     x: Channels, start: Float[Array, "P K MM"]
 ) -> tuple[Float[Array, "P K MM"], Float[Array, "P C MM"]]:
     """The memory after a chunk, and how much of each slot a token reads; x.v is α."""
-    left = decays(x.g)
+    left = decays(x.g, x.parts)
     compared, _ = _compare(x, start, left)
     written = own(x.dot(x.k, x.low(x.v * left.until), "tn"), x.heads)
     return left.since[:, -1:] * start + written, _softmax(compared, x.heads)
@@ -41,7 +41,7 @@ def pull_back(
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
     heads, low, dot = x.heads, x.low, x.dot
-    left = decays(x.g)
+    left = decays(x.g, x.parts)
     compared, overlap = _compare(x, start, left)
     weights = _softmax(compared, heads)
     products = weights * d_weights
@@ -71,7 +71,7 @@ def pull_back(
     d_start = kept + own(dot(x.q, d_past, "tn"), heads)
     # All that the memory after the chunk receives, at every token.
     end = packs.sum_slots(kept * start) + packs.sum_slots(x.v * d_written)
-    return Cotangents((d_q, d_k, d_alpha, suffix_sums(sums) + end), d_start)
+    return Cotangents((d_q, d_k, d_alpha, suffix_sums(sums, x.parts) + end), d_start)
 
 
 def _compare(
@@ -105,4 +105,4 @@ def _sum_heads(x: Float[Array, "P C MM"], heads: int) -> Float[Array, "P C MM"]:
     """Sums over each head's lanes, in all of them."""
     ones = jnp.ones((x.shape[0], x.shape[-1] // heads, x.shape[-1]), BF16)
     ones = diagonal(ones, heads)
-    return packs.exactly(lambda part: multiply(part, ones, "nn", BF16), x)
+    return packs.in_parts(lambda part: multiply(part, ones, "nn", BF16), x)

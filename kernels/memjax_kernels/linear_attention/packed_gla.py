@@ -27,7 +27,7 @@ def advance(
 ) -> tuple[Float[Array, "P K VV"], Float[Array, "P C VV"]]:
     """The memory after a chunk, and its reads."""
     heads, low, dot = x.heads, x.low, x.dot
-    blocks, since, until = decays(x.g)
+    blocks, since, until = decays(x.g, x.parts)
     y = dot(low(_scores(x, blocks)), diagonal(x.v, heads), "nn")
     y += dot(low(x.q * since), diagonal(low(start), heads), "nn")
     written = own(dot(low(x.k * until), x.v, "tn"), heads)
@@ -42,7 +42,7 @@ def pull_back(
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
     heads, low, dot = x.heads, x.low, x.dot
-    blocks, since, until = decays(x.g)
+    blocks, since, until = decays(x.g, x.parts)
     d_y, d_memory = low(d_y), diagonal(low(d_after), heads)
     d_scores = dot(d_y, diagonal(x.v, heads), "nt")
     d_q = since * dot(d_y, diagonal(low(start), heads), "nt")
@@ -68,10 +68,10 @@ def pull_back(
 
     # All that the memory after the chunk receives, at every token.
     ones = jnp.ones_like(d_y, BF16)
-    end = packs.exactly(
+    end = packs.in_parts(
         lambda part: dot(ones, diagonal(part, heads), "nt"), kept * start
     )
-    d_g = suffix_sums(sums) + packs.sum_slots(x.k * d_written) + end
+    d_g = suffix_sums(sums, x.parts) + packs.sum_slots(x.k * d_written) + end
     return Cotangents((d_q, d_k, d_v, d_g), d_start)
 
 
@@ -89,5 +89,5 @@ def _scores(
 def _kept(x: Channels, start: Float[Array, "P K VV"]) -> Float[Array, "P K VV"]:
     """The decays over the whole chunk, in all lanes of a head."""
     ones = jnp.ones((*x.g.shape[:2], start.shape[-1]), BF16)
-    sums = packs.exactly(lambda part: multiply(part, ones, "tn", BF16), x.g)
+    sums = packs.in_parts(lambda part: multiply(part, ones, "tn", BF16), x.g, x.parts)
     return jnp.exp(own(sums, x.heads))

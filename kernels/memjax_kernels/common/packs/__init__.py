@@ -113,14 +113,17 @@ def in_bfloat16(x: Float[Array, "..."], count: int = 3) -> list[Float[Array, "..
     return parts
 
 
-def exactly(product: Callable[[Array], Array], x: Float[Array, "..."]) -> Array:
-    """A product of x with zeros and ones in bfloat16, in three parts that lose nothing.
+def in_parts(
+    product: Callable[[Array], Array], x: Float[Array, "..."], count: int = 3
+) -> Array:
+    """A product of x with zeros and ones in bfloat16.
 
     Args:
         product: of a part of x.
         x: float32.
+        count: of parts: three lose nothing, two leave out 7 bits.
     """
-    return functools.reduce(jnp.add, map(product, in_bfloat16(x)))
+    return functools.reduce(jnp.add, map(product, in_bfloat16(x, count)))
 
 
 def over_slots(reduce, x):

@@ -32,8 +32,13 @@ class Decays(NamedTuple):
     until: Float[Array, "P C DD"]
 
 
-def decays(g: Float[Array, "P C DD"]) -> Decays:
-    """The decays of log gates, none below `gate_sums.FORGETS_ALL`."""
+def decays(g: Float[Array, "P C DD"], parts: int) -> Decays:
+    """The decays of log gates, none below `gate_sums.FORGETS_ALL`.
+
+    Args:
+        g: the gates.
+        parts: in which they are summed (`packs.in_parts`).
+    """
     count, size, width = g.shape
     halves = [1 << level for level in range(size.bit_length() - 1)]
     i, t = (axis((size, size)) for axis in (packs.sublane, packs.lane))
@@ -46,7 +51,7 @@ def decays(g: Float[Array, "P C DD"]) -> Decays:
     chosen = jnp.concatenate(numbers).astype(BF16)
     # The gates of all packs beside each other: one product.
     wide = jnp.concatenate([*g], axis=-1)
-    sums = packs.exactly(lambda part: multiply(chosen, part, "nn", BF16), wide)
+    sums = packs.in_parts(lambda part: multiply(chosen, part, "nn", BF16), wide, parts)
     by_pack = jnp.stack([sums[:, p * width : (p + 1) * width] for p in range(count)])
     *blocks, since, until = jnp.split(jnp.exp(by_pack), len(halves) + 2, axis=1)
     return Decays([jnp.ones_like(g), *blocks], since, until)
@@ -65,8 +70,8 @@ def pairs(scores: Float[Array, "P C CC"]) -> list[Bool[Array, "P C CC"]]:
     return [apart == 0, *of]
 
 
-def suffix_sums(x: Float[Array, "P C DD"]) -> Float[Array, "P C DD"]:
+def suffix_sums(x: Float[Array, "P C DD"], parts: int) -> Float[Array, "P C DD"]:
     """Sums over each token and those after it."""
     shape = (x.shape[0], x.shape[1], x.shape[1])
     after = (packs.lane(shape) >= packs.sublane(shape)).astype(BF16)
-    return packs.exactly(lambda part: multiply(after, part, "nn", BF16), x)
+    return packs.in_parts(lambda part: multiply(after, part, "nn", BF16), x, parts)

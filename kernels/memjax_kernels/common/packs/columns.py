@@ -41,7 +41,7 @@ def sum_lanes(
 def _choose(x: Array, ones: Array) -> Array:
     """A product with zeros and ones."""
     multiply = lambda part: jax.lax.dot(part, ones, preferred_element_type=F32)
-    return packs.exactly(multiply, x)
+    return packs.in_parts(multiply, x)
 
 
 def _of_heads(shape, axis: int, width: int, packing: tuple[int, int]):

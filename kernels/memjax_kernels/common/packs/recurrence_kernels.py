@@ -94,6 +94,11 @@ class Channels(NamedTuple):
         """In the tokens' dtype, as operands of products are."""
         return x.astype(self.q.dtype)
 
+    @property
+    def parts(self) -> int:
+        """How many parts of a float32 in bfloat16 are enough beside these tokens."""
+        return 2 if self.q.dtype == jnp.bfloat16 else 3
+
     def dot(self, x: Array, y: Array, form: Form) -> Float[Array, "..."]:
         """A product of operands in the tokens' dtype, in float32."""
         return multiply(x, y, form, operand_dtype(self.q))
