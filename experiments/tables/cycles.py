@@ -136,10 +136,12 @@ def _dearest(case: dict[str, Any], most: int = 4) -> str:
 _SUMMARY = {
     "linear attention": "linear_attention",
     "SSD (Mamba-2)": "ssd",
+    "Gated DeltaNet": "gated_delta_rule",
+    "GLA": "gla",
+    "GSA": "gated_slots",
     "Lattice, chunks of 64": "lattice-dec/c64",
     "Lattice, chunks of 16": "lattice-dec/c16",
     "Trellis, chunks of 64": "trellis/c64",
-    "GLA, without a kernel": "gla",
     "causal attention (splash) at 2,048 tokens": "splash/d64/t2048",
     "at 8,192": "splash/d64/t8192",
     "at 16,384": "splash/d64/t16384",
@@ -153,12 +155,14 @@ def summary() -> Table:
         "cycles a token and head on a v5e",
         "forward",
         "with backward",
+        "the same without a kernel",
         "least for the memory's traffic",
     ]
     rows = []
     for name, case in _SUMMARY.items():
         forward, both = (cases[f"{case}/{which}"] for which in ("forward", "both"))
-        cycles = (forward["cycles"], both["cycles"], both["memory_cycles"])
+        plain = cases.get(f"{case}/xla/both", {}).get("cycles")
+        cycles = (forward["cycles"], both["cycles"], plain, both["memory_cycles"])
         rows.append([name, *(number(value, 1) for value in cycles)])
     return Table(header, rows, [_CYCLES])
 
