@@ -23,7 +23,7 @@ from experiments.mplus.speed import cost_report
 from experiments.notes import report as notes_report
 from experiments.ops import benchmark
 from experiments.ops.cycles import plot as cycles_plot
-from experiments.recurrent import recall
+from experiments.recurrent import ablation, recall
 from experiments.recurrent.chunks import lattice_chunks
 from experiments.tables.table import load
 from memjax.checks import require_known
@@ -47,6 +47,7 @@ PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "notes/notes": notes_report.plot,
     "ops/kernels": benchmark.plot,
     "ops/tpu_cycles": cycles_plot.plot,
+    "recurrent/lattice_ablation": ablation.plot,
     "recurrent/lattice_chunks": lattice_chunks.plot,
     "recurrent/recall": recall.plot,
 }

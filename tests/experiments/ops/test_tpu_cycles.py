@@ -141,8 +141,8 @@ def test_cases_that_are_counted_are_kept_unless_named():
     config = tpu_cycles.Config()
     done = {"trellis/c64/forward": {}}
     assert tpu_cycles.chosen(config, done) == [n for n in CASES if n not in done]
-    config = dataclasses.replace(config, only=("trellis/c64/forward", "ssd"))
-    names = ["trellis/c64/forward", "ssd/forward", "ssd/both"]
+    config = dataclasses.replace(config, only=("trellis/c64/forward", "delta_rule"))
+    names = ["trellis/c64/forward", "delta_rule/forward", "delta_rule/both"]
     assert tpu_cycles.chosen(config, done) == names
     with pytest.raises(ValueError, match="only must be one of .*got 'trellis/c65'"):
         tpu_cycles.Config(only=("trellis/c65",))
@@ -152,18 +152,22 @@ def test_results_are_written_case_by_case(tmp_path, monkeypatch, capsys):
     row = entry(CASES["gla/forward"], Count((), 0.0, (), (), 0), Facts(1.0, 1.0, 0, {}))
 
     def fake(name, keep):
-        if name == "ssd/forward":
-            raise RuntimeError("ssd/forward does not compile: no reason")
+        if name == "delta_rule/forward":
+            raise RuntimeError("delta_rule/forward does not compile: no reason")
         return row | {"name": name}
 
     monkeypatch.setattr(tpu_cycles, "count_case", fake)
     output = tmp_path / "cycles"
-    for only in ("gla", "ssd"):
+    for only in ("ttt_linear/c16", "delta_rule"):
         tpu_cycles.main(tpu_cycles.Config(only=(only,), output=output))
     cases = json.loads(output.with_suffix(".json").read_text())["cases"]
-    assert list(cases) == ["ssd/both", "gla/forward", "gla/both"]
-    assert cases["gla/both"]["name"] == "gla/both"
-    assert "ssd/forward does not compile: no reason" in capsys.readouterr().out
+    assert list(cases) == [
+        "delta_rule/both",
+        "ttt_linear/c16/forward",
+        "ttt_linear/c16/both",
+    ]
+    assert cases["delta_rule/both"]["name"] == "delta_rule/both"
+    assert "delta_rule/forward does not compile: no reason" in capsys.readouterr().out
 
 
 @needs_libtpu
