@@ -32,7 +32,7 @@ def shrink(x: Float[Array, "*B M V"], log_gate: Float[Array, "*B 1 1"]) -> Array
 
 
 def inverse_norm(
-    kept: Float[Array, "*B _ 1"], across: Float[Array, "*B _ _"]
+    kept: Float[Array, "*B _ _"], across: Float[Array, "*B _ _"]
 ) -> Float[Array, "*B _ _"]:
     """1 / |s| of a slot made of `kept` of a unit vector and of a part across it.
 
