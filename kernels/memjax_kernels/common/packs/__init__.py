@@ -83,11 +83,11 @@ def ends(row: Float[Array, "P 1 CC"], heads: int) -> list[Float[Array, "P 1 1"]]
     return [row[:, :, (i + 1) * size - 1 : (i + 1) * size] for i in range(heads)]
 
 
-def sums(row: Float[Array, "P 1 DD"], heads: int) -> list[Float[Array, "P 1 1"]]:
+def sums(rows: Float[Array, "P M DD"], heads: int) -> list[Float[Array, "P M 1"]]:
     """The sum over each head's lanes."""
-    of = head(row.shape, heads)
+    of = head(rows.shape, heads)
     total = lambda part: jnp.sum(part, axis=-1, keepdims=True)
-    return [total(jnp.where(of == i, row, 0.0)) for i in range(heads)]
+    return [total(jnp.where(of == i, rows, 0.0)) for i in range(heads)]
 
 
 def load(ref: Any, group: int) -> Float[Array, "P C DD"]:
