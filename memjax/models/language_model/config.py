@@ -98,6 +98,9 @@ class ModelConfig:
         remat: recompute each layer's activations in the backward pass.
         remat_saves: what is kept of a layer for that: its "input" alone, or its
             "products" with weights too, which leaves little to compute again.
+        scan_layers: run equal layers by one loop, in calls of more than one token: the
+            time to trace and compile is that of one period of layers at any depth.
+            The loop copies parameters and memories once a call.
     """
 
     mixers: tuple[MixerConfig, ...] = dataclasses.field(
@@ -113,6 +116,7 @@ class ModelConfig:
     dtype: Dtype = "bfloat16"
     remat: bool = True
     remat_saves: RematSaves = "input"
+    scan_layers: bool = False
 
     def __post_init__(self):
         check_sizes(

@@ -26,6 +26,7 @@ from memjax.mechanisms.layers.projections import linear
 from memjax.models import ragged
 from memjax.models.language_model import caches
 from memjax.models.language_model.config import ModelConfig
+from memjax.models.language_model.depth import Layer, run_layers
 from memjax.models.language_model.layers import (
     Block,
     apply_or_step,
@@ -318,7 +319,7 @@ class LanguageModel(nnx.Module):
 
     def _read(self, mix, state, x, mask):
         """All layers; `mix(mechanism, params, memory, h)` runs the mixer of one."""
-        config, h, after = self.config, self.enter(x), []
+        config, h = self.config, self.enter(x)
         memories, taken = state[: len(self.blocks)], state[len(self.blocks) :]
         if config.architecture.learned_positions:
             last, at = _next_positions(taken[0], x, mask)
@@ -326,14 +327,22 @@ class LanguageModel(nnx.Module):
                 h + _rows(self.positions.get_value(), at).astype(h.dtype),
                 (last,),
             )
-        for block, memory in zip(self.blocks, memories, strict=True):
-            mix_here = functools.partial(mix, block.mechanism)
-            layer = with_remat(config, functools.partial(run_block, config, mix_here))
-            # Named, so that a memory around this model can offload it: see `remat`.
-            h = checkpoint_name(h, LAYER_INPUT)
-            memory, h = layer(block.parameters(), memory, h)
-            after.append(memory)
+        layers = [
+            Layer(block.mechanism, block.parameters(), memory)
+            for block, memory in zip(self.blocks, memories, strict=True)
+        ]
+        # A loop copies the memories: that would cost more than the work of one token.
+        scan = config.scan_layers and x.shape[1] > 1
+        after, h = run_layers(functools.partial(self._run, mix), layers, h, scan)
         return (*after, *taken), self.leave(h)
+
+    def _run(self, mix, layer, h):
+        """One layer."""
+        mix_here = functools.partial(mix, layer.mechanism)
+        block = functools.partial(run_block, self.config, mix_here)
+        # Named, so that a memory around this model can offload it: see `remat`.
+        h = checkpoint_name(h, LAYER_INPUT)
+        return with_remat(self.config, block)(layer.params, layer.memory, h)
 
     def enter(self, x: Float[Array, "B T E"]) -> Float[Array, "B T D"]:
         """What the first layer reads of embeddings, without learned positions."""

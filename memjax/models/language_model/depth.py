@@ -1,0 +1,121 @@
+"""Runs the layers of a model one after the other, equal ones by one `lax.scan`.
+
+A program that has every layer written out takes a time to trace and compile that grows
+with the depth. Layers of one kind are one loop here, whose body is traced and compiled
+once: the parameters stay a tree a layer, and are stacked inside the program.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from memjax.mechanisms import Mechanism
+
+
+class Layer(NamedTuple):
+    """What a layer computes with.
+
+    Attributes:
+        mechanism: of its mixer.
+        params: of the whole layer.
+        memory: before the call.
+    """
+
+    mechanism: Mechanism
+    params: PyTree
+    memory: PyTree
+
+
+#: (layer, h) -> (memory after the call, h).
+Run = Callable[[Layer, Float[Array, "B T D"]], tuple[PyTree, Float[Array, "B T D"]]]
+
+
+def run_layers(
+    run: Run, layers: Sequence[Layer], h: Float[Array, "B T D"], scan: bool
+) -> tuple[list[PyTree], Float[Array, "B T D"]]:
+    """The memories after all layers, and the last one's output.
+
+    Args:
+        run: one layer.
+        layers: first to last.
+        h: input of the first.
+        scan: whether layers that repeat are one loop.
+    """
+    after: list[PyTree] = []
+    for period, repeats in repetitions(layers) if scan else [(len(layers), 1)]:
+        part = layers[len(after) : len(after) + period * repeats]
+        if repeats > 1:
+            memories, h = _scan(run, part, period, h)
+        else:
+            memories, h = _in_turn(run, part, h)
+        after += memories
+    return after, h
+
+
+def repetitions(layers: Sequence[Layer]) -> list[tuple[int, int]]:
+    """Parts of `layers`, each a number of layers and how often they are repeated.
+
+    All layers are one part where they have a period, as in a hybrid; else equal
+    neighbours are.
+    """
+    kinds = [_kind(layer) for layer in layers]
+    depth = len(kinds)
+    for period in range(1, depth // 2 + 1):
+        if depth % period == 0 and kinds[period:] == kinds[:-period]:
+            return [(period, depth // period)]
+    starts = [i for i in range(depth) if i == 0 or kinds[i] != kinds[i - 1]]
+    ends = [*starts[1:], depth]
+    return [(1, end - start) for start, end in zip(starts, ends, strict=True)]
+
+
+def _in_turn(run, layers, h):
+    after = []
+    for layer in layers:
+        memory, h = run(layer, h)
+        after.append(memory)
+    return after, h
+
+
+def _scan(run, layers, period, h):
+    """Layers that are equal to those `period` before them."""
+    first, repeats = layers[:period], len(layers) // period
+    # Of each layer of the period the arrays of all repetitions, [repeats, ...].
+    stacked = [
+        [jnp.stack(arrays) for arrays in zip(*map(_arrays, equal), strict=True)]
+        for equal in (layers[i::period] for i in range(period))
+    ]
+
+    def repetition(h, arrays):
+        here = [_with_arrays(*given) for given in zip(first, arrays, strict=True)]
+        after, h = _in_turn(run, here, h)
+        return h, after
+
+    h, stacked = jax.lax.scan(repetition, h, stacked)
+    take = lambda i: jax.tree.map(lambda x: x[i // period], stacked[i % period])
+    return [take(i) for i in range(period * repeats)], h
+
+
+def _kind(layer):
+    """What layers that can share a loop have in common."""
+    leaves, tree = jax.tree.flatten(layer[1:])
+    shapes = [(x.shape, x.dtype) if _is_array(x) else x for x in leaves]
+    return layer.mechanism, tree, shapes
+
+
+def _arrays(layer):
+    return [leaf for leaf in jax.tree.leaves(layer[1:]) if _is_array(leaf)]
+
+
+def _with_arrays(layer, arrays):
+    """The layer with these arrays; its Python numbers, as LoRA's scale, stay."""
+    leaves, tree = jax.tree.flatten(layer[1:])
+    given = iter(arrays)
+    leaves = [next(given) if _is_array(leaf) else leaf for leaf in leaves]
+    return Layer(layer.mechanism, *jax.tree.unflatten(tree, leaves))
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype")

@@ -1,0 +1,136 @@
+"""Equal layers run by one loop: what the model computes is what it was."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig, SlidingWindowConfig
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.language_model.depth import Layer, repetitions
+from memjax.models.lora import LoraConfig, add_lora
+from tests import tiny
+
+B, T, V, D = 2, 5, 31, 8
+FULL = AttentionConfig(D, 2, 1, 4, capacity=16)
+WINDOW = SlidingWindowConfig(D, 2, 1, 4, window=3)
+RECURRENT = GatedDeltaNetConfig(D, 2, 4, 4)
+MODELS = {
+    "equal": (FULL,) * 3,
+    "hybrid": (RECURRENT, WINDOW) * 2,
+    "one differs": (WINDOW, WINDOW, RECURRENT, WINDOW, WINDOW),
+}
+
+
+def build(mixers, scan_layers, remat=False):
+    return LanguageModel(
+        ModelConfig(
+            mixers=mixers,
+            num_layers=len(mixers),
+            vocab_size=V,
+            model_dim=D,
+            hidden_dim=12,
+            dtype="float32",
+            remat=remat,
+            scan_layers=scan_layers,
+        ),
+        key=jax.random.key(0),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gradients(graph, variables, options):
+    """The loss and the memory after a text, and the gradients of all parameters."""
+
+    def loss(variables):
+        model = nnx.merge(graph, variables)
+        x = model.embed(tiny.tokens(0, B, T))
+        state, features = model.read(model.init_state(B), x, **options)
+        encoded = 0.0 if "lengths" in options else model.encode(x, **options)
+        return (model.logits(features + encoded) ** 2).mean(), state
+
+    return jax.value_and_grad(loss, has_aux=True)(variables)
+
+
+def of_model(make, **options):
+    return gradients(*nnx.split(tiny.drawn(make)), options)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loop_over_equal_layers_computes_the_same(name, remat):
+    expected, found = (
+        of_model(functools.partial(build, MODELS[name], scan, remat))
+        for scan in (False, True)
+    )
+    tiny.assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": jnp.array([[True] * T, [False] * 2 + [True] * 3])},
+        {"lengths": jnp.array([3, 0])},
+    ],
+    ids=["mask", "lengths"],
+)
+def test_rows_with_padding_are_read_by_the_loop(options):
+    mixers = MODELS["equal"]
+    expected, found = (
+        of_model(functools.partial(build, mixers, scan), **options)
+        for scan in (False, True)
+    )
+    tiny.assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_adapted_layers_are_run_by_the_loop():
+    lora, key = LoraConfig(rank=2, alpha=3.0), jax.random.key(1)
+    expected, found = (
+        of_model(lambda scan=scan: add_lora(build(MODELS["equal"], scan), lora, key))
+        for scan in (False, True)
+    )
+    tiny.assert_close(found, expected)
+
+
+def test_the_program_does_not_grow_with_the_depth():
+    def equations(depth):
+        make = functools.partial(build, (FULL,) * depth, True)
+        graph, variables = nnx.split(nnx.eval_shape(make))
+        jaxpr = jax.make_jaxpr(lambda v: gradients(graph, v, {}))(variables)
+        return str(jaxpr).count("dot_general")
+
+    assert equations(2) == equations(6) > 0
+
+
+def test_one_token_is_read_without_a_loop():
+    model = build(MODELS["equal"], True)
+    step = lambda state: model(state, jnp.zeros((B, 1), jnp.int32))
+    jaxpr = jax.make_jaxpr(step)(model.init_state(B))
+    assert "scan" not in str(jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("mixers", "expected"),
+    [
+        ("a", [(1, 1)]),
+        ("aaaa", [(1, 4)]),
+        ("abab", [(2, 2)]),
+        ("aaabaaab", [(4, 2)]),
+        ("aabaaa", [(1, 2), (1, 1), (1, 3)]),
+        ("ababa", [(1, 1)] * 5),
+    ],
+)
+def test_layers_are_parted_by_their_period_or_by_runs(mixers, expected):
+    mechanisms = {name: object() for name in "ab"}
+    layers = [Layer(mechanisms[name], jnp.zeros(2), None) for name in mixers]
+    assert repetitions(layers) == expected
+
+
+def test_layers_of_other_shapes_are_not_parted_together():
+    mechanism = object()
+    layers = [Layer(mechanism, jnp.zeros(size), None) for size in (2, 2, 3)]
+    assert repetitions(layers) == [(1, 2), (1, 1)]
