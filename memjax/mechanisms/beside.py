@@ -37,6 +37,7 @@ from memjax.mechanisms.gsa import ABCConfig, GSAConfig
 from memjax.mechanisms.lattice import LatticeConfig
 from memjax.mechanisms.layers import gates, projections
 from memjax.mechanisms.layers.memory_core import MemoryConfig
+from memjax.mechanisms.layers.norms import l2_normalize
 from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.mechanisms.linear_attention import LinearAttentionConfig
 from memjax.mechanisms.mamba2 import Mamba2Config
@@ -278,7 +279,7 @@ def memory_inputs(
 
     def unit(x, weight, bias):
         shift = bias.reshape(1, 1, config.window.num_heads, -1).astype(x.dtype)
-        return gates.l2_normalize(into(x, weight) + shift)
+        return l2_normalize(into(x, weight) + shift)
 
     x = jnp.concatenate([k, v], axis=2).reshape(*k.shape[:2], -1)
     keys = unit(of_heads(k), maps.key, maps.key_bias)

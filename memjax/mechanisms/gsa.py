@@ -138,7 +138,7 @@ def step(
 def apply(
     config: GSAConfig | ABCConfig,
     params: GSAParams | ABCParams,
-    memory: SlotState,
+    memory: SlotState | None,
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, axes
-from memjax.mechanisms.layers import gates, recurrent_block
+from memjax.mechanisms.layers import gates, norms, recurrent_block
 from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.memory_core import (
     LearnedStart,
@@ -145,30 +145,32 @@ def step(
         normalize=config.normalize,
         forget=config.forget,
     )
-    return after_start(memory, slots), y
+    return after_start(slots), y
 
 
 def apply(
     config: LatticeConfig,
     params: LatticeParams,
-    memory: LearnedStart,
+    memory: LearnedStart | None,
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
 ) -> tuple[LearnedStart, Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    slots = started(memory, _start(config, params, x.shape[0]))
+    start = _start(config, params, x.shape[0])
+    slots = None if memory is None else started(memory, start)
     gamma, g = _gates(config, params, x)
     slots, y = lattice_op(
         *(q, k, _values(config, v), gamma, g, slots),
+        empty=start,
         chunk_size=config.chunk_size,
         variant=config.variant,
         normalize=config.normalize,
         forget=config.forget,
         implementation=config.implementation,
     )
-    return after_start(memory, slots), y
+    return after_start(slots), y
 
 
 def lattice(config: LatticeConfig) -> Mechanism:
@@ -195,7 +197,7 @@ def _values(config, v):
     """Values, of unit norm where they are what the objective predicts from."""
     # In "enc" values are what the slots predict from, and a step of γ |v|² > 2 would
     # diverge.
-    return gates.l2_normalize(v) if config.variant == "enc" else v
+    return norms.l2_normalize(v) if config.variant == "enc" else v
 
 
 def _gates(config, params, x):

@@ -73,7 +73,7 @@ def step(
 def apply(
     config: LinearAttentionConfig,
     params: LinearAttentionParams,
-    memory: Float[Array, "B H K V"],
+    memory: Float[Array, "B H K V"] | None,
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],

@@ -91,7 +91,7 @@ def step(
 def apply(
     config: Mamba2Config,
     params: Mamba2Params,
-    memory: Float[Array, "B H K V"],
+    memory: Float[Array, "B H K V"] | None,
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],

@@ -35,6 +35,7 @@ from memjax.mechanisms.layers.memory_core import (
     started,
     unstarted,
 )
+from memjax.mechanisms.layers.norms import l2_normalize
 from memjax.mechanisms.layers.overlap import (
     Written,
     bounded_step,
@@ -163,7 +164,7 @@ def step(
     slots, written = started(memory, _start(config, params, x.shape[0]))
     # Values are the keys of the second pass, in which a step of γ |v|² > 2 would
     # diverge.
-    v = gates.l2_normalize(v)
+    v = l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
     if written is not None:
         written, gamma = _bounded(bounded_step, written, slots.position, k, v, gamma)
@@ -172,33 +173,37 @@ def step(
         phi=config.phi,
         activation=config.activation,
     )
-    return after_start(memory, Memory(slots, written)), y
+    return after_start(Memory(slots, written)), y
 
 
 def apply(
     config: TrellisConfig,
     params: TrellisParams,
-    memory: LearnedStart,
+    memory: LearnedStart | None,
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
 ) -> tuple[LearnedStart, Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    slots, written = started(memory, _start(config, params, x.shape[0]))
+    start = _start(config, params, x.shape[0])
+    slots, written = start if memory is None else started(memory, start)
+    # None says that all begin a chunk, which saves shifting the tokens.
+    before, position = (None, None) if memory is None else (slots, slots.position)
     # Values are normalised, as in `step`.
-    v = gates.l2_normalize(v)
+    v = l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
     if written is not None:
-        written, gamma = _bounded(bounded_steps, written, slots.position, k, v, gamma)
+        written, gamma = _bounded(bounded_steps, written, position, k, v, gamma)
     slots, y = trellis_op(
-        *(q, k, v, target, gamma, g, slots),
+        *(q, k, v, target, gamma, g, before),
+        empty=start.slots,
         chunk_size=config.chunk_size,
         phi=config.phi,
         activation=config.activation,
         implementation=config.implementation,
     )
-    return after_start(memory, Memory(slots, written)), y
+    return after_start(Memory(slots, written)), y
 
 
 def trellis(config: TrellisConfig) -> Mechanism:

@@ -124,27 +124,29 @@ def step(
     layer = started(memory, _start(config, params, x.shape[0]))
     eta, scale, shift = _rate_and_norm(config, params, x)
     layer, y = op_step(q, k, v, eta, scale, shift, layer, chunk_size=config.chunk_size)
-    return after_start(memory, layer), y
+    return after_start(layer), y
 
 
 def apply(
     config: TTTLinearConfig,
     params: TTTParams,
-    memory: LearnedStart,
+    memory: LearnedStart | None,
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
 ) -> tuple[LearnedStart, Float[Array, "B T H V"]]:
     """What T steps give, a mini-batch at a time."""
-    layer = started(memory, _start(config, params, x.shape[0]))
+    start = _start(config, params, x.shape[0])
+    layer = None if memory is None else started(memory, start)
     eta, scale, shift = _rate_and_norm(config, params, x)
     layer, y = ttt_linear_op(
         *(q, k, v, eta, scale, shift, layer),
+        empty=start,
         chunk_size=config.chunk_size,
         implementation=config.implementation,
     )
-    return after_start(memory, layer), y
+    return after_start(layer), y
 
 
 def ttt_linear(config: TTTLinearConfig) -> Mechanism:

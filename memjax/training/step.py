@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, PyTree, Scalar
 from memjax.checks import check_seed, require_known
 from memjax.data.batches.batch import Batch
 from memjax.models.base import LONGEST, Model
+from memjax.models.language_model.model import LanguageModel
 from memjax.models.loss import (
     last_positions,
     last_targets,
@@ -257,12 +258,16 @@ def _total_loss(graph, config, frozen, params, memory, batch):
     t = batch.tokens.shape[1]
     # 0 blocks cut nothing: one window of the whole sequence.
     window = min(t, config.bptt_blocks * model.window) or t
+    read = model.features
+    if isinstance(model, LanguageModel) and window == t and not config.carry_memory:
+        # Nothing is read on from here, so that no memory has to be kept.
+        read = lambda memory, tokens: (memory, model.encode(model.embed(tokens)))
 
     def block_loss(memory, inputs):
         tokens, targets, mask = inputs
         # Cuts the gradient between blocks. The first block's memory is of an earlier
         # batch, which has no gradient either.
-        memory, features = model.features(jax.lax.stop_gradient(memory), tokens)
+        memory, features = read(jax.lax.stop_gradient(memory), tokens)
         if config.loss_on == "last":
             # The output head is the widest product: only these positions need it.
             positions = last_positions(mask, model.window)

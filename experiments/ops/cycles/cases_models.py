@@ -88,12 +88,12 @@ def mplus_search() -> Program:
 
 
 def training_step(name: str) -> Program:
-    """An update of a preset's first layers, or of its memory layer and the one before.
+    """An update of a preset.
 
     Args:
         name: of the preset.
     """
-    config = _shortened(name)
+    config = preset(name)
     model = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
     update, step = optimizer(OptimizerConfig(), 1000), StepConfig()
     fresh = lambda: LanguageModel(config, key=jax.random.key(0))
@@ -109,15 +109,6 @@ def training_step(name: str) -> Program:
     sizes = [math.prod(x.shape) for x in jax.tree.leaves(state.params)]
     flops = 6.0 * sum(sizes) * BATCH * TIME
     return Program(function, (state, batch), donated=(0,), flops=flops)
-
-
-def _shortened(name: str) -> Any:
-    config = preset(name)
-    mixers = config.mixers
-    memory = [i for i, m in enumerate(mixers) if isinstance(m, ElasticMemoryConfig)]
-    last = memory[0] + 1 if memory else LAYERS
-    kept = tuple(mixers[i % len(mixers)] for i in range(last - LAYERS, last))
-    return dataclasses.replace(config, mixers=kept, num_layers=LAYERS)
 
 
 def table() -> dict[str, Case]:

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from memjax.mechanisms.layers.cpu import scale_rows
+from memjax.mechanisms.layers import splash
+from memjax.mechanisms.layers.cpu import by_platform, scale_rows
 
 # Scores of one attention call, in elements: 2**26 float32 are 256 MiB.
 MAX_SCORES = 2**26
@@ -37,9 +38,10 @@ def causal(
 
     The queries are those of the last T of the S positions.
 
-    Half precision on a GPU takes cuDNN's flash attention where all are; elsewhere
-    queries go through in blocks, so that scores never need T * T memory at once, and
-    a third of the scores that nobody sees is not computed.
+    Where all are, half precision takes cuDNN's flash attention on a GPU, and bfloat16
+    jax's splash kernel on a TPU; elsewhere queries go through in blocks, so that scores
+    never need T * T memory at once, and a third of the scores that nobody sees is not
+    computed.
     """
     # What cuDNN's flash attention takes: half precision, heads of up to 128, no mask.
     half = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] <= 128
@@ -48,6 +50,16 @@ def causal(
         return jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation="cudnn"
         )
+    in_parts = functools.partial(_causal_in_parts, visible=visible)
+    if visible is not None or splash.unsupported(query, key):
+        return in_parts(query, key, value)
+    return jax.lax.platform_dependent(
+        *(query, key, value), tpu=splash.attention, default=in_parts
+    )
+
+
+def _causal_in_parts(query, key, value, visible):
+    """`causal`, a third of the queries at a time."""
     (b, t), first = query.shape[:2], key.shape[1] - query.shape[1]
     part = t if t < LEAST_CUT else -(-t // PARTS)
     parts = []
@@ -74,8 +86,15 @@ def from_cache(
     Keys behind those that the batch sees take little time, however many there are.
     """
     filled = before.max() + query.shape[1]
-    if jax.default_backend() == "cpu":
-        return _in_pieces(query, key, value, before, visible, filled)
+    # What it has beside its arguments stays outside of the branches.
+    given = (before, visible, filled)
+    return by_platform(
+        lambda *text: _in_pieces(*text, *given), lambda *text: _prefix(*text, *given)
+    )(query, key, value)
+
+
+def _prefix(query, key, value, before, visible, filled):
+    """`from_cache` of the slots up to the last that is seen, or a few more."""
     # The shortest prefix with all that is seen; each is a quarter of the one before.
     sizes = [key.shape[1]]
     while sizes[-1] >= 4 * LEAST_PREFIX:
@@ -211,11 +230,22 @@ def _masked(
         shows: (start, n) -> which of the n keys from `start` on each query sees.
         filled: on a CPU, keys from here on are seen by no query; None is S.
     """
-    if jax.default_backend() != "cpu":
-        mask = shows(0, key.shape[1])
-        return jax.nn.dot_product_attention(
-            query, key, value, mask=mask[:, None], return_residual=True
-        )
+    return by_platform(
+        functools.partial(_masked_on_cpu, shows=shows, filled=filled),
+        functools.partial(_masked_elsewhere, shows=shows),
+    )(query, key, value)
+
+
+def _masked_elsewhere(query, key, value, shows):
+    mask = shows(0, key.shape[1])
+    y, mass = jax.nn.dot_product_attention(
+        query, key, value, mask=mask[:, None], return_residual=True
+    )
+    # The library's is in the dtype of the queries.
+    return y, mass.astype(jnp.float32)
+
+
+def _masked_on_cpu(query, key, value, shows, filled):
     # What takes the time on a CPU, that the library does not do: all queries of a key
     # head are rows of one product, sums divide the values instead of the scores, and
     # scores never leave the cache.

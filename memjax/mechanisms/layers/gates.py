@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.mechanisms.base import axes
-from memjax.mechanisms.layers.cpu import scale_rows
 
 
 class Gate(NamedTuple):
@@ -62,11 +61,3 @@ def gate_logits(params: Gate, x: Float[Array, "*B D"]) -> Array:
     logits = linear_logits(x, params.weight)
     shape = params.weight.shape[1:]
     return logits + params.bias.reshape((1,) * (x.ndim - 1) + shape)
-
-
-def l2_normalize(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
-    """x divided by its norm, in float32 inside; zeros stay zeros."""
-    high = x.astype(jnp.float32)
-    # 1e-6 under the root: a vector of zeros has a finite gradient and stays zero.
-    norm = jax.lax.rsqrt((high**2).sum(axis=-1, keepdims=True) + 1e-6)
-    return scale_rows(high, norm).astype(x.dtype)

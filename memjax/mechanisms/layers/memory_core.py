@@ -5,6 +5,9 @@
     step(params, memory, q, k, v, x [B, D])     -> (memory, y [B, H, V])
     apply(params, memory, q, k, v, x [B, T, D]) -> (memory, y [B, T, H, V])
 
+Where q and k come with unit norm, `apply` takes None for the empty memory: a program
+that knows it to be empty need not ask where in a chunk each batch element is.
+
 The layer gives queries q, keys k and values v of its heads, and the tokens x that the
 gates are read from. `recurrent_block` puts convolution, projections, norm and output
 gate around a core, and so makes a mechanism of it. A core keeps the law of mechanisms:
@@ -154,6 +157,7 @@ def started(state: LearnedStart, start: PyTree) -> PyTree:
     return reset(state.memory, start, state.fresh)
 
 
-def after_start(state: LearnedStart, memory: PyTree) -> LearnedStart:
+def after_start(memory: PyTree) -> LearnedStart:
     """The state after a segment: nothing waits for its start any longer."""
-    return LearnedStart(memory, jnp.zeros_like(state.fresh))
+    batch = jax.tree.leaves(memory)[0].shape[0]
+    return LearnedStart(memory, jnp.zeros(batch, bool))

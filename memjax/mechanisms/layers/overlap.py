@@ -59,24 +59,27 @@ def bounded_step(
 
 def bounded_steps(
     written: Written,
-    position: Int[Array, " B"],
+    position: Int[Array, " B"] | None,
     k: Float[Array, "B T H K"],
     gamma: Float[Array, "B T H"],
 ) -> tuple[Written, Float[Array, "B T H"]]:
-    """What `bounded_step` gives for T tokens, a chunk at a time."""
+    """What `bounded_step` gives for T tokens, a chunk at a time.
+
+    `position` None is 0 for all, known before the program runs.
+    """
     time, size = gamma.shape[1], written.steps.shape[1]
     keys = chunks.split(k.astype(jnp.float32), size, position)
     steps = chunks.split(gamma, size, position)
-    # Zeros stand where the tokens came before, in an earlier call.
-    keys = keys.at[:, 0].add(written.keys)
-    steps = steps.at[:, 0].add(written.steps)
+    if position is not None:
+        # Zeros stand where the tokens came before, in an earlier call.
+        keys = keys.at[:, 0].add(written.keys)
+        steps = steps.at[:, 0].add(written.steps)
     alike = jnp.einsum("bnthk,bnshk->bnhts", keys, keys) ** 2
     of_earlier = jnp.moveaxis(steps, -1, -2)[..., None, :] * jnp.tril(alike, -1)
     left = jnp.prod(1 - of_earlier, axis=-1)
     bounded = steps * jnp.moveaxis(left, -1, -2)
-    return _open_chunk(keys, steps, position + time), chunks.join(
-        bounded, time, position
-    )
+    end = jnp.full(k.shape[0], time) if position is None else position + time
+    return _open_chunk(keys, steps, end), chunks.join(bounded, time, position)
 
 
 def _open_chunk(keys, steps, end):

@@ -23,13 +23,13 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, axes, check_input
-from memjax.mechanisms.layers.cpu import scale_channels, scale_rows
-from memjax.mechanisms.layers.gates import draw_weight, l2_normalize
+from memjax.mechanisms.layers.gates import draw_weight
 from memjax.mechanisms.layers.memory_core import MemoryCore
+from memjax.mechanisms.layers.norms import l2_normalize, rms_norm_heads
 
 CONV_WIDTH = 4
 # Those that every op has.
@@ -143,6 +143,7 @@ def mechanism(
         init_state=functools.partial(init_state, config, core, projections),
         step=functools.partial(step, config, core),
         apply=functools.partial(apply, config, core),
+        whole=functools.partial(whole, config, core),
     )
 
 
@@ -207,6 +208,32 @@ def apply(
     return BlockState(window, memory), output_projection(config, params, x, y)
 
 
+def whole(
+    config: RecurrentConfig,
+    core: MemoryCore,
+    params: BlockParams,
+    x: Float[Array, "B T D"],
+    mask: Bool[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """A whole sequence, without a state: what `apply` gives for the empty one.
+
+    Raises:
+        ValueError: on a mask; what a memory compresses cannot be left out.
+    """
+    if mask is not None:
+        raise ValueError("mask must be None with a mechanism that compresses, got one")
+    empty = BlockState(_no_inputs(config, params, x.shape[0]), None)
+    _, q, k, v = qkv_projection(config, params, empty, x)
+    _, y = core.apply(params.core, None, q, k, v, x)
+    return output_projection(config, params, x, y)
+
+
+def _no_inputs(config, params, batch):
+    """What a convolution sees that saw nothing yet."""
+    inputs = (CONV_WIDTH - 1, *params.query_key.shape[1:])
+    return jnp.zeros((batch, *inputs), jnp.float32)
+
+
 def qkv_projection(
     config: RecurrentConfig,
     params: BlockParams,
@@ -220,19 +247,43 @@ def qkv_projection(
             width.
     """
     check_input(x, config.model_dim, state)
-    t = x.shape[1]
-    into = lambda weight: jnp.tensordot(x, weight.astype(x.dtype), 1)
-    # In float32 as the window is: a token counts alike whether it came in this call or
-    # before.
-    inputs = into(params.query_key).astype(jnp.float32)
-    inputs = jnp.concatenate([state.window, inputs], axis=1)
-    # With one shared projection its axis of 1 meets the 2 of the filters.
-    taps = [
-        inputs[:, w : w + t] * params.filters[w][None, None] for w in range(CONV_WIDTH)
-    ]
+    projections, (heads, width) = params.query_key.shape[1], params.query_key.shape[2:]
+    # Channels of all heads are one axis: see `layers.norms`.
+    inputs = jnp.concatenate(
+        [_flat(state.window, 2).astype(x.dtype), _product(x, params.query_key)], axis=1
+    )
+    # One projection that both share, or one for each.
+    parts = jnp.split(inputs, projections, axis=-1) * (2 // projections)
+    q, k = (
+        _convolve(part, params.filters[:, i].reshape(CONV_WIDTH, -1))
+        for i, part in enumerate(parts)
+    )
+    by_head = lambda z: z.reshape(*x.shape[:2], heads, -1)
     # Unit norm bounds what a write can do: a step of γ |k|² <= 2 does not diverge.
-    q_k = l2_normalize(jax.nn.silu(sum(taps[1:], taps[0]))).astype(x.dtype)
-    return QKV(inputs[:, t:], q_k[:, :, 0], q_k[:, :, 1], into(params.value))
+    q, k = (l2_normalize(by_head(jax.nn.silu(z))).astype(x.dtype) for z in (q, k))
+    last = inputs[:, x.shape[1] :].astype(jnp.float32)
+    window = last.reshape(*last.shape[:2], projections, heads, width)
+    return QKV(window, q, k, by_head(_product(x, params.value)))
+
+
+def _convolve(inputs, filters):
+    """Each channel by its own filter of W taps; the first W - 1 tokens came before."""
+    time = inputs.shape[1] - CONV_WIDTH + 1
+    taps = (
+        inputs[:, w : w + time].astype(jnp.float32) * filters[w][None, None]
+        for w in range(CONV_WIDTH)
+    )
+    return functools.reduce(jnp.add, taps)
+
+
+def _product(x, weight):
+    """x [*B, D] times a weight [D, ...], whose outputs are one axis."""
+    return x @ _flat(weight, 1).astype(x.dtype)
+
+
+def _flat(x, axes):
+    """All axes but the first `axes` as one."""
+    return x.reshape(*x.shape[:axes], -1)
 
 
 def output_projection(
@@ -242,12 +293,8 @@ def output_projection(
     y: Float[Array, "*B H V"],
 ) -> Float[Array, "*B D"]:
     """Norm, gate and output matrix of the reads y of the tokens x."""
-    y = y.astype(jnp.float32)
-    mean_square = (y**2).mean(axis=-1, keepdims=True)
     # RMSNorm makes the output independent of the memory's size, which grows with the
     # text.
-    y = scale_rows(y, jax.lax.rsqrt(mean_square + config.norm_epsilon))
-    y = scale_channels(y, params.norm)
-    gate = jnp.tensordot(x, params.gate.astype(x.dtype), 1)
-    y = y.astype(x.dtype) * jax.nn.gelu(gate)
-    return jnp.tensordot(y, params.output.astype(x.dtype), 2)
+    y = rms_norm_heads(y, params.norm, config.norm_epsilon).astype(x.dtype)
+    y = _flat(y, x.ndim - 1) * jax.nn.gelu(_product(x, params.gate))
+    return y @ params.output.reshape(-1, config.model_dim).astype(x.dtype)

@@ -78,6 +78,7 @@ class Size:
         options: of single mixers, by name.
         dtype: of activations.
         remat: recompute activations in the backward pass.
+        scan_layers: run equal layers by one loop.
     """
 
     num_layers: int
@@ -94,6 +95,7 @@ class Size:
     options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     dtype: Dtype = "bfloat16"
     remat: bool = True
+    scan_layers: bool = True
 
     def mixer(self, name: str, **options: Any) -> MixerConfig:
         """The mixer of this name in this size, `options` before the size's own."""
@@ -127,6 +129,7 @@ class Size:
             tied_head=self.tied_head,
             dtype=self.dtype,
             remat=self.remat,
+            scan_layers=self.scan_layers,
         )
 
 
@@ -147,6 +150,7 @@ TINY = Size(
     },
     dtype="float32",
     remat=False,
+    scan_layers=False,
 )
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from memjax.mechanisms.layers.gates import l2_normalize
+from memjax.mechanisms.layers.norms import l2_normalize
 from memjax.mechanisms.layers.memory_core import MemoryConfig
 from tests.mechanisms.test_contract import (
     CONFIGS,
