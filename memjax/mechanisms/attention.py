@@ -171,10 +171,8 @@ def whole(
     Tokens at which `mask` is False keep their position and are never attended to;
     outputs there, and before the first visible token, have no meaning.
     """
-    q, k, v = projections.qkv_projection(config, params, x)
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-    q = projections.apply_rope(config, q, positions)
-    k = projections.apply_rope(config, k, positions)
+    q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
     return projections.output_projection(params, attend.causal(q, k, v, mask))
 
 

@@ -27,7 +27,7 @@ from memjax.checks import check_sizes
 from memjax.mechanisms.attention import whole as whole_attention
 from memjax.mechanisms.base import Cache, Mechanism, check_input
 from memjax.mechanisms.layers import dot_product_attention as attend
-from memjax.mechanisms.layers import projections
+from memjax.mechanisms.layers import projections, splash
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 
@@ -240,7 +240,21 @@ def whole(
     # No window and no state to build: full attention sees the same keys.
     if x.shape[1] <= config.window + config.sinks:
         return whole_attention(config, params, x, mask)
-    return apply(config, params, init_state(config, x.shape[0]), x, mask)[1]
+
+    def in_blocks(params, x):
+        return apply(config, params, init_state(config, x.shape[0]), x, mask)[1]
+
+    def in_one_kernel(params, x):
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+        q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
+        y = splash.attention(q, k, v, config.window)
+        return projections.output_projection(params, y)
+
+    heads = (*x.shape[:2], config.num_heads, config.head_dim)
+    query = jax.ShapeDtypeStruct(heads, x.dtype)
+    if config.sinks or mask is not None or splash.unsupported(query, query):
+        return in_blocks(params, x)
+    return jax.lax.platform_dependent(params, x, tpu=in_one_kernel, default=in_blocks)
 
 
 def sliding_window(config: SlidingWindowConfig) -> Mechanism:

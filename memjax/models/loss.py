@@ -34,7 +34,10 @@ def token_losses(
     """
     b, t, d = features.shape
     # Logits are V / D times as large as features: those of all positions may not fit.
-    chunk = max(1, min(t, LOGITS_AT_A_TIME // (b * vocab_size)))
+    most = max(1, min(t, LOGITS_AT_A_TIME // (b * vocab_size)))
+    # One that divides T, if a large one does: padding is computed, too.
+    even = (size for size in range(most, most // 2, -1) if t % size == 0)
+    chunk = next(even, most)
     loss = optax.softmax_cross_entropy_with_integer_labels
     if chunk == t:
         return loss(logits(features), targets)

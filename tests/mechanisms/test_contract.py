@@ -150,6 +150,15 @@ def test_apply_equals_steps(case, stepped):
     assert_close(after, (states[LENGTH], y[:, :LENGTH]))
 
 
+def test_a_whole_sequence_has_the_outputs_of_the_empty_state(case):
+    mechanism, params, state, x = case
+    if mechanism.whole is None:
+        pytest.skip("it has no form of its own for whole sequences")
+    x = x[:, :LENGTH]
+    _, y = mechanism.apply(params, state, x)
+    assert_close(jax.jit(mechanism.whole)(params, x, None), y)
+
+
 @pytest.mark.parametrize("length", [1, LENGTH])
 def test_apply_takes_over_at_every_token(case, stepped, length):
     """So that any split of a sequence gives what its steps give.

@@ -7,26 +7,17 @@ from the kernel's own map of blocks, and the bundles behind the branch count so 
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as splash,
-)
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_mask as masks,
-)
-from jaxtyping import Array
 
 from experiments.ops import cases
 from experiments.ops.cases import Shape
 from experiments.ops.cycles.bundles import Shares
 from experiments.ops.cycles.case import Case, Program
+from memjax.mechanisms.layers import splash
 
-#: Queries and keys of a block of every kernel; other sizes have not been counted.
-BLOCK = 512
 SHAPES = {
     (width, time): Shape(1, time, heads, width)
     for width, heads in ((64, 12), (128, 6))
@@ -34,53 +25,29 @@ SHAPES = {
 }
 
 
-def kernel(shape: Shape, block: int) -> splash.SplashAttentionKernel:
-    """Splash attention of one batch element: q, k and v [H, T, D]."""
-    heads = masks.MultiHeadMask(
-        [masks.CausalMask((shape.time, shape.time))] * shape.heads
-    )
-    sizes = splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
-    return splash.make_splash_mha(
-        heads, block_sizes=sizes, head_shards=1, q_seq_shards=1
-    )
-
-
-def shares(attention: splash.SplashAttentionKernel, blocks: int) -> dict[str, Shares]:
+def shares(heads: int, time: int) -> dict[str, Shares]:
     """In which share of its steps each of the kernels computes, begins and ends."""
+    attention = splash.kernel(heads, time)
     infos = {
         "fwd": attention.fwd_mask_info,
         "dq": attention.dq_mask_info,
         "dkv": attention.dkv_mask_info,
     }
     share = lambda info: float(np.mean(np.asarray(info.block_mask) != 0))
-    return {n: Shares(1 / blocks, share(x)) for n, x in infos.items() if x is not None}
+    return {
+        f"splash_mha_{name}": Shares(1 / np.asarray(x.block_mask).shape[-1], share(x))
+        for name, x in infos.items()
+    }
 
 
-def program(shape: Shape, backward: bool, block: int = BLOCK) -> Program:
+def program(shape: Shape, backward: bool) -> Program:
     """Causal attention on tokens [B, T, H, D], as a layer has them."""
-    attention = kernel(shape, block)
-
-    def forward(q: Array, k: Array, v: Array) -> Array:
-        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * shape.width**-0.5, k, v))
-        attended: Any = jax.vmap(attention)(q, k, v)
-        return jnp.swapaxes(attended, 1, 2)
-
     b, t, h, d = shape
     token = jax.ShapeDtypeStruct((b, t, h, d), jnp.bfloat16)
     given = (token,) * (4 if backward else 3)
-    function = cases.both(forward) if backward else forward
+    function = cases.both(splash.attention) if backward else splash.attention
     flops = cases.cost("attention", shape, 0, "bfloat16", backward).flops
-    blocks = shares(attention, t // block)
-    return Program(function, given, flops=flops, shares=blocks)
+    return Program(function, given, flops=flops, shares=shares(h, t))
 
 
 def table() -> dict[str, Case]:

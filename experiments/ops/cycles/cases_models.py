@@ -1,7 +1,7 @@
 """Cases of layers, of single tokens in decoding, of M+'s search, of training steps."""
 
-import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -12,8 +12,14 @@ from jaxtyping import Array, PyTree
 
 from experiments.ops import cases
 from experiments.ops.cycles.case import Case, Program, size_of
+from experiments.ops.cycles.cases_attention import shares
 from memjax.data.batches.batch import Batch
-from memjax.mechanisms import ElasticMemoryConfig, Mechanism, MixerConfig
+from memjax.mechanisms import (
+    AttentionConfig,
+    ElasticMemoryConfig,
+    Mechanism,
+    MixerConfig,
+)
 from memjax.models import LanguageModel, preset
 from memjax.models.language_model.presets import ATTENTION, RECURRENT, SIZES
 from memjax.models.mplus.config import MPlusConfig
@@ -27,8 +33,8 @@ DECODED, CAPACITY = 64, 2048
 ELASTIC_BATCH, ELASTIC_TIME = 4, 4096
 #: Rows of M+'s store, and tokens that search it.
 ROWS, QUERIES = 150_000, 2048
-#: A training step: batch elements, tokens of each, and layers that are kept.
-BATCH, TIME, LAYERS = 4, 2048, 2
+#: A training step: tokens of it, and of a row.
+TOKENS, TIMES = 32_768, (2048, 8192, 32_768)
 TRAINED = (
     "trellis-125m",
     "lattice-125m",
@@ -87,28 +93,42 @@ def mplus_search() -> Program:
     return Program(search, given, flops=2.0 * ROWS * QUERIES * width)
 
 
-def training_step(name: str) -> Program:
+def training_step(name: str, time: int) -> Program:
     """An update of a preset.
 
     Args:
         name: of the preset.
+        time: tokens of a row.
     """
-    config = preset(name)
+    config, batch_size = preset(name), TOKENS // time
     model = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
     update, step = optimizer(OptimizerConfig(), 1000), StepConfig()
     fresh = lambda: LanguageModel(config, key=jax.random.key(0))
-    state = jax.eval_shape(lambda: init_train_state(fresh(), update, step, BATCH))
+    state = jax.eval_shape(lambda: init_train_state(fresh(), update, step, batch_size))
     batch = Batch(
-        tokens=shape(BATCH, TIME, dtype=jnp.int32),
-        targets=shape(BATCH, TIME, dtype=jnp.int32),
-        mask=shape(BATCH, TIME, dtype=jnp.float32),
-        reset=shape(BATCH, dtype=jnp.bool_),
+        tokens=shape(batch_size, time, dtype=jnp.int32),
+        targets=shape(batch_size, time, dtype=jnp.int32),
+        mask=shape(batch_size, time, dtype=jnp.float32),
+        reset=shape(batch_size, dtype=jnp.bool_),
     )
     function = make_train_step(model, update, step)
     # Six operations a parameter and token. The embedding is the head as well.
     sizes = [math.prod(x.shape) for x in jax.tree.leaves(state.params)]
-    flops = 6.0 * sum(sizes) * BATCH * TIME
-    return Program(function, (state, batch), donated=(0,), flops=flops)
+    flops = (6.0 * sum(sizes) + _attention_flops(config, time)) * TOKENS
+    blocks = _shares(config, time)
+    return Program(function, (state, batch), donated=(0,), flops=flops, shares=blocks)
+
+
+def _attention_flops(config, time):
+    """Of a token with gradients: scores and reads of all keys before it."""
+    attention = [m for m in config.layers if isinstance(m, AttentionConfig)]
+    return sum(6.0 * time * m.num_heads * m.head_dim for m in attention)
+
+
+def _shares(config, time):
+    """In which share of its steps the kernel of attention computes."""
+    heads = {m.num_heads for m in config.layers if isinstance(m, AttentionConfig)}
+    return shares(heads.pop(), time) if heads else {}
 
 
 def table() -> dict[str, Case]:
@@ -124,7 +144,7 @@ def table() -> dict[str, Case]:
         build = functools.partial(elastic_layer, backward)
         found[f"elastic-layer/{direction}"] = Case(build, tokens, "token")
     found["mplus-search"] = Case(mplus_search, ROWS, "row")
-    for name in TRAINED:
-        build = functools.partial(training_step, name)
-        found[f"train/{name}"] = Case(build, BATCH * TIME, "token")
+    for name, time in itertools.product(TRAINED, TIMES):
+        build = functools.partial(training_step, name, time)
+        found[f"train/{name}/t{time}"] = Case(build, TOKENS, "token")
     return found

@@ -32,12 +32,19 @@ def mesh_of(*arrays: Any) -> AbstractMesh:
     return mesh
 
 
-def chunkwise(form: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+def chunkwise(
+    form: Callable[..., tuple[Any, Any]], *, says_what_varies: bool = True
+) -> Callable[..., tuple[Any, Any]]:
     """A chunk form (tokens, *memories) -> (memories, y), on each device's share.
 
     Tokens and y are [B, n, C, H, ...], flags among the tokens [B, n], and memories
     [B, H, ...]. Axes of the mesh that do not divide B or H evenly are left out: all
     devices along them compute the same. Without a mesh, the form as it is.
+
+    Args:
+        form: the chunk form.
+        says_what_varies: whether its kernels tell over which axes of a mesh their
+            results vary; jax's own do not.
     """
 
     def divided(tokens, *memories, **options):
@@ -63,6 +70,7 @@ def chunkwise(form: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, 
             axis_names=set(axes),
             in_specs=(token_specs, *memory_specs),
             out_specs=(P(b, h), along),
+            check_vma=says_what_varies,
         )(tokens, *memories)
 
     return divided

@@ -2,8 +2,8 @@
 
 The gradient of such an operand, a sum over those elements, takes 5 to 20 times as long
 as the same sum written as a matrix product (290 to 1,024 rows of 576, measured). A
-product with ones or with the identity changes no bit and avoids both. Programs for other
-devices, wherever they are compiled, have the plain form.
+product with ones or with the identity changes no bit and avoids both. Programs for
+other devices, wherever they are compiled, have the plain form.
 """
 
 import functools
@@ -21,9 +21,7 @@ _product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 def by_platform(cpu: Callable, default: Callable) -> Callable:
     """`cpu` in a program for a CPU, `default` in one for any other device."""
-    return lambda *arrays: jax.lax.platform_dependent(
-        *arrays, cpu=cpu, default=default
-    )
+    return lambda *arrays: jax.lax.platform_dependent(*arrays, cpu=cpu, default=default)
 
 
 def scale_channels(

@@ -76,7 +76,9 @@ def bounded_steps(
         steps = steps.at[:, 0].add(written.steps)
     alike = jnp.einsum("bnthk,bnshk->bnhts", keys, keys) ** 2
     of_earlier = jnp.moveaxis(steps, -1, -2)[..., None, :] * jnp.tril(alike, -1)
-    left = jnp.prod(1 - of_earlier, axis=-1)
+    # A product as a sum of logs, whose gradient is a product with ones. Above 0, where
+    # all is left to nobody, the log has a finite gradient.
+    left = jnp.exp(jnp.log(jnp.maximum(1 - of_earlier, 1e-30)).sum(axis=-1))
     bounded = steps * jnp.moveaxis(left, -1, -2)
     end = jnp.full(k.shape[0], time) if position is None else position + time
     return _open_chunk(keys, steps, end), chunks.join(bounded, time, position)

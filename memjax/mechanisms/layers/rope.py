@@ -120,6 +120,21 @@ def _yarn_ramp(width: int, theta: float, scaling: RopeScaling) -> np.ndarray:
     return np.clip((np.arange(width // 2) - first) / length, 0, 1)
 
 
+def tables(
+    width: int,
+    positions: Int[Array, "*P T"],
+    theta: float,
+    scaling: RopeScaling | None = None,
+) -> tuple[Float[Array, "*P T K/2"], Float[Array, "*P T K/2"]]:
+    """Cosine and sine of the angle of each pair of channels, in float32."""
+    # Frequencies are constants of the program, computed in numpy at trace time.
+    turns = jnp.asarray(frequencies(width, theta, scaling))
+    angles = positions[..., None].astype(jnp.float32)
+    angles = angles * expand_leading_dims(turns, angles)
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+
+
 def rotate(
     x: Float[Array, "*B T H K"],
     positions: Int[Array, "*P T"],
@@ -130,16 +145,11 @@ def rotate(
 
     Angles are float32; the result has the dtype of x.
     """
-    # Frequencies are constants of the program, computed in numpy at trace time.
-    turns = jnp.asarray(frequencies(x.shape[-1], theta, scaling))
-    angles = positions[..., None].astype(jnp.float32)
-    angles = angles * expand_leading_dims(turns, angles)
-    amplitude = 1.0 if scaling is None else scaling.amplitude
     # All heads turn alike.
-    table = lambda f: expand_leading_dims(
-        computed_once(f(angles) * amplitude)[..., None, :], x
+    cos, sin = (
+        expand_leading_dims(computed_once(table)[..., None, :], x)
+        for table in tables(x.shape[-1], positions, theta, scaling)
     )
-    cos, sin = table(jnp.cos), table(jnp.sin)
     # In float32 as the angles are, so that the result is rounded once.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]

@@ -5,6 +5,7 @@ says what it does not take.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +19,18 @@ from jaxtyping import Array, Float
 
 from memjax_kernels.common.partition import chunkwise
 
-# Queries and keys of a block, at most: the fastest of 256 to 1,024, counted.
-BLOCK = 512
+# Queries and keys of a block, at most, by the fewest tokens they are for: the fastest
+# of 256, 512 and 1,024 for 2,048 and for 8,192 tokens, counted for a v5e. One kernel
+# for both gradients takes longer: it adds up partial sums of the queries' in memory.
+BLOCKS = {8192: 1024, 0: 512}
 # The kernel's blocks are whole registers along the tokens.
 LANES = 128
 
 
-def unsupported(query: Array, key: Array, window: int | None = None) -> str:
-    """Why the kernel does not take these tokens, "" where it does.
+def unsupported(query: Any, key: Any) -> str:
+    """Why the kernel does not take queries [B, T, H, K] of these keys; "" if it does.
 
-    Args:
-        query: [B, T, H, K].
-        key: [B, S, G, K].
-        window: keys that a query sees, itself included; None is all before it.
+    Both have a shape and a dtype.
     """
     time, width = query.shape[1], query.shape[-1]
     if query.dtype != jnp.bfloat16:
@@ -39,7 +39,7 @@ def unsupported(query: Array, key: Array, window: int | None = None) -> str:
         return f"queries must be those of all {key.shape[1]} keys, a multiple of 128"
     if width % 64:
         return f"heads are {width} wide, no multiple of 64"
-    return "" if window is None or window < time else "the window holds all keys"
+    return ""
 
 
 def attention(
@@ -57,21 +57,25 @@ def attention(
 def _one_share(tokens, window):
     """The kernel on a device's share: tokens [B, 1, T, H, K]."""
     key, value, query = (jnp.swapaxes(x[:, 0], 1, 2) for x in tokens)
-    kernel = _kernel(query.shape[1], query.shape[2], window)
+    attend = kernel(query.shape[1], query.shape[2], window)
     # Scaled before the product: a query has fewer numbers than it has scores.
-    y = jax.vmap(kernel)(query * query.shape[-1] ** -0.5, key, value)
+    y = jax.vmap(attend)(query * query.shape[-1] ** -0.5, key, value)
     return (), jnp.swapaxes(y, 1, 2)[:, None]
 
 
-_on_mesh = chunkwise(_one_share)
+_on_mesh = chunkwise(_one_share, says_what_varies=False)
 
 
-def _kernel(heads, time, window):
+def kernel(
+    heads: int, time: int, window: int | None = None
+) -> splash.SplashAttentionKernel:
+    """The kernel of one batch element: q [H, T, K], k and v [G, T, K]."""
     shape = (time, time)
     mask = masks.CausalMask(shape)
     if window is not None:
         mask = masks.LocalMask(shape, (window - 1, 0), 0)
-    block = next(size for size in range(BLOCK, 0, -LANES) if time % size == 0)
+    largest = next(size for least, size in BLOCKS.items() if time >= least)
+    block = next(size for size in range(largest, 0, -LANES) if time % size == 0)
     sizes = splash.BlockSizes(
         block_q=block,
         block_kv=block,

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from memjax.mechanisms.layers.norms import l2_normalize
 from memjax.mechanisms.layers.memory_core import MemoryConfig
+from memjax.mechanisms.layers.norms import l2_normalize
 from tests.mechanisms.test_contract import (
     CONFIGS,
     LENGTH,

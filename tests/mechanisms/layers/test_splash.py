@@ -1,0 +1,146 @@
+"""Causal attention on a TPU, interpreted, beside the form of other devices."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
+from memjax.mechanisms.layers import dot_product_attention as attend
+from memjax.mechanisms.layers import projections, splash
+from tests.kernels.on_tpu import needs_libtpu
+
+B, T, H, G, K = 2, 256, 2, 1, 64
+
+
+def draw(seed, *shape):
+    normal = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(normal, jnp.bfloat16)
+
+
+def plain(query, key, value, window=None):
+    """Softmax attention in float32."""
+    query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    at = jnp.arange(T)
+    seen = at[:, None] >= at[None]
+    if window is not None:
+        seen &= at[:, None] - at[None] < window
+    return jax.nn.dot_product_attention(query, key, value, mask=seen[None, None])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def with_gradients(attention, window, weight, *tokens):
+    y, pull_back = jax.vjp(functools.partial(attention, window=window), *tokens)
+    return y, pull_back(weight.astype(y.dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 130])
+def test_outputs_and_gradients_are_those_of_softmax_attention(monkeypatch, window):
+    heads = (H, G, G)
+    tokens = [draw(seed, B, T, h, K) for seed, h in enumerate(heads)]
+    weight = draw(3, B, T, H, K)
+    expected = with_gradients(plain, window, weight, *tokens)
+    make = functools.partial(splash.splash.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash.splash, "make_splash_mha", make)
+    found = with_gradients(splash.attention, window, weight, *tokens)
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        scale = np.abs(theirs).max()
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float32),
+            np.asarray(theirs, np.float32),
+            atol=0.02 * scale,
+        )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "dtype", "reason"),
+    [
+        (128, 64, jnp.bfloat16, ""),
+        (128, 64, jnp.float32, "tokens are float32, not bfloat16"),
+        (100, 64, jnp.bfloat16, "a multiple of 128"),
+        (128, 80, jnp.bfloat16, "heads are 80 wide"),
+    ],
+)
+def test_other_tokens_are_left_to_xla(tokens, width, dtype, reason):
+    x = jax.ShapeDtypeStruct((B, tokens, H, width), dtype)
+    found = splash.unsupported(x, x)
+    assert reason in found and bool(found) == bool(reason)
+    text = jax.jit(attend.causal).trace(x, x, x).lower(lowering_platforms=("tpu",))
+    assert ("splash" in text.as_text()) == (not reason)
+
+
+def test_fewer_queries_than_keys_are_left_to_xla():
+    key = jax.ShapeDtypeStruct((B, 256, H, K), jnp.bfloat16)
+    query = jax.ShapeDtypeStruct((B, 128, H, K), jnp.bfloat16)
+    assert "queries must be those of all 256 keys" in splash.unsupported(query, key)
+
+
+SIZES: dict[str, Any] = dict(model_dim=128, num_heads=H, num_kv_heads=G, head_dim=K)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [AttentionConfig(**SIZES, capacity=256), SlidingWindowConfig(**SIZES, window=128)],
+    ids=["attention", "sliding_window"],
+)
+def test_a_whole_sequence_is_one_kernel_on_a_tpu(config):
+    mechanism = config.build()
+    params = jax.eval_shape(mechanism.init_params, jax.random.key(0))
+    x = jax.ShapeDtypeStruct((B, T, 128), jnp.bfloat16)
+    whole = jax.jit(lambda params, x: mechanism.whole(params, x, None))
+    text = lambda platform: (
+        whole.trace(params, x).lower(lowering_platforms=(platform,)).as_text()
+    )
+    assert text("tpu").count("tpu_custom_call") == 1
+    assert "tpu_custom_call" not in text("cpu")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("query_scale", [None, 0.3])
+@pytest.mark.parametrize("lora", [False, True])
+def test_rope_by_products_turns_what_rope_turns(monkeypatch, bias, query_scale, lora):
+    config = projections.HeadsConfig(
+        16, 4, 2, 8, qkv_bias=bias, query_scale=query_scale, rope_theta=100.0
+    )
+    params = projections.init_params(config, jax.random.key(0))
+    params = jax.tree.map(
+        lambda w: w + 0.1 * jax.random.normal(jax.random.key(1), w.shape), params
+    )
+    if lora:
+        down, up = (jax.random.normal(jax.random.key(i), s) for i, s in LOW_RANK)
+        adapted = projections.Adapted(params.query, down, up, 0.5)
+        params = params._replace(query=adapted)
+    x, positions = jax.random.normal(jax.random.key(4), (2, 5, 16)), jnp.arange(5) + 3
+    run = lambda: projections.rotated_qkv_projection(config, params, x, positions)
+    expected = run()
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args)
+    )
+    for found, wanted in zip(run(), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+LOW_RANK = ((2, (16, 3)), (3, (3, 4, 8)))
+
+
+@needs_libtpu
+@pytest.mark.parametrize("config", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_it_compiles_on_a_mesh(config):
+    from jax.experimental import topologies
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    devices = topologies.get_topology_desc(config, "tpu").devices[:4]
+    mesh = jax.sharding.Mesh(
+        np.array(devices).reshape(2, 2), ("data", "tensor"), (AxisType.Auto,) * 2
+    )
+    place = NamedSharding(mesh, P("data", None, "tensor"))
+    x = jax.ShapeDtypeStruct((B, T, H, K), jnp.bfloat16, sharding=place)
+    loss = lambda *tokens: attend.causal(*tokens).astype(jnp.float32).sum()
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+    assert "all-gather" not in (compiled.as_text() or "")
