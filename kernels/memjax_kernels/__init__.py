@@ -8,5 +8,6 @@ from memjax_kernels.lattice import lattice as lattice
 from memjax_kernels.linear_attention import linear_attention as linear_attention
 from memjax_kernels.linear_attention.gla import gla as gla
 from memjax_kernels.linear_attention.ssd import ssd as ssd
+from memjax_kernels.overlap import overlap as overlap
 from memjax_kernels.trellis import trellis as trellis
 from memjax_kernels.ttt_linear import ttt_linear as ttt_linear

@@ -1,9 +1,11 @@
 """Cases of the ops: forward, and forward with backward, of whole calls."""
 
 import functools
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 import memjax_kernels
@@ -93,6 +95,20 @@ def _flops(
     return sum(formula(sizes, direction).flops for direction in passes)
 
 
+def overlap_program(backward: bool) -> Program:
+    """The bounds of a pass of Trellis, of keys as projections leave them."""
+    b, t, h, d = SHAPE
+
+    def forward(k: Array, gamma: Array) -> Array:
+        return memjax_kernels.overlap(k.reshape(SHAPE), gamma, chunk_size=16)
+
+    k = jax.ShapeDtypeStruct((b, t, h * d), jnp.bfloat16)
+    gamma = jax.ShapeDtypeStruct((b, t, h), jnp.float32)
+    if not backward:
+        return Program(forward, (k, gamma))
+    return Program(cases.both(forward), (gamma, k, gamma))
+
+
 def table() -> dict[str, Case]:
     """All cases of the ops by name."""
     found: dict[str, Case] = {}
@@ -101,7 +117,7 @@ def table() -> dict[str, Case]:
         for direction, backward in PASSES.items():
             found[f"{name}/{direction}"] = case(op, shape, backward, **options)
 
-    for size in (64, 4, 1):
+    for size in (64, 16, 4, 1):
         add(f"trellis/c{size}", "trellis", chunk_size=size)
     for variant in ("dec", "sim"):
         for size in (16, 64, 1):
@@ -111,6 +127,9 @@ def table() -> dict[str, Case]:
                 chunk_size=size,
                 variant=variant,
             )
+    for direction, backward in PASSES.items():
+        build = functools.partial(overlap_program, backward)
+        found[f"overlap/c16/{direction}"] = Case(build, math.prod(SHAPE[:3]))
     for op in PLAIN:
         add(op, op)
     add("ttt_linear/c16", "ttt_linear", chunk_size=16)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from memjax_kernels.common import chunks
+from memjax_kernels.overlap import overlap
 
 
 class Written(NamedTuple):
@@ -68,20 +69,17 @@ def bounded_steps(
     `position` None is 0 for all, known before the program runs.
     """
     time, size = gamma.shape[1], written.steps.shape[1]
-    keys = chunks.split(k.astype(jnp.float32), size, position)
+    keys = chunks.split(k, size, position)
     steps = chunks.split(gamma, size, position)
     if position is not None:
         # Zeros stand where the tokens came before, in an earlier call.
-        keys = keys.at[:, 0].add(written.keys)
+        keys = keys.at[:, 0].add(written.keys.astype(k.dtype))
         steps = steps.at[:, 0].add(written.steps)
-    alike = jnp.einsum("bnthk,bnshk->bnhts", keys, keys) ** 2
-    of_earlier = jnp.moveaxis(steps, -1, -2)[..., None, :] * jnp.tril(alike, -1)
-    # A product as a sum of logs, whose gradient is a product with ones. Above 0, where
-    # all is left to nobody, the log has a finite gradient.
-    left = jnp.exp(jnp.log(jnp.maximum(1 - of_earlier, 1e-30)).sum(axis=-1))
-    bounded = steps * jnp.moveaxis(left, -1, -2)
+    flat = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
+    left = overlap(flat(keys), flat(steps), chunk_size=size).reshape(steps.shape)
     end = jnp.full(k.shape[0], time) if position is None else position + time
-    return _open_chunk(keys, steps, end), chunks.join(bounded, time, position)
+    written = _open_chunk(keys.astype(jnp.float32), steps, end)
+    return written, chunks.join(steps * left, time, position)
 
 
 def _open_chunk(keys, steps, end):

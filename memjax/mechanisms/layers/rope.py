@@ -125,7 +125,7 @@ def tables(
     positions: Int[Array, "*P T"],
     theta: float,
     scaling: RopeScaling | None = None,
-) -> tuple[Float[Array, "*P T K/2"], Float[Array, "*P T K/2"]]:
+) -> tuple[Float[Array, "*P T half"], Float[Array, "*P T half"]]:
     """Cosine and sine of the angle of each pair of channels, in float32."""
     # Frequencies are constants of the program, computed in numpy at trace time.
     turns = jnp.asarray(frequencies(width, theta, scaling))
