@@ -82,6 +82,7 @@ def test_a_gradient_of_the_gradient_is_that_of_xla():
     close(twice(KERNEL), twice(overlap), 1e-4)
 
 
+@pytest.mark.slow  # Fast tests are also run with all annotations checked.
 @pytest.mark.parametrize(
     ("change", "message"),
     [
