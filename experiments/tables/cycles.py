@@ -167,7 +167,39 @@ def summary() -> Table:
     return Table(header, rows, [_CYCLES])
 
 
+#: The presets of the table of training steps, and the lengths of a row.
+_TRAINED = ("transformer", "elastic", "gated_deltanet", "lattice", "trellis")
+_TIMES = (2048, 8192, 32_768)
+
+
+def training() -> Table:
+    """Whole updates of models of 125M parameters on one chip, by the length of a row.
+
+    Raises:
+        NotMeasured: none has been counted yet.
+    """
+    cases = load(_CYCLES)["cases"]
+    size = lambda name: "100m" if name == "elastic" else "125m"
+    of = lambda name, time: cases.get(f"train/{name}-{size(name)}/t{time}")
+    counted = [case for n in _TRAINED for t in _TIMES if (case := of(n, t))]
+    if not counted:
+        raise NotMeasured(_CYCLES)
+    header = ["cycles a token (share of the matrix unit's peak)"]
+    header += [f"rows of {time:,} tokens" for time in _TIMES]
+    cell = lambda case: (
+        f"{thousands(case['cycles'])} ({percent(case['flop_utilisation'])})"
+        if case
+        else "not counted"
+    )
+    rows = [
+        [f"{name}-{size(name)}", *(cell(of(name, time)) for time in _TIMES)]
+        for name in _TRAINED
+    ]
+    return Table(header, rows, [_CYCLES], _commits(counted))
+
+
 TABLES: Tables = {
+    "ops/training": training,
     "ops/cycles_summary": summary,
     "ops/cycles_ops": cycles_ops,
     "ops/cycles_kernels": cycles_kernels,

@@ -27,8 +27,8 @@ from memjax.models.mplus.retriever import search
 from memjax.training.optimizer import OptimizerConfig, optimizer
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
-#: Batch elements of a step of decoding, and slots of attention's cache.
-DECODED, CAPACITY = 64, 2048
+#: Batch elements and steps of decoding, and slots of attention's cache.
+DECODED, STEPS, CAPACITY = 64, 32, 2048
 #: Tokens of Elastic Memory's layer: two blocks in each batch element.
 ELASTIC_BATCH, ELASTIC_TIME = 4, 4096
 #: Rows of M+'s store, and tokens that search it.
@@ -55,18 +55,31 @@ def weights(memory: Mechanism) -> PyTree:
     return jax.tree.map(lambda x: shape(*x.shape), params)
 
 
-def decoded_token(config: MixerConfig, reads_all: bool) -> Program:
-    """One token of every batch element; the state is changed where it lies.
+def decoded_tokens(config: MixerConfig, reads_all: bool) -> Program:
+    """Tokens of every batch element one after the other, as `generate` reads them.
 
     Args:
         config: of the mechanism.
-        reads_all: whether a token writes little of the state: then it is moved once.
+        reads_all: whether a token writes little of the state: then it is moved once a
+            token, else twice.
     """
     memory = config.build()
-    state = jax.eval_shape(functools.partial(memory.init_state, DECODED))
-    given = (weights(memory), state, shape(DECODED, config.model_dim))
-    moved = size_of(given) if reads_all else None
-    return Program(memory.step, given, donated=(1,), bytes=moved)
+    if memory.cache is None:
+        init_state = functools.partial(memory.init_state, DECODED)
+    else:
+        # In the model's dtype, as a language model keeps it.
+        slots = CAPACITY if memory.cache.capacity else None
+        init_state = lambda: memory.cache.init(DECODED, slots, jnp.bfloat16)
+    params, state = weights(memory), jax.eval_shape(init_state)
+    x = shape(STEPS, DECODED, config.model_dim)
+
+    def decode(params: PyTree, state: PyTree, x: Array) -> tuple[PyTree, Array]:
+        step = functools.partial(memory.step, params)
+        return jax.lax.scan(step, state, x)
+
+    moved = size_of(params) + (1 if reads_all else 2) * size_of(state)
+    moved = STEPS * moved + 2 * size_of(x)
+    return Program(decode, (params, state, x), donated=(1,), bytes=moved)
 
 
 def elastic_layer(backward: bool) -> Program:
@@ -137,8 +150,8 @@ def table() -> dict[str, Case]:
     for name in (*ATTENTION, *RECURRENT):
         options = {"capacity": CAPACITY} if name == "attention" else {}
         config = SIZES["125m"].mixer(name, **options)
-        build = functools.partial(decoded_token, config, name in ATTENTION)
-        found[f"decode/{name}"] = Case(build, DECODED, "token")
+        build = functools.partial(decoded_tokens, config, name in ATTENTION)
+        found[f"decode/{name}"] = Case(build, DECODED * STEPS, "token")
     tokens = ELASTIC_BATCH * ELASTIC_TIME
     for direction, backward in (("forward", False), ("both", True)):
         build = functools.partial(elastic_layer, backward)
