@@ -24,6 +24,7 @@ from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers.rotated_projection import rotated_qkv_projection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,7 @@ def whole(
     outputs there, and before the first visible token, have no meaning.
     """
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-    q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
+    q, k, v = rotated_qkv_projection(config, params, x, positions)
     return projections.output_projection(params, attend.causal(q, k, v, mask))
 
 

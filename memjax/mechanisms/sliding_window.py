@@ -30,6 +30,7 @@ from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import projections, splash
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers.rotated_projection import rotated_qkv_projection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +247,7 @@ def whole(
 
     def in_one_kernel(params, x):
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-        q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
+        q, k, v = rotated_qkv_projection(config, params, x, positions)
         y = splash.attention(q, k, v, config.window)
         return projections.output_projection(params, y)
 

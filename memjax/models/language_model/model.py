@@ -35,6 +35,7 @@ from memjax.models.language_model.layers import (
     run_block,
     with_remat,
 )
+from memjax.models.language_model.tables import next_positions, rows_of
 from memjax.nnx.compiled import compiled
 from memjax.nnx.params import as_arrays, as_params, params_key
 
@@ -179,7 +180,7 @@ class LanguageModel(nnx.Module):
                 f"tokens must be integers [B, T], got {tokens.dtype}"
                 f"{list(tokens.shape)}"
             )
-        h = _rows(self.embedding.get_value(), tokens).astype(self.config.dtype)
+        h = rows_of(self.embedding.get_value(), tokens).astype(self.config.dtype)
         if self.config.tied_head and self.config.architecture.scale_embedding:
             # The embedding is drawn for the head; the stream wants unit variance.
             h = h * self.width**0.5
@@ -322,9 +323,9 @@ class LanguageModel(nnx.Module):
         config, h = self.config, self.enter(x)
         memories, taken = state[: len(self.blocks)], state[len(self.blocks) :]
         if config.architecture.learned_positions:
-            last, at = _next_positions(taken[0], x, mask)
+            last, at = next_positions(taken[0], x, mask)
             h, taken = (
-                h + _rows(self.positions.get_value(), at).astype(h.dtype),
+                h + rows_of(self.positions.get_value(), at).astype(h.dtype),
                 (last,),
             )
         layers = [
@@ -388,20 +389,3 @@ def build_once(mixer: MixerConfig) -> Mechanism:
     jit compares the functions of a model: two models of one config share programs.
     """
     return mixer.build()
-
-
-def _rows(table, at):
-    """Rows of a table; NaN where there is none, as nothing can be raised inside jit."""
-    return table.at[at].get(
-        mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
-    )
-
-
-def _next_positions(taken, x, mask):
-    """Rows of OPT's table for new tokens, and how many are taken after them.
-
-    Visible tokens take the next positions, from row 2 on; masked ones share row 1.
-    """
-    visible = jnp.ones(x.shape[:2], bool) if mask is None else mask
-    counted = taken[:, None] + jnp.cumsum(visible, axis=1, dtype=jnp.int32)
-    return counted[:, -1], jnp.where(visible, counted + 1, 1)

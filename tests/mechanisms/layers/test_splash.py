@@ -11,6 +11,7 @@ import pytest
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import projections, splash
+from memjax.mechanisms.layers.rotated_projection import rotated_qkv_projection
 from tests.kernels.on_tpu import needs_libtpu
 
 B, T, H, G, K = 2, 256, 2, 1, 64
@@ -115,7 +116,7 @@ def test_rope_by_products_turns_what_rope_turns(monkeypatch, bias, query_scale, 
         adapted = projections.Adapted(params.query, down, up, 0.5)
         params = params._replace(query=adapted)
     x, positions = jax.random.normal(jax.random.key(4), (2, 5, 16)), jnp.arange(5) + 3
-    run = lambda: projections.rotated_qkv_projection(config, params, x, positions)
+    run = lambda: rotated_qkv_projection(config, params, x, positions)
     expected = run()
     monkeypatch.setattr(
         jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args)
