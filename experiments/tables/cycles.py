@@ -142,6 +142,8 @@ _SUMMARY = {
     "Lattice, chunks of 64": "lattice-dec/c64",
     "Lattice, chunks of 16": "lattice-dec/c16",
     "Trellis, chunks of 64": "trellis/c64",
+    "Trellis, chunks of 16": "trellis/c16",
+    "bounds of Trellis's steps, of each pass": "overlap/c16",
     "causal attention (splash) at 2,048 tokens": "splash/d64/t2048",
     "at 8,192": "splash/d64/t8192",
     "at 16,384": "splash/d64/t16384",

@@ -64,12 +64,11 @@ def decoded_tokens(config: MixerConfig, reads_all: bool) -> Program:
             token, else twice.
     """
     memory = config.build()
-    if memory.cache is None:
-        init_state = functools.partial(memory.init_state, DECODED)
-    else:
+    init_state = functools.partial(memory.init_state, DECODED)
+    if memory.cache is not None:
         # In the model's dtype, as a language model keeps it.
         slots = CAPACITY if memory.cache.capacity else None
-        init_state = lambda: memory.cache.init(DECODED, slots, jnp.bfloat16)
+        init_state = functools.partial(memory.cache.init, DECODED, slots, jnp.bfloat16)
     params, state = weights(memory), jax.eval_shape(init_state)
     x = shape(STEPS, DECODED, config.model_dim)
 

@@ -89,7 +89,8 @@ def from_cache(
     # What it has beside its arguments stays outside of the branches.
     given = (before, visible, filled)
     return by_platform(
-        lambda *text: _in_pieces(*text, *given), lambda *text: _prefix(*text, *given)
+        lambda q, k, v: _in_pieces(q, k, v, *given),
+        lambda q, k, v: _prefix(q, k, v, *given),
     )(query, key, value)
 
 

@@ -59,7 +59,7 @@ def _one_share(tokens, window):
     key, value, query = (jnp.swapaxes(x[:, 0], 1, 2) for x in tokens)
     attend = kernel(query.shape[1], query.shape[2], window)
     # Scaled before the product: a query has fewer numbers than it has scores.
-    y = jax.vmap(attend)(query * query.shape[-1] ** -0.5, key, value)
+    y: Any = jax.vmap(attend)(query * query.shape[-1] ** -0.5, key, value)
     return (), jnp.swapaxes(y, 1, 2)[:, None]
 
 
