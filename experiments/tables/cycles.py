@@ -186,15 +186,16 @@ def training() -> Table:
     counted = [case for n in _TRAINED for t in _TIMES if (case := of(n, t))]
     if not counted:
         raise NotMeasured(_CYCLES)
+    lengths = [t for t in _TIMES if any(of(n, t) for n in _TRAINED)]
     header = ["cycles a token (share of the matrix unit's peak)"]
-    header += [f"rows of {time:,} tokens" for time in _TIMES]
+    header += [f"rows of {time:,} tokens" for time in lengths]
     cell = lambda case: (
-        f"{thousands(case['cycles'])} ({percent(case['flop_utilisation'])})"
+        f"{number(case['cycles'], 0)} ({percent(case['flop_utilisation'])})"
         if case
         else "not counted"
     )
     rows = [
-        [f"{name}-{size(name)}", *(cell(of(name, time)) for time in _TIMES)]
+        [f"{name}-{size(name)}", *(cell(of(name, time)) for time in lengths)]
         for name in _TRAINED
     ]
     return Table(header, rows, [_CYCLES], _commits(counted))
