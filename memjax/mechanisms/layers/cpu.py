@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from memjax.mechanisms.base import expand_leading_dims
 
 # A product with ones must change no bit, which needs the full float32 product.
-_product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+exact_product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 def by_platform(cpu: Callable, default: Callable) -> Callable:
@@ -30,7 +30,7 @@ def scale_channels(
     """x * scale, one scale a channel."""
     return by_platform(
         lambda x, scale: (
-            x * _product(jnp.ones((*x.shape[:-1], 1), scale.dtype), scale[None])
+            x * exact_product(jnp.ones((*x.shape[:-1], 1), scale.dtype), scale[None])
         ),
         lambda x, scale: x * expand_leading_dims(scale, x),
     )(x, scale)
@@ -41,7 +41,9 @@ def scale_rows(
 ) -> Float[Array, "*B D"]:
     """x * scale, one scale a row."""
     return by_platform(
-        lambda x, scale: x * _product(scale, jnp.ones((1, x.shape[-1]), scale.dtype)),
+        lambda x, scale: (
+            x * exact_product(scale, jnp.ones((1, x.shape[-1]), scale.dtype))
+        ),
         lambda x, scale: x * scale,
     )(x, scale)
 
@@ -49,5 +51,5 @@ def scale_rows(
 def computed_once(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     """x, finite and costly to compute, that a broadcast follows."""
     return by_platform(
-        lambda x: _product(x, jnp.eye(x.shape[-1], dtype=x.dtype)), lambda x: x
+        lambda x: exact_product(x, jnp.eye(x.shape[-1], dtype=x.dtype)), lambda x: x
     )(x)

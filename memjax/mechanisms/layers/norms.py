@@ -7,14 +7,12 @@ ones over all channels of a token: heads and channels as axes of their own would
 another layout on a TPU, where two heads of 64 fill the lanes of a register.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from memjax.mechanisms.layers.cpu import scale_channels, scale_rows
+from memjax.mechanisms.layers.cpu import exact_product, scale_channels, scale_rows
 
 
 def rms_norm(
@@ -44,18 +42,14 @@ def rms_norm_heads(
     return scale_channels(_flat(high), every_head).reshape(x.shape)
 
 
-# The zeros and ones must change no bit, which needs the full float32 product.
-_product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-
-
 def _head_squares(x):
     """The sum of squares of each head, [*B, H]."""
-    return _product(_flat(x) ** 2, _of_head(x))
+    return exact_product(_flat(x) ** 2, _of_head(x))
 
 
 def _divide_by_root(x, squares):
     """x [*B, H, K] over the roots of `squares` [*B, H]."""
-    factors = _product(jax.lax.rsqrt(squares), _of_head(x).T)
+    factors = exact_product(jax.lax.rsqrt(squares), _of_head(x).T)
     return (_flat(x) * factors).reshape(x.shape)
 
 

@@ -175,9 +175,7 @@ def init_state(
     config: RecurrentConfig, core: MemoryCore, projections: int, batch: int
 ) -> BlockState:
     """The empty memory, and a convolution that saw nothing yet."""
-    inputs = (CONV_WIDTH - 1, projections, config.num_heads, config.key_dim)
-    window = jnp.zeros((batch, *inputs), jnp.float32)
-    return BlockState(window, core.init_state(batch))
+    return BlockState(_no_inputs(config, projections, batch), core.init_state(batch))
 
 
 def step(
@@ -222,15 +220,16 @@ def whole(
     """
     if mask is not None:
         raise ValueError("mask must be None with a mechanism that compresses, got one")
-    empty = BlockState(_no_inputs(config, params, x.shape[0]), None)
+    window = _no_inputs(config, params.query_key.shape[1], x.shape[0])
+    empty = BlockState(window, None)
     _, q, k, v = qkv_projection(config, params, empty, x)
     _, y = core.apply(params.core, None, q, k, v, x)
     return output_projection(config, params, x, y)
 
 
-def _no_inputs(config, params, batch):
+def _no_inputs(config, projections, batch):
     """What a convolution sees that saw nothing yet."""
-    inputs = (CONV_WIDTH - 1, *params.query_key.shape[1:])
+    inputs = (CONV_WIDTH - 1, projections, config.num_heads, config.key_dim)
     return jnp.zeros((batch, *inputs), jnp.float32)
 
 

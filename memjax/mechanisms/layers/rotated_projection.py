@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms.layers import projections, rope
+from memjax.mechanisms.layers.cpu import exact_product
 from memjax.mechanisms.layers.projections import (
     Adapted,
     AttentionParams,
@@ -57,9 +58,8 @@ def _rotated(config, x, positions, weight, bias):
     heads, width = (weight.up if isinstance(weight, Adapted) else weight).shape[-2:]
     # The angles of all heads, by a product with ones: the cosines are taken once.
     pairs = np.tile(np.eye(width // 2, dtype=np.float32), 2 * heads)
-    of_channels = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     angles = rope.tables(width, positions, config.rope_theta, config.rope_scaling)
-    cos, sin = (of_channels(table, pairs)[None] for table in angles)
+    cos, sin = (exact_product(table, pairs)[None] for table in angles)
     flat = lambda heads: heads.reshape(*heads.shape[:-2], -1)
 
     def products(channels):
