@@ -14,8 +14,11 @@ norm that the core wants, and reads are bounded: r / √(1 + mean r²).
 α starts at 0: the layer starts as the window. With α = 1, w = 0 and the memory of
 `cores/infini.py` it is Infini-attention, whose gate β is.
 
-Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,
-F key and V value width of the memory, W window.
+A memory has a head for each query head, or for each key-value head, which the queries
+of its group share as they share keys and values: a third of the bytes where three do.
+
+Shapes: B batch, T time, D model, H query heads, G key-value heads, M memory heads, H or
+G, K head width, F key and V value width of the memory, W window.
 """
 
 import dataclasses
@@ -29,6 +32,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 from memjax.config_io import TYPES
 from memjax.mechanisms.base import Mechanism, axes, check_input
 from memjax.mechanisms.cores.elastic import ElasticCoreConfig
+from memjax.mechanisms.cores.grouped_queries import grouped_queries
 from memjax.mechanisms.cores.infini import InfiniConfig
 from memjax.mechanisms.deltanet import DeltaNetConfig
 from memjax.mechanisms.gated_deltanet import GatedDeltaNetConfig
@@ -36,7 +40,7 @@ from memjax.mechanisms.gla import GLAConfig
 from memjax.mechanisms.gsa import ABCConfig, GSAConfig
 from memjax.mechanisms.lattice import LatticeConfig
 from memjax.mechanisms.layers import gates, projections
-from memjax.mechanisms.layers.memory_core import MemoryConfig
+from memjax.mechanisms.layers.memory_core import MemoryConfig, MemoryCore
 from memjax.mechanisms.layers.norms import l2_normalize
 from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.mechanisms.linear_attention import LinearAttentionConfig
@@ -70,10 +74,10 @@ class BesideConfig:
 
     Attributes:
         window: the attention layer, its window and its sinks.
-        memory: as many heads as queries have. Its `model_dim`, the width that its
-            gates read, is that of all keys and values of a token, 2 G K. The
-            memories of Infini and Elastic read the heads as they are: their sizes
-            are those of the heads.
+        memory: a head for each query head or each key-value head. Its `model_dim`,
+            the width that its gates read, is that of all keys and values of a token,
+            2 G K. The memories of Infini and Elastic read the heads as they are: their
+            sizes are those of the heads.
     """
 
     window: SlidingWindowConfig
@@ -81,23 +85,35 @@ class BesideConfig:
 
     def __post_init__(self):
         heads, memory = self.window, self.memory
-        expected = {"num_heads": heads.num_heads}
         if memory.core().unit_norm:
-            expected["model_dim"] = 2 * heads.num_kv_heads * heads.head_dim
+            allowed = {
+                "num_heads": (heads.num_heads, heads.num_kv_heads),
+                "model_dim": (2 * heads.num_kv_heads * heads.head_dim,),
+            }
         else:
-            expected["num_kv_heads"] = heads.num_kv_heads
-            expected |= dict.fromkeys(("key_dim", "value_dim"), heads.head_dim)
-        for name, size in expected.items():
-            if getattr(memory, name) != size:
+            allowed = {
+                "num_heads": (heads.num_heads,),
+                "num_kv_heads": (heads.num_kv_heads,),
+                "key_dim": (heads.head_dim,),
+                "value_dim": (heads.head_dim,),
+            }
+        for name, sizes in allowed.items():
+            if getattr(memory, name) not in sizes:
                 raise ValueError(
-                    f"memory.{name} must be {size} beside this window, "
-                    f"got {getattr(memory, name)}"
+                    f"memory.{name} must be {' or '.join(map(str, sizes))} beside "
+                    f"this window, got {getattr(memory, name)}"
                 )
 
     @property
     def model_dim(self) -> int:
         """Width of the layer's input and output."""
         return self.window.model_dim
+
+    def core(self) -> MemoryCore:
+        """The memory, which all query heads read."""
+        core, heads = self.memory.core(), self.window.num_heads
+        queries = heads // self.memory.num_heads if core.unit_norm else 1
+        return grouped_queries(core, queries)
 
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""
@@ -108,7 +124,7 @@ class BesideConfig:
         maps = FeatureParams(*(axes("heads") for _ in FeatureParams._fields))
         return BesideParams(
             attention=projections.AXES,
-            features=maps if self.memory.core().unit_norm else None,
+            features=maps if self.core().unit_norm else None,
             memory=self.memory.core_axes(),
             balance=BalanceParams(axes(), axes("model", "heads"), axes()),
         )
@@ -118,11 +134,11 @@ class FeatureParams(NamedTuple):
     """φ, between the attention's heads and the memory's; biases are flat."""
 
     query: Float[Array, "H K F"]
-    key: Float[Array, "H K F"]
-    value: Float[Array, "H K V"]
+    key: Float[Array, "M K F"]
+    value: Float[Array, "M K V"]
     read: Float[Array, "H V K"]
     query_bias: Float[Array, " HF"]
-    key_bias: Float[Array, " HF"]
+    key_bias: Float[Array, " MF"]
 
 
 class BalanceParams(NamedTuple):
@@ -161,7 +177,7 @@ def add_memory(
 ) -> BesideParams:
     """An attention layer's projections, and a new memory that has no part yet."""
     memory_key, feature_key = jax.random.split(key)
-    core = config.memory.core()
+    core = config.core()
     heads = config.window.num_heads
     return BesideParams(
         attention=attention,
@@ -178,30 +194,39 @@ def add_memory(
 
 def init_features(config: BesideConfig, key: PRNGKeyArray) -> FeatureParams:
     """Maps that start as the identity, or as random ones between other widths."""
-    heads, width = config.window.num_heads, config.window.head_dim
+    width, heads, memories = _sizes(config)
     key_dim, value_dim = config.memory.key_dim, config.memory.value_dim
-    names = ("query", "key", "value", "read")
-    sizes = ((width, key_dim),) * 2 + ((width, value_dim), (value_dim, width))
+    _, key_key, value_key, read_key = jax.random.split(key, 4)
 
-    def draw(key, size):
+    def draw(key, count, *size):
         if size[0] == size[1]:
-            return jnp.tile(jnp.eye(size[0])[None], (heads, 1, 1))
-        return jax.random.normal(key, (heads, *size)) * size[0] ** -0.5
+            return jnp.tile(jnp.eye(size[0])[None], (count, 1, 1))
+        return jax.random.normal(key, (count, *size)) * size[0] ** -0.5
 
-    keys = jax.random.split(key, len(names))
-    maps = dict(zip(names, map(draw, keys, sizes), strict=True))
-    # Query and key start alike, so that a query finds the keys that are like it.
-    maps["query"] = jnp.array(maps["key"])
-    # Each a buffer of its own, so that all can be donated.
-    bias = lambda: jnp.zeros(heads * key_dim)
-    return FeatureParams(**maps, query_bias=bias(), key_bias=bias())
+    keys = draw(key_key, memories, width, key_dim)
+    return FeatureParams(
+        # Query and key start alike, so that a query finds the keys that are like it.
+        query=jnp.repeat(keys, heads // memories, axis=0),
+        key=keys,
+        value=draw(value_key, memories, width, value_dim),
+        read=draw(read_key, heads, value_dim, width),
+        # Each a buffer of its own, so that all can be donated.
+        query_bias=jnp.zeros(heads * key_dim),
+        key_bias=jnp.zeros(memories * key_dim),
+    )
+
+
+def _sizes(config: BesideConfig) -> tuple[int, int, int]:
+    """K, H and M."""
+    window = config.window
+    return window.head_dim, window.num_heads, config.memory.num_heads
 
 
 def init_state(config: BesideConfig, batch: int) -> BesideState:
     """An empty window and an empty memory."""
     return BesideState(
         init_window(config.window, batch),
-        config.memory.core().init_state(batch),
+        config.core().init_state(batch),
     )
 
 
@@ -219,7 +244,7 @@ def step(
     window, attended = read_window(config.window, state.window, q, k, v)
     inputs = memory_inputs(config, params, q, oldest)
     inputs = jax.tree.map(lambda leaf: leaf[:, 0], inputs)
-    memory, read = config.memory.core().step(params.memory, state.memory, *inputs)
+    memory, read = config.core().step(params.memory, state.memory, *inputs)
     y = balance(params, segment, attended, read[:, None], oldest.written)
     y = projections.output_projection(params.attention, y)
     return BesideState(window, memory), y[:, 0]
@@ -237,7 +262,7 @@ def apply(
     oldest = left_window(state.window, k, v)
     window, attended = read_window(config.window, state.window, q, k, v)
     inputs = memory_inputs(config, params, q, oldest)
-    memory, read = config.memory.core().apply(params.memory, state.memory, *inputs)
+    memory, read = config.core().apply(params.memory, state.memory, *inputs)
     y = balance(params, x, attended, read, oldest.written)
     return BesideState(window, memory), projections.output_projection(
         params.attention, y
@@ -273,12 +298,12 @@ def memory_inputs(
     if params.features is None:
         return q, k, v, written.astype(q.dtype)
     maps = params.features
-    groups = config.window.num_heads // config.window.num_kv_heads
+    groups = config.memory.num_heads // config.window.num_kv_heads
     of_heads = functools.partial(jnp.repeat, repeats=groups, axis=2)
     into = lambda x, weight: jnp.einsum("bthk,hkf->bthf", x, weight.astype(x.dtype))
 
     def unit(x, weight, bias):
-        shift = bias.reshape(1, 1, config.window.num_heads, -1).astype(x.dtype)
+        shift = bias.reshape(1, 1, x.shape[2], -1).astype(x.dtype)
         return l2_normalize(into(x, weight) + shift)
 
     x = jnp.concatenate([k, v], axis=2).reshape(*k.shape[:2], -1)

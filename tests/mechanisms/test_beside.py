@@ -11,10 +11,11 @@ from memjax.mechanisms import (
     BesideConfig,
     DeltaNetConfig,
     InfiniConfig,
+    LatticeConfig,
     SlidingWindowConfig,
     beside,
 )
-from memjax.mechanisms.beside import apply, init_params, init_state
+from memjax.mechanisms.beside import FeatureParams, apply, init_params, init_state
 
 B, T, D, W = 2, 11, 8, 4
 HEADS: dict[str, Any] = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=4)
@@ -58,10 +59,49 @@ def test_the_first_tokens_are_those_of_the_window():
     assert np.abs(y[:, W:] - expected[:, W:]).max() > 1e-2
 
 
+@pytest.mark.parametrize("kind", [DeltaNetConfig, LatticeConfig])
+def test_a_group_shares_a_memory_as_heads_that_write_alike_would(kind):
+    """Queries of a group read what heads of their own would hold, written alike."""
+    shared = BesideConfig(WINDOW, kind(16, 2, 4, 4))
+    apart = BesideConfig(WINDOW, kind(16, 4, 4, 4))
+    params = opened(init_params(shared, jax.random.key(0)))
+    maps = jax.random.split(jax.random.key(2), len(params.features))
+    features = FeatureParams(
+        *(
+            jax.random.normal(key, leaf.shape)
+            for key, leaf in zip(maps, params.features, strict=True)
+        )
+    )
+    twice = lambda leaf: jnp.repeat(leaf, 2, axis=0)
+    of_pairs = lambda flat: jnp.repeat(flat.reshape(2, 4), 2, axis=0).reshape(-1)
+    same = params._replace(
+        features=features._replace(
+            key=twice(features.key),
+            value=twice(features.value),
+            key_bias=of_pairs(features.key_bias),
+        ),
+        memory=jax.tree.map(
+            # Weights of gates are [X, M], biases [M], starts [M, ...].
+            lambda leaf: jnp.repeat(leaf, 2, axis=1 if leaf.shape[0] == 16 else 0),
+            params.memory,
+        ),
+    )
+    params = params._replace(features=features)
+    state, y = apply(shared, params, init_state(shared, B), X)
+    others, expected = apply(apart, same, init_state(apart, B), X)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    found, whole = jax.tree.leaves(state.memory), jax.tree.leaves(others.memory)
+    assert sum(leaf.size for leaf in found) <= sum(leaf.size for leaf in whole) / 2 + B
+    window = apply(
+        shared, init_params(shared, jax.random.key(0)), init_state(shared, B), X
+    )
+    assert np.abs(y - window[1]).max() > 1e-2
+
+
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        (DeltaNetConfig(16, 2, 4, 4), "memory.num_heads must be 4 .*, got 2"),
+        (DeltaNetConfig(16, 1, 4, 4), "memory.num_heads must be 4 or 2 .*, got 1"),
         (DeltaNetConfig(8, 4, 4, 4), "memory.model_dim must be 16 .*, got 8"),
         (InfiniConfig(4, 4, 4, 4), "memory.num_kv_heads must be 2 .*, got 4"),
         (InfiniConfig(4, 2, 4, 8), "memory.value_dim must be 4 .*, got 8"),

@@ -53,6 +53,8 @@ CONFIGS: dict[str, MixerConfig] = {
     "sliding_window": SlidingWindowConfig(**HEADS, window=4),
     "sliding_window_sinks": WINDOW,
     "beside": BesideConfig(WINDOW, TrellisConfig(**MEMORY, slots=5, chunk_size=4)),
+    # Two query heads share a memory.
+    "beside_shared": BesideConfig(WINDOW, GatedDeltaNetConfig(16, 2, 5, 6)),
     "beside_elastic": BesideConfig(
         WINDOW, ElasticCoreConfig(4, 2, 4, order=6, block=3)
     ),

@@ -104,25 +104,34 @@ def start_features(
 ) -> FeatureParams:
     """Maps that whiten each head's keys and scale its values."""
     g, k = config.window.num_kv_heads, config.window.head_dim
-    groups = config.window.num_heads // g
-    maps = []
-    for head in range(config.window.num_heads):
-        keys = slice(head // groups * k, (head // groups + 1) * k)
-        values = slice((g + head // groups) * k, (g + head // groups + 1) * k)
+    heads, memories = config.window.num_heads, config.memory.num_heads
+    queries, keys, values, reads, biases = [], [], [], [], []
+    for memory in range(memories):
+        group = memory * g // memories
+        of_keys = slice(group * k, (group + 1) * k)
+        of_values = slice((g + group) * k, (g + group + 1) * k)
         query, key = whitening(
-            moments.covariance[keys, keys], np.asarray(features.key[head])
+            moments.covariance[of_keys, of_keys], np.asarray(features.key[memory])
         )
         value, read = scaling(
-            moments.covariance[values, values],
-            moments.mean[values],
-            np.asarray(features.value[head]),
+            moments.covariance[of_values, of_values],
+            moments.mean[of_values],
+            np.asarray(features.value[memory]),
         )
-        maps.append((query, key, value, read, -moments.mean[keys] @ key))
-    query, key, value, read, bias = (
-        jnp.asarray(np.stack(x), jnp.float32) for x in zip(*maps, strict=True)
-    )
+        # All that read this memory.
+        queries += [query] * (heads // memories)
+        reads += [read] * (heads // memories)
+        keys.append(key)
+        values.append(value)
+        biases.append(-moments.mean[of_keys] @ key)
+    stacked = lambda maps: jnp.asarray(np.stack(maps), jnp.float32)
     return FeatureParams(
-        query, key, value, read, jnp.zeros(bias.size), bias.reshape(-1)
+        query=stacked(queries),
+        key=stacked(keys),
+        value=stacked(values),
+        read=stacked(reads),
+        query_bias=jnp.zeros(features.query_bias.size),
+        key_bias=stacked(biases).reshape(-1),
     )
 
 

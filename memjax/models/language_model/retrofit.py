@@ -57,6 +57,7 @@ MemoryName = Literal[
     "infini",
     "elastic",
 ]
+MemoryHeads = Literal["query", "key_value"]
 Placement = Literal["beside", "instead"]
 ELASTIC = "elastic"
 BESIDE: dict[str, Any] = RECURRENT | {
@@ -70,6 +71,8 @@ class MemoryOptions:
     """Sizes of a memory that is named, and how it is read; None is the default.
 
     Attributes:
+        heads: a memory for each query head, "query", or for each head of keys and
+            values, "key_value", shared by the queries of its group as those are.
         key_dim: width of a head's keys; `head_dim`.
         value_dim: of its values; `head_dim`.
         slots: of each head: of GSA, ABC and Trellis, 64; of Lattice, `head_dim`.
@@ -79,6 +82,7 @@ class MemoryOptions:
         sampling: where in the past Elastic Memory is read; "uniform".
     """
 
+    heads: MemoryHeads | None = None
     key_dim: int | None = None
     value_dim: int | None = None
     slots: int | None = None
@@ -87,8 +91,10 @@ class MemoryOptions:
     sampling: Sampling | None = None
 
     def __post_init__(self):
-        numbers = {n: x for n, x in self.given.items() if n != "sampling"}
-        check_sizes(**numbers)
+        if self.heads is not None:
+            require_known("heads", self.heads, get_args(MemoryHeads))
+        words = ("heads", "sampling")
+        check_sizes(**{n: x for n, x in self.given.items() if n not in words})
 
     @property
     def given(self) -> dict[str, Any]:
@@ -215,6 +221,9 @@ def memory_config(name: str, heads: HeadsConfig, options: MemoryOptions) -> Any:
     """
     require_known("memory", name, tuple(BESIDE))
     kind, given = BESIDE[name], options.given
+    if "heads" in given and "num_kv_heads" not in _fields(kind):
+        shared = given.pop("heads") == "key_value"
+        given["num_heads"] = heads.num_kv_heads if shared else heads.num_heads
     if name == "lattice" and "slots" in given:
         # Its queries and keys have one channel a slot.
         given = {"key_dim": given.pop("slots")} | given
@@ -227,13 +236,17 @@ def memory_config(name: str, heads: HeadsConfig, options: MemoryOptions) -> Any:
         key_dim=heads.head_dim,
         value_dim=heads.head_dim,
     )
-    fields = {field.name for field in dataclasses.fields(kind)}
+    fields = _fields(kind)
     for field, value in given.items():
         if field not in fields:
             raise ValueError(
                 f"options.{field} must be None with memory={name!r}, got {value}"
             )
     return kind(**({n: x for n, x in defaults.items() if n in fields} | given))
+
+
+def _fields(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 def _core(memory: Any) -> MemoryConfig:

@@ -165,12 +165,19 @@ ELASTIC = ElasticMemoryConfig(16, 4, 2, 4, block=8)
         (dict(layers=(0, -1)), "-1 is not in"),
         (dict(layers=(1, 1)), r"layers=\(1, 1\): 1 is given twice"),
         (dict(memory="latice"), "memory must be one of .*did you mean 'lattice'"),
-        (dict(memory=DeltaNetConfig(16, 2, 4, 4)), "memory.num_heads must be 4 beside"),
+        (
+            dict(memory=DeltaNetConfig(16, 3, 4, 4)),
+            "memory.num_heads must be 4 or 2 beside",
+        ),
         (dict(memory=ELASTIC), "memory must be one that stands beside a window"),
         (dict(sinks=5), r"sinks must be in \[0, window=4\], got 5"),
         (dict(placement="instead"), "placement='instead' needs memory='elastic'"),
         (dict(placement="instead", memory=ELASTIC), "memory.block must be window=4"),
         (dict(options=MemoryOptions(order=3)), "options.order must be None with"),
+        (
+            dict(memory="infini", options=MemoryOptions(heads="query")),
+            "options.heads must be None with memory='infini', got query",
+        ),
         (
             dict(memory=DeltaNetConfig(16, 4, 4, 4), options=MemoryOptions(key_dim=3)),
             "options must not be given with a configured memory",
@@ -213,19 +220,24 @@ def calibrated(name: MemoryName, **options):
     return new, calibrate(new, tiny.LLAMA, texts), moments
 
 
-def test_keys_are_centred_and_whitened_and_queries_find_what_they_found():
-    _, model, moments = calibrated("deltanet")
+@pytest.mark.parametrize("heads, memories", [("query", 4), ("key_value", 2)])
+def test_keys_are_centred_and_whitened_and_queries_find_what_they_found(
+    heads, memories
+):
+    _, model, moments = calibrated("deltanet", heads=heads)
     maps = as_arrays(model.blocks[1].mixer.features)
+    assert maps.key.shape == (memories, 4, 4)
     for head in range(4):
         keys = slice(head // 2 * 4, head // 2 * 4 + 4)
         covariance = shrunk(moments.covariance[keys, keys])
-        key, query = maps.key[head], maps.query[head]
+        memory = head * memories // 4
+        key, query = maps.key[memory], maps.query[head]
         np.testing.assert_allclose(key.T @ covariance @ key, np.eye(4), atol=1e-4)
         np.testing.assert_allclose(query @ key.T, np.eye(4), atol=1e-4)
-        bias = maps.key_bias.reshape(4, 4)[head]
+        bias = maps.key_bias.reshape(memories, 4)[memory]
         np.testing.assert_allclose(moments.mean[keys] @ key + bias, 0, atol=1e-5)
         np.testing.assert_allclose(
-            maps.value[head] @ maps.read[head], np.eye(4), atol=1e-5
+            maps.value[memory] @ maps.read[head], np.eye(4), atol=1e-5
         )
 
 

@@ -1,0 +1,67 @@
+"""One memory for several query heads, as grouped-query attention shares keys.
+
+The heads of a group write the same token and read the same memory with queries of their
+own. Its bytes are those of one head, its work is that of all: queries of a group lie
+along the batch, each beside a copy of the memory that it reads.
+
+Shapes: B batch, T time, H query heads, G memories, N = H / G queries of each, K key,
+V value.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from memjax.mechanisms.layers.memory_core import MemoryCore
+
+
+def grouped_queries(core: MemoryCore, queries: int) -> MemoryCore:
+    """The same core, read by `queries` heads for each of its own.
+
+    Args:
+        core: of G heads, whose q and k come with unit norm.
+        queries: N; query heads h N to h N + N - 1 read memory h.
+    """
+    if queries == 1:
+        return core
+    return core._replace(
+        step=functools.partial(_shared, core.step, queries),
+        apply=functools.partial(_shared, core.apply, queries),
+    )
+
+
+def _shared(
+    call,
+    queries: int,
+    params: PyTree,
+    memory: PyTree,
+    q: Float[Array, "B *T H K"],
+    k: Float[Array, "B *T G K"],
+    v: Float[Array, "B *T G V"],
+    x: Float[Array, "B *T D"],
+) -> tuple[PyTree, Float[Array, "B *T H V"]]:
+    copies = lambda leaf: jnp.repeat(leaf, queries, axis=0)
+    memory, k, v, x = jax.tree.map(copies, (memory, k, v, x))
+    memory, y = call(params, memory, _to_batch(q, queries), k, v, x)
+    # All copies were written alike.
+    return jax.tree.map(lambda leaf: leaf[::queries], memory), _to_heads(y, queries)
+
+
+def _to_batch(q, queries):
+    """[B, ..., G N, K] as [B N, ..., G, K]."""
+    batch, *times, heads, width = q.shape
+    apart = q.reshape(batch, *times, heads // queries, queries, width)
+    return jnp.moveaxis(apart, -2, 1).reshape(
+        batch * queries, *times, heads // queries, width
+    )
+
+
+def _to_heads(y, queries):
+    """[B N, ..., G, V] as [B, ..., G N, V]."""
+    rows, *times, heads, width = y.shape
+    apart = y.reshape(rows // queries, queries, *times, heads, width)
+    return jnp.moveaxis(apart, 1, -2).reshape(
+        rows // queries, *times, heads * queries, width
+    )
