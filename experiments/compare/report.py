@@ -2,8 +2,9 @@
 
     python -m experiments.compare.report
 
-Rows are compared in pairs, on the same documents, with the wide window that keeps as
-many bytes: a tuned row with the tuned one of its seed.
+Rows are compared in pairs, on the same documents, with the wide window of the fewest
+bytes that are not below theirs: a tuned row with a tuned one of its seed. Where both
+keep less, with the larger of the two.
 """
 
 import json
@@ -60,11 +61,23 @@ def summary(rows: Sequence[Result]) -> Result:
     }
 
 
+#: The windows that others are compared with, not tuned and tuned.
+WIDE = ("wide", "wide-shared")
+
+
 def _equal_bytes(row: Result, rows: dict[tuple[str, int], Result]) -> Result | None:
-    """The wide window that a row is compared with, unless it is that one."""
-    name = "wide" if row["training"] is None else "wide-tuned"
-    found = rows.get((name, row["seed"]))
-    return None if found is row else found
+    """The wide window that a row is compared with, unless it is one itself."""
+    tuned = "" if row["training"] is None else "-tuned"
+    windows = [
+        rows[name + tuned, row["seed"]]
+        for name in WIDE
+        if (name + tuned, row["seed"]) in rows
+    ]
+    if not windows or row in windows:
+        return None
+    enough = [window for window in windows if window["bytes"] >= row["bytes"]]
+    size = lambda window: window["bytes"]
+    return min(enough, key=size) if enough else max(windows, key=size)
 
 
 def _columns(row: Result, base: Result | None) -> Result:
@@ -81,6 +94,7 @@ def _columns(row: Result, base: Result | None) -> Result:
     by_position = evaluation.by_position(positions, range(count + 1))
     found["perplexity_by_position"] = np.exp(by_position).tolist()
     if base is not None:
+        found["saved_over"] = base["label"]
         other = binned_losses(base["documents"], bins)
         found["saved"] = {
             kind: gain_by_document(_only(other, kind), _only(scored, kind))._asdict()

@@ -1,8 +1,9 @@
 """The rows of the comparison: what is trained, and what is scored.
 
 All rows have one backbone. Rows with a memory beside the window keep as many bytes in
-the chosen layers, as near as their sizes come; "wide" has them as window. HMT, RMT, M+
-and MemoryLLM keep no more than those rows do in all layers.
+the chosen layers, as near as their sizes come; "wide" has them as window. Where the
+query heads of a group share a memory, it has a third of them, and so has
+"wide-shared". HMT, RMT, M+ and MemoryLLM keep no more than "wide" does in all layers.
 """
 
 from collections.abc import Callable
@@ -69,6 +70,13 @@ def wide_window(
     return tunings.wide_window(model, sizes)
 
 
+def wide_shared_window(
+    model: LanguageModel, backbone: LanguageModel, sizes: Sizes
+) -> LanguageModel:
+    """Windows that are longer by the bytes of a memory that query heads share."""
+    return tunings.wide_window(model, sizes, "key_value")
+
+
 def _memory(label: str, name: MemoryName, **options: Any) -> Row:
     """A memory beside the windows of the chosen layers."""
     stages = tunings.tune_beside(name, MemoryOptions(**options))
@@ -87,7 +95,13 @@ ROWS: dict[str, Row] = {
     ),
     "window-tuned": Row("window", as_trained, tunings.tune_beside("none")),
     "wide-tuned": Row(
-        "wide window", as_trained, tunings.tune_beside("none", wider=True)
+        "wide window", as_trained, tunings.tune_beside("none", wider="query")
+    ),
+    "wide-shared": Row("wide window of a third, not tuned", wide_shared_window),
+    "wide-shared-tuned": Row(
+        "wide window of a third",
+        as_trained,
+        tunings.tune_beside("none", wider="key_value"),
     ),
     "reread-tuned": Row(
         "re-read window", as_trained, tunings.tune_reread, cost=2.2, reading=2.2
@@ -102,6 +116,16 @@ ROWS: dict[str, Row] = {
     "lattice": _memory("Lattice", "lattice", slots=32),
     "trellis": _memory("Trellis", "trellis", slots=14, chunk_size=4),
     "gated-deltanet": _memory("Gated DeltaNet", "gated_deltanet"),
+    # Three query heads share each of these: a third of the bytes.
+    "lattice-shared": _memory(
+        "Lattice, shared", "lattice", slots=32, heads="key_value"
+    ),
+    "trellis-shared": _memory(
+        "Trellis, shared", "trellis", slots=14, chunk_size=4, heads="key_value"
+    ),
+    "gated-deltanet-shared": _memory(
+        "Gated DeltaNet, shared", "gated_deltanet", heads="key_value"
+    ),
     "infini": _memory("Infini-attention", "infini"),
     "hmt": Row("HMT", as_trained, tunings.tune_hmt, cost=1.6, reading=1.6),
     "rmt": Row("RMT", as_trained, tunings.tune_rmt, cost=1.4, reading=1.3),

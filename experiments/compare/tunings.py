@@ -16,7 +16,7 @@ from experiments.compare.scores import kept_bytes
 from memjax.checks import check_sizes
 from memjax.models import LanguageModel
 from memjax.models.hmt.config import HMTConfig
-from memjax.models.language_model.retrofit import MemoryName, MemoryOptions
+from memjax.models.language_model.retrofit import MemoryHeads, MemoryName, MemoryOptions
 from memjax.models.language_model.windowed import with_wider_windows, with_window
 from memjax.models.mplus.build import mplus
 from memjax.models.mplus.config import MPlusConfig
@@ -45,7 +45,8 @@ class Sizes:
         window: tokens that an attention layer sees.
         sinks: first tokens that it sees beside them.
         layers: that have a memory, or a wider window.
-        more: tokens of keys and values that a memory's bytes come to in a layer.
+        more: tokens of keys and values that a memory's bytes come to in a layer, if
+            each query head has one.
         context: tokens of a training sample, a multiple of the window.
         tokens: of the longest text that is read.
     """
@@ -99,10 +100,19 @@ class Tuning:
         return LoopConfig(steps=max(steps, 1), save_every=every, log_every=4, keep=1)
 
 
-def wide_window(model: LanguageModel, sizes: Sizes) -> LanguageModel:
+def wide_window(
+    model: LanguageModel, sizes: Sizes, heads: MemoryHeads = "query"
+) -> LanguageModel:
     """Windows with sinks in all layers, longer windows in the chosen layers."""
     narrow = with_window(model, sizes.window, sizes.sinks)
-    return with_wider_windows(narrow, sizes.layers, sizes.more)
+    return with_wider_windows(narrow, sizes.layers, more_tokens(model, sizes, heads))
+
+
+def more_tokens(model: LanguageModel, sizes: Sizes, heads: MemoryHeads) -> int:
+    """Tokens of as many bytes as a layer's memory, of these heads."""
+    own = model.config.heads
+    shared_by = own.num_heads // own.num_kv_heads if heads == "key_value" else 1
+    return -(-sizes.more // shared_by)
 
 
 def _segments(
@@ -160,12 +170,17 @@ def tune_rmt(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
 def tune_beside(
     memory: MemoryName | Literal["none"],
     options: MemoryOptions = NO_OPTIONS,
-    wider: bool = False,
+    wider: MemoryHeads | None = None,
 ) -> Callable[[LanguageModel, Sizes, Tuning], Stages]:
     """Tunes on the texts of a window's row, after half of them aligned the layers.
 
     Adapters learn what kind of documents these are: with fewer updates of them than a
     window has, a memory would lose by that alone.
+
+    Args:
+        memory: beside the window; "none" is the window alone.
+        options: of the memory.
+        wider: the heads of the memory whose bytes the window has in addition.
     """
 
     def stages(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
@@ -176,7 +191,7 @@ def tune_beside(
             layers=sizes.layers,
             window=sizes.window,
             sinks=sizes.sinks,
-            wider=sizes.more if wider else 0,
+            wider=more_tokens(backbone, sizes, wider) if wider else 0,
             context_length=sizes.context,
             dtype="float32",
             passes=PASSES,

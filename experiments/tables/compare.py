@@ -37,12 +37,13 @@ def perplexity() -> Table:
                 thousands(row["bytes"]),
                 *(number(row["perplexity"][kind], 2) for kind in _KINDS),
                 *(_gain(saved.get(kind)) for kind in _KINDS),
+                row.get("saved_over", ""),
             ]
         )
-    rows += [[f"{name}: not run yet", *[""] * 7] for name in load(_SUMMARY)["missing"]]
+    rows += [[f"{name}: not run yet", *[""] * 8] for name in load(_SUMMARY)["missing"]]
     header = ["", "bytes kept", *(f"PPL, {kind}" for kind in _KINDS)]
-    header += [f"nats saved over the wide window, {kind}" for kind in _KINDS]
-    return Table(header, rows, [_SUMMARY])
+    header += [f"nats saved over a window of its bytes, {kind}" for kind in _KINDS]
+    return Table([*header, "which window"], rows, [_SUMMARY])
 
 
 def _gain(saved: dict[str, float] | None) -> str:

@@ -65,6 +65,7 @@ def test_a_group_shares_a_memory_as_heads_that_write_alike_would(kind):
     shared = BesideConfig(WINDOW, kind(16, 2, 4, 4))
     apart = BesideConfig(WINDOW, kind(16, 4, 4, 4))
     params = opened(init_params(shared, jax.random.key(0)))
+    assert params.features is not None
     maps = jax.random.split(jax.random.key(2), len(params.features))
     features = FeatureParams(
         *(

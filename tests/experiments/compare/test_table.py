@@ -119,6 +119,9 @@ def test_equal_bytes(model):
     window = ROWS["window"].scored(model, model, SIZES)
     # Keys and values of two heads of 4 in float32, and whether they are seen.
     assert kept(wide) - kept(window) == 3 * (2 * 2 * 4 * 4 + 1)
+    # Two query heads share keys and values: half of the three tokens, rounded up.
+    shared = ROWS["wide-shared"].scored(model, model, SIZES)
+    assert [mixer.window for mixer in shared.config.layers] == [4, 6]
     assert kept(ROWS["reread"].scored(model, model, SIZES)) < kept(window)
     full = ROWS["full"].scored(window, model, SIZES)
     assert full.config.capacity == 64 and kept(full) > kept(wide)
@@ -246,6 +249,21 @@ def test_rows_are_put_together(tmp_path, monkeypatch):
         (tmp_path / "infini-seed0.json").write_text(text)
         with pytest.raises(ValueError, match=f"cannot be compared: {field} must"):
             report.write(tmp_path)
+
+
+def test_rows_are_compared_with_the_window_of_their_bytes():
+    sizes = {"window": 8, "wide-shared": 10, "infini": 10, "wide": 20, "full": 90}
+    rows = [_result(name, 20.0, 0, {"bytes": size}) for name, size in sizes.items()]
+    found = {row["row"]: row for row in report.summary(rows)["rows"]}
+    # Infini-attention is tuned, and no tuned window is there.
+    with_base = {name: row.get("saved_over") for name, row in found.items()}
+    assert with_base == {
+        "window": ROWS["wide-shared"].label,
+        "wide-shared": None,
+        "infini": None,
+        "wide": None,
+        "full": ROWS["wide"].label,
+    }
 
 
 def test_the_plan_leaves_out_what_is_done(tmp_path, capsys):
