@@ -5,9 +5,9 @@
 In one layer of a pretrained model, the one that needs what lies beyond the window most.
 Each memory beside a window learns to give what the layer's full attention gives, for
 the same inputs; it is measured as the share of the full output's variance that it
-misses on test documents, tokens beyond the window. A window that is longer by as many
-bytes is the baseline. The backbone reads each text once, and what the layer made of it
-is kept in the run's folder: a memory is aligned in minutes.
+misses on test documents, tokens beyond the window. Windows that are longer by as many
+bytes are the baselines. The backbone reads each text once, and what the layer made of
+it is kept in the run's folder: a memory is aligned in minutes.
 
 The learning rate of each is the better of two by one pass, on validation documents.
 A memory that has its result is not aligned again.
@@ -32,6 +32,7 @@ from experiments.compare.alignment_memories import MEMORIES, Memory
 from experiments.compare.alignment_report import (
     QUESTION,
     WIDE,
+    WIDE_SHARED,
     WINDOW,
     WINDOWS,
     result_file,
@@ -39,6 +40,7 @@ from experiments.compare.alignment_report import (
 )
 from experiments.compare.alignment_texts import Read, batches, read
 from experiments.compare.documents import KINDS, documents
+from experiments.compare.tunings import more_tokens
 from memjax.checks import check_sizes, require_known
 from memjax.data import TokenisedDocument, load_tokens
 from memjax.mechanisms import AttentionConfig
@@ -76,7 +78,8 @@ class Config:
         layer: number of the layer.
         window: tokens that it sees.
         sinks: first tokens that it sees beside them.
-        more: tokens that the wide window sees beside those: the memories' bytes.
+        more: tokens that the wide window sees beside those: the bytes of a memory for
+            each query head.
         tokens: read of each text and document, more than the wide window.
         texts: of the training documents.
         passes: how often each is taken.
@@ -177,7 +180,7 @@ def align(
 
 
 def windows(config: Config, known: Setting) -> dict[str, list[float]]:
-    """What the window misses of the test documents, and the wide one."""
+    """What the window misses of the test documents, and the wide ones."""
     mixer = _attention(config, known)
     params = as_arrays(known.backbone.blocks[config.layer].mixer)
 
@@ -187,9 +190,17 @@ def windows(config: Config, known: Setting) -> dict[str, list[float]]:
         narrow = limited(mixer, size, config.sinks)
         return missed(whole_window(narrow, params, x), y, config.window)
 
-    sizes = {WINDOW: config.window, WIDE: config.window + config.more}
     texts = list(batches(known.test))
-    return {n: [float(share(size, x)) for x in texts] for n, size in sizes.items()}
+    return {
+        name: [float(share(config.window + more, x)) for x in texts]
+        for name, more in longer(config, known).items()
+    }
+
+
+def longer(config: Config, known: Setting) -> dict[str, int]:
+    """Tokens by which each window is longer than the memories' own."""
+    shared = more_tokens(known.backbone, config.more, "key_value")
+    return {WINDOW: 0, WIDE: config.more, WIDE_SHARED: shared}
 
 
 def run_row(name: str, seed: int, rate: float, config: Config, known: Setting):
@@ -211,11 +222,11 @@ def choose_rate(name: str, config: Config, known: Setting) -> dict[str, Any]:
 
 
 def kept(config: Config, known: Setting, name: str) -> int:
-    """Bytes of a memory, or of the tokens by which the wide window is longer."""
+    """Bytes of a memory, or of the tokens by which a window is longer."""
     if name not in MEMORIES:
         heads = heads_of(_attention(config, known))
         token = 2 * heads.num_kv_heads * heads.head_dim * np.dtype(np.float32).itemsize
-        return token * (config.more if name == WIDE else 0)
+        return token * longer(config, known)[name]
     stage = config.stage(MEMORIES[name], 1e-3, 1, 0)
     model = stage.wrap(known.backbone, jax.random.key(0))
     state = jax.eval_shape(lambda: model.blocks[config.layer].init_state(1))
@@ -264,7 +275,7 @@ def folder(config: Config) -> Path:
 
 
 def measure_memory(name: str, config: Config, known: Setting) -> dict[str, Any]:
-    """One memory with all seeds, or both windows."""
+    """One memory with all seeds, or the windows."""
     if name == WINDOWS:
         rows = [
             {"name": window, "seed": 0, "missed": found}

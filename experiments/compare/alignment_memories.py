@@ -1,4 +1,7 @@
-"""The memories that are aligned, each at the bytes of 97 tokens of SmolLM2."""
+"""The memories that are aligned, at the bytes of 97 or of 33 tokens of SmolLM2.
+
+Those of 33 tokens have one memory for the three query heads that share keys and values.
+"""
 
 from typing import NamedTuple
 
@@ -6,7 +9,7 @@ from memjax.models.language_model.retrofit import MemoryName, MemoryOptions
 
 
 class Memory(NamedTuple):
-    """A memory, with sizes of at most the bytes of 97 tokens of keys and values.
+    """A memory, with sizes of at most the bytes of those keys and values.
 
     Attributes:
         name: of `retrofit`.
@@ -35,4 +38,11 @@ MEMORIES: dict[str, Memory] = {
     "Gated DeltaNet, random start": Memory("gated_deltanet", started=False),
     "ABC": Memory("abc", MemoryOptions(slots=32)),
     "GSA": Memory("gsa", MemoryOptions(slots=32)),
+    "Lattice, shared": Memory("lattice", MemoryOptions("key_value", slots=32)),
+    "Trellis, shared": Memory(
+        "trellis", MemoryOptions("key_value", slots=14, chunk_size=4)
+    ),
+    "linear attention, shared": Memory("linear_attention", MemoryOptions("key_value")),
+    "Gated DeltaNet, shared": Memory("gated_deltanet", MemoryOptions("key_value")),
+    "GSA, shared": Memory("gsa", MemoryOptions("key_value", slots=32)),
 }

@@ -1,7 +1,7 @@
 """What the alignment of each memory has come to: its table's numbers and its plot."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,20 @@ from memjax.evaluation.drawing import COLOURS, drawing, source_of
 from memjax.evaluation.statistics import paired
 
 WINDOW, WIDE = "window", "wide window"
-#: The result of both.
+#: Longer by the bytes of a memory that the three query heads of a group share.
+WIDE_SHARED = "wide window of a third"
+#: The result of these three.
 WINDOWS = "windows"
 QUESTION = "which memory comes nearest to full attention in as many bytes?"
 
 
 def result_file(folder: Path, name: str) -> Path:
-    """Where the result of a memory lies, or that of both windows."""
+    """Where the result of a memory lies, or that of the windows."""
     return folder / f"{name.lower().replace(',', '').replace(' ', '-')}.json"
 
 
 def load_results(folder: Path) -> list[dict[str, Any]]:
-    """The results of a folder, both windows first.
+    """The results of a folder, those of the windows first.
 
     Raises:
         ValueError: if two were measured with other settings or on other documents.
@@ -47,14 +49,15 @@ def write(folder: Path) -> dict[str, Any]:
     found = load_results(folder)
     rows = [row for result in found for row in result["rows"]]
     documents = found[0]["documents"]
-    lines = summary(rows, list(documents.values()))
+    sizes = {k: n for result in found for k, n in result["bytes"].items()}
+    lines = summary(rows, list(documents.values()), sizes)
     known = {line["name"] for line in lines}
     result = write_report(
         folder,
         QUESTION,
         found[0]["config"] | {"only": []},
         {
-            "bytes": {k: n for result in found for k, n in result["bytes"].items()},
+            "bytes": sizes,
             "rates": {
                 result["rows"][0]["name"]: result["tried"]["rate"]
                 for result in found
@@ -69,26 +72,38 @@ def write(folder: Path) -> dict[str, Any]:
 
 
 def summary(
-    rows: Sequence[dict[str, Any]], kinds: Sequence[str]
+    rows: Sequence[dict[str, Any]], kinds: Sequence[str], sizes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Of each row by kind: the mean share, and what is won over the wide window."""
+    """Of each row by kind: the mean share, and what is won over a wide window.
+
+    Args:
+        rows: name and the shares of documents, a seed each.
+        kinds: of the documents.
+        sizes: bytes of each row; it is compared with the window of the fewest bytes
+            that are not below its own.
+    """
     by_name: dict[str, list] = {}
     for row in rows:
         by_name.setdefault(row["name"], []).append(row["missed"])
     means = {name: np.mean(found, axis=0) for name, found in by_name.items()}
+    windows = [name for name in (WIDE_SHARED, WIDE) if name in means]
     found = []
     for name, values in means.items():
-        line: dict[str, Any] = {"name": name, "seeds": len(by_name[name])}
+        base = name
+        if name not in windows:
+            enough = [window for window in windows if sizes[window] >= sizes[name]]
+            base = enough[0] if enough else WIDE
+        line: dict[str, Any] = {"name": name, "base": base, "seeds": len(by_name[name])}
         for kind in KINDS:
             of_kind = np.asarray(kinds) == kind
-            won = paired(means[WIDE][of_kind], values[of_kind])
+            won = paired(means[base][of_kind], values[of_kind])
             line[kind] = {"missed": float(values[of_kind].mean()), **won._asdict()}
         found.append(line)
     return found
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """What each row misses of each kind, with the wide window as a line."""
+    """What each row misses of each kind, with the wide windows as lines."""
     rows = result["summary"]
     with drawing(
         path,
@@ -103,7 +118,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
             axes = drawn.grid[0, number]
             values = [row[kind]["missed"] for row in rows]
             axes.barh([row["name"] for row in rows], values, color=COLOURS[number])
-            wide = next(row for row in rows if row["name"] == WIDE)
-            axes.axvline(wide[kind]["missed"], color="0.3", linestyle="--")
+            for row in rows:
+                if row["name"] in (WIDE, WIDE_SHARED):
+                    axes.axvline(row[kind]["missed"], color="0.3", linestyle="--")
             axes.set(title=kind, xlabel="share missed")
         drawn.grid[0, 0].invert_yaxis()

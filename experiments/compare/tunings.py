@@ -105,14 +105,22 @@ def wide_window(
 ) -> LanguageModel:
     """Windows with sinks in all layers, longer windows in the chosen layers."""
     narrow = with_window(model, sizes.window, sizes.sinks)
-    return with_wider_windows(narrow, sizes.layers, more_tokens(model, sizes, heads))
+    return with_wider_windows(
+        narrow, sizes.layers, more_tokens(model, sizes.more, heads)
+    )
 
 
-def more_tokens(model: LanguageModel, sizes: Sizes, heads: MemoryHeads) -> int:
-    """Tokens of as many bytes as a layer's memory, of these heads."""
+def more_tokens(model: LanguageModel, more: int, heads: MemoryHeads) -> int:
+    """Tokens of as many bytes as a layer's memory, of these heads.
+
+    Args:
+        model: with its heads.
+        more: tokens of a memory for each query head.
+        heads: that have a memory.
+    """
     own = model.config.heads
     shared_by = own.num_heads // own.num_kv_heads if heads == "key_value" else 1
-    return -(-sizes.more // shared_by)
+    return -(-more // shared_by)
 
 
 def _segments(
@@ -191,7 +199,7 @@ def tune_beside(
             layers=sizes.layers,
             window=sizes.window,
             sinks=sizes.sinks,
-            wider=more_tokens(backbone, sizes, wider) if wider else 0,
+            wider=more_tokens(backbone, sizes.more, wider) if wider else 0,
             context_length=sizes.context,
             dtype="float32",
             passes=PASSES,

@@ -136,14 +136,15 @@ def alignment() -> Table:
         rate = result["rates"].get(name)
         cells = [name, thousands(result["bytes"][name]), f"{rate:g}" if rate else ""]
         cells += [number(line[kind]["missed"], 3) for kind in _KINDS]
-        # In pairs of documents; the wide window has nothing to win over itself.
+        # In pairs of documents; a wide window has nothing to win over itself.
         won = [line[kind] | {"nats": line[kind]["mean"]} for kind in _KINDS]
-        wide = name == "wide window"
-        rows.append(cells + [_gain(None if wide else gain) for gain in won])
-    rows += [[f"{name}: not run yet", *[""] * 8] for name in result["missing"]]
+        wide = name == line["base"]
+        cells += [_gain(None if wide else gain) for gain in won]
+        rows.append([*cells, "" if wide else line["base"]])
+    rows += [[f"{name}: not run yet", *[""] * 9] for name in result["missing"]]
     header = ["share missed", "bytes beside the window", "learning rate", *_KINDS]
-    header += [f"less than the wide window, {kind}" for kind in _KINDS]
-    return Table(header, rows, [_ALIGNMENT])
+    header += [f"less than a window of its bytes, {kind}" for kind in _KINDS]
+    return Table([*header, "which window"], rows, [_ALIGNMENT])
 
 
 def _has(name: str, field: str) -> bool:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from experiments.compare import alignment
-from experiments.compare.alignment_report import WIDE, WINDOW, summary
+from experiments.compare.alignment_report import WIDE, WIDE_SHARED, WINDOW, summary
 
 
 @pytest.fixture(name="config")
@@ -36,18 +36,19 @@ def test_memories_are_aligned_and_compared_with_the_wide_window(config, capsys):
     alignment.main(config)
     together = config.output.with_suffix(".json")
     found = json.loads(together.read_text())
-    narrow, wide, memory = found["summary"]
+    narrow, wide, shared, memory = found["summary"]
     assert [line["name"] for line in found["summary"]] == [
-        *(WINDOW, WIDE, "Gated DeltaNet")
+        *(WINDOW, WIDE, WIDE_SHARED, "Gated DeltaNet")
     ]
     for kind in ("proofs", "code", "prose"):
         # A longer window misses less, and is compared with itself.
-        assert wide[kind]["missed"] < narrow[kind]["missed"]
+        assert wide[kind]["missed"] < shared[kind]["missed"] < narrow[kind]["missed"]
         assert wide[kind]["mean"] == 0 > narrow[kind]["mean"]
         # Six updates at least do no harm.
         assert memory[kind]["missed"] < 1.1 * narrow[kind]["missed"]
-    # Keys and values of four tokens; a matrix a head.
-    assert found["bytes"] == {WINDOW: 0, WIDE: 4 * 64, "Gated DeltaNet": 2 * 64 * 4}
+    # Keys and values of four tokens, and of two; a matrix a head.
+    sizes = {WINDOW: 0, WIDE: 4 * 64, WIDE_SHARED: 2 * 64}
+    assert found["bytes"] == sizes | {"Gated DeltaNet": 2 * 64 * 4}
     assert "Lattice" in found["missing"] and "Gated DeltaNet" not in found["missing"]
     alone = json.loads((config.output / "gated-deltanet.json").read_text())
     assert set(alone["tried"]["tried"]) == {"0.001", "0.01"}
@@ -68,11 +69,17 @@ def test_memories_are_aligned_and_compared_with_the_wide_window(config, capsys):
 def test_summary_compares_documents_in_pairs():
     rows = [
         {"name": WIDE, "missed": [0.5, 0.7, 0.1, 0.3, 0.2, 0.2]},
+        {"name": WIDE_SHARED, "missed": [0.6, 0.8, 0.2, 0.4, 0.3, 0.3]},
+        {"name": "b", "missed": [0.2, 0.4, 0.1, 0.3, 0.3, 0.1]},
         {"name": "a", "missed": [0.2, 0.4, 0.1, 0.3, 0.3, 0.1]},
         {"name": "a", "missed": [0.4, 0.6, 0.1, 0.3, 0.3, 0.1]},
     ]
     kinds = ["proofs"] * 2 + ["code"] * 2 + ["prose"] * 2
-    _, line = summary(rows, kinds)
+    sizes = {WIDE: 10, WIDE_SHARED: 5, "a": 6, "b": 5}
+    wide, _, smaller, line = summary(rows, kinds, sizes)
+    # Each with the window of its bytes.
+    assert (wide["base"], smaller["base"], line["base"]) == (WIDE, WIDE_SHARED, WIDE)
+    assert smaller["proofs"]["mean"] == pytest.approx(0.4)
     assert line["name"] == "a" and line["seeds"] == 2
     assert line["proofs"]["missed"] == pytest.approx(0.4)
     # 0.2 in both documents, whose own difference does not count.
