@@ -148,16 +148,25 @@ def read(
     stream = [join(*pair) for pair in zip(state[:3], new[:3], strict=True)]
 
     queries = _pad(q, -t % size).reshape(b, -1, size, *q.shape[2:])
-    keys, values, visible = (_around(_pad(x, -t % size), window, size) for x in stream)
-    positions = jnp.arange(window + size, dtype=jnp.int32)
+    if t == 1:
+        # In decoding the window that is kept holds all that the token sees: one array
+        # is made and not two.
+        keys, values, visible = (leaf[:, None, 1:] for leaf in stream)
+        seen = jnp.ones((1, window), bool)
+    else:
+        keys, values, visible = (
+            _around(_pad(leaf, -t % size), window, size) for leaf in stream
+        )
+        seen = _band(window, size)
+    positions = jnp.arange(seen.shape[1], dtype=jnp.int32)
     # RoPE depends on distances alone, so positions count from the start of the window:
     # they stay small at any length of the stream.
     y, mass = attend.blocks_with_mass(
-        projections.apply_rope(config, queries, positions[window:]),
+        projections.apply_rope(config, queries, positions[-size:]),
         # Keys are kept without RoPE and rotated here, at their position in the window.
         projections.apply_rope(config, keys.astype(q.dtype), positions),
         values.astype(q.dtype),
-        _band(window, size)[None, None] & visible[:, :, None],
+        seen[None, None] & visible[:, :, None],
     )
     y = y.reshape(b, -1, *q.shape[2:])[:, :t]
     sinks = state.sinks
@@ -220,6 +229,9 @@ def _around(stream: Array, window: int, size: int) -> Array:
     # The W tokens before a block and the block itself hold every key that its queries
     # see.
     blocks = (stream.shape[1] - window) // size
+    if blocks == 1:
+        # All of it, which need not be gathered.
+        return stream[:, None]
     first = jnp.arange(blocks, dtype=jnp.int32)[:, None] * size
     return stream[:, first + jnp.arange(window + size, dtype=jnp.int32)[None]]
 
