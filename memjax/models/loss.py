@@ -3,20 +3,24 @@
 Target i of a document is its token i + 1; the masks here say which targets count.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
+Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
 # Floats: 128 MiB of float32.
 LOGITS_AT_A_TIME = 2**25
 
+_losses = optax.softmax_cross_entropy_with_integer_labels
+
 
 def token_losses(
-    logits: Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]],
+    logits: Head,
     features: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
     vocab_size: int,
@@ -24,7 +28,7 @@ def token_losses(
     """Negative log-likelihood of each target, in nats.
 
     Positions go through the head in chunks of at most 2**25 logits, recomputed in the
-    backward pass.
+    backward pass. To train, `loss_sum` computes less.
 
     Args:
         logits: the head.
@@ -32,29 +36,118 @@ def token_losses(
         targets: in [0, V).
         vocab_size: V.
     """
-    b, t, d = features.shape
+    t, chunk = targets.shape[1], _chunk_size(targets, vocab_size)
+    if chunk == t:
+        return _losses(logits(features), targets)
+    losses = jax.lax.map(
+        # Computed again in the backward pass, or all logits would be kept after all.
+        jax.checkpoint(lambda chunk: _losses(logits(chunk[0]), chunk[1])),
+        _in_chunks(chunk, features, targets),
+    )
+    return _whole(losses, t)
+
+
+def loss_sum(
+    logits: Head,
+    features: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    mask: Float[Array, "B T"],
+    vocab_size: int,
+) -> Float[Array, ""]:
+    """Sum of `token_losses` times the mask, whose gradients come with the losses.
+
+    A chunk's logits give its loss and at once the gradients of features and head, so
+    that they are computed once: three products with the head, where computing them
+    again takes four, and two where the head is frozen. No gradient of a gradient, nor
+    forward mode, where there are several chunks; the mask has no gradient.
+
+    Args:
+        logits: the head.
+        features: what it takes.
+        targets: in [0, V).
+        mask: what each target counts.
+        vocab_size: V.
+    """
+    mask = jax.lax.stop_gradient(mask)
+    chunk = _chunk_size(targets, vocab_size)
+    if chunk == targets.shape[1]:
+        return (_losses(logits(features), targets) * mask).sum()
+    # A function with a gradient of its own may not close over what has one.
+    head, parameters = jax.closure_convert(logits, features[:, :chunk])
+    return _sum_of_chunks(head, chunk, tuple(parameters), features, targets, mask)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sum_of_chunks(head, chunk, parameters, features, targets, mask):
+    def add(total, inputs):
+        x, targets, mask = inputs
+        return total + (_losses(head(x, *parameters), targets) * mask).sum(), None
+
+    inputs = _in_chunks(chunk, features, targets, mask)
+    return jax.lax.scan(add, jnp.zeros((), jnp.float32), inputs)[0]
+
+
+def _sum_and_gradients(head, chunk, parameters, features, targets, mask):
+    """The sum; gradients of features and of the parameters that are trained."""
+    values = [parameter.value for parameter in parameters]
+    trained = [i for i, parameter in enumerate(parameters) if parameter.perturbed]
+
+    def of_chunk(trained_values, x, targets, mask):
+        given = list(values)
+        for i, value in zip(trained, trained_values, strict=True):
+            given[i] = value
+        return (_losses(head(x, *given), targets) * mask).sum()
+
+    def add(carry, inputs):
+        total, gradients = carry
+        found = jax.value_and_grad(of_chunk, (0, 1))(first, *inputs)
+        loss, (of_values, of_features) = found
+        gradients = jax.tree.map(jnp.add, gradients, of_values)
+        return (total + loss, gradients), of_features
+
+    first = [values[i] for i in trained]
+    start = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, first)
+    inputs = _in_chunks(chunk, *(x.value for x in (features, targets, mask)))
+    (total, found), of_features = jax.lax.scan(add, start, inputs)
+    gradients: list[Array | None] = [None] * len(values)
+    for i, gradient in zip(trained, found, strict=True):
+        gradients[i] = gradient
+    return total, (tuple(gradients), _whole(of_features, targets.value.shape[1]))
+
+
+def _scaled_gradients(head, chunk, gradients, cotangent):
+    scaled = lambda x: (x * cotangent).astype(x.dtype)
+    # Neither targets nor mask have one.
+    return (*jax.tree.map(scaled, gradients), None, None)
+
+
+_sum_of_chunks.defvjp(_sum_and_gradients, _scaled_gradients, symbolic_zeros=True)
+
+
+def _chunk_size(targets: Int[Array, "B T"], vocab_size: int) -> int:
+    """Positions whose logits may exist at once."""
+    b, t = targets.shape
     # Logits are V / D times as large as features: those of all positions may not fit.
     most = max(1, min(t, LOGITS_AT_A_TIME // (b * vocab_size)))
     # One that divides T, if a large one does: padding is computed, too.
     even = (size for size in range(most, most // 2, -1) if t % size == 0)
-    chunk = next(even, most)
-    loss = optax.softmax_cross_entropy_with_integer_labels
-    if chunk == t:
-        return loss(logits(features), targets)
-    # The scan needs chunks of one size; losses of the padding are cut off below.
-    pad = -t % chunk
-    features = jnp.pad(features, ((0, 0), (0, pad), (0, 0)))
-    targets = jnp.pad(targets, ((0, 0), (0, pad)))
-    chunks = (
-        jnp.moveaxis(features.reshape(b, -1, chunk, d), 1, 0),
-        jnp.moveaxis(targets.reshape(b, -1, chunk), 1, 0),
-    )
-    losses = jax.lax.map(
-        # Computed again in the backward pass, or all logits would be kept after all.
-        jax.checkpoint(lambda chunk: loss(logits(chunk[0]), chunk[1])),
-        chunks,
-    )
-    return jnp.moveaxis(losses, 0, 1).reshape(b, -1)[:, :t]
+    return next(even, most)
+
+
+def _in_chunks(chunk: int, *arrays: Shaped[Array, "B T *D"]) -> tuple[Array, ...]:
+    """Each as [n, B, chunk, ...], zeros at the end: a scan needs chunks of one size."""
+
+    def split(x):
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+
+    return tuple(map(split, arrays))
+
+
+def _whole(chunks: Shaped[Array, "n B C *D"], length: int) -> Array:
+    """[B, T, ...] again, without what was padded."""
+    x = jnp.moveaxis(chunks, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
 def last_targets(mask: Float[Array, "B T"], count: int) -> Float[Array, "B T"]:

@@ -18,8 +18,8 @@ from memjax.models.language_model.model import LanguageModel
 from memjax.models.loss import (
     last_positions,
     last_targets,
+    loss_sum,
     scored,
-    token_losses,
 )
 
 Metrics = dict[str, Scalar]
@@ -274,8 +274,8 @@ def _total_loss(graph, config, frozen, params, memory, batch):
             features = jnp.take_along_axis(features, positions[..., None], axis=1)
             targets = jnp.take_along_axis(targets, positions, axis=1)
             mask = jnp.take_along_axis(mask, positions, axis=1)
-        losses = token_losses(model.logits, features, targets, model.vocab_size)
-        return memory, ((losses * mask).sum(), mask.sum())
+        nll = loss_sum(model.logits, features, targets, mask, model.vocab_size)
+        return memory, (nll, mask.sum())
 
     inputs = (batch.tokens, batch.targets, batch.mask)
     if window == t:

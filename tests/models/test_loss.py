@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from memjax.models import loss
 
@@ -49,6 +50,60 @@ def test_gradients_do_not_see_the_chunks(monkeypatch):
     monkeypatch.setattr(loss, "LOGITS_AT_A_TIME", 20)
     for a, b in zip(gradient(), whole, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_gradients_that_come_with_the_losses(monkeypatch, dtype):
+    """Those of one pass over chunks are those of all logits at once."""
+    mask = jnp.linspace(0, 1, B * T).reshape(B, T)
+    features = jnp.asarray(FEATURES).astype(dtype)
+
+    def total(head, features, scale):
+        logits = lambda x: jnp.matmul(
+            x, head.astype(x.dtype), preferred_element_type=jnp.float32
+        )
+        found = loss.loss_sum(logits, features, jnp.asarray(TARGETS), mask, V)
+        return scale * found
+
+    pull = lambda: jax.value_and_grad(total, (0, 1, 2))(
+        jnp.asarray(HEAD), features, 0.3
+    )
+    whole = pull()
+    # Chunks of 2 of the 7 positions: the last is padded.
+    monkeypatch.setattr(loss, "LOGITS_AT_A_TIME", 20)
+    found = pull()
+    assert found[1][1].dtype == dtype
+    rtol, atol = (1e-5, 1e-6) if dtype == np.float32 else (2**-6, 2**-8)
+    for one, other in zip(*map(jax.tree.leaves, (found, whole)), strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
+    assert np.abs(np.asarray(found[1][0])).max() > 0.1
+
+
+def _products(jaxpr) -> int:
+    """Products of matrices in a program, those of a loop once."""
+    found = 0
+    for equation in jaxpr.eqns:
+        found += equation.primitive.name == "dot_general"
+        found += sum(map(_products, jaxprs_in_params(equation.params)))
+    return found
+
+
+@pytest.mark.parametrize("trained, products", [((0, 1), 3), ((1,), 2)])
+def test_logits_are_computed_once(monkeypatch, trained, products):
+    """And a head that is frozen has no gradient."""
+    monkeypatch.setattr(loss, "LOGITS_AT_A_TIME", 20)
+
+    def total(head, features):
+        logits = lambda x: x @ head
+        return loss.loss_sum(
+            logits, features, jnp.asarray(TARGETS), jnp.ones((B, T)), V
+        )
+
+    made = jax.make_jaxpr(jax.grad(total, trained))(
+        jnp.asarray(HEAD), jnp.asarray(FEATURES)
+    )
+    assert _products(made.jaxpr) == products
 
 
 def test_the_last_places_are_those_of_the_last_targets_that_count():

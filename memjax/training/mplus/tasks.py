@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Scalar
 
 from memjax import mechanisms
 from memjax.data.mplus_tasks.tasks import Target, Task, TaskBatch
-from memjax.models.loss import token_losses
+from memjax.models.loss import loss_sum
 from memjax.models.mplus import pool as short_term_pool
 from memjax.models.mplus import read as mplus_reading
 from memjax.models.mplus import retriever
@@ -273,10 +273,11 @@ def _language(model, state, target, given):
     _, features, trace = mplus_reading.read_closed(
         model.weights, state, target.tokens, given
     )
-    losses = token_losses(model.logits, features, target.targets, model.vocab_size)
+    nll = loss_sum(
+        model.logits, features, target.targets, target.mask, model.vocab_size
+    )
     # A target whose every token is masked has loss 0, not 0 / 0.
-    count = jnp.maximum(target.mask.sum(), 1.0)
-    return (losses * target.mask).sum() / count, trace.hidden
+    return nll / jnp.maximum(target.mask.sum(), 1.0), trace.hidden
 
 
 def _detached(model: MPlus) -> MPlus:
