@@ -45,8 +45,10 @@ def _shared(
     copies = lambda leaf: jnp.repeat(leaf, queries, axis=0)
     memory, k, v, x = jax.tree.map(copies, (memory, k, v, x))
     memory, y = call(params, memory, _to_batch(q, queries), k, v, x)
-    # All copies were written alike.
-    return jax.tree.map(lambda leaf: leaf[::queries], memory), _to_heads(y, queries)
+    # All copies were written alike. Not every N-th, which devices that share the batch
+    # might have to exchange.
+    first = lambda leaf: leaf.reshape(-1, queries, *leaf.shape[1:])[:, 0]
+    return jax.tree.map(first, memory), _to_heads(y, queries)
 
 
 def _to_batch(q, queries):
