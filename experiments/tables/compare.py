@@ -54,6 +54,21 @@ def _gain(saved: dict[str, float] | None) -> str:
     return f"{saved['nats']:+.3f} ({low} to {high})"
 
 
+def saved() -> Table:
+    """What each tuned memory saves over the tuned window of its bytes."""
+    rows = [
+        [
+            _name(row),
+            *(_gain(row["saved"][kind]) for kind in _KINDS),
+            f"{row['bytes'] / 1e6:.2f} MB",
+        ]
+        for row in _rows()
+        if row["training"] and "saved" in row
+    ]
+    header = ["nats a token saved over a window of its bytes", *_KINDS]
+    return Table([*header, "kept in all"], rows, [_SUMMARY])
+
+
 def positions() -> Table:
     """Perplexity by position."""
     edges = load(_SUMMARY)["edges"]
@@ -157,6 +172,7 @@ TABLES: Tables = {
     f"compare/{function.__name__}": function
     for function, name, field in (
         (perplexity, _SUMMARY, "rows"),
+        (saved, _SUMMARY, "rows"),
         (positions, _SUMMARY, "rows"),
         (recall, _SUMMARY, "rows"),
         (cost, _SUMMARY, "rows"),
