@@ -206,11 +206,11 @@ def init_features(config: BesideConfig, key: PRNGKeyArray) -> FeatureParams:
     keys = draw(key_key, memories, width, key_dim)
     return FeatureParams(
         # Query and key start alike, so that a query finds the keys that are like it.
-        query=jnp.repeat(keys, heads // memories, axis=0),
+        # Each a buffer of its own, so that all can be donated.
+        query=jnp.array(jnp.repeat(keys, heads // memories, axis=0)),
         key=keys,
         value=draw(value_key, memories, width, value_dim),
         read=draw(read_key, heads, value_dim, width),
-        # Each a buffer of its own, so that all can be donated.
         query_bias=jnp.zeros(heads * key_dim),
         key_bias=jnp.zeros(memories * key_dim),
     )
