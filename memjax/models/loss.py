@@ -134,7 +134,7 @@ def _chunk_size(targets: Int[Array, "B T"], vocab_size: int) -> int:
     return next(even, most)
 
 
-def _in_chunks(chunk: int, *arrays: Shaped[Array, "B T *D"]) -> tuple[Array, ...]:
+def _in_chunks(chunk: int, *arrays: Shaped[Array, "B T ..."]) -> tuple[Array, ...]:
     """Each as [n, B, chunk, ...], zeros at the end: a scan needs chunks of one size."""
 
     def split(x):
@@ -144,7 +144,7 @@ def _in_chunks(chunk: int, *arrays: Shaped[Array, "B T *D"]) -> tuple[Array, ...
     return tuple(map(split, arrays))
 
 
-def _whole(chunks: Shaped[Array, "n B C *D"], length: int) -> Array:
+def _whole(chunks: Shaped[Array, "n B C ..."], length: int) -> Array:
     """[B, T, ...] again, without what was padded."""
     x = jnp.moveaxis(chunks, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
