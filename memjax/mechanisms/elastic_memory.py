@@ -202,7 +202,7 @@ def read_token(
         state.open_length + 1,
     )
     state = jax.lax.cond(
-        jnp.any(complete), lambda s: _compress(s, complete), lambda s: s, state
+        jnp.any(complete), lambda s: _compress(s, complete, True), lambda s: s, state
     )
     return state, y
 
@@ -220,10 +220,9 @@ def apply(
         state, y = read(config, state, q, k, v)
     else:
         # The rule in training: whole blocks, the same position in all.
-        whole = functools.partial(_apply_blocks, config, x.shape[1] // config.block)
         state, y = jax.lax.cond(
             jnp.all((state.open_length == 0) & (state.length == state.length[0])),
-            functools.partial(whole, True),
+            functools.partial(_read_whole, config),
             functools.partial(read, config),
             *(state, q, k, v),
         )
@@ -244,12 +243,28 @@ def read(
     """
     # An open block of up to L-1 tokens may push the segment into one block more.
     blocks = (q.shape[1] + config.block - 2) // config.block + 1
-    return _apply_blocks(config, blocks, False, state, q, k, v, lengths)
+    t, size = q.shape[1], blocks * config.block
+    tokens_read = t if lengths is None else lengths
+    lay_out = functools.partial(_lay_out, size, state.open_length)
+    # Open tokens were answered by the calls that read them: they are keys here, and
+    # their positions have no queries.
+    queries = lay_out(jnp.zeros_like(q[:, :0], jnp.float32), q)
+    keys, values = lay_out(state.open_keys, k), lay_out(state.open_values, v)
+    # Only full blocks become coefficients; the rest stays open, as tokens.
+    count = (state.open_length + tokens_read) // config.block
+    tokens = Tokens(*(_split(config, x) for x in (queries, keys, values)))
+    state, attended = _apply_blocks(config, state, tokens, count, q.dtype)
+    after = count * config.block
+    return state._replace(
+        open_keys=_take(keys, after, config.block),
+        open_values=_take(values, after, config.block),
+        open_length=state.open_length + tokens_read - after,
+    ), _take(attended.reshape(queries.shape), state.open_length, t)
 
 
 def flush(state: ElasticMemoryState) -> ElasticMemoryState:
     """Compresses the open block as it stands, however short; the next starts anew."""
-    return _compress(state, state.open_length > 0)
+    return _compress(state, state.open_length > 0, False)
 
 
 def elastic_memory(config: ElasticMemoryConfig) -> Mechanism:
@@ -262,22 +277,28 @@ def elastic_memory(config: ElasticMemoryConfig) -> Mechanism:
     )
 
 
-def _apply_blocks(config, blocks, in_step, state, q, k, v, lengths=None):
-    """Lays open and new tokens out in `blocks` blocks and runs Algorithm 1 on all."""
+def _read_whole(config, state, q, k, v):
+    """`read` of whole blocks with none open before, all batch elements in step.
+
+    Tokens are blocks as they lie: nothing is moved.
+    """
+    tokens = Tokens(*(_split(config, x) for x in (q, k, v)))
+    count = jnp.full(q.shape[0], tokens.query.shape[1], jnp.int32)
+    state, y = _apply_blocks(config, state, tokens, count, q.dtype, in_step=True)
+    return state, y.reshape(q.shape)
+
+
+def _apply_blocks(config, state, tokens, count, dtype, in_step=False):
+    """Algorithm 1: the state after the first `count` blocks, and all blocks' outputs.
+
+    The tokens are keys and values of all blocks; `dtype` is attention's.
+    """
     # Constants of the program: the sampling and the order are static.
     basis, bank = tables(config)
-    t, heads = q.shape[1], k.shape[2:]
-    tokens_read = t if lengths is None else lengths
-    lay_out = functools.partial(_lay_out, blocks * config.block, state.open_length)
-    split = lambda tokens: tokens.reshape(
-        tokens.shape[0], blocks, config.block, *tokens.shape[2:]
-    )
-    keys, values = lay_out(state.open_keys, k), lay_out(state.open_values, v)
-    # Only full blocks become coefficients; the rest stays open, as tokens.
-    count = (state.open_length + tokens_read) // config.block
+    heads = tokens.key.shape[3:]
     coefficients, memory = hippo(
         # Keys and values follow the same recurrence: they are channels of one signal.
-        _to_channels(split(keys), split(values)),
+        _to_channels(*(x.astype(jnp.float32) for x in (tokens.key, tokens.value))),
         jnp.asarray(basis),
         _to_channels(*(jnp.moveaxis(c, 1, 2) for c in (state.keys, state.values))),
         start=state.length,
@@ -286,41 +307,43 @@ def _apply_blocks(config, blocks, in_step, state, q, k, v, lengths=None):
         bank=bank,
         implementation=config.implementation,
     )
-    # Open tokens were answered by the calls that read them: they are keys here, and
-    # their positions have no queries.
-    queries = lay_out(jnp.zeros_like(q[:, :0], jnp.float32), q)
-    tokens = Tokens(*(split(x).astype(q.dtype) for x in (queries, keys, values)))
-    remembered = Memory(*(x.astype(q.dtype) for x in _from_channels(memory, heads)))
     # A block attends to its own tokens; all blocks before it are in the coefficients.
     attended = trapezoid.by_blocks(
-        config, tokens, remembered, state.length, config.positions == "stream"
+        config,
+        Tokens(*(x.astype(dtype) for x in tokens)),
+        Memory(*(x.astype(dtype) for x in _from_channels(memory, heads))),
+        state.length,
+        config.positions == "stream",
     )
-    new_keys, new_values = _from_channels(coefficients, heads)
-    after = count * config.block
-    y = _take(attended.reshape(queries.shape), state.open_length, t)
-    state = ElasticMemoryState(
-        keys=jnp.moveaxis(new_keys, 2, 1),
-        values=jnp.moveaxis(new_values, 2, 1),
-        length=advanced(state.length, after),
-        open_keys=_take(keys, after, config.block),
-        open_values=_take(values, after, config.block),
-        open_length=state.open_length + tokens_read - after,
+    keys, values = _from_channels(coefficients, heads)
+    state = state._replace(
+        keys=jnp.moveaxis(keys, 2, 1),
+        values=jnp.moveaxis(values, 2, 1),
+        length=advanced(state.length, count * config.block),
     )
-    return state, y
+    return state, attended
 
 
-def _compress(state, chosen):
-    """Absorbs the open tokens of some batch elements into coefficients (eq. 6)."""
+def _split(config, tokens):
+    """[B, n L, ...] as blocks [B, n, L, ...]."""
+    return tokens.reshape(tokens.shape[0], -1, config.block, *tokens.shape[2:])
+
+
+def _compress(state, chosen, whole):
+    """Absorbs the open tokens of some batch elements into coefficients (eq. 6).
+
+    `whole` says that their blocks are complete.
+    """
     heads = state.open_keys.shape[2:]
-    # Absorbing 0 tokens leaves the coefficients of the other batch elements as they
-    # are.
     count = jnp.where(chosen, state.open_length, 0)
+    before = _to_channels(*(jnp.moveaxis(c, 1, 2) for c in (state.keys, state.values)))
     coefficients = update(
         _to_channels(state.open_keys, state.open_values),
-        _to_channels(*(jnp.moveaxis(c, 1, 2) for c in (state.keys, state.values))),
+        before,
         state.length,
-        count,
+        None if whole else count,
     )
+    coefficients = jnp.where(chosen[:, None, None], coefficients, before)
     keys, values = _from_channels(coefficients, heads)
     # The state promises zeros beyond `open_length`.
     keep = jnp.where(chosen, 0.0, 1.0)[:, None, None, None]

@@ -101,10 +101,12 @@ def update(
         count: how many of the T tokens count, per batch element; None is all.
             t1 = t0 + count.
     """
-    count = jnp.full_like(start, features.shape[1]) if count is None else count
+    order, length = state.shape[1], features.shape[1]
+    if count is None:
+        return xla.computed(order, start, length).absorb(0, state, features)
     stop = start + count
     moved = on_demand.advance(start, stop, state)
-    kernel = on_demand.kernel(state.shape[1], start, stop, features.shape[1])
+    kernel = on_demand.kernel(order, start, stop, length)
     written = on_demand.product(kernel, features)
     # Without tokens the move is from t0 to t0, which rounding would change a little.
     return jnp.where((count > 0)[:, None, None], moved + written, state)
@@ -121,8 +123,9 @@ def cost(
         samples: M, memory tokens.
         blocks: n.
         channels: batch elements times channels, B * X.
-        banked: whether a bank holds the transitions; without one each is applied
-            through two factors, twice the work.
+        banked: whether a bank holds the matrices; without one transitions are applied
+            through two factors, twice the work, and so are blocks, but shorter ones
+            than the order.
 
     Returns:
         Operations by implementation name. `direct` counts the products of the
@@ -130,7 +133,8 @@ def cost(
         order is large against the memory tokens, or the channels are many.
     """
     transition = order * order * (1 if banked else 2)
-    write = blocks * order * length * channels
+    factors = 0 if banked or order > length else order
+    write = blocks * order * (length + factors) * channels
     read = blocks * samples * order * channels
     form = 0 if banked else 2 * order**3 * blocks
     tokens = blocks * length

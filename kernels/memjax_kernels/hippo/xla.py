@@ -25,9 +25,9 @@ Memory = Float[Array, "B n M X"]
 class Matrices(NamedTuple):
     """How one block moves the memory on; `block` counts from the call's first."""
 
-    advance: Callable  # (block, [B, N, X]) -> [B, N, X]: P C
-    transition: Callable  # (block) -> [R, N, N]: P itself
-    kernel: Callable  # (block) -> [R, N, L]: K
+    absorb: Callable  # (block, C [B, N, X], F [B, L, X]) -> [B, N, X]: P C + K F
+    transition: Callable  # (block) -> [R, N, N]: P
+    write: Callable  # (block, F [B, L, X]) -> [B, N, X]: K F
 
 
 def banked(bank: HippoBank, start: Int[Array, " R"], length: int) -> Matrices:
@@ -36,29 +36,47 @@ def banked(bank: HippoBank, start: Int[Array, " R"], length: int) -> Matrices:
     first = start[0] // length
     transitions, kernels = jnp.asarray(bank.transition), jnp.asarray(bank.kernel)
     transition = lambda block: transitions[first + block][None]
+    write = lambda block, f: on_demand.product(kernels[first + block][None], f)
     return Matrices(
-        advance=lambda block, c: on_demand.product(transition(block), c),
+        absorb=lambda block, c, f: (
+            on_demand.product(transition(block), c) + write(block, f)
+        ),
         transition=transition,
-        kernel=lambda block: kernels[first + block][None],
+        write=write,
     )
 
 
 def computed(order: int, start: Int[Array, " R"], length: int) -> Matrices:
-    """Computes matrices where they are needed and keeps none."""
+    """Computes matrices where they are needed and keeps none.
 
-    def advance(block, c):
-        begin = start + block * length
-        return on_demand.advance(begin, begin + length, c)
+    Blocks that are no shorter than the order are written through their own nodes.
+    """
+    edges = lambda block: (start + block * length, start + (block + 1) * length)
+    advance = lambda block, c: on_demand.advance(*edges(block), c)
 
     def transition(block):
         eye = jnp.broadcast_to(jnp.eye(order), (start.shape[0], order, order))
         return advance(block, eye)
 
-    def kernel(block):
-        begin = start + block * length
-        return on_demand.kernel(order, begin, begin + length, length)
+    def write(block, f):
+        kernel = on_demand.kernel(order, *edges(block), length)
+        return on_demand.product(kernel, f)
 
-    return Matrices(advance, transition, kernel)
+    def absorb(block, c, f):
+        return advance(block, c) + write(block, f)
+
+    def write_at_nodes(block, f):
+        first, last = edges(block)
+        factor = on_demand.from_nodes(order, first, last, last)
+        return on_demand.product(factor, on_demand.block_at_nodes(order, f))
+
+    def absorb_at_nodes(block, c, f):
+        past, own = on_demand.to_nodes(c), on_demand.block_at_nodes(order, f)
+        return on_demand.absorb(*edges(block), past, own)
+
+    if order > length:
+        return Matrices(absorb, transition, write)
+    return Matrices(absorb_at_nodes, transition, write_at_nodes)
 
 
 def scan(
@@ -71,10 +89,7 @@ def scan(
     """Walks the blocks one after the other; keeps one state."""
 
     # Matrices are cheap to make again and large to keep for the backward pass.
-    @jax.checkpoint
-    def absorb(block, c, f):
-        written = on_demand.product(matrices.kernel(block), f)
-        return matrices.advance(block, c) + written
+    absorb = jax.checkpoint(matrices.absorb)
 
     def read_and_absorb(c, item):
         block, f = item
@@ -108,9 +123,7 @@ def associative(
     transitions = jax.vmap(matrices.transition)(blocks)
     # Where a block is not complete the state stays: P = I, U = 0.
     transitions = jnp.where(complete, transitions, jnp.eye(order)[None, None])
-    written = jax.vmap(lambda b, f: on_demand.product(matrices.kernel(b), f))(
-        blocks, jnp.moveaxis(features, 1, 0)
-    )
+    written = jax.vmap(matrices.write)(blocks, jnp.moveaxis(features, 1, 0))
     written = jnp.where(complete, written, 0.0)
 
     def combine(early, late):
@@ -147,7 +160,7 @@ def direct(
     def tokens_of(block, past, history):
         stop = start + jnp.minimum(block, count) * length
         kernel = on_demand.kernel(order, start, stop, blocks * length)
-        moved = on_demand.from_nodes(order, start, stop)
+        moved = on_demand.from_nodes(order, jnp.zeros_like(start), start, stop)
         from_history = einsum("mn,rnt->rmt", reconstruction, kernel)
         from_past = einsum("mn,rnq->rmq", reconstruction, moved)
         new = on_demand.product(from_history, history)
@@ -157,7 +170,8 @@ def direct(
     def coefficients_after(past, history):
         stop = start + count * length
         kernel = on_demand.kernel(order, start, stop, blocks * length)
-        moved = on_demand.product(on_demand.from_nodes(order, start, stop), past)
+        moved = on_demand.from_nodes(order, jnp.zeros_like(start), start, stop)
+        moved = on_demand.product(moved, past)
         return moved + on_demand.product(kernel, history)
 
     memory = jax.lax.map(

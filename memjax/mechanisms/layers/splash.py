@@ -1,7 +1,7 @@
-"""Causal attention of whole sequences on a TPU: jax's splash kernel.
+"""Causal attention of whole sequences, and of blocks with a memory: splash on a TPU.
 
-It keeps no scores, and passes over blocks that no query of a block sees. `unsupported`
-says what it does not take.
+jax's kernel keeps no scores, and passes over blocks of keys that no query of a block
+sees. `unsupported` says what it does not take.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as masks,
 )
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common.partition import chunkwise
 
@@ -28,15 +28,15 @@ LANES = 128
 
 
 def unsupported(query: Any, key: Any) -> str:
-    """Why the kernel does not take queries [B, T, H, K] of these keys; "" if it does.
+    """Why the kernel does not take queries [..., T, H, K] of these keys; "" if it does.
 
     Both have a shape and a dtype.
     """
-    time, width = query.shape[1], query.shape[-1]
+    time, width = query.shape[-3], query.shape[-1]
     if query.dtype != jnp.bfloat16:
         return f"tokens are {query.dtype}, not bfloat16"
-    if key.shape[1] != time or time % LANES:
-        return f"queries must be those of all {key.shape[1]} keys, a multiple of 128"
+    if key.shape[-3] != time or time % LANES:
+        return f"queries must be those of all {key.shape[-3]} keys, a multiple of 128"
     if width % 64:
         return f"heads are {width} wide, no multiple of 64"
     return ""
@@ -54,6 +54,22 @@ def attention(
     return _on_mesh(tokens, window=window)[1][:, 0]
 
 
+def with_memory(
+    query: Float[Array, "B n L H K"],
+    key: Float[Array, "B n L G K"],
+    value: Float[Array, "B n L G K"],
+    memory_key: Float[Array, "B n M G K"],
+    memory_value: Float[Array, "B n M G K"],
+    remembers: Bool[Array, "B n"],
+) -> Float[Array, "B n L H K"]:
+    """Queries see the keys of their block up to their own, and the block's memory.
+
+    Blocks whose `remembers` is False have no memory.
+    """
+    tokens = (memory_key, memory_value, key, value, query, remembers)
+    return _blocks_on_mesh(tokens)[1]
+
+
 def _one_share(tokens, window):
     """The kernel on a device's share: tokens [B, 1, T, H, K]."""
     key, value, query = (jnp.swapaxes(x[:, 0], 1, 2) for x in tokens)
@@ -63,7 +79,34 @@ def _one_share(tokens, window):
     return (), jnp.swapaxes(y, 1, 2)[:, None]
 
 
+def _blocks_of_one_share(tokens):
+    """The kernel on a device's share: tokens [B, n, L, H, K], remembers [B, n]."""
+    memory_key, memory_value, key, value, query, remembers = tokens
+    length, samples = query.shape[2], memory_key.shape[2]
+    attend, unused = memory_kernel(query.shape[3], length, samples)
+
+    def one_block(query, keys, values, remembers):
+        # Keys of another segment than a query's are hidden from it.
+        ones = lambda size: jnp.ones(size, jnp.int32)
+        of_memory = jnp.full(samples, remembers, jnp.int32)
+        segments = [0 * ones(unused), of_memory, ones(length)]
+        ids = splash.SegmentIds(ones(length), jnp.concatenate(segments))
+        # What is not used lies before the memory, so that the mask is a causal one.
+        join = lambda parts: jnp.pad(
+            jnp.concatenate(parts), ((unused, 0), (0, 0), (0, 0))
+        )
+        heads_first = lambda x: jnp.swapaxes(x, 0, 1)
+        scaled = heads_first(query * query.shape[-1] ** -0.5)
+        k, v = (heads_first(join(parts)) for parts in (keys, values))
+        y: Any = attend(scaled, k, v, segment_ids=ids)
+        return heads_first(y)
+
+    blocks = jax.vmap(jax.vmap(one_block))
+    return (), blocks(query, (memory_key, key), (memory_value, value), remembers)
+
+
 _on_mesh = chunkwise(_one_share, says_what_varies=False)
+_blocks_on_mesh = chunkwise(_blocks_of_one_share, says_what_varies=False)
 
 
 def kernel(
@@ -74,17 +117,47 @@ def kernel(
     mask = masks.CausalMask(shape)
     if window is not None:
         mask = masks.LocalMask(shape, (window - 1, 0), 0)
+    block = _block(time)
+    return _kernel(mask, heads, block, block)
+
+
+def memory_kernel(
+    heads: int, length: int, samples: int
+) -> tuple[splash.SplashAttentionKernel, int]:
+    """The kernel of one block with its memory, and how many keys it has before both.
+
+    Args:
+        heads: of the queries.
+        length: of the block.
+        samples: tokens of the memory.
+    """
+    largest = _block(length)
+    keys = samples + length
+    # The size with the fewest keys that are not used; of those the largest.
+    sizes = [size // LANES * LANES for size in (largest, 3 * largest // 4)]
+    padded = lambda size: -(-keys // size) * size
+    block = min((size for size in sizes if size), key=padded)
+    mask = masks.CausalMask((length, padded(block)), padded(block) - length)
+    return _kernel(mask, heads, largest, block), padded(block) - keys
+
+
+def _block(time):
+    """The largest size of blocks that divides `time`."""
     largest = next(size for least, size in BLOCKS.items() if time >= least)
-    block = next(size for size in range(largest, 0, -LANES) if time % size == 0)
+    return next(size for size in range(largest, 0, -LANES) if time % size == 0)
+
+
+def _kernel(mask, heads, block_q, block_kv):
+    """Of one mask for all heads."""
     sizes = splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=block,
-        block_q_dq=block,
-        block_kv_dq=block,
+        block_q=block_q,
+        block_kv=block_kv,
+        block_kv_compute=block_kv,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_kv,
+        block_kv_dkv_compute=block_kv,
+        block_q_dq=block_q,
+        block_kv_dq=block_kv,
     )
     make = functools.partial(splash.make_splash_mha, head_shards=1, q_seq_shards=1)
     return make(masks.MultiHeadMask([mask] * heads), block_sizes=sizes)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms.layers import dot_product_attention as attend
-from memjax.mechanisms.layers import projections
+from memjax.mechanisms.layers import projections, splash
 from memjax.mechanisms.layers.projections import HeadsConfig
 
 
@@ -61,7 +61,7 @@ def by_blocks(
         in_stream: whether RoPE counts on from block to block.
     """
     q, k, v = tokens
-    blocks, block, samples = q.shape[1], q.shape[2], memory.keys.shape[2]
+    blocks, block = q.shape[1:3]
     positions = jnp.arange(block, dtype=jnp.int32)
     # Tokens before each block: 0 says that there is no memory yet, and where RoPE
     # counts from in a stream.
@@ -69,20 +69,25 @@ def by_blocks(
     if in_stream:
         positions = first[..., None] + positions[None, None]
     rope = lambda x: projections.apply_rope(config, x, positions)
+    # Before the first block is compressed the coefficients are zeros, which are no
+    # memory.
+    given = (rope(q), rope(k), v, *memory, first > 0)
+    if splash.unsupported(q, k):
+        return _masked_blocks(*given)
+    return jax.lax.platform_dependent(
+        *given, tpu=splash.with_memory, default=_masked_blocks
+    )
+
+
+def _masked_blocks(query, key, value, memory_key, memory_value, remembers):
+    """Attention with the whole mask."""
+    block, samples = query.shape[2], memory_key.shape[2]
     causal = jnp.tril(jnp.ones((block, block), bool))
-    mask = jnp.concatenate(
-        [
-            # Before the first block is compressed the coefficients are zeros, which are
-            # no memory.
-            jnp.broadcast_to((first > 0)[..., None, None], (*q.shape[:3], samples)),
-            jnp.broadcast_to(causal, (*q.shape[:3], block)),
-        ],
-        axis=-1,
-    )
+    seen = jnp.broadcast_to(remembers[..., None, None], (*query.shape[:3], samples))
+    own = jnp.broadcast_to(causal, (*query.shape[:3], block))
+    mask = jnp.concatenate([seen, own], axis=-1)
     join = lambda memory, tokens: jnp.concatenate([memory, tokens], axis=2)
-    return attend.blocks(
-        rope(q), join(memory.keys, rope(k)), join(memory.values, v), mask
-    )
+    return attend.blocks(query, join(memory_key, key), join(memory_value, value), mask)
 
 
 def one_token(

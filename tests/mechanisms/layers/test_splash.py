@@ -32,10 +32,35 @@ def plain(query, key, value, window=None):
     return jax.nn.dot_product_attention(query, key, value, mask=seen[None, None])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def with_gradients(attention, window, weight, *tokens):
-    y, pull_back = jax.vjp(functools.partial(attention, window=window), *tokens)
+def plain_with_memory(query, key, value, memory_key, memory_value, remembers):
+    """The same over the tokens of a block and its memory, block by block."""
+    join = lambda *parts: jnp.concatenate(parts, axis=2).astype(jnp.float32)
+    keys, values = join(memory_key, key), join(memory_value, value)
+    blocks, samples = query.shape[1], memory_key.shape[2]
+    own = jnp.tril(jnp.ones((T, T), bool))
+    seen = lambda on: jnp.concatenate(
+        [jnp.broadcast_to(on[:, None, None], (B, T, samples)), jnp.stack([own] * B)], 2
+    )
+    y = [
+        jax.nn.dot_product_attention(
+            *(x[:, i] for x in (query.astype(jnp.float32), keys, values)),
+            mask=seen(remembers[:, i])[:, None],
+        )
+        for i in range(blocks)
+    ]
+    return jnp.stack(y, axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(attention, weight, *tokens):
+    y, pull_back = jax.vjp(attention, *tokens)
     return y, pull_back(weight.astype(y.dtype))
+
+
+def interpreted(monkeypatch):
+    """Runs splash where there is no TPU."""
+    make = functools.partial(splash.splash.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash.splash, "make_splash_mha", make)
 
 
 @pytest.mark.slow
@@ -43,11 +68,33 @@ def with_gradients(attention, window, weight, *tokens):
 def test_outputs_and_gradients_are_those_of_softmax_attention(monkeypatch, window):
     heads = (H, G, G)
     tokens = [draw(seed, B, T, h, K) for seed, h in enumerate(heads)]
-    weight = draw(3, B, T, H, K)
-    expected = with_gradients(plain, window, weight, *tokens)
-    make = functools.partial(splash.splash.make_splash_mha, interpret=True)
-    monkeypatch.setattr(splash.splash, "make_splash_mha", make)
-    found = with_gradients(splash.attention, window, weight, *tokens)
+    forms = [
+        functools.partial(form, window=window) for form in (plain, splash.attention)
+    ]
+    interpreted(monkeypatch)
+    close(*(with_gradients(form, draw(3, B, T, H, K), *tokens) for form in forms))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [100, 256])
+def test_blocks_with_a_memory_are_softmax_attention_to_both(monkeypatch, samples):
+    sizes = [(T, H), (T, G), (T, G), (samples, G), (samples, G)]
+    tokens = [draw(seed, B, 2, t, h, K) for seed, (t, h) in enumerate(sizes)]
+    remembers = jnp.asarray([[False, True], [True, True]])
+    interpreted(monkeypatch)
+    forms = [
+        lambda *tokens, form=form: form(*tokens, remembers)
+        for form in (plain_with_memory, splash.with_memory)
+    ]
+    weight = draw(5, B, 2, T, H, K)
+    expected, found = (with_gradients(form, weight, *tokens) for form in forms)
+    close(expected, found)
+    # A block that remembers nothing gives its memory no gradient.
+    assert not np.asarray(found[1][3][0, 0], np.float32).any()
+
+
+def close(expected, found):
+    """To two hundredths of the largest, of bfloat16's products."""
     for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         scale = np.abs(theirs).max()
         np.testing.assert_allclose(
