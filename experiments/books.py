@@ -143,7 +143,8 @@ def _seconds(config: Config, family: str) -> float:
     """Seconds of one update, median of five after compiling."""
     settings = run_config(config, family, steps=100)
     tokenizer = load_tokenizer(settings.data.tokenizer)
-    data = run_data.batches(settings, run_data.load_split(settings, tokenizer, "train"))
+    documents = run_data.load_split(settings, tokenizer, "train")
+    data = run_data.batches(settings, [documents])
     state, step = run.build_step(settings, sharding.make_mesh(settings.mesh))
     times = []
     for _ in range(6):

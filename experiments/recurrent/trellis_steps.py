@@ -192,7 +192,7 @@ def report(config: Config, counted: Mapping[str, float], rows: list[dict]) -> No
 
 def _batches(settings: run.RunConfig):
     documents = run_data.load_split(settings, load_tokenizer("bytes"), "train")
-    return run_data.batches(settings, documents)
+    return run_data.batches(settings, [documents])
 
 
 def _validation(config: Config) -> list[TokenisedDocument]:

@@ -31,10 +31,11 @@ from memjax.evaluation import plots
 from memjax.models.language_model.config import Dtype
 from memjax.training import pretrain as run
 from memjax.training.checkpoints.checksums import write_atomically
-from memjax.training.config import RunConfig
+from memjax.training.config import DataConfig, RunConfig
 from memjax.training.curves import draw_curves
 from memjax.training.finetune.any_model import open_model
 from memjax.training.resume import NonFiniteError
+from memjax.training.run_data import load_sources
 
 #: Characters of an error; ten names of 200 fit.
 MAX_MESSAGE = 3000
@@ -104,12 +105,11 @@ def evaluate(
     found, data = opened.model, opened.run and opened.run.data
     if sampling is not None:
         found = run.with_sampling(found, sampling=sampling, decay=decay)
-    documents = load_tokens(
-        source or (data.source if data else "embedded"),
-        opened.tokenizer,
-        split,
-        data.cache_dir if data else None,
-    )
+    own = data or DataConfig()
+    if source:
+        own = DataConfig(source=source, cache_dir=own.cache_dir)
+    sources = load_sources(own, opened.tokenizer, split)
+    documents = [document for part in sources for document in part]
     with Progress("scoring", "tokens") as progress:
         every = evaluation.losses(
             found,

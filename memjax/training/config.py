@@ -1,6 +1,7 @@
 """Settings of a training run, presets of them, and how a run ended."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -96,6 +97,9 @@ class DataConfig:
 
     Attributes:
         source: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME".
+        mixture: sources in place of `source`, each with its weight: its share of the
+            tokens that are trained on, whatever its size; for mode "chunked". Held-out
+            documents are those of all of them, with no weights.
         tokenizer: "bpe4k", "bytes", the path of a tokenizers JSON or of a folder that
             has one, or a repository of the Hugging Face hub, "owner/name".
         mode: "chunked" cuts documents into independent samples of `context_length`, as
@@ -108,6 +112,7 @@ class DataConfig:
     """
 
     source: str = "embedded"
+    mixture: tuple[tuple[str, float], ...] = ()
     tokenizer: str = "bpe4k"
     mode: Literal["chunked", "streamed"] = "chunked"
     context_length: int = 2048
@@ -122,6 +127,34 @@ class DataConfig:
             batch_size=self.batch_size,
             validation_texts=self.validation_texts,
         )
+        if self.mixture:
+            self._check_mixture()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All sources of documents."""
+        return tuple(name for name, _ in self.mixture) or (self.source,)
+
+    def _check_mixture(self):
+        for name, weight in self.mixture:
+            if not name:
+                raise ValueError(f"mixture has a weight of no source: {self.mixture}")
+            if not 0 < weight < math.inf:
+                raise ValueError(
+                    f"the weight of {name!r} in mixture must be positive, got {weight}"
+                )
+        if len(set(self.sources)) < len(self.sources):
+            raise ValueError(f"mixture names a source twice: {self.sources}")
+        if self.source != "embedded":
+            raise ValueError(
+                f"source={self.source!r} has no part in a mixture: name it there, "
+                "with its weight"
+            )
+        if self.mode != "chunked":
+            raise ValueError(
+                f"a mixture needs mode='chunked', got {self.mode!r}: a stream reads "
+                "documents to their ends"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

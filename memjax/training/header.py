@@ -7,9 +7,10 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
+from memjax.data import Split, TokenisedDocument, Tokenizer
 from memjax.training.config import DataConfig, LoopConfig
 from memjax.training.reporting import print_line
+from memjax.training.run_data import load_sources
 
 
 def show(
@@ -17,7 +18,7 @@ def show(
     loop: LoopConfig,
     model: nnx.Module,
     mesh: Mesh,
-    documents: Sequence[TokenisedDocument],
+    sources: Sequence[Sequence[TokenisedDocument]],
     tokenizer: Tokenizer,
     *,
     tokens_per_step: int,
@@ -30,18 +31,25 @@ def show(
         loop: its steps and evaluations.
         model: its structure, with shapes for parameters.
         mesh: its devices.
-        documents: of the training split.
+        sources: documents of the training split, source by source.
         tokenizer: of the run.
         tokens_per_step: over all devices.
         shortest: tokens of the shortest document that is read.
     """
     if jax.process_index() != 0:
         return
-    lines = {
-        "model": _model(model),
-        "devices": _devices(mesh),
-        "training": _training(documents, shortest, loop.steps, tokens_per_step),
-    }
+    lines = {"model": _model(model), "devices": _devices(mesh)}
+    documents = [document for part in sources for document in part]
+    read = loop.steps * tokens_per_step
+    steps = f"{loop.steps:,} steps of {tokens_per_step:,} tokens"
+    if data.mixture:
+        lines["training"] = steps
+        total = sum(weight for _, weight in data.mixture)
+        for (name, weight), part in zip(data.mixture, sources, strict=True):
+            said = _training(part, shortest, read * weight / total, "its tokens")
+            lines[f"{weight / total:.1%}"] = f"{name}: {said}"
+    else:
+        lines["training"] = _training(documents, shortest, read, steps)
     if left_out := _left_out(documents, shortest):
         lines["left out"] = left_out
     # Tokenised here once, and then cached for `memjax eval`.
@@ -76,15 +84,12 @@ def _devices(mesh: Mesh) -> str:
 
 
 def _training(
-    documents: Sequence[TokenisedDocument], shortest: int, steps: int, per_step: int
+    documents: Sequence[TokenisedDocument], shortest: int, read: float, steps: str
 ) -> str:
     """Documents and tokens that are read, and how often the steps read them."""
     used = [len(d.tokens) for d in documents if len(d.tokens) >= shortest]
-    read = steps * per_step
-    return (
-        f"{_counted(len(used), sum(used))}; {steps:,} steps of {per_step:,} tokens are "
-        f"{read / max(sum(used), 1):.3g} epochs"
-    )
+    epochs = read / max(sum(used), 1)
+    return f"{_counted(len(used), sum(used))}; {steps} are {epochs:.3g} epochs"
 
 
 def _left_out(documents: Sequence[TokenisedDocument], shortest: int) -> str:
@@ -95,12 +100,13 @@ def _left_out(documents: Sequence[TokenisedDocument], shortest: int) -> str:
 
 
 def held_out(data: DataConfig, tokenizer: Tokenizer, split: Split) -> str:
-    """Documents and tokens of a split, none where the source has none of it."""
+    """Documents and tokens of a split, none where a source has none of it."""
     try:
-        found = load_tokens(data.source, tokenizer, split, data.cache_dir)
+        sources = load_sources(data, tokenizer, split)
     except ValueError:
         return "no documents"
-    return _counted(len(found), sum(len(d.tokens) for d in found))
+    found = [len(d.tokens) for documents in sources for d in documents]
+    return _counted(len(found), sum(found))
 
 
 def _counted(documents: int, tokens: int) -> str:

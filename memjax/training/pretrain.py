@@ -28,7 +28,7 @@ from memjax.training.config import presets as presets
 from memjax.training.config import with_vocabulary as with_vocabulary
 from memjax.training.optimizer import OptimizerConfig, optimizer, schedule
 from memjax.training.resume import FREE_FIELDS
-from memjax.training.run_data import batches, load_split, shortest, validation
+from memjax.training.run_data import batches, load_sources, shortest, validation
 from memjax.training.run_folder import newest_state, read_config, record_config
 from memjax.training.step import (
     TrainState,
@@ -53,8 +53,8 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
     tokenizer = load_tokenizer(config.data.tokenizer)
     _require_vocabulary(config.model, tokenizer)
     mesh = sharding.make_mesh(config.mesh)
-    documents = load_split(config, tokenizer, "train")
-    data, model = batches(config, documents), abstract_model(config.model)
+    sources = load_sources(config.data, tokenizer, "train")
+    data, model = batches(config, sources), abstract_model(config.model)
     tokens_per_step = config.data.batch_size * config.data.context_length
     with Claim(run_dir) as claim:
         record_config(config, run_dir, FREE_FIELDS)
@@ -63,7 +63,7 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
             config.loop,
             model,
             mesh,
-            documents,
+            sources,
             tokenizer,
             tokens_per_step=tokens_per_step,
             shortest=shortest(config.data.mode, config.data.context_length),

@@ -1,6 +1,6 @@
 """The documents of a run: its batches, and perplexity on those held out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 import jax
@@ -15,6 +15,8 @@ from memjax.data import (
     Tokenizer,
     chunked_batches,
     load_tokens,
+    mixed_batches,
+    open_source,
     streamed_batches,
 )
 from memjax.models import ModelConfig
@@ -40,28 +42,50 @@ class Settings(Protocol):
 def load_split(
     config: Settings, tokenizer: Tokenizer, split: Split
 ) -> list[TokenisedDocument]:
-    """The tokens of one split of the run's documents."""
-    cache = config.data.cache_dir
-    return load_tokens(config.data.source, tokenizer, split, cache)
+    """The tokens of one split of the run's documents, of all its sources."""
+    found = load_sources(config.data, tokenizer, split)
+    return [document for documents in found for document in documents]
 
 
-def batches(config: Settings, documents: list[TokenisedDocument]) -> BatchIterator:
-    """This host's part of the run's batches, in its order."""
-    return make_batches(
-        config.data.mode,
-        documents,
-        config.data.context_length,
-        config.data.batch_size,
-        config.seed,
-        config.model.vocab_size,
-        shard_index=jax.process_index(),
-        shard_count=jax.process_count(),
-    )
+def load_sources(
+    data: DataConfig, tokenizer: Tokenizer, split: Split
+) -> list[list[TokenisedDocument]]:
+    """The tokens of one split, source by source.
+
+    Raises:
+        ValueError: as `load_tokens`; a source that cannot be opened is named before
+            any is read.
+    """
+    for name in data.sources:
+        open_source(name)
+    return [
+        load_tokens(name, tokenizer, split, data.cache_dir) for name in data.sources
+    ]
+
+
+def batches(
+    config: Settings, sources: Sequence[Sequence[TokenisedDocument]]
+) -> BatchIterator:
+    """This host's part of the run's batches, in its order.
+
+    Args:
+        config: of the run.
+        sources: the documents of each source, from `load_sources`.
+    """
+    data = config.data
+    sizes = (data.context_length, data.batch_size, config.seed)
+    shard = {"shard_index": jax.process_index(), "shard_count": jax.process_count()}
+    vocab_size = config.model.vocab_size
+    if data.mixture:
+        weights = [weight for _, weight in data.mixture]
+        return mixed_batches(sources, weights, *sizes, vocab_size=vocab_size, **shard)
+    (documents,) = sources
+    return make_batches(data.mode, documents, *sizes, vocab_size, **shard)
 
 
 def make_batches(
     mode: Literal["chunked", "streamed"],
-    documents: list[TokenisedDocument],
+    documents: Sequence[TokenisedDocument],
     context_length: int,
     batch_size: int,
     seed: int,

@@ -58,7 +58,7 @@ def test_bad_config_is_refused(fields, message):
 def test_both_models_see_the_same_batches(run_dir):
     del run_dir
     first, second = (
-        next(books.run_data.batches(settings, documents))
+        next(books.run_data.batches(settings, [documents]))
         for settings, documents in _data()
     )
     np.testing.assert_array_equal(first.tokens, second.tokens)

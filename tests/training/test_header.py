@@ -1,5 +1,6 @@
 """What a run prints first, and the curves that it leaves."""
 
+import dataclasses
 import json
 import struct
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from memjax.data import TokenisedDocument, load_tokenizer
-from memjax.training import MeshConfig, curves, header, sharding
+from memjax.training import MeshConfig, curves, header, run_data, sharding
 from memjax.training import pretrain as run
 from memjax.training.config import LoopConfig, presets
 
@@ -28,7 +29,7 @@ def _lines(tmp_path, capsys):
         config.loop,
         run.abstract_model(config.model),
         sharding.make_mesh(MeshConfig()),
-        texts,
+        [texts],
         load_tokenizer("bytes"),
         tokens_per_step=40,
         shortest=11,
@@ -48,6 +49,60 @@ def test_a_run_says_what_it_is_made_of(lines):
         "1 document, 21 tokens; about 5 texts of 2,048, every 10 steps"
     )
     assert lines["test"].endswith("tokens; not read in training")
+
+
+def test_each_source_of_a_mixture_says_its_share(tmp_path, capsys):
+    mixture = []
+    for name, weight in (("web", 3.0), ("code", 1.0)):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            (tmp_path / name / f"{i}.txt").write_text(f"memory {i} " * 10)
+        mixture.append((f"folder:{tmp_path / name}", weight))
+    data = run.DataConfig(mixture=tuple(mixture), cache_dir=tmp_path / "cache")
+    texts = [[TokenisedDocument("a", "kind", np.zeros(n, int))] for n in (30, 20)]
+    header.show(
+        data,
+        LoopConfig(steps=10),
+        run.abstract_model(presets()["elastic-tiny"].model),
+        sharding.make_mesh(MeshConfig()),
+        texts,
+        load_tokenizer("bytes"),
+        tokens_per_step=40,
+        shortest=11,
+    )
+    said = capsys.readouterr().out
+    assert "training    10 steps of 40 tokens\n" in said
+    web, code = (f"folder:{tmp_path / name}: 1 document" for name in ("web", "code"))
+    assert f"75.0%       {web}, 30 tokens; its tokens are 10 epochs\n" in said
+    assert f"25.0%       {code}, 20 tokens; its tokens are 5 epochs\n" in said
+    # Held out are the documents of both.
+    assert "validation  2 documents, 180 tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mixture": (("", 1.0),)}, "a weight of no source"),
+        ({"mixture": (("hf:a", 0.0),)}, "the weight of 'hf:a' in mixture must be"),
+        ({"mixture": (("hf:a", 1.0), ("hf:a", 2.0))}, "names a source twice"),
+        ({"source": "hf:b"}, "source='hf:b' has no part in a mixture"),
+        ({"mode": "streamed"}, "a mixture needs mode='chunked', got 'streamed'"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        run.DataConfig(**({"mixture": (("hf:a", 1.0),)} | changes))
+
+
+def test_a_source_that_cannot_be_opened_is_named_before_any_is_read(tmp_path):
+    data = run.DataConfig(mixture=(("embedded", 1.0), ("nowhere", 1.0)))
+    with pytest.raises(ValueError, match="source='nowhere' must be one of"):
+        run_data.load_sources(
+            dataclasses.replace(data, cache_dir=tmp_path),
+            load_tokenizer("bytes"),
+            "train",
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_split_without_documents_is_said(tmp_path, capsys):

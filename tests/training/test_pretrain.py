@@ -103,7 +103,7 @@ def test_memory_is_carried_from_batch_to_batch(config, whole):
     state, step = run.build_step(config, sharding.make_mesh(config.mesh))
     empty = jax.tree.map(np.asarray, state.memory)
     documents = run_data.load_split(config, load_tokenizer("bytes"), "train")
-    data, found = run_data.batches(config, documents), []
+    data, found = run_data.batches(config, [documents]), []
     for _ in range(config.loop.steps):
         memory = jax.tree.map(
             lambda x, old: jax.device_put(x, old.sharding), empty, state.memory

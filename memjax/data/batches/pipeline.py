@@ -10,6 +10,7 @@ same stream before and after.
 
 import hashlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -113,6 +114,70 @@ def chunked_batches(
         ValueError: an argument is out of its range, or no document is long enough.
     """
     _check_rows(batch_size, seed, shard_index, shard_count)
+    chunks = _chunks(documents, context_length, vocab_size)
+    rows = grain.MapDataset.source(chunks).shuffle(seed=seed).repeat()
+    identity = _identity("chunked", context_length, seed, documents)
+    return BatchIterator(rows, batch_size, identity, shard_index, shard_count)
+
+
+def mixed_batches(
+    sources: Sequence[Sequence[TokenisedDocument]],
+    weights: Sequence[float],
+    context_length: int,
+    batch_size: int,
+    seed: int,
+    *,
+    shard_index: int = 0,
+    shard_count: int = 1,
+    vocab_size: int | None = None,
+) -> BatchIterator:
+    """Yields the chunks of several sources, each in its share of the tokens.
+
+    Chunks are those of `chunked_batches`, shuffled anew in each epoch of their own
+    source. Which source a chunk is from follows from its position alone: among the
+    first n chunks each source has its share, but for less than one chunk a source.
+
+    Args:
+        sources: documents of each.
+        weights: shares of the tokens, up to a common factor; positive.
+        context_length: T, at least 1.
+        batch_size: sequences over all hosts, divisible by shard_count.
+        seed: in [0, 2**32).
+        shard_index: this host, in [0, shard_count).
+        shard_count: number of hosts.
+        vocab_size: if given, every id is checked to be in [0, vocab_size).
+
+    Raises:
+        ValueError: an argument is out of its range, or no document of a source is long
+            enough.
+    """
+    _check_rows(batch_size, seed, shard_index, shard_count)
+    if not sources or len(sources) != len(weights):
+        raise ValueError(
+            f"weights must be one for each of {len(sources)} sources, got {weights}"
+        )
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(f"weights must be positive, got {weights}")
+    parts = []
+    for i, documents in enumerate(sources):
+        chunks = _chunks(documents, context_length, vocab_size)
+        # Each in an order of its own.
+        shuffled = grain.MapDataset.source(chunks).shuffle(seed=(seed + i) % 2**32)
+        parts.append(shuffled.repeat())
+    rows = grain.MapDataset.mix(parts, list(weights))
+    every = [document for documents in sources for document in documents]
+    identity = _identity("chunked", context_length, seed, every)
+    shares = [
+        [len(part), weight] for part, weight in zip(sources, weights, strict=True)
+    ]
+    identity["mixture"] = shares
+    return BatchIterator(rows, batch_size, identity, shard_index, shard_count)
+
+
+def _chunks(
+    documents: Sequence[TokenisedDocument], context_length: int, vocab_size: int | None
+) -> Chunks:
+    """All chunks of the documents; the log says what is left out."""
     _check_documents(documents, vocab_size)
     counts = _chunk_counts(documents, context_length, "context_length")
     left_out = sum(
@@ -129,10 +194,7 @@ def chunked_batches(
             len(documents),
             context_length,
         )
-    chunks = Chunks(documents, context_length, counts)
-    rows = grain.MapDataset.source(chunks).shuffle(seed=seed).repeat()
-    identity = _identity("chunked", context_length, seed, documents)
-    return BatchIterator(rows, batch_size, identity, shard_index, shard_count)
+    return Chunks(documents, context_length, counts)
 
 
 def streamed_batches(

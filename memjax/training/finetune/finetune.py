@@ -81,7 +81,7 @@ def finetune(
             stage.loop,
             described.structure(),
             mesh,
-            documents,
+            [documents],
             tokenizer,
             tokens_per_step=stage.data.batch_size * stage.tokens_read,
             shortest=stage.shortest_document,

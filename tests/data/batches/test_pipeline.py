@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memjax.data import Batch, TokenisedDocument, chunked_batches, streamed_batches
+from memjax.data import (
+    Batch,
+    TokenisedDocument,
+    chunked_batches,
+    mixed_batches,
+    streamed_batches,
+)
 from memjax.data.batches.repeated import RepeatedBatches
 
 ORDER_OF_SEED_7 = {
@@ -323,3 +329,75 @@ def test_the_first_batches_are_repeated_and_go_on_from_a_saved_position():
         RepeatedBatches(chunked_batches(_documents(90), 8, 2, seed=2), 3).set_state(
             state
         )
+
+
+def _sources(*lengths):
+    """Documents of sources that tell by their tokens which one they are of."""
+    return [
+        [d._replace(tokens=d.tokens + 100_000 * i) for d in _documents(*of_source)]
+        for i, of_source in enumerate(lengths)
+    ]
+
+
+def _source_of(batch):
+    return batch.tokens[:, 0] // 100_000
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    weights=st.lists(st.floats(0.1, 10), min_size=2, max_size=4),
+    batch_size=st.integers(1, 5),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_each_source_has_its_share_of_any_beginning(weights, batch_size, seed):
+    sources = _sources(*[(9, 40 + 20 * i) for i in range(len(weights))])
+    batches = _take(mixed_batches(sources, weights, 4, batch_size, seed), 40)
+    which = np.concatenate([_source_of(batch) for batch in batches])
+    for i, weight in enumerate(weights):
+        expected = weight / sum(weights) * np.arange(1, len(which) + 1)
+        assert np.abs(np.cumsum(which == i) - expected).max() <= len(weights)
+
+
+def test_a_mixture_reads_all_chunks_of_a_source_once_an_epoch():
+    sources = _sources((9, 17), (41,))
+    batches = mixed_batches(sources, [1, 1], 4, 1, seed=3)
+    chunks = [tuple(b.tokens[0]) for b in _take(batches, 24) if _source_of(b) == 0]
+    assert len(chunks) == 12 and len(set(chunks)) == len(set(chunks[:6])) == 6
+    assert chunks[:6] != chunks[6:]
+
+
+def test_a_mixture_goes_on_where_it_was_on_other_hosts():
+    sources, weights = _sources((50, 9), (80,)), [3.0, 1.0]
+    make = lambda **shard: mixed_batches(sources, weights, 4, 4, seed=1, **shard)
+    whole = make()
+    before = _take(whole, 5)
+    state = json.loads(json.dumps(whole.get_state()))
+    rest = _take(whole, 5)
+    hosts = [make(shard_index=i, shard_count=2) for i in range(2)]
+    for host in hosts:
+        host.set_state(state)
+    for expected in rest:
+        parts = [next(host) for host in hosts]
+        _assert_same(Batch(*map(np.concatenate, zip(*parts, strict=True))), expected)
+    assert not np.array_equal(before[0].tokens, rest[0].tokens)
+    other = mixed_batches(sources, [1.0, 1.0], 4, 4, seed=1)
+    with pytest.raises(ValueError, match="mixture"):
+        other.set_state(state)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0], "weights must be one for each of 2 sources"),
+        ([1.0, 0.0], "weights must be positive"),
+        ([1.0, float("nan")], "weights must be positive"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(weights, message):
+    with pytest.raises(ValueError, match=message):
+        mixed_batches(_sources((9,), (9,)), weights, 4, 1, 0)
+
+
+def test_a_source_without_a_chunk_is_refused():
+    with pytest.raises(ValueError, match="no document is longer than context_length=8"):
+        mixed_batches(_sources((9,), (8,)), [1.0, 1.0], 8, 1, 0)
