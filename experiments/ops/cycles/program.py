@@ -2,9 +2,11 @@
 
 The text has a block for each computation, a line for each operation. What stands in the
 body of a `while` runs as often as that loop does, and of a `conditional` one branch
-runs. The operations inside a fusion are one operation.
+runs. A loop that ends by a flag is a conditional: it runs once or not at all. The
+operations inside a fusion are one operation.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -22,6 +24,8 @@ _STILL = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "fus
 _FREE = _STILL | {"copy-start", "copy-done", "slice-start", "slice-done", "after-all"}
 _FREE |= {"async-start", "async-done", "async-update", "opt-barrier", "partition-id"}
 _FREE |= {"custom-call"}
+#: Of a day; the compiler says more where it cannot say how long an operation takes.
+MOST_CYCLES = 1e14
 
 
 class Operation(NamedTuple):
@@ -122,7 +126,10 @@ def _walk(blocks: Mapping[str, list[str]], block: str, times: int) -> Program:
         unknown += found.unknown
 
     for name, opcode, line in _lines(blocks, block):
-        if opcode == "while":
+        if opcode == "while" and _ends_by_flag(blocks, line):
+            body = _walk(blocks, _called(line, "body")[0], times)
+            conditionals.append(Branches((Program((), (), 0), body)))
+        elif opcode == "while":
             trips = _trips(blocks, line)
             unknown += trips is None
             add(_walk(blocks, _called(line, "body")[0], times * (trips or 1)))
@@ -158,6 +165,12 @@ def _called(line: str, attribute: str) -> list[str]:
     return names
 
 
+def _ends_by_flag(blocks: Mapping[str, list[str]], line: str) -> bool:
+    """Whether the condition of a loop is a flag that it carries."""
+    inside = {opcode for _, opcode, _ in _lines(blocks, _called(line, "condition")[0])}
+    return inside <= {"parameter", "get-tuple-element", "bitcast", "copy"}
+
+
 def _trips(blocks: Mapping[str, list[str]], line: str) -> int | None:
     """How often a loop runs: as known, or from the bound that its condition asks."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
@@ -172,6 +185,7 @@ def _operation(
     blocks: Mapping[str, list[str]], name: str, opcode: str, line: str, times: int
 ) -> Operation:
     estimate = re.search(r'"estimated_cycles":"(\d+)"', line)
+    cycles = float(estimate[1]) if estimate else math.inf
     grid = re.search(r'"iteration_bounds":\[([^\]]*)\]', line)
     steps = 1
     for bound in re.findall(r"\d+", grid[1] if grid else ""):
@@ -186,7 +200,7 @@ def _operation(
         opcode=opcode,
         kernel=_KERNEL in line,
         moves=moves,
-        estimate=float(estimate[1]) if estimate else None,
+        estimate=cycles if cycles < MOST_CYCLES else None,
         steps=steps if grid else None,
         times=times,
         source=_source(source[1]) if source else "",
