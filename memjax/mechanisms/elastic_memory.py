@@ -27,6 +27,7 @@ from memjax.checks import check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, check_input
 from memjax.mechanisms.layers import projections, trapezoid
 from memjax.mechanisms.layers.clock import advanced
+from memjax.mechanisms.layers.in_place import change_if
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax.mechanisms.layers.trapezoid import Memory, OpenBlock, Tokens
 from memjax_kernels.hippo import (
@@ -201,10 +202,7 @@ def read_token(
         open_values,
         state.open_length + 1,
     )
-    state = jax.lax.cond(
-        jnp.any(complete), lambda s: _compress(s, complete, True), lambda s: s, state
-    )
-    return state, y
+    return change_if(_compress_blocks, jnp.any(complete), state, complete), y
 
 
 def apply(
@@ -264,7 +262,7 @@ def read(
 
 def flush(state: ElasticMemoryState) -> ElasticMemoryState:
     """Compresses the open block as it stands, however short; the next starts anew."""
-    return _compress(state, state.open_length > 0, False)
+    return _compress(state, state.open_length > 0)
 
 
 def elastic_memory(config: ElasticMemoryConfig) -> Mechanism:
@@ -329,21 +327,19 @@ def _split(config, tokens):
     return tokens.reshape(tokens.shape[0], -1, config.block, *tokens.shape[2:])
 
 
-def _compress(state, chosen, whole):
-    """Absorbs the open tokens of some batch elements into coefficients (eq. 6).
+def _compress_blocks(state, complete):
+    """`_compress` of blocks of L tokens, which have matrices of their own."""
+    return _compress(state, complete, of_blocks=True)
 
-    `whole` says that their blocks are complete.
-    """
+
+def _compress(state, chosen, of_blocks=False):
+    """Absorbs the open tokens of some batch elements into coefficients (eq. 6)."""
     heads = state.open_keys.shape[2:]
     count = jnp.where(chosen, state.open_length, 0)
     before = _to_channels(*(jnp.moveaxis(c, 1, 2) for c in (state.keys, state.values)))
-    coefficients = update(
-        _to_channels(state.open_keys, state.open_values),
-        before,
-        state.length,
-        None if whole else count,
-    )
-    coefficients = jnp.where(chosen[:, None, None], coefficients, before)
+    tokens = _to_channels(state.open_keys, state.open_values)
+    new = update(tokens, before, state.length, None if of_blocks else count)
+    coefficients = jnp.where(chosen[:, None, None], new, before)
     keys, values = _from_channels(coefficients, heads)
     # The state promises zeros beyond `open_length`.
     keep = jnp.where(chosen, 0.0, 1.0)[:, None, None, None]

@@ -14,6 +14,8 @@ import pytest
 from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig, flush
+from memjax.mechanisms.layers import projections, trapezoid
+from memjax.mechanisms.layers.rope import RopeScaling
 from memjax_kernels.hippo import bank
 
 # The package re-exports the builder under the module's name.
@@ -137,6 +139,31 @@ def test_sampling_is_chosen_at_call_time():
     # What is remembered does not depend on where it is read; what is read does.
     chex.assert_trees_all_close(same, swapped, rtol=1e-6, atol=1e-6)
     assert np.abs(y - z).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        dict(rope_theta=None),
+        dict(),
+        dict(rope_scaling=RopeScaling("yarn", 4.0, original_positions=16)),
+    ],
+    ids=["none", "plain", "yarn"],
+)
+@pytest.mark.parametrize("places", [(L,), (B, L)])
+def test_keys_that_are_read_in_place_have_their_positions(rope, places):
+    config = config_of(**rope)
+    random = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
+    q, keys, values = normal(B, G, H // G, K), normal(B, L, G, K), normal(B, L, G, K)
+    at = jnp.asarray(random.integers(0, 50, places), jnp.int32)
+    rotated = projections.apply_rope(config, keys, at)
+    scores = jnp.einsum("bgqk,blgk->bgql", q, rotated)
+    found = trapezoid._scores_in_place(config, q, keys, at)
+    np.testing.assert_allclose(found, scores, rtol=1e-5, atol=1e-5)
+    read = jnp.einsum("bgql,blgk->bgqk", scores, values)
+    found = trapezoid._read_in_place(scores, values)
+    np.testing.assert_allclose(found, read, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("call", ["apply", "step"])

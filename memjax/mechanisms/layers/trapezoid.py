@@ -10,6 +10,7 @@ Shapes: B batch, n blocks, L block, H query heads, G key-value heads, K head wid
 M memory tokens, N order.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import projections, splash
 from memjax.mechanisms.layers.projections import HeadsConfig
+from memjax.mechanisms.layers.rope import tables as rope_tables
 
 
 class Tokens(NamedTuple):
@@ -123,7 +125,11 @@ def one_token(
     # M N K.
     in_basis = jnp.einsum("bgqk,bgnk->bgqn", q, memory_keys)
     to_memory = jnp.einsum("bgqn,mn->bgqm", in_basis, basis)
-    to_block = jnp.einsum("bgqk,blgk->bgql", q, rope(block.keys, positions))
+    to_block = jax.lax.platform_dependent(
+        *(q, block.keys, positions),
+        tpu=functools.partial(_scores_in_place, config),
+        default=lambda q, keys, at: jnp.einsum("bgqk,blgk->bgql", q, rope(keys, at)),
+    )
     # The newest token sees itself, so that no softmax is over an empty set.
     seen = jnp.arange(slots, dtype=jnp.int32)[None] <= block.newest[:, None]
     samples = basis.shape[0]
@@ -136,5 +142,38 @@ def one_token(
     # The weights go back through R, again without forming a memory token.
     in_basis = jnp.einsum("bgqm,mn->bgqn", memory, basis)
     y = jnp.einsum("bgqn,bgnk->bgqk", in_basis, memory_values)
-    y += jnp.einsum("bgql,blgk->bgqk", own, block.values)
+    y += jax.lax.platform_dependent(
+        *(own, block.values),
+        tpu=_read_in_place,
+        default=lambda own, values: jnp.einsum("bgql,blgk->bgqk", own, values),
+    )
     return y.reshape(query.shape)
+
+
+def _scores_in_place(config, query, keys, positions):
+    """Scores of keys with RoPE, which are read once, where they lie.
+
+    A query is turned back by each key's position instead: a product of both is the
+    same, and keys with RoPE are not made. For (q1, q2) in half-split layout that is
+    q cos + (q2, -q1) sin.
+    """
+    turned = query[:, None]
+    if config.rope_theta is not None:
+        width, theta = query.shape[-1], config.rope_theta
+        tables = rope_tables(width, positions, theta, config.rope_scaling)
+        # [L, K] or [B, L, K] -> [B or 1, L, 1, 1, K].
+        cos, sin = (
+            jnp.tile(table, 2).reshape(-1, keys.shape[1], 1, 1, width)
+            for table in tables
+        )
+        first, second = jnp.split(query, 2, axis=-1)
+        partners = jnp.concatenate([second, -first], axis=-1)
+        turned = turned * cos + partners[:, None] * sin
+    scores = (turned * keys[:, :, :, None]).sum(axis=-1)
+    return jnp.moveaxis(scores, 1, -1)
+
+
+def _read_in_place(weights, values):
+    """Weighted values, which are read where they lie."""
+    weights = jnp.moveaxis(weights, -1, 1)[..., None]
+    return (weights * values[:, :, :, None]).sum(axis=1)
