@@ -73,7 +73,7 @@ def by_blocks(
     rope = lambda x: projections.apply_rope(config, x, positions)
     # Before the first block is compressed the coefficients are zeros, which are no
     # memory.
-    given = (rope(q), rope(k), v, *memory, first > 0)
+    given = (rope(q), rope(k), v, memory.keys, memory.values, first > 0)
     if splash.unsupported(q, k):
         return _masked_blocks(*given)
     return jax.lax.platform_dependent(

@@ -83,7 +83,7 @@ def test_blocks_with_a_memory_are_softmax_attention_to_both(monkeypatch, samples
     remembers = jnp.asarray([[False, True], [True, True]])
     interpreted(monkeypatch)
     forms = [
-        lambda *tokens, form=form: form(*tokens, remembers)
+        functools.partial(form, remembers=remembers)
         for form in (plain_with_memory, splash.with_memory)
     ]
     weight = draw(5, B, 2, T, H, K)
