@@ -9,7 +9,6 @@ from memjax.data.documents.documents import Document as Document
 from memjax.data.documents.documents import Split as Split
 from memjax.data.documents.documents import assign_splits as assign_splits
 from memjax.data.documents.sources import open_documents as open_documents
-from memjax.data.documents.sources import open_source as open_source
 from memjax.data.documents.tokenizer import Tokenizer as Tokenizer
 from memjax.data.documents.tokenizer import load_tokenizer as load_tokenizer
 from memjax.data.documents.tokens import TokenisedDocument as TokenisedDocument

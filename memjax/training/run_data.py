@@ -16,9 +16,9 @@ from memjax.data import (
     chunked_batches,
     load_tokens,
     mixed_batches,
-    open_source,
     streamed_batches,
 )
+from memjax.data.documents.sources import open_source
 from memjax.models import ModelConfig
 from memjax.models.base import Model
 from memjax.training.config import DataConfig
