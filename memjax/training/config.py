@@ -97,9 +97,6 @@ class DataConfig:
 
     Attributes:
         source: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME".
-        mixture: sources in place of `source`, each with its weight: its share of the
-            tokens that are trained on, whatever its size; for mode "chunked". Held-out
-            documents are those of all of them, with no weights.
         tokenizer: "bpe4k", "bytes", the path of a tokenizers JSON or of a folder that
             has one, or a repository of the Hugging Face hub, "owner/name".
         mode: "chunked" cuts documents into independent samples of `context_length`, as
@@ -109,16 +106,19 @@ class DataConfig:
         batch_size: samples of one update, over all devices.
         validation_texts: samples of `context_length` tokens in each evaluation.
         cache_dir: where tokens are kept; None is the user's cache folder.
+        mixture: sources in place of `source`, each with its weight: its share of the
+            tokens that are trained on, whatever its size; for mode "chunked". Held-out
+            documents are those of all of them, with no weights.
     """
 
     source: str = "embedded"
-    mixture: tuple[tuple[str, float], ...] = ()
     tokenizer: str = "bpe4k"
     mode: Literal["chunked", "streamed"] = "chunked"
     context_length: int = 2048
     batch_size: int = 8
     validation_texts: int = 16
     cache_dir: Path | None = None
+    mixture: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self):
         require_known("mode", self.mode, ("chunked", "streamed"))
