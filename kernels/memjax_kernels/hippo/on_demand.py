@@ -79,8 +79,12 @@ def absorb(
 
 def to_nodes(coefficients: Float[Array, "B N X"]) -> Float[Array, "B N X"]:
     """Values at the Gauss nodes of the span, times the roots of their weights."""
-    evaluate = jnp.asarray(_at_nodes(coefficients.shape[1]), jnp.float32)
-    return jnp.einsum("qn,bnx->bqx", evaluate, coefficients, precision=HIGHEST)
+    nodes, weights = bank.gauss_legendre(coefficients.shape[1])
+    with jax.enable_x64(True):
+        points = jnp.asarray(nodes)[None]
+    # Not a constant of the program: it would have N x N numbers, 300 MB for N = 8,640.
+    evaluate = basis(len(nodes), points)[0] * _root(weights)
+    return jnp.einsum("nq,bnx->bqx", evaluate, coefficients, precision=HIGHEST)
 
 
 def block_at_nodes(
@@ -157,17 +161,11 @@ def _root(weights):
 
 
 @functools.lru_cache(maxsize=8)
-def _at_nodes(order):
-    """[N, N] in float64: the basis at the nodes, times the roots of the weights."""
-    nodes, weights = bank.gauss_legendre(order)
-    return (bank.legendre(order, nodes) * weights**0.5).T
-
-
-@functools.lru_cache(maxsize=8)
 def _block_to_nodes(order, length):
     """[N, L] in float32."""
-    kernel = _at_nodes(order) @ bank.block_kernel(order, 0, length)
-    return kernel.astype(np.float32)
+    nodes, weights = bank.gauss_legendre(order)
+    at_nodes = (bank.legendre(order, nodes) * weights**0.5).T
+    return (at_nodes @ bank.block_kernel(order, 0, length)).astype(np.float32)
 
 
 def _by_degree(order, z, emit):
