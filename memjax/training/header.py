@@ -84,7 +84,7 @@ def _devices(mesh: Mesh) -> str:
 
 
 def _training(
-    documents: Sequence[TokenisedDocument], shortest: int, read: float, steps: str
+    documents: Sequence[TokenisedDocument], shortest: int, read: int | float, steps: str
 ) -> str:
     """Documents and tokens that are read, and how often the steps read them."""
     used = [len(d.tokens) for d in documents if len(d.tokens) >= shortest]

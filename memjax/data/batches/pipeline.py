@@ -122,7 +122,7 @@ def chunked_batches(
 
 def mixed_batches(
     sources: Sequence[Sequence[TokenisedDocument]],
-    weights: Sequence[float],
+    weights: Sequence[int | float],
     context_length: int,
     batch_size: int,
     seed: int,
