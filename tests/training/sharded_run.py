@@ -1,10 +1,14 @@
-"""Three updates on each mesh of eight pretended devices; prints what came out.
+"""Programs for eight pretended devices, which print what came out as JSON.
 
-JSON: by mesh ("none" is one device), the losses, and of each leaf of the state its
-shape and the shape that each device holds.
+`main` makes three updates on each mesh: by mesh ("none" is one device), the losses, and
+of each leaf of the state its shape and the shape that each device holds. `gathered`
+compiles updates of some families and says how much their devices gather.
 """
 
+import dataclasses
 import json
+import math
+import re
 from typing import Any
 
 import jax
@@ -15,8 +19,8 @@ from flax import nnx
 
 from memjax.data.batches.batch import Batch
 from memjax.mechanisms import ElasticMemoryConfig
-from memjax.models import LanguageModel, ModelConfig
-from memjax.training import sharding
+from memjax.models import LanguageModel, ModelConfig, preset
+from memjax.training import pretrain, sharding
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 # One block and a half: fewer programs to compile than two whole blocks.
@@ -32,6 +36,8 @@ MODEL = ModelConfig(
     dtype="float32",
     remat=False,
 )
+#: Families of which a layer is compiled.
+COMPILED = ("transformer", "elastic", "trellis")
 CONFIG = StepConfig(carry_memory=True)
 OPTIMIZER = optax.adamw(1e-2)
 
@@ -58,8 +64,7 @@ def run(axes):
         mesh = sharding.make_mesh(sharding.MeshConfig(*axes))
         layout = sharding.shardings(mesh, jax.eval_shape(create), MODEL)
         state = jax.jit(create, out_shardings=layout)()
-        step = jax.jit(update, donate_argnums=0, out_shardings=(layout, None))
-        put = lambda batch: sharding.put_batch(mesh, batch)
+        step, put = pretrain.on_mesh(update, layout, mesh), lambda batch: batch
     losses = []
     for batch in batches():
         state, metrics = step(state, put(batch))
@@ -87,3 +92,41 @@ def main() -> None:
     result["left over"] = dict(mesh.shape)
     result["rows"] = complaint(lambda: sharding.put_batch(mesh, jnp.zeros((4, 2))))
     print(json.dumps(result))
+
+
+def gathered() -> None:
+    """By family: elements of the largest parameter and of the largest all-gather."""
+    mesh = sharding.make_mesh(sharding.MeshConfig(fsdp=4, tensor=2))
+    print(json.dumps({family: largest(family, mesh) for family in COMPILED}))
+
+
+def largest(family, mesh):
+    # Activations of 16 rows are larger than any parameter of a tiny model.
+    rows, length = 16, 64
+    config = preset(f"{family}-tiny", 64)
+    # The third layer of four has the memory, where one alone has it.
+    config = dataclasses.replace(config, mixers=config.layers[2:3], num_layers=1)
+    model = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
+    chunks = StepConfig()
+    fresh = lambda: LanguageModel(config, key=jax.random.key(0))
+    state = jax.eval_shape(lambda: init_train_state(fresh(), OPTIMIZER, chunks, rows))
+    layout = sharding.shardings(mesh, state, config)
+    update = make_train_step(model, OPTIMIZER, chunks)
+    step = jax.jit(update, donate_argnums=0, out_shardings=(layout, None))
+    tokens = np.zeros((rows, length), np.int32)
+    ones = np.ones((rows, length), np.float32)
+    batch = sharding.put_batch(mesh, Batch(tokens, tokens, ones, np.ones(rows, bool)))
+    placed = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        state,
+        layout,
+    )
+    with jax.set_mesh(mesh):
+        text = str(step.lower(placed, batch).compile().as_text())
+    arrays = [
+        math.prod(map(int, sizes.split(",")))
+        for line in re.findall(r"= (.*) all-gather(?:-start)?\(", text)
+        for sizes in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", line)
+    ]
+    parameters = [x.size for x in jax.tree.leaves(state.params)]
+    return max(parameters), max(arrays)

@@ -65,6 +65,15 @@ def test_rows_that_do_not_divide_are_refused(result):
     assert result["rows"] == message
 
 
+@pytest.mark.slow
+def test_devices_gather_parameters_and_no_activations(with_devices):
+    process = Process(sharded_run.gathered, environment=with_devices(8))
+    found = json.loads(process.require_end().splitlines()[-1])
+    assert set(found) == set(sharded_run.COMPILED)
+    for family, (parameter, gathered) in found.items():
+        assert gathered <= parameter, family
+
+
 def specs(config, axes=(2, 2, 2)):
     """Where each leaf of a train state lies, by path, on a mesh of no devices."""
     mesh = AbstractMesh(axes, ("data", "fsdp", "tensor"))

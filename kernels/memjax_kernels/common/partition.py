@@ -76,6 +76,23 @@ def chunkwise(
     return divided
 
 
+def along_batch(x: Any) -> Any:
+    """The same [B, ...], divided among devices along the batch and along nothing else.
+
+    XLA spreads the divisions of parameters to activations: where a matrix is divided
+    along the axis that divides the batch, it may gather the activations of all batch
+    elements in place of the matrix. An array that has been told where to lie stays.
+
+    Only axes of the mesh of `jax.set_mesh` that XLA divides by itself count; without
+    any, or where they do not divide B evenly, x as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes = [name for name in BATCH if kinds.get(name) == AxisType.Auto]
+    divided = _fit(mesh, axes, x.shape[0])
+    return x if divided is None else jax.lax.with_sharding_constraint(x, P(divided))
+
+
 def _fit(mesh: AbstractMesh, axes: list[str], size: int) -> tuple[str, ...] | None:
     """The axes, if they divide `size` evenly."""
     devices = int(np.prod([mesh.shape[axis] for axis in axes]))

@@ -22,6 +22,7 @@ from memjax.mechanisms.layers.norms import rms_norm
 from memjax.mechanisms.layers.projections import Adapted, linear
 from memjax.models.language_model.config import ModelConfig
 from memjax.nnx.params import as_arrays, as_params, params_key
+from memjax_kernels.common.partition import along_batch
 
 #: What `ModelConfig.remat_saves` names; attention's scores are no product of weights.
 SAVED = {
@@ -211,29 +212,36 @@ def run_block(
 ) -> tuple[PyTree, Float[Array, "B T D"]]:
     """One layer around `mix(mixer parameters, memory, x) -> (memory, y)`.
 
-    The norms stand where `Architecture` puts them.
+    The norms stand where `Architecture` puts them. On a mesh the stream between
+    sublayers is divided along the batch, and parameters are gathered for their use.
     """
     mixer, hidden, mixer_norm, hidden_norm, mixer_output, hidden_output = parameters
     norm = functools.partial(normalize, epsilon=config.norm_epsilon)
-    transform = functools.partial(feed_forward, config, hidden)
+    transform = lambda x: along_batch(feed_forward(config, hidden, x))
+
+    def read(memory, x):
+        memory, y = mix(mixer, memory, x)
+        return memory, along_batch(y)
+
+    h = along_batch(h)
     match config.architecture.norm_first, config.architecture.norm_outputs:
         case True, False:
-            memory, y = mix(mixer, memory, norm(mixer_norm, h))
+            memory, y = read(memory, norm(mixer_norm, h))
             h = h + y
             h = h + transform(norm(hidden_norm, h))
         case True, True:
             # Gemma 3.
-            memory, y = mix(mixer, memory, norm(mixer_norm, h))
+            memory, y = read(memory, norm(mixer_norm, h))
             h = h + norm(mixer_output, y)
             h = h + norm(hidden_output, transform(norm(hidden_norm, h)))
         case False, True:
             # OLMo 2.
-            memory, y = mix(mixer, memory, h)
+            memory, y = read(memory, h)
             h = h + norm(mixer_norm, y)
             h = h + norm(hidden_norm, transform(h))
         case _:
             # OPT 350m normalises after the residual sum.
-            memory, y = mix(mixer, memory, h)
+            memory, y = read(memory, h)
             h = norm(mixer_norm, h + y)
             h = norm(hidden_norm, h + transform(h))
     return memory, h
