@@ -59,15 +59,15 @@ def run(axes):
     model = nnx.eval_shape(lambda: LanguageModel(MODEL, key=jax.random.key(0)))
     update = make_train_step(model, OPTIMIZER, CONFIG)
     if axes is None:
-        state, step, put = jax.jit(create)(), jax.jit(update), lambda batch: batch
+        state, step = jax.jit(create)(), jax.jit(update)
     else:
         mesh = sharding.make_mesh(sharding.MeshConfig(*axes))
         layout = sharding.shardings(mesh, jax.eval_shape(create), MODEL)
         state = jax.jit(create, out_shardings=layout)()
-        step, put = pretrain.on_mesh(update, layout, mesh), lambda batch: batch
+        step = pretrain.on_mesh(update, layout, mesh)
     losses = []
     for batch in batches():
-        state, metrics = step(state, put(batch))
+        state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator="/"): (
@@ -106,23 +106,17 @@ def largest(family, mesh):
     config = preset(f"{family}-tiny", 64)
     # The third layer of four has the memory, where one alone has it.
     config = dataclasses.replace(config, mixers=config.layers[2:3], num_layers=1)
-    model = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
     chunks = StepConfig()
     fresh = lambda: LanguageModel(config, key=jax.random.key(0))
     state = jax.eval_shape(lambda: init_train_state(fresh(), OPTIMIZER, chunks, rows))
     layout = sharding.shardings(mesh, state, config)
-    update = make_train_step(model, OPTIMIZER, chunks)
-    step = jax.jit(update, donate_argnums=0, out_shardings=(layout, None))
+    update = make_train_step(pretrain.abstract_model(config), OPTIMIZER, chunks)
+    step = jax.jit(update, in_shardings=(layout, None), out_shardings=(layout, None))
     tokens = np.zeros((rows, length), np.int32)
     ones = np.ones((rows, length), np.float32)
     batch = sharding.put_batch(mesh, Batch(tokens, tokens, ones, np.ones(rows, bool)))
-    placed = jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        state,
-        layout,
-    )
     with jax.set_mesh(mesh):
-        text = str(step.lower(placed, batch).compile().as_text())
+        text = str(step.lower(state, batch).compile().as_text())
     arrays = [
         math.prod(map(int, sizes.split(",")))
         for line in re.findall(r"= (.*) all-gather(?:-start)?\(", text)
