@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from memjax.data.batches.batch import Batch
 from memjax.mechanisms import ElasticMemoryConfig
@@ -56,8 +55,7 @@ def create():
 
 
 def run(axes):
-    model = nnx.eval_shape(lambda: LanguageModel(MODEL, key=jax.random.key(0)))
-    update = make_train_step(model, OPTIMIZER, CONFIG)
+    update = make_train_step(pretrain.abstract_model(MODEL), OPTIMIZER, CONFIG)
     if axes is None:
         state, step = jax.jit(create)(), jax.jit(update)
     else:
