@@ -63,6 +63,7 @@ def summary(rows: Sequence[Result]) -> Result:
 
 #: The windows that others are compared with, not tuned and tuned.
 WIDE = ("wide", "wide-shared")
+WIDE_TUNED = tuple(f"{name}-tuned" for name in WIDE)
 
 
 def _equal_bytes(row: Result, rows: dict[tuple[str, int], Result]) -> Result | None:
@@ -111,16 +112,22 @@ def _only(losses: Losses, kind: str) -> Losses:
 
 
 def plot_positions(result: Result, path: Path) -> None:
-    """Perplexity by position, a line a row; seeds are averaged."""
+    """Loss by position, a line a row that was tuned; seeds are averaged.
+
+    Others are too far from these: they stand in the table.
+    """
+    rows = [row for row in result["rows"] if row["training"]] or result["rows"]
+    # What others are compared with, first.
+    rows = sorted(rows, key=lambda row: row["row"] not in WIDE_TUNED)
     curves: dict[str, list[list[float]]] = {}
-    for row in result["rows"]:
-        curves.setdefault(row["label"], []).append(row["perplexity_by_position"])
-    means = {name: np.mean(values, axis=0).tolist() for name, values in curves.items()}
-    plots.perplexity_by_length(
-        means,
-        result["edges"][1:],
+    for row in rows:
+        losses = np.log(row["perplexity_by_position"]).tolist()
+        curves.setdefault(row["label"], []).append(losses)
+    plots.loss_by_position(
+        {name: np.mean(values, axis=0).tolist() for name, values in curves.items()},
+        result["edges"],
         path,
-        title="Perplexity by position, of the long test documents",
+        title="Loss by position, of the long test documents",
         source=source_of(result),
     )
 
