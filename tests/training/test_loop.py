@@ -30,12 +30,20 @@ from tests.training.processes import toy as start
 BASE = {"steps": 40, "save_every": 5, "log_every": 1, "evaluate_every": 20}
 
 
+#: What differs from one run to its repetition.
+TIMED = ("tokens_per_second", "step_seconds", "goodput")
+
+
+def untimed(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: v for name, v in values.items() if name not in TIMED}
+
+
 def metrics(run_dir: Path) -> list[tuple[int, str, Any]]:
     """Everything on record but the times."""
     entries = []
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
-        entry["values"].pop("tokens_per_second", None)
+        entry["values"] = untimed(entry["values"])
         entries.append((entry["step"], entry["kind"], entry["values"]))
     return entries
 
