@@ -97,7 +97,7 @@ def _held(leaf: Any) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
-def _size(count: float) -> str:
+def _size(count: int) -> str:
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(int(math.log2(max(count, 1))) // 10, len(units) - 1)
     return f"{count / 1024**power:.4g} {units[power]}"

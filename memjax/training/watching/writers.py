@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from memjax.checks import short
 from memjax.config_io import read_json
@@ -31,6 +31,7 @@ PATIENCE = 60.0
 logger = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Writer(Protocol):
     """Takes a run's metrics."""
 
@@ -47,6 +48,7 @@ class Writer(Protocol):
         ...
 
 
+@runtime_checkable
 class Service(Protocol):
     """A run at a service; any error of any of these is reported once."""
 
