@@ -54,7 +54,9 @@ def test_dependencies_are_what_is_imported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = set(map(normal, project["dependencies"]))
     extras = project["optional-dependencies"]
-    optional = {normal(p) for e in ("data", "pretrained") for p in extras[e]}
+    optional = {
+        normal(p) for e in ("data", "pretrained", "tracking") for p in extras[e]
+    }
     top, inside = imported()
     assert top <= required <= top | inside
     assert inside - required == optional - STORES_RECORDS

@@ -8,12 +8,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-import jax
 import tyro
 
 from memjax.cli.generate import read_text
+from memjax.cli.process import keep_programs
 from memjax.conversation import Conversation
-from memjax.data.documents.tokens import default_cache_dir
 from memjax.models import Sampling
 from memjax.models.language_model.config import Dtype
 
@@ -48,7 +47,7 @@ def tell(
     if not files:
         raise ValueError("files must be at least one text, got none")
     texts = [(file, read_text(file)) for file in files]
-    _keep_programs()
+    keep_programs()
     with Conversation.open(model, memory, dtype=dtype) as talk:
         for file, text in texts:
             count = talk.tell(text, name=file.name, progress=_show_progress)
@@ -88,7 +87,7 @@ def ask(
         dtype: of the activations of a model without a run; None is float32.
     """
     sampling = _sampling(temperature, top_k, top_p)
-    _keep_programs()
+    keep_programs()
     with (
         Conversation.look(model, memory, dtype=dtype, template=template) as talk,
         _interrupts() as interrupted,
@@ -136,7 +135,7 @@ def chat(
         dtype: of the activations of a model without a run; None is float32.
     """
     sampling = _sampling(temperature, top_k, top_p)
-    _keep_programs()
+    keep_programs()
     with Conversation.open(model, memory, dtype=dtype, template=template) as talk:
         _recall(talk)
         for message in _messages():
@@ -144,13 +143,6 @@ def chat(
                 options = dict(limit=tokens, sampling=sampling, seed=seed)
                 _answer(talk, message, write=_write, interrupted=interrupted, **options)
     return 0
-
-
-def _keep_programs() -> None:
-    """What is compiled is kept on the disk: each command is a process of its own."""
-    if not jax.config.values["jax_compilation_cache_dir"]:
-        folder = default_cache_dir() / "compiled"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _show_progress(done: int, total: int) -> None:

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from memjax.cli.process import exits_75, keep_programs
 from memjax.cli.progress import Progress
-from memjax.cli.stopping import exits_75
 from memjax.training.curves import draw_curves
 from memjax.training.finetune import finetune as finetuning
 from memjax.training.finetune import hmt_presets, mplus_presets, retrofit_stages
@@ -33,6 +33,7 @@ def finetune(
     backbone: str | None = None,
     run_dir: Path = Path("runs/finetuned"),
     start: Path | None = None,
+    compilation_cache: str | None = None,
 ) -> int:
     """Fine-tunes a pretrained model with a memory, or resumes a run.
 
@@ -44,7 +45,10 @@ def finetune(
             ("owner/name").
         run_dir: folder of the run; the same command on the same folder resumes it.
         start: of a later stage: folder of the stage before, instead of the backbone.
+        compilation_cache: folder where compiled programs are kept for the next run, or
+            "off"; None is JAX_COMPILATION_CACHE_DIR, or else the user's cache folder.
     """
+    keep_programs(compilation_cache)
     if isinstance(config, RetrofitStages):
         config = _with_layers(config, backbone, run_dir)
     stages = config.stages()

@@ -9,6 +9,7 @@ import jax
 import tyro
 
 from memjax.checks import check_seed, check_sizes
+from memjax.cli.process import keep_programs
 from memjax.conversation.streaming import printer
 from memjax.data.documents.folder import MAX_DOCUMENT
 from memjax.data.documents.tokenizer import encode_prompt
@@ -51,6 +52,7 @@ def generate_text(
     check_sizes(tokens=tokens)
     check_seed(seed)
     text = prompt if prompt_file is None else read_text(prompt_file)
+    keep_programs()
     opened = open_model(model, dtype=dtype)
     tokenizer, ends = opened.tokenizer, opened.text.generation.eos_ids
     # With the first token, so that what is refused prints nothing.

@@ -25,6 +25,9 @@ _COMMON = """\
                   options here too
   --run-dir PATH  folder of the run; the same command on the same folder resumes it
                   (default: {run_dir})
+  --compilation-cache PATH
+                  folder where compiled programs are kept for the next run, or "off"
+                  (default: JAX_COMPILATION_CACHE_DIR, or the user's cache folder)
 """
 _HELP = {
     "train": """\

@@ -23,8 +23,8 @@ from memjax.cli import conversation as cli_conversation
 from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
 from memjax.cli.parsing import Configured, parse
+from memjax.cli.process import exits_75, keep_programs
 from memjax.cli.progress import Progress
-from memjax.cli.stopping import exits_75
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data.documents.sources import open_documents
 from memjax.evaluation import plots
@@ -45,6 +45,7 @@ def train(
     config: RunConfig,
     run_dir: Path = Path("runs/latest"),
     distributed: Literal["auto", "on", "off"] = "auto",
+    compilation_cache: str | None = None,
 ) -> int:
     """Trains a preset, every field of which can be overridden, or resumes a run.
 
@@ -55,7 +56,10 @@ def train(
         run_dir: folder of the run; the same command on the same folder resumes it.
         distributed: join the other hosts: "on" for a TPU pod; "auto" does so where
             GKE, Slurm or Open MPI name several.
+        compilation_cache: folder where compiled programs are kept for the next run, or
+            "off"; None is JAX_COMPILATION_CACHE_DIR, or else the user's cache folder.
     """
+    keep_programs(compilation_cache)
     with exits_75():
         join_cluster(distributed)
         tokenizer = load_tokenizer(config.data.tokenizer)
@@ -101,6 +105,7 @@ def evaluate(
         dtype: of the activations of a model without a run; None is float32.
         output: folder of what is written; None is the run's own, or `eval` here.
     """
+    keep_programs()
     opened = open_model(model, dtype=dtype)
     found, data = opened.model, opened.run and opened.run.data
     if sampling is not None:

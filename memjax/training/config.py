@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from memjax.checks import check_sizes, require_known
 from memjax.data import Tokenizer
@@ -18,6 +18,7 @@ from memjax.training.step import StepConfig, check_run
 EXIT_PREEMPTED = 75
 
 Reason = Literal["finished", "out of time", "preempted"]
+WriterName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 @runtime_checkable
@@ -50,6 +51,10 @@ class LoopConfig:
         max_nan_steps: skipped steps in a row that stop the run, >= 1.
         profile: first and last step of a trace written to `<run>/profile`.
         minutes: stop cleanly this long after `train` was called, > 0.
+        writers: where metrics go beside `metrics.jsonl`, any of "tensorboard", "wandb"
+            (Weights & Biases) and "mlflow"; the last two are packages to install.
+        stuck_minutes: name a step once that has run longer than this, and longer than
+            ten times the median, > 0.
     """
 
     steps: int
@@ -60,6 +65,8 @@ class LoopConfig:
     max_nan_steps: int = 10
     profile: tuple[int, int] | None = None
     minutes: float | None = None
+    writers: tuple[WriterName, ...] = ("tensorboard",)
+    stuck_minutes: float = 5.0
 
     def __post_init__(self) -> None:
         for name in ("steps", "save_every", "log_every", "keep", "max_nan_steps"):
@@ -71,6 +78,12 @@ class LoopConfig:
             raise ValueError(f"evaluate_every must be >= 0, got {self.evaluate_every}")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes must be > 0, got {self.minutes}")
+        if not self.stuck_minutes > 0:
+            raise ValueError(f"stuck_minutes must be > 0, got {self.stuck_minutes}")
+        for name in self.writers:
+            require_known("writers", name, get_args(WriterName))
+        if len(set(self.writers)) < len(self.writers):
+            raise ValueError(f"writers names one twice: {self.writers}")
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
             raise ValueError(
                 f"profile must be two steps with 1 <= first <= last, got {self.profile}"

@@ -1,16 +1,19 @@
 """What a run says when it starts: model, devices, documents, epochs, held-out texts."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from memjax.data import Split, TokenisedDocument, Tokenizer
 from memjax.training.config import DataConfig, LoopConfig
 from memjax.training.reporting import print_line
 from memjax.training.run_data import load_sources
+from memjax.training.step import TrainState
 
 
 def show(
@@ -62,6 +65,42 @@ def show(
     lines["test"] = f"{held_out(data, tokenizer, 'test')}; not read in training"
     for name, said in lines.items():
         print_line(f"{name:<11} {said}")
+
+
+def show_cost(state: TrainState, flops_per_step: float | None = None) -> None:
+    """Prints what a step asks of each device; with several processes the first does.
+
+    Args:
+        state: before the first step, laid out on the devices: arrays, or shapes with
+            their shardings.
+        flops_per_step: that the model needs, over all devices; None is not counted.
+    """
+    if jax.process_index() != 0:
+        return
+    params = (state.params, state.frozen)
+    count = sum(map(_held, jax.tree.leaves(params)))
+    said = f"{count:,} parameters, {_size(bytes_held(params))}"
+    said += f"; moments {_size(bytes_held(state.optimizer))}"
+    if state.memory:
+        said += f"; memory {_size(bytes_held(state.memory))}"
+    if flops_per_step is not None:
+        said += f"; {flops_per_step / jax.device_count():.3g} FLOPs a step"
+    print_line(f"{'a device':<11} {said}")
+
+
+def bytes_held(tree: PyTree) -> int:
+    """Bytes of a laid-out tree on each device: the largest part of every array."""
+    return sum(_held(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _held(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape))
+
+
+def _size(count: int) -> str:
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(int(math.log2(max(count, 1))) // 10, len(units) - 1)
+    return f"{count / 1024**power:.4g} {units[power]}"
 
 
 def _model(model: nnx.Module) -> str:

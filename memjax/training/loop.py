@@ -30,6 +30,7 @@ from memjax.training.config import DataIterator, LoopConfig, Outcome, Reason
 from memjax.training.multihost import StopSignals, agreed, same_everywhere
 from memjax.training.reporting import Profile, Reporter
 from memjax.training.resume import FREE_FIELDS, Start, finite_flag, resume
+from memjax.training.watching.writers import require_installed
 
 #: Steps whose metrics may still be on the device. Reading a metric this late
 #: never makes the device wait for the host.
@@ -50,6 +51,7 @@ def train(
     may_change: Collection[str] = FREE_FIELDS,
     completed: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda record: record,
     claim: Claim | None = None,
+    flops_per_step: float | None = None,
 ) -> tuple[Any, Outcome]:
     """Trains to `config.steps`, from the newest checkpoint in `run_dir` if any.
 
@@ -75,6 +77,7 @@ def train(
         completed: gives a checkpoint's record the fields that it was written without,
             because they came later, with the values that mean what was done then.
         claim: on `run_dir`, where the caller holds it already; it stays the caller's.
+        flops_per_step: that the model needs, over all devices; None reports no MFU.
 
     Returns:
         The state, and how the run ended. Except after an exception the state is in
@@ -83,13 +86,16 @@ def train(
     Raises:
         ClaimedError: another process trains in `run_dir`; nothing was written.
         ValueError: `config_record` or the state contradicts the checkpoint; metrics
-            are not as above; the data ended before `config.steps` (after saving).
+            are not as above; the data ended before `config.steps` (after saving); a
+            writer's package is not there, or its service does not take the run.
         CheckpointError: there are checkpoints, but all are damaged.
         NonFiniteError: `config.max_nan_steps` steps in a row were skipped.
         SaveError: a checkpoint could not be written; DiskFullError for want of room.
     """
+    require_installed(config.writers)
     # Before resuming, which counts among the minutes.
-    deadline = time.monotonic() + 60 * config.minutes if config.minutes else None
+    started = time.monotonic()
+    deadline = started + 60 * config.minutes if config.minutes else None
     settings = _RunSettings(
         train_step, data, evaluate, config, Path(run_dir), config_record, step_of
     )
@@ -108,8 +114,11 @@ def train(
             step=start.step,
             steps=config.steps,
             tokens_per_step=tokens_per_step,
+            writers=config.writers,
+            record=config_record,
+            flops_per_step=flops_per_step,
         )
-        loop = _Loop(settings, start, signals, checkpoints, reporter, deadline)
+        loop = _Loop(settings, start, signals, checkpoints, reporter, started, deadline)
         # Only the loop may hold a reference to the state: `train_step` donates it, and
         # a second reference would keep a copy of the arrays alive.
         del state, start
@@ -139,10 +148,12 @@ class _Loop:
         signals: StopSignals,
         checkpoints: Checkpoints,
         reporter: Reporter,
+        started: float,
         deadline: float | None,
     ):
         self._settings, self._signals, self._reporter = settings, signals, reporter
         self._checkpoints, self._deadline = checkpoints, deadline
+        self._started = started
         self._profile = Profile(settings.config.profile, settings.folder / "profile")
         self._state, self._step, self._skipped = start.state, start.step, start.skipped
         self._saved = start.step if start.restored else None
@@ -153,9 +164,9 @@ class _Loop:
 
     def train_to_end(self) -> tuple[Any, Outcome]:
         if self._saved is not None:
-            self._reporter.message(
-                "; ".join([f"resumed at step {self._step}", *self._changes])
-            )
+            so_far = f"resumed at step {self._step}"
+            changes = [so_far, *self._changes, self._reporter.so_far()]
+            self._reporter.message("; ".join(changes))
         try:
             reason = self._train_until_stopped()
         finally:
@@ -200,7 +211,9 @@ class _Loop:
         return reason
 
     def _next_step(self, batch: Any) -> dict[str, Any]:
-        self._state, metrics = self._settings.train_step(self._state, batch)
+        # By this a trace's viewer knows where a step begins.
+        with jax.profiler.StepTraceAnnotation("train", step_num=self._step + 1):
+            self._state, metrics = self._settings.train_step(self._state, batch)
         return metrics
 
     def _first_step(self, batch: Any) -> dict[str, Any]:
@@ -254,6 +267,10 @@ class _Loop:
                 )
             # The first step contains compilation, which must not count in tokens/s.
             if not self._clock_started:
+                passed = time.monotonic() - self._started
+                self._reporter.message(
+                    f"first step done {passed:.1f} s after the start"
+                )
                 self._reporter.start_clock(self._step)
                 self._clock_started = True
             if step % config.log_every == 0 or step == config.steps:
@@ -289,7 +306,7 @@ class _Loop:
                 "every call, skipped or not"
             )
         # Metrics first: a checkpoint must not be ahead of the record of its steps.
-        self._reporter.sync()
+        self._reporter.sync(self._step)
         meta = {
             "config": self._settings.record,
             "data": same_everywhere(self._settings.data.get_state()),

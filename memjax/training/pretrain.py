@@ -36,6 +36,8 @@ from memjax.training.step import (
     make_train_step,
     model_of,
 )
+from memjax.training.watching.model_flops import flops_per_token
+from memjax.training.watching.writers import require_installed
 
 #: Beside the configuration in a checkpoint's record.
 DIGEST = "tokenizer_digest"
@@ -50,6 +52,7 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
         ClaimedError: another process trains in `run_dir`.
     """
     check_path("run_dir", run_dir)
+    require_installed(config.loop.writers)
     tokenizer = load_tokenizer(config.data.tokenizer)
     _require_vocabulary(config.model, tokenizer)
     mesh = sharding.make_mesh(config.mesh)
@@ -72,6 +75,8 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
         if config.loop.evaluate_every:
             evaluate = validation(config, tokenizer, model)
         state, step = build_step(config, mesh)
+        flops = flops_per_token(model, config.data.context_length) * tokens_per_step
+        header.show_cost(state, flops)
         _, outcome = loop.train(
             step,
             state,
@@ -83,6 +88,7 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
             evaluate=evaluate,
             completed=_completed,
             claim=claim,
+            flops_per_step=flops,
         )
     return outcome
 

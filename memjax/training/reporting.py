@@ -1,4 +1,4 @@
-"""What a run reports: progress, `metrics.jsonl`, TensorBoard, profiler traces.
+"""What a run reports: progress, `metrics.jsonl`, other writers, profiler traces.
 
 `metrics.jsonl` has one JSON object a line: `step`, `kind` ("train" or
 "evaluation"), `time` (seconds since 1970) and `values`, where a value that is not
@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -22,12 +22,10 @@ from jaxtyping import PyTree
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from memjax.training.metrics_files import (
-    METRICS_FILE,
-    Appender,
-    EventsFile,
-    keep_lines_until,
-)
+from memjax.training.metrics_files import METRICS_FILE, Appender, keep_lines_until
+from memjax.training.watching.goodput import Goodput
+from memjax.training.watching.speed import Speed
+from memjax.training.watching.writers import open_writers
 
 
 class Reporter:
@@ -39,6 +37,12 @@ class Reporter:
         steps: the last step of the run, for the progress bar and the time left.
         tokens_per_step: tokens in one batch over all devices, for tokens/s.
         console: where to print; standard output unless given.
+        writers: where metrics go beside `metrics.jsonl`; see `LoopConfig`.
+        record: the run's configuration, for the writers that show it.
+        flops_per_step: operations that a step needs, over all devices, for MFU.
+
+    Raises:
+        ValueError: a writer does not take the run.
     """
 
     def __init__(
@@ -49,11 +53,12 @@ class Reporter:
         steps: int,
         tokens_per_step: int,
         console: Console | None = None,
+        writers: Sequence[str] = ("tensorboard",),
+        record: Mapping[str, Any] | None = None,
+        flops_per_step: float | None = None,
     ):
         self._steps = steps
-        self._tokens_per_step = tokens_per_step
         self._console = console or Console()
-        self._clock = _Clock(step)
         self._evaluated: set[int] = set()
         self._writes = jax.process_index() == 0
         self._bar: Progress | None = None
@@ -62,22 +67,26 @@ class Reporter:
         run_dir.mkdir(parents=True, exist_ok=True)
         entries = keep_lines_until(run_dir / METRICS_FILE, step)
         self._evaluated = {e["step"] for e in entries if e["kind"] == "evaluation"}
+        self._writers = open_writers(writers, run_dir, step, record or {})
         self._file = Appender(run_dir / METRICS_FILE)
-        self._events = EventsFile(run_dir / "tensorboard", purge_step=step + 1)
+        self._goodput = Goodput(run_dir, step)
+        self._speed = Speed(step, tokens_per_step, flops_per_step, self._goodput)
         if self._console.is_terminal:
             self._bar = _progress_bar(self._console)
             self._task = self._bar.add_task("", total=steps, completed=step, text="")
 
     def start_clock(self, step: int) -> None:
-        """Measures tokens/s from this step on; the first step contains compilation."""
-        self._clock = _Clock(step)
+        """Measures speed from this step on; the first step contains compilation."""
+        if self._writes:
+            self._speed.start(step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes the time spent in the `with` block from tokens/s."""
+        """Excludes the time spent in the `with` block from the speed."""
         start = time.perf_counter()
         yield
-        self._clock.start += time.perf_counter() - start
+        if self._writes:
+            self._speed.leave_out(time.perf_counter() - start)
 
     def log(
         self, step: int, values: Mapping[str, float], *, dispatched: int | None = None
@@ -91,12 +100,11 @@ class Reporter:
                 are read some steps late, and before a save several at once: the steps
                 dispatched between two lines, and not those read, took the time between.
         """
-        seconds = self._clock.seconds_per_step(dispatched or step)
-        timed = dict(values)
-        if seconds is not None:
-            timed["tokens_per_second"] = self._tokens_per_step / seconds
+        if not self._writes:
+            return
+        timed = {**values, **self._speed.line(dispatched or step)}
         self._record(step, "train", timed)
-        self._show(step, _progress_text(timed, seconds, self._steps - step))
+        self._show(step, _progress_text(timed, self._steps - step))
 
     def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Records and prints what an evaluation after `step` found."""
@@ -121,11 +129,20 @@ class Reporter:
         except OSError:
             _discard_output(self._console.file)
 
-    def sync(self) -> None:
-        """Puts metrics and TensorBoard's events on the disk."""
-        if self._writes:
-            self._file.sync()
-            self._events.sync()
+    def sync(self, step: int) -> None:
+        """Puts all metrics on the disk, before `step` is saved."""
+        if not self._writes:
+            return
+        self._speed.mark(step)
+        self._file.sync()
+        for writer in self._writers:
+            writer.sync()
+
+    def so_far(self) -> str:
+        """How often the run was started, and how much of its time counts."""
+        if not self._writes:
+            return ""
+        return f"start {self._goodput.starts}, goodput {self._goodput.share():.1%}"
 
     def __enter__(self) -> "Reporter":
         if self._bar is not None:
@@ -139,7 +156,8 @@ class Reporter:
                 self._bar.stop()
         if self._writes:
             self._file.close()
-            self._events.close()
+            for writer in self._writers:
+                writer.close()
 
     def _record(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         if not self._writes:
@@ -151,7 +169,8 @@ class Reporter:
             "values": {k: v if math.isfinite(v) else None for k, v in values.items()},
         }
         self._file.append(json.dumps(entry, allow_nan=False).encode() + b"\n")
-        self._events.add(kind, step, values)
+        for writer in self._writers:
+            writer.add(kind, step, values)
 
     def _show(self, step: int, text: str) -> None:
         if self._bar is not None:
@@ -187,24 +206,6 @@ class Profile:
             jax.profiler.stop_trace()
 
 
-class _Clock:
-    """Mean seconds per step since the previous call of `seconds_per_step`."""
-
-    def __init__(self, step: int):
-        self.step = step
-        self.start = time.perf_counter()
-
-    def seconds_per_step(self, step: int) -> float | None:
-        """None where no step was dispatched since then."""
-        steps, now = step - self.step, time.perf_counter()
-        elapsed = now - self.start
-        # `paused` moves the start forward, so the elapsed time may be 0 or below.
-        if steps <= 0 or elapsed <= 0:
-            return None
-        self.step, self.start = step, now
-        return elapsed / steps
-
-
 def print_line(text: str, file: Any = None) -> None:
     """Prints a line as long as somebody reads the output.
 
@@ -238,15 +239,19 @@ def _progress_bar(console: Console) -> Progress:
     )
 
 
-def _progress_text(
-    values: Mapping[str, float], seconds: float | None, steps_left: int
-) -> str:
+def _progress_text(values: Mapping[str, float], steps_left: int) -> str:
     text = f"loss {values['loss']:.4f}"
     if "learning_rate" in values:
         text += f"  lr {values['learning_rate']:.2e}"
-    if seconds is not None:
+    if "step_seconds" in values:
+        text += f"  {values['step_seconds']:.3g} s/step"
         text += f"  {values['tokens_per_second']:,.0f} tokens/s"
-        text += f"  ETA {_duration(seconds * steps_left)}"
+    if "mfu" in values:
+        text += f"  MFU {values['mfu']:.1%}"
+    if "hbm_gib" in values:
+        text += f"  HBM {values['hbm_gib']:.1f} GiB"
+    if "step_seconds" in values:
+        text += f"  ETA {_duration(values['step_seconds'] * steps_left)}"
     if values.get("skipped_steps"):
         text += f"  {values['skipped_steps']:.0f} skipped"
     return text

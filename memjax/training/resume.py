@@ -20,6 +20,8 @@ _LOOP_FIELDS = (
     "keep",
     "max_nan_steps",
     "profile",
+    "writers",
+    "stuck_minutes",
 )
 #: Fields that may change between a run and its continuation: how long it is and what
 #: it reports, the devices, over which a checkpoint is divided anew, and what
@@ -168,7 +170,7 @@ def _differences(
 ) -> list[tuple[str, str]]:
     """The names of the fields that differ, and how."""
     # Through JSON as the stored one went, so that tuples compare equal to lists.
-    old, new = _flatten(stored), _flatten(as_json(given, "config_record"))
+    old, new = flatten(stored), flatten(as_json(given, "config_record"))
     return [
         (n, f"{n} was {old.get(n, 'absent')!r} and is now {new.get(n, 'absent')!r}")
         for n in sorted({*old, *new})
@@ -188,7 +190,7 @@ def as_json(record: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ValueError(f"{name} must be JSON: {error}") from error
 
 
-def _flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested fields under dotted names; an empty mapping stays a value."""
     flat = {}
     for name, value in record.items():
@@ -196,7 +198,7 @@ def _flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, list) and any(isinstance(x, Mapping) for x in value):
             value = {str(i): item for i, item in enumerate(value)}
         if isinstance(value, Mapping) and value:
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value
     return flat

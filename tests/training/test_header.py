@@ -4,13 +4,16 @@ import dataclasses
 import json
 import struct
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from memjax.data import TokenisedDocument, load_tokenizer
 from memjax.training import MeshConfig, curves, header, run_data, sharding
 from memjax.training import pretrain as run
 from memjax.training.config import LoopConfig, presets
+from memjax.training.step import TrainState
 
 
 @pytest.fixture(name="lines")
@@ -77,6 +80,30 @@ def test_each_source_of_a_mixture_says_its_share(tmp_path, capsys):
     assert f"25.0%       {code}, 20 tokens; its tokens are 5 epochs\n" in said
     # Held out are the documents of both.
     assert "validation  2 documents, 180 tokens" in said
+
+
+def test_what_each_device_holds_is_said(capsys):
+    mesh = AbstractMesh((2, 2, 1), ("data", "fsdp", "tensor"))
+
+    def laid_out(*shape, axes=(), dtype=np.float32):
+        place = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    state = TrainState(
+        step=laid_out(dtype=np.int32),
+        params={"w": laid_out(1024, 64, axes=("fsdp",)), "b": laid_out(64)},
+        optimizer=[laid_out(1024, 1024, axes=("fsdp",)), laid_out()],
+        memory=laid_out(8, 3, axes=(("data", "fsdp"),)),
+        frozen=laid_out(16, dtype=np.int8),
+    )
+    header.show_cost(state, 2.5e9)
+    assert capsys.readouterr().out == (
+        "a device    32,848 parameters, 128.3 KiB; moments 2 MiB; memory 24 B; "
+        "2.5e+09 FLOPs a step\n"
+    )
+    header.show_cost(state._replace(memory=()))
+    said = capsys.readouterr().out
+    assert "memory" not in said and "FLOPs" not in said
 
 
 @pytest.mark.parametrize(

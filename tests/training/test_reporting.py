@@ -96,7 +96,7 @@ def test_speed_and_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             now[0] += 500.0
         log.log(10, {"loss": 1.0})
     assert lines(tmp_path)[0]["values"]["tokens_per_second"] == 25.0
-    assert "25 tokens/s  ETA 0:03:00" in text.getvalue()
+    assert "2 s/step  25 tokens/s  ETA 0:03:00" in text.getvalue()
 
 
 def test_only_process_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,5 +105,5 @@ def test_only_process_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with log:
         log.log(1, {"loss": 1.0})
         log.log_evaluation(1, {"loss": 1.0})
-        log.sync()
+        log.sync(1)
     assert text.getvalue() == "" and not (tmp_path / "run").exists()

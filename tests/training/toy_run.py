@@ -107,8 +107,8 @@ def main(run_dir: Path, options: dict[str, Any]) -> int:
         jax.distributed.initialize(address, options["processes"], options["process"])
     rate, size = options.get("rate", 0.05), options.get("size", 16)
     loop = {name: options[name] for name in LOOP_FIELDS if name in options}
-    if "profile" in loop:
-        loop["profile"] = tuple(loop["profile"])
+    for name in {"profile", "writers"} & {*loop}:
+        loop[name] = tuple(loop[name])
 
     def evaluate(state: State, should_stop: Any) -> dict[str, float]:
         print("evaluating", flush=True)

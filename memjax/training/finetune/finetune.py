@@ -35,6 +35,7 @@ from memjax.training.finetune.start import starting_point
 from memjax.training.resume import FREE_FIELDS
 from memjax.training.run_folder import CHECKPOINTS, record_config
 from memjax.training.step import TrainState
+from memjax.training.watching.writers import require_installed
 
 #: Fields of a `FinetuneRun` that may differ between a run and its continuation.
 FREE = frozenset(f"config.{name}" for name in FREE_FIELDS) | {"origin"}
@@ -63,6 +64,7 @@ def finetune(
         ClaimedError: another process trains in `run_dir`.
     """
     check_path("run_dir", run_dir)
+    require_installed(stage.loop.writers)
     described, model, stored, before = starting_point(stage, backbone, start)
     tokenizer = stored.tokenizer
     mesh = sharding.make_mesh(stage.mesh)
@@ -97,6 +99,7 @@ def finetune(
         else:
             model = stage.prepare(model, described.model, before, documents, tokenizer)
             state = programs()[0](nnx.state(model), jax.random.key(stage.seed))
+        header.show_cost(state)
         # The state is a copy, and the loop must be the only one to hold one.
         del model
         _, outcome = loop.train(

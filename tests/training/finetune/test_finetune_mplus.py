@@ -71,12 +71,15 @@ def stages(samples):
     return MPlusStages(early, early, third)
 
 
+TIMES = ("tokens_per_second", "step_seconds", "goodput")
+
+
 def metrics(folder):
     """What was logged of each step, without the times."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return [
-        {k: v for k, v in r["values"].items() if k != "tokens_per_second"}
+        {k: v for k, v in r["values"].items() if k not in TIMES}
         for r in records
         if r["kind"] == "train"
     ]

@@ -1,11 +1,15 @@
-"""What a signal does while no training loop is there to save a state."""
+"""A command's own process: signals before and after training, compiled programs."""
 
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
+import jax
+
+from memjax.data.documents.tokens import default_cache_dir
 from memjax.training.config import EXIT_PREEMPTED
 from memjax.training.multihost import catchable
 
@@ -28,3 +32,20 @@ def exits_75() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def keep_programs(where: str | None = None) -> None:
+    """Keeps what is compiled on the disk, for the next command.
+
+    Args:
+        where: a folder, or "off". None is that of JAX_COMPILATION_CACHE_DIR, or else
+            `compiled` in the user's cache folder.
+    """
+    if where == "off":
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif where is not None:
+        folder = Path(where).expanduser().resolve()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    elif not jax.config.values["jax_compilation_cache_dir"]:
+        folder = default_cache_dir() / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -1,0 +1,45 @@
+"""Where a command keeps compiled programs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from memjax.cli.process import keep_programs
+
+NAMES = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = {name: jax.config.values[name] for name in NAMES}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def folder() -> str | None:
+    return jax.config.values["jax_compilation_cache_dir"]
+
+
+def test_by_default_in_the_users_cache_folder(tmp_path: Path) -> None:
+    jax.config.update("jax_compilation_cache_dir", None)
+    keep_programs()
+    assert folder() == str(tmp_path / "memjax" / "compiled")
+
+
+def test_the_environment_of_jax_goes_first_and_a_given_folder_before_it(
+    tmp_path: Path,
+) -> None:
+    jax.config.update("jax_compilation_cache_dir", "of the environment")
+    keep_programs()
+    assert folder() == "of the environment"
+    keep_programs(str(tmp_path / "given"))
+    assert folder() == str(tmp_path / "given")
+
+
+def test_off() -> None:
+    keep_programs("off")
+    assert not jax.config.values["jax_enable_compilation_cache"]
