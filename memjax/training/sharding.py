@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from memjax.models import ModelConfig
+from memjax.models.language_model.config import attention_of
 from memjax_kernels.common.partition import BATCH
 
 # The axis of the mesh that divides a logical axis of a mixer's parameters.
@@ -72,6 +73,35 @@ def make_mesh(config: MeshConfig) -> Mesh:
         # XLA divides the program: only kernels are written for one device's share.
         axis_types=(AxisType.Auto,) * 3,
     )
+
+
+def require_divides(mesh: Mesh, batch_size: int, model: ModelConfig) -> None:
+    """Raises ValueError for a batch or heads that the mesh does not divide.
+
+    Key-value heads may be fewer than `tensor`: they are then on all its devices.
+
+    Args:
+        mesh: of the run.
+        batch_size: batch elements of an update, over all devices.
+        model: whose layers have heads.
+    """
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if batch_size % ways:
+        below, above = batch_size // ways * ways, -(-batch_size // ways) * ways
+        fits = f"{below} or {above}" if below else str(above)
+        raise ValueError(
+            f"batch_size={batch_size} does not divide among data * fsdp = {ways} "
+            f"devices: {fits} would"
+        )
+    tensor = mesh.shape["tensor"]
+    for i, mixer in enumerate(model.mixers):
+        heads = getattr(attention_of(mixer) or mixer, "num_heads", tensor)
+        if heads % tensor:
+            fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+            raise ValueError(
+                f"mesh.tensor={tensor} does not divide the {heads} heads of "
+                f"model.mixers[{i}]: {', '.join(fits)} would"
+            )
 
 
 def shardings(mesh: Mesh, tree: PyTree, model: ModelConfig) -> PyTree:

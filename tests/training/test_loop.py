@@ -22,7 +22,7 @@ from memjax.training.checkpoints import checkpoint
 from memjax.training.checkpoints.checksums import write_digests
 from memjax.training.config import LoopConfig, Outcome
 from memjax.training.loop import train
-from memjax.training.resume import NonFiniteError, require_same_config
+from memjax.training.resume import NonFiniteError, flatten, require_same_config
 from tests.training import toy_run as toy
 from tests.training.processes import Process
 from tests.training.processes import toy as start
@@ -424,6 +424,32 @@ def test_data_positions_that_differ_between_processes_are_refused(
     assert agreement.same_everywhere({"row": 3}) == {"row": 3}
     with pytest.raises(ValueError, match=r"data\.get_state\(\) must be JSON"):
         agreement.same_everywhere(object())
+
+
+def test_configurations_that_differ_between_processes_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine = {"loop": {"steps": 30}, "seed": 1, "mixers": [{"order": 4}]}
+    theirs = [mine, mine | {"seed": 2, "mixers": [{"order": 4}, {"order": 5}]}]
+    texts = [json.dumps(flatten(each), sort_keys=True) for each in (mine, *theirs)]
+
+    def gather(given: np.ndarray) -> np.ndarray:
+        """What three processes give."""
+        if given.shape == ():
+            return np.array([len(text) for text in texts])
+        rows = [text.ljust(given.size).encode() for text in texts]
+        return np.stack([np.frombuffer(row, np.uint8) for row in rows])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    with pytest.raises(ValueError) as refused:
+        agreement.require_same_configuration(mine)
+    assert str(refused.value) == (
+        'processes have different configurations: mixers.1.order is "absent", but 5 on '
+        "process 2; seed is 1, but 2 on process 2"
+    )
+    texts[2] = texts[0]
+    agreement.require_same_configuration(mine)
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from memjax.models import LanguageModel, preset
+from memjax.mechanisms import DeltaNetConfig, SlidingWindowConfig
+from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.language_model.presets import FAMILIES
 from memjax.training import sharding
 from memjax.training.sharding import MeshConfig
@@ -198,6 +199,36 @@ def test_an_axis_that_does_not_divide_is_left_out_for_that_leaf():
 def test_a_mesh_that_does_not_fit_is_refused(axes, message):
     with pytest.raises(ValueError, match=message):
         sharding.make_mesh(MeshConfig(**axes))
+
+
+HEADS = dict(model_dim=16, num_heads=4, num_kv_heads=2, head_dim=4)
+WINDOW = SlidingWindowConfig(**HEADS)
+
+
+def model_of(*mixers):
+    return ModelConfig(mixers=mixers, num_layers=4, vocab_size=8, model_dim=16)
+
+
+@pytest.mark.parametrize(
+    "axes,batch,message",
+    [
+        ((2, 3, 1), 16, "batch_size=16 .* data . fsdp = 6 devices: 12 or 18 would"),
+        ((2, 3, 1), 4, "batch_size=4 .* devices: 6 would"),
+        ((1, 1, 3), 1, r"tensor=3 .* the 4 heads of model.mixers\[0\]: 1, 2, 4 would"),
+        ((1, 1, 4), 1, r"tensor=4 .* the 6 heads of model.mixers\[1\]: 1, 2, 3, 6"),
+    ],
+)
+def test_what_a_mesh_does_not_divide_is_refused(axes, batch, message):
+    mesh = AbstractMesh(axes, ("data", "fsdp", "tensor"))
+    model = model_of(WINDOW, DeltaNetConfig(16, 6, 4, 4))
+    with pytest.raises(ValueError, match=message):
+        sharding.require_divides(mesh, batch, model)
+
+
+def test_what_a_mesh_divides_is_taken():
+    mesh = AbstractMesh((2, 2, 4), ("data", "fsdp", "tensor"))
+    # Two key-value heads are on all four devices.
+    sharding.require_divides(mesh, 8, model_of(WINDOW))
 
 
 def test_one_device_is_a_mesh():
