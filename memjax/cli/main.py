@@ -5,7 +5,6 @@ everything saved (run the same command again to resume); 1 anything else.
 """
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from memjax.cli import conversation as cli_conversation
 from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
 from memjax.cli.parsing import Configured, parse
-from memjax.cli.process import exits_75, keep_programs
+from memjax.cli.process import exits_75, join_cluster, keep_programs, waits_for_verdict
 from memjax.cli.progress import Progress
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data.documents.sources import open_documents
@@ -63,7 +62,8 @@ def train(
     with exits_75():
         join_cluster(distributed)
         tokenizer = load_tokenizer(config.data.tokenizer)
-        outcome = run.train(run.with_vocabulary(config, tokenizer), run_dir)
+        with waits_for_verdict():
+            outcome = run.train(run.with_vocabulary(config, tokenizer), run_dir)
     print(f"{outcome.reason} at step {outcome.step}; run folder {run_dir}")
     # A run that was asked to stop has no time for it.
     if outcome.reason != "preempted" and (curves := draw_curves(run_dir)):
@@ -171,19 +171,6 @@ def data(
             table.add_row(document.name, document.kind, split, size)
     Console().print(table)
     return 0
-
-
-def join_cluster(distributed: str) -> None:
-    """Initialises jax.distributed before the first JAX computation."""
-    # Joining a cluster waits for its other hosts, so only where there are some.
-    several = (
-        "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
-        or int(os.environ.get("SLURM_NTASKS", "1")) > 1
-        or int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1
-        or "JAX_COORDINATOR_ADDRESS" in os.environ
-    )
-    if distributed == "on" or (distributed == "auto" and several):
-        jax.distributed.initialize()
 
 
 COMMANDS: dict[str, Callable[..., int]] = {

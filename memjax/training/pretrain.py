@@ -60,7 +60,8 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
     mesh = sharding.make_mesh(config.mesh)
     sharding.require_divides(mesh, config.data.batch_size, config.model)
     sources = load_sources(config.data, tokenizer, "train")
-    data, model = batches(config, sources), abstract_model(config.model)
+    data = batches(config, sources, sharding.host_part(mesh))
+    model = abstract_model(config.model)
     tokens_per_step = config.data.batch_size * config.data.context_length
     with Claim(run_dir) as claim:
         record_config(config, run_dir, FREE_FIELDS)

@@ -5,6 +5,7 @@ mesh, and has rules by name for all else.
 """
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -154,6 +155,35 @@ def _place_in_mixer(name: str) -> tuple[int, str] | None:
     return int(found[1]), re.sub(adapted, r"\1", found[2])
 
 
+@functools.lru_cache(maxsize=8)
+def host_part(mesh: Mesh) -> tuple[int, int]:
+    """Which part of a batch this host reads, and of how many: part i of n equal ones.
+
+    Hosts whose devices share rows, because `tensor` is divided among them, read the
+    same part. Parts follow the order of the mesh, so that batch element k is the same
+    on any mesh.
+
+    Raises:
+        ValueError: the mesh gives hosts rows that are not neighbours, or not equal in
+            number.
+    """
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    places = NamedSharding(mesh, P(BATCH)).devices_indices_map((ways,))
+    blocks: dict[int, set[int]] = {}
+    for device, (rows,) in places.items():
+        blocks.setdefault(device.process_index, set()).add(rows.start or 0)
+    mine = blocks[jax.process_index()]
+    for host, own in blocks.items():
+        first, count = min(own), len(own)
+        if count != len(mine) or first % count or max(own) != first + count - 1:
+            raise ValueError(
+                f"mesh {dict(mesh.shape)} gives process {host} the parts "
+                f"{sorted(own)} of a batch in {ways}: hosts need equally many "
+                "neighbours"
+            )
+    return min(mine) // len(mine), ways // len(mine)
+
+
 def put_batch(mesh: Mesh, batch: PyTree) -> PyTree:
     """Puts this host's rows on its devices, as its part of the global batch.
 
@@ -163,14 +193,19 @@ def put_batch(mesh: Mesh, batch: PyTree) -> PyTree:
     sharding = NamedSharding(mesh, P(BATCH))
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     # Each host holds its part of the batch; the check is of the whole.
-    rows = jax.tree.leaves(batch)[0].shape[0] * jax.process_count()
+    _, parts = host_part(mesh)
+    rows = jax.tree.leaves(batch)[0].shape[0] * parts
     if rows % ways:
         raise ValueError(
             f"batch of {rows} rows does not divide among data * fsdp = {ways} devices"
         )
-    return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), batch
-    )
+
+    def put(x):
+        x = np.asarray(x)
+        whole = (parts * x.shape[0], *x.shape[1:])
+        return jax.make_array_from_process_local_data(sharding, x, whole)
+
+    return jax.tree.map(put, batch)
 
 
 def _fit(mesh, spec, shape):

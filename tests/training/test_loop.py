@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from memjax.training.config import LoopConfig, Outcome
 from memjax.training.loop import train
 from memjax.training.resume import NonFiniteError, flatten, require_same_config
 from tests.training import toy_run as toy
-from tests.training.processes import Process
+from tests.training.processes import Process, pod, toy_program
 from tests.training.processes import toy as start
 
 BASE = {"steps": 40, "save_every": 5, "log_every": 1, "evaluate_every": 20}
@@ -458,10 +457,7 @@ def test_two_processes_stop_at_one_step_and_go_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
     def pair(options: dict[str, Any]) -> list[Process]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            common = options | {"processes": 2, "port": probe.getsockname()[1]}
-        return [start(run_dir, common | {"process": n}) for n in (0, 1)]
+        return pod(toy_program, run_dir, options, 2)
 
     first, second = pair(BASE | {"sleep": 0.05, "evaluate_every": 0})
     first.read_until("step 7/")

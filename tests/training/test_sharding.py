@@ -231,6 +231,46 @@ def test_what_a_mesh_divides_is_taken():
     sharding.require_divides(mesh, 8, model_of(WINDOW))
 
 
+class Chip:
+    """A device of a host, as far as a mesh asks."""
+
+    platform = "none"
+
+    def __init__(self, number, host):
+        self.id, self.process_index = number, host
+
+
+def part_of(host, shape, hosts, monkeypatch):
+    """What a host reads, where the devices of a mesh are on these hosts."""
+    chips = [Chip(i, at) for i, at in enumerate(hosts)]
+    axes = ("data", "fsdp", "tensor")
+    mesh = jax.sharding.Mesh(np.array(chips).reshape(shape), axes)
+    monkeypatch.setattr(jax, "process_index", lambda: host)
+    return inspect.unwrap(sharding.host_part)(mesh)
+
+
+@pytest.mark.parametrize(
+    "shape,hosts,parts",
+    [
+        ((2, 2, 1), [0, 0, 1, 1], [(0, 2), (1, 2)]),
+        ((4, 1, 1), [0, 1, 2, 3], [(0, 4), (1, 4), (2, 4), (3, 4)]),
+        # Hosts that share rows read the same.
+        ((1, 2, 2), [0, 1, 2, 3], [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ((1, 1, 4), [0, 0, 1, 1], [(0, 1), (0, 1)]),
+        # Devices in an order of their own, as on a TPU.
+        ((2, 2, 1), [1, 1, 0, 0], [(1, 2), (0, 2)]),
+    ],
+)
+def test_hosts_read_the_rows_of_their_devices(shape, hosts, parts, monkeypatch):
+    found = [part_of(i, shape, hosts, monkeypatch) for i in range(len(parts))]
+    assert found == parts
+
+
+def test_hosts_with_rows_here_and_there_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"gives process 0 the parts \[0, 2\] of .* 4"):
+        part_of(1, (4, 1, 1), [0, 1, 0, 1], monkeypatch)
+
+
 def test_one_device_is_a_mesh():
     assert dict(sharding.make_mesh(MeshConfig()).shape) == dict(
         data=1, fsdp=1, tensor=1

@@ -73,7 +73,8 @@ def finetune(
     mesh = sharding.make_mesh(stage.mesh)
     sharding.require_divides(mesh, stage.data.batch_size, described.language_model)
     documents = run_data.load_split(described, tokenizer, "train")
-    hosts = {"shard_index": jax.process_index(), "shard_count": jax.process_count()}
+    index, count = sharding.host_part(mesh)
+    hosts = {"shard_index": index, "shard_count": count}
     vocab_size = described.model.vocab_size
     data = stage.batches(documents, tokenizer, vocab_size, **hosts)
     # Before the work starts: another run's folder is refused at once.
