@@ -69,7 +69,7 @@ def joins_hosts(argv: Sequence[str]) -> bool:
     words = " ".join(argv).replace("--distributed=", "--distributed ")
     chosen = re.search(r"--distributed (\w+)", words)
     how = chosen[1] if chosen else "auto"
-    trains = argv[:1] == ["train"]
+    trains = argv[:1] in (["train"], ["finetune"])
     return trains and (how == "on" or (how == "auto" and several_hosts()))
 
 

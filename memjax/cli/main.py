@@ -6,6 +6,7 @@ everything saved (run the same command again to resume); 1 anything else.
 
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +23,13 @@ from memjax.cli import conversation as cli_conversation
 from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
 from memjax.cli.parsing import Configured, parse
-from memjax.cli.process import exits_75, join_cluster, keep_programs, waits_for_verdict
+from memjax.cli.process import (
+    exits_75,
+    join_cluster,
+    keep_programs,
+    leave_cluster,
+    waits_for_verdict,
+)
 from memjax.cli.progress import Progress
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data.documents.sources import open_documents
@@ -217,6 +224,12 @@ def main(argv: list[str] | None = None) -> None:
             raise
         print(f"memjax: out of memory: {_one_line(str(error))}", file=sys.stderr)
         code = 1
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        code = 1
+    leave_cluster(code)
     sys.exit(code)
 
 

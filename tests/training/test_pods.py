@@ -111,8 +111,13 @@ def test_configurations_that_differ_are_refused_before_anything_is_compiled(
     assert not (tmp_path / "run").exists()
 
 
-def command(run_dir: Path, count: int, *more: str) -> list[subprocess.Popen[str]]:
-    """`memjax train` on hosts that Slurm names, as processes here."""
+def command(
+    run_dir: Path, count: int, *more: str, second: Mapping[str, str] | None = None
+) -> list[subprocess.Popen[str]]:
+    """`memjax train` on hosts that Slurm names, as processes here.
+
+    `second` is of the environment of the second one.
+    """
     words = ["train", "transformer-tiny", "--run-dir", str(run_dir), *more]
     words += ["--data.context-length", "32", "--model.num-layers", "1"]
     words += ["--loop.save-every", "5", "--loop.log-every", "1"]
@@ -127,7 +132,10 @@ def command(run_dir: Path, count: int, *more: str) -> list[subprocess.Popen[str]
     return [
         subprocess.Popen(
             [sys.executable, "-m", "memjax.cli.entry", *words],
-            env=os.environ | common | {"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)},
+            env=os.environ
+            | common
+            | {"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)}
+            | (second or {} if n == 1 else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -146,6 +154,18 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
     raise AssertionError(f"ended without saying {text!r}:\n{seen}")
 
 
+def test_a_host_that_fails_alone_ends_all(tmp_path: Path) -> None:
+    # Its tokens can be written nowhere.
+    broken = {"XDG_CACHE_HOME": "/proc/nope"}
+    first, second = command(tmp_path, 2, "--loop.steps", "9", second=broken)
+    _, errors = second.communicate(timeout=100)
+    assert second.returncode == 2
+    assert errors.splitlines()[-1].startswith("memjax: ") and "/proc/nope" in errors
+    _, errors = first.communicate(timeout=100)
+    assert first.returncode == 75
+    assert "process 1 has ended" in errors.splitlines()[-1]
+
+
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_lost_host_ends_the_others_with_one_line(tmp_path: Path, victim: int) -> None:
     started = command(tmp_path, 2, "--loop.steps", "2000")
@@ -160,6 +180,8 @@ def test_a_lost_host_ends_the_others_with_one_line(tmp_path: Path, victim: int) 
     assert f"process {victim} has ended or is not reached any more" in line
     assert "Traceback" not in errors and "stack trace" not in errors
     started[victim].communicate()
+    if victim == 0:
+        return
     done = max([7, *map(int, re.findall(r"step (\d+)/", output))])
     first, second = command(tmp_path, 2, "--loop.steps", str(done + 1))
     seen, errors = first.communicate(timeout=200)
