@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
@@ -76,7 +76,9 @@ def make_mesh(config: MeshConfig) -> Mesh:
     )
 
 
-def require_divides(mesh: Mesh, batch_size: int, model: ModelConfig) -> None:
+def require_divides(
+    mesh: Mesh | AbstractMesh, batch_size: int, model: ModelConfig
+) -> None:
     """Raises ValueError for a batch or heads that the mesh does not divide.
 
     Key-value heads may be fewer than `tensor`: they are then on all its devices.

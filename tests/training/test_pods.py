@@ -135,7 +135,7 @@ def command(
             env=os.environ
             | common
             | {"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)}
-            | (second or {} if n == 1 else {}),
+            | (dict(second or {}) if n == 1 else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -201,8 +201,7 @@ def test_a_mesh_that_does_not_fit_is_refused(axes, message):
         sharding.make_mesh(MeshConfig(**axes))
 
 
-HEADS = dict(model_dim=16, num_heads=4, num_kv_heads=2, head_dim=4)
-WINDOW = SlidingWindowConfig(**HEADS)
+WINDOW = SlidingWindowConfig(16, num_heads=4, num_kv_heads=2, head_dim=4)
 
 
 def model_of(*mixers):
