@@ -1,9 +1,9 @@
 """The command `memjax finetune`."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from memjax.cli.process import exits_75, keep_programs
+from memjax.cli.process import exits_75, join_cluster, keep_programs, waits_for_verdict
 from memjax.cli.progress import Progress
 from memjax.training.curves import draw_curves
 from memjax.training.finetune import finetune as finetuning
@@ -34,6 +34,7 @@ def finetune(
     run_dir: Path = Path("runs/finetuned"),
     start: Path | None = None,
     compilation_cache: str | None = None,
+    distributed: Literal["auto", "on", "off"] = "auto",
 ) -> int:
     """Fine-tunes a pretrained model with a memory, or resumes a run.
 
@@ -47,8 +48,12 @@ def finetune(
         start: of a later stage: folder of the stage before, instead of the backbone.
         compilation_cache: folder where compiled programs are kept for the next run, or
             "off"; None is JAX_COMPILATION_CACHE_DIR, or else the user's cache folder.
+        distributed: join the other hosts: "on" for a TPU pod; "auto" does so where
+            GKE, Slurm or Open MPI name several.
     """
     keep_programs(compilation_cache)
+    with exits_75():
+        join_cluster(distributed)
     if isinstance(config, RetrofitStages):
         config = _with_layers(config, backbone, run_dir)
     stages = config.stages()
@@ -59,7 +64,7 @@ def finetune(
             f"backbone={backbone!r}, "
             f"start={start and str(start)!r}"
         )
-    with exits_75():
+    with exits_75(), waits_for_verdict():
         outcome = finetuning.finetune_stages(stages, backbone, run_dir, start)
     print(f"{outcome.reason} at step {outcome.step}; run folder {run_dir}")
     for name, _ in stages if outcome.reason != "preempted" else ():

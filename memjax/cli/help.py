@@ -28,6 +28,9 @@ _COMMON = """\
   --compilation-cache PATH
                   folder where compiled programs are kept for the next run, or "off"
                   (default: JAX_COMPILATION_CACHE_DIR, or the user's cache folder)
+  --distributed {{auto,on,off}}
+                  join the other hosts: "on" for a TPU pod; "auto" does so where
+                  GKE, Slurm or Open MPI name several (default: auto)
 """
 _HELP = {
     "train": """\
@@ -38,11 +41,7 @@ Trains a preset, every field of which can be overridden, or resumes a run.
 
 """
     + _COMMON.format(run_dir="runs/latest")
-    + """\
-  --distributed {auto,on,off}
-                  join the other hosts: "on" for a TPU pod; "auto" does so where
-                  GKE, Slurm or Open MPI name several (default: auto)
-
+    + """
 memjax train PRESET --help lists every field, such as --loop.steps, --data.source
 or --model.mixers.0.window.
 

@@ -5,8 +5,8 @@ everything saved (run the same command again to resume); 1 anything else.
 """
 
 import json
-import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,7 +23,13 @@ from memjax.cli import conversation as cli_conversation
 from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
 from memjax.cli.parsing import Configured, parse
-from memjax.cli.process import exits_75, keep_programs
+from memjax.cli.process import (
+    exits_75,
+    join_cluster,
+    keep_programs,
+    leave_cluster,
+    waits_for_verdict,
+)
 from memjax.cli.progress import Progress
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data.documents.sources import open_documents
@@ -63,7 +69,8 @@ def train(
     with exits_75():
         join_cluster(distributed)
         tokenizer = load_tokenizer(config.data.tokenizer)
-        outcome = run.train(run.with_vocabulary(config, tokenizer), run_dir)
+        with waits_for_verdict():
+            outcome = run.train(run.with_vocabulary(config, tokenizer), run_dir)
     print(f"{outcome.reason} at step {outcome.step}; run folder {run_dir}")
     # A run that was asked to stop has no time for it.
     if outcome.reason != "preempted" and (curves := draw_curves(run_dir)):
@@ -173,19 +180,6 @@ def data(
     return 0
 
 
-def join_cluster(distributed: str) -> None:
-    """Initialises jax.distributed before the first JAX computation."""
-    # Joining a cluster waits for its other hosts, so only where there are some.
-    several = (
-        "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
-        or int(os.environ.get("SLURM_NTASKS", "1")) > 1
-        or int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1
-        or "JAX_COORDINATOR_ADDRESS" in os.environ
-    )
-    if distributed == "on" or (distributed == "auto" and several):
-        jax.distributed.initialize()
-
-
 COMMANDS: dict[str, Callable[..., int]] = {
     "eval": evaluate,
     "generate": cli_generate.generate_text,
@@ -230,6 +224,12 @@ def main(argv: list[str] | None = None) -> None:
             raise
         print(f"memjax: out of memory: {_one_line(str(error))}", file=sys.stderr)
         code = 1
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        code = 1
+    leave_cluster(code)
     sys.exit(code)
 
 

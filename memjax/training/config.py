@@ -53,8 +53,8 @@ class LoopConfig:
         minutes: stop cleanly this long after `train` was called, > 0.
         writers: where metrics go beside `metrics.jsonl`, any of "tensorboard", "wandb"
             (Weights & Biases) and "mlflow"; the last two are packages to install.
-        stuck_minutes: name a step once that has run longer than this, and longer than
-            ten times the median, > 0.
+        stuck_minutes: a step that waits longer than this for its batch or the devices,
+            and twice as long as any before, is named once, with its host; > 0.
     """
 
     steps: int

@@ -30,6 +30,7 @@ from memjax.training.config import DataIterator, LoopConfig, Outcome, Reason
 from memjax.training.multihost import StopSignals, agreed, same_everywhere
 from memjax.training.reporting import Profile, Reporter
 from memjax.training.resume import FREE_FIELDS, Start, finite_flag, resume
+from memjax.training.watching.stuck import StuckWatch
 from memjax.training.watching.writers import require_installed
 
 #: Steps whose metrics may still be on the device. Reading a metric this late
@@ -103,6 +104,7 @@ def train(
         StopSignals() as signals,
         nullcontext(claim) if claim else Claim(settings.folder),
         Checkpoints(settings.folder / "checkpoints", keep=config.keep) as checkpoints,
+        StuckWatch(config.stuck_minutes) as watch,
     ):
         start = resume(
             checkpoints, state, data, config_record, may_change, step_of, completed
@@ -118,7 +120,8 @@ def train(
             record=config_record,
             flops_per_step=flops_per_step,
         )
-        loop = _Loop(settings, start, signals, checkpoints, reporter, started, deadline)
+        services = _Services(signals, checkpoints, reporter, watch)
+        loop = _Loop(settings, start, services, started, deadline)
         # Only the loop may hold a reference to the state: `train_step` donates it, and
         # a second reference would keep a copy of the arrays alive.
         del state, start
@@ -138,6 +141,15 @@ class _RunSettings(NamedTuple):
     step_of: Callable[[Any], Any]
 
 
+class _Services(NamedTuple):
+    """What the loop calls while it trains."""
+
+    signals: StopSignals
+    checkpoints: Checkpoints
+    reporter: Reporter
+    watch: StuckWatch
+
+
 class _Loop:
     """The mutable part of a run: state, step, skipped steps, metrics on the device."""
 
@@ -145,15 +157,12 @@ class _Loop:
         self,
         settings: _RunSettings,
         start: Start,
-        signals: StopSignals,
-        checkpoints: Checkpoints,
-        reporter: Reporter,
+        services: _Services,
         started: float,
         deadline: float | None,
     ):
-        self._settings, self._signals, self._reporter = settings, signals, reporter
-        self._checkpoints, self._deadline = checkpoints, deadline
-        self._started = started
+        self._settings, self._started, self._deadline = settings, started, deadline
+        self._signals, self._checkpoints, self._reporter, self._watch = services
         self._profile = Profile(settings.config.profile, settings.folder / "profile")
         self._state, self._step, self._skipped = start.state, start.step, start.skipped
         self._saved = start.step if start.restored else None
@@ -194,10 +203,12 @@ class _Loop:
         first = True
         while (reason := self._reason_to_stop()) is None:
             self._profile.start(self._step + 1)
+            self._watch.waits(self._step + 1, "its batch")
             try:
                 batch = next(self._settings.data)
             except StopIteration:
                 return "data ended"
+            self._watch.waits(self._step + 1, "the devices")
             metrics = self._first_step(batch) if first else self._next_step(batch)
             first = False
             self._step += 1
@@ -219,6 +230,7 @@ class _Loop:
     def _first_step(self, batch: Any) -> dict[str, Any]:
         """The step that compiles, which may take minutes: says so, and how long."""
         self._reporter.message("compiling ...")
+        self._watch.rests()
         start = time.perf_counter()
         # Returns when the program is compiled and dispatched, and not when it is done.
         metrics = self._next_step(batch)
@@ -255,6 +267,7 @@ class _Loop:
         config = self._settings.config
         while len(self._pending) > keep:
             step, on_device = self._pending.popleft()
+            self._watch.waits(step, "the devices")
             metrics = jax.device_get(on_device)
             finite = finite_flag(metrics, step)
             self._skipped = self._skipped.after(
@@ -305,6 +318,7 @@ class _Loop:
                 f"{int(self._settings.step_of(self._state))}: train_step must count "
                 "every call, skipped or not"
             )
+        self._watch.rests()
         # Metrics first: a checkpoint must not be ahead of the record of its steps.
         self._reporter.sync(self._step)
         meta = {
@@ -330,6 +344,7 @@ class _Loop:
         if agreed(self._reporter.evaluated(self._step)):
             return True
         self._read_metrics(keep=0)
+        self._watch.rests()
         with self._reporter.paused():
             values = evaluate(self._state, self._signals.should_stop)
         if self._signals.should_stop():

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from memjax.training.resume import as_json
+from memjax.training.resume import as_json, flatten
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,45 @@ def same_everywhere(data_state: Any) -> Any:
                 f"number of them can resume; process {jax.process_index()} has {text}"
             )
     return data_state
+
+
+#: Fields that an error names.
+MOST_NAMED = 5
+
+
+def require_same_configuration(record: Mapping[str, Any]) -> None:
+    """Raises ValueError, on every process, where they have different configurations.
+
+    Args:
+        record: of this process, as JSON; the message names the fields that differ.
+    """
+    if jax.process_count() == 1:
+        return
+    text = json.dumps(flatten(as_json(record, "config")), sort_keys=True)
+    mine = np.frombuffer(text.encode(), np.uint8)
+    lengths = np.asarray(multihost_utils.process_allgather(np.asarray(len(mine))))
+    # A gather needs one size; spaces at the end are no part of JSON.
+    padded = np.pad(mine, (0, int(lengths.max()) - len(mine)), constant_values=32)
+    found = np.asarray(multihost_utils.process_allgather(padded))
+    if (found == found[:1]).all():
+        return
+    records = [json.loads(row.tobytes()) for row in found]
+    lines = [
+        _difference(name, [r.get(name, "absent") for r in records])
+        for name in sorted(set().union(*records))
+        if any(r.get(name, "absent") != records[0].get(name, "absent") for r in records)
+    ]
+    if more := len(lines) - MOST_NAMED:
+        lines = lines[:MOST_NAMED] + ([f"{more} more fields"] if more > 0 else [])
+    raise ValueError(f"processes have different configurations: {'; '.join(lines)}")
+
+
+def _difference(name: str, values: list[Any]) -> str:
+    """A field, as most processes have it, and those that have it otherwise."""
+    shown = [json.dumps(value) for value in values]
+    usual = max(shown, key=shown.count)
+    others = [f"{v} on process {i}" for i, v in enumerate(shown) if v != usual]
+    return f"{name} is {usual}, but {', '.join(others[:MOST_NAMED])}"
 
 
 #: What asks a run to save and stop, beside Ctrl-C: the system, a terminal that closes,

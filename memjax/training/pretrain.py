@@ -26,6 +26,7 @@ from memjax.training.config import LoopConfig, Outcome
 from memjax.training.config import RunConfig as RunConfig
 from memjax.training.config import presets as presets
 from memjax.training.config import with_vocabulary as with_vocabulary
+from memjax.training.multihost import require_same_configuration
 from memjax.training.optimizer import OptimizerConfig, optimizer, schedule
 from memjax.training.resume import FREE_FIELDS
 from memjax.training.run_data import batches, load_sources, shortest, validation
@@ -53,11 +54,14 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
     """
     check_path("run_dir", run_dir)
     require_installed(config.loop.writers)
+    require_same_configuration(to_record(config) | {"run_dir": str(run_dir)})
     tokenizer = load_tokenizer(config.data.tokenizer)
     _require_vocabulary(config.model, tokenizer)
     mesh = sharding.make_mesh(config.mesh)
+    sharding.require_divides(mesh, config.data.batch_size, config.model)
     sources = load_sources(config.data, tokenizer, "train")
-    data, model = batches(config, sources), abstract_model(config.model)
+    data = batches(config, sources, sharding.host_part(mesh))
+    model = abstract_model(config.model)
     tokens_per_step = config.data.batch_size * config.data.context_length
     with Claim(run_dir) as claim:
         record_config(config, run_dir, FREE_FIELDS)

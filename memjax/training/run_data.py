@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -64,17 +63,20 @@ def load_sources(
 
 
 def batches(
-    config: Settings, sources: Sequence[Sequence[TokenisedDocument]]
+    config: Settings,
+    sources: Sequence[Sequence[TokenisedDocument]],
+    part: tuple[int, int] = (0, 1),
 ) -> BatchIterator:
     """This host's part of the run's batches, in its order.
 
     Args:
         config: of the run.
         sources: the documents of each source, from `load_sources`.
+        part: of each batch that this host reads, and of how many: `host_part`.
     """
     data = config.data
     sizes = (data.context_length, data.batch_size, config.seed)
-    shard = {"shard_index": jax.process_index(), "shard_count": jax.process_count()}
+    shard = {"shard_index": part[0], "shard_count": part[1]}
     vocab_size = config.model.vocab_size
     if data.mixture:
         weights = [weight for _, weight in data.mixture]

@@ -5,16 +5,18 @@ mesh, and has rules by name for all else.
 """
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
 from memjax.models import ModelConfig
+from memjax.models.language_model.config import attention_of
 from memjax_kernels.common.partition import BATCH
 
 # The axis of the mesh that divides a logical axis of a mixer's parameters.
@@ -74,6 +76,37 @@ def make_mesh(config: MeshConfig) -> Mesh:
     )
 
 
+def require_divides(
+    mesh: Mesh | AbstractMesh, batch_size: int, model: ModelConfig
+) -> None:
+    """Raises ValueError for a batch or heads that the mesh does not divide.
+
+    Key-value heads may be fewer than `tensor`: they are then on all its devices.
+
+    Args:
+        mesh: of the run.
+        batch_size: batch elements of an update, over all devices.
+        model: whose layers have heads.
+    """
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if batch_size % ways:
+        below, above = batch_size // ways * ways, -(-batch_size // ways) * ways
+        fits = f"{below} or {above}" if below else str(above)
+        raise ValueError(
+            f"batch_size={batch_size} does not divide among data * fsdp = {ways} "
+            f"devices: {fits} would"
+        )
+    tensor = mesh.shape["tensor"]
+    for i, mixer in enumerate(model.mixers):
+        heads = getattr(attention_of(mixer) or mixer, "num_heads", tensor)
+        if heads % tensor:
+            fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+            raise ValueError(
+                f"mesh.tensor={tensor} does not divide the {heads} heads of "
+                f"model.mixers[{i}]: {', '.join(fits)} would"
+            )
+
+
 def shardings(mesh: Mesh, tree: PyTree, model: ModelConfig) -> PyTree:
     """The sharding of each leaf: by its mixer's axes, or by the rules.
 
@@ -124,6 +157,35 @@ def _place_in_mixer(name: str) -> tuple[int, str] | None:
     return int(found[1]), re.sub(adapted, r"\1", found[2])
 
 
+@functools.lru_cache(maxsize=8)
+def host_part(mesh: Mesh) -> tuple[int, int]:
+    """Which part of a batch this host reads, and of how many: part i of n equal ones.
+
+    Hosts whose devices share rows, because `tensor` is divided among them, read the
+    same part. Parts follow the order of the mesh, so that batch element k is the same
+    on any mesh.
+
+    Raises:
+        ValueError: the mesh gives hosts rows that are not neighbours, or not equal in
+            number.
+    """
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    places = NamedSharding(mesh, P(BATCH)).devices_indices_map((ways,))
+    blocks: dict[int, set[int]] = {}
+    for device, (rows,) in places.items():
+        blocks.setdefault(device.process_index, set()).add(rows.start or 0)
+    mine = blocks[jax.process_index()]
+    for host, own in blocks.items():
+        first, count = min(own), len(own)
+        if count != len(mine) or first % count or max(own) != first + count - 1:
+            raise ValueError(
+                f"mesh {dict(mesh.shape)} gives process {host} the parts "
+                f"{sorted(own)} of a batch in {ways}: hosts need equally many "
+                "neighbours"
+            )
+    return min(mine) // len(mine), ways // len(mine)
+
+
 def put_batch(mesh: Mesh, batch: PyTree) -> PyTree:
     """Puts this host's rows on its devices, as its part of the global batch.
 
@@ -133,14 +195,19 @@ def put_batch(mesh: Mesh, batch: PyTree) -> PyTree:
     sharding = NamedSharding(mesh, P(BATCH))
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     # Each host holds its part of the batch; the check is of the whole.
-    rows = jax.tree.leaves(batch)[0].shape[0] * jax.process_count()
+    _, parts = host_part(mesh)
+    rows = jax.tree.leaves(batch)[0].shape[0] * parts
     if rows % ways:
         raise ValueError(
             f"batch of {rows} rows does not divide among data * fsdp = {ways} devices"
         )
-    return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), batch
-    )
+
+    def put(x):
+        x = np.asarray(x)
+        whole = (parts * x.shape[0], *x.shape[1:])
+        return jax.make_array_from_process_local_data(sharding, x, whole)
+
+    return jax.tree.map(put, batch)
 
 
 def _fit(mesh, spec, shape):

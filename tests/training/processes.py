@@ -9,6 +9,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -88,9 +89,31 @@ class Process:
         return output
 
 
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def pod(
+    program: Program,
+    run_dir: Path,
+    options: dict[str, Any],
+    count: int,
+    environment: Mapping[str, str] | None = None,
+) -> list[Process]:
+    """Several processes of one run that have started."""
+    common = options | {"processes": count, "port": free_port()}
+    return [
+        Process(program, run_dir, common | {"process": n}, environment=environment)
+        for n in range(count)
+    ]
+
+
 def toy(run_dir: Path, options: dict[str, Any]) -> Process:
     """A toy run that has started."""
-    return Process(_toy, run_dir, options)
+    return Process(toy_program, run_dir, options)
 
 
 @functools.cache
@@ -113,7 +136,8 @@ def _main(
     sys.exit(code)
 
 
-def _toy(run_dir: Path, options: dict[str, Any]) -> int:
+def toy_program(run_dir: Path, options: dict[str, Any]) -> int:
+    """A toy run; returns its exit code."""
     code = toy_run.main(run_dir, options)
     if options.get("processes"):
         # A fork ends without what is registered for a program's exit.

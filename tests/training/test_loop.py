@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +21,9 @@ from memjax.training.checkpoints import checkpoint
 from memjax.training.checkpoints.checksums import write_digests
 from memjax.training.config import LoopConfig, Outcome
 from memjax.training.loop import train
-from memjax.training.resume import NonFiniteError, require_same_config
+from memjax.training.resume import NonFiniteError, flatten, require_same_config
 from tests.training import toy_run as toy
-from tests.training.processes import Process
+from tests.training.processes import Process, pod, toy_program
 from tests.training.processes import toy as start
 
 BASE = {"steps": 40, "save_every": 5, "log_every": 1, "evaluate_every": 20}
@@ -426,16 +425,39 @@ def test_data_positions_that_differ_between_processes_are_refused(
         agreement.same_everywhere(object())
 
 
+def test_configurations_that_differ_between_processes_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine = {"loop": {"steps": 30}, "seed": 1, "mixers": [{"order": 4}]}
+    theirs = [mine, mine | {"seed": 2, "mixers": [{"order": 4}, {"order": 5}]}]
+    texts = [json.dumps(flatten(each), sort_keys=True) for each in (mine, *theirs)]
+
+    def gather(given: np.ndarray) -> np.ndarray:
+        """What three processes give."""
+        if given.shape == ():
+            return np.array([len(text) for text in texts])
+        rows = [text.ljust(given.size).encode() for text in texts]
+        return np.stack([np.frombuffer(row, np.uint8) for row in rows])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    with pytest.raises(ValueError) as refused:
+        agreement.require_same_configuration(mine)
+    assert str(refused.value) == (
+        'processes have different configurations: mixers.1.order is "absent", but 5 on '
+        "process 2; seed is 1, but 2 on process 2"
+    )
+    texts[2] = texts[0]
+    agreement.require_same_configuration(mine)
+
+
 @pytest.mark.slow
 def test_two_processes_stop_at_one_step_and_go_on(tmp_path: Path) -> None:
     """SIGTERM reaches only the second; both save the same step and resume it."""
     run_dir = tmp_path / "run"
 
     def pair(options: dict[str, Any]) -> list[Process]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            common = options | {"processes": 2, "port": probe.getsockname()[1]}
-        return [start(run_dir, common | {"process": n}) for n in (0, 1)]
+        return pod(toy_program, run_dir, options, 2)
 
     first, second = pair(BASE | {"sleep": 0.05, "evaluate_every": 0})
     first.read_until("step 7/")

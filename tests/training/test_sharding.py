@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from memjax.models import LanguageModel, preset
+from memjax.mechanisms import DeltaNetConfig, SlidingWindowConfig
+from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.language_model.presets import FAMILIES
 from memjax.training import sharding
 from memjax.training.sharding import MeshConfig
@@ -198,6 +199,75 @@ def test_an_axis_that_does_not_divide_is_left_out_for_that_leaf():
 def test_a_mesh_that_does_not_fit_is_refused(axes, message):
     with pytest.raises(ValueError, match=message):
         sharding.make_mesh(MeshConfig(**axes))
+
+
+WINDOW = SlidingWindowConfig(16, num_heads=4, num_kv_heads=2, head_dim=4)
+
+
+def model_of(*mixers):
+    return ModelConfig(mixers=mixers, num_layers=4, vocab_size=8, model_dim=16)
+
+
+@pytest.mark.parametrize(
+    "axes,batch,message",
+    [
+        ((2, 3, 1), 16, "batch_size=16 .* data . fsdp = 6 devices: 12 or 18 would"),
+        ((2, 3, 1), 4, "batch_size=4 .* devices: 6 would"),
+        ((1, 1, 3), 1, r"tensor=3 .* the 4 heads of model.mixers\[0\]: 1, 2, 4 would"),
+        ((1, 1, 4), 1, r"tensor=4 .* the 6 heads of model.mixers\[1\]: 1, 2, 3, 6"),
+    ],
+)
+def test_what_a_mesh_does_not_divide_is_refused(axes, batch, message):
+    mesh = AbstractMesh(axes, ("data", "fsdp", "tensor"))
+    model = model_of(WINDOW, DeltaNetConfig(16, 6, 4, 4))
+    with pytest.raises(ValueError, match=message):
+        sharding.require_divides(mesh, batch, model)
+
+
+def test_what_a_mesh_divides_is_taken():
+    mesh = AbstractMesh((2, 2, 4), ("data", "fsdp", "tensor"))
+    # Two key-value heads are on all four devices.
+    sharding.require_divides(mesh, 8, model_of(WINDOW))
+
+
+class Chip:
+    """A device of a host, as far as a mesh asks."""
+
+    platform = "none"
+
+    def __init__(self, number, host):
+        self.id, self.process_index = number, host
+
+
+def part_of(host, shape, hosts, monkeypatch):
+    """What a host reads, where the devices of a mesh are on these hosts."""
+    chips = [Chip(i, at) for i, at in enumerate(hosts)]
+    axes = ("data", "fsdp", "tensor")
+    mesh = jax.sharding.Mesh(np.array(chips).reshape(shape), axes)
+    monkeypatch.setattr(jax, "process_index", lambda: host)
+    return inspect.unwrap(sharding.host_part)(mesh)
+
+
+@pytest.mark.parametrize(
+    "shape,hosts,parts",
+    [
+        ((2, 2, 1), [0, 0, 1, 1], [(0, 2), (1, 2)]),
+        ((4, 1, 1), [0, 1, 2, 3], [(0, 4), (1, 4), (2, 4), (3, 4)]),
+        # Hosts that share rows read the same.
+        ((1, 2, 2), [0, 1, 2, 3], [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ((1, 1, 4), [0, 0, 1, 1], [(0, 1), (0, 1)]),
+        # Devices in an order of their own, as on a TPU.
+        ((2, 2, 1), [1, 1, 0, 0], [(1, 2), (0, 2)]),
+    ],
+)
+def test_hosts_read_the_rows_of_their_devices(shape, hosts, parts, monkeypatch):
+    found = [part_of(i, shape, hosts, monkeypatch) for i in range(len(parts))]
+    assert found == parts
+
+
+def test_hosts_with_rows_here_and_there_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"gives process 0 the parts \[0, 2\] of .* 4"):
+        part_of(1, (4, 1, 1), [0, 1, 0, 1], monkeypatch)
 
 
 def test_one_device_is_a_mesh():

@@ -32,6 +32,7 @@ from memjax.training.finetune.run import load_model as load_model
 from memjax.training.finetune.start import digest as digest
 from memjax.training.finetune.start import load_backbone as load_backbone
 from memjax.training.finetune.start import starting_point
+from memjax.training.multihost import require_same_configuration
 from memjax.training.resume import FREE_FIELDS
 from memjax.training.run_folder import CHECKPOINTS, record_config
 from memjax.training.step import TrainState
@@ -65,11 +66,15 @@ def finetune(
     """
     check_path("run_dir", run_dir)
     require_installed(stage.loop.writers)
+    asked = {"backbone": backbone and str(backbone), "run_dir": str(run_dir)}
+    require_same_configuration(to_record(stage) | asked)
     described, model, stored, before = starting_point(stage, backbone, start)
     tokenizer = stored.tokenizer
     mesh = sharding.make_mesh(stage.mesh)
+    sharding.require_divides(mesh, stage.data.batch_size, described.language_model)
     documents = run_data.load_split(described, tokenizer, "train")
-    hosts = {"shard_index": jax.process_index(), "shard_count": jax.process_count()}
+    index, count = sharding.host_part(mesh)
+    hosts = {"shard_index": index, "shard_count": count}
     vocab_size = described.model.vocab_size
     data = stage.batches(documents, tokenizer, vocab_size, **hosts)
     # Before the work starts: another run's folder is refused at once.

@@ -1,0 +1,42 @@
+"""A step that does not end is named."""
+
+import logging
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memjax.training.watching import stuck
+from tests.training import toy_run
+
+
+def test_a_step_without_its_batch_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    following = toy_run.Data.__next__
+
+    def slow_once(data: Any) -> Any:
+        time.sleep(0.8 if data.position == 6 else 0)
+        return following(data)
+
+    monkeypatch.setattr(toy_run.Data, "__next__", slow_once)
+    options = {"steps": 9, "save_every": 100, "stuck_minutes": 0.1 / 60}
+    with caplog.at_level(logging.WARNING, stuck.__name__):
+        assert toy_run.main(tmp_path, options) == 0
+    said = [r.getMessage() for r in caplog.records if r.name == stuck.__name__]
+    assert said == [
+        f"process 0 of 1 on {socket.gethostname()}: step 7 has waited for its batch "
+        "for 0.0 minutes"
+    ]
+
+
+@pytest.mark.parametrize("long", ["compile_sleep", "evaluate_sleep"])
+def test_what_takes_long_by_nature_is_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, long: str
+) -> None:
+    options = {"steps": 2, "evaluate_every": 1, "stuck_minutes": 0.2 / 60, long: 0.5}
+    with caplog.at_level(logging.WARNING, stuck.__name__):
+        assert toy_run.main(tmp_path, options) == 0
+    assert not [r for r in caplog.records if r.name == stuck.__name__]
