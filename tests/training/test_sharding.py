@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from memjax.mechanisms import DeltaNetConfig, SlidingWindowConfig
+from memjax.mechanisms import BesideConfig, DeltaNetConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.language_model.presets import FAMILIES
 from memjax.training import sharding
@@ -222,6 +222,13 @@ def test_what_a_mesh_does_not_divide_is_refused(axes, batch, message):
     model = model_of(WINDOW, DeltaNetConfig(16, 6, 4, 4))
     with pytest.raises(ValueError, match=message):
         sharding.require_divides(mesh, batch, model)
+
+
+def test_the_heads_of_a_window_beside_a_memory_are_divided_too():
+    mesh = AbstractMesh((1, 1, 3), ("data", "fsdp", "tensor"))
+    beside = BesideConfig(WINDOW, DeltaNetConfig(2 * 2 * 4, 4, 4, 4))
+    with pytest.raises(ValueError, match="tensor=3 does not divide the 4 heads"):
+        sharding.require_divides(mesh, 1, model_of(beside))
 
 
 def test_what_a_mesh_divides_is_taken():

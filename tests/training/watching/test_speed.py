@@ -86,6 +86,21 @@ def test_goodput_leaves_out_what_is_done_again(
     assert Goodput(tmp_path, 0).share() == 0.0
 
 
+def test_a_save_between_two_lines_counts_no_time_twice(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    measured = speed.Speed(0, 1, None, Goodput(tmp_path, 0))
+    for at in (2, 4):
+        clock[0] += 3.0
+        measured.mark(at)
+    clock[0] += 4.0
+    assert measured.line(5)["goodput"] == 1.0
+    clock[0] += 10.0
+    assert measured.line(5)["goodput"] == 0.5
+    record = json.loads((tmp_path / goodput.GOODPUT_FILE).read_text())
+    assert record["seconds_at"] == [[2, 3.0], [4, 6.0]]
+
+
 def test_a_damaged_record_of_time_starts_anew(
     tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
