@@ -38,6 +38,14 @@ ROOMS = {
         "memjax.data",
         "memjax.evaluation",
     ),
+    # Compiles what trains, scores and generates.
+    "memjax.aot": (
+        "memjax.mechanisms",
+        "memjax.models",
+        "memjax.data",
+        "memjax.evaluation",
+        "memjax.training",
+    ),
     # Opens any model, and claims its folder as a run does.
     "memjax.conversation": (
         "memjax.models",
@@ -52,6 +60,7 @@ ROOMS = {
         "memjax.evaluation",
         "memjax.training",
         "memjax.conversation",
+        "memjax.aot",
     ),
     "experiments": (
         "memjax_kernels",
@@ -62,6 +71,7 @@ ROOMS = {
         "memjax.evaluation",
         "memjax.training",
         "memjax.conversation",
+        "memjax.aot",
         "memjax.cli",
     ),
 }

@@ -9,6 +9,8 @@ the backward pass of the gradients of all. Gradients have the sizes of their arg
 from collections.abc import Callable
 from typing import NamedTuple
 
+from memjax.aot.chips import CHIPS
+from memjax.training.watching.device_peaks import PEAK_FLOPS
 from memjax_kernels.delta_rule.chunks import CHUNK_SIZE as DELTA_RULE_CHUNK
 from memjax_kernels.gated_slots.xla import CHUNK_SIZE as GATED_SLOTS_CHUNK
 from memjax_kernels.lattice import Variant
@@ -44,11 +46,9 @@ class Device(NamedTuple):
 
 
 DEVICES = {
-    "H100": Device(989e12, 3.35e12),
-    "H200": Device(989e12, 4.8e12),
-    "v5e": Device(197e12, 0.819e12),
-    "v5p": Device(459e12, 2.765e12),
-    "v6e": Device(918e12, 1.64e12),
+    "H100": Device(PEAK_FLOPS["NVIDIA H100 80GB HBM3"], 3.35e12),
+    "H200": Device(PEAK_FLOPS["NVIDIA H200"], 4.8e12),
+    **{name: Device(chip.flops, chip.bandwidth) for name, chip in CHIPS.items()},
 }
 
 

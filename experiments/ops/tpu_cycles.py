@@ -29,9 +29,9 @@ import tyro
 from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.ops.cycles.cases import CASES, module_of
 from experiments.ops.cycles.compile import compile_case
-from experiments.ops.cycles.count import count
 from experiments.ops.cycles.plot import plot
 from experiments.ops.cycles.report import entry
+from memjax.aot.cycles.count import count
 from memjax.checks import require_known
 from memjax.evaluation.provenance import version
 

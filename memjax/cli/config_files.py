@@ -41,6 +41,15 @@ def read_finetuning(file: Path) -> tuple[Stage, dict[str, Any]]:
     return run.config, {"backbone": run.origin} if known else {}
 
 
+def is_finetuning(file: Path) -> bool:
+    """Whether a configuration is of a fine-tuning run.
+
+    Raises:
+        ValueError: the file is no configuration.
+    """
+    return FINETUNING in _read(file)
+
+
 def _read(file: Path) -> dict[str, Any]:
     path = file.expanduser()
     try:

@@ -8,6 +8,8 @@ COMMANDS = {
     "train": "Trains a preset, every field of which can be overridden, or resumes a "
     "run.",
     "finetune": "Fine-tunes a pretrained model with a memory, or resumes a run.",
+    "aot": "Compiles a run's steps for TPUs, without one: do they fit, what do they "
+    "cost?",
     "eval": "Perplexity of a model, by kind of text and by position.",
     "generate": "Reads a prompt of any length into the memory and writes on.",
     "tell": "Reads text files into a memory.",
@@ -67,6 +69,28 @@ those of a training in stages begin with its name: --stage1.loop.steps.
 
 """
     + FINETUNE,
+    "aot": """\
+usage: memjax aot PRESET --topology CHIPS [options]
+       memjax aot --config FILE --topology CHIPS [options]
+
+Compiles a run's steps for TPUs, without one: do they fit, what do they cost?
+Exit code 1 where one does not fit.
+
+  --topology CHIPS
+                  such as v5e:16x16, v5p:4x4x4 or v6e:8x8; --mesh.* must fit them
+  --slices N      so many of them, joined by the data-center network (default: 1)
+  --what {train,evaluate,decode} ...
+                  the steps (default: train)
+  --backbone MODEL
+                  of a fine-tuning: a preset of memjax train, or a config.json
+  --search {batch,context}
+                  also the largest that fits, by compiling several
+  --no-cycles     do not count cycles: compiles faster
+  --output FILE   the report as JSON
+
+The presets are those of memjax train and memjax finetune: their --help lists them.
+memjax aot PRESET --help lists every field.
+""",
 }
 
 

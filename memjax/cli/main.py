@@ -1,4 +1,4 @@
-"""The command line: train, finetune, eval, generate, tell, ask, chat, data and more.
+"""The command line: train, finetune, aot, eval, generate, tell, ask, chat and more.
 
 Exit codes: 0 done; 2 bad input, with one line on stderr; 75 stopped by a signal with
 everything saved (run the same command again to resume); 1 anything else.
@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from memjax import evaluation
+from memjax.cli import aot as cli_aot
 from memjax.cli import checkpoints as cli_interop
 from memjax.cli import config_files, help
 from memjax.cli import conversation as cli_conversation
 from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
-from memjax.cli.parsing import Configured, parse
+from memjax.cli.arguments.parsing import Configured, parse
 from memjax.cli.process import (
     exits_75,
     join_cluster,
@@ -196,6 +197,7 @@ CONFIGURED = {
     "finetune": Configured(
         cli_finetune.finetune, cli_finetune.presets, config_files.read_finetuning
     ),
+    "aot": Configured(cli_aot.aot, cli_aot.presets, cli_aot.read),
 }
 
 

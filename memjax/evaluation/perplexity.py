@@ -90,7 +90,7 @@ def losses(
             tokens, targets, real = _segment(
                 [texts[row].tokens for row in rows], start, segment, batch_size
             )
-            state, scores = _score(graph, params, state, tokens, targets)
+            state, scores = score_segment(graph, params, state, tokens, targets)
             stop = min(start + segment, longest)
             kept = real[: len(rows), : stop - start]
             mask[rows, start:stop] = kept
@@ -134,7 +134,8 @@ def octaves(longest: int, first: int = 16) -> list[int]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score(graph, params, state, tokens, targets) -> tuple[tuple, Array]:
+def score_segment(graph, params, state, tokens, targets) -> tuple[tuple, Array]:
+    """The memory after a segment [B, T], and the loss of each of its targets [B, T]."""
     model = nnx.merge(graph, params)
     state, features = model.features(state, tokens)
     vocab_size = model.vocab_size

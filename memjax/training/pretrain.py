@@ -124,6 +124,12 @@ def build_step(config: RunConfig, mesh: Mesh) -> tuple[TrainState, Callable]:
 @functools.lru_cache(maxsize=8)
 def _programs(config: RunConfig, mesh: Mesh) -> tuple[Callable, Callable]:
     """How a state is drawn from a key, and the update; nothing depends on the seed."""
+    create, layout, update = parts(config, mesh)
+    return jax.jit(create, out_shardings=layout), on_mesh(update, layout, mesh)
+
+
+def parts(config: RunConfig, mesh: Mesh) -> tuple[Callable, Any, Callable]:
+    """What a run is made of: state of a key, where its arrays lie, and the update."""
     transform = optimizer(config.optimizer, config.loop.steps)
 
     def create(key):
@@ -135,9 +141,7 @@ def _programs(config: RunConfig, mesh: Mesh) -> tuple[Callable, Callable]:
     shapes = jax.eval_shape(create, jax.random.key(0))
     layout = sharding.shardings(mesh, shapes, config.model)
     update = make_train_step(abstract_model(config.model), transform, config.step)
-    said = saying_rate(update, config.optimizer, config.loop.steps)
-    step = on_mesh(said, layout, mesh)
-    return jax.jit(create, out_shardings=layout), step
+    return create, layout, saying_rate(update, config.optimizer, config.loop.steps)
 
 
 def saying_rate(update: Callable, config: OptimizerConfig, steps: int) -> Callable:
@@ -155,9 +159,7 @@ def saying_rate(update: Callable, config: OptimizerConfig, steps: int) -> Callab
 
 def on_mesh(update: Callable, layout: Any, mesh: Mesh) -> Callable:
     """The jitted update of a state laid out so, taking this host's rows of a batch."""
-
-    # Donated: parameters and moments are updated in place, without a second copy.
-    step = jax.jit(update, donate_argnums=0, out_shardings=(layout, None))
+    step = jitted(update, layout)
 
     def step_on_mesh(state, batch):
         # XLA divides the program among the devices; kernels ask which mesh is set.
@@ -165,6 +167,12 @@ def on_mesh(update: Callable, layout: Any, mesh: Mesh) -> Callable:
             return step(state, sharding.put_batch(mesh, batch))
 
     return step_on_mesh
+
+
+def jitted(update: Callable, layout: Any) -> Any:
+    """The update as the program that runs, of a state and a batch on the devices."""
+    # Donated: parameters and moments are updated in place, without a second copy.
+    return jax.jit(update, donate_argnums=0, out_shardings=(layout, None))
 
 
 def abstract_model(config: ModelConfig) -> LanguageModel:

@@ -7,10 +7,12 @@ mesh, and has rules by name for all else.
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -46,34 +48,56 @@ class MeshConfig:
         data: copies of the model, each with its rows; 0 is all devices left over.
         fsdp: devices that share parameters and optimizer state, each with its rows.
         tensor: devices that share heads, hidden units and vocabulary.
+        slices: pods that are joined by the data-center network alone; `data` is divided
+            among them, so that only gradients pass between.
     """
 
     data: int = 0
     fsdp: int = 1
     tensor: int = 1
+    slices: int = 1
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """Arranges all devices.
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """Arranges all devices, or those that are given.
 
     Raises:
         ValueError: if the axes do not multiply to the number of devices.
     """
-    devices = jax.device_count()
-    if config.fsdp < 1 or config.tensor < 1 or config.data < 0:
+    devices = jax.devices() if devices is None else devices
+    if config.fsdp < 1 or config.tensor < 1 or config.slices < 1 or config.data < 0:
         raise ValueError(f"mesh axes must be positive (data may be 0), got {config}")
-    data = config.data or devices // (config.fsdp * config.tensor)
-    if data * config.fsdp * config.tensor != devices:
+    data = config.data or len(devices) // (config.fsdp * config.tensor)
+    if data * config.fsdp * config.tensor != len(devices):
         raise ValueError(
             f"mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor} does "
-            f"not fit {devices} devices"
+            f"not fit {len(devices)} devices"
         )
-    return jax.make_mesh(
-        (data, config.fsdp, config.tensor),
-        ("data", "fsdp", "tensor"),
-        # XLA divides the program: only kernels are written for one device's share.
-        axis_types=(AxisType.Auto,) * 3,
+    shape, axes = (data, config.fsdp, config.tensor), ("data", "fsdp", "tensor")
+    # XLA divides the program: only kernels are written for one device's share.
+    kinds = (AxisType.Auto,) * 3
+    _require_slices(config.slices, data, devices)
+    if config.slices == 1:
+        return jax.make_mesh(shape, axes, axis_types=kinds, devices=devices)
+    within = (data // config.slices, config.fsdp, config.tensor)
+    arranged = mesh_utils.create_hybrid_device_mesh(
+        within, (config.slices, 1, 1), devices=devices
     )
+    return Mesh(arranged, axes, axis_types=kinds)
+
+
+def _require_slices(slices: int, data: int, devices: Sequence[Any]) -> None:
+    """Raises ValueError unless the devices are of so many slices, which divide data."""
+    if data % slices:
+        raise ValueError(f"mesh.slices={slices} must divide mesh.data={data}")
+    # GPUs of several hosts are of several slices to jax, and need not be told.
+    if slices == 1 and devices[0].platform != "tpu":
+        return
+    found = len({getattr(device, "slice_index", 0) for device in devices})
+    if found != slices:
+        raise ValueError(
+            f"mesh.slices={slices} must be {found}: of so many slices the devices are"
+        )
 
 
 def require_divides(
@@ -186,21 +210,29 @@ def host_part(mesh: Mesh) -> tuple[int, int]:
     return min(mine) // len(mine), ways // len(mine)
 
 
+def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
+    """Where the rows of a batch lie.
+
+    Raises:
+        ValueError: if they do not divide among the devices.
+    """
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % ways:
+        raise ValueError(
+            f"batch of {rows} rows does not divide among data * fsdp = {ways} devices"
+        )
+    return NamedSharding(mesh, P(BATCH))
+
+
 def put_batch(mesh: Mesh, batch: PyTree) -> PyTree:
     """Puts this host's rows on its devices, as its part of the global batch.
 
     Raises:
         ValueError: if the rows do not divide among the devices.
     """
-    sharding = NamedSharding(mesh, P(BATCH))
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
     # Each host holds its part of the batch; the check is of the whole.
     _, parts = host_part(mesh)
-    rows = jax.tree.leaves(batch)[0].shape[0] * parts
-    if rows % ways:
-        raise ValueError(
-            f"batch of {rows} rows does not divide among data * fsdp = {ways} devices"
-        )
+    sharding = batch_sharding(mesh, jax.tree.leaves(batch)[0].shape[0] * parts)
 
     def put(x):
         x = np.asarray(x)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memjax.cli import describe, help, main, preset_lines
-from memjax.cli.parsing import parse
+from memjax.cli.arguments.parsing import parse
 from memjax.config_io import to_record
 from memjax.training.config import presets
 from memjax.training.finetune.hmt_presets import presets as hmt_presets

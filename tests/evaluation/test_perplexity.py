@@ -95,11 +95,11 @@ def test_equal_models_compile_one_program_whether_loaded_or_new(whole):
     graph, params = nnx.split(LanguageModel(CONFIG, key=jax.random.key(0)))
     loaded = nnx.merge(graph, jax.device_put(params, jax.devices()[0]))
     assert graph == nnx.graphdef(MODEL)
-    before = scoring._score._cache_size()
+    before = scoring.score_segment._cache_size()
     found = evaluation.losses(loaded, [LONG, SHORT], segment=5, batch_size=2)
     np.testing.assert_array_equal(found.nll, whole.nll)
     # Of committed arrays, for all of its five segments.
-    assert scoring._score._cache_size() <= before + 1
+    assert scoring.score_segment._cache_size() <= before + 1
 
 
 def test_a_later_token_never_changes_an_earlier_loss(whole):

@@ -6,14 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import PyTree
 
-from experiments.ops.cost import DEVICES, Device
-from experiments.ops.cycles.bundles import Shares
-
-#: Clock in Hz of one core, by the name that a topology begins with. jax sees the two
-#: cores of a v5p as one device: a program is divided between them.
-CLOCKS = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
-#: The smallest topology of each chip that libtpu describes.
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+from memjax.aot.chips import CHIPS, Chip
+from memjax.aot.cycles.bundles import Shares
 
 
 class Program(NamedTuple):
@@ -44,7 +38,7 @@ class Case(NamedTuple):
         build: makes the program; called in the process that compiles it.
         units: of work in one call, by which cycles are divided.
         unit: what that is, such as "token and head".
-        chip: a name of `CLOCKS`.
+        chip: a name of `CHIPS`.
     """
 
     build: Callable[[], Program]
@@ -53,9 +47,9 @@ class Case(NamedTuple):
     chip: str = "v5e"
 
     @property
-    def peaks(self) -> Device:
-        """Operations and bytes a second of the chip."""
-        return DEVICES[self.chip]
+    def peaks(self) -> Chip:
+        """What the chip can do."""
+        return CHIPS[self.chip]
 
 
 def least_bytes(program: Program) -> float:

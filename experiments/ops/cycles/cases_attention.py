@@ -10,12 +10,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments.ops import cases
 from experiments.ops.cases import Shape
-from experiments.ops.cycles.bundles import Shares
 from experiments.ops.cycles.case import Case, Program
+from memjax.aot.cycles.splash import shares
 from memjax.mechanisms.layers import splash
 
 SHAPES = {
@@ -23,21 +22,6 @@ SHAPES = {
     for width, heads in ((64, 12), (128, 6))
     for time in (2048, 4096, 8192, 16384)
 }
-
-
-def shares(heads: int, time: int) -> dict[str, Shares]:
-    """In which share of its steps each of the kernels computes, begins and ends."""
-    attention = splash.kernel(heads, time)
-    infos = {
-        "fwd": attention.fwd_mask_info,
-        "dq": attention.dq_mask_info,
-        "dkv": attention.dkv_mask_info,
-    }
-    share = lambda info: float(np.mean(np.asarray(info.block_mask) != 0))
-    return {
-        f"splash_mha_{name}": Shares(1 / np.asarray(x.block_mask).shape[-1], share(x))
-        for name, x in infos.items()
-    }
 
 
 def program(shape: Shape, backward: bool) -> Program:

@@ -12,8 +12,8 @@ import memjax_kernels
 from experiments.ops import cases, cost
 from experiments.ops.cases import STALE, Shape
 from experiments.ops.cost import Sizes
-from experiments.ops.cycles.bundles import Shares
 from experiments.ops.cycles.case import Case, Program
+from memjax.aot.cycles.bundles import Shares
 from memjax_kernels.lattice import Variant
 
 SHAPE = Shape(batch=8, time=2048, heads=12, width=64)

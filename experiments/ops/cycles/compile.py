@@ -1,35 +1,19 @@
 """Compiles a case with libtpu in a process of its own, which keeps the bundles.
 
-libtpu reads once, when it starts, where to write what it schedules: one program must
-not be mixed with another. No TPU is needed, nor used where there is one.
+No TPU is needed, nor used where there is one.
 """
 
 import importlib
-import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.ops.cycles.bundles import Shares
-from experiments.ops.cycles.case import TOPOLOGIES, Case, least_bytes
-from experiments.ops.cycles.count import PROGRAM
+from experiments.ops.cycles.case import Case, least_bytes
+from memjax.aot import libtpu
+from memjax.aot.cycles.bundles import Shares
+from memjax.aot.cycles.count import PROGRAM
 
-#: Writes the final bundles of every operation, and what they use, into a folder.
-FLAGS = (
-    "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
-    " --xla_jf_dump_llo_pass_label_regex=.*final.*"
-)
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    # Else libtpu asks the network for the TPU that it runs on.
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    # A program that is found compiled has no bundles.
-    "JAX_ENABLE_COMPILATION_CACHE": "false",
-}
 FACTS = "facts.json"
 
 
@@ -58,16 +42,11 @@ def compile_case(module: str, name: str, folder: Path) -> Facts:
         folder: an empty one.
 
     Raises:
-        RuntimeError: libtpu is missing, or the case does not compile; with the last
-            line of what the compiler says.
+        ValueError: libtpu is not installed.
+        RuntimeError: the case does not compile; with the last line of what the
+            compiler says.
     """
-    if importlib.util.find_spec("libtpu") is None:
-        raise RuntimeError("compiling for a TPU takes libtpu: pip install memjax[tpu]")
-    environment = ENVIRONMENT | {"LIBTPU_INIT_ARGS": FLAGS.format(folder)}
-    command = [sys.executable, "-m", __spec__.name, module, name, str(folder)]
-    done = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True
-    )
+    done = libtpu.run(__spec__.name, [module, name, str(folder)], bundles=folder)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RuntimeError(f"{name} does not compile: {last[:500]}")
@@ -79,10 +58,9 @@ def compile_case(module: str, name: str, folder: Path) -> Facts:
 def compile_here(case: Case, folder: Path) -> None:
     """In the child: compiles, and writes the program and the facts."""
     import jax
-    from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    device = topologies.get_topology_desc(TOPOLOGIES[case.chip], "tpu").devices[0]
+    device = libtpu.devices_of(case.peaks.smallest)[0]
     sharding = SingleDeviceSharding(device)
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     program = case.build()

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from experiments.ops.cycles.case import CLOCKS, Case
+from experiments.ops.cycles.case import Case
 from experiments.ops.cycles.compile import Facts
-from experiments.ops.cycles.count import Count, Kernel, Part
+from memjax.aot.cycles.count import Count, Kernel, Part
 
 #: Operations that an entry names, the dearest first.
 DEAREST = 10
@@ -14,7 +14,8 @@ DEAREST = 10
 def entry(case: Case, counted: Count, facts: Facts) -> dict[str, Any]:
     """Cycles and times of a unit of work, kernels and the dearest operations."""
     per_unit = lambda value: round(value / case.units, 4)
-    clock, peaks = CLOCKS[case.chip], case.peaks
+    peaks = case.peaks
+    clock = peaks.clock
     parts = counted.parts
     kernels = _sum(part for part in parts if part.operation.kernel)
     copies = _sum(part for part in parts if part.operation.moves)

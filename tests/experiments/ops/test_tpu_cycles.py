@@ -11,13 +11,13 @@ import pytest
 
 from experiments.common.results import RESULTS
 from experiments.ops import tpu_cycles
-from experiments.ops.cycles.bundles import Shares, read_schedule, read_use
 from experiments.ops.cycles.case import Case, Program
 from experiments.ops.cycles.cases import CASES
 from experiments.ops.cycles.compile import Facts, compile_case
-from experiments.ops.cycles.count import PROGRAM, Count, count
-from experiments.ops.cycles.program import read_program
 from experiments.ops.cycles.report import entry
+from memjax.aot.cycles.bundles import Shares, read_schedule, read_use
+from memjax.aot.cycles.count import PROGRAM, Count, count
+from memjax.aot.cycles.program import read_program
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(

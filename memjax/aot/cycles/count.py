@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.ops.cycles.bundles import (
+from memjax.aot.cycles.bundles import (
     ALWAYS,
     Schedule,
     Shares,
@@ -18,7 +18,7 @@ from experiments.ops.cycles.bundles import (
     read_schedule,
     read_use,
 )
-from experiments.ops.cycles.program import Operation, Program, free, read_program
+from memjax.aot.cycles.program import Operation, Program, free, read_program
 
 #: Files of a folder: one program, and for each operation bundles and what they use.
 PROGRAM = "program.hlo"

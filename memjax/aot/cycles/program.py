@@ -14,6 +14,8 @@ from typing import NamedTuple
 _BLOCK = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<rest>.*)")
 _OPCODE = re.compile(r"(?:^| )(?P<opcode>[a-z][\w\-]*)\(")
+#: Attributes that name a computation which an operation runs.
+_CALLS = "calls|branch_computations|true_computation|false_computation|to_apply"
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 #: Operations that only move what they are given.
 _MOVES = {"copy", "transpose", "reshape", "broadcast", "slice", "concatenate", "pad"}
@@ -88,6 +90,28 @@ def read_program(text: str) -> Program:
             f"text must have an ENTRY computation, got {len(text)} letters"
         )
     return _walk(blocks, entry, 1)
+
+
+def every_line(text: str) -> Iterator[tuple[str, str, int]]:
+    """Opcode, text and number of runs of every operation, those inside fusions too.
+
+    Every branch of a conditional counts.
+    """
+    blocks, entry = _blocks(text)
+    return _every_line(blocks, entry or "", 1)
+
+
+def _every_line(
+    blocks: Mapping[str, list[str]], block: str, times: int
+) -> Iterator[tuple[str, str, int]]:
+    for _, opcode, line in _lines(blocks, block):
+        yield opcode, line, times
+        if opcode == "while":
+            trips = _trips(blocks, line) or 1
+            yield from _every_line(blocks, _called(line, "body")[0], times * trips)
+            continue
+        for called in _called(line, _CALLS):
+            yield from _every_line(blocks, called, times)
 
 
 def free(operation: Operation) -> bool:

@@ -16,8 +16,8 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from memjax.checks import nearest, require_known, short
-from memjax.cli.mixers import REGISTRY
-from memjax.cli.unframed import explained
+from memjax.cli.arguments.mixers import REGISTRY
+from memjax.cli.arguments.unframed import explained
 
 Call = Callable[[], int]
 

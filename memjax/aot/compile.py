@@ -1,0 +1,179 @@
+"""Compiles a step in a process of its own, and says what the compiler says of it."""
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from memjax.aot import libtpu
+from memjax.aot.cycles.count import PROGRAM, Count, count
+from memjax.aot.cycles.splash import shares
+from memjax.aot.steps import Run, What, build, device_bytes, mesh_of
+from memjax.config_io import from_record, read_json, to_record
+from memjax.mechanisms import AttentionConfig
+from memjax.training import pretrain, sharding
+from memjax.training.config import RunConfig
+from memjax.training.finetune.run import FinetuneRun
+from memjax.training.watching.model_flops import flops_per_token
+
+REQUEST, FACTS = "request.json", "facts.json"
+RUNS = {"train": RunConfig, "finetune": FinetuneRun}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is compiled, and for which devices.
+
+    Attributes:
+        run: its configuration.
+        what: the step.
+        topology: of one slice, as libtpu names it.
+        slices: how many of them.
+    """
+
+    run: Run
+    what: What
+    topology: str
+    slices: int = 1
+
+
+class Compiled(NamedTuple):
+    """A step that was compiled, or the reason why it does not fit.
+
+    Attributes:
+        facts: sizes in bytes on one device, operations, seconds; with "exhausted", what
+            the compiler says of a program that is too large for the memory.
+        text: of the program that runs on a device; empty where it does not fit.
+        counted: its cycles; None where they were not asked for.
+    """
+
+    facts: dict[str, Any]
+    text: str
+    counted: Count | None
+
+
+def compiled(request: Request, cycles: bool) -> Compiled:
+    """Compiles a step.
+
+    Args:
+        request: the step.
+        cycles: whether to count its cycles, for which the compiler writes a file for
+            each operation.
+
+    Raises:
+        ValueError: libtpu is not installed, or knows no such topology; the mesh does
+            not fit it, or the batch the mesh.
+        RuntimeError: the step does not compile for another reason.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / REQUEST).write_text(json.dumps(_record(request)))
+        bundles = folder / "bundles"
+        bundles.mkdir()
+        done = libtpu.run(__spec__.name, [temporary], bundles if cycles else None)
+        if done.returncode or not (folder / FACTS).exists():
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise RuntimeError(f"the step does not compile: {last[:500]}")
+        facts = json.loads((folder / FACTS).read_text())
+        if "refused" in facts:
+            raise ValueError(facts["refused"])
+        if "exhausted" in facts:
+            return Compiled(facts, "", None)
+        text = (folder / PROGRAM).read_text()
+        if not cycles:
+            return Compiled(facts, text, None)
+        (folder / PROGRAM).rename(bundles / PROGRAM)
+        return Compiled(facts, text, count(bundles, _shares(request)))
+
+
+def _record(request: Request) -> dict[str, Any]:
+    kind = "train" if isinstance(request.run, RunConfig) else "finetune"
+    return {**vars(request), "run": to_record(request.run), "kind": kind}
+
+
+def _read(record: dict[str, Any]) -> Request:
+    kind = RUNS[record.pop("kind")]
+    return Request(**{**record, "run": from_record(kind, record["run"], "run")})
+
+
+def _shares(request: Request) -> dict[str, Any]:
+    """In which share of its steps the kernel of causal attention computes."""
+    if not isinstance(request.run, RunConfig):
+        return {}
+    run, tensor = request.run, request.run.mesh.tensor
+    mixers = set(run.model.layers)
+    heads = {m.num_heads for m in mixers if isinstance(m, AttentionConfig)}
+    # Other masks have other shares: there every step counts.
+    if len(heads) != 1 or request.what != "train":
+        return {}
+    return shares(max(1, heads.pop() // tensor), run.data.context_length)
+
+
+def model_flops(request: Request) -> float | None:
+    """Operations that a language model needs for a step; None of others.
+
+    See `flops_per_token`: reading alone takes a third of what training does.
+    """
+    if not isinstance(request.run, RunConfig):
+        return None
+    data = request.run.data
+    model = pretrain.abstract_model(request.run.model)
+    each = flops_per_token(model, data.context_length)
+    match request.what:
+        case "train":
+            return each * data.batch_size * data.context_length
+        case "evaluate":
+            rows = min(data.batch_size, data.validation_texts)
+            return each / 3 * rows * data.context_length
+    return each / 3 * data.batch_size
+
+
+def _facts(request: Request, folder: Path) -> dict[str, Any]:
+    """In the child: compiles, writes the program, and says what it takes."""
+    import jax
+
+    devices = libtpu.devices_of(request.topology, request.slices)
+    mesh = sharding.make_mesh(mesh_of(request.run), devices)
+    step = build(request.run, request.what, mesh)
+    facts: dict[str, Any] = {
+        "devices": len(devices),
+        "mesh": dict(mesh.shape),
+        "tokens": step.tokens,
+        "arguments": {name: device_bytes(part) for name, part in step.parts.items()},
+    }
+    begin = time.perf_counter()
+    with jax.set_mesh(mesh):
+        lowered = step.function.lower(*step.arguments)
+    facts["lower_seconds"] = round(time.perf_counter() - begin, 1)
+    begin = time.perf_counter()
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return facts | {"exhausted": str(error)}
+    facts["compile_seconds"] = round(time.perf_counter() - begin, 1)
+    (folder / PROGRAM).write_text(program.as_text() or "")
+    memory = program.memory_analysis()
+    for name in ("argument", "output", "alias", "temp", "generated_code"):
+        facts[f"{name}_bytes"] = getattr(memory, f"{name}_size_in_bytes")
+    cost = program.cost_analysis() or {}
+    facts["flops"] = cost.get("flops")
+    facts["bytes_accessed"] = cost.get("bytes accessed")
+    return facts
+
+
+def main(folder: Path) -> None:
+    """In the child: what is asked for in a folder, and the answer beside it."""
+    try:
+        facts = _facts(_read(read_json(folder / REQUEST)), folder)
+    except ValueError as error:
+        facts = {"refused": str(error)}
+    (folder / FACTS).write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

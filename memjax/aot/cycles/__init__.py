@@ -1,0 +1,1 @@
+"""Cycles of a program that libtpu compiled, counted from the bundles it scheduled."""

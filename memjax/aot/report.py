@@ -1,0 +1,177 @@
+"""What a compiled step costs: memory, operations, traffic, cycles; as JSON and a table.
+
+Counted cycles are the bundles that the compiler scheduled. Waiting for memory and for
+other devices is not in them: a speed that follows from them is an upper bound.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from memjax.aot.chips import Chip, chip_of
+from memjax.aot.collectives import KINDS, collectives
+from memjax.aot.compile import Compiled, Request, model_flops
+from memjax.aot.cycles.count import Count
+from memjax.training.watching.device_peaks import GIB
+
+#: Operations and buffers that a report names.
+NAMED = 10
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)i?B?"
+#: The ways in which the compiler says how much a program needs, and what there is.
+_NEEDS = (
+    re.compile(rf"Used {_SIZE} of {_SIZE} hbm", re.IGNORECASE),
+    re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)", re.IGNORECASE),
+)
+_BUFFER = re.compile(rf"Size: {_SIZE}\s(?:.*?Operator: op_name=\"([^\"]*)\")?", re.S)
+
+
+def report(request: Request, found: Compiled) -> dict[str, Any]:
+    """All that is known of a step, as JSON."""
+    chip, facts = chip_of(request.topology), found.facts
+    memory = exhausted(facts, chip) if "exhausted" in facts else _memory(facts, chip)
+    result: dict[str, Any] = {
+        "what": request.what,
+        "topology": request.topology,
+        "slices": request.slices,
+        "devices": facts["devices"],
+        "mesh": facts["mesh"],
+        "tokens": facts["tokens"],
+        "fits": "exhausted" not in facts,
+        "memory": memory,
+    }
+    if not result["fits"]:
+        return result
+    sent = [row._asdict() for row in collectives(found.text)]
+    inside = [row["bytes"] for row in sent if row["kind"] != KINDS[-1]]
+    result |= {
+        "seconds": {name: facts[f"{name}_seconds"] for name in ("lower", "compile")},
+        "compiler": {
+            # Of XLA's own operations: it does not look into kernels.
+            "flops": facts["flops"],
+            "bytes": facts["bytes_accessed"],
+        },
+        "collectives": sent,
+        "links_seconds": sum(inside) / chip.links,
+    }
+    if found.counted is not None:
+        flops = model_flops(request)
+        result["speed"] = _speed(found.counted, facts, chip, flops)
+    return result
+
+
+def _memory(facts: dict[str, Any], chip: Chip) -> dict[str, Any]:
+    """Bytes of a device, as the compiler has laid them out."""
+    arguments, given = facts["arguments"], facts["argument_bytes"]
+    parts = {
+        **arguments,
+        # Of the layouts: tiles that are not full.
+        "padding of the arguments": max(0, given - sum(arguments.values())),
+        "results beside the arguments": facts["output_bytes"] - facts["alias_bytes"],
+        "temporaries": facts["temp_bytes"],
+        "program": facts["generated_code_bytes"],
+    }
+    return {
+        "capacity": chip.memory,
+        "parts": parts,
+        "total": sum(parts.values()),
+        "largest": max(parts, key=lambda name: parts[name]),
+    }
+
+
+def exhausted(facts: dict[str, Any], chip: Chip) -> dict[str, Any]:
+    """What the compiler says of a program that does not fit."""
+    message, parts = facts["exhausted"], dict(facts["arguments"])
+    needed, available = None, chip.memory
+    for pattern in _NEEDS:
+        if match := pattern.search(message):
+            needed = _bytes(match[1], match[2])
+            available = _bytes(match[3], match[4])
+            break
+    if needed is not None:
+        # Temporaries alone, or all together: what is not an argument is one.
+        alone = "HLO temporaries" in message
+        rest = needed if alone else needed - sum(parts.values())
+        parts["temporaries"] = max(0, rest)
+        needed = sum(parts.values())
+    buffers = [
+        {"bytes": _bytes(size, unit), "operation": name}
+        for size, unit, name in _BUFFER.findall(message)
+    ]
+    return {
+        "capacity": available,
+        "parts": parts,
+        "total": needed,
+        "largest": max(parts, key=lambda name: parts[name]),
+        "buffers": sorted(buffers, key=lambda row: -row["bytes"])[:NAMED],
+        "message": message.splitlines()[0],
+    }
+
+
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number) * _UNITS[unit.upper()])
+
+
+def _speed(
+    counted: Count, facts: dict[str, Any], chip: Chip, flops: float | None
+) -> dict[str, Any]:
+    """Cycles, and tokens a second if nothing ever waited."""
+    seconds = counted.cycles / chip.clock
+    share = None
+    if flops and seconds:
+        share = flops / facts["devices"] / chip.flops / seconds
+    dearest = sorted(counted.parts, key=lambda part: -part.cycles)[:NAMED]
+    kernels = sum(p.cycles for p in counted.parts if p.operation.kernel)
+    return {
+        "cycles": counted.cycles,
+        "cycles_in_kernels": kernels,
+        "seconds": seconds,
+        "tokens_per_second": facts["tokens"] / seconds if seconds else None,
+        "model_flops": flops,
+        "utilisation": share,
+        "dearest": [
+            {
+                "operation": part.operation.name,
+                "source": part.operation.source,
+                "cycles": part.cycles,
+            }
+            for part in dearest
+        ],
+        "loops_of_unknown_length": counted.unknown,
+    }
+
+
+def lines(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The rows of a table: what it is, and how much."""
+    memory = result["memory"]
+    mesh = ", ".join(f"{n} {axis}" for axis, n in result["mesh"].items() if n > 1)
+    yield "devices", f"{result['devices']} ({mesh or 'one copy'})"
+    yield "tokens a step", f"{result['tokens']:,}"
+    for name, size in memory["parts"].items():
+        if size:
+            yield f"  {name}", _readable(size)
+    total = "unknown" if memory["total"] is None else _readable(memory["total"])
+    yield "memory a device", f"{total} of {_readable(memory['capacity'])}"
+    if not result["fits"]:
+        yield "does not fit", f"the largest are {memory['largest']}"
+        for buffer in memory["buffers"]:
+            yield f"  {_readable(buffer['bytes'])}", buffer["operation"] or "no name"
+        return
+    if (flops := result["compiler"]["flops"]) is not None:
+        yield "operations a device", f"{flops:,.0f}, without kernels"
+    for row in result["collectives"]:
+        size = f"{row['bytes'] / 1e6:,.1f} MB in {row['runs']:,}"
+        yield f"  {row['kind']}", f"{size}, the largest {row['largest'] / 1e6:,.1f} MB"
+    yield "all these on the links, at least", f"{result['links_seconds']:.3g} s"
+    if speed := result.get("speed"):
+        yield "counted cycles", f"{speed['cycles']:,.0f}: {speed['seconds']:.3g} s"
+        yield "tokens a second, at most", f"{speed['tokens_per_second']:,.0f}"
+        if speed["utilisation"] is not None:
+            yield "of the matrix units' peak", f"{speed['utilisation']:.1%}"
+
+
+def _readable(size: float) -> str:
+    for unit, name in ((GIB, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size / 1024:,.1f} KiB"

@@ -1,0 +1,200 @@
+"""The steps of a run as abstract programs: shapes with their places, and no arrays.
+
+The same functions that train, evaluate and generate, with the same sharding.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from memjax.data import load_tokenizer
+from memjax.data.batches.batch import Batch
+from memjax.data.documents.token_file import TokenisedDocument
+from memjax.evaluation.perplexity import score_segment
+from memjax.models import ModelConfig
+from memjax.models.base import Model
+from memjax.training import pretrain, sharding
+from memjax.training.config import DataConfig, RunConfig
+from memjax.training.finetune.run import FinetuneRun, state_shapes
+from memjax.training.sharding import MeshConfig
+
+What = Literal["train", "evaluate", "decode"]
+#: A run that is trained from scratch, or a stage of fine-tuning around a backbone.
+Run = RunConfig | FinetuneRun
+
+
+class Step(NamedTuple):
+    """A program and what it is called with.
+
+    Attributes:
+        function: jitted.
+        arguments: shapes with their shardings.
+        parts: the arguments by what they are, for a table.
+        tokens: read in a call, over all devices.
+    """
+
+    function: Any
+    arguments: tuple[PyTree, ...]
+    parts: Mapping[str, PyTree]
+    tokens: int
+
+
+def build(run: Run, what: What, mesh: Mesh) -> Step:
+    """The step of a run on a mesh.
+
+    Raises:
+        ValueError: batch or heads do not divide among the devices.
+    """
+    config = run.model if isinstance(run, RunConfig) else run.language_model
+    sharding.require_divides(mesh, run.data.batch_size, config)
+    if what == "evaluate":
+        return _evaluation(run, mesh)
+    if what == "decode":
+        return _decoding(run, mesh)
+    if isinstance(run, RunConfig):
+        return _training(run, mesh)
+    return _finetuning(run, mesh)
+
+
+def mesh_of(run: Run) -> MeshConfig:
+    """The mesh that a run asks for."""
+    return run.mesh if isinstance(run, RunConfig) else run.config.mesh
+
+
+def _training(run: RunConfig, mesh: Mesh) -> Step:
+    create, layout, update = pretrain.parts(run, mesh)
+    state = placed(jax.eval_shape(create, jax.random.key(0)), layout)
+    rows, length = run.data.batch_size, run.data.context_length
+    batch = Batch(
+        tokens=_shape((rows, length), jnp.int32),
+        targets=_shape((rows, length), jnp.int32),
+        mask=_shape((rows, length), jnp.float32),
+        reset=_shape((rows,), jnp.bool_),
+    )
+    return _update(update, layout, state, batch, mesh, rows * length)
+
+
+def _finetuning(run: FinetuneRun, mesh: Mesh) -> Step:
+    """The program of a stage's first batch."""
+    stage = run.config
+    shapes = state_shapes(run)
+    layout = sharding.shardings(mesh, shapes, run.language_model)
+    called: list[tuple[Callable, PyTree]] = []
+
+    def compiled(update):
+        rated = pretrain.saying_rate(update, stage.optimizer, stage.loop.steps)
+        return lambda state, batch: (state, called.append((rated, batch)))
+
+    step = stage.make_step(run.structure(), run.model, compiled)
+    # Only the shapes of a batch count: any text gives them.
+    text = np.zeros(8 * stage.shortest_document + stage.context_length, np.int32)
+    documents = [TokenisedDocument("text", "text", text)]
+    tokenizer = load_tokenizer("bytes")
+    data = stage.batches(documents, tokenizer, run.model.vocab_size)
+    step(cast(Any, None), next(data))
+    ((update, batch),) = called
+    tokens = stage.data.batch_size * stage.tokens_read
+    return _update(update, layout, placed(shapes, layout), batch, mesh, tokens)
+
+
+def _update(update, layout, state, batch, mesh, tokens):
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    batch = _everywhere(batch, sharding.batch_sharding(mesh, rows))
+    parts = {
+        "parameters": state.params,
+        "optimizer": state.optimizer,
+        "memory": state.memory,
+        "frozen parameters": state.frozen,
+        "batch": batch,
+    }
+    return Step(pretrain.jitted(update, layout), (state, batch), parts, tokens)
+
+
+def _evaluation(run: Run, mesh: Mesh) -> Step:
+    """Scores of one segment, as validation reads its texts."""
+    data, graph, params, config = _model(run, mesh)
+    rows = min(data.batch_size, data.validation_texts)
+    state = _memory(graph, params, rows, data.context_length)
+    tokens = _shape((rows, data.context_length), jnp.int32)
+    function = jax.jit(functools.partial(score_segment, graph))
+    return _reading(function, params, state, (tokens, tokens), mesh, config)
+
+
+def _decoding(run: Run, mesh: Mesh) -> Step:
+    """A token of every sequence, as `generate` reads what it has drawn."""
+    data, graph, params, config = _model(run, mesh)
+    state = _memory(graph, params, data.batch_size, data.context_length)
+    token = _shape((data.batch_size, 1), jnp.int32)
+
+    def decode(params, state, token):
+        model: Model = nnx.merge(graph, params)
+        state, features = model.features(state, token)
+        return state, model.logits(features[:, -1])
+
+    function = jax.jit(decode, donate_argnums=1)
+    return _reading(function, params, state, (token,), mesh, config)
+
+
+def _model(run: Run, mesh: Mesh) -> tuple[DataConfig, Any, PyTree, ModelConfig]:
+    """Documents, structure and parameters where they lie, and the language model."""
+    if isinstance(run, RunConfig):
+        model, config = pretrain.abstract_model(run.model), run.model
+    else:
+        model, config = run.structure(), run.language_model
+    graph, params = nnx.split(model)
+    return run.data, graph, params, config
+
+
+def _memory(graph, params, rows, capacity):
+    """The empty memory of some sequences."""
+    empty = lambda params: nnx.merge(graph, params).init_state(rows, capacity)
+    return jax.eval_shape(empty, params)
+
+
+def _reading(function, params, state, tokens, mesh, config):
+    """The step of a model that reads tokens into its memory."""
+    given = {"params": params, "memory": state}
+    given = placed(given, sharding.shardings(mesh, given, config))
+    # Every device that shares the batch takes its rows.
+    rows = sharding.batch_sharding(mesh, tokens[0].shape[0])
+    tokens = _everywhere(tokens, rows)
+    parts = {"parameters": given["params"], "memory": given["memory"], "batch": tokens}
+    arguments = (given["params"], given["memory"], *tokens)
+    return Step(function, arguments, parts, tokens[0].size)
+
+
+def _shape(sizes: tuple[int, ...], dtype: Any) -> Any:
+    """What an array looks like; it stands for one."""
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def placed(shapes: PyTree, layout: PyTree) -> PyTree:
+    """Shapes with a sharding each."""
+    place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    return jax.tree.map(place, shapes, layout)
+
+
+def _everywhere(tree: PyTree, where: NamedSharding) -> PyTree:
+    """Shapes with the same sharding."""
+    return placed(tree, jax.tree.map(lambda _: where, tree))
+
+
+def device_bytes(tree: PyTree) -> int:
+    """Bytes of a tree's arrays on one device, without the padding of its layout."""
+    part = lambda x: int(np.prod(x.sharding.shard_shape(x.shape)))
+    sizes = [part(x) * _itemsize(x) for x in jax.tree.leaves(tree)]
+    return sum(sizes)
+
+
+def _itemsize(x: Any) -> int:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # Two words of 32 bits.
+        return 8
+    return x.dtype.itemsize

@@ -1,0 +1,145 @@
+"""Steps compiled for four TPU chips on this machine: each system, and both edges."""
+
+import dataclasses
+import importlib.util
+import re
+
+import pytest
+
+from memjax.aot.compile import Request, compiled
+from memjax.aot.report import report
+from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
+from memjax.mechanisms import AttentionConfig, ElasticMemoryConfig
+from memjax.models import preset
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.mplus.config import MPlusConfig
+from memjax.training.config import DataConfig, RunConfig
+from memjax.training.finetune.mplus_stage import MPlusStage
+from memjax.training.finetune.run import FinetuneRun
+from memjax.training.finetune.segment_stage import SegmentStage
+from memjax.training.finetune.stage import SampleConfig
+from memjax.training.sharding import MeshConfig
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="compiling for a TPU takes libtpu (pip install libtpu)",
+    ),
+]
+CHIPS = "v5e:2x2"
+MESH = MeshConfig(fsdp=4)
+
+
+def layer(family):
+    """One layer of a tiny preset, of the kind that gives it its name."""
+    config = preset(f"{family}-tiny", 256)
+    kinds = config.layers
+    elastic = [mixer for mixer in kinds if isinstance(mixer, ElasticMemoryConfig)]
+    mixers = (elastic or kinds)[:1]
+    return dataclasses.replace(config, num_layers=1, mixers=tuple(mixers))
+
+
+def training(family, rows=4, fsdp=4):
+    data = DataConfig(context_length=128, batch_size=rows)
+    return RunConfig(model=layer(family), data=data, mesh=MeshConfig(fsdp=fsdp))
+
+
+def finetuning(memory):
+    samples = SampleConfig(batch_size=4, validation_texts=4)
+    if memory == "hmt":
+        hmt = HMTConfig(segment=32, sensory=4, memories=4)
+        stage = SegmentStage(hmt=hmt, data=samples, mesh=MESH)
+    else:
+        sizes = MPlusConfig(
+            **dict(tokens=4, pool=8, chunk=8, least_chunk=2, retrieved=4, store=16),
+            **dict(key_dim=4, rank=2),
+        )
+        tasks = MPlusTaskConfig(
+            **dict(chunks=(1,), shortest_chunk=3, target=16, prompt=3, revisit=0.0),
+        )
+        stage = MPlusStage(memory=sizes, tasks=tasks, data=samples, mesh=MESH)
+    attention = AttentionConfig(128, 4, 2, 32, capacity=256)
+    backbone = dataclasses.replace(layer("transformer"), mixers=(attention,))
+    return FinetuneRun(stage, backbone, "bytes", "", "")
+
+
+def check(found):
+    """A report that agrees with itself and with the compiler's own sums."""
+    assert found["fits"] and found["devices"] == 4
+    memory = found["memory"]
+    assert memory["total"] == sum(memory["parts"].values()) < memory["capacity"]
+    assert memory["parts"]["parameters"] > 0 and found["compiler"]["flops"] > 0
+    assert {row["kind"] for row in found["collectives"]} & {"all-reduce", "all-gather"}
+
+
+@pytest.mark.parametrize("family", ["elastic", "trellis", "lattice"])
+def test_a_training_step_of_each_recurrent_system(family):
+    request = Request(training(family), "train", CHIPS)
+    made = compiled(request, cycles=False)
+    check(report(request, made))
+    # Its kernels are inside.
+    assert "tpu_custom_call" in made.text or family == "elastic"
+    facts = made.facts
+    counted = sum(facts["arguments"].values())
+    # As they lie: in tiles, with padding.
+    assert counted <= facts["argument_bytes"] <= 8 * counted
+
+
+@pytest.mark.parametrize("memory", ["hmt", "mplus"])
+def test_a_training_step_of_each_system_around_a_backbone(memory):
+    request = Request(finetuning(memory), "train", CHIPS)
+    check(report(request, compiled(request, cycles=False)))
+
+
+def test_cycles_of_a_training_step_are_counted():
+    request = Request(training("transformer"), "train", CHIPS)
+    speed = report(request, compiled(request, cycles=True))["speed"]
+    assert speed["cycles"] > 1e4 and 0 < speed["utilisation"] < 1
+    assert speed["loops_of_unknown_length"] == 0
+    total = sum(row["cycles"] for row in speed["dearest"])
+    assert 0.1 * speed["cycles"] < total <= speed["cycles"]
+
+
+@pytest.mark.parametrize("what", ["evaluate", "decode"])
+def test_steps_that_read(what):
+    request = Request(training("transformer"), what, CHIPS)
+    check(report(request, compiled(request, cycles=False)))
+
+
+def test_what_is_too_large_is_said_with_what_it_needs():
+    # 33 million tokens: the compiler refuses before it schedules anything.
+    request = Request(training("transformer", rows=2**18), "train", CHIPS)
+    found = report(request, compiled(request, cycles=False))
+    assert not found["fits"] and found["memory"]["largest"] == "temporaries"
+    assert found["memory"]["total"] > found["memory"]["capacity"] > 15 * 2**30
+
+
+def test_slices_exchange_gradients_alone():
+    run = training("transformer", rows=8)
+    run = dataclasses.replace(run, mesh=MeshConfig(fsdp=4, slices=2))
+    made = compiled(Request(run, "train", CHIPS, slices=2), cycles=False)
+    found = report(Request(run, "train", CHIPS, slices=2), made)
+    assert found["devices"] == 8
+    # Each transfer is the outer part of an all-reduce; nothing else leaves a slice.
+    meetings = re.findall(r'_rendezvous="([a-z-]+)', made.text)
+    assert {*meetings} == {"all-reduce"}
+    groups = {*re.findall(r"replica_groups=(\{\{[^ ]*\}\})", made.text)}
+    assert groups == {"{{0,1,2,3}}"}
+    (between,) = [x for x in found["collectives"] if x["kind"] == "between slices"]
+    assert between["bytes"] <= 2 * found["memory"]["parts"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topology": "v5e:3x5"}, "none that libtpu describes"),
+        ({"run": training("transformer", rows=6)}, "batch_size=6 does not divide"),
+        ({"run": training("transformer", fsdp=3)}, "does not fit 4 devices"),
+        ({"slices": 2}, "mesh.slices=1 must be 2"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(changes, message):
+    request = Request(training("transformer"), "train", CHIPS)
+    with pytest.raises(ValueError, match=message):
+        compiled(dataclasses.replace(request, **changes), cycles=False)
