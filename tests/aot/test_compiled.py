@@ -127,7 +127,8 @@ def test_slices_exchange_gradients_alone():
     groups = {*re.findall(r"replica_groups=(\{\{[^ ]*\}\})", made.text)}
     assert groups == {"{{0,1,2,3}}"}
     (between,) = [x for x in found["collectives"] if x["kind"] == "between slices"]
-    assert between["bytes"] <= 2 * found["memory"]["parts"]["parameters"]
+    # At most all gradients, in float32.
+    assert between["bytes"] <= 4 * found["memory"]["parts"]["parameters"]
 
 
 @pytest.mark.parametrize(
