@@ -1,0 +1,43 @@
+"""Every command of "On a pod" runs: the platform's own tools are replaced, see there."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.docs import platform_tools
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "memjax" / "training" / "README.md").read_text()
+SECTION = PAGE.split("\n## On a pod\n")[1].split("\n## ")[0]
+BLOCKS = re.findall(r"```bash\n(.*?)```", SECTION, re.DOTALL)
+
+
+def run(block, folder):
+    """Runs the commands of a block: what they print, and the calls of tools."""
+    tools = platform_tools.install(folder / "tools", os.environ)
+    # Places of the text: folders of this test.
+    for name, place in (("gs://BUCKET", "bucket"), ("/shared/", "shared/")):
+        block = block.replace(name, str(folder / place))
+    done = subprocess.run(
+        ["bash", "-euc", block], env=tools, cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, Path(tools["CALLS"]).read_text().splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_commands_run(number, tmp_path):
+    printed, calls = run(BLOCKS[number], tmp_path)
+    trained = [call for call in calls if call.startswith("memjax train")]
+    assert printed.count("finished at step 2, state saved") == len(trained) / 2
+
+
+def test_every_tool_is_replaced():
+    first = {line.split()[0] for block in BLOCKS for line in block.splitlines()}
+    # A script that the text writes, and what the shell itself has.
+    known = {*platform_tools.TOOLS, "cat", "#!/bin/bash", "#SBATCH", "if", "END"}
+    assert first <= known
