@@ -11,7 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-TOOLS = ("gcloud", "xpk", "srun", "sbatch", "scontrol", "git", "pip", "memjax")
+TOOLS = ("gcloud", "xpk", "srun", "sbatch", "scontrol", "git", "pip", "gcsfuse")
+TOOLS += ("xprof", "memjax")
 HOSTS, DEVICES = 2, 2
 #: Of `memjax train`: instead of a preset's own.
 SMALL = """
@@ -43,14 +44,14 @@ def small(arguments: Sequence[str], devices: int) -> list[str]:
     if words[0] in ("train", "aot"):
         # The one that compiles fastest: models are tested elsewhere.
         words[1] = "transformer-tiny"
-    slices = int(_value(words, "--mesh.slices") or 1)
-    for flag, value in {
-        "--mesh.fsdp": str(devices // slices),
-        "--topology": "v5e:2x2",
-    }.items():
+    # The smallest topology has four chips, in each of its slices.
+    fsdp = 4 if words[0] == "aot" else devices
+    for flag, value in {"--mesh.fsdp": str(fsdp), "--topology": "v5e:2x2"}.items():
         if flag in words:
             words[words.index(flag) + 1] = value
-    return words + SMALL if words[0] == "train" else words
+    if words[0] == "aot":
+        return [*words, "--no-cycles", "--data.context-length", "128"]
+    return words + SMALL
 
 
 def _value(words: Sequence[str], flag: str) -> str | None:
