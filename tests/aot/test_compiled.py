@@ -52,11 +52,17 @@ def finetuning(memory):
         stage = SegmentStage(hmt=hmt, data=samples, mesh=MESH)
     else:
         sizes = MPlusConfig(
-            **dict(tokens=4, pool=8, chunk=8, least_chunk=2, retrieved=4, store=16),
-            **dict(key_dim=4, rank=2),
+            tokens=4,
+            pool=8,
+            chunk=8,
+            least_chunk=2,
+            retrieved=4,
+            store=16,
+            key_dim=4,
+            rank=2,
         )
         tasks = MPlusTaskConfig(
-            **dict(chunks=(1,), shortest_chunk=3, target=16, prompt=3, revisit=0.0),
+            chunks=(1,), shortest_chunk=3, target=16, prompt=3, revisit=0.0
         )
         stage = MPlusStage(memory=sizes, tasks=tasks, data=samples, mesh=MESH)
     attention = AttentionConfig(128, 4, 2, 32, capacity=256)

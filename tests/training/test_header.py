@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import struct
+from typing import Any
 
 import jax
 import numpy as np
@@ -85,7 +86,7 @@ def test_each_source_of_a_mixture_says_its_share(tmp_path, capsys):
 def test_what_each_device_holds_is_said(capsys):
     mesh = AbstractMesh((2, 2, 1), ("data", "fsdp", "tensor"))
 
-    def laid_out(*shape, axes=(), dtype=np.float32):
+    def laid_out(*shape, axes=(), dtype: Any = np.float32) -> Any:
         place = NamedSharding(mesh, PartitionSpec(*axes))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
