@@ -4,6 +4,7 @@ libtpu reads once, when it starts, where to write what it schedules: one program
 not be mixed with another.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -36,6 +37,11 @@ def require_libtpu() -> None:
         raise ValueError(
             "compiling for a TPU takes libtpu, and no TPU: pip install libtpu"
         )
+
+
+def libtpu_version() -> str:
+    """The version that is installed."""
+    return importlib.metadata.version("libtpu")
 
 
 def run(

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from memjax.aot.chips import chip_of
 from memjax.aot.compile import Request, compiled
-from memjax.aot.libtpu import require_libtpu
+from memjax.aot.libtpu import libtpu_version, require_libtpu
 from memjax.aot.report import lines, report
 from memjax.aot.search import Edge, Probe, largest
 from memjax.aot.steps import Run, What
@@ -21,6 +21,7 @@ from memjax.cli import config_files
 from memjax.cli.finetune import Config as Finetuning
 from memjax.cli.finetune import presets as finetune_presets
 from memjax.config_io import read_json
+from memjax.evaluation.provenance import version
 from memjax.models import ModelConfig
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints.hf.config import from_hf_config
@@ -76,6 +77,8 @@ def aot(
     """
     chip_of(topology)
     require_libtpu()
+    # Before anything is compiled: files may change while it goes on.
+    made_by = version()._asdict()
     # Shapes alone are computed here: no device is asked for, where there is one.
     jax.config.update("jax_platforms", "cpu")
     results: dict[str, Any] = {}
@@ -89,7 +92,8 @@ def aot(
             _show(results)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(output, json.dumps(results, indent=1))
+        written = {**made_by, "libtpu": libtpu_version(), "steps": results}
+        write_atomically(output, json.dumps(written, indent=1))
         print(f"wrote {output}")
     unfit = [name for name, found in results.items() if not found["fits"]]
     return 1 if unfit else 0
