@@ -170,7 +170,7 @@ def lines(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "of the matrix units' peak", f"{speed['utilisation']:.1%}"
 
 
-def _readable(size: float) -> str:
+def _readable(size: int | float) -> str:
     for unit, name in ((GIB, "GiB"), (2**20, "MiB")):
         if size >= unit:
             return f"{size / unit:,.2f} {name}"

@@ -163,7 +163,7 @@ def read_schedule(text: str) -> Schedule:
     return Schedule(len(rows), tuple(loops), tuple(regions))
 
 
-def _multiply(weights: list[float], first: int, last: int, factor: float) -> None:
+def _multiply(weights: list[float], first: int, last: int, factor: int | float) -> None:
     for i in range(first, last + 1):
         weights[i] *= factor
 
@@ -240,7 +240,7 @@ class Use(NamedTuple):
     fills: int
 
 
-def read_use(text: str, weights: Sequence[float]) -> Use:
+def read_use(text: str, weights: Sequence[int | float]) -> Use:
     """Reads a file of the use per bundle; `weights` says how often each is issued."""
     head, _, table = text.partition("== UTILIZATION:")
     *_, names_line, capacity_line = head.strip().splitlines()

@@ -81,7 +81,7 @@ class Count(NamedTuple):
     @property
     def cycles(self) -> float:
         """Of the whole program."""
-        return sum(part.cycles for part in self.parts)
+        return sum((part.cycles for part in self.parts), 0.0)
 
 
 def count(folder: Path, shares: Mapping[str, Shares] | None = None) -> Count:
