@@ -12,8 +12,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
+from memjax_kernels.common.partition import elements_a_device
+
 Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
-# Floats: 128 MiB of float32.
+# Floats of a device: 128 MiB of float32.
 LOGITS_AT_A_TIME = 2**25
 
 _losses = optax.softmax_cross_entropy_with_integer_labels
@@ -27,8 +29,8 @@ def token_losses(
 ) -> Float[Array, "B T"]:
     """Negative log-likelihood of each target, in nats.
 
-    Positions go through the head in chunks of at most 2**25 logits, recomputed in the
-    backward pass. To train, `loss_sum` computes less.
+    Positions go through the head in chunks of at most 2**25 logits a device,
+    recomputed in the backward pass. To train, `loss_sum` computes less.
 
     Args:
         logits: the head.
@@ -126,7 +128,9 @@ _sum_of_chunks.defvjp(_sum_and_gradients, _scaled_gradients, symbolic_zeros=True
 
 def _chunk_size(targets: Int[Array, "B T"], vocab_size: int) -> int:
     """Positions whose logits may exist at once."""
-    b, t = targets.shape
+    t = targets.shape[1]
+    # On a mesh each chunk sums its head's gradient over all devices: few chunks.
+    b = elements_a_device(targets.shape[0])
     # Logits are V / D times as large as features: those of all positions may not fit.
     most = max(1, min(t, LOGITS_AT_A_TIME // (b * vocab_size)))
     # One that divides T, if a large one does: padding is computed, too.

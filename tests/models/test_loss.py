@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractMesh, AxisType
 
 from memjax.models import loss
 
@@ -115,3 +116,18 @@ def test_the_last_places_are_those_of_the_last_targets_that_count():
     kept = jnp.take_along_axis(loss.last_targets(mask, 3), places, axis=1)
     assert kept.sum(axis=1).tolist() == [3, 1, 3]
     assert loss.last_positions(mask, 9).shape == mask.shape
+
+
+def test_chunks_are_of_what_a_device_computes(monkeypatch):
+    monkeypatch.setattr(loss, "LOGITS_AT_A_TIME", 20)
+    assert loss._chunk_size(jnp.asarray(TARGETS), V) == 2
+    axes = ("data", "fsdp", "tensor")
+    for shape, chunk in {
+        (2, 1, 1): 4,
+        (1, 2, 1): 4,
+        (1, 1, 2): 2,
+        (4, 1, 1): 2,
+    }.items():
+        mesh = AbstractMesh(shape, axes, axis_types=(AxisType.Auto,) * 3)
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert loss._chunk_size(jnp.asarray(TARGETS), V) == chunk, shape

@@ -86,11 +86,23 @@ def along_batch(x: Any) -> Any:
     Only axes of the mesh of `jax.set_mesh` that XLA divides by itself count; without
     any, or where they do not divide B evenly, x as it is.
     """
+    divided = _divided_batch(x.shape[0])
+    return x if divided is None else jax.lax.with_sharding_constraint(x, P(divided))
+
+
+def elements_a_device(batch: int) -> int:
+    """Of `batch` elements those that a device computes, as `along_batch` divides."""
+    mesh = jax.sharding.get_abstract_mesh()
+    divided = _divided_batch(batch) or ()
+    return batch // int(np.prod([mesh.shape[axis] for axis in divided]))
+
+
+def _divided_batch(batch: int) -> tuple[str, ...] | None:
+    """The axes of the mesh that `jax.set_mesh` divides a batch along, if any."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     axes = [name for name in BATCH if kinds.get(name) == AxisType.Auto]
-    divided = _fit(mesh, axes, x.shape[0])
-    return x if divided is None else jax.lax.with_sharding_constraint(x, P(divided))
+    return _fit(mesh, axes, batch)
 
 
 def _fit(mesh: AbstractMesh, axes: list[str], size: int) -> tuple[str, ...] | None:
