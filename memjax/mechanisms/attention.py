@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax.checks import check_sizes
-from memjax.mechanisms.base import Cache, Mechanism, check_input
+from memjax.mechanisms.base import Cache, Mechanism, Packed, check_input
+from memjax.mechanisms.layers import documents, projections
 from memjax.mechanisms.layers import dot_product_attention as attend
-from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax.mechanisms.layers.rotated_projection import rotated_qkv_projection
@@ -177,6 +177,22 @@ def whole(
     return projections.output_projection(params, attend.causal(q, k, v, mask))
 
 
+def packed(
+    config: HeadsConfig,
+    params: AttentionParams,
+    x: Float[Array, "B T D"],
+    starts: Bool[Array, "B T"],
+) -> Float[Array, "B T D"]:
+    """Causal attention inside each document of a row; see `PackedWhole`."""
+    documents.check_starts(starts, x)
+    # Distances are what RoPE depends on; from its own start a document has the angles
+    # that it has alone.
+    positions = documents.positions(starts)
+    q, k, v = rotated_qkv_projection(config, params, x, positions)
+    y = attend.causal(q, k, v, first=documents.first_tokens(starts))
+    return projections.output_projection(params, y)
+
+
 def attention(config: AttentionConfig) -> Mechanism:
     """Builds the mechanism for one configuration."""
 
@@ -186,6 +202,10 @@ def attention(config: AttentionConfig) -> Mechanism:
         _check_fits(x.shape[1], config.capacity)
         return whole(config, params, x, mask)
 
+    def packed_rows(params, x, starts):
+        _check_fits(x.shape[1], config.capacity)
+        return packed(config, params, x, starts)
+
     return Mechanism(
         init_params=functools.partial(projections.init_params, config),
         init_state=functools.partial(init_state, config),
@@ -194,6 +214,7 @@ def attention(config: AttentionConfig) -> Mechanism:
         apply_masked=functools.partial(apply, config),
         whole=whole_sequence,
         cache=Cache(functools.partial(init_state, config), config.capacity, resize),
+        packed=Packed(packed_rows),
     )
 
 

@@ -12,7 +12,7 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.layers import gates
@@ -29,7 +29,7 @@ class GatedDeltaNetConfig(RecurrentConfig):
 
     def core(self) -> MemoryCore:
         """The memory of these sizes."""
-        return bind(self, init_params, init_state, step, apply)
+        return bind(self, init_params, init_state, step, apply, reset_chunk=1)
 
     def core_axes(self) -> PyTree:
         """How its weights are divided among devices."""
@@ -84,12 +84,13 @@ def apply(
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
+    reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
     beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
     _, g = decay(params.decay, x)
     return gated_delta_rule(
-        *(q, k, v, beta, g, memory), implementation=config.implementation
+        *(q, k, v, beta, g, memory), reset=reset, implementation=config.implementation
     )
 
 

@@ -13,7 +13,7 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.layers import gates
@@ -35,7 +35,7 @@ class GLAConfig(RecurrentConfig):
 
     def core(self) -> MemoryCore:
         """The memory of these sizes."""
-        return bind(self, init_params, init_state, step, apply)
+        return bind(self, init_params, init_state, step, apply, reset_chunk=1)
 
     def core_axes(self) -> PyTree:
         """How its weights are divided among devices."""
@@ -88,11 +88,12 @@ def apply(
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
+    reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
     g = _log_gates(params, x)
     q = q * config.key_dim**-0.5
-    return gla_op(q, k, v, g, memory, implementation=config.implementation)
+    return gla_op(q, k, v, g, memory, reset=reset, implementation=config.implementation)
 
 
 def gla(config: GLAConfig) -> Mechanism:

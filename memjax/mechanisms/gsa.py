@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_sizes
 from memjax.mechanisms.base import Mechanism, axes
@@ -58,7 +58,7 @@ class GSAConfig(RecurrentConfig):
 
     def core(self) -> MemoryCore:
         """The memory of these sizes."""
-        return bind(self, init_params, init_state, step, apply)
+        return bind(self, init_params, init_state, step, apply, reset_chunk=1)
 
     def core_axes(self) -> PyTree:
         """How its weights are divided among devices."""
@@ -81,7 +81,7 @@ class ABCConfig(RecurrentConfig):
 
     def core(self) -> MemoryCore:
         """The memory of these sizes."""
-        return bind(self, init_params, init_state, step, apply)
+        return bind(self, init_params, init_state, step, apply, reset_chunk=1)
 
     def core_axes(self) -> PyTree:
         """How its weights are divided among devices."""
@@ -143,11 +143,12 @@ def apply(
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
+    reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[SlotState, Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
     q, alpha, g = _gates(params, x, q)
     return gated_slots(
-        *(q, k, v, alpha, g, memory), implementation=config.implementation
+        *(q, k, v, alpha, g, memory), reset=reset, implementation=config.implementation
     )
 
 

@@ -11,7 +11,7 @@ Shapes: B batch, T time, D model, H heads, K key, V value.
 import dataclasses
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import Mechanism
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
@@ -27,7 +27,7 @@ class LinearAttentionConfig(RecurrentConfig):
 
     def core(self) -> MemoryCore:
         """The memory of these sizes."""
-        return bind(self, init_params, init_state, step, apply)
+        return bind(self, init_params, init_state, step, apply, reset_chunk=1)
 
     def core_axes(self) -> PyTree:
         """How its weights are divided among devices."""
@@ -78,11 +78,14 @@ def apply(
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
+    reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
     del params, x
     q = q * config.key_dim**-0.5
-    return linear_attention_op(*(q, k, v, memory), implementation=config.implementation)
+    return linear_attention_op(
+        *(q, k, v, memory), reset=reset, implementation=config.implementation
+    )
 
 
 def linear_attention(config: LinearAttentionConfig) -> Mechanism:

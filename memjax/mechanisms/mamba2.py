@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.layers import gates
@@ -33,7 +33,7 @@ class Mamba2Config(RecurrentConfig):
 
     def core(self) -> MemoryCore:
         """The memory of these sizes."""
-        return bind(self, init_params, init_state, step, apply)
+        return bind(self, init_params, init_state, step, apply, reset_chunk=1)
 
     def core_axes(self) -> PyTree:
         """How its weights are divided among devices."""
@@ -96,12 +96,15 @@ def apply(
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
+    reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
     pace, g = decay(params.decay, x)
     write = (v * pace[..., None]).astype(v.dtype)
     q = q * config.key_dim**-0.5
-    memory, y = ssd(q, k, write, g, memory, implementation=config.implementation)
+    memory, y = ssd(
+        q, k, write, g, memory, reset=reset, implementation=config.implementation
+    )
     return memory, y + (params.skip[None, None, :, None] * v).astype(v.dtype)
 
 

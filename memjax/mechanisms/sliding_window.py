@@ -24,10 +24,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax.checks import check_sizes
+from memjax.mechanisms.attention import packed as packed_attention
 from memjax.mechanisms.attention import whole as whole_attention
-from memjax.mechanisms.base import Cache, Mechanism, check_input
+from memjax.mechanisms.base import Cache, Mechanism, Packed, check_input
+from memjax.mechanisms.layers import documents, projections, splash
 from memjax.mechanisms.layers import dot_product_attention as attend
-from memjax.mechanisms.layers import projections, splash
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax.mechanisms.layers.rotated_projection import rotated_qkv_projection
@@ -130,8 +131,12 @@ def read(
     v: Float[Array, "B T G K"],
     mask: Bool[Array, "B T"] | None = None,
     lengths: Int[Array, " B"] | None = None,
+    first: Int[Array, "B T"] | None = None,
 ) -> tuple[SlidingWindowState, Float[Array, "B T H K"]]:
     """`apply` between the projections, of queries and keys without RoPE.
+
+    Where `first` is given, the state is empty and has no sinks, and a query sees no key
+    before its own `first`, where its document begins.
 
     Attends in blocks of Q = min(W, T) queries to the W + Q keys around them.
     """
@@ -158,7 +163,10 @@ def read(
             _around(_pad(leaf, -t % size), window, size) for leaf in stream
         )
         seen = _band(window, size)
-    positions = jnp.arange(seen.shape[1], dtype=jnp.int32)
+    seen = seen[None, None] & visible[:, :, None]
+    if first is not None:
+        seen &= _since(first, window, size)
+    positions = jnp.arange(seen.shape[-1], dtype=jnp.int32)
     # RoPE depends on distances alone, so positions count from the start of the window:
     # they stay small at any length of the stream.
     y, mass = attend.blocks_with_mass(
@@ -166,7 +174,7 @@ def read(
         # Keys are kept without RoPE and rotated here, at their position in the window.
         projections.apply_rope(config, keys.astype(q.dtype), positions),
         values.astype(q.dtype),
-        seen[None, None] & visible[:, :, None],
+        seen,
     )
     y = y.reshape(b, -1, *q.shape[2:])[:, :t]
     sinks = state.sinks
@@ -243,6 +251,14 @@ def _band(window: int, size: int) -> Bool[Array, "Q S"]:
     return (s > i) & (s <= window + i)
 
 
+def _since(first: Int[Array, "B T"], window: int, size: int) -> Bool[Array, "B n Q S"]:
+    """Whether query i of a block sees key s as far as its document goes."""
+    first = _pad(first, -first.shape[1] % size).reshape(first.shape[0], -1, size)
+    blocks = jnp.arange(first.shape[1], dtype=jnp.int32)[:, None] * size - window
+    places = blocks + jnp.arange(window + size, dtype=jnp.int32)[None]
+    return places[None, :, None] >= first[..., None]
+
+
 def whole(
     config: SlidingWindowConfig,
     params: AttentionParams,
@@ -263,11 +279,47 @@ def whole(
         y = splash.attention(q, k, v, config.window)
         return projections.output_projection(params, y)
 
-    heads = (*x.shape[:2], config.num_heads, config.head_dim)
-    query = jax.ShapeDtypeStruct(heads, x.dtype)
-    if config.sinks or mask is not None or splash.unsupported(query, query):
+    if config.sinks or mask is not None or _no_kernel(config, x):
         return in_blocks(params, x)
     return jax.lax.platform_dependent(params, x, tpu=in_one_kernel, default=in_blocks)
+
+
+def packed(
+    config: SlidingWindowConfig,
+    params: AttentionParams,
+    x: Float[Array, "B T D"],
+    starts: Bool[Array, "B T"],
+) -> Float[Array, "B T D"]:
+    """The window inside each document of a row, without sinks; see `PackedWhole`."""
+    if x.shape[1] <= config.window:
+        return packed_attention(config, params, x, starts)
+    documents.check_starts(starts, x)
+
+    def in_blocks(params, x, starts):
+        q, k, v = projections.qkv_projection(config, params, x)
+        first = documents.first_tokens(starts)
+        y = read(config, init_state(config, x.shape[0]), q, k, v, first=first)[1]
+        return projections.output_projection(params, y)
+
+    def in_one_kernel(params, x, starts):
+        positions = documents.positions(starts)
+        q, k, v = rotated_qkv_projection(config, params, x, positions)
+        first = documents.first_tokens(starts)
+        y = splash.attention(q, k, v, config.window, first)
+        return projections.output_projection(params, y)
+
+    if _no_kernel(config, x):
+        return in_blocks(params, x, starts)
+    return jax.lax.platform_dependent(
+        *(params, x, starts), tpu=in_one_kernel, default=in_blocks
+    )
+
+
+def _no_kernel(config, x):
+    """Why splash does not take the queries of x; "" if it does."""
+    heads = (*x.shape[:2], config.num_heads, config.head_dim)
+    query = jax.ShapeDtypeStruct(heads, x.dtype)
+    return splash.unsupported(query, query)
 
 
 def sliding_window(config: SlidingWindowConfig) -> Mechanism:
@@ -280,4 +332,6 @@ def sliding_window(config: SlidingWindowConfig) -> Mechanism:
         apply_masked=functools.partial(apply, config),
         whole=functools.partial(whole, config),
         cache=Cache(lambda batch, slots, dtype: init_state(config, batch, dtype)),
+        # A document's sinks are tokens of its own: a place for each would be needed.
+        packed=None if config.sinks else Packed(functools.partial(packed, config)),
     )

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, axes
@@ -91,7 +91,9 @@ class TrellisConfig(RecurrentConfig):
 
     def core(self) -> MemoryCore:
         """The memory of these sizes."""
-        return bind(self, init_params, init_state, step, apply)
+        return bind(
+            *(self, init_params, init_state, step, apply), reset_chunk=self.chunk_size
+        )
 
     def core_axes(self) -> PyTree:
         """How its weights are divided among devices."""
@@ -184,6 +186,7 @@ def apply(
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
+    reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[LearnedStart, Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
     start = _start(config, params, x.shape[0])
@@ -201,6 +204,7 @@ def apply(
         chunk_size=config.chunk_size,
         phi=config.phi,
         activation=config.activation,
+        reset=reset,
         implementation=config.implementation,
     )
     return after_start(Memory(slots, written)), y

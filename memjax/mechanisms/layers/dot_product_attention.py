@@ -33,10 +33,12 @@ def causal(
     key: Float[Array, "B S G K"],
     value: Float[Array, "B S G K"],
     visible: Bool[Array, "B S"] | None = None,
+    first: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H K"]:
     """Every query sees the keys up to its own position, those that are visible.
 
-    The queries are those of the last T of the S positions.
+    The queries are those of the last T of the S positions. Where `first` is given, S is
+    T and a query sees no key before its own `first`, where its document begins.
 
     Where all are, half precision takes cuDNN's flash attention on a GPU, and bfloat16
     jax's splash kernel on a TPU; elsewhere queries go through in blocks, so that scores
@@ -45,32 +47,39 @@ def causal(
     """
     # What cuDNN's flash attention takes: half precision, heads of up to 128, no mask.
     half = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] <= 128
-    whole = visible is None and query.shape[1] == key.shape[1]
+    whole = visible is None and first is None and query.shape[1] == key.shape[1]
     if jax.default_backend() == "gpu" and half and whole:
         return jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation="cudnn"
         )
-    in_parts = functools.partial(_causal_in_parts, visible=visible)
     if visible is not None or splash.unsupported(query, key):
-        return in_parts(query, key, value)
+        return _causal_in_parts(query, key, value, visible, first)
+
+    def in_one_kernel(query, key, value, first):
+        # Tokens of a document have the place of its first token in common.
+        return splash.attention(query, key, value, documents=first)
+
     return jax.lax.platform_dependent(
-        *(query, key, value), tpu=splash.attention, default=in_parts
+        *(query, key, value, first),
+        tpu=in_one_kernel,
+        default=lambda q, k, v, first: _causal_in_parts(q, k, v, visible, first),
     )
 
 
-def _causal_in_parts(query, key, value, visible):
+def _causal_in_parts(query, key, value, visible, first):
     """`causal`, a third of the queries at a time."""
-    (b, t), first = query.shape[:2], key.shape[1] - query.shape[1]
+    (b, t), earlier = query.shape[:2], key.shape[1] - query.shape[1]
     part = t if t < LEAST_CUT else -(-t // PARTS)
     parts = []
     for begin in range(0, t, part):
         end = min(begin + part, t)
-        before = jnp.full(b, first + begin, jnp.int32)
-        seen = None if visible is None else visible[:, : first + end]
-        slots = (key[:, : first + end], value[:, : first + end])
+        before = jnp.full(b, earlier + begin, jnp.int32)
+        seen = None if visible is None else visible[:, : earlier + end]
+        slots = (key[:, : earlier + end], value[:, : earlier + end])
         text = (query[:, begin:end], *slots)
+        since = None if first is None else first[:, begin:end]
         # Every key is seen by some query.
-        parts.append(_in_pieces(*text, before, seen))
+        parts.append(_in_pieces(*text, before, seen, first=since))
     return jnp.concatenate(parts, axis=1)
 
 
@@ -116,17 +125,23 @@ def _in_pieces(
     before: Int[Array, " B"],
     visible: Bool[Array, "B S"] | None,
     filled: Int[Array, ""] | None = None,
+    first: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H K"]:
-    """`from_cache`, as many queries at a time as scores allow; see `_masked`."""
+    """`from_cache`, as many queries at a time as scores allow; see `_masked`.
+
+    Where `first` is given, no query sees a key before its own.
+    """
     b, t, h, _ = query.shape
     s = key.shape[1]
     rows = max(1, min(t, MAX_SCORES // (b * h * s)))
     positions = before[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
 
-    def some_queries(query, positions):
+    def some_queries(query, positions, first):
         def shows(start, size):
             at = start + jnp.arange(size, dtype=jnp.int32)
             mask = at[None, None] <= positions[..., None]
+            if first is not None:
+                mask &= at[None, None] >= first[..., None]
             if visible is None:
                 return mask
             here = jax.lax.dynamic_slice_in_dim(visible, start, size, axis=1)
@@ -135,16 +150,18 @@ def _in_pieces(
         return _masked(query, key, value, shows, filled)[0]
 
     if rows == t:
-        return some_queries(query, positions)
+        return some_queries(query, positions, first)
     pad = -t % rows
-    query = jnp.pad(query, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    positions = jnp.pad(positions, ((0, 0), (0, pad)))
-    split = lambda x: jnp.moveaxis(x.reshape(b, -1, rows, *x.shape[2:]), 1, 0)
+
+    def split(x):
+        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(b, -1, rows, *x.shape[2:]), 1, 0)
+
     y = jax.lax.map(
         # The backward pass computes scores again: kept, those of all blocks would be in
         # memory at once.
         jax.checkpoint(lambda xs: some_queries(*xs)),
-        (split(query), split(positions)),
+        jax.tree.map(split, (query, positions, first)),
     )
     return jnp.moveaxis(y, 0, 1).reshape(b, t + pad, *y.shape[3:])[:, :t]
 

@@ -3,10 +3,12 @@
     init_params(key)                           -> params
     init_state(batch)                          -> memory
     step(params, memory, q, k, v, x [B, D])     -> (memory, y [B, H, V])
-    apply(params, memory, q, k, v, x [B, T, D]) -> (memory, y [B, T, H, V])
+    apply(params, memory, q, k, v, x [B, T, D], reset) -> (memory, y [B, T, H, V])
 
 Where q and k come with unit norm, `apply` takes None for the empty memory: a program
-that knows it to be empty need not ask where in a chunk each batch element is.
+that knows it to be empty need not ask where in a chunk each batch element is. Where
+`reset_chunk` is given, `apply` takes `reset` [B, T], which clears the memory of a batch
+element before a token at a multiple of so many.
 
 The layer gives queries q, keys k and values v of its heads, and the tokens x that the
 gates are read from. `recurrent_block` puts convolution, projections, norm and output
@@ -56,6 +58,7 @@ class CoreApply(Protocol):
         k: Float[Array, "B T G K"],
         v: Float[Array, "B T G V"],
         x: Float[Array, "B T D"],
+        reset: Bool[Array, "B T"] | None = None,
         /,
     ) -> tuple[PyTree, Float[Array, "B T H V"]]: ...
 
@@ -70,6 +73,7 @@ class MemoryCore(NamedTuple):
         apply: a segment.
         unit_norm: whether q and k come with unit norm, and G = H. Else they come as an
             attention layer has them, with G a divisor of H.
+        reset_chunk: `reset` is taken at multiples of so many tokens; None takes none.
     """
 
     init_params: InitParams
@@ -77,6 +81,7 @@ class MemoryCore(NamedTuple):
     step: CoreStep
     apply: CoreApply
     unit_norm: bool = True
+    reset_chunk: int | None = None
 
 
 @runtime_checkable
@@ -120,6 +125,7 @@ def bind(
     apply: Callable,
     *,
     unit_norm: bool = True,
+    reset_chunk: int | None = None,
 ) -> MemoryCore:
     """The core of one configuration, of functions that take the configuration first."""
     return MemoryCore(
@@ -128,6 +134,7 @@ def bind(
         step=functools.partial(step, config),
         apply=functools.partial(apply, config),
         unit_norm=unit_norm,
+        reset_chunk=reset_chunk,
     )
 
 

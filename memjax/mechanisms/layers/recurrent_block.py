@@ -23,10 +23,11 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from memjax.checks import check_positive, check_sizes, require_known
-from memjax.mechanisms.base import Mechanism, axes, check_input
+from memjax.mechanisms.base import Mechanism, Packed, axes, check_input
+from memjax.mechanisms.layers import documents
 from memjax.mechanisms.layers.gates import draw_weight
 from memjax.mechanisms.layers.memory_core import MemoryCore
 from memjax.mechanisms.layers.norms import l2_normalize, rms_norm_heads
@@ -138,12 +139,16 @@ def mechanism(
             (Lattice) or each have their own.
     """
     projections = 1 if shared_projection else 2
+    packed = None
+    if core.reset_chunk is not None:
+        packed = Packed(functools.partial(_whole, config, core), core.reset_chunk)
     return Mechanism(
         init_params=functools.partial(init_params, config, core, projections),
         init_state=functools.partial(init_state, config, core, projections),
         step=functools.partial(step, config, core),
         apply=functools.partial(apply, config, core),
         whole=functools.partial(whole, config, core),
+        packed=packed,
     )
 
 
@@ -220,10 +225,18 @@ def whole(
     """
     if mask is not None:
         raise ValueError("mask must be None with a mechanism that compresses, got one")
+    return _whole(config, core, params, x)
+
+
+def _whole(config, core, params, x, starts=None):
+    """A whole sequence, or rows of documents that begin where `starts` is True."""
     window = _no_inputs(config, params.query_key.shape[1], x.shape[0])
-    empty = BlockState(window, None)
-    _, q, k, v = qkv_projection(config, params, empty, x)
-    _, y = core.apply(params.core, None, q, k, v, x)
+    empty, resets, positions = BlockState(window, None), (), None
+    if starts is not None:
+        documents.check_starts(starts, x)
+        resets, positions = (starts,), documents.positions(starts)
+    _, q, k, v = qkv_projection(config, params, empty, x, positions)
+    _, y = core.apply(params.core, None, q, k, v, x, *resets)
     return output_projection(config, params, x, y)
 
 
@@ -238,8 +251,17 @@ def qkv_projection(
     params: BlockParams,
     state: BlockState,
     x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"] | None = None,
 ) -> QKV:
     """Queries, keys and values of a segment, in the dtype of x.
+
+    Args:
+        config: sizes.
+        params: of the block.
+        state: before the segment.
+        x: its tokens.
+        positions: of each token in its document, before which the convolution sees
+            nothing; None is one document.
 
     Raises:
         ValueError: unless x is floating, with the state's batch size and the model's
@@ -254,7 +276,7 @@ def qkv_projection(
     # One projection that both share, or one for each.
     parts = jnp.split(inputs, projections, axis=-1) * (2 // projections)
     q, k = (
-        _convolve(part, params.filters[:, i].reshape(CONV_WIDTH, -1))
+        _convolve(part, params.filters[:, i].reshape(CONV_WIDTH, -1), positions)
         for i, part in enumerate(parts)
     )
     by_head = lambda z: z.reshape(*x.shape[:2], heads, -1)
@@ -265,14 +287,18 @@ def qkv_projection(
     return QKV(window, q, k, by_head(_product(x, params.value)))
 
 
-def _convolve(inputs, filters):
+def _convolve(inputs, filters, positions):
     """Each channel by its own filter of W taps; the first W - 1 tokens came before."""
     time = inputs.shape[1] - CONV_WIDTH + 1
-    taps = (
-        inputs[:, w : w + time].astype(jnp.float32) * filters[w][None, None]
-        for w in range(CONV_WIDTH)
-    )
-    return functools.reduce(jnp.add, taps)
+
+    def tap(w):
+        product = inputs[:, w : w + time].astype(jnp.float32) * filters[w][None, None]
+        back = CONV_WIDTH - 1 - w
+        if positions is None or not back:
+            return product
+        return jnp.where(positions[..., None] >= back, product, 0.0)
+
+    return functools.reduce(jnp.add, map(tap, range(CONV_WIDTH)))
 
 
 def _product(x, weight):

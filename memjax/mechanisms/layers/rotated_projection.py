@@ -24,7 +24,7 @@ def rotated_qkv_projection(
     config: HeadsConfig,
     params: AttentionParams,
     x: Float[Array, "B T D"],
-    positions: Int[Array, " T"],
+    positions: Int[Array, "*B T"],
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
     """Queries and keys with RoPE, and values; see `projections`.
 
@@ -59,7 +59,9 @@ def _rotated(config, x, positions, weight, bias):
     # The angles of all heads, by a product with ones: the cosines are taken once.
     pairs = np.tile(np.eye(width // 2, dtype=np.float32), 2 * heads)
     angles = rope.tables(width, positions, config.rope_theta, config.rope_scaling)
-    cos, sin = (exact_product(table, pairs)[None] for table in angles)
+    cos, sin = (exact_product(table, pairs) for table in angles)
+    if positions.ndim == 1:
+        cos, sin = cos[None], sin[None]
     flat = lambda heads: heads.reshape(*heads.shape[:-2], -1)
 
     def products(channels):

@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as masks,
 )
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from memjax_kernels.common.partition import chunkwise
 
@@ -47,10 +47,14 @@ def attention(
     key: Float[Array, "B T G K"],
     value: Float[Array, "B T G K"],
     window: int | None = None,
+    documents: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Each query sees the keys up to its own, the last `window` of them if given."""
+    """Each query sees the keys up to its own, the last `window` of them if given.
+
+    Where `documents` are given, those of the same number alone.
+    """
     # Heads of keys come first: they are what a mesh must divide.
-    tokens = tuple(x[:, None] for x in (key, value, query))
+    tokens = (*(x[:, None] for x in (key, value, query)), documents)
     return _on_mesh(tokens, window=window)[1][:, 0]
 
 
@@ -72,10 +76,12 @@ def with_memory(
 
 def _one_share(tokens, window):
     """The kernel on a device's share: tokens [B, 1, T, H, K]."""
-    key, value, query = (jnp.swapaxes(x[:, 0], 1, 2) for x in tokens)
+    *heads, documents = tokens
+    key, value, query = (jnp.swapaxes(x[:, 0], 1, 2) for x in heads)
     attend = kernel(query.shape[1], query.shape[2], window)
+    ids = None if documents is None else splash.SegmentIds(documents, documents)
     # Scaled before the product: a query has fewer numbers than it has scores.
-    y: Any = jax.vmap(attend)(query * query.shape[-1] ** -0.5, key, value)
+    y: Any = jax.vmap(attend)(query * query.shape[-1] ** -0.5, key, value, ids)
     return (), jnp.swapaxes(y, 1, 2)[:, None]
 
 

@@ -1,0 +1,157 @@
+"""Rows of several documents: each is read as if it were alone."""
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.mechanisms import AttentionConfig, SlidingWindowConfig, TrellisConfig
+from memjax.mechanisms.layers import documents, splash
+from tests.mechanisms.test_contract import BLOCK, CONFIGS, HEADS
+
+B, T, D = 2, 12, 16
+PACKS = {name: c for name, c in CONFIGS.items() if c.build().packed is not None}
+# Where documents begin: anywhere, or where a chunk of 4 does.
+ANYWHERE = ((0, 5, 6), (0, 1, 9))
+CHUNKS_OF_4 = ((0, 8), (0, 4, 8))
+# One of each kind of memory; the others share the block of these.
+FAST = ("attention", "sliding_window", "gated_deltanet", "trellis")
+ROWS = [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+    for name in PACKS
+]
+
+
+def make_starts(places):
+    starts = np.zeros((B, T), bool)
+    for row, at in zip(starts, places, strict=True):
+        row[list(at)] = True
+    return starts
+
+
+def spans(places):
+    """Row, begin and end of every document."""
+    return [
+        (row, begin, end)
+        for row, at in enumerate(places)
+        for begin, end in zip(at, (*at[1:], T), strict=True)
+    ]
+
+
+def build(config) -> Any:
+    return config.build()
+
+
+@functools.cache
+def case(name):
+    mechanism = build(PACKS[name])
+    params = jax.jit(mechanism.init_params)(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (B, T, D))
+    weights = jax.random.normal(jax.random.key(2), (B, T, D))
+    places = ANYWHERE if mechanism.packed.chunk == 1 else CHUNKS_OF_4
+
+    def packed(params, x, starts):
+        y = mechanism.packed.whole(params, x, starts)
+        return jnp.sum(y * weights), y
+
+    packed = jax.jit(jax.value_and_grad(packed, argnums=(0, 1), has_aux=True))
+    return mechanism, params, x, weights, places, packed
+
+
+def alone(mechanism, places, weights, params, x):
+    """Every document at the front of a row of its own; nothing reads ahead."""
+    rows = [jnp.roll(x[row], -begin, axis=0) for row, begin, _ in spans(places)]
+    read = mechanism.whole(params, jnp.stack(rows), None)
+    y = jnp.zeros_like(x)
+    for (row, begin, end), own in zip(spans(places), read, strict=True):
+        y = y.at[row, begin:end].set(own[: end - begin])
+    return jnp.sum(y * weights), y
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_document_is_read_as_if_alone(name):
+    mechanism, params, x, weights, places, packed = case(name)
+    expected = functools.partial(alone, mechanism, places, weights)
+    expected = jax.jit(jax.value_and_grad(expected, argnums=(0, 1), has_aux=True))
+    (_, y), gradients = packed(params, x, make_starts(places))
+    (_, y_alone), gradients_alone = expected(params, x)
+    chex.assert_trees_all_close(y, y_alone, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(gradients, gradients_alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_changed_document_changes_no_bit_of_another(name):
+    _, params, x, _, places, packed = case(name)
+    read = lambda x: packed(params, x, make_starts(places))[0][1]
+    before = read(x)
+    for row, begin, end in spans(places):
+        after = read(x.at[row, begin:end].mul(-30.0))
+        own = np.zeros((B, T), bool)
+        own[row, begin:end] = True
+        assert (np.asarray(after) == np.asarray(before))[~own].all()
+        assert (np.asarray(after) != np.asarray(before))[own].any(axis=-1).all()
+
+
+def test_memories_that_cannot_be_cleared_inside_say_so():
+    without = {name for name in CONFIGS if name not in PACKS}
+    beside = {name for name in CONFIGS if name.startswith("beside")}
+    elastic = {"elastic_memory", "elastic_memory_bank"}
+    assert without == {*beside, *elastic, "sliding_window_sinks"}
+
+
+def test_start_inside_a_chunk_is_refused():
+    mechanism = build(TrellisConfig(**BLOCK, slots=5, chunk_size=4))
+    assert mechanism.packed.chunk == 4
+    params = jax.jit(mechanism.init_params)(jax.random.key(0))
+    x, starts = jnp.ones((B, T, D)), make_starts(((0, 8), (0, 5)))
+    with pytest.raises(ValueError, match="reset must be where a chunk of 4 starts"):
+        mechanism.packed.whole(params, x, jnp.asarray(starts))
+    # Inside jit, where the place is not known, nothing of it passes for a result.
+    y = np.asarray(jax.jit(mechanism.packed.whole)(params, x, starts))
+    assert np.isnan(y[1, 5:]).all()
+    assert np.isfinite(y[0]).all() and np.isfinite(y[1, :5]).all()
+
+
+@pytest.mark.parametrize("starts", [np.ones((B, T), np.int32), np.ones((B, 1), bool)])
+def test_starts_of_another_shape_or_type_are_refused(starts):
+    with pytest.raises(ValueError, match=r"starts must be bool\[2, 12\], as x is"):
+        documents.check_starts(jnp.asarray(starts), jnp.ones((B, T, D)))
+    mechanism, params, x, *_ = case("gated_deltanet")
+    with pytest.raises(ValueError, match="starts must be bool"):
+        mechanism.packed.whole(params, x, jnp.asarray(starts))
+
+
+def test_positions_count_from_the_start_of_each_document():
+    starts = jnp.asarray([[0, 0, 1, 0, 1, 1], [1, 0, 0, 0, 0, 0]], bool)
+    found = documents.positions(starts)
+    np.testing.assert_array_equal(found, [[0, 1, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 100])
+def test_kernel_of_a_tpu_sees_a_document_alone(window, monkeypatch):
+    sizes = {**HEADS, "head_dim": 64}
+    config = AttentionConfig(**sizes)
+    if window is not None:
+        config = SlidingWindowConfig(**sizes, window=window)
+    mechanism = build(config)
+    params = mechanism.init_params(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (1, 256, D)).astype(jnp.bfloat16)
+    starts = jnp.zeros((1, 256), bool).at[0, jnp.asarray([70, 200])].set(True)
+    expected = mechanism.packed.whole(params, x, starts)
+    # The branch for TPUs, its kernel interpreted.
+    monkeypatch.setattr(
+        jax.lax,
+        "platform_dependent",
+        lambda *args, tpu=None, default, **_: (tpu or default)(*args),
+    )
+    kernel = functools.partial(splash.splash.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash.splash, "make_splash_mha", kernel)
+    found = mechanism.packed.whole(params, x, starts)
+    chex.assert_trees_all_close(
+        found.astype(jnp.float32), expected.astype(jnp.float32), rtol=0.05, atol=0.05
+    )
