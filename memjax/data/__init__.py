@@ -1,9 +1,10 @@
 """Data: documents from several sources, tokenizers, batches of tokens, and tasks."""
 
 from memjax.data.batches.batch import Batch as Batch
-from memjax.data.batches.pipeline import BatchIterator as BatchIterator
+from memjax.data.batches.iterator import BatchIterator as BatchIterator
+from memjax.data.batches.mixture import mixed_batches as mixed_batches
 from memjax.data.batches.pipeline import chunked_batches as chunked_batches
-from memjax.data.batches.pipeline import mixed_batches as mixed_batches
+from memjax.data.batches.pipeline import packed_batches as packed_batches
 from memjax.data.batches.pipeline import streamed_batches as streamed_batches
 from memjax.data.documents.documents import Document as Document
 from memjax.data.documents.documents import Split as Split

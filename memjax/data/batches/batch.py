@@ -14,9 +14,10 @@ class Batch(NamedTuple):
         targets: [B, T], the token after each input.
         mask: [B, T], 1 where the target counts, 0 where the position is padding.
         reset: [B], True where a sequence's memory must be cleared before this batch.
+            In rows of several documents [B, T], True at the first token of each.
     """
 
     tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
     targets: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
     mask: Float32[Array, "B T"] | Float32[np.ndarray, "B T"]
-    reset: Bool[Array, " B"] | Bool[np.ndarray, " B"]
+    reset: Bool[Array, "B ..."] | Bool[np.ndarray, "B ..."]

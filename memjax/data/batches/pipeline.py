@@ -1,84 +1,22 @@
 """Endless, deterministic batches of tokenised documents, on any number of hosts.
 
-Both pipelines are random access: what batch element r holds at step s follows from the
-documents and the seed by index arithmetic. There is one global batch, which does not
-depend on the number of hosts. A host reads its contiguous elements
-[shard_index * R, (shard_index + 1) * R), R = batch_size / shard_count. So a saved
-position can be restored on another number of hosts, and batch element r carries the
-same stream before and after.
+All pipelines are random access: what batch element r holds at step s follows from the
+documents and the seed by index arithmetic.
 """
 
-import hashlib
 import logging
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import grain
 import numpy as np
 from jaxtyping import Int64
 
-from memjax.data.batches.batch import Batch
-from memjax.data.batches.rows import Chunks, HostRows, Rows, Streams
-from memjax.data.documents.token_file import TokenisedDocument, content_digest
+from memjax.data.batches.iterator import BatchIterator, identity
+from memjax.data.batches.packed import PackedRows
+from memjax.data.batches.rows import Chunks, Streams
+from memjax.data.documents.token_file import TokenisedDocument
 
 _LOG = logging.getLogger(__name__)
-
-
-class BatchIterator:
-    """Yields this host's part of each batch, B = batch_size / shard_count, for ever."""
-
-    def __init__(
-        self,
-        rows: Rows,
-        batch_size: int,
-        identity: Mapping[str, Any],
-        shard_index: int,
-        shard_count: int,
-    ):
-        self._batch_size = batch_size
-        self._identity = {**identity, "batch_size": batch_size}
-        ordered = grain.MapDataset.source(HostRows(rows, batch_size, shard_count))
-        elastic = grain.experimental.ElasticIterator(
-            ordered,
-            batch_size,
-            grain.sharding.ShardOptions(shard_index, shard_count),
-            # Tokens are memory-mapped: threads would only contend for the GIL.
-            read_options=grain.ReadOptions(num_threads=0, prefetch_buffer_size=0),
-        )
-        self._iterator = iter(elastic)
-
-    def __iter__(self) -> "BatchIterator":
-        return self
-
-    def __next__(self) -> Batch:
-        return next(self._iterator)
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns the position, the same on every host, ready for JSON."""
-        index = self._iterator.get_state()["global_next_index"]
-        return {"step": index // self._batch_size, **self._identity}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to a position that `get_state` gave, on any number of hosts.
-
-        Raises:
-            ValueError: the state is malformed, or comes from other documents, other
-                tokens of them ("content"), lengths, batch size or seed (the message
-                says which).
-        """
-        step = state.get("step")
-        if type(step) is not int or step < 0:
-            raise ValueError(f"state['step']={step!r} must be an integer >= 0")
-        # A position means something for the same documents, lengths and seed alone.
-        # Earlier versions did not write down the content.
-        for key, value in self._identity.items():
-            if state.get(key, value if key == "content" else None) != value:
-                raise ValueError(
-                    f"state[{key!r}]={state.get(key)!r} belongs to another pipeline: "
-                    f"this one has {value!r}"
-                )
-        self._iterator.set_state({"global_next_index": step * self._batch_size})
 
 
 def chunked_batches(
@@ -113,68 +51,56 @@ def chunked_batches(
     Raises:
         ValueError: an argument is out of its range, or no document is long enough.
     """
-    _check_rows(batch_size, seed, shard_index, shard_count)
-    chunks = _chunks(documents, context_length, vocab_size)
+    check_rows(batch_size, seed, shard_index, shard_count)
+    chunks = chunk_rows(documents, context_length, vocab_size)
     rows = grain.MapDataset.source(chunks).shuffle(seed=seed).repeat()
-    identity = _identity("chunked", context_length, seed, documents)
-    return BatchIterator(rows, batch_size, identity, shard_index, shard_count)
+    made_from = identity("chunked", context_length, seed, documents)
+    return BatchIterator(rows, batch_size, made_from, shard_index, shard_count)
 
 
-def mixed_batches(
-    sources: Sequence[Sequence[TokenisedDocument]],
-    weights: Sequence[int | float],
+def packed_batches(
+    documents: Sequence[TokenisedDocument],
     context_length: int,
     batch_size: int,
     seed: int,
     *,
+    start_multiple: int = 1,
     shard_index: int = 0,
     shard_count: int = 1,
     vocab_size: int | None = None,
 ) -> BatchIterator:
-    """Yields the chunks of several sources, each in its share of the tokens.
+    """Yields rows of several documents, for documents of any length.
 
-    Chunks are those of `chunked_batches`, shuffled anew in each epoch of their own
-    source. Which source a chunk is from follows from its position alone: among the
-    first n chunks each source has its share, but for less than one chunk a source.
+    A document of n tokens has n - 1 inputs and targets, and all are read once an epoch:
+    what fills whole rows has them to itself, the rest shares a row with others. Which
+    documents share a row does not change; rows are shuffled anew each epoch. `reset` is
+    [B, T], True at the first token of each document, or of each part of one that is
+    longer than a row. `mask` is 0 where a row is not filled. Documents of one token
+    have no target and are left out. The log says how full the rows are.
 
     Args:
-        sources: documents of each.
-        weights: shares of the tokens, up to a common factor; positive.
-        context_length: T, at least 1.
-        batch_size: sequences over all hosts, divisible by shard_count.
+        documents: from `load_tokens`.
+        context_length: T, a multiple of start_multiple.
+        batch_size: rows over all hosts, divisible by shard_count.
         seed: in [0, 2**32).
+        start_multiple: documents begin at multiples of so many tokens, at least 1; what
+            a model needs, `start_multiple(mixers)` says.
         shard_index: this host, in [0, shard_count).
         shard_count: number of hosts.
         vocab_size: if given, every id is checked to be in [0, vocab_size).
 
     Raises:
-        ValueError: an argument is out of its range, or no document of a source is long
-            enough.
+        ValueError: an argument is out of its range, or no document has two tokens.
     """
-    _check_rows(batch_size, seed, shard_index, shard_count)
-    if not sources or len(sources) != len(weights):
-        raise ValueError(
-            f"weights must be one for each of {len(sources)} sources, got {weights}"
-        )
-    if not all(0 < weight < math.inf for weight in weights):
-        raise ValueError(f"weights must be positive, got {weights}")
-    parts = []
-    for i, documents in enumerate(sources):
-        chunks = _chunks(documents, context_length, vocab_size)
-        # Each in an order of its own.
-        shuffled = grain.MapDataset.source(chunks).shuffle(seed=(seed + i) % 2**32)
-        parts.append(shuffled.repeat())
-    rows = grain.MapDataset.mix(parts, list(weights))
-    every = [document for documents in sources for document in documents]
-    identity = _identity("chunked", context_length, seed, every)
-    shares = [
-        [len(part), weight] for part, weight in zip(sources, weights, strict=True)
-    ]
-    identity["mixture"] = shares
-    return BatchIterator(rows, batch_size, identity, shard_index, shard_count)
+    check_rows(batch_size, seed, shard_index, shard_count)
+    packed = packed_rows(documents, context_length, start_multiple, vocab_size)
+    rows = grain.MapDataset.source(packed).shuffle(seed=seed).repeat()
+    made_from = identity("packed", context_length, seed, documents)
+    made_from["start_multiple"] = start_multiple
+    return BatchIterator(rows, batch_size, made_from, shard_index, shard_count)
 
 
-def _chunks(
+def chunk_rows(
     documents: Sequence[TokenisedDocument], context_length: int, vocab_size: int | None
 ) -> Chunks:
     """All chunks of the documents; the log says what is left out."""
@@ -189,12 +115,47 @@ def _chunks(
         # A warning, as it is shown: a run may learn from far less than its folder.
         _LOG.warning(
             "%d of %d documents are left out: they have at most context_length=%d "
-            "tokens (mode 'streamed' reads them)",
+            "tokens (modes 'packed' and 'streamed' read them)",
             short,
             len(documents),
             context_length,
         )
     return Chunks(documents, context_length, counts)
+
+
+def packed_rows(
+    documents: Sequence[TokenisedDocument],
+    context_length: int,
+    start_multiple: int,
+    vocab_size: int | None,
+) -> PackedRows:
+    """The rows of the documents; the log says how full they are."""
+    _check_documents(documents, vocab_size)
+    if start_multiple < 1 or context_length < 1 or context_length % start_multiple:
+        raise ValueError(
+            f"context_length={context_length} must be a positive multiple of "
+            f"start_multiple={start_multiple}, where documents may begin"
+        )
+    usable = _with_targets(documents)
+    rows = PackedRows(usable, context_length, start_multiple)
+    _LOG.info(
+        "%d documents in %d rows of %d tokens, %.1f%% full",
+        len(usable),
+        len(rows),
+        context_length,
+        100 * rows.inputs / (len(rows) * context_length),
+    )
+    return rows
+
+
+def _with_targets(documents: Sequence[TokenisedDocument]) -> list[TokenisedDocument]:
+    """Documents of two tokens or more; the log says how many are left out."""
+    usable = [d for d in documents if len(d.tokens) > 1]
+    if not usable:
+        raise ValueError(f"none of the {len(documents)} documents has two tokens")
+    if len(usable) < len(documents):
+        _LOG.info("%d one-token documents left out", len(documents) - len(usable))
+    return usable
 
 
 def streamed_batches(
@@ -227,18 +188,14 @@ def streamed_batches(
     Raises:
         ValueError: an argument is out of its range, or no document has two tokens.
     """
-    _check_rows(batch_size, seed, shard_index, shard_count)
+    check_rows(batch_size, seed, shard_index, shard_count)
     _check_documents(documents, vocab_size)
     if segment_length < 1:
         raise ValueError(f"segment_length={segment_length} must be at least 1")
-    usable = [d for d in documents if len(d.tokens) > 1]
-    if not usable:
-        raise ValueError(f"none of the {len(documents)} documents has two tokens")
-    if len(usable) < len(documents):
-        _LOG.info("%d one-token documents left out", len(documents) - len(usable))
+    usable = _with_targets(documents)
     rows = Streams(usable, segment_length, batch_size, seed)
-    identity = _identity("streamed", segment_length, seed, documents)
-    return BatchIterator(rows, batch_size, identity, shard_index, shard_count)
+    made_from = identity("streamed", segment_length, seed, documents)
+    return BatchIterator(rows, batch_size, made_from, shard_index, shard_count)
 
 
 def _chunk_counts(
@@ -256,7 +213,8 @@ def _chunk_counts(
     return counts
 
 
-def _check_rows(batch_size: int, seed: int, shard_index: int, shard_count: int) -> None:
+def check_rows(batch_size: int, seed: int, shard_index: int, shard_count: int) -> None:
+    """Raises ValueError on a batch, a seed or a host out of range."""
     if shard_count < 1 or not 0 <= shard_index < shard_count:
         raise ValueError(
             f"shard_index={shard_index} must be in [0, shard_count={shard_count})"
@@ -290,18 +248,3 @@ def _check_documents(
                 f"document {document.name!r} has ids from {tokens.min()} to "
                 f"{tokens.max()}; vocab_size={vocab_size} allows [0, {vocab_size})"
             )
-
-
-def _identity(
-    mode: str, length: int, seed: int, documents: Sequence[TokenisedDocument]
-) -> dict[str, Any]:
-    digest = hashlib.sha256(
-        repr([(d.name, len(d.tokens)) for d in documents]).encode("utf-8")
-    )
-    return {
-        "mode": mode,
-        "length": length,
-        "seed": seed,
-        "documents": digest.hexdigest()[:16],
-        "content": content_digest(documents),
-    }

@@ -14,6 +14,7 @@ from memjax.data import (
     TokenisedDocument,
     chunked_batches,
     mixed_batches,
+    packed_batches,
     streamed_batches,
 )
 from memjax.data.batches.repeated import RepeatedBatches
@@ -21,8 +22,13 @@ from memjax.data.batches.repeated import RepeatedBatches
 ORDER_OF_SEED_7 = {
     "streamed": [[6, 1], [3, 3], [4, 2], [0, 7], [2, 4], [7, 5], [5, 0], [1, 6]],
     "chunked": [[4, 0], [3, 7], [2, 5], [6, 1], [5, 3], [6, 7], [4, 1], [0, 2]],
+    "packed": [[4, 0], [3, 7], [2, 5], [6, 1], [5, 3], [6, 7], [4, 1], [0, 2]],
 }
-PIPELINES = {"chunked": chunked_batches, "streamed": streamed_batches}
+PIPELINES = {
+    "chunked": chunked_batches,
+    "packed": packed_batches,
+    "streamed": streamed_batches,
+}
 
 
 def _documents(*lengths):
@@ -46,7 +52,8 @@ def _assert_same(left: Batch, right: Batch):
 def test_shapes_and_dtypes(make):
     batch = next(make(_documents(50, 9), 8, 4, seed=0))
     assert isinstance(batch, Batch)
-    assert [a.shape for a in batch] == [(4, 8), (4, 8), (4, 8), (4,)]
+    reset = (4, 8) if make is packed_batches else (4,)
+    assert [a.shape for a in batch] == [(4, 8), (4, 8), (4, 8), reset]
     assert [a.dtype for a in batch] == [np.int32, np.int32, np.float32, np.bool_]
 
 
@@ -274,7 +281,7 @@ def test_other_tokens_of_the_same_documents_give_another_state():
 )
 def test_bad_arguments_are_refused(make, arguments, message):
     good = {"documents": _documents(21), "batch_size": 4, "seed": 0}
-    length = "context_length" if make is chunked_batches else "segment_length"
+    length = "segment_length" if make is streamed_batches else "context_length"
     make(**good, **{length: 4}, vocab_size=22)
     with pytest.raises(ValueError, match=message):
         make(**{**good, length: 4, **arguments})
