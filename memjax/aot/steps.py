@@ -72,11 +72,12 @@ def _training(run: RunConfig, mesh: Mesh) -> Step:
     create, layout, update = pretrain.parts(run, mesh)
     state = placed(jax.eval_shape(create, jax.random.key(0)), layout)
     rows, length = run.data.batch_size, run.data.context_length
+    packed = run.data.mode == "packed"
     batch = Batch(
         tokens=_shape((rows, length), jnp.int32),
         targets=_shape((rows, length), jnp.int32),
         mask=_shape((rows, length), jnp.float32),
-        reset=_shape((rows,), jnp.bool_),
+        reset=_shape((rows, length) if packed else (rows,), jnp.bool_),
     )
     return _update(update, layout, state, batch, mesh, rows * length)
 

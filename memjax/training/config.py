@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 from memjax.checks import check_sizes, require_known
 from memjax.data import Tokenizer
 from memjax.models import ModelConfig, preset
+from memjax.models.language_model.packed import start_multiple
 from memjax.models.language_model.presets import FAMILIES, TRELLIS_SIZES
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.sharding import MeshConfig
@@ -17,6 +18,7 @@ from memjax.training.step import StepConfig, check_run
 #: `EX_TEMPFAIL` of sysexits.h. Running the same command again continues it.
 EXIT_PREEMPTED = 75
 
+Mode = Literal["chunked", "packed", "streamed"]
 Reason = Literal["finished", "out of time", "preempted"]
 WriterName = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -113,20 +115,21 @@ class DataConfig:
         tokenizer: "bpe4k", "bytes", the path of a tokenizers JSON or of a folder that
             has one, or a repository of the Hugging Face hub, "owner/name".
         mode: "chunked" cuts documents into independent samples of `context_length`, as
-            the paper does; "streamed" reads whole documents, `context_length` tokens
+            the paper does; "packed" puts several documents into one such row, each
+            read as if alone; "streamed" reads whole documents, `context_length` tokens
             at a time, and needs `step.carry_memory`.
         context_length: tokens of a sample in one update.
         batch_size: samples of one update, over all devices.
         validation_texts: samples of `context_length` tokens in each evaluation.
         cache_dir: where tokens are kept; None is the user's cache folder.
         mixture: sources in place of `source`, each with its weight: its share of the
-            tokens that are trained on, whatever its size; for mode "chunked". Held-out
-            documents are those of all of them, with no weights.
+            tokens that are trained on, whatever its size; not for mode "streamed".
+            Held-out documents are those of all of them, with no weights.
     """
 
     source: str = "embedded"
     tokenizer: str = "bpe4k"
-    mode: Literal["chunked", "streamed"] = "chunked"
+    mode: Mode = "chunked"
     context_length: int = 2048
     batch_size: int = 8
     validation_texts: int = 16
@@ -134,7 +137,7 @@ class DataConfig:
     mixture: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self):
-        require_known("mode", self.mode, ("chunked", "streamed"))
+        require_known("mode", self.mode, get_args(Mode))
         check_sizes(
             context_length=self.context_length,
             batch_size=self.batch_size,
@@ -163,10 +166,10 @@ class DataConfig:
                 f"source={self.source!r} has no part in a mixture: name it there, "
                 "with its weight"
             )
-        if self.mode != "chunked":
+        if self.mode == "streamed":
             raise ValueError(
-                f"a mixture needs mode='chunked', got {self.mode!r}: a stream reads "
-                "documents to their ends"
+                "a mixture needs mode='chunked' or 'packed', got 'streamed': a stream "
+                "reads documents to their ends"
             )
 
 
@@ -194,6 +197,14 @@ class RunConfig:
 
     def __post_init__(self):
         check_run(self.data.mode, self.step, self.seed)
+        if self.data.mode == "packed":
+            multiple = start_multiple(self.model.mixers)
+            if self.data.context_length % multiple:
+                raise ValueError(
+                    f"context_length must be a multiple of {multiple} with "
+                    "mode='packed', where the mixers' chunks begin, got "
+                    f"{self.data.context_length}"
+                )
 
 
 # Peak learning rate and tokens of each size: Trellis, Table 5.

@@ -112,7 +112,11 @@ def build_step(config: RunConfig, mesh: Mesh) -> tuple[TrainState, Callable]:
     """
     shared = dataclasses.replace(
         config,
-        data=DataConfig(mode=config.data.mode, batch_size=config.data.batch_size),
+        data=DataConfig(
+            mode=config.data.mode,
+            context_length=config.data.context_length,
+            batch_size=config.data.batch_size,
+        ),
         loop=LoopConfig(steps=config.loop.steps),
         seed=0,
     )

@@ -1,7 +1,8 @@
 """The documents of a run: its batches, and perplexity on those held out."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from flax import nnx
@@ -15,12 +16,14 @@ from memjax.data import (
     chunked_batches,
     load_tokens,
     mixed_batches,
+    packed_batches,
     streamed_batches,
 )
 from memjax.data.documents.sources import open_source
 from memjax.models import ModelConfig
 from memjax.models.base import Model
-from memjax.training.config import DataConfig
+from memjax.models.language_model.packed import start_multiple
+from memjax.training.config import DataConfig, Mode
 from memjax.training.step import TrainState, model_of
 
 
@@ -77,27 +80,44 @@ def batches(
     data = config.data
     sizes = (data.context_length, data.batch_size, config.seed)
     shard = {"shard_index": part[0], "shard_count": part[1]}
-    vocab_size = config.model.vocab_size
+    vocab_size, multiple = config.model.vocab_size, None
+    if data.mode == "packed":
+        multiple = start_multiple(config.model.mixers)
     if data.mixture:
         weights = [weight for _, weight in data.mixture]
-        return mixed_batches(sources, weights, *sizes, vocab_size=vocab_size, **shard)
+        return mixed_batches(
+            *(sources, weights, *sizes),
+            start_multiple=multiple,
+            vocab_size=vocab_size,
+            **shard,
+        )
     (documents,) = sources
-    return make_batches(data.mode, documents, *sizes, vocab_size, **shard)
+    return make_batches(
+        *(data.mode, documents, *sizes, vocab_size), packed_at=multiple or 1, **shard
+    )
 
 
 def make_batches(
-    mode: Literal["chunked", "streamed"],
+    mode: Mode,
     documents: Sequence[TokenisedDocument],
     context_length: int,
     batch_size: int,
     seed: int,
     vocab_size: int,
     *,
+    packed_at: int = 1,
     shard_index: int,
     shard_count: int,
 ) -> BatchIterator:
-    """The batches of a mode: see `chunked_batches` and `streamed_batches`."""
-    make = {"chunked": chunked_batches, "streamed": streamed_batches}[mode]
+    """The batches of a mode: `chunked_batches`, `packed_batches`, `streamed_batches`.
+
+    Documents of packed rows begin at multiples of `packed_at` tokens.
+    """
+    make = {
+        "chunked": chunked_batches,
+        "packed": functools.partial(packed_batches, start_multiple=packed_at),
+        "streamed": streamed_batches,
+    }[mode]
     return make(
         documents,
         context_length,
@@ -109,7 +129,7 @@ def make_batches(
     )
 
 
-def shortest(mode: Literal["chunked", "streamed"], context_length: int) -> int:
+def shortest(mode: Mode, context_length: int) -> int:
     """Tokens of the shortest document that a mode reads: one more than its inputs."""
     return context_length + 1 if mode == "chunked" else 2
 

@@ -80,12 +80,28 @@ class StepConfig:
 
 def check_run(mode: str, step: StepConfig, seed: int) -> None:
     """Raises ValueError where the data's mode contradicts the step, or for the seed."""
+    if mode == "packed":
+        _check_packed(step)
     if (mode == "streamed") != step.carry_memory:
         raise ValueError(
             f"data.mode={mode!r} contradicts step.carry_memory={step.carry_memory}: "
-            "streams carry memory, chunks do not"
+            "streams carry memory, samples do not"
         )
     check_seed(seed)
+
+
+def _check_packed(step):
+    """Raises ValueError on a step that cannot learn from packed rows."""
+    if step.bptt_blocks:
+        raise ValueError(
+            "packed rows are read whole: bptt_blocks must be 0 with them, got "
+            f"{step.bptt_blocks}"
+        )
+    if step.loss_on != "all":
+        raise ValueError(
+            f"loss_on={step.loss_on!r} counts from the ends of a row, and a packed row "
+            "has several documents: it must be 'all'"
+        )
 
 
 def init_train_state(
@@ -123,11 +139,20 @@ def make_train_step(
     that alone makes its memory not finite in a step that is skipped: else every step
     would be skipped, for all elements, until its document ends.
 
+    Batches of packed rows, whose `reset` is [B, T], are for a `LanguageModel` alone.
+
     Metrics: `loss` in nats per token, `gradient_norm` before clipping, `finite`.
     """
     graph = nnx.graphdef(model)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        if batch.reset.ndim == 2:
+            check_run("packed", config, 0)
+            if not isinstance(model, LanguageModel):
+                raise ValueError(
+                    "packed rows need a LanguageModel, which clears its memory inside "
+                    f"a row, got {type(model).__name__}"
+                )
         scored_batch = batch._replace(mask=_loss_mask(model, config, batch.mask))
         if not config.carry_memory:
             # A cache of a text that is read whole has a slot a token, and none besides.
@@ -259,7 +284,12 @@ def _total_loss(graph, config, frozen, params, memory, batch):
     # 0 blocks cut nothing: one window of the whole sequence.
     window = min(t, config.bptt_blocks * model.window) or t
     read = model.features
-    if isinstance(model, LanguageModel) and window == t and not config.carry_memory:
+    if isinstance(model, LanguageModel) and batch.reset.ndim == 2:
+        read = lambda memory, tokens: (
+            memory,
+            model.encode_packed(model.embed(tokens), batch.reset),
+        )
+    elif isinstance(model, LanguageModel) and window == t and not config.carry_memory:
         # Nothing is read on from here, so that no memory has to be kept.
         read = lambda memory, tokens: (memory, model.encode(model.embed(tokens)))
 

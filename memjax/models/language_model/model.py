@@ -22,9 +22,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from memjax.checks import check_sizes
 from memjax.mechanisms import Mechanism
 from memjax.mechanisms.base import MixerConfig, apply_ragged
+from memjax.mechanisms.layers import documents
 from memjax.mechanisms.layers.projections import linear
 from memjax.models import ragged
-from memjax.models.language_model import caches
+from memjax.models.language_model import caches, packed
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.depth import Layer, run_layers
 from memjax.models.language_model.layers import (
@@ -262,6 +263,33 @@ class LanguageModel(nnx.Module):
 
         return self._read(mix, tuple(empty), x, mask)[1]
 
+    @compiled(check=packed.check_starts)
+    def encode_packed(
+        self, x: Float[Array, "B T E"], starts: Bool[Array, "B T"]
+    ) -> Float[Array, "B T E"]:
+        """Features of rows of several documents, each read as if it were alone.
+
+        Args:
+            x: what `embed` gives; padding may be anything, and lies behind a document.
+            starts: True at the first token of each document, which must be at a
+                multiple of `start_multiple(config.mixers)` tokens; a row's first token
+                starts one in any case. Inside jit a start elsewhere gives NaN.
+
+        Raises:
+            ValueError: on a mixer whose memory cannot be cleared inside a row, starts
+                that are not bool [B, T] or are elsewhere, or a row beyond the capacity
+                of attention.
+        """
+        self._check(None, x, None)
+        empty: list[PyTree] = [None] * len(self.blocks)
+        if self.config.architecture.learned_positions:
+            empty.append(jnp.zeros(x.shape[0], jnp.int32))
+
+        def mix(mechanism, params, memory, h):
+            return memory, mechanism.packed.whole(params, h, starts)
+
+        return self._read(mix, tuple(empty), x, None, starts)[1]
+
     def features(
         self,
         state: State,
@@ -318,12 +346,16 @@ class LanguageModel(nnx.Module):
             return state
         return self.reserve(state, tokens.shape[1])
 
-    def _read(self, mix, state, x, mask):
+    def _read(self, mix, state, x, mask, starts=None):
         """All layers; `mix(mechanism, params, memory, h)` runs the mixer of one."""
         config, h = self.config, self.enter(x)
         memories, taken = state[: len(self.blocks)], state[len(self.blocks) :]
         if config.architecture.learned_positions:
             last, at = next_positions(taken[0], x, mask)
+            if starts is not None:
+                # Each document takes the rows that it takes alone.
+                first = documents.first_tokens(starts)
+                at -= first
             h, taken = (
                 h + rows_of(self.positions.get_value(), at).astype(h.dtype),
                 (last,),
