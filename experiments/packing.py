@@ -32,7 +32,7 @@ from memjax.data import (
     streamed_batches,
 )
 from memjax.models import LanguageModel, preset
-from memjax.models.language_model.packed import start_multiple
+from memjax.models.language_model.inputs import start_multiple
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 Rows = Literal["chunked", "chunked, short", "one a row", "packed"]

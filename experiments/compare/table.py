@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import tyro
 
 from experiments.common import pretrained
@@ -317,7 +318,7 @@ def _digest(texts: Sequence[TokenisedDocument]) -> str:
     """Of the tokens that are scored: rows on other texts are not compared."""
     found = hashlib.sha256()
     for text in texts:
-        found.update(text.name.encode() + text.tokens.tobytes())
+        found.update(text.name.encode() + np.asarray(text.tokens).tobytes())
     return found.hexdigest()
 
 

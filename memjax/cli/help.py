@@ -16,7 +16,7 @@ COMMANDS = {
     "ask": "Answers a question from a memory, which stays as it is.",
     "chat": "Talks with a model; each turn is saved, and the next call goes on from "
     "there.",
-    "data": "Lists a source's documents.",
+    "data": "Lists a source's documents, or prepares their tokens for training.",
     "import": "Turns a pretrained model into a folder that loads quickly, here and "
     "elsewhere.",
     "export": "Writes a model as a folder of safetensors, which transformers loads if "

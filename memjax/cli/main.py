@@ -5,6 +5,7 @@ everything saved (run the same command again to resume); 1 anything else.
 """
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -33,7 +34,8 @@ from memjax.cli.process import (
 )
 from memjax.cli.progress import Progress
 from memjax.data import Split, load_tokenizer, load_tokens
-from memjax.data.documents.sources import open_documents
+from memjax.data.documents.prepare import PrepareConfig, prepare
+from memjax.data.documents.sources import splits_of
 from memjax.evaluation import plots
 from memjax.models.language_model.config import Dtype
 from memjax.training import pretrain as run
@@ -158,18 +160,36 @@ def evaluate(
 
 
 def data(
+    what: Annotated[Literal["list", "prepare"], tyro.conf.Positional] = "list",
     source: str = "embedded",
     tokenizer: str = "bpe4k",
+    destination: Path | None = None,
+    workers: int | None = None,
 ) -> int:
-    """Lists a source's documents.
+    """Lists a source's documents, or prepares their tokens for training.
+
+    `memjax data prepare` writes tokens to ArrayRecord files, which
+    `--data.source prepared:FOLDER` reads where they lie. The same command on the same
+    folder goes on where it was stopped.
 
     Args:
-        source: what to list: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME".
-        tokenizer: whose tokens to count.
+        what: to do.
+        source: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME"; of what is
+            prepared already, "prepared:FOLDER".
+        tokenizer: whose tokens.
+        destination: the folder that is prepared.
+        workers: processes that tokenise, for prepare; None is one a core.
     """
+    if what == "prepare":
+        return _prepare(source, tokenizer, destination, workers)
+    for name, value in {"destination": destination, "workers": workers}.items():
+        if value is not None:
+            raise ValueError(
+                f"--{name} is of memjax data prepare, got {value} without it"
+            )
     table = Table("document", "kind", "split", "tokens")
     splits: tuple[Split, ...] = ("train", "validation", "test")
-    found = {document.split for document in open_documents(source)}
+    found = splits_of(source)
     counted = load_tokenizer(tokenizer)
     for split in splits:
         if split not in found:
@@ -178,6 +198,25 @@ def data(
             size = f"{len(document.tokens):,}"
             table.add_row(document.name, document.kind, split, size)
     Console().print(table)
+    return 0
+
+
+def _prepare(
+    source: str, tokenizer: str, destination: Path | None, workers: int | None
+) -> int:
+    if destination is None:
+        raise ValueError("memjax data prepare needs --destination, the folder to write")
+    cores = len(os.sched_getaffinity(0)) if workers is None else workers
+    config = PrepareConfig(source, tokenizer, workers=cores)
+    with Progress("tokenising", "characters") as progress:
+        manifest = prepare(config, destination, progress)
+    for split, shards in manifest["shards"].items():
+        count = lambda key, shards=shards: sum(shard[key] for shard in shards)
+        print(
+            f"{split:11} {count('documents'):,} documents, {count('tokens'):,} tokens, "
+            f"{len(shards)} files"
+        )
+    print(f"read it with --data.source prepared:{destination}")
     return 0
 
 

@@ -5,6 +5,7 @@ from memjax.models.hmt.config import HMTConfig as HMTConfig
 from memjax.models.hmt.model import hmt as hmt
 from memjax.models.hmt.rmt import rmt as rmt
 from memjax.models.language_model.config import ModelConfig as ModelConfig
+from memjax.models.language_model.inputs import start_multiple as start_multiple
 from memjax.models.language_model.model import LanguageModel as LanguageModel
 from memjax.models.language_model.presets import preset as preset
 from memjax.models.language_model.reread import ReReadWindow as ReReadWindow

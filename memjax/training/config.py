@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 from memjax.checks import check_sizes, require_known
 from memjax.data import Tokenizer
 from memjax.models import ModelConfig, preset
-from memjax.models.language_model.packed import start_multiple
+from memjax.models.language_model.inputs import start_multiple
 from memjax.models.language_model.presets import FAMILIES, TRELLIS_SIZES
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.sharding import MeshConfig
@@ -111,7 +111,8 @@ class DataConfig:
     """The documents of a run, and how they are cut into batches.
 
     Attributes:
-        source: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME".
+        source: "embedded", "folder:PATH", "tfds:NAME", "hf:NAME", or "prepared:FOLDER",
+            what `memjax data prepare` wrote with the same tokenizer.
         tokenizer: "bpe4k", "bytes", the path of a tokenizers JSON or of a folder that
             has one, or a repository of the Hugging Face hub, "owner/name".
         mode: "chunked" cuts documents into independent samples of `context_length`, as

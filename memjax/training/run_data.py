@@ -19,10 +19,10 @@ from memjax.data import (
     packed_batches,
     streamed_batches,
 )
-from memjax.data.documents.sources import open_source
+from memjax.data.documents.sources import check_source
 from memjax.models import ModelConfig
 from memjax.models.base import Model
-from memjax.models.language_model.packed import start_multiple
+from memjax.models.language_model.inputs import start_multiple
 from memjax.training.config import DataConfig, Mode
 from memjax.training.step import TrainState, model_of
 
@@ -59,7 +59,7 @@ def load_sources(
             any is read.
     """
     for name in data.sources:
-        open_source(name)
+        check_source(name)
     return [
         load_tokens(name, tokenizer, split, data.cache_dir) for name in data.sources
     ]

@@ -46,8 +46,8 @@ def call(*words):
         ),
         (
             "train elastic-tiny --data.mode chunks",
-            "--data.mode must be one of chunked, streamed, got 'chunks' (did you mean "
-            "chunked?)",
+            "--data.mode must be one of chunked, packed, streamed, got 'chunks' (did "
+            "you mean chunked?)",
         ),
         (
             "train elastic-tiny --model.remat 1",

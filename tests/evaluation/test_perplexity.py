@@ -104,7 +104,7 @@ def test_equal_models_compile_one_program_whether_loaded_or_new(whole):
 
 def test_a_later_token_never_changes_an_earlier_loss(whole):
     for at in (3, 9, 22):
-        tokens = LONG.tokens.copy()
+        tokens = LONG.tokens[:].copy()
         tokens[at] = (tokens[at] + 1) % V
         nll = run([LONG._replace(tokens=tokens), SHORT]).nll
         # Token `at` is the target at position at - 1.

@@ -14,6 +14,7 @@ from jaxtyping import Int64
 from memjax.data.batches.iterator import BatchIterator, identity
 from memjax.data.batches.packed import PackedRows
 from memjax.data.batches.rows import Chunks, Streams
+from memjax.data.documents.record_tokens import RecordTokens
 from memjax.data.documents.token_file import TokenisedDocument
 
 _LOG = logging.getLogger(__name__)
@@ -228,6 +229,15 @@ def check_rows(batch_size: int, seed: int, shard_index: int, shard_count: int) -
         raise ValueError(f"seed={seed} must be in [0, 2**32)")
 
 
+def _check_prepared(name: str, tokens: RecordTokens, vocab_size: int) -> None:
+    # Every id was checked when it was written: what was is all that is to be known.
+    if tokens.vocab_size > vocab_size:
+        raise ValueError(
+            f"document {name!r} was prepared with a tokenizer of {tokens.vocab_size} "
+            f"ids; vocab_size={vocab_size} allows [0, {vocab_size})"
+        )
+
+
 def _check_documents(
     documents: Sequence[TokenisedDocument], vocab_size: int | None
 ) -> None:
@@ -241,6 +251,9 @@ def _check_documents(
                 f"{tokens.shape}; they must be int32 [T]"
             )
         if vocab_size is None or not tokens.size:
+            continue
+        if isinstance(tokens, RecordTokens):
+            _check_prepared(document.name, tokens, vocab_size)
             continue
         # As unsigned numbers, negative ids are the largest: one pass over the tokens.
         if tokens.view(np.uint32).max() >= vocab_size:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 
 from memjax.data.batches.batch import Batch
+from memjax.data.documents.record_tokens import RecordTokens
 from memjax.data.documents.tokens import TokenisedDocument
 
 
@@ -108,7 +109,10 @@ class Streams:
 
 
 def _row(
-    tokens: Int32[np.ndarray, " n"], start: int, length: int, reset: bool
+    tokens: Int32[np.ndarray, " n"] | RecordTokens,
+    start: int,
+    length: int,
+    reset: bool,
 ) -> Batch:
     """One row, shapes without B; grain stacks rows into a batch."""
     # One token over: inputs and targets are the same tokens, shifted by one.

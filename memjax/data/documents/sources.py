@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
+from memjax.data.documents import prepared
 from memjax.data.documents.documents import Document, Source, Split, assign_splits
 from memjax.data.documents.folder import folder_source
 from memjax.data.documents.tables import huggingface_source, tfds_source
 
-_FORMS = ("embedded", "folder:PATH", "tfds:NAME", "hf:NAME")
+_FORMS = ("embedded", "folder:PATH", "tfds:NAME", "hf:NAME", "prepared:FOLDER")
 
 
 def open_documents(spec: str) -> list[Document]:
@@ -33,6 +34,31 @@ def open_documents(spec: str) -> list[Document]:
     return documents if source.has_splits else assign_splits(documents)
 
 
+def prepared_folder(spec: str) -> Path | None:
+    """The folder of "prepared:FOLDER", None of any other source."""
+    form, _, name = spec.partition(":")
+    return Path(name).expanduser() if form == prepared.FORM and name else None
+
+
+def splits_of(spec: str) -> set[Split]:
+    """The splits that have documents.
+
+    Raises:
+        ValueError: as `open_documents`.
+    """
+    if (folder := prepared_folder(spec)) is not None:
+        return set(prepared.read_manifest(folder)["shards"])
+    return {document.split for document in open_documents(spec)}
+
+
+def check_source(spec: str) -> None:
+    """Raises ValueError on a source that cannot be opened; reads no document."""
+    if (folder := prepared_folder(spec)) is not None:
+        prepared.read_manifest(folder)
+    else:
+        open_source(spec)
+
+
 def open_source(spec: str) -> Source:
     """Opens a source, as for `open_documents`; nothing is read yet."""
     form, _, name = spec.partition(":")
@@ -44,6 +70,8 @@ def open_source(spec: str) -> Source:
         return tfds_source(name)
     if form == "hf" and name:
         return huggingface_source(name)
+    if prepared_folder(spec) is not None:
+        raise ValueError(f"source={spec!r} has tokens, and the texts are needed here")
     near = difflib.get_close_matches(spec, _FORMS, 1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"source={spec!r} must be one of {', '.join(_FORMS)}{hint}")

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from memjax.config_io import parse_json
+from memjax.data.documents.record_tokens import RecordTokens
 
 _LOG = logging.getLogger(__name__)
 _DTYPE = np.dtype("<i4")
@@ -33,20 +34,26 @@ class TokenisedDocument(NamedTuple):
     Attributes:
         name: as in `Document`.
         kind: as in `Document`.
-        tokens: [T], at least one, memory-mapped read-only from the cache.
+        tokens: [T], at least one, memory-mapped read-only from the cache, or in the
+            records of prepared files.
         digest: of the tokens, taken when they were written; "" where it was not.
     """
 
     name: str
     kind: str
-    tokens: Int32[np.ndarray, " T"]
+    tokens: Int32[np.ndarray, " T"] | RecordTokens
     digest: str = ""
 
 
 def content_digest(documents: Iterable[TokenisedDocument]) -> str:
     """A digest of the tokens of all documents, in their order."""
-    digests = (d.digest or _digest(_as_bytes(d.tokens)) for d in documents)
-    return _digest("".join(digests).encode("ascii"))
+    digests = "".join(d.digest or tokens_digest(d) for d in documents)
+    return _digest(digests.encode("ascii"))
+
+
+def tokens_digest(document: TokenisedDocument) -> str:
+    """`TokenisedDocument.digest` of its tokens."""
+    return _digest(_as_bytes(document.tokens))
 
 
 def _digest(content: bytes) -> str:
@@ -54,8 +61,8 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _as_bytes(tokens: Int32[np.ndarray, " T"]) -> bytes:
-    return tokens.astype(_DTYPE, copy=False).tobytes()
+def _as_bytes(tokens: Int32[np.ndarray, " T"] | RecordTokens) -> bytes:
+    return np.asarray(tokens).astype(_DTYPE, copy=False).tobytes()
 
 
 def write(base: Path, documents: Iterable[TokenisedDocument]) -> None:

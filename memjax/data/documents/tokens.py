@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from memjax.data.documents import sources, token_file
+from memjax.data.documents import prepared, sources, token_file
 from memjax.data.documents.documents import (
     SPLITS,
     Document,
@@ -38,7 +38,8 @@ def load_tokens(
     not those it was written with. Several processes may share a cache.
 
     Args:
-        spec: a source, as for `open_documents`.
+        spec: a source, as for `open_documents`, or "prepared:FOLDER", whose tokens were
+            prepared and are read when they are used.
         tokenizer: see `load_tokenizer`.
         split: "train", "validation" or "test".
         cache_dir: None means `$XDG_CACHE_HOME/memjax`, or `~/.cache/memjax`.
@@ -48,6 +49,8 @@ def load_tokens(
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} must be one of {', '.join(SPLITS)}")
+    if (prepared_folder := sources.prepared_folder(spec)) is not None:
+        return prepared.load(prepared_folder, tokenizer, split)
     folder = (default_cache_dir() if cache_dir is None else cache_dir) / "tokens"
     folder.mkdir(parents=True, exist_ok=True)
     source = sources.open_source(spec)
@@ -91,7 +94,7 @@ def _load(
         texts = read_documents(source, entries, split)
         token_file.write(
             folder / key,
-            (TokenisedDocument(d.name, d.kind, _tokenise(d, tokenizer)) for d in texts),
+            (TokenisedDocument(d.name, d.kind, tokenise(d, tokenizer)) for d in texts),
         )
         # Read back through the same checks, and mapped as a cached file is.
         documents = token_file.read(folder / key)
@@ -114,7 +117,12 @@ def _digest(*parts: str) -> str:
     return digest.hexdigest()
 
 
-def _tokenise(document: Document, tokenizer: Tokenizer) -> Int32[np.ndarray, " T"]:
+def tokenise(document: Document, tokenizer: Tokenizer) -> Int32[np.ndarray, " T"]:
+    """The ids of a document, at least one, all of them in the vocabulary.
+
+    Raises:
+        ValueError: there is none, or the tokenizer breaks its word.
+    """
     tokens = tokenizer.encode(document.text)
     if not tokens.size:
         raise ValueError(f"document {document.name!r} encodes to no token")

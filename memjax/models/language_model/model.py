@@ -25,9 +25,10 @@ from memjax.mechanisms.base import MixerConfig, apply_ragged
 from memjax.mechanisms.layers import documents
 from memjax.mechanisms.layers.projections import linear
 from memjax.models import ragged
-from memjax.models.language_model import caches, packed
+from memjax.models.language_model import caches, inputs
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.depth import Layer, run_layers
+from memjax.models.language_model.inputs import next_positions, rows_of
 from memjax.models.language_model.layers import (
     Block,
     apply_or_step,
@@ -36,7 +37,6 @@ from memjax.models.language_model.layers import (
     run_block,
     with_remat,
 )
-from memjax.models.language_model.tables import next_positions, rows_of
 from memjax.nnx.compiled import compiled
 from memjax.nnx.params import as_arrays, as_params, params_key
 
@@ -213,7 +213,7 @@ class LanguageModel(nnx.Module):
             ValueError: on rows that the state does not have, a mask with a mixer that
                 compresses what it reads, or lengths that are not integers [B].
         """
-        self._check(state, x, mask)
+        inputs.check_embeddings(self, state, x, mask)
         if lengths is not None:
             ragged.check_lengths(lengths, x, 0)
             if not self.can_pad:
@@ -249,10 +249,7 @@ class LanguageModel(nnx.Module):
             ValueError: on a mask with a mixer that compresses what it reads, or a
                 text beyond the capacity of attention.
         """
-        self._check(None, x, mask)
-        empty: list[PyTree] = [None] * len(self.blocks)
-        if self.config.architecture.learned_positions:
-            empty.append(jnp.zeros(x.shape[0], jnp.int32))
+        inputs.check_embeddings(self, None, x, mask)
 
         def mix(mechanism, params, memory, h):
             if mechanism.whole is not None:
@@ -261,34 +258,31 @@ class LanguageModel(nnx.Module):
             # The state is made and dropped inside the layer: nothing of it is kept.
             return None, mechanism.apply(params, mechanism.init_state(h.shape[0]), h)[1]
 
-        return self._read(mix, tuple(empty), x, mask)[1]
+        return self._read(mix, self._no_state(x), x, mask)[1]
 
-    @compiled(check=packed.check_starts)
+    @compiled(check=inputs.check_starts)
     def encode_packed(
         self, x: Float[Array, "B T E"], starts: Bool[Array, "B T"]
     ) -> Float[Array, "B T E"]:
         """Features of rows of several documents, each read as if it were alone.
 
         Args:
-            x: what `embed` gives; padding may be anything, and lies behind a document.
-            starts: True at the first token of each document, which must be at a
-                multiple of `start_multiple(config.mixers)` tokens; a row's first token
-                starts one in any case. Inside jit a start elsewhere gives NaN.
+            x: what `embed` gives; padding behind a document may be anything.
+            starts: True at each document's first token, at multiples of
+                `start_multiple(config.mixers)` tokens: elsewhere NaN inside jit.
+                A row's first token starts one in any case.
 
         Raises:
             ValueError: on a mixer whose memory cannot be cleared inside a row, starts
                 that are not bool [B, T] or are elsewhere, or a row beyond the capacity
                 of attention.
         """
-        self._check(None, x, None)
-        empty: list[PyTree] = [None] * len(self.blocks)
-        if self.config.architecture.learned_positions:
-            empty.append(jnp.zeros(x.shape[0], jnp.int32))
+        inputs.check_embeddings(self, None, x, None)
 
         def mix(mechanism, params, memory, h):
             return memory, mechanism.packed.whole(params, h, starts)
 
-        return self._read(mix, tuple(empty), x, None, starts)[1]
+        return self._read(mix, self._no_state(x), x, None, starts)[1]
 
     def features(
         self,
@@ -346,6 +340,12 @@ class LanguageModel(nnx.Module):
             return state
         return self.reserve(state, tokens.shape[1])
 
+    def _no_state(self, x):
+        """In the place of memories that nothing reads on from."""
+        taken = [jnp.zeros(x.shape[0], jnp.int32)]
+        learned = self.config.architecture.learned_positions
+        return (*[None] * len(self.blocks), *(taken if learned else []))
+
     def _read(self, mix, state, x, mask, starts=None):
         """All layers; `mix(mechanism, params, memory, h)` runs the mixer of one."""
         config, h = self.config, self.enter(x)
@@ -354,8 +354,7 @@ class LanguageModel(nnx.Module):
             last, at = next_positions(taken[0], x, mask)
             if starts is not None:
                 # Each document takes the rows that it takes alone.
-                first = documents.first_tokens(starts)
-                at -= first
+                at -= documents.first_tokens(starts)
             h, taken = (
                 h + rows_of(self.positions.get_value(), at).astype(h.dtype),
                 (last,),
@@ -390,28 +389,6 @@ class LanguageModel(nnx.Module):
         if self.config.architecture.embedding_dim is None:
             return h
         return linear(h, self.project_out.get_value())
-
-    def _check(self, state, x, mask):
-        """Raises ValueError on input that cannot be read."""
-        batch = x.shape[0] if state is None else jax.tree.leaves(state)[0].shape[0]
-        if x.shape[0] != batch or x.shape[-1] != self.width:
-            raise ValueError(
-                f"x must have {batch} rows, as the state has, and {self.width} "
-                f"channels, got {list(x.shape)}"
-            )
-        if mask is None:
-            return
-        if mask.shape != x.shape[:2] or mask.dtype != bool:
-            raise ValueError(
-                f"mask must be bool{list(x.shape[:2])}, as x is, got {mask.dtype}"
-                f"{list(mask.shape)}"
-            )
-        for mixer, block in zip(self.config.layers, self.blocks, strict=True):
-            if block.mechanism.apply_masked is None:
-                raise ValueError(
-                    "mask must be None with a mixer that compresses what it reads, "
-                    f"got {type(mixer).__name__} among the mixers"
-                )
 
 
 @functools.lru_cache(maxsize=256)

@@ -129,7 +129,7 @@ def test_streams_hold_whole_documents(lengths, segment, rows, seed):
     documents = _documents(*lengths)
     per_epoch = sum(-(-(n - 1) // segment) for n in lengths)
     batches = _take(streamed_batches(documents, segment, rows, seed), 2 * per_epoch)
-    whole = sorted(d.tokens.tolist() for d in documents)
+    whole = sorted(np.asarray(d.tokens).tolist() for d in documents)
     for read in _read_rows(batches, rows):
         epochs = read[: len(documents)], read[len(documents) :]
         assert all(sorted(epoch) == whole for epoch in epochs)
@@ -341,7 +341,10 @@ def test_the_first_batches_are_repeated_and_go_on_from_a_saved_position():
 def _sources(*lengths):
     """Documents of sources that tell by their tokens which one they are of."""
     return [
-        [d._replace(tokens=d.tokens + 100_000 * i) for d in _documents(*of_source)]
+        [
+            d._replace(tokens=np.asarray(d.tokens) + 100_000 * i)
+            for d in _documents(*of_source)
+        ]
         for i, of_source in enumerate(lengths)
     ]
 

@@ -42,6 +42,7 @@ class _Counting:
 def test_tokens_are_the_text_mapped_from_disk(spec, tmp_path):
     (document,) = load_tokens(spec, load_tokenizer("bytes"), "train", tmp_path)
     assert (document.name, document.kind) == ("a.txt", "text")
+    assert isinstance(document.tokens, np.ndarray)
     assert not document.tokens.flags.writeable and _is_mapped(document.tokens)
     assert document.tokens.dtype == np.int32
     np.testing.assert_array_equal(document.tokens, np.full(30, ord("a")))

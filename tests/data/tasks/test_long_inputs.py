@@ -28,7 +28,7 @@ def test_pairs_alternate_and_come_apart_again(lengths, chunk):
     pair = document(lengths[0], 0), document(lengths[1], 100, "code")
     (text,) = interleave(pair, chunk)
     expected = by_hand(pair[0].tokens, pair[1].tokens, chunk)
-    assert text.document.tokens.tolist() == expected
+    assert np.asarray(text.document.tokens).tolist() == expected
     assert text.document.tokens.dtype == np.int32
     assert (text.document.name, text.document.kind) == (
         "book 0 + code 100",
@@ -59,7 +59,7 @@ def test_filler_follows_every_whole_chunk(length, chunk):
     for start in range(0, length, chunk):
         piece = part.tokens[start : start + chunk].tolist()
         expected += piece + ([999] * chunk if len(piece) == chunk else [])
-    assert text.document.tokens.tolist() == expected
+    assert np.asarray(text.document.tokens).tolist() == expected
     assert text.document.tokens.dtype == np.int32
     kept = text.origin != FILLER
     np.testing.assert_array_equal(text.document.tokens[kept], part.tokens)

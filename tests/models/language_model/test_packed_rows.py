@@ -19,7 +19,7 @@ from memjax.mechanisms import (
 )
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Architecture
-from memjax.models.language_model.packed import start_multiple
+from memjax.models.language_model.inputs import start_multiple
 from tests import tiny
 
 T, V, D = 12, 19, 16

@@ -1,0 +1,299 @@
+"""Tokenises a source once, in parallel, into a folder that `prepared` reads.
+
+Files are written one after the other, in the order of the documents, so that what is
+written does not depend on the number of workers. A preparation that was stopped goes on
+behind the last file that it finished.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordWriter
+from jaxtyping import Int32
+
+from memjax.checks import check_sizes
+from memjax.config_io import read_json
+from memjax.data.documents import prepared, sources, token_file
+from memjax.data.documents.documents import (
+    SPLITS,
+    Document,
+    Entry,
+    Split,
+    read_documents,
+    scan,
+)
+from memjax.data.documents.prepared import COLUMNS, MANIFEST, VERSION, index_file
+from memjax.data.documents.token_file import TokenisedDocument, replaced
+from memjax.data.documents.tokenizer import Tokenizer, load_tokenizer
+from memjax.data.documents.tokens import tokenise
+
+#: What is prepared here, written first.
+PLAN = "preparing.json"
+#: Texts that wait for each worker: so many are in memory.
+WAITING = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareConfig:
+    """What is prepared, and how.
+
+    Attributes:
+        source: of the documents, as for `open_documents`.
+        tokenizer: as for `load_tokenizer`.
+        workers: processes that tokenise; changes nothing that is written.
+        shard_tokens: a file is closed once it has so many.
+        record_tokens: of a record, at most.
+    """
+
+    source: str = "embedded"
+    tokenizer: str = "bpe4k"
+    workers: int = 1
+    shard_tokens: int = 2**27
+    record_tokens: int = 2**14
+
+    def __post_init__(self):
+        check_sizes(
+            workers=self.workers,
+            shard_tokens=self.shard_tokens,
+            record_tokens=self.record_tokens,
+        )
+
+
+def prepare(
+    config: PrepareConfig,
+    folder: Path,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Writes the tokens of all splits of a source; returns the manifest.
+
+    Run again with the same settings on the same folder it goes on where it was
+    stopped, and writes nothing where all is done.
+
+    Args:
+        config: what is prepared.
+        folder: new or empty, or of the same preparation.
+        progress: called with the characters that are done, and all there are.
+
+    Raises:
+        ValueError: the source or the tokenizer cannot be read, a text has no token, or
+            the folder holds something else.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    source = sources.open_source(config.source)
+    entries = scan(source, None)
+    plan = _plan(config, tokenizer, entries)
+    if (folder / MANIFEST).is_file():
+        _require_same(folder / MANIFEST, plan)
+        return prepared.read_manifest(folder)
+    _claim(folder, plan)
+    writers = {split: _Writer(folder, split, plan) for split in SPLITS}
+    skip: dict[Split, int] = {split: len(writers[split].done) for split in SPLITS}
+    total, done = sum(entry.length for entry in entries), 0
+    texts = read_documents(source, entries, None)
+    for document, tokens in _tokenised(config, tokenizer, texts, skip):
+        if tokens is not None:
+            writers[document.split].add(document, tokens)
+        done += len(document.text)
+        progress(done, total)
+    shards = {split: writer.close() for split, writer in writers.items()}
+    manifest = plan | {"shards": {split: s for split, s in shards.items() if s}}
+    _write_json(folder / MANIFEST, manifest)
+    (folder / PLAN).unlink()
+    return manifest
+
+
+def _plan(
+    config: PrepareConfig, tokenizer: Tokenizer, entries: Iterable[Entry]
+) -> dict[str, Any]:
+    """What shapes the files."""
+    digest = hashlib.sha256()
+    for entry in entries:
+        said = (entry.name, entry.kind, entry.split, entry.digest.hex())
+        digest.update(repr(said).encode("utf-8", "surrogateescape"))
+    small = tokenizer.vocab_size <= 2**16
+    return {
+        "version": VERSION,
+        "source": config.source,
+        "documents": digest.hexdigest(),
+        "tokenizer": config.tokenizer,
+        "tokenizer_digest": tokenizer.digest,
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": "<u2" if small else "<i4",
+        "record_tokens": config.record_tokens,
+        "shard_tokens": config.shard_tokens,
+    }
+
+
+def _claim(folder: Path, plan: dict[str, Any]) -> None:
+    """Says in the folder what is prepared there."""
+    if (folder / PLAN).is_file():
+        _require_same(folder / PLAN, plan)
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{str(folder)!r} must be a new or an empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / PLAN, plan)
+
+
+def _require_same(file: Path, plan: dict[str, Any]) -> None:
+    found = read_json(file)
+    # Where the texts or the tokenizer came from may be called otherwise.
+    for key in [key for key in plan if key not in ("source", "tokenizer")]:
+        if found.get(key) != plan[key]:
+            raise ValueError(
+                f"{file.parent} holds another preparation: {key} was {found.get(key)} "
+                f"and is now {plan[key]}"
+            )
+
+
+def _tokenised(
+    config: PrepareConfig,
+    tokenizer: Tokenizer,
+    texts: Iterable[Document],
+    skip: dict[Split, int],
+) -> Iterator[tuple[Document, Int32[np.ndarray, " T"] | None]]:
+    """Documents in their order with their tokens, None for those already written."""
+    seen = collections.Counter()
+
+    def wanted(document: Document) -> bool:
+        seen[document.split] += 1
+        return seen[document.split] > skip[document.split]
+
+    if config.workers == 1:
+        for document in texts:
+            found = tokenise(document, tokenizer) if wanted(document) else None
+            yield document, found
+        return
+    # Spawned: a fork would copy the threads' locks.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        config.workers, spawn, _begin_worker, (config.tokenizer,)
+    ) as pool:
+        yield from _in_order(pool, texts, wanted, WAITING * config.workers)
+
+
+def _in_order(
+    pool: Executor,
+    texts: Iterable[Document],
+    wanted: Callable[[Document], bool],
+    most: int,
+) -> Iterator[tuple[Document, Any]]:
+    """What workers find, in the order of the documents; `most` are under way."""
+    waiting = collections.deque()
+
+    def first():
+        document, future = waiting.popleft()
+        return document, None if future is None else future.result()
+
+    try:
+        for document in texts:
+            future = pool.submit(_work, document) if wanted(document) else None
+            waiting.append((document, future))
+            if len(waiting) >= most:
+                yield first()
+        while waiting:
+            yield first()
+    finally:
+        for _, future in waiting:
+            if future is not None:
+                future.cancel()
+
+
+def _begin_worker(name: str) -> None:
+    global _tokenizer
+    _tokenizer = load_tokenizer(name)
+
+
+def _work(document: Document) -> Int32[np.ndarray, " T"]:
+    return tokenise(document, _tokenizer)
+
+
+class _Writer:
+    """Writes the documents of a split to one file after the other.
+
+    Attributes:
+        done: names of the documents in files that were finished before.
+    """
+
+    def __init__(self, folder: Path, split: Split, plan: dict[str, Any]):
+        self._folder, self._split, self._plan = folder, split, plan
+        self._shards: list[dict[str, Any]] = []
+        self.done: list[str] = []
+        self._writer: ArrayRecordWriter | None = None
+        while (found := _finished(self._file())) is not None:
+            shard, names = found
+            self._shards.append(shard)
+            self.done += names
+
+    def add(self, document: Document, tokens: Int32[np.ndarray, " T"]) -> None:
+        """Writes one document behind those before."""
+        writer = self._writer
+        if writer is None:
+            self._index: dict[str, list[Any]] = {column: [] for column in COLUMNS}
+            self._tokens = 0
+            # What an earlier run began under this name is written anew.
+            writer = ArrayRecordWriter(str(self._file()), "group_size:1")
+            self._writer = writer
+        size = self._plan["record_tokens"]
+        for begin in range(0, len(tokens), size):
+            part = tokens[begin : begin + size].astype(self._plan["dtype"])
+            writer.write(part.tobytes())
+        row = TokenisedDocument(document.name, document.kind, tokens)
+        values = (row.name, row.kind, len(tokens), token_file.tokens_digest(row))
+        for column, value in zip(COLUMNS, values, strict=True):
+            self._index[column].append(value)
+        self._tokens += len(tokens)
+        if self._tokens >= self._plan["shard_tokens"]:
+            self._finish()
+
+    def close(self) -> list[dict[str, Any]]:
+        """Finishes the last file; the manifest's part of the split."""
+        if self._writer is not None:
+            self._finish()
+        return self._shards
+
+    def _file(self) -> Path:
+        return self._folder / f"{self._split}-{len(self._shards):05}.array_record"
+
+    def _finish(self) -> None:
+        assert self._writer is not None
+        self._writer.close()
+        file, self._writer = self._file(), None
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+        # Only now is the file said to be whole.
+        _write_json(index_file(file), self._index | {"bytes": file.stat().st_size})
+        finished = _finished(file)
+        assert finished is not None
+        self._shards.append(finished[0])
+
+
+def _finished(file: Path) -> tuple[dict[str, Any], list[str]] | None:
+    """The manifest's part of a file that was finished, and its documents' names."""
+    index = index_file(file)
+    if not index.is_file():
+        return None
+    content = index.read_bytes()
+    record = json.loads(content)
+    shard = {
+        "file": file.name,
+        "bytes": record["bytes"],
+        "index_sha256": hashlib.sha256(content).hexdigest(),
+        "documents": len(record["names"]),
+        "tokens": sum(record["lengths"]),
+    }
+    return shard, record["names"]
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    with replaced(file) as stream:
+        stream.write(json.dumps(content, indent=1).encode("utf-8"))

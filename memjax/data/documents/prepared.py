@@ -1,0 +1,126 @@
+"""A folder of tokens that were prepared once: ArrayRecord files, read where they lie.
+
+    manifest.json            what was prepared, and every file with its size
+    train-00000.array_record records of at most `record_tokens` ids of one document each
+    train-00000.json         its documents: names, kinds, lengths, digests of tokens
+
+A document's records follow each other. So any piece of it is in one or two records,
+and nothing else is read. ArrayRecord keeps a hash of what it stores, so damage is found
+where it is read. `prepare` writes such a folder.
+"""
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+from memjax.config_io import read_json
+from memjax.data.documents.documents import Split
+from memjax.data.documents.record_tokens import RecordTokens
+from memjax.data.documents.token_file import TokenisedDocument
+from memjax.data.documents.tokenizer import Tokenizer
+
+FORM = "prepared"
+MANIFEST = "manifest.json"
+#: Raised when a later version writes what an earlier one cannot read.
+VERSION = 1
+#: What is kept of each document beside its tokens.
+COLUMNS = ("names", "kinds", "lengths", "digests")
+#: Records that stay decoded: the rows of a batch come from as many documents.
+CACHED_RECORDS = 64
+
+
+def load(folder: Path, tokenizer: Tokenizer, split: Split) -> list[TokenisedDocument]:
+    """The documents of one split; their tokens are read when they are used.
+
+    Raises:
+        ValueError: no such folder, another tokenizer, no document in the split, or a
+            file that is missing or not as it was written.
+    """
+    manifest = read_manifest(folder)
+    if manifest["tokenizer_digest"] != tokenizer.digest:
+        raise ValueError(
+            f"{folder} was prepared with tokenizer={manifest['tokenizer']!r}, whose "
+            f"digest {manifest['tokenizer_digest'][:16]} is not that of the "
+            f"tokenizer given, {tokenizer.digest[:16]}"
+        )
+    shards = manifest["shards"].get(split, [])
+    if not shards:
+        raise ValueError(f"{folder} has no document in split={split!r}")
+    indices = [_checked_index(folder, shard) for shard in shards]
+    files = [str(folder / shard["file"]) for shard in shards]
+    size, dtype = manifest["record_tokens"], np.dtype(manifest["dtype"])
+    record = _reader(files, dtype)
+    documents, first = [], 0
+    rows = (zip(*(index[c] for c in COLUMNS), strict=True) for index in indices)
+    for name, kind, length, digest in itertools.chain.from_iterable(rows):
+        tokens = RecordTokens(record, first, length, size, manifest["vocab_size"])
+        documents.append(TokenisedDocument(name, kind, tokens, digest))
+        first += -(-length // size)
+    return documents
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What was prepared.
+
+    Raises:
+        ValueError: the folder holds no finished preparation that this version reads.
+    """
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise ValueError(
+            f"{str(folder)!r} holds no prepared documents: {MANIFEST} is written when "
+            "memjax data prepare is done"
+        )
+    manifest = read_json(file)
+    if manifest.get("version") != VERSION:
+        raise ValueError(
+            f"{file} is of version {manifest.get('version')}, this memjax reads "
+            f"{VERSION}"
+        )
+    return manifest
+
+
+def _reader(files: list[str], dtype: np.dtype) -> Callable[[int], np.ndarray]:
+    """Decodes record i of all files, and keeps some decoded."""
+    source = ArrayRecordDataSource(files)
+
+    @functools.lru_cache(maxsize=CACHED_RECORDS)
+    def record(i: int) -> np.ndarray:
+        try:
+            content = source[i]
+        # The library's own, which does not say where.
+        except RuntimeError as error:
+            folder = Path(files[0]).parent
+            raise ValueError(f"{folder}: record {i} cannot be read: {error}") from error
+        ids = np.frombuffer(content, dtype).astype(np.int32)
+        ids.flags.writeable = False
+        return ids
+
+    return record
+
+
+def _checked_index(folder: Path, shard: dict[str, Any]) -> dict[str, Any]:
+    """The documents of a file, which is there and as long as it was."""
+    file = folder / shard["file"]
+    if not file.is_file() or file.stat().st_size != shard["bytes"]:
+        found = f"{file.stat().st_size:,} bytes" if file.is_file() else "nothing"
+        raise ValueError(
+            f"{file} must have {shard['bytes']:,} bytes, as its manifest says, but "
+            f"there is {found}: copy it again, or prepare the documents anew"
+        )
+    index = index_file(file)
+    content = index.read_bytes() if index.is_file() else b""
+    if hashlib.sha256(content).hexdigest() != shard["index_sha256"]:
+        raise ValueError(f"{index} is not as it was written")
+    return read_json(index)
+
+
+def index_file(file: Path) -> Path:
+    """Where the documents of an ArrayRecord file are named."""
+    return file.with_suffix(".json")

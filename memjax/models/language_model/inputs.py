@@ -1,0 +1,100 @@
+"""What a model reads: rows of tables, masks, and the documents of packed rows."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from memjax.mechanisms.base import MixerConfig
+from memjax.mechanisms.layers import documents
+
+
+def rows_of(table: Float[Array, "N E"], at: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+    """Rows; NaN where there is none, as nothing can be raised inside jit."""
+    return table.at[at].get(
+        mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
+    )
+
+
+def next_positions(
+    taken: Int[Array, " B"],
+    x: Float[Array, "B T D"],
+    mask: Bool[Array, "B T"] | None,
+) -> tuple[Int[Array, " B"], Int[Array, "B T"]]:
+    """How many rows of OPT's table are taken after new tokens, and theirs.
+
+    Visible tokens take the next positions, from row 2 on; masked ones share row 1.
+    """
+    visible = jnp.ones(x.shape[:2], bool) if mask is None else mask
+    counted = taken[:, None] + jnp.cumsum(visible, axis=1, dtype=jnp.int32)
+    return counted[:, -1], jnp.where(visible, counted + 1, 1)
+
+
+def check_embeddings(model: Any, state: PyTree, x: Array, mask: Array | None) -> None:
+    """Raises ValueError on embeddings or a mask that a `LanguageModel` cannot read."""
+    batch = x.shape[0] if state is None else jax.tree.leaves(state)[0].shape[0]
+    if x.shape[0] != batch or x.shape[-1] != model.width:
+        raise ValueError(
+            f"x must have {batch} rows, as the state has, and {model.width} "
+            f"channels, got {list(x.shape)}"
+        )
+    if mask is None:
+        return
+    if mask.shape != x.shape[:2] or mask.dtype != bool:
+        raise ValueError(
+            f"mask must be bool{list(x.shape[:2])}, as x is, got {mask.dtype}"
+            f"{list(mask.shape)}"
+        )
+    for mixer, block in zip(model.config.layers, model.blocks, strict=True):
+        if block.mechanism.apply_masked is None:
+            raise ValueError(
+                "mask must be None with a mixer that compresses what it reads, "
+                f"got {type(mixer).__name__} among the mixers"
+            )
+
+
+def start_multiple(mixers: Sequence[MixerConfig]) -> int:
+    """Documents of a packed row begin at multiples of so many tokens.
+
+    Args:
+        mixers: of the model, `ModelConfig.mixers`.
+
+    Raises:
+        ValueError: for a mixer whose memory cannot be cleared inside a segment.
+    """
+    chunks = []
+    for mixer in dict.fromkeys(mixers):
+        packed = mixer.build().packed
+        if packed is None:
+            raise ValueError(
+                f"packed rows need mixers whose memory can be cleared inside a row, "
+                f"got {_named(mixer)}; mode='chunked' and 'streamed' take any"
+            )
+        chunks.append(packed.chunk)
+    return math.lcm(*chunks)
+
+
+def check_starts(model: Any, x: Array, starts: Array) -> None:
+    """Raises ValueError on starts that `LanguageModel.encode_packed` cannot read."""
+    documents.check_starts(starts, x)
+    multiple = start_multiple(model.config.mixers)
+    if isinstance(starts, Tracer):
+        return
+    row, token = np.nonzero(np.asarray(starts))
+    off = np.flatnonzero(token % multiple)
+    if off.size:
+        raise ValueError(
+            f"starts must be at multiples of {multiple} tokens, as the mixers' chunks "
+            f"are, got one in row {row[off[0]]} at token {token[off[0]]}"
+        )
+
+
+def _named(mixer: MixerConfig) -> str:
+    """The mixer's name, and what of its settings stands in the way."""
+    sinks = getattr(mixer, "sinks", 0)
+    return f"{type(mixer).__name__}{f' with sinks={sinks}' if sinks else ''}"
