@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from memjax.checks import check_sizes
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
+from memjax.models.language_model.config import build_once
 from memjax.models.language_model.layers import run_block
-from memjax.models.language_model.model import LanguageModel, build_once
+from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.retrofit import attention_layers
 from memjax.models.language_model.teacher import read_whole
 from memjax.models.language_model.windowed import limited, require_unbounded_positions

@@ -1,6 +1,7 @@
 """Configuration of the language model."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
@@ -11,6 +12,7 @@ from memjax.mechanisms import (
     AttentionConfig,
     BesideConfig,
     ElasticMemoryConfig,
+    Mechanism,
     MixerConfig,
     SlidingWindowConfig,
 )
@@ -212,3 +214,12 @@ def heads_of(config: HeadsConfig) -> HeadsConfig:
 def kinds(config: ModelConfig) -> str:
     """Names of the mixers' configurations, for an error."""
     return ", ".join(dict.fromkeys(type(mixer).__name__ for mixer in config.mixers))
+
+
+@functools.lru_cache(maxsize=256)
+def build_once(mixer: MixerConfig) -> Mechanism:
+    """The mechanism of a config, the same one for equal configs.
+
+    jit compares the functions of a model: two models of one config share programs.
+    """
+    return mixer.build()

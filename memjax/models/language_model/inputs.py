@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from memjax.mechanisms.base import MixerConfig
 from memjax.mechanisms.layers import documents
+from memjax.models.language_model.config import build_once
 
 
 def rows_of(table: Float[Array, "N E"], at: Int[Array, "B T"]) -> Float[Array, "B T E"]:
@@ -69,7 +70,7 @@ def start_multiple(mixers: Sequence[MixerConfig]) -> int:
     """
     chunks = []
     for mixer in dict.fromkeys(mixers):
-        packed = mixer.build().packed
+        packed = build_once(mixer).packed
         if packed is None:
             raise ValueError(
                 f"packed rows need mixers whose memory can be cleared inside a row, "

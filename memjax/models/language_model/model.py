@@ -20,13 +20,12 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from memjax.checks import check_sizes
-from memjax.mechanisms import Mechanism
-from memjax.mechanisms.base import MixerConfig, apply_ragged
+from memjax.mechanisms.base import apply_ragged
 from memjax.mechanisms.layers import documents
 from memjax.mechanisms.layers.projections import linear
 from memjax.models import ragged
 from memjax.models.language_model import caches, inputs
-from memjax.models.language_model.config import ModelConfig
+from memjax.models.language_model.config import ModelConfig, build_once
 from memjax.models.language_model.depth import Layer, run_layers
 from memjax.models.language_model.inputs import next_positions, rows_of
 from memjax.models.language_model.layers import (
@@ -389,12 +388,3 @@ class LanguageModel(nnx.Module):
         if self.config.architecture.embedding_dim is None:
             return h
         return linear(h, self.project_out.get_value())
-
-
-@functools.lru_cache(maxsize=256)
-def build_once(mixer: MixerConfig) -> Mechanism:
-    """The mechanism of a config, the same one for equal configs.
-
-    jit compares the functions of a model: two models of one config share programs.
-    """
-    return mixer.build()

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from memjax.mechanisms import Mechanism
-from memjax.models.language_model.config import ModelConfig
-from memjax.models.language_model.model import LanguageModel, build_once
+from memjax.models.language_model.config import ModelConfig, build_once
+from memjax.models.language_model.model import LanguageModel
 from memjax.nnx.params import replace
 
 

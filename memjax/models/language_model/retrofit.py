@@ -31,8 +31,13 @@ from memjax.mechanisms import (
 from memjax.mechanisms.beside import add_memory
 from memjax.mechanisms.layers.memory_core import MemoryConfig
 from memjax.mechanisms.layers.projections import HeadsConfig
-from memjax.models.language_model.config import ModelConfig, heads_of, period
-from memjax.models.language_model.model import LanguageModel, build_once
+from memjax.models.language_model.config import (
+    ModelConfig,
+    build_once,
+    heads_of,
+    period,
+)
+from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.presets import RECURRENT
 from memjax.models.language_model.rebuilt import with_mechanisms
 from memjax.models.language_model.windowed import (

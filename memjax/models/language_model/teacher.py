@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 from memjax.mechanisms import Mechanism
 from memjax.mechanisms.beside import BesideParams
 from memjax.mechanisms.layers import projections
-from memjax.models.language_model.config import ModelConfig
+from memjax.models.language_model.config import ModelConfig, build_once
 from memjax.models.language_model.layers import run_block
-from memjax.models.language_model.model import LanguageModel, build_once
+from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.retrofit import memory_layers
 from memjax.nnx.params import as_arrays
 
