@@ -103,13 +103,15 @@ def _shares(request: Request) -> dict[str, Any]:
     """In which share of its steps the kernel of causal attention computes."""
     if not isinstance(request.run, RunConfig):
         return {}
-    run, tensor = request.run, request.run.mesh.tensor
+    run, mesh = request.run, request.run.mesh
     mixers = set(run.model.layers)
     heads = {m.num_heads for m in mixers if isinstance(m, AttentionConfig)}
     # Other masks have other shares: there every step counts.
     if len(heads) != 1 or request.what != "train":
         return {}
-    return shares(max(1, heads.pop() // tensor), run.data.context_length)
+    return shares(
+        max(1, heads.pop() // (mesh.tensor * mesh.sequence)), run.data.context_length
+    )
 
 
 def model_flops(request: Request) -> float | None:

@@ -53,7 +53,9 @@ def build(run: Run, what: What, mesh: Mesh) -> Step:
         ValueError: batch or heads do not divide among the devices.
     """
     config = run.model if isinstance(run, RunConfig) else run.language_model
-    sharding.require_divides(mesh, run.data.batch_size, config)
+    trained = isinstance(run, RunConfig)
+    length = run.data.context_length if trained else run.config.tokens_read
+    sharding.require_divides(mesh, run.data.batch_size, config, length)
     if what == "evaluate":
         return _evaluation(run, mesh)
     if what == "decode":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -168,13 +169,13 @@ def _unit(request: Request, name: str) -> int:
     assert isinstance(run, RunConfig)
     require_known("search", name, ("batch", "context"))
     if name == "batch":
-        from_topology = _devices(request) // run.mesh.tensor
-        return from_topology * run.step.accumulate
+        rows = _devices(request) // (run.mesh.tensor * run.mesh.sequence)
+        return rows * run.step.accumulate
     windows = [
         getattr(mixer, "window", 0) or getattr(mixer, "block", 0)
         for mixer in run.model.layers
     ]
-    return max([128, *windows])
+    return math.lcm(max([128, *windows]), run.mesh.sequence)
 
 
 def _devices(request: Request) -> int:

@@ -104,6 +104,6 @@ def gla(config: GLAConfig) -> Mechanism:
 def _log_gates(params: GLAParams, x: Float[Array, "*B D"]) -> Float[Array, "*B H K"]:
     # `linear_logits` gives float32; the second product is in the dtype of x as the
     # first.
-    narrow = gates.linear_logits(x, params.narrow).astype(x.dtype)
+    narrow = gates.linear_logits(x, params.narrow, of_heads=False).astype(x.dtype)
     logits = gates.linear_logits(narrow, params.widen)
     return jax.nn.log_sigmoid(logits) / DAMPING

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from memjax_kernels.common.partition import elements_a_device
+from memjax_kernels.common.partition import elements_a_device, sequence_ways
 
 Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
 # Floats of a device: 128 MiB of float32.
@@ -72,7 +72,7 @@ def loss_sum(
     """
     mask = jax.lax.stop_gradient(mask)
     chunk = _chunk_size(targets, vocab_size)
-    if chunk == targets.shape[1]:
+    if chunk == targets.shape[1] // sequence_ways(targets.shape[1]):
         return (_losses(logits(features), targets) * mask).sum()
     # A function with a gradient of its own may not close over what has one.
     head, parameters = jax.closure_convert(logits, features[:, :chunk])
@@ -131,6 +131,7 @@ def _chunk_size(targets: Int[Array, "B T"], vocab_size: int) -> int:
     t = targets.shape[1]
     # On a mesh each chunk sums its head's gradient over all devices: few chunks.
     b = elements_a_device(targets.shape[0])
+    t //= sequence_ways(t)
     # Logits are V / D times as large as features: those of all positions may not fit.
     most = max(1, min(t, LOGITS_AT_A_TIME // (b * vocab_size)))
     # One that divides T, if a large one does: padding is computed, too.
@@ -139,19 +140,30 @@ def _chunk_size(targets: Int[Array, "B T"], vocab_size: int) -> int:
 
 
 def _in_chunks(chunk: int, *arrays: Shaped[Array, "B T ..."]) -> tuple[Array, ...]:
-    """Each as [n, B, chunk, ...], zeros at the end: a scan needs chunks of one size."""
+    """Each as [n, B, chunk, ...], zeros at the end: a scan needs chunks of one size.
+
+    Where sequences are divided among devices, each chunk has a share of every device.
+    """
 
     def split(x):
-        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+        ways = sequence_ways(x.shape[1])
+        x = x.reshape(x.shape[0], ways, -1, *x.shape[2:])
+        end = -x.shape[2] % chunk
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, end)) + ((0, 0),) * (x.ndim - 3))
+        x = jnp.moveaxis(x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:]), 2, 0)
+        return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
     return tuple(map(split, arrays))
 
 
 def _whole(chunks: Shaped[Array, "n B C ..."], length: int) -> Array:
     """[B, T, ...] again, without what was padded."""
-    x = jnp.moveaxis(chunks, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+    n, b, size, *rest = chunks.shape
+    ways = sequence_ways(length)
+    x = jnp.moveaxis(chunks.reshape(n, b, ways, size // ways, *rest), 0, 2)
+    return x.reshape(b, ways, -1, *rest)[:, :, : length // ways].reshape(
+        b, length, *rest
+    )
 
 
 def last_targets(mask: Float[Array, "B T"], count: int) -> Float[Array, "B T"]:

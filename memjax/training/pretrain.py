@@ -58,7 +58,9 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
     tokenizer = load_tokenizer(config.data.tokenizer)
     _require_vocabulary(config.model, tokenizer)
     mesh = sharding.make_mesh(config.mesh)
-    sharding.require_divides(mesh, config.data.batch_size, config.model)
+    sharding.require_divides(
+        mesh, config.data.batch_size, config.model, config.data.context_length
+    )
     sources = load_sources(config.data, tokenizer, "train")
     data = batches(config, sources, sharding.host_part(mesh))
     model = abstract_model(config.model)

@@ -6,6 +6,7 @@ mesh, and has rules by name for all else.
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from jaxtyping import PyTree
 
 from memjax.models import ModelConfig
 from memjax.models.language_model.config import attention_of
-from memjax_kernels.common.partition import BATCH
+from memjax_kernels.common.partition import BATCH, SEQUENCE
 
 # The axis of the mesh that divides a logical axis of a mixer's parameters.
 MESH_AXES = {"model": "fsdp", "heads": "tensor", None: None}
@@ -50,12 +51,15 @@ class MeshConfig:
         tensor: devices that share heads, hidden units and vocabulary.
         slices: pods that are joined by the data-center network alone; `data` is divided
             among them, so that only gradients pass between.
+        sequence: devices that share the tokens of each row, and inside of mixers the
+            heads, for contexts beyond one device.
     """
 
     data: int = 0
     fsdp: int = 1
     tensor: int = 1
     slices: int = 1
+    sequence: int = 1
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -65,23 +69,25 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
         ValueError: if the axes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    if config.fsdp < 1 or config.tensor < 1 or config.slices < 1 or config.data < 0:
+    others = (config.fsdp, config.tensor, config.sequence)
+    if min(*others, config.slices) < 1 or config.data < 0:
         raise ValueError(f"mesh axes must be positive (data may be 0), got {config}")
-    data = config.data or len(devices) // (config.fsdp * config.tensor)
-    if data * config.fsdp * config.tensor != len(devices):
+    data = config.data or len(devices) // math.prod(others)
+    if data * math.prod(others) != len(devices):
+        sequence = f" sequence={config.sequence}" if config.sequence > 1 else ""
         raise ValueError(
-            f"mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor} does "
-            f"not fit {len(devices)} devices"
+            f"mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor}"
+            f"{sequence} does not fit {len(devices)} devices"
         )
-    shape, axes = (data, config.fsdp, config.tensor), ("data", "fsdp", "tensor")
+    shape, axes = (data, *others), ("data", "fsdp", "tensor", SEQUENCE)
     # XLA divides the program: only kernels are written for one device's share.
-    kinds = (AxisType.Auto,) * 3
+    kinds = (AxisType.Auto,) * 4
     _require_slices(config.slices, data, devices)
     if config.slices == 1:
         return jax.make_mesh(shape, axes, axis_types=kinds, devices=devices)
-    within = (data // config.slices, config.fsdp, config.tensor)
+    within = (data // config.slices, *others)
     arranged = mesh_utils.create_hybrid_device_mesh(
-        within, (config.slices, 1, 1), devices=devices
+        within, (config.slices, 1, 1, 1), devices=devices
     )
     return Mesh(arranged, axes, axis_types=kinds)
 
@@ -101,9 +107,9 @@ def _require_slices(slices: int, data: int, devices: Sequence[Any]) -> None:
 
 
 def require_divides(
-    mesh: Mesh | AbstractMesh, batch_size: int, model: ModelConfig
+    mesh: Mesh | AbstractMesh, batch_size: int, model: ModelConfig, length: int
 ) -> None:
-    """Raises ValueError for a batch or heads that the mesh does not divide.
+    """Raises ValueError for a batch, heads or tokens that the mesh does not divide.
 
     Key-value heads may be fewer than `tensor`: they are then on all its devices.
 
@@ -111,6 +117,7 @@ def require_divides(
         mesh: of the run.
         batch_size: batch elements of an update, over all devices.
         model: whose layers have heads.
+        length: T, tokens of a row.
     """
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     if batch_size % ways:
@@ -120,13 +127,21 @@ def require_divides(
             f"batch_size={batch_size} does not divide among data * fsdp = {ways} "
             f"devices: {fits} would"
         )
-    tensor = mesh.shape["tensor"]
+    tensor, sequence = mesh.shape["tensor"], mesh.shape.get(SEQUENCE, 1)
+    if length % sequence:
+        raise ValueError(
+            f"mesh.sequence={sequence} must divide the {length} tokens of a row"
+        )
+    together = tensor * sequence
+    named = f"mesh.tensor={tensor}"
+    if sequence > 1:
+        named = f"mesh.tensor * mesh.sequence = {together}"
     for i, mixer in enumerate(model.mixers):
-        heads = getattr(attention_of(mixer) or mixer, "num_heads", tensor)
-        if heads % tensor:
+        heads = getattr(attention_of(mixer) or mixer, "num_heads", together)
+        if heads % together:
             fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
             raise ValueError(
-                f"mesh.tensor={tensor} does not divide the {heads} heads of "
+                f"{named} does not divide the {heads} heads of "
                 f"model.mixers[{i}]: {', '.join(fits)} would"
             )
 

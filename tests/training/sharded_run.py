@@ -2,7 +2,8 @@
 
 `main` makes three updates on each mesh: by mesh ("none" is one device), the losses, and
 of each leaf of the state its shape and the shape that each device holds. `gathered`
-compiles updates of some families and says how much their devices gather.
+compiles updates of some families and says how much their devices gather. `sequences`
+divides the tokens of a row.
 """
 
 import dataclasses
@@ -17,7 +18,22 @@ import numpy as np
 import optax
 
 from memjax.data.batches.batch import Batch
-from memjax.mechanisms import ElasticMemoryConfig
+from memjax.mechanisms import (
+    AttentionConfig,
+    BesideConfig,
+    DeltaNetConfig,
+    ElasticMemoryConfig,
+    GatedDeltaNetConfig,
+    GLAConfig,
+    GSAConfig,
+    LatticeConfig,
+    LinearAttentionConfig,
+    Mamba2Config,
+    MixerConfig,
+    SlidingWindowConfig,
+    TrellisConfig,
+    TTTLinearConfig,
+)
 from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.training import pretrain, sharding
 from memjax.training.step import StepConfig, init_train_state, make_train_step
@@ -35,6 +51,26 @@ MODEL = ModelConfig(
     dtype="float32",
     remat=False,
 )
+HEADS: dict[str, Any] = dict(model_dim=16, num_heads=8, num_kv_heads=4, head_dim=4)
+BLOCK: dict[str, Any] = dict(model_dim=16, num_heads=8, key_dim=4, value_dim=4)
+WINDOW = SlidingWindowConfig(**HEADS, window=8)
+#: Mixers whose sequences are divided.
+MIXERS: dict[str, MixerConfig] = {
+    "attention": AttentionConfig(**HEADS, capacity=32),
+    "window": WINDOW,
+    "sinks": dataclasses.replace(WINDOW, sinks=2),
+    "elastic": ElasticMemoryConfig(**HEADS, block=8, order=4),
+    "beside": BesideConfig(WINDOW, GatedDeltaNetConfig(32, 8, 4, 4)),
+    "linear_attention": LinearAttentionConfig(**BLOCK),
+    "mamba2": Mamba2Config(**BLOCK),
+    "gla": GLAConfig(**BLOCK),
+    "deltanet": DeltaNetConfig(**BLOCK),
+    "gated_deltanet": GatedDeltaNetConfig(**BLOCK),
+    "gsa": GSAConfig(**BLOCK, slots=4),
+    "ttt_linear": TTTLinearConfig(**BLOCK, chunk_size=4),
+    "trellis": TrellisConfig(**BLOCK, slots=4, chunk_size=4),
+    "lattice": LatticeConfig(**BLOCK, chunk_size=4),
+}
 #: Families of which a layer is compiled.
 COMPILED = ("transformer", "elastic", "trellis")
 CONFIG = StepConfig(carry_memory=True)
@@ -77,6 +113,51 @@ def run(axes):
     return {"losses": losses, "leaves": leaves}
 
 
+def sequences() -> None:
+    """By mixer and mesh: how an update differs from one device's, and what is sent."""
+    meshes = {
+        "sequence=2": (sharding.MeshConfig(data=1, sequence=2), 2),
+        "fsdp=2 tensor=2 sequence=2": (sharding.MeshConfig(1, 2, 2, sequence=2), 8),
+    }
+    print(
+        json.dumps(
+            {
+                name: {mesh: divided(mixer, *given) for mesh, given in meshes.items()}
+                for name, mixer in MIXERS.items()
+            }
+        )
+    )
+
+
+def divided(mixer, config, devices):
+    model = dataclasses.replace(MODEL, mixers=(mixer,))
+    length, chunks, descent = 32, StepConfig(), optax.sgd(1.0)
+    fresh = lambda: LanguageModel(model, key=jax.random.key(0))
+    create = lambda: init_train_state(fresh(), descent, chunks, B)
+    update = make_train_step(pretrain.abstract_model(model), descent, chunks)
+    tokens = np.random.default_rng(0).integers(0, V, (B, length + 1)).astype(np.int32)
+    ones = np.ones((B, length), np.float32)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], ones, np.ones(B, bool))
+    alone, metrics = jax.jit(update)(jax.jit(create)(), batch)
+    expected = (alone.params, metrics["loss"])
+    mesh = sharding.make_mesh(config, jax.devices()[:devices])
+    layout = sharding.shardings(mesh, jax.eval_shape(create), model)
+    state = jax.jit(create, out_shardings=layout)()
+    batch = sharding.put_batch(mesh, batch)
+    step = jax.jit(update, in_shardings=(layout, None), out_shardings=(layout, None))
+    with jax.set_mesh(mesh):
+        program = step.lower(state, batch).compile()
+        state, metrics = program(state, batch)
+    found = (state.params, metrics["loss"])
+    apart = jax.tree.map(lambda a, b: np.abs(np.asarray(a) - b).max(), found, expected)
+    text = str(program.as_text())
+    return {
+        "difference": float(max(jax.tree.leaves(apart))),
+        "gathered": max(gathers(text), default=0),
+        "exchanges": len(re.findall(r" all-to-all(?:-start)?\(", text)),
+    }
+
+
 def complaint(call):
     try:
         call()
@@ -115,10 +196,14 @@ def largest(family, mesh):
     batch = sharding.put_batch(mesh, Batch(tokens, tokens, ones, np.ones(rows, bool)))
     with jax.set_mesh(mesh):
         text = str(step.lower(state, batch).compile().as_text())
-    arrays = [
+    parameters = [x.size for x in jax.tree.leaves(state.params)]
+    return max(parameters), max(gathers(text))
+
+
+def gathers(text: str) -> list[int]:
+    """Elements of the results of every all-gather."""
+    return [
         math.prod(map(int, sizes.split(",")))
         for line in re.findall(r"= (.*) all-gather(?:-start)?\(", text)
         for sizes in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", line)
     ]
-    parameters = [x.size for x in jax.tree.leaves(state.params)]
-    return max(parameters), max(arrays)

@@ -114,7 +114,10 @@ def test_what_each_device_holds_is_said(capsys):
         ({"mixture": (("hf:a", 0.0),)}, "the weight of 'hf:a' in mixture must be"),
         ({"mixture": (("hf:a", 1.0), ("hf:a", 2.0))}, "names a source twice"),
         ({"source": "hf:b"}, "source='hf:b' has no part in a mixture"),
-        ({"mode": "streamed"}, "a mixture needs mode='chunked', got 'streamed'"),
+        (
+            {"mode": "streamed"},
+            "a mixture needs mode='chunked' or 'packed', got 'streamed'",
+        ),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(changes, message):

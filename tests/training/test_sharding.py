@@ -57,7 +57,7 @@ def test_each_device_holds_its_share(result, axes):
 
 @pytest.mark.slow
 def test_what_is_left_over_goes_to_data(result):
-    assert result["left over"] == dict(data=4, fsdp=2, tensor=1)
+    assert result["left over"] == dict(data=4, fsdp=2, tensor=1, sequence=1)
 
 
 @pytest.mark.slow
@@ -73,6 +73,28 @@ def test_devices_gather_parameters_and_no_activations(with_devices):
     assert set(found) == set(sharded_run.COMPILED)
     for family, (parameter, gathered) in found.items():
         assert gathered <= parameter, family
+
+
+@pytest.fixture(scope="module")
+def divided(with_devices):
+    process = Process(sharded_run.sequences, environment=with_devices(8))
+    return json.loads(process.require_end().splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sharded_run.MIXERS)
+def test_divided_sequences_give_the_update_of_one_device(divided, name):
+    # Loss and gradients on two devices, and on eight with all axes but data.
+    for mesh, found in divided[name].items():
+        assert found["difference"] < 1e-5, mesh
+        # Tokens are exchanged for heads and back, forward and backward.
+        assert found["exchanges"] >= 4, mesh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["attention", "window"])
+def test_devices_that_divide_sequences_gather_nothing(divided, name):
+    assert divided[name]["sequence=2"]["gathered"] == 0
 
 
 def specs(config, axes=(2, 2, 2)):
@@ -192,7 +214,9 @@ def test_an_axis_that_does_not_divide_is_left_out_for_that_leaf():
     [
         (dict(data=3), "data=3 fsdp=1 tensor=1 does not fit 1 devices"),
         (dict(fsdp=2), "data=0 fsdp=2 tensor=1 does not fit 1 devices"),
+        (dict(sequence=2), "tensor=1 sequence=2 does not fit 1 devices"),
         (dict(tensor=0), "mesh axes must be positive"),
+        (dict(sequence=0), "mesh axes must be positive"),
         (dict(data=-1), "mesh axes must be positive"),
     ],
 )
@@ -215,26 +239,32 @@ def model_of(*mixers):
         ((2, 3, 1), 4, "batch_size=4 .* devices: 6 would"),
         ((1, 1, 3), 1, r"tensor=3 .* the 4 heads of model.mixers\[0\]: 1, 2, 4 would"),
         ((1, 1, 4), 1, r"tensor=4 .* the 6 heads of model.mixers\[1\]: 1, 2, 3, 6"),
+        (
+            (1, 1, 2, 4),
+            1,
+            r"tensor . mesh.sequence = 8 .* 4 heads .*: 1, 2, 4",
+        ),
+        ((1, 1, 1, 3), 1, "sequence=3 must divide the 64 tokens of a row"),
     ],
 )
 def test_what_a_mesh_does_not_divide_is_refused(axes, batch, message):
-    mesh = AbstractMesh(axes, ("data", "fsdp", "tensor"))
+    mesh = AbstractMesh(axes, ("data", "fsdp", "tensor", "sequence")[: len(axes)])
     model = model_of(WINDOW, DeltaNetConfig(16, 6, 4, 4))
     with pytest.raises(ValueError, match=message):
-        sharding.require_divides(mesh, batch, model)
+        sharding.require_divides(mesh, batch, model, 64)
 
 
 def test_the_heads_of_a_window_beside_a_memory_are_divided_too():
     mesh = AbstractMesh((1, 1, 3), ("data", "fsdp", "tensor"))
     beside = BesideConfig(WINDOW, DeltaNetConfig(2 * 2 * 4, 4, 4, 4))
     with pytest.raises(ValueError, match="tensor=3 does not divide the 4 heads"):
-        sharding.require_divides(mesh, 1, model_of(beside))
+        sharding.require_divides(mesh, 1, model_of(beside), 64)
 
 
 def test_what_a_mesh_divides_is_taken():
     mesh = AbstractMesh((2, 2, 4), ("data", "fsdp", "tensor"))
     # Two key-value heads are on all four devices.
-    sharding.require_divides(mesh, 8, model_of(WINDOW))
+    sharding.require_divides(mesh, 8, model_of(WINDOW), 64)
 
 
 class Chip:
@@ -279,5 +309,5 @@ def test_hosts_with_rows_here_and_there_are_refused(monkeypatch):
 
 def test_one_device_is_a_mesh():
     assert dict(sharding.make_mesh(MeshConfig()).shape) == dict(
-        data=1, fsdp=1, tensor=1
+        data=1, fsdp=1, tensor=1, sequence=1
     )

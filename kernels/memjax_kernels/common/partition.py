@@ -17,7 +17,11 @@ from jax.sharding import PartitionSpec as P
 # Names of the mesh axes that divide the batch, and of those that divide the heads.
 # A kernel runs whole on every device along any other axis of a mesh.
 BATCH = ("data", "fsdp")
-HEADS = ("tensor",)
+# Between mixers tokens are divided along the sequence; inside, where every token may
+# depend on all before it, heads are divided instead: DeepSpeed-Ulysses, Jacobs et al.
+# (2023), https://arxiv.org/abs/2309.14509. XLA exchanges one for the other.
+SEQUENCE = "sequence"
+HEADS = ("tensor", SEQUENCE)
 
 
 def mesh_of(*arrays: Any) -> AbstractMesh:
@@ -60,7 +64,7 @@ def chunkwise(
             return share(tokens, *memories)
         batch, _, _, heads = jax.tree.leaves(tokens)[0].shape[:4]
         b = _fit(mesh, [name for name in BATCH if name in axes], batch)
-        h = _fit(mesh, [name for name in HEADS if name in axes], heads)
+        h = _fit_heads(mesh, [name for name in HEADS if name in axes], heads)
         along = P(b, None, None, h)
         token_specs = jax.tree.map(lambda x: along if x.ndim > 2 else P(b), tokens)
         memory_specs = jax.tree.map(lambda _: P(b, h), memories)
@@ -77,17 +81,69 @@ def chunkwise(
 
 
 def along_batch(x: Any) -> Any:
-    """The same [B, ...], divided among devices along the batch and along nothing else.
+    """The same [B, T, ...], divided along the batch and the sequence, and nothing else.
 
     XLA spreads the divisions of parameters to activations: where a matrix is divided
     along the axis that divides the batch, it may gather the activations of all batch
     elements in place of the matrix. An array that has been told where to lie stays.
 
     Only axes of the mesh of `jax.set_mesh` that XLA divides by itself count; without
-    any, or where they do not divide B evenly, x as it is.
+    any, or where they do not divide B or T evenly, x as it is.
     """
-    divided = _divided_batch(x.shape[0])
-    return x if divided is None else jax.lax.with_sharding_constraint(x, P(divided))
+    divided, ways = _divided_batch(x.shape[0]), sequence_ways(x.shape[1])
+    if divided is None and ways == 1:
+        return x
+    spec = P(divided, SEQUENCE if ways > 1 else None)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def by_heads(x: Any) -> Any:
+    """The same [B, T, H, ...], whose heads are divided and not its tokens.
+
+    What reads along the sequence begins with this and ends with `by_tokens`. Without
+    an axis that divides sequences, x as it is.
+    """
+    return channels_by_heads(x, x.shape[2])
+
+
+def by_tokens(x: Any) -> Any:
+    """The same [B, T, H, ...], whose tokens are divided again; see `by_heads`."""
+    return _exchanged(x, x.shape[2], whole=False)
+
+
+def channels_by_heads(x: Any, heads: int) -> Any:
+    """`by_heads` of [B, T, H * K], in which the channels of a head are neighbours."""
+    # First as they are: gradients then change one division at a time, where XLA would
+    # gather the whole for two at once.
+    return _exchanged(_exchanged(x, heads, whole=False), heads, whole=True)
+
+
+def _exchanged(x, heads, whole):
+    mesh = jax.sharding.get_abstract_mesh()
+    # One token is a decoding step, which no axis divides.
+    if _automatic_ways(SEQUENCE) == 1 or x.shape[1] == 1:
+        return x
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    names = HEADS if whole else HEADS[:1]
+    axes = [name for name in names if kinds.get(name) == AxisType.Auto]
+    along = None
+    if not whole and sequence_ways(x.shape[1]) > 1:
+        along = SEQUENCE
+    spec = P(_divided_batch(x.shape[0]), along, _fit_heads(mesh, axes, heads))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def sequence_ways(length: int) -> int:
+    """Devices that divide a sequence of so many tokens, 1 where they cannot."""
+    ways = _automatic_ways(SEQUENCE)
+    return 1 if length % ways else ways
+
+
+def _automatic_ways(name: str) -> int:
+    """Devices along an axis that XLA divides by itself; 1 without it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return mesh.shape[name] if kinds.get(name) == AxisType.Auto else 1
 
 
 def elements_a_device(batch: int) -> int:
@@ -110,3 +166,13 @@ def _fit(mesh: AbstractMesh, axes: list[str], size: int) -> tuple[str, ...] | No
     devices = int(np.prod([mesh.shape[axis] for axis in axes]))
     # A `shard_map` cannot pad: what does not divide is computed by all alike.
     return tuple(axes) if axes and size % devices == 0 else None
+
+
+def _fit_heads(
+    mesh: AbstractMesh, axes: list[str], heads: int
+) -> tuple[str, ...] | None:
+    """The axes that divide the heads: all, or else the first of them that do."""
+    for count in range(len(axes), 0, -1):
+        if fitting := _fit(mesh, axes[:count], heads):
+            return fitting
+    return None

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.mechanisms.base import axes
+from memjax_kernels.common.partition import by_heads
 
 
 class Gate(NamedTuple):
@@ -49,11 +50,20 @@ def init_gate(key: PRNGKeyArray, shape: tuple[int, ...], start: float) -> Gate:
     )
 
 
-def linear_logits(x: Float[Array, "*B D"], weight: Float[Array, "D ..."]) -> Array:
-    """Gate logits [*B, *H] in float32, multiplied in the dtype of x."""
+def linear_logits(
+    x: Float[Array, "*B D"], weight: Float[Array, "D ..."], *, of_heads: bool = True
+) -> Array:
+    """Gate logits [*B, *H] in float32, multiplied in the dtype of x.
+
+    Where a sequence is divided among devices, those of [B, T, D] are divided by heads.
+    Unless `of_heads`, no axis of the weight is of heads.
+    """
     # The product runs in the dtype of the tokens; what follows, logs and sigmoids, in
     # float32.
-    return jnp.tensordot(x, weight.astype(x.dtype), 1).astype(jnp.float32)
+    logits = jnp.tensordot(x, weight.astype(x.dtype), 1)
+    if of_heads and x.ndim == 3:
+        logits = by_heads(logits)
+    return logits.astype(jnp.float32)
 
 
 def gate_logits(params: Gate, x: Float[Array, "*B D"]) -> Array:

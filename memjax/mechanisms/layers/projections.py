@@ -20,6 +20,7 @@ from memjax.mechanisms.base import axes, expand_leading_dims
 from memjax.mechanisms.layers import rope
 from memjax.mechanisms.layers.norms import rms_norm
 from memjax.mechanisms.layers.rope import RopeScaling
+from memjax_kernels.common.partition import by_heads, by_tokens
 
 QKNorm = Literal["none", "head", "width"]
 
@@ -203,9 +204,9 @@ def qkv_projection(
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
     """Queries, keys and values in the dtype of x, without positions."""
     return (
-        query_projection(config, params, x),
-        key_projection(config, params, x),
-        linear(x, params.value, params.value_bias),
+        by_heads(query_projection(config, params, x)),
+        by_heads(key_projection(config, params, x)),
+        by_heads(linear(x, params.value, params.value_bias)),
     )
 
 
@@ -245,7 +246,7 @@ def output_projection(
     """Joins the heads."""
     # Summed over heads and their widths at once, so that heads need not be joined
     # first.
-    return linear(y, params.output, params.output_bias, axes=2)
+    return linear(by_tokens(y), params.output, params.output_bias, axes=2)
 
 
 def apply_rope(

@@ -31,6 +31,7 @@ from memjax.mechanisms.layers import documents
 from memjax.mechanisms.layers.gates import draw_weight
 from memjax.mechanisms.layers.memory_core import MemoryCore
 from memjax.mechanisms.layers.norms import l2_normalize, rms_norm_heads
+from memjax_kernels.common.partition import by_tokens, channels_by_heads
 
 CONV_WIDTH = 4
 # Those that every op has.
@@ -270,11 +271,14 @@ def qkv_projection(
     check_input(x, config.model_dim, state)
     projections, (heads, width) = params.query_key.shape[1], params.query_key.shape[2:]
     # Channels of all heads are one axis: see `layers.norms`.
-    inputs = jnp.concatenate(
-        [_flat(state.window, 2).astype(x.dtype), _product(x, params.query_key)], axis=1
-    )
+    before = jnp.split(_flat(state.window, 2).astype(x.dtype), projections, axis=-1)
+    new = jnp.split(_product(x, params.query_key), projections, axis=-1)
+    inputs = [
+        jnp.concatenate([old, channels_by_heads(part, heads)], axis=1)
+        for old, part in zip(before, new, strict=True)
+    ]
     # One projection that both share, or one for each.
-    parts = jnp.split(inputs, projections, axis=-1) * (2 // projections)
+    parts = inputs * (2 // projections)
     q, k = (
         _convolve(part, params.filters[:, i].reshape(CONV_WIDTH, -1), positions)
         for i, part in enumerate(parts)
@@ -282,9 +286,12 @@ def qkv_projection(
     by_head = lambda z: z.reshape(*x.shape[:2], heads, -1)
     # Unit norm bounds what a write can do: a step of γ |k|² <= 2 does not diverge.
     q, k = (l2_normalize(by_head(jax.nn.silu(z))).astype(x.dtype) for z in (q, k))
-    last = inputs[:, x.shape[1] :].astype(jnp.float32)
-    window = last.reshape(*last.shape[:2], projections, heads, width)
-    return QKV(window, q, k, by_head(_product(x, params.value)))
+    last = [part[:, x.shape[1] :].astype(jnp.float32) for part in inputs]
+    window = jnp.stack(
+        [part.reshape(*part.shape[:2], heads, width) for part in last], 2
+    )
+    v = channels_by_heads(_product(x, params.value), heads)
+    return QKV(window, q, k, by_head(v))
 
 
 def _convolve(inputs, filters, positions):
@@ -320,6 +327,7 @@ def output_projection(
     """Norm, gate and output matrix of the reads y of the tokens x."""
     # RMSNorm makes the output independent of the memory's size, which grows with the
     # text.
+    y = by_tokens(y) if x.ndim == 3 else y
     y = rms_norm_heads(y, params.norm, config.norm_epsilon).astype(x.dtype)
     y = _flat(y, x.ndim - 1) * jax.nn.gelu(_product(x, params.gate))
     return y @ params.output.reshape(-1, config.model_dim).astype(x.dtype)

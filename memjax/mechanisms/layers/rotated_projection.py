@@ -18,6 +18,7 @@ from memjax.mechanisms.layers.projections import (
     HeadsConfig,
     linear,
 )
+from memjax_kernels.common.partition import by_heads
 
 
 def rotated_qkv_projection(
@@ -45,7 +46,7 @@ def rotated_qkv_projection(
             scale = config.query_scale * config.head_dim**0.5
         q = turn(params.query, params.query_bias) * scale
         k = turn(params.key, params.key_bias)
-        return q, k, linear(x, params.value, params.value_bias)
+        return tuple(map(by_heads, (q, k, linear(x, params.value, params.value_bias))))
 
     # A norm before RoPE is not linear.
     if config.rope_theta is None or config.qk_norm != "none":

@@ -38,6 +38,7 @@ from memjax.models.language_model.layers import (
 )
 from memjax.nnx.compiled import compiled
 from memjax.nnx.params import as_arrays, as_params, params_key
+from memjax_kernels.common.partition import along_batch
 
 # One memory a layer; behind them, where positions are learned, how many tokens of each
 # row have taken one.
@@ -180,6 +181,7 @@ class LanguageModel(nnx.Module):
                 f"tokens must be integers [B, T], got {tokens.dtype}"
                 f"{list(tokens.shape)}"
             )
+        tokens = along_batch(tokens)
         h = rows_of(self.embedding.get_value(), tokens).astype(self.config.dtype)
         if self.config.tied_head and self.config.architecture.scale_embedding:
             # The embedding is drawn for the head; the stream wants unit variance.

@@ -65,13 +65,19 @@ def finetune(
         ClaimedError: another process trains in `run_dir`.
     """
     check_path("run_dir", run_dir)
+    if stage.mesh.sequence > 1:
+        raise ValueError(
+            f"mesh.sequence must be 1, got {stage.mesh.sequence}: a memory around a "
+            "backbone reads its text segment by segment"
+        )
     require_installed(stage.loop.writers)
     asked = {"backbone": backbone and str(backbone), "run_dir": str(run_dir)}
     require_same_configuration(to_record(stage) | asked)
     described, model, stored, before = starting_point(stage, backbone, start)
     tokenizer = stored.tokenizer
     mesh = sharding.make_mesh(stage.mesh)
-    sharding.require_divides(mesh, stage.data.batch_size, described.language_model)
+    sizes = (stage.data.batch_size, described.language_model, stage.tokens_read)
+    sharding.require_divides(mesh, *sizes)
     documents = run_data.load_split(described, tokenizer, "train")
     index, count = sharding.host_part(mesh)
     hosts = {"shard_index": index, "shard_count": count}

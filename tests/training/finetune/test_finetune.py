@@ -27,6 +27,7 @@ from memjax.training.finetune.hmt_presets import PAPER_SIZES, presets
 from memjax.training.finetune.run import FinetuneRun
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.start import starting_point
+from memjax.training.sharding import MeshConfig
 from tests import tiny
 from tests.training.idle import idle_updates
 
@@ -294,3 +295,9 @@ def test_presets_follow_table_7():
     rmt = found["rmt"]
     assert isinstance(rmt, SegmentStage)
     assert rmt.hmt.sensory == 0 and not rmt.hmt.retrieval
+
+
+def test_sequences_that_are_read_by_segments_are_not_divided(tmp_path):
+    stage = SegmentStage(mesh=MeshConfig(sequence=2))
+    with pytest.raises(ValueError, match="mesh.sequence must be 1, got 2: a memory"):
+        finetune.finetune(stage, tmp_path / "backbone", tmp_path / "run")
