@@ -15,8 +15,6 @@ from memjax.cli import main as cli
 ROOT = Path(__file__).parent.parent
 # Names of packages that are not those of their modules.
 PACKAGES = {"orbax": "orbax-checkpoint", "tensorflow_datasets": "tensorflow-datasets"}
-# Nothing imports it but tensorflow-datasets, whose records it stores.
-STORES_RECORDS = {"array-record"}
 BY_NAME = {"_import", "importlib.import_module"}
 
 
@@ -59,7 +57,7 @@ def test_dependencies_are_what_is_imported():
     }
     top, inside = imported()
     assert top <= required <= top | inside
-    assert inside - required == optional - STORES_RECORDS
+    assert inside - required == optional
 
 
 def test_help_and_version_need_no_jax():
