@@ -175,11 +175,31 @@ def mplus_cost() -> Table:
     return Table([*header, "inject, GFLOP"], rows, ["mplus/cost"])
 
 
+def packing() -> Table:
+    """Real tokens a second of every kind of rows."""
+    rows = [
+        [
+            model.removesuffix("-tiny"),
+            name,
+            percent(row["read"]),
+            percent(row["full"]),
+            number(row["tokens_per_s"], 0),
+            f"{row['quartiles_s'][0]:.2f} to {row['quartiles_s'][1]:.2f}",
+        ]
+        for model, found in load("packing/packing")["models"].items()
+        for name, row in found.items()
+    ]
+    header = ["mixer", "rows", "an epoch reads", "places with a target"]
+    header += ["targets a second", "s an update, quartiles"]
+    return Table(header, rows, ["packing/packing"])
+
+
 TABLES: Tables = {
     "generation/speed": speed,
     "generation/streaming": streaming,
     "ops/kernels": kernels,
     "ops/growth": growth,
+    "packing/packing": packing,
     "mplus/speed": mplus_speed,
     "mplus/growth": mplus_growth,
     "mplus/cost": mplus_cost,
