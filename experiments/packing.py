@@ -82,14 +82,16 @@ class Config:
 
 def main(config: Config) -> None:
     """Times all rows of all models, and writes the result."""
-    results = {}
+    results, documents = {}, short_documents(config)
     for model in config.models:
         arguments = {name: (config, model, name) for name in get_args(Rows)}
         found = interleaved_timing(
             make_update, arguments, config.threads, config.repeats, "large"
         )
         results[model] = {
-            name: _summary(config, name, found[name][1:]) for name in get_args(Rows)
+            name: {"read": _share_read(config, documents, name)}
+            | _summary(config, found[name][1:])
+            for name in get_args(Rows)
         }
         shown = ("read", "full", "tokens_per_s", "update_s")
         lines = {
@@ -106,9 +108,10 @@ def make_update(config: Config, name: str, rows: Rows) -> Callable[[], int]:
     model = LanguageModel(preset(name, 4096), key=jax.random.key(0))
     batches = make_batches(config, name, rows)
     optimizer = optax.adamw(1e-4)
-    batch = next(batches)
     step = jax.jit(make_train_step(model, optimizer, StepConfig()), donate_argnums=0)
-    state = init_train_state(model, optimizer, StepConfig(), len(batch.tokens))
+    state = init_train_state(
+        model, optimizer, StepConfig(), _rows_an_update(config, rows)
+    )
 
     def update() -> int:
         nonlocal state
@@ -122,8 +125,8 @@ def make_update(config: Config, name: str, rows: Rows) -> Callable[[], int]:
 
 def make_batches(config: Config, name: str, rows: Rows) -> BatchIterator:
     """The batches of one kind of rows, of equally many places."""
-    context = config.short_context if rows == "chunked, short" else config.context
-    given = (short_documents(config), context, config.tokens // context, config.seed)
+    sizes = (_context(config, rows), _rows_an_update(config, rows), config.seed)
+    given = (short_documents(config), *sizes)
     match rows:
         case "packed":
             mixers = preset(name, 4096).mixers
@@ -132,6 +135,14 @@ def make_batches(config: Config, name: str, rows: Rows) -> BatchIterator:
             return streamed_batches(*given)
         case _:
             return chunked_batches(*given)
+
+
+def _context(config: Config, rows: Rows) -> int:
+    return config.short_context if rows == "chunked, short" else config.context
+
+
+def _rows_an_update(config: Config, rows: Rows) -> int:
+    return config.tokens // _context(config, rows)
 
 
 def short_documents(config: Config) -> list[TokenisedDocument]:
@@ -148,14 +159,11 @@ def short_documents(config: Config) -> list[TokenisedDocument]:
     return pieces
 
 
-def _summary(
-    config: Config, rows: Rows, timed: list[tuple[float, Any, float]]
-) -> dict[str, Any]:
+def _summary(config: Config, timed: list[tuple[float, Any, float]]) -> dict[str, Any]:
     seconds = np.array([line[0] for line in timed])
     targets = np.array([line[1] for line in timed])
     low, median, high = np.percentile(seconds, [25, 50, 75])
     return {
-        "read": _share_read(config, rows),
         "full": float(targets.mean() / config.tokens),
         "tokens_per_s": float(targets.mean() / median),
         "update_s": float(median),
@@ -163,12 +171,14 @@ def _summary(
     }
 
 
-def _share_read(config: Config, rows: Rows) -> float:
+def _share_read(
+    config: Config, documents: list[TokenisedDocument], rows: Rows
+) -> float:
     """Of all targets those that an epoch has."""
-    targets = np.array([len(d.tokens) - 1 for d in short_documents(config)])
+    targets = np.array([len(d.tokens) - 1 for d in documents])
     if not rows.startswith("chunked"):
         return 1.0
-    context = config.short_context if rows == "chunked, short" else config.context
+    context = _context(config, rows)
     return float((targets // context * context).sum() / targets.sum())
 
 

@@ -52,9 +52,10 @@ def build(run: Run, what: What, mesh: Mesh) -> Step:
     Raises:
         ValueError: batch or heads do not divide among the devices.
     """
-    config = run.model if isinstance(run, RunConfig) else run.language_model
-    trained = isinstance(run, RunConfig)
-    length = run.data.context_length if trained else run.config.tokens_read
+    if isinstance(run, RunConfig):
+        config, length = run.model, run.data.context_length
+    else:
+        config, length = run.language_model, run.config.tokens_read
     sharding.require_divides(mesh, run.data.batch_size, config, length)
     if what == "evaluate":
         return _evaluation(run, mesh)

@@ -96,7 +96,7 @@ def prepare(
         return prepared.read_manifest(folder)
     _claim(folder, plan)
     writers = {split: _Writer(folder, split, plan) for split in SPLITS}
-    skip: dict[Split, int] = {split: len(writers[split].done) for split in SPLITS}
+    skip: dict[Split, int] = {split: writers[split].done for split in SPLITS}
     total, done = sum(entry.length for entry in entries), 0
     texts = read_documents(source, entries, None)
     for document, tokens in _tokenised(config, tokenizer, texts, skip):
@@ -221,18 +221,16 @@ class _Writer:
     """Writes the documents of a split to one file after the other.
 
     Attributes:
-        done: names of the documents in files that were finished before.
+        done: documents in files that were finished before.
     """
 
     def __init__(self, folder: Path, split: Split, plan: dict[str, Any]):
         self._folder, self._split, self._plan = folder, split, plan
         self._shards: list[dict[str, Any]] = []
-        self.done: list[str] = []
         self._writer: ArrayRecordWriter | None = None
-        while (found := _finished(self._file())) is not None:
-            shard, names = found
+        while (shard := _finished(self._file())) is not None:
             self._shards.append(shard)
-            self.done += names
+        self.done = sum(shard["documents"] for shard in self._shards)
 
     def add(self, document: Document, tokens: Int32[np.ndarray, " T"]) -> None:
         """Writes one document behind those before."""
@@ -274,24 +272,23 @@ class _Writer:
         _write_json(index_file(file), self._index | {"bytes": file.stat().st_size})
         finished = _finished(file)
         assert finished is not None
-        self._shards.append(finished[0])
+        self._shards.append(finished)
 
 
-def _finished(file: Path) -> tuple[dict[str, Any], list[str]] | None:
-    """The manifest's part of a file that was finished, and its documents' names."""
+def _finished(file: Path) -> dict[str, Any] | None:
+    """The manifest's part of a file that was finished."""
     index = index_file(file)
     if not index.is_file():
         return None
     content = index.read_bytes()
     record = json.loads(content)
-    shard = {
+    return {
         "file": file.name,
         "bytes": record["bytes"],
         "index_sha256": hashlib.sha256(content).hexdigest(),
         "documents": len(record["names"]),
         "tokens": sum(record["lengths"]),
     }
-    return shard, record["names"]
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

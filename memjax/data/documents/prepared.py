@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-from memjax.config_io import read_json
+from memjax.config_io import parse_json, read_json
 from memjax.data.documents.documents import Split
 from memjax.data.documents.record_tokens import RecordTokens
 from memjax.data.documents.token_file import TokenisedDocument
@@ -118,7 +118,7 @@ def _checked_index(folder: Path, shard: dict[str, Any]) -> dict[str, Any]:
     content = index.read_bytes() if index.is_file() else b""
     if hashlib.sha256(content).hexdigest() != shard["index_sha256"]:
         raise ValueError(f"{index} is not as it was written")
-    return read_json(index)
+    return parse_json(content, f"{index} is")
 
 
 def index_file(file: Path) -> Path:
