@@ -112,11 +112,17 @@ def _only(losses: Losses, kind: str) -> Losses:
 
 
 def plot_positions(result: Result, path: Path) -> None:
-    """Loss by position, a line a row that was tuned; seeds are averaged.
+    """Loss by position, a line a row that was tuned, of the seeds that all have.
 
     Others are too far from these: they stand in the table.
     """
     rows = [row for row in result["rows"] if row["training"]] or result["rows"]
+    # Seeds differ by as much as rows do: a mean of more seeds is no fair comparison.
+    of_row: dict[str, set[int]] = {}
+    for row in rows:
+        of_row.setdefault(row["row"], set()).add(row["seed"])
+    shared = set.intersection(*of_row.values())
+    rows = [row for row in rows if row["seed"] in shared] or rows
     # What others are compared with, first.
     rows = sorted(rows, key=lambda row: row["row"] not in WIDE_TUNED)
     curves: dict[str, list[list[float]]] = {}
