@@ -121,11 +121,10 @@ def channels_by_heads(x: Any, heads: int) -> Any:
 def _exchanged(x, heads, whole):
     mesh = jax.sharding.get_abstract_mesh()
     # One token is a decoding step, which no axis divides.
-    if _automatic_ways(SEQUENCE) == 1 or x.shape[1] == 1:
+    alone = not _automatic((SEQUENCE,)) or mesh.shape[SEQUENCE] == 1
+    if alone or x.shape[1] == 1:
         return x
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    names = HEADS if whole else HEADS[:1]
-    axes = [name for name in names if kinds.get(name) == AxisType.Auto]
+    axes = _automatic(HEADS if whole else HEADS[:1])
     along = None
     if not whole and sequence_ways(x.shape[1]) > 1:
         along = SEQUENCE
@@ -135,15 +134,16 @@ def _exchanged(x, heads, whole):
 
 def sequence_ways(length: int) -> int:
     """Devices that divide a sequence of so many tokens, 1 where they cannot."""
-    ways = _automatic_ways(SEQUENCE)
+    mesh = jax.sharding.get_abstract_mesh()
+    ways = mesh.shape[SEQUENCE] if _automatic((SEQUENCE,)) else 1
     return 1 if length % ways else ways
 
 
-def _automatic_ways(name: str) -> int:
-    """Devices along an axis that XLA divides by itself; 1 without it."""
+def _automatic(names: tuple[str, ...]) -> list[str]:
+    """Those axes of the mesh of `jax.set_mesh` that XLA divides by itself."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return mesh.shape[name] if kinds.get(name) == AxisType.Auto else 1
+    return [name for name in names if kinds.get(name) == AxisType.Auto]
 
 
 def elements_a_device(batch: int) -> int:
@@ -156,9 +156,7 @@ def elements_a_device(batch: int) -> int:
 def _divided_batch(batch: int) -> tuple[str, ...] | None:
     """The axes of the mesh that `jax.set_mesh` divides a batch along, if any."""
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    axes = [name for name in BATCH if kinds.get(name) == AxisType.Auto]
-    return _fit(mesh, axes, batch)
+    return _fit(mesh, _automatic(BATCH), batch)
 
 
 def _fit(mesh: AbstractMesh, axes: list[str], size: int) -> tuple[str, ...] | None:
