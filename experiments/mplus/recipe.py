@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from memjax.training.checkpoints.folder import Folder
+from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.run import later_stage, read_run
 from memjax.training.run_folder import CHECKPOINTS
@@ -34,7 +34,7 @@ def _stage(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{folder} must be a run of M+ or MemoryLLM, got one of {stage.memory_name}"
         )
-    steps = Folder(folder / CHECKPOINTS).steps()
+    steps = open_folder(folder / CHECKPOINTS).steps()
     if not steps:
         raise ValueError(f"{folder} has no checkpoint yet")
     updates, rows = max(steps), stage.data.batch_size

@@ -25,11 +25,11 @@ import jax
 from jaxtyping import PyTree
 
 from memjax.training.checkpoints.checkpoint import Checkpoints
-from memjax.training.claims import Claim
 from memjax.training.config import DataIterator, LoopConfig, Outcome, Reason
 from memjax.training.multihost import StopSignals, agreed, same_everywhere
 from memjax.training.reporting import Profile, Reporter
 from memjax.training.resume import FREE_FIELDS, Start, finite_flag, resume
+from memjax.training.run_folder import RunFolder
 from memjax.training.watching.stuck import StuckWatch
 from memjax.training.watching.writers import require_installed
 
@@ -43,7 +43,7 @@ def train(
     state: PyTree,
     data: DataIterator,
     config: LoopConfig,
-    run_dir: Path | str,
+    run_dir: Path | str | RunFolder,
     *,
     config_record: dict[str, Any],
     tokens_per_step: int,
@@ -51,7 +51,6 @@ def train(
     step_of: Callable[[Any], Any] = lambda state: state.step,
     may_change: Collection[str] = FREE_FIELDS,
     completed: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda record: record,
-    claim: Claim | None = None,
     flops_per_step: float | None = None,
 ) -> tuple[Any, Outcome]:
     """Trains to `config.steps`, from the newest checkpoint in `run_dir` if any.
@@ -65,8 +64,9 @@ def train(
             `train_step`, or freed when a checkpoint takes their place.
         data: the batches; its position is saved and restored.
         config: see `LoopConfig`.
-        run_dir: the folder of the run; gets `checkpoints/`, `metrics.jsonl`,
-            `tensorboard/` and `profile/`.
+        run_dir: the folder of the run, or its URL in a bucket; gets `checkpoints/`,
+            `metrics.jsonl`, `tensorboard/` and `profile/`. One that the caller has
+            opened stays open.
         config_record: everything that shapes the run, as JSON. It is stored in the
             checkpoints and must be the same on resuming.
         tokens_per_step: tokens in a batch, over all devices.
@@ -77,7 +77,6 @@ def train(
             A changed learning rate is reported.
         completed: gives a checkpoint's record the fields that it was written without,
             because they came later, with the values that mean what was done then.
-        claim: on `run_dir`, where the caller holds it already; it stays the caller's.
         flops_per_step: that the model needs, over all devices; None reports no MFU.
 
     Returns:
@@ -97,22 +96,23 @@ def train(
     # Before resuming, which counts among the minutes.
     started = time.monotonic()
     deadline = started + 60 * config.minutes if config.minutes else None
-    settings = _RunSettings(
-        train_step, data, evaluate, config, Path(run_dir), config_record, step_of
-    )
+    opened = isinstance(run_dir, RunFolder)
     with (
         StopSignals() as signals,
-        nullcontext(claim) if claim else Claim(settings.folder),
-        Checkpoints(settings.folder / "checkpoints", keep=config.keep) as checkpoints,
+        nullcontext(run_dir) if opened else RunFolder(run_dir) as folder,
+        Checkpoints(folder.checkpoints, keep=config.keep) as checkpoints,
         StuckWatch(config.stuck_minutes) as watch,
     ):
         start = resume(
             checkpoints, state, data, config_record, may_change, step_of, completed
         )
+        settings = _RunSettings(
+            train_step, data, evaluate, config, folder, config_record, step_of
+        )
         # Hours before the first save, rather than at it.
         checkpoints.require_room(start.state)
         reporter = Reporter(
-            settings.folder,
+            folder.files,
             step=start.step,
             steps=config.steps,
             tokens_per_step=tokens_per_step,
@@ -136,7 +136,7 @@ class _RunSettings(NamedTuple):
     data: Any
     evaluate: Callable[[Any, Callable[[], bool]], dict[str, float]] | None
     config: LoopConfig
-    folder: Path
+    folder: RunFolder
     record: dict[str, Any]
     step_of: Callable[[Any], Any]
 
@@ -163,7 +163,9 @@ class _Loop:
     ):
         self._settings, self._started, self._deadline = settings, started, deadline
         self._signals, self._checkpoints, self._reporter, self._watch = services
-        self._profile = Profile(settings.config.profile, settings.folder / "profile")
+        self._profile = Profile(
+            settings.config.profile, settings.folder.files / "profile"
+        )
         self._state, self._step, self._skipped = start.state, start.step, start.skipped
         self._saved = start.step if start.restored else None
         self._changes = start.changes
@@ -321,6 +323,7 @@ class _Loop:
         self._watch.rests()
         # Metrics first: a checkpoint must not be ahead of the record of its steps.
         self._reporter.sync(self._step)
+        self._settings.folder.push()
         meta = {
             "config": self._settings.record,
             "data": same_everywhere(self._settings.data.get_state()),

@@ -20,7 +20,6 @@ from memjax.models.base import Model
 from memjax.models.language_model.rebuilt import with_config
 from memjax.training import header, loop, sharding
 from memjax.training.checkpoints.folder import check_path
-from memjax.training.claims import Claim
 from memjax.training.config import DataConfig as DataConfig
 from memjax.training.config import LoopConfig, Outcome
 from memjax.training.config import RunConfig as RunConfig
@@ -30,7 +29,12 @@ from memjax.training.multihost import require_same_configuration
 from memjax.training.optimizer import OptimizerConfig, optimizer, schedule
 from memjax.training.resume import FREE_FIELDS
 from memjax.training.run_data import batches, load_sources, shortest, validation
-from memjax.training.run_folder import newest_state, read_config, record_config
+from memjax.training.run_folder import (
+    RunFolder,
+    newest_state,
+    read_config,
+    record_config,
+)
 from memjax.training.step import (
     TrainState,
     init_train_state,
@@ -44,8 +48,8 @@ from memjax.training.watching.writers import require_installed
 DIGEST = "tokenizer_digest"
 
 
-def train(config: RunConfig, run_dir: Path) -> Outcome:
-    """Trains a model, or resumes the run in `run_dir`.
+def train(config: RunConfig, run_dir: Path | str) -> Outcome:
+    """Trains a model, or resumes the run in `run_dir`, a folder or a bucket's URL.
 
     Raises:
         ValueError: on a configuration that contradicts itself, the data, the devices
@@ -65,8 +69,8 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
     data = batches(config, sources, sharding.host_part(mesh))
     model = abstract_model(config.model)
     tokens_per_step = config.data.batch_size * config.data.context_length
-    with Claim(run_dir) as claim:
-        record_config(config, run_dir, FREE_FIELDS)
+    with RunFolder(run_dir) as folder:
+        record_config(config, folder, FREE_FIELDS)
         header.show(
             config.data,
             config.loop,
@@ -88,12 +92,11 @@ def train(config: RunConfig, run_dir: Path) -> Outcome:
             state,
             data,
             config.loop,
-            run_dir,
+            folder,
             config_record=to_record(config) | {DIGEST: tokenizer.digest},
             tokens_per_step=tokens_per_step,
             evaluate=evaluate,
             completed=_completed,
-            claim=claim,
             flops_per_step=flops,
         )
     return outcome
@@ -186,12 +189,13 @@ def abstract_model(config: ModelConfig) -> LanguageModel:
     return nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
 
 
-def load_model(run_dir: Path) -> tuple[RunConfig, LanguageModel]:
+def load_model(run_dir: Path | str) -> tuple[RunConfig, LanguageModel]:
     """Reads a run's configuration and the newest good checkpoint's parameters.
 
     Raises:
         ValueError: if the folder is no run, or its checkpoint is unreadable.
     """
+    run_dir = check_path("run_dir", run_dir)
     config = read_config(RunConfig, run_dir)
     transform = optimizer(config.optimizer, config.loop.steps)
     model = abstract_model(config.model)

@@ -1,38 +1,136 @@
-"""The folder of a run: its configuration file and its newest checkpoint."""
+"""The folder of a run, on a disk or in a bucket: configuration, newest checkpoint."""
 
 import json
+import logging
+import shutil
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
 
+from memjax.buckets import WorkingCopy, is_bucket
 from memjax.config_io import from_record, read_json, to_record
 from memjax.training.checkpoints.checkpoint import Checkpoints
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
+from memjax.training.claims import CLAIM_FILE, Claim, ClaimedError
 from memjax.training.resume import require_same_config
 from memjax.training.step import TrainState
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 
+logger = logging.getLogger(__name__)
 
-def record_config(config: Any, run_dir: Path, may_change: Collection[str]) -> None:
+
+class RunFolder:
+    """A run's folder, in which this process alone writes until it is closed.
+
+    In a bucket nothing is appended: there `files` is a copy of the small files on this
+    machine, which goes into the bucket with every save and when the folder is closed.
+
+    Args:
+        run_dir: the folder or its URL, created if need be. With several processes each
+            makes the same calls.
+
+    Attributes:
+        run_dir: as a path.
+        files: where configuration, metrics and reports are read and written.
+        checkpoints: for `Checkpoints`.
+
+    Raises:
+        ClaimedError: another process trains there; nothing was written.
+        ValueError: checkpoints cannot be kept under that path.
+        OSError: a bucket does not answer, or not as it should.
+    """
+
+    def __init__(self, run_dir: Path | str):
+        self.run_dir = check_path("run_dir", run_dir)
+        self.checkpoints = self.run_dir / CHECKPOINTS
+        self.files, self._copy = self.run_dir, None
+        self._claim = Claim(self.run_dir)
+        if is_bucket(self.run_dir):
+            # Services that show metrics name a run as its folder.
+            self._temporary = Path(tempfile.mkdtemp(prefix="memjax-run-"))
+            self.files = self._temporary / self.run_dir.name
+            self.files.mkdir()
+            skip = (CHECKPOINTS, CLAIM_FILE)
+            try:
+                self._copy = WorkingCopy(self.run_dir, self.files, skip)
+            except BaseException:
+                self._claim.close()
+                raise
+
+    def push(self) -> None:
+        """Copies changed files into the bucket; on a disk they are there.
+
+        That the bucket does not take them now stops no training: they are copied the
+        next time.
+
+        Raises:
+            ClaimedError: another process has taken the folder meanwhile.
+        """
+        try:
+            self._push()
+        except ClaimedError:
+            raise
+        except OSError as error:
+            logger.warning("metrics are not copied now: %s", error.strerror)
+
+    def _push(self) -> None:
+        if self._copy is not None and jax.process_index() == 0:
+            self._claim.require_held()
+            self._copy.push()
+
+    def close(self) -> None:
+        """Copies changed files a last time, and lets another process train here.
+
+        Raises:
+            OSError: the bucket does not take them.
+        """
+        try:
+            self._push()
+        finally:
+            if self._copy is not None:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+                self._copy = None
+            self._claim.close()
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except OSError as failure:
+            if error is None:
+                raise
+            # The body's own error is the one to see first.
+            error.add_note(f"The last files were not copied either: {failure}")
+
+
+def record_config(config: Any, folder: RunFolder, may_change: Collection[str]) -> None:
     """Writes the run's configuration into its folder.
 
     Raises:
         ValueError: the folder has another run's; the message names the fields that
             differ.
     """
-    file, record = run_dir / CONFIG_FILE, to_record(config)
+    file, record = folder.files / CONFIG_FILE, to_record(config)
     if file.exists():
-        stored = to_record(read_config(type(config), run_dir))
+        stored = to_record(read_config(type(config), folder.files))
         # Before anything is trained or overwritten in another run's folder.
-        require_same_config(stored, record, may_change, str(run_dir))
+        require_same_config(stored, record, may_change, str(folder.run_dir))
     # The folder is shared: one process writes, which must hold the folder's claim.
     if jax.process_index() == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(record, indent=1))
 
 
@@ -42,7 +140,7 @@ def read_config(kind: type, run_dir: Path) -> Any:
     Raises:
         ValueError: if the folder is no run, or its configuration is of another kind.
     """
-    check_path("run_dir", run_dir)
+    run_dir = check_path("run_dir", run_dir)
     file = run_dir / CONFIG_FILE
     if not file.is_file():
         raise ValueError(

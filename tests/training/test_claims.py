@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from memjax.training import claims
+from memjax.training import claim_file, claims
 from memjax.training.claims import Claim, ClaimedError
 from tests.training import processes, toy_run
 
@@ -73,18 +73,18 @@ def test_without_locks_a_process_id_tells_whether_a_claim_is_stale(
 def test_a_claim_of_another_host_is_stale_when_it_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "WATCH_SECONDS", 0.5)
+    monkeypatch.setattr(claim_file, "WATCH_SECONDS", 0.5)
     leave(tmp_path, host="elsewhere")
     Claim(tmp_path).close()
     leave(tmp_path, host="elsewhere")
     beats = iter(range(4, 100))
     alive = lambda _: leave(tmp_path, host="elsewhere", beat=next(beats))
-    monkeypatch.setattr(claims.time, "sleep", alive)
+    monkeypatch.setattr(claim_file.time, "sleep", alive)
     with pytest.raises(ClaimedError, match="process 1 on elsewhere"):
         Claim(tmp_path)
     leave(tmp_path, host="elsewhere")
     monkeypatch.setattr(
-        claims.time, "sleep", lambda _: (tmp_path / ".claim").write_text("")
+        claim_file.time, "sleep", lambda _: (tmp_path / ".claim").write_text("")
     )
     Claim(tmp_path).close()
 
@@ -116,12 +116,12 @@ def test_paths_that_checkpoints_cannot_be_read_from_are_refused_by_name(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("url", ["gs://b/run", "hdfs2://x", "s3://b"])
+@pytest.mark.parametrize("url", ["hdfs2://x", "s3://b/../run"])
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_bucket_is_refused_and_no_local_folder_is_made(
+def test_a_url_that_is_no_folder_of_a_bucket_is_refused_and_no_folder_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, kind: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="run_dir must be a path, got .*mount a bu"):
+    with pytest.raises(ValueError, match="run_dir=.* must be"):
         toy_run.main(kind(url), {"steps": 1})
     assert not list(tmp_path.iterdir())

@@ -17,8 +17,9 @@ import pytest
 from jax.experimental import multihost_utils
 
 from memjax.training import multihost as agreement
-from memjax.training.checkpoints import checkpoint
+from memjax.training.checkpoints import disk_folder
 from memjax.training.checkpoints.checksums import write_digests
+from memjax.training.checkpoints.folder import SaveError
 from memjax.training.config import LoopConfig, Outcome
 from memjax.training.loop import train
 from memjax.training.resume import NonFiniteError, flatten, require_same_config
@@ -312,9 +313,9 @@ def test_a_save_that_fails_stops_the_run_before_the_next_one(
     def fail(_: Path) -> None:
         raise OSError(5, "the cable was pulled")
 
-    monkeypatch.setattr(checkpoint, "write_digests", fail)
+    monkeypatch.setattr(disk_folder, "write_digests", fail)
     options = BASE | {"steps": 200, "save_every": 50, "sleep": 0.01}
-    with pytest.raises(checkpoint.SaveError, match="saving step 50 .*cable was pulled"):
+    with pytest.raises(SaveError, match="saving step 50 .*cable was pulled"):
         toy.main(tmp_path, options)
     assert 50 <= metrics(tmp_path)[-1][0] < 98
 

@@ -31,7 +31,7 @@ from memjax.data import Tokenizer, load_tokens
 from memjax.models import LanguageModel
 from memjax.models.lora import LoraConfig, add_lora, merge_lora
 from memjax.training import LoopConfig, loop
-from memjax.training.checkpoints.folder import Folder
+from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.config import Outcome
 from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_presets import presets
@@ -39,6 +39,7 @@ from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.optimizer import optimizer
 from memjax.training.run_folder import (
     CHECKPOINTS,
+    RunFolder,
     newest_state,
     read_config,
     record_config,
@@ -136,7 +137,8 @@ def train(
     save_every: int,
 ) -> Outcome:
     """Trains the adapters; see `loop.train` for what is raised and returned."""
-    record_config(tuning, run_dir, ())
+    with RunFolder(run_dir) as folder:
+        record_config(tuning, folder, ())
     model, last = _adapted(tuning, backbone), tuning.stages[-1]
     step = make_train_step(model, _transform(tuning), StepConfig())
     stop = LoopConfig(steps=tuning.updates, save_every=save_every, keep=1)
@@ -230,7 +232,7 @@ def _first_state(model: LanguageModel, tuning: Tuning) -> TrainState:
 
 
 def _updates(folder: Path) -> int:
-    return max(Folder(folder / CHECKPOINTS).steps(), default=0)
+    return max(open_folder(folder / CHECKPOINTS).steps(), default=0)
 
 
 if __name__ == "__main__":

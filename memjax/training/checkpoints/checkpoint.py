@@ -14,6 +14,8 @@ A checkpoint is written into a temporary folder, its digests are taken there, an
 only then is the folder renamed to its step. So whatever the moment of a kill, a
 numbered folder either is whole and carries its digests or does not exist.
 
+In a bucket there are no temporary names: see `bucket_folder.py`.
+
 A numbered folder that fails its digests is *damaged*. It is named in an error
 message, skipped, and left where it is; when training comes to save that very step
 again, the damaged folder is first renamed `<step>.damaged` (`.damaged-2`, ...).
@@ -23,7 +25,6 @@ Nothing ever deletes it but its owner. Damaged folders do not count among the
 
 import errno
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -35,21 +36,17 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from memjax.models.checkpoints.hf.safetensors_write import sync_folder
-from memjax.training.checkpoints.checksums import write_digests
+from memjax.buckets import is_bucket
+from memjax.training.checkpoints.bucket_folder import BucketFolder
+from memjax.training.checkpoints.disk_folder import DiskFolder
 from memjax.training.checkpoints.folder import (
-    UNFINISHED,
     CheckpointError,
     DiskFullError,
     Folder,
     SaveError,
     check_path,
-    require_room,
 )
 from memjax.training.checkpoints.tree_spec import describe, require_same, with_shardings
-
-#: Files without which a checkpoint cannot be read.
-NEEDED = ("state/manifest.ocdbt", "record/metadata")
 
 
 class Restored(NamedTuple):
@@ -61,28 +58,28 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder of a local or shared filesystem.
+    """The checkpoints of one run, in one folder of a filesystem or a bucket.
 
     Opening and restoring change nothing on the disk; the first save creates the
     folder, takes its lock and clears what an interrupted save left. With several
     processes every process makes the same calls.
 
     Args:
-        directory: the folder; created by the first save.
+        directory: the folder, which may be a URL of gs:// or s3://; created by the
+            first save.
         keep: how many of the newest good checkpoints stay, at least 1.
 
     Raises:
-        ValueError: `keep` < 1, or `directory` is a file, a URL, a path with [, ] or a
-            backslash, or a folder with something else in it.
+        ValueError: `keep` < 1, or `directory` is a file, a URL of another scheme, a
+            path with [, ] or a backslash, or a folder with something else in it.
     """
 
     def __init__(self, directory: Path | str, *, keep: int = 3):
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        check_path("directory", directory)
-        self.directory = Path(directory).absolute()
         self.keep = keep
-        self._folder = Folder(self.directory)
+        self._folder = open_folder(directory)
+        self.directory = self._folder.path
         self._saving: int | None = None
         self._unsynced: int | None = None
         self._drop_old = True
@@ -91,7 +88,9 @@ class Checkpoints:
             ocp.CompositeCheckpointHandler(),
             # Digests are taken in the writer's thread, and training does not wait for
             # them.
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=lambda: self._folder.seal(self._written())
+            ),
         )
 
     def steps(self) -> list[int]:
@@ -131,11 +130,14 @@ class Checkpoints:
         if self._primary:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
             self._folder.make_ready(step, size, self.keep if drop_old else None)
+        if jax.process_count() > 1 and is_bucket(self.directory):
+            # Remains of a save that was cut short have the step's own name.
+            multihost_utils.sync_global_devices(f"ready for step {step}")
         self._saving, self._drop_old = step, drop_old
         self._unsynced = step if self._primary else None
         try:
             self._writer.save(
-                self.directory / str(step),
+                self._folder.place(step),
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
                 ),
@@ -235,7 +237,7 @@ class Checkpoints:
         """Raises DiskFullError if a first checkpoint of `state` would not fit."""
         if self._primary and not self.steps():
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-            require_room(self.directory, size)
+            self._folder.require_room(size)
 
     def close(self) -> None:
         """Waits for the save under way and frees the folder; raises as `wait` does."""
@@ -265,23 +267,19 @@ class Checkpoints:
     def _sync_name(self) -> None:
         """Once the save under way has its final name, puts that on the disk."""
         step = self._unsynced
-        if step is not None and (self.directory / str(step)).exists():
-            sync_folder(self.directory)
+        if step is not None and self._folder.is_saved(step):
             self._unsynced = None
 
-    def _seal(self) -> None:
-        """Runs in the writer's thread, just before the folder gets its final name."""
-        folder = self.directory / f"{self._saving}{UNFINISHED}"
-        for name in NEEDED:
-            # What cannot be read back must not count as a checkpoint.
-            if not (folder / name).is_file():
-                raise OSError(errno.EIO, f"{folder / name} was not written")
-        write_digests(folder)
+    def _written(self) -> int:
+        """The step that is being saved, as the writer's thread asks for it."""
+        assert self._saving is not None
+        return self._saving
 
     def _read(self, step: int, **args: Any) -> Any:
         try:
+            self._folder.bring(step)
             return self._writer.restore(
-                self.directory / str(step), args=ocp.args.Composite(**args)
+                self._folder.place(step), args=ocp.args.Composite(**args)
             )
         except Exception as error:
             raise CheckpointError(
@@ -310,14 +308,23 @@ class Checkpoints:
         step, self._saving = self._saving, None
         self._unsynced = None
         if self._primary and step is not None:
-            # Its remains would fill the disk that the next save needs.
-            shutil.rmtree(self.directory / f"{step}{UNFINISHED}", ignore_errors=True)
+            self._folder.discard(step)
         text = f"saving step {step} in {self.directory} failed: {shortened(error)}"
         code = error.errno if isinstance(error, OSError) else None
         # Some errors of the writer carry the system's text and not its number.
         if code == errno.ENOSPC or "No space left" in str(error):
             return DiskFullError(errno.ENOSPC, text)
         return SaveError(code or errno.EIO, text)
+
+
+def open_folder(directory: Path | str) -> Folder:
+    """The folder of checkpoints, which shows their steps.
+
+    Raises:
+        ValueError: as `Checkpoints`.
+    """
+    path = check_path("directory", directory)
+    return BucketFolder(path) if is_bucket(path) else DiskFolder(path)
 
 
 def any_process(flag: bool) -> bool:

@@ -18,9 +18,9 @@ from jax.sharding import Mesh
 
 from memjax.config_io import completed, to_record
 from memjax.training import header, loop, pretrain, run_data, sharding
+from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.checkpoints.checksums import write_atomically
-from memjax.training.checkpoints.folder import Folder, check_path
-from memjax.training.claims import Claim
+from memjax.training.checkpoints.folder import check_path
 from memjax.training.config import Outcome
 from memjax.training.finetune.run import (
     AnyStage,
@@ -34,7 +34,7 @@ from memjax.training.finetune.start import load_backbone as load_backbone
 from memjax.training.finetune.start import starting_point
 from memjax.training.multihost import require_same_configuration
 from memjax.training.resume import FREE_FIELDS
-from memjax.training.run_folder import CHECKPOINTS, record_config
+from memjax.training.run_folder import RunFolder, record_config
 from memjax.training.step import TrainState
 from memjax.training.watching.writers import require_installed
 
@@ -84,11 +84,11 @@ def finetune(
     vocab_size = described.model.vocab_size
     data = stage.batches(documents, tokenizer, vocab_size, **hosts)
     # Before the work starts: another run's folder is refused at once.
-    with Claim(run_dir) as claim:
-        record_config(described, run_dir, FREE)
+    with RunFolder(run_dir) as folder:
+        record_config(described, folder, FREE)
         if jax.process_index() == 0:
             for name, content in stored.files().items():
-                write_atomically(run_dir / name, content.decode())
+                write_atomically(folder.files / name, content.decode())
         header.show(
             described.data,
             stage.loop,
@@ -104,7 +104,7 @@ def finetune(
             evaluate = run_data.validation(described, tokenizer, described.structure())
         # Not before they are needed: a finished stage takes no step.
         programs = functools.cache(lambda: _programs(described.anonymous(), mesh))
-        if Folder(run_dir / CHECKPOINTS).steps():
+        if open_folder(folder.checkpoints).steps():
             # A resumed run takes its arrays from the checkpoint: nothing to prepare.
             state = _laid_out(described, mesh)
         else:
@@ -118,13 +118,12 @@ def finetune(
             state,
             data,
             stage.loop,
-            run_dir,
+            folder,
             config_record=to_record(described),
             tokens_per_step=stage.data.batch_size * stage.tokens_read,
             evaluate=evaluate,
             may_change=FREE,
             completed=functools.partial(completed, FinetuneRun),
-            claim=claim,
         )
     return outcome
 

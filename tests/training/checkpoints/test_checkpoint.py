@@ -17,8 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax.training.checkpoints import checkpoint
-from memjax.training.checkpoints import folder as checkpoint_folder
+from memjax.training.checkpoints import disk_folder
 from memjax.training.checkpoints.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -270,8 +269,8 @@ def test_another_structure_is_refused_by_name(
 def test_bad_arguments_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         Checkpoints(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="gs://bucket/x"):
-        Checkpoints("gs://bucket/x")
+    with pytest.raises(ValueError, match="abfs://bucket/x"):
+        Checkpoints("abfs://bucket/x")
     with Checkpoints(tmp_path / "c") as checkpoints:
         with pytest.raises(ValueError, match="step must be at least 0, got -1"):
             checkpoints.save(-1, make_state(1), {})
@@ -322,7 +321,7 @@ def test_no_room_is_refused_before_writing(
 ) -> None:
     save_steps(tmp_path, [1])
     usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
-    monkeypatch.setattr(checkpoint_folder.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(disk_folder.shutil, "disk_usage", lambda _: usage)
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(DiskFullError, match="10000 free"):
             checkpoints.save(2, make_state(2), {})
@@ -341,7 +340,7 @@ def test_disk_that_fills_during_a_save(
         checkpoints.save(1, small, {})
         checkpoints.wait()
         usage = shutil.disk_usage(folder)._replace(free=10**12)
-        monkeypatch.setattr(checkpoint_folder.shutil, "disk_usage", lambda _: usage)
+        monkeypatch.setattr(disk_folder.shutil, "disk_usage", lambda _: usage)
         checkpoints.save(2, large, {})
         with pytest.raises(DiskFullError, match="saving step 2 in"):
             checkpoints.wait()
@@ -375,7 +374,7 @@ def test_failure_in_the_background_surfaces(
 
     def failing(checkpoints: Checkpoints) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "write_digests", fail)
+            patch.setattr(disk_folder, "write_digests", fail)
             checkpoints.save(2, make_state(2), {})
             thread = checkpoints._writer._async_manager._thread
             assert thread is not None

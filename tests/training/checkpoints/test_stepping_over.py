@@ -9,8 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from memjax.training.checkpoints import checkpoint
-from memjax.training.checkpoints import folder as checkpoint_folder
+from memjax.training.checkpoints import checkpoint, disk_folder
 from memjax.training.checkpoints.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -117,7 +116,7 @@ def test_a_record_that_is_none_of_a_run_is_stepped_over(tmp_path: Path) -> None:
 def test_a_reader_takes_the_next_when_training_drops_what_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    problems, read = checkpoint_folder.problems, Checkpoints._read
+    problems, read = disk_folder.problems, Checkpoints._read
     with Checkpoints(tmp_path, keep=1) as training:
         training.save(1, STATE, {})
         training.wait()
@@ -136,7 +135,7 @@ def test_a_reader_takes_the_next_when_training_drops_what_it_reads(
                 save_next()
             return read(reader, step, **args)
 
-        monkeypatch.setattr(checkpoint_folder, "problems", judged_late)
+        monkeypatch.setattr(disk_folder, "problems", judged_late)
         monkeypatch.setattr(Checkpoints, "_read", read_late)
         assert newest(tmp_path) == 3
     assert not [r for r in caplog.records if "is damaged" in r.getMessage()]
@@ -146,7 +145,7 @@ def test_a_checkpoint_that_could_not_be_read_back_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder named as a pattern, orbax writes no manifest."""
-    monkeypatch.setattr(checkpoint, "check_path", lambda *_: None)
+    monkeypatch.setattr(checkpoint, "check_path", lambda _, path: path)
     with pytest.raises(SaveError, match=r"manifest\.ocdbt was not written"):
         save(tmp_path / "a[1]", 1)
     assert not list((tmp_path / "a[1]").glob("[0-9]*"))
@@ -215,7 +214,7 @@ def test_a_disk_too_small_for_one_checkpoint_is_found_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
-    monkeypatch.setattr(checkpoint_folder.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(disk_folder.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(DiskFullError, match="10000 free"):
         toy_run.main(tmp_path, {"steps": 2, "log_every": 1})
     assert not (tmp_path / "metrics.jsonl").exists()

@@ -25,7 +25,7 @@ from memjax.training.finetune.any_model import (
 from memjax.training.finetune.model_card import model_card
 from memjax.training.finetune.run import read_run
 from memjax.training.finetune.start import starting_point
-from memjax.training.run_folder import record_config
+from memjax.training.run_folder import RunFolder, record_config
 from tests import tiny
 
 pytest.importorskip("safetensors", reason="needs the optional package safetensors")
@@ -72,13 +72,15 @@ def test_a_run_keeps_what_came_with_its_backbone(tmp_path):
     described, _, stored, _ = starting_point(stage, str(tmp_path / "a"), None)
     assert described.origin == "owner/name@abc"
     run = tmp_path / "run"
-    record_config(described, run, ())
+    with RunFolder(run) as folder:
+        record_config(described, folder, ())
     for name, content in stored.files().items():
         (run / name).write_bytes(content)
     assert run_text(read_run(run), run) == TEXT
     # The same backbone under another name is the same run.
     moved = dataclasses.replace(described, origin="elsewhere")
-    record_config(moved, run, finetune.FREE)
+    with RunFolder(run) as folder:
+        record_config(moved, folder, finetune.FREE)
     with pytest.raises(ValueError, match="has no checkpoint yet"):
         open_model(run)
     with pytest.raises(ValueError, match="dtype must be None for the run"):

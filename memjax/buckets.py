@@ -1,0 +1,217 @@
+"""Folders in buckets, `gs://` and `s3://`, beside folders on a disk.
+
+`as_path` makes a path of either; `Bucket` does what a path cannot: lists objects with
+their checksums, and copies folders up and down. Credentials come from the environment,
+as gcsfs and s3fs find them.
+
+A bucket has no renames, locks or appends. What must be whole or absent is therefore
+written last, in one object, which appears at once with all of its content.
+"""
+
+import errno
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from memjax.checks import short
+
+#: The package that speaks to the buckets of a scheme.
+PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
+# A `pathlib.Path` of a URL has lost one of the slashes.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)")
+#: Where stores keep a checksum: CRC32C of Google's, the ETag of S3.
+_CHECKSUMS = ("crc32c", "ETag", "etag")
+
+
+class Entry(NamedTuple):
+    """An object: bytes, and the checksum that the store itself computed."""
+
+    size: int
+    checksum: str
+
+
+def as_path(path: Path | str) -> Path:
+    """A folder or file on a disk, or in a bucket where `path` is its URL.
+
+    Args:
+        path: on a disk; or "gs://BUCKET/NAME" or "s3://BUCKET/NAME", also as a
+            `pathlib.Path`, which has one slash of them.
+
+    Returns:
+        A path whose `/`, `parent`, `exists`, `is_file`, `open` and `read_text` work in
+        either place. `is_bucket` tells which.
+
+    Raises:
+        ValueError: a URL of another scheme, without a bucket, or with a part like "..".
+    """
+    found = _URL.fullmatch(str(path))
+    if found is None:
+        return Path(path)
+    scheme, rest = found[1], found[2].rstrip("/")
+    if scheme not in PACKAGES:
+        raise ValueError(
+            f"{short(str(path))} must be a path or a URL of "
+            f"{' or '.join(f'{name}://' for name in PACKAGES)}"
+        )
+    # Some programs resolve these and others do not: they would name two folders.
+    if not rest or {"", ".", ".."} & set(rest.split("/")):
+        raise ValueError(
+            f"{short(str(path))} must be {scheme}://BUCKET/NAME, without empty parts "
+            "and . or .."
+        )
+    _filesystem(scheme)
+    # Behaves as a path, and is one for what asks for its type.
+    url: Any = epath.Path(f"{scheme}://{rest}")
+    return url
+
+
+def is_bucket(path: Path | str) -> bool:
+    """Whether a path that `as_path` gave, or a text, names a folder in a bucket."""
+    found = _URL.fullmatch(str(path))
+    return found is not None and found[1] in PACKAGES
+
+
+class Bucket:
+    """The objects below one URL. Names are relative to it.
+
+    Args:
+        url: of a folder, which need not exist.
+
+    Raises:
+        ValueError: as `as_path`; or the scheme's package is not installed.
+        OSError: from all methods: of one line, which says what the store answered.
+    """
+
+    def __init__(self, url: Path | str):
+        self.url = str(as_path(url))
+        scheme, self._root = self.url.split("://")
+        self._files = _filesystem(scheme)
+
+    def entries(self, below: str = "") -> dict[str, Entry]:
+        """Size and checksum of all objects whose names begin with `below`/."""
+        start = f"{self._root}/{below}".rstrip("/")
+        found = self._asked("list", below, self._files.find, start, detail=True)
+        return {
+            name.removeprefix(f"{self._root}/"): Entry(
+                int(entry["size"]), _checksum(entry)
+            )
+            for name, entry in sorted(found.items())
+            if name.startswith(f"{start}/")
+        }
+
+    def read(self, name: str) -> bytes:
+        """The content of an object; FileNotFoundError where there is none."""
+        return self._asked("read", name, self._files.cat_file, self._path(name))
+
+    def write(self, name: str, content: bytes, *, new: bool = False) -> None:
+        """Writes an object; with `new`, FileExistsError where there is one."""
+        mode = "create" if new else "overwrite"
+        write = self._files.pipe_file
+        self._asked("write", name, write, self._path(name), content, mode=mode)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Deletes objects; what is gone already is no error."""
+        for name in names:
+            try:
+                self._asked("delete", name, self._files.rm_file, self._path(name))
+            except FileNotFoundError:
+                continue
+
+    def move(self, name: str, to: str) -> None:
+        """Copies an object, then deletes the first: a kill may leave both."""
+        copy = self._files.cp_file
+        self._asked("copy", name, copy, self._path(name), self._path(to))
+        self.delete([name])
+
+    def upload(self, folder: Path, names: Iterable[str], below: str = "") -> None:
+        """Copies files of a folder, by their names in it."""
+        for name in names:
+            to = f"{below}/{name}" if below else name
+            source = str(folder / name)
+            self._asked("write", to, self._files.put_file, source, self._path(to))
+
+    def download(self, names: Iterable[str], folder: Path, below: str = "") -> None:
+        """Copies objects into a folder; their names must stay inside of it."""
+        for name in names:
+            local = name.removeprefix(f"{below}/") if below else name
+            plain = PurePosixPath(local)
+            if plain.is_absolute() or ".." in plain.parts:
+                raise OSError(errno.EINVAL, f"{self.url} has an object {short(name)}")
+            (folder / local).parent.mkdir(parents=True, exist_ok=True)
+            get = self._files.get_file
+            self._asked("read", name, get, self._path(name), str(folder / local))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _asked(
+        self, verb: str, name: str, method: Callable[..., Any], *args: Any, **more: Any
+    ) -> Any:
+        """Calls the store. What it answers becomes an OSError of one line."""
+        try:
+            return method(*args, **more)
+        except (FileNotFoundError, FileExistsError) as error:
+            # No bucket and no object read alike: the name tells.
+            raise type(error)(error.errno, self._message(verb, name, error)) from None
+        except Exception as error:
+            code = error.errno if isinstance(error, OSError) else None
+            text = self._message(verb, name, error)
+            raise OSError(code or errno.EIO, text) from error
+
+    def _message(self, verb: str, name: str, error: Exception) -> str:
+        said = " ".join(str(error).split()) or type(error).__name__
+        return f"cannot {verb} {self.url}/{name}: {short(said)}"
+
+
+class WorkingCopy:
+    """A local folder of a bucket's small files, which are written and appended here.
+
+    Args:
+        url: of the folder in the bucket.
+        folder: on a disk, empty.
+        skip: parts of names that are left in the bucket.
+    """
+
+    def __init__(self, url: Path | str, folder: Path, skip: Iterable[str]):
+        self._bucket, self._folder, self._skip = Bucket(url), folder, frozenset(skip)
+        self._bucket.download(self._of_interest(self._bucket.entries()), folder)
+        self._pushed = self._states()
+
+    def push(self) -> None:
+        """Copies what has changed since the last time into the bucket."""
+        states = self._states()
+        changed = [n for n, state in states.items() if self._pushed.get(n) != state]
+        self._bucket.upload(self._folder, changed)
+        # Files that grew meanwhile are copied again the next time.
+        self._pushed = states
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        paths = (path for path in self._folder.rglob("*") if path.is_file())
+        names = {path.relative_to(self._folder).as_posix(): path for path in paths}
+        kept = self._of_interest(names)
+        return {n: (names[n].stat().st_size, names[n].stat().st_mtime_ns) for n in kept}
+
+    def _of_interest(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if not self._skip & set(name.split("/"))]
+
+
+def _filesystem(scheme: str) -> Any:
+    package = PACKAGES[scheme]
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(
+            f"{scheme}:// needs the package {package}: pip install 'memjax[buckets]'"
+        ) from error
+    import fsspec
+
+    # Another process may write there: a listing that is kept would hide it.
+    return fsspec.filesystem(scheme, use_listings_cache=False)
+
+
+def _checksum(entry: Mapping[str, Any]) -> str:
+    return str(next((entry[key] for key in _CHECKSUMS if entry.get(key)), ""))

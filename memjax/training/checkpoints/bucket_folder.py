@@ -1,0 +1,199 @@
+"""Checkpoints in a bucket, with the promises of those on a disk.
+
+A bucket renames nothing, so that a checkpoint is written under its own step:
+
+    500/state/..., 500/record/...   as on a disk
+    500/digests.json                size and checksum of each of them, as the store
+                                    itself reports them
+    500/commit_success.txt          the last: a step without it was cut short, is never
+                                    read, and is removed by the next save
+
+On `gs://` the checkpoint library writes and reads the bucket, every process its own
+part. It does not know `s3://`: there one process writes to a temporary folder, which is
+then copied.
+
+A bucket has no locks either. The claim on the run's folder keeps other runs out.
+"""
+
+import errno
+import json
+import shutil
+import tempfile
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import jax
+
+from memjax.buckets import Bucket
+from memjax.checks import short
+from memjax.config_io import parse_json
+from memjax.training.checkpoints.checksums import DIGEST_FILE
+from memjax.training.checkpoints.folder import (
+    FORMAT,
+    FORMAT_FILE,
+    NEEDED,
+    Folder,
+)
+
+#: The checkpoint library's own mark on a bucket.
+COMMITTED = "commit_success.txt"
+
+
+class BucketFolder(Folder):
+    """A folder in a bucket; see `Folder`.
+
+    Raises:
+        ValueError: also on `s3://` with several processes.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self._bucket = Bucket(path)
+        # Where a step is on its way to or from `s3://`.
+        self._staging: Path | None = None
+        if self._bucket.url.startswith("s3:"):
+            if jax.process_count() > 1:
+                raise ValueError(
+                    f"{path} must be on gs:// or a shared filesystem with "
+                    f"{jax.process_count()} processes: one process writes to s3://"
+                )
+            self._staging = Path(tempfile.mkdtemp(prefix="memjax-checkpoints-"))
+        names = {name.split("/")[0] for name in self._bucket.entries()}
+        if names:
+            self._require_marker(names)
+            self._require_format(self._json(FORMAT_FILE))
+
+    def steps(self) -> list[int]:
+        """The steps that were saved to their end, oldest first; damaged ones too."""
+        names = map(PurePosixPath, self._bucket.entries())
+        return sorted(
+            int(name.parts[0])
+            for name in names
+            if len(name.parts) == 2
+            and name.parts[1] == COMMITTED
+            and name.parts[0].isdecimal()
+        )
+
+    def place(self, step: int) -> Path:
+        """Of the bucket, or on its way there."""
+        return (self._staging or self.path) / str(step)
+
+    def bring(self, step: int) -> None:
+        """Copies a step of `s3://` to this machine."""
+        if self._staging is None or self.place(step).exists():
+            return
+        partial = self._staging / f"{step}.partial"
+        names = self._bucket.entries(str(step))
+        self._bucket.download(names, partial, below=str(step))
+        partial.rename(self.place(step))
+
+    def seal(self, step: int) -> None:
+        """Runs in the writer's thread, when all of a step is written but its mark."""
+        if self._staging is not None:
+            self._upload(step, self._staging)
+        entries = {
+            name.removeprefix(f"{step}/"): entry
+            for name, entry in self._bucket.entries(str(step)).items()
+        }
+        for name in NEEDED:
+            if name not in entries:
+                raise OSError(errno.EIO, f"{self.path}/{step}/{name} was not written")
+        # As on a disk, what lies directly in the folder is not covered.
+        record = {n: list(entry) for n, entry in entries.items() if "/" in n}
+        self._bucket.write(f"{step}/{DIGEST_FILE}", json.dumps(record).encode())
+        if self._staging is not None:
+            self._bucket.write(f"{step}/{COMMITTED}", b"")
+
+    def _upload(self, step: int, staging: Path) -> None:
+        # The checkpoint library still has it under a temporary name.
+        (folder,) = staging.glob(f"{step}.*")
+        files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+        names = [path.relative_to(folder).as_posix() for path in files]
+        self._bucket.upload(folder, names, below=str(step))
+
+    def is_saved(self, step: int) -> bool:
+        """Whether a step has its mark; what was copied then leaves this machine."""
+        if self._staging is None:
+            return self._exists(step)
+        if not self.place(step).exists():
+            return False
+        self._empty(self._staging)
+        return True
+
+    def discard(self, step: int) -> None:
+        """What is in the bucket goes with the next save, as that of a kill."""
+        if self._staging is not None:
+            self._empty(self._staging)
+
+    def require_room(self, size: int) -> None:
+        """A bucket does not say how much more it takes."""
+
+    def unlock(self) -> None:
+        """Removes the temporary folder."""
+        if self._staging is not None:
+            shutil.rmtree(self._staging, ignore_errors=True)
+
+    def _take(self) -> None:
+        if self._staging is not None:
+            self._empty(self._staging)
+        saved = set(map(str, self.steps()))
+        self._bucket.delete(
+            name
+            for name in self._bucket.entries()
+            if (step := name.split("/")[0]).isdecimal() and step not in saved
+        )
+
+    def _exists(self, step: int) -> bool:
+        return step in self.steps()
+
+    def _problems(self, step: int) -> list[str]:
+        """From sizes and checksums that the store reports: nothing is downloaded."""
+        try:
+            record = self._json(f"{step}/{DIGEST_FILE}")
+            items = {str(n): (int(size), str(c)) for n, (size, c) in record.items()}
+        except FileNotFoundError:
+            return [f"{DIGEST_FILE} is missing"]
+        except (ValueError, TypeError, AttributeError) as error:
+            return [f"{DIGEST_FILE} cannot be read ({short(error)})"]
+        if not items:
+            return [f"{DIGEST_FILE} lists no files"]
+        found = self._bucket.entries(str(step))
+        wrong = []
+        for name, (size, checksum) in items.items():
+            entry = found.get(f"{step}/{name}")
+            if entry is None:
+                wrong.append(f"{short(name)} is missing")
+            elif entry.size != size:
+                wrong.append(f"{name} has {entry.size} bytes, {size} were written")
+            elif entry.checksum != checksum:
+                wrong.append(f"{name} differs from what was written (checksum)")
+        return wrong
+
+    def _delete(self, step: int) -> None:
+        # Without its mark it is none: a kill leaves what the next save clears.
+        names = self._bucket.entries(str(step))
+        self._bucket.delete([f"{step}/{COMMITTED}", *names])
+
+    def _set_aside(self, step: int) -> str:
+        taken = {name.split("/")[0] for name in self._bucket.entries()}
+        aside, n = f"{step}.damaged", 1
+        while aside in taken:
+            n += 1
+            aside = f"{step}.damaged-{n}"
+        # The mark goes last: a kill leaves the step damaged, and this is done again.
+        mark = f"{step}/{COMMITTED}"
+        names = sorted(self._bucket.entries(str(step)), key=lambda n: n == mark)
+        for name in names:
+            self._bucket.move(name, f"{aside}/{name.removeprefix(f'{step}/')}")
+        return aside
+
+    def _write_format(self) -> None:
+        if FORMAT_FILE not in self._bucket.entries():
+            self._bucket.write(FORMAT_FILE, json.dumps(FORMAT).encode())
+
+    def _json(self, name: str) -> Any:
+        return parse_json(self._bucket.read(name), f"{self.path}/{name} is")
+
+    def _empty(self, staging: Path) -> None:
+        for folder in staging.iterdir():
+            shutil.rmtree(folder, ignore_errors=True)

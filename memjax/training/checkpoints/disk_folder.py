@@ -1,0 +1,165 @@
+"""Checkpoints on a disk, which has names that change at once, and locks."""
+
+import errno
+import fcntl
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from memjax.checks import short
+from memjax.config_io import read_json
+from memjax.models.checkpoints.hf.safetensors_write import sync_folder
+from memjax.training.checkpoints.checksums import (
+    problems,
+    write_atomically,
+    write_digests,
+)
+from memjax.training.checkpoints.folder import (
+    FORMAT,
+    FORMAT_FILE,
+    NEEDED,
+    DiskFullError,
+    Folder,
+    SaveError,
+)
+
+UNFINISHED = ".orbax-checkpoint-tmp"
+DELETED = ".deleted"
+
+logger = logging.getLogger(__name__)
+
+
+class DiskFolder(Folder):
+    """A folder on a local or shared filesystem; see `Folder`."""
+
+    def __init__(self, path: Path):
+        super().__init__(path.absolute())
+        self._lock: Any = None
+        self._require_ours()
+
+    def steps(self) -> list[int]:
+        """The steps that have a folder, oldest first; damaged ones included."""
+        if not self.path.is_dir():
+            return []
+        names = (p.name for p in self.path.iterdir() if p.is_dir())
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def place(self, step: int) -> Path:
+        """The folder of a step."""
+        return self.path / str(step)
+
+    def bring(self, step: int) -> None:
+        """Nothing: it is where it is read."""
+
+    def seal(self, step: int) -> None:
+        """Writes the digests, just before the folder gets its final name."""
+        folder = self.path / f"{step}{UNFINISHED}"
+        for name in NEEDED:
+            # What cannot be read back must not count as a checkpoint.
+            if not (folder / name).is_file():
+                raise OSError(errno.EIO, f"{folder / name} was not written")
+        write_digests(folder)
+
+    def is_saved(self, step: int) -> bool:
+        """Whether a step has its final name, which is then put on the disk."""
+        if not self.place(step).exists():
+            return False
+        sync_folder(self.path)
+        return True
+
+    def discard(self, step: int) -> None:
+        """Its remains would fill the disk that the next save needs."""
+        shutil.rmtree(self.path / f"{step}{UNFINISHED}", ignore_errors=True)
+
+    def require_room(self, size: int) -> None:
+        """Refuses a save that the disk may not hold: 1.25 of the state and 1 MiB."""
+        existing = (p for p in (self.path, *self.path.parents) if p.exists())
+        need, free = int(1.25 * size) + 2**20, shutil.disk_usage(next(existing)).free
+        if free < need:
+            raise DiskFullError(
+                errno.ENOSPC,
+                f"no room for a checkpoint in {self.path}: {need} bytes needed, {free} "
+                "free. Free some space and run the same command again",
+            )
+
+    def unlock(self) -> None:
+        """Lets another process save here."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self._lock is None:
+            self._lock = _lock(self.path)
+            # Only with the lock: another process may be writing what looks like
+            # remains.
+            self._clear_unfinished()
+
+    def _clear_unfinished(self) -> None:
+        for suffix in (UNFINISHED, DELETED):
+            for leftover in self.path.glob(f"*{suffix}"):
+                if leftover.name.removesuffix(suffix).isdecimal():
+                    shutil.rmtree(leftover)
+
+    def _exists(self, step: int) -> bool:
+        return self.place(step).exists()
+
+    def _problems(self, step: int) -> list[str]:
+        return problems(self.place(step))
+
+    def _delete(self, step: int) -> None:
+        # Renamed first: a half-deleted folder must not look like a damaged one.
+        doomed = self.path / f"{step}{DELETED}"
+        self.place(step).rename(doomed)
+        shutil.rmtree(doomed)
+
+    def _set_aside(self, step: int) -> str:
+        aside, n = self.path / f"{step}.damaged", 1
+        while aside.exists():
+            n += 1
+            aside = self.path / f"{step}.damaged-{n}"
+        self.place(step).rename(aside)
+        return aside.name
+
+    def _write_format(self) -> None:
+        if not (self.path / FORMAT_FILE).exists():
+            write_atomically(self.path / FORMAT_FILE, json.dumps(FORMAT))
+
+    def _require_ours(self) -> None:
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file, not a folder of checkpoints")
+        # The lock and half-written marker are hidden, and may be all there is so far.
+        names = {p.name for p in self.path.iterdir() if not p.name.startswith(".")}
+        if not names:
+            return
+        self._require_marker(names)
+        file = self.path / FORMAT_FILE
+        try:
+            found = read_json(file)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{file} cannot be read: {short(error)}. The checkpoints do not depend "
+                f"on it: write {json.dumps(FORMAT)} into it"
+            ) from None
+        self._require_format(found)
+
+
+def _lock(directory: Path) -> Any:
+    """Holds the folder for one run: two would overwrite each other's checkpoints."""
+    file = (directory / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise SaveError(
+            errno.EBUSY, f"another process is saving checkpoints in {directory}"
+        ) from None
+    # Some network filesystems have no locks; training there is better than none.
+    except OSError as error:
+        logger.warning("%s cannot be locked (%s)", directory, error.strerror)
+    return file

@@ -1,0 +1,87 @@
+"""The claim on a folder of a bucket: an object that names host and process.
+
+A bucket has no locks that end with a process. The object must stay as it is for a while
+before another host takes it over, and is read again after it was written: of two that
+take it at once, the last keeps it.
+"""
+
+import json
+import logging
+import os
+import socket
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from memjax.buckets import Bucket
+from memjax.training.claim_file import (
+    CLAIM_FILE,
+    Owner,
+    read_owner,
+    refusal,
+    require_ended,
+)
+
+#: Seconds in which another process that takes the same claim has written it too.
+SETTLE_SECONDS = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class ClaimObject:
+    """Holds a folder of a bucket until `release`; see `ClaimFile`."""
+
+    def __init__(self, folder: Path, verb: str):
+        self._folder, self._verb = folder, verb
+        self._bucket, self._token = Bucket(folder), uuid.uuid4().hex
+        content = self._content()
+        owner = content and read_owner(content)
+        if owner:
+            require_ended(folder, owner, verb, self._owner)
+            self._bucket.delete([CLAIM_FILE])
+        try:
+            self._bucket.write(CLAIM_FILE, self._record(0), new=True)
+        except FileExistsError:
+            raise refusal(folder, self._owner(), verb) from None
+        if owner:
+            time.sleep(SETTLE_SECONDS)
+        if not self._is_mine():
+            raise refusal(folder, self._owner(), verb)
+
+    def show(self, beat: int) -> None:
+        """Writes that the process lives, unless another one has taken the folder."""
+        with suppress(OSError):
+            if self._is_mine():
+                self._bucket.write(CLAIM_FILE, self._record(beat))
+
+    def require_held(self) -> None:
+        """Raises ClaimedError where another process has taken the folder.
+
+        It may when this one has shown no life for a while.
+        """
+        if not self._is_mine():
+            raise refusal(self._folder, self._owner(), self._verb)
+
+    def release(self) -> None:
+        """Lets another process write here."""
+        with suppress(OSError):
+            if self._is_mine():
+                self._bucket.delete([CLAIM_FILE])
+
+    def _record(self, beat: int) -> bytes:
+        owner = Owner(socket.gethostname(), os.getpid(), beat)
+        return json.dumps(owner._asdict() | {"token": self._token}).encode()
+
+    def _is_mine(self) -> bool:
+        return self._token.encode() in (self._content() or b"")
+
+    def _owner(self) -> Owner | None:
+        content = self._content()
+        return read_owner(content) if content else None
+
+    def _content(self) -> bytes | None:
+        try:
+            return self._bucket.read(CLAIM_FILE)
+        except FileNotFoundError:
+            return None
