@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memjax.buckets import as_path
 from memjax.training.config import LoopConfig
 from memjax.training.loop import train
 
@@ -134,7 +135,9 @@ def main(run_dir: Path, options: dict[str, Any]) -> int:
     )
     plain = state._replace(key=jax.random.key_data(state.key))
     leaves = [np.asarray(jax.device_get(leaf)) for leaf in jax.tree.leaves(plain)]
-    (run_dir / "final.bin").write_bytes(b"".join(leaf.tobytes() for leaf in leaves))
+    (as_path(run_dir) / "final.bin").write_bytes(
+        b"".join(leaf.tobytes() for leaf in leaves)
+    )
     return outcome.exit_code
 
 

@@ -1,0 +1,166 @@
+"""Runs whose folder is in a bucket: killed, refused, stopped, and gone on with."""
+
+import json
+import re
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memjax.buckets import Bucket
+from memjax.training import claim_file, claim_object, claims
+from memjax.training.claims import Claim, ClaimedError
+from tests.buckets import stores
+from tests.buckets.stores import Store
+from tests.training import toy_run
+from tests.training.processes import Process, pod, toy_program
+
+LOOP = {"steps": 24, "save_every": 5, "log_every": 1, "evaluate_every": 12}
+
+
+def losses(bucket: Bucket) -> dict[int, float]:
+    lines = map(json.loads, bucket.read("metrics.jsonl").decode().splitlines())
+    return {e["step"]: e["values"]["loss"] for e in lines if e["kind"] == "train"}
+
+
+@pytest.fixture(name="whole", scope="module")
+def _whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run on a disk, never interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert toy_run.main(folder, LOOP) == 0
+    return folder
+
+
+def test_a_run_in_a_bucket_is_that_on_a_disk(
+    url: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert toy_run.main(Path(url), LOOP) == 0
+    # Nothing is left here, and no folder has the URL's name.
+    assert not list(tmp_path.iterdir())
+    bucket = Bucket(url)
+    assert bucket.read("final.bin") == (whole / "final.bin").read_bytes()
+    names = {p.relative_to(whole).as_posix() for p in whole.rglob("*") if p.is_file()}
+    small = lambda names: {n.split(".tfevents")[0] for n in names if "/" not in n}
+    assert small(bucket.entries()) == small(names) - {".claim"}
+    assert any("tensorboard/" in name for name in bucket.entries())
+    assert len(losses(bucket)) == 24
+    assert [n for n in bucket.entries("checkpoints") if n.endswith("24/digests.json")]
+    # Done is done.
+    assert toy_run.main(Path(url), LOOP) == 0
+    assert len(losses(bucket)) == 24
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_its_newest_checkpoint_bit_for_bit(
+    store: Store, url: str, whole: Path
+) -> None:
+    ends = 0
+    for text in ("step 7/", "step 16/", "step 21/"):
+        slow = LOOP | {"sleep": 0.1}
+        process = Process(toy_program, Path(url), slow, environment=store.environment)
+        process.read_until(text)
+        process.signal(signal.SIGKILL)
+        process.finish()
+        ends += 1
+    assert ends == 3
+    assert toy_run.main(Path(url), LOOP) == 0
+    bucket = Bucket(url)
+    assert bucket.read("final.bin") == (whole / "final.bin").read_bytes()
+    assert list(losses(bucket)) == list(range(1, 25))
+
+
+@pytest.mark.slow
+def test_a_second_process_is_refused_and_a_signal_saves(store: Store, url: str) -> None:
+    slow = LOOP | {"steps": 4000, "sleep": 0.02, "save_every": 10_000}
+    first = Process(toy_program, Path(url), slow, environment=store.environment)
+    first.read_until("step 12/")
+    here = f"process {first.pid} on {socket.gethostname()} trains there"
+    with pytest.raises(ClaimedError, match=re.escape(f"{url} is in use: {here}")):
+        toy_run.main(Path(url), slow)
+    first.signal(signal.SIGTERM)
+    output = first.require_end(75)
+    [step] = re.findall(r"preempted at step (\d+), state saved", output)
+    bucket = Bucket(url)
+    assert f"checkpoints/{step}/digests.json" in bucket.entries()
+    assert max(losses(bucket)) == int(step)
+    assert ".claim" not in bucket.entries()
+
+
+@pytest.mark.slow
+def test_several_processes_save_in_one_bucket_and_one_goes_on(whole: Path) -> None:
+    with stores.google() as store:
+        url = store.url("pod")
+        halfway = LOOP | {"steps": 12}
+        for process in pod(toy_program, Path(url), halfway, 2, store.environment):
+            process.require_end()
+        assert toy_run.main(Path(url), LOOP) == 0
+        found = Bucket(url)
+        expected = whole / "metrics.jsonl"
+        lines = map(json.loads, expected.read_text().splitlines())
+        steps = {e["step"]: e["values"]["loss"] for e in lines if e["kind"] == "train"}
+        assert losses(found) == pytest.approx(steps, rel=1e-5)
+
+
+def leave(url: str, **owner: Any) -> None:
+    record = {"host": "elsewhere", "pid": 1, "beat": 3} | owner
+    Bucket(url).write(".claim", json.dumps(record).encode())
+
+
+def test_a_claim_that_shows_no_life_is_taken_over_and_its_holder_notices(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(claim_file, "WATCH_SECONDS", 0.5)
+    monkeypatch.setattr(claim_object, "SETTLE_SECONDS", 0.0)
+    with Claim(Path(url)) as first:
+        first.require_held()
+        with pytest.raises(ClaimedError, match=f"{socket.gethostname()} trains there"):
+            Claim(Path(url))
+        # Another host has not seen a sign of this one for long.
+        leave(url)
+        with pytest.raises(ClaimedError, match="process 1 on elsewhere"):
+            first.require_held()
+        with Claim(Path(url)):
+            first.close()
+            assert Bucket(url).read(".claim")
+    assert ".claim" not in Bucket(url).entries()
+
+
+def test_a_claim_of_another_host_that_lives_is_respected(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = iter(range(4, 100))
+    monkeypatch.setattr(
+        claim_file.time, "sleep", lambda _: leave(url, beat=next(beats))
+    )
+    leave(url)
+    with pytest.raises(ClaimedError, match="process 1 on elsewhere trains"):
+        Claim(Path(url))
+
+
+def test_of_two_that_take_a_claim_at_once_the_last_keeps_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_file, "WATCH_SECONDS", 0.1)
+    leave(url)
+    settle = lambda seconds: leave(url, host="faster") if seconds == 2.0 else None
+    monkeypatch.setattr(claim_object.time, "sleep", settle)
+    with pytest.raises(ClaimedError, match="process 1 on faster"):
+        Claim(Path(url))
+
+
+def test_a_store_that_refuses_is_named_before_training(
+    store: Store, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if store.scheme == "gs":
+        pytest.skip("the emulator refuses nothing")
+    store.refuse(("403 Forbidden", "AccessDenied"))
+    try:
+        with pytest.raises(OSError, match=re.escape(f"cannot write {url}/.claim: ")):
+            toy_run.main(Path(url), LOOP)
+    finally:
+        store.refuse(None)
+    assert "compiling" not in capsys.readouterr().out
