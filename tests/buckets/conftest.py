@@ -11,11 +11,23 @@ from tests.buckets.stores import Store
 _numbers = itertools.count()
 
 
-@pytest.fixture(name="store", scope="module", params=["gs", "s3"])
-def _store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    """Either store."""
-    with stores.google() if request.param == "gs" else stores.amazon() as store:
+# Once a process: libraries keep connections to the first address that they were given.
+@pytest.fixture(name="gs", scope="session")
+def _gs() -> Iterator[Store]:
+    with stores.google() as store:
         yield store
+
+
+@pytest.fixture(name="s3", scope="session")
+def _s3() -> Iterator[Store]:
+    with stores.amazon() as store:
+        yield store
+
+
+@pytest.fixture(name="store", params=["gs", "s3"])
+def _store(request: pytest.FixtureRequest) -> Store:
+    """Either store."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(name="url")

@@ -1,13 +1,16 @@
 """Object stores that run here: Google's and Amazon's protocols, in threads."""
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import fsspec
+import pytest
+from gcp_storage_emulator.exceptions import NotFound
+from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
@@ -37,12 +40,11 @@ class Store(NamedTuple):
 
 @contextmanager
 def google() -> Iterator[Store]:
-    """Google Cloud Storage, as the emulator has it: without preconditions."""
-    port = free_port()
+    """Google Cloud Storage: the emulator, with the preconditions that it lacks."""
+    port, refusal = free_port(), []
     # Names a request, with all of its data, in the log.
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
     server = create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
-    server.start()
     address = f"http://127.0.0.1:{port}"
     environment = {
         "STORAGE_EMULATOR_HOST": address,
@@ -53,13 +55,61 @@ def google() -> Iterator[Store]:
     }
 
     def refuse(answer: tuple[str, str] | None) -> None:
-        raise NotImplementedError
+        refusal[:] = [] if answer is None else [answer]
 
-    try:
-        with _environment(environment):
-            yield Store("gs", environment, refuse)
-    finally:
-        server.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        _complete(patch, refusal)
+        server.start()
+        try:
+            with _environment(environment):
+                yield Store("gs", environment, refuse)
+        finally:
+            server.stop()
+
+
+def _complete(patch: pytest.MonkeyPatch, refusal: list[tuple[str, str]]) -> None:
+    """Adds to the emulator what Google's service has: generations and preconditions.
+
+    tensorstore writes only what nobody else has written since it was read.
+    """
+    lock = threading.Lock()
+
+    def generation(storage: Any, bucket: str, name: str) -> str:
+        try:
+            return storage.get_file_obj(bucket, name)["generation"]
+        except NotFound:
+            return "0"
+
+    def guarded(upload: Callable[..., None]) -> Callable[..., None]:
+        def write(request: Any, response: Any, storage: Any) -> None:
+            bucket, query = request.params["bucket_name"], request.query
+            name = query["name"][0] if "name" in query else request.data["meta"]["name"]
+            asked = query.get("ifGenerationMatch")
+            with lock:
+                if refusal:
+                    status, code = refusal[0]
+                    response.status = HTTPStatus(int(status.split()[0]))
+                    response.json(
+                        {"error": {"code": int(response.status), "message": code}}
+                    )
+                elif asked and asked[0] != generation(storage, bucket, name):
+                    response.status = HTTPStatus.PRECONDITION_FAILED
+                else:
+                    upload(request, response, storage)
+
+        return write
+
+    download = objects.download
+
+    def with_generation(request: Any, response: Any, storage: Any) -> None:
+        bucket, name = request.params["bucket_name"], request.params["object_id"]
+        with lock:
+            response["x-goog-generation"] = generation(storage, bucket, name)
+            download(request, response, storage)
+
+    patch.setattr(objects, "download", with_generation)
+    for upload in ("_media_upload", "_multipart_upload", "_create_resumable_upload"):
+        patch.setattr(objects, upload, guarded(getattr(objects, upload)))
 
 
 @contextmanager
@@ -103,18 +153,7 @@ def amazon() -> Iterator[Store]:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    # Connections know the address from when they were opened.
-    _forget()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, value)
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-        _forget()
-
-
-def _forget() -> None:
-    for scheme in ("gs", "s3"):
-        fsspec.get_filesystem_class(scheme).clear_instance_cache()

@@ -12,7 +12,6 @@ import pytest
 from memjax.buckets import Bucket
 from memjax.training import claim_file, claim_object, claims
 from memjax.training.claims import Claim, ClaimedError
-from tests.buckets import stores
 from tests.buckets.stores import Store
 from tests.training import toy_run
 from tests.training.processes import Process, pod, toy_program
@@ -90,18 +89,20 @@ def test_a_second_process_is_refused_and_a_signal_saves(store: Store, url: str) 
 
 
 @pytest.mark.slow
-def test_several_processes_save_in_one_bucket_and_one_goes_on(whole: Path) -> None:
-    with stores.google() as store:
-        url = store.url("pod")
-        halfway = LOOP | {"steps": 12}
-        for process in pod(toy_program, Path(url), halfway, 2, store.environment):
-            process.require_end()
-        assert toy_run.main(Path(url), LOOP) == 0
-        found = Bucket(url)
-        expected = whole / "metrics.jsonl"
-        lines = map(json.loads, expected.read_text().splitlines())
-        steps = {e["step"]: e["values"]["loss"] for e in lines if e["kind"] == "train"}
-        assert losses(found) == pytest.approx(steps, rel=1e-5)
+def test_several_processes_save_in_one_bucket_and_one_goes_on(
+    gs: Store, whole: Path
+) -> None:
+    url = gs.url("pod")
+    halfway = LOOP | {"steps": 12}
+    processes = pod(toy_program, Path(url), halfway, 2, gs.environment)
+    ends = [process.finish() for process in processes]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert toy_run.main(Path(url), LOOP) == 0
+    found = Bucket(url)
+    expected = whole / "metrics.jsonl"
+    lines = map(json.loads, expected.read_text().splitlines())
+    steps = {e["step"]: e["values"]["loss"] for e in lines if e["kind"] == "train"}
+    assert losses(found) == pytest.approx(steps, rel=1e-5)
 
 
 def leave(url: str, **owner: Any) -> None:
@@ -155,8 +156,6 @@ def test_of_two_that_take_a_claim_at_once_the_last_keeps_it(
 def test_a_store_that_refuses_is_named_before_training(
     store: Store, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if store.scheme == "gs":
-        pytest.skip("the emulator refuses nothing")
     store.refuse(("403 Forbidden", "AccessDenied"))
     try:
         with pytest.raises(OSError, match=re.escape(f"cannot write {url}/.claim: ")):
