@@ -9,7 +9,6 @@ written last, in one object, which appears at once with all of its content.
 """
 
 import errno
-import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
@@ -19,8 +18,7 @@ from etils import epath
 
 from memjax.checks import short
 
-#: The package that speaks to the buckets of a scheme.
-PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
+SCHEMES = ("gs", "s3")
 # A `pathlib.Path` of a URL has lost one of the slashes.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)")
 #: Where stores keep a checksum: CRC32C of Google's, the ETag of S3.
@@ -52,10 +50,10 @@ def as_path(path: Path | str) -> Path:
     if found is None:
         return Path(path)
     scheme, rest = found[1], found[2].rstrip("/")
-    if scheme not in PACKAGES:
+    if scheme not in SCHEMES:
         raise ValueError(
             f"{short(str(path))} must be a path or a URL of "
-            f"{' or '.join(f'{name}://' for name in PACKAGES)}"
+            f"{' or '.join(f'{name}://' for name in SCHEMES)}"
         )
     # Some programs resolve these and others do not: they would name two folders.
     if not rest or {"", ".", ".."} & set(rest.split("/")):
@@ -72,7 +70,7 @@ def as_path(path: Path | str) -> Path:
 def is_bucket(path: Path | str) -> bool:
     """Whether a path that `as_path` gave, or a text, names a folder in a bucket."""
     found = _URL.fullmatch(str(path))
-    return found is not None and found[1] in PACKAGES
+    return found is not None and found[1] in SCHEMES
 
 
 class Bucket:
@@ -200,17 +198,19 @@ class WorkingCopy:
 
 
 def _filesystem(scheme: str) -> Any:
-    package = PACKAGES[scheme]
+    # Another process may write there: a listing that is kept would hide it.
     try:
-        importlib.import_module(package)
+        if scheme == "gs":
+            import gcsfs
+
+            return gcsfs.GCSFileSystem(use_listings_cache=False)
+        import s3fs
+
+        return s3fs.S3FileSystem(use_listings_cache=False)
     except ImportError as error:
         raise ValueError(
-            f"{scheme}:// needs the package {package}: pip install 'memjax[buckets]'"
+            f"{scheme}:// needs the package {error.name}: pip install 'memjax[buckets]'"
         ) from error
-    import fsspec
-
-    # Another process may write there: a listing that is kept would hide it.
-    return fsspec.filesystem(scheme, use_listings_cache=False)
 
 
 def _checksum(entry: Mapping[str, Any]) -> str:
