@@ -14,11 +14,13 @@ ROOT = Path(__file__).parent.parent
 # Each room and the rooms that it may import, lowest first.
 ROOMS = {
     "memjax_kernels": (),
+    "memjax.buckets": (),
     "memjax.mechanisms": ("memjax_kernels",),
     "memjax.nnx": ("memjax.mechanisms",),
-    "memjax.data": (),
+    "memjax.data": ("memjax.buckets",),
     # A pretrained model comes with its tokenizer.
     "memjax.models": (
+        "memjax.buckets",
         "memjax_kernels",
         "memjax.mechanisms",
         "memjax.nnx",
@@ -31,6 +33,7 @@ ROOMS = {
         "memjax.data",
     ),
     "memjax.training": (
+        "memjax.buckets",
         "memjax_kernels",
         "memjax.mechanisms",
         "memjax.nnx",
@@ -48,11 +51,13 @@ ROOMS = {
     ),
     # Opens any model, and claims its folder as a run does.
     "memjax.conversation": (
+        "memjax.buckets",
         "memjax.models",
         "memjax.data",
         "memjax.training",
     ),
     "memjax.cli": (
+        "memjax.buckets",
         "memjax.mechanisms",
         "memjax.nnx",
         "memjax.models",
@@ -63,6 +68,7 @@ ROOMS = {
         "memjax.aot",
     ),
     "experiments": (
+        "memjax.buckets",
         "memjax_kernels",
         "memjax.mechanisms",
         "memjax.nnx",

@@ -53,7 +53,9 @@ def test_dependencies_are_what_is_imported():
     required = set(map(normal, project["dependencies"]))
     extras = project["optional-dependencies"]
     optional = {
-        normal(p) for e in ("buckets", "data", "pretrained", "tracking") for p in extras[e]
+        normal(p)
+        for e in ("buckets", "data", "pretrained", "tracking")
+        for p in extras[e]
     }
     top, inside = imported()
     assert top <= required <= top | inside

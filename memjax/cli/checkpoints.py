@@ -5,6 +5,8 @@ from typing import Annotated
 
 import tyro
 
+from memjax.buckets.bucket import Bucket, as_path, is_bucket
+from memjax.buckets.local_copies import written_here
 from memjax.cli.progress import Progress
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format
@@ -46,10 +48,15 @@ def import_model(
         dtype: of the saved numbers; float32 holds all that the source held.
         tokenizer: take the tokenizer too; --no-tokenizer for one that cannot be read.
     """
-    with Progress("reading", "tensors") as progress:
+    destination = as_path(destination)
+    _require_empty(destination)
+    with (
+        Progress("reading", "tensors") as progress,
+        written_here(destination) as folder,
+    ):
         written = interop.convert(
             source,
-            destination,
+            folder,
             dtype=dtype,
             with_tokenizer=tokenizer,
             progress=progress,
@@ -75,25 +82,34 @@ def export_model(
         backbone_only: without the memory: the plain model inside, adapters merged.
     """
     # Before the model is read, which may take minutes.
-    require_free(destination)
+    destination = as_path(destination)
+    _require_empty(destination)
     opened = open_model(source)
     model = plain_model(opened.model) if backbone_only else opened.model
     command = ["export", source, str(destination)]
     command += ["--backbone-only"] if backbone_only else []
     # The scores of a run are those of the model with its memory.
-    run_dir = None if backbone_only or opened.run is None else Path(source).expanduser()
+    run_dir = None if backbone_only or opened.run is None else as_path(source)
     card = model_card(opened, run_dir, model_type(model), command)
-    save_model(
-        model,
-        destination,
-        opened.text,
-        origin=opened.origin,
-        readme=card,
-        dtype=dtype,
-    )
+    with written_here(destination) as folder:
+        save_model(
+            model,
+            folder,
+            opened.text,
+            origin=opened.origin,
+            readme=card,
+            dtype=dtype,
+        )
     if not isinstance(opened.text.tokenizer, JsonTokenizer):
         print("no tokenizer.json: the model has none")
     return _report(model_type(model), destination)
+
+
+def _require_empty(destination: Path) -> None:
+    if not is_bucket(destination):
+        require_free(destination)
+    elif names := list(Bucket(destination).entries()):
+        raise ValueError(f"{destination} must be empty, it has {names[0]}")
 
 
 def _report(written: str, folder: Path) -> int:

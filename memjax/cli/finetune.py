@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
+from memjax.buckets.bucket import as_path
 from memjax.cli.process import exits_75, join_cluster, keep_programs, waits_for_verdict
 from memjax.cli.progress import Progress
 from memjax.training.curves import draw_curves
@@ -44,7 +45,8 @@ def finetune(
             both.
         backbone: folder of a run, Hugging Face folder, GGUF file, or a model of the hub
             ("owner/name").
-        run_dir: folder of the run; the same command on the same folder resumes it.
+        run_dir: folder of the run, or its URL on gs:// or s3://; the same command on
+            the same folder resumes it.
         start: of a later stage: folder of the stage before, instead of the backbone.
         compilation_cache: folder where compiled programs are kept for the next run, or
             "off"; None is JAX_COMPILATION_CACHE_DIR, or else the user's cache folder.
@@ -52,6 +54,7 @@ def finetune(
             GKE, Slurm or Open MPI name several.
     """
     keep_programs(compilation_cache)
+    run_dir = as_path(run_dir)
     with exits_75():
         join_cluster(distributed)
     if isinstance(config, RetrofitStages):

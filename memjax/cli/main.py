@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from memjax import evaluation
+from memjax.buckets.bucket import as_path
+from memjax.buckets.local_copies import written_here
 from memjax.cli import aot as cli_aot
 from memjax.cli import checkpoints as cli_interop
 from memjax.cli import config_files, help
@@ -62,13 +64,15 @@ def train(
 
     Args:
         config: the preset.
-        run_dir: folder of the run; the same command on the same folder resumes it.
+        run_dir: folder of the run, or its URL on gs:// or s3://; the same command on
+            the same folder resumes it.
         distributed: join the other hosts: "on" for a TPU pod; "auto" does so where
             GKE, Slurm or Open MPI name several.
         compilation_cache: folder where compiled programs are kept for the next run, or
             "off"; None is JAX_COMPILATION_CACHE_DIR, or else the user's cache folder.
     """
     keep_programs(compilation_cache)
+    run_dir = as_path(run_dir)
     with exits_75():
         join_cluster(distributed)
         tokenizer = load_tokenizer(config.data.tokenizer)
@@ -150,11 +154,12 @@ def evaluate(
         table.add_row(kind, *(f"{value:.3f}" for value in row.values()))
     Console().print(table)
     result = {"split": split, "perplexity": rows, "edges": edges, "nats": curve}
-    folder = output or (Path(model).expanduser() if opened.run else Path("eval"))
+    folder = as_path(output or (model if opened.run else "eval"))
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"eval-{split}.json", json.dumps(result, indent=1))
     plot = folder / f"eval-{split}.png"
-    plots.loss_by_position({split: curve}, edges, plot, window=window)
+    with written_here(plot) as file:
+        plots.loss_by_position({split: curve}, edges, file, window=window)
     print(f"wrote {folder / f'eval-{split}.json'} and {plot}")
     return 0
 
@@ -209,14 +214,14 @@ def _prepare(
     cores = len(os.sched_getaffinity(0)) if workers is None else workers
     config = PrepareConfig(source, tokenizer, workers=cores)
     with Progress("tokenising", "characters") as progress:
-        manifest = prepare(config, destination, progress)
+        manifest = prepare(config, as_path(destination), progress)
     for split, shards in manifest["shards"].items():
         count = lambda key, shards=shards: sum(shard[key] for shard in shards)
         print(
             f"{split:11} {count('documents'):,} documents, {count('tokens'):,} tokens, "
             f"{len(shards)} files"
         )
-    print(f"read it with --data.source prepared:{destination}")
+    print(f"read it with --data.source prepared:{as_path(destination)}")
     return 0
 
 

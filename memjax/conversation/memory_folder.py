@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from memjax.training.claims import CLAIM_FILE, Claim
+from memjax.buckets.bucket import is_bucket
+from memjax.training.claims.claim import CLAIM_FILE, Claim
 
 _SAVED = re.compile(r"saved-(\d{6,})")
 # What is being written, or what a process that was killed left of it.
@@ -33,6 +34,8 @@ class MemoryFolder:
     """
 
     def __init__(self, path: Path | str):
+        if is_bucket(path):
+            raise ValueError(f"memory must be a folder on a disk, got {str(path)!r}")
         self.path = Path(path).expanduser()
         self._claim: Claim | None = None
         if self.path.exists() and not self.path.is_dir():

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from memjax.buckets.bucket import as_path
+from memjax.buckets.local_copies import written_here
 from memjax.evaluation.drawing import source_of
 from memjax.evaluation.plots import training_curves
 from memjax.evaluation.provenance import device_name, version
@@ -18,7 +20,7 @@ VALIDATION = "validation_perplexity"
 logger = logging.getLogger(__name__)
 
 
-def draw_curves(run_dir: Path) -> Path | None:
+def draw_curves(run_dir: Path | str) -> Path | None:
     """Draws `curves.png` of a run: losses of training and validation, learning rate.
 
     Args:
@@ -30,6 +32,7 @@ def draw_curves(run_dir: Path) -> Path | None:
     """
     if jax.process_index() != 0:
         return None
+    run_dir = as_path(run_dir)
     entries = read_lines(run_dir / METRICS_FILE)
     train = _points(entries, "train", "loss")
     perplexities = _points(entries, "evaluation", VALIDATION)
@@ -37,14 +40,15 @@ def draw_curves(run_dir: Path) -> Path | None:
         return None
     path = run_dir / CURVES_FILE
     try:
-        training_curves(
-            train,
-            [(step, math.log(value)) for step, value in perplexities if value > 0],
-            _points(entries, "train", "learning_rate"),
-            path,
-            title=run_dir.name,
-            source=source_of({"device": device_name(), **version()._asdict()}),
-        )
+        with written_here(path) as file:
+            training_curves(
+                train,
+                [(step, math.log(value)) for step, value in perplexities if value > 0],
+                _points(entries, "train", "learning_rate"),
+                file,
+                title=run_dir.name,
+                source=source_of({"device": device_name(), **version()._asdict()}),
+            )
     except OSError as error:
         # The run is done and saved: a picture is not worth an error.
         logger.warning("%s cannot be written (%s)", path, error.strerror)

@@ -140,7 +140,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_bytes().decode("utf-8", "replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)

@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 
-from memjax.buckets import WorkingCopy, is_bucket
+from memjax.buckets.bucket import is_bucket
+from memjax.buckets.local_copies import WorkingCopy
 from memjax.config_io import from_record, read_json, to_record
 from memjax.training.checkpoints.checkpoint import Checkpoints
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
-from memjax.training.claims import CLAIM_FILE, Claim, ClaimedError
+from memjax.training.claims.claim import CLAIM_FILE, Claim, ClaimedError
 from memjax.training.resume import require_same_config
 from memjax.training.step import TrainState
 

@@ -1,6 +1,7 @@
 """Object stores that run here: Google's and Amazon's protocols, in threads."""
 
 import logging
+import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,10 @@ import pytest
 from gcp_storage_emulator.exceptions import NotFound
 from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication,
+    create_backend_app,
+)
 from werkzeug.serving import make_server
 
 from tests.training.processes import free_port
@@ -108,6 +112,8 @@ def _complete(patch: pytest.MonkeyPatch, refusal: list[tuple[str, str]]) -> None
             download(request, response, storage)
 
     patch.setattr(objects, "download", with_generation)
+    # It prints the connections that clients close.
+    patch.setattr(socketserver.BaseServer, "handle_error", lambda *_: None)
     for upload in ("_media_upload", "_multipart_upload", "_create_resumable_upload"):
         patch.setattr(objects, upload, guarded(getattr(objects, upload)))
 

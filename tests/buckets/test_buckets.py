@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from memjax.buckets import Bucket, WorkingCopy, as_path, is_bucket
+from memjax.buckets.bucket import Bucket, as_path, is_bucket
+from memjax.buckets.local_copies import WorkingCopy
 from tests.buckets.stores import Store
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from memjax.buckets import Bucket
+from memjax.buckets.bucket import Bucket
 from memjax.training.checkpoints import bucket_folder
 from memjax.training.checkpoints.checkpoint import Checkpoints
 from memjax.training.checkpoints.folder import CheckpointError, SaveError

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from memjax.buckets import Bucket
-from memjax.training import claim_file, claim_object, claims
-from memjax.training.claims import Claim, ClaimedError
+from memjax.buckets.bucket import Bucket
+from memjax.training.claims import claim, claim_file, claim_object
+from memjax.training.claims.claim import Claim, ClaimedError
 from tests.buckets.stores import Store
 from tests.training import toy_run
 from tests.training.processes import Process, pod, toy_program
@@ -113,7 +113,7 @@ def leave(url: str, **owner: Any) -> None:
 def test_a_claim_that_shows_no_life_is_taken_over_and_its_holder_notices(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(claim, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(claim_file, "WATCH_SECONDS", 0.5)
     monkeypatch.setattr(claim_object, "SETTLE_SECONDS", 0.0)
     with Claim(Path(url)) as first:

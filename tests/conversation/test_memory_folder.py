@@ -19,7 +19,7 @@ from memjax.models.checkpoints.memory_state import (
     read_note,
     write_memory,
 )
-from memjax.training.claims import ClaimedError
+from memjax.training.claims.claim import ClaimedError
 
 
 def packed(turn: int) -> PackedMemory:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from memjax.training import claim_file, claims
-from memjax.training.claims import Claim, ClaimedError
+from memjax.training.claims import claim, claim_file
+from memjax.training.claims.claim import Claim, ClaimedError
 from tests.training import processes, toy_run
 
 RUNNING = {"steps": 400, "save_every": 5, "log_every": 1, "sleep": 0.02}
@@ -92,7 +92,7 @@ def test_a_claim_of_another_host_is_stale_when_it_stays_as_it_is(
 def test_a_process_that_lives_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(claim, "BEAT_SECONDS", 0.01)
     with Claim(tmp_path):
         beat = lambda: json.loads((tmp_path / ".claim").read_text())["beat"]
         while beat() < 3:

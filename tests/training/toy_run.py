@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax.buckets import as_path
+from memjax.buckets.bucket import as_path
 from memjax.training.config import LoopConfig
 from memjax.training.loop import train
 

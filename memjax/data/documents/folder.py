@@ -1,14 +1,16 @@
 """Documents from a folder of text, Markdown, JSONL or parquet files."""
 
 import hashlib
+import io
 import logging
 import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from memjax.buckets.bucket import Bucket, as_path, is_bucket
 from memjax.checks import listed
 from memjax.config_io import parse_json
 from memjax.data.documents.documents import SPLITS, Document, Source, Split
@@ -25,16 +27,26 @@ SETTLED_SECONDS = 2.0
 
 
 class _File(NamedTuple):
-    """A regular file, its path within the root, its size and times."""
+    """A regular file or an object of a bucket.
+
+    Attributes:
+        path: or URL.
+        parts: of its name within the root.
+        size: in bytes.
+        stamp: differs when its content does: times in ns, or the store's checksum.
+    """
 
     # Not a Path, which takes longer to make than to read a short file.
     path: str
     parts: tuple[str, ...]
-    status: os.stat_result
+    size: int
+    stamp: tuple[int, ...] | str
 
 
-def folder_source(path: Path) -> Source:
+def folder_source(path: Path | str) -> Source:
     """The documents of a folder, sub-folders included, in order of name.
+
+    It may lie in a bucket, where it is read in place.
 
     `.txt` and `.md` files are one document each; `.jsonl` has one JSON object a line
     with a "text" string; `.parquet` has a "text" column. Other files are left alone
@@ -48,7 +60,7 @@ def folder_source(path: Path) -> Source:
             one of more than `MAX_DOCUMENT` bytes (named, with the line).
         ImportError: from `read`: a parquet file is there and pyarrow is not.
     """
-    root = Path(path).expanduser()
+    root = as_path(path)
     if not root.is_dir():
         raise ValueError(f"path={str(path)!r} is not a folder")
     files = _readable_files(root)
@@ -92,6 +104,13 @@ def _files(root: Path) -> list[_File]:
     """All regular files in order of name; devices and pipes, which may be links, have
     no end."""
     files = []
+    if is_bucket(root):
+        entries = Bucket(root).entries().items()
+        found = (
+            _File(f"{root}/{name}", tuple(name.split("/")), entry.size, entry.checksum)
+            for name, entry in entries
+        )
+        return sorted(found, key=lambda file: file.parts)
     for folder, _, names in os.walk(root):
         within = Path(folder).relative_to(root).parts
         for name in names:
@@ -101,18 +120,19 @@ def _files(root: Path) -> list[_File]:
             except OSError:  # a link to nothing
                 continue
             if stat.S_ISREG(status.st_mode):
-                files.append(_File(path, (*within, name), status))
+                times = (status.st_mtime_ns, status.st_ctime_ns)
+                files.append(_File(path, (*within, name), status.st_size, times))
     return sorted(files, key=lambda file: file.parts)
 
 
 def _version(files: Sequence[_File]) -> str | None:
     """Names, sizes and times of the files; None while one is too young to tell."""
-    times = [(f.status.st_mtime_ns, f.status.st_ctime_ns) for f in files]
-    if not times or max(map(max, times)) / 1e9 > time.time() - SETTLED_SECONDS:
+    times = [t for file in files if isinstance(file.stamp, tuple) for t in file.stamp]
+    if not files or max(times, default=0) / 1e9 > time.time() - SETTLED_SECONDS:
         return None
     digest = hashlib.sha256()
-    for file, moments in zip(files, times, strict=True):
-        said = repr((file.parts, file.status.st_size, moments))
+    for file in files:
+        said = repr((file.parts, file.size, file.stamp))
         digest.update(said.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
@@ -132,9 +152,9 @@ def _suffix(path: str) -> str:
 
 
 def _read_text(file: str) -> Iterator[tuple[str, str]]:
-    with open(file, "rb") as stream:
-        _check_size(os.fstat(stream.fileno()).st_size, file)
-        content = stream.read()
+    with _opened(file) as stream:
+        content = stream.read(MAX_DOCUMENT + 1)
+    _check_size(len(content), file)
     try:
         yield "", content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -144,7 +164,7 @@ def _read_text(file: str) -> Iterator[tuple[str, str]]:
 
 def _read_jsonl(file: str) -> Iterator[tuple[str, Any]]:
     # Bytes, as lines of str also end at characters that JSON may hold.
-    with open(file, "rb") as stream:
+    with _opened(file) as stream:
         lines = iter(lambda: stream.readline(MAX_DOCUMENT + 1), b"")
         for number, line in enumerate(lines, start=1):
             _check_size(len(line), f"{file}:{number}")
@@ -164,7 +184,8 @@ def _read_parquet(file: str) -> Iterator[tuple[str, Any]]:
             f"{file} needs pyarrow: pip install 'memjax[data]'"
         ) from error
     try:
-        table = parquet.ParquetFile(file)
+        # Of a bucket only what is asked for is read.
+        table = parquet.ParquetFile(_opened(file) if is_bucket(file) else file)
         if "text" not in table.schema_arrow.names:
             raise ValueError(
                 f'{file}: no "text" column; it has {listed(table.schema_arrow.names)}'
@@ -178,6 +199,15 @@ def _read_parquet(file: str) -> Iterator[tuple[str, Any]]:
                 yield f":{row}", text.as_py()
     except (ArrowException, OSError, MemoryError) as error:
         raise ValueError(f"{file}: not a readable parquet file ({error})") from error
+
+
+def _opened(file: str) -> BinaryIO:
+    # A Path takes longer to make than a short file to read.
+    if not is_bucket(file):
+        return open(file, "rb")
+    stream: Any = as_path(file).open("rb")
+    # Its `readline` takes no limit.
+    return io.BufferedReader(stream)
 
 
 _READERS: dict[str, Callable[[str], Iterator[tuple[str, Any]]]] = {

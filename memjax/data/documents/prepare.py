@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
@@ -20,6 +21,8 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from jaxtyping import Int32
 
+from memjax.buckets.bucket import Bucket, as_path, is_bucket
+from memjax.buckets.local_copies import put
 from memjax.checks import check_sizes
 from memjax.config_io import read_json
 from memjax.data.documents import prepared, sources, token_file
@@ -34,7 +37,7 @@ from memjax.data.documents.documents import (
 from memjax.data.documents.prepared import COLUMNS, MANIFEST, VERSION, index_file
 from memjax.data.documents.token_file import TokenisedDocument, replaced
 from memjax.data.documents.tokenizer import Tokenizer, load_tokenizer
-from memjax.data.documents.tokens import tokenise
+from memjax.data.documents.tokens import default_cache_dir, tokenise
 
 #: What is prepared here, written first.
 PLAN = "preparing.json"
@@ -80,20 +83,23 @@ def prepare(
 
     Args:
         config: what is prepared.
-        folder: new or empty, or of the same preparation.
+        folder: new or empty, or of the same preparation; a bucket's is made in the
+            cache and copied.
         progress: called with the characters that are done, and all there are.
 
     Raises:
         ValueError: the source or the tokenizer cannot be read, a text has no token, or
             the folder holds something else.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
+    folder, tokenizer = as_path(folder), load_tokenizer(config.tokenizer)
     source = sources.open_source(config.source)
     entries = scan(source, None)
     plan = _plan(config, tokenizer, entries)
     if (folder / MANIFEST).is_file():
         _require_same(folder / MANIFEST, plan)
         return prepared.read_manifest(folder)
+    if is_bucket(folder):
+        return _prepare_bucket(config, folder, progress)
     _claim(folder, plan)
     writers = {split: _Writer(folder, split, plan) for split in SPLITS}
     skip: dict[Split, int] = {split: writers[split].done for split in SPLITS}
@@ -108,6 +114,22 @@ def prepare(
     manifest = plan | {"shards": {split: s for split, s in shards.items() if s}}
     _write_json(folder / MANIFEST, manifest)
     (folder / PLAN).unlink()
+    return manifest
+
+
+def _prepare_bucket(
+    config: PrepareConfig, url: Path, progress: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """Prepares in the cache, which goes on where it was stopped, and copies it all."""
+    if names := list(Bucket(url).entries()):
+        raise ValueError(f"{url} must be a new or an empty folder, it has {names[0]}")
+    here = (
+        default_cache_dir() / "prepare" / hashlib.sha256(str(url).encode()).hexdigest()
+    )
+    manifest = prepare(config, here, progress)
+    # Without its manifest a folder is not prepared.
+    put(here, url, last=MANIFEST)
+    shutil.rmtree(here)
     return manifest
 
 

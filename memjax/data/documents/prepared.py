@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
+from memjax.buckets.bucket import is_bucket
+from memjax.buckets.local_copies import kept_files
 from memjax.config_io import parse_json, read_json
 from memjax.data.documents.documents import Split
 from memjax.data.documents.record_tokens import RecordTokens
@@ -35,8 +37,12 @@ COLUMNS = ("names", "kinds", "lengths", "digests")
 CACHED_RECORDS = 64
 
 
-def load(folder: Path, tokenizer: Tokenizer, split: Split) -> list[TokenisedDocument]:
+def load(
+    folder: Path, tokenizer: Tokenizer, split: Split, cache: Path
+) -> list[TokenisedDocument]:
     """The documents of one split; their tokens are read when they are used.
+
+    ArrayRecord reads no bucket: the split's files are copied into `cache` once.
 
     Raises:
         ValueError: no such folder, another tokenizer, no document in the split, or a
@@ -52,6 +58,10 @@ def load(folder: Path, tokenizer: Tokenizer, split: Split) -> list[TokenisedDocu
     shards = manifest["shards"].get(split, [])
     if not shards:
         raise ValueError(f"{folder} has no document in split={split!r}")
+    if is_bucket(folder):
+        paths = [Path(shard["file"]) for shard in shards]
+        names = [str(name) for path in paths for name in (path, index_file(path))]
+        folder = kept_files(folder, names, cache)
     indices = [_checked_index(folder, shard) for shard in shards]
     files = [str(folder / shard["file"]) for shard in shards]
     size, dtype = manifest["record_tokens"], np.dtype(manifest["dtype"])

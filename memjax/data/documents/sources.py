@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
+from memjax.buckets.bucket import as_path
 from memjax.data.documents import prepared
 from memjax.data.documents.documents import Document, Source, Split, assign_splits
 from memjax.data.documents.folder import folder_source
@@ -37,7 +38,7 @@ def open_documents(spec: str) -> list[Document]:
 def prepared_folder(spec: str) -> Path | None:
     """The folder of "prepared:FOLDER", None of any other source."""
     form, _, name = spec.partition(":")
-    return Path(name).expanduser() if form == prepared.FORM and name else None
+    return as_path(name) if form == prepared.FORM and name else None
 
 
 def splits_of(spec: str) -> set[Split]:
@@ -65,7 +66,7 @@ def open_source(spec: str) -> Source:
     if spec == "embedded":
         return embedded_source()
     if form == "folder" and name:
-        return folder_source(Path(name))
+        return folder_source(name)
     if form == "tfds" and name:
         return tfds_source(name)
     if form == "hf" and name:

@@ -21,6 +21,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int32, Integer
 
+from memjax.buckets.bucket import as_path
 from memjax.checks import SHOWN_CHARACTERS, short
 from memjax.config_io import parse_json, read_bounded
 
@@ -143,7 +144,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bpe4k":
         shipped = resources.files("memjax.data") / "corpus" / SHIPPED_FILE
         return parse_tokenizer(lzma.decompress(shipped.read_bytes()), name)
-    path = Path(name).expanduser()
+    path = as_path(name)
     if path.is_dir() and (path / HUB_FILE).is_file():
         path = path / HUB_FILE
     if path.is_file():

@@ -49,9 +49,10 @@ def load_tokens(
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} must be one of {', '.join(SPLITS)}")
+    cache = default_cache_dir() if cache_dir is None else cache_dir
     if (prepared_folder := sources.prepared_folder(spec)) is not None:
-        return prepared.load(prepared_folder, tokenizer, split)
-    folder = (default_cache_dir() if cache_dir is None else cache_dir) / "tokens"
+        return prepared.load(prepared_folder, tokenizer, split, cache)
+    folder = cache / "tokens"
     folder.mkdir(parents=True, exist_ok=True)
     source = sources.open_source(spec)
     # Which file holds the tokens of a source of this version, if that was found before.

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from memjax.buckets import Bucket
+from memjax.buckets.bucket import Bucket
 from memjax.checks import short
 from memjax.config_io import parse_json
 from memjax.training.checkpoints.checksums import DIGEST_FILE

@@ -36,7 +36,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from memjax.buckets import is_bucket
+from memjax.buckets.bucket import is_bucket
 from memjax.training.checkpoints.bucket_folder import BucketFolder
 from memjax.training.checkpoints.disk_folder import DiskFolder
 from memjax.training.checkpoints.folder import (

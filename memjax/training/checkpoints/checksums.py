@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from memjax.buckets.bucket import is_bucket
 from memjax.checks import short
 from memjax.config_io import read_json, require_regular
 from memjax.models.checkpoints.hf.safetensors_write import sync_folder
@@ -58,6 +59,10 @@ def problems(folder: Path) -> list[str]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes a small file so that a reader sees either all of it or none."""
+    if is_bucket(path):
+        # An object appears with all of its content.
+        path.write_text(text, encoding="utf-8")
+        return
     hidden = path.with_name(f".{path.name}.tmp")
     with hidden.open("w", encoding="utf-8") as file:
         file.write(text)

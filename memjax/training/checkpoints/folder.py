@@ -17,7 +17,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from memjax.buckets import as_path, is_bucket
+from memjax.buckets.bucket import as_path, is_bucket
 from memjax.checks import short
 
 FORMAT_FILE = "memjax-checkpoints.json"

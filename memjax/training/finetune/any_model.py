@@ -8,6 +8,7 @@ open_model("exported")                      what `save_model` wrote, HMT and M+ 
 import dataclasses
 from pathlib import Path
 
+from memjax.buckets.bucket import as_path
 from memjax.data import Tokenizer, load_tokenizer
 from memjax.models import LanguageModel
 from memjax.models.base import Model
@@ -83,7 +84,7 @@ def open_model(
         ValueError: if there is no such model, or its files are not sound; on a dtype
             for a run.
     """
-    path = Path(name).expanduser()
+    path = as_path(name)
     if is_run(path):
         if dtype is not None:
             raise ValueError(f"dtype must be None for the run {path}, got {dtype!r}")
@@ -115,7 +116,7 @@ def is_run(path: Path) -> bool:
         return True
     # Before its first checkpoint a run has its configuration alone.
     file = path / CONFIG
-    text = file.read_text(errors="replace") if file.is_file() else ""
+    text = file.read_bytes().decode("utf-8", "replace") if file.is_file() else ""
     return '"loop"' in text and '"model_type"' not in text
 
 

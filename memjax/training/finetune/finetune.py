@@ -64,7 +64,8 @@ def finetune(
             configuration or backbone in `run_dir`; see `memjax.training.loop.train`.
         ClaimedError: another process trains in `run_dir`.
     """
-    check_path("run_dir", run_dir)
+    run_dir = check_path("run_dir", run_dir)
+    start = None if start is None else check_path("start", start)
     if stage.mesh.sequence > 1:
         raise ValueError(
             f"mesh.sequence must be 1, got {stage.mesh.sequence}: a memory around a "
@@ -147,7 +148,7 @@ def finetune_stages(
     Raises:
         ValueError: as `finetune`, or without stages.
     """
-    outcome = None
+    outcome, run_dir = None, check_path("run_dir", run_dir)
     for name, stage in stages:
         outcome = finetune(stage, backbone, run_dir / name, start)
         # The next stage starts from a finished one; the same call resumes this one.

@@ -120,7 +120,7 @@ def with_layers(
     """
     if config.layers != "auto":
         return config
-    check_path("run_dir", run_dir)
+    run_dir = check_path("run_dir", run_dir)
     model, stored, digest, _ = load_backbone(backbone)
     file, settings = run_dir / LAYERS_FILE, _settings(config, digest)
     if file.is_file():

@@ -11,6 +11,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 
 from memjax.models import LanguageModel, ModelConfig
 from memjax.training import pretrain
+from memjax.training.checkpoints.folder import check_path
 from memjax.training.config import DataConfig, RunConfig
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.retrofit_stage import RetrofitStage
@@ -121,6 +122,7 @@ def read_run(run_dir: Path) -> FinetuneRun:
     Raises:
         ValueError: if the folder is no such run.
     """
+    run_dir = check_path("run_dir", run_dir)
     run_dir = later_stage(run_dir) or run_dir
     described: FinetuneRun = read_config(FinetuneRun, run_dir)
     if described.tokenizer != TOKENIZER_FILE:
@@ -138,6 +140,7 @@ def load(run_dir: Path) -> tuple[FinetuneRun, Model]:
     Raises:
         ValueError: if the folder is no such run, or its checkpoint is unreadable.
     """
+    run_dir = check_path("run_dir", run_dir)
     described = read_run(run_dir)
     state = newest_state(later_stage(run_dir) or run_dir, state_shapes(described))
     return described, model_of(nnx.graphdef(described.structure()), state)
@@ -161,4 +164,5 @@ def load_model(run_dir: Path) -> tuple[RunConfig | FinetuneRun, Model]:
     Raises:
         ValueError: as `load` and `pretrain.load_model`.
     """
+    run_dir = check_path("run_dir", run_dir)
     return load(run_dir) if is_finetuned(run_dir) else pretrain.load_model(run_dir)

@@ -5,10 +5,14 @@ with "@revision". Only the files that a model is read from are downloaded, and w
 refused anyway (pickles, code) never.
 """
 
+import atexit
 import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from memjax.buckets.bucket import Bucket, as_path, is_bucket
 from memjax.models.checkpoints.hf.safetensors_folder import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -54,7 +58,9 @@ def locate(name: Path | str) -> Location:
     Raises:
         ValueError: saying where it was looked for, if there is nothing of that name.
     """
-    path = Path(name).expanduser()
+    path = as_path(name)
+    if is_bucket(path):
+        return Location(_copied(path), str(path))
     if path.exists():
         return Location(path, str(path))
     parts = HUB_ID.fullmatch(str(name))
@@ -80,6 +86,21 @@ def locate(name: Path | str) -> Location:
             "name one, as in owner/name/file.gguf"
         )
     return Location(snapshot, f"{origin}@{commit}", repository, commit)
+
+
+def _copied(url: Path) -> Path:
+    """A copy of a folder or a file of a bucket, gone when the program ends."""
+    entries = Bucket(url).entries()
+    file = url.is_file() if not entries else False
+    if not entries and not file:
+        raise ValueError(f"{url} is neither a folder nor a GGUF file")
+    folder = Path(tempfile.mkdtemp(prefix="memjax-model-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if file:
+        Bucket(url.parent).download([url.name], folder)
+        return folder / url.name
+    Bucket(url).download(entries, folder)
+    return folder
 
 
 def fetch_weights(found: Location) -> None:

@@ -10,13 +10,13 @@ from types import TracebackType
 
 import jax
 
-from memjax.buckets import is_bucket
+from memjax.buckets.bucket import is_bucket
 from memjax.training.checkpoints.checkpoint import any_process
 from memjax.training.checkpoints.folder import check_path
-from memjax.training.claim_file import CLAIM_FILE as CLAIM_FILE
-from memjax.training.claim_file import ClaimedError as ClaimedError
-from memjax.training.claim_file import ClaimFile
-from memjax.training.claim_object import ClaimObject
+from memjax.training.claims.claim_file import CLAIM_FILE as CLAIM_FILE
+from memjax.training.claims.claim_file import ClaimedError as ClaimedError
+from memjax.training.claims.claim_file import ClaimFile
+from memjax.training.claims.claim_object import ClaimObject
 
 #: Seconds between two signs of life.
 BEAT_SECONDS = 20.0

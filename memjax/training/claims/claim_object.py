@@ -14,8 +14,8 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from memjax.buckets import Bucket
-from memjax.training.claim_file import (
+from memjax.buckets.bucket import Bucket
+from memjax.training.claims.claim_file import (
     CLAIM_FILE,
     Owner,
     read_owner,

@@ -48,7 +48,7 @@ def as_path(path: Path | str) -> Path:
     """
     found = _URL.fullmatch(str(path))
     if found is None:
-        return Path(path)
+        return Path(path).expanduser()
     scheme, rest = found[1], found[2].rstrip("/")
     if scheme not in SCHEMES:
         raise ValueError(
@@ -163,38 +163,6 @@ class Bucket:
     def _message(self, verb: str, name: str, error: Exception) -> str:
         said = " ".join(str(error).split()) or type(error).__name__
         return f"cannot {verb} {self.url}/{name}: {short(said)}"
-
-
-class WorkingCopy:
-    """A local folder of a bucket's small files, which are written and appended here.
-
-    Args:
-        url: of the folder in the bucket.
-        folder: on a disk, empty.
-        skip: parts of names that are left in the bucket.
-    """
-
-    def __init__(self, url: Path | str, folder: Path, skip: Iterable[str]):
-        self._bucket, self._folder, self._skip = Bucket(url), folder, frozenset(skip)
-        self._bucket.download(self._of_interest(self._bucket.entries()), folder)
-        self._pushed = self._states()
-
-    def push(self) -> None:
-        """Copies what has changed since the last time into the bucket."""
-        states = self._states()
-        changed = [n for n, state in states.items() if self._pushed.get(n) != state]
-        self._bucket.upload(self._folder, changed)
-        # Files that grew meanwhile are copied again the next time.
-        self._pushed = states
-
-    def _states(self) -> dict[str, tuple[int, int]]:
-        paths = (path for path in self._folder.rglob("*") if path.is_file())
-        names = {path.relative_to(self._folder).as_posix(): path for path in paths}
-        kept = self._of_interest(names)
-        return {n: (names[n].stat().st_size, names[n].stat().st_mtime_ns) for n in kept}
-
-    def _of_interest(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if not self._skip & set(name.split("/"))]
 
 
 def _filesystem(scheme: str) -> Any:

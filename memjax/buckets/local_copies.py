@@ -1,0 +1,107 @@
+"""Copies on this machine of what lies in a bucket, and of what is to lie there."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from memjax.buckets.bucket import Bucket, is_bucket
+
+
+class WorkingCopy:
+    """A local folder of a bucket's small files, which are written and appended here.
+
+    Args:
+        url: of the folder in the bucket.
+        folder: on a disk, empty.
+        skip: parts of names that are left in the bucket.
+    """
+
+    def __init__(self, url: Path | str, folder: Path, skip: Iterable[str]):
+        self._bucket, self._folder, self._skip = Bucket(url), folder, frozenset(skip)
+        self._bucket.download(self._of_interest(self._bucket.entries()), folder)
+        self._pushed = self._states()
+
+    def push(self) -> None:
+        """Copies what has changed since the last time into the bucket."""
+        states = self._states()
+        changed = [n for n, state in states.items() if self._pushed.get(n) != state]
+        self._bucket.upload(self._folder, changed)
+        # Files that grew meanwhile are copied again the next time.
+        self._pushed = states
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        paths = (path for path in self._folder.rglob("*") if path.is_file())
+        names = {path.relative_to(self._folder).as_posix(): path for path in paths}
+        kept = self._of_interest(names)
+        return {n: (names[n].stat().st_size, names[n].stat().st_mtime_ns) for n in kept}
+
+    def _of_interest(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if not self._skip & set(name.split("/"))]
+
+
+@contextmanager
+def written_here(path: Path) -> Iterator[Path]:
+    """Where to write a file or a folder, which is copied into a bucket at the end.
+
+    On a disk it is the path itself. Nothing is copied after an exception.
+
+    Raises:
+        OSError: the bucket does not take it.
+    """
+    if not is_bucket(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="memjax-") as temporary:
+        here = Path(temporary) / path.name
+        yield here
+        put(here, path)
+
+
+def put(here: Path, path: Path, last: str = "") -> None:
+    """Copies a file or a folder of this machine into a bucket.
+
+    Args:
+        here: what is copied.
+        path: its name there.
+        last: the file of the folder that is copied when all others are there.
+    """
+    if here.is_file():
+        Bucket(path.parent).upload(here.parent, [here.name])
+        return
+    files = (file for file in sorted(here.rglob("*")) if file.is_file())
+    names = [file.relative_to(here).as_posix() for file in files]
+    Bucket(path).upload(here, sorted(names, key=lambda name: name == last))
+
+
+def kept_files(url: Path | str, names: Iterable[str], cache: Path) -> Path:
+    """A folder with copies of objects, which are there the next time.
+
+    Args:
+        url: of their folder.
+        names: of objects; those that the bucket lacks are left out.
+        cache: where copies are kept: in a folder of their own for every content, as the
+            store's checksums tell it. Processes may share it.
+
+    Raises:
+        OSError: the bucket does not give them, or the disk has no room.
+    """
+    bucket = Bucket(url)
+    entries = bucket.entries()
+    found = sorted((name, entries[name]) for name in set(names) & set(entries))
+    version = hashlib.sha256(repr((bucket.url, found)).encode()).hexdigest()[:24]
+    folder = cache / "buckets" / version
+    for name, _ in found:
+        if not (folder / name).exists():
+            partial = folder / f".{uuid.uuid4().hex}"
+            try:
+                bucket.download([name], partial)
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(partial / name, folder / name)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    return folder

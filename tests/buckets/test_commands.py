@@ -1,0 +1,112 @@
+"""The commands, with URLs where they take folders."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from memjax.buckets.bucket import Bucket
+from memjax.mechanisms import AttentionConfig
+from memjax.models import ModelConfig
+from memjax.models.checkpoints.pretrained import load_pretrained
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.hmt.model import HMT
+from memjax.training import LoopConfig, pretrain
+from memjax.training.finetune import finetune
+from memjax.training.finetune.any_model import open_model, save_model
+from memjax.training.finetune.curricula import HMTStages
+from memjax.training.finetune.segment_stage import SegmentStage
+from memjax.training.finetune.stage import SampleConfig
+from tests import tiny
+from tests.buckets.stores import Store
+from tests.cli.test_main import MODEL, SIZES, memjax, refused
+from tests.training.idle import idle_updates
+
+
+@pytest.fixture(name="words", scope="module")
+def _words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(4):
+        (folder / f"{i}.txt").write_text("memory window block state " * (6 + i))
+    data = ["--data.source", f"folder:{folder}", "--data.cache-dir", f"{folder}/cache"]
+    return ["elastic-tiny", *data, *SIZES, *MODEL]
+
+
+def test_a_run_is_trained_scored_continued_and_exported(
+    url: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = memjax("train", "--run-dir", url, *words)
+    assert (code, err) == (0, [])
+    assert f"finished at step 2; run folder {url}" in out
+    code, out, err = memjax("train", "--run-dir", url, *words, "--loop.steps", "3")
+    assert (code, err) == (0, [])
+    assert "resumed at step 2" in out and f"wrote {url}/curves.png" in out
+    code, out, err = memjax("eval", url, "--split", "train")
+    assert (code, err) == (0, [])
+    bucket = Bucket(url)
+    assert json.loads(bucket.read("eval-train.json"))["split"] == "train"
+    for plot in ("curves.png", "eval-train.png"):
+        assert bucket.read(plot).startswith(b"\x89PNG")
+    code, out, err = memjax("generate", url, "--prompt", "memory", "--tokens", "3")
+    assert (code, err) == (0, []) and out
+    code, out, err = memjax("export", url, f"{url}-exported")
+    assert (code, err) == (0, [])
+    assert "model.safetensors" in Bucket(f"{url}-exported").entries()
+    assert "must be empty" in refused("export", url, f"{url}-exported")
+    # What was exported opens as the run does.
+    _, model = pretrain.load_model(url)
+    exported = load_pretrained(f"{url}-exported").model
+    tiny.assert_equal(tiny.parameters(exported), tiny.parameters(model))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_run_or_no_model_is_named(url: str) -> None:
+    assert f"{url} is neither a folder nor a GGUF file" in refused("eval", url)
+    assert "memory must be a folder on a disk" in refused(
+        "ask", "x", "what?", "--memory", url
+    )
+
+
+def test_fine_tuning_starts_from_a_bucket_and_stays_there(
+    gs: Store, tmp_path: Path
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(4):
+        (texts / f"{i}.txt").write_text("memory window block state " * (6 + i))
+    source, cache = f"folder:{texts}", tmp_path / "cache"
+    config = pretrain.RunConfig(
+        model=ModelConfig(
+            mixers=(AttentionConfig(8, 2, 1, 4, capacity=64),),
+            num_layers=1,
+            vocab_size=256,
+            model_dim=8,
+            hidden_dim=8,
+            dtype="float32",
+            remat=False,
+        ),
+        data=pretrain.DataConfig(
+            source, "bytes", context_length=16, batch_size=2, cache_dir=cache
+        ),
+        loop=LoopConfig(steps=1, save_every=1, log_every=1),
+    )
+    backbone, tuned = gs.url("backbone"), gs.url("tuned")
+    with idle_updates():
+        pretrain.train(config, backbone)
+        first = SegmentStage(
+            hmt=HMTConfig(segment=8, sensory=2, memories=3, retrieval=False),
+            window=8,
+            data=SampleConfig(source, batch_size=2, cache_dir=cache),
+            loop=LoopConfig(steps=1, save_every=1, log_every=1),
+        )
+        memory = dataclasses.replace(first.hmt, retrieval=True)
+        stages = HMTStages(first, dataclasses.replace(first, hmt=memory, depth=3))
+        for _ in range(2):
+            outcome = finetune.finetune_stages(stages.stages(), backbone, Path(tuned))
+            assert outcome.reason == "finished"
+    names = Bucket(tuned).entries()
+    assert {"stage1/config.json", "stage2/metrics.jsonl"} <= set(names)
+    assert isinstance(open_model(tuned).model, HMT)
+    save_model(open_model(tuned).model, tmp_path / "exported", open_model(tuned).text)
