@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-TOOLS = ("gcloud", "xpk", "srun", "sbatch", "scontrol", "git", "pip", "gcsfuse")
+TOOLS = ("gcloud", "xpk", "srun", "sbatch", "scontrol", "git", "pip")
 TOOLS += ("xprof", "memjax")
 HOSTS, DEVICES = 2, 2
 #: Of `memjax train`: instead of a preset's own.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.buckets import stores
 from tests.docs import platform_tools
 
 ROOT = Path(__file__).parents[2]
@@ -15,12 +16,19 @@ SECTION = PAGE.split("\n## On a pod\n")[1].split("\n## ")[0]
 BLOCKS = re.findall(r"```bash\n(.*?)```", SECTION, re.DOTALL)
 
 
-def run(block, folder):
+@pytest.fixture(name="gs", scope="module")
+def _gs():
+    with stores.google() as store:
+        yield store
+
+
+def run(block, folder, gs):
     """Runs the commands of a block: what they print, and the calls of tools."""
     tools = platform_tools.install(folder / "tools", os.environ)
-    # Places of the text: folders of this test.
-    for name, place in (("~/bucket", "bucket"), ("/shared/", "shared/")):
-        block = block.replace(name, str(folder / place))
+    # Places of the text: a folder of this test, and a bucket that its programs find.
+    block = block.replace("/shared/", f"{folder}/shared/")
+    block = block.replace("gs://BUCKET", gs.url(folder.name))
+    tools |= gs.environment
     done = subprocess.run(
         ["bash", "-euc", block], env=tools, cwd=folder, capture_output=True, text=True
     )
@@ -30,9 +38,9 @@ def run(block, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_commands_run(number, tmp_path):
+def test_commands_run(number, tmp_path, gs):
     block = BLOCKS[number]
-    printed, calls = run(block, tmp_path)
+    printed, calls = run(block, tmp_path, gs)
     trained = [call for call in calls if call.startswith("memjax train")]
     # Of several hosts the first one prints.
     alone = "--distributed" not in block and "srun" not in block
