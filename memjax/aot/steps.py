@@ -98,7 +98,9 @@ def _finetuning(run: FinetuneRun, mesh: Mesh) -> Step:
 
     step = stage.make_step(run.structure(), run.model, compiled)
     # Only the shapes of a batch count: any text gives them.
-    text = np.zeros(8 * stage.shortest_document + stage.context_length, np.int32)
+    # Tasks of M+ may be many times as long as its shortest document.
+    length = 32 * stage.shortest_document + stage.context_length
+    text = np.zeros(length, np.int32)
     documents = [TokenisedDocument("text", "text", text)]
     tokenizer = load_tokenizer("bytes")
     data = stage.batches(documents, tokenizer, run.model.vocab_size)

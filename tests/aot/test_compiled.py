@@ -62,7 +62,7 @@ def finetuning(memory):
             rank=2,
         )
         tasks = MPlusTaskConfig(
-            chunks=(1,), shortest_chunk=3, target=16, prompt=3, revisit=0.0
+            chunks=(1, 40), shortest_chunk=3, target=16, prompt=3, revisit=0.0
         )
         stage = MPlusStage(memory=sizes, tasks=tasks, data=samples, mesh=MESH)
     attention = AttentionConfig(128, 4, 2, 32, capacity=256)
