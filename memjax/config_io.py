@@ -13,8 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from memjax.checks import require_known, short
 
+#: A file or a folder, on a disk or in a bucket; `memjax.buckets` makes them.
+AnyPath = Path | epath.Path
 #: Key of a field's metadata: the dataclasses that the field may hold.
 TYPES = "types"
 
@@ -48,7 +52,7 @@ def parse_json(
         raise ValueError(f"{where} not JSON ({short(error)})") from error
 
 
-def read_json(file: Path) -> Any:
+def read_json(file: AnyPath) -> Any:
     """What a file of JSON says.
 
     Raises:
@@ -58,7 +62,7 @@ def read_json(file: Path) -> Any:
     return parse_json(read_bounded(file), f"{file} is")
 
 
-def read_bounded(file: Path) -> bytes:
+def read_bounded(file: AnyPath) -> bytes:
     """The bytes of a file of JSON that came from outside.
 
     Raises:
@@ -73,7 +77,7 @@ def read_bounded(file: Path) -> bytes:
     return content
 
 
-def require_regular(file: Path) -> None:
+def require_regular(file: AnyPath) -> None:
     """Raises ValueError for what exists and is no regular file, or a link to one."""
     # A pipe would be waited on for ever, and a device has no end.
     if file.exists() and not file.is_file():

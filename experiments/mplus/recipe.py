@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from memjax.config_io import AnyPath
 from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.run import later_stage, read_run
@@ -27,7 +28,7 @@ def recipe(folder: Path) -> list[dict[str, Any]]:
     return [_stage(x) for x in (*(x for x in before if x.is_dir()), last)]
 
 
-def _stage(folder: Path) -> dict[str, Any]:
+def _stage(folder: AnyPath) -> dict[str, Any]:
     run = read_run(folder)
     stage = run.config
     if not isinstance(stage, MPlusStage):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from memjax.checks import short
+from memjax.config_io import AnyPath
 
 SCHEMES = ("gs", "s3")
 # A `pathlib.Path` of a URL has lost one of the slashes.
@@ -32,7 +33,7 @@ class Entry(NamedTuple):
     checksum: str
 
 
-def as_path(path: Path | str) -> Path:
+def as_path(path: AnyPath | str) -> AnyPath:
     """A folder or file on a disk, or in a bucket where `path` is its URL.
 
     Args:
@@ -62,12 +63,10 @@ def as_path(path: Path | str) -> Path:
             "and . or .."
         )
     _filesystem(scheme)
-    # Behaves as a path, and is one for what asks for its type.
-    url: Any = epath.Path(f"{scheme}://{rest}")
-    return url
+    return epath.Path(f"{scheme}://{rest}")
 
 
-def is_bucket(path: Path | str) -> bool:
+def is_bucket(path: AnyPath | str) -> bool:
     """Whether a path that `as_path` gave, or a text, names a folder in a bucket."""
     found = _URL.fullmatch(str(path))
     return found is not None and found[1] in SCHEMES
@@ -84,7 +83,7 @@ class Bucket:
         OSError: from all methods: of one line, which says what the store answered.
     """
 
-    def __init__(self, url: Path | str):
+    def __init__(self, url: AnyPath | str):
         self.url = str(as_path(url))
         scheme, self._root = self.url.split("://")
         self._files = _filesystem(scheme)

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from memjax.buckets.bucket import Bucket, is_bucket
+from memjax.buckets.bucket import Bucket
+from memjax.config_io import AnyPath
 
 
 class WorkingCopy:
@@ -21,7 +22,7 @@ class WorkingCopy:
         skip: parts of names that are left in the bucket.
     """
 
-    def __init__(self, url: Path | str, folder: Path, skip: Iterable[str]):
+    def __init__(self, url: AnyPath | str, folder: Path, skip: Iterable[str]):
         self._bucket, self._folder, self._skip = Bucket(url), folder, frozenset(skip)
         self._bucket.download(self._of_interest(self._bucket.entries()), folder)
         self._pushed = self._states()
@@ -45,7 +46,7 @@ class WorkingCopy:
 
 
 @contextmanager
-def written_here(path: Path) -> Iterator[Path]:
+def written_here(path: AnyPath) -> Iterator[Path]:
     """Where to write a file or a folder, which is copied into a bucket at the end.
 
     On a disk it is the path itself. Nothing is copied after an exception.
@@ -53,7 +54,7 @@ def written_here(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the bucket does not take it.
     """
-    if not is_bucket(path):
+    if isinstance(path, Path):
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="memjax-") as temporary:
@@ -62,7 +63,7 @@ def written_here(path: Path) -> Iterator[Path]:
         put(here, path)
 
 
-def put(here: Path, path: Path, last: str = "") -> None:
+def put(here: Path, path: AnyPath, last: str = "") -> None:
     """Copies a file or a folder of this machine into a bucket.
 
     Args:
@@ -78,7 +79,7 @@ def put(here: Path, path: Path, last: str = "") -> None:
     Bucket(path).upload(here, sorted(names, key=lambda name: name == last))
 
 
-def kept_files(url: Path | str, names: Iterable[str], cache: Path) -> Path:
+def kept_files(url: AnyPath | str, names: Iterable[str], cache: Path) -> Path:
     """A folder with copies of objects, which are there the next time.
 
     Args:

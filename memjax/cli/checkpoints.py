@@ -5,9 +5,10 @@ from typing import Annotated
 
 import tyro
 
-from memjax.buckets.bucket import Bucket, as_path, is_bucket
+from memjax.buckets.bucket import Bucket, as_path
 from memjax.buckets.local_copies import written_here
 from memjax.cli.progress import Progress
+from memjax.config_io import AnyPath
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints import pretrained as interop
@@ -48,12 +49,9 @@ def import_model(
         dtype: of the saved numbers; float32 holds all that the source held.
         tokenizer: take the tokenizer too; --no-tokenizer for one that cannot be read.
     """
-    destination = as_path(destination)
-    _require_empty(destination)
-    with (
-        Progress("reading", "tensors") as progress,
-        written_here(destination) as folder,
-    ):
+    place = as_path(destination)
+    _require_empty(place)
+    with Progress("reading", "tensors") as progress, written_here(place) as folder:
         written = interop.convert(
             source,
             folder,
@@ -61,7 +59,7 @@ def import_model(
             with_tokenizer=tokenizer,
             progress=progress,
         )
-    return _report(written, destination)
+    return _report(written, place)
 
 
 def export_model(
@@ -82,16 +80,16 @@ def export_model(
         backbone_only: without the memory: the plain model inside, adapters merged.
     """
     # Before the model is read, which may take minutes.
-    destination = as_path(destination)
-    _require_empty(destination)
+    place = as_path(destination)
+    _require_empty(place)
     opened = open_model(source)
     model = plain_model(opened.model) if backbone_only else opened.model
-    command = ["export", source, str(destination)]
+    command = ["export", source, str(place)]
     command += ["--backbone-only"] if backbone_only else []
     # The scores of a run are those of the model with its memory.
     run_dir = None if backbone_only or opened.run is None else as_path(source)
     card = model_card(opened, run_dir, model_type(model), command)
-    with written_here(destination) as folder:
+    with written_here(place) as folder:
         save_model(
             model,
             folder,
@@ -102,17 +100,17 @@ def export_model(
         )
     if not isinstance(opened.text.tokenizer, JsonTokenizer):
         print("no tokenizer.json: the model has none")
-    return _report(model_type(model), destination)
+    return _report(model_type(model), place)
 
 
-def _require_empty(destination: Path) -> None:
-    if not is_bucket(destination):
+def _require_empty(destination: AnyPath) -> None:
+    if isinstance(destination, Path):
         require_free(destination)
     elif names := list(Bucket(destination).entries()):
         raise ValueError(f"{destination} must be empty, it has {names[0]}")
 
 
-def _report(written: str, folder: Path) -> int:
+def _report(written: str, folder: AnyPath) -> int:
     readers = READERS.get(written, "memjax and transformers load it")
     print(f"wrote {folder} ({written}): {readers}")
     return 0

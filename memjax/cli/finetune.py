@@ -6,6 +6,7 @@ from typing import Any, Literal
 from memjax.buckets.bucket import as_path
 from memjax.cli.process import exits_75, join_cluster, keep_programs, waits_for_verdict
 from memjax.cli.progress import Progress
+from memjax.config_io import AnyPath
 from memjax.training.curves import draw_curves
 from memjax.training.finetune import finetune as finetuning
 from memjax.training.finetune import hmt_presets, mplus_presets, retrofit_stages
@@ -54,11 +55,11 @@ def finetune(
             GKE, Slurm or Open MPI name several.
     """
     keep_programs(compilation_cache)
-    run_dir = as_path(run_dir)
+    folder = as_path(run_dir)
     with exits_75():
         join_cluster(distributed)
     if isinstance(config, RetrofitStages):
-        config = _with_layers(config, backbone, run_dir)
+        config = _with_layers(config, backbone, folder)
     stages = config.stages()
     # A curriculum begins with the backbone; each later stage finds its own start.
     if len(stages) > 1 and (backbone is None or start is not None):
@@ -68,16 +69,16 @@ def finetune(
             f"start={start and str(start)!r}"
         )
     with exits_75(), waits_for_verdict():
-        outcome = finetuning.finetune_stages(stages, backbone, run_dir, start)
-    print(f"{outcome.reason} at step {outcome.step}; run folder {run_dir}")
+        outcome = finetuning.finetune_stages(stages, backbone, folder, start)
+    print(f"{outcome.reason} at step {outcome.step}; run folder {folder}")
     for name, _ in stages if outcome.reason != "preempted" else ():
-        if curves := draw_curves(run_dir / name):
+        if curves := draw_curves(folder / name):
             print(f"wrote {curves}")
     return outcome.exit_code
 
 
 def _with_layers(
-    config: RetrofitStages, backbone: str | None, run_dir: Path
+    config: RetrofitStages, backbone: str | None, run_dir: AnyPath
 ) -> RetrofitStages:
     """The configuration with numbers for layers."""
     if config.layers != "auto":

@@ -72,15 +72,15 @@ def train(
             "off"; None is JAX_COMPILATION_CACHE_DIR, or else the user's cache folder.
     """
     keep_programs(compilation_cache)
-    run_dir = as_path(run_dir)
+    folder = as_path(run_dir)
     with exits_75():
         join_cluster(distributed)
         tokenizer = load_tokenizer(config.data.tokenizer)
         with waits_for_verdict():
-            outcome = run.train(run.with_vocabulary(config, tokenizer), run_dir)
-    print(f"{outcome.reason} at step {outcome.step}; run folder {run_dir}")
+            outcome = run.train(run.with_vocabulary(config, tokenizer), folder)
+    print(f"{outcome.reason} at step {outcome.step}; run folder {folder}")
     # A run that was asked to stop has no time for it.
-    if outcome.reason != "preempted" and (curves := draw_curves(run_dir)):
+    if outcome.reason != "preempted" and (curves := draw_curves(folder)):
         print(f"wrote {curves}")
     return outcome.exit_code
 

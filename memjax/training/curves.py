@@ -2,13 +2,13 @@
 
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from memjax.buckets.bucket import as_path
 from memjax.buckets.local_copies import written_here
+from memjax.config_io import AnyPath
 from memjax.evaluation.drawing import source_of
 from memjax.evaluation.plots import training_curves
 from memjax.evaluation.provenance import device_name, version
@@ -20,7 +20,7 @@ VALIDATION = "validation_perplexity"
 logger = logging.getLogger(__name__)
 
 
-def draw_curves(run_dir: Path | str) -> Path | None:
+def draw_curves(run_dir: AnyPath | str) -> AnyPath | None:
     """Draws `curves.png` of a run: losses of training and validation, learning rate.
 
     Args:

@@ -18,12 +18,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 from jaxtyping import PyTree
 
+from memjax.config_io import AnyPath
 from memjax.training.checkpoints.checkpoint import Checkpoints
 from memjax.training.config import DataIterator, LoopConfig, Outcome, Reason
 from memjax.training.multihost import StopSignals, agreed, same_everywhere
@@ -43,7 +43,7 @@ def train(
     state: PyTree,
     data: DataIterator,
     config: LoopConfig,
-    run_dir: Path | str | RunFolder,
+    run_dir: AnyPath | str | RunFolder,
     *,
     config_record: dict[str, Any],
     tokens_per_step: int,

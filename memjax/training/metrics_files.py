@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from memjax.config_io import AnyPath
 from memjax.training.checkpoints.checksums import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
@@ -135,7 +136,7 @@ def keep_lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     return kept
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: AnyPath) -> list[dict[str, Any]]:
     """The records of a metrics file, none without one; damaged lines are left out."""
     if not path.exists():
         return []

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from memjax.checks import require_known
-from memjax.config_io import completed, to_record
+from memjax.config_io import AnyPath, completed, to_record
 from memjax.data import Tokenizer, load_tokenizer
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig
@@ -48,7 +47,7 @@ from memjax.training.watching.writers import require_installed
 DIGEST = "tokenizer_digest"
 
 
-def train(config: RunConfig, run_dir: Path | str) -> Outcome:
+def train(config: RunConfig, run_dir: AnyPath | str) -> Outcome:
     """Trains a model, or resumes the run in `run_dir`, a folder or a bucket's URL.
 
     Raises:
@@ -189,7 +188,7 @@ def abstract_model(config: ModelConfig) -> LanguageModel:
     return nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
 
 
-def load_model(run_dir: Path | str) -> tuple[RunConfig, LanguageModel]:
+def load_model(run_dir: AnyPath | str) -> tuple[RunConfig, LanguageModel]:
     """Reads a run's configuration and the newest good checkpoint's parameters.
 
     Raises:

@@ -11,9 +11,8 @@ from typing import Any
 
 import jax
 
-from memjax.buckets.bucket import is_bucket
 from memjax.buckets.local_copies import WorkingCopy
-from memjax.config_io import from_record, read_json, to_record
+from memjax.config_io import AnyPath, from_record, read_json, to_record
 from memjax.training.checkpoints.checkpoint import Checkpoints
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
@@ -48,22 +47,24 @@ class RunFolder:
         OSError: a bucket does not answer, or not as it should.
     """
 
-    def __init__(self, run_dir: Path | str):
+    def __init__(self, run_dir: AnyPath | str):
         self.run_dir = check_path("run_dir", run_dir)
         self.checkpoints = self.run_dir / CHECKPOINTS
-        self.files, self._copy = self.run_dir, None
+        self._copy: WorkingCopy | None = None
         self._claim = Claim(self.run_dir)
-        if is_bucket(self.run_dir):
-            # Services that show metrics name a run as its folder.
-            self._temporary = Path(tempfile.mkdtemp(prefix="memjax-run-"))
-            self.files = self._temporary / self.run_dir.name
-            self.files.mkdir()
-            skip = (CHECKPOINTS, CLAIM_FILE)
-            try:
-                self._copy = WorkingCopy(self.run_dir, self.files, skip)
-            except BaseException:
-                self._claim.close()
-                raise
+        if isinstance(self.run_dir, Path):
+            self.files = self.run_dir
+            return
+        # Services that show metrics name a run as its folder.
+        self._temporary = Path(tempfile.mkdtemp(prefix="memjax-run-"))
+        self.files = self._temporary / self.run_dir.name
+        self.files.mkdir()
+        skip = (CHECKPOINTS, CLAIM_FILE)
+        try:
+            self._copy = WorkingCopy(self.run_dir, self.files, skip)
+        except BaseException:
+            self._claim.close()
+            raise
 
     def push(self) -> None:
         """Copies changed files into the bucket; on a disk they are there.
@@ -135,7 +136,7 @@ def record_config(config: Any, folder: RunFolder, may_change: Collection[str]) -
         write_atomically(file, json.dumps(record, indent=1))
 
 
-def read_config(kind: type, run_dir: Path) -> Any:
+def read_config(kind: type, run_dir: AnyPath) -> Any:
     """The configuration that `record_config` wrote, a dataclass of the kind.
 
     Raises:
@@ -157,7 +158,7 @@ def read_config(kind: type, run_dir: Path) -> Any:
     return from_record(kind, record, f"{file}: config")
 
 
-def newest_state(run_dir: Path, state: TrainState) -> TrainState:
+def newest_state(run_dir: AnyPath, state: TrainState) -> TrainState:
     """The newest good checkpoint of a run, of the shapes of `state`.
 
     Raises:

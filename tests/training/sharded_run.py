@@ -3,7 +3,7 @@
 `main` makes three updates on each mesh: by mesh ("none" is one device), the losses, and
 of each leaf of the state its shape and the shape that each device holds. `gathered`
 compiles updates of some families and says how much their devices gather. `sequences`
-divides the tokens of a row.
+divides the tokens of a row. `systems` trains HMT and M+ around a backbone.
 """
 
 import dataclasses
@@ -16,8 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
+from memjax.data import TokenisedDocument, load_tokenizer
 from memjax.data.batches.batch import Batch
+from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
 from memjax.mechanisms import (
     AttentionConfig,
     BesideConfig,
@@ -35,7 +38,14 @@ from memjax.mechanisms import (
     TTTLinearConfig,
 )
 from memjax.models import LanguageModel, ModelConfig, preset
+from memjax.models.hmt.config import HMTConfig
+from memjax.models.mplus.config import MPlusConfig
 from memjax.training import pretrain, sharding
+from memjax.training.finetune import finetune
+from memjax.training.finetune.mplus_stage import MPlusStage
+from memjax.training.finetune.run import AnyStage, FinetuneRun
+from memjax.training.finetune.segment_stage import SegmentStage
+from memjax.training.finetune.stage import SampleConfig
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 # One block and a half: fewer programs to compile than two whole blocks.
@@ -156,6 +166,63 @@ def divided(mixer, config, devices):
         "gathered": max(gathers(text), default=0),
         "exchanges": len(re.findall(r" all-to-all(?:-start)?\(", text)),
     }
+
+
+def systems() -> None:
+    """By system and mesh: the losses of two updates."""
+    meshes = {
+        1: sharding.MeshConfig(1),
+        2: sharding.MeshConfig(1, fsdp=2),
+        4: sharding.MeshConfig(1, fsdp=2, tensor=2),
+        8: sharding.MeshConfig(2, fsdp=2, tensor=2),
+    }
+    sizes = SampleConfig(batch_size=B)
+    memory = MPlusConfig(
+        tokens=4,
+        pool=8,
+        chunk=8,
+        least_chunk=2,
+        retrieved=4,
+        store=16,
+        key_dim=4,
+        rank=2,
+    )
+    tasks = MPlusTaskConfig(chunks=(2,), shortest_chunk=3, target=16, prompt=3)
+    stages: dict[str, AnyStage] = {
+        "hmt": SegmentStage(
+            hmt=HMTConfig(segment=8, sensory=2, memories=4), data=sizes
+        ),
+        "mplus": MPlusStage(memory=memory, tasks=tasks, data=sizes),
+    }
+    print(
+        json.dumps(
+            {
+                name: {n: trained(stage, config, n) for n, config in meshes.items()}
+                for name, stage in stages.items()
+            }
+        )
+    )
+
+
+def trained(stage, config, devices):
+    """The losses of two updates of a stage on the first devices."""
+    attention = AttentionConfig(**HEADS, capacity=64)
+    backbone = dataclasses.replace(MODEL, mixers=(attention,), vocab_size=256)
+    described = FinetuneRun(stage, backbone, "bytes", "", "")
+    mesh = sharding.make_mesh(config, jax.devices()[:devices])
+    create, step = finetune._programs(described, mesh)
+    model = stage.wrap(
+        LanguageModel(backbone, key=jax.random.key(0)), jax.random.key(1)
+    )
+    state = create(nnx.state(model), jax.random.key(2))
+    text = np.random.default_rng(0).integers(0, 256, 4000).astype(np.int32)
+    documents = [TokenisedDocument("text", "text", text)]
+    batches = stage.batches(documents, load_tokenizer("bytes"), 256)
+    losses = []
+    for _ in range(2):
+        state, metrics = step(state, next(batches))
+        losses.append(float(metrics["loss"]))
+    return losses
 
 
 def complaint(call):

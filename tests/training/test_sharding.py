@@ -97,6 +97,20 @@ def test_devices_that_divide_sequences_gather_nothing(divided, name):
     assert divided[name]["sequence=2"]["gathered"] == 0
 
 
+@pytest.mark.slow
+def test_hmt_and_mplus_train_alike_on_one_to_eight_devices(with_devices):
+    process = Process(sharded_run.systems, environment=with_devices(8))
+    found = json.loads(process.require_end().splitlines()[-1])
+    assert {*found} == {"hmt", "mplus"}
+    for name, losses in found.items():
+        assert {*losses} == {"1", "2", "4", "8"}
+        assert losses["1"][0] != losses["1"][1]
+        for devices, values in losses.items():
+            np.testing.assert_allclose(
+                values, losses["1"], rtol=1e-5, err_msg=f"{name} on {devices}"
+            )
+
+
 def specs(config, axes=(2, 2, 2)):
     """Where each leaf of a train state lies, by path, on a mesh of no devices."""
     mesh = AbstractMesh(axes, ("data", "fsdp", "tensor"))

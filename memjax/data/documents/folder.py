@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from memjax.buckets.bucket import Bucket, as_path, is_bucket
 from memjax.checks import listed
-from memjax.config_io import parse_json
+from memjax.config_io import AnyPath, parse_json
 from memjax.data.documents.documents import SPLITS, Document, Source, Split
 
 _LOG = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class _File(NamedTuple):
     stamp: tuple[int, ...] | str
 
 
-def folder_source(path: Path | str) -> Source:
+def folder_source(path: AnyPath | str) -> Source:
     """The documents of a folder, sub-folders included, in order of name.
 
     It may lie in a bucket, where it is read in place.
@@ -83,12 +83,12 @@ def folder_source(path: Path | str) -> Source:
     return Source(read, has_splits, _version(files))
 
 
-def files_version(root: Path) -> str | None:
+def files_version(root: AnyPath) -> str | None:
     """Differs when a file of the folder does; None where nothing tells."""
     return _version(_files(root))
 
 
-def _readable_files(root: Path) -> list[_File]:
+def _readable_files(root: AnyPath) -> list[_File]:
     present = _files(root)
     files = [file for file in present if _suffix(file.path) in _READERS]
     if not files:
@@ -100,7 +100,7 @@ def _readable_files(root: Path) -> list[_File]:
     return files
 
 
-def _files(root: Path) -> list[_File]:
+def _files(root: AnyPath) -> list[_File]:
     """All regular files in order of name; devices and pipes, which may be links, have
     no end."""
     files = []

@@ -21,10 +21,10 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 from jaxtyping import Int32
 
-from memjax.buckets.bucket import Bucket, as_path, is_bucket
+from memjax.buckets.bucket import Bucket, as_path
 from memjax.buckets.local_copies import put
 from memjax.checks import check_sizes
-from memjax.config_io import read_json
+from memjax.config_io import AnyPath, read_json
 from memjax.data.documents import prepared, sources, token_file
 from memjax.data.documents.documents import (
     SPLITS,
@@ -73,7 +73,7 @@ class PrepareConfig:
 
 def prepare(
     config: PrepareConfig,
-    folder: Path,
+    folder: AnyPath,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Writes the tokens of all splits of a source; returns the manifest.
@@ -98,7 +98,7 @@ def prepare(
     if (folder / MANIFEST).is_file():
         _require_same(folder / MANIFEST, plan)
         return prepared.read_manifest(folder)
-    if is_bucket(folder):
+    if not isinstance(folder, Path):
         return _prepare_bucket(config, folder, progress)
     _claim(folder, plan)
     writers = {split: _Writer(folder, split, plan) for split in SPLITS}
@@ -118,7 +118,7 @@ def prepare(
 
 
 def _prepare_bucket(
-    config: PrepareConfig, url: Path, progress: Callable[[int, int], None]
+    config: PrepareConfig, url: AnyPath, progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Prepares in the cache, which goes on where it was stopped, and copies it all."""
     if names := list(Bucket(url).entries()):
@@ -166,7 +166,7 @@ def _claim(folder: Path, plan: dict[str, Any]) -> None:
     _write_json(folder / PLAN, plan)
 
 
-def _require_same(file: Path, plan: dict[str, Any]) -> None:
+def _require_same(file: AnyPath, plan: dict[str, Any]) -> None:
     found = read_json(file)
     # Where the texts or the tokenizer came from may be called otherwise.
     for key in [key for key in plan if key not in ("source", "tokenizer")]:

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-from memjax.buckets.bucket import is_bucket
 from memjax.buckets.local_copies import kept_files
-from memjax.config_io import parse_json, read_json
+from memjax.config_io import AnyPath, parse_json, read_json
 from memjax.data.documents.documents import Split
 from memjax.data.documents.record_tokens import RecordTokens
 from memjax.data.documents.token_file import TokenisedDocument
@@ -38,7 +37,7 @@ CACHED_RECORDS = 64
 
 
 def load(
-    folder: Path, tokenizer: Tokenizer, split: Split, cache: Path
+    folder: AnyPath, tokenizer: Tokenizer, split: Split, cache: Path
 ) -> list[TokenisedDocument]:
     """The documents of one split; their tokens are read when they are used.
 
@@ -58,7 +57,7 @@ def load(
     shards = manifest["shards"].get(split, [])
     if not shards:
         raise ValueError(f"{folder} has no document in split={split!r}")
-    if is_bucket(folder):
+    if not isinstance(folder, Path):
         paths = [Path(shard["file"]) for shard in shards]
         names = [str(name) for path in paths for name in (path, index_file(path))]
         folder = kept_files(folder, names, cache)
@@ -75,7 +74,7 @@ def load(
     return documents
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: AnyPath) -> dict[str, Any]:
     """What was prepared.
 
     Raises:

@@ -6,9 +6,9 @@ import json
 import lzma
 from collections.abc import Iterator
 from importlib import resources
-from pathlib import Path
 
 from memjax.buckets.bucket import as_path
+from memjax.config_io import AnyPath
 from memjax.data.documents import prepared
 from memjax.data.documents.documents import Document, Source, Split, assign_splits
 from memjax.data.documents.folder import folder_source
@@ -35,7 +35,7 @@ def open_documents(spec: str) -> list[Document]:
     return documents if source.has_splits else assign_splits(documents)
 
 
-def prepared_folder(spec: str) -> Path | None:
+def prepared_folder(spec: str) -> AnyPath | None:
     """The folder of "prepared:FOLDER", None of any other source."""
     form, _, name = spec.partition(":")
     return as_path(name) if form == prepared.FORM and name else None

@@ -7,9 +7,9 @@ from it. All of it is data: a chat template is kept as text and not run here.
 import dataclasses
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from memjax.config_io import AnyPath
 from memjax.data.documents.tokenizer import JsonTokenizer, Tokenizer, parse_tokenizer
 from memjax.models.checkpoints.hf.safetensors_file import read_object
 from memjax.models.checkpoints.hf.safetensors_folder import (
@@ -84,7 +84,7 @@ class TextInterface:
 
 
 def read_text_interface(
-    folder: Path, vocab_size: int, *, with_tokenizer: bool = True
+    folder: AnyPath, vocab_size: int, *, with_tokenizer: bool = True
 ) -> TextInterface:
     """Reads the files of a Hugging Face folder that are about text.
 
@@ -237,7 +237,7 @@ def _tokenizer_config(text: TextInterface) -> dict[str, Any]:
     return record
 
 
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+def _chat_template(folder: AnyPath, settings: Mapping[str, Any]) -> str | None:
     """The template in a file of its own, or in `tokenizer_config.json`."""
     if (file := read_inside(folder, CHAT_TEMPLATE)) is not None:
         return file.decode()
@@ -262,7 +262,7 @@ def _token_id(tokenizer: JsonTokenizer | None, token: Any) -> int | None:
     return tokenizer.backend.token_to_id(token)
 
 
-def _read_object(folder: Path, name: str) -> dict[str, Any]:
+def _read_object(folder: AnyPath, name: str) -> dict[str, Any]:
     file = read_inside(folder, name)
     return {} if file is None else read_object(file, str(folder / name))
 

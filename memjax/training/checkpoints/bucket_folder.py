@@ -26,7 +26,7 @@ import jax
 
 from memjax.buckets.bucket import Bucket
 from memjax.checks import short
-from memjax.config_io import parse_json
+from memjax.config_io import AnyPath, parse_json
 from memjax.training.checkpoints.checksums import DIGEST_FILE
 from memjax.training.checkpoints.folder import (
     FORMAT,
@@ -46,7 +46,7 @@ class BucketFolder(Folder):
         ValueError: also on `s3://` with several processes.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: AnyPath):
         super().__init__(path)
         self._bucket = Bucket(path)
         # Where a step is on its way to or from `s3://`.
@@ -74,7 +74,7 @@ class BucketFolder(Folder):
             and name.parts[0].isdecimal()
         )
 
-    def place(self, step: int) -> Path:
+    def place(self, step: int) -> AnyPath:
         """Of the bucket, or on its way there."""
         return (self._staging or self.path) / str(step)
 

@@ -37,6 +37,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from memjax.buckets.bucket import is_bucket
+from memjax.config_io import AnyPath
 from memjax.training.checkpoints.bucket_folder import BucketFolder
 from memjax.training.checkpoints.disk_folder import DiskFolder
 from memjax.training.checkpoints.folder import (
@@ -74,7 +75,7 @@ class Checkpoints:
             path with [, ] or a backslash, or a folder with something else in it.
     """
 
-    def __init__(self, directory: Path | str, *, keep: int = 3):
+    def __init__(self, directory: AnyPath | str, *, keep: int = 3):
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self.keep = keep
@@ -317,14 +318,14 @@ class Checkpoints:
         return SaveError(code or errno.EIO, text)
 
 
-def open_folder(directory: Path | str) -> Folder:
+def open_folder(directory: AnyPath | str) -> Folder:
     """The folder of checkpoints, which shows their steps.
 
     Raises:
         ValueError: as `Checkpoints`.
     """
     path = check_path("directory", directory)
-    return BucketFolder(path) if is_bucket(path) else DiskFolder(path)
+    return DiskFolder(path) if isinstance(path, Path) else BucketFolder(path)
 
 
 def any_process(flag: bool) -> bool:

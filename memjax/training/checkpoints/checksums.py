@@ -13,9 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from memjax.buckets.bucket import is_bucket
 from memjax.checks import short
-from memjax.config_io import read_json, require_regular
+from memjax.config_io import AnyPath, read_json, require_regular
 from memjax.models.checkpoints.hf.safetensors_write import sync_folder
 
 DIGEST_FILE = "digests.json"
@@ -57,9 +56,9 @@ def problems(folder: Path) -> list[str]:
         return [text for text in found if text]
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: AnyPath, text: str) -> None:
     """Writes a small file so that a reader sees either all of it or none."""
-    if is_bucket(path):
+    if not isinstance(path, Path):
         # An object appears with all of its content.
         path.write_text(text, encoding="utf-8")
         return

@@ -35,27 +35,28 @@ class DiskFolder(Folder):
     """A folder on a local or shared filesystem; see `Folder`."""
 
     def __init__(self, path: Path):
-        super().__init__(path.absolute())
+        self._disk = path.absolute()
+        super().__init__(self._disk)
         self._lock: Any = None
         self._require_ours()
 
     def steps(self) -> list[int]:
         """The steps that have a folder, oldest first; damaged ones included."""
-        if not self.path.is_dir():
+        if not self._disk.is_dir():
             return []
-        names = (p.name for p in self.path.iterdir() if p.is_dir())
+        names = (p.name for p in self._disk.iterdir() if p.is_dir())
         return sorted(int(name) for name in names if name.isdecimal())
 
     def place(self, step: int) -> Path:
         """The folder of a step."""
-        return self.path / str(step)
+        return self._disk / str(step)
 
     def bring(self, step: int) -> None:
         """Nothing: it is where it is read."""
 
     def seal(self, step: int) -> None:
         """Writes the digests, just before the folder gets its final name."""
-        folder = self.path / f"{step}{UNFINISHED}"
+        folder = self._disk / f"{step}{UNFINISHED}"
         for name in NEEDED:
             # What cannot be read back must not count as a checkpoint.
             if not (folder / name).is_file():
@@ -66,22 +67,22 @@ class DiskFolder(Folder):
         """Whether a step has its final name, which is then put on the disk."""
         if not self.place(step).exists():
             return False
-        sync_folder(self.path)
+        sync_folder(self._disk)
         return True
 
     def discard(self, step: int) -> None:
         """Its remains would fill the disk that the next save needs."""
-        shutil.rmtree(self.path / f"{step}{UNFINISHED}", ignore_errors=True)
+        shutil.rmtree(self._disk / f"{step}{UNFINISHED}", ignore_errors=True)
 
     def require_room(self, size: int) -> None:
         """Refuses a save that the disk may not hold: 1.25 of the state and 1 MiB."""
-        existing = (p for p in (self.path, *self.path.parents) if p.exists())
+        existing = (p for p in (self._disk, *self._disk.parents) if p.exists())
         need, free = int(1.25 * size) + 2**20, shutil.disk_usage(next(existing)).free
         if free < need:
             raise DiskFullError(
                 errno.ENOSPC,
-                f"no room for a checkpoint in {self.path}: {need} bytes needed, {free} "
-                "free. Free some space and run the same command again",
+                f"no room for a checkpoint in {self._disk}: {need} bytes needed, "
+                f"{free} free. Free some space and run the same command again",
             )
 
     def unlock(self) -> None:
@@ -91,16 +92,16 @@ class DiskFolder(Folder):
             self._lock = None
 
     def _take(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._disk.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
-            self._lock = _lock(self.path)
+            self._lock = _lock(self._disk)
             # Only with the lock: another process may be writing what looks like
             # remains.
             self._clear_unfinished()
 
     def _clear_unfinished(self) -> None:
         for suffix in (UNFINISHED, DELETED):
-            for leftover in self.path.glob(f"*{suffix}"):
+            for leftover in self._disk.glob(f"*{suffix}"):
                 if leftover.name.removesuffix(suffix).isdecimal():
                     shutil.rmtree(leftover)
 
@@ -112,33 +113,33 @@ class DiskFolder(Folder):
 
     def _delete(self, step: int) -> None:
         # Renamed first: a half-deleted folder must not look like a damaged one.
-        doomed = self.path / f"{step}{DELETED}"
+        doomed = self._disk / f"{step}{DELETED}"
         self.place(step).rename(doomed)
         shutil.rmtree(doomed)
 
     def _set_aside(self, step: int) -> str:
-        aside, n = self.path / f"{step}.damaged", 1
+        aside, n = self._disk / f"{step}.damaged", 1
         while aside.exists():
             n += 1
-            aside = self.path / f"{step}.damaged-{n}"
+            aside = self._disk / f"{step}.damaged-{n}"
         self.place(step).rename(aside)
         return aside.name
 
     def _write_format(self) -> None:
-        if not (self.path / FORMAT_FILE).exists():
-            write_atomically(self.path / FORMAT_FILE, json.dumps(FORMAT))
+        if not (self._disk / FORMAT_FILE).exists():
+            write_atomically(self._disk / FORMAT_FILE, json.dumps(FORMAT))
 
     def _require_ours(self) -> None:
-        if not self.path.exists():
+        if not self._disk.exists():
             return
-        if not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file, not a folder of checkpoints")
+        if not self._disk.is_dir():
+            raise ValueError(f"{self._disk} is a file, not a folder of checkpoints")
         # The lock and half-written marker are hidden, and may be all there is so far.
-        names = {p.name for p in self.path.iterdir() if not p.name.startswith(".")}
+        names = {p.name for p in self._disk.iterdir() if not p.name.startswith(".")}
         if not names:
             return
         self._require_marker(names)
-        file = self.path / FORMAT_FILE
+        file = self._disk / FORMAT_FILE
         try:
             found = read_json(file)
         except (OSError, ValueError) as error:

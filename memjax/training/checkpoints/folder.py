@@ -14,11 +14,11 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from memjax.buckets.bucket import as_path, is_bucket
 from memjax.checks import short
+from memjax.config_io import AnyPath
 
 FORMAT_FILE = "memjax-checkpoints.json"
 FORMAT = {"format": "memjax checkpoints", "version": 1}
@@ -40,7 +40,7 @@ class DiskFullError(SaveError):
     """There is no room for the next checkpoint."""
 
 
-def check_path(name: str, path: Path | str) -> Path:
+def check_path(name: str, path: AnyPath | str) -> AnyPath:
     """The path, of a disk or a bucket.
 
     Raises:
@@ -72,7 +72,7 @@ class Folder(ABC):
         ValueError: `path` is a file, or a folder with something else in it.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: AnyPath):
         self.path = path
         self._damaged: set[int] = set()
         self._unreadable: set[int] = set()
@@ -85,7 +85,7 @@ class Folder(ABC):
         """The steps that have a checkpoint, oldest first; damaged ones included."""
 
     @abstractmethod
-    def place(self, step: int) -> Path:
+    def place(self, step: int) -> AnyPath:
         """Where the checkpoint library writes a step, and reads it after `bring`."""
 
     @abstractmethod

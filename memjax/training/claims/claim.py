@@ -10,7 +10,7 @@ from types import TracebackType
 
 import jax
 
-from memjax.buckets.bucket import is_bucket
+from memjax.config_io import AnyPath
 from memjax.training.checkpoints.checkpoint import any_process
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.claims.claim_file import CLAIM_FILE as CLAIM_FILE
@@ -37,14 +37,16 @@ class Claim:
         ValueError: checkpoints cannot be kept under that path.
     """
 
-    def __init__(self, folder: Path, name: str = "run_dir", verb: str = "trains"):
+    def __init__(self, folder: AnyPath, name: str = "run_dir", verb: str = "trains"):
         path = check_path(name, folder)
         self._held: ClaimFile | ClaimObject | None = None
         refusal = None
         if jax.process_index() == 0:
-            hold = ClaimObject if is_bucket(path) else ClaimFile
             try:
-                self._held = hold(path, verb)
+                if isinstance(path, Path):
+                    self._held = ClaimFile(path, verb)
+                else:
+                    self._held = ClaimObject(path, verb)
             except ClaimedError as error:
                 refusal = error
         if any_process(refusal is not None):

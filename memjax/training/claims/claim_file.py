@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from memjax.config_io import AnyPath
+
 CLAIM_FILE = ".claim"
 #: How long another host's claim is watched for a sign of life, in seconds. Some network
 #: filesystems show a change a minute late.
@@ -109,7 +111,7 @@ class ClaimFile:
 
 
 def require_ended(
-    folder: Path, owner: Owner, verb: str, now: Callable[[], Owner | None]
+    folder: AnyPath, owner: Owner, verb: str, now: Callable[[], Owner | None]
 ) -> None:
     """Raises ClaimedError if whoever is named in a claim still lives.
 
@@ -162,7 +164,7 @@ def read_owner(content: bytes) -> Owner | None:
         return None
 
 
-def refusal(folder: Path, owner: Owner | None, verb: str) -> ClaimedError:
+def refusal(folder: AnyPath, owner: Owner | None, verb: str) -> ClaimedError:
     """What says that a folder is in use, and by whom."""
     who = f"process {owner.pid} on {owner.host}" if owner else "another process"
     return ClaimedError(

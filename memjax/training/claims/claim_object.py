@@ -12,9 +12,9 @@ import socket
 import time
 import uuid
 from contextlib import suppress
-from pathlib import Path
 
 from memjax.buckets.bucket import Bucket
+from memjax.config_io import AnyPath
 from memjax.training.claims.claim_file import (
     CLAIM_FILE,
     Owner,
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class ClaimObject:
     """Holds a folder of a bucket until `release`; see `ClaimFile`."""
 
-    def __init__(self, folder: Path, verb: str):
+    def __init__(self, folder: AnyPath, verb: str):
         self._folder, self._verb = folder, verb
         self._bucket, self._token = Bucket(folder), uuid.uuid4().hex
         content = self._content()

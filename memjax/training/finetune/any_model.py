@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 
 from memjax.buckets.bucket import as_path
+from memjax.config_io import AnyPath
 from memjax.data import Tokenizer, load_tokenizer
 from memjax.models import LanguageModel
 from memjax.models.base import Model
@@ -70,7 +71,7 @@ class OpenedModel:
 
 
 def open_model(
-    name: Path | str, *, dtype: Dtype | None = None, with_tokenizer: bool = True
+    name: AnyPath | str, *, dtype: Dtype | None = None, with_tokenizer: bool = True
 ) -> OpenedModel:
     """Reads a model, whatever it is.
 
@@ -110,7 +111,7 @@ def open_model(
     return OpenedModel(loaded.model, loaded.text, loaded.origin)
 
 
-def is_run(path: Path) -> bool:
+def is_run(path: AnyPath) -> bool:
     """Whether a folder is of a run, trained from scratch or fine-tuned."""
     if (path / CHECKPOINTS).is_dir() or later_stage(path) is not None:
         return True
@@ -120,7 +121,7 @@ def is_run(path: Path) -> bool:
     return '"loop"' in text and '"model_type"' not in text
 
 
-def run_text(run: RunConfig | FinetuneRun, folder: Path) -> TextInterface:
+def run_text(run: RunConfig | FinetuneRun, folder: AnyPath) -> TextInterface:
     """What stands between a run's model and text.
 
     Args:

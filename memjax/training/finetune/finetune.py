@@ -10,13 +10,12 @@ backbone or a first stage of other parameters it is refused, by their digests.
 
 import functools
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from memjax.config_io import completed, to_record
+from memjax.config_io import AnyPath, completed, to_record
 from memjax.training import header, loop, pretrain, run_data, sharding
 from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.checkpoints.checksums import write_atomically
@@ -44,9 +43,9 @@ FREE = frozenset(f"config.{name}" for name in FREE_FIELDS) | {"origin"}
 
 def finetune(
     stage: AnyStage,
-    backbone: Path | str | None,
-    run_dir: Path,
-    start: Path | None = None,
+    backbone: AnyPath | str | None,
+    run_dir: AnyPath,
+    start: AnyPath | None = None,
 ) -> Outcome:
     """Trains one stage, or resumes the run in `run_dir`.
 
@@ -131,9 +130,9 @@ def finetune(
 
 def finetune_stages(
     stages: Iterable[tuple[str, AnyStage]],
-    backbone: Path | str | None,
-    run_dir: Path,
-    start: Path | None = None,
+    backbone: AnyPath | str | None,
+    run_dir: AnyPath,
+    start: AnyPath | None = None,
 ) -> Outcome:
     """Stages under their names in `run_dir`, each from where the one before ended.
 

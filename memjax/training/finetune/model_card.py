@@ -1,9 +1,8 @@
 """The card of an exported model: what it was made of, how, and how good it is."""
 
 import shlex
-from pathlib import Path
 
-from memjax.config_io import read_json
+from memjax.config_io import AnyPath, read_json
 from memjax.models.checkpoints import own_format
 from memjax.training.config import RunConfig
 from memjax.training.finetune.any_model import OpenedModel
@@ -27,7 +26,7 @@ PLAIN = (
 
 
 def model_card(
-    opened: OpenedModel, folder: Path | None, model_type: str, command: list[str]
+    opened: OpenedModel, folder: AnyPath | None, model_type: str, command: list[str]
 ) -> str:
     """The text of a `README.md` for the hub.
 
@@ -83,7 +82,7 @@ def _training(run: RunConfig | FinetuneRun) -> str:
     )
 
 
-def _scores(folder: Path) -> str:
+def _scores(folder: AnyPath) -> str:
     """A table of what `memjax eval` left in the run's folder."""
     rows = []
     for file in sorted(folder.glob("eval-*.json")):

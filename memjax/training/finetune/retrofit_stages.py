@@ -3,14 +3,13 @@
 import dataclasses
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from memjax.checks import check_sizes
-from memjax.config_io import read_json, to_record
+from memjax.config_io import AnyPath, read_json, to_record
 from memjax.data import load_tokens
 from memjax.evaluation.layer_sensitivity import layer_sensitivity, most_sensitive
 from memjax.models.language_model.retrofit import attention_layers
@@ -99,8 +98,8 @@ class RetrofitStages(RetrofitSettings):
 
 def with_layers(
     config: RetrofitStages,
-    backbone: Path | str,
-    run_dir: Path,
+    backbone: AnyPath | str,
+    run_dir: AnyPath,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> RetrofitStages:
     """The configuration with numbers for layers="auto".
@@ -147,7 +146,7 @@ def with_layers(
     return dataclasses.replace(config, layers=_said(record))
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: AnyPath) -> dict[str, Any]:
     """What `with_layers` wrote."""
     found = read_json(file)
     if not isinstance(found, dict) or {*found} != {"layers", "rises", "settings"}:

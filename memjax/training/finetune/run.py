@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
 from flax import nnx
 from jaxtyping import PRNGKeyArray, PyTree
 
+from memjax.config_io import AnyPath
 from memjax.models import LanguageModel, ModelConfig
 from memjax.training import pretrain
 from memjax.training.checkpoints.folder import check_path
@@ -102,13 +102,13 @@ def _structure(stage: AnyStage, model: ModelConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(wrapped))
 
 
-def later_stage(run_dir: Path) -> Path | None:
+def later_stage(run_dir: AnyPath) -> AnyPath | None:
     """The folder of the last stage but the first that lies in a folder, if any does."""
     folders = (run_dir / name for name in LATER_STAGES)
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def is_finetuned(run_dir: Path) -> bool:
+def is_finetuned(run_dir: AnyPath) -> bool:
     """Whether a folder is of a fine-tuning run; else it may be of a training run."""
     file = run_dir / CONFIG_FILE
     # A field that only fine-tuning has tells the two kinds of run apart.
@@ -116,7 +116,7 @@ def is_finetuned(run_dir: Path) -> bool:
     return finetuned or later_stage(run_dir) is not None
 
 
-def read_run(run_dir: Path) -> FinetuneRun:
+def read_run(run_dir: AnyPath) -> FinetuneRun:
     """The record of a run; where several stages lie in the folder, of the last.
 
     Raises:
@@ -131,7 +131,7 @@ def read_run(run_dir: Path) -> FinetuneRun:
     return dataclasses.replace(described, tokenizer=here)
 
 
-def load(run_dir: Path) -> tuple[FinetuneRun, Model]:
+def load(run_dir: AnyPath) -> tuple[FinetuneRun, Model]:
     """A fine-tuning run and its newest good checkpoint's model.
 
     Where several stages lie in the folder, the last. Adapters are still apart:
@@ -158,7 +158,7 @@ def _state_shapes(described: FinetuneRun) -> TrainState:
     return jax.eval_shape(create, variables, key)
 
 
-def load_model(run_dir: Path) -> tuple[RunConfig | FinetuneRun, Model]:
+def load_model(run_dir: AnyPath) -> tuple[RunConfig | FinetuneRun, Model]:
     """The newest model of any run, trained from scratch or fine-tuned.
 
     Raises:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-from pathlib import Path
 from typing import NamedTuple, cast
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
+from memjax.config_io import AnyPath
 from memjax.data import Tokenizer
 from memjax.models import LanguageModel
 from memjax.models.checkpoints.text_interface import TextInterface
@@ -60,7 +60,7 @@ class Backbone(NamedTuple):
         return self.stored.tokenizer
 
 
-def load_backbone(name: Path | str) -> Backbone:
+def load_backbone(name: AnyPath | str) -> Backbone:
     """Reads a pretrained model.
 
     Args:
@@ -121,7 +121,7 @@ class Start(NamedTuple):
 
 
 def starting_point(
-    stage: AnyStage, backbone: Path | str | None, start: Path | None
+    stage: AnyStage, backbone: AnyPath | str | None, start: AnyPath | None
 ) -> Start:
     """The run's record and its first model, made from a backbone or the stage before.
 
@@ -146,7 +146,7 @@ def starting_point(
 
 
 def _after(
-    stage: AnyStage, start: Path, backbone: Path | str | None, key: PRNGKeyArray
+    stage: AnyStage, start: AnyPath, backbone: AnyPath | str | None, key: PRNGKeyArray
 ) -> Start:
     """Where the stage before, whose folder is `start`, ended."""
     where = f"start={str(start)!r}"

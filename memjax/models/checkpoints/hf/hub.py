@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memjax.buckets.bucket import Bucket, as_path, is_bucket
+from memjax.buckets.bucket import Bucket, as_path
+from memjax.config_io import AnyPath
 from memjax.models.checkpoints.hf.safetensors_folder import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -49,7 +50,7 @@ class Location(NamedTuple):
     commit: str | None = None
 
 
-def locate(name: Path | str) -> Location:
+def locate(name: AnyPath | str) -> Location:
     """The folder or file that a name means; of a hub id all but the weights come.
 
     What exists under that path goes first. A repository that was downloaded before
@@ -59,7 +60,7 @@ def locate(name: Path | str) -> Location:
         ValueError: saying where it was looked for, if there is nothing of that name.
     """
     path = as_path(name)
-    if is_bucket(path):
+    if not isinstance(path, Path):
         return Location(_copied(path), str(path))
     if path.exists():
         return Location(path, str(path))
@@ -88,7 +89,7 @@ def locate(name: Path | str) -> Location:
     return Location(snapshot, f"{origin}@{commit}", repository, commit)
 
 
-def _copied(url: Path) -> Path:
+def _copied(url: AnyPath) -> Path:
     """A copy of a folder or a file of a bucket, gone when the program ends."""
     entries = Bucket(url).entries()
     file = url.is_file() if not entries else False

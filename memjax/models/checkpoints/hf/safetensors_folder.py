@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from memjax.checks import joined, short
-from memjax.config_io import read_bounded
+from memjax.config_io import AnyPath, read_bounded
 from memjax.models.checkpoints.hf.safetensors_file import (
     NO_OTHERS,
     SafetensorsFile,
@@ -62,7 +62,7 @@ class SafetensorsFolder:
         return self._file_of[name].get_compact(name)
 
 
-def read_inside(folder: Path, name: str) -> bytes | None:
+def read_inside(folder: AnyPath, name: str) -> bytes | None:
     """The bytes of a folder's file, None without one.
 
     Raises:
@@ -147,7 +147,7 @@ def _open_shards(
         raise ValueError(f"{index} and its files disagree: {joined(wrong)}")
 
 
-def _inside(folder: Path, name: str) -> Path:
+def _inside(folder: AnyPath, name: str) -> Path:
     """The file of a folder; ValueError if it is a link out of the folder.
 
     The cache of huggingface_hub is the exception: files of its snapshots are links to
