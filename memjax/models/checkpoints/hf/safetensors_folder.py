@@ -68,7 +68,11 @@ def read_inside(folder: AnyPath, name: str) -> bytes | None:
     Raises:
         ValueError: if it is a link out of the folder.
     """
-    return read_bounded(_inside(folder, name)) if (folder / name).exists() else None
+    if not (folder / name).exists():
+        return None
+    # A bucket has no links.
+    inside = _inside(folder, name) if isinstance(folder, Path) else folder / name
+    return read_bounded(inside)
 
 
 def require_no_pickle(file: Path) -> None:
@@ -147,7 +151,7 @@ def _open_shards(
         raise ValueError(f"{index} and its files disagree: {joined(wrong)}")
 
 
-def _inside(folder: AnyPath, name: str) -> Path:
+def _inside(folder: Path, name: str) -> Path:
     """The file of a folder; ValueError if it is a link out of the folder.
 
     The cache of huggingface_hub is the exception: files of its snapshots are links to
