@@ -49,15 +49,13 @@ class BucketFolder(Folder):
     def __init__(self, path: AnyPath):
         super().__init__(path)
         self._bucket = Bucket(path)
-        # Where a step is on its way to or from `s3://`.
-        self._staging: Path | None = None
-        if self._bucket.url.startswith("s3:"):
-            if jax.process_count() > 1:
-                raise ValueError(
-                    f"{path} must be on gs:// or a shared filesystem with "
-                    f"{jax.process_count()} processes: one process writes to s3://"
-                )
-            self._staging = Path(tempfile.mkdtemp(prefix="memjax-checkpoints-"))
+        self._copies = self._bucket.url.startswith("s3:")
+        self._temporary: Path | None = None
+        if self._copies and jax.process_count() > 1:
+            raise ValueError(
+                f"{path} must be on gs:// or a shared filesystem with "
+                f"{jax.process_count()} processes: one process writes to s3://"
+            )
         names = {name.split("/")[0] for name in self._bucket.entries()}
         if names:
             self._require_marker(names)
@@ -76,21 +74,21 @@ class BucketFolder(Folder):
 
     def place(self, step: int) -> AnyPath:
         """Of the bucket, or on its way there."""
-        return (self._staging or self.path) / str(step)
+        return (self._staging() if self._copies else self.path) / str(step)
 
     def bring(self, step: int) -> None:
         """Copies a step of `s3://` to this machine."""
-        if self._staging is None or self.place(step).exists():
+        if not self._copies or self.place(step).exists():
             return
-        partial = self._staging / f"{step}.partial"
+        partial = self._staging() / f"{step}.partial"
         names = self._bucket.entries(str(step))
         self._bucket.download(names, partial, below=str(step))
         partial.rename(self.place(step))
 
     def seal(self, step: int) -> None:
         """Runs in the writer's thread, when all of a step is written but its mark."""
-        if self._staging is not None:
-            self._upload(step, self._staging)
+        if self._copies:
+            self._upload(step, self._staging())
         entries = {
             name.removeprefix(f"{step}/"): entry
             for name, entry in self._bucket.entries(str(step)).items()
@@ -101,7 +99,7 @@ class BucketFolder(Folder):
         # As on a disk, what lies directly in the folder is not covered.
         record = {n: list(entry) for n, entry in entries.items() if "/" in n}
         self._bucket.write(f"{step}/{DIGEST_FILE}", json.dumps(record).encode())
-        if self._staging is not None:
+        if self._copies:
             self._bucket.write(f"{step}/{COMMITTED}", b"")
 
     def _upload(self, step: int, staging: Path) -> None:
@@ -112,30 +110,29 @@ class BucketFolder(Folder):
         self._bucket.upload(folder, names, below=str(step))
 
     def is_saved(self, step: int) -> bool:
-        """Whether a step has its mark; what was copied then leaves this machine."""
-        if self._staging is None:
-            return self._exists(step)
+        """What a bucket takes it keeps; what was copied leaves this machine."""
+        if not self._copies:
+            return True
         if not self.place(step).exists():
             return False
-        self._empty(self._staging)
+        self._clear()
         return True
 
     def discard(self, step: int) -> None:
         """What is in the bucket goes with the next save, as that of a kill."""
-        if self._staging is not None:
-            self._empty(self._staging)
+        self._clear()
 
     def require_room(self, size: int) -> None:
         """A bucket does not say how much more it takes."""
 
     def unlock(self) -> None:
         """Removes the temporary folder."""
-        if self._staging is not None:
-            shutil.rmtree(self._staging, ignore_errors=True)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
 
     def _take(self) -> None:
-        if self._staging is not None:
-            self._empty(self._staging)
+        self._clear()
         saved = set(map(str, self.steps()))
         self._bucket.delete(
             name
@@ -194,6 +191,12 @@ class BucketFolder(Folder):
     def _json(self, name: str) -> Any:
         return parse_json(self._bucket.read(name), f"{self.path}/{name} is")
 
-    def _empty(self, staging: Path) -> None:
-        for folder in staging.iterdir():
+    def _staging(self) -> Path:
+        """Where a step is on its way to or from `s3://`."""
+        if self._temporary is None:
+            self._temporary = Path(tempfile.mkdtemp(prefix="memjax-checkpoints-"))
+        return self._temporary
+
+    def _clear(self) -> None:
+        for folder in self._temporary.iterdir() if self._temporary else ():
             shutil.rmtree(folder, ignore_errors=True)
