@@ -16,6 +16,8 @@ from memjax.config_io import AnyPath
 class WorkingCopy:
     """A local folder of a bucket's small files, which are written and appended here.
 
+    Files of sub-folders go into the bucket and are not fetched.
+
     Args:
         url: of the folder in the bucket.
         folder: on a disk, empty.
@@ -24,7 +26,9 @@ class WorkingCopy:
 
     def __init__(self, url: AnyPath | str, folder: Path, skip: Iterable[str]):
         self._bucket, self._folder, self._skip = Bucket(url), folder, frozenset(skip)
-        self._bucket.download(self._of_interest(self._bucket.entries()), folder)
+        names = self._of_interest(self._bucket.entries())
+        # Those in sub-folders are only added to: traces of gigabytes stay there.
+        self._bucket.download([name for name in names if "/" not in name], folder)
         self._pushed = self._states()
 
     def push(self) -> None:

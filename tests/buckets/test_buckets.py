@@ -51,16 +51,21 @@ def test_paths_of_either_place_behave_alike(url: str, tmp_path: Path) -> None:
 
 def test_a_working_copy_pushes_what_changed(url: str, tmp_path: Path) -> None:
     bucket = Bucket(url)
-    bucket.write("inner/old", b"old")
+    bucket.write("old", b"old")
+    bucket.write("profile/trace", b"large")
     bucket.write("checkpoints/5/large", b"large")
     copy = WorkingCopy(url, tmp_path, ["checkpoints"])
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["old"]
-    with (tmp_path / "inner/old").open("ab") as stream:
+    with (tmp_path / "old").open("ab") as stream:
         stream.write(b" and new")
     (tmp_path / "new").write_bytes(b"new")
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile/second").write_bytes(b"trace")
     copy.push()
-    assert bucket.read("inner/old") == b"old and new"
+    assert bucket.read("old") == b"old and new"
     assert bucket.read("new") == b"new"
+    assert bucket.read("profile/second") == b"trace"
+    assert bucket.read("profile/trace") == b"large"
     # What did not change is not written again.
     bucket.write("new", b"of another")
     (tmp_path / "third").write_bytes(b"")
