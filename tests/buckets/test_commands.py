@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from memjax.buckets.bucket import Bucket
-from memjax.mechanisms import AttentionConfig
-from memjax.models import ModelConfig
 from memjax.models.checkpoints.pretrained import load_pretrained
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT
@@ -21,6 +19,7 @@ from memjax.training.finetune.stage import SampleConfig
 from tests import tiny
 from tests.buckets.stores import Store
 from tests.cli.test_main import MODEL, SIZES, memjax, refused
+from tests.training.finetune.backbone import backbone_run
 from tests.training.idle import idle_updates
 
 
@@ -77,24 +76,9 @@ def test_fine_tuning_starts_from_a_bucket_and_stays_there(
     for i in range(4):
         (texts / f"{i}.txt").write_text("memory window block state " * (6 + i))
     source, cache = f"folder:{texts}", tmp_path / "cache"
-    config = pretrain.RunConfig(
-        model=ModelConfig(
-            mixers=(AttentionConfig(8, 2, 1, 4, capacity=64),),
-            num_layers=1,
-            vocab_size=256,
-            model_dim=8,
-            hidden_dim=8,
-            dtype="float32",
-            remat=False,
-        ),
-        data=pretrain.DataConfig(
-            source, "bytes", context_length=16, batch_size=2, cache_dir=cache
-        ),
-        loop=LoopConfig(steps=1, save_every=1, log_every=1),
-    )
     backbone, tuned = gs.url("backbone"), gs.url("tuned")
     with idle_updates():
-        pretrain.train(config, backbone)
+        pretrain.train(backbone_run(source, cache), backbone)
         first = SegmentStage(
             hmt=HMTConfig(segment=8, sensory=2, memories=3, retrieval=False),
             window=8,

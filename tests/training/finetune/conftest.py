@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memjax.mechanisms import AttentionConfig
-from memjax.models import ModelConfig
-from memjax.training import LoopConfig
 from memjax.training import pretrain as run
 from memjax.training.finetune import finetune
 from memjax.training.finetune.stage import SampleConfig
+from tests.training.finetune.backbone import backbone_run
 from tests.training.idle import idle_updates
 
 
@@ -27,21 +25,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SampleConfig]:
         words = rng.choice(["memory", "window", "block", "state"], size=60)
         (folder / f"{i}.txt").write_text(" ".join(words))
     source, cache = f"folder:{folder}", folder / "cache"
-    config = run.RunConfig(
-        model=ModelConfig(
-            mixers=(AttentionConfig(8, 2, 1, 4, capacity=64),),
-            num_layers=1,
-            vocab_size=256,
-            model_dim=8,
-            hidden_dim=8,
-            dtype="float32",
-            remat=False,
-        ),
-        data=run.DataConfig(
-            source, "bytes", context_length=16, batch_size=2, cache_dir=cache
-        ),
-        loop=LoopConfig(steps=1, save_every=1, log_every=1),
-    )
+    config = backbone_run(source, cache)
     backbone = tmp_path_factory.mktemp("backbone")
     with idle_updates():
         run.train(config, backbone)
