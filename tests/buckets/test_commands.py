@@ -35,7 +35,10 @@ def _words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_run_is_trained_scored_continued_and_exported(
     url: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code, out, err = memjax("train", "--run-dir", url, *words)
     assert (code, err) == (0, [])
     assert f"finished at step 2; run folder {url}" in out
@@ -58,7 +61,7 @@ def test_a_run_is_trained_scored_continued_and_exported(
     _, model = pretrain.load_model(url)
     exported = load_pretrained(f"{url}-exported").model
     tiny.assert_equal(tiny.parameters(exported), tiny.parameters(model))
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())
 
 
 def test_what_is_no_run_or_no_model_is_named(url: str) -> None:

@@ -114,6 +114,8 @@ def test_a_preparation_that_was_stopped_leaves_no_manifest_and_goes_on(
         patch.setattr(prepare_module, "put", stopped)
         prepare(config, as_path(url))
     assert not Bucket(url).entries()
+    # Nor does a copy that was cut short hinder the next one.
+    Bucket(url).write("train-00000.array_record", b"half")
     prepare(config, as_path(url))
     same(f"prepared:{url}", f"folder:{texts}", tmp_path)
 

@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from memjax.data.documents.documents import (
     SPLITS,
     Document,
     Entry,
+    Source,
     Split,
     read_documents,
     scan,
@@ -95,11 +96,48 @@ def prepare(
     source = sources.open_source(config.source)
     entries = scan(source, None)
     plan = _plan(config, tokenizer, entries)
-    if (folder / MANIFEST).is_file():
-        _require_same(folder / MANIFEST, plan)
-        return prepared.read_manifest(folder)
-    if not isinstance(folder, Path):
-        return _prepare_bucket(config, folder, progress)
+    if (manifest := _done_before(folder, plan)) is not None:
+        return manifest
+    if isinstance(folder, Path):
+        return _write(config, tokenizer, source, entries, plan, folder, progress)
+    here = _place_of(folder)
+    manifest = _done_before(here, plan) or _write(
+        config, tokenizer, source, entries, plan, here, progress
+    )
+    # Without its manifest a folder is not prepared.
+    put(here, folder, last=MANIFEST)
+    shutil.rmtree(here)
+    return manifest
+
+
+def _done_before(folder: AnyPath, plan: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of a folder where all is done."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    _require_same(folder / MANIFEST, plan)
+    return prepared.read_manifest(folder)
+
+
+def _place_of(url: AnyPath) -> Path:
+    """Where the files of a bucket's folder are made, and wait to be copied."""
+    name = hashlib.sha256(str(url).encode()).hexdigest()
+    here = default_cache_dir() / "prepare" / name
+    # Else a copy was cut short, and is made again.
+    if not (here / MANIFEST).is_file() and (names := list(Bucket(url).entries())):
+        raise ValueError(f"{url} must be a new or an empty folder, it has {names[0]}")
+    return here
+
+
+def _write(
+    config: PrepareConfig,
+    tokenizer: Tokenizer,
+    source: Source,
+    entries: Sequence[Entry],
+    plan: dict[str, Any],
+    folder: Path,
+    progress: Callable[[int, int], None],
+) -> dict[str, Any]:
+    """Tokenises what is not done yet, and writes all files of a folder."""
     _claim(folder, plan)
     writers = {split: _Writer(folder, split, plan) for split in SPLITS}
     skip: dict[Split, int] = {split: writers[split].done for split in SPLITS}
@@ -114,22 +152,6 @@ def prepare(
     manifest = plan | {"shards": {split: s for split, s in shards.items() if s}}
     _write_json(folder / MANIFEST, manifest)
     (folder / PLAN).unlink()
-    return manifest
-
-
-def _prepare_bucket(
-    config: PrepareConfig, url: AnyPath, progress: Callable[[int, int], None]
-) -> dict[str, Any]:
-    """Prepares in the cache, which goes on where it was stopped, and copies it all."""
-    if names := list(Bucket(url).entries()):
-        raise ValueError(f"{url} must be a new or an empty folder, it has {names[0]}")
-    here = (
-        default_cache_dir() / "prepare" / hashlib.sha256(str(url).encode()).hexdigest()
-    )
-    manifest = prepare(config, here, progress)
-    # Without its manifest a folder is not prepared.
-    put(here, url, last=MANIFEST)
-    shutil.rmtree(here)
     return manifest
 
 

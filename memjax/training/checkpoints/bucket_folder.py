@@ -19,6 +19,7 @@ import errno
 import json
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -63,14 +64,7 @@ class BucketFolder(Folder):
 
     def steps(self) -> list[int]:
         """The steps that were saved to their end, oldest first; damaged ones too."""
-        names = map(PurePosixPath, self._bucket.entries())
-        return sorted(
-            int(name.parts[0])
-            for name in names
-            if len(name.parts) == 2
-            and name.parts[1] == COMMITTED
-            and name.parts[0].isdecimal()
-        )
+        return _saved(self._bucket.entries())
 
     def place(self, step: int) -> AnyPath:
         """Of the bucket, or on its way there."""
@@ -133,10 +127,11 @@ class BucketFolder(Folder):
 
     def _take(self) -> None:
         self._clear()
-        saved = set(map(str, self.steps()))
+        names = self._bucket.entries()
+        saved = set(map(str, _saved(names)))
         self._bucket.delete(
             name
-            for name in self._bucket.entries()
+            for name in names
             if (step := name.split("/")[0]).isdecimal() and step not in saved
         )
 
@@ -200,3 +195,10 @@ class BucketFolder(Folder):
     def _clear(self) -> None:
         for folder in self._temporary.iterdir() if self._temporary else ():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _saved(names: Iterable[str]) -> list[int]:
+    """The steps that have their mark, oldest first."""
+    parts = (PurePosixPath(name).parts for name in names)
+    marked = (part[0] for part in parts if part[1:] == (COMMITTED,))
+    return sorted(int(step) for step in marked if step.isdecimal())

@@ -5,15 +5,14 @@ with "@revision". Only the files that a model is read from are downloaded, and w
 refused anyway (pickles, code) never.
 """
 
-import atexit
 import re
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from memjax.buckets.bucket import Bucket, as_path
+from memjax.buckets.local_copies import kept_files
 from memjax.config_io import AnyPath
+from memjax.data.documents.tokens import default_cache_dir
 from memjax.models.checkpoints.hf.safetensors_folder import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -90,18 +89,12 @@ def locate(name: AnyPath | str) -> Location:
 
 
 def _copied(url: AnyPath) -> Path:
-    """A copy of a folder or a file of a bucket, gone when the program ends."""
-    entries = Bucket(url).entries()
-    file = url.is_file() if not entries else False
-    if not entries and not file:
+    """A copy of a folder or a file of a bucket, in the cache."""
+    if entries := Bucket(url).entries():
+        return kept_files(url, entries, default_cache_dir())
+    if not url.is_file():
         raise ValueError(f"{url} is neither a folder nor a GGUF file")
-    folder = Path(tempfile.mkdtemp(prefix="memjax-model-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    if file:
-        Bucket(url.parent).download([url.name], folder)
-        return folder / url.name
-    Bucket(url).download(entries, folder)
-    return folder
+    return kept_files(url.parent, [url.name], default_cache_dir()) / url.name
 
 
 def fetch_weights(found: Location) -> None:
