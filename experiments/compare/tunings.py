@@ -229,19 +229,25 @@ def tune_mplus(
         memory = mplus_memory(backbone, sizes, store)
         found = []
         for name, stage in chosen:
-            # Two texts an update, of one or two chunks and a target.
-            read = 2 * (1.5 * memory.chunk + stage.tasks.target)
-            steps = tuning.updates * sizes.context / read / len(chosen)
-            own = memory
+            own, counts = memory, stage.tasks.chunks
             if not stage.memory.retrieved:
                 # Reads see as many rows with the store and without.
                 pool = memory.pool + memory.retrieved
                 own = dataclasses.replace(memory, retrieved=0, pool=pool)
+                # A pool must have a row that is not of the document.
+                counts = tuple(n for n in counts if n * own.tokens < pool)
+            # Two texts an update, each of some chunks and a target.
+            chunks = sum(counts) / len(counts)
+            read = 2 * (chunks * memory.chunk + stage.tasks.target)
+            steps = tuning.updates * sizes.context / read / len(chosen)
             changed = dataclasses.replace(
                 stage,
                 memory=own,
                 tasks=dataclasses.replace(
-                    stage.tasks, ask=0.0, shortest_chunk=3 * memory.chunk // 4
+                    stage.tasks,
+                    ask=0.0,
+                    chunks=counts,
+                    shortest_chunk=3 * memory.chunk // 4,
                 ),
                 data=dataclasses.replace(tuning.data(), batch_size=2),
                 optimizer=tuning.optimizer(),
@@ -267,8 +273,9 @@ def mplus_memory(backbone: LanguageModel, sizes: Sizes, store: bool) -> MPlusCon
         return MPlusConfig(
             tokens=MPLUS_TOKENS,
             pool=size,
-            # A chunk that is not complete is kept in all layers, and counts.
-            chunk=sizes.window // 2,
+            # A chunk that is not complete is kept in all layers, and counts: half a
+            # window would leave room for the rows of a single chunk.
+            chunk=sizes.window // 4,
             stored="input",
             key_dim=64,
             retrieved=size if store else 0,
@@ -279,7 +286,11 @@ def mplus_memory(backbone: LanguageModel, sizes: Sizes, store: bool) -> MPlusCon
         model = mplus(backbone, memory(rows), key=jax.random.key(0))
         return kept_bytes(model, sizes.tokens)
 
-    one, two = size(1), size(2)
-    if one > target:
-        raise ValueError(f"M+ keeps at least {one:,} bytes, the wide window {target:,}")
-    return memory(1 + (target - one) // (two - one))
+    # Without a store a document is read beside a row of another.
+    least = 1 if store else 2
+    smallest, next_size = size(least), size(least + 1)
+    if smallest > target:
+        raise ValueError(
+            f"M+ keeps at least {smallest:,} bytes, the wide window {target:,}"
+        )
+    return memory(least + (target - smallest) // (next_size - smallest))

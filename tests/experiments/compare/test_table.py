@@ -19,6 +19,7 @@ from memjax.data import Passage, Question, load_tokenizer
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.evaluation.statistics import gain_by_document
 from memjax.models.language_model.windowed import with_window
+from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.retrofit_stage import RetrofitStage
 from tests import tiny
 from tests.training.idle import idle_updates
@@ -172,9 +173,14 @@ def test_mplus_keeps_no_more_than_the_wide_window(store, monkeypatch):
     names = ("pool", "retrieved", "store") if store else ("pool",)
     longer = {name: getattr(memory, name) + 2 for name in names}
     assert bytes_of(memory) <= target < bytes_of(dataclasses.replace(memory, **longer))
-    monkeypatch.setattr(tunings, "MPLUS_TOKENS", 32)
+    # What is written before reads leaves a row of the pool that is another document's.
+    tuning = Tuning("embedded", updates=6, rate=1e-3, seed=3)
+    for _, stage in tunings.tune_mplus(store)(model, sizes, tuning):
+        assert isinstance(stage, MPlusStage)
+        assert store or max(stage.tasks.chunks) * 2 < stage.memory.pool
+    monkeypatch.setattr(tunings, "wide_window", lambda model, _: with_window(model, 4))
     with pytest.raises(ValueError, match="M. keeps at least"):
-        tunings.mplus_memory(model, dataclasses.replace(sizes, more=1), store)
+        tunings.mplus_memory(model, sizes, store)
 
 
 def test_the_better_rate_is_taken_and_kept(monkeypatch, tmp_path):
