@@ -23,9 +23,9 @@ from memjax.mechanisms import (
 from memjax.models import LanguageModel, preset
 from memjax.models.language_model.presets import ATTENTION, RECURRENT, SIZES
 from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.retriever import search
 from memjax.training.optimizer import OptimizerConfig, optimizer
 from memjax.training.step import StepConfig, init_train_state, make_train_step
+from memjax_kernels.sigmoid_scores import sigmoid_scores
 
 #: Batch elements and steps of decoding, and slots of attention's cache.
 DECODED, STEPS, CAPACITY = 64, 32, 2048
@@ -99,10 +99,10 @@ def elastic_layer(backward: bool) -> Program:
 def mplus_search() -> Program:
     """The scores of all rows of one layer's store."""
     width = MPlusConfig().key_dim
-    queries = shape(QUERIES, width, dtype=jnp.float32)
-    mask = shape(QUERIES, dtype=jnp.bool_)
-    given = (queries, mask, shape(ROWS, width, dtype=jnp.float32))
-    return Program(search, given, flops=2.0 * ROWS * QUERIES * width)
+    queries = shape(1, QUERIES, width, dtype=jnp.float32)
+    mask = shape(1, QUERIES, dtype=jnp.bool_)
+    given = (queries, mask, shape(1, ROWS, width, dtype=jnp.float32))
+    return Program(sigmoid_scores, given, flops=2.0 * ROWS * QUERIES * width)
 
 
 def training_step(name: str, time: int) -> Program:

@@ -61,14 +61,14 @@ def check_choice(name: str, value: str | None, allowed: tuple[str | None, ...]) 
         raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
 
 
-def check_reset(reset: Array | None, batch: int, time: int) -> None:
-    """Raises ValueError unless `reset` is None or a mask [B, T]."""
-    if reset is None:
+def check_mask(name: str, mask: Array | None, batch: int, time: int) -> None:
+    """Raises ValueError unless `mask` is None or bool [B, T]."""
+    if mask is None:
         return
-    if reset.shape != (batch, time) or reset.dtype != bool:
+    if mask.shape != (batch, time) or mask.dtype != bool:
         raise ValueError(
-            f"reset must be bool of shape [B, T] = [{batch}, {time}], "
-            f"got {reset.dtype}{list(reset.shape)}"
+            f"{name} must be bool of shape [B, T] = [{batch}, {time}], "
+            f"got {mask.dtype}{list(mask.shape)}"
         )
 
 

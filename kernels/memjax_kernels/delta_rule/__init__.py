@@ -57,7 +57,7 @@ def delta_rule(
         state=(state, "B H K V"),
     )
     arguments.check_range("beta", beta, 0.0, 1.0)
-    arguments.check_reset(reset, sizes["B"], sizes["T"])
+    arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     arguments.check_float32("state", state)
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))

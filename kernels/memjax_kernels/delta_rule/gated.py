@@ -62,7 +62,7 @@ def gated_delta_rule(
     )
     arguments.check_range("beta", beta, 0.0, 1.0)
     arguments.check_range("g", g, -float("inf"), 0.0)
-    arguments.check_reset(reset, sizes["B"], sizes["T"])
+    arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     arguments.check_float32("state", state)
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))

@@ -72,7 +72,7 @@ def gated_slots(
     arguments.check_float32("state.keys", keys)
     arguments.check_float32("state.values", values)
     arguments.check_range("g", g, -float("inf"), 0.0)
-    arguments.check_reset(reset, sizes["B"], sizes["T"])
+    arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHMKV"))
     form = implementations.choose(

@@ -7,8 +7,8 @@ from jaxtyping import Array
 
 from memjax_kernels.common.arguments import (
     check_choice,
+    check_mask,
     check_range,
-    check_reset,
     check_shapes,
 )
 from memjax_kernels.lattice.memory import (
@@ -61,7 +61,7 @@ def check_tokens(
     )
     check_range("gamma", gamma, 0.0, float(np.finfo(np.float32).max))
     check_range("g", g, -np.inf, 0.0)
-    check_reset(reset, sizes["B"], sizes["T"])
+    check_mask("reset", reset, sizes["B"], sizes["T"])
     return sizes
 
 

@@ -54,7 +54,7 @@ def linear_attention(
         q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T H V"), state=(state, "B H K V")
     )
     arguments.check_float32("state", state)
-    arguments.check_reset(reset, sizes["B"], sizes["T"])
+    arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
     form = implementations.choose(

@@ -62,7 +62,7 @@ def gla(
     )
     arguments.check_float32("state", state)
     arguments.check_range("g", g, -float("inf"), 0.0)
-    arguments.check_reset(reset, sizes["B"], sizes["T"])
+    arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     if state is None:
         state = empty_state(*(sizes[letter] for letter in "BHKV"))
     form = implementations.choose(

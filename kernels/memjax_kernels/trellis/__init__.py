@@ -88,7 +88,7 @@ def trellis(
     checks.check_options(chunk_size, phi, activation)
     sizes = checks.check_tokens(q, k, v, alpha, gamma, g)
     empty = checks.check_states(state, empty, sizes, chunk_size)
-    arguments.check_reset(reset, sizes["B"], sizes["T"])
+    arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     misplaced = None
     if reset is not None:
         position = None if state is None else state.position

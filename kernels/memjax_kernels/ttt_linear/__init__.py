@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float
 from memjax_kernels.common import chunks
 from memjax_kernels.common.arguments import (
     check_float32,
+    check_mask,
     check_range,
-    check_reset,
     check_shapes,
 )
 from memjax_kernels.common.implementations import choose
@@ -83,7 +83,7 @@ def ttt_linear(
             implementation that cannot run.
     """
     batch, time = _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size)
-    check_reset(reset, batch, time)
+    check_mask("reset", reset, batch, time)
     # Without a state all begin a mini-batch, which saves shifting the tokens.
     aligned = state is None
     if empty is None:

@@ -22,8 +22,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 EPSILON = 1e-5
-# Keys scored at a time, so that their scores stay in the CPU's cache.
-KEYS_AT_ONCE = 1024
 
 
 class Retriever(NamedTuple):
@@ -67,30 +65,6 @@ def probabilities(
     # The sigmoid is inside the mean over tokens, as in the program.
     total = jnp.where(query_mask[..., None], p, 0.0).sum(axis=-2)
     return total / jnp.maximum(query_mask.sum(axis=-1, dtype=p.dtype), 1.0)[..., None]
-
-
-def search(
-    queries: Float[Array, "T d"],
-    query_mask: Bool[Array, " T"],
-    keys: Float[Array, "M d"],
-) -> Float[Array, " M"]:
-    """`probabilities` of many keys, computed block by block and without a gradient."""
-    # The choice of rows has no gradient: the retriever learns from its own loss.
-    queries, keys = jax.lax.stop_gradient((queries, keys))
-    count = jnp.maximum(query_mask.sum(dtype=jnp.float32), 1.0)
-    share = jnp.where(query_mask, 1.0 / count, 0.0)
-
-    def some(keys):
-        # sigmoid(x) = (1 + tanh(x / 2)) / 2, whose mean is one product.
-        return 0.5 * (share.sum() + jnp.tanh(0.5 * (keys @ queries.T)) @ share)
-
-    # Slicing the keys in the loop avoids the copy that a reshape to blocks makes.
-    size = min(KEYS_AT_ONCE, keys.shape[0])
-    block = lambda at: some(jax.lax.dynamic_slice_in_dim(keys, at, size))
-    whole = keys.shape[0] - keys.shape[0] % size
-    starts = jnp.arange(0, whole, size, dtype=jnp.int32)
-    found = jax.lax.map(block, starts).reshape(-1)
-    return jnp.concatenate([found, some(keys[whole:])])
 
 
 def retriever_loss(

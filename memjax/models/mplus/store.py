@@ -24,10 +24,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from memjax import mechanisms
 from memjax.models import ragged
-from memjax.models.mplus import retriever
 from memjax.models.mplus.config import LEAST_RECALLS, MPlusConfig
 from memjax.models.mplus.state import LayerStore, Store
 from memjax.models.offload import near, put
+from memjax_kernels.sigmoid_scores import sigmoid_scores
 
 
 class Retrieved(NamedTuple):
@@ -175,18 +175,20 @@ def retrieve(
         `Retrieved`, with the batch first.
     """
     rows, keys, born = store.layers[layer]
+    asked = jnp.any(query_mask, axis=1)
+    # Without a gradient: the retriever learns from its own loss.
+    found = sigmoid_scores(queries, query_mask, keys)
     chosen, real, scores = jax.vmap(functools.partial(_choose, config))(
-        keys, born, store.num_valid, store.num_pending, queries, query_mask
+        found, born, store.num_valid, store.num_pending, asked
     )
     # Unused parts of the buffer may hold anything, and must not give NaN.
     found = jnp.where(real[..., None], near(ragged.take, rows, chosen), 0.0)
     return Retrieved(found, chosen, real, scores)
 
 
-def _choose(config, keys, born, num_valid, num_pending, queries, query_mask):
+def _choose(config, found, born, num_valid, num_pending, asked):
     places = jnp.arange(config.store, dtype=jnp.int32)
-    found = retriever.search(queries, query_mask, keys)
-    scores = jnp.where((places < num_valid) & jnp.any(query_mask), found, -jnp.inf)
+    scores = jnp.where((places < num_valid) & asked, found, -jnp.inf)
     best, chosen = jax.lax.top_k(scores, config.retrieved)
     real = best > -jnp.inf
     if config.legacy:

@@ -12,7 +12,7 @@ from memjax_kernels.common import arguments
 check_shapes = inspect.unwrap(arguments.check_shapes)
 check_range = inspect.unwrap(arguments.check_range)
 check_choice = inspect.unwrap(arguments.check_choice)
-check_reset = inspect.unwrap(arguments.check_reset)
+check_mask = inspect.unwrap(arguments.check_mask)
 check_float32 = inspect.unwrap(arguments.check_float32)
 
 
@@ -72,12 +72,12 @@ def test_a_choice_lists_what_is_allowed():
 
 
 def test_a_reset_is_a_mask_of_tokens():
-    check_reset(None, 2, 3)
-    check_reset(jnp.zeros((2, 3), bool), 2, 3)
+    check_mask("reset", None, 2, 3)
+    check_mask("reset", jnp.zeros((2, 3), bool), 2, 3)
     with pytest.raises(ValueError, match=r"\[B, T\] = \[2, 3\], got bool\[3, 2\]"):
-        check_reset(jnp.zeros((3, 2), bool), 2, 3)
+        check_mask("reset", jnp.zeros((3, 2), bool), 2, 3)
     with pytest.raises(ValueError, match=r"got int32\[2, 3\]"):
-        check_reset(jnp.zeros((2, 3), jnp.int32), 2, 3)
+        check_mask("reset", jnp.zeros((2, 3), jnp.int32), 2, 3)
 
 
 def test_a_memory_is_float32():

@@ -1,0 +1,97 @@
+"""Scores of keys by all queries: the formula, the kernel, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from memjax_kernels.sigmoid_scores import pallas_tpu, sigmoid_scores, xla
+from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
+
+KERNEL = functools.partial(pallas_tpu.sum_tanh_tpu, interpret=INTERPRETER)
+
+
+def draw(seed, queries, keys, width, dtype=jnp.float32):
+    """Queries, of which some count, and keys, for two batch elements."""
+    draws = np.random.default_rng(seed)
+    q = draws.standard_normal((2, queries, width))
+    k = draws.standard_normal((2, keys, width))
+    mask = draws.uniform(size=(2, queries)) < 0.7
+    return jnp.asarray(q, dtype), jnp.asarray(mask), jnp.asarray(k, dtype)
+
+
+@pytest.mark.parametrize("keys", [5, 1024, 1500])
+def test_it_is_the_mean_of_sigmoids_over_the_queries_that_count(keys):
+    q, mask, k = draw(0, 7, keys, 3)
+    mask = mask.at[1].set(False)
+    found = jax.jit(sigmoid_scores)(q, mask, k)
+    products = np.asarray(q[0])[np.asarray(mask[0])] @ np.asarray(k[0]).T
+    expected = (1 / (1 + np.exp(-products))).mean(axis=0)
+    np.testing.assert_allclose(found[0], expected, atol=1e-6)
+    assert not found[1].any()
+
+
+@pytest.mark.slow
+@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(
+    queries=st.sampled_from([1, 70, 512, 2100]),
+    keys=st.sampled_from([1, 300, 2049]),
+    width=st.sampled_from([16, 256]),
+)
+def test_the_kernel_computes_what_xla_does(queries, keys, width):
+    q, _, k = draw(queries, queries, keys, width)
+    q = q / width**0.5
+    found = jax.jit(KERNEL)(q, k)
+    np.testing.assert_allclose(found, xla.sum_tanh(q, k), rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_bfloat16_keys_have_float32_sums():
+    q, _, k = draw(1, 600, 300, 64, jnp.bfloat16)
+    found = jax.jit(KERNEL)(q, k)
+    assert found.dtype == jnp.float32
+    expected = xla.sum_tanh(q.astype(jnp.float32), k.astype(jnp.float32))
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+@pytest.mark.slow  # Fast tests are also run with all annotations checked.
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": jnp.ones((2, 5, 4))}, "keys must have shape"),
+        ({"query_mask": jnp.ones((2, 7))}, r"query_mask must be bool .*\[2, 7\]"),
+        ({"implementation": "pallas_tpu"}, "it needs a tpu"),
+    ],
+)
+def test_bad_input_is_refused(change, message):
+    q, mask, k = draw(0, 7, 5, 3)
+    with pytest.raises(ValueError, match=message):
+        sigmoid_scores(**({"queries": q, "query_mask": mask, "keys": k} | change))
+
+
+def test_what_the_kernel_does_not_take():
+    like = lambda dtype, width: jax.ShapeDtypeStruct((2, 5, width), dtype)
+    assert pallas_tpu.unsupported(like(jnp.float32, 512)) == ""
+    assert "wider than 512" in pallas_tpu.unsupported(like(jnp.float32, 513))
+    assert "must be float32" in pallas_tpu.unsupported(like(jnp.float16, 64))
+
+
+@needs_libtpu
+@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_it_compiles_divided_along_the_batch(chip):
+    devices = np.array(topologies.get_topology_desc(chip, "tpu").devices)[:2]
+    mesh = Mesh(devices, ("data",))
+    place = NamedSharding(mesh, P("data"))
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    shapes = [*map(like, draw(0, 600, 3000, 256))]
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(sigmoid_scores).lower(*shapes)
+        text = str(lowered.compile().as_text())
+    assert "sum_tanh" in text and "all-gather" not in text
