@@ -37,6 +37,7 @@ from memjax.mechanisms.layers.memory_core import (
     after_start,
     bind,
     started,
+    step_from_start,
     unstarted,
 )
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
@@ -139,10 +140,12 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[LearnedStart, Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
-    slots = started(memory, _start(config, params, x.shape[0]))
     gamma, g = _gates(config, params, x)
-    slots, y = op_step(
-        *(q, k, _values(config, v), gamma, g, slots),
+    slots, y = step_from_start(
+        op_step,
+        (q, k, _values(config, v), gamma, g),
+        memory,
+        _start(config, params, 1),
         variant=config.variant,
         normalize=config.normalize,
         forget=config.forget,

@@ -33,6 +33,7 @@ from memjax.mechanisms.layers.memory_core import (
     after_start,
     bind,
     started,
+    step_from_start,
     unstarted,
 )
 from memjax.mechanisms.layers.norms import l2_normalize
@@ -163,15 +164,21 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[LearnedStart, Float[Array, "B H V"]]:
     """Writes one token into both memories and reads with its query."""
-    slots, written = started(memory, _start(config, params, x.shape[0]))
+    slots, written = memory.memory
     # Values are the keys of the second pass, in which a step of γ |v|² > 2 would
     # diverge.
     v = l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
     if written is not None:
-        written, gamma = _bounded(bounded_step, written, slots.position, k, v, gamma)
-    slots, y = op_step(
-        *(q, k, v, target, gamma, g, slots),
+        position = jnp.where(memory.fresh, 0, slots.position)
+        none = _nothing_written(config, x.shape[0])
+        written = started(LearnedStart(written, memory.fresh), none)
+        written, gamma = _bounded(bounded_step, written, position, k, v, gamma)
+    slots, y = step_from_start(
+        op_step,
+        (q, k, v, target, gamma, g),
+        LearnedStart(slots, memory.fresh),
+        _start(config, params, 1).slots,
         phi=config.phi,
         activation=config.activation,
     )

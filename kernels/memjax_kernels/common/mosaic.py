@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from memjax_kernels.common import jaxprs
 from memjax_kernels.common.products import Form
 
 # Rows of a tensor-core instruction.
@@ -99,28 +100,11 @@ def value_and_vjp(
         return value, *vjp(cotangent)
 
     closed = jax.make_jaxpr(flat_value_and_vjp)(cotangent, *inputs)
-    return tuple(_evaluate(closed, (cotangent, *inputs)))
-
-
-def _evaluate(closed, arguments):
-    """Evaluates a jaxpr, with what Mosaic GPU can lower in place of two primitives."""
-    jaxpr = closed.jaxpr
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values |= dict(zip(jaxpr.invars, arguments, strict=True))
-    value_of = lambda atom: atom.val if hasattr(atom, "val") else values[atom]
-    for equation in jaxpr.eqns:
-        operands = [value_of(atom) for atom in equation.invars]
-        if equation.primitive.name == "add_any":
-            results = [operands[0] + operands[1]]
-        elif equation.primitive.name == "integer_pow":
-            results = [_integer_power(operands[0], equation.params["y"])]
-        elif "jaxpr" in equation.params:
-            results = _evaluate(equation.params["jaxpr"], operands)
-        else:
-            results = equation.primitive.bind(*operands, **equation.params)
-            results = results if equation.primitive.multiple_results else [results]
-        values |= dict(zip(equation.outvars, results, strict=True))
-    return [value_of(atom) for atom in jaxpr.outvars]
+    replaced: dict[str, jaxprs.Replacement] = {
+        "add_any": lambda _, operands: operands[0] + operands[1],
+        "integer_pow": lambda given, operands: _integer_power(*operands, given["y"]),
+    }
+    return tuple(jaxprs.evaluate(closed, (cotangent, *inputs), replaced))
 
 
 def _integer_power(x, exponent):

@@ -42,8 +42,9 @@ def chunkwise(
     """A chunk form (tokens, *memories) -> (memories, y), on each device's share.
 
     Tokens and y are [B, n, C, H, ...], flags among the tokens [B, n], and memories
-    [B, H, ...]. Axes of the mesh that do not divide B or H evenly are left out: all
-    devices along them compute the same. Without a mesh, the form as it is.
+    [B, H, ...], or [1, H, ...] for those that all batch elements share. Axes of the
+    mesh that do not divide B or H evenly are left out: all devices along them compute
+    the same. Without a mesh, the form as it is.
 
     Args:
         form: the chunk form.
@@ -67,7 +68,8 @@ def chunkwise(
         h = _fit_heads(mesh, [name for name in HEADS if name in axes], heads)
         along = P(b, None, None, h)
         token_specs = jax.tree.map(lambda x: along if x.ndim > 2 else P(b), tokens)
-        memory_specs = jax.tree.map(lambda _: P(b, h), memories)
+        shared = lambda x: x.shape[0] == 1 < batch
+        memory_specs = jax.tree.map(lambda x: P(None if shared(x) else b, h), memories)
         return jax.shard_map(
             share,
             mesh=mesh,

@@ -1,5 +1,6 @@
 """The references of the ops whose empty memory is zeros: one token at a time."""
 
+import inspect
 from collections.abc import Callable
 
 import jax
@@ -16,11 +17,14 @@ def scan_tokens(
     """Calls step(*token, state) -> (state, y) for every token in order.
 
     Args:
-        step: one token of the op.
+        step: one token of the op; `one_pass` is taken off it.
         tokens: its arrays of all tokens; None stays None.
         state: the memory before the first.
         reset: True fills the memory of a batch element with zeros before that token.
     """
+
+    # The reference is the step in plain jax, on any platform.
+    step = inspect.unwrap(step)
 
     def reset_and_step(state, item):
         token, is_reset = item

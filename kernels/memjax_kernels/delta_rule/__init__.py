@@ -10,7 +10,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels.common import arguments, implementations
+from memjax_kernels.common import arguments, implementations, one_pass
 from memjax_kernels.common.packs import recurrence
 from memjax_kernels.common.token_scan import scan_tokens
 from memjax_kernels.delta_rule import pallas_tpu
@@ -74,6 +74,7 @@ def delta_rule(
     return form(q, k, v, beta, state, reset)
 
 
+@one_pass.on_tpu
 def step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],

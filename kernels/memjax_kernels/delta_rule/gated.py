@@ -5,18 +5,21 @@
 Yang, Kautz & Hatamizadeh (2024), https://arxiv.org/abs/2412.06464, equation 10.
 """
 
+import inspect
 from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels.common import arguments, implementations
+from memjax_kernels.common import arguments, implementations, one_pass
 from memjax_kernels.common.packs import recurrence
 from memjax_kernels.common.token_scan import scan_tokens
 from memjax_kernels.delta_rule import empty_state as empty_state
 from memjax_kernels.delta_rule import pallas_tpu
-from memjax_kernels.delta_rule import step as write_and_read
+from memjax_kernels.delta_rule import step as _write_and_read
 from memjax_kernels.delta_rule.chunks import scan_chunks
+
+write_and_read = inspect.unwrap(_write_and_read)
 
 Implementation = Literal["reference", "xla", "pallas_tpu"]
 
@@ -79,6 +82,7 @@ def gated_delta_rule(
     return form(q, k, v, beta, g, state, reset)
 
 
+@one_pass.on_tpu
 def step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from memjax_kernels.common import one_pass
 from memjax_kernels.common.token_scan import scan_tokens
 
 # A TPU or GPU would round the operands at a lower precision.
@@ -34,6 +35,7 @@ def empty_state(
     )
 
 
+@one_pass.on_tpu
 def step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],

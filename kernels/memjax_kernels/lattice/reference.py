@@ -27,10 +27,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from memjax_kernels.common import one_pass
 from memjax_kernels.lattice.memory import Forget, LatticeState, Rule, Variant
 from memjax_kernels.lattice.sphere import directions, inverse_norm, l2_normalize, shrink
 
 
+@one_pass.on_tpu
 def step(
     q: Float[Array, "B H M"],
     k: Float[Array, "B H M"],

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels.common import arguments, implementations
+from memjax_kernels.common import arguments, implementations, one_pass
 from memjax_kernels.common.packs import recurrence
 from memjax_kernels.common.token_scan import scan_tokens
 from memjax_kernels.linear_attention import chunks, pallas_tpu
@@ -77,6 +77,7 @@ def empty_state(
     return jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32)
 
 
+@one_pass.on_tpu
 def step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],

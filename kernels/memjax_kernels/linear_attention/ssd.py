@@ -6,17 +6,20 @@ Dao and Gu (2024), https://arxiv.org/abs/2405.21060, equation 1 with scalar A = 
 B = k, C = q, x = v.
 """
 
+import inspect
 from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels.common import arguments, implementations
+from memjax_kernels.common import arguments, implementations, one_pass
 from memjax_kernels.common.packs import recurrence
 from memjax_kernels.common.token_scan import scan_tokens
 from memjax_kernels.linear_attention import chunks, pallas_tpu
 from memjax_kernels.linear_attention import empty_state as empty_state
-from memjax_kernels.linear_attention import step as add_and_read
+from memjax_kernels.linear_attention import step as _add_and_read
+
+add_and_read = inspect.unwrap(_add_and_read)
 
 Implementation = Literal["reference", "xla", "pallas_tpu"]
 
@@ -78,6 +81,7 @@ def ssd(
     return form(q, k, v, g, state, reset)
 
 
+@one_pass.on_tpu
 def step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],

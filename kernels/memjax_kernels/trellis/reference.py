@@ -13,15 +13,18 @@ y1 = M_K q; the second compresses values and reads y = M_V^T f(y1).
 """
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from memjax_kernels.common import one_pass
 from memjax_kernels.trellis import functions
 from memjax_kernels.trellis.state import Memories, TrellisState
 
 
+@one_pass.on_tpu
 def step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
@@ -85,12 +88,13 @@ def trellis_reference(
     # Only the memory at the chunk's start is read of `empty`: see `trellis`.
     fresh = empty.memories.start
     empty = TrellisState.of(Memories(fresh, fresh), empty.position, empty.chunk_size)
+    plain = inspect.unwrap(step)
 
     def one_token(state, item):
         (q, k, v, alpha, gamma, g), clear = item
         if clear is not None:
             state = jax.tree.map(functools.partial(_where, clear), empty, state)
-        return step(q, k, v, alpha, gamma, g, state, phi=phi, activation=activation)
+        return plain(q, k, v, alpha, gamma, g, state, phi=phi, activation=activation)
 
     tokens = (q, k, v, alpha, gamma, g)
     items = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, reset))

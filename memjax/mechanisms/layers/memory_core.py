@@ -20,14 +20,16 @@ Shapes: B batch, T time, D model, H heads, G heads of keys and values, K key, V 
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from memjax.mechanisms.base import InitParams, InitState, reset
+from memjax_kernels.common import one_pass
 
 
 @runtime_checkable
@@ -162,6 +164,49 @@ def unstarted(batch: int, memory: PyTree) -> LearnedStart:
 def started(state: LearnedStart, start: PyTree) -> PyTree:
     """The memory inside, with the learned `start` where it is fresh."""
     return reset(state.memory, start, state.fresh)
+
+
+def step_from_start(
+    op_step: Callable,
+    tokens: Sequence[Float[Array, "B H ..."] | None],
+    state: LearnedStart,
+    start: PyTree,
+    **options: Any,
+) -> tuple[PyTree, Float[Array, "B H V"]]:
+    """`op_step` on the memory of `started`, which does not pass over it once more.
+
+    Args:
+        op_step: (*tokens, memory, **options) -> (memory, y), one token of an op.
+        tokens: its arguments before the memory.
+        state: the memory before the token.
+        start: the learned start, of one batch element.
+        **options: of the step.
+    """
+    # A model in bfloat16 gives its parameters so; memories are float32.
+    arrays = [
+        leaf.astype(jnp.float32) for leaf in jax.tree.leaves(start) if leaf.ndim == 4
+    ]
+    where_fresh = lambda empty, leaf: jnp.where(
+        state.fresh.reshape(-1, *[1] * (leaf.ndim - 1)), empty, leaf
+    )
+    # Numbers are started here, and arrays where the step reads them.
+    memory = jax.tree.map(
+        lambda leaf, empty: leaf if leaf.ndim == 4 else where_fresh(empty, leaf),
+        state.memory,
+        start,
+    )
+
+    @one_pass.on_tpu
+    def step(tokens, fresh, arrays, memory):
+        left = iter(arrays)
+        fresh = fresh[:, None, None, None]
+        begun = jax.tree.map(
+            lambda leaf: jnp.where(fresh, next(left), leaf) if leaf.ndim == 4 else leaf,
+            memory,
+        )
+        return inspect.unwrap(op_step)(*tokens, begun, **options)
+
+    return step(tokens, state.fresh, arrays, memory)
 
 
 def after_start(memory: PyTree) -> LearnedStart:

@@ -1,0 +1,82 @@
+"""Runs a function with other code in place of some of its primitives.
+
+A kernel's language lacks some of jax's primitives. A function that kernels share with
+plain jax is traced, and what is lacking is replaced when it runs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+#: (parameters of the primitive, operands) -> its result.
+Replacement = Callable[[dict[str, Any], Sequence[Any]], Any]
+
+
+class Uniform(NamedTuple):
+    """An array of one number, which a kernel computes with as a scalar.
+
+    Attributes:
+        number: a scalar of jax.
+    """
+
+    number: Any
+
+
+#: Primitives that leave an array of one number as it is.
+_RESHAPES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims")
+
+
+def evaluate(
+    closed: Any, arguments: Sequence[Any], replaced: Mapping[str, Replacement]
+) -> list[Any]:
+    """The results of a traced function.
+
+    Args:
+        closed: what `jax.make_jaxpr` gives.
+        arguments: its flat arguments, arrays or `Uniform`.
+        replaced: by the name of a primitive of one result, what runs instead.
+    """
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values |= dict(zip(jaxpr.invars, arguments, strict=True))
+    value_of = lambda atom: atom.val if hasattr(atom, "val") else values[atom]
+    for equation in jaxpr.eqns:
+        operands = [value_of(atom) for atom in equation.invars]
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        if inner is not None and equation.primitive.name not in replaced:
+            results = evaluate(inner, operands, replaced)
+        elif any(isinstance(x, Uniform) for x in operands):
+            results = _with_uniform(equation, operands, replaced)
+        else:
+            results = _bind(equation, operands, replaced)
+        values |= dict(zip(equation.outvars, results, strict=True))
+    return [value_of(atom) for atom in jaxpr.outvars]
+
+
+def _bind(equation, operands, replaced):
+    primitive = equation.primitive
+    if primitive.name in replaced:
+        return [replaced[primitive.name](equation.params, operands)]
+    results = primitive.bind(*operands, **equation.params)
+    return results if primitive.multiple_results else [results]
+
+
+def _with_uniform(equation, operands, replaced):
+    """An operation of which some operands are one number."""
+    name = equation.primitive.name
+    if name in _RESHAPES:
+        return operands[:1]
+    numbers = [x.number if isinstance(x, Uniform) else x for x in operands]
+    if all(jnp.ndim(x) == 0 for x in numbers):
+        return [Uniform(x) for x in _bind(equation, numbers, replaced)]
+    shapes = [atom.aval.shape for atom in equation.invars]
+    arrays = [
+        jnp.full(shape, x.number) if isinstance(x, Uniform) else x
+        for x, shape in zip(operands, shapes, strict=True)
+    ]
+    if name == "select_n" and isinstance(operands[0], Uniform):
+        # A scalar chooses whole registers.
+        return [jax.lax.select_n(numbers[0], *arrays[1:])]
+    return _bind(equation, arrays, replaced)

@@ -1,0 +1,158 @@
+"""Steps of the recurrences in one kernel: the same memories and reads as in jax."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from memjax_kernels.common import one_pass
+from tests.kernels.distances import close
+from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
+
+OPS = ("linear_attention", "linear_attention.ssd", "linear_attention.gla")
+OPS += ("delta_rule", "delta_rule.gated", "gated_slots", "lattice", "trellis")
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(f"memjax_kernels.{name}")
+
+
+def tokens_of(name, sizes, dtype=jnp.float32):
+    """Random arguments of a step, all that it forgets with included."""
+    batch, heads, width, slots = sizes
+    draws = np.random.default_rng(0)
+    draw = lambda *shape: draws.standard_normal((batch, heads, *shape))
+    gate = lambda *shape: -np.abs(draw(*shape)) / 4
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    q, k, v, alpha, rate = (
+        *(unit(draw(width)) for _ in range(3)),
+        unit(draw(slots)),
+        np.abs(draw()) / 4,
+    )
+    memory = draw(width, width)
+    named = {
+        "linear_attention": (q, k, v, memory),
+        "linear_attention.ssd": (q, k, v, gate(), memory),
+        "linear_attention.gla": (q, k, v, gate(width), memory),
+        "delta_rule": (q, k, v, rate, memory),
+        "delta_rule.gated": (q, k, v, rate, gate(), memory),
+        "gated_slots": (q, k, v, alpha, gate(slots)),
+        "lattice": (alpha, unit(draw(slots)), v, rate, gate()),
+        "trellis": (q, k, v, alpha, np.stack([rate, rate / 2], -1), gate(2)),
+    }
+    given = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), named[name])
+    empty = functools.partial(getattr(module(name), "empty_state", int), batch, heads)
+    if name == "gated_slots":
+        given = (*given, empty(slots, width, width))
+    elif name == "lattice":
+        given = (*given, empty(slots, width, chunk_size=2))
+    elif name == "trellis":
+        given = (*given, empty(slots, width, width, chunk_size=2))
+    else:
+        return (*(x.astype(dtype) for x in given[:-1]), given[-1])
+    return (*jax.tree.map(lambda x: x.astype(dtype), given[:-1]), given[-1])
+
+
+def plain_step(name: str, **options: Any) -> Callable[..., Any]:
+    return functools.partial(inspect.unwrap(module(name).step), **options)
+
+
+def three_tokens(step, given):
+    """Two chunks are begun: the memory at a chunk's start changes and stays."""
+    *tokens, state = given
+    reads = []
+    for scale in (1.0, -0.5, 0.3):
+        first, *others = tokens
+        state, y = step(first * scale, *others, state)
+        reads.append(y)
+    return state, reads
+
+
+CASES = [(name, {}) for name in OPS]
+CASES += [("lattice", {"variant": v, "forget": "l2"}) for v in ("dec", "enc", "sim")]
+CASES += [("lattice", {"forget": "l1"}), ("lattice", {"normalize": False})]
+CASES += [("trellis", {"phi": "softmax"}), ("trellis", {"phi": "ln_silu"})]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_the_kernel_computes_what_the_step_does(name, options):
+    given, step = tokens_of(name, (2, 3, 16, 8)), plain_step(name, **options)
+    assert one_pass.unsupported(*given) == ""
+    kernel = functools.partial(one_pass.step_tpu, step, interpret=INTERPRETER)
+    run = lambda step: jax.jit(functools.partial(three_tokens, step))(given)
+    close(run(kernel), run(step), 1e-5)
+
+
+def test_heads_of_several_blocks(monkeypatch):
+    monkeypatch.setattr(one_pass, "MOST_HEADS", 4)
+    given, step = tokens_of("lattice", (2, 6, 16, 8)), plain_step("lattice")
+    kernel = functools.partial(one_pass.step_tpu, step, interpret=INTERPRETER)
+    close(jax.jit(kernel)(*given), jax.jit(step)(*given), 1e-5)
+
+
+def test_bfloat16_tokens_are_read_in_bfloat16():
+    given = tokens_of("delta_rule.gated", (2, 3, 16, 8), jnp.bfloat16)
+    step = plain_step("delta_rule.gated")
+    kernel = functools.partial(one_pass.step_tpu, step, interpret=INTERPRETER)
+    found, expected = jax.jit(kernel)(*given), jax.jit(step)(*given)
+    assert found[1].dtype == jnp.bfloat16
+    close(found[0], expected[0], 1e-5)
+    close(found[1], expected[1], 1e-2)
+
+
+@pytest.mark.slow
+def test_gradients_of_both_modes_are_those_of_the_step():
+    given = tokens_of("lattice", (2, 3, 16, 8))
+    step = module("lattice").step
+    loss = lambda step, *given: sum(x.sum() for x in three_tokens(step, given)[1])
+
+    def gradients(step):
+        reverse = jax.grad(functools.partial(loss, step), (0, 1, 2, 3))(*given)
+        ones = jax.tree.map(jnp.ones_like, given[:1])
+        of_q = lambda q: loss(step, q, *given[1:])
+        return reverse, jax.jvp(of_q, given[:1], ones)
+
+    close(gradients(step), gradients(inspect.unwrap(step)), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ((2, 3, 12, 8), "not a multiple of 8"),
+        ((2, 3, 1024, 8), "more than 2097152 bytes"),
+        ((5000, 4, 16, 8), "more than 16384"),
+    ],
+)
+def test_what_the_kernel_does_not_take(sizes, reason):
+    batch, heads, width, _ = sizes
+    like = lambda *shape: jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
+    row = like(width)
+    assert reason in one_pass.unsupported(row, row, row, like(width, width))
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_it_compiles_on_a_mesh(name, options):
+    devices = np.array(topologies.get_topology_desc("v5e:2x2", "tpu").devices)
+    mesh = Mesh(devices.reshape(2, 2), ("data", "tensor"))
+    step, given = plain_step(name, **options), tokens_of(name, (4, 24, 64, 32))
+
+    def like(x):
+        axes = ("data", "tensor") if x.ndim > 1 else ("data",)
+        place = NamedSharding(mesh, P(*axes))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    shapes = jax.tree.map(like, given)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(one_pass.on_tpu(step)).lower(*shapes)
+        text = str(lowered.compile().as_text())
+    assert "step_in_one_pass" in text and "all-gather" not in text
