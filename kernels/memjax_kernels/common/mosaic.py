@@ -102,7 +102,7 @@ def value_and_vjp(
     closed = jax.make_jaxpr(flat_value_and_vjp)(cotangent, *inputs)
     replaced: dict[str, jaxprs.Replacement] = {
         "add_any": lambda _, operands: operands[0] + operands[1],
-        "integer_pow": lambda given, operands: _integer_power(*operands, given["y"]),
+        "integer_pow": lambda given, operands: _integer_power(operands[0], given["y"]),
     }
     return tuple(jaxprs.evaluate(closed, (cotangent, *inputs), replaced))
 
