@@ -64,10 +64,13 @@ class AttentionConfig(HeadsConfig):
 
 
 class AttentionState(NamedTuple):
-    """Keys (with RoPE) and values of every token so far."""
+    """Keys (with RoPE) and values of every token so far, J = G K channels of each.
 
-    keys: Float[Array, "B S G K"]
-    values: Float[Array, "B S G K"]
+    A slot is one row of all heads, which a TPU stores without padding.
+    """
+
+    keys: Float[Array, "B S J"]
+    values: Float[Array, "B S J"]
     visible: Bool[Array, "B S"]  # False at masked tokens and beyond the length
     length: Int[Array, " B"]  # tokens read; beyond the capacity it stays at 2**30
 
@@ -80,7 +83,7 @@ def init_state(
 ) -> AttentionState:
     """Returns an empty cache, of at most `capacity` slots; None is `config.slots`."""
     slots = config.slots if slots is None else min(slots, config.capacity)
-    shape = (batch, slots, config.num_kv_heads, config.head_dim)
+    shape = (batch, slots, config.num_kv_heads * config.head_dim)
     return AttentionState(
         keys=jnp.zeros(shape, dtype),
         values=jnp.zeros(shape, dtype),
@@ -141,16 +144,20 @@ def apply(
         length = advanced(state.length, lengths)
     visible = jnp.ones((b, t), bool) if mask is None else mask
     write = jax.vmap(lambda cache, new, at: cache.at[at].set(new, mode="drop"))
+    joined = lambda x: x.reshape(b, t, -1).astype(state.keys.dtype)
     state = AttentionState(
-        keys=write(state.keys, k.astype(state.keys.dtype), slots),
-        values=write(state.values, v.astype(state.values.dtype), slots),
+        keys=write(state.keys, joined(k), slots),
+        values=write(state.values, joined(v), slots),
         visible=write(state.visible, visible, slots),
         length=length,
     )
     # The cache has a dtype of its own; products run in that of the activations.
     cache = (state.keys.astype(x.dtype), state.values.astype(x.dtype))
-    from_cache = lambda: attend.from_cache(q, *cache, positions[:, 0], state.visible)
-    if t == room and mask is None:
+    apart = [x.reshape(b, room, *k.shape[2:]) for x in cache]
+    from_cache = lambda: attend.from_cache(q, *apart, positions[:, 0], state.visible)
+    if t == 1:
+        y = attend.one_token(q, *cache, positions[:, 0], state.visible)
+    elif t == room and mask is None:
         # An empty cache has no past to read; on another, some tokens still fit.
         empty = jnp.all(positions[:, 0] == 0)
         y = jax.lax.cond(empty, lambda: attend.causal(q, k, v), from_cache)

@@ -84,3 +84,20 @@ def of_kernels(
     keeping.defvjp(keeping_forward, keeping_backward)
     pullback.defvjp(pullback_forward, pullback_backward)
     return op
+
+
+def like(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, whose gradients of both modes are those of the same function in jax.
+
+    For kernels of decoding, through which a gradient is rarely taken.
+    """
+
+    @jax.custom_jvp
+    def op(*primals):
+        return kernel(*primals)
+
+    @op.defjvp
+    def tangents(primals, tangents):
+        return jax.jvp(plain, primals, tangents)
+
+    return op

@@ -17,7 +17,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from memjax_kernels.common import implementations, jaxprs, partition, varying
+from memjax_kernels.common import (
+    gradients,
+    implementations,
+    jaxprs,
+    partition,
+    varying,
+)
 
 F32 = jnp.float32
 LANES, SUBLANES = 128, 8
@@ -44,10 +50,11 @@ def on_tpu(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def chosen(*given, **options):
         plain = functools.partial(step, **options)
+        kernel = functools.partial(step_tpu, plain)
         form = implementations.choose(
             getattr(step, "__name__", "step"),
             None,
-            {"xla": plain, "pallas_tpu": functools.partial(_differentiable, plain)},
+            {"xla": plain, "pallas_tpu": gradients.like(plain, kernel)},
             {"pallas_tpu": unsupported(*given)},
         )
         return form(*given)
@@ -69,17 +76,6 @@ def unsupported(*given: Any) -> str:
     if _bytes_of_a_head(memories) > MOST_BYTES:
         return f"a head's memories are more than {MOST_BYTES} bytes"
     return ""
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _differentiable(step, *given):
-    return step_tpu(step, *given)
-
-
-@_differentiable.defjvp
-def _tangents(step, given, tangents):
-    # A step is for decoding: gradients are rarely taken, and those of XLA will do.
-    return jax.jvp(step, given, tangents)
 
 
 def step_tpu(step: Callable[..., Any], *given: Any, interpret: Any = False) -> Any:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from memjax.mechanisms.layers import splash
 from memjax.mechanisms.layers.cpu import by_platform, scale_rows
+from memjax_kernels.cached_attention import cached_attention, pallas_tpu
 
 # Scores of one attention call, in elements: 2**26 float32 are 256 MiB.
 MAX_SCORES = 2**26
@@ -101,6 +102,30 @@ def from_cache(
         lambda q, k, v: _in_pieces(q, k, v, *given),
         lambda q, k, v: _prefix(q, k, v, *given),
     )(query, key, value)
+
+
+def one_token(
+    query: Float[Array, "B 1 H K"],
+    keys: Float[Array, "B S J"],
+    values: Float[Array, "B S J"],
+    before: Int[Array, " B"],
+    visible: Bool[Array, "B S"],
+) -> Float[Array, "B 1 H K"]:
+    """`from_cache` of one query, whose slots are rows of J = G K channels."""
+
+    def apart(query, keys, values, *given):
+        split = lambda x: x.reshape(*x.shape[:2], -1, query.shape[-1])
+        return from_cache(query, split(keys), split(values), *given)
+
+    def in_one_kernel(query, keys, values, before, visible):
+        slots = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
+        seen = visible & (slots <= before[:, None])
+        return cached_attention(query[:, 0], keys, values, seen)[:, None]
+
+    given = (query, keys, values, before, visible)
+    if pallas_tpu.unsupported(query[:, 0], keys):
+        return apart(*given)
+    return jax.lax.platform_dependent(*given, tpu=in_one_kernel, default=apart)
 
 
 def _prefix(query, key, value, before, visible, filled):

@@ -106,12 +106,13 @@ def choose(
         kernel: κ, odd.
     """
     b, window, h, width = queries.shape
-    s, g = state.keys.shape[1:3]
+    s, g = state.keys.shape[1], state.keys.shape[2] // width
     slots = jnp.arange(s, dtype=jnp.int32)[None]
     last = state.length[:, None] - window + jnp.arange(window, dtype=jnp.int32)[None]
     seen = (slots[:, None] <= last[..., None]) & state.visible[:, None]
     grouped = queries.astype(jnp.float32).reshape(b, window, g, h // g, width)
-    scores = jnp.einsum("bwgrk,bsgk->bgrws", grouped, state.keys) * width**-0.5
+    keys = state.keys.reshape(b, s, g, width)
+    scores = jnp.einsum("bwgrk,bsgk->bgrws", grouped, keys) * width**-0.5
     # Finite: batch elements shorter than the window have queries that see nothing.
     scores = jnp.where(seen[:, None, None], scores, -1e30)
     # The window's own tokens are kept in any case, and do not compete.
@@ -137,18 +138,22 @@ def compact(
     distance to what comes is what it was.
     """
     n, capacity = slots.shape[1], state.keys.shape[1]
-    keys = jnp.take_along_axis(state.keys, slots[..., None], axis=1)
-    values = jnp.take_along_axis(state.values, slots[..., None], axis=1)
+    apart = lambda x: x.reshape(*x.shape[:2], *slots.shape[2:], -1)
+    keys, values = (
+        jnp.take_along_axis(apart(x), slots[..., None], axis=1)
+        for x in (state.keys, state.values)
+    )
     # RoPE depends on distances: a further rotation moves a key to another position.
     shift = jnp.broadcast_to(n - state.length[:, None], slots.shape[:2])
     keys = projections.apply_rope(heads, keys, shift)
     if heads.rope_scaling is not None:
         # YaRN's factor is in the keys already.
         keys = keys / heads.rope_scaling.amplitude
-    fill = ((0, 0), (0, capacity - n), (0, 0), (0, 0))
+    fill = ((0, 0), (0, capacity - n), (0, 0))
+    joined = lambda x: jnp.pad(x.reshape(*x.shape[:2], -1), fill)
     return AttentionState(
-        keys=jnp.pad(keys, fill),
-        values=jnp.pad(values, fill),
+        keys=joined(keys),
+        values=joined(values),
         visible=jnp.broadcast_to(jnp.arange(capacity)[None] < n, state.visible.shape),
         length=jnp.full_like(state.length, n),
     )

@@ -106,9 +106,8 @@ def test_the_same_tokens_are_chosen_as_by_the_definition(keep, kernel):
     length = np.array([20, 16])
     visible = np.arange(20)[None] < length[:, None]
     visible[0, 5] = False
-    state = AttentionState(
-        jnp.asarray(keys), jnp.asarray(keys), jnp.asarray(visible), jnp.asarray(length)
-    )
+    joined = jnp.asarray(keys.reshape(B, 20, -1))
+    state = AttentionState(joined, joined, jnp.asarray(visible), jnp.asarray(length))
     found = jax.jit(choose, static_argnums=(2, 3))(queries, state, keep, kernel)
     expected = oracle(queries, keys, visible, length, keep, kernel)
     np.testing.assert_array_equal(found, expected)
@@ -135,23 +134,27 @@ def test_chosen_tokens_keep_their_distance_to_what_comes(scaling):
     bare, values = rng.normal(size=(2, 1, 12, 1, 4)).astype(np.float32)
     places = jnp.arange(12, dtype=jnp.int32)[None]
     turned = projections.apply_rope(heads, jnp.asarray(bare), places)
+    # One head: its channels are those of a slot.
     state = AttentionState(
-        turned, jnp.asarray(values), jnp.ones((1, 12), bool), jnp.array([12])
+        turned[:, :, 0],
+        jnp.asarray(values[:, :, 0]),
+        jnp.ones((1, 12), bool),
+        jnp.array([12]),
     )
     slots = jnp.array([0, 3, 10, 11])[None, :, None]
     small = compact(heads, state, slots)
     assert small.length.tolist() == [4] and small.keys.shape == state.keys.shape
     assert small.visible[0].tolist() == [True] * 4 + [False] * 8
-    np.testing.assert_array_equal(small.values[0, :4], values[0, [0, 3, 10, 11]])
+    np.testing.assert_array_equal(small.values[0, :4], values[0, [0, 3, 10, 11], 0])
     # The next query stands at 4 now and stood at 12: scores must not show it.
     query = jnp.asarray(rng.normal(size=(1, 1, 1, 4)), jnp.float32)
     rotated = lambda place: projections.apply_rope(heads, query, jnp.array([[place]]))
     at = lambda place: rotated(place)[0, 0, 0]
     before = turned[0, [0, 3, 10, 11], 0] @ at(12)
-    np.testing.assert_allclose(small.keys[0, :4, 0] @ at(4), before, atol=2e-5)
+    np.testing.assert_allclose(small.keys[0, :4] @ at(4), before, atol=2e-5)
     if scaling is None:
         expected = rotation(bare[0, :, 0], np.arange(12) - 8, 50.0)[[0, 3, 10, 11]]
-        np.testing.assert_allclose(small.keys[0, :4, 0], expected, atol=1e-5)
+        np.testing.assert_allclose(small.keys[0, :4], expected, atol=1e-5)
 
 
 def rms(x, scale):
@@ -170,6 +173,11 @@ def attend(q, k, v, old_keys, old_values):
     return y
 
 
+def by_head(cached):
+    """[B, S, G, K] of the channels of all heads."""
+    return np.asarray(cached, float).reshape(*cached.shape[:2], -1, ATTENTION.head_dim)
+
+
 def masked(state, following, slots):
     """Logits of `following` where heads see chosen slots of an uncompressed cache.
 
@@ -186,7 +194,7 @@ def masked(state, following, slots):
         y = np.zeros_like(q)
         for b, head in np.ndindex(B, ATTENTION.num_heads):
             g = head // 2
-            old = [np.asarray(m, float)[b, kept[b, :, g], g] for m in memory[:2]]
+            old = [by_head(m)[b, kept[b, :, g], g] for m in memory[:2]]
             y[b, :, head] = attend(q[b, :, head], k[b, :, g], v[b, :, g], *old)
         x = x + np.einsum("bthk,hkd->btd", y, np.asarray(mixer.output, float))
         h = rms(x, block.feed_forward_norm)
@@ -207,8 +215,8 @@ def test_reading_on_sees_the_chosen_tokens_and_no_others():
         assert small.length.tolist() == [SMALL.keep] * B
         # Values have no positions: they tell which tokens were kept.
         match = np.all(
-            np.asarray(small.values)[:, : SMALL.keep, None]
-            == np.asarray(layer.values)[:, None, :T],
+            by_head(small.values)[:, : SMALL.keep, None]
+            == by_head(layer.values)[:, None, :T],
             axis=-1,
         )
         assert np.all(match.sum(axis=2) == 1)

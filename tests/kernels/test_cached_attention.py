@@ -1,0 +1,125 @@
+"""Attention of one token to a cache: the formula, the kernel, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from memjax_kernels.cached_attention import attend, cached_attention, pallas_tpu
+from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
+
+KERNEL = functools.partial(pallas_tpu.attend_tpu, interpret=INTERPRETER)
+
+
+def draw(seed, slots, heads, groups, width, dtype=jnp.float32):
+    """Queries, a cache and what they see of it, for two batch elements."""
+    draws = np.random.default_rng(seed)
+    q = draws.standard_normal((2, heads, width))
+    k, v = draws.standard_normal((2, 2, slots, groups * width))
+    seen = draws.uniform(size=(2, slots)) < 0.4
+    # The first sees nothing of the second half, and the second its last slot.
+    seen[0, slots // 2 :], seen[0, 0], seen[1, -1] = False, True, True
+    return *(jnp.asarray(x, dtype) for x in (q, k, v)), jnp.asarray(seen)
+
+
+def test_it_is_softmax_attention_of_groups_of_heads():
+    q, k, v, seen = (np.asarray(x, np.float64) for x in draw(0, 9, 6, 2, 4))
+    found = cached_attention(*draw(0, 9, 6, 2, 4))
+    for b in range(2):
+        for h in range(6):
+            own = slice(4 * (h // 3), 4 * (h // 3) + 4)
+            scores = np.exp(k[b, :, own] @ q[b, h] / 2) * seen[b]
+            expected = scores @ v[b, :, own] / scores.sum()
+            np.testing.assert_allclose(found[b, h], expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(
+    slots=st.sampled_from([128, 640, 1024, 2048]),
+    heads=st.sampled_from([(4, 2, 64), (2, 2, 128), (20, 4, 32), (3, 1, 256)]),
+)
+def test_the_kernel_computes_what_xla_does(slots, heads):
+    arrays = draw(slots, slots, *heads)
+    assert pallas_tpu.unsupported(arrays[0], arrays[1]) == ""
+    np.testing.assert_allclose(jax.jit(KERNEL)(*arrays), attend(*arrays), atol=1e-5)
+
+
+def test_a_query_that_sees_nothing_reads_zeros():
+    q, k, v, seen = draw(1, 128, 2, 2, 64)
+    found = jax.jit(KERNEL)(q, k, v, seen.at[0].set(False))
+    assert not found[0].any() and found[1].any()
+
+
+@pytest.mark.slow
+def test_bfloat16_is_as_near_to_float32_as_that_of_xla():
+    arrays = draw(2, 256, 4, 2, 64, jnp.bfloat16)
+    exact = attend(*(x.astype(jnp.float32) for x in arrays[:3]), arrays[3])
+    found = jax.jit(KERNEL)(*arrays)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.03)
+
+
+@pytest.mark.slow
+def test_gradients_of_both_modes_are_those_of_xla():
+    arrays = draw(3, 128, 2, 2, 64)
+    some = lambda form: lambda *x: (form(*x, arrays[3]) ** 2).sum()
+    for mode in (jax.grad, jax.jacfwd):
+        pairs = zip(
+            mode(some(cached_attention), 0)(*arrays[:3]),
+            mode(some(attend), 0)(*arrays[:3]),
+            strict=True,
+        )
+        for found, expected in pairs:
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.slow  # Fast tests are also run with all annotations checked.
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": jnp.ones((2, 9, 6))}, "values must have shape"),
+        ({"keys": jnp.ones((2, 9, 12)), "values": jnp.ones((2, 9, 12))}, "as many"),
+        ({"seen": jnp.ones((2, 9))}, r"seen must be bool .*\[2, 9\]"),
+        ({"implementation": "pallas_tpu"}, "it needs a tpu"),
+    ],
+)
+def test_bad_input_is_refused(change, message):
+    names = ("q", "keys", "values", "seen")
+    given = dict(zip(names, draw(0, 9, 4, 2, 4), strict=True))
+    with pytest.raises(ValueError, match=message):
+        cached_attention(**(given | change))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "reason"),
+    [
+        ((100, 2, 2, 64), jnp.float32, "100 slots are not a multiple of 128"),
+        ((128, 3, 3, 32), jnp.float32, "96 channels are not a multiple of 128"),
+        ((128, 2, 2, 64), jnp.float16, "q must be float32 or bfloat16"),
+        ((128, 32, 32, 128), jnp.float32, "more than 1048576"),
+    ],
+)
+def test_what_the_kernel_does_not_take(sizes, dtype, reason):
+    q, k, _, _ = draw(0, *sizes, dtype)
+    assert reason in pallas_tpu.unsupported(q, k)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_it_compiles_divided_along_the_batch(chip):
+    devices = np.array(topologies.get_topology_desc(chip, "tpu").devices)[:2]
+    mesh = Mesh(devices, ("data",))
+    place = NamedSharding(mesh, P("data"))
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    shapes = [*map(like, draw(0, 1024, 12, 4, 64, jnp.bfloat16))]
+    with jax.set_mesh(mesh):
+        text = str(jax.jit(cached_attention).lower(*shapes).compile().as_text())
+    assert "cached_attention" in text and "all-gather" not in text
