@@ -153,7 +153,8 @@ def apply(
     )
     # The cache has a dtype of its own; products run in that of the activations.
     cache = (state.keys.astype(x.dtype), state.values.astype(x.dtype))
-    apart = [x.reshape(b, room, *k.shape[2:]) for x in cache]
+    split = lambda x: x.reshape(b, room, *k.shape[2:])
+    apart = (split(cache[0]), split(cache[1]))
     from_cache = lambda: attend.from_cache(q, *apart, positions[:, 0], state.visible)
     if t == 1:
         y = attend.one_token(q, *cache, positions[:, 0], state.visible)
