@@ -178,9 +178,8 @@ def read_token(
 
     The memory is read as R (C q) and (wᵀ R) C: no memory token is ever formed.
     """
-    write = jax.vmap(lambda block, token, at: block.at[at].set(token))
-    open_keys = write(state.open_keys, k.astype(jnp.float32), state.open_length)
-    open_values = write(state.open_values, v.astype(jnp.float32), state.open_length)
+    open_keys = _write_token(state.open_keys, k, state.open_length)
+    open_values = _write_token(state.open_values, v, state.open_length)
     # The token sees itself, so it is written to the open block before it attends.
     y = trapezoid.one_token(
         config,
@@ -320,6 +319,22 @@ def _apply_blocks(config, state, tokens, count, dtype, in_step=False):
         length=advanced(state.length, count * config.block),
     )
     return state, attended
+
+
+def _write_token(block, token, at):
+    """The open block with a token [B, G, K] in the place `at`."""
+
+    def everywhere(block, token, at):
+        # Written while the block is read; to write a single place, XLA would lay out
+        # the block anew for every token.
+        slots = jnp.arange(block.shape[1], dtype=jnp.int32)[None]
+        return jnp.where((slots == at[:, None])[..., None, None], token[:, None], block)
+
+    return jax.lax.platform_dependent(
+        *(block, token.astype(jnp.float32), at),
+        tpu=everywhere,
+        default=jax.vmap(lambda block, token, at: block.at[at].set(token)),
+    )
 
 
 def _split(config, tokens):
