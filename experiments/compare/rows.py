@@ -3,7 +3,8 @@
 All rows have one backbone. Rows with a memory beside the window keep as many bytes in
 the chosen layers, as near as their sizes come; "wide" has them as window. Where the
 query heads of a group share a memory, it has a third of them, and so has
-"wide-shared". HMT, RMT, M+ and MemoryLLM keep no more than "wide" does in all layers.
+"wide-shared". M+ and MemoryLLM keep no more than "wide" does in all layers, HMT and RMT
+what a segment and the memories of the longest text take.
 """
 
 from collections.abc import Callable
