@@ -42,19 +42,27 @@ def on_tpu(step: Callable[..., Any]) -> Callable[..., Any]:
             [B, H, D], and numbers [B, H] and [B]. What it computes of a batch element
             and head depends on these alone. Other memories than those of the state may
             have one batch element, for all. y is [B, H, V], in the dtype of a token.
+            Options are hashable.
 
     Returns:
         The step; what it wraps is in `__wrapped__`.
     """
 
+    # Equal layers have one trace of the kernel.
+    @functools.partial(jax.jit, static_argnums=0)
+    def in_kernel(options, *given):
+        plain = functools.partial(step, **dict(options))
+        return gradients.like(plain, functools.partial(step_tpu, plain))(*given)
+
     @functools.wraps(step)
     def chosen(*given, **options):
-        plain = functools.partial(step, **options)
-        kernel = functools.partial(step_tpu, plain)
         form = implementations.choose(
             getattr(step, "__name__", "step"),
             None,
-            {"xla": plain, "pallas_tpu": gradients.like(plain, kernel)},
+            {
+                "xla": functools.partial(step, **options),
+                "pallas_tpu": functools.partial(in_kernel, tuple(options.items())),
+            },
             {"pallas_tpu": unsupported(*given)},
         )
         return form(*given)
@@ -173,19 +181,23 @@ def _kernel(*refs, closed, kinds, written, heads):
         ref = given[i]
         match kinds[i]:
             case "memory":
-                return ref[:, h : h + 1]
+                return ref[:, pl.ds(h, 1)]
             case "row":
-                return ref[:, h : h + 1, 0]
+                return ref[:, pl.ds(h, 1), 0]
             case "gate":
                 return jnp.full((1, 1), ref[first + h])
         return jaxprs.Uniform(ref[element].astype(closed.in_avals[i].dtype))
 
-    for h in range(together):
+    def one_head(h, _):
         units = [of_head(h, i) for i in range(len(kinds))]
         *after, y = jaxprs.evaluate(closed, units, _REPLACED)
         for output, i in zip(outputs, written, strict=True):
-            output[:, h : h + 1] = after[i]
-        read[:, h : h + 1, 0] = y.astype(F32)
+            output[:, pl.ds(h, 1)] = after[i]
+        read[:, pl.ds(h, 1), 0] = y.astype(F32)
+        return _
+
+    # Traced once, and written out for each head when it is lowered.
+    jax.lax.fori_loop(0, together, one_head, None, unroll=True)
 
 
 def _product(given, operands):

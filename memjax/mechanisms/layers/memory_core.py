@@ -196,17 +196,20 @@ def step_from_start(
         start,
     )
 
-    @one_pass.on_tpu
-    def step(tokens, fresh, arrays, memory):
-        left = iter(arrays)
-        fresh = fresh[:, None, None, None]
-        begun = jax.tree.map(
-            lambda leaf: jnp.where(fresh, next(left), leaf) if leaf.ndim == 4 else leaf,
-            memory,
-        )
-        return inspect.unwrap(op_step)(*tokens, begun, **options)
+    given = (tokens, state.fresh, arrays, memory)
+    return _start_and_step(*given, op_step=op_step, options=tuple(options.items()))
 
-    return step(tokens, state.fresh, arrays, memory)
+
+@one_pass.on_tpu
+def _start_and_step(tokens, fresh, arrays, memory, *, op_step, options):
+    """`op_step` on the memory, whose arrays are started where it is fresh."""
+    left = iter(arrays)
+    fresh = fresh[:, None, None, None]
+    begun = jax.tree.map(
+        lambda leaf: jnp.where(fresh, next(left), leaf) if leaf.ndim == 4 else leaf,
+        memory,
+    )
+    return inspect.unwrap(op_step)(*tokens, begun, **dict(options))
 
 
 def after_start(memory: PyTree) -> LearnedStart:
