@@ -2,8 +2,13 @@
 
 import importlib.util
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 
@@ -18,3 +23,14 @@ def needs_libtpu(test):
     reason = "compiling for a TPU takes libtpu (pip install memjax[tpu])"
     test = pytest.mark.slow(pytest.mark.usefixtures("uncached")(test))
     return pytest.mark.skipif(not LIBTPU, reason=reason)(test)
+
+
+def compiled_for_two(chip, function, arrays):
+    """The program of two devices, which divide the batch of all arrays."""
+    devices = np.array(topologies.get_topology_desc(chip, "tpu").devices)[:2]
+    mesh = Mesh(devices, ("data",))
+    place = NamedSharding(mesh, P("data"))
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    shapes = [*map(like, arrays)]
+    with jax.set_mesh(mesh):
+        return str(jax.jit(function).lower(*shapes).compile().as_text())

@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from memjax_kernels.cached_attention import attend, cached_attention, pallas_tpu
-from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
+from tests.kernels.on_tpu import INTERPRETER, compiled_for_two, needs_libtpu
 
 KERNEL = functools.partial(pallas_tpu.attend_tpu, interpret=INTERPRETER)
 
@@ -120,11 +117,7 @@ def test_what_the_kernel_does_not_take(sizes, dtype, reason):
 @needs_libtpu
 @pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_it_compiles_divided_along_the_batch(chip):
-    devices = np.array(topologies.get_topology_desc(chip, "tpu").devices)[:2]
-    mesh = Mesh(devices, ("data",))
-    place = NamedSharding(mesh, P("data"))
-    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-    shapes = [*map(like, draw(0, 1024, 12, 4, 64, jnp.bfloat16))]
-    with jax.set_mesh(mesh):
-        text = str(jax.jit(cached_attention).lower(*shapes).compile().as_text())
+    text = compiled_for_two(
+        chip, cached_attention, draw(0, 1024, 12, 4, 64, jnp.bfloat16)
+    )
     assert "cached_attention" in text and "all-gather" not in text

@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from memjax_kernels.sigmoid_scores import pallas_tpu, sigmoid_scores, xla
-from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
+from tests.kernels.on_tpu import INTERPRETER, compiled_for_two, needs_libtpu
 
 KERNEL = functools.partial(pallas_tpu.sum_tanh_tpu, interpret=INTERPRETER)
 
@@ -86,12 +83,5 @@ def test_what_the_kernel_does_not_take():
 @needs_libtpu
 @pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_it_compiles_divided_along_the_batch(chip):
-    devices = np.array(topologies.get_topology_desc(chip, "tpu").devices)[:2]
-    mesh = Mesh(devices, ("data",))
-    place = NamedSharding(mesh, P("data"))
-    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-    shapes = [*map(like, draw(0, 600, 3000, 256))]
-    with jax.set_mesh(mesh):
-        lowered = jax.jit(sigmoid_scores).lower(*shapes)
-        text = str(lowered.compile().as_text())
+    text = compiled_for_two(chip, sigmoid_scores, draw(0, 600, 3000, 256))
     assert "sum_tanh" in text and "all-gather" not in text
