@@ -29,7 +29,7 @@ F32 = jnp.float32
 LANES, SUBLANES = 128, 8
 # Heads of a block, whose code is written out one after the other, and the bytes of
 # their memories: four copies are there, read and written, of this block and the next.
-MOST_HEADS, MOST_BYTES = 16, 2**21
+MOST_HEADS, MOST_BYTES = 16, 3 * 2**20
 # Gates of all heads, of which each is kept in scalar memory.
 MOST_GATES = 2**14
 
@@ -81,8 +81,8 @@ def unsupported(*given: Any) -> str:
         return "a memory is not float32"
     if any(n % SUBLANES for x in memories for n in x.shape[2:]):
         return f"a memory's rows or columns are not a multiple of {SUBLANES}"
-    if _bytes_of_a_head(memories) > MOST_BYTES:
-        return f"a head's memories are more than {MOST_BYTES} bytes"
+    if not _heads_of_a_block(heads, memories):
+        return f"no number of {heads} heads fits {MOST_BYTES} bytes"
     return ""
 
 
@@ -117,20 +117,27 @@ def _on_device(tokens, memories, *, step, tree, kinds, interpret):
     batch, _, _, heads, _ = tokens[0].shape
     together = _heads_of_a_block(heads, memories)
     rest, stored = iter(tokens), iter(memories)
-    arguments, specs, units = zip(
-        *(
-            _placed(kind, next(stored if kind == "memory" else rest), together)
-            for kind in kinds
-        ),
-        strict=True,
-    )
+
+    def as_given(kind):
+        if kind == "memory":
+            return next(stored)
+        token = next(rest)
+        return token[:, 0] if kind == "count" else token[:, 0, 0]
+
+    given = [as_given(kind) for kind in kinds]
+    if not together:
+        # Some of all heads fit a block, but no part of this device's share of them.
+        state, y = step(*jax.tree.unflatten(tree, given))
+        return [x for x in jax.tree.leaves(state) if x.ndim == 4], y[:, None, None]
+    placed = [_placed(kind, x, together) for kind, x in zip(kinds, given, strict=True)]
+    arguments, specs, units = zip(*placed, strict=True)
     closed = jax.make_jaxpr(lambda *x: step(*jax.tree.unflatten(tree, x)))(*units)
     *after, y = closed.out_avals
     written = [i for i, x in enumerate(after) if x.ndim == 4]
     # The state comes last, and is written where it was read.
     read = [i for i, kind in enumerate(kinds) if kind == "memory"][-len(written) :]
-    row = pl.BlockSpec((1, together, 1, y.shape[-1]), lambda b, h: (b, h, 0, 0))
-    shapes = [(batch, heads, 1, y.shape[-1]), *(arguments[i].shape for i in read)]
+    row = pl.BlockSpec((1, together, y.shape[-1]), lambda b, h: (b, h, 0))
+    shapes = [(batch, heads, y.shape[-1]), *(arguments[i].shape for i in read)]
     y, *after = pl.pallas_call(
         functools.partial(
             _kernel, closed=closed, kinds=kinds, written=written, heads=heads
@@ -146,13 +153,14 @@ def _on_device(tokens, memories, *, step, tree, kinds, interpret):
         interpret=interpret,
         name="step_in_one_pass",
     )(*varying.vary_alike(arguments))
-    return after, y[:, None, None, :, 0]
+    return after, y[:, None, None]
 
 
 def _placed(kind, x, together):
     """An argument, its block, and what the step is given of one head of it."""
     # One batch element may serve all.
-    along = lambda b, h: (b if x.shape[0] > 1 else 0, h, 0, 0)
+    of_rows = lambda b, h: (b if x.shape[0] > 1 else 0, h, 0)
+    along = lambda b, h: (*of_rows(b, h), 0)
     dtype = x.dtype if kind == "count" else F32
     x = x.astype(jnp.int32 if kind == "count" else F32)
     match kind:
@@ -160,9 +168,8 @@ def _placed(kind, x, together):
             shape = x.shape[2:]
             block = pl.BlockSpec((1, together, *shape), along)
         case "row":
-            shape = x.shape[4:]
-            x = jnp.moveaxis(x[:, 0], 1, 2)
-            block = pl.BlockSpec((1, together, 1, *shape), along)
+            shape = x.shape[2:]
+            block = pl.BlockSpec((1, together, *shape), of_rows)
         case _:
             shape = ()
             # One number after the other: more axes would be padded.
@@ -180,10 +187,8 @@ def _kernel(*refs, closed, kinds, written, heads):
     def of_head(h, i):
         ref = given[i]
         match kinds[i]:
-            case "memory":
+            case "memory" | "row":
                 return ref[:, pl.ds(h, 1)]
-            case "row":
-                return ref[:, pl.ds(h, 1), 0]
             case "gate":
                 return jnp.full((1, 1), ref[first + h])
         return jaxprs.Uniform(ref[element].astype(closed.in_avals[i].dtype))
@@ -193,7 +198,7 @@ def _kernel(*refs, closed, kinds, written, heads):
         *after, y = jaxprs.evaluate(closed, units, _REPLACED)
         for output, i in zip(outputs, written, strict=True):
             output[:, pl.ds(h, 1)] = after[i]
-        read[:, pl.ds(h, 1), 0] = y.astype(F32)
+        read[:, pl.ds(h, 1)] = y.astype(F32)
         return _
 
     # Traced once, and written out for each head when it is lowered.
@@ -221,9 +226,11 @@ _REPLACED: dict[str, jaxprs.Replacement] = {
 
 
 def _heads_of_a_block(heads, memories):
-    """The most heads whose memories fit, that divide all heads."""
+    """The most heads that fit and divide all heads; 0 if none do."""
     most = min(MOST_HEADS, MOST_BYTES // _bytes_of_a_head(memories))
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
+    # Rows of several blocks must fill whole registers.
+    fits = lambda n: heads % n == 0 and (n == heads or n % SUBLANES == 0)
+    return max((n for n in range(1, most + 1) if fits(n)), default=0)
 
 
 def _bytes_of_a_head(memories):
