@@ -201,7 +201,39 @@ def training() -> Table:
     return Table(header, rows, [_CYCLES], _commits(counted))
 
 
+#: The rows of the table of decoding: their names, and the cases that they are.
+_DECODED = {
+    "attention to 2,048 tokens": "attention",
+    "a sliding window of 2,048": "sliding_window",
+    "Elastic Memory, blocks of 2,048": "elastic_memory",
+    "Lattice": "lattice",
+    "Trellis": "trellis",
+    "Gated DeltaNet": "gated_deltanet",
+    "Mamba-2": "mamba2",
+    "GLA": "gla",
+    "GSA": "gsa",
+    "TTT": "ttt_linear",
+}
+
+
+def decoding() -> Table:
+    """A token of a layer in decoding, beside the limit of memory."""
+    cases = load(_CYCLES)["cases"]
+    kept = {name: cases[f"decode/{case}"] for name, case in _DECODED.items()}
+    header = [
+        "cycles a token of a layer",
+        "scheduled",
+        "least for the memory's traffic",
+    ]
+    rows = [
+        [name, number(case["cycles"], 0), number(case["memory_cycles"], 0)]
+        for name, case in kept.items()
+    ]
+    return Table(header, rows, [_CYCLES], _commits(list(kept.values())))
+
+
 TABLES: Tables = {
+    "ops/decoding": decoding,
     "ops/training": training,
     "ops/cycles_summary": summary,
     "ops/cycles_ops": cycles_ops,
