@@ -42,7 +42,7 @@ def test_it_is_softmax_attention_of_groups_of_heads():
 @settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
     slots=st.sampled_from([128, 640, 1024, 2048]),
-    sizes=st.sampled_from([(4, 2, 64), (2, 2, 128), (20, 4, 32), (3, 1, 256)]),
+    sizes=st.sampled_from([(4, 2, 64), (2, 2, 128), (20, 4, 32), (9, 3, 64)]),
 )
 def test_the_kernel_computes_what_xla_does(slots, sizes):
     heads, groups, width = sizes
@@ -103,9 +103,8 @@ def test_bad_input_is_refused(change, message):
     ("sizes", "dtype", "reason"),
     [
         ((100, 2, 2, 64), jnp.float32, "100 slots are not a multiple of 128"),
-        ((128, 3, 3, 32), jnp.float32, "96 channels are not a multiple of 128"),
         ((128, 2, 2, 64), jnp.float16, "q must be float32 or bfloat16"),
-        ((128, 32, 32, 128), jnp.float32, "more than 1048576"),
+        ((128, 40, 40, 128), jnp.float32, "more than 2097152"),
     ],
 )
 def test_what_the_kernel_does_not_take(sizes, dtype, reason):

@@ -22,7 +22,7 @@ LANES = 128
 # Rows of bfloat16 that fill a register.
 ROWS = 16
 # Slots of a block, of which all blocks are full; and bytes of a block of keys.
-BLOCKS, MOST_BYTES = (1024, 512, 256, 128), 2**20
+BLOCKS, MOST_BYTES = (1024, 512, 256, 128), 2**21
 # A score of what is not seen: finite, as a softmax of -inf alone is NaN.
 UNSEEN = -1e30
 
@@ -35,8 +35,6 @@ def unsupported(q: Any, keys: Any) -> str:
             return f"{name} must be float32 or bfloat16, got {x.dtype}"
     if slots % BLOCKS[-1]:
         return f"{slots} slots are not a multiple of {BLOCKS[-1]}"
-    if width % LANES:
-        return f"{width} channels are not a multiple of {LANES}"
     if BLOCKS[-1] * width * keys.dtype.itemsize > MOST_BYTES:
         return f"{BLOCKS[-1]} slots of {width} channels are more than {MOST_BYTES}"
     return ""
