@@ -60,8 +60,10 @@ class ClaimObject:
 
         It may when this one has shown no life for a while.
         """
-        if not self._is_mine():
-            raise refusal(self._folder, self._owner(), self._verb)
+        content = self._content() or b""
+        if self._token.encode() not in content:
+            # Of what was read: this process may write once more before it notices.
+            raise refusal(self._folder, read_owner(content), self._verb)
 
     def release(self) -> None:
         """Lets another process write here."""
