@@ -41,7 +41,7 @@ def test_it_is_softmax_attention_of_groups_of_heads():
 @pytest.mark.slow
 @settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
-    slots=st.sampled_from([128, 640, 1024, 2048]),
+    slots=st.sampled_from([128, 700, 1024, 2100]),
     sizes=st.sampled_from([(4, 2, 64), (2, 2, 128), (20, 4, 32), (9, 3, 64)]),
 )
 def test_the_kernel_computes_what_xla_does(slots, sizes):
@@ -102,7 +102,7 @@ def test_bad_input_is_refused(change, message):
 @pytest.mark.parametrize(
     ("sizes", "dtype", "reason"),
     [
-        ((100, 2, 2, 64), jnp.float32, "100 slots are not a multiple of 128"),
+        ((100, 2, 2, 64), jnp.float32, "100 slots are less than a block of 128"),
         ((128, 2, 2, 64), jnp.float16, "q must be float32 or bfloat16"),
         ((128, 40, 40, 128), jnp.float32, "more than 2097152"),
     ],

@@ -21,7 +21,7 @@ F32 = jnp.float32
 LANES = 128
 # Rows of bfloat16 that fill a register.
 ROWS = 16
-# Slots of a block, of which all blocks are full; and bytes of a block of keys.
+# Slots of a block, and bytes of a block of keys.
 BLOCKS, MOST_BYTES = (1024, 512, 256, 128), 2**21
 # A score of what is not seen: finite, as a softmax of -inf alone is NaN.
 UNSEEN = -1e30
@@ -33,8 +33,8 @@ def unsupported(q: Any, keys: Any) -> str:
     for name, x in (("q", q), ("keys", keys)):
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"{name} must be float32 or bfloat16, got {x.dtype}"
-    if slots % BLOCKS[-1]:
-        return f"{slots} slots are not a multiple of {BLOCKS[-1]}"
+    if slots < BLOCKS[-1]:
+        return f"{slots} slots are less than a block of {BLOCKS[-1]}"
     if BLOCKS[-1] * width * keys.dtype.itemsize > MOST_BYTES:
         return f"{BLOCKS[-1]} slots of {width} channels are more than {MOST_BYTES}"
     return ""
@@ -75,7 +75,7 @@ def _on_device(rows, keys, values, seen, *, interpret):
     seen = seen[:, 0].astype(jnp.int32)
     (batch, heads, width), slots = rows.shape, keys.shape[1]
     bytes_of = lambda n: n * width * keys.dtype.itemsize
-    size = next(n for n in BLOCKS if slots % n == 0 and bytes_of(n) <= MOST_BYTES)
+    size = next(n for n in BLOCKS if n <= slots and bytes_of(n) <= MOST_BYTES)
     # Blocks behind the last slot that is seen are not fetched: a block stays where the
     # next step asks for the same.
     places = jnp.arange(1, slots + 1, dtype=jnp.int32)[None]
@@ -84,10 +84,10 @@ def _on_device(rows, keys, values, seen, *, interpret):
     of_slots = pl.BlockSpec((None, size, width), lambda b, s, n: (b, at(b, s, n), 0))
     of_token = pl.BlockSpec((None, heads, width), lambda b, s, n: (b, 0, 0))
     y = pl.pallas_call(
-        _kernel,
+        functools.partial(_kernel, slots=slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(batch, slots // size),
+            grid=(batch, pl.cdiv(slots, size)),
             in_specs=[
                 of_token,
                 of_slots,
@@ -107,7 +107,7 @@ def _on_device(rows, keys, values, seen, *, interpret):
     return (), y[:, None, :, None]
 
 
-def _kernel(blocks, rows, keys, values, seen, total, largest, weight):
+def _kernel(blocks, rows, keys, values, seen, total, largest, weight, *, slots):
     """Adds a block to the sum of values, whose shift is the largest score so far."""
 
     @pl.when(pl.program_id(1) == 0)
@@ -121,15 +121,18 @@ def _kernel(blocks, rows, keys, values, seen, total, largest, weight):
         product = functools.partial(jax.lax.dot_general, preferred_element_type=F32)
         q = rows[...]
         scores = product(q, keys[...].astype(q.dtype), (((1,), (1,)), ((), ())))
-        scores = jnp.where(seen[...] > 0, scores, UNSEEN)
+        shows, v = seen[...] > 0, values[...].astype(q.dtype)
+        if slots % len(keys):
+            # Behind the last slot a block may hold anything, NaN too.
+            left = slots - pl.program_id(1) * len(keys)
+            place = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
+            shows &= place(shows.shape, 1) < left
+            v = jnp.where(place(v.shape, 0) < left, v, 0)
+        scores = jnp.where(shows, scores, UNSEEN)
         before = largest[:, :1]
         after = jnp.maximum(before, scores.max(axis=1, keepdims=True))
         kept, weights = jnp.exp(before - after), jnp.exp(scores - after)
-        added = product(
-            weights.astype(q.dtype),
-            values[...].astype(q.dtype),
-            (((1,), (0,)), ((), ())),
-        )
+        added = product(weights.astype(q.dtype), v, (((1,), (0,)), ((), ())))
         total[...] = kept * total[...] + added
         summed = kept * weight[:, :1] + weights.sum(axis=1, keepdims=True)
         weight[...] = jnp.broadcast_to(summed, weight.shape)
