@@ -27,7 +27,7 @@ from memjax.nnx.params import as_arrays
 def empty(weights: MPlusWeights, batch: int, first: int, slots: int) -> KVCache:
     """A cache without keys, whose tokens will begin at position `first`."""
     config = weights.backbone.config
-    shape = (batch, slots, config.heads.num_kv_heads, config.heads.head_dim)
+    shape = (batch, slots, config.heads.num_kv_heads * config.heads.head_dim)
     layer = lambda: jnp.zeros(shape, weights.memory_dtype)
     return KVCache(
         keys=tuple(layer() for _ in range(weights.layers)),
@@ -108,8 +108,9 @@ def read_tokens(
 
 
 def _put(slots, made):
-    """The cache of a layer with what stands before the tokens."""
-    return slots.at[:, : made.shape[1]].set(made.astype(slots.dtype))
+    """The cache of a layer with what stands before the tokens, [B, P, G, H]."""
+    joined = made.reshape(*made.shape[:2], -1).astype(slots.dtype)
+    return slots.at[:, : made.shape[1]].set(joined)
 
 
 def _last_norm(weights, h):

@@ -30,10 +30,10 @@ from memjax.models.language_model.layers import BlockParams, normalize, run_bloc
 
 
 class Slots(NamedTuple):
-    """One layer's part of the KV cache."""
+    """One layer's keys and values: of rows by head, or a row of all heads a slot."""
 
-    keys: Float[Array, "B S G H"]
-    values: Float[Array, "B S G H"]
+    keys: Float[Array, "B S G H"] | Float[Array, "B S J"]
+    values: Float[Array, "B S G H"] | Float[Array, "B S J"]
 
 
 #: Like `attend.from_cache`, behind a first argument: the queries without RoPE.
@@ -110,7 +110,7 @@ def read_layer(
     Args:
         config: of the backbone.
         block: the layer.
-        slots: keys and values of the prefix and of earlier tokens.
+        slots: keys and values of the prefix and of earlier tokens, a slot a row.
         visible: which positions may be attended to, the new tokens included.
         start: index in the cache of the first new token.
         places: index in the cache of each; one beyond the end is dropped.
@@ -124,14 +124,20 @@ def read_layer(
         plain, k, v = projections.qkv_projection(heads, params, normed)
         q = projections.apply_rope(heads, plain, positions)
         k = projections.apply_rope(heads, k, positions)
-        write = lambda old, new: ragged.write(old, places, new.astype(old.dtype))
+        joined = lambda x: x.reshape(*x.shape[:2], -1)
+        write = lambda old, new: ragged.write(
+            old, places, joined(new).astype(old.dtype)
+        )
         slots = jax.tree.map(write, slots, Slots(k, v))
         # Without a copy where the cache has the format of the activations.
-        cache = (slots.keys.astype(q.dtype), slots.values.astype(q.dtype))
-        if attention is None:
-            y = attend.from_cache(q, *cache, start, visible)
+        keys, values = slots.keys.astype(q.dtype), slots.values.astype(q.dtype)
+        split = lambda x: x.reshape(*x.shape[:2], *k.shape[2:])
+        if attention is not None:
+            y = attention(plain, q, split(keys), split(values), start, visible)
+        elif q.shape[1] == 1:
+            y = attend.one_token(q, keys, values, start, visible)
         else:
-            y = attention(plain, q, *cache, start, visible)
+            y = attend.from_cache(q, split(keys), split(values), start, visible)
         return slots, projections.output_projection(params, y)
 
     return run_block(config, mix, block, slots, h)

@@ -54,6 +54,8 @@ class Store(NamedTuple):
 class KVCache(NamedTuple):
     """Attention keys and values of [bos, retrieved rows, pool, tokens] in each layer.
 
+    A slot is one row of the J = G H channels of all heads, as in attention's cache.
+
     Attributes:
         keys: after RoPE.
         values: at the same positions.
@@ -64,8 +66,8 @@ class KVCache(NamedTuple):
             before it.
     """
 
-    keys: tuple[Float[Array, "B S G H"], ...]
-    values: tuple[Float[Array, "B S G H"], ...]
+    keys: tuple[Float[Array, "B S J"], ...]
+    values: tuple[Float[Array, "B S J"], ...]
     visible: Bool[Array, "B S"]
     prefix_length: Int[Array, " B"]
     length: Int[Array, " B"]
