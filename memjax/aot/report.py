@@ -29,7 +29,8 @@ _BUFFER = re.compile(rf"Size: {_SIZE}\s(?:.*?Operator: op_name=\"([^\"]*)\")?", 
 def report(request: Request, found: Compiled) -> dict[str, Any]:
     """All that is known of a step, as JSON."""
     chip, facts = chip_of(request.topology), found.facts
-    memory = exhausted(facts, chip) if "exhausted" in facts else _memory(facts, chip)
+    compiled = "exhausted" not in facts
+    memory = _memory(facts, chip) if compiled else exhausted(facts, chip)
     result: dict[str, Any] = {
         "what": request.what,
         "topology": request.topology,
@@ -37,10 +38,11 @@ def report(request: Request, found: Compiled) -> dict[str, Any]:
         "devices": facts["devices"],
         "mesh": facts["mesh"],
         "tokens": facts["tokens"],
-        "fits": "exhausted" not in facts,
+        # The compiler does not refuse all that is too large.
+        "fits": compiled and memory["total"] <= memory["capacity"],
         "memory": memory,
     }
-    if not result["fits"]:
+    if not compiled:
         return result
     sent = [row._asdict() for row in collectives(found.text)]
     inside = [row["bytes"] for row in sent if row["kind"] != KINDS[-1]]
@@ -154,8 +156,9 @@ def lines(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "memory a device", f"{total} of {_readable(memory['capacity'])}"
     if not result["fits"]:
         yield "does not fit", f"the largest are {memory['largest']}"
-        for buffer in memory["buffers"]:
+        for buffer in memory.get("buffers", ()):
             yield f"  {_readable(buffer['bytes'])}", buffer["operation"] or "no name"
+    if "compiler" not in result:
         return
     if (flops := result["compiler"]["flops"]) is not None:
         yield "operations a device", f"{flops:,.0f}, without kernels"

@@ -180,3 +180,12 @@ def test_a_fine_tuning_needs_its_backbones_sizes(monkeypatch, tmp_path):
     assert "no config.json" in refused(*words, "--backbone", str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     assert "model_type" in refused(*words, "--backbone", str(tmp_path))
+
+
+def test_a_compiled_step_above_the_capacity_does_not_fit():
+    sizes = {"capacity": 2**30, "parts": {"memory": 2**31}, "total": 2**31}
+    given = {"devices": 1, "mesh": {}, "tokens": 1, "fits": False, "collectives": []}
+    given |= {"memory": sizes | {"largest": "memory"}, "links_seconds": 0.0}
+    rows = dict(lines(given | {"compiler": {"flops": 5.0, "bytes": 1.0}}))
+    assert rows["does not fit"] == "the largest are memory"
+    assert rows["operations a device"].startswith("5,")
