@@ -153,12 +153,8 @@ def apply(
     )
     # The cache has a dtype of its own; products run in that of the activations.
     cache = (state.keys.astype(x.dtype), state.values.astype(x.dtype))
-    split = lambda x: x.reshape(b, room, *k.shape[2:])
-    apart = (split(cache[0]), split(cache[1]))
-    from_cache = lambda: attend.from_cache(q, *apart, positions[:, 0], state.visible)
-    if t == 1:
-        y = attend.one_token(q, *cache, positions[:, 0], state.visible)
-    elif t == room and mask is None:
+    from_cache = lambda: attend.from_rows(q, *cache, positions[:, 0], state.visible)
+    if t == room and mask is None:
         # An empty cache has no past to read; on another, some tokens still fit.
         empty = jnp.all(positions[:, 0] == 0)
         y = jax.lax.cond(empty, lambda: attend.causal(q, k, v), from_cache)

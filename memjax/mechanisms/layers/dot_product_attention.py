@@ -104,14 +104,17 @@ def from_cache(
     )(query, key, value)
 
 
-def one_token(
-    query: Float[Array, "B 1 H K"],
+def from_rows(
+    query: Float[Array, "B T H K"],
     keys: Float[Array, "B S J"],
     values: Float[Array, "B S J"],
     before: Int[Array, " B"],
     visible: Bool[Array, "B S"],
-) -> Float[Array, "B 1 H K"]:
-    """`from_cache` of one query, whose slots are rows of J = G K channels."""
+) -> Float[Array, "B T H K"]:
+    """`from_cache` of a cache whose slots are rows of J = G K channels.
+
+    A single query takes one kernel on a TPU.
+    """
 
     def apart(query, keys, values, *given):
         split = lambda x: x.reshape(*x.shape[:2], -1, query.shape[-1])
@@ -123,7 +126,7 @@ def one_token(
         return cached_attention(query[:, 0], keys, values, seen)[:, None]
 
     given = (query, keys, values, before, visible)
-    if pallas_tpu.unsupported(query[:, 0], keys):
+    if query.shape[1] > 1 or pallas_tpu.unsupported(query, keys):
         return apart(*given)
     return jax.lax.platform_dependent(*given, tpu=in_one_kernel, default=apart)
 

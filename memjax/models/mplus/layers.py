@@ -131,13 +131,11 @@ def read_layer(
         slots = jax.tree.map(write, slots, Slots(k, v))
         # Without a copy where the cache has the format of the activations.
         keys, values = slots.keys.astype(q.dtype), slots.values.astype(q.dtype)
-        split = lambda x: x.reshape(*x.shape[:2], *k.shape[2:])
-        if attention is not None:
-            y = attention(plain, q, split(keys), split(values), start, visible)
-        elif q.shape[1] == 1:
-            y = attend.one_token(q, keys, values, start, visible)
+        if attention is None:
+            y = attend.from_rows(q, keys, values, start, visible)
         else:
-            y = attend.from_cache(q, split(keys), split(values), start, visible)
+            split = lambda x: x.reshape(*x.shape[:2], *k.shape[2:])
+            y = attention(plain, q, split(keys), split(values), start, visible)
         return slots, projections.output_projection(params, y)
 
     return run_block(config, mix, block, slots, h)
