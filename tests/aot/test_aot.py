@@ -182,10 +182,17 @@ def test_a_fine_tuning_needs_its_backbones_sizes(monkeypatch, tmp_path):
     assert "model_type" in refused(*words, "--backbone", str(tmp_path))
 
 
-def test_a_compiled_step_above_the_capacity_does_not_fit():
-    sizes = {"capacity": 2**30, "parts": {"memory": 2**31}, "total": 2**31}
-    given = {"devices": 1, "mesh": {}, "tokens": 1, "fits": False, "collectives": []}
-    given |= {"memory": sizes | {"largest": "memory"}, "links_seconds": 0.0}
-    rows = dict(lines(given | {"compiler": {"flops": 5.0, "bytes": 1.0}}))
-    assert rows["does not fit"] == "the largest are memory"
+@pytest.mark.parametrize(("temporaries", "fits"), [(14, True), (16, False)])
+def test_a_compiled_step_above_the_capacity_does_not_fit(temporaries, fits):
+    sizes = ("argument", "output", "alias", "generated_code")
+    facts = {f"{name}_bytes": 0 for name in sizes}
+    facts |= {"temp_bytes": temporaries * GIB, "arguments": {"parameters": GIB}}
+    facts |= {"devices": 4, "mesh": {"fsdp": 4}, "tokens": 8}
+    facts |= {"flops": 5.0, "bytes_accessed": 1.0}
+    facts |= {"lower_seconds": 0.1, "compile_seconds": 0.1}
+    request = Request(presets()["transformer-tiny"], "train", "v5e:2x2")
+    found = report(request, Compiled(facts, "", None))
+    assert found["fits"] == fits
+    rows = dict(lines(found))
+    assert rows.get("does not fit") == (None if fits else "the largest are temporaries")
     assert rows["operations a device"].startswith("5,")
