@@ -8,6 +8,7 @@ many devices as its environment says.
 import functools
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -70,7 +71,10 @@ class Process:
         return not self._process.is_alive()
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal."""
+        """Sends a signal, which it must not ignore."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        [ignored] = re.findall(r"SigIgn:\s*(\w+)", status)
+        assert not int(ignored, 16) >> (number - 1) & 1, status
         os.kill(self.pid, number)
 
     def finish(self) -> tuple[int | None, str]:
