@@ -158,7 +158,7 @@ def make_train_step(
             # A cache of a text that is read whole has a slot a token, and none besides.
             memory = model.init_state(*batch.tokens.shape)
             loss, _, gradients = _gradients(graph, config, state, memory, scored_batch)
-            return update(optimizer, state, loss, (), gradients)
+            return update(optimizer, state, loss, gradients)
         # With the current parameters, because an empty memory may be learned.
         empty = model_of(graph, state).reset
         before = empty(state.memory, batch.reset | not_finite(state.memory))
@@ -166,7 +166,9 @@ def make_train_step(
         bad = not_finite(after)
         # Where all are bad, the parameters or the device are, and not the memories.
         kept = empty(before, bad & ~bad.all())
-        return update(optimizer, state._replace(memory=kept), loss, after, gradients)
+        new, metrics = update(optimizer, state, loss, gradients)
+        memory = _select(metrics["finite"] == 1, after, kept)
+        return new._replace(memory=memory), metrics
 
     return train_step
 
@@ -185,39 +187,37 @@ def update(
     optimizer: optax.GradientTransformation,
     state: TrainState,
     loss: Scalar,
-    memory: PyTree,
     gradients: PyTree,
 ) -> tuple[TrainState, Metrics]:
-    """The state after a step, and its metrics; see `make_train_step`.
+    """The state after a step, but with the old memory; and its metrics.
 
     Args:
         optimizer: as the state was made with.
-        state: before the step; its memory is the one that a skipped step leaves.
-        loss: the loss of the step.
-        memory: the memory after the step.
+        state: before the step.
+        loss: the loss of the step; if it or a gradient is not finite, parameters and
+            optimizer stay as they are.
         gradients: of the loss with respect to `state.params`.
     """
     norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, new_optimizer = optimizer.update(gradients, state.optimizer, state.params)
-    # Frozen parameters are left out of the selection below, which would copy them.
-    new = TrainState(
-        step=state.step,
-        params=optax.apply_updates(state.params, updates),
-        optimizer=new_optimizer,
-        memory=memory,
-        frozen=(),
+    params = optax.apply_updates(state.params, updates)
+    new = state._replace(
+        step=state.step + 1,
+        params=_select(finite, params, state.params),
+        optimizer=_select(finite, new_optimizer, state.optimizer),
     )
-    old = state._replace(frozen=())
-    # Selected rather than multiplied by 0, because 0 * NaN is NaN.
-    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-    new = new._replace(step=state.step + 1, frozen=state.frozen)
     metrics = {
         "loss": loss,
         "gradient_norm": norm,
         "finite": finite.astype(jnp.float32),
     }
     return new, metrics
+
+
+def _select(condition, new, old):
+    """One of two trees; a product with 0 would not do, because 0 * NaN is NaN."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 def _loss_mask(model, config, mask):

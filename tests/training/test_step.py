@@ -177,7 +177,7 @@ def test_gradient_alone_that_is_not_finite_skips_the_update(value):
     gradients = {"w": np.ones((2, 3)), "b": np.array([0, value, 0])}
     gradients = jax.tree.map(np.float32, gradients)
     update = jax.jit(lambda *given: one_update(transform, *given))
-    after, metrics = update(before, jnp.ones(()), (), gradients)
+    after, metrics = update(before, jnp.ones(()), gradients)
     assert metrics["loss"] == 1 and metrics["finite"] == 0
     assert not np.isfinite(metrics["gradient_norm"])
     chex.assert_trees_all_equal(after._replace(step=before.step), before)

@@ -4,7 +4,6 @@ The training loop is the one of all models; a step takes what `TaskBatches` yiel
 task is a program of its own, compiled when it first occurs.
 """
 
-import functools
 from collections.abc import Callable
 from typing import get_args
 
@@ -51,8 +50,9 @@ def make_task_steps(
         optimizer: as of the state.
         prompt: see `tasks.task_loss`.
 
-    A batch element whose memory is not finite starts empty, and so does one that alone
-    makes it not finite in a step that is skipped; see `make_train_step`.
+    A batch element whose memory is not finite starts empty. A step whose loss or
+    gradients are not finite changes neither parameters nor optimizer; the memory goes
+    on as the step left it.
 
     Metrics beside those of `make_train_step`: the nats per token of the task, as
     `<task>_loss`, and `retriever_loss` where the task has it; `loss` is their sum.
@@ -67,8 +67,8 @@ def make_task_steps(
 
     def make(task: Task) -> TaskStep:
         def step(state: TrainState, batch: TaskBatch) -> tuple[TrainState, Metrics]:
-            heal = functools.partial(healed, model_of(graph, state))
-            before = heal(state.memory, not_finite(state.memory))
+            bad = not_finite(state.memory)
+            before = healed(model_of(graph, state), state.memory, bad)
 
             def loss(params):
                 model = model_of(graph, state._replace(params=params))
@@ -77,10 +77,10 @@ def make_task_steps(
             grad = jax.value_and_grad(loss, has_aux=True)
             # By the trained parameters alone: memory and backbone are closed over.
             (total, (memory, losses)), gradients = grad(state.params)
-            bad = not_finite(memory)
-            # Where all are bad, the parameters or the device are, and not the memories.
-            state = state._replace(memory=heal(before, bad & ~bad.all()))
-            new, metrics = update(optimizer, state, total, memory, gradients)
+            new, metrics = update(optimizer, state, total, gradients)
+            # Not selected by whether all was finite: a store is tens of gigabytes, and
+            # the one before the step would have to be kept beside it.
+            new = new._replace(memory=memory)
             # By task, as losses of different tasks cannot be compared.
             metrics[f"{task}_loss"] = losses.language
             if losses.retriever is not None:

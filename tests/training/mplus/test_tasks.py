@@ -282,12 +282,10 @@ def test_a_memory_that_is_not_finite_is_emptied_alone(told):
     chunks[1] = 64
     none = batch._replace(chunks=chunks)
     after, metrics = step(state, none)
-    assert metrics["finite"] == 0 and rows(after) == [16, 0]
-    assert step(after, batch)[1]["finite"] == 1
-    # Where all are bad, the parameters are.
-    ruined = jax.tree.map(lambda x: x * jnp.nan, state.params)
-    after, metrics = step(state._replace(params=ruined), batch)
-    assert metrics["finite"] == 0 and rows(after) == [16, 16]
+    assert metrics["finite"] == 0
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+    after, metrics = step(after, batch)
+    assert metrics["finite"] == 1 and rows(after) == [16, 4]
 
 
 @pytest.mark.slow
