@@ -45,8 +45,13 @@ from memjax.mechanisms.layers.norms import l2_normalize
 from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.mechanisms.linear_attention import LinearAttentionConfig
 from memjax.mechanisms.mamba2 import Mamba2Config
-from memjax.mechanisms.sliding_window import SlidingWindowConfig, SlidingWindowState
+from memjax.mechanisms.sliding_window import (
+    SlidingWindowConfig,
+    SlidingWindowState,
+    in_order,
+)
 from memjax.mechanisms.sliding_window import init_state as init_window
+from memjax.mechanisms.sliding_window import oldest as oldest_of_window
 from memjax.mechanisms.sliding_window import read as read_window
 from memjax.mechanisms.trellis import TrellisConfig
 from memjax.mechanisms.ttt_linear import TTTLinearConfig
@@ -240,7 +245,7 @@ def step(
     check_input(x, config.model_dim, state)
     segment = x[:, None]
     q, k, v = projections.qkv_projection(config.window, params.attention, segment)
-    oldest = Left(*(leaf[:, :1] for leaf in state.window[:3]))
+    oldest = Left(*oldest_of_window(config.window, state.window))
     window, attended = read_window(config.window, state.window, q, k, v)
     inputs = memory_inputs(config, params, q, oldest)
     inputs = jax.tree.map(lambda leaf: leaf[:, 0], inputs)
@@ -259,7 +264,7 @@ def apply(
     """What T steps give, faster."""
     check_input(x, config.model_dim, state)
     q, k, v = projections.qkv_projection(config.window, params.attention, x)
-    oldest = left_window(state.window, k, v)
+    oldest = left_window(config.window, state.window, k, v)
     window, attended = read_window(config.window, state.window, q, k, v)
     inputs = memory_inputs(config, params, q, oldest)
     memory, read = config.core().apply(params.memory, state.memory, *inputs)
@@ -278,15 +283,17 @@ class Left(NamedTuple):
 
 
 def left_window(
-    window: SlidingWindowState, k: Float[Array, "B T G K"], v: Float[Array, "B T G K"]
+    config: SlidingWindowConfig,
+    window: SlidingWindowState,
+    k: Float[Array, "B T G K"],
+    v: Float[Array, "B T G K"],
 ) -> Left:
     """What T new tokens push out of the window."""
     length = k.shape[1]
     new = (k, v, jnp.ones(k.shape[:2], bool))
     join = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=1)
-    return Left(
-        *(join(*pair)[:, :length] for pair in zip(window[:3], new, strict=True))
-    )
+    past = in_order(config, window)
+    return Left(*(join(*pair)[:, :length] for pair in zip(past, new, strict=True)))
 
 
 def memory_inputs(

@@ -6,16 +6,20 @@ Beltagy et al. (2020), https://arxiv.org/abs/2004.05150, section 3.1, causal. Th
 first tokens are sinks: Xiao et al. (2023), https://arxiv.org/abs/2309.17453, section
 3.2. A pretrained model attends to them whatever they say, and fails without them.
 
-RoPE depends on distances alone, so keys are kept without it and rotated by their
-position in the window: exact at any length of the stream. As in that paper a sink
-stands directly before the window, at a distance of at most W + S - 1.
+The window is a ring: the token at position p lies in slot p mod W, in place of the one
+that leaves. RoPE depends on distances alone, so a key is rotated by its slot and stays
+as it is: exact at any length of the stream. A query at slot j is rotated by j for the
+slots up to its own, and by j + W for those behind it, which are of the round before. As
+in the second paper a sink stands directly before the window, at a distance of at most
+W + S - 1.
 
 Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,
-W window, S sinks, Q queries a block.
+J = G K, W window, S sinks, Q queries a block.
 """
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -73,11 +77,15 @@ class Sinks(NamedTuple):
 
 
 class SlidingWindowState(NamedTuple):
-    """The last W keys (without RoPE) and values, newest last; None without sinks."""
+    """The last W keys, with RoPE of their slots, and values; None without sinks.
 
-    keys: Float[Array, "B W G K"]
-    values: Float[Array, "B W G K"]
+    A slot is one row of all heads, which a TPU stores without padding.
+    """
+
+    keys: Float[Array, "B W J"]
+    values: Float[Array, "B W J"]
     visible: Bool[Array, "B W"]  # False at masked tokens and before the first
+    slot: Int[Array, " B"]  # of the next token, and of the oldest
     sinks: Sinks | None = None
 
 
@@ -86,15 +94,18 @@ def init_state(
 ) -> SlidingWindowState:
     """Returns a window with nothing in it."""
 
-    def empty(slots):
-        shape = (batch, slots, config.num_kv_heads, config.head_dim)
-        keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-        return keys, values, jnp.zeros((batch, slots), bool)
+    def empty(slots, *channels):
+        keys, values = (jnp.zeros((batch, slots, *channels), dtype) for _ in range(2))
+        return (
+            keys,
+            values,
+            jnp.zeros((batch, slots), bool),
+            jnp.zeros(batch, jnp.int32),
+        )
 
-    if not config.sinks:
-        return SlidingWindowState(*empty(config.window))
-    sinks = Sinks(*empty(config.sinks), jnp.zeros(batch, jnp.int32))
-    return SlidingWindowState(*empty(config.window), sinks)
+    heads = config.num_kv_heads, config.head_dim
+    sinks = Sinks(*empty(config.sinks, *heads)) if config.sinks else None
+    return SlidingWindowState(*empty(config.window, math.prod(heads)), sinks)
 
 
 def step(
@@ -131,83 +142,140 @@ def read(
     v: Float[Array, "B T G K"],
     mask: Bool[Array, "B T"] | None = None,
     lengths: Int[Array, " B"] | None = None,
-    first: Int[Array, "B T"] | None = None,
 ) -> tuple[SlidingWindowState, Float[Array, "B T H K"]]:
-    """`apply` between the projections, of queries and keys without RoPE.
+    """`apply` between the projections, of queries and keys without RoPE."""
+    tokens = q.shape[1]
+    new = (k, v, jnp.ones(k.shape[:2], bool) if mask is None else mask)
+    after = _written(config, state, *new, lengths)
+    if tokens == 1:
+        y, mass = _to_ring(config, after, q)
+    else:
+        y, mass = _in_blocks(config, in_order(config, state), q, *new)
+    if state.sinks is None:
+        return after, y
+    new = tuple(leaf.astype(state.keys.dtype) for leaf in new[:2]) + new[2:]
+    times = jnp.arange(tokens, dtype=jnp.int32)[None]
+    positions = state.sinks.length[:, None] + times
+    sinks = _keep_first(config, state.sinks, new, positions, lengths)
+    # A sink is outside of the window of every query that sees it here.
+    y = attend.join((y, mass), _to_sinks(config, sinks, q, positions))
+    return after._replace(sinks=sinks), y
 
-    Where `first` is given, the state is empty and has no sinks, and a query sees no key
-    before its own `first`, where its document begins.
 
-    Attends in blocks of Q = min(W, T) queries to the W + Q keys around them.
+def _written(config, state, k, v, visible, lengths):
+    """The ring with the last W of the new tokens."""
+    window, tokens = config.window, k.shape[1]
+    # Where all have one length, the others need not be rotated.
+    first = max(tokens - window, 0) if lengths is None else 0
+    times = jnp.arange(first, tokens, dtype=jnp.int32)[None]
+    end = jnp.int32(tokens) if lengths is None else lengths[:, None]
+    slots = (state.slot[:, None] + times) % window
+    # Padding is not kept; a slot beyond the last is dropped.
+    kept = (times < end) & (times >= end - window)
+    at = jnp.where(kept, slots, window)
+    k, v, visible = (leaf[:, first:] for leaf in (k, v, visible))
+    k = projections.apply_rope(config, k.astype(state.keys.dtype), slots)
+    joined = lambda x: x.reshape(*x.shape[:2], -1).astype(state.keys.dtype)
+    write = jax.vmap(lambda ring, new, at: ring.at[at].set(new, mode="drop"))
+    return state._replace(
+        keys=write(state.keys, joined(k), at),
+        values=write(state.values, joined(v), at),
+        visible=write(state.visible, visible, at),
+        slot=(state.slot + (tokens if lengths is None else lengths)) % window,
+    )
+
+
+def in_order(
+    config: SlidingWindowConfig, state: SlidingWindowState
+) -> tuple[Float[Array, "B W G K"], Float[Array, "B W G K"], Bool[Array, "B W"]]:
+    """Keys without RoPE, values, and which are visible, the oldest first."""
+    window = config.window
+    turn = lambda ring, first: jax.lax.dynamic_slice_in_dim(
+        jnp.concatenate([ring, ring]), first, window
+    )
+    keys, values, visible = (jax.vmap(turn)(leaf, state.slot) for leaf in state[:3])
+    slots = state.slot[:, None] + jnp.arange(window, dtype=jnp.int32)[None]
+    return *_apart(config, keys, values, slots % window), visible
+
+
+def oldest(
+    config: SlidingWindowConfig, state: SlidingWindowState
+) -> tuple[Float[Array, "B 1 G K"], Float[Array, "B 1 G K"], Bool[Array, "B 1"]]:
+    """The first of `in_order`, which the next token replaces."""
+    at = lambda ring, slot: jax.lax.dynamic_slice_in_dim(ring, slot, 1)
+    keys, values, visible = (jax.vmap(at)(leaf, state.slot) for leaf in state[:3])
+    return *_apart(config, keys, values, state.slot[:, None]), visible
+
+
+def _apart(config, keys, values, slots):
+    """Keys, turned back by their slots, and values, with heads apart."""
+    heads = (*slots.shape, config.num_kv_heads, config.head_dim)
+    keys = projections.apply_rope(config, keys.reshape(heads), -slots)
+    if config.rope_scaling is not None:
+        # Each of the two rotations has scaled them.
+        keys /= config.rope_scaling.amplitude**2
+    return keys, values.reshape(heads)
+
+
+def _to_ring(config, state, q):
+    """Attention of the newest token's q [B, 1, H, K] to the ring, and its mass."""
+    window = config.window
+    own = ((state.slot - 1) % window)[:, None]
+    # Once with the slots up to its own, and once with those of the round before.
+    turns = jnp.concatenate([own, own + window], axis=1)
+    queries = projections.apply_rope(config, jnp.repeat(q, 2, axis=1), turns)
+    before = jnp.arange(window, dtype=jnp.int32)[None] > own
+    seen = state.visible[:, None] & jnp.stack([~before, before], axis=1)
+    y, mass = attend.rows_with_mass(queries, state.keys, state.values, seen)
+    first, second = ((y[:, i : i + 1], mass[:, i : i + 1]) for i in range(2))
+    return attend.join(first, second), jnp.logaddexp(first[1], second[1])
+
+
+def _in_blocks(config, past, q, k, v, visible, first=None):
+    """Attention to the new tokens [B, T, ...] and the W before them, and its mass.
+
+    In blocks of Q = min(W, T) queries to the W + Q keys around them, all without RoPE.
+    Where `first` [B, T] is given, a query sees no key before its own `first`, where its
+    document begins.
     """
     b, t = q.shape[:2]
     window = config.window
     # Blocks as long as the window: each query scores at most 2 W keys.
     size = min(window, t)
-    new = SlidingWindowState(
-        keys=k.astype(state.keys.dtype),
-        values=v.astype(state.values.dtype),
-        visible=jnp.ones((b, t), bool) if mask is None else mask,
-    )
-    join = lambda old, new: jnp.concatenate([old, new], axis=1)
-    stream = [join(*pair) for pair in zip(state[:3], new[:3], strict=True)]
-
+    join = lambda old, new: jnp.concatenate([old.astype(new.dtype), new], axis=1)
+    stream = [join(*pair) for pair in zip(past, (k, v, visible), strict=True)]
     queries = _pad(q, -t % size).reshape(b, -1, size, *q.shape[2:])
-    if t == 1:
-        # In decoding the window that is kept holds all that the token sees: one array
-        # is made and not two.
-        keys, values, visible = (leaf[:, None, 1:] for leaf in stream)
-        seen = jnp.ones((1, window), bool)
-    else:
-        keys, values, visible = (
-            _around(_pad(leaf, -t % size), window, size) for leaf in stream
-        )
-        seen = _band(window, size)
-    seen = seen[None, None] & visible[:, :, None]
+    keys, values, visible = (
+        _around(_pad(leaf, -t % size), window, size) for leaf in stream
+    )
+    seen = _band(window, size)[None, None] & visible[:, :, None]
     if first is not None:
         seen &= _since(first, window, size)
+    # Positions count from the start of a block's window.
     positions = jnp.arange(seen.shape[-1], dtype=jnp.int32)
-    # RoPE depends on distances alone, so positions count from the start of the window:
-    # they stay small at any length of the stream.
     y, mass = attend.blocks_with_mass(
         projections.apply_rope(config, queries, positions[-size:]),
-        # Keys are kept without RoPE and rotated here, at their position in the window.
-        projections.apply_rope(config, keys.astype(q.dtype), positions),
-        values.astype(q.dtype),
+        projections.apply_rope(config, keys, positions),
+        values,
         seen,
     )
-    y = y.reshape(b, -1, *q.shape[2:])[:, :t]
-    sinks = state.sinks
-    if sinks is not None:
-        mass = mass.reshape(b, -1, q.shape[2])[:, :t]
-        positions = sinks.length[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-        sinks = _keep_first(config, sinks, new, positions, lengths)
-        # A sink is outside of the window of every query that sees it here.
-        y = attend.join((y, mass), _to_sinks(config, sinks, q, positions))
-    if lengths is None:
-        newest = [leaf[:, t:] for leaf in stream]
-    else:
-        # Batch elements end at lengths of their own, and the padding behind them is not
-        # kept.
-        cut = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, window, 0)
-        newest = [jax.vmap(cut)(leaf, lengths) for leaf in stream]
-    keys, values, visible = newest
-    return SlidingWindowState(keys, values, visible, sinks), y
+    by_tokens = lambda x: x.reshape(b, -1, *x.shape[3:])[:, :t]
+    return by_tokens(y), by_tokens(mass)
 
 
 def _keep_first(config, sinks, new, positions, lengths):
     """The sinks with those of the new tokens that are among the first S."""
-    count = config.sinks
-    tokens = positions.shape[1]
+    keys, values, visible = new
+    count, tokens = config.sinks, positions.shape[1]
     if lengths is not None:
         # Padding is no token; a place beyond the last sink is dropped.
         times = jnp.arange(tokens, dtype=jnp.int32)[None]
         positions = jnp.where(times < lengths[:, None], positions, count)
     write = jax.vmap(lambda kept, new, at: kept.at[at].set(new, mode="drop"))
     return Sinks(
-        keys=write(sinks.keys, new.keys, positions),
-        values=write(sinks.values, new.values, positions),
-        visible=write(sinks.visible, new.visible, positions),
+        keys=write(sinks.keys, keys, positions),
+        values=write(sinks.values, values, positions),
+        visible=write(sinks.visible, visible, positions),
         length=advanced(sinks.length, tokens if lengths is None else lengths),
     )
 
@@ -297,8 +365,10 @@ def packed(
 
     def in_blocks(params, x, starts):
         q, k, v = projections.qkv_projection(config, params, x)
+        visible = jnp.ones(starts.shape, bool)
+        nothing = in_order(config, init_state(config, x.shape[0], x.dtype))
         first = documents.first_tokens(starts)
-        y = read(config, init_state(config, x.shape[0]), q, k, v, first=first)[1]
+        y, _ = _in_blocks(config, nothing, q, k, v, visible, first)
         return projections.output_projection(params, y)
 
     def in_one_kernel(params, x, starts):

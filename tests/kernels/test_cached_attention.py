@@ -1,4 +1,4 @@
-"""Attention of one token to a cache: the formula, the kernel, and what is refused."""
+"""Attention to a cache: the formula, the kernel, and what is refused."""
 
 import functools
 
@@ -15,27 +15,27 @@ from tests.kernels.on_tpu import INTERPRETER, compiled_for_two, needs_libtpu
 KERNEL = functools.partial(pallas_tpu.attend_tpu, interpret=INTERPRETER)
 
 
-def draw(seed, slots, heads, groups, width, dtype=jnp.float32):
+def draw(seed, slots, heads, groups, width, dtype=jnp.float32, queries=2):
     """Queries, a cache and what they see of it, for two batch elements."""
     draws = np.random.default_rng(seed)
-    q = draws.standard_normal((2, heads, width))
+    q = draws.standard_normal((2, queries, heads, width))
     k, v = draws.standard_normal((2, 2, slots, groups * width))
-    seen = draws.uniform(size=(2, slots)) < 0.4
+    seen = draws.uniform(size=(2, queries, slots)) < 0.4
     # The first sees nothing of the second half, and the second its last slot.
-    seen[0, slots // 2 :], seen[0, 0], seen[1, -1] = False, True, True
+    seen[0, :, slots // 2 :], seen[0, :, 0], seen[1, :, -1] = False, True, True
     return *(jnp.asarray(x, dtype) for x in (q, k, v)), jnp.asarray(seen)
 
 
 def test_it_is_softmax_attention_of_groups_of_heads():
     q, k, v, seen = draw(0, 9, 6, 2, 4)
-    found = cached_attention(q, k, v, seen)
+    found, mass = cached_attention(q, k, v, seen)
     q, k, v, seen = (np.asarray(x, np.float64) for x in (q, k, v, seen))
-    for b in range(2):
-        for h in range(6):
-            own = slice(4 * (h // 3), 4 * (h // 3) + 4)
-            scores = np.exp(k[b, :, own] @ q[b, h] / 2) * seen[b]
-            expected = scores @ v[b, :, own] / scores.sum()
-            np.testing.assert_allclose(found[b, h], expected, atol=1e-5)
+    for b, n, h in np.ndindex(2, 2, 6):
+        own = slice(4 * (h // 3), 4 * (h // 3) + 4)
+        scores = np.exp(k[b, :, own] @ q[b, n, h] / 2) * seen[b, n]
+        expected = scores @ v[b, :, own] / scores.sum()
+        np.testing.assert_allclose(found[b, n, h], expected, atol=1e-5)
+        np.testing.assert_allclose(mass[b, n, h], np.log(scores.sum()), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -43,35 +43,49 @@ def test_it_is_softmax_attention_of_groups_of_heads():
 @given(
     slots=st.sampled_from([128, 700, 1024, 2100]),
     sizes=st.sampled_from([(4, 2, 64), (2, 2, 128), (20, 4, 32), (9, 3, 64)]),
+    queries=st.integers(1, 3),
 )
-def test_the_kernel_computes_what_xla_does(slots, sizes):
-    heads, groups, width = sizes
-    q, k, v, seen = draw(slots, slots, heads, groups, width)
+def test_the_kernel_computes_what_xla_does(slots, sizes, queries):
+    q, k, v, seen = draw(slots, slots, *sizes, queries=queries)
     assert pallas_tpu.unsupported(q, k) == ""
-    found = jax.jit(KERNEL)(q, k, v, seen)
-    np.testing.assert_allclose(found, attend(q, k, v, seen), atol=1e-5)
+    found, expected = jax.jit(KERNEL)(q, k, v, seen), attend(q, k, v, seen)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_a_query_that_sees_nothing_reads_zeros():
+def test_a_query_that_sees_nothing_has_no_mass():
     q, k, v, seen = draw(1, 128, 2, 2, 64)
-    found = jax.jit(KERNEL)(q, k, v, seen.at[0].set(False))
-    assert not found[0].any() and found[1].any()
+    # One beside another that sees something, and two alone.
+    nothing = seen.at[0, 1].set(False).at[1].set(False)
+    for form in (jax.jit(KERNEL), attend):
+        found, mass = form(q, k, v, nothing)
+        assert jnp.isfinite(found).all() and jnp.isfinite(mass).all()
+        assert (mass[0, 0] > -10).all()
+        assert (mass[0, 1] <= -1e30).all() and (mass[1] <= -1e30).all()
 
 
 @pytest.mark.slow
 def test_bfloat16_is_as_near_to_float32_as_that_of_xla():
     q, k, v, seen = draw(2, 256, 4, 2, 64, jnp.bfloat16)
     single = lambda x: x.astype(jnp.float32)
-    exact = attend(single(q), single(k), single(v), seen)
-    found = jax.jit(KERNEL)(q, k, v, seen)
-    assert found.dtype == jnp.bfloat16
+    exact, exact_mass = attend(single(q), single(k), single(v), seen)
+    found, mass = jax.jit(KERNEL)(q, k, v, seen)
+    assert found.dtype == jnp.bfloat16 and mass.dtype == jnp.float32
+    np.testing.assert_allclose(mass, exact_mass, atol=0.03)
     np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.03)
 
 
 @pytest.mark.slow
 def test_gradients_of_both_modes_are_those_of_xla():
     arrays = draw(3, 128, 2, 2, 64)
-    some = lambda form: lambda *x: (form(*x, arrays[3]) ** 2).sum()
+
+    def some(form):
+        def squares(*x):
+            y, mass = form(*x, arrays[3])
+            return (y**2).sum() + (mass**2).sum()
+
+        return squares
+
     for mode in (jax.grad, jax.jacfwd):
         pairs = zip(
             mode(some(cached_attention), 0)(*arrays[:3]),
@@ -88,7 +102,7 @@ def test_gradients_of_both_modes_are_those_of_xla():
     [
         ({"keys": jnp.ones((2, 9, 6))}, "values must have shape"),
         ({"keys": jnp.ones((2, 9, 12)), "values": jnp.ones((2, 9, 12))}, "as many"),
-        ({"seen": jnp.ones((2, 9))}, r"seen must be bool .*\[2, 9\]"),
+        ({"seen": jnp.ones((2, 2, 9))}, r"seen must be bool .*\[2, 2, 9\]"),
         ({"implementation": "pallas_tpu"}, "it needs a tpu"),
     ],
 )

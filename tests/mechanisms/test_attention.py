@@ -169,6 +169,19 @@ def test_a_window_far_into_a_stream_is_a_fresh_window():
     jax.tree.map(close, state, last)
 
 
+def test_a_ring_of_scaled_rope_is_read_by_steps_as_by_segments():
+    scaling = RopeScaling("yarn", 4.0, original_positions=16)
+    config = SlidingWindowConfig(**SIZES, window=3, rope_scaling=scaling)
+    mechanism = mechanisms.sliding_window(config)
+    x = drawn_inputs()[:, :8]
+    expected = mechanism.whole(drawn_params(), x)
+    state, found = mechanism.init_state(B), []
+    for segment in (x[:, :4], x[:, 4:5], x[:, 5:6], x[:, 6:]):
+        state, y = mechanism.apply(drawn_params(), state, segment)
+        found.append(y)
+    close(np.concatenate(found, axis=1), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("least_cut", [3, 96])
 @pytest.mark.parametrize(("queries", "keys"), [(7, 7), (7, 12), (4, 5), (1, 6)])

@@ -1,4 +1,4 @@
-"""Attention of one token on a TPU: every block of the cache is read once.
+"""Attention to a cache on a TPU: every block of it is read once for all queries.
 
 A query of one head is a row with zeros in the channels of the others, so that one
 product has the scores of all heads, and another their sums of values; of those a head
@@ -41,25 +41,28 @@ def unsupported(q: Any, keys: Any) -> str:
 
 
 def attend_tpu(
-    q: Float[Array, "B H K"],
+    q: Float[Array, "B Q H K"],
     keys: Float[Array, "B S J"],
     values: Float[Array, "B S J"],
-    seen: Bool[Array, "B S"],
+    seen: Bool[Array, "B Q S"],
     *,
     interpret: Any = False,
-) -> Float[Array, "B H K"]:
+) -> tuple[Float[Array, "B Q H K"], Float[Array, "B Q H"]]:
     """As `cached_attention`; `interpret` runs where there is no TPU."""
-    _, heads, width = q.shape
+    batch, queries, heads, width = q.shape
+    count = queries * heads
     own = _channels(heads, width, keys.shape[-1])
-    rows = jnp.tile(q * width**-0.5, (1, 1, keys.shape[-1] // width))
-    rows = jnp.where(own, rows, 0).astype(q.dtype)
-    rows = jnp.pad(rows, ((0, 0), (0, -heads % ROWS), (0, 0)))
+    rows = jnp.tile(q * width**-0.5, (1, 1, 1, keys.shape[-1] // width))
+    rows = jnp.where(own, rows, 0).astype(q.dtype).reshape(batch, count, -1)
+    rows = jnp.pad(rows, ((0, 0), (0, -count % ROWS), (0, 0)))
     # As one token of one head and its memories.
-    form = functools.partial(_on_device, interpret=interpret)
-    memories = (keys[:, None], values[:, None], seen[:, None, None])
-    y = partition.chunkwise(form)(rows[:, None, :, None], *memories)[1][:, 0, :heads, 0]
-    y = jnp.where(own, y, 0.0).reshape(*q.shape[:2], -1, width)
-    return y.sum(axis=2).astype(q.dtype)
+    form = functools.partial(_on_device, heads=heads, interpret=interpret)
+    memories = (keys[:, None], values[:, None], seen[:, None])
+    _, (y, mass) = partition.chunkwise(form)(rows[:, None, :, None], *memories)
+    y = y[:, 0, :count, 0].reshape(batch, queries, heads, -1)
+    y = jnp.where(own, y, 0.0).reshape(*q.shape[:3], -1, width)
+    mass = mass[:, 0, :count, 0, 0].reshape(q.shape[:3])
+    return y.sum(axis=3).astype(q.dtype), mass
 
 
 def _channels(heads, width, channels):
@@ -68,46 +71,48 @@ def _channels(heads, width, channels):
     return group[:, None] == np.arange(channels) // width
 
 
-def _on_device(rows, keys, values, seen, *, interpret):
-    """On a device's share of rows [B, 1, H, 1, J], and memories [B, 1, S, J]."""
+def _on_device(rows, keys, values, seen, *, heads, interpret):
+    """On a device's share of rows [B, 1, Q H, 1, J], and memories [B, 1, S, J]."""
     rows, keys, values = rows[:, 0, :, 0], keys[:, 0], values[:, 0]
     # A mask of bits would be unpacked in the kernel.
     seen = seen[:, 0].astype(jnp.int32)
-    (batch, heads, width), slots = rows.shape, keys.shape[1]
+    (batch, count, width), slots, queries = rows.shape, keys.shape[1], seen.shape[1]
     bytes_of = lambda n: n * width * keys.dtype.itemsize
     size = next(n for n in BLOCKS if n <= slots and bytes_of(n) <= MOST_BYTES)
     # Blocks behind the last slot that is seen are not fetched: a block stays where the
     # next step asks for the same.
     places = jnp.arange(1, slots + 1, dtype=jnp.int32)[None]
-    blocks = -(-(seen[:, 0] * places).max(axis=1) // size)
+    blocks = -(-(seen.max(axis=1) * places).max(axis=1) // size)
     at = lambda b, s, blocks: jnp.minimum(s, jnp.maximum(blocks[b] - 1, 0))
     of_slots = pl.BlockSpec((None, size, width), lambda b, s, n: (b, at(b, s, n), 0))
-    of_token = pl.BlockSpec((None, heads, width), lambda b, s, n: (b, 0, 0))
-    y = pl.pallas_call(
-        functools.partial(_kernel, slots=slots),
+    of_rows = lambda n: pl.BlockSpec((None, count, n), lambda b, s, _: (b, 0, 0))
+    y, mass = pl.pallas_call(
+        functools.partial(_kernel, heads=heads, slots=slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, pl.cdiv(slots, size)),
             in_specs=[
-                of_token,
+                of_rows(width),
                 of_slots,
                 of_slots,
-                pl.BlockSpec((None, 1, size), lambda b, s, n: (b, 0, at(b, s, n))),
+                pl.BlockSpec(
+                    (None, queries, size), lambda b, s, n: (b, 0, at(b, s, n))
+                ),
             ],
-            out_specs=of_token,
-            scratch_shapes=[pltpu.VMEM((heads, LANES), F32)] * 2,
+            out_specs=[of_rows(width), of_rows(LANES)],
+            scratch_shapes=[pltpu.VMEM((count, LANES), F32)],
         ),
-        out_shape=varying.like(keys, rows.shape, F32),
+        out_shape=[varying.like(keys, (batch, count, n), F32) for n in (width, LANES)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary")
         ),
         interpret=interpret,
         name="cached_attention",
     )(*varying.vary_alike((blocks, rows, keys, values, seen)))
-    return (), y[:, None, :, None]
+    return (), (y[:, None, :, None], mass[:, None, :, None])
 
 
-def _kernel(blocks, rows, keys, values, seen, total, largest, weight, *, slots):
+def _kernel(blocks, rows, keys, values, seen, total, largest, weight, *, heads, slots):
     """Adds a block to the sum of values, whose shift is the largest score so far."""
 
     @pl.when(pl.program_id(1) == 0)
@@ -121,7 +126,11 @@ def _kernel(blocks, rows, keys, values, seen, total, largest, weight, *, slots):
         product = functools.partial(jax.lax.dot_general, preferred_element_type=F32)
         q = rows[...]
         scores = product(q, keys[...].astype(q.dtype), (((1,), (1,)), ((), ())))
-        shows, v = seen[...] > 0, values[...].astype(q.dtype)
+        flags, v = seen[:1], values[...].astype(q.dtype)
+        row = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        for n in range(1, len(seen)):
+            flags = jnp.where(row < n * heads, flags, seen[n : n + 1])
+        shows = flags > 0
         if slots % len(keys):
             # Behind the last slot a block may hold anything, NaN too.
             left = slots - pl.program_id(1) * len(keys)
@@ -140,5 +149,7 @@ def _kernel(blocks, rows, keys, values, seen, total, largest, weight, *, slots):
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
     def _():
-        # Where nothing is seen both are 0.
+        # Where no block has anything that is seen both are 0.
         total[...] /= jnp.maximum(weight[:, :1], 1e-30)
+        # The second output, which holds the largest score until here.
+        largest[...] += jnp.log(jnp.maximum(weight[...], 1e-30))

@@ -123,12 +123,31 @@ def from_rows(
     def in_one_kernel(query, keys, values, before, visible):
         slots = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
         seen = visible & (slots <= before[:, None])
-        return cached_attention(query[:, 0], keys, values, seen)[:, None]
+        return cached_attention(query, keys, values, seen[:, None])[0]
 
     given = (query, keys, values, before, visible)
     if query.shape[1] > 1 or pallas_tpu.unsupported(query, keys):
         return apart(*given)
     return jax.lax.platform_dependent(*given, tpu=in_one_kernel, default=apart)
+
+
+def rows_with_mass(
+    query: Float[Array, "B T H K"],
+    keys: Float[Array, "B S J"],
+    values: Float[Array, "B S J"],
+    mask: Bool[Array, "B T S"],
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """`masked_with_mass` of a cache whose slots are rows; one kernel on a TPU."""
+
+    def apart(query, keys, values, mask):
+        split = lambda x: x.reshape(*x.shape[:2], -1, query.shape[-1])
+        key, value = (split(x).astype(query.dtype) for x in (keys, values))
+        return masked_with_mass(query, key, value, mask)
+
+    given = (query, keys, values, mask)
+    if pallas_tpu.unsupported(query, keys):
+        return apart(*given)
+    return jax.lax.platform_dependent(*given, tpu=cached_attention, default=apart)
 
 
 def _prefix(query, key, value, before, visible, filled):
