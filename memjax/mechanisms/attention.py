@@ -21,10 +21,10 @@ from jaxtyping import Array, Bool, Float, Int
 from memjax.checks import check_sizes
 from memjax.mechanisms.base import Cache, Mechanism, Packed, check_input
 from memjax.mechanisms.layers import documents, projections
-from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax.mechanisms.layers.rotated_projection import rotated_qkv_projection
+from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 
 
 @dataclasses.dataclass(frozen=True)

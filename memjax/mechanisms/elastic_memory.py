@@ -25,11 +25,11 @@ from jaxtyping import Array, Float, Int
 
 from memjax.checks import check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, check_input
-from memjax.mechanisms.layers import projections, trapezoid
+from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.in_place import change_if
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
-from memjax.mechanisms.layers.trapezoid import Memory, OpenBlock, Tokens
+from memjax.mechanisms.layers.softmax import trapezoid
 from memjax_kernels.hippo import (
     HippoBank,
     Implementation,
@@ -186,7 +186,7 @@ def read_token(
         q,
         (state.keys, state.values),
         jnp.asarray(tables(config).reconstruction),
-        OpenBlock(open_keys, open_values, state.open_length),
+        trapezoid.OpenBlock(open_keys, open_values, state.open_length),
         state.length,
         config.positions == "stream",
     )
@@ -249,7 +249,7 @@ def read(
     keys, values = lay_out(state.open_keys, k), lay_out(state.open_values, v)
     # Only full blocks become coefficients; the rest stays open, as tokens.
     count = (state.open_length + tokens_read) // config.block
-    tokens = Tokens(*(_split(config, x) for x in (queries, keys, values)))
+    tokens = trapezoid.Tokens(*(_split(config, x) for x in (queries, keys, values)))
     state, attended = _apply_blocks(config, state, tokens, count, q.dtype)
     after = count * config.block
     return state._replace(
@@ -279,7 +279,7 @@ def _read_whole(config, state, q, k, v):
 
     Tokens are blocks as they lie: nothing is moved.
     """
-    tokens = Tokens(*(_split(config, x) for x in (q, k, v)))
+    tokens = trapezoid.Tokens(*(_split(config, x) for x in (q, k, v)))
     count = jnp.full(q.shape[0], tokens.query.shape[1], jnp.int32)
     state, y = _apply_blocks(config, state, tokens, count, q.dtype, in_step=True)
     return state, y.reshape(q.shape)
@@ -307,8 +307,8 @@ def _apply_blocks(config, state, tokens, count, dtype, in_step=False):
     # A block attends to its own tokens; all blocks before it are in the coefficients.
     attended = trapezoid.by_blocks(
         config,
-        Tokens(*(x.astype(dtype) for x in tokens)),
-        Memory(*(x.astype(dtype) for x in _from_channels(memory, heads))),
+        trapezoid.Tokens(*(x.astype(dtype) for x in tokens)),
+        trapezoid.Memory(*(x.astype(dtype) for x in _from_channels(memory, heads))),
         state.length,
         config.positions == "stream",
     )

@@ -33,7 +33,9 @@ class Mamba2Config(RecurrentConfig):
 
     def core(self) -> MemoryCore:
         """The memory of these sizes."""
-        return bind(self, init_params, init_state, step, apply, reset_chunk=1)
+        return bind(
+            *(self, init_params, init_state, step, apply), reset_chunk=1, linear=True
+        )
 
     def core_axes(self) -> PyTree:
         """How its weights are divided among devices."""

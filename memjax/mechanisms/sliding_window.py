@@ -31,11 +31,12 @@ from memjax.checks import check_sizes
 from memjax.mechanisms.attention import packed as packed_attention
 from memjax.mechanisms.attention import whole as whole_attention
 from memjax.mechanisms.base import Cache, Mechanism, Packed, check_input
-from memjax.mechanisms.layers import documents, projections, splash
-from memjax.mechanisms.layers import dot_product_attention as attend
+from memjax.mechanisms.layers import documents, projections
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax.mechanisms.layers.rotated_projection import rotated_qkv_projection
+from memjax.mechanisms.layers.softmax import dot_product_attention as attend
+from memjax.mechanisms.layers.softmax import splash, window_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +151,8 @@ def read(
     if tokens == 1:
         y, mass = _to_ring(config, after, q)
     else:
-        y, mass = _in_blocks(config, in_order(config, state), q, *new)
+        past = in_order(config, state)
+        y, mass = window_blocks.in_blocks(config, config.window, past, q, *new)
     if state.sinks is None:
         return after, y
     new = tuple(leaf.astype(state.keys.dtype) for leaf in new[:2]) + new[2:]
@@ -231,38 +233,6 @@ def _to_ring(config, state, q):
     return attend.join(first, second), jnp.logaddexp(first[1], second[1])
 
 
-def _in_blocks(config, past, q, k, v, visible, first=None):
-    """Attention to the new tokens [B, T, ...] and the W before them, and its mass.
-
-    In blocks of Q = min(W, T) queries to the W + Q keys around them, all without RoPE.
-    Where `first` [B, T] is given, a query sees no key before its own `first`, where its
-    document begins.
-    """
-    b, t = q.shape[:2]
-    window = config.window
-    # Blocks as long as the window: each query scores at most 2 W keys.
-    size = min(window, t)
-    join = lambda old, new: jnp.concatenate([old.astype(new.dtype), new], axis=1)
-    stream = [join(*pair) for pair in zip(past, (k, v, visible), strict=True)]
-    queries = _pad(q, -t % size).reshape(b, -1, size, *q.shape[2:])
-    keys, values, visible = (
-        _around(_pad(leaf, -t % size), window, size) for leaf in stream
-    )
-    seen = _band(window, size)[None, None] & visible[:, :, None]
-    if first is not None:
-        seen &= _since(first, window, size)
-    # Positions count from the start of a block's window.
-    positions = jnp.arange(seen.shape[-1], dtype=jnp.int32)
-    y, mass = attend.blocks_with_mass(
-        projections.apply_rope(config, queries, positions[-size:]),
-        projections.apply_rope(config, keys, positions),
-        values,
-        seen,
-    )
-    by_tokens = lambda x: x.reshape(b, -1, *x.shape[3:])[:, :t]
-    return by_tokens(y), by_tokens(mass)
-
-
 def _keep_first(config, sinks, new, positions, lengths):
     """The sinks with those of the new tokens that are among the first S."""
     keys, values, visible = new
@@ -293,38 +263,6 @@ def _to_sinks(config, sinks, q, positions):
         sinks.values.astype(q.dtype),
         left & sinks.visible[:, None],
     )
-
-
-def _pad(x: Array, more: int) -> Array:
-    """Zeros behind the tokens [B, T, ...]."""
-    return jnp.pad(x, ((0, 0), (0, more)) + ((0, 0),) * (x.ndim - 2))
-
-
-def _around(stream: Array, window: int, size: int) -> Array:
-    """The block's own tokens behind the W before them: [B, n, W + Q, ...]."""
-    # The W tokens before a block and the block itself hold every key that its queries
-    # see.
-    blocks = (stream.shape[1] - window) // size
-    if blocks == 1:
-        # All of it, which need not be gathered.
-        return stream[:, None]
-    first = jnp.arange(blocks, dtype=jnp.int32)[:, None] * size
-    return stream[:, first + jnp.arange(window + size, dtype=jnp.int32)[None]]
-
-
-def _band(window: int, size: int) -> Bool[Array, "Q S"]:
-    """Whether query i of a block may see key s: inside its window and not after it."""
-    s = jnp.arange(window + size, dtype=jnp.int32)[None]
-    i = jnp.arange(size, dtype=jnp.int32)[:, None]
-    return (s > i) & (s <= window + i)
-
-
-def _since(first: Int[Array, "B T"], window: int, size: int) -> Bool[Array, "B n Q S"]:
-    """Whether query i of a block sees key s as far as its document goes."""
-    first = _pad(first, -first.shape[1] % size).reshape(first.shape[0], -1, size)
-    blocks = jnp.arange(first.shape[1], dtype=jnp.int32)[:, None] * size - window
-    places = blocks + jnp.arange(window + size, dtype=jnp.int32)[None]
-    return places[None, :, None] >= first[..., None]
 
 
 def whole(
@@ -368,7 +306,8 @@ def packed(
         visible = jnp.ones(starts.shape, bool)
         nothing = in_order(config, init_state(config, x.shape[0], x.dtype))
         first = documents.first_tokens(starts)
-        y, _ = _in_blocks(config, nothing, q, k, v, visible, first)
+        given = (nothing, q, k, v, visible, first)
+        y, _ = window_blocks.in_blocks(config, config.window, *given)
         return projections.output_projection(params, y)
 
     def in_one_kernel(params, x, starts):

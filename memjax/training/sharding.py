@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax.models import ModelConfig
 from memjax.models.language_model.config import attention_of
 from memjax_kernels.common.partition import BATCH, SEQUENCE
@@ -51,8 +52,8 @@ class MeshConfig:
         tensor: devices that share heads, hidden units and vocabulary.
         slices: pods that are joined by the data-center network alone; `data` is divided
             among them, so that only gradients pass between.
-        sequence: devices that share the tokens of each row, and inside of mixers the
-            heads, for contexts beyond one device.
+        sequence: devices that share the tokens of each row, and inside of mixers whose
+            memory is not linear the heads, for contexts beyond one device.
     """
 
     data: int = 0
@@ -132,11 +133,13 @@ def require_divides(
         raise ValueError(
             f"mesh.sequence={sequence} must divide the {length} tokens of a row"
         )
-    together = tensor * sequence
-    named = f"mesh.tensor={tensor}"
-    if sequence > 1:
-        named = f"mesh.tensor * mesh.sequence = {together}"
     for i, mixer in enumerate(model.mixers):
+        together, named = tensor, f"mesh.tensor={tensor}"
+        # Those whose memory is linear divide their tokens in the mixer too.
+        linear = isinstance(mixer, RecurrentConfig) and mixer.core().linear
+        if sequence > 1 and not linear:
+            together = tensor * sequence
+            named = f"mesh.tensor * mesh.sequence = {together}"
         heads = getattr(attention_of(mixer) or mixer, "num_heads", together)
         if heads % together:
             fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]

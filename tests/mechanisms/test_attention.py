@@ -11,9 +11,9 @@ import pytest
 
 from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
-from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import rope
 from memjax.mechanisms.layers.rope import RopeScaling
+from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 from memjax.mechanisms.sliding_window import SlidingWindowConfig
 
 B, T, D, H, G, K = 2, 11, 8, 4, 2, 4
@@ -174,7 +174,8 @@ def test_a_ring_of_scaled_rope_is_read_by_steps_as_by_segments():
     config = SlidingWindowConfig(**SIZES, window=3, rope_scaling=scaling)
     mechanism = mechanisms.sliding_window(config)
     x = drawn_inputs()[:, :8]
-    expected = mechanism.whole(drawn_params(), x)
+    assert mechanism.whole is not None
+    expected = mechanism.whole(drawn_params(), x, None)
     state, found = mechanism.init_state(B), []
     for segment in (x[:, :4], x[:, 4:5], x[:, 5:6], x[:, 6:]):
         state, y = mechanism.apply(drawn_params(), state, segment)

@@ -14,8 +14,9 @@ import pytest
 from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig, flush
-from memjax.mechanisms.layers import projections, trapezoid
+from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.rope import RopeScaling
+from memjax.mechanisms.layers.softmax import trapezoid
 from memjax_kernels.hippo import bank
 
 # The package re-exports the builder under the module's name.

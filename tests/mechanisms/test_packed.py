@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig, TrellisConfig
-from memjax.mechanisms.layers import documents, splash
+from memjax.mechanisms.layers import documents
+from memjax.mechanisms.layers.softmax import splash
 from tests.mechanisms.test_contract import BLOCK, CONFIGS, HEADS
 
 B, T, D = 2, 12, 16

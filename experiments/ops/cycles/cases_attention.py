@@ -15,7 +15,7 @@ from experiments.ops import cases
 from experiments.ops.cases import Shape
 from experiments.ops.cycles.case import Case, Program
 from memjax.aot.cycles.splash import shares
-from memjax.mechanisms.layers import splash
+from memjax.mechanisms.layers.softmax import splash
 
 SHAPES = {
     (width, time): Shape(1, time, heads, width)

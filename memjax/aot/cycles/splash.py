@@ -8,7 +8,7 @@ over by a branch, in a step that does nothing else.
 import numpy as np
 
 from memjax.aot.cycles.bundles import Shares
-from memjax.mechanisms.layers import splash
+from memjax.mechanisms.layers.softmax import splash
 
 
 def shares(heads: int, time: int) -> dict[str, Shares]:

@@ -76,6 +76,8 @@ class MemoryCore(NamedTuple):
         unit_norm: whether q and k come with unit norm, and G = H. Else they come as an
             attention layer has them, with G a divisor of H.
         reset_chunk: `reset` is taken at multiples of so many tokens; None takes none.
+        linear: whether the memory is one matrix [B, H, K, V], and both the memory after
+            a segment and its reads are linear in the memory before and the values.
     """
 
     init_params: InitParams
@@ -84,6 +86,7 @@ class MemoryCore(NamedTuple):
     apply: CoreApply
     unit_norm: bool = True
     reset_chunk: int | None = None
+    linear: bool = False
 
 
 @runtime_checkable
@@ -128,6 +131,7 @@ def bind(
     *,
     unit_norm: bool = True,
     reset_chunk: int | None = None,
+    linear: bool = False,
 ) -> MemoryCore:
     """The core of one configuration, of functions that take the configuration first."""
     return MemoryCore(
@@ -137,6 +141,7 @@ def bind(
         apply=functools.partial(apply, config),
         unit_norm=unit_norm,
         reset_chunk=reset_chunk,
+        linear=linear,
     )
 
 

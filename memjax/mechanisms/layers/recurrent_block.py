@@ -28,10 +28,20 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, Packed, axes, check_input
 from memjax.mechanisms.layers import documents
+from memjax.mechanisms.layers.divided_sequence import (
+    apply_share,
+    is_first,
+    last_of_previous,
+    on_shares,
+)
 from memjax.mechanisms.layers.gates import draw_weight
 from memjax.mechanisms.layers.memory_core import MemoryCore
 from memjax.mechanisms.layers.norms import l2_normalize, rms_norm_heads
-from memjax_kernels.common.partition import by_tokens, channels_by_heads
+from memjax_kernels.common.partition import (
+    by_tokens,
+    channels_by_heads,
+    sequence_ways,
+)
 
 CONV_WIDTH = 4
 # Those that every op has.
@@ -207,9 +217,7 @@ def apply(
     x: Float[Array, "B T D"],
 ) -> tuple[BlockState, Float[Array, "B T D"]]:
     """A segment: what T steps give."""
-    window, q, k, v = qkv_projection(config, params, state, x)
-    memory, y = core.apply(params.core, state.memory, q, k, v, x)
-    return BlockState(window, memory), output_projection(config, params, x, y)
+    return _read(config, core, (params, state), (x, None))
 
 
 def whole(
@@ -231,14 +239,45 @@ def whole(
 
 def _whole(config, core, params, x, starts=None):
     """A whole sequence, or rows of documents that begin where `starts` is True."""
-    window = _no_inputs(config, params.query_key.shape[1], x.shape[0])
-    empty, resets, positions = BlockState(window, None), (), None
+    flags = None
     if starts is not None:
         documents.check_starts(starts, x)
-        resets, positions = (starts,), documents.positions(starts)
-    _, q, k, v = qkv_projection(config, params, empty, x, positions)
-    _, y = core.apply(params.core, None, q, k, v, x, *resets)
-    return output_projection(config, params, x, y)
+        flags = (starts, documents.positions(starts))
+    window = _no_inputs(config, params.query_key.shape[1], x.shape[0])
+    return _read(config, core, (params, BlockState(window, None)), (x, flags))[1]
+
+
+def _read(config, core, fixed, tokens):
+    """The state after a segment and its outputs, of (params, state) and (x, flags).
+
+    flags: of packed rows, where documents start and the tokens' positions in them.
+    """
+    x = tokens[0]
+    ways = sequence_ways(x.shape[1])
+    # The convolution of a device sees tokens of the one before it, and of no other.
+    if core.linear and ways > 1 and x.shape[1] >= ways * (CONV_WIDTH - 1):
+        share = functools.partial(_segment, config, core, is_share=True)
+        return on_shares(share, fixed, tokens)
+    return _segment(config, core, fixed, tokens)
+
+
+def _segment(config, core, fixed, tokens, *, is_share=False):
+    """`_read` on one device, or of the tokens that a device has of more."""
+    (params, state), (x, flags) = fixed, tokens
+    starts, positions = flags or (None, None)
+    resets = () if starts is None else (starts,)
+    inputs, read = state, core.apply
+    if is_share:
+        # What the convolution still needs are inputs of the device before.
+        empty = state._replace(window=jnp.zeros_like(state.window))
+        before = last_of_previous(x, CONV_WIDTH - 1)
+        window = qkv_projection(config, params, empty, before).window
+        window = jnp.where(is_first(), state.window, window)
+        inputs = state._replace(window=window)
+        read = functools.partial(apply_share, core.apply)
+    window, q, k, v = qkv_projection(config, params, inputs, x, positions)
+    memory, y = read(params.core, state.memory, q, k, v, x, *resets)
+    return BlockState(window, memory), output_projection(config, params, x, y)
 
 
 def _no_inputs(config, projections, batch):

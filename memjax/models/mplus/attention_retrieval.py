@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax.mechanisms.layers import projections
-from memjax.mechanisms.layers.dot_product_attention import MAX_SCORES
+from memjax.mechanisms.layers.softmax.dot_product_attention import MAX_SCORES
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import BlockParams
 from memjax.models.mplus.layers import memory_slots

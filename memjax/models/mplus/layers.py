@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from memjax.mechanisms.layers import dot_product_attention as attend
 from memjax.mechanisms.layers import projections
+from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 from memjax.models import ragged
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import BlockParams, normalize, run_block

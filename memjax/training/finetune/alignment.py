@@ -60,7 +60,7 @@ def make_align_steps(
 
         gradient = jax.value_and_grad(loss, has_aux=True)
         (value, alone), gradients = gradient(state.params)
-        after, metrics = update(transform, state, value, (), gradients)
+        after, metrics = update(transform, state, value, gradients)
         return after, metrics | {"window_loss": alone}
 
     return read, learn

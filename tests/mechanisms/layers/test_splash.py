@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
-from memjax.mechanisms.layers import dot_product_attention as attend
-from memjax.mechanisms.layers import projections, splash
+from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.rotated_projection import rotated_qkv_projection
+from memjax.mechanisms.layers.softmax import dot_product_attention as attend
+from memjax.mechanisms.layers.softmax import splash
 from tests.kernels.on_tpu import needs_libtpu
 
 B, T, H, G, K = 2, 256, 2, 1, 64

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from memjax.mechanisms.layers import splash
 from memjax.mechanisms.layers.cpu import by_platform, scale_rows
+from memjax.mechanisms.layers.softmax import splash
 from memjax_kernels.cached_attention import cached_attention, pallas_tpu
 
 # Scores of one attention call, in elements: 2**26 float32 are 256 MiB.

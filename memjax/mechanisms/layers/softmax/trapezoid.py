@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from memjax.mechanisms.layers import dot_product_attention as attend
-from memjax.mechanisms.layers import projections, splash
+from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.mechanisms.layers.rope import tables as rope_tables
+from memjax.mechanisms.layers.softmax import dot_product_attention as attend
+from memjax.mechanisms.layers.softmax import splash
 
 
 class Tokens(NamedTuple):

@@ -1,0 +1,112 @@
+"""Linear recurrences whose tokens are divided among n devices.
+
+A segment maps the memory before it by S -> P S + U. A device reads its own tokens from
+an empty memory, which gives U, and without values from the identity, which gives P. The
+n pairs, as small as memories, are sent to all devices and combined in the order of the
+tokens: each device then has the memory S before its own. What S adds to a read is the
+read of the identity times S, as reads are linear in the memory too.
+
+Against an exchange of tokens for heads, as other mixers have it
+(`memjax_kernels.common.partition`), no activations are sent and any number of heads
+will do, but the recurrence runs twice.
+
+Shapes: B batch, T the device's tokens, D model, H heads, K key, V value.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, PyTree
+
+from memjax_kernels.common.partition import SEQUENCE
+
+F32 = jnp.float32
+
+
+def on_shares(
+    read: Callable[[PyTree, PyTree], tuple[PyTree, Array]],
+    fixed: PyTree,
+    tokens: PyTree,
+) -> tuple[PyTree, Array]:
+    """read(fixed, tokens), run by each device on the tokens that it has.
+
+    Args:
+        read: gives a state, of which that of the last device counts, and an output
+            [B, T, ...] of the device's own tokens.
+        fixed: what all devices have alike.
+        tokens: [B, n T, ...] in each leaf, divided along the axis "sequence" of the
+            mesh of `jax.set_mesh`.
+    """
+
+    def with_axis(fixed, tokens):
+        state, y = read(fixed, tokens)
+        return jax.tree.map(lambda leaf: leaf[None], state), y
+
+    along = P(None, SEQUENCE)
+    states, y = jax.shard_map(
+        with_axis,
+        axis_names={SEQUENCE},
+        in_specs=(P(), along),
+        out_specs=(P(SEQUENCE), along),
+        # Types would name this axis in what kernels keep for their gradients, which is
+        # divided along the other axes alone.
+        check_vma=False,
+    )(fixed, tokens)
+    return jax.tree.map(lambda leaf: leaf[-1], states), y
+
+
+def is_first() -> Bool[Array, ""]:
+    """Whether a device has the first tokens, inside `on_shares`."""
+    return jax.lax.axis_index(SEQUENCE) == 0
+
+
+def last_of_previous(x: Float[Array, "B T D"], count: int) -> Float[Array, "B count D"]:
+    """The last tokens of the device before this one, and zeros on the first."""
+    ways = jax.lax.axis_size(SEQUENCE)
+    pairs = [(i, i + 1) for i in range(ways - 1)]
+    return jax.lax.ppermute(x[:, -count:], SEQUENCE, pairs)
+
+
+def apply_share(
+    apply: Callable[..., tuple[Array, Array]],
+    params: PyTree,
+    memory: Float[Array, "B H K V"] | None,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    *others: Any,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """`apply` of a linear memory core, inside `on_shares`.
+
+    Args:
+        apply: of the core.
+        params: its weights.
+        memory: before the tokens of all devices; None is empty.
+        q: queries of this device's tokens, as k, v and the others.
+        k: keys.
+        v: values.
+        *others: what `apply` takes beside.
+
+    Returns:
+        The memory after the tokens of all devices, and the reads of this one's.
+    """
+    batch, _, heads, width = k.shape
+    unit = jnp.broadcast_to(jnp.eye(width, dtype=F32), (batch, heads, width, width))
+    added, y = apply(params, None, q, k, v, *others)
+    nothing = jnp.zeros(k.shape, v.dtype)
+    kept, of_unit = apply(params, unit, q, k, nothing, *others)
+
+    def pass_on(before, pair):
+        kept, added = pair
+        after = jnp.einsum("bhij,bhjv->bhiv", kept, before, precision="highest")
+        return after + added, before
+
+    first = jnp.zeros_like(added) if memory is None else memory
+    pairs = jax.lax.all_gather((kept, added), SEQUENCE)
+    after, befores = jax.lax.scan(pass_on, first, pairs)
+    before = befores[jax.lax.axis_index(SEQUENCE)]
+    reads = jnp.einsum("bthk,bhkv->bthv", of_unit, before, preferred_element_type=F32)
+    return after, (y.astype(F32) + reads).astype(y.dtype)

@@ -1,0 +1,1 @@
+"""Softmax attention: of whole sequences, of caches, in windows and in trapezoids."""

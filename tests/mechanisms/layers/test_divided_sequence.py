@@ -1,0 +1,31 @@
+"""Linear recurrences on devices that divide the tokens give what one device does."""
+
+import json
+
+import pytest
+
+from tests.mechanisms.layers import divided_run
+from tests.training.processes import Process
+
+MEMORIES = 4 * 2 * 3 * 4 * 4  # n B H K K
+
+
+@pytest.fixture(scope="module")
+def found(with_devices):
+    process = Process(divided_run.main, environment=with_devices(divided_run.WAYS))
+    return json.loads(process.require_end().splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", divided_run.MIXERS)
+def test_devices_that_divide_tokens_give_what_one_does(found, name):
+    for program, result in found[name].items():
+        assert result["difference"] < 2e-5, program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", divided_run.MIXERS)
+def test_only_memories_and_the_edge_of_the_convolution_are_sent(found, name):
+    for program in ("segment", "gradient", "packed"):
+        assert found[name][program]["permutes"]
+        assert 0 < found[name][program]["gathered"] <= MEMORIES
