@@ -145,6 +145,7 @@ def _facts(request: Request, folder: Path) -> dict[str, Any]:
         "mesh": dict(mesh.shape),
         "tokens": step.tokens,
         "arguments": {name: device_bytes(part) for name, part in step.parts.items()},
+        "host_arguments": device_bytes(step.parts, host=True),
     }
     begin = time.perf_counter()
     with jax.set_mesh(mesh):

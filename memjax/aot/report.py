@@ -31,6 +31,8 @@ def report(request: Request, found: Compiled) -> dict[str, Any]:
     chip, facts = chip_of(request.topology), found.facts
     compiled = "exhausted" not in facts
     memory = _memory(facts, chip) if compiled else exhausted(facts, chip)
+    # Of a device's own part, in the memory of its host.
+    memory["host"] = facts["host_arguments"]
     result: dict[str, Any] = {
         "what": request.what,
         "topology": request.topology,
@@ -154,6 +156,8 @@ def lines(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"  {name}", _readable(size)
     total = "unknown" if memory["total"] is None else _readable(memory["total"])
     yield "memory a device", f"{total} of {_readable(memory['capacity'])}"
+    if memory["host"]:
+        yield "on the host, a device", _readable(memory["host"])
     if not result["fits"]:
         yield "does not fit", f"the largest are {memory['largest']}"
         for buffer in memory.get("buffers", ()):

@@ -26,6 +26,8 @@ from memjax.training.finetune.run import FinetuneRun, state_shapes
 from memjax.training.sharding import MeshConfig
 
 What = Literal["train", "evaluate", "decode"]
+#: The kind of memory in which a model keeps what is not on its devices.
+HOST = "pinned_host"
 #: A run that is trained from scratch, or a stage of fine-tuning around a backbone.
 Run = RunConfig | FinetuneRun
 
@@ -127,16 +129,16 @@ def _evaluation(run: Run, mesh: Mesh) -> Step:
     """Scores of one segment, as validation reads its texts."""
     data, graph, params, config = _model(run, mesh)
     rows = min(data.batch_size, data.validation_texts)
-    state = _memory(graph, params, rows, data.context_length)
+    memory = _memory(graph, params, rows, data.context_length)
     tokens = _shape((rows, data.context_length), jnp.int32)
     function = jax.jit(functools.partial(score_segment, graph))
-    return _reading(function, params, state, (tokens, tokens), mesh, config)
+    return _reading(function, params, memory, (tokens, tokens), mesh, config)
 
 
 def _decoding(run: Run, mesh: Mesh) -> Step:
     """A token of every sequence, as `generate` reads what it has drawn."""
     data, graph, params, config = _model(run, mesh)
-    state = _memory(graph, params, data.batch_size, data.context_length)
+    memory = _memory(graph, params, data.batch_size, data.context_length)
     token = _shape((data.batch_size, 1), jnp.int32)
 
     def decode(params, state, token):
@@ -145,7 +147,7 @@ def _decoding(run: Run, mesh: Mesh) -> Step:
         return state, model.logits(features[:, -1])
 
     function = jax.jit(decode, donate_argnums=1)
-    return _reading(function, params, state, (token,), mesh, config)
+    return _reading(function, params, memory, (token,), mesh, config)
 
 
 def _model(run: Run, mesh: Mesh) -> tuple[DataConfig, Any, PyTree, ModelConfig]:
@@ -159,15 +161,22 @@ def _model(run: Run, mesh: Mesh) -> tuple[DataConfig, Any, PyTree, ModelConfig]:
 
 
 def _memory(graph, params, rows, capacity):
-    """The empty memory of some sequences."""
+    """The empty memory of some sequences: shapes, and which of them are on the host."""
     empty = lambda params: nnx.merge(graph, params).init_state(rows, capacity)
-    return jax.eval_shape(empty, params)
+    program, shapes = jax.make_jaxpr(empty, return_shape=True)(params)
+    spaces = [aval.memory_space for aval in program.out_avals]
+    on_host = [space == jax.memory.Space.Host for space in spaces]
+    return shapes, jax.tree.unflatten(jax.tree.structure(shapes), on_host)
 
 
-def _reading(function, params, state, tokens, mesh, config):
+def _reading(function, params, memory, tokens, mesh, config):
     """The step of a model that reads tokens into its memory."""
+    state, on_host = memory
     given = {"params": params, "memory": state}
-    given = placed(given, sharding.shardings(mesh, given, config))
+    layout = sharding.shardings(mesh, given, config)
+    place = lambda where, host: where.with_memory_kind(HOST) if host else where
+    layout["memory"] = jax.tree.map(place, layout["memory"], on_host)
+    given = placed(given, layout)
     # Every device that shares the batch takes its rows.
     rows = sharding.batch_sharding(mesh, tokens[0].shape[0])
     tokens = _everywhere(tokens, rows)
@@ -192,11 +201,14 @@ def _everywhere(tree: PyTree, where: NamedSharding) -> PyTree:
     return placed(tree, jax.tree.map(lambda _: where, tree))
 
 
-def device_bytes(tree: PyTree) -> int:
-    """Bytes of a tree's arrays on one device, without the padding of its layout."""
+def device_bytes(tree: PyTree, *, host: bool = False) -> int:
+    """Bytes of a tree's arrays on one device, without the padding of its layout.
+
+    With `host`, of those that lie in the memory of the device's host.
+    """
     part = lambda x: int(np.prod(x.sharding.shard_shape(x.shape)))
-    sizes = [part(x) * _itemsize(x) for x in jax.tree.leaves(tree)]
-    return sum(sizes)
+    there = lambda x: (x.sharding.memory_kind == HOST) == host
+    return sum(part(x) * _itemsize(x) for x in jax.tree.leaves(tree) if there(x))
 
 
 def _itemsize(x: Any) -> int:

@@ -103,6 +103,7 @@ def test_what_does_not_fit_is_said_with_the_largest():
 def test_the_table_of_what_does_not_fit_names_the_largest():
     facts = {
         "arguments": {"parameters": GIB},
+        "host_arguments": 3 * GIB,
         "exhausted": ALTOGETHER,
         "devices": 4,
         "mesh": {"data": 1, "fsdp": 4, "tensor": 1},
@@ -114,6 +115,7 @@ def test_the_table_of_what_does_not_fit_names_the_largest():
     rows = dict(lines(found))
     assert rows["does not fit"] == "the largest are temporaries"
     assert rows["memory a device"] == "21.50 GiB of 15.75 GiB"
+    assert rows["on the host, a device"] == "3.00 GiB"
 
 
 @given(
@@ -187,7 +189,7 @@ def test_a_compiled_step_above_the_capacity_does_not_fit(temporaries, fits):
     sizes = ("argument", "output", "alias", "generated_code")
     facts = {f"{name}_bytes": 0 for name in sizes}
     facts |= {"temp_bytes": temporaries * GIB, "arguments": {"parameters": GIB}}
-    facts |= {"devices": 4, "mesh": {"fsdp": 4}, "tokens": 8}
+    facts |= {"devices": 4, "mesh": {"fsdp": 4}, "tokens": 8, "host_arguments": 0}
     facts |= {"flops": 5.0, "bytes_accessed": 1.0}
     facts |= {"lower_seconds": 0.1, "compile_seconds": 0.1}
     request = Request(presets()["transformer-tiny"], "train", "v5e:2x2")

@@ -113,6 +113,21 @@ def test_steps_that_read(what):
     check(report(request, compiled(request, cycles=False)))
 
 
+def test_a_store_on_the_host_takes_no_memory_of_the_devices():
+    run = finetuning("mplus")
+    memory = dataclasses.replace(run.config.memory, store_memory="host")
+    hosted = dataclasses.replace(
+        run, config=dataclasses.replace(run.config, memory=memory)
+    )
+    here, there = (
+        compiled(Request(given, "decode", CHIPS), cycles=False).facts
+        for given in (run, hosted)
+    )
+    size = here["arguments"]["memory"] - there["arguments"]["memory"]
+    assert here["host_arguments"] == 0 < there["host_arguments"] == size
+    assert there["argument_bytes"] <= here["argument_bytes"] - size
+
+
 def test_what_is_too_large_is_said_with_what_it_needs():
     # 33 million tokens: the compiler refuses before it schedules anything.
     request = Request(training("transformer", rows=2**18), "train", CHIPS)

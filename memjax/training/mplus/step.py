@@ -59,10 +59,16 @@ def make_task_steps(
 
     Raises:
         ValueError: for a model with legacy ages, which do not say which document a row
-            is of.
+            is of, or with memory on the host.
     """
     if model.config.legacy:
         raise ValueError("legacy must be False in training: its ages begin at the drop")
+    for name in ("store_memory", "pool_memory"):
+        if (place := getattr(model.config, name)) != "device":
+            raise ValueError(
+                f"{name} must be 'device' in training, whose steps write and then read "
+                f"it, got {place!r}"
+            )
     graph = nnx.graphdef(model)
 
     def make(task: Task) -> TaskStep:

@@ -22,6 +22,7 @@ from memjax.models.mplus.checkpoints import tensor_names as mplus_names
 from memjax.models.mplus.checkpoints.checkpoint import load_official
 from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
 from memjax.models.mplus.config import MPlusConfig
+from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.state import MPlusState
 from memjax.training.mplus import tasks as mplus_tasks
 from memjax.training.mplus.step import init_task_state, make_task_steps
@@ -286,6 +287,14 @@ def test_a_memory_that_is_not_finite_is_emptied_alone(told):
     jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
     after, metrics = step(after, batch)
     assert metrics["finite"] == 1 and rows(after) == [16, 4]
+
+
+@pytest.mark.slow
+def test_training_with_memory_on_the_host_is_refused(told):
+    config = dataclasses.replace(told.model.config, store_memory="host")
+    weights = told.model.weights._replace(config=config)
+    with pytest.raises(ValueError, match="store_memory must be 'device' in training"):
+        make_task_steps(MPlus(weights), optax.sgd(0.1), PROMPT)
 
 
 @pytest.mark.slow
