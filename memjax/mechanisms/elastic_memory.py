@@ -21,11 +21,12 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from memjax.checks import check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, check_input
-from memjax.mechanisms.layers import projections
+from memjax.mechanisms.layers import places, projections
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.in_place import change_if
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
@@ -113,8 +114,9 @@ class ElasticMemoryState(NamedTuple):
     keys: Float[Array, "B G N K"]
     values: Float[Array, "B G N K"]
     length: Int[Array, " B"]  # tokens in the coefficients; stays at 2**30
-    open_keys: Float[Array, "B L G K"]  # without RoPE; zero beyond `open_length`
-    open_values: Float[Array, "B L G K"]
+    # J = G K channels of a token; zero beyond `open_length`.
+    open_keys: Float[Array, "B L J"]  # with RoPE of their places in the block
+    open_values: Float[Array, "B L J"]
     open_length: Int[Array, " B"]
 
 
@@ -141,7 +143,7 @@ def init_state(config: ElasticMemoryConfig, batch: int) -> ElasticMemoryState:
     """Returns a memory of nothing."""
     heads, width = config.num_kv_heads, config.head_dim
     coefficients = (batch, heads, config.order, width)
-    tokens = (batch, config.block, heads, width)
+    tokens = (batch, config.block, heads * width)
     # Each leaf its own buffer, so that a state can be donated.
     return ElasticMemoryState(
         keys=jnp.zeros(coefficients, jnp.float32),
@@ -178,8 +180,12 @@ def read_token(
 
     The memory is read as R (C q) and (wᵀ R) C: no memory token is ever formed.
     """
-    open_keys = _write_token(state.open_keys, k, state.open_length)
-    open_values = _write_token(state.open_values, v, state.open_length)
+    token = _as_rows(config, k[:, None], v[:, None], state.open_length[:, None])
+    write = jax.vmap(lambda block, token, at: block.at[at].set(token[0]))
+    open_keys, open_values = (
+        write(block, row, state.open_length)
+        for block, row in zip((state.open_keys, state.open_values), token, strict=True)
+    )
     # The token sees itself, so it is written to the open block before it attends.
     y = trapezoid.one_token(
         config,
@@ -201,7 +207,10 @@ def read_token(
         open_values,
         state.open_length + 1,
     )
-    return change_if(_compress_blocks, jnp.any(complete), state, complete), y
+    # Read before it may change: else both are kept, and copied for each token.
+    state, y = jax.lax.optimization_barrier((state, y))
+    compress = functools.partial(_compress_blocks, config)
+    return change_if(compress, jnp.any(complete), state, complete), y
 
 
 def apply(
@@ -242,26 +251,29 @@ def read(
     blocks = (q.shape[1] + config.block - 2) // config.block + 1
     t, size = q.shape[1], blocks * config.block
     tokens_read = t if lengths is None else lengths
-    lay_out = functools.partial(_lay_out, size, state.open_length)
+    lay_out = functools.partial(places.lay_out, size, state.open_length)
     # Open tokens were answered by the calls that read them: they are keys here, and
     # their positions have no queries.
     queries = lay_out(jnp.zeros_like(q[:, :0], jnp.float32), q)
-    keys, values = lay_out(state.open_keys, k), lay_out(state.open_values, v)
+    before = _of_rows(config, state)
+    keys, values = (lay_out(*pair) for pair in zip(before, (k, v), strict=True))
     # Only full blocks become coefficients; the rest stays open, as tokens.
     count = (state.open_length + tokens_read) // config.block
     tokens = trapezoid.Tokens(*(_split(config, x) for x in (queries, keys, values)))
     state, attended = _apply_blocks(config, state, tokens, count, q.dtype)
     after = count * config.block
+    left = (places.take(tokens, after, config.block) for tokens in (keys, values))
+    open_keys, open_values = _as_rows(config, *left)
     return state._replace(
-        open_keys=_take(keys, after, config.block),
-        open_values=_take(values, after, config.block),
+        open_keys=open_keys,
+        open_values=open_values,
         open_length=state.open_length + tokens_read - after,
-    ), _take(attended.reshape(queries.shape), state.open_length, t)
+    ), places.take(attended.reshape(queries.shape), state.open_length, t)
 
 
-def flush(state: ElasticMemoryState) -> ElasticMemoryState:
+def flush(config: ElasticMemoryConfig, state: ElasticMemoryState) -> ElasticMemoryState:
     """Compresses the open block as it stands, however short; the next starts anew."""
-    return _compress(state, state.open_length > 0)
+    return _compress(config, state, state.open_length > 0)
 
 
 def elastic_memory(config: ElasticMemoryConfig) -> Mechanism:
@@ -321,20 +333,26 @@ def _apply_blocks(config, state, tokens, count, dtype, in_step=False):
     return state, attended
 
 
-def _write_token(block, token, at):
-    """The open block with a token [B, G, K] in the place `at`."""
+def _as_rows(config, keys, values, at=None):
+    """Keys with RoPE of their places, and values [B, L, G, K], as rows of channels."""
+    if at is None:
+        at = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    keys, values = (x.astype(jnp.float32) for x in (keys, values))
+    keys = projections.apply_rope(config, keys, at)
+    return tuple(x.reshape(*x.shape[:2], -1) for x in (keys, values))
 
-    def everywhere(block, token, at):
-        # Written while the block is read; to write a single place, XLA would lay out
-        # the block anew for every token.
-        slots = jnp.arange(block.shape[1], dtype=jnp.int32)[None]
-        return jnp.where((slots == at[:, None])[..., None, None], token[:, None], block)
 
-    return jax.lax.platform_dependent(
-        *(block, token.astype(jnp.float32), at),
-        tpu=everywhere,
-        default=jax.vmap(lambda block, token, at: block.at[at].set(token)),
+def _of_rows(config, state):
+    """Undoes `_as_rows` for the open block."""
+    heads = (config.num_kv_heads, config.head_dim)
+    # Else a TPU keeps them as compression likes them, and decoding copies all of them.
+    rows = lambda x: with_layout_constraint(x, Layout((0, 1, 2)))
+    keys, values = (
+        rows(x).reshape(*x.shape[:2], *heads)
+        for x in (state.open_keys, state.open_values)
     )
+    at = jnp.arange(config.block, dtype=jnp.int32)
+    return projections.remove_rope(config, keys, at), values
 
 
 def _split(config, tokens):
@@ -342,22 +360,22 @@ def _split(config, tokens):
     return tokens.reshape(tokens.shape[0], -1, config.block, *tokens.shape[2:])
 
 
-def _compress_blocks(state, complete):
+def _compress_blocks(config, state, complete):
     """`_compress` of blocks of L tokens, which have matrices of their own."""
-    return _compress(state, complete, of_blocks=True)
+    return _compress(config, state, complete, of_blocks=True)
 
 
-def _compress(state, chosen, of_blocks=False):
+def _compress(config, state, chosen, of_blocks=False):
     """Absorbs the open tokens of some batch elements into coefficients (eq. 6)."""
-    heads = state.open_keys.shape[2:]
+    heads = (config.num_kv_heads, config.head_dim)
     count = jnp.where(chosen, state.open_length, 0)
     before = _to_channels(*(jnp.moveaxis(c, 1, 2) for c in (state.keys, state.values)))
-    tokens = _to_channels(state.open_keys, state.open_values)
+    tokens = _to_channels(*_of_rows(config, state))
     new = update(tokens, before, state.length, None if of_blocks else count)
     coefficients = jnp.where(chosen[:, None, None], new, before)
     keys, values = _from_channels(coefficients, heads)
     # The state promises zeros beyond `open_length`.
-    keep = jnp.where(chosen, 0.0, 1.0)[:, None, None, None]
+    keep = jnp.where(chosen, 0.0, 1.0)[:, None, None]
     return ElasticMemoryState(
         keys=jnp.moveaxis(keys, 2, 1),
         values=jnp.moveaxis(values, 2, 1),
@@ -366,25 +384,6 @@ def _compress(state, chosen, of_blocks=False):
         open_values=state.open_values * keep,
         open_length=state.open_length - count,
     )
-
-
-def _lay_out(size, open_length, before, new):
-    """Puts new tokens behind each batch element's open ones: [B, size, ...]."""
-    new = new.astype(jnp.float32)
-    room = size - before.shape[1]
-    before = jnp.pad(before, ((0, 0), (0, room)) + ((0, 0),) * (new.ndim - 2))
-    place = lambda row, tokens, at: jax.lax.dynamic_update_slice_in_dim(
-        row, tokens, at, 0
-    )
-    return jax.vmap(place)(before, new, open_length)
-
-
-def _take(tokens, first, length):
-    """`length` tokens of each batch element from its own `first`, then zeros."""
-    # Without the padding `dynamic_slice` would move a slice that passes the end.
-    pad = ((0, 0), (0, length)) + ((0, 0),) * (tokens.ndim - 2)
-    slice_ = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, length, 0)
-    return jax.vmap(slice_)(jnp.pad(tokens, pad), first)
 
 
 def _to_channels(keys, values):

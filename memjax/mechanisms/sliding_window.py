@@ -212,10 +212,7 @@ def oldest(
 def _apart(config, keys, values, slots):
     """Keys, turned back by their slots, and values, with heads apart."""
     heads = (*slots.shape, config.num_kv_heads, config.head_dim)
-    keys = projections.apply_rope(config, keys.reshape(heads), -slots)
-    if config.rope_scaling is not None:
-        # Each of the two rotations has scaled them.
-        keys /= config.rope_scaling.amplitude**2
+    keys = projections.remove_rope(config, keys.reshape(heads), slots)
     return keys, values.reshape(heads)
 
 

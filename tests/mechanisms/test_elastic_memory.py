@@ -14,9 +14,7 @@ import pytest
 from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig, flush
-from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.rope import RopeScaling
-from memjax.mechanisms.layers.softmax import trapezoid
 from memjax_kernels.hippo import bank
 
 # The package re-exports the builder under the module's name.
@@ -142,29 +140,19 @@ def test_sampling_is_chosen_at_call_time():
     assert np.abs(y - z).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        dict(rope_theta=None),
-        dict(),
-        dict(rope_scaling=RopeScaling("yarn", 4.0, original_positions=16)),
-    ],
-    ids=["none", "plain", "yarn"],
-)
-@pytest.mark.parametrize("places", [(L,), (B, L)])
-def test_keys_that_are_read_in_place_have_their_positions(rope, places):
-    config = config_of(**rope)
-    random = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
-    q, keys, values = normal(B, G, H // G, K), normal(B, L, G, K), normal(B, L, G, K)
-    at = jnp.asarray(random.integers(0, 50, places), jnp.int32)
-    rotated = projections.apply_rope(config, keys, at)
-    scores = jnp.einsum("bgqk,blgk->bgql", q, rotated)
-    found = trapezoid._scores_in_place(config, q, keys, at)
-    np.testing.assert_allclose(found, scores, rtol=1e-5, atol=1e-5)
-    read = jnp.einsum("bgql,blgk->bgqk", scores, values)
-    found = trapezoid._read_in_place(scores, values)
-    np.testing.assert_allclose(found, read, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("positions", ["block", "stream"])
+def test_the_open_block_is_compressed_without_scaled_rope(positions):
+    scaling = RopeScaling("yarn", 4.0, original_positions=16)
+    mechanism = elastic(rope_scaling=scaling, positions=positions)
+    x = drawn_inputs()[:, : 2 * L + 2]
+    # Whole blocks never lie open; steps fill one after the other.
+    state, expected = mechanism.apply(drawn_params(), mechanism.init_state(B), x)
+    one, found = mechanism.init_state(B), []
+    for t in range(x.shape[1]):
+        one, y = mechanism.step(drawn_params(), one, x[:, t])
+        found.append(y)
+    close(jnp.stack(found, axis=1), expected)
+    jax.tree.map(close, one, state)
 
 
 @pytest.mark.parametrize("call", ["apply", "step"])
@@ -222,7 +210,7 @@ def test_flush_compresses_a_short_block_and_the_next_starts_anew():
     state, first = mechanism.apply(
         drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :3]
     )
-    flushed = flush(state)
+    flushed = flush(config_of(), state)
     assert (
         flushed.length.tolist() == [3] * B and flushed.open_length.tolist() == [0] * B
     )
@@ -244,7 +232,7 @@ def test_flush_of_no_open_block_changes_nothing():
     )
     empty = mechanism.init_state(B)
     mixed = mechanisms.reset(state, empty, jnp.array([True, False]))
-    chex.assert_trees_all_equal(flush(mixed), mixed)
+    chex.assert_trees_all_equal(flush(config_of(), mixed), mixed)
 
 
 @pytest.mark.slow

@@ -257,3 +257,14 @@ def apply_rope(
     if config.rope_theta is None:
         return x
     return rope.rotate(x, positions, config.rope_theta, config.rope_scaling)
+
+
+def remove_rope(
+    config: HeadsConfig, x: Float[Array, "*B T H K"], positions: Int[Array, "*P T"]
+) -> Float[Array, "*B T H K"]:
+    """Undoes `apply_rope`, to rounding."""
+    x = apply_rope(config, x, -positions)
+    if config.rope_theta is None or config.rope_scaling is None:
+        return x
+    # Each of the two rotations has scaled it.
+    return x / config.rope_scaling.amplitude**2

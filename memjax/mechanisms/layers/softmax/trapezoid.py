@@ -10,7 +10,6 @@ Shapes: B batch, n blocks, L block, H query heads, G key-value heads, K head wid
 M memory tokens, N order.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -19,7 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.projections import HeadsConfig
-from memjax.mechanisms.layers.rope import tables as rope_tables
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 from memjax.mechanisms.layers.softmax import splash
 
@@ -40,10 +38,10 @@ class Memory(NamedTuple):
 
 
 class OpenBlock(NamedTuple):
-    """Tokens of the block that is being filled, without RoPE, the newest included."""
+    """Tokens of the block that is being filled, the newest included, of J channels."""
 
-    keys: Float[Array, "B L G K"]
-    values: Float[Array, "B L G K"]
+    keys: Float[Array, "B L J"]  # with RoPE of their places in the block
+    values: Float[Array, "B L J"]
     newest: Int[Array, " B"]  # its place in the block
 
 
@@ -113,68 +111,26 @@ def one_token(
         length: tokens before the block; without any there is no memory.
         in_stream: whether RoPE counts on from block to block.
     """
-    (b, _, width), (memory_keys, memory_values) = query.shape, coefficients
-    slots = block.keys.shape[1]
-    positions, now = jnp.arange(slots, dtype=jnp.int32), block.newest[:, None]
-    if in_stream:
-        positions, now = length[:, None] + positions[None], length[:, None] + now
-    rope = lambda x, at: projections.apply_rope(config, x, at)
-    q = rope(query.astype(jnp.float32)[:, None], now)[:, 0]
-    q = q.reshape(b, config.num_kv_heads, -1, width) * width**-0.5
-
+    (b, heads, width), (memory_keys, memory_values) = query.shape, coefficients
+    rope = lambda at: projections.apply_rope(
+        config, query.astype(jnp.float32)[:, None], at
+    )
+    slots = jnp.arange(block.keys.shape[1], dtype=jnp.int32)
+    place = block.newest[:, None]
+    # Distances inside of the block are the same wherever it begins.
+    to_block = attend.rows_with_mass(
+        rope(place), block.keys, block.values, (slots[None] <= place)[:, None]
+    )
+    now = length[:, None] + place if in_stream else place
+    q = rope(now).reshape(b, config.num_kv_heads, -1, width) * width**-0.5
     # R (C q): N K + M N products a query, where forming the memory tokens R C takes
     # M N K.
     in_basis = jnp.einsum("bgqk,bgnk->bgqn", q, memory_keys)
-    to_memory = jnp.einsum("bgqn,mn->bgqm", in_basis, basis)
-    to_block = jax.lax.platform_dependent(
-        *(q, block.keys, positions),
-        tpu=functools.partial(_scores_in_place, config),
-        default=lambda q, keys, at: jnp.einsum("bgqk,blgk->bgql", q, rope(keys, at)),
-    )
-    # The newest token sees itself, so that no softmax is over an empty set.
-    seen = jnp.arange(slots, dtype=jnp.int32)[None] <= block.newest[:, None]
-    samples = basis.shape[0]
-    mask = jnp.concatenate(
-        [jnp.broadcast_to(length[:, None] > 0, (b, samples)), seen], axis=1
-    )
-    scores = jnp.concatenate([to_memory, to_block], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1, where=mask[:, None, None])
-    memory, own = jnp.split(weights, [samples], axis=-1)
+    scores = jnp.einsum("bgqn,mn->bgqm", in_basis, basis)
+    mass = jax.nn.logsumexp(scores, axis=-1)
     # The weights go back through R, again without forming a memory token.
-    in_basis = jnp.einsum("bgqm,mn->bgqn", memory, basis)
+    in_basis = jnp.einsum("bgqm,mn->bgqn", jnp.exp(scores - mass[..., None]), basis)
     y = jnp.einsum("bgqn,bgnk->bgqk", in_basis, memory_values)
-    y += jax.lax.platform_dependent(
-        *(own, block.values),
-        tpu=_read_in_place,
-        default=lambda own, values: jnp.einsum("bgql,blgk->bgqk", own, values),
-    )
-    return y.reshape(query.shape)
-
-
-def _scores_in_place(config, query, keys, positions):
-    """Scores of keys with RoPE, which are read once, where they lie.
-
-    A query is turned back by each key's position instead: a product of both is the
-    same, and keys with RoPE are not made. For (q1, q2) in half-split layout that is
-    q cos + (q2, -q1) sin.
-    """
-    turned = query[:, None]
-    if config.rope_theta is not None:
-        width, theta = query.shape[-1], config.rope_theta
-        tables = rope_tables(width, positions, theta, config.rope_scaling)
-        # [L, K] or [B, L, K] -> [B or 1, L, 1, 1, K].
-        cos, sin = (
-            jnp.tile(table, 2).reshape(-1, keys.shape[1], 1, 1, width)
-            for table in tables
-        )
-        first, second = jnp.split(query, 2, axis=-1)
-        partners = jnp.concatenate([second, -first], axis=-1)
-        turned = turned * cos + partners[:, None] * sin
-    scores = (turned * keys[:, :, :, None]).sum(axis=-1)
-    return jnp.moveaxis(scores, 1, -1)
-
-
-def _read_in_place(weights, values):
-    """Weighted values, which are read where they lie."""
-    weights = jnp.moveaxis(weights, -1, 1)[..., None]
-    return (weights * values[:, :, :, None]).sum(axis=1)
+    # Without a block before there is no memory; the newest token sees itself.
+    mass = jnp.where(length[:, None, None] > 0, mass, -jnp.inf).reshape(b, 1, heads)
+    return attend.join(to_block, (y.reshape(b, 1, heads, width), mass))[:, 0]
