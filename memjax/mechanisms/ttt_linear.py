@@ -29,11 +29,11 @@ from memjax.mechanisms.layers.memory_core import (
     after_start,
     bind,
     started,
+    step_from_start,
     unstarted,
 )
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels.ttt_linear import empty_state, start_state
-from memjax_kernels.ttt_linear import step as op_step
+from memjax_kernels.ttt_linear import empty_state, start_state, train_and_read
 from memjax_kernels.ttt_linear import ttt_linear as ttt_linear_op
 
 
@@ -123,9 +123,14 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[LearnedStart, Float[Array, "B H V"]]:
     """Trains the memory on one token and reads with its query."""
-    layer = started(memory, _start(config, params, x.shape[0]))
-    eta, scale, shift = _rate_and_norm(config, params, x)
-    layer, y = op_step(q, k, v, eta, scale, shift, layer, chunk_size=config.chunk_size)
+    eta, *norm = _rate_and_norm(config, params, x)
+    scale, shift = (jnp.broadcast_to(row, v.shape) for row in norm)
+    layer, y = step_from_start(
+        train_and_read,
+        (q, k, v, eta, scale, shift),
+        memory,
+        _start(config, params, 1),
+    )
     return after_start(layer), y
 
 

@@ -20,6 +20,7 @@ from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
 OPS = ("linear_attention", "linear_attention.ssd", "linear_attention.gla")
 OPS += ("delta_rule", "delta_rule.gated", "gated_slots", "lattice", "trellis")
+OPS += ("ttt_linear",)
 
 
 def module(name: str) -> Any:
@@ -48,6 +49,7 @@ def tokens_of(name, sizes, dtype=jnp.float32):
         "gated_slots": (q, k, v, alpha, gate(slots)),
         "lattice": (alpha, unit(draw(slots)), v, rate, gate()),
         "trellis": (q, k, v, alpha, np.stack([rate, rate / 2], -1), gate(2)),
+        "ttt_linear": (q, k, v, rate, draw(width), draw(width)),
     }
     given = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), named[name])
     empty = functools.partial(getattr(module(name), "empty_state", int), batch, heads)
@@ -57,13 +59,16 @@ def tokens_of(name, sizes, dtype=jnp.float32):
         given = (*given, empty(slots, width, chunk_size=2))
     elif name == "trellis":
         given = (*given, empty(slots, width, width, chunk_size=2))
+    elif name == "ttt_linear":
+        given = (*given, empty(width, chunk_size=2))
     else:
         return (*(x.astype(dtype) for x in given[:-1]), given[-1])
     return (*jax.tree.map(lambda x: x.astype(dtype), given[:-1]), given[-1])
 
 
 def plain_step(name: str, **options: Any) -> Callable[..., Any]:
-    return functools.partial(inspect.unwrap(module(name).step), **options)
+    step = "train_and_read" if name == "ttt_linear" else "step"
+    return functools.partial(inspect.unwrap(getattr(module(name), step)), **options)
 
 
 def three_tokens(step, given):

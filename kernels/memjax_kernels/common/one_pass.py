@@ -41,8 +41,8 @@ def on_tpu(step: Callable[..., Any]) -> Callable[..., Any]:
         step: (q, *tokens, state, **options) -> (state, y), for arrays [B, H, M, V] and
             [B, H, D], and numbers [B, H] and [B]. What it computes of a batch element
             and head depends on these alone. Other memories than those of the state may
-            have one batch element, for all. y is [B, H, V], in the dtype of a token.
-            Options are hashable.
+            have one batch element, for all. y is [B, H, V], in the dtype of a token;
+            the state's arrays are float32. Options are hashable.
 
     Returns:
         The step; what it wraps is in `__wrapped__`.
@@ -102,9 +102,9 @@ def step_tpu(step: Callable[..., Any], *given: Any, interpret: Any = False) -> A
     form = functools.partial(
         _on_device, step=step, tree=tree, kinds=kinds, interpret=interpret
     )
-    found, read = partition.chunkwise(form)(tokens, memories)
-    left = iter(found)
-    after = jax.tree.map(lambda x: next(left) if x.ndim == 4 else x, state)
+    memories, (read, *rows) = partition.chunkwise(form)(tokens, memories)
+    found = {4: iter(memories), 3: (row[:, 0, 0] for row in rows)}
+    after = jax.tree.map(lambda x: next(found.get(x.ndim, iter([x]))), state)
     return after, read[:, 0, 0].astype(y.dtype)
 
 
@@ -113,7 +113,7 @@ _KINDS = {4: "memory", 3: "row", 2: "gate", 1: "count"}
 
 
 def _on_device(tokens, memories, *, step, tree, kinds, interpret):
-    """On a device's share; y is [B, 1, 1, H, V]."""
+    """On a device's share: memories, and [y, *rows of the state], [B, 1, 1, H, V]."""
     batch, _, _, heads, _ = tokens[0].shape
     together = _heads_of_a_block(heads, memories)
     rest, stored = iter(tokens), iter(memories)
@@ -128,14 +128,18 @@ def _on_device(tokens, memories, *, step, tree, kinds, interpret):
     if not together:
         # Some of all heads fit a block, but no part of this device's share of them.
         state, y = step(*jax.tree.unflatten(tree, given))
-        return [x for x in jax.tree.leaves(state) if x.ndim == 4], y[:, None, None]
+        return _apart([*jax.tree.leaves(state), y])
     placed = [_placed(kind, x, together) for kind, x in zip(kinds, given, strict=True)]
     arguments, specs, units = zip(*placed, strict=True)
     closed = jax.make_jaxpr(lambda *x: step(*jax.tree.unflatten(tree, x)))(*units)
     *after, y = closed.out_avals
-    written = [i for i, x in enumerate(after) if x.ndim == 4]
+    written = [i for i, x in enumerate(after) if x.ndim > 2]
     # The state comes last, and is written where it was read.
-    read = [i for i, kind in enumerate(kinds) if kind == "memory"][-len(written) :]
+    of_kind = lambda kind: [i for i, other in enumerate(kinds) if other == kind]
+    places = {n: of_kind(_KINDS[n]) for n in (3, 4)}
+    counts = {n: sum(x.ndim == n for x in after) for n in places}
+    last = {n: iter(at[len(at) - counts[n] :]) for n, at in places.items()}
+    read = [next(last[after[i].ndim]) for i in written]
     row = pl.BlockSpec((1, together, y.shape[-1]), lambda b, h: (b, h, 0))
     shapes = [(batch, heads, y.shape[-1]), *(arguments[i].shape for i in read)]
     y, *after = pl.pallas_call(
@@ -153,7 +157,14 @@ def _on_device(tokens, memories, *, step, tree, kinds, interpret):
         interpret=interpret,
         name="step_in_one_pass",
     )(*varying.vary_alike(arguments))
-    return after, y[:, None, None]
+    return _apart([*after, y])
+
+
+def _apart(results):
+    """Of leaves of a state and y: the memories, and [y, *rows] as tokens."""
+    *after, y = results
+    rows = [y, *(x for x in after if x.ndim == 3)]
+    return [x for x in after if x.ndim == 4], [x[:, None, None] for x in rows]
 
 
 def _placed(kind, x, together):

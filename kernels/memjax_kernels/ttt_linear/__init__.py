@@ -22,6 +22,7 @@ from memjax_kernels.common.arguments import (
 from memjax_kernels.common.implementations import choose
 from memjax_kernels.ttt_linear.reference import check_chunk_size, ttt_linear_reference
 from memjax_kernels.ttt_linear.reference import step as step
+from memjax_kernels.ttt_linear.reference import train_and_read as train_and_read
 from memjax_kernels.ttt_linear.state import TTTLinearState as TTTLinearState
 from memjax_kernels.ttt_linear.state import empty_state as empty_state
 from memjax_kernels.ttt_linear.state import start_state as start_state

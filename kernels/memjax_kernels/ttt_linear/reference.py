@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from memjax_kernels.common import one_pass
 from memjax_kernels.ttt_linear.state import TTTLinearState
 
 EPSILON = 1e-6
@@ -36,8 +37,24 @@ def step(
         ValueError: on a state of another chunk size.
     """
     check_chunk_size(chunk_size, state)
-    q, k, value, eta = (x.astype(jnp.float32) for x in (q, k, v, eta))
-    scale, shift = (x.astype(jnp.float32)[None] for x in (ln_scale, ln_bias))
+    scale, shift = (jnp.broadcast_to(x, v.shape) for x in (ln_scale, ln_bias))
+    return train_and_read(q, k, v, eta, scale, shift, state)
+
+
+@one_pass.on_tpu
+def train_and_read(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    eta: Float[Array, "B H"],
+    scale: Float[Array, "B H V"],
+    shift: Float[Array, "B H V"],
+    state: TTTLinearState,
+) -> tuple[TTTLinearState, Float[Array, "B H V"]]:
+    """`step`, with scale and shift of the layer norm for each batch element."""
+    q, k, value, eta, scale, shift = (
+        x.astype(jnp.float32) for x in (q, k, v, eta, scale, shift)
+    )
     # The gradient is taken at the mini-batch's start, the read below at the memory now.
     hidden = jnp.einsum("bhk,bhkv->bhv", k, state.weights_start) + state.bias_start
     update = -eta[..., None] * loss_gradient(hidden, value - k, scale, shift)
@@ -46,7 +63,7 @@ def step(
     hidden = jnp.einsum("bhk,bhkv->bhv", q, weights) + bias
     y = (q + layer_norm(hidden, scale, shift)).astype(v.dtype)
 
-    position = (state.position + 1) % chunk_size
+    position = (state.position + 1) % state.chunk_size
     full = position == 0
     after = TTTLinearState(
         weights_start=jnp.where(
@@ -56,7 +73,7 @@ def step(
         bias_start=jnp.where(full[:, None, None], bias, state.bias_start),
         bias=bias,
         position=position,
-        chunk_size=chunk_size,
+        chunk_size=state.chunk_size,
     )
     return after, y
 
