@@ -82,6 +82,8 @@ def _paper(size: PaperSize, dtype: Dtype | None) -> HMTStages:
             default.optimizer, learning_rate=size.learning_rate
         ),
         loop=dataclasses.replace(default.loop, steps=200),
+        # Layers written out take an hour to compile at 7B.
+        scan_layers=dtype is not None,
     )
     stage2 = dataclasses.replace(
         stage1,

@@ -71,6 +71,9 @@ class SegmentStage:
         loop: steps, checkpoints, evaluation, log.
         mesh: devices.
         seed: of new parameters and data order.
+        scan_layers: run equal layers of the backbone by one loop, whatever its own
+            configuration says: a deep one compiles in a small part of the time, and a
+            step holds their parameters once more.
     """
 
     memory: Memory = "hmt"
@@ -96,6 +99,7 @@ class SegmentStage:
     loop: LoopConfig = LoopConfig(steps=500, save_every=100, evaluate_every=100)
     mesh: MeshConfig = MeshConfig()
     seed: int = 42
+    scan_layers: bool = False
 
     def __post_init__(self):
         require_known("memory", self.memory, get_args(Memory))
@@ -152,6 +156,8 @@ class SegmentStage:
         lora_key, memory_key = jax.random.split(key)
         if self.dtype is not None:
             backbone = with_config(backbone, dtype=self.dtype)
+        if self.scan_layers:
+            backbone = with_config(backbone, scan_layers=True)
         if self.memory == "window":
             backbone = _limited(backbone, self.window, self.sinks)
         if self.train == "lora":
@@ -198,6 +204,7 @@ class SegmentStage:
             mixers=pretrained.mixers,
             remat=pretrained.remat,
             dtype=self.dtype or pretrained.dtype,
+            scan_layers=self.scan_layers or pretrained.scan_layers,
         )
         graph, variables = nnx.split(hmt(backbone, self.hmt, key=memory_key))
         # Parameters of the retrieval are new; M_init was learned in stage 1.

@@ -185,9 +185,9 @@ def test_the_state_is_a_fixed_point_in_float32(case):
 
 
 @functools.cache
-def gradients(config):
+def gradients(config, **backbone):
     """Of parameters and memories, over the rest of a segment and two more."""
-    model = build("attention", config)
+    model = build("attention", config, **backbone)
     graph, params = nnx.split(model)
     state, _ = call(model, model.init_state(B), TOKENS[:, : L + 1])
     # One batch element starts, with the initial memory; the other has memories.
@@ -219,6 +219,15 @@ def test_recomputing_changes_no_gradient(activations):
     found = gradients(dataclasses.replace(PAPER, activations=activations))
     pure = lambda by: (nnx.to_pure_dict(by[0]), by[1])
     close(pure(found), pure(gradients(PAPER)), 1e-5)
+
+
+@pytest.mark.slow
+def test_a_loop_over_the_backbones_layers_changes_no_gradient():
+    looped, written_out = (
+        gradients(PAPER, num_layers=2, scan_layers=scan) for scan in (True, False)
+    )
+    pure = lambda by: (nnx.to_pure_dict(by[0]), by[1])
+    close(pure(looped), pure(written_out), 1e-5)
 
 
 @pytest.mark.slow

@@ -301,3 +301,14 @@ def test_sequences_that_are_read_by_segments_are_not_divided(tmp_path):
     stage = SegmentStage(mesh=MeshConfig(sequence=2))
     with pytest.raises(ValueError, match="mesh.sequence must be 1, got 2: a memory"):
         finetune.finetune(stage, tmp_path / "backbone", tmp_path / "run")
+
+
+def test_a_stage_runs_the_backbones_layers_in_a_loop_where_it_says_so():
+    backbone, key = tiny.llama(), jax.random.key(0)
+    for looped in (False, True):
+        memory = HMTConfig(segment=SEGMENT, sensory=2)
+        stage = SegmentStage(hmt=memory, scan_layers=looped)
+        model = stage.wrap(backbone, key)
+        assert isinstance(model, HMT)
+        assert model.backbone.config.scan_layers == looped
+    assert presets()["hmt-llama2-7b"].stages()[0][1].scan_layers
