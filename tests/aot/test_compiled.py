@@ -115,10 +115,11 @@ def test_steps_that_read(what):
 
 def test_a_store_on_the_host_takes_no_memory_of_the_devices():
     run = finetuning("mplus")
-    memory = dataclasses.replace(run.config.memory, store_memory="host")
-    hosted = dataclasses.replace(
-        run, config=dataclasses.replace(run.config, memory=memory)
-    )
+    stage = run.config
+    assert isinstance(stage, MPlusStage)
+    memory = dataclasses.replace(stage.memory, store_memory="host")
+    stage = dataclasses.replace(stage, memory=memory)
+    hosted = dataclasses.replace(run, config=stage)
     here, there = (
         compiled(Request(given, "decode", CHIPS), cycles=False).facts
         for given in (run, hosted)
