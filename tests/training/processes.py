@@ -41,6 +41,9 @@ class Process:
         reader, writer = context.Pipe(duplex=False)
         given = (program, args, dict(environment or {}), writer)
         self._process = context.Process(target=_main, args=given)
+        # Compiling for a TPU makes a process ignore hang-ups, of which Python knows
+        # nothing, and those that it starts then do so too.
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGHUP))
         self._process.start()
         # Else the end of the output would never come.
         writer.close()
