@@ -15,8 +15,9 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
 
 C, B, CHUNKS = 8, 2, 3
+ATTENTION = AttentionConfig(16, 4, 2, 4, capacity=64)
 CONFIG = ModelConfig(
-    mixers=(AttentionConfig(16, 4, 2, 4, capacity=64),),
+    mixers=(ATTENTION,),
     num_layers=1,
     vocab_size=64,
     model_dim=16,
@@ -60,7 +61,7 @@ def test_origins_are_of_the_tokens_in_the_cache():
     (found,) = state
     np.testing.assert_allclose(found.cache.values, expected.values, atol=1e-6)
     origins = np.asarray(found.origins[:, : SMALL.keep])
-    by_heads = (B, -1, origins.shape[2], CONFIG.mixers[0].head_dim)
+    by_heads = (B, -1, origins.shape[2], ATTENTION.head_dim)
     values, compressed = (
         np.asarray(cache.values).reshape(by_heads) for cache in (full, expected)
     )
