@@ -104,7 +104,7 @@ def step_tpu(step: Callable[..., Any], *given: Any, interpret: Any = False) -> A
     )
     memories, (read, *rows) = partition.chunkwise(form)(tokens, memories)
     found = {4: iter(memories), 3: (row[:, 0, 0] for row in rows)}
-    after = jax.tree.map(lambda x: next(found.get(x.ndim, iter([x]))), state)
+    after = jax.tree.map(lambda x: next(found[x.ndim]) if x.ndim > 2 else x, state)
     return after, read[:, 0, 0].astype(y.dtype)
 
 
@@ -135,11 +135,7 @@ def _on_device(tokens, memories, *, step, tree, kinds, interpret):
     *after, y = closed.out_avals
     written = [i for i, x in enumerate(after) if x.ndim > 2]
     # The state comes last, and is written where it was read.
-    of_kind = lambda kind: [i for i, other in enumerate(kinds) if other == kind]
-    places = {n: of_kind(_KINDS[n]) for n in (3, 4)}
-    counts = {n: sum(x.ndim == n for x in after) for n in places}
-    last = {n: iter(at[len(at) - counts[n] :]) for n, at in places.items()}
-    read = [next(last[after[i].ndim]) for i in written]
+    read = [len(kinds) - len(after) + i for i in written]
     row = pl.BlockSpec((1, together, y.shape[-1]), lambda b, h: (b, h, 0))
     shapes = [(batch, heads, y.shape[-1]), *(arguments[i].shape for i in read)]
     y, *after = pl.pallas_call(
