@@ -14,7 +14,6 @@ block, M memory tokens.
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
@@ -26,6 +25,7 @@ from memjax.mechanisms.elastic_memory import (
     read_token,
 )
 from memjax.mechanisms.elastic_memory import init_state as init_memory
+from memjax.mechanisms.layers import places
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax_kernels.hippo import Sampling
 
@@ -150,6 +150,5 @@ def apply(
 def _shifted(x: Array, by: Array) -> Array:
     """x [B, T, ...] moved to the left by `by` tokens [B], zeros in their place."""
     length = x.shape[1]
-    padded = jnp.pad(x, ((0, 0), (length, length)) + ((0, 0),) * (x.ndim - 2))
-    part = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, length, 0)
-    return jax.vmap(part)(padded, length + by)
+    padded = jnp.pad(x, ((0, 0), (length, 0)) + ((0, 0),) * (x.ndim - 2))
+    return places.take(padded, length + by, length)
