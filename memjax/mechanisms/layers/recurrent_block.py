@@ -217,7 +217,7 @@ def apply(
     x: Float[Array, "B T D"],
 ) -> tuple[BlockState, Float[Array, "B T D"]]:
     """A segment: what T steps give."""
-    return _read(config, core, (params, state), (x, None))
+    return _read(config, core, params, state, x)
 
 
 def whole(
@@ -244,38 +244,39 @@ def _whole(config, core, params, x, starts=None):
         documents.check_starts(starts, x)
         flags = (starts, documents.positions(starts))
     window = _no_inputs(config, params.query_key.shape[1], x.shape[0])
-    return _read(config, core, (params, BlockState(window, None)), (x, flags))[1]
+    return _read(config, core, params, BlockState(window, None), x, flags)[1]
 
 
-def _read(config, core, fixed, tokens):
-    """The state after a segment and its outputs, of (params, state) and (x, flags).
+def _read(config, core, params, state, x, flags=None):
+    """The state after a segment, and its outputs.
 
     flags: of packed rows, where documents start and the tokens' positions in them.
     """
-    x = tokens[0]
     ways = sequence_ways(x.shape[1])
     # The convolution of a device sees tokens of the one before it, and of no other.
     if core.linear and ways > 1 and x.shape[1] >= ways * (CONV_WIDTH - 1):
-        share = functools.partial(_segment, config, core, is_share=True)
-        return on_shares(share, fixed, tokens)
-    return _segment(config, core, fixed, tokens)
+        share = functools.partial(_read_share, config, core)
+        return on_shares(share, (params, state), (x, flags))
+    return _segment(config, core.apply, params, state, x, flags)
 
 
-def _segment(config, core, fixed, tokens, *, is_share=False):
-    """`_read` on one device, or of the tokens that a device has of more."""
+def _read_share(config, core, fixed, tokens):
+    """`_read` of the tokens that this device has of all."""
     (params, state), (x, flags) = fixed, tokens
+    # What the convolution still needs are inputs of the device before.
+    empty = state._replace(window=jnp.zeros_like(state.window))
+    before = last_of_previous(x, CONV_WIDTH - 1)
+    window = qkv_projection(config, params, empty, before).window
+    state = state._replace(window=jnp.where(is_first(), state.window, window))
+    read = functools.partial(apply_share, core.apply)
+    return _segment(config, read, params, state, x, flags)
+
+
+def _segment(config, read, params, state, x, flags):
+    """The memory's `read` between the projections."""
     starts, positions = flags or (None, None)
     resets = () if starts is None else (starts,)
-    inputs, read = state, core.apply
-    if is_share:
-        # What the convolution still needs are inputs of the device before.
-        empty = state._replace(window=jnp.zeros_like(state.window))
-        before = last_of_previous(x, CONV_WIDTH - 1)
-        window = qkv_projection(config, params, empty, before).window
-        window = jnp.where(is_first(), state.window, window)
-        inputs = state._replace(window=window)
-        read = functools.partial(apply_share, core.apply)
-    window, q, k, v = qkv_projection(config, params, inputs, x, positions)
+    window, q, k, v = qkv_projection(config, params, state, x, positions)
     memory, y = read(params.core, state.memory, q, k, v, x, *resets)
     return BlockState(window, memory), output_projection(config, params, x, y)
 
