@@ -144,10 +144,7 @@ def rows_with_mass(
         key, value = (split(x).astype(query.dtype) for x in (keys, values))
         return masked_with_mass(query, key, value, mask)
 
-    given = (query, keys, values, mask)
-    if pallas_tpu.unsupported(query, keys):
-        return apart(*given)
-    return jax.lax.platform_dependent(*given, tpu=cached_attention, default=apart)
+    return by_platform(apart, cached_attention)(query, keys, values, mask)
 
 
 def _prefix(query, key, value, before, visible, filled):
