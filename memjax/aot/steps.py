@@ -20,14 +20,13 @@ from memjax.data.documents.token_file import TokenisedDocument
 from memjax.evaluation.perplexity import score_segment
 from memjax.models import ModelConfig
 from memjax.models.base import Model
+from memjax.models.offload import HOST
 from memjax.training import pretrain, sharding
 from memjax.training.config import DataConfig, RunConfig
 from memjax.training.finetune.run import FinetuneRun, state_shapes
 from memjax.training.sharding import MeshConfig
 
 What = Literal["train", "evaluate", "decode"]
-#: The kind of memory in which a model keeps what is not on its devices.
-HOST = "pinned_host"
 #: A run that is trained from scratch, or a stage of fine-tuning around a backbone.
 Run = RunConfig | FinetuneRun
 

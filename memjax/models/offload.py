@@ -20,6 +20,8 @@ from jaxtyping import Array, PyTree
 from memjax.checks import require_known
 
 Place = Literal["device", "host"]
+#: The kind of memory in which what is on the host lies.
+HOST = "pinned_host"
 
 # Newer versions of jax have this one alone, under the shorter name.
 _compute_on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
@@ -30,7 +32,7 @@ def require_place(name: str, place: str) -> None:
     require_known(name, place, get_args(Place))
     device = jax.devices()[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if place == "host" and "pinned_host" not in kinds:
+    if place == "host" and HOST not in kinds:
         raise ValueError(
             f"{name} must be 'device' on {device.device_kind}, whose memories are "
             f"{kinds}, got {place!r}"
