@@ -11,15 +11,19 @@ first, by one matrix product and one copy.
 
 Beside the ops are timed our token loop, causal attention (cuDNN on a GPU), and
 flash-linear-attention where it is installed (see `baselines.py`). Each implementation
-must first agree with the token loop; one that does not is an error. Then Trellis,
-Lattice and attention are timed against length. Writes a table, a JSON and a plot.
+must first agree with the token loop: one that does not, or does not run, is named and
+not timed, and the exit code is 1 if it is ours. Then Trellis, Lattice and attention are
+timed against length. Writes a table, a JSON and a plot, anew after every shape.
 """
 
+import concurrent.futures
 import dataclasses
+import os
 import pathlib
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,8 +140,11 @@ def implementations(op: str, shape: Shape, config: Config) -> list[str]:
     return found
 
 
-def check(op: str, shape: Shape, config: Config) -> dict[str, float]:
-    """Relative RMS error of every implementation, at a short odd length."""
+def check(op: str, shape: Shape, config: Config) -> dict[str, float | str]:
+    """By implementation its relative RMS error at a short odd length, or why it failed.
+
+    An error that is too large is a failure too.
+    """
     if op == "attention":
         return {}
     short = shape._replace(batch=1, time=2 * config.chunk_size + 17)
@@ -148,57 +155,96 @@ def check(op: str, shape: Shape, config: Config) -> dict[str, float]:
     for name in implementations(op, short, config):
         run = jax.jit(cases.forward(op, name, config.chunk_size))
         found[name] = np.asarray(run(*arrays.values()), np.float32)
+    failed: dict[str, float | str] = {}
     if baselines.available():
         ways = baselines.ways(op, arrays, str(config.dtype), config.chunk_size)
         for name, (same, run, _) in ways.items():
+            try:
+                y = run().float().cpu().numpy()
+            except Exception as error:  # Some versions refuse some devices.
+                failed[name] = first_line(error)
+                continue
             if same:
-                found[name] = run().float().cpu().numpy()
+                found[name] = y
     scale = np.sqrt(np.mean(wanted**2))
-    errors = {
-        n: float(np.sqrt(np.mean((y - wanted) ** 2)) / scale) for n, y in found.items()
-    }
-    for name, error in errors.items():
-        if not error <= AGREEMENT[str(config.dtype)]:
-            raise SystemExit(f"{op}: {name} is {error:.1e} from the token loop")
-    return errors
+    for name, y in found.items():
+        error = float(np.sqrt(np.mean((y - wanted) ** 2)) / scale)
+        agrees = error <= AGREEMENT[str(config.dtype)]
+        failed[name] = error if agrees else f"{error:.1e} from the token loop"
+    return failed
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and the beginning of what it says."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+class Way(NamedTuple):
+    """One implementation of a pass.
+
+    Attributes:
+        run: a call that waits for its result.
+        temporary_bytes: as the compiler says; None where it does not.
+        ours: not a baseline, which may fail.
+    """
+
+    run: Callable[[], Any]
+    temporary_bytes: int | None
+    ours: bool
 
 
 def compiled_calls(
-    op: str, shape: Shape, config: Config
-) -> dict[tuple[str, str], tuple[Callable[[], Any], int | None]]:
-    """By implementation and pass: a call that waits, and its temporary bytes."""
+    op: str, shape: Shape, config: Config, left_out: Collection[str] = ()
+) -> dict[tuple[str, str], Way]:
+    """By implementation and pass, but for those that are left out."""
     arrays = cases.inputs(op, shape, str(config.dtype))
-    ways: dict[tuple[str, str], tuple[Callable[[], Any], int | None]] = {}
+    cotangent = jax.random.normal(jax.random.key(1), arrays["v"].shape)
+    cotangent = cotangent.astype(arrays["v"].dtype)
+    ways: dict[tuple[str, str], Way] = {}
     for name in implementations(op, shape, config):
+        if name in left_out:
+            continue
         function = cases.forward(op, name, config.chunk_size)
-        cotangent = jax.random.normal(jax.random.key(1), arrays["v"].shape)
-        cotangent = cotangent.astype(arrays["v"].dtype)
         for direction, run, given in (
             ("forward", function, tuple(arrays.values())),
             ("both", cases.both(function), (cotangent, *arrays.values())),
         ):
             compiled = jax.jit(run).lower(*given).compile()
             analysis = compiled.memory_analysis()
-            ways[name, direction] = (
-                lambda c=compiled, a=given: jax.block_until_ready(c(*a)),
-                getattr(analysis, "temp_size_in_bytes", None),
-            )
+            temporary = getattr(analysis, "temp_size_in_bytes", None)
+            call = lambda c=compiled, a=given: jax.block_until_ready(c(*a))
+            ways[name, direction] = Way(call, temporary, True)
     if baselines.available():
         others = baselines.ways(op, arrays, str(config.dtype), config.chunk_size)
         for name, (_, forward, backward) in others.items():
-            ways[name, "forward"] = forward, None
-            ways[name, "both"] = backward, None
+            if name not in left_out:
+                ways[name, "forward"] = Way(forward, None, False)
+                ways[name, "both"] = Way(backward, None, False)
     return ways
 
 
-def measure(op: str, shape: Shape, config: Config, device: Device) -> list[dict]:
-    """One row for every implementation and pass."""
-    ways = compiled_calls(op, shape, config)
-    for run, _ in ways.values():
-        run()
+def measure(
+    op: str,
+    shape: Shape,
+    config: Config,
+    device: Device,
+    ways: dict[tuple[str, str], Way],
+) -> tuple[list[dict], list[dict]]:
+    """One row for every implementation and pass, and one for each that failed."""
+    of = {"op": op} | shape._asdict()
+    failed = []
+    for (name, direction), way in list(ways.items()):
+        try:
+            way.run()
+        except Exception as error:
+            if way.ours:
+                raise
+            del ways[name, direction]
+            row = {"implementation": name, "pass": direction}
+            failed.append(of | row | {"why": first_line(error)})
     names = {"/".join(key): key for key in ways}
     times = time_functions(
-        {n: ways[key][0] for n, key in names.items()}, config.repeats or 1
+        {n: ways[key].run for n, key in names.items()}, config.repeats or 1
     )
     rows = []
     for label, (name, direction) in names.items():
@@ -207,47 +253,74 @@ def measure(op: str, shape: Shape, config: Config, device: Device) -> list[dict]
         )
         median = times[label]["median_s"]
         rows.append(
-            {"op": op, "implementation": name, "pass": direction}
-            | shape._asdict()
+            of
+            | {"implementation": name, "pass": direction}
             | times[label]
             | {
                 "tokens_per_s": shape.batch * shape.time / median,
-                "temporary_bytes": ways[name, direction][1],
+                "temporary_bytes": ways[name, direction].temporary_bytes,
                 "flops": cost.flops,
                 "bytes": cost.bytes,
                 "times_roofline": median / roofline_seconds(cost, device),
             }
         )
-    return rows
+    return rows, failed
 
 
-def run(config: Config, console: Console) -> dict:
-    """Checks, then times."""
+def run(config: Config, console: Console, save: Callable[[dict], None]) -> dict:
+    """Checks, then times; `save` gets the results so far after every shape."""
     config = settle(config)
     name, device = this_device()
     console.print(
         f"{name}: {device.flops / 1e9:.0f} GFLOP/s, {device.bandwidth / 1e9:.0f} GB/s"
     )
-    rows, agreement = [], {}
+    result: dict[str, Any] = {"peaks": {"of": name} | device._asdict()}
+    result |= {"agreement": {}, "shapes": [], "growth": [], "failed": []}
+
+    def time_all(cases: list[tuple[str, Shape]], config: Config, into: str):
+        before = len(result[into])
+        for (op, shape), ways in compile_all(cases, config, result["agreement"]):
+            rows, failed = measure(op, shape, config, device, ways)
+            result[into] += rows
+            result["failed"] += failed
+        _print(result[into][before:], console)
+        save(result)
+
     for sizes in config.shapes:
         shape = Shape(*sizes)
         for op in config.ops:
-            agreement[f"{op} {shape.width}"] = check(op, shape, config)
-            rows += measure(op, shape, config, device)
-        _print([r for r in rows if r["time"] == shape.time], console)
-    grown = []
-    first = Shape(*config.shapes[0])
+            key = f"{op} {shape.width}"
+            if key not in result["agreement"]:
+                result["agreement"][key] = check(op, shape, config)
+        time_all([(op, shape) for op in config.ops], config, "shapes")
+    first = Shape(*config.shapes[0])._replace(batch=1)
+    grown = [op for op in ("trellis", "lattice", "attention") if op in config.ops]
     brief = dataclasses.replace(config, longest_loop=0)
-    for op in [op for op in ("trellis", "lattice", "attention") if op in config.ops]:
-        for length in config.lengths:
-            shape = first._replace(batch=1, time=length)
-            grown += measure(op, shape, brief, device)
-    return {
-        "peaks": {"of": name} | device._asdict(),
-        "agreement": agreement,
-        "shapes": rows,
-        "growth": grown,
-    }
+    for length in config.lengths:
+        time_all([(op, first._replace(time=length)) for op in grown], brief, "growth")
+    for op, errors in result["agreement"].items():
+        for name, error in errors.items():
+            if isinstance(error, str):
+                row = {"op": op, "implementation": name, "why": error}
+                result["failed"].append(row)
+    for row in result["failed"]:
+        console.print("not timed:", *(f"{k} {v}," for k, v in row.items()))
+    return result
+
+
+def compile_all(
+    cases: list[tuple[str, Shape]], config: Config, agreement: dict[str, dict]
+) -> list[tuple[tuple[str, Shape], dict[tuple[str, str], Way]]]:
+    """The ways of every case, compiled side by side, before any is timed."""
+
+    def compiled(case):
+        op, shape = case
+        errors = agreement[f"{op} {shape.width}"]
+        left_out = [name for name, error in errors.items() if isinstance(error, str)]
+        return case, compiled_calls(op, shape, config, left_out)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compiled, cases))
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
@@ -268,14 +341,24 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
         log_ticks(axes, [row["time"] for rows in lines.values() for row in rows])
 
 
-def main(config: Config) -> None:
-    """Times, prints and writes the results."""
+def main(config: Config) -> int:
+    """Times, prints and writes the results; the exit code."""
     begin = time.perf_counter()
-    measured = run(config, Console())
-    measured["seconds"] = time.perf_counter() - begin
-    question = "speed of the ops"
-    result = write_report(config.output, question, settings(settle(config)), measured)
-    plot(result, pathlib.Path(f"{config.output}.png"))
+
+    def save(measured):
+        measured = measured | {"seconds": time.perf_counter() - begin}
+        question = "speed of the ops"
+        used = settings(settle(config))
+        result = write_report(config.output, question, used, measured)
+        if result["growth"]:
+            plot(result, pathlib.Path(f"{config.output}.png"))
+
+    measured = run(config, Console(), save)
+    save(measured)
+    ours = {
+        name for op in config.ops if op != "attention" for name in cases.written(op)
+    }
+    return int(any(row["implementation"] in ours for row in measured["failed"]))
 
 
 def _print(rows: list[dict], console: Console) -> None:
@@ -285,13 +368,13 @@ def _print(rows: list[dict], console: Console) -> None:
     table = Table("op", "code", "pass", "ms (spread)", "tokens/s", "MiB", title=title)
     table.add_column("of roofline", justify="right")
     for row in rows:
-        spread = f"({1e3 * row['min_s']:.1f}-{1e3 * row['max_s']:.1f})"
+        spread = f"({1e3 * row['min_s']:.2f}-{1e3 * row['max_s']:.2f})"
         temporary = row["temporary_bytes"]
         table.add_row(
             row["op"],
             row["implementation"],
             row["pass"],
-            f"{1e3 * row['median_s']:.1f} {spread}",
+            f"{1e3 * row['median_s']:.2f} {spread}",
             f"{row['tokens_per_s']:,.0f}",
             "-" if temporary is None else f"{temporary / 2**20:.0f}",
             f"{row['times_roofline']:.1f}x",
@@ -300,4 +383,4 @@ def _print(rows: list[dict], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    sys.exit(main(tyro.cli(Config)))

@@ -1,17 +1,22 @@
 """Do the GPU kernels compute what they should on a real GPU?
 
-    python -m experiments.ops.check_gpu
+    python -m experiments.ops.check_gpu --jobs 8
 
 Compares every Mosaic GPU kernel with the token loop in float32 on the same bfloat16
 inputs: outputs, memories and all gradients, as relative root mean squares. The shapes
-are the benchmark's, scaled down, with open chunks and packed documents. Prints a table.
-Writes results/ops/check_gpu.json where the kernels ran. The exit code is 1 if a case
-disagrees or does not run, and 2 without a Hopper GPU.
+are the benchmark's, scaled down, with open chunks and packed documents. Every case has
+a process of its own, because a kernel that fails can take its process's GPU with it.
+Prints a table. Writes results/ops/check_gpu.json where there is a GPU. The exit code is
+1 if a case disagrees or does not run, and 2 without a Hopper GPU.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
+import json
+import os
 import pathlib
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,16 +47,30 @@ class Config:
     Attributes:
         tolerance: the largest relative RMS difference that agrees; bfloat16 inputs
             and chunk memories cost 3e-3 to 1e-2.
+        jobs: cases at a time, at least 1; most of a case is compiling.
+        seconds: after which a case is stopped.
+        case: the name of one case, which is checked in this process; its row is printed
+            as JSON and nothing is written. "" is all of them.
         output: where .json goes, without the ending.
     """
 
     tolerance: float = 2e-2
+    jobs: int = 4
+    seconds: int = 300
+    case: str = ""
     output: pathlib.Path = RESULTS / "ops" / "check_gpu"
 
     def __post_init__(self) -> None:
-        """Refuses a tolerance that says nothing."""
+        """Refuses a tolerance that says nothing, and a case that there is not."""
         if not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance must be in (0, 1), got {self.tolerance}")
+        for name in ("jobs", "seconds"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
+        if self.case and self.case not in all_cases():
+            raise ValueError(f"case must be of {list(all_cases())}, got {self.case!r}")
 
 
 class Case(NamedTuple):
@@ -65,40 +84,81 @@ class Case(NamedTuple):
 
 def main(config: Config) -> int:
     """Runs every case; the exit code."""
+    # Several processes share the GPU's memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     needs = implementations.needs("gpu")
     if needs:
         print(f"nothing was checked: {needs}", file=sys.stderr)
         return 2
-    rows = [measure(case, config.tolerance) for case in all_cases()]
+    if config.case:
+        row = measure(all_cases()[config.case](), config.tolerance)
+        # JSON has no NaN.
+        print(json.dumps({k: v if v == v else None for k, v in row.items()}))
+        return 0 if row["agrees"] else 1
+    with concurrent.futures.ThreadPoolExecutor(config.jobs) as pool:
+        rows = list(pool.map(functools.partial(in_process, config), all_cases()))
     table = Table("case", "reads", "memory", "worst gradient", "agrees")
     for row in rows:
-        numbers = (f"{row[key]:.1e}" for key in ("reads", "memory", "gradient"))
+        keys = ("reads", "memory", "gradient")
+        numbers = ("-" if row[k] is None else f"{row[k]:.1e}" for k in keys)
         table.add_row(row["case"], *numbers, row["error"] or str(row["agrees"]))
     Console().print(table)
     question = "Do the GPU kernels compute what the token loop does?"
-    # A case that did not run has no numbers, and JSON has no NaN.
-    numbers = [{k: v if v == v else None for k, v in row.items()} for row in rows]
-    write_report(config.output, question, settings(config), {"cases": numbers})
+    write_report(config.output, question, settings(config), {"cases": rows})
     return 0 if all(row["agrees"] for row in rows) else 1
 
 
-def all_cases():
-    """Every kernel, phi, activation and variant; both kinds of start."""
+def in_process(config: Config, name: str) -> dict[str, Any]:
+    """The row of a case that is checked in a new process."""
+    program = "experiments.ops.check_gpu"
+    command = [sys.executable, "-m", program, "--case", name]
+    command += ["--tolerance", str(config.tolerance)]
+    failed = dict.fromkeys(("reads", "memory", "gradient")) | {"case": name}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=config.seconds
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        error = f"stopped after {config.seconds} seconds"
+    # It ended before it could print its row.
+    except (IndexError, json.JSONDecodeError):
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        error = f"ended with code {done.returncode}: {last}"
+    return failed | {"error": error, "agrees": False}
+
+
+def all_cases() -> dict[str, Callable[[], Case]]:
+    """Every kernel, phi, activation and variant by name; both kinds of start."""
+    found = {}
+
+    def add(make, shape, *options, **more):
+        words = [make.__name__.removesuffix("_case"), tuple(shape), *options]
+        words += [f"{k}={v}" for k, v in more.items()]
+        name = " ".join(map(str, words)).replace(", ", ",")
+        found[name] = functools.partial(make, name, shape, *options, **more)
+
     for shape in SHAPES:
         for chunk in (64, 16):
             for phi in ("l2_silu", "ln_silu", "silu", "identity", "softmax"):
-                yield trellis_case(shape, chunk, phi, "ln_silu")
+                add(trellis_case, shape, chunk, phi, "ln_silu")
         for chunk in (64, 16, 1):
             for variant in VARIANTS:
-                yield lattice_case(shape, chunk, variant)
+                add(lattice_case, shape, chunk, variant)
     for activation in ("l2_silu", "softmax"):
-        yield trellis_case(SHAPES[0], 64, "l2_silu", activation)
+        add(trellis_case, SHAPES[0], 64, "l2_silu", activation)
     # Its backward kernel does not fit: the forward kernel alone.
-    yield trellis_case(SHAPES[1], 64, "l2_silu", "ln_silu", value=128)
+    add(trellis_case, SHAPES[1], 64, "l2_silu", "ln_silu", value=128)
+    return found
 
 
 def trellis_case(
-    shape: Shape, chunk: int, phi: Phi, activation: Activation, value: int = 64
+    name: str,
+    shape: Shape,
+    chunk: int,
+    phi: Phi,
+    activation: Activation,
+    value: int = 64,
 ) -> Case:
     """Both passes, from open chunks, over resets."""
     tokens = cases.inputs("trellis", shape, "bfloat16")
@@ -120,11 +180,10 @@ def trellis_case(
             implementation=implementation,
         )
 
-    name = f"trellis {tuple(shape)} V={value} C={chunk} {phi} {activation}"
     return Case(name, tuple(tokens.values()), state, call)
 
 
-def lattice_case(shape: Shape, chunk: int, variant) -> Case:
+def lattice_case(name: str, shape: Shape, chunk: int, variant) -> Case:
     """A variant, from chunks that XLA closes, over resets."""
     tokens = cases.inputs("lattice", shape, "bfloat16")
     b, t, h, d = shape
@@ -141,7 +200,6 @@ def lattice_case(shape: Shape, chunk: int, variant) -> Case:
             implementation=implementation,
         )
 
-    name = f"lattice {tuple(shape)} C={chunk} {variant}"
     return Case(name, tuple(tokens.values()), state, call)
 
 

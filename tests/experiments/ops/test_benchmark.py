@@ -8,6 +8,7 @@ import pytest
 
 import memjax_kernels
 from experiments.ops import baselines, benchmark, cases
+from experiments.ops.cost import DEVICES
 
 SMALL = (1, 40, 1, 16)
 
@@ -55,8 +56,30 @@ def test_what_disagrees_is_not_timed(monkeypatch):
         return (lambda *a: 1.01 * run(*a)) if implementation == "xla" else run
 
     monkeypatch.setattr(cases, "forward", wrong)
-    with pytest.raises(SystemExit, match="linear_attention: xla is 1.0e-02"):
-        benchmark.check("linear_attention", cases.Shape(*SMALL), config)
+    shape, op = cases.Shape(*SMALL), "linear_attention"
+    errors = benchmark.check(op, shape, config)
+    assert errors == {"reference": 0.0, "xla": "1.0e-02 from the token loop"}
+    agreement = {f"{op} 16": errors}
+    (_, ways), *rest = benchmark.compile_all([(op, shape)], config, agreement)
+    assert not rest and {name for name, _ in ways} == {"reference"}
+
+
+def test_a_baseline_that_fails_is_named():
+    def fails():
+        raise RuntimeError("wrong on this GPU\nand more")
+
+    config = benchmark.settle(benchmark.Config(repeats=1))
+    of = ("gla", cases.Shape(*SMALL), config, DEVICES["v5e"])
+    ways = {
+        ("theirs", "forward"): benchmark.Way(lambda: None, None, False),
+        ("theirs", "both"): benchmark.Way(fails, None, False),
+    }
+    rows, failed = benchmark.measure(*of, ways)
+    assert [(r["implementation"], r["pass"]) for r in rows] == [("theirs", "forward")]
+    assert failed[0]["pass"] == "both"
+    assert failed[0]["why"] == "RuntimeError: wrong on this GPU"
+    with pytest.raises(RuntimeError, match="wrong on this GPU"):
+        benchmark.measure(*of, {("xla", "both"): benchmark.Way(fails, None, True)})
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 """The check of the GPU kernels, where there is no GPU to check them on."""
 
+import subprocess
+import sys
+
 import jax
 import pytest
 
@@ -27,7 +30,7 @@ def test_a_case_compares_everything_with_the_token_loop(monkeypatch):
         return after, y, jax.tree.map(lambda x: 1.1 * x, gradients)
 
     monkeypatch.setattr(check_gpu, "pull", pull)
-    case = check_gpu.lattice_case(Shape(1, 20, 1, 16), 8, "sim")
+    case = check_gpu.lattice_case("lattice", Shape(1, 20, 1, 16), 8, "sim")
     row = check_gpu.measure(case, 2e-2)
     assert 0 < row["reads"] < 1e-2 and 0 < row["memory"] < 1e-2
     assert 0.05 < row["gradient"] < 0.2 and not row["agrees"]
@@ -35,11 +38,50 @@ def test_a_case_compares_everything_with_the_token_loop(monkeypatch):
 
 @pytest.mark.slow
 def test_a_kernel_that_does_not_run_is_named():
-    case = check_gpu.lattice_case(Shape(1, 20, 1, 16), 8, "sim")
+    case = check_gpu.lattice_case("lattice", Shape(1, 20, 1, 16), 8, "sim")
     row = check_gpu.measure(case, 2e-2)
     assert not row["agrees"] and "needs a gpu" in row["error"]
 
 
-def test_a_tolerance_must_say_something():
-    with pytest.raises(ValueError, match="tolerance must be in"):
-        check_gpu.Config(tolerance=2.0)
+def run_with(monkeypatch, code):
+    """Another program in the place of a case's process."""
+    real = subprocess.run
+
+    def run(command, **options):
+        assert command[:3] == [sys.executable, "-m", "experiments.ops.check_gpu"]
+        return real([sys.executable, "-c", code], **options)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return check_gpu.in_process(check_gpu.Config(seconds=1), "a case")
+
+
+@pytest.mark.parametrize(
+    "code, error",
+    [
+        ("import os; os.abort()", "ended with code -6: no message"),
+        ("raise OSError('no GPU left')", "ended with code 1: OSError: no GPU left"),
+        ("import time; time.sleep(60)", "stopped after 1 seconds"),
+    ],
+)
+def test_a_case_that_takes_its_process_along_is_named(monkeypatch, code, error):
+    row = run_with(monkeypatch, code)
+    assert row["case"] == "a case" and row["error"] == error and not row["agrees"]
+
+
+def test_a_case_hands_its_row_over(monkeypatch):
+    assert run_with(monkeypatch, "print('a warning'); print('{\"agrees\": true}')") == {
+        "agrees": True
+    }
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tolerance": 2.0}, "tolerance must be in"),
+        ({"jobs": 0}, "jobs must be at least 1, got 0"),
+        ({"case": "mamba"}, "case must be of .*trellis.*, got 'mamba'"),
+    ],
+)
+def test_bad_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        check_gpu.Config(**options)
