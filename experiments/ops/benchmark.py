@@ -16,84 +16,30 @@ not timed, and the exit code is 1 if it is ours. Then Trellis, Lattice and atten
 timed against length. Writes a table, a JSON and a plot, anew after every shape.
 """
 
-import concurrent.futures
 import dataclasses
-import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.common.results import RESULTS, settings, write_report
+from experiments.common.results import settings, write_report
 from experiments.common.timing import time_functions
-from experiments.ops import baselines, cases
+from experiments.ops import cases
 from experiments.ops.cases import Shape
-from experiments.ops.cost import DEVICES, Device, roofline_seconds
+from experiments.ops.config import Config, settle
+from experiments.ops.cost import DEVICES, Device
+from experiments.ops.ways import check_all, compile_all, measure
 from memjax.evaluation.drawing import drawing, log_ticks, log_values, source_of
 
-# Shapes of the papers' and flash-linear-attention's benchmarks; then one for a CPU.
-SHAPES = ((8, 2048, 12, 64), (2, 16384, 16, 128), (1, 65536, 12, 64))
-CPU_SHAPES = ((1, 4096, 4, 64),)
-# Relative RMS from the token loop, by dtype of the inputs.
-AGREEMENT = {"float32": 1e-4, "bfloat16": 3e-2}
 # Rows of the product and floats of the copy that show the peaks of a CPU.
 PRODUCT, COPY = 2048, 2**26
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Everything that changes the result.
-
-    Attributes:
-        ops: which ops.
-        shapes: (batch, tokens, heads, width); empty is `SHAPES`, on a CPU `CPU_SHAPES`.
-        lengths: tokens at which growth is timed, batch and heads of the first shape.
-        chunk_size: of TTT-linear, Trellis and Lattice.
-        dtype: of the inputs; None is bfloat16, on a CPU float32.
-        longest_loop: the token loop is timed up to this many tokens.
-        longest_attention: attention is timed up to this many tokens; None is 65,536,
-            on a CPU 8,192, where it holds all scores.
-        repeats: timings of each, at least 1; None is 20, on a CPU 5.
-        output: where .json and .png go, without the ending.
-    """
-
-    ops: tuple[str, ...] = tuple(cases.ARGUMENTS)
-    shapes: tuple[tuple[int, int, int, int], ...] = ()
-    lengths: tuple[int, ...] = (1024, 4096, 8192, 16384)
-    chunk_size: int = 64
-    dtype: str | None = None
-    longest_loop: int = 4096
-    longest_attention: int | None = None
-    repeats: int | None = None
-    output: pathlib.Path = RESULTS / "ops" / "kernels"
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be timed."""
-        unknown = set(self.ops) - set(cases.ARGUMENTS)
-        if unknown:
-            raise ValueError(f"ops must be of {tuple(cases.ARGUMENTS)}, got {unknown}")
-        if self.repeats is not None and self.repeats < 1:
-            raise ValueError(f"repeats must be at least 1, got {self.repeats}")
-
-
-def settle(config: Config) -> Config:
-    """Fills in what depends on the device."""
-    cpu = jax.default_backend() == "cpu"
-    return dataclasses.replace(
-        config,
-        shapes=config.shapes or (CPU_SHAPES if cpu else SHAPES),
-        dtype=config.dtype or ("float32" if cpu else "bfloat16"),
-        longest_attention=config.longest_attention or (8192 if cpu else 65536),
-        repeats=config.repeats or (5 if cpu else 20),
-    )
 
 
 def this_device(rows: int = PRODUCT, floats: int = COPY) -> tuple[str, Device]:
@@ -119,154 +65,6 @@ def this_device(rows: int = PRODUCT, floats: int = COPY) -> tuple[str, Device]:
     return f"{kind}, measured", Device(flops, 8 * floats / times["copy"]["min_s"])
 
 
-def implementations(op: str, shape: Shape, config: Config) -> list[str]:
-    """What runs here for these inputs, the token loop where it is not too long."""
-    if op == "attention":
-        if shape.time > (config.longest_attention or 0):
-            return []
-        gpu = jax.default_backend() == "gpu"
-        return ["cudnn"] if gpu and config.dtype == "bfloat16" else ["xla"]
-    found = []
-    arrays = cases.inputs(op, shape, str(config.dtype))
-    for name in cases.written(op):
-        if name == "reference" and shape.time > config.longest_loop:
-            continue
-        function = cases.forward(op, name, config.chunk_size)
-        try:
-            jax.eval_shape(function, *arrays.values())
-        except ValueError:
-            continue  # The op says that this one does not run here.
-        found.append(name)
-    return found
-
-
-def check(op: str, shape: Shape, config: Config) -> dict[str, float | str]:
-    """By implementation its relative RMS error at a short odd length, or why it failed.
-
-    An error that is too large is a failure too.
-    """
-    if op == "attention":
-        return {}
-    short = shape._replace(batch=1, time=2 * config.chunk_size + 17)
-    arrays = cases.inputs(op, short, str(config.dtype))
-    exact = cases.forward(op, "reference", config.chunk_size)
-    wanted = np.asarray(jax.jit(exact)(*arrays.values()), np.float32)
-    found = {}
-    for name in implementations(op, short, config):
-        run = jax.jit(cases.forward(op, name, config.chunk_size))
-        found[name] = np.asarray(run(*arrays.values()), np.float32)
-    failed: dict[str, float | str] = {}
-    if baselines.available():
-        ways = baselines.ways(op, arrays, str(config.dtype), config.chunk_size)
-        for name, (same, run, _) in ways.items():
-            try:
-                y = run().float().cpu().numpy()
-            except Exception as error:  # Some versions refuse some devices.
-                failed[name] = first_line(error)
-                continue
-            if same:
-                found[name] = y
-    scale = np.sqrt(np.mean(wanted**2))
-    for name, y in found.items():
-        error = float(np.sqrt(np.mean((y - wanted) ** 2)) / scale)
-        agrees = error <= AGREEMENT[str(config.dtype)]
-        failed[name] = error if agrees else f"{error:.1e} from the token loop"
-    return failed
-
-
-def first_line(error: Exception) -> str:
-    """The kind of an error and the beginning of what it says."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-class Way(NamedTuple):
-    """One implementation of a pass.
-
-    Attributes:
-        run: a call that waits for its result.
-        temporary_bytes: as the compiler says; None where it does not.
-        ours: not a baseline, which may fail.
-    """
-
-    run: Callable[[], Any]
-    temporary_bytes: int | None
-    ours: bool
-
-
-def compiled_calls(
-    op: str, shape: Shape, config: Config, left_out: Collection[str] = ()
-) -> dict[tuple[str, str], Way]:
-    """By implementation and pass, but for those that are left out."""
-    arrays = cases.inputs(op, shape, str(config.dtype))
-    cotangent = jax.random.normal(jax.random.key(1), arrays["v"].shape)
-    cotangent = cotangent.astype(arrays["v"].dtype)
-    ways: dict[tuple[str, str], Way] = {}
-    for name in implementations(op, shape, config):
-        if name in left_out:
-            continue
-        function = cases.forward(op, name, config.chunk_size)
-        for direction, run, given in (
-            ("forward", function, tuple(arrays.values())),
-            ("both", cases.both(function), (cotangent, *arrays.values())),
-        ):
-            compiled = jax.jit(run).lower(*given).compile()
-            analysis = compiled.memory_analysis()
-            temporary = getattr(analysis, "temp_size_in_bytes", None)
-            call = lambda c=compiled, a=given: jax.block_until_ready(c(*a))
-            ways[name, direction] = Way(call, temporary, True)
-    if baselines.available():
-        others = baselines.ways(op, arrays, str(config.dtype), config.chunk_size)
-        for name, (_, forward, backward) in others.items():
-            if name not in left_out:
-                ways[name, "forward"] = Way(forward, None, False)
-                ways[name, "both"] = Way(backward, None, False)
-    return ways
-
-
-def measure(
-    op: str,
-    shape: Shape,
-    config: Config,
-    device: Device,
-    ways: dict[tuple[str, str], Way],
-) -> tuple[list[dict], list[dict]]:
-    """One row for every implementation and pass, and one for each that failed."""
-    of = {"op": op} | shape._asdict()
-    failed = []
-    for (name, direction), way in list(ways.items()):
-        try:
-            way.run()
-        except Exception as error:
-            if way.ours:
-                raise
-            del ways[name, direction]
-            row = {"implementation": name, "pass": direction}
-            failed.append(of | row | {"why": first_line(error)})
-    names = {"/".join(key): key for key in ways}
-    times = time_functions(
-        {n: ways[key].run for n, key in names.items()}, config.repeats or 1
-    )
-    rows = []
-    for label, (name, direction) in names.items():
-        cost = cases.cost(
-            op, shape, config.chunk_size, str(config.dtype), direction == "both"
-        )
-        median = times[label]["median_s"]
-        rows.append(
-            of
-            | {"implementation": name, "pass": direction}
-            | times[label]
-            | {
-                "tokens_per_s": shape.batch * shape.time / median,
-                "temporary_bytes": ways[name, direction].temporary_bytes,
-                "flops": cost.flops,
-                "bytes": cost.bytes,
-                "times_roofline": median / roofline_seconds(cost, device),
-            }
-        )
-    return rows, failed
-
-
 def run(config: Config, console: Console, save: Callable[[dict], None]) -> dict:
     """Checks, then times; `save` gets the results so far after every shape."""
     config = settle(config)
@@ -288,10 +86,10 @@ def run(config: Config, console: Console, save: Callable[[dict], None]) -> dict:
 
     for sizes in config.shapes:
         shape = Shape(*sizes)
-        for op in config.ops:
-            key = f"{op} {shape.width}"
-            if key not in result["agreement"]:
-                result["agreement"][key] = check(op, shape, config)
+        keys = {op: f"{op} {shape.width}" for op in config.ops}
+        missing = [op for op in config.ops if keys[op] not in result["agreement"]]
+        errors = check_all(missing, shape, config)
+        result["agreement"] |= {keys[op]: errors[op] for op in missing}
         time_all([(op, shape) for op in config.ops], config, "shapes")
     first = Shape(*config.shapes[0])._replace(batch=1)
     grown = [op for op in ("trellis", "lattice", "attention") if op in config.ops]
@@ -306,21 +104,6 @@ def run(config: Config, console: Console, save: Callable[[dict], None]) -> dict:
     for row in result["failed"]:
         console.print("not timed:", *(f"{k} {v}," for k, v in row.items()))
     return result
-
-
-def compile_all(
-    cases: list[tuple[str, Shape]], config: Config, agreement: dict[str, dict]
-) -> list[tuple[tuple[str, Shape], dict[tuple[str, str], Way]]]:
-    """The ways of every case, compiled side by side, before any is timed."""
-
-    def compiled(case):
-        op, shape = case
-        errors = agreement[f"{op} {shape.width}"]
-        left_out = [name for name, error in errors.items() if isinstance(error, str)]
-        return case, compiled_calls(op, shape, config, left_out)
-
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(compiled, cases))
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:

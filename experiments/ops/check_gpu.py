@@ -6,8 +6,8 @@ Compares every Mosaic GPU kernel with the token loop in float32 on the same bflo
 inputs: outputs, memories and all gradients, as relative root mean squares. The shapes
 are the benchmark's, scaled down, with open chunks and packed documents. Every case has
 a process of its own, because a kernel that fails can take its process's GPU with it.
-Prints a table. Writes results/ops/check_gpu.json where there is a GPU. The exit code is
-1 if a case disagrees or does not run, and 2 without a Hopper GPU.
+Prints a line a case. Writes results/ops/check_gpu.json where there is a GPU. The exit
+code is 1 if a case disagrees or does not run, and 2 without a Hopper GPU.
 """
 
 import concurrent.futures
@@ -18,6 +18,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from experiments.common.results import RESULTS, settings, write_report
 from experiments.ops import cases
@@ -38,6 +38,8 @@ from memjax_kernels.trellis import Activation, Phi, empty_state, trellis
 
 # (8, 2048, 12, 64), (2, 16384, 16, 128) and (1, 65536, 12, 64) made short and narrow.
 SHAPES = (Shape(4, 256, 12, 64), Shape(1, 1024, 2, 64))
+# What is compared; of gradients the worst.
+MEASURED = ("memory", "reads", "gradient")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,17 +97,27 @@ def main(config: Config) -> int:
         # JSON has no NaN.
         print(json.dumps({k: v if v == v else None for k, v in row.items()}))
         return 0 if row["agrees"] else 1
-    with concurrent.futures.ThreadPoolExecutor(config.jobs) as pool:
-        rows = list(pool.map(functools.partial(in_process, config), all_cases()))
-    table = Table("case", "reads", "memory", "worst gradient", "agrees")
-    for row in rows:
-        keys = ("reads", "memory", "gradient")
-        numbers = ("-" if row[k] is None else f"{row[k]:.1e}" for k in keys)
-        table.add_row(row["case"], *numbers, row["error"] or str(row["agrees"]))
-    Console().print(table)
-    question = "Do the GPU kernels compute what the token loop does?"
-    write_report(config.output, question, settings(config), {"cases": rows})
+    rows = check_all(config, Console())
     return 0 if all(row["agrees"] for row in rows) else 1
+
+
+def check_all(config: Config, console: Console) -> list[dict[str, Any]]:
+    """The rows of all cases, each printed and written as soon as it is there."""
+    found: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
+    with concurrent.futures.ThreadPoolExecutor(config.jobs) as pool:
+        running = [pool.submit(in_process, config, name) for name in all_cases()]
+        for future in concurrent.futures.as_completed(running):
+            row = future.result()
+            found[row["case"]] = row
+            numbers = (f"{k} {row[k]:.1e}" for k in MEASURED if row[k] is not None)
+            said = row["error"] or ("agrees" if row["agrees"] else "DISAGREES")
+            console.print(f"{row['case']}: {said}", *numbers, f"{row['seconds']:.0f} s")
+            # In the order of the cases, whichever was first.
+            rows = [found[name] for name in all_cases() if name in found]
+            question = "Do the GPU kernels compute what the token loop does?"
+            write_report(config.output, question, settings(config), {"cases": rows})
+    return rows
 
 
 def in_process(config: Config, name: str) -> dict[str, Any]:
@@ -113,19 +125,22 @@ def in_process(config: Config, name: str) -> dict[str, Any]:
     program = "experiments.ops.check_gpu"
     command = [sys.executable, "-m", program, "--case", name]
     command += ["--tolerance", str(config.tolerance)]
-    failed = dict.fromkeys(("reads", "memory", "gradient")) | {"case": name}
+    begin = time.perf_counter()
+    row: dict[str, Any] = {"case": name, "agrees": False} | dict.fromkeys(MEASURED)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=config.seconds
         )
-        return json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        error = f"stopped after {config.seconds} seconds"
-    # It ended before it could print its row.
-    except (IndexError, json.JSONDecodeError):
-        last = (done.stderr.strip() or "no message").splitlines()[-1]
-        error = f"ended with code {done.returncode}: {last}"
-    return failed | {"error": error, "agrees": False}
+        row["error"] = f"stopped after {config.seconds} seconds"
+    else:
+        try:
+            row |= json.loads(done.stdout.splitlines()[-1])
+        # It ended before it could print its row.
+        except (IndexError, json.JSONDecodeError):
+            last = (done.stderr.strip() or "no message").splitlines()[-1]
+            row["error"] = f"ended with code {done.returncode}: {last}"
+    return row | {"seconds": time.perf_counter() - begin}
 
 
 def all_cases() -> dict[str, Callable[[], Case]]:
@@ -214,19 +229,17 @@ def positions_and_reset(batch: int, time: int, chunk: int):
 def measure(case: Case, tolerance: float) -> dict[str, Any]:
     """The kernels' distances from the token loop, or why they did not run."""
     row: dict[str, Any] = {"case": case.name, "error": "", "agrees": False}
-    row |= {"reads": np.nan, "memory": np.nan, "gradient": np.nan}
+    row |= dict.fromkeys(MEASURED, np.nan)
     exact = tuple(x.astype(jnp.float32) for x in case.tokens)
     expected = pull(case, "reference", exact)
     try:
         actual = jax.block_until_ready(pull(case, "pallas_gpu", case.tokens))
     except Exception as error:  # The other cases are to be seen all the same.
         return row | {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    for name, a, b in zip(
-        ("memory", "reads", "gradient"), actual, expected, strict=True
-    ):
+    for name, a, b in zip(MEASURED, actual, expected, strict=True):
         pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
         row[name] = max(distance(x, y) for x, y in pairs)
-    worst = max(row[name] for name in ("reads", "memory", "gradient"))
+    worst = max(row[name] for name in MEASURED)
     return row | {"agrees": bool(worst <= tolerance)}
 
 

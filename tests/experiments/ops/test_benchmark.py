@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import memjax_kernels
-from experiments.ops import baselines, benchmark, cases
+from experiments.ops import baselines, benchmark, cases, ways
 from experiments.ops.cost import DEVICES
 
 SMALL = (1, 40, 1, 16)
@@ -57,11 +57,11 @@ def test_what_disagrees_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(cases, "forward", wrong)
     shape, op = cases.Shape(*SMALL), "linear_attention"
-    errors = benchmark.check(op, shape, config)
+    errors = ways.check_all([op], shape, config)[op]
     assert errors == {"reference": 0.0, "xla": "1.0e-02 from the token loop"}
     agreement = {f"{op} 16": errors}
-    (_, ways), *rest = benchmark.compile_all([(op, shape)], config, agreement)
-    assert not rest and {name for name, _ in ways} == {"reference"}
+    (_, found), *rest = ways.compile_all([(op, shape)], config, agreement)
+    assert not rest and {name for name, _ in found} == {"reference"}
 
 
 def test_a_baseline_that_fails_is_named():
@@ -70,16 +70,16 @@ def test_a_baseline_that_fails_is_named():
 
     config = benchmark.settle(benchmark.Config(repeats=1))
     of = ("gla", cases.Shape(*SMALL), config, DEVICES["v5e"])
-    ways = {
-        ("theirs", "forward"): benchmark.Way(lambda: None, None, False),
-        ("theirs", "both"): benchmark.Way(fails, None, False),
+    theirs = {
+        ("theirs", "forward"): ways.Way(lambda: None, None, False),
+        ("theirs", "both"): ways.Way(fails, None, False),
     }
-    rows, failed = benchmark.measure(*of, ways)
+    rows, failed = ways.measure(*of, theirs)
     assert [(r["implementation"], r["pass"]) for r in rows] == [("theirs", "forward")]
     assert failed[0]["pass"] == "both"
     assert failed[0]["why"] == "RuntimeError: wrong on this GPU"
     with pytest.raises(RuntimeError, match="wrong on this GPU"):
-        benchmark.measure(*of, {("xla", "both"): benchmark.Way(fails, None, True)})
+        ways.measure(*of, {("xla", "both"): ways.Way(fails, None, True)})
 
 
 @pytest.mark.slow
@@ -108,7 +108,11 @@ def test_baselines_are_ops_of_ours():
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"ops": ("gru",)}, r"ops must be of .*gru"), ({"repeats": 0}, "at least 1")],
+    [
+        ({"ops": ("gru",)}, r"ops must be of .*gru"),
+        ({"beside": ("attention",)}, r"beside must be of .*attention"),
+        ({"repeats": 0}, "at least 1"),
+    ],
 )
 def test_bad_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):

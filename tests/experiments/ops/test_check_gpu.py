@@ -1,10 +1,12 @@
 """The check of the GPU kernels, where there is no GPU to check them on."""
 
+import json
 import subprocess
 import sys
 
 import jax
 import pytest
+from rich.console import Console
 
 from experiments.ops import check_gpu
 from experiments.ops.cases import Shape
@@ -69,9 +71,23 @@ def test_a_case_that_takes_its_process_along_is_named(monkeypatch, code, error):
 
 
 def test_a_case_hands_its_row_over(monkeypatch):
-    assert run_with(monkeypatch, "print('a warning'); print('{\"agrees\": true}')") == {
-        "agrees": True
-    }
+    printed = {"reads": 1e-3, "error": "", "agrees": True}
+    code = f"print('a warning'); print({json.dumps(json.dumps(printed))})"
+    row = run_with(monkeypatch, code)
+    assert row.items() >= printed.items() and row["seconds"] > 0
+
+
+def test_every_case_is_written(monkeypatch, tmp_path):
+    def in_process(config, name):
+        numbers = dict.fromkeys(check_gpu.MEASURED, 1e-3)
+        row = {"case": name, "error": "", "agrees": "softmax" not in name}
+        return row | numbers | {"seconds": 1.0}
+
+    monkeypatch.setattr(check_gpu, "in_process", in_process)
+    config = check_gpu.Config(output=tmp_path / "result")
+    check_gpu.check_all(config, Console())
+    cases = json.loads((tmp_path / "result.json").read_text())["cases"]
+    assert [row["case"] for row in cases] == list(check_gpu.all_cases())
 
 
 @pytest.mark.parametrize(
