@@ -25,6 +25,8 @@ from memjax_kernels.common.products import Form
 # Rows of a tensor-core instruction.
 ROWS = 64
 F32 = jnp.float32
+# jax 0.10.2 wants an index beside an indexed reference; later it may not be given.
+_NO_INDEX = (None,) if jax.__version_info__ < (0, 11) else ()
 
 
 def tile(*shape: int, dtype: Any):
@@ -178,7 +180,7 @@ class TileOps:
         if self.interpreted:
             return ref[index]
         layout = plgpu.Layout.WGMMA
-        return plgpu.load(ref, index, layout=layout, optimized=False)
+        return plgpu.load(ref.at[index], *_NO_INDEX, layout=layout, optimized=False)
 
     def row_vector(self, ref: Any, *index: Any) -> jax.Array:
         """A vector with one element for each row of a matrix."""
@@ -208,7 +210,7 @@ class TileOps:
     def _load(self, ref, index, layout):
         if self.interpreted:
             return ref[index] if index else ref[...]
-        return plgpu.load(ref, index or ..., layout=layout)
+        return plgpu.load(ref.at[index or ...], *_NO_INDEX, layout=layout)
 
 
 def _multiply(accumulator, x, y):

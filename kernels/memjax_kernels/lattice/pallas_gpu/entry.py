@@ -7,19 +7,17 @@ chunk's start, in the tokens' dtype; the backward kernel goes through the chunks
 reverse and computes each again from there. The saved memories and the reads are named
 "lattice_chunk_states" and "lattice_reads" for rematerialisation policies.
 
-The kernels compile for sm_90a and agree with XLA in the interpreter. They have not run
-on a GPU yet, so they must be asked for. Chunks of one token have kernels of their own,
-see `exact`.
+On an H200 they agree with the token loop as the XLA form in bfloat16 does; see
+`experiments/ops`. Chunks of one token have kernels of their own, see `exact`.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from memjax_kernels.common import gradients, varying
 from memjax_kernels.common.mosaic import ROWS
 from memjax_kernels.lattice.memory import Rule
 from memjax_kernels.lattice.pallas_gpu.backward import backward
@@ -27,6 +25,7 @@ from memjax_kernels.lattice.pallas_gpu.exact import lattice_gpu_exact
 from memjax_kernels.lattice.pallas_gpu.forward import forward
 from memjax_kernels.lattice.pallas_gpu.inputs import ChunkInputs, Static
 from memjax_kernels.lattice.segment import Chunks, Memory
+from memjax_kernels.lattice.xla import lattice_xla
 
 
 def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
@@ -55,48 +54,60 @@ def lattice_gpu(
     interpret: Any = None,
 ) -> tuple[Memory, Array]:
     """A chunk implementation; see `segment`; `interpret` runs it in an interpreter."""
-    static = Static(rule.variant, interpret)
+    static = Static(rule, interpret)
     if tokens.q.shape[2] == 1:
         return lattice_gpu_exact(tokens, start, empty, static)
-    cleared = tokens.cleared
+    # Flags are floats, so that everything has a gradient.
+    as_floats = lambda flags: jax.tree.map(lambda x: x.astype(jnp.float32), flags)
+    arguments = (tokens[:4], as_floats(tokens[5:]), start, empty)
+    results: Any = _chunks(static, *varying.vary_alike(arguments))
+    (after, pending), y = results
+    return (after, pending, jnp.ones(start.shape[:2], jnp.float32)), y
+
+
+def _prepared(floats, flags, start, empty) -> ChunkInputs:
+    q, k, v, gamma = floats
+    complete, cleared = jax.tree.map(lambda x: x > 0.5, flags)
     if cleared is not None:
         # The first chunk's reset is applied here, so that kernels fetch `empty` for
         # later ones alone.
         start = jnp.where(cleared[:, 0, None, None, None], empty, start)
-    gamma = jnp.moveaxis(tokens.gamma.astype(jnp.float32), 2, -1)
-    # Padding of rate 0 writes nothing.
-    gamma = jnp.pad(gamma, [(0, 0)] * 3 + [(0, ROWS - gamma.shape[-1])])
-    x = ChunkInputs(
-        q=tokens.q,
-        k=tokens.k,
-        v=tokens.v,
-        gamma=gamma,
+    gamma = jnp.moveaxis(gamma.astype(jnp.float32), 2, -1)
+    return ChunkInputs(
+        q=q,
+        k=k,
+        v=v,
+        # Padding of rate 0 writes nothing.
+        gamma=jnp.pad(gamma, [(0, 0)] * 3 + [(0, ROWS - gamma.shape[-1])]),
         start=start,
         empty=None if cleared is None else empty,
-        whole=jnp.sum(tokens.complete, axis=1, dtype=jnp.int32),
+        whole=jnp.sum(complete, axis=1, dtype=jnp.int32),
         cleared=None if cleared is None else cleared.astype(jnp.int32),
     )
-    results: Any = _chunks(static, x)
-    y, after, pending = results
-    return (after, pending, jnp.ones(start.shape[:2], jnp.float32)), y
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunks(static: Static, x: ChunkInputs):
-    return forward(static, x, keep=False)[:3]
+def _forward(static: Static, *primals, keep: bool):
+    y, after, pending, kept = forward(static, _prepared(*primals), keep=keep)
+    return varying.vary_alike(((((after, pending), y), kept), primals))[0]
 
 
-def _chunks_fwd(static, x):
-    y, after, pending, kept = forward(static, x, keep=True)
-    kept = checkpoint_name(kept, "lattice_chunk_states")
-    return (checkpoint_name(y, "lattice_reads"), after, pending), (x, kept)
+def _backward(static: Static, primals, kept, cotangents):
+    (d_after, d_pending), d_y = cotangents
+
+    def prepared(*primals):
+        # Indices are no floats, and have no gradient.
+        return _prepared(*primals)._replace(whole=None, cleared=None)
+
+    d = backward(static, _prepared(*primals), kept, d_y, d_after, d_pending)
+    d = ChunkInputs(*d, whole=None, cleared=None)
+    return jax.vjp(prepared, *primals)[1](varying.vary_alike((d, primals))[0])
 
 
-def _chunks_bwd(static, residuals, cotangents):
-    x, kept = residuals
-    return (
-        ChunkInputs(*backward(static, x, kept, *cotangents), whole=None, cleared=None),
-    )
+def _in_xla(static: Static, floats, flags, start, empty):
+    flags = jax.tree.map(lambda x: x > 0.5, flags)
+    tokens = Chunks(*floats, None, *flags)
+    (after, pending, _), y = lattice_xla(tokens, start, empty, static.rule)
+    return (after, pending), y
 
 
-_chunks.defvjp(_chunks_fwd, _chunks_bwd)
+_chunks = gradients.of_kernels("lattice", _forward, _backward, _in_xla)

@@ -8,14 +8,13 @@ the reads are named "lattice_chunk_states" and "lattice_reads" for rematerialisa
 policies.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from memjax_kernels.common import gradients, varying
 from memjax_kernels.lattice.pallas_gpu.exact_backward import backward
 from memjax_kernels.lattice.pallas_gpu.exact_forward import forward
 from memjax_kernels.lattice.pallas_gpu.inputs import (
@@ -26,6 +25,7 @@ from memjax_kernels.lattice.pallas_gpu.inputs import (
     TokenInputs,
 )
 from memjax_kernels.lattice.segment import Chunks, Memory
+from memjax_kernels.lattice.xla import lattice_xla
 
 F32 = jnp.float32
 
@@ -34,7 +34,19 @@ def lattice_gpu_exact(
     tokens: Chunks, start: Array, empty: Array, static: Static
 ) -> tuple[Memory, Array]:
     """A chunk implementation; see `segment`, for C = 1."""
-    b, time, _, h, _ = tokens.q.shape
+    cleared = tokens.cleared
+    # Flags are floats, so that everything has a gradient.
+    cleared = None if cleared is None else cleared.astype(F32)
+    arguments = (tokens[:4], cleared, start, empty)
+    results: Any = _tokens(static, *varying.vary_alike(arguments))
+    after, y = results
+    b, h = start.shape[:2]
+    return (after, jnp.zeros_like(start), jnp.ones((b, h), F32)), y
+
+
+def _prepared(floats, cleared, start, empty) -> TokenInputs:
+    q, k, v, gamma = floats
+    b, time = q.shape[:2]
 
     def cut(x):
         # [B, T, 1, ...] -> [B, n, GROUP, ...]; a token of zeros writes nothing.
@@ -43,37 +55,50 @@ def lattice_gpu_exact(
         x = jnp.pad(x[:, :, 0], tail)
         return x.reshape(b, -1, GROUP, *x.shape[2:])
 
-    cleared = tokens.cleared
-    gamma = jnp.swapaxes(cut(tokens.gamma.astype(F32)), 2, 3)
-    x = TokenInputs(
-        *(cut(x.astype(F32)) for x in (tokens.q, tokens.k, tokens.v)),
+    gamma = jnp.swapaxes(cut(gamma.astype(F32)), 2, 3)
+    if cleared is not None:
+        cleared = cut((cleared > 0.5).astype(jnp.int32)[..., None])
+    return TokenInputs(
+        *(cut(x.astype(F32)) for x in (q, k, v)),
         gamma=jnp.pad(gamma, [(0, 0)] * 3 + [(0, GATES - GROUP)]),
         start=start,
         empty=None if cleared is None else empty,
-        cleared=None if cleared is None else cut(cleared.astype(jnp.int32)[..., None]),
+        cleared=cleared,
     )
-    results: Any = _tokens(static, x)
-    y, after = results
-    y = y.reshape(b, -1, 1, h, y.shape[-1])[:, :time].astype(tokens.v.dtype)
-    return (after, jnp.zeros_like(start), jnp.ones((b, h), F32)), y
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tokens(static: Static, x: TokenInputs):
-    return forward(static, x, keep=False)[:2]
+def _forward(static: Static, *primals, keep: bool):
+    y, after, kept = forward(static, _prepared(*primals), keep=keep)
+    (_, _, v, _), *_ = primals
+    b, time, _, h, width = v.shape
+    y = y.reshape(b, -1, 1, h, width)[:, :time].astype(v.dtype)
+    return varying.vary_alike((((after, y), kept), primals))[0]
 
 
-def _tokens_fwd(static, x):
-    y, after, kept = forward(static, x, keep=True)
-    kept = checkpoint_name(kept, "lattice_chunk_states")
-    return (checkpoint_name(y, "lattice_reads"), after), (x, kept)
+def _backward(static: Static, primals, kept, cotangents):
+    d_after, d_y = cotangents
+    x = _prepared(*primals)
 
+    def prepared(*primals):
+        # Resets are no floats, and have no gradient.
+        return _prepared(*primals)._replace(cleared=None)
 
-def _tokens_bwd(static, residuals, cotangents):
-    d = backward(static, *residuals, *cotangents)
+    b, time, _, h, width = d_y.shape
+    padding = [(0, 0), (0, -time % BLOCK), (0, 0), (0, 0)]
+    d_y = jnp.pad(d_y[:, :, 0].astype(F32), padding).reshape(x.v.shape)
+    d = backward(static, x, kept, d_y, d_after)
     gamma = jnp.swapaxes(jnp.sum(d.gamma, axis=-1), 2, 3)
     gamma = jnp.pad(gamma, [(0, 0)] * 3 + [(0, GATES - GROUP)])
-    return (TokenInputs(*d._replace(gamma=gamma), cleared=None),)
+    d = TokenInputs(*d._replace(gamma=gamma), cleared=None)
+    return jax.vjp(prepared, *primals)[1](varying.vary_alike((d, primals))[0])
 
 
-_tokens.defvjp(_tokens_fwd, _tokens_bwd)
+def _in_xla(static: Static, floats, cleared, start, empty):
+    complete = jnp.ones(floats[0].shape[:2], bool)
+    cleared = None if cleared is None else cleared > 0.5
+    tokens = Chunks(*floats, None, complete, cleared)
+    (after, _, _), y = lattice_xla(tokens, start, empty, static.rule)
+    return after, y
+
+
+_tokens = gradients.of_kernels("lattice", _forward, _backward, _in_xla)

@@ -60,7 +60,7 @@ class Program:
     """What both kernels do with a token."""
 
     def __init__(self, static: Static, x: TokenInputs, scratch):
-        self.variant, self.x, self.scratch = static.variant, x, scratch
+        self.variant, self.x, self.scratch = static.rule.variant, x, scratch
         self.ops = TileOps(static.interpret)
         self.at = lax.axis_index("batch"), lax.axis_index("heads")
         self.groups = x.q.shape[1]

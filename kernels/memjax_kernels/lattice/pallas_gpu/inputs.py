@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from memjax_kernels.lattice.memory import Rule
+
 # Tokens in shared memory at a time; the backward kernel holds as many memories, and
 # one for each group of a block.
 GROUP = 8
@@ -14,7 +16,7 @@ GATES = 32
 class Static(NamedTuple):
     """What is fixed when a kernel is compiled."""
 
-    variant: str
+    rule: Rule
     interpret: Any
 
 

@@ -59,7 +59,7 @@ class Program:
     """What both kernels do with a chunk."""
 
     def __init__(self, static: Static, x: ChunkInputs, scratch):
-        self.variant, self.x, self.scratch = static.variant, x, scratch
+        self.variant, self.x, self.scratch = static.rule.variant, x, scratch
         self.ops = TileOps(static.interpret)
         self.at = lax.axis_index("batch"), lax.axis_index("heads")
         self.chunks, self.size = x.q.shape[1:3]

@@ -9,8 +9,8 @@ reverse and computes each again from there. The saved memories and the reads are
 backward kernel does not fit into shared memory (`has_backward`), gradients are those of
 the XLA implementation, which computes the chunks again from the first.
 
-The kernels compile for sm_90a and agree with the token loop in the interpreter. They
-have not run on a GPU yet, so they must be asked for.
+On an H200 they agree with the token loop as the XLA form in bfloat16 does; see
+`experiments/ops`.
 """
 
 import functools
@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from memjax_kernels.common import gradients, varying
 from memjax_kernels.common.mosaic import ROWS
 from memjax_kernels.trellis.pallas_gpu.backward import backward
 from memjax_kernels.trellis.pallas_gpu.forward import forward
@@ -56,77 +56,82 @@ def trellis_gpu(
     sizes = Sizes(n, size, tokens.alpha.shape[-1], (key_dim, tokens.v.shape[-1]))
     # Two stages copy the next chunk's tokens during the computation, if they fit.
     stages = 2 if forward_bytes(sizes, 2) <= SHARED_BYTES else 1
-    static = Static(phi, activation, stages, interpret)
     # The very same arrays: every batch element starts a chunk.
     aligned = all(a is b for a, b in zip(memories.start, memories.running, strict=True))
-    if not has_backward(sizes, aligned):
-        return _forward_only(static, aligned, tokens, memories, empty)
-    x = prepare(tokens, memories, empty, aligned)
-    results: Any = _chunks(static, x)
-    y, after, middle = results
-    return memories_after(x, after, middle), y
+    static = Static(phi, activation, stages, interpret, aligned)
+    # Flags are floats, so that everything has a gradient.
+    as_floats = lambda flags: jax.tree.map(lambda x: x.astype(jnp.float32), flags)
+    arguments = (tokens[:6], as_floats(tokens[6:]), memories, empty)
+    results: Any = _chunks(static, *varying.vary_alike(arguments))
+    return results
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunks(static: Static, x: Inputs):
-    return forward(static, x, keep=False)[:3]
+def _tokens(floats, flags) -> Tokens:
+    return Tokens(*floats, *jax.tree.map(lambda x: x > 0.5, flags))
 
 
-def _chunks_fwd(static, x):
-    y, after, middle, kept = forward(static, x, keep=True)
-    kept = checkpoint_name(kept, "trellis_chunk_states")
-    y = checkpoint_name(y, "trellis_reads")
-    return (y, after, middle), (x, kept)
+def _prepared(static: Static, floats, flags, memories, empty) -> Inputs:
+    return prepare(_tokens(floats, flags), memories, empty, static.aligned)
 
 
-def _chunks_bwd(static, residuals, cotangents):
-    x, kept = residuals
-    d = backward(static, x, kept, *cotangents)
+def _forward(static: Static, *primals, keep: bool):
+    x = _prepared(static, *primals)
+    keep = keep and has_backward(x.sizes, static.aligned)
+    y, after, middle, kept = forward(static, x, keep=keep)
+    results = (memories_after(x, after, middle), y), kept
+    return varying.vary_alike((results, primals))[0]
+
+
+def _backward(static: Static, primals, kept, cotangents):
+    d_memories, d_y = cotangents
+    x = _prepared(static, *primals)
+    if not has_backward(x.sizes, static.aligned):
+        return jax.vjp(functools.partial(_in_xla, static), *primals)[1](cotangents)
+    indices = {"middle": x.middle, "cleared": x.cleared}
+
+    def prepared(*primals):
+        # Indices are no floats, and have no gradient.
+        return _prepared(static, *primals)._replace(middle=None, cleared=None)
+
+    floats, through_prepare = jax.vjp(prepared, *primals)
+    # What is returned is linear in the memories of the forward kernel.
+    zeros = varying.vary_alike((jax.tree.map(jnp.zeros_like, x.running), primals))[0]
+    through_after = jax.vjp(
+        lambda x, *kernel: memories_after(x._replace(**indices), *kernel),
+        *(floats, zeros, zeros),
+    )[1]
+    d_inputs, d_after, d_middle = through_after(d_memories)
+    d = _kernel_gradients(x, backward(static, x, kept, d_y, d_after, d_middle))
+    d_inputs = jax.tree.map(jnp.add, d_inputs, d)
+    return through_prepare(varying.vary_alike((d_inputs, primals))[0])
+
+
+def _kernel_gradients(x: Inputs, d) -> Inputs:
+    """The backward kernel's gradients as those of its inputs."""
     rows = d.gates.reshape(*d.gates.shape[:3], 2, 3, ROWS)
     last = jnp.sum(rows[..., LAST, :], axis=-1) + jnp.sum(d.last, axis=-1)
     # The kernels take the last sum from the last of their rows.
     total = rows[..., TOTAL, :].at[..., -1].add(last)
     gates = jnp.stack([total, rows[..., GAMMA, :]], axis=-2)
-    return (
-        Inputs(
-            q=d.q,
-            inputs=d.inputs,
-            alpha=d.alpha,
-            gates=gates.reshape(x.gates.shape),
-            begin=d.begin,
-            running=d.running,
-            empty=d.empty,
-            middle=None,
-            cleared=None,
-        ),
+    return Inputs(
+        q=d.q,
+        inputs=d.inputs,
+        alpha=d.alpha,
+        gates=gates.reshape(x.gates.shape),
+        begin=d.begin,
+        running=d.running,
+        empty=d.empty,
+        middle=None,
+        cleared=None,
     )
 
 
-_chunks.defvjp(_chunks_fwd, _chunks_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _forward_only(static, aligned, tokens, memories, empty):
-    x = prepare(tokens, memories, empty, aligned)
-    y, after, middle, _ = forward(static, x, keep=False)
-    return memories_after(x, after, middle), y
-
-
-def _forward_only_fwd(static, aligned, *arguments):
-    return _forward_only(static, aligned, *arguments), arguments
-
-
-def _forward_only_bwd(static, aligned, arguments, cotangents):
-    tokens, memories, empty = arguments
+def _in_xla(static: Static, floats, flags, memories, empty):
+    """The same function; where the memories coincide, so do their gradients."""
     options = {"phi": static.phi, "activation": static.activation}
-    # Flags are no floats, and have no gradient.
-    floats = {name: getattr(tokens, name) for name in Tokens._fields[:6]}
-
-    def again(floats, memories, empty):
-        return trellis_xla(tokens._replace(**floats), memories, empty, **options)
-
-    floats, memories, empty = jax.vjp(again, floats, memories, empty)[1](cotangents)
-    return Tokens(**floats, complete=None, cleared=None), memories, empty
+    if static.aligned:
+        memories = Memories(memories.running, memories.running)
+    return trellis_xla(_tokens(floats, flags), memories, empty, **options)
 
 
-_forward_only.defvjp(_forward_only_fwd, _forward_only_bwd)
+_chunks = gradients.of_kernels("trellis", _forward, _backward, _in_xla)

@@ -33,12 +33,14 @@ class Static(NamedTuple):
         activation: one of `functions.ACTIVATIONS`.
         stages: chunks of tokens in shared memory at a time, 1 or 2.
         interpret: None, or parameters of the interpreter of GPU kernels.
+        aligned: whether the memories to read from are those at the chunk's start.
     """
 
     phi: str
     activation: str
     stages: int
     interpret: Any
+    aligned: bool
 
 
 class Inputs(NamedTuple):
