@@ -16,7 +16,7 @@ from experiments.tables import (
     blocks,
     compare,
     cycles,
-    elastic,
+    gpu,
     hmt,
     mplus,
     papers,
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = (
     compare,
     cycles,
-    elastic,
+    gpu,
     hmt,
     mplus,
     papers,

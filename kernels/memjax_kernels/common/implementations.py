@@ -6,7 +6,7 @@ of the TPU.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ _log = logging.getLogger(__name__)
 
 # The platform that each kernel is written for, as jax.default_backend() names it.
 _PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+# The same platforms as programs are lowered for them.
+_LOWERED_FOR = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
 
 
 def choose(
@@ -24,26 +26,28 @@ def choose(
     implementation: str | None,
     forms: Mapping[str, Callable[..., Any]],
     unsupported: Mapping[str, str] | None = None,
+    by_itself: Collection[str] = ("pallas_tpu",),
 ) -> Callable[..., Any]:
     """The implementation of an op that was asked for, or else the fastest.
 
-    The fastest is `pallas_tpu` in a program that is lowered for a TPU, where the op has
-    it and it takes the arguments; everywhere else it is `xla`. The TPU kernels were
+    The fastest is a kernel in a program that is lowered for its platform, where the op
+    has it and it takes the arguments; everywhere else it is `xla`. The TPU kernels were
     compiled for v5e, v5p and v6e but never timed: the XLA forms carry the memory
-    through HBM at every chunk, which the kernels do not. `pallas_gpu` kernels have not
-    run on a GPU yet, so that they must be asked for. Kernels have no forward mode
-    (`jax.jvp`): ask for `xla` there.
+    through HBM at every chunk, which the kernels do not. Those of GPUs are chosen where
+    jax itself runs on a Hopper GPU, at the sizes that were timed on one. Kernels have
+    no forward mode (`jax.jvp`): ask for `xla` there.
 
     Args:
         op: its name, for messages.
         implementation: a key of `forms`, or None for the fastest.
-        forms: the implementations. `pallas_tpu` and `xla` take the same positional
-            trees of arrays and static keywords, and return the same structure.
+        forms: the implementations. Kernels and `xla` take the same positional trees of
+            arrays and static keywords, and return the same structure.
         unsupported: why a form cannot take the arguments on any device, by its name;
             "" or no entry where it can.
+        by_itself: kernels that are chosen without being asked for.
 
     Returns:
-        One of the forms, or a function that is `pallas_tpu` or `xla` when lowered.
+        One of the forms, or a function that is a kernel or `xla` when lowered.
 
     Raises:
         ValueError: on a name the op does not have, or one that cannot run here.
@@ -52,25 +56,30 @@ def choose(
     if implementation is not None:
         _check(op, implementation, forms, unsupported)
         return forms[implementation]
+    kernels = {}
+    for name in by_itself:
+        if name not in forms:
+            continue
+        if unsupported.get(name):
+            _log.debug("%s cannot run as %s: %s", op, name, unsupported[name])
+        # A program for another host's GPU may not be one for a Hopper GPU.
+        elif name != "pallas_gpu" or not needs("gpu"):
+            kernels[_LOWERED_FOR[name]] = forms[name]
     # Most ops have the XLA form alone.
-    if "pallas_tpu" not in forms:
-        return forms["xla"]
-    if unsupported.get("pallas_tpu"):
-        _log.debug("%s cannot run as pallas_tpu: %s", op, unsupported["pallas_tpu"])
-        return forms["xla"]
-    return _by_platform(tpu=forms["pallas_tpu"], default=forms["xla"])
+    return _by_platform(kernels, forms["xla"]) if kernels else forms["xla"]
 
 
-def _by_platform(tpu: Callable, default: Callable) -> Callable:
-    """Traces both forms and lowers one."""
+def _by_platform(kernels: Mapping[str, Callable], default: Callable) -> Callable:
+    """Traces all forms and lowers one."""
 
     def chosen(*arrays, **options):
         def alike(form):
-            # Inside a shard_map, results of both vary over the axes that arrays do.
+            # Inside a shard_map, results of all vary over the axes that arrays do.
             return lambda *x: vary_alike((form(*x, **options), x))[0]
 
+        by_platform = {platform: alike(form) for platform, form in kernels.items()}
         return jax.lax.platform_dependent(
-            *arrays, tpu=alike(tpu), default=alike(default)
+            *arrays, default=alike(default), **by_platform
         )
 
     return chosen

@@ -20,22 +20,34 @@ def test_nothing_is_checked_without_a_gpu(capsys, tmp_path):
     assert error == "nothing was checked: it needs a gpu, jax runs on cpu\n"
 
 
-@pytest.mark.slow
-def test_a_case_compares_everything_with_the_token_loop(monkeypatch):
+def with_gradients(monkeypatch, off):
+    """XLA in the place of forms whose gradients are off by a factor, by name."""
     real = check_gpu.pull
 
     def pull(case, implementation, tokens):
-        """Another form in the kernel's place, whose gradients are a tenth off."""
-        if implementation != "pallas_gpu":
+        if implementation not in off:
             return real(case, implementation, tokens)
         after, y, gradients = real(case, "xla", tokens)
-        return after, y, jax.tree.map(lambda x: 1.1 * x, gradients)
+        scale = off[implementation]
+        return after, y, jax.tree.map(lambda x: scale * x, gradients)
 
     monkeypatch.setattr(check_gpu, "pull", pull)
     case = check_gpu.lattice_case("lattice", Shape(1, 20, 1, 16), 8, "sim")
-    row = check_gpu.measure(case, 2e-2)
+    return check_gpu.measure(case, 2e-2)
+
+
+@pytest.mark.slow
+def test_a_case_compares_everything_with_the_token_loop(monkeypatch):
+    row = with_gradients(monkeypatch, {"pallas_gpu": 1.1})
     assert 0 < row["reads"] < 1e-2 and 0 < row["memory"] < 1e-2
     assert 0.05 < row["gradient"] < 0.2 and not row["agrees"]
+    assert 0 < row["xla_gradient"] < 1e-2
+
+
+@pytest.mark.slow
+def test_a_kernel_may_be_as_far_from_the_loop_as_xla(monkeypatch):
+    row = with_gradients(monkeypatch, {"pallas_gpu": 1.1, "xla": 1.1})
+    assert 0.05 < row["gradient"] < 0.2 and row["agrees"]
 
 
 @pytest.mark.slow

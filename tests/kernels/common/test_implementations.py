@@ -77,6 +77,67 @@ def test_the_platform_of_lowering_decides(op):
         assert "custom_call @tpu" not in text
 
 
+def draw_half(op, width=64):
+    """As `draw`, but as the GPU kernels take tokens; the values in `width`."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v, alpha = (
+        jax.random.normal(key, (2, 20, 2, width if i == 2 else 64), jnp.bfloat16)
+        for i, key in enumerate(keys[:4])
+    )
+    gamma = jax.nn.sigmoid(jax.random.normal(keys[4], (2, 20, 2)))
+    tokens = (q, k, v, alpha, gamma) if op == "trellis" else (q, k, v, gamma)
+    return functools.partial(getattr(memjax_kernels, op), chunk_size=16), tokens
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """jax as on a Hopper GPU; what is lowered for it cannot run here."""
+    monkeypatch.setattr(implementations, "needs", lambda platform: "")
+
+
+def on_gpu(function, tokens) -> str:
+    lowered = jax.jit(function).trace(*tokens).lower(lowering_platforms=("cuda",))
+    return lowered.as_text()
+
+
+@pytest.mark.parametrize("op", ["trellis", "lattice"])
+def test_on_a_hopper_gpu_its_kernels_are_chosen(op, on_hopper):
+    function, tokens = draw_half(op)
+    traced = jax.jit(gradient(function, tokens)).trace(*tokens)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # One kernel forward and one backward, and nothing of the XLA form.
+    assert text.count("@mosaic_gpu") == 2 and "stablehlo.while" not in text
+    assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    # Other sizes were not timed, or are not the kernels'.
+    assert "mosaic_gpu" not in on_gpu(function, draw_half(op, width=128)[1])
+
+
+def test_gpu_kernels_of_single_tokens_must_be_asked_for(on_hopper):
+    _, tokens = draw_half("lattice")
+    exact = functools.partial(memjax_kernels.lattice, chunk_size=1)
+    assert "mosaic_gpu" not in on_gpu(exact, tokens)
+    asked = functools.partial(exact, implementation="pallas_gpu")
+    assert "mosaic_gpu" in on_gpu(asked, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op, size", [("trellis", 16), ("lattice", 16), ("lattice", 1)])
+def test_gpu_kernels_under_transformations(op, size, on_hopper):
+    _, tokens = draw_half(op)
+    op = functools.partial(
+        getattr(memjax_kernels, op), chunk_size=size, implementation="pallas_gpu"
+    )
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        assert "mosaic_gpu" in on_gpu(gradient(op, tokens), tokens)
+    mapped = jax.shard_map(op, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    assert "mosaic_gpu" in on_gpu(gradient(mapped, tokens), tokens)
+    by_row = jax.vmap(lambda *x: gradient(op, x)(*x))
+    assert "mosaic_gpu" in on_gpu(by_row, [x[None] for x in tokens])
+    squares = lambda *x: sum(jnp.sum(d**2) for d in gradient(op, x)(*x))
+    assert "mosaic_gpu" in on_gpu(jax.grad(squares, range(len(tokens))), tokens)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["trellis", "lattice"])
 def test_the_choice_at_lowering_is_xla_on_a_cpu_under_every_transformation(op):

@@ -72,6 +72,27 @@ def interpreted(gpu):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size, time", [(8, 24), (1, 5)])
+def test_gradients_of_gradients_agree_with_xla(gpu, interpreted, size, time):
+    tokens = draw(1, time, 1, jnp.float32)
+    empty = empty_state(1, 1, SLOTS, WIDTH, size)
+    reset = jnp.zeros((1, time), bool).at[0, time - time % 8 - size].set(True)
+
+    def second_order(function):
+        def loss(*tokens):
+            return jnp.sum(function(Rule("dec"), reset, tokens, None, empty)[-1] ** 2)
+
+        def penalty(*tokens):
+            gradients = jax.grad(loss, range(len(tokens)))(*tokens)
+            return sum(jnp.sum(d**2) for d in gradients)
+
+        return jax.jit(jax.grad(penalty, range(len(tokens))))(*tokens)
+
+    expected = second_order(functools.partial(in_chunks, lattice_xla))
+    gpu.close(second_order(interpreted), expected, 1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_open_chunks_and_resets_agree_with_the_token_loop(gpu, interpreted, variant):
     b, t, h, c = 2, 36, 1, 16

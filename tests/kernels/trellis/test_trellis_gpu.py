@@ -11,6 +11,7 @@ import pytest
 from memjax_kernels.trellis import TrellisState, empty_state, segment, trellis
 from memjax_kernels.trellis.pallas_gpu import trellis_gpu, unsupported
 from memjax_kernels.trellis.reference import trellis_reference
+from memjax_kernels.trellis.xla import trellis_xla
 
 WIDTH = 64
 
@@ -110,6 +111,31 @@ def test_the_gradient_where_the_backward_kernel_does_not_fit(gpu, interpreted):
     empty = empty_state(b, h, WIDTH, WIDTH, 192, c)
     expected = both(None, "ln_silu", None, (tokens, None, empty))
     gpu.close(both(interpreted, "ln_silu", None, (tokens, None, empty)), expected, 5e-6)
+
+
+def second_order(implementation, tokens, empty, reset):
+    """Gradients of the squared gradients of the squared reads."""
+
+    def loss(*tokens):
+        given = (tokens, None, empty)
+        _, y = memories_and_reads(implementation, "l2_silu", reset, *given)
+        return jnp.sum(y**2)
+
+    def penalty(*tokens):
+        gradients = jax.grad(loss, range(len(tokens)))(*tokens)
+        return sum(jnp.sum(d**2) for d in gradients)
+
+    return jax.jit(jax.grad(penalty, range(len(tokens))))(*tokens)
+
+
+@pytest.mark.slow
+def test_gradients_of_gradients_agree_with_xla(gpu, interpreted):
+    b, t, h, c = 1, 24, 1, 8
+    tokens = draw(b, t, h, jnp.float32)
+    empty = empty_state(b, h, WIDTH, WIDTH, WIDTH, c)
+    reset = jnp.zeros((b, t), bool).at[0, 16].set(True)
+    expected = second_order(trellis_xla, tokens, empty, reset)
+    gpu.close(second_order(interpreted, tokens, empty, reset), expected, 1e-4)
 
 
 def loss(phi, tokens, state, empty, reset):
