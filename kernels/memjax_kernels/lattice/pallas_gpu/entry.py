@@ -104,8 +104,8 @@ def _backward(static: Static, primals, kept, cotangents):
 
 
 def _in_xla(static: Static, floats, flags, start, empty):
-    flags = jax.tree.map(lambda x: x > 0.5, flags)
-    tokens = Chunks(*floats, None, *flags)
+    complete, cleared = jax.tree.map(lambda x: x > 0.5, flags)
+    tokens = Chunks(*floats, g=None, complete=complete, cleared=cleared)
     (after, pending, _), y = lattice_xla(tokens, start, empty, static.rule)
     return (after, pending), y
 

@@ -96,7 +96,7 @@ def _backward(static: Static, primals, kept, cotangents):
 def _in_xla(static: Static, floats, cleared, start, empty):
     complete = jnp.ones(floats[0].shape[:2], bool)
     cleared = None if cleared is None else cleared > 0.5
-    tokens = Chunks(*floats, None, complete, cleared)
+    tokens = Chunks(*floats, g=None, complete=complete, cleared=cleared)
     (after, _, _), y = lattice_xla(tokens, start, empty, static.rule)
     return after, y
 

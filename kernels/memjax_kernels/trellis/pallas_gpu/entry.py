@@ -128,7 +128,7 @@ def _kernel_gradients(x: Inputs, d) -> Inputs:
 
 def _in_xla(static: Static, floats, flags, memories, empty):
     """The same function; where the memories coincide, so do their gradients."""
-    options = {"phi": static.phi, "activation": static.activation}
+    options: dict[str, Any] = {"phi": static.phi, "activation": static.activation}
     if static.aligned:
         memories = Memories(memories.running, memories.running)
     return trellis_xla(_tokens(floats, flags), memories, empty, **options)
