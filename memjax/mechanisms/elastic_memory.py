@@ -21,16 +21,17 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from memjax.checks import check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, check_input
-from memjax.mechanisms.layers import places, projections
+from memjax.mechanisms.layers import coefficients, places, projections
 from memjax.mechanisms.layers.clock import advanced
+from memjax.mechanisms.layers.divided_sequence import on_shares
 from memjax.mechanisms.layers.in_place import change_if
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax.mechanisms.layers.softmax import trapezoid
+from memjax_kernels.common.partition import sequence_ways
 from memjax_kernels.hippo import (
     HippoBank,
     Implementation,
@@ -142,12 +143,12 @@ def tables(config: ElasticMemoryConfig) -> Tables:
 def init_state(config: ElasticMemoryConfig, batch: int) -> ElasticMemoryState:
     """Returns a memory of nothing."""
     heads, width = config.num_kv_heads, config.head_dim
-    coefficients = (batch, heads, config.order, width)
+    numbers = (batch, heads, config.order, width)
     tokens = (batch, config.block, heads * width)
     # Each leaf its own buffer, so that a state can be donated.
     return ElasticMemoryState(
-        keys=jnp.zeros(coefficients, jnp.float32),
-        values=jnp.zeros(coefficients, jnp.float32),
+        keys=jnp.zeros(numbers, jnp.float32),
+        values=jnp.zeros(numbers, jnp.float32),
         length=jnp.zeros(batch, jnp.int32),
         open_keys=jnp.zeros(tokens, jnp.float32),
         open_values=jnp.zeros(tokens, jnp.float32),
@@ -180,7 +181,9 @@ def read_token(
 
     The memory is read as R (C q) and (wᵀ R) C: no memory token is ever formed.
     """
-    token = _as_rows(config, k[:, None], v[:, None], state.open_length[:, None])
+    token = coefficients.as_rows(
+        config, k[:, None], v[:, None], state.open_length[:, None]
+    )
     write = jax.vmap(lambda block, token, at: block.at[at].set(token[0]))
     open_keys, open_values = (
         write(block, row, state.open_length)
@@ -221,18 +224,21 @@ def apply(
 ) -> tuple[ElasticMemoryState, Float[Array, "B T D"]]:
     """Attends block by block, each batch element at its own position in its block."""
     check_input(x, config.model_dim, state)
-    q, k, v = projections.qkv_projection(config, params, x)
-    if x.shape[1] % config.block:
-        state, y = read(config, state, q, k, v)
-    else:
-        # The rule in training: whole blocks, the same position in all.
-        state, y = jax.lax.cond(
-            jnp.all((state.open_length == 0) & (state.length == state.length[0])),
-            functools.partial(_read_whole, config),
-            functools.partial(read, config),
-            *(state, q, k, v),
-        )
-    return state, projections.output_projection(params, y)
+    # The rule in training: whole blocks, the same position in all.
+    in_step = jnp.all((state.open_length == 0) & (state.length == state.length[0]))
+    ways = sequence_ways(x.shape[1])
+    if ways > 1 and x.shape[1] % (ways * config.block) == 0:
+        divided = functools.partial(_apply_divided, config)
+        anywhere = functools.partial(_between_projections, read, config)
+        return jax.lax.cond(in_step, divided, anywhere, params, state, x)
+
+    def any_read(config, *given):
+        if x.shape[1] % config.block:
+            return read(config, *given)
+        ways_to_read = (functools.partial(f, config) for f in (_read_whole, read))
+        return jax.lax.cond(in_step, *ways_to_read, *given)
+
+    return _between_projections(any_read, config, params, state, x)
 
 
 def read(
@@ -255,7 +261,7 @@ def read(
     # Open tokens were answered by the calls that read them: they are keys here, and
     # their positions have no queries.
     queries = lay_out(jnp.zeros_like(q[:, :0], jnp.float32), q)
-    before = _of_rows(config, state)
+    before = coefficients.of_rows(config, state.open_keys, state.open_values)
     keys, values = (lay_out(*pair) for pair in zip(before, (k, v), strict=True))
     # Only full blocks become coefficients; the rest stays open, as tokens.
     count = (state.open_length + tokens_read) // config.block
@@ -263,7 +269,7 @@ def read(
     state, attended = _apply_blocks(config, state, tokens, count, q.dtype)
     after = count * config.block
     left = (places.take(tokens, after, config.block) for tokens in (keys, values))
-    open_keys, open_values = _as_rows(config, *left)
+    open_keys, open_values = coefficients.as_rows(config, *left)
     return state._replace(
         open_keys=open_keys,
         open_values=open_values,
@@ -286,6 +292,36 @@ def elastic_memory(config: ElasticMemoryConfig) -> Mechanism:
     )
 
 
+def _between_projections(read, config, params, state, x):
+    """`apply` with one of the ways to read."""
+    q, k, v = projections.qkv_projection(config, params, x)
+    state, y = read(config, state, q, k, v)
+    return state, projections.output_projection(params, y)
+
+
+def _apply_divided(config, params, state, x):
+    """`apply` of whole blocks, which devices divide along the sequence."""
+    read = functools.partial(_between_projections, _read_share, config)
+    return on_shares(lambda fixed, x: read(*fixed, x), (params, state), x)
+
+
+def _read_share(config, state, q, k, v):
+    """`_read_whole` of this device's tokens, `state` before those of all devices."""
+    basis, bank = tables(config)
+    own, _ = hippo(
+        coefficients.to_channels(*(_split(config, x) for x in (k, v))),
+        jnp.asarray(basis),
+        in_step=True,
+        bank=bank,
+        implementation=config.implementation,
+    )
+    now = coefficients.of_state(state.keys, state.values)
+    before, length = coefficients.before_share(own, now, state.length, q.shape[1])
+    keys, values = coefficients.to_state(before, _heads(config))
+    state = state._replace(keys=keys, values=values, length=length)
+    return _read_whole(config, state, q, k, v)
+
+
 def _read_whole(config, state, q, k, v):
     """`read` of whole blocks with none open before, all batch elements in step.
 
@@ -304,12 +340,10 @@ def _apply_blocks(config, state, tokens, count, dtype, in_step=False):
     """
     # Constants of the program: the sampling and the order are static.
     basis, bank = tables(config)
-    heads = tokens.key.shape[3:]
-    coefficients, memory = hippo(
-        # Keys and values follow the same recurrence: they are channels of one signal.
-        _to_channels(*(x.astype(jnp.float32) for x in (tokens.key, tokens.value))),
+    after, memory = hippo(
+        coefficients.to_channels(tokens.key, tokens.value),
         jnp.asarray(basis),
-        _to_channels(*(jnp.moveaxis(c, 1, 2) for c in (state.keys, state.values))),
+        coefficients.of_state(state.keys, state.values),
         start=state.length,
         count=count,
         in_step=in_step,
@@ -317,42 +351,21 @@ def _apply_blocks(config, state, tokens, count, dtype, in_step=False):
         implementation=config.implementation,
     )
     # A block attends to its own tokens; all blocks before it are in the coefficients.
+    memory = coefficients.from_channels(memory.astype(dtype), _heads(config))
     attended = trapezoid.by_blocks(
         config,
         trapezoid.Tokens(*(x.astype(dtype) for x in tokens)),
-        trapezoid.Memory(*(x.astype(dtype) for x in _from_channels(memory, heads))),
+        trapezoid.Memory(*memory),
         state.length,
         config.positions == "stream",
     )
-    keys, values = _from_channels(coefficients, heads)
-    state = state._replace(
-        keys=jnp.moveaxis(keys, 2, 1),
-        values=jnp.moveaxis(values, 2, 1),
-        length=advanced(state.length, count * config.block),
-    )
-    return state, attended
+    keys, values = coefficients.to_state(after, _heads(config))
+    length = advanced(state.length, count * config.block)
+    return state._replace(keys=keys, values=values, length=length), attended
 
 
-def _as_rows(config, keys, values, at=None):
-    """Keys with RoPE of their places, and values [B, L, G, K], as rows of channels."""
-    if at is None:
-        at = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    keys, values = (x.astype(jnp.float32) for x in (keys, values))
-    keys = projections.apply_rope(config, keys, at)
-    return tuple(x.reshape(*x.shape[:2], -1) for x in (keys, values))
-
-
-def _of_rows(config, state):
-    """Undoes `_as_rows` for the open block."""
-    heads = (config.num_kv_heads, config.head_dim)
-    # Else a TPU keeps them as compression likes them, and decoding copies all of them.
-    rows = lambda x: with_layout_constraint(x, Layout((0, 1, 2)))
-    keys, values = (
-        rows(x).reshape(*x.shape[:2], *heads)
-        for x in (state.open_keys, state.open_values)
-    )
-    at = jnp.arange(config.block, dtype=jnp.int32)
-    return projections.remove_rope(config, keys, at), values
+def _heads(config):
+    return config.num_kv_heads, config.head_dim
 
 
 def _split(config, tokens):
@@ -367,32 +380,20 @@ def _compress_blocks(config, state, complete):
 
 def _compress(config, state, chosen, of_blocks=False):
     """Absorbs the open tokens of some batch elements into coefficients (eq. 6)."""
-    heads = (config.num_kv_heads, config.head_dim)
     count = jnp.where(chosen, state.open_length, 0)
-    before = _to_channels(*(jnp.moveaxis(c, 1, 2) for c in (state.keys, state.values)))
-    tokens = _to_channels(*_of_rows(config, state))
+    before = coefficients.of_state(state.keys, state.values)
+    tokens = coefficients.of_rows(config, state.open_keys, state.open_values)
+    tokens = coefficients.to_channels(*tokens)
     new = update(tokens, before, state.length, None if of_blocks else count)
-    coefficients = jnp.where(chosen[:, None, None], new, before)
-    keys, values = _from_channels(coefficients, heads)
+    after = jnp.where(chosen[:, None, None], new, before)
+    keys, values = coefficients.to_state(after, _heads(config))
     # The state promises zeros beyond `open_length`.
     keep = jnp.where(chosen, 0.0, 1.0)[:, None, None]
     return ElasticMemoryState(
-        keys=jnp.moveaxis(keys, 2, 1),
-        values=jnp.moveaxis(values, 2, 1),
+        keys=keys,
+        values=values,
         length=advanced(state.length, count),
         open_keys=state.open_keys * keep,
         open_values=state.open_values * keep,
         open_length=state.open_length - count,
     )
-
-
-def _to_channels(keys, values):
-    """[..., G, K] keys and values as [..., 2 G K] channels of one signal."""
-    both = jnp.stack([keys, values], axis=-3)
-    return both.reshape(*both.shape[:-3], -1)
-
-
-def _from_channels(channels, heads):
-    """Undoes `_to_channels`."""
-    both = channels.reshape(*channels.shape[:-1], 2, *heads)
-    return both[..., 0, :, :], both[..., 1, :, :]

@@ -6,6 +6,8 @@ n pairs, as small as memories, are sent to all devices and combined in the order
 tokens: each device then has the memory S before its own. What S adds to a read is the
 read of the identity times S, as reads are linear in the memory too.
 
+Coefficients of Elastic Memory are combined likewise: see `coefficients.before_share`.
+
 Against an exchange of tokens for heads, as other mixers have it
 (`memjax_kernels.common.partition`), no activations are sent and any number of heads
 will do, but the recurrence runs twice.

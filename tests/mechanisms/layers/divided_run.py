@@ -1,9 +1,11 @@
 """A program for four pretended devices that divide sequences among them.
 
-It prints, by linear mechanism, how outputs, states and gradients differ from those of
-one device, and the largest array that devices gather.
+It prints, by mechanism, how outputs, states and gradients differ from those of one
+device, and the largest array that devices gather.
 """
 
+import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 
 from memjax.mechanisms import (
     DeltaNetConfig,
+    ElasticMemoryConfig,
     GatedDeltaNetConfig,
     GLAConfig,
     LinearAttentionConfig,
@@ -30,6 +33,21 @@ MIXERS = {
     "deltanet": DeltaNetConfig(**SIZES),
     "gated_deltanet": GatedDeltaNetConfig(**SIZES),
 }
+# Two blocks a device.
+ELASTIC_SIZES = ElasticMemoryConfig(
+    model_dim=12,
+    num_heads=3,
+    num_kv_heads=3,
+    head_dim=4,
+    block=4,
+    order=5,
+    memory_tokens=3,
+)
+ELASTIC: dict[str, dict[str, Any]] = {
+    "elastic": {},
+    "elastic, in stream": {"positions": "stream"},
+    "elastic, banked": {"bank_blocks": 4},
+}
 
 
 def main() -> None:
@@ -37,7 +55,8 @@ def main() -> None:
     mesh = jax.make_mesh(
         (WAYS,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,)
     )
-    print(json.dumps({name: differences(c, mesh) for name, c in MIXERS.items()}))
+    found = {name: linear(config, mesh) for name, config in MIXERS.items()}
+    print(json.dumps(found | {name: elastic(name, mesh) for name in ELASTIC}))
 
 
 def relative(expected, found):
@@ -46,29 +65,66 @@ def relative(expected, found):
     return np.abs(np.subtract(expected, found)).max() / scale
 
 
-def differences(config, mesh):
-    """By what is computed: the largest difference, and what is gathered for it."""
+def loss(mechanism, params, state, x):
+    """Of outputs and of the state after them."""
+    state, y = mechanism.apply(params, state, x)
+    leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.float32]
+    return (y**2).sum() + sum((leaf**2).sum() for leaf in leaves)
+
+
+def linear(config, mesh):
+    """`differences` of a linear recurrence, wherever segments end."""
     mechanism = config.build()
     params = mechanism.init_params(jax.random.key(0))
     draws = np.random.default_rng(1)
     x = jnp.asarray(draws.standard_normal((B, T, 8)), jnp.float32)
     starts = jnp.asarray(draws.uniform(size=(B, T)) < 0.2)
     before, _ = mechanism.apply(params, mechanism.init_state(B), x[::-1, :7])
-
-    def loss(params, state, x):
-        state, y = mechanism.apply(params, state, x)
-        return (y**2).sum() + sum((leaf**2).sum() for leaf in jax.tree.leaves(state))
-
+    loss_of = functools.partial(loss, mechanism)
     programs = {
         "segment": (mechanism.apply, (params, before, x)),
-        "gradient": (jax.grad(loss, (0, 1, 2)), (params, before, x)),
+        "gradient": (jax.grad(loss_of, (0, 1, 2)), (params, before, x)),
         "packed": (mechanism.packed.whole, (params, x, starts)),
         # Two tokens a device, where the convolution needs three.
         "short": (mechanism.apply, (params, before, x[:, : 2 * WAYS])),
         "odd": (mechanism.apply, (params, before, x[:, : T - 1])),
     }
+    return differences(programs, mesh)
+
+
+def elastic(name, mesh):
+    """`differences` of Elastic Memory, from nothing and from a state."""
+    config = dataclasses.replace(ELASTIC_SIZES, **ELASTIC[name])
+    mechanism = config.build()
+    params = mechanism.init_params(jax.random.key(0))
+    time = 2 * WAYS * config.block
+    draws = np.random.default_rng(1)
+    x = jnp.asarray(draws.standard_normal((B, time, config.model_dim)), jnp.float32)
+    whole = 2 * config.block
+    before, _ = mechanism.apply(params, mechanism.init_state(B), x[::-1, :whole])
+    opened, _ = jax.jit(mechanism.apply)(params, before, x[:, :3])
+    empty = lambda params, x: mechanism.apply(params, mechanism.init_state(B), x)
+    of_empty = lambda params, x: loss(mechanism, params, mechanism.init_state(B), x)
+    of_state = functools.partial(loss, mechanism)
+    gradients = jax.grad(of_state, (0, 1, 2), allow_int=True)
+    programs = {
+        "segment": (empty, (params, x)),
+        "gradient": (jax.grad(of_empty, (0, 1)), (params, x)),
+        "later": (mechanism.apply, (params, before, x)),
+        # Integers have no gradient.
+        "gradient, later": (lambda *x: gradients(*x)[::2], (params, before, x)),
+        "open": (mechanism.apply, (params, opened, x)),
+        "odd": (mechanism.apply, (params, before, x[:, :-1])),
+    }
+    return differences(programs, mesh)
+
+
+def differences(programs, mesh):
+    """By what is computed: the largest difference, and what is gathered for it."""
     found = {}
     for name, (program, given) in programs.items():
+        # From the host, so that no array is tied to one device.
+        given = jax.tree.map(np.asarray, given)
         alone = jax.jit(program)(*given)
         with jax.set_mesh(mesh):
             compiled = jax.jit(program).lower(*given).compile()

@@ -1,4 +1,4 @@
-"""Linear recurrences on devices that divide the tokens give what one device does."""
+"""Recurrences on devices that divide the tokens give what one device does."""
 
 import json
 
@@ -8,6 +8,7 @@ from tests.mechanisms.layers import divided_run
 from tests.training.processes import Process
 
 MEMORIES = 4 * 2 * 3 * 4 * 4  # n B H K K
+COEFFICIENTS = 4 * 2 * 5 * 24  # n B N X
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,7 @@ def found(with_devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", divided_run.MIXERS)
+@pytest.mark.parametrize("name", (*divided_run.MIXERS, *divided_run.ELASTIC))
 def test_devices_that_divide_tokens_give_what_one_does(found, name):
     for program, result in found[name].items():
         assert result["difference"] < 2e-5, program
@@ -29,3 +30,10 @@ def test_only_memories_and_the_edge_of_the_convolution_are_sent(found, name):
     for program in ("segment", "gradient", "packed"):
         assert found[name][program]["permutes"]
         assert 0 < found[name][program]["gathered"] <= MEMORIES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", divided_run.ELASTIC)
+def test_only_coefficients_are_sent(found, name):
+    for program in ("segment", "gradient"):
+        assert found[name][program]["gathered"] == COEFFICIENTS
