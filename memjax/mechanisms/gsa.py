@@ -33,6 +33,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 from memjax.checks import check_sizes
 from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.layers import gates
+from memjax.mechanisms.layers.divided_sequence import join_shares
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels.gated_slots import SlotState, empty_state, gated_slots
@@ -58,7 +59,8 @@ class GSAConfig(RecurrentConfig):
 
     def core(self) -> MemoryCore:
         """The memory of these sizes."""
-        return bind(self, init_params, init_state, step, apply, reset_chunk=1)
+        functions = (init_params, init_state, step, apply)
+        return bind(self, *functions, reset_chunk=1, apply_share=apply_share)
 
     def core_axes(self) -> PyTree:
         """How its weights are divided among devices."""
@@ -81,7 +83,8 @@ class ABCConfig(RecurrentConfig):
 
     def core(self) -> MemoryCore:
         """The memory of these sizes."""
-        return bind(self, init_params, init_state, step, apply, reset_chunk=1)
+        functions = (init_params, init_state, step, apply)
+        return bind(self, *functions, reset_chunk=1, apply_share=apply_share)
 
     def core_axes(self) -> PyTree:
         """How its weights are divided among devices."""
@@ -150,6 +153,37 @@ def apply(
     return gated_slots(
         *(q, k, v, alpha, g, memory), reset=reset, implementation=config.implementation
     )
+
+
+def apply_share(
+    config: GSAConfig | ABCConfig,
+    params: GSAParams | ABCParams,
+    memory: SlotState | None,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    x: Float[Array, "B T D"],
+    reset: Bool[Array, "B T"] | None = None,
+) -> tuple[SlotState, Float[Array, "B T H V"]]:
+    """`apply` of this device's tokens; see `divided_sequence`.
+
+    Writes do not depend on the memory: reads alone wait for what came before.
+    """
+    tokens = (q, k, v, x, reset)
+    added, _ = apply(config, params, None, *tokens)
+    _, alpha, g = _gates(params, x, q)
+    kept = jnp.zeros_like(alpha[:, 0]) if g is None else jnp.sum(g, axis=1)
+    kept = jnp.exp(kept)
+    if reset is not None:
+        kept = jnp.where(jnp.any(reset, axis=1)[:, None, None], 0.0, kept)
+
+    def join(before, share):
+        kept, added = share
+        return jax.tree.map(lambda s, new: kept[..., None] * s + new, before, added)
+
+    first = init_state(config, q.shape[0]) if memory is None else memory
+    after, before = join_shares(join, first, (kept, added))
+    return after, apply(config, params, before, *tokens)[1]
 
 
 def gsa(config: GSAConfig) -> Mechanism:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import Mechanism
+from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels.linear_attention import empty_state
@@ -28,7 +29,9 @@ class LinearAttentionConfig(RecurrentConfig):
     def core(self) -> MemoryCore:
         """The memory of these sizes."""
         return bind(
-            *(self, init_params, init_state, step, apply), reset_chunk=1, linear=True
+            *(self, init_params, init_state, step, apply),
+            reset_chunk=1,
+            apply_share=linear_share(apply),
         )
 
     def core_axes(self) -> PyTree:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.layers import gates
+from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
@@ -34,7 +35,9 @@ class Mamba2Config(RecurrentConfig):
     def core(self) -> MemoryCore:
         """The memory of these sizes."""
         return bind(
-            *(self, init_params, init_state, step, apply), reset_chunk=1, linear=True
+            *(self, init_params, init_state, step, apply),
+            reset_chunk=1,
+            apply_share=linear_share(apply),
         )
 
     def core_axes(self) -> PyTree:

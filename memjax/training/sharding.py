@@ -135,9 +135,9 @@ def require_divides(
         )
     for i, mixer in enumerate(model.mixers):
         together, named = tensor, f"mesh.tensor={tensor}"
-        # Those whose memory is linear divide their tokens in the mixer too.
-        linear = isinstance(mixer, RecurrentConfig) and mixer.core().linear
-        if sequence > 1 and not linear:
+        core = mixer.core() if isinstance(mixer, RecurrentConfig) else None
+        # Some divide their tokens in the mixer too.
+        if sequence > 1 and (core is None or core.apply_share is None):
             together = tensor * sequence
             named = f"mesh.tensor * mesh.sequence = {together}"
         heads = getattr(attention_of(mixer) or mixer, "num_heads", together)

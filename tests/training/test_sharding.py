@@ -99,12 +99,13 @@ def test_divided_sequences_give_the_update_of_one_device(divided, name):
 @pytest.mark.parametrize("name", sharded_run.MIXERS)
 def test_tokens_are_exchanged_for_heads_where_memories_are_not_joined(divided, name):
     mixer, found = sharded_run.MIXERS[name], divided[name]["sequence=2"]
-    linear = isinstance(mixer, RecurrentConfig) and mixer.core().linear
-    if linear or isinstance(mixer, ElasticMemoryConfig):
+    core = mixer.core() if isinstance(mixer, RecurrentConfig) else None
+    joined = core is not None and core.apply_share is not None
+    if joined or isinstance(mixer, ElasticMemoryConfig):
         assert found["exchanges"] == 0
-        # The memories of both devices, for a batch of 8 with 8 heads; order and width
-        # of keys are 4, and coefficients are of keys and values.
-        assert 0 < found["gathered"] <= 2 * 8 * 8 * 4 * (4 if linear else 8)
+        # The memories of both devices, for a batch of 8 with 8 heads; all their sizes
+        # are 4, and some are of keys and values.
+        assert 0 < found["gathered"] <= 2 * 8 * 8 * 4 * 8
     else:
         # And back, forward and backward.
         assert found["exchanges"] >= 4

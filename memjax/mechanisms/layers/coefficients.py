@@ -6,15 +6,14 @@ Shapes: B batch, L block, N order, G key-value heads, K head width, X = 2 G K ch
 J = G K channels of a token.
 """
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.clock import advanced
+from memjax.mechanisms.layers.divided_sequence import join_shares
 from memjax.mechanisms.layers.projections import HeadsConfig
-from memjax_kernels.common.partition import SEQUENCE
 from memjax_kernels.hippo import on_demand
 
 
@@ -93,14 +92,12 @@ def before_share(
         time: tokens of a device.
     """
 
-    def pass_on(before, share):
+    def join(before, share):
         coefficients, length = before
         # One matrix serves all batch elements.
         first, stop = length[:1], length[:1] + time
         nodes = map(on_demand.to_nodes, (coefficients, share))
         after = on_demand.absorb(first, stop, *nodes)
-        return (after, advanced(length, jnp.full_like(length, time))), before
+        return after, advanced(length, jnp.full_like(length, time))
 
-    shares = jax.lax.all_gather(own, SEQUENCE)
-    _, befores = jax.lax.scan(pass_on, (coefficients, length), shares)
-    return jax.tree.map(lambda x: x[jax.lax.axis_index(SEQUENCE)], befores)
+    return join_shares(join, (coefficients, length), own)[1]

@@ -6,7 +6,8 @@ n pairs, as small as memories, are sent to all devices and combined in the order
 tokens: each device then has the memory S before its own. What S adds to a read is the
 read of the identity times S, as reads are linear in the memory too.
 
-Coefficients of Elastic Memory are combined likewise: see `coefficients.before_share`.
+Slots of GSA and ABC are kept by factors that tokens alone decide (`gsa.apply_share`),
+and coefficients of Elastic Memory join by a matrix (`coefficients.before_share`).
 
 Against an exchange of tokens for heads, as other mixers have it
 (`memjax_kernels.common.partition`), no activations are sent and any number of heads
@@ -16,7 +17,6 @@ Shapes: B batch, T the device's tokens, D model, H heads, K key, V value.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,43 +72,46 @@ def last_of_previous(x: Float[Array, "B T D"], count: int) -> Float[Array, "B co
     return jax.lax.ppermute(x[:, -count:], SEQUENCE, pairs)
 
 
-def apply_share(
-    apply: Callable[..., tuple[Array, Array]],
-    params: PyTree,
-    memory: Float[Array, "B H K V"] | None,
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    *others: Any,
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """`apply` of a linear memory core, inside `on_shares`.
+def join_shares(
+    join: Callable[[PyTree, PyTree], PyTree], first: PyTree, share: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Memories after all devices and before this one, inside `on_shares`.
 
     Args:
-        apply: of the core.
-        params: its weights.
-        memory: before the tokens of all devices; None is empty.
-        q: queries of this device's tokens, as k, v and the others.
-        k: keys.
-        v: values.
-        *others: what `apply` takes beside.
-
-    Returns:
-        The memory after the tokens of all devices, and the reads of this one's.
+        join: (memory before a device, its share) -> memory after it.
+        first: the memory before all of them.
+        share: what this device's tokens do to a memory.
     """
-    batch, _, heads, width = k.shape
-    unit = jnp.broadcast_to(jnp.eye(width, dtype=F32), (batch, heads, width, width))
-    added, y = apply(params, None, q, k, v, *others)
-    nothing = jnp.zeros(k.shape, v.dtype)
-    kept, of_unit = apply(params, unit, q, k, nothing, *others)
+    shares = jax.lax.all_gather(share, SEQUENCE)
+    both = lambda before, share: (join(before, share), before)
+    after, befores = jax.lax.scan(both, first, shares)
+    return after, jax.tree.map(lambda x: x[jax.lax.axis_index(SEQUENCE)], befores)
 
-    def pass_on(before, pair):
-        kept, added = pair
-        after = jnp.einsum("bhij,bhjv->bhiv", kept, before, precision="highest")
-        return after + added, before
 
-    first = jnp.zeros_like(added) if memory is None else memory
-    pairs = jax.lax.all_gather((kept, added), SEQUENCE)
-    after, befores = jax.lax.scan(pass_on, first, pairs)
-    before = befores[jax.lax.axis_index(SEQUENCE)]
-    reads = jnp.einsum("bthk,bhkv->bthv", of_unit, before, preferred_element_type=F32)
-    return after, (y.astype(F32) + reads).astype(y.dtype)
+def linear_share(apply: Callable) -> Callable:
+    """`MemoryCore.apply_share` of a core whose memory is one matrix [B, H, K, V].
+
+    Both the memory after a segment and its reads must be linear in the memory before
+    and the values. `apply` and what is returned take the configuration first.
+    """
+
+    def apply_share(config, params, memory, q, k, v, *others):
+        batch, _, heads, width = k.shape
+        unit = jnp.broadcast_to(jnp.eye(width, dtype=F32), (batch, heads, width, width))
+        added, y = apply(config, params, None, q, k, v, *others)
+        nothing = jnp.zeros(k.shape, v.dtype)
+        kept, of_unit = apply(config, params, unit, q, k, nothing, *others)
+
+        def join(before, share):
+            kept, added = share
+            after = jnp.einsum("bhij,bhjv->bhiv", kept, before, precision="highest")
+            return after + added
+
+        first = jnp.zeros_like(added) if memory is None else memory
+        after, before = join_shares(join, first, (kept, added))
+        reads = jnp.einsum(
+            "bthk,bhkv->bthv", of_unit, before, preferred_element_type=F32
+        )
+        return after, (y.astype(F32) + reads).astype(y.dtype)
+
+    return apply_share

@@ -76,8 +76,8 @@ class MemoryCore(NamedTuple):
         unit_norm: whether q and k come with unit norm, and G = H. Else they come as an
             attention layer has them, with G a divisor of H.
         reset_chunk: `reset` is taken at multiples of so many tokens; None takes none.
-        linear: whether the memory is one matrix [B, H, K, V], and both the memory after
-            a segment and its reads are linear in the memory before and the values.
+        apply_share: `apply` where each device has some of a segment's tokens, inside
+            `divided_sequence.on_shares`; None where tokens cannot be divided.
     """
 
     init_params: InitParams
@@ -86,7 +86,7 @@ class MemoryCore(NamedTuple):
     apply: CoreApply
     unit_norm: bool = True
     reset_chunk: int | None = None
-    linear: bool = False
+    apply_share: CoreApply | None = None
 
 
 @runtime_checkable
@@ -131,9 +131,11 @@ def bind(
     *,
     unit_norm: bool = True,
     reset_chunk: int | None = None,
-    linear: bool = False,
+    apply_share: Callable | None = None,
 ) -> MemoryCore:
     """The core of one configuration, of functions that take the configuration first."""
+    if apply_share is not None:
+        apply_share = functools.partial(apply_share, config)
     return MemoryCore(
         init_params=functools.partial(init_params, config),
         init_state=functools.partial(init_state, config),
@@ -141,7 +143,7 @@ def bind(
         apply=functools.partial(apply, config),
         unit_norm=unit_norm,
         reset_chunk=reset_chunk,
-        linear=linear,
+        apply_share=apply_share,
     )
 
 

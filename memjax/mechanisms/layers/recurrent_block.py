@@ -29,7 +29,6 @@ from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, Packed, axes, check_input
 from memjax.mechanisms.layers import documents
 from memjax.mechanisms.layers.divided_sequence import (
-    apply_share,
     is_first,
     last_of_previous,
     on_shares,
@@ -254,7 +253,8 @@ def _read(config, core, params, state, x, flags=None):
     """
     ways = sequence_ways(x.shape[1])
     # The convolution of a device sees tokens of the one before it, and of no other.
-    if core.linear and ways > 1 and x.shape[1] >= ways * (CONV_WIDTH - 1):
+    divided = ways > 1 and x.shape[1] >= ways * (CONV_WIDTH - 1)
+    if divided and core.apply_share is not None:
         share = functools.partial(_read_share, config, core)
         return on_shares(share, (params, state), (x, flags))
     return _segment(config, core.apply, params, state, x, flags)
@@ -268,8 +268,7 @@ def _read_share(config, core, fixed, tokens):
     before = last_of_previous(x, CONV_WIDTH - 1)
     window = qkv_projection(config, params, empty, before).window
     state = state._replace(window=jnp.where(is_first(), state.window, window))
-    read = functools.partial(apply_share, core.apply)
-    return _segment(config, read, params, state, x, flags)
+    return _segment(config, core.apply_share, params, state, x, flags)
 
 
 def _segment(config, read, params, state, x, flags):

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from memjax.mechanisms import (
+    ABCConfig,
     DeltaNetConfig,
     ElasticMemoryConfig,
     GatedDeltaNetConfig,
     GLAConfig,
+    GSAConfig,
     LinearAttentionConfig,
     Mamba2Config,
 )
@@ -32,6 +34,8 @@ MIXERS = {
     "gla": GLAConfig(**SIZES),
     "deltanet": DeltaNetConfig(**SIZES),
     "gated_deltanet": GatedDeltaNetConfig(**SIZES),
+    "gsa": GSAConfig(**SIZES, slots=4),
+    "abc": ABCConfig(**SIZES, slots=4),
 }
 # Two blocks a device.
 ELASTIC_SIZES = ElasticMemoryConfig(
@@ -55,7 +59,7 @@ def main() -> None:
     mesh = jax.make_mesh(
         (WAYS,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,)
     )
-    found = {name: linear(config, mesh) for name, config in MIXERS.items()}
+    found = {name: in_block(config, mesh) for name, config in MIXERS.items()}
     print(json.dumps(found | {name: elastic(name, mesh) for name in ELASTIC}))
 
 
@@ -72,8 +76,8 @@ def loss(mechanism, params, state, x):
     return (y**2).sum() + sum((leaf**2).sum() for leaf in leaves)
 
 
-def linear(config, mesh):
-    """`differences` of a linear recurrence, wherever segments end."""
+def in_block(config, mesh):
+    """`differences` of a recurrent memory in its block, wherever segments end."""
     mechanism = config.build()
     params = mechanism.init_params(jax.random.key(0))
     draws = np.random.default_rng(1)
