@@ -35,6 +35,7 @@ from memjax.training.multihost import require_same_configuration
 from memjax.training.resume import FREE_FIELDS
 from memjax.training.run_folder import RunFolder, record_config
 from memjax.training.step import TrainState
+from memjax.training.watching.model_flops import flops_per_tuned_token
 from memjax.training.watching.writers import require_installed
 
 #: Fields of a `FinetuneRun` that may differ between a run and its continuation.
@@ -71,6 +72,7 @@ def finetune(
             "backbone reads its text segment by segment"
         )
     require_installed(stage.loop.writers)
+    tokens = stage.data.batch_size * stage.tokens_read
     asked = {"backbone": backbone and str(backbone), "run_dir": str(run_dir)}
     require_same_configuration(to_record(stage) | asked)
     described, model, stored, before = starting_point(stage, backbone, start)
@@ -96,7 +98,7 @@ def finetune(
             mesh,
             [documents],
             tokenizer,
-            tokens_per_step=stage.data.batch_size * stage.tokens_read,
+            tokens_per_step=tokens,
             shortest=stage.shortest_document,
         )
         evaluate = None
@@ -110,7 +112,10 @@ def finetune(
         else:
             model = stage.prepare(model, described.model, before, documents, tokenizer)
             state = programs()[0](nnx.state(model), jax.random.key(stage.seed))
-        header.show_cost(state)
+        flops = tokens * flops_per_tuned_token(
+            pretrain.abstract_model(described.model), state.params, state.frozen
+        )
+        header.show_cost(state, flops)
         # The state is a copy, and the loop must be the only one to hold one.
         del model
         _, outcome = loop.train(
@@ -120,7 +125,8 @@ def finetune(
             stage.loop,
             folder,
             config_record=to_record(described),
-            tokens_per_step=stage.data.batch_size * stage.tokens_read,
+            tokens_per_step=tokens,
+            flops_per_step=flops,
             evaluate=evaluate,
             may_change=FREE,
             completed=functools.partial(completed, FinetuneRun),

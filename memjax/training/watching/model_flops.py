@@ -2,6 +2,7 @@
 
 import jax
 from flax import nnx
+from jaxtyping import PyTree
 
 from memjax.mechanisms import (
     AttentionConfig,
@@ -27,17 +28,44 @@ def flops_per_token(model: LanguageModel, length: int) -> float:
         model: its structure; shapes for parameters are enough.
         length: tokens of a sample in one update.
     """
+    attention = sum(_attended(mixer, length) for mixer in model.config.layers)
+    return 6.0 * _multiplied(model) + 12.0 * attention
+
+
+def flops_per_tuned_token(
+    backbone: LanguageModel, trained: PyTree, frozen: PyTree
+) -> float:
+    """`flops_per_token` where some of the backbone's parameters stay as they are.
+
+    4 N + 2 N', or 6 N where nothing is frozen: gradients pass through all N, and N'
+    parameters get one. Attention is not counted, as the positions that a query sees
+    depend on how a memory cuts the text, nor what the memory itself does.
+
+    Args:
+        backbone: its structure, without what is trained beside it.
+        trained: parameters that are trained; shapes are enough.
+        frozen: those that are not.
+    """
+    if not jax.tree.leaves(frozen):
+        return 6.0 * _multiplied(backbone)
+    return 4.0 * _multiplied(backbone) + 2.0 * _matrices(trained)
+
+
+def _matrices(params: PyTree) -> int:
+    return sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1)
+
+
+def _multiplied(model: LanguageModel) -> int:
+    """Parameters that a token is multiplied with."""
     config = model.config
     _, params, _ = nnx.split(model, nnx.Param, ...)
-    matrices = sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1)
+    matrices = _matrices(params)
     if not config.tied_head:
         # A row is looked up, and multiplied with nothing.
         matrices -= config.vocab_size * (
             config.architecture.embedding_dim or config.model_dim
         )
-    matrices -= config.architecture.learned_positions * config.model_dim
-    attention = sum(_attended(mixer, length) for mixer in config.layers)
-    return 6.0 * matrices + 12.0 * attention
+    return matrices - config.architecture.learned_positions * config.model_dim
 
 
 def _attended(mixer: MixerConfig, length: int) -> float:

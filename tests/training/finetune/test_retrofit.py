@@ -132,7 +132,8 @@ def test_the_same_command_goes_on_from_the_layers_that_were_chosen(trained, caps
     with pytest.raises(SystemExit) as stop:
         cli.main(command)
     assert stop.value.code == 0 and file.stat().st_mtime_ns == before
-    assert "layers      0 (" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "layers      0 (" in said and "FLOPs a step" in said
     # Another window would have other layers, and another run.
     with pytest.raises(SystemExit) as stop:
         cli.main([*command, "--window", "5"])

@@ -1,10 +1,12 @@
 """Step time, use of the devices' peak, memory in use, and time that was lost."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from memjax.mechanisms import AttentionConfig, ElasticMemoryConfig, SlidingWindowConfig
@@ -157,3 +159,12 @@ def test_operations_of_a_token(mixer: Any, positions: float) -> None:
     # A table that is only looked up costs nothing; the head beside it does.
     untied = model(mixer, tied_head=False)
     assert model_flops.flops_per_token(untied, 8) == expected
+
+
+def test_operations_of_a_token_with_a_frozen_backbone() -> None:
+    backbone, head = model(AttentionConfig(*HEADS)), 16 * 32
+    adapters = {"a": jnp.zeros((16, 2)), "b": jnp.zeros((2, 16)), "bias": jnp.zeros(9)}
+    of = functools.partial(model_flops.flops_per_tuned_token, backbone)
+    assert of(adapters, {"w": jnp.zeros(1)}) == 4 * (LAYERS + head) + 2 * 64
+    # All of it is trained.
+    assert of(adapters, {}) == 6 * (LAYERS + head)
