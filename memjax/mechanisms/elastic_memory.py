@@ -227,10 +227,14 @@ def apply(
     # The rule in training: whole blocks, the same position in all.
     in_step = jnp.all((state.open_length == 0) & (state.length == state.length[0]))
     ways = sequence_ways(x.shape[1])
+    fixed = (params, state)
     if ways > 1 and x.shape[1] % (ways * config.block) == 0:
-        divided = functools.partial(_apply_divided, config)
-        anywhere = functools.partial(_between_projections, read, config)
-        return jax.lax.cond(in_step, divided, anywhere, params, state, x)
+        share, anywhere = (
+            functools.partial(_between_projections, one, config)
+            for one in (_read_share, read)
+        )
+        divided = functools.partial(on_shares, share)
+        return jax.lax.cond(in_step, divided, anywhere, fixed, x)
 
     def any_read(config, *given):
         if x.shape[1] % config.block:
@@ -238,7 +242,7 @@ def apply(
         ways_to_read = (functools.partial(f, config) for f in (_read_whole, read))
         return jax.lax.cond(in_step, *ways_to_read, *given)
 
-    return _between_projections(any_read, config, params, state, x)
+    return _between_projections(any_read, config, fixed, x)
 
 
 def read(
@@ -292,17 +296,12 @@ def elastic_memory(config: ElasticMemoryConfig) -> Mechanism:
     )
 
 
-def _between_projections(read, config, params, state, x):
-    """`apply` with one of the ways to read."""
+def _between_projections(read, config, fixed, x):
+    """`apply` with one of the ways to read; `fixed` are params and state."""
+    params, state = fixed
     q, k, v = projections.qkv_projection(config, params, x)
     state, y = read(config, state, q, k, v)
     return state, projections.output_projection(params, y)
-
-
-def _apply_divided(config, params, state, x):
-    """`apply` of whole blocks, which devices divide along the sequence."""
-    read = functools.partial(_between_projections, _read_share, config)
-    return on_shares(lambda fixed, x: read(*fixed, x), (params, state), x)
 
 
 def _read_share(config, state, q, k, v):
