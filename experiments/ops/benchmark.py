@@ -81,7 +81,8 @@ def run(config: Config, console: Console, save: Callable[[dict], None]) -> dict:
             rows, failed = measure(op, shape, config, device, ways)
             result[into] += rows
             result["failed"] += failed
-        _print(result[into][before:], console)
+        if result[into][before:]:
+            _print(result[into][before:], console)
         save(result)
 
     for sizes in config.shapes:
