@@ -48,6 +48,7 @@ PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "ops/kernels": benchmark.plot,
     "ops/tpu_cycles": cycles_plot.plot,
     "recurrent/lattice_ablation": ablation.plot,
+    "recurrent/trellis_ablation": ablation.plot,
     "recurrent/lattice_chunks": lattice_chunks.plot,
     "recurrent/recall": recall.plot,
 }
