@@ -169,11 +169,11 @@ def apply_share(
 
     Writes do not depend on the memory: reads alone wait for what came before.
     """
-    tokens = (q, k, v, x, reset)
-    added, _ = apply(config, params, None, *tokens)
-    _, alpha, g = _gates(params, x, q)
-    kept = jnp.zeros_like(alpha[:, 0]) if g is None else jnp.sum(g, axis=1)
-    kept = jnp.exp(kept)
+    q, alpha, g = _gates(params, x, q)
+    options = {"reset": reset, "implementation": config.implementation}
+    read = lambda memory: gated_slots(q, k, v, alpha, g, memory, **options)
+    added, _ = read(None)
+    kept = jnp.ones_like(alpha[:, 0]) if g is None else jnp.exp(jnp.sum(g, axis=1))
     if reset is not None:
         kept = jnp.where(jnp.any(reset, axis=1)[:, None, None], 0.0, kept)
 
@@ -183,7 +183,7 @@ def apply_share(
 
     first = init_state(config, q.shape[0]) if memory is None else memory
     after, before = join_shares(join, first, (kept, added))
-    return after, apply(config, params, before, *tokens)[1]
+    return after, read(before)[1]
 
 
 def gsa(config: GSAConfig) -> Mechanism:

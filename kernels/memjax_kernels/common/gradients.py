@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from memjax_kernels.common.varying import vary_alike
+
 
 def of_kernels(
     name: str,
@@ -84,6 +86,32 @@ def of_kernels(
     keeping.defvjp(keeping_forward, keeping_backward)
     pullback.defvjp(pullback_forward, pullback_backward)
     return op
+
+
+def of_prepared(
+    prepare: Callable[..., Any], indices: tuple[str, ...], primals: tuple[Any, ...]
+) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+    """A kernel's inputs, a named tuple, and the cotangents of what they are made from.
+
+    Args:
+        prepare: primals -> inputs.
+        indices: fields of the inputs that are no floats, and have no gradient.
+        primals: of which cotangents are wanted.
+
+    Returns:
+        The inputs, and (cotangents of the inputs, whose `indices` are None) ->
+        cotangents of the primals.
+    """
+
+    def apart(*primals):
+        x = prepare(*primals)
+        kept = {name: getattr(x, name) for name in indices}
+        return x._replace(**dict.fromkeys(indices)), kept
+
+    floats, pull, kept = jax.vjp(apart, *primals, has_aux=True)
+    # A gradient must vary over the axes of a mesh that its argument varies over.
+    back = lambda cotangents: pull(vary_alike((cotangents, primals))[0])
+    return floats._replace(**kept), back
 
 
 def like(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:

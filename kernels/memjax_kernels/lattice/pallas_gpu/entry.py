@@ -93,14 +93,9 @@ def _forward(static: Static, *primals, keep: bool):
 
 def _backward(static: Static, primals, kept, cotangents):
     (d_after, d_pending), d_y = cotangents
-
-    def prepared(*primals):
-        # Indices are no floats, and have no gradient.
-        return _prepared(*primals)._replace(whole=None, cleared=None)
-
-    d = backward(static, _prepared(*primals), kept, d_y, d_after, d_pending)
-    d = ChunkInputs(*d, whole=None, cleared=None)
-    return jax.vjp(prepared, *primals)[1](varying.vary_alike((d, primals))[0])
+    x, back = gradients.of_prepared(_prepared, ("whole", "cleared"), primals)
+    d = backward(static, x, kept, d_y, d_after, d_pending)
+    return back(ChunkInputs(*d, whole=None, cleared=None))
 
 
 def _in_xla(static: Static, floats, flags, start, empty):

@@ -10,7 +10,6 @@ policies.
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -44,22 +43,21 @@ def lattice_gpu_exact(
     return (after, jnp.zeros_like(start), jnp.ones((b, h), F32)), y
 
 
+def _cut(x: Array) -> Array:
+    """[B, T, 1, ...] -> [B, n, GROUP, ...]; a token of zeros writes nothing."""
+    tail = [(0, 0)] * (x.ndim - 1)
+    tail[1] = (0, -x.shape[1] % BLOCK)
+    x = jnp.pad(x[:, :, 0], tail)
+    return x.reshape(x.shape[0], -1, GROUP, *x.shape[2:])
+
+
 def _prepared(floats, cleared, start, empty) -> TokenInputs:
     q, k, v, gamma = floats
-    b, time = q.shape[:2]
-
-    def cut(x):
-        # [B, T, 1, ...] -> [B, n, GROUP, ...]; a token of zeros writes nothing.
-        tail = [(0, 0)] * (x.ndim - 1)
-        tail[1] = (0, -time % BLOCK)
-        x = jnp.pad(x[:, :, 0], tail)
-        return x.reshape(b, -1, GROUP, *x.shape[2:])
-
-    gamma = jnp.swapaxes(cut(gamma.astype(F32)), 2, 3)
+    gamma = jnp.swapaxes(_cut(gamma.astype(F32)), 2, 3)
     if cleared is not None:
-        cleared = cut((cleared > 0.5).astype(jnp.int32)[..., None])
+        cleared = _cut((cleared > 0.5).astype(jnp.int32)[..., None])
     return TokenInputs(
-        *(cut(x.astype(F32)) for x in (q, k, v)),
+        *(_cut(x.astype(F32)) for x in (q, k, v)),
         gamma=jnp.pad(gamma, [(0, 0)] * 3 + [(0, GATES - GROUP)]),
         start=start,
         empty=None if cleared is None else empty,
@@ -77,20 +75,11 @@ def _forward(static: Static, *primals, keep: bool):
 
 def _backward(static: Static, primals, kept, cotangents):
     d_after, d_y = cotangents
-    x = _prepared(*primals)
-
-    def prepared(*primals):
-        # Resets are no floats, and have no gradient.
-        return _prepared(*primals)._replace(cleared=None)
-
-    b, time, _, h, width = d_y.shape
-    padding = [(0, 0), (0, -time % BLOCK), (0, 0), (0, 0)]
-    d_y = jnp.pad(d_y[:, :, 0].astype(F32), padding).reshape(x.v.shape)
-    d = backward(static, x, kept, d_y, d_after)
+    x, back = gradients.of_prepared(_prepared, ("cleared",), primals)
+    d = backward(static, x, kept, _cut(d_y.astype(F32)), d_after)
     gamma = jnp.swapaxes(jnp.sum(d.gamma, axis=-1), 2, 3)
     gamma = jnp.pad(gamma, [(0, 0)] * 3 + [(0, GATES - GROUP)])
-    d = TokenInputs(*d._replace(gamma=gamma), cleared=None)
-    return jax.vjp(prepared, *primals)[1](varying.vary_alike((d, primals))[0])
+    return back(TokenInputs(*d._replace(gamma=gamma), cleared=None))
 
 
 def _in_xla(static: Static, floats, cleared, start, empty):

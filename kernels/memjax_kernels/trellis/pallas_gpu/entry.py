@@ -84,16 +84,12 @@ def _forward(static: Static, *primals, keep: bool):
 
 def _backward(static: Static, primals, kept, cotangents):
     d_memories, d_y = cotangents
-    x = _prepared(static, *primals)
+    prepared = functools.partial(_prepared, static)
+    x, back = gradients.of_prepared(prepared, ("middle", "cleared"), primals)
     if not has_backward(x.sizes, static.aligned):
         return jax.vjp(functools.partial(_in_xla, static), *primals)[1](cotangents)
     indices = {"middle": x.middle, "cleared": x.cleared}
-
-    def prepared(*primals):
-        # Indices are no floats, and have no gradient.
-        return _prepared(static, *primals)._replace(middle=None, cleared=None)
-
-    floats, through_prepare = jax.vjp(prepared, *primals)
+    floats = x._replace(**dict.fromkeys(indices))
     # What is returned is linear in the memories of the forward kernel.
     zeros = varying.vary_alike((jax.tree.map(jnp.zeros_like, x.running), primals))[0]
     through_after = jax.vjp(
@@ -102,8 +98,7 @@ def _backward(static: Static, primals, kept, cotangents):
     )[1]
     d_inputs, d_after, d_middle = through_after(d_memories)
     d = _kernel_gradients(x, backward(static, x, kept, d_y, d_after, d_middle))
-    d_inputs = jax.tree.map(jnp.add, d_inputs, d)
-    return through_prepare(varying.vary_alike((d_inputs, primals))[0])
+    return back(jax.tree.map(jnp.add, d_inputs, d))
 
 
 def _kernel_gradients(x: Inputs, d) -> Inputs:
