@@ -207,6 +207,11 @@ def lattice_case(name: str, shape: Shape, chunk: int, variant) -> Case:
     state = dataclasses.replace(empty_lattice(b, h, d, d, chunk), position=position)
 
     def call(tokens, state, implementation):
+        # In a chunk of one token `pending` is always 0: the loop adds it, the chunk
+        # forms never read it, so that only the loop has a gradient for it.
+        if chunk == 1:
+            constant = jax.lax.stop_gradient(state.pending)
+            state = dataclasses.replace(state, pending=constant)
         return lattice(
             *tokens,
             state=state,
