@@ -29,6 +29,11 @@ MESH_AXES = {"model": "fsdp", "heads": "tensor", None: None}
 # params/blocks/0/feed_forward/up, a matrix with LoRA feed_forward/up/weight; optimizer
 # moments share their parameter's path.
 RULES: tuple[tuple[str, P], ...] = (
+    # M+: what an update moves by width, so that each device moves its own channels, and
+    # the keys by rows, so that each searches its own.
+    (r"^memory/pool$", P(BATCH, None, None, "tensor")),
+    (r"^memory/store/layers/\d+/rows$", P(BATCH, None, "tensor")),
+    (r"^memory/store/layers/\d+/keys$", P(BATCH, "tensor")),
     (r"^memory(/|$)", P(BATCH)),
     # LoRA's changes are small, and everywhere.
     (r"/(query|key|value|output|gate|up|down)/(down|up)$", P()),

@@ -25,12 +25,17 @@ def needs_libtpu(test):
     return pytest.mark.skipif(not LIBTPU, reason=reason)(test)
 
 
-def compiled_for_two(chip, function, arrays):
-    """The program of two devices, which divide the batch of all arrays."""
+def compiled_for_two(chip, function, arrays, axis="data", specs=None):
+    """The program of two devices, which divide the arrays by `specs`.
+
+    None divides the batch of all arrays.
+    """
     devices = np.array(topologies.get_topology_desc(chip, "tpu").devices)[:2]
-    mesh = Mesh(devices, ("data",))
-    place = NamedSharding(mesh, P("data"))
-    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-    shapes = [*map(like, arrays)]
+    mesh = Mesh(devices, (axis,))
+    specs = [P(axis)] * len(arrays) if specs is None else specs
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, specs, strict=True)
+    ]
     with jax.set_mesh(mesh):
         return str(jax.jit(function).lower(*shapes).compile().as_text())

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from memjax_kernels.sigmoid_scores import pallas_tpu, sigmoid_scores, xla
 from tests.kernels.on_tpu import INTERPRETER, compiled_for_two, needs_libtpu
@@ -85,3 +86,11 @@ def test_what_the_kernel_does_not_take():
 def test_it_compiles_divided_along_the_batch(chip):
     text = compiled_for_two(chip, sigmoid_scores, draw(0, 600, 3000, 256))
     assert "sum_tanh" in text and "all-gather" not in text
+
+
+@needs_libtpu
+def test_each_device_searches_its_own_rows():
+    specs = [P(), P(), P(None, "tensor")]
+    given = ("v5e:2x2", sigmoid_scores, draw(0, 600, 3000, 256), "tensor", specs)
+    text = compiled_for_two(*given)
+    assert "f32[2,1,1500]" in text and "all-gather" not in text

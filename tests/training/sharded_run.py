@@ -3,7 +3,8 @@
 `main` makes three updates on each mesh: by mesh ("none" is one device), the losses, and
 of each leaf of the state its shape and the shape that each device holds. `gathered`
 compiles updates of some families and says how much their devices gather. `sequences`
-divides the tokens of a row. `systems` trains HMT and M+ around a backbone.
+divides the tokens of a row. `systems` trains HMT and M+ around a backbone, and `memory`
+divides M+'s memory.
 """
 
 import dataclasses
@@ -37,9 +38,10 @@ from memjax.mechanisms import (
     TrellisConfig,
     TTTLinearConfig,
 )
-from memjax.models import LanguageModel, ModelConfig, preset
+from memjax.models import LanguageModel, ModelConfig, mplus, preset
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.mplus.config import MPlusConfig
+from memjax.models.mplus.model import MPlus
 from memjax.training import pretrain, sharding
 from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_stage import MPlusStage
@@ -47,6 +49,7 @@ from memjax.training.finetune.run import AnyStage, FinetuneRun
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import SampleConfig
 from memjax.training.step import StepConfig, init_train_state, make_train_step
+from memjax_kernels.sigmoid_scores import xla as search
 
 # One block and a half: fewer programs to compile than two whole blocks.
 B, T, V, STEPS = 8, 6, 16, 3
@@ -223,6 +226,67 @@ def trained(stage, config, devices):
         state, metrics = step(state, next(batches))
         losses.append(float(metrics["loss"]))
     return losses
+
+
+def memory() -> None:
+    """What four devices hold and send of M+'s memory, and whether they read alike."""
+    # Several blocks, as of a large store.
+    search.KEYS_AT_ONCE = 16
+    attention = AttentionConfig(**HEADS, capacity=64)
+    config = dataclasses.replace(MODEL, mixers=(attention,), num_layers=2)
+    sizes = MPlusConfig(
+        tokens=4,
+        pool=40,
+        chunk=8,
+        least_chunk=2,
+        retrieved=4,
+        store=48,
+        key_dim=4,
+        rank=2,
+    )
+    backbone = LanguageModel(config, key=jax.random.key(0))
+    graph, params = nnx.split(mplus(backbone, sizes, key=jax.random.key(1)))
+    model: MPlus = nnx.merge(graph, params)
+    # The store overflows: 12 chunks fill the pool and half of the store each time.
+    texts = np.random.default_rng(0).integers(0, V, (3, 4, 12 * 8)).astype(np.int32)
+    texts = jnp.asarray(texts)
+
+    def read(state, params, tokens):
+        return nnx.merge(graph, params)(state, tokens)
+
+    def results(program, state, params):
+        logits = []
+        for text in texts:
+            state, y = program(state, params, text)
+            logits.append(y)
+        return state, logits
+
+    # In the order of their names, as trees of JAX have them.
+    given = {"memory": model.init_state(4), "params": params}
+    alone = results(jax.jit(read), *given.values())
+    mesh = sharding.make_mesh(
+        sharding.MeshConfig(1, fsdp=2, tensor=2), jax.devices()[:4]
+    )
+    layout = sharding.shardings(mesh, given, config)
+    placed = jax.device_put(given, layout)
+    with jax.set_mesh(mesh):
+        step = jax.jit(read, out_shardings=(layout["memory"], None))
+        program = step.lower(*placed.values(), texts[0]).compile()
+        divided = results(program, *placed.values())
+    apart = lambda a, b: float(np.abs(np.asarray(a, np.float64) - b).max())
+    differences = jax.tree.leaves(jax.tree.map(apart, divided, alone))
+    share = lambda x: x.size // x.addressable_shards[0].data.size
+    leaves = jax.tree_util.tree_leaves_with_path(divided[0])
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute"
+    lines = re.findall(rf"= (.*) (?:{kinds})(?:-start)?\(", str(program.as_text()))
+    sent = re.findall(r"\[([\d,]+)\]", " ".join(lines))
+    result = {
+        "difference": max(differences),
+        "stored": int(alone[0].store.num_valid.min()),
+        "shares": {sharding.leaf_name(path): share(x) for path, x in leaves},
+        "sent": [list(map(int, sizes.split(","))) for sizes in sent],
+    }
+    print(json.dumps(result))
 
 
 def complaint(call):

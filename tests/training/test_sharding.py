@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 
 import jax
 import numpy as np
@@ -115,6 +116,24 @@ def test_tokens_are_exchanged_for_heads_where_memories_are_not_joined(divided, n
 @pytest.mark.parametrize("name", ["attention", "window"])
 def test_devices_that_divide_sequences_gather_nothing(divided, name):
     assert divided[name]["sequence=2"]["gathered"] == 0
+
+
+@pytest.mark.slow
+def test_devices_share_the_memory_of_mplus_and_send_one_layers_pool_at_most(
+    with_devices,
+):
+    process = Process(sharded_run.memory, environment=with_devices(4))
+    found = json.loads(process.require_end().splitlines()[-1])
+    # Over a full store, whose rows are replaced.
+    assert found["stored"] == 48 and found["difference"] < 1e-5
+    shares = found["shares"]
+    for name in ("pool", "store/layers/0/rows", "store/layers/1/keys"):
+        assert shares[name] == 4, name
+    # Of the store's 48 rows nothing but scores is sent.
+    assert [sizes for sizes in found["sent"] if 48 in sizes[:-1]] == []
+    # Of the pool's 40 rows in 2 layers those of one layer, for 2 batch elements.
+    largest = max(math.prod(sizes) for sizes in found["sent"] if len(sizes) > 3)
+    assert largest == 2 * 1 * 40 * 16
 
 
 @pytest.mark.slow

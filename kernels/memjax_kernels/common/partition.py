@@ -55,12 +55,7 @@ def chunkwise(
     def divided(tokens, *memories, **options):
         share = functools.partial(form, **options)
         mesh = mesh_of(tokens, memories)
-        axes = [
-            name
-            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-            # Along a manual axis the caller has divided the arrays already.
-            if kind != AxisType.Manual
-        ]
+        axes = _undivided(mesh)
         if not axes:
             return share(tokens, *memories)
         batch, _, _, heads = jax.tree.leaves(tokens)[0].shape[:4]
@@ -80,6 +75,38 @@ def chunkwise(
         )(tokens, *memories)
 
     return divided
+
+
+def by_rows(form: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A search (queries, rows) -> y, on each device's share.
+
+    Queries are [B, T, ...], rows [B, M, ...] and y [B, M]: batch elements are divided
+    as everywhere, and rows along the axis that divides heads elsewhere. Axes that do
+    not divide B or M evenly are left out. Without a mesh, the form as it is.
+    """
+
+    def divided(queries, rows):
+        mesh = mesh_of(queries, rows)
+        axes = _undivided(mesh)
+        if not axes:
+            return form(queries, rows)
+        b = _fit(mesh, [name for name in BATCH if name in axes], rows.shape[0])
+        m = _fit(mesh, [name for name in HEADS[:1] if name in axes], rows.shape[1])
+        return jax.shard_map(
+            form,
+            mesh=mesh,
+            axis_names=set(axes),
+            in_specs=(P(b), P(b, m)),
+            out_specs=P(b, m),
+        )(queries, rows)
+
+    return divided
+
+
+def _undivided(mesh: AbstractMesh) -> list[str]:
+    """The axes along which the caller has not divided its arrays already."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [name for name, kind in kinds if kind != AxisType.Manual]
 
 
 def along_batch(x: Any) -> Any:

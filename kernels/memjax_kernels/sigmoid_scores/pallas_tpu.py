@@ -39,16 +39,13 @@ def sum_tanh_tpu(
     interpret: Any = False,
 ) -> Float32[Array, "B M"]:
     """As `xla.sum_tanh`; `interpret` runs where there is no TPU."""
-    form = functools.partial(_on_device, interpret=interpret)
-    # As tokens of one head and their memory.
-    return partition.chunkwise(form)(queries[:, None, :, None], keys[:, None])[1][
-        :, 0, :, 0
-    ]
+    return partition.by_rows(functools.partial(_on_device, interpret=interpret))(
+        queries, keys
+    )
 
 
 def _on_device(queries, keys, *, interpret):
-    """On a device's share of queries [B, 1, T, 1, K] and keys [B, 1, M, K]."""
-    queries, keys = queries[:, 0, :, 0], keys[:, 0]
+    """On a device's share of queries [B, T, K] and keys [B, M, K]."""
     (batch, count, width), rows = queries.shape, keys.shape[1]
     step = min(QUERIES, -(-count // SUBLANES) * SUBLANES)
     # A query of zeros adds nothing.
@@ -70,7 +67,7 @@ def _on_device(queries, keys, *, interpret):
         interpret=interpret,
         name="sum_tanh",
     )(*varying.vary_alike((queries, keys)))
-    return (), found[:, 0][:, None, :, None]
+    return found[:, 0]
 
 
 def _kernel(queries, keys, out, *, step):

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from memjax_kernels.common import partition
+
 # Keys scored at a time, so that their scores stay in the CPU's cache.
 KEYS_AT_ONCE = 1024
 
@@ -12,7 +14,8 @@ def sum_tanh(
     queries: Float[Array, "B T K"], keys: Float[Array, "B M K"]
 ) -> Float32[Array, "B M"]:
     """Σ_t tanh(q_t · k_j) of each key."""
-    return jax.vmap(_of_one)(queries, keys)
+    # XLA would gather the keys before it cuts them into blocks.
+    return partition.by_rows(jax.vmap(_of_one))(queries, keys)
 
 
 def _of_one(queries, keys):

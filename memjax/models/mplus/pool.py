@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
 from memjax.models.offload import near
+from memjax_kernels.common.partition import along_batch
 
 
 class Dropped(NamedTuple):
@@ -31,8 +32,11 @@ class Dropped(NamedTuple):
 
 
 def of_layer(pool: Float[Array, "B L N D"], layer: int) -> Float[Array, "B N D"]:
-    """One layer's rows, copied to the device if they lie on the host."""
-    return near(lambda pool: pool[:, layer], pool)
+    """One layer's rows, copied to the device if they lie on the host.
+
+    On a mesh that divides their width they are whole on every device that reads them.
+    """
+    return along_batch(near(lambda pool: pool[:, layer], pool))
 
 
 def draw_dropped(

@@ -27,6 +27,7 @@ from memjax.models import ragged
 from memjax.models.mplus.config import LEAST_RECALLS, MPlusConfig
 from memjax.models.mplus.state import LayerStore, Store
 from memjax.models.offload import near, put
+from memjax_kernels.common.partition import along_batch
 from memjax_kernels.sigmoid_scores import sigmoid_scores
 
 
@@ -182,7 +183,9 @@ def retrieve(
         found, born, store.num_valid, store.num_pending, asked
     )
     # Unused parts of the buffer may hold anything, and must not give NaN.
-    found = jnp.where(real[..., None], near(ragged.take, rows, chosen), 0.0)
+    # Rows are divided by width where they lie, and whole where they are read.
+    taken = along_batch(near(ragged.take, rows, chosen))
+    found = jnp.where(real[..., None], taken, 0.0)
     return Retrieved(found, chosen, real, scores)
 
 

@@ -20,6 +20,7 @@ from memjax.models.mplus import store as long_term_store
 from memjax.models.mplus.state import LayerStore, MPlusState
 from memjax.models.mplus.weights import MPlusWeights
 from memjax.models.offload import near, put
+from memjax_kernels.common.partition import along_batch
 
 
 def empty_state(weights: MPlusWeights, batch: int, key: PRNGKeyArray) -> MPlusState:
@@ -176,7 +177,7 @@ def _compress(weights, state, tokens, lengths, memory):
     # The pool fills K rows at a time, so that its newest K rows are all there or none
     # is.
     newest = lambda pool: pool[:, :, -weights.config.tokens :]
-    seen = near(newest, state.pool) if memory is None else memory
+    seen = along_batch(near(newest, state.pool)) if memory is None else memory
     return mplus_layers.compress(
         weights.backbone.config,
         weights.blocks(writes=True),
