@@ -130,6 +130,7 @@ def sequences() -> None:
     """By mixer and mesh: how an update differs from one device's, and what is sent."""
     meshes = {
         "sequence=2": (sharding.MeshConfig(data=1, sequence=2), 2),
+        "data=2 tensor=2": (sharding.MeshConfig(2, tensor=2), 4),
         "fsdp=2 tensor=2 sequence=2": (sharding.MeshConfig(1, 2, 2, sequence=2), 8),
     }
     print(

@@ -90,8 +90,8 @@ def divided(with_devices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sharded_run.MIXERS)
-def test_divided_sequences_give_the_update_of_one_device(divided, name):
-    # Loss and gradients on two devices, and on eight with all axes but data.
+def test_every_mixer_gives_the_update_of_one_device_on_two_to_eight(divided, name):
+    # Loss and gradients on two and four devices, and on eight with all axes but data.
     for mesh, found in divided[name].items():
         assert found["difference"] < 1e-5, mesh
 
