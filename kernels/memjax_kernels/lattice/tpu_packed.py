@@ -25,6 +25,7 @@ from memjax_kernels.common.packs.blocks import (
     ROWS,
     Specs,
     apart,
+    divisor,
     flag_columns,
     gate_columns,
     gates_of_columns,
@@ -79,12 +80,6 @@ def _heads(tokens: Chunks) -> int:
     return min(packings(heads, (slots, width), each), default=0)
 
 
-def _rows(batch: int, tokens: int, row_bytes: int) -> int:
-    """Batch elements of a program, each with `tokens` in all its packs."""
-    fit = max(1, min(TOKENS // tokens, BLOCK_BYTES // row_bytes))
-    return max(number for number in range(1, fit + 1) if batch % number == 0)
-
-
 def _block_bytes(size: int, slots: int, width: int) -> int:
     """What the backward kernel holds in VMEM for a head, roughly."""
     # In float32. Two buffers of each block in and out: tokens and their cotangents, and
@@ -104,9 +99,9 @@ def lattice_packed(
     (b, _, size, number, slots), width = tokens.q.shape, tokens.v.shape[4]
     each = heads * _block_bytes(size, slots, width)
     group = group_size(number // heads, each)
-    layout = Layout(
-        _rows(b, group * size, group * each), group, heads, tokens.cleared is not None
-    )
+    # Batch elements of a program, each with its tokens in all packs.
+    rows = min(TOKENS // (group * size), BLOCK_BYTES // (group * each))
+    layout = Layout(divisor(b, rows), group, heads, tokens.cleared is not None)
     flag = lambda x: None if x is None else x.astype(F32)
     tokens = tokens._replace(
         gamma=tokens.gamma.astype(F32),

@@ -28,6 +28,7 @@ from memjax_kernels.common.packs.decays import (
     decays,
     kept_at_end,
     kept_by_token,
+    until_end,
 )
 from memjax_kernels.trellis import functions
 from memjax_kernels.trellis.chunk import Options
@@ -58,13 +59,6 @@ class Memory(NamedTuple):
     running: Float[Array, "P M DD"]
 
 
-def both_decays(gates: tuple[Gates, Gates]) -> tuple[Decays, Decays]:
-    """The decays of both passes, computed once where they are the same."""
-    first, second = (gate.total for gate in gates)
-    left = decays(first)
-    return left, (left if second is first else decays(second))
-
-
 def targets(alpha: Float[Array, "P C MM"], heads: int, options: Options):
     """alpha with slots along the sublanes: a product with ones is a transpose."""
     return options.multiply(units(alpha, heads), diagonal(alpha, heads), "nt")
@@ -85,34 +79,64 @@ def eye(x: Array, size: int) -> Array:
     return (rows == packs.lane(shape)).astype(x.dtype)
 
 
+class Prepared(NamedTuple):
+    """What tokens and gates give by themselves.
+
+    Attributes:
+        target: alpha with slots along the sublanes.
+        q: D(q).
+        k: D(k).
+        v: D(v).
+        scores: D(A) of the first pass.
+        left: decays of both passes.
+    """
+
+    target: Float[Array, "P M CC"]
+    q: Float[Array, "P CC KK"]
+    k: Float[Array, "P CC KK"]
+    v: Float[Array, "P CC VV"]
+    scores: Float[Array, "P CC CC"]
+    left: tuple[Decays, Decays]
+
+
+def prepare(
+    x: Chunk, gates: tuple[Gates, Gates], options: Options, size: int | None = None
+) -> Prepared:
+    """What does not depend on memories; with a `size` of several chunks at once."""
+    first, second = (gate.total for gate in gates)
+    heads = len(first.column)
+    left = decays(first, size)
+    # Computed once where both are the same.
+    both = left, (left if second is first else decays(second, size))
+    dq, dk, dv = (diagonal(y, heads) for y in (x.q, x.k, x.v))
+    scores = (options.multiply(x.q, dk, "nt") * left.between).astype(x.q.dtype)
+    scores = diagonal(scores, heads)
+    return Prepared(targets(x.alpha, heads, options), dq, dk, dv, scores, both)
+
+
 def advance(
     x: Chunk,
+    ready: Prepared,
     gates: tuple[Gates, Gates],
     keys: Memory,
     values: Memory,
     options: Options,
 ) -> tuple[tuple[Array, Array], Float[Array, "P C VV"]]:
     """The running memories after a chunk, and its reads."""
-    dot, slots = options.multiply, keys.start.shape[1]
-    heads = len(gates[0].total.column)
+    dot, heads = options.multiply, len(gates[0].total.column)
     low = lambda y: y.astype(x.q.dtype)
-    target = targets(x.alpha, heads, options)
-    dk, dv = diagonal(x.k, heads), diagonal(x.v, heads)
-    first, second = both_decays(gates)
-    both = dot(jnp.concatenate([low(keys.start), x.q], axis=1), dk, "nt")
-    u = gates[0].gamma * _error(both[:, :slots], target, options)
-    scores = low(both[:, slots:] * first.between)
-    reads = first.kept * dot(keys.running, diagonal(x.q, heads), "nt")
-    reads -= dot(u, diagonal(scores, heads), "nt")
+    target, dq, dk, dv, scores, (first, second) = ready
+    u = gates[0].gamma * _error(dot(keys.start, dk, "nt"), target, options)
+    reads = first.kept * dot(keys.running, dq, "nt") - dot(u, scores, "nt")
     after_keys = kept_at_end(gates[0].total, keys.running.shape[-1]) * keys.running
-    after_keys -= dot(u * first.until, dk, "nn")
+    after_keys -= dot(u * until_end(gates[0].total), dk, "nn")
 
     f = low(functions.apply(options.activation, reads, packs.over_slots))
     by_token = low(dot(eye(f, f.shape[-1]), f, "nt"))
     u = gates[1].gamma * _error(dot(values.start, dv, "nt"), target, options)
     scores = own(dot(by_token, u, "nn"), heads) * second.between
-    parts = jnp.concatenate([low(scores), low(u * second.until)], axis=1)
-    written = dot(parts, dv, "nn")
+    parts = [low(scores), low(u * until_end(gates[1].total))]
+    written = dot(jnp.concatenate(parts, axis=1), dv, "nn")
     size, width = x.v.shape[1:]
     past = own(dot(by_token, values.running, "nn"), heads)
     y = kept_by_token(gates[1].total, width) * past - written[:, :size]

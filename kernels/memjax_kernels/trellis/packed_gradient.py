@@ -23,11 +23,11 @@ from memjax_kernels.trellis.packed import (
     Chunk,
     Gates,
     Memory,
-    both_decays,
+    Prepared,
     eye,
     kept_at_end,
-    targets,
     units,
+    until_end,
 )
 
 
@@ -51,6 +51,7 @@ class Cotangents(NamedTuple):
 
 def pull_back(
     x: Chunk,
+    ready: Prepared,
     gates: tuple[Gates, Gates],
     keys: Memory,
     values: Memory,
@@ -62,19 +63,17 @@ def pull_back(
     dot, (slots, size) = options.multiply, (keys.start.shape[1], x.q.shape[1])
     heads = len(gates[0].total.column)
     apart = functools.partial(diagonal, heads=heads)
+    target, dq, dk, dv, scores, left = ready
+    until = until_end(gates[0].total), until_end(gates[1].total)
     mine = functools.partial(own, heads=heads)
     low = lambda y: y.astype(x.q.dtype)
     stack = lambda *rows: jnp.concatenate([low(row) for row in rows], axis=1)
-    target = targets(x.alpha, heads, options)
-    dq, dk, dv = map(apart, (x.q, x.k, x.v))
     d_keys, d_values = d_after
-    left = both_decays(gates)
 
     # The first pass again.
-    products = dot(stack(keys.start, d_keys, x.q), dk, "nt")
+    products = dot(stack(keys.start, d_keys), dk, "nt")
     first = _write(products[:, :slots], target, gates[0].gamma, options)
-    state_keys = products[:, slots : 2 * slots]
-    scores = apart(low(products[:, 2 * slots :] * left[0].between))
+    state_keys = products[:, slots:]
     reads = left[0].kept * dot(keys.running, dq, "nt") - dot(first.u, scores, "nt")
     f, back = jax.vjp(
         lambda z: functions.apply(options.activation, z, packs.over_slots), reads
@@ -90,7 +89,7 @@ def pull_back(
     dd_y = apart(low(d_y))
     d_f = left[1].kept * dot(values.running, dd_y, "nt")
     d_f += dot(second.u, d_scores, "nt")
-    d_state = -left[1].until * state_values
+    d_state = -until[1] * state_values
     d_u = dot(f, d_scores, "nn") + d_state
     d_z, d_target = second.back(gates[1].gamma * d_u)
     decayed = kept_at_end(gates[1].total, values.running.shape[-1]) * d_values
@@ -99,7 +98,7 @@ def pull_back(
     )
     d_v = mine(
         dot(
-            stack(-written, -second.u * left[1].until, d_z),
+            stack(-written, -second.u * until[1], d_z),
             stack(d_y, d_values, values.start),
             "tn",
         )
@@ -113,7 +112,7 @@ def pull_back(
     # The first pass.
     (d_reads,) = back(d_f)
     d_past = left[0].kept * d_reads
-    d_state = -left[0].until * state_keys
+    d_state = -until[0] * state_keys
     d_u = d_state - dot(d_reads, scores, "nn")
     d_scores = low(-mine(dot(d_reads, first.u, "tn")) * left[0].between)
     d_z, d_target_1 = first.back(gates[0].gamma * d_u)
@@ -121,7 +120,7 @@ def pull_back(
     d_keys_before = Memory(dot(d_z, dk, "nn"), decayed + dot(d_past, dq, "nn"))
     d_k = mine(
         dot(
-            stack(d_scores, -first.u * left[0].until, d_z),
+            stack(d_scores, -first.u * until[0], d_z),
             stack(x.q, d_keys, keys.start),
             "tn",
         )

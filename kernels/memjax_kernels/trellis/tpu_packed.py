@@ -1,9 +1,11 @@
 """Trellis on a TPU for packs of heads: tokens are read and written where they lie.
 
-The grid is (batch elements, groups of packs, chunks), the last in order. All packs of a
-group are computed in step, so that one hides the latency of another. The memories are
-output blocks that all chunks of a head share: they stay in VMEM from the first chunk to
-the last. `packed` has the equations of a chunk.
+The grid is (batch elements, groups of packs, blocks), the last in order. All packs of a
+group, and of a few batch elements where these are small, are computed in step, so that
+one hides the latency of another. A block is a chunk, or 16 tokens of smaller ones: its
+chunks follow one another, while what tokens give by themselves is computed once. The
+memories are output blocks that all chunks of a head share: they stay in VMEM from the
+first chunk to the last. `packed` has the equations of a chunk.
 
 The forward kernel also saves the memories at every chunk's start where a gradient is
 taken, in the dtype of the tokens. The backward kernel goes through the chunks in
@@ -26,20 +28,26 @@ from memjax_kernels.common.packs.blocks import (
     ROWS,
     Specs,
     apart,
+    divisor,
     flag_columns,
     gate_columns,
     group_size,
+    join_chunks,
     packings,
     side_by_side,
+    split_chunks,
 )
 from memjax_kernels.trellis import packed, tpu_packed_kernels
 from memjax_kernels.trellis.chunk import Options
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
-from memjax_kernels.trellis.tpu_packed_kernels import Layout
+from memjax_kernels.trellis.tpu_packed_blocks import Layout
 from memjax_kernels.trellis.xla import trellis_xla
 
 F32 = jnp.float32
+# Up to so many tokens of all heads, and bytes, a program takes further batch elements:
+# a small one waits for its products.
+TOKENS, ROWS_BYTES = 768, 48 << 20
 
 
 class Static(NamedTuple):
@@ -53,12 +61,13 @@ class Static(NamedTuple):
 
 def fits(tokens: Tokens) -> bool:
     """Whether packs of heads fill whole registers, and one fits in VMEM."""
-    return tokens.q.shape[2] % ROWS == 0 and _heads(tokens) > 0
+    size = tokens.q.shape[2]
+    return (size % ROWS == 0 or ROWS % size == 0) and _heads(tokens) > 0
 
 
 def _heads(tokens: Tokens) -> int:
     """Heads of a pack, as many as the lanes hold tokens of; 0 is none."""
-    size, heads = tokens.q.shape[2:4]
+    size, heads = max(ROWS, tokens.q.shape[2]), tokens.q.shape[3]
     widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
     # Two heads at least: nothing here is written for one.
     most = max(2, LANES // size)
@@ -77,15 +86,21 @@ def trellis_packed(
 ) -> tuple[Memories, Array]:
     """A chunk implementation for what `fits`; see `segment`."""
     widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
-    heads = _heads(tokens)
-    packs = tokens.q.shape[3] // heads
+    heads, (b, _, size, number) = _heads(tokens), tokens.q.shape[:4]
+    of_block = max(ROWS, size)
+    each = heads * _block_bytes(of_block, *widths)
+    group = group_size(number // heads, each)
+    rows = min(TOKENS // (group * heads * of_block), ROWS_BYTES // (group * each))
     layout = Layout(
-        group_size(packs, heads * _block_bytes(tokens.q.shape[2], *widths)),
+        divisor(b, rows),
+        group,
         heads,
         tokens.gamma.shape[-1],
         tokens.g.shape[-1],
         apart=any(a is not b for a, b in zip(*memories, strict=True)),
         resets=tokens.cleared is not None,
+        size=size,
+        parts=max(1, ROWS // size),
     )
     flag = lambda x: None if x is None else x.astype(F32)
     tokens = tokens._replace(
@@ -113,11 +128,23 @@ class Blocks(NamedTuple):
 
     Attributes:
         tokens: q, k, v, alpha, each [B, n, C, H D].
-        gates: [B, n, groups, C, R] float32; see `tpu_packed_kernels`.
+        gates: [B, n, groups, C, R] float32; see `blocks.gate_columns`.
     """
 
     tokens: packed.Chunk
     gates: Any
+
+
+def _in_blocks(static: Static, x: Tokens) -> Tokens:
+    """Several small chunks in one, and flags of every token."""
+    layout = static.layout
+    # Where the two memories may differ, chunks behind all tokens keep them so. Where
+    # they do after the last chunk alone, that one has to stay the last.
+    join = functools.partial(join_chunks, parts=layout.parts, front=not layout.apart)
+    of_tokens = lambda f: jnp.broadcast_to(f[..., None], x.q.shape[:3])
+    flags = [f if f is None else of_tokens(f) for f in (x.complete, x.cleared)]
+    x = x._replace(complete=flags[0], cleared=flags[1])
+    return jax.tree.map(join, x)
 
 
 def _arrange(static: Static, x: Tokens) -> Blocks:
@@ -135,16 +162,20 @@ def _arrange(static: Static, x: Tokens) -> Blocks:
 
 
 def _forward(static: Static, x: Tokens, memories: Memories, empty, *, keep: bool):
+    layout, number = static.layout, x.q.shape[1]
+    x = _in_blocks(static, x)
     blocks = _arrange(static, x)
-    join = functools.partial(side_by_side, heads=static.layout.heads)
+    join = functools.partial(side_by_side, heads=layout.heads)
     memories, empty = jax.tree.map(join, (memories, empty))
     like = functools.partial(varying.like, x.q)
     y = like((*x.q.shape[:3], x.v.shape[3] * x.v.shape[4]), x.v.dtype)
     after = jax.tree.map(lambda m: like(m.shape, F32), memories)
     # In the tokens' dtype, to which the operands of products are rounded anyway.
-    at_start = lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), x.q.dtype)
+    at_start = lambda m: like(
+        (m.shape[0], x.q.shape[1], m.shape[1], layout.parts, *m.shape[2:]), x.q.dtype
+    )
     kept = jax.tree.map(at_start, memories.start) if keep else None
-    of = Specs(None, static.layout.group, blocks.gates.shape[2], lambda i: i)
+    of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: i)
     after, y, kept = _call(
         static,
         tpu_packed_kernels.forward_kernel,
@@ -159,13 +190,19 @@ def _forward(static: Static, x: Tokens, memories: Memories, empty, *, keep: bool
         ),
         (of.memories(after), of.tokens(y), of.kept(kept)),
     )
-    part = functools.partial(apart, heads=static.layout.heads)
-    return (jax.tree.map(part, after), y.reshape(x.v.shape)), kept
+    part = functools.partial(apart, heads=layout.heads)
+    y = split_chunks(y.reshape(x.v.shape), layout.parts, not layout.apart, number)
+    return (jax.tree.map(part, after), y), kept
 
 
 def _backward(static: Static, primals, kept, cotangents):
     x, memories, empty = primals
     d_after, d_y = cotangents
+    # Flags have no gradient.
+    no_flags = jax.tree.map(jnp.zeros_like, (x.complete, x.cleared))
+    number, layout = x.q.shape[1], static.layout
+    x = _in_blocks(static, x)
+    d_y = join_chunks(d_y, layout.parts, not layout.apart)
     blocks = _arrange(static, x)
     b, n, c, heads, _ = x.q.shape
     of_pack = static.layout.heads
@@ -177,7 +214,7 @@ def _backward(static: Static, primals, kept, cotangents):
     d_gates = like((b, n, heads // of_pack, 4, of_pack * c), F32)
     before, fresh = shaped(Memories(running, running)), shaped(empty)
     # The backward pass goes through the chunks in reverse.
-    of = Specs(None, static.layout.group, blocks.gates.shape[2], lambda i: n - 1 - i)
+    of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: n - 1 - i)
     tokens = of.tokens(blocks.tokens)
     d_tokens, d_gates, d_memories, d_empty = _call(
         static,
@@ -204,10 +241,12 @@ def _backward(static: Static, primals, kept, cotangents):
         alpha=d_tokens.alpha.reshape(x.alpha.shape),
         gamma=d_gamma,
         g=d_g,
-        # Flags have no gradient.
-        complete=jnp.zeros_like(x.complete),
-        cleared=None if x.cleared is None else jnp.zeros_like(x.cleared),
+        complete=None,
+        cleared=None,
     )
+    split = lambda d: split_chunks(d, layout.parts, not layout.apart, number)
+    d_x = jax.tree.map(split, d_x)
+    d_x = d_x._replace(complete=no_flags[0], cleared=no_flags[1])
     part = functools.partial(apart, heads=of_pack)
     return d_x, *jax.tree.map(part, (d_memories, d_empty))
 
@@ -243,7 +282,7 @@ def _call(static: Static, kernel, name, x: Blocks, inputs, outputs, specs, out_s
     options = Options(static.phi, static.activation, multiply)
     return pl.pallas_call(
         functools.partial(kernel, layout=static.layout, options=options),
-        grid=(q.shape[0], groups, q.shape[1]),
+        grid=(q.shape[0] // static.layout.rows, groups, q.shape[1]),
         in_specs=specs,
         out_specs=out_specs,
         out_shape=outputs,

@@ -1,11 +1,10 @@
-"""The two kernels of Trellis for packs of heads: a chunk of a group, forward and back.
+"""The two kernels of Trellis for packs of heads: a block of a group, forward and back.
 
 Each takes references to blocks in VMEM. `after` and `d_before` are output blocks that
 all chunks of a head share: they hold the memories, or their cotangents, between chunks.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,85 +12,16 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from memjax_kernels.common import packs, products
-from memjax_kernels.common.packs import decays as pack_decays
 from memjax_kernels.trellis import packed, packed_gradient
+from memjax_kernels.trellis import tpu_packed_blocks as blocks
 from memjax_kernels.trellis.chunk import Options
-from memjax_kernels.trellis.packed import Chunk, Gates, Memory
+from memjax_kernels.trellis.packed import Memory
 from memjax_kernels.trellis.state import Memories
+from memjax_kernels.trellis.tpu_packed_blocks import Layout
 
 F32 = jnp.float32
 # Of gates, which tokens in bfloat16 do not round.
 _exact = functools.partial(products.multiply, dtype=jnp.dtype(F32))
-
-
-class Layout(NamedTuple):
-    """What the blocks of a program hold.
-
-    Attributes:
-        group: packs.
-        heads: of a pack.
-        gammas: 2 where each pass has its own, else 1.
-        gates: likewise.
-        apart: whether a chunk may find two memories that differ; else they do so after
-            the last chunk alone.
-        resets: whether there is a flag of chunks that start from `empty`.
-    """
-
-    group: int
-    heads: int
-    gammas: int
-    gates: int
-    apart: bool
-    resets: bool
-
-
-class _Block(NamedTuple):
-    """A chunk of a group; flags are float32 [1, 1]."""
-
-    chunk: Chunk
-    gates: tuple[Gates, Gates]
-    complete: Array
-    cleared: Array | None
-
-
-def _read(x, layout: Layout) -> _Block:
-    """The chunk of references to `tpu_packed.Blocks`."""
-    group = layout.group
-    block = x.gates[...]
-    flags = block[:1, layout.heads * group * (layout.gammas + layout.gates) :]
-    chunk = Chunk(*(packs.load(ref, group) for ref in x.tokens))
-    cleared = flags[:, 1:2] if layout.resets else None
-    return _Block(chunk, _gates(block, layout), flags[:, :1], cleared)
-
-
-def _gates(block: Array, layout: Layout) -> tuple[Gates, Gates]:
-    """Gates of both passes, of a block [C, R] of gammas, gates and flags."""
-    group, heads = layout.group, layout.heads
-    each = heads * group
-    gammas = block[:, : each * layout.gammas]
-    g = block[:, gammas.shape[1] :][:, : each * layout.gates]
-    columns = jnp.concatenate([gammas, pack_decays.sum_gates(g)], axis=1)
-    rows = pack_decays.transpose(columns)
-
-    def total(index):
-        coarse = each * (layout.gammas + index)
-        fine = coarse + each * layout.gates
-        return pack_decays.total(columns, rows, (coarse, fine), group, heads)
-
-    totals = [total(index) for index in range(layout.gates)]
-    steps = [
-        pack_decays.side_by_side(rows, each * index, group, heads)
-        for index in range(layout.gammas)
-    ]
-    return Gates(steps[0], totals[0]), Gates(steps[-1], totals[-1])
-
-
-def _load(refs):
-    return jax.tree.map(lambda ref: ref[...].astype(F32), refs)
-
-
-def _store(refs, values):
-    jax.tree.map(lambda ref, x: ref.__setitem__(..., x.astype(ref.dtype)), refs, values)
 
 
 def _choose(flag, new, old):
@@ -99,38 +29,57 @@ def _choose(flag, new, old):
     return jax.tree.map(lambda a, b: jnp.where(flag > 0.5, a, b), new, old)
 
 
+def _each_part(chunk, layout: Layout, *, reverse: bool = False) -> None:
+    """Calls chunk(part) for the chunks of a block in order."""
+    if layout.parts == 1:
+        return chunk(0)
+
+    def step(i, _):
+        chunk(layout.parts - 1 - i if reverse else i)
+        return _
+
+    jax.lax.fori_loop(0, layout.parts, step, None)
+
+
 def forward_kernel(
     x, before, empty, after, y, kept, *, layout: Layout, options: Options
 ):
-    """One chunk; `kept` None does not keep the memories before it."""
+    """One block; `kept` None does not keep the memories before its chunks."""
     index, last = pl.program_id(2), pl.num_programs(2) - 1
 
     @pl.when(index == 0)
     def _():
         # Later chunks find what the one before left: all share this output block.
-        _store(after, _load(before))
+        blocks.store(after, blocks.load(before))
 
-    block = _read(x, layout)
-    running = _load(after.running)
-    start = _load(after.start) if layout.apart else running
-    if block.cleared is not None:
-        fresh = _load(empty)
-        start, running = _choose(block.cleared, (fresh, fresh), (start, running))
-    if kept is not None:
-        _store(kept, start)
-    keys, values = map(Memory, start, running)
-    new, read = packed.advance(block.chunk, block.gates, keys, values, options)
-    _store(after.running, new)
-    packs.store(y, read)
+    block = blocks.read(x, layout, options)
 
-    def end():
-        _store(after.start, _choose(block.complete, new, start))
+    def chunk(part):
+        complete, cleared = blocks.flags(x, layout, part)
+        running = blocks.load(after.running)
+        start = blocks.load(after.start) if layout.apart else running
+        if cleared is not None:
+            fresh = blocks.load(empty)
+            start, running = _choose(cleared, (fresh, fresh), (start, running))
+        if kept is not None:
+            blocks.store(blocks.memories_at(kept, part), start)
+        keys, values = map(Memory, start, running)
+        gates = blocks.of_part(block.gates, layout, part)
+        given = (gates, keys, values, options)
+        new, read = packed.advance(block.tokens, block.ready, *given)
+        blocks.store(after.running, new)
+        blocks.store_tokens(y, read, layout, part)
 
-    if layout.apart:
-        end()
-    else:
-        # Between chunks the two are equal, and one is enough.
-        pl.when(index == last)(end)
+        def end():
+            blocks.store(after.start, _choose(complete, new, start))
+
+        if layout.apart:
+            end()
+        else:
+            # Between chunks the two are equal, and one is enough.
+            pl.when((index == last) & (part == layout.parts - 1))(end)
+
+    _each_part(chunk, layout)
 
 
 def backward_kernel(
@@ -148,58 +97,71 @@ def backward_kernel(
     layout: Layout,
     options: Options,
 ):
-    """Cotangents of one chunk, after those of the chunks behind it."""
+    """Cotangents of one block, after those of the blocks behind it."""
     step, last = pl.program_id(2), pl.num_programs(2) - 1
-    block = _read(x, layout)
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
 
     @pl.when(step == 0)
     def _():
-        d = _load(d_after)
+        d = blocks.load(d_after)
         if not layout.apart:
             # What the memory at the start receives behind an incomplete chunk waits in
             # `d_before` until that chunk is done.
-            d = _by_completeness(d, block.complete)
-        _store(d_before, d)
-        _store(d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty))
-
-    start = _load(kept)
-    begun = start
-    if layout.apart:
-        # `kept` holds one memory a chunk; the running one of the first comes from the
-        # caller. After it the two are equal, where there are tokens.
-        given = _load(running)
-        if block.cleared is not None:
-            given = _choose(block.cleared, start, given)
-        first = (step == last).astype(F32)
-        begun = _choose(first, given, start)
-    d = Memories(_load(d_before.start), _load(d_before.running))
-    if layout.apart:
-        d = _by_completeness(d, block.complete)
-    given_y = packs.load(d_y, layout.group)
-    keys, values = map(Memory, start, begun)
-    found = packed_gradient.pull_back(
-        block.chunk, block.gates, keys, values, d.running, given_y, options
-    )
-    d_start = add(d.start, (found.keys.start, found.values.start))
-    d_running = found.keys.running, found.values.running
-    if block.cleared is not None:
-        zeros = jax.tree.map(jnp.zeros_like, d_running)
-        fresh = _choose(block.cleared, add(d_start, d_running), zeros)
-        # Every reset reads `empty`, so that its gradient is a sum over chunks.
-        _store(d_empty, add(_load(d_empty), fresh))
-        d_start = _choose(block.cleared, zeros, d_start)
-        d_running = _choose(block.cleared, zeros, d_running)
-    if not layout.apart:
-        d_start, d_running = (
-            jax.tree.map(jnp.zeros_like, d_start),
-            add(d_start, d_running),
+            d = _by_completeness(d, blocks.flags(x, layout, layout.parts - 1)[0])
+        blocks.store(d_before, d)
+        blocks.store(
+            d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty)
         )
-    _store(d_before, Memories(d_start, d_running))
-    jax.tree.map(packs.store, tuple(d_tokens), tuple(found.x))
-    d_gates[...] = jnp.concatenate(
-        [*found.gamma, *(_from_sums(d, layout.heads) for d in found.total)], axis=1
-    )
+
+    block = blocks.read(x, layout, options)
+
+    def chunk(part):
+        complete, cleared = blocks.flags(x, layout, part)
+        start = blocks.load(blocks.memories_at(kept, part))
+        begun = start
+        if layout.apart:
+            # `kept` holds one memory a chunk; the running one of the first comes from
+            # the caller. After it the two are equal, where there are tokens.
+            given = blocks.load(running)
+            if cleared is not None:
+                given = _choose(cleared, start, given)
+            first = ((step == last) & (part == 0)).astype(F32)
+            begun = _choose(first, given, start)
+        d = Memories(blocks.load(d_before.start), blocks.load(d_before.running))
+        if layout.apart:
+            d = _by_completeness(d, complete)
+        given_y = blocks.load_tokens(d_y, layout)
+        if layout.parts > 1:
+            given_y = blocks.tokens_alone(given_y, layout, part)
+        keys, values = map(Memory, start, begun)
+        gates = blocks.of_part(block.gates, layout, part)
+        given = (gates, keys, values, d.running, given_y, options)
+        found = packed_gradient.pull_back(block.tokens, block.ready, *given)
+        d_start = add(d.start, (found.keys.start, found.values.start))
+        d_running = found.keys.running, found.values.running
+        if cleared is not None:
+            zeros = jax.tree.map(jnp.zeros_like, d_running)
+            fresh = _choose(cleared, add(d_start, d_running), zeros)
+            # Every reset reads `empty`, so that its gradient is a sum over chunks.
+            blocks.store(d_empty, add(blocks.load(d_empty), fresh))
+            d_start = _choose(cleared, zeros, d_start)
+            d_running = _choose(cleared, zeros, d_running)
+        if not layout.apart:
+            d_start, d_running = (
+                jax.tree.map(jnp.zeros_like, d_start),
+                add(d_start, d_running),
+            )
+        blocks.store(d_before, Memories(d_start, d_running))
+        for ref, d in zip(d_tokens, found.x, strict=True):
+            blocks.store_tokens(ref, d, layout, part)
+        sums = (_from_sums(d, layout.heads) for d in found.total)
+        rows = jnp.concatenate([*found.gamma, *sums], axis=1)
+        if layout.parts > 1:
+            here = blocks.chunk_of_lanes(rows.shape, layout) == part
+            rows = jnp.where(here, rows, blocks.each_pack(d_gates[...]))
+        d_gates[...] = rows.reshape(d_gates.shape)
+
+    _each_part(chunk, layout, reverse=True)
 
 
 def _from_sums(d: Array, heads: int) -> Array:

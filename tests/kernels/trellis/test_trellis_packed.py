@@ -53,7 +53,9 @@ def gates_of(heads, gamma, g):
     row = lambda x: side_by_side(heads, x[:, None])
     column = lambda head: gate_sums.Sums(*(x[head::heads, :, None] for x in sums))
     row_sums = gate_sums.Sums(*map(row, sums))
-    total = pack_decays.Totals(row_sums, tuple(map(column, range(heads))))
+    columns = tuple(map(column, range(heads)))
+    end = tuple(gate_sums.Sums(*(x[:, -1:] for x in part)) for part in columns)
+    total = pack_decays.Totals(row_sums, columns, end)
     return packed.Gates(row(gamma), total)
 
 
@@ -110,10 +112,12 @@ def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
         packed.Memory(key_start, keys),
         packed.Memory(value_start, values),
     )
-    new, read = packed.advance(x, gates, *given_memories, options)
+    ready = packed.prepare(x, gates, options)
+    new, read = packed.advance(x, ready, gates, *given_memories, options)
     close(jax.tree.map(split, (new, read)), (after, y), 1e-5)
     found = packed_gradient.pull_back(
         x,
+        ready,
         gates,
         *given_memories,
         (paired(d_after[0]), paired(d_after[1])),
@@ -159,6 +163,8 @@ def calls(draw):
 @settings(max_examples=2, deadline=None, derandomize=True, phases=WITHOUT_SHRINKING)
 # Chunks begun and not complete, another width of values, two groups of heads.
 @example(((2, 40, 4, 64, 128, 64, 16), [0, 5], [16, 27]))
+# Four chunks in a block, of two batch elements.
+@example(((2, 22, 4, 64, 64, 64, 4), [0, 3], [8, 1]))
 @given(calls())
 def test_values_and_gradients_agree_with_xla(call):
     (b, t, h, k, v, m, c), place, resets = call
@@ -172,8 +178,21 @@ def test_values_and_gradients_agree_with_xla(call):
 
 
 @pytest.mark.slow
-def test_half_precision_is_as_exact_as_that_of_xla():
-    b, t, h, d, c = 1, 100, 2, 64, 64
+@pytest.mark.parametrize("c", [1, 2, 8])
+def test_small_chunks_from_an_empty_memory_agree_with_xla(c):
+    """The last chunk is not complete, and blocks have chunks without tokens."""
+    b, t, h, d = 2, 2 * c + c // 2 + 1, 4, 64
+    tokens = draw(b, t, h, d, d, d, gates=())
+    empty = perturbed(empty_state(b, h, d, d, d, c), 2)
+    reset = jnp.zeros((b, t), bool).at[1, c].set(True)
+    expected = both(trellis_xla, (tokens, None, empty), reset)
+    close(both(INTERPRETED, (tokens, None, empty), reset), expected, 3e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("c,t", [(64, 100), (4, 30)])
+def test_half_precision_is_as_exact_as_that_of_xla(c, t):
+    b, h, d = 1, 2, 64
     low = draw(b, t, h, d, d, d, jnp.bfloat16, gates=())
     empty = empty_state(b, h, d, d, d, c)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)

@@ -49,8 +49,12 @@ def packings(number: int, widths: Sequence[int], head_bytes: int) -> list[int]:
 
 def group_size(packs: int, pack_bytes: int) -> int:
     """Packs of a program: a divisor of all, as many as fit."""
-    fit = min(PACKS, BLOCK_BYTES // pack_bytes)
-    return max(number for number in range(1, fit + 1) if packs % number == 0)
+    return divisor(packs, min(PACKS, BLOCK_BYTES // pack_bytes))
+
+
+def divisor(number: int, most: int) -> int:
+    """The largest divisor up to `most`, at least 1."""
+    return max(n for n in range(1, max(1, most) + 1) if number % n == 0)
 
 
 def side_by_side(
@@ -67,6 +71,23 @@ def apart(memory: Float[Array, "B P M DD"], heads: int) -> Float[Array, "B H M D
     b, packs, slots, width = memory.shape
     split = memory.reshape(b, packs, slots, heads, width // heads)
     return split.swapaxes(2, 3).reshape(b, heads * packs, slots, -1)
+
+
+def join_chunks(x: Array, parts: int, front: bool) -> Array:
+    """[B, n, C, ...] as blocks of `parts` chunks, [B, m, parts C, ...].
+
+    Chunks of zeros fill the last block up at its end, or the first one at its front.
+    """
+    missing = -x.shape[1] % parts
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (missing, 0) if front else (0, missing)
+    return jnp.pad(x, padding).reshape(x.shape[0], -1, parts * x.shape[2], *x.shape[3:])
+
+
+def split_chunks(x: Array, parts: int, front: bool, number: int) -> Array:
+    """Undoes `join_chunks` of so many chunks."""
+    chunks = x.reshape(x.shape[0], -1, x.shape[2] // parts, *x.shape[3:])
+    return chunks[:, -number:] if front else chunks[:, :number]
 
 
 def gate_columns(gate: Array, group: int, heads: int) -> Array:
@@ -94,8 +115,9 @@ def gates_of_columns(columns: Array, group: int, heads: int) -> Array:
 
 
 def flag_columns(flag: Array, like: Array) -> Array:
-    """A flag [B, n] as a column beside `gate_columns`."""
-    wide = flag.astype(jnp.float32)[:, :, None, None, None]
+    """A flag [B, n] or [B, n, C] as a column beside `gate_columns`."""
+    flag = flag if flag.ndim == 3 else flag[..., None]
+    wide = flag.astype(jnp.float32)[:, :, None, :, None]
     return jnp.broadcast_to(wide, (*like.shape[:4], 1))
 
 
@@ -127,10 +149,14 @@ class Specs(NamedTuple):
         return pl.BlockSpec((self.rows, None, None, *x.shape[3:]), index)
 
     def kept(self, tree):
-        """[B, n, P, ., .]."""
-        index = lambda b, g, i: (b, self.order(i), g, 0, 0)
-        block = lambda x: (self.rows, None, self.group, *x.shape[3:])
-        return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
+        """[B, n, P, ...]."""
+
+        def spec(x):
+            zeros = (0,) * (x.ndim - 3)
+            block = (self.rows, None, self.group, *x.shape[3:])
+            return pl.BlockSpec(block, lambda b, g, i: (b, self.order(i), g, *zeros))
+
+        return jax.tree.map(spec, tree)
 
     def memories(self, tree):
         """[B, P, M, DD], for all chunks."""

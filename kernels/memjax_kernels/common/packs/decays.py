@@ -26,10 +26,12 @@ class Totals(NamedTuple):
     Attributes:
         row: along the lanes, [P, 1, 2 C].
         column: along the sublanes, [P, C, 1] of each head.
+        end: at the chunk's last token, [P, 1, 1] of each head.
     """
 
     row: Sums
     column: tuple[Sums, ...]
+    end: tuple[Sums, ...]
 
 
 class Decays(NamedTuple):
@@ -38,30 +40,40 @@ class Decays(NamedTuple):
     Attributes:
         between: from token j (lanes) to token i, 0 for j > i.
         kept: since the chunk's start.
-        until: from a token to the chunk's end.
     """
 
     between: Float[Array, "P C CC"]
     kept: Float[Array, "P 1 CC"]
-    until: Float[Array, "P 1 CC"]
 
 
-def sum_gates(g: Float[Array, "C N"]) -> Float[Array, "C NN"]:
-    """Sums of gates up to each token: the coarse parts of all, then the fine ones."""
+def sum_gates(g: Float[Array, "C N"], size: int | None = None) -> Float[Array, "C NN"]:
+    """Sums of gates up to each token: the coarse parts of all, then the fine ones.
+
+    With a `size` in each chunk of so many tokens by itself.
+    """
     g = jnp.maximum(g, FORGETS_ALL)
     coarse = jnp.floor(g * STEPS) / STEPS
     parts = jnp.concatenate([coarse, g - coarse], axis=1)
-    return _exact(_seen(g.shape[0]), parts, "nn")
+    return _exact(_seen(g.shape[0], size), parts, "nn")
 
 
 def sum_back(d: Float[Array, "C N"]) -> Float[Array, "C N"]:
     """Cotangents of gates from those of their sums: sums from each token on."""
-    return _exact(_seen(d.shape[0]), d, "tn")
+    return _exact(_seen(d.shape[0], None), d, "tn")
 
 
-def _seen(size: int) -> Float[Array, "C C"]:
-    token = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
-    return (token >= jax.lax.broadcasted_iota(jnp.int32, (size, size), 1)).astype(F32)
+def _seen(number: int, size: int | None) -> Float[Array, "C C"]:
+    token = jax.lax.broadcasted_iota(jnp.int32, (number, number), 0)
+    other = jax.lax.broadcasted_iota(jnp.int32, (number, number), 1)
+    return _sees(token, other, size).astype(F32)
+
+
+def _sees(token, other, size):
+    """Whether the other token is of the same chunk, and not later."""
+    if size is None:
+        return token >= other
+    chunk = lambda x: jax.lax.div(x, jnp.int32(size))
+    return (token >= other) & (chunk(token) == chunk(other))
 
 
 def transpose(columns: Float[Array, "C N"]) -> Float[Array, "N C"]:
@@ -96,25 +108,32 @@ def total(
     of_head = tuple(
         Sums(*(column(start + i * group) for start in starts)) for i in range(heads)
     )
-    row = (side_by_side(rows, start, group, heads) for start in starts)
-    return Totals(Sums(*row), of_head)
+    row = Sums(*(side_by_side(rows, start, group, heads) for start in starts))
+    ends = zip(*(packs.ends(part, heads) for part in row), strict=True)
+    return Totals(row, of_head, tuple(Sums(*end) for end in ends))
 
 
-def decays(total: Totals) -> Decays:
-    """The decays of a chunk's gates."""
+def decays(total: Totals, size: int | None = None) -> Decays:
+    """The decays of a chunk's gates; with a `size` of chunks of so many tokens."""
     row, heads = total.row, len(total.column)
     width = row.coarse.shape[-1]
     wide = Sums(
         *(packs.widen(columns, width) for columns in zip(*total.column, strict=True))
     )
     token = jax.lax.broadcasted_iota(jnp.int32, wide.coarse.shape, 1)
-    seen = token >= packs.within(token.shape, width // heads)
+    seen = _sees(token, packs.within(token.shape, width // heads), size)
     between = (wide.coarse - row.coarse) + (wide.fine - row.fine)
     # Masked before exp, which would overflow above the diagonal.
     between = jnp.exp(jnp.where(seen, between, -1e30))
-    end = Sums(*(packs.widen(packs.ends(part, heads), width) for part in row))
-    until = jnp.exp((end.coarse - row.coarse) + (end.fine - row.fine))
-    return Decays(between, jnp.exp(row.coarse + row.fine), until)
+    return Decays(between, jnp.exp(row.coarse + row.fine))
+
+
+def until_end(total: Totals) -> Float[Array, "P 1 CC"]:
+    """The decay from each token to the chunk's end; at most 1 for those of others."""
+    row, width = total.row, total.row.coarse.shape[-1]
+    end = Sums(*(packs.widen(x, width) for x in zip(*total.end, strict=True)))
+    between = (end.coarse - row.coarse) + (end.fine - row.fine)
+    return jnp.exp(jnp.minimum(between, 0.0))
 
 
 def kept_by_token(total: Totals, width: int) -> Float[Array, "P C VV"]:
@@ -124,5 +143,4 @@ def kept_by_token(total: Totals, width: int) -> Float[Array, "P C VV"]:
 
 def kept_at_end(total: Totals, width: int) -> Float[Array, "P 1 DD"]:
     """The decay over the whole chunk, in a memory's lanes."""
-    row = total.row.coarse + total.row.fine
-    return jnp.exp(packs.widen(packs.ends(row, len(total.column)), width))
+    return jnp.exp(packs.widen([x.coarse + x.fine for x in total.end], width))
