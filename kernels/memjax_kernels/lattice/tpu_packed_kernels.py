@@ -64,7 +64,7 @@ def forward_kernel(
     _store(after, _choose(block.complete, moved.after, start))
     left = _load(pending) + moved.written
     _store(pending, _choose(block.complete, jnp.zeros_like(left), left))
-    _store_tokens(y, read, layout)
+    packs.store_rows(y, read)
 
 
 def backward_kernel(
@@ -99,7 +99,7 @@ def backward_kernel(
     found = packed_gradient.pull_back(
         block.chunk,
         _load(kept).astype(F32),
-        *(d_new, d_open, _load_tokens(d_y, layout)),
+        *(d_new, d_open, packs.load_rows(d_y, layout.group)),
         options,
     )
     d = found.start + (d_whole - d_new)
@@ -110,7 +110,7 @@ def backward_kernel(
     _store(d_start, d)
     _store(d_pending, d_open)
     for ref, value in zip(d_tokens, found.x[:3], strict=True):
-        _store_tokens(ref, value, layout)
+        packs.store_rows(ref, value)
     d_gates[...] = pack_columns.sum_lanes(
         found.x.gamma, d_gates.shape, layout.group, layout.heads
     )
@@ -119,12 +119,12 @@ def backward_kernel(
 def _read(x, layout: Layout) -> _Block:
     """The chunk of references to `tpu_packed.Blocks`."""
     gates = x.gates[...]
-    q, k, v = (_load_tokens(ref, layout) for ref in x.tokens)
+    q, k, v = (packs.load_rows(ref, layout.group) for ref in x.tokens)
     first = layout.heads * layout.group
 
     def flag(index):
         each = gates[:, :1, first + index : first + index + 1]
-        return _each_pack(
+        return packs.each_pack(
             jnp.broadcast_to(each[:, None], (*each.shape[:1], layout.group, 1, 1))
         )
 
@@ -138,28 +138,12 @@ def _read(x, layout: Layout) -> _Block:
     )
 
 
-def _each_pack(x: Array) -> Array:
-    """[rows, group, ., .] -> [P, ., .]."""
-    return x.reshape(-1, *x.shape[2:])
-
-
 def _load(ref) -> Array:
-    return _each_pack(ref[...])
+    return packs.each_pack(ref[...])
 
 
 def _store(ref, x: Array):
     ref[...] = x.reshape(ref.shape).astype(ref.dtype)
-
-
-def _load_tokens(ref, layout: Layout) -> Array:
-    """[rows, C, group DD] -> [P, C, DD]."""
-    rows = [packs.load(ref.at[i], layout.group) for i in range(layout.rows)]
-    return jnp.concatenate(rows)
-
-
-def _store_tokens(ref, x: Array, layout: Layout):
-    for i in range(layout.rows):
-        packs.store(ref.at[i], x[i * layout.group : (i + 1) * layout.group])
 
 
 def _choose(flag, new, old):

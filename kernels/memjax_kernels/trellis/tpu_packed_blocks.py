@@ -63,7 +63,7 @@ class Block(NamedTuple):
 
 def read(x, layout: Layout, options: Options) -> Block:
     """All chunks of references to `tpu_packed.Blocks`."""
-    tokens = Chunk(*(load_tokens(ref, layout) for ref in x.tokens))
+    tokens = Chunk(*(packs.load_rows(ref, layout.group) for ref in x.tokens))
     gates = _gates(x.gates[:, :, : layout.gate_columns], layout)
     size = layout.size if layout.parts > 1 else None
     return Block(tokens, gates, packed.prepare(tokens, gates, options, size))
@@ -79,7 +79,9 @@ def flags(x, layout: Layout, part) -> tuple[Array, Array | None]:
 
     def flag(index):
         each = found[..., index : index + 1]
-        return each_pack(jnp.broadcast_to(each, (layout.rows, layout.group, 1, 1)))
+        return packs.each_pack(
+            jnp.broadcast_to(each, (layout.rows, layout.group, 1, 1))
+        )
 
     return flag(0), flag(1) if layout.resets else None
 
@@ -158,14 +160,9 @@ def _gates_of_row(block: Array, layout: Layout):
     return steps, [total(index) for index in range(layout.gates)]
 
 
-def each_pack(x: Array) -> Array:
-    """[rows, group, ., .] -> [P, ., .]."""
-    return x.reshape(-1, *x.shape[2:])
-
-
 def load(refs):
     """Memories in float32, [P, M, DD]."""
-    return jax.tree.map(lambda ref: each_pack(ref[...]).astype(F32), refs)
+    return jax.tree.map(lambda ref: packs.each_pack(ref[...]).astype(F32), refs)
 
 
 def store(refs, values):
@@ -177,12 +174,6 @@ def store(refs, values):
     jax.tree.map(write, refs, values)
 
 
-def load_tokens(ref, layout: Layout) -> Array:
-    """[rows, C, group DD] -> [P, C, DD]."""
-    rows = [packs.load(ref.at[i], layout.group) for i in range(layout.rows)]
-    return jnp.concatenate(rows)
-
-
 def memories_at(refs, part):
     """The memories of one chunk of a block, [rows, group, parts, M, DD]."""
     return jax.tree.map(lambda ref: ref.at[:, :, part], refs)
@@ -192,6 +183,5 @@ def store_tokens(ref, x: Array, layout: Layout, part) -> None:
     """Writes the tokens of a chunk, [P, C, DD], beside those of the others."""
     if layout.parts > 1:
         here = _rows(x.shape[1], layout, part)[None]
-        x = jnp.where(here, x, load_tokens(ref, layout).astype(F32))
-    for i in range(layout.rows):
-        packs.store(ref.at[i], x[i * layout.group : (i + 1) * layout.group])
+        x = jnp.where(here, x, packs.load_rows(ref, layout.group).astype(F32))
+    packs.store_rows(ref, x)

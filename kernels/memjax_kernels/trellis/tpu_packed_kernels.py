@@ -130,7 +130,7 @@ def backward_kernel(
         d = Memories(blocks.load(d_before.start), blocks.load(d_before.running))
         if layout.apart:
             d = _by_completeness(d, complete)
-        given_y = blocks.load_tokens(d_y, layout)
+        given_y = packs.load_rows(d_y, layout.group)
         if layout.parts > 1:
             given_y = blocks.tokens_alone(given_y, layout, part)
         keys, values = map(Memory, start, begun)
@@ -158,7 +158,7 @@ def backward_kernel(
         rows = jnp.concatenate([*found.gamma, *sums], axis=1)
         if layout.parts > 1:
             here = blocks.chunk_of_lanes(rows.shape, layout) == part
-            rows = jnp.where(here, rows, blocks.each_pack(d_gates[...]))
+            rows = jnp.where(here, rows, packs.each_pack(d_gates[...]))
         d_gates[...] = rows.reshape(d_gates.shape)
 
     _each_part(chunk, layout, reverse=True)

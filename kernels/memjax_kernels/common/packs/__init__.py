@@ -103,6 +103,22 @@ def store(ref: Any, x: Float[Array, "P C DD"]) -> None:
         ref[:, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
 
 
+def load_rows(ref: Any, group: int) -> Float[Array, "P C DD"]:
+    """A block [rows, C, group DD] of P = rows * group packs."""
+    return jnp.concatenate([load(ref.at[i], group) for i in range(ref.shape[0])])
+
+
+def store_rows(ref: Any, x: Float[Array, "P C DD"]) -> None:
+    """Writes a block [rows, C, group DD]."""
+    for i, row in enumerate(jnp.split(x, ref.shape[0])):
+        store(ref.at[i], row)
+
+
+def each_pack(x: Float[Array, "rows group ..."]) -> Float[Array, "P ..."]:
+    """A block's arrays of rows and their packs as those of P = rows * group packs."""
+    return x.reshape(-1, *x.shape[2:])
+
+
 def in_bfloat16(x: Float[Array, "..."], count: int = 3) -> list[Float[Array, "..."]]:
     """Parts in bfloat16 whose sum is x, a float32; two of them leave out 7 bits."""
     parts = []
