@@ -89,13 +89,23 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     # XLA divides the program: only kernels are written for one device's share.
     kinds = (AxisType.Auto,) * 4
     _require_slices(config.slices, data, devices)
-    if config.slices == 1:
-        return jax.make_mesh(shape, axes, axis_types=kinds, devices=devices)
-    within = (data // config.slices, *others)
-    arranged = mesh_utils.create_hybrid_device_mesh(
-        within, (config.slices, 1, 1, 1), devices=devices
-    )
+    try:
+        if config.slices == 1:
+            return jax.make_mesh(shape, axes, axis_types=kinds, devices=devices)
+        arranged = _arranged(config.slices, shape, devices)
+    except NotImplementedError:
+        # An axis of the mesh is no product of whole axes of the chips' torus.
+        arranged = _arranged(config.slices, shape, devices, split=True)
     return Mesh(arranged, axes, axis_types=kinds)
+
+
+def _arranged(slices, shape, devices, split=False):
+    """Devices in the mesh's order; `split` divides axes of their torus."""
+    options = {"devices": devices, "allow_split_physical_axes": split}
+    if slices == 1:
+        return mesh_utils.create_device_mesh(shape, **options)
+    within, outer = (shape[0] // slices, *shape[1:]), (slices, 1, 1, 1)
+    return mesh_utils.create_hybrid_device_mesh(within, outer, **options)
 
 
 def _require_slices(slices: int, data: int, devices: Sequence[Any]) -> None:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from memjax.aot import libtpu
 from memjax.aot.compile import Request, compiled
 from memjax.aot.report import report
 from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
@@ -18,7 +19,7 @@ from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.run import FinetuneRun
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import SampleConfig
-from memjax.training.sharding import MeshConfig
+from memjax.training.sharding import MeshConfig, make_mesh
 
 pytestmark = [
     pytest.mark.slow,
@@ -166,3 +167,18 @@ def test_what_cannot_be_compiled_is_refused(changes, message):
     request = Request(training("transformer"), "train", CHIPS)
     with pytest.raises(ValueError, match=message):
         compiled(dataclasses.replace(request, **changes), cycles=False)
+
+
+@pytest.mark.parametrize(("slices", "data"), [(1, 1), (2, 2)])
+def test_a_mesh_may_divide_an_axis_of_the_torus(slices, data):
+    """Eight chips share tensors, and the torus is 4 x 4."""
+    mesh = MeshConfig(data=data, fsdp=2, tensor=8, slices=slices)
+    made = make_mesh(mesh, libtpu.devices_of("v5e:4x4", slices))
+    assert made.devices.shape == (data, 2, 8, 1)
+    assert len({chip.id for chip in made.devices.flat}) == 16 * slices
+    # Each group of eight is a block of neighbours, of one slice.
+    groups = made.devices.reshape(-1, 8)
+    for group in groups:
+        xs, ys, _ = zip(*(chip.coords for chip in group), strict=True)
+        assert {len({*xs}), len({*ys})} == {2, 4}
+        assert len({getattr(chip, "slice_index", 0) for chip in group}) == 1
