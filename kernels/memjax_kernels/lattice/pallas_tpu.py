@@ -5,6 +5,7 @@ parallel, and tokens in order. The memory is an output block that all tokens of 
 share, so it stays in VMEM from the first to the last. The heads of one program do not
 depend on each other, which hides latency. A block of tokens is one chunk, computed by
 matrix products, or, where C = 1, `BLOCK` tokens one after the other on the vector unit.
+Heads that fill registers side by side go through `tpu_packed` and `tpu_token`.
 
 Where a gradient is taken, the forward kernel also saves the memory before every block,
 in the dtype of the tokens (C = 1: float32). The backward kernel goes through the blocks
@@ -24,7 +25,7 @@ from jaxtyping import Array
 
 from memjax_kernels.common import gradients, varying
 from memjax_kernels.common.products import multiplier, operand_dtype
-from memjax_kernels.lattice import tpu_kernels, tpu_packed
+from memjax_kernels.lattice import tpu_kernels, tpu_packed, tpu_token
 from memjax_kernels.lattice.memory import Rule
 from memjax_kernels.lattice.segment import Chunks, Memory
 from memjax_kernels.lattice.tpu_kernels import Inputs
@@ -84,6 +85,9 @@ def lattice_tpu(
     if tpu_packed.fits(tokens):
         packed = tpu_packed.lattice_packed
         return packed(tokens, start, empty, rule, interpret=interpret)
+    if tpu_token.fits(tokens):
+        by_token = tpu_token.lattice_tokens
+        return by_token(tokens, start, empty, rule, interpret=interpret)
     b, n, c, h, m = tokens.q.shape
     width = start.shape[-1]
     exact = c == 1

@@ -1,0 +1,128 @@
+"""Lattice with C = 1 on a TPU for packs of heads, interpreted."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax_kernels.lattice import (
+    VARIANTS,
+    LatticeState,
+    Rule,
+    beginning,
+    empty_state,
+    lattice,
+    tpu_token,
+)
+from memjax_kernels.lattice.chunked import in_chunks
+from memjax_kernels.lattice.pallas_tpu import lattice_tpu
+from memjax_kernels.lattice.tpu_token import equations
+from memjax_kernels.lattice.xla import lattice_xla
+from tests.kernels.distances import close, distances
+from tests.kernels.lattice.against_xla import INTERPRETED, both, draw, rows
+from tests.kernels.on_tpu import compiled_for_two, needs_libtpu
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "sizes"),
+    [
+        # Two packs of two heads; a head of a whole register; four of fewer slots.
+        ("dec", (2, 19, 4, 64, 64)),
+        ("enc", (1, 5, 1, 128, 128)),
+        ("sim", (3, 17, 4, 32, 64)),
+    ],
+)
+def test_values_and_gradients_agree_with_xla(variant, sizes):
+    b, t, h, m, v = sizes
+    nothing, ones = jnp.zeros((b, h, m, v)), jnp.ones((b, h))
+    start = rows(2, b, h, m, v).at[0, 0, 1].set(0)
+    state = LatticeState(start, nothing, ones, jnp.zeros(b, jnp.int32), 1)
+    reset = jnp.zeros((b, t), bool).at[-1, 3].set(True).at[0, t - 1].set(True)
+    arguments = draw(b, t, h, m, v), state, reset, rows(3, b, h, m, v)
+    expected = both(lattice_xla, variant, *arguments)
+    close(both(INTERPRETED, variant, *arguments), expected, 5e-6)
+    d_tokens, d_start, _, d_empty = expected[1]
+    leaves = jax.tree.leaves((d_tokens, d_start, d_empty))
+    assert all(np.abs(x).max() > 1e-3 for x in leaves)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_half_precision_is_as_exact_as_that_of_xla(variant):
+    b, t, h, d = 1, 40, 2, 64
+    state = empty_state(b, h, d, d, 1)
+    low = draw(b, t, h, d, d, jnp.bfloat16)
+    high: Any = tuple(x.astype(jnp.float32) for x in low)
+    arguments = state, None, state.start
+    exact = both(lattice_xla, variant, high, *arguments)
+    kernel = both(INTERPRETED, variant, low, *arguments)
+    xla = distances(both(lattice_xla, variant, low, *arguments), exact)
+    for path, distance in distances(kernel, exact).items():
+        assert distance <= 1.05 * xla[path] + 1e-4, (path, distance, xla[path])
+    assert kernel[0][0].dtype == jnp.bfloat16
+
+
+@pytest.mark.slow
+def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
+    """The XLA form of the kernels' own arguments is the op: `gradients.of_kernels`."""
+    b, t, h, m, v = 2, 7, 2, 64, 64
+    before, blank = (beginning(rows(seed, b, h, m, v), 1) for seed in (2, 3))
+    reset = jnp.zeros((b, t), bool).at[0, 4].set(True)
+    given = (*draw(b, t, h, m, v), None, before, reset, blank)
+    monkeypatch.setattr(tpu_token, "_tokens", tpu_token._in_xla)
+
+    def run(form):
+        last: Any = jax.jit(functools.partial(in_chunks, form, rule=Rule("dec")))
+        return last(*given)
+
+    close(run(lattice_tpu), run(lattice_xla), 1e-6)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("chip", "sizes"),
+    [
+        ("v5e:2x2", (8, 32, 12, 64, 64)),
+        ("v5p:2x2x1", (4, 20, 6, 128, 128)),
+        ("v6e:2x2", (2, 16, 4, 32, 64)),
+    ],
+)
+def test_gradients_compile_divided_along_the_batch(chip, sizes):
+    b, t, h, m, v = sizes
+    state = empty_state(b, h, m, v, 1)
+
+    def loss(q, k, v, gamma, start, reset):
+        before = dataclasses.replace(state, start=start)
+        options = {"state": before, "chunk_size": 1, "variant": "enc"}
+        after, y = lattice(q, k, v, gamma, reset=reset, **options)
+        return jnp.sum(after.start) + jnp.sum(y.astype(jnp.float32) ** 2)
+
+    tokens = draw(b, t, h, m, v, jnp.bfloat16)
+    given = (*tokens, state.start, jnp.zeros((b, t), bool))
+    text = compiled_for_two(chip, jax.grad(loss, range(5)), given)
+    assert "lattice_token_backward" in text and "all-gather" not in text
+
+
+def test_channels_are_summed_in_all_lanes_of_their_head():
+    x = jax.random.normal(jax.random.key(0), (2, 8, 128))
+    found = equations.sum_channels(x, 2).reshape(2, 8, 2, 64)
+    expected = np.asarray(x, np.float64).reshape(2, 8, 2, 64).sum(-1, keepdims=True)
+    np.testing.assert_allclose(found, expected + 0 * found, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_slots_of_rows_and_back(count):
+    """A number a slot in all lanes of its head; the transpose sums over these lanes."""
+    row = jax.random.normal(jax.random.key(0), (3, 1, 64))
+    row = row.astype(jnp.bfloat16).astype(jnp.float32) if count == 1 else row
+    wide = equations.slots_of_rows(row, 128, 2, count)
+    expected = np.repeat(np.asarray(row).reshape(3, 2, 32).swapaxes(1, 2), 64, axis=-1)
+    np.testing.assert_allclose(wide, expected, rtol=1e-6)
+    d = jax.random.normal(jax.random.key(1), wide.shape)
+    back = equations.rows_of_slots(d, 64, 2, 3)
+    np.testing.assert_allclose(jnp.vdot(back, row), jnp.vdot(d, wide), rtol=1e-4)
