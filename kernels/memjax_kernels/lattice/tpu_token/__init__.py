@@ -28,7 +28,6 @@ from memjax_kernels.common.packs.blocks import (
     flag_columns,
     gate_columns,
     gates_of_columns,
-    group_size,
     join_chunks,
     packings,
     side_by_side,
@@ -37,7 +36,12 @@ from memjax_kernels.common.packs.blocks import (
 from memjax_kernels.lattice.memory import Rule
 from memjax_kernels.lattice.segment import Chunks, Memory
 from memjax_kernels.lattice.tpu_packed_kernels import Layout
-from memjax_kernels.lattice.tpu_token.kernels import backward_kernel, forward_kernel
+from memjax_kernels.lattice.tpu_token.equations import Sums
+from memjax_kernels.lattice.tpu_token.kernels import (
+    Rows,
+    backward_kernel,
+    forward_kernel,
+)
 from memjax_kernels.lattice.xla import lattice_xla
 
 F32 = jnp.float32
@@ -91,7 +95,7 @@ def lattice_tokens(
     heads = _heads(tokens)
     (b, _, _, number, slots), width = tokens.q.shape, tokens.v.shape[4]
     each = heads * _block_bytes(slots, width)
-    group = group_size(number // heads, each)
+    group = divisor(number // heads, min(PACKS, BLOCK_BYTES // each))
     rows = min(PACKS // group, BLOCK_BYTES // (group * each))
     layout = Layout(divisor(b, rows), group, heads, tokens.cleared is not None)
     cleared = None if tokens.cleared is None else tokens.cleared.astype(F32)
@@ -129,7 +133,7 @@ def _forward(static: Static, x: Chunks, start, empty, *, keep: bool):
     number = blocks.gates.shape[1]
     kept = like((start.shape[0], number, *start.shape[1:]), F32) if keep else None
     of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: i)
-    width = blocks.tokens[2].shape[3] // (layout.group * of.groups)
+    rows = _rows(static, blocks)
     after, y, kept = _call(
         static,
         *(forward_kernel, "lattice_token_forward", blocks),
@@ -137,7 +141,7 @@ def _forward(static: Static, x: Chunks, start, empty, *, keep: bool):
         outputs=(after, y, kept),
         specs=(_specs(of, blocks), of.memories(start), of.memories(empty)),
         out_specs=(of.memories(after), of.tokens(y), of.kept(kept)),
-        scratch=[*_token_scratch(static, blocks), _scratch(static, width)],
+        scratch=[rows, rows.v],
     )
     return (apart(after, layout.heads), _of_blocks(y, x.v)), kept
 
@@ -156,8 +160,9 @@ def _backward(static: Static, primals, kept, cotangents):
     # The backward pass goes through the blocks in reverse.
     groups = blocks.gates.shape[2]
     of = Specs(layout.rows, layout.group, groups, lambda i: n - 1 - i)
-    scratch = _token_scratch(static, blocks)
+    rows = _rows(static, blocks)
     shape = (ROWS + 1, layout.rows * layout.group, *empty.shape[2:])
+    memories = pltpu.VMEM(shape, F32)
     (d_q, d_k, d_v), d_gates, d_start, d_empty = _call(
         static,
         *(backward_kernel, "lattice_token_backward", blocks),
@@ -175,7 +180,7 @@ def _backward(static: Static, primals, kept, cotangents):
             of.gates(d_gates),
             *of.memories((memory, memory)),
         ),
-        scratch=[*scratch, scratch[2], *scratch, *([pltpu.VMEM(shape, F32)] * 3)],
+        scratch=[rows, rows.v, rows, memories, Sums(memories, memories)],
     )
     gamma = gates_of_columns(d_gates, layout.group, layout.heads)
     d_x = x._replace(
@@ -190,15 +195,14 @@ def _backward(static: Static, primals, kept, cotangents):
 
 
 def _scratch(static: Static, width: int):
-    """Of a block's tokens in float32, of which single rows can be read."""
     return pltpu.VMEM((static.layout.rows * static.layout.group, ROWS, width), F32)
 
 
-def _token_scratch(static: Static, x: Blocks) -> list[Any]:
-    """For q, k, v and gamma."""
-    packs_of_all = static.layout.group * x.gates.shape[2]
-    widths = [tokens.shape[3] // packs_of_all for tokens in x.tokens]
-    return [_scratch(static, width) for width in (*widths, widths[2])]
+def _rows(static: Static, x: Blocks) -> Rows:
+    """Room for a block's tokens and rates."""
+    number = static.layout.group * x.gates.shape[2]
+    q, k, v = (_scratch(static, y.shape[3] // number) for y in x.tokens)
+    return Rows(q, k, v, v)
 
 
 def _in_xla(static: Static, x: Chunks, start, empty):

@@ -5,6 +5,7 @@ that all blocks of tokens share: they hold them between blocks.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,20 @@ from memjax_kernels.lattice.tpu_token.equations import (
 F32 = jnp.float32
 
 
+class Rows(NamedTuple):
+    """A block's tokens and rates, or their cotangents: float32 [P, 16, .] in VMEM.
+
+    Of an array in bfloat16 single rows cannot be read.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    gamma: Any
+
+
 def forward_kernel(
-    x, before, empty, after, y, kept, q, k, v, gamma, reads, *, layout, variant
+    x, before, empty, after, y, kept, rows: Rows, reads, *, layout, variant
 ):
     """One block; `kept` None does not keep the memory before it."""
 
@@ -38,14 +51,14 @@ def forward_kernel(
 
     if kept is not None:
         kept[...] = after[...]
-    _unpack(x, (q, k, v, gamma), layout)
+    _unpack(x, rows, layout)
 
     def one(t):
         start = packs.each_pack(after[...])
         if layout.resets:
             flag = _cleared(x, t, layout)
             start = jnp.where(flag > 0.5, packs.each_pack(empty[...]), start)
-        token = _token((q, k, v, gamma), x, t, layout)
+        token = _token(rows, x, t, layout)
         new, reads[:, pl.ds(t, 1), :] = advance(token, start, variant, layout.heads)
         after[...] = new.reshape(after.shape)
 
@@ -73,18 +86,11 @@ def backward_kernel(
     d_gates,
     d_start,
     d_empty,
-    q,
-    k,
-    v,
-    gamma,
+    rows: Rows,
     d_reads,
-    d_q,
-    d_k,
-    d_v,
-    d_gamma,
+    d_rows: Rows,
     memories,
-    alongs,
-    inverses,
+    sums: Sums,
     *,
     layout,
     variant,
@@ -96,7 +102,6 @@ def backward_kernel(
         d_start[...] = d_after[...]
         d_empty[...] = jnp.zeros(d_empty.shape, F32)
 
-    rows = (q, k, v, gamma)
     _unpack(x, rows, layout)
     d_reads[...] = packs.load_rows(d_y, layout.group).astype(F32)
     memories[0] = packs.each_pack(kept[...])
@@ -112,7 +117,7 @@ def backward_kernel(
     def recompute(t):
         token = _token(rows, x, t, layout)
         moved = move(token, begin(t), variant, layout.heads)
-        alongs[t], inverses[t] = moved.sums
+        sums.along[t], sums.inverse[t] = moved.sums
         memories[t + 1] = moved.memory * moved.sums.inverse
 
     # Cotangents of bfloat16 are rounded to it.
@@ -123,8 +128,8 @@ def backward_kernel(
         t = ROWS - 1 - i
         at, start = pl.ds(t, 1), memories[t]
         d_memory, token = packs.each_pack(d_start[...]), _token(rows, x, t, layout)
-        sums = Sums(alongs[t], inverses[t])
-        given = (sums, d_memory, d_reads[:, at, :], variant, layout.heads)
+        known = Sums(sums.along[t], sums.inverse[t])
+        given = (known, d_memory, d_reads[:, at, :], variant, layout.heads)
         d, d_memory = pull_back(token, start, *given)
         if layout.resets:
             flag = _cleared(x, t, layout)
@@ -133,28 +138,31 @@ def backward_kernel(
             d_empty[...] += fresh.reshape(d_empty.shape)
             d_memory = jnp.where(flag > 0.5, zeros, d_memory)
         d_start[...] = d_memory.reshape(d_start.shape)
-        d_q[:, at, :] = by_row(d.q, q.shape[-1], layout.heads)
-        d_k[:, at, :] = by_row(d.k, k.shape[-1], layout.heads)
-        d_v[:, at, :], d_gamma[:, at, :] = d.v, d.gamma
+        width = rows.q.shape[-1]
+        d_rows.q[:, at, :] = by_row(d.q, width, layout.heads)
+        d_rows.k[:, at, :] = by_row(d.k, width, layout.heads)
+        d_rows.v[:, at, :], d_rows.gamma[:, at, :] = d.v, d.gamma
 
     _in_pairs(recompute)
     _in_pairs(back)
-    for ref, d in zip(d_tokens, (d_q, d_k, d_v), strict=True):
+    for ref, d in zip(d_tokens, d_rows[:3], strict=True):
         packs.store_rows(ref, d[...])
     d_gates[...] = pack_columns.sum_lanes(
-        d_gamma[...], d_gates.shape, layout.group, layout.heads
+        d_rows.gamma[...], d_gates.shape, layout.group, layout.heads
     )
 
 
-def _unpack(x, rows, layout):
+def _unpack(x, rows: Rows, layout):
     """Writes a block's tokens and rates in float32."""
     for ref, tokens in zip(rows[:3], x.tokens, strict=True):
         ref[...] = packs.load_rows(tokens, layout.group).astype(F32)
-    width = rows[3].shape[-1]
-    rows[3][...] = pack_columns.spread(x.gates[...], width, layout.group, layout.heads)
+    width = rows.gamma.shape[-1]
+    rows.gamma[...] = pack_columns.spread(
+        x.gates[...], width, layout.group, layout.heads
+    )
 
 
-def _token(rows, x, t, layout) -> Token:
+def _token(rows: Rows, x, t, layout) -> Token:
     q, k, v, gamma = (ref[:, pl.ds(t, 1), :] for ref in rows)
     # Tokens in bfloat16 are one part.
     count = 1 if x.tokens[0].dtype == jnp.bfloat16 else 3
