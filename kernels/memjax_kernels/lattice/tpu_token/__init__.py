@@ -162,7 +162,7 @@ def _backward(static: Static, primals, kept, cotangents):
     of = Specs(layout.rows, layout.group, groups, lambda i: n - 1 - i)
     rows = _rows(static, blocks)
     shape = (ROWS + 1, layout.rows * layout.group, *empty.shape[2:])
-    memories = pltpu.VMEM(shape, F32)
+    memories: Any = pltpu.VMEM(shape, F32)
     (d_q, d_k, d_v), d_gates, d_start, d_empty = _call(
         static,
         *(backward_kernel, "lattice_token_backward", blocks),
