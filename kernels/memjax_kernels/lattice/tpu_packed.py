@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from memjax_kernels.common import gradients, products, varying
 from memjax_kernels.common.packs.blocks import (
     BLOCK_BYTES,
-    PARAMS,
     ROWS,
     Specs,
     apart,
@@ -137,6 +135,7 @@ def _forward(static: Static, x: Chunks, start, empty, *, keep: bool):
         static.layout.rows, static.layout.group, blocks.gates.shape[2], lambda i: i
     )
     memory, y, kept = _call(
+        of,
         static,
         *(tpu_packed_kernels.forward_kernel, "lattice_forward", blocks),
         inputs=(start, empty),
@@ -163,6 +162,7 @@ def _backward(static: Static, primals, kept, cotangents):
     # The backward pass goes through the chunks in reverse.
     of = Specs(static.layout.rows, group, blocks.gates.shape[2], lambda i: n - 1 - i)
     d_tokens, d_gates, d_start, d_empty = _call(
+        of,
         static,
         *(tpu_packed_kernels.backward_kernel, "lattice_backward", blocks),
         inputs=(empty, kept, d_memory, d_y),
@@ -209,29 +209,9 @@ def _specs(of: Specs, x: Blocks) -> Blocks:
     return Blocks(of.tokens(x.tokens), of.gates(x.gates))
 
 
-def _call(
-    static: Static,
-    kernel,
-    name,
-    x: Blocks,
-    *,
-    inputs,
-    outputs,
-    specs,
-    out_specs,
-    scratch=(),
-):
-    q, layout = x.tokens.q, static.layout
-    multiply = functools.partial(products.multiply, dtype=products.operand_dtype(q))
-    options = Options(static.rule.variant, layout.heads, multiply)
-    return pl.pallas_call(
-        functools.partial(kernel, layout=layout, options=options),
-        grid=(q.shape[0] // layout.rows, x.gates.shape[2], q.shape[1]),
-        in_specs=specs,
-        out_specs=out_specs,
-        out_shape=outputs,
-        scratch_shapes=scratch,
-        compiler_params=PARAMS,
-        interpret=static.interpret,
-        name=name,
-    )(x, *inputs)
+def _call(of: Specs, static: Static, kernel, name, x: Blocks, **blocks):
+    dtype = products.operand_dtype(x.tokens.q)
+    multiply = functools.partial(products.multiply, dtype=dtype)
+    options = Options(static.rule.variant, static.layout.heads, multiply)
+    kernel = functools.partial(kernel, layout=static.layout, options=options)
+    return of.call(kernel, name, x, **blocks, interpret=static.interpret)

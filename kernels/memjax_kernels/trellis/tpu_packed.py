@@ -17,14 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from memjax_kernels.common import gradients, products, varying
 from memjax_kernels.common.gate_sums import FORGETS_ALL
 from memjax_kernels.common.packs.blocks import (
     LANES,
-    PARAMS,
     ROWS,
     Specs,
     apart,
@@ -177,6 +175,7 @@ def _forward(static: Static, x: Tokens, memories: Memories, empty, *, keep: bool
     kept = jax.tree.map(at_start, memories.start) if keep else None
     of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: i)
     after, y, kept = _call(
+        of,
         static,
         tpu_packed_kernels.forward_kernel,
         "trellis_forward",
@@ -217,6 +216,7 @@ def _backward(static: Static, primals, kept, cotangents):
     of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: n - 1 - i)
     tokens = of.tokens(blocks.tokens)
     d_tokens, d_gates, d_memories, d_empty = _call(
+        of,
         static,
         tpu_packed_kernels.backward_kernel,
         "trellis_backward",
@@ -275,18 +275,9 @@ def _in_xla(static: Static, x: Tokens, memories: Memories, empty):
 _chunks = gradients.of_kernels("trellis", _forward, _backward, _in_xla)
 
 
-def _call(static: Static, kernel, name, x: Blocks, inputs, outputs, specs, out_specs):
-    q = x.tokens.q
-    groups = x.gates.shape[2]
-    multiply = functools.partial(products.multiply, dtype=products.operand_dtype(q))
+def _call(of: Specs, static: Static, kernel, name, x: Blocks, *blocks):
+    dtype = products.operand_dtype(x.tokens.q)
+    multiply = functools.partial(products.multiply, dtype=dtype)
     options = Options(static.phi, static.activation, multiply)
-    return pl.pallas_call(
-        functools.partial(kernel, layout=static.layout, options=options),
-        grid=(q.shape[0] // static.layout.rows, groups, q.shape[1]),
-        in_specs=specs,
-        out_specs=out_specs,
-        out_shape=outputs,
-        compiler_params=PARAMS,
-        interpret=static.interpret,
-        name=name,
-    )(x, *inputs)
+    kernel = functools.partial(kernel, layout=static.layout, options=options)
+    return of.call(kernel, name, x, *blocks, interpret=static.interpret)

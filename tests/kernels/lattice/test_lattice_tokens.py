@@ -16,6 +16,7 @@ from memjax_kernels.lattice import (
     beginning,
     empty_state,
     lattice,
+    packed,
     tpu_token,
 )
 from memjax_kernels.lattice.chunked import in_chunks
@@ -110,7 +111,7 @@ def test_gradients_compile_divided_along_the_batch(chip, sizes):
 
 def test_channels_are_summed_in_all_lanes_of_their_head():
     x = jax.random.normal(jax.random.key(0), (2, 8, 128))
-    found = equations.sum_channels(x, 2).reshape(2, 8, 2, 64)
+    found = packed.sum_channels(x, 2).reshape(2, 8, 2, 64)
     expected = np.asarray(x, np.float64).reshape(2, 8, 2, 64).sum(-1, keepdims=True)
     np.testing.assert_allclose(found, expected + 0 * found, atol=1e-5)
 

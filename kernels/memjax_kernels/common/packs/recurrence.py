@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels.common import chunks, gradients, partition, varying
@@ -23,7 +22,6 @@ from memjax_kernels.common.gate_sums import FORGETS_ALL
 from memjax_kernels.common.packs import recurrence_kernels
 from memjax_kernels.common.packs.blocks import (
     LANES,
-    PARAMS,
     Specs,
     apart,
     gate_columns,
@@ -231,14 +229,6 @@ def _specs(of: Specs, x: Blocks) -> Blocks:
 def _call(
     of: Specs, static: Static, kernel, name, x, inputs, outputs, specs, out_specs
 ):
-    q = x.tokens[0]
-    return pl.pallas_call(
-        functools.partial(kernel, static=static),
-        grid=(q.shape[0], of.groups, q.shape[1]),
-        in_specs=specs,
-        out_specs=out_specs,
-        out_shape=outputs,
-        compiler_params=PARAMS,
-        interpret=static.interpret,
-        name=f"{static.op.name}_{name}",
-    )(x, *inputs)
+    kernel, name = functools.partial(kernel, static=static), f"{static.op.name}_{name}"
+    given = (x, inputs, outputs, specs, out_specs)
+    return of.call(kernel, name, *given, interpret=static.interpret)

@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from memjax_kernels.common import gradients, varying
 from memjax_kernels.common.packs.blocks import (
     BLOCK_BYTES,
-    PARAMS,
     ROWS,
     Specs,
     apart,
@@ -135,6 +133,7 @@ def _forward(static: Static, x: Chunks, start, empty, *, keep: bool):
     of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: i)
     rows = _rows(static, blocks)
     after, y, kept = _call(
+        of,
         static,
         *(forward_kernel, "lattice_token_forward", blocks),
         inputs=(start, empty),
@@ -164,6 +163,7 @@ def _backward(static: Static, primals, kept, cotangents):
     shape = (ROWS + 1, layout.rows * layout.group, *empty.shape[2:])
     memories: Any = pltpu.VMEM(shape, F32)
     (d_q, d_k, d_v), d_gates, d_start, d_empty = _call(
+        of,
         static,
         *(backward_kernel, "lattice_token_backward", blocks),
         inputs=(empty, kept, d_after, d_y),
@@ -221,18 +221,7 @@ def _specs(of: Specs, x: Blocks) -> Blocks:
     return Blocks(of.tokens(x.tokens), of.gates(x.gates))
 
 
-def _call(
-    static, kernel, name, x: Blocks, *, inputs, outputs, specs, out_specs, scratch
-):
-    layout = static.layout
-    return pl.pallas_call(
-        functools.partial(kernel, layout=layout, variant=static.rule.variant),
-        grid=(x.gates.shape[0] // layout.rows, x.gates.shape[2], x.gates.shape[1]),
-        in_specs=specs,
-        out_specs=out_specs,
-        out_shape=outputs,
-        scratch_shapes=scratch,
-        compiler_params=PARAMS,
-        interpret=static.interpret,
-        name=name,
-    )(x, *inputs)
+def _call(of: Specs, static: Static, kernel, name, x: Blocks, **blocks):
+    variant = static.rule.variant
+    kernel = functools.partial(kernel, layout=static.layout, variant=variant)
+    return of.call(kernel, name, x, **blocks, interpret=static.interpret)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from memjax_kernels.common import packs
 from memjax_kernels.lattice.memory import Variant
+from memjax_kernels.lattice.packed import sum_channels
 
 F32 = jnp.float32
 # A smaller squared norm is that of a slot of zeros.
@@ -144,17 +145,6 @@ def pull_back(
         case "sim":
             d_k, d_v = once, -d_h
     return Token(rho * read, d_k, d_v, d_gamma), d_start
-
-
-def sum_channels(x: Float[Array, "P M VV"], heads: int) -> Float[Array, "P M VV"]:
-    """The sum over each head's lanes, in all of them."""
-    # One row of a mask serves all.
-    of = packs.head((1, 1, x.shape[-1]), heads)
-    total = lambda i: jnp.sum(jnp.where(of == i, x, 0.0), axis=-1, keepdims=True)
-    found = jnp.broadcast_to(total(heads - 1), x.shape)
-    for i in range(heads - 1):
-        found = jnp.where(of == i, total(i), found)
-    return found
 
 
 def slots_of_rows(
