@@ -248,7 +248,7 @@ def memory() -> None:
     backbone = LanguageModel(config, key=jax.random.key(0))
     graph, params = nnx.split(mplus(backbone, sizes, key=jax.random.key(1)))
     model: MPlus = nnx.merge(graph, params)
-    # The store overflows: 12 chunks fill the pool and half of the store each time.
+    # The store overflows: three texts make 144 rows, pool and store hold 88.
     texts = np.random.default_rng(0).integers(0, V, (3, 4, 12 * 8)).astype(np.int32)
     texts = jnp.asarray(texts)
 
