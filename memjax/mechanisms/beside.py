@@ -41,7 +41,6 @@ from memjax.mechanisms.gsa import ABCConfig, GSAConfig
 from memjax.mechanisms.lattice import LatticeConfig
 from memjax.mechanisms.layers import gates, projections
 from memjax.mechanisms.layers.memory_core import MemoryConfig, MemoryCore
-from memjax.mechanisms.layers.norms import l2_normalize
 from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.mechanisms.linear_attention import LinearAttentionConfig
 from memjax.mechanisms.mamba2 import Mamba2Config
@@ -55,6 +54,7 @@ from memjax.mechanisms.sliding_window import oldest as oldest_of_window
 from memjax.mechanisms.sliding_window import read as read_window
 from memjax.mechanisms.trellis import TrellisConfig
 from memjax.mechanisms.ttt_linear import TTTLinearConfig
+from memjax_kernels.recurrent_block import l2_normalize
 
 #: The memories that a file may name.
 MEMORIES = (

@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, axes
-from memjax.mechanisms.layers import gates, norms, recurrent_block
+from memjax.mechanisms.layers import gates, recurrent_block
 from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.memory_core import (
     LearnedStart,
@@ -46,6 +46,7 @@ from memjax_kernels.lattice import lattice as lattice_op
 from memjax_kernels.lattice import step as op_step
 from memjax_kernels.lattice.memory import Initial
 from memjax_kernels.lattice.sphere import l2_normalize
+from memjax_kernels.recurrent_block import l2_normalize as l2_normalize_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +205,7 @@ def _values(config, v):
     """Values, of unit norm where they are what the objective predicts from."""
     # In "enc" values are what the slots predict from, and a step of γ |v|² > 2 would
     # diverge.
-    return norms.l2_normalize(v) if config.variant == "enc" else v
+    return l2_normalize_heads(v) if config.variant == "enc" else v
 
 
 def _gates(config, params, x):

@@ -36,7 +36,6 @@ from memjax.mechanisms.layers.memory_core import (
     step_from_start,
     unstarted,
 )
-from memjax.mechanisms.layers.norms import l2_normalize
 from memjax.mechanisms.layers.overlap import (
     Written,
     bounded_step,
@@ -44,6 +43,7 @@ from memjax.mechanisms.layers.overlap import (
     nothing_written,
 )
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax_kernels.recurrent_block import l2_normalize
 from memjax_kernels.trellis import TrellisState, empty_state
 from memjax_kernels.trellis import step as op_step
 from memjax_kernels.trellis import trellis as trellis_op

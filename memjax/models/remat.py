@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from memjax.models.language_model.model import LAYER_INPUT
+from memjax.models.language_model.layers import LAYER_INPUT
 
 # Saves the inputs of the layers, in the host's memory, and nothing else.
 offload_layers = jax.checkpoint_policies.save_and_offload_only_these_names(

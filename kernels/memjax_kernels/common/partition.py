@@ -103,6 +103,38 @@ def by_rows(form: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return divided
 
 
+def token_by_token(form: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A function (tokens, parameters) -> y of every token alone, on a device's share.
+
+    Tokens and y are [B, T, H, ...]: batch elements and heads are divided as everywhere,
+    and tokens along the axis that divides sequences. Axes that do not divide B, T or H
+    evenly are left out. Without a mesh, the form as it is.
+    """
+
+    def divided(tokens, parameters):
+        mesh = mesh_of(tokens, parameters)
+        axes = _undivided(mesh)
+        if not axes:
+            return form(tokens, parameters)
+        sizes = jax.tree.leaves(tokens)[0].shape
+        kinds = (BATCH, (SEQUENCE,), HEADS[:1])
+        along = P(
+            *(
+                _fit(mesh, [name for name in names if name in axes], size)
+                for names, size in zip(kinds, sizes, strict=False)
+            )
+        )
+        return jax.shard_map(
+            form,
+            mesh=mesh,
+            axis_names=set(axes),
+            in_specs=(along, P()),
+            out_specs=along,
+        )(tokens, parameters)
+
+    return divided
+
+
 def _undivided(mesh: AbstractMesh) -> list[str]:
     """The axes along which the caller has not divided its arrays already."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.mechanisms.base import axes
-from memjax_kernels.common.partition import by_heads
+from memjax_kernels.common.partition import channels_by_heads
 
 
 class Gate(NamedTuple):
@@ -59,11 +59,11 @@ def linear_logits(
     Unless `of_heads`, no axis of the weight is of heads.
     """
     # The product runs in the dtype of the tokens; what follows, logs and sigmoids, in
-    # float32.
-    logits = jnp.tensordot(x, weight.astype(x.dtype), 1)
+    # float32. Channels of all heads are one axis: two would be laid out otherwise.
+    logits = x @ weight.reshape(weight.shape[0], -1).astype(x.dtype)
     if of_heads and x.ndim == 3:
-        logits = by_heads(logits)
-    return logits.astype(jnp.float32)
+        logits = channels_by_heads(logits, weight.shape[1])
+    return logits.astype(jnp.float32).reshape(*x.shape[:-1], *weight.shape[1:])
 
 
 def gate_logits(params: Gate, x: Float[Array, "*B D"]) -> Array:

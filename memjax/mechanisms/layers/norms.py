@@ -1,18 +1,13 @@
-"""Norms of layers and of heads: Zhang & Sennrich (2019), RMSNorm.
+"""The norm of a layer: Zhang & Sennrich (2019), RMSNorm.
 
 https://arxiv.org/abs/1910.07467
-
-Sums over the channels of a head, and factors of heads, are products with zeros and
-ones over all channels of a token: heads and channels as axes of their own would need
-another layout on a TPU, where two heads of 64 fill the lanes of a register.
 """
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
-from memjax.mechanisms.layers.cpu import exact_product, scale_channels, scale_rows
+from memjax_kernels.common.cpu import scale_channels, scale_rows
 
 
 def rms_norm(
@@ -23,41 +18,3 @@ def rms_norm(
     mean = (high**2).mean(axis=-1, keepdims=True)
     high = scale_rows(high, jax.lax.rsqrt(mean + epsilon))
     return scale_channels(high, scale).astype(x.dtype)
-
-
-def l2_normalize(x: Float[Array, "*B H K"]) -> Float[Array, "*B H K"]:
-    """Each head divided by its norm, in float32 inside; zeros stay zeros."""
-    high = x.astype(jnp.float32)
-    # 1e-6 under the root: a vector of zeros has a finite gradient and stays zero.
-    return _divide_by_root(high, _head_squares(high) + 1e-6).astype(x.dtype)
-
-
-def rms_norm_heads(
-    x: Float[Array, "*B H V"], scale: Float[Array, " V"], epsilon: float
-) -> Float[Array, "*B H V"]:
-    """Each head divided by its rms, times a scale that the heads share; float32."""
-    high = x.astype(jnp.float32)
-    high = _divide_by_root(high, _head_squares(high) / x.shape[-1] + epsilon)
-    every_head = jnp.tile(scale, x.shape[-2])
-    return scale_channels(_flat(high), every_head).reshape(x.shape)
-
-
-def _head_squares(x):
-    """The sum of squares of each head, [*B, H]."""
-    return exact_product(_flat(x) ** 2, _of_head(x))
-
-
-def _divide_by_root(x, squares):
-    """x [*B, H, K] over the roots of `squares` [*B, H]."""
-    factors = exact_product(jax.lax.rsqrt(squares), _of_head(x).T)
-    return (_flat(x) * factors).reshape(x.shape)
-
-
-def _flat(x):
-    return x.reshape(*x.shape[:-2], -1)
-
-
-def _of_head(x):
-    """1 where a channel is of a head, [H K, H]."""
-    heads, width = x.shape[-2:]
-    return np.repeat(np.eye(heads, dtype=np.float32), width, axis=0)

@@ -35,12 +35,12 @@ from memjax.mechanisms.layers.divided_sequence import (
 )
 from memjax.mechanisms.layers.gates import draw_weight
 from memjax.mechanisms.layers.memory_core import MemoryCore
-from memjax.mechanisms.layers.norms import l2_normalize, rms_norm_heads
 from memjax_kernels.common.partition import (
     by_tokens,
     channels_by_heads,
     sequence_ways,
 )
+from memjax_kernels.recurrent_block import gated_norm, short_convolution
 
 CONV_WIDTH = 4
 # Those that every op has.
@@ -308,43 +308,29 @@ def qkv_projection(
             width.
     """
     check_input(x, config.model_dim, state)
-    projections, (heads, width) = params.query_key.shape[1], params.query_key.shape[2:]
-    # Channels of all heads are one axis: see `layers.norms`.
-    before = jnp.split(_flat(state.window, 2).astype(x.dtype), projections, axis=-1)
-    new = jnp.split(_product(x, params.query_key), projections, axis=-1)
-    inputs = [
-        jnp.concatenate([old, channels_by_heads(part, heads)], axis=1)
-        for old, part in zip(before, new, strict=True)
-    ]
-    # One projection that both share, or one for each.
-    parts = inputs * (2 // projections)
-    q, k = (
-        _convolve(part, params.filters[:, i].reshape(CONV_WIDTH, -1), positions)
-        for i, part in enumerate(parts)
-    )
+    _, projections, heads, _ = params.query_key.shape
     by_head = lambda z: z.reshape(*x.shape[:2], heads, -1)
-    # Unit norm bounds what a write can do: a step of γ |k|² <= 2 does not diverge.
-    q, k = (l2_normalize(by_head(jax.nn.silu(z))).astype(x.dtype) for z in (q, k))
-    last = [part[:, x.shape[1] :].astype(jnp.float32) for part in inputs]
-    window = jnp.stack(
-        [part.reshape(*part.shape[:2], heads, width) for part in last], 2
+    project = lambda weight: by_head(channels_by_heads(_product(x, weight), heads))
+    # Two products, where one would have to be cut in two again.
+    inputs = [project(params.query_key[:, i]) for i in range(projections)]
+    before = [state.window[:, :, i] for i in range(projections)]
+    # One projection that both share, or one for each. Unit norm bounds what a write can
+    # do: a step of γ |k|² <= 2 does not diverge.
+    q, k = (
+        short_convolution(
+            inputs[i % projections],
+            params.filters[:, i],
+            before[i % projections],
+            positions,
+        )
+        for i in range(2)
     )
-    v = channels_by_heads(_product(x, params.value), heads)
-    return QKV(window, q, k, by_head(v))
-
-
-def _convolve(inputs, filters, positions):
-    """Each channel by its own filter of W taps; the first W - 1 tokens came before."""
-    time = inputs.shape[1] - CONV_WIDTH + 1
-
-    def tap(w):
-        product = inputs[:, w : w + time].astype(jnp.float32) * filters[w][None, None]
-        back = CONV_WIDTH - 1 - w
-        if positions is None or not back:
-            return product
-        return jnp.where(positions[..., None] >= back, product, 0.0)
-
-    return functools.reduce(jnp.add, map(tap, range(CONV_WIDTH)))
+    window = [
+        jnp.concatenate([old, part[:, 1 - CONV_WIDTH :].astype(jnp.float32)], axis=1)
+        for old, part in zip(before, inputs, strict=True)
+    ]
+    window = jnp.stack([part[:, 1 - CONV_WIDTH :] for part in window], axis=2)
+    return QKV(window, q, k, project(params.value))
 
 
 def _product(x, weight):
@@ -366,7 +352,8 @@ def output_projection(
     """Norm, gate and output matrix of the reads y of the tokens x."""
     # RMSNorm makes the output independent of the memory's size, which grows with the
     # text.
-    y = by_tokens(y) if x.ndim == 3 else y
-    y = rms_norm_heads(y, params.norm, config.norm_epsilon).astype(x.dtype)
-    y = _flat(y, x.ndim - 1) * jax.nn.gelu(_product(x, params.gate))
+    tokens = y if x.ndim == 3 else y[:, None]
+    gate = _product(x, params.gate).reshape(tokens.shape)
+    tokens = gated_norm(by_tokens(tokens), gate, params.norm, config.norm_epsilon)
+    y = tokens.reshape(*x.shape[:-1], -1)
     return y @ params.output.reshape(-1, config.model_dim).astype(x.dtype)

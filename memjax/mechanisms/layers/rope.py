@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from memjax.checks import check_positive, check_sizes
 from memjax.mechanisms.base import expand_leading_dims
-from memjax.mechanisms.layers.cpu import computed_once
+from memjax_kernels.common.cpu import computed_once
 
 ScalingKind = Literal["linear", "llama3", "yarn"]
 

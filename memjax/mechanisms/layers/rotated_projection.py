@@ -11,13 +11,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms.layers import projections, rope
-from memjax.mechanisms.layers.cpu import exact_product
 from memjax.mechanisms.layers.projections import (
     Adapted,
     AttentionParams,
     HeadsConfig,
     linear,
 )
+from memjax_kernels.common.cpu import exact_product
 from memjax_kernels.common.partition import by_heads
 
 

@@ -20,7 +20,7 @@ from memjax.mechanisms.layers.projections import HeadsConfig
 
 Dtype = Literal["float32", "bfloat16"]
 Norm = Literal["rms", "layer"]
-RematSaves = Literal["input", "products"]
+RematSaves = Literal["input", "attention", "products"]
 FeedForward = Literal["swiglu", "geglu", "relu"]
 
 #: Tokens that a model without a window reads at a time.
@@ -98,8 +98,10 @@ class ModelConfig:
         dtype: of activations; states and logits are float32, and parameters are drawn
             so (`load_pretrained` can keep a file's bfloat16).
         remat: recompute each layer's activations in the backward pass.
-        remat_saves: what is kept of a layer for that: its "input" alone, or its
-            "products" with weights too, which leaves little to compute again.
+        remat_saves: what is kept of a layer for that: its "input" alone; on a TPU what
+            "attention" reads too, as much again, so that its kernel runs once; or the
+            "products" with weights and what any kernel gives, which leaves little to
+            compute again.
         scan_layers: run equal layers by one loop, in calls of more than one token: the
             time to trace and compile is that of one period of layers at any depth.
             The loop copies parameters and memories once a call.
@@ -117,7 +119,7 @@ class ModelConfig:
     tied_head: bool = True
     dtype: Dtype = "bfloat16"
     remat: bool = True
-    remat_saves: RematSaves = "input"
+    remat_saves: RematSaves = "attention"
     scan_layers: bool = False
 
     def __post_init__(self):

@@ -29,6 +29,7 @@ from memjax.models.language_model.config import ModelConfig, build_once
 from memjax.models.language_model.depth import Layer, run_layers
 from memjax.models.language_model.inputs import next_positions, rows_of
 from memjax.models.language_model.layers import (
+    LAYER_INPUT,
     Block,
     apply_or_step,
     init_norm,
@@ -43,7 +44,6 @@ from memjax_kernels.common.partition import along_batch
 # One memory a layer; behind them, where positions are learned, how many tokens of each
 # row have taken one.
 State = tuple[PyTree, ...]
-LAYER_INPUT = "layer_input"
 
 
 class LanguageModel(nnx.Module):

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from memjax.mechanisms.layers.cpu import by_platform, scale_rows
 from memjax.mechanisms.layers.softmax import splash
 from memjax_kernels.cached_attention import cached_attention, pallas_tpu
+from memjax_kernels.common.cpu import by_platform, scale_rows
 
 # Scores of one attention call, in elements: 2**26 float32 are 256 MiB.
 MAX_SCORES = 2**26

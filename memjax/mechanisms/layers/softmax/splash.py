@@ -25,6 +25,8 @@ from memjax_kernels.common.partition import chunkwise
 BLOCKS = {8192: 1024, 0: 512}
 # The kernel's blocks are whole registers along the tokens.
 LANES = 128
+#: The name of what the backward kernels take, by which a remat policy can save it.
+READS = "attention_reads"
 
 
 def unsupported(query: Any, key: Any) -> str:
@@ -166,4 +168,5 @@ def _kernel(mask, heads, block_q, block_kv):
         block_kv_dq=block_kv,
     )
     make = functools.partial(splash.make_splash_mha, head_shards=1, q_seq_shards=1)
-    return make(masks.MultiHeadMask([mask] * heads), block_sizes=sizes)
+    mask = masks.MultiHeadMask([mask] * heads)
+    return make(mask, block_sizes=sizes, residual_checkpoint_name=READS)

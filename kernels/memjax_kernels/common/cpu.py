@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax.mechanisms.base import expand_leading_dims
-
 # A product with ones must change no bit, which needs the full float32 product.
 exact_product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
@@ -32,7 +30,7 @@ def scale_channels(
         lambda x, scale: (
             x * exact_product(jnp.ones((*x.shape[:-1], 1), scale.dtype), scale[None])
         ),
-        lambda x, scale: x * expand_leading_dims(scale, x),
+        lambda x, scale: x * scale.reshape((1,) * (x.ndim - 1) + (-1,)),
     )(x, scale)
 
 

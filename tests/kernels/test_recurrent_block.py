@@ -1,0 +1,209 @@
+"""The short convolution and the gated norm: the kernels compute what XLA does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from memjax_kernels.recurrent_block import (
+    convolution_tpu,
+    gated_norm,
+    gated_norm_tpu,
+    l2_normalize,
+    short_convolution,
+    unit_norm_tpu,
+    xla,
+)
+from tests.kernels.distances import close
+from tests.kernels.on_tpu import INTERPRETER, compiled_for_two, needs_libtpu
+
+CONVOLUTION = functools.partial(
+    convolution_tpu.short_convolution_tpu, interpret=INTERPRETER
+)
+NORM = functools.partial(gated_norm_tpu.gated_norm_tpu, interpret=INTERPRETER)
+UNIT = functools.partial(unit_norm_tpu.l2_normalize_tpu, interpret=INTERPRETER)
+NORM_XLA = functools.partial(xla.gated_norm, epsilon=1e-5)
+# bfloat16 has 8 bits.
+NEAR = 6e-3
+
+
+def tokens(seed, *shapes, dtype=jnp.bfloat16):
+    """Random arrays whose values bfloat16 has."""
+    draws = np.random.default_rng(seed)
+    found = [draws.standard_normal(shape) for shape in shapes]
+    return [jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in found]
+
+
+def convolution_inputs(seed, batch, time, heads, width, dtype=jnp.bfloat16):
+    x, filters, before = tokens(
+        seed,
+        (batch, time, heads, width),
+        (4, heads, width),
+        (batch, 3, heads, width),
+        dtype=dtype,
+    )
+    return x, filters.astype(jnp.float32), before.astype(jnp.float32)
+
+
+def positions_of(time, begins):
+    """Positions in documents that begin at 0 and where `begins` says."""
+    at = np.arange(time)
+    starts = np.max([np.where(at >= begin, begin, 0) for begin in begins], axis=0)
+    return jnp.asarray(at - starts, jnp.int32)[None]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(form, weight, *inputs):
+    y, pull = jax.vjp(lambda *x: form(*x).astype(jnp.float32), *inputs)
+    return y, pull(weight)
+
+
+def test_the_convolution_is_the_sum_over_taps_with_unit_norm():
+    x, filters, before = convolution_inputs(0, 2, 5, 2, 3, dtype=jnp.float32)
+    found = short_convolution(x, filters, before)
+    inputs = np.concatenate([before, x], axis=1)
+    for t in range(5):
+        z = sum(inputs[:, t + w] * np.asarray(filters[w]) for w in range(4))
+        z = z / (1 + np.exp(-z))
+        expected = z / np.sqrt((z**2).sum(axis=-1, keepdims=True) + 1e-6)
+        np.testing.assert_allclose(found[:, t], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_document_sees_nothing_of_the_one_before():
+    x, filters, before = convolution_inputs(1, 1, 9, 2, 3, dtype=jnp.float32)
+    packed = short_convolution(x, filters, before, positions_of(9, [4, 6]))
+    for begin, end in ((0, 4), (4, 6), (6, 9)):
+        alone = short_convolution(x[:, begin:end], filters, jnp.zeros_like(before))
+        np.testing.assert_allclose(packed[:, begin:end], alone, rtol=1e-6, atol=1e-6)
+
+
+def test_the_gated_norm_is_its_equation():
+    y, gate, (scale,) = *tokens(2, (2, 3, 2, 4), (2, 3, 2, 4)), tokens(3, (4,))
+    y, gate, scale = (np.asarray(x, np.float64) for x in (y, gate, scale))
+    rms = np.sqrt((y**2).mean(axis=-1, keepdims=True) + 1e-5)
+    expected = y / rms * scale * np.asarray(jax.nn.gelu(gate))
+    given = (jnp.asarray(x, jnp.float32) for x in (y, gate, scale))
+    np.testing.assert_allclose(gated_norm(*given, 1e-5), expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(
+    blocks=st.integers(1, 70),
+    heads=st.sampled_from([(2, 64), (4, 32), (3, 128), (18, 64)]),
+    packed=st.booleans(),
+)
+def test_kernels_compute_what_xla_does(blocks, heads, packed):
+    time = 16 * blocks
+    x, filters, before = convolution_inputs(blocks, 2, time, *heads)
+    positions = positions_of(time, [time // 3, time // 2]) if packed else None
+    positions = None if positions is None else jnp.repeat(positions, 2, axis=0)
+    inputs, (weight,) = (x, filters, before), tokens(9, x.shape, dtype=jnp.float32)
+    run = lambda form, *x: with_gradients(lambda *x: form(*x, positions), weight, *x)
+    (y, found), (expected, others) = (
+        run(form, *inputs) for form in (CONVOLUTION, xla.short_convolution)
+    )
+    close(y, expected, NEAR)
+    # The sums over all tokens are of float32 numbers in both.
+    for one, other, near in zip(found, others, (NEAR, 1e-5, NEAR), strict=True):
+        if np.any(np.asarray(other)):
+            close(one, other, near)
+        else:
+            assert not np.any(np.asarray(one, np.float32))
+
+    y, gate, (scale,) = *tokens(blocks, x.shape, x.shape), tokens(7, x.shape[-1:])
+    inputs = (y, gate, scale.astype(jnp.float32))
+    norm = functools.partial(NORM, epsilon=1e-5)
+    close(*(with_gradients(form, weight, *inputs) for form in (norm, NORM_XLA)), NEAR)
+    close(*(with_gradients(form, weight, y) for form in (UNIT, l2_normalize)), NEAR)
+
+
+@pytest.mark.slow
+def test_a_segment_split_in_two_is_the_same():
+    x, filters, before = convolution_inputs(4, 1, 96, 2, 64)
+    whole = CONVOLUTION(x, filters, before, None)
+    first = CONVOLUTION(x[:, :32], filters, before, None)
+    rest = CONVOLUTION(x[:, 32:], filters, x[:, 29:32].astype(jnp.float32), None)
+    np.testing.assert_array_equal(whole, jnp.concatenate([first, rest], axis=1))
+
+
+@pytest.mark.slow
+def test_a_gradient_of_the_gradient_is_that_of_xla():
+    x, filters, before = convolution_inputs(5, 1, 16, 2, 64)
+
+    def twice(form):
+        loss = lambda f: (form(x, f, before, None) ** 2 * x).astype(jnp.float32).sum()
+        once = jax.grad(loss)
+        return jax.jit(jax.grad(lambda f: (once(f) ** 2).sum()))(filters)
+
+    close(twice(CONVOLUTION), twice(xla.short_convolution), 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x: short_convolution(x, jnp.ones((4, 3, 8)), jnp.ones((1, 3, 2, 8))),
+            "filters must have shape",
+        ),
+        (
+            lambda x: short_convolution(x, jnp.ones((4, 2, 8)), jnp.ones((1, 2, 2, 8))),
+            r"before must have shape \(1, 3, 2, 8\), got \(1, 2, 2, 8\)",
+        ),
+        (
+            lambda x: short_convolution(
+                x, jnp.ones((4, 2, 8)), jnp.ones((1, 3, 2, 8)), jnp.ones((1, 6), int)
+            ),
+            r"positions must have shape \(1, 5\), got \(1, 6\)",
+        ),
+        (lambda x: gated_norm(x, x, jnp.ones(7), 1e-5), "scale must have shape"),
+        (
+            lambda x: gated_norm(x, x, jnp.ones(8), 1e-5, implementation="pallas_tpu"),
+            "pallas_tpu' of gated_norm cannot run here",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.ones((1, 5, 2, 8)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "reason"),
+    [
+        ((32, 2, 64), jnp.float32, "x must be bfloat16, got float32"),
+        ((40, 2, 64), jnp.bfloat16, "40 tokens are no multiple of 16"),
+        ((32, 3, 64), jnp.bfloat16, "3 heads of 64 do not fill 128 lanes"),
+        ((32, 2, 192), jnp.bfloat16, "2 heads of 192 do not fill 128 lanes"),
+    ],
+)
+def test_what_the_kernels_do_not_take(sizes, dtype, reason):
+    x, filters = jax.ShapeDtypeStruct((2, *sizes), dtype), jnp.ones((4, 1, 1))
+    assert convolution_tpu.unsupported(x, filters) == reason
+
+
+@needs_libtpu
+@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("axis", ["data", "tensor", "sequence"])
+def test_gradients_compile_for_two_devices_that_exchange_no_tokens(chip, axis):
+    x, filters, before = convolution_inputs(6, 2, 64, 4, 64)
+    y, scale = tokens(7, x.shape)[0], jnp.ones(64)
+
+    def loss(x, y, filters, before, scale):
+        q = short_convolution(x, filters, before)
+        reads = gated_norm(l2_normalize(q), y, scale, 1e-5)
+        return reads.astype(jnp.float32).sum()
+
+    spec = P("data") if axis == "data" else P(None, None, axis)
+    specs = [spec, spec, P(*spec[1:]), spec, P()]
+    gradient = jax.grad(loss, (0, 1, 2, 3, 4))
+    text = compiled_for_two(chip, gradient, (x, y, filters, before, scale), axis, specs)
+    for kernel in ("short_convolution", "gated_norm", "l2_normalize"):
+        assert f"{kernel}_backward" in text
+    if axis != "sequence":
+        assert "all-gather" not in text and "all-to-all" not in text

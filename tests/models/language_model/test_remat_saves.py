@@ -1,0 +1,67 @@
+"""What the backward pass of a layer computes again: `ModelConfig.remat_saves`."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
+from memjax.models import LanguageModel, ModelConfig
+from tests.kernels.distances import close
+
+MIXERS = {
+    "splash_mha_fwd": AttentionConfig(128, 2, 2, 64, capacity=256),
+    "delta_rule_forward": GatedDeltaNetConfig(128, 2, 64, 64),
+}
+
+
+def gradient_of(kernel, saves, remat=True):
+    """The gradient of a model of one layer, a function of (parameters, tokens)."""
+    config = ModelConfig(
+        mixers=(MIXERS[kernel],),
+        num_layers=1,
+        vocab_size=16,
+        model_dim=128,
+        hidden_dim=128,
+        remat=remat,
+        remat_saves=saves,
+    )
+    graph, params = nnx.split(LanguageModel(config, key=jax.random.key(0)))
+
+    def loss(params, tokens):
+        model = nnx.merge(graph, params)
+        _, logits = model(model.init_state(*tokens.shape), tokens)
+        return jnp.square(logits).mean()
+
+    return jax.grad(loss), params
+
+
+@pytest.mark.parametrize(
+    ("kernel", "saves", "runs"),
+    [
+        ("splash_mha_fwd", "input", 2),
+        ("splash_mha_fwd", "attention", 1),
+        ("splash_mha_fwd", "products", 1),
+        ("delta_rule_forward", "attention", 2),
+        ("delta_rule_forward", "products", 1),
+    ],
+)
+def test_a_kernel_whose_results_are_saved_runs_once(kernel, saves, runs):
+    gradient, params = gradient_of(kernel, saves)
+    traced = jax.jit(gradient).trace(params, jnp.zeros((1, 128), jnp.int32))
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    calls = [
+        line
+        for line in text.splitlines()
+        if "tpu_custom_call" in line and f'kernel_name = "{kernel}' in line
+    ]
+    assert len(calls) == runs
+
+
+@pytest.mark.parametrize("saves", ["input", "attention", "products"])
+def test_gradients_are_those_of_a_model_that_saves_all(saves):
+    tokens = jnp.arange(128, dtype=jnp.int32)[None] % 16
+    gradient, params = gradient_of("splash_mha_fwd", saves)
+    whole, _ = gradient_of("splash_mha_fwd", saves, remat=False)
+    # Rounded to bfloat16 in another order.
+    close(*(jax.jit(of)(params, tokens) for of in (gradient, whole)), 2e-2)
