@@ -90,7 +90,9 @@ def count_case(name: str, keep: pathlib.Path | None = None) -> dict[str, Any]:
         folder = (keep / name if keep else pathlib.Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         facts = compile_case(module_of(name), name, folder)
-        found = entry(CASES[name], count(folder, facts.shares), facts)
+        case = CASES[name]
+        counted = count(folder, facts.shares, case.peaks.bytes_per_cycle)
+        found = entry(case, counted, facts)
     seconds = round(time.perf_counter() - begin, 1)
     return found | version()._asdict() | {"seconds": seconds}
 

@@ -26,6 +26,11 @@ class Chip(NamedTuple):
     links: float
     smallest: str
 
+    @property
+    def bytes_per_cycle(self) -> float:
+        """That its memory moves while a core issues one bundle."""
+        return self.bandwidth / self.clock
+
 
 CHIPS = {
     "v5e": Chip(PEAK_FLOPS["TPU v5e"], 0.819e12, 16 * GIB, 1.5e9, 200e9, "v5e:2x2"),

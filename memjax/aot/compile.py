@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memjax.aot import libtpu
+from memjax.aot.chips import chip_of
 from memjax.aot.cycles.count import PROGRAM, Count, count
 from memjax.aot.cycles.splash import shares
 from memjax.aot.steps import Run, What, build, device_bytes, mesh_of
@@ -86,7 +87,8 @@ def compiled(request: Request, cycles: bool) -> Compiled:
         if not cycles:
             return Compiled(facts, text, None)
         (folder / PROGRAM).rename(bundles / PROGRAM)
-        return Compiled(facts, text, count(bundles, _shares(request)))
+        speed = chip_of(request.topology).bytes_per_cycle
+        return Compiled(facts, text, count(bundles, _shares(request), speed))
 
 
 def _record(request: Request) -> dict[str, Any]:

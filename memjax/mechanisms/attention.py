@@ -23,7 +23,6 @@ from memjax.mechanisms.base import Cache, Mechanism, Packed, check_input
 from memjax.mechanisms.layers import documents, projections
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
-from memjax.mechanisms.layers.rotated_projection import rotated_qkv_projection
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 
 
@@ -177,7 +176,7 @@ def whole(
     outputs there, and before the first visible token, have no meaning.
     """
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-    q, k, v = rotated_qkv_projection(config, params, x, positions)
+    q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
     return projections.output_projection(params, attend.causal(q, k, v, mask))
 
 
@@ -192,7 +191,7 @@ def packed(
     # Distances are what RoPE depends on; from its own start a document has the angles
     # that it has alone.
     positions = documents.positions(starts)
-    q, k, v = rotated_qkv_projection(config, params, x, positions)
+    q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
     y = attend.causal(q, k, v, first=documents.first_tokens(starts))
     return projections.output_projection(params, y)
 

@@ -34,7 +34,6 @@ from memjax.mechanisms.base import Cache, Mechanism, Packed, check_input
 from memjax.mechanisms.layers import documents, projections
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
-from memjax.mechanisms.layers.rotated_projection import rotated_qkv_projection
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 from memjax.mechanisms.layers.softmax import splash, window_blocks
 
@@ -278,7 +277,7 @@ def whole(
 
     def in_one_kernel(params, x):
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-        q, k, v = rotated_qkv_projection(config, params, x, positions)
+        q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
         y = splash.attention(q, k, v, config.window)
         return projections.output_projection(params, y)
 
@@ -309,7 +308,7 @@ def packed(
 
     def in_one_kernel(params, x, starts):
         positions = documents.positions(starts)
-        q, k, v = rotated_qkv_projection(config, params, x, positions)
+        q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
         first = documents.first_tokens(starts)
         y = splash.attention(q, k, v, config.window, first)
         return projections.output_projection(params, y)

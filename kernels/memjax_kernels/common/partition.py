@@ -103,12 +103,19 @@ def by_rows(form: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return divided
 
 
-def token_by_token(form: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def token_by_token(
+    form: Callable[[Any, Any], Any], *, whole_sequences: bool = False
+) -> Callable[[Any, Any], Any]:
     """A function (tokens, parameters) -> y of every token alone, on a device's share.
 
-    Tokens and y are [B, T, H, ...]: batch elements and heads are divided as everywhere,
-    and tokens along the axis that divides sequences. Axes that do not divide B, T or H
-    evenly are left out. Without a mesh, the form as it is.
+    Tokens and y are [B, T, H, K], the first of the tokens too, or [B, T, ...] without
+    heads. Axes that do not divide B, T or H evenly are left out. Without a mesh, the
+    form as it is.
+
+    Args:
+        form: the function; all devices have the whole parameters.
+        whole_sequences: whether the axis that divides sequences divides heads, as
+            inside a mixer, and not tokens.
     """
 
     def divided(tokens, parameters):
@@ -116,19 +123,18 @@ def token_by_token(form: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
         axes = _undivided(mesh)
         if not axes:
             return form(tokens, parameters)
-        sizes = jax.tree.leaves(tokens)[0].shape
-        kinds = (BATCH, (SEQUENCE,), HEADS[:1])
-        along = P(
-            *(
-                _fit(mesh, [name for name in names if name in axes], size)
-                for names, size in zip(kinds, sizes, strict=False)
-            )
-        )
+        batch, time, heads = jax.tree.leaves(tokens)[0].shape[:3]
+        present = lambda names: [name for name in names if name in axes]
+        b = _fit(mesh, present(BATCH), batch)
+        t = None if whole_sequences else _fit(mesh, present((SEQUENCE,)), time)
+        h = _fit_heads(mesh, present(HEADS if whole_sequences else HEADS[:1]), heads)
+        along = P(b, t, h)
+        specs = jax.tree.map(lambda x: along if x.ndim == 4 else P(b, t), tokens)
         return jax.shard_map(
             form,
             mesh=mesh,
             axis_names=set(axes),
-            in_specs=(along, P()),
+            in_specs=(specs, P()),
             out_specs=along,
         )(tokens, parameters)
 

@@ -163,6 +163,7 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
         in_specs=({key: spec for key, (_, spec) in given.items()},),
         out_specs=out_specs,
         out_shape=outputs,
+        cost_estimate=tiles.traffic((x, d_y, seen, outputs)),
         scratch_shapes=scratch,
         compiler_params=tiles.parameters(),
         interpret=static.interpret,

@@ -113,6 +113,7 @@ def _call(static: Static, kernel, name, scale, *tokens):
         in_specs=(of_lanes, *[block] * len(tokens)),
         out_specs=out_specs,
         out_shape=outputs,
+        cost_estimate=tiles.traffic((tokens, outputs)),
         compiler_params=tiles.parameters(),
         interpret=static.interpret,
         name=name,

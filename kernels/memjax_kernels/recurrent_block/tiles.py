@@ -6,6 +6,7 @@ lanes, which whole heads fill.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,17 @@ def head_sums(x: Float32[Array, "N 128"], ones: Any) -> Float32[Array, "N 128"]:
 def eights(x: Float32[Array, "N 128"]) -> Float32[Array, "8 128"]:
     """Sums over every eighth row: whole registers are added, and no more."""
     return x.reshape(-1, 8, LANES).sum(axis=0)
+
+
+def traffic(tree: Any) -> pl.CostEstimate:
+    """What a kernel moves at least: every array once, padded to whole registers.
+
+    For XLA, which hides copies behind what takes long.
+    """
+    width = lambda x: -(-x.shape[-1] // LANES) * LANES
+    padded = lambda x: math.prod(x.shape[:-1]) * width(x) * x.dtype.itemsize
+    moved = sum(map(padded, jax.tree.leaves(tree)))
+    return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
 
 
 def parameters(vmem_bytes: int = 60 << 20) -> pltpu.CompilerParams:

@@ -69,12 +69,14 @@ def _call(static: Static, kernel, name, *tokens):
     batch, time, channels = flat[0].shape
     size, lanes = tiles.block_of(time, channels)
     block = pl.BlockSpec((None, size, lanes), lambda b, c, i: (b, i, c))
+    out = varying.like(flat[0], flat[0].shape, flat[0].dtype)
     y = pl.pallas_call(
         functools.partial(kernel, width=static.width),
         grid=(batch, channels // lanes, time // size),
         in_specs=[block] * len(flat),
         out_specs=block,
-        out_shape=varying.like(flat[0], flat[0].shape, flat[0].dtype),
+        out_shape=out,
+        cost_estimate=tiles.traffic((flat, out)),
         compiler_params=tiles.parameters(),
         interpret=static.interpret,
         name=name,

@@ -2,9 +2,11 @@
 
 An operation's cycles are the bundles that its schedule issues. Those of XLA's own
 operations are the compiler's estimate where that is more: it holds the traffic with
-memory, and knows nothing of how much the bundles do.
+memory, and knows nothing of how much the bundles do. A kernel that says how many bytes
+it moves takes as long as that at least.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,16 +86,22 @@ class Count(NamedTuple):
         return sum((part.cycles for part in self.parts), 0.0)
 
 
-def count(folder: Path, shares: Mapping[str, Shares] | None = None) -> Count:
+def count(
+    folder: Path,
+    shares: Mapping[str, Shares] | None = None,
+    bytes_per_cycle: float = math.inf,
+) -> Count:
     """Counts a program.
 
     Args:
         folder: with `PROGRAM` and what libtpu wrote.
         shares: of the steps in which regions of a kernel run, by a part of the
             kernel's name; all steps for kernels that it does not name.
+        bytes_per_cycle: of the chip's memory, for kernels that say what they move.
     """
     program = read_program((folder / PROGRAM).read_text())
-    counter = _Counter(_files(folder), shares or {}, _alike(program))
+    files = _files(folder)
+    counter = _Counter(files, shares or {}, _alike(program), bytes_per_cycle)
     parts, dearest, unknown = _count(program, counter)
     names = {counter.written(p.operation) for p in parts if p.operation.kernel}
     kernels = tuple(counter.kernel(name) for name in sorted(filter(None, names)))
@@ -122,8 +130,10 @@ class _Counter:
         files: Mapping[str, Path],
         shares: Mapping[str, Shares],
         alike: Mapping[str, list[str]],
+        bytes_per_cycle: float,
     ):
         self.files, self.shares, self.alike = files, shares, alike
+        self.bytes_per_cycle = bytes_per_cycle
         self.schedules: dict[str, Schedule] = {}
         self.uncounted: set[str] = set()
 
@@ -134,7 +144,9 @@ class _Counter:
             if not free(operation) and not _scalar(operation):
                 self.uncounted.add(operation.name)
             return None
-        estimate = 0.0 if operation.kernel else operation.estimate or 0.0
+        estimate = operation.estimate or 0.0
+        if operation.kernel:
+            estimate = operation.bytes / self.bytes_per_cycle
         cycles = max(issued or 0.0, estimate)
         scheduled = issued is not None and issued >= estimate
         return Part(operation, operation.times * cycles, scheduled)

@@ -40,6 +40,7 @@ class Operation(NamedTuple):
         moves: whether it only copies: into another layout, out of or into an array.
         estimate: the compiler's own, in cycles, memory traffic included; None where it
             has made none.
+        bytes: that a kernel says it moves; 0 where it says nothing.
         steps: of the operation's grid; None where the compiler does not say.
         times: how often it runs.
         source: the function of jax that it comes from, with what called it.
@@ -51,6 +52,7 @@ class Operation(NamedTuple):
     kernel: bool
     moves: bool
     estimate: float | None
+    bytes: int
     steps: int | None
     times: int
     source: str
@@ -210,6 +212,7 @@ def _operation(
 ) -> Operation:
     estimate = re.search(r'"estimated_cycles":"(\d+)"', line)
     cycles = float(estimate[1]) if estimate else math.inf
+    moved = re.search(r'"bytes_accessed":"(\d+)"', line)
     grid = re.search(r'"iteration_bounds":\[([^\]]*)\]', line)
     steps = 1
     for bound in re.findall(r"\d+", grid[1] if grid else ""):
@@ -225,6 +228,7 @@ def _operation(
         kernel=_KERNEL in line,
         moves=moves,
         estimate=cycles if cycles < MOST_CYCLES else None,
+        bytes=int(moved[1]) if moved else 0,
         steps=steps if grid else None,
         times=times,
         source=_source(source[1]) if source else "",

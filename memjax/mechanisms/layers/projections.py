@@ -9,6 +9,7 @@ layers too: Hu et al. (2021), https://arxiv.org/abs/2106.09685.
 """
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -193,7 +194,12 @@ def linear(
         change = linear(linear(x, weight.down, axes=axes), weight.up)
         y = y + change * jnp.asarray(weight.scale, x.dtype)
     else:
-        y = jnp.tensordot(x, weight.astype(x.dtype), axes)
+        # Axes of heads and channels as one: two would be laid out otherwise on a TPU.
+        summed = weight.shape[:axes]
+        flat = weight.reshape(math.prod(summed), -1).astype(x.dtype)
+        leading = x.shape[: x.ndim - axes]
+        y = x.reshape(*leading, flat.shape[0]) @ flat
+        y = y.reshape(*leading, *weight.shape[axes:])
     if bias is None:
         return y
     return y + expand_leading_dims(bias.astype(x.dtype), y)
@@ -208,6 +214,17 @@ def qkv_projection(
         by_heads(key_projection(config, params, x)),
         by_heads(linear(x, params.value, params.value_bias)),
     )
+
+
+def rotated_qkv_projection(
+    config: HeadsConfig,
+    params: AttentionParams,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "*B T"],
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
+    """Queries and keys with RoPE, and values."""
+    q, k, v = qkv_projection(config, params, x)
+    return apply_rope(config, q, positions), apply_rope(config, k, positions), v
 
 
 def query_projection(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from memjax.checks import check_positive, check_sizes
 from memjax.mechanisms.base import expand_leading_dims
-from memjax_kernels.common.cpu import computed_once
+from memjax_kernels import heads
 
 ScalingKind = Literal["linear", "llama3", "yarn"]
 
@@ -146,11 +146,4 @@ def rotate(
     Angles are float32; the result has the dtype of x.
     """
     # All heads turn alike.
-    cos, sin = (
-        expand_leading_dims(computed_once(table)[..., None, :], x)
-        for table in tables(x.shape[-1], positions, theta, scaling)
-    )
-    # In float32 as the angles are, so that the result is rounded once.
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    return heads.rotate(x, *tables(x.shape[-1], positions, theta, scaling))

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -126,6 +127,17 @@ def test_cycles_are_bundles_or_the_estimate_where_that_is_more(folder):
     assert found.dearest == 43 + 1000 and found.uncounted == ("sort.1",)
     (kernel,) = found.kernels
     assert (kernel.name, kernel.cycles, kernel.use.spills) == ("kernel.1", 3, 1)
+
+
+def test_a_kernel_takes_as_long_as_the_bytes_that_it_says_it_moves(folder):
+    text = (folder / PROGRAM).read_text()
+    says = ', backend_config={"cost_estimate":{"bytes_accessed":"40"}}'
+    text = re.sub(r"(%kernel.1 = .*)", rf"\g<1>{says}", text)
+    (folder / PROGRAM).write_text(text)
+    for speed, cycles in ((4.0, 10), (20.0, 3)):
+        parts = count(folder, bytes_per_cycle=speed).parts
+        (kernel,) = (x for x in parts if x.operation.name == "kernel.1")
+        assert kernel.cycles == cycles and kernel.scheduled == (cycles == 3)
 
 
 def test_an_entry_adds_up(folder):

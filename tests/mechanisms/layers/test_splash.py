@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
-from memjax.mechanisms.layers import projections
-from memjax.mechanisms.layers.rotated_projection import rotated_qkv_projection
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 from memjax.mechanisms.layers.softmax import splash
+from memjax_kernels.heads import layouts_tpu
 from tests.kernels.on_tpu import needs_libtpu
 
 B, T, H, G, K = 2, 256, 2, 1, 64
@@ -60,8 +59,12 @@ def with_gradients(attention, weight, *tokens):
 
 def interpreted(monkeypatch):
     """Runs splash where there is no TPU."""
-    make = functools.partial(splash.splash.make_splash_mha, interpret=True)
-    monkeypatch.setattr(splash.splash, "make_splash_mha", make)
+    for module, name in (
+        (splash.splash, "make_splash_mha"),
+        (layouts_tpu, "Static"),
+    ):
+        made = functools.partial(getattr(module, name), interpret=True)
+        monkeypatch.setattr(module, name, made)
 
 
 @pytest.mark.slow
@@ -144,36 +147,8 @@ def test_a_whole_sequence_is_one_kernel_on_a_tpu(config):
     text = lambda platform: (
         whole.trace(params, x).lower(lowering_platforms=(platform,)).as_text()
     )
-    assert text("tpu").count("tpu_custom_call") == 1
+    assert text("tpu").count('kernel_name = "splash') == 1
     assert "tpu_custom_call" not in text("cpu")
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("query_scale", [None, 0.3])
-@pytest.mark.parametrize("lora", [False, True])
-def test_rope_by_products_turns_what_rope_turns(monkeypatch, bias, query_scale, lora):
-    config = projections.HeadsConfig(
-        16, 4, 2, 8, qkv_bias=bias, query_scale=query_scale, rope_theta=100.0
-    )
-    params = projections.init_params(config, jax.random.key(0))
-    params = jax.tree.map(
-        lambda w: w + 0.1 * jax.random.normal(jax.random.key(1), w.shape), params
-    )
-    if lora:
-        down, up = (jax.random.normal(jax.random.key(i), s) for i, s in LOW_RANK)
-        adapted = projections.Adapted(params.query, down, up, 0.5)
-        params = params._replace(query=adapted)
-    x, positions = jax.random.normal(jax.random.key(4), (2, 5, 16)), jnp.arange(5) + 3
-    run = lambda: rotated_qkv_projection(config, params, x, positions)
-    expected = run()
-    monkeypatch.setattr(
-        jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args)
-    )
-    for found, wanted in zip(run(), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-
-
-LOW_RANK = ((2, (16, 3)), (3, (3, 4, 8)))
 
 
 @needs_libtpu

@@ -18,6 +18,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax_kernels.common.partition import chunkwise
+from memjax_kernels.heads import heads_first, heads_last
 
 # Queries and keys of a block, at most, by the fewest tokens they are for: the fastest
 # of 256, 512 and 1,024 for 2,048 and for 8,192 tokens, counted for a v5e. One kernel
@@ -79,12 +80,18 @@ def with_memory(
 def _one_share(tokens, window):
     """The kernel on a device's share: tokens [B, 1, T, H, K]."""
     *heads, documents = tokens
-    key, value, query = (jnp.swapaxes(x[:, 0], 1, 2) for x in heads)
-    attend = kernel(query.shape[1], query.shape[2], window)
+    key, value, query = (x[:, 0] for x in heads)
+    attend = kernel(query.shape[2], query.shape[1], window)
     ids = None if documents is None else splash.SegmentIds(documents, documents)
+    key, value = heads_first(key), heads_first(value)
+    y: Any = jax.vmap(attend)(_scaled_heads(query), key, value, ids)
+    return (), heads_last(y)[:, None]
+
+
+def _scaled_heads(query):
+    """Queries [B, T, H, K] as the kernel takes them."""
     # Scaled before the product: a query has fewer numbers than it has scores.
-    y: Any = jax.vmap(attend)(query * query.shape[-1] ** -0.5, key, value, ids)
-    return (), jnp.swapaxes(y, 1, 2)[:, None]
+    return heads_first(query, query.shape[-1] ** -0.5)
 
 
 def _blocks_of_one_share(tokens):
@@ -93,24 +100,24 @@ def _blocks_of_one_share(tokens):
     length, samples = query.shape[2], memory_key.shape[2]
     attend, unused = memory_kernel(query.shape[3], length, samples)
 
-    def one_block(query, keys, values, remembers):
+    def one_block(query, key, value, remembers):
         # Keys of another segment than a query's are hidden from it.
         ones = lambda size: jnp.ones(size, jnp.int32)
         of_memory = jnp.full(samples, remembers, jnp.int32)
         segments = [0 * ones(unused), of_memory, ones(length)]
         ids = splash.SegmentIds(ones(length), jnp.concatenate(segments))
-        # What is not used lies before the memory, so that the mask is a causal one.
-        join = lambda parts: jnp.pad(
-            jnp.concatenate(parts), ((unused, 0), (0, 0), (0, 0))
-        )
-        heads_first = lambda x: jnp.swapaxes(x, 0, 1)
-        scaled = heads_first(query * query.shape[-1] ** -0.5)
-        k, v = (heads_first(join(parts)) for parts in (keys, values))
-        y: Any = attend(scaled, k, v, segment_ids=ids)
-        return heads_first(y)
+        return attend(query, key, value, segment_ids=ids)
 
-    blocks = jax.vmap(jax.vmap(one_block))
-    return (), blocks(query, (memory_key, key), (memory_value, value), remembers)
+    def joined(*parts):
+        # What is not used lies before the memory, so that the mask is a causal one.
+        before = ((0, 0), (0, 0), (unused, 0), (0, 0), (0, 0))
+        return heads_first(blocks(jnp.pad(jnp.concatenate(parts, axis=2), before)))
+
+    blocks = lambda x: x.reshape(-1, *x.shape[2:])
+    k, v = joined(memory_key, key), joined(memory_value, value)
+    given = (_scaled_heads(blocks(query)), k, v, blocks(remembers))
+    y: Any = jax.vmap(one_block)(*given)
+    return (), heads_last(y).reshape(query.shape)
 
 
 _on_mesh = chunkwise(_one_share, says_what_varies=False)

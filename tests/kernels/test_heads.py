@@ -1,0 +1,96 @@
+"""Heads turned by their positions and laid out for attention's kernels."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from memjax_kernels.heads import layouts_tpu, rotate, rotate_tpu, xla
+from tests.kernels.distances import close
+from tests.kernels.on_tpu import INTERPRETER, compiled_for_two, needs_libtpu
+
+ROTATE = functools.partial(rotate_tpu.rotate_tpu, interpret=INTERPRETER)
+# bfloat16 has 8 bits.
+NEAR = 6e-3
+
+
+def heads_and_angles(seed, time, heads, width, rows=None):
+    draws = np.random.default_rng(seed)
+    x = jnp.asarray(draws.standard_normal((2, time, heads, width)), jnp.bfloat16)
+    shape = (time, width // 2) if rows is None else (rows, time, width // 2)
+    angles = draws.uniform(-9, 9, shape).astype(np.float32)
+    return x, jnp.cos(angles), jnp.sin(angles)
+
+
+def with_gradients(form, x):
+    """The result, its gradient, and the gradient of that gradient's square."""
+    y = jax.eval_shape(form, x)
+    weight = np.random.default_rng(5).integers(-2, 3, y.shape)
+    loss = lambda x: (form(x).astype(jnp.float32) * weight) ** 2
+    once = jax.grad(lambda x: loss(x).sum())
+    twice = jax.grad(lambda x: (once(x).astype(jnp.float32) ** 2).sum())
+    return form(x), once(x), twice(x)
+
+
+def test_pairs_of_channels_turn_as_complex_numbers():
+    x, cos, sin = heads_and_angles(0, 5, 2, 6)
+    x = np.asarray(x, np.float32)
+    turned = (x[..., :3] + 1j * x[..., 3:]) * np.asarray(cos + 1j * sin)[:, None]
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    found = rotate(jnp.asarray(x), cos, sin)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [((32, 4, 64), None), ((528, 8, 32), 1), ((48, 3, 128), 2), ((16, 18, 64), 2)],
+)
+def test_the_kernel_turns_as_xla_does(sizes, rows):
+    x, cos, sin = heads_and_angles(1, *sizes, rows=rows)
+    assert rotate_tpu.unsupported(x, cos) == ""
+    run = lambda form: with_gradients(lambda x: form(x, cos, sin), x)
+    close(jax.jit(functools.partial(run, ROTATE))(), run(xla.rotate), NEAR)
+
+
+@pytest.mark.parametrize("sizes", [(32, 4, 64), (528, 8, 32), (48, 3, 128)])
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+def test_layouts_are_exchanged_axes(sizes, scale):
+    x = heads_and_angles(2, *sizes)[0]
+    exchanged = lambda x: jnp.swapaxes(x, 1, 2)
+    first, last = (
+        functools.partial(layouts_tpu.moved, layouts_tpu.Static(to, scale, INTERPRETER))
+        for to in (True, False)
+    )
+    for form, given in ((first, x), (last, exchanged(x))):
+        run = lambda form, given=given: with_gradients(form, given)
+        found = jax.jit(functools.partial(run, form))()
+        close(found, run(lambda x: exchanged(x) * scale), NEAR)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cos": jnp.ones((5, 4))}, r"cos must end in \(5, 3.0\), got \(5, 4\)"),
+        ({"sin": jnp.ones((4, 3))}, r"sin must end in \(5, 3.0\), got \(4, 3\)"),
+        ({"implementation": "pallas_tpu"}, "pallas_tpu' of rotate cannot run here"),
+    ],
+)
+def test_bad_input_is_refused(change, message):
+    given = {"cos": jnp.ones((5, 3)), "sin": jnp.ones((5, 3))} | change
+    with pytest.raises(ValueError, match=message):
+        rotate(jnp.ones((2, 5, 2, 6)), **given)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("axis", ["data", "tensor", "sequence"])
+def test_gradients_compile_for_two_devices_that_exchange_nothing(chip, axis):
+    x, cos, sin = heads_and_angles(3, 64, 4, 64)
+    spec = P("data") if axis == "data" else P(None, None, axis)
+    loss = lambda x, cos, sin: (rotate(x, cos, sin) ** 2).astype(jnp.float32).sum()
+    specs = [spec, P(), P()]
+    text = compiled_for_two(chip, jax.grad(loss), (x, cos, sin), axis, specs)
+    assert "rotate" in text and "all-gather" not in text and "all-to-all" not in text
