@@ -1,9 +1,14 @@
 """The table of all cases: a new one is a line in the file of its kind."""
 
-from experiments.ops.cycles import cases_attention, cases_models, cases_ops
+from experiments.ops.cycles import (
+    cases_attention,
+    cases_heads,
+    cases_models,
+    cases_ops,
+)
 from experiments.ops.cycles.case import Case
 
-MODULES = (cases_ops, cases_attention, cases_models)
+MODULES = (cases_ops, cases_heads, cases_attention, cases_models)
 CASES: dict[str, Case] = {
     name: case for module in MODULES for name, case in module.table().items()
 }

@@ -33,8 +33,8 @@ DECODED, STEPS, CAPACITY = 64, 32, 2048
 ELASTIC_BATCH, ELASTIC_TIME = 4, 4096
 #: Rows of M+'s store, and tokens that search it.
 ROWS, QUERIES = 150_000, 2048
-#: A training step: tokens of it, and of a row.
-TOKENS, TIMES = 32_768, (2048, 8192, 32_768)
+#: A training step: tokens of it, of a microbatch at least, and of a row.
+TOKENS, MICROBATCH, TIMES = 32_768, 8192, (2048, 8192, 32_768)
 TRAINED = (
     "trellis-125m",
     "lattice-125m",
@@ -106,7 +106,8 @@ def mplus_search() -> Program:
 
 
 def training_step(name: str, time: int) -> Program:
-    """An update of a preset.
+    """An update of a preset, in microbatches: what a layer computes of one stays on the
+    chip, where that of all tokens would go through HBM.
 
     Args:
         name: of the preset.
@@ -114,7 +115,8 @@ def training_step(name: str, time: int) -> Program:
     """
     config, batch_size = preset(name), TOKENS // time
     model = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
-    update, step = optimizer(OptimizerConfig(), 1000), StepConfig()
+    update = optimizer(OptimizerConfig(), 1000)
+    step = StepConfig(accumulate=TOKENS // max(time, MICROBATCH))
     fresh = lambda: LanguageModel(config, key=jax.random.key(0))
     state = jax.eval_shape(lambda: init_train_state(fresh(), update, step, batch_size))
     batch = Batch(
