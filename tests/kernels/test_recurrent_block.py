@@ -87,8 +87,9 @@ def test_the_gated_norm_is_its_equation():
     y, gate, scale = (np.asarray(x, np.float64) for x in (y, gate, scale))
     rms = np.sqrt((y**2).mean(axis=-1, keepdims=True) + 1e-5)
     expected = y / rms * scale * np.asarray(jax.nn.gelu(gate))
-    given = (jnp.asarray(x, jnp.float32) for x in (y, gate, scale))
-    np.testing.assert_allclose(gated_norm(*given, 1e-5), expected, rtol=2e-5, atol=1e-6)
+    y, gate, scale = (jnp.asarray(x, jnp.float32) for x in (y, gate, scale))
+    found = gated_norm(y, gate, scale, 1e-5)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -119,8 +120,9 @@ def test_kernels_compute_what_xla_does(blocks, heads, packed):
     y, gate, (scale,) = *tokens(blocks, x.shape, x.shape), tokens(7, x.shape[-1:])
     inputs = (y, gate, scale.astype(jnp.float32))
     norm = functools.partial(NORM, epsilon=1e-5)
-    close(*(with_gradients(form, weight, *inputs) for form in (norm, NORM_XLA)), NEAR)
-    close(*(with_gradients(form, weight, y) for form in (UNIT, l2_normalize)), NEAR)
+    run = lambda form, *x: with_gradients(form, weight, *x)
+    close(run(norm, *inputs), run(NORM_XLA, *inputs), NEAR)
+    close(run(UNIT, y), run(l2_normalize, y), NEAR)
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def _first_kernel(x, y, *, width, scale):
         for i in range(LANES // width):
             y[at.start // width + i, rows] = tile[:, i * width : (i + 1) * width]
 
-    tiles.by_tiles(*x.shape, TILE, move)
+    tiles.by_tiles(x.shape, TILE, move)
 
 
 def _last_kernel(x, y, *, width, scale):
@@ -90,4 +90,4 @@ def _last_kernel(x, y, *, width, scale):
         tile = jnp.concatenate([x[head, rows] for head in heads], axis=1)
         y[rows, at] = _scaled(tile, scale)
 
-    tiles.by_tiles(*y.shape, TILE, move)
+    tiles.by_tiles(y.shape, TILE, move)

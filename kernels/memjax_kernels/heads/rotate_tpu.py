@@ -118,4 +118,4 @@ def _kernel(x, cos, sin, y, *, half):
         partner = jnp.where(first, after, before)
         y[rows, at] = (high * cos[rows] + partner * sin[rows]).astype(y.dtype)
 
-    tiles.by_tiles(*y.shape, TILE, turn)
+    tiles.by_tiles(y.shape, TILE, turn)

@@ -70,7 +70,7 @@ def short_convolution_tpu(
 
 def _on_device(tokens, filters, before, *, interpret):
     """On a device's share: x [B, 1, T, H, K], filters [1, H, W, K]."""
-    x, seen = (None if z is None else z[:, 0] for z in tokens)
+    x, seen = tokens[0][:, 0], None if tokens[1] is None else tokens[1][:, 0]
     heads_second = lambda z: jnp.swapaxes(z, 1, 2)
     filters, before = heads_second(filters), heads_second(before).astype(x.dtype)
     given = varying.vary_alike((x, filters, before, seen))
@@ -194,9 +194,9 @@ class Tile(NamedTuple):
 def _tile(given, inputs, rows, at, ones, static: Static):
     """Convolves the tokens of a tile, whose block and halo are `inputs`."""
     taps, count = static.taps, rows.size
-    window = inputs[pl.ds(rows.start + ROWS - SHARE, SHARE + count), at]
+    rows_before = inputs[pl.ds(rows.start + ROWS - SHARE, SHARE + count), at]
     # Turned as a whole: slices that begin inside a register take twice the operations.
-    turned = lambda back: pltpu.roll(window, back, 0) if back else window
+    turned = lambda back: pltpu.roll(rows_before, back, 0) if back else rows_before
     window = [turned(taps - 1 - w)[SHARE:] for w in range(taps)]
     filters = [given["filters"][w : w + 1, at] for w in range(taps)]
     masks: list[Any] = [None] * taps
@@ -231,7 +231,7 @@ def _forward_kernel(given, y, inputs, *, static: Static, first):
         tile = _tile(given, inputs, rows, at, ones, static)
         y[rows, at] = (tile.z * tile.sigma * tile.inverse).astype(y.dtype)
 
-    tiles.by_tiles(*y.shape, TILE, convolve)
+    tiles.by_tiles(y.shape, TILE, convolve)
 
 
 def _backward_kernel(given, d_x, d_filters, inputs, later, *, static: Static, first):
@@ -262,4 +262,4 @@ def _backward_kernel(given, d_x, d_filters, inputs, later, *, static: Static, fi
             later[share, at] = mine[:SHARE]
         d_x[rows, at] = found.astype(d_x.dtype)
 
-    tiles.by_tiles(*d_x.shape, TILE, pull, last_first=True)
+    tiles.by_tiles(d_x.shape, TILE, pull, last_first=True)

@@ -145,7 +145,7 @@ def _forward_kernel(scale, y, gate, out, *, static: Static):
         gelu, _ = _gelu(gate[rows, at].astype(F32))
         out[rows, at] = (normed * scale[:, at] * gelu).astype(out.dtype)
 
-    tiles.by_tiles(*out.shape, TILE, norm)
+    tiles.by_tiles(out.shape, TILE, norm)
 
 
 def _backward_kernel(scale, y, gate, d_out, d_y, d_gate, d_scale, *, static: Static):
@@ -166,4 +166,4 @@ def _backward_kernel(scale, y, gate, d_out, d_y, d_gate, d_scale, *, static: Sta
         mean = tiles.head_sums(d_n * normed, ones) / static.width
         d_y[rows, at] = (inverse * (d_n - normed * mean)).astype(d_y.dtype)
 
-    tiles.by_tiles(*d_y.shape, TILE, pull)
+    tiles.by_tiles(d_y.shape, TILE, pull)

@@ -49,8 +49,7 @@ def block_of(tokens: int, channels: int) -> tuple[int, int]:
 
 
 def by_tiles(
-    tokens: int,
-    lanes: int,
+    shape: tuple[int, ...],
     rows: int,
     tile: Callable[[Any, slice], None],
     last_first: bool = False,
@@ -58,12 +57,12 @@ def by_tiles(
     """Calls tile(place of some rows, lanes) for every tile of a block.
 
     Args:
-        tokens: of the block.
-        lanes: of the block.
+        shape: tokens and lanes of the block.
         rows: of a tile, at most.
         tile: what is done.
         last_first: whether the last rows come first.
     """
+    tokens, lanes = shape
     rows = max(n for n in range(ROWS, rows + 1, ROWS) if tokens % n == 0)
     steps = tokens // rows
 

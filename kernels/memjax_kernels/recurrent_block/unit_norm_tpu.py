@@ -96,7 +96,7 @@ def _forward_kernel(x, y, *, width):
         high = x[rows, at].astype(F32)
         y[rows, at] = (high * _inverse(high, ones)).astype(y.dtype)
 
-    tiles.by_tiles(*y.shape, TILE, divide)
+    tiles.by_tiles(y.shape, TILE, divide)
 
 
 def _backward_kernel(x, d_y, d_x, *, width):
@@ -109,4 +109,4 @@ def _backward_kernel(x, d_y, d_x, *, width):
         d_high = inverse * (d - y * tiles.head_sums(d * y, ones))
         d_x[rows, at] = d_high.astype(d_x.dtype)
 
-    tiles.by_tiles(*d_x.shape, TILE, pull)
+    tiles.by_tiles(d_x.shape, TILE, pull)
