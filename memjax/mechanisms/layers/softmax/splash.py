@@ -112,8 +112,8 @@ def _blocks_of_one_share(tokens):
         # What is not used lies before the memory, so that the mask is a causal one.
         before = ((0, 0), (0, 0), (unused, 0), (0, 0), (0, 0))
         keys = blocks(jnp.pad(jnp.concatenate(parts, axis=2), before))
-        # By XLA, which copies them here anyway. Behind a kernel it would round gradients
-        # inside the product of Elastic Memory's compression, at 19 times its cost.
+        # By XLA, which copies them here anyway. Before a kernel it rounds gradients in
+        # the product of Elastic Memory's compression, which then takes 19 times as long.
         return jnp.swapaxes(keys, 1, 2)
 
     blocks = lambda x: x.reshape(-1, *x.shape[2:])
