@@ -113,7 +113,7 @@ def _blocks_of_one_share(tokens):
         before = ((0, 0), (0, 0), (unused, 0), (0, 0), (0, 0))
         keys = blocks(jnp.pad(jnp.concatenate(parts, axis=2), before))
         # By XLA, which copies them here anyway. Before a kernel it rounds gradients in
-        # the product of Elastic Memory's compression, which then takes 19 times as long.
+        # the product of Elastic Memory's compression, which takes 19 times as long so.
         return jnp.swapaxes(keys, 1, 2)
 
     blocks = lambda x: x.reshape(-1, *x.shape[2:])
