@@ -1,5 +1,6 @@
 """What tests of TPU kernels share: interpreting, and compiling without a TPU."""
 
+import functools
 import importlib.util
 
 import jax
@@ -7,8 +8,13 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash_attention,
+)
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from memjax_kernels.heads import layouts_tpu, rotate_tpu
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 
@@ -16,6 +22,18 @@ LIBTPU = importlib.util.find_spec("libtpu") is not None
 INTERPRETER = pltpu.InterpretParams(
     uninitialized_memory="nan", out_of_bounds_reads="uninitialized"
 )
+
+
+def interpret_attention(monkeypatch):
+    """Runs splash, and the kernels around it, where there is no TPU."""
+    make = functools.partial(splash_attention.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_attention, "make_splash_mha", make)
+    for module in (layouts_tpu, rotate_tpu):
+        static = module.Static
+        interpreted = lambda *given, static=static: static(*given)._replace(
+            interpret=True
+        )
+        monkeypatch.setattr(module, "Static", interpreted)
 
 
 def needs_libtpu(test):

@@ -11,7 +11,7 @@ import pytest
 
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig, TrellisConfig
 from memjax.mechanisms.layers import documents
-from memjax.mechanisms.layers.softmax import splash
+from tests.kernels.on_tpu import interpret_attention
 from tests.mechanisms.test_contract import BLOCK, CONFIGS, HEADS
 
 B, T, D = 2, 12, 16
@@ -144,14 +144,13 @@ def test_kernel_of_a_tpu_sees_a_document_alone(window, monkeypatch):
     x = jax.random.normal(jax.random.key(1), (1, 256, D)).astype(jnp.bfloat16)
     starts = jnp.zeros((1, 256), bool).at[0, jnp.asarray([70, 200])].set(True)
     expected = mechanism.packed.whole(params, x, starts)
-    # The branch for TPUs, its kernel interpreted.
+    # The branch for TPUs, its kernels interpreted.
     monkeypatch.setattr(
         jax.lax,
         "platform_dependent",
         lambda *args, tpu=None, default, **_: (tpu or default)(*args),
     )
-    kernel = functools.partial(splash.splash.make_splash_mha, interpret=True)
-    monkeypatch.setattr(splash.splash, "make_splash_mha", kernel)
+    interpret_attention(monkeypatch)
     found = mechanism.packed.whole(params, x, starts)
     chex.assert_trees_all_close(
         found.astype(jnp.float32), expected.astype(jnp.float32), rtol=0.05, atol=0.05

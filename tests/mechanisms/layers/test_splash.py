@@ -11,8 +11,7 @@ import pytest
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 from memjax.mechanisms.layers.softmax import splash
-from memjax_kernels.heads import layouts_tpu
-from tests.kernels.on_tpu import needs_libtpu
+from tests.kernels.on_tpu import interpret_attention, needs_libtpu
 
 B, T, H, G, K = 2, 256, 2, 1, 64
 
@@ -57,16 +56,6 @@ def with_gradients(attention, weight, *tokens):
     return y, pull_back(weight.astype(y.dtype))
 
 
-def interpreted(monkeypatch):
-    """Runs splash where there is no TPU."""
-    for module, name in (
-        (splash.splash, "make_splash_mha"),
-        (layouts_tpu, "Static"),
-    ):
-        made = functools.partial(getattr(module, name), interpret=True)
-        monkeypatch.setattr(module, name, made)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 130])
 def test_outputs_and_gradients_are_those_of_softmax_attention(monkeypatch, window):
@@ -75,7 +64,7 @@ def test_outputs_and_gradients_are_those_of_softmax_attention(monkeypatch, windo
     forms = [
         functools.partial(form, window=window) for form in (plain, splash.attention)
     ]
-    interpreted(monkeypatch)
+    interpret_attention(monkeypatch)
     close(*(with_gradients(form, draw(3, B, T, H, K), *tokens) for form in forms))
 
 
@@ -85,7 +74,7 @@ def test_blocks_with_a_memory_are_softmax_attention_to_both(monkeypatch, samples
     sizes = [(T, H), (T, G), (T, G), (samples, G), (samples, G)]
     tokens = [draw(seed, B, 2, t, h, K) for seed, (t, h) in enumerate(sizes)]
     remembers = jnp.asarray([[False, True], [True, True]])
-    interpreted(monkeypatch)
+    interpret_attention(monkeypatch)
     forms = [
         functools.partial(form, remembers=remembers)
         for form in (plain_with_memory, splash.with_memory)
