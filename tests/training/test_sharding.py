@@ -93,8 +93,9 @@ def divided(with_devices):
 def test_every_mixer_gives_the_update_of_one_device_on_two_to_eight(divided, name):
     # Loss and gradients on two and four devices, and on eight with all axes but data.
     for mesh, found in divided[name].items():
-        # Sums in another order; TTT's differ by 1.1e-5.
-        assert found["difference"] < 2e-5, mesh
+        # TTT has gradients of 2.4, whose float32 sums differ by 1.1e-5 in another order.
+        bound = 2e-5 if name == "ttt_linear" else 1e-5
+        assert found["difference"] < bound, mesh
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ import jax
 from jaxtyping import Array, Float
 
 from memjax_kernels.common import implementations
+from memjax_kernels.common.packs import tiles
 from memjax_kernels.heads import layouts_tpu, rotate_tpu, xla
-from memjax_kernels.recurrent_block import tiles
 
 Implementation = Literal["xla", "pallas_tpu"]
 

@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from memjax_kernels.common import varying
-from memjax_kernels.recurrent_block import tiles
-from memjax_kernels.recurrent_block.tiles import F32, LANES
+from memjax_kernels.common.packs import tiles
+from memjax_kernels.common.packs.tiles import F32, LANES
 
 # Tokens of a tile.
 TILE = 128
@@ -35,27 +35,18 @@ def moved(static: Static, x: Float[Array, "B X Y K"]) -> Float[Array, "B Y X K"]
     """x of one layout in the other, times the scale."""
     batch, one, other, width = x.shape
     time, heads = (one, other) if static.heads_first else (other, one)
-    size, lanes = tiles.block_of(time, heads * width)
-    number = lanes // width
-    flat = (batch, time, heads * width)
-    by_token = pl.BlockSpec((None, size, lanes), lambda b, c, i: (b, i, c))
-    by_head = pl.BlockSpec((None, number, size, width), lambda b, c, i: (b, c, i, 0))
-    specs, shape, kernel = (by_head, by_token), flat, _last_kernel
+    of = tiles.blocks_of(batch, time, heads * width)
+    block = (None, of.lanes // width, of.size, width)
+    by_head = pl.BlockSpec(block, lambda b, c, i: (b, c, i, 0))
+    spec, out_spec, shape = by_head, of.tokens, of.shape
+    kernel, name = _last_kernel, "heads_last"
     if static.heads_first:
-        specs, shape, kernel = specs[::-1], (batch, heads, time, width), _first_kernel
-        x = x.reshape(flat)
-    out = varying.like(x, shape, x.dtype)
-    y = pl.pallas_call(
-        functools.partial(kernel, width=width, scale=static.scale),
-        grid=(batch, heads // number, time // size),
-        in_specs=[specs[0]],
-        out_specs=specs[1],
-        out_shape=out,
-        cost_estimate=tiles.traffic((x, out)),
-        compiler_params=tiles.parameters(),
-        interpret=static.interpret,
-        name="heads_first" if static.heads_first else "heads_last",
-    )(x)
+        spec, out_spec, shape = of.tokens, by_head, (batch, heads, time, width)
+        kernel, name = _first_kernel, "heads_first"
+        x = x.reshape(of.shape)
+    kernel = functools.partial(kernel, width=width, scale=static.scale)
+    given = ((x,), (spec,), varying.like(x, shape, x.dtype), out_spec)
+    y = of.call(kernel, name, *given, interpret=static.interpret)
     return y if static.heads_first else y.reshape(batch, time, heads, width)
 
 

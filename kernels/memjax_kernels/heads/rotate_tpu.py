@@ -10,9 +10,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from memjax_kernels.common import partition, varying
+from memjax_kernels.common.packs import tiles
+from memjax_kernels.common.packs.tiles import F32, LANES
 from memjax_kernels.heads import xla
-from memjax_kernels.recurrent_block import tiles
-from memjax_kernels.recurrent_block.tiles import F32, LANES
 
 # Tokens of a tile.
 TILE = 128
@@ -68,29 +68,23 @@ def _on_device(tokens, _, *, interpret):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _turned(static: Static, x, cos, sin):
     flat = x.reshape(*x.shape[:2], -1)
-    batch, time, channels = flat.shape
-    size, lanes = tiles.block_of(time, channels)
+    of = tiles.blocks_of(*flat.shape)
     # The first half of a head gets minus the sine of its partner.
     repeated = lambda first, second: jnp.tile(
         jnp.concatenate([first, second], axis=-1), LANES // static.width
     )
     tables = repeated(cos, cos), repeated(-sin, sin)
-    block = pl.BlockSpec((None, size, lanes), lambda b, c, i: (b, i, c))
     shared = cos.shape[0] == 1
-    of_tokens = pl.BlockSpec(
-        (None, size, LANES), lambda b, c, i: (0 if shared else b, i, 0)
+    of_angles = pl.BlockSpec(
+        (None, of.size, LANES), lambda b, c, i: (0 if shared else b, i, 0)
     )
-    y = pl.pallas_call(
-        functools.partial(_kernel, half=static.width // 2),
-        grid=(batch, channels // lanes, time // size),
-        in_specs=[block, of_tokens, of_tokens],
-        out_specs=block,
-        out_shape=varying.like(flat, flat.shape, flat.dtype),
-        cost_estimate=tiles.traffic((flat, flat, tables)),
-        compiler_params=tiles.parameters(),
-        interpret=static.interpret,
-        name="rotate",
-    )(flat, *tables)
+    kernel = functools.partial(_kernel, half=static.width // 2)
+    specs, outputs = (
+        (of.tokens, of_angles, of_angles),
+        varying.like(flat, flat.shape, flat.dtype),
+    )
+    given = ((flat, *tables), specs, outputs, of.tokens)
+    y = of.call(kernel, "rotate", *given, interpret=static.interpret)
     return y.reshape(x.shape)
 
 

@@ -16,11 +16,11 @@ from typing import Literal
 from jaxtyping import Array, Float, Int
 
 from memjax_kernels.common import arguments, implementations
+from memjax_kernels.common.packs import tiles
 from memjax_kernels.recurrent_block import (
     convolution_tpu,
     gated_norm_tpu,
     norms,
-    tiles,
     unit_norm_tpu,
     xla,
 )

@@ -19,9 +19,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from memjax_kernels.common import gradients, partition, varying
-from memjax_kernels.recurrent_block import tiles, xla
+from memjax_kernels.common.packs import tiles
+from memjax_kernels.common.packs.tiles import BF16, F32, ROWS
+from memjax_kernels.recurrent_block import xla
 from memjax_kernels.recurrent_block.norms import LEAST_SQUARES
-from memjax_kernels.recurrent_block.tiles import BF16, F32, ROWS
 
 # Rows of a filter's share in the arrays of the kernels; and tokens of a tile.
 SHARE, TILE = 8, 64
@@ -119,8 +120,9 @@ _op = gradients.of_kernels("short_convolution", _forward, _backward, _in_xla)
 def _call(static: Static, backward, x, filters, before, seen, d_y=None):
     """One of the kernels on tokens [B, T, C]."""
     flat = lambda z: z.reshape(*z.shape[:2], -1)
-    batch, time, channels = flat(x).shape
-    size, lanes = tiles.block_of(time, channels)
+    tokens = flat(x)
+    of = tiles.blocks_of(*tokens.shape)
+    (batch, time, channels), size, lanes = of
     blocks = time // size
     at = lambda i: blocks - 1 - i if backward else i
     block = pl.BlockSpec((None, size, lanes), lambda b, c, i: (b, at(i), c))
@@ -137,8 +139,8 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
     )
     taps = static.taps
     given = {
-        "x": (flat(x), block),
-        "halo": (flat(x), halo),
+        "x": (tokens, block),
+        "halo": (tokens, halo),
         "before": (pad(before, ROWS - taps + 1, True), fixed(ROWS, False)),
         "filters": (pad(filters.astype(F32), SHARE - taps, False), fixed(SHARE, True)),
     }
@@ -157,18 +159,14 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
     # The rows before a block and its own; dz of the rows behind, as each tap sees them.
     scratch = [pltpu.VMEM((ROWS + size, lanes), F32)]
     scratch += [pltpu.VMEM((taps * SHARE, lanes), F32)] * backward
-    return pl.pallas_call(
-        functools.partial(kernel, static=static, first=blocks - 1 if backward else 0),
-        grid=(batch, channels // lanes, blocks),
-        in_specs=({key: spec for key, (_, spec) in given.items()},),
-        out_specs=out_specs,
-        out_shape=outputs,
-        cost_estimate=tiles.traffic((x, d_y, seen, outputs)),
-        scratch_shapes=scratch,
-        compiler_params=tiles.parameters(),
+    kernel = functools.partial(
+        kernel, static=static, first=blocks - 1 if backward else 0
+    )
+    arrays, specs = ({key: pair[i] for key, pair in given.items()} for i in (0, 1))
+    return of.call(
+        *(kernel, name, (arrays,), (specs,), outputs, out_specs, scratch),
         interpret=static.interpret,
-        name=name,
-    )({key: value for key, (value, _) in given.items()})
+    )
 
 
 class Tile(NamedTuple):

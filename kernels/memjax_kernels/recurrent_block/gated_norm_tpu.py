@@ -18,8 +18,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from memjax_kernels.common import gradients, partition, varying
-from memjax_kernels.recurrent_block import tiles, xla
-from memjax_kernels.recurrent_block.tiles import F32
+from memjax_kernels.common.packs import tiles
+from memjax_kernels.common.packs.tiles import F32
+from memjax_kernels.recurrent_block import xla
 
 # Rows of the sums of the scale's gradient; and tokens of a tile.
 SHARE, TILE = 8, 128
@@ -95,29 +96,21 @@ _op = gradients.of_kernels("gated_norm", _forward, _backward, _in_xla)
 def _call(static: Static, kernel, name, scale, *tokens):
     """One of the kernels on tokens [B, T, C]."""
     tokens = [x.reshape(*x.shape[:2], -1) for x in tokens]
-    batch, time, channels = tokens[0].shape
-    size, lanes = tiles.block_of(time, channels)
-    block = pl.BlockSpec((None, size, lanes), lambda b, c, i: (b, i, c))
+    of = tiles.blocks_of(*tokens[0].shape)
+    batch, _, channels = of.shape
     every_head = jnp.tile(scale.astype(F32), channels // static.width)[None]
-    of_lanes = pl.BlockSpec((1, lanes), lambda b, c, i: (0, c))
+    of_lanes = pl.BlockSpec((1, of.lanes), lambda b, c, i: (0, c))
     out = varying.like(tokens[0], tokens[0].shape, tokens[0].dtype)
-    outputs, out_specs = out, block
+    outputs, out_specs = out, of.tokens
     if kernel is _backward_kernel:
         sums = varying.like(tokens[0], (batch, SHARE, channels), F32)
         outputs = out, out, sums
-        of_sums = pl.BlockSpec((None, SHARE, lanes), lambda b, c, i: (b, 0, c))
-        out_specs = block, block, of_sums
-    return pl.pallas_call(
-        functools.partial(kernel, static=static),
-        grid=(batch, channels // lanes, time // size),
-        in_specs=(of_lanes, *[block] * len(tokens)),
-        out_specs=out_specs,
-        out_shape=outputs,
-        cost_estimate=tiles.traffic((tokens, outputs)),
-        compiler_params=tiles.parameters(),
-        interpret=static.interpret,
-        name=name,
-    )(every_head, *tokens)
+        of_sums = pl.BlockSpec((None, SHARE, of.lanes), lambda b, c, i: (b, 0, c))
+        out_specs = of.tokens, of.tokens, of_sums
+    specs = (of_lanes, *[of.tokens] * len(tokens))
+    kernel = functools.partial(kernel, static=static)
+    given = ((every_head, *tokens), specs, outputs, out_specs)
+    return of.call(kernel, name, *given, interpret=static.interpret)
 
 
 def _normed(y, ones, static):

@@ -4,12 +4,12 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from memjax_kernels.common import gradients, partition, varying
-from memjax_kernels.recurrent_block import norms, tiles
-from memjax_kernels.recurrent_block.tiles import F32
+from memjax_kernels.common.packs import tiles
+from memjax_kernels.common.packs.tiles import F32
+from memjax_kernels.recurrent_block import norms
 
 # Tokens of a tile.
 TILE = 128
@@ -66,21 +66,11 @@ _op = gradients.of_kernels("l2_normalize", _forward, _backward, _in_xla)
 def _call(static: Static, kernel, name, *tokens):
     """One of the kernels on tokens [B, T, H, K]."""
     flat = [x.reshape(*x.shape[:2], -1) for x in tokens]
-    batch, time, channels = flat[0].shape
-    size, lanes = tiles.block_of(time, channels)
-    block = pl.BlockSpec((None, size, lanes), lambda b, c, i: (b, i, c))
-    out = varying.like(flat[0], flat[0].shape, flat[0].dtype)
-    y = pl.pallas_call(
-        functools.partial(kernel, width=static.width),
-        grid=(batch, channels // lanes, time // size),
-        in_specs=[block] * len(flat),
-        out_specs=block,
-        out_shape=out,
-        cost_estimate=tiles.traffic((flat, out)),
-        compiler_params=tiles.parameters(),
-        interpret=static.interpret,
-        name=name,
-    )(*flat)
+    of = tiles.blocks_of(*flat[0].shape)
+    kernel, out = functools.partial(kernel, width=static.width), flat[0]
+    specs, outputs = [of.tokens] * len(flat), varying.like(out, out.shape, out.dtype)
+    given = (flat, specs, outputs, of.tokens)
+    y = of.call(kernel, name, *given, interpret=static.interpret)
     return y.reshape(tokens[0].shape)
 
 

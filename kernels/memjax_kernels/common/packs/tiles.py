@@ -1,4 +1,4 @@
-"""What the two kernels share: tiles of whole heads, and how tokens lie.
+"""Kernels that go through tokens once, in tiles of whole heads.
 
 Tokens are [B, T, C], C the channels of all heads, as a projection leaves them. A
 program has a block of them, and goes through it some rows at a time, tile by tile: 128
@@ -7,18 +7,17 @@ lanes, which whole heads fill.
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float32
 
+from memjax_kernels.common.packs.blocks import LANES, PARAMS, ROWS
+
 F32, BF16 = jnp.float32, jnp.bfloat16
-# Lanes of a register, and rows of one of 2 bytes.
-LANES, ROWS = 128, 16
 # Tokens and lanes of a block, at most.
 BLOCK, MOST_LANES = 512, 1024
 
@@ -40,12 +39,71 @@ def fills_lanes(x: Any) -> bool:
     return LANES % width == 0 and heads * width % LANES == 0
 
 
-def block_of(tokens: int, channels: int) -> tuple[int, int]:
-    """Tokens and lanes of a block of [B, T, C], divisors of both."""
+class Blocks(NamedTuple):
+    """How tokens [B, T, C] are cut.
+
+    Attributes:
+        shape: of all tokens.
+        size: tokens of a block, a divisor of T.
+        lanes: of a block, a divisor of C.
+    """
+
+    shape: tuple[int, int, int]
+    size: int
+    lanes: int
+
+    @property
+    def tokens(self) -> pl.BlockSpec:
+        """A block of tokens, first to last."""
+        return pl.BlockSpec((None, self.size, self.lanes), lambda b, c, i: (b, i, c))
+
+    def call(
+        self,
+        kernel: Callable[..., None],
+        name: str,
+        given: Any,
+        specs: Any,
+        outputs: Any,
+        out_specs: Any,
+        scratch: Sequence[Any] = (),
+        *,
+        interpret: Any,
+    ) -> Any:
+        """Runs a kernel on every block, those of the same lanes in their order.
+
+        Args:
+            kernel: of references to what is given, the outputs and the scratch.
+            name: of the kernel in the program.
+            given: its arguments.
+            specs: blocks of them.
+            outputs: what they look like.
+            out_specs: blocks of the outputs.
+            scratch: what is in VMEM alone.
+            interpret: as in `pallas_call`.
+        """
+        batch, time, channels = self.shape
+        return pl.pallas_call(
+            kernel,
+            grid=(batch, channels // self.lanes, time // self.size),
+            in_specs=specs,
+            out_specs=out_specs,
+            out_shape=outputs,
+            scratch_shapes=scratch,
+            # XLA hides copies behind what takes long.
+            cost_estimate=_traffic((given, outputs)),
+            compiler_params=PARAMS,
+            interpret=interpret,
+            name=name,
+        )(*given)
+
+
+def blocks_of(batch: int, time: int, channels: int) -> Blocks:
+    """The largest blocks of tokens [B, T, C] that fit."""
     fitting = lambda size, step, most: max(
         n for n in range(step, most + 1, step) if size % n == 0
     )
-    return fitting(tokens, ROWS, BLOCK), fitting(channels, LANES, MOST_LANES)
+    size, lanes = fitting(time, ROWS, BLOCK), fitting(channels, LANES, MOST_LANES)
+    return Blocks((batch, time, channels), size, lanes)
 
 
 def by_tiles(
@@ -103,20 +161,11 @@ def eights(x: Float32[Array, "N 128"]) -> Float32[Array, "8 128"]:
     return x.reshape(-1, 8, LANES).sum(axis=0)
 
 
-def traffic(tree: Any) -> pl.CostEstimate:
-    """What a kernel moves at least: every array once, padded to whole registers.
-
-    For XLA, which hides copies behind what takes long.
-    """
+def _traffic(arrays: Any) -> pl.CostEstimate:
+    """What a kernel moves at least: every array once, padded to whole registers."""
     width = lambda x: -(-x.shape[-1] // LANES) * LANES
     padded = lambda x: math.prod(x.shape[:-1]) * width(x) * x.dtype.itemsize
-    moved = sum(map(padded, jax.tree.leaves(tree)))
+    # An array may be given twice, in blocks of two kinds.
+    once = {id(x): x for x in jax.tree.leaves(arrays)}
+    moved = sum(map(padded, once.values()))
     return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
-
-
-def parameters(vmem_bytes: int = 60 << 20) -> pltpu.CompilerParams:
-    """Blocks of tokens follow one another; batch elements and lanes do not depend."""
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "parallel", "arbitrary"),
-        vmem_limit_bytes=vmem_bytes,
-    )
