@@ -93,7 +93,7 @@ def divided(with_devices):
 def test_every_mixer_gives_the_update_of_one_device_on_two_to_eight(divided, name):
     # Loss and gradients on two and four devices, and on eight with all axes but data.
     for mesh, found in divided[name].items():
-        # TTT has gradients of 2.4, whose float32 sums differ by 1.1e-5 in another order.
+        # TTT has gradients of 2.4: float32 sums in another order differ by 1.1e-5.
         bound = 2e-5 if name == "ttt_linear" else 1e-5
         assert found["difference"] < bound, mesh
 

@@ -90,7 +90,7 @@ class Blocks(NamedTuple):
             out_shape=outputs,
             scratch_shapes=scratch,
             # XLA hides copies behind what takes long.
-            cost_estimate=_traffic((given, outputs)),
+            cost_estimate=_traffic(given, outputs),
             compiler_params=PARAMS,
             interpret=interpret,
             name=name,
@@ -161,11 +161,11 @@ def eights(x: Float32[Array, "N 128"]) -> Float32[Array, "8 128"]:
     return x.reshape(-1, 8, LANES).sum(axis=0)
 
 
-def _traffic(arrays: Any) -> pl.CostEstimate:
+def _traffic(given: Any, outputs: Any) -> pl.CostEstimate:
     """What a kernel moves at least: every array once, padded to whole registers."""
     width = lambda x: -(-x.shape[-1] // LANES) * LANES
     padded = lambda x: math.prod(x.shape[:-1]) * width(x) * x.dtype.itemsize
     # An array may be given twice, in blocks of two kinds.
-    once = {id(x): x for x in jax.tree.leaves(arrays)}
-    moved = sum(map(padded, once.values()))
+    once = {id(x): x for x in jax.tree.leaves(given)}
+    moved = sum(map(padded, (*once.values(), *jax.tree.leaves(outputs))))
     return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)
