@@ -50,6 +50,16 @@ def init_gate(key: PRNGKeyArray, shape: tuple[int, ...], start: float) -> Gate:
     )
 
 
+def flat_product(
+    x: Float[Array, "*B D"], weight: Float[Array, "D ..."]
+) -> Float[Array, "*B N"]:
+    """x times a weight, in the dtype of x, all axes of the outputs as one.
+
+    On a TPU heads and channels as axes of their own would be laid out otherwise.
+    """
+    return x @ weight.reshape(weight.shape[0], -1).astype(x.dtype)
+
+
 def linear_logits(
     x: Float[Array, "*B D"], weight: Float[Array, "D ..."], *, of_heads: bool = True
 ) -> Array:
@@ -59,8 +69,8 @@ def linear_logits(
     Unless `of_heads`, no axis of the weight is of heads.
     """
     # The product runs in the dtype of the tokens; what follows, logs and sigmoids, in
-    # float32. Channels of all heads are one axis: two would be laid out otherwise.
-    logits = x @ weight.reshape(weight.shape[0], -1).astype(x.dtype)
+    # float32.
+    logits = flat_product(x, weight)
     if of_heads and x.ndim == 3:
         logits = channels_by_heads(logits, weight.shape[1])
     return logits.astype(jnp.float32).reshape(*x.shape[:-1], *weight.shape[1:])

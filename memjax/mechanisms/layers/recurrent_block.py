@@ -33,7 +33,7 @@ from memjax.mechanisms.layers.divided_sequence import (
     last_of_previous,
     on_shares,
 )
-from memjax.mechanisms.layers.gates import draw_weight
+from memjax.mechanisms.layers.gates import draw_weight, flat_product
 from memjax.mechanisms.layers.memory_core import MemoryCore
 from memjax_kernels.common.partition import (
     by_tokens,
@@ -310,7 +310,7 @@ def qkv_projection(
     check_input(x, config.model_dim, state)
     _, projections, heads, _ = params.query_key.shape
     by_head = lambda z: z.reshape(*x.shape[:2], heads, -1)
-    project = lambda weight: by_head(channels_by_heads(_product(x, weight), heads))
+    project = lambda weight: by_head(channels_by_heads(flat_product(x, weight), heads))
     # Two products, where one would have to be cut in two again.
     inputs = [project(params.query_key[:, i]) for i in range(projections)]
     before = [state.window[:, :, i] for i in range(projections)]
@@ -333,16 +333,6 @@ def qkv_projection(
     return QKV(window, q, k, project(params.value))
 
 
-def _product(x, weight):
-    """x [*B, D] times a weight [D, ...], whose outputs are one axis."""
-    return x @ _flat(weight, 1).astype(x.dtype)
-
-
-def _flat(x, axes):
-    """All axes but the first `axes` as one."""
-    return x.reshape(*x.shape[:axes], -1)
-
-
 def output_projection(
     config: RecurrentConfig,
     params: BlockParams,
@@ -353,7 +343,7 @@ def output_projection(
     # RMSNorm makes the output independent of the memory's size, which grows with the
     # text.
     tokens = y if x.ndim == 3 else y[:, None]
-    gate = _product(x, params.gate).reshape(tokens.shape)
+    gate = flat_product(x, params.gate).reshape(tokens.shape)
     tokens = gated_norm(by_tokens(tokens), gate, params.norm, config.norm_epsilon)
     y = tokens.reshape(*x.shape[:-1], -1)
     return y @ params.output.reshape(-1, config.model_dim).astype(x.dtype)
