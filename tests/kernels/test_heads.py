@@ -1,6 +1,7 @@
 """Heads turned by their positions and laid out for attention's kernels."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -73,15 +74,18 @@ def test_layouts_are_exchanged_axes(sizes, scale):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"cos": jnp.ones((5, 4))}, r"cos must end in \(5, 3.0\), got \(5, 4\)"),
-        ({"sin": jnp.ones((4, 3))}, r"sin must end in \(5, 3.0\), got \(4, 3\)"),
+        ({"x": jnp.ones((2, 5, 2, 7))}, r"even number of channels, got \(2, 5, 2, 7\)"),
+        ({"cos": jnp.ones((5, 4))}, r"cos must end in \(5, 3\), got \(5, 4\)"),
+        ({"sin": jnp.ones((4, 3))}, r"sin must end in \(5, 3\), got \(4, 3\)"),
         ({"implementation": "pallas_tpu"}, "pallas_tpu' of rotate cannot run here"),
     ],
 )
 def test_bad_input_is_refused(change, message):
-    given = {"cos": jnp.ones((5, 3)), "sin": jnp.ones((5, 3))} | change
+    x, angles = jnp.ones((2, 5, 2, 6)), jnp.ones((5, 3))
+    # Without the annotations' own check.
+    run = inspect.unwrap(rotate)
     with pytest.raises(ValueError, match=message):
-        rotate(jnp.ones((2, 5, 2, 6)), **given)
+        run(**({"x": x, "cos": angles, "sin": angles} | change))
 
 
 @needs_libtpu

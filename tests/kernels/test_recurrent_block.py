@@ -1,6 +1,7 @@
 """The short convolution and the gated norm: the kernels compute what XLA does."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -146,33 +147,35 @@ def test_a_gradient_of_the_gradient_is_that_of_xla():
     close(twice(CONVOLUTION), twice(xla.short_convolution), 2e-2)
 
 
+X, FILTERS, BEFORE = (jnp.ones(s) for s in [(1, 5, 2, 8), (4, 2, 8), (1, 3, 2, 8)])
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("op", "arguments", "message"),
     [
+        (short_convolution, (X, FILTERS[:, :1], BEFORE), "filters must have shape"),
         (
-            lambda x: short_convolution(x, jnp.ones((4, 3, 8)), jnp.ones((1, 3, 2, 8))),
-            "filters must have shape",
-        ),
-        (
-            lambda x: short_convolution(x, jnp.ones((4, 2, 8)), jnp.ones((1, 2, 2, 8))),
+            short_convolution,
+            (X, FILTERS, BEFORE[:, :2]),
             r"before must have shape \(1, 3, 2, 8\), got \(1, 2, 2, 8\)",
         ),
         (
-            lambda x: short_convolution(
-                x, jnp.ones((4, 2, 8)), jnp.ones((1, 3, 2, 8)), jnp.ones((1, 6), int)
-            ),
+            short_convolution,
+            (X, FILTERS, BEFORE, jnp.ones((1, 6), int)),
             r"positions must have shape \(1, 5\), got \(1, 6\)",
         ),
-        (lambda x: gated_norm(x, x, jnp.ones(7), 1e-5), "scale must have shape"),
+        (gated_norm, (X, X, jnp.ones(7), 1e-5), "scale must have shape"),
         (
-            lambda x: gated_norm(x, x, jnp.ones(8), 1e-5, implementation="pallas_tpu"),
+            functools.partial(gated_norm, implementation="pallas_tpu"),
+            (X, X, jnp.ones(8), 1e-5),
             "pallas_tpu' of gated_norm cannot run here",
         ),
     ],
 )
-def test_bad_input_is_refused(call, message):
+def test_bad_input_is_refused(op, arguments, message):
+    # Without the annotations' own check.
     with pytest.raises(ValueError, match=message):
-        call(jnp.ones((1, 5, 2, 8)))
+        inspect.unwrap(op)(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def rotate(
         ValueError: unless K is even and the angles are those of T tokens and K / 2
             pairs, or on an implementation that is unknown or cannot run here.
     """
-    expected = (x.shape[-3], x.shape[-1] / 2)
+    if x.shape[-1] % 2:
+        raise ValueError(f"x must have an even number of channels, got {x.shape}")
+    expected = (x.shape[-3], x.shape[-1] // 2)
     for name, table in (("cos", cos), ("sin", sin)):
         if table.shape[-2:] != expected:
             raise ValueError(f"{name} must end in {expected}, got {table.shape}")
