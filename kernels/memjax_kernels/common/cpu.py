@@ -1,17 +1,26 @@
-"""CPU workaround: XLA recomputes a broadcast operand for every element that uses it.
+"""What is written in another way for a CPU.
 
-The gradient of such an operand, a sum over those elements, takes 5 to 20 times as long
-as the same sum written as a matrix product (290 to 1,024 rows of 576, measured). A
-product with ones or with the identity changes no bit and avoids both. Programs for
-other devices, wherever they are compiled, have the plain form.
+XLA recomputes a broadcast operand for every element that uses it. The gradient of such
+an operand, a sum over those elements, takes 5 to 20 times as long as the same sum
+written as a matrix product (290 to 1,024 rows of 576, measured). A product with ones or
+with the identity changes no bit and avoids both. And a loop over tokens whose memory
+stays in the cache is faster than chunks, but not its gradient. Programs for other
+devices, wherever they are compiled, have the plain form.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
+
+from memjax_kernels.common.varying import vary_alike
+
+# The token loop was faster than chunks with memories to 2 MB (1.6 to 2.4 times there),
+# and for some ops with 8 MB: experiments/ops/README.md.
+LOOP_BYTES = 2 * 2**20
 
 # A product with ones must change no bit, which needs the full float32 product.
 exact_product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
@@ -51,3 +60,22 @@ def computed_once(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     return by_platform(
         lambda x: exact_product(x, jnp.eye(x.shape[-1], dtype=x.dtype)), lambda x: x
     )(x)
+
+
+def loop_is_faster(state: PyTree[Array]) -> bool:
+    """Whether the memories of all batch elements stay in the cache of a CPU."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) <= LOOP_BYTES
+
+
+def loop_unless_differentiated(
+    loop: Callable[..., Any], chunks: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`loop`, or `chunks` where a derivative is taken: they compute the same."""
+
+    @jax.custom_jvp
+    def run(*arrays):
+        # Inside a shard_map, what a scan carries must vary as what it computes does.
+        return loop(*vary_alike(arrays))
+
+    run.defjvp(lambda arrays, tangents: jax.jvp(chunks, arrays, tangents))
+    return run

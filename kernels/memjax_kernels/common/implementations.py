@@ -10,7 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+from jaxtyping import Array, PyTree
 
+from memjax_kernels.common import cpu
 from memjax_kernels.common.varying import vary_alike
 
 _log = logging.getLogger(__name__)
@@ -27,15 +29,17 @@ def choose(
     forms: Mapping[str, Callable[..., Any]],
     unsupported: Mapping[str, str] | None = None,
     by_itself: Collection[str] = ("pallas_tpu",),
+    looped: PyTree[Array] = None,
 ) -> Callable[..., Any]:
     """The implementation of an op that was asked for, or else the fastest.
 
     The fastest is a kernel in a program that is lowered for its platform, where the op
-    has it and it takes the arguments; everywhere else it is `xla`. The TPU kernels were
-    compiled for v5e, v5p and v6e but never timed: the XLA forms carry the memory
-    through HBM at every chunk, which the kernels do not. Those of GPUs are chosen where
-    jax itself runs on a Hopper GPU, at the sizes that were timed on one. Kernels have
-    no forward mode (`jax.jvp`): ask for `xla` there.
+    has it and it takes the arguments; everywhere else it is `xla`, but for small
+    memories on a CPU: there it is the token loop, and `xla` where a derivative is
+    taken. The TPU kernels were compiled for v5e, v5p and v6e but never timed: the XLA
+    forms carry the memory through HBM at every chunk, which the kernels do not. Those
+    of GPUs are chosen where jax itself runs on a Hopper GPU, at the sizes that were
+    timed on one. Kernels have no forward mode (`jax.jvp`): ask for `xla` there.
 
     Args:
         op: its name, for messages.
@@ -45,6 +49,8 @@ def choose(
         unsupported: why a form cannot take the arguments on any device, by its name;
             "" or no entry where it can.
         by_itself: kernels that are chosen without being asked for.
+        looped: the state of an op whose token loop, `reference`, is faster on a CPU
+            than chunks, if the state is small. None: it is not faster.
 
     Returns:
         One of the forms, or a function that is a kernel or `xla` when lowered.
@@ -65,8 +71,14 @@ def choose(
         # A program for another host's GPU may not be one for a Hopper GPU.
         elif name != "pallas_gpu" or not needs("gpu"):
             kernels[_LOWERED_FOR[name]] = forms[name]
-    # Most ops have the XLA form alone.
-    return _by_platform(kernels, forms["xla"]) if kernels else forms["xla"]
+    default = forms["xla"]
+    if jax.default_backend() == "cpu" and looped is not None:
+        if cpu.loop_is_faster(looped):
+            # Programs for a TPU are lowered on CPUs too, those for a GPU are not.
+            kernels.setdefault("tpu", default)
+            default = cpu.loop_unless_differentiated(forms["reference"], default)
+    # Many ops have the XLA form alone.
+    return _by_platform(kernels, default) if kernels else default
 
 
 def _by_platform(kernels: Mapping[str, Callable], default: Callable) -> Callable:

@@ -70,6 +70,7 @@ def delta_rule(
             "pallas_tpu": delta_rule_tpu,
         },
         {"pallas_tpu": recurrence.unsupported(q, k, v)},
+        looped=state,
     )
     return form(q, k, v, beta, state, reset)
 

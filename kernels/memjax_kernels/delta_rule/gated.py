@@ -78,6 +78,7 @@ def gated_delta_rule(
             "pallas_tpu": pallas_tpu.recur_tpu,
         },
         {"pallas_tpu": recurrence.unsupported(q, k, v)},
+        looped=state,
     )
     return form(q, k, v, beta, g, state, reset)
 

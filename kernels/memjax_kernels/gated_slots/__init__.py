@@ -84,5 +84,6 @@ def gated_slots(
             "pallas_tpu": pallas_tpu.gated_slots_tpu,
         },
         {"pallas_tpu": pallas_tpu.unsupported(q, k, v, alpha)},
+        looped=state,
     )
     return form(q, k, v, alpha, g, state, reset)

@@ -66,6 +66,7 @@ def linear_attention(
             "pallas_tpu": linear_attention_tpu,
         },
         {"pallas_tpu": recurrence.unsupported(q, k, v)},
+        looped=state,
     )
     return form(q, k, v, state, reset)
 

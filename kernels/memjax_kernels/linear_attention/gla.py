@@ -77,6 +77,7 @@ def gla(
             "pallas_tpu": pallas_tpu.gla_tpu,
         },
         {"pallas_tpu": recurrence.unsupported(q, k, v)},
+        looped=state,
     )
     return form(q, k, v, g, state, reset)
 

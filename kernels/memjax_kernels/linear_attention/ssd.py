@@ -77,6 +77,7 @@ def ssd(
             "pallas_tpu": pallas_tpu.recur_tpu,
         },
         {"pallas_tpu": recurrence.unsupported(q, k, v)},
+        looped=state,
     )
     return form(q, k, v, g, state, reset)
 
