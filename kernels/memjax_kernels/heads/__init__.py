@@ -9,7 +9,7 @@ head after the other: `heads_first` and `heads_last` are one pass each.
 Shapes: B batch, T time, H heads, K channels of a head, P batch or nothing.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jaxtyping import Array, Float
@@ -60,14 +60,22 @@ def heads_first(
     x: Float[Array, "B T H K"], scale: float = 1.0
 ) -> Float[Array, "B H T K"]:
     """x times a scale, its heads before its tokens: in a program for a TPU alone."""
-    if tiles.unsupported("x", x):
+    if _as_they_lie(x):
         return (x * scale).swapaxes(1, 2)
     return layouts_tpu.moved(layouts_tpu.Static(True, scale), x)
 
 
 def heads_last(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
     """Undoes `heads_first`."""
-    y = jax.eval_shape(lambda x: x.swapaxes(1, 2), x)
-    if tiles.unsupported("x", y):
+    if _as_they_lie(jax.eval_shape(lambda x: x.swapaxes(1, 2), x)):
         return x.swapaxes(1, 2)
     return layouts_tpu.moved(layouts_tpu.Static(False, 1.0), x)
+
+
+def _as_they_lie(x: Any) -> bool:
+    """Whether XLA is left to lay out [B, T, H, K].
+
+    Heads of 128 channels fill registers. XLA reads them where a projection left them,
+    and a kernel would copy them.
+    """
+    return x.shape[-1] % tiles.LANES == 0 or bool(tiles.unsupported("x", x))
