@@ -99,6 +99,32 @@ def kernels() -> Table:
     return Table(header, rows, ["ops/kernels"])
 
 
+def loops() -> Table:
+    """How many times faster than chunks the token loop is, by sizes, on a CPU."""
+    found: dict[tuple, dict[tuple[str, str], float]] = {}
+    for row in load("ops/loops")["shapes"]:
+        sizes = row["batch"] * row["heads"], row["width"]
+        times_of = found.setdefault((row["op"], *sizes), {})
+        times_of[row["implementation"], row["pass"]] = row["median_s"]
+    shapes = sorted({key[1:] for key in found}, key=lambda s: s[0] * s[1] ** 2)
+    rows = []
+    for op in dict.fromkeys(key[0] for key in found):
+        cells = [op]
+        for direction in ("forward", "both"):
+            for shape in shapes:
+                taken = found[op, *shape]
+                loop, chunks = (taken[w, direction] for w in ("reference", "xla"))
+                cells.append(times(chunks / loop))
+        rows.append(cells)
+    memories = [
+        f"{count} of {width}: {4 * count * width**2 / 2**20:.2g} MB"
+        for count, width in shapes
+    ]
+    header = ["chunks / loop", *(f"forward, {m}" for m in memories)]
+    header += [f"with backward, {m}" for m in memories]
+    return Table(header, rows, ["ops/loops"])
+
+
 def growth() -> Table:
     """Microseconds a token against length, forward with backward."""
     found = [row for row in load("ops/kernels")["growth"] if row["pass"] == "both"]
@@ -199,6 +225,7 @@ TABLES: Tables = {
     "generation/streaming": streaming,
     "ops/kernels": kernels,
     "ops/growth": growth,
+    "ops/loops": loops,
     "packing/packing": packing,
     "mplus/speed": mplus_speed,
     "mplus/growth": mplus_growth,
