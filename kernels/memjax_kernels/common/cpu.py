@@ -72,10 +72,11 @@ def loop_unless_differentiated(
 ) -> Callable[..., Any]:
     """`loop`, or `chunks` where a derivative is taken: they compute the same."""
 
-    @jax.custom_jvp
+    # Chunks have no forward mode, by which `gradients.like` would need theirs.
+    @jax.custom_vjp
     def run(*arrays):
         # Inside a shard_map, what a scan carries must vary as what it computes does.
         return loop(*vary_alike(arrays))
 
-    run.defjvp(lambda arrays, tangents: jax.jvp(chunks, arrays, tangents))
+    run.defvjp(lambda *x: jax.vjp(chunks, *x), lambda pull, given: pull(given))
     return run

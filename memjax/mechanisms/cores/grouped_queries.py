@@ -42,17 +42,25 @@ def _shared(
     v: Float[Array, "B *T G V"],
     x: Float[Array, "B *T D"],
 ) -> tuple[PyTree, Float[Array, "B *T H V"]]:
-    copies = lambda leaf: jnp.repeat(leaf, queries, axis=0)
-    memory, k, v, x = jax.tree.map(copies, (memory, k, v, x))
-    memory, y = call(params, memory, _to_batch(q, queries), k, v, x)
-    # All copies were written alike. Not every N-th, which devices that share the batch
-    # might have to exchange.
+    memory, k, v, x = copies((memory, k, v, x), queries)
+    memory, y = call(params, memory, to_batch(q, queries), k, v, x)
+    return first_copy(memory, queries), to_heads(y, queries)
+
+
+def copies(tree: PyTree, queries: int) -> PyTree:
+    """What is [B, ...] as [B N, ...], a copy for each head of a group."""
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf, queries, axis=0), tree)
+
+
+def first_copy(memory: PyTree, queries: int) -> PyTree:
+    """Undoes `copies` where all were written alike."""
+    # Not every N-th, which devices that share the batch might have to exchange.
     first = lambda leaf: leaf.reshape(-1, queries, *leaf.shape[1:])[:, 0]
-    return jax.tree.map(first, memory), _to_heads(y, queries)
+    return jax.tree.map(first, memory)
 
 
-def _to_batch(q, queries):
-    """[B, ..., G N, K] as [B N, ..., G, K]."""
+def to_batch(q: Float[Array, "B *T H K"], queries: int) -> Float[Array, "BN *T G K"]:
+    """Queries [B, ..., G N, K] as [B N, ..., G, K]: each has a copy of its memory."""
     batch, *times, heads, width = q.shape
     apart = q.reshape(batch, *times, heads // queries, queries, width)
     return jnp.moveaxis(apart, -2, 1).reshape(
@@ -60,8 +68,8 @@ def _to_batch(q, queries):
     )
 
 
-def _to_heads(y, queries):
-    """[B N, ..., G, V] as [B, ..., G N, V]."""
+def to_heads(y: Float[Array, "BN *T G V"], queries: int) -> Float[Array, "B *T H V"]:
+    """Undoes `to_batch`: reads [B N, ..., G, V] as [B, ..., G N, V]."""
     rows, *times, heads, width = y.shape
     apart = y.reshape(rows // queries, queries, *times, heads, width)
     return jnp.moveaxis(apart, 1, -2).reshape(

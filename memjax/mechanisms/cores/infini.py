@@ -20,6 +20,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.checks import check_sizes, require_known
+from memjax.mechanisms.cores.grouped_queries import (
+    copies,
+    first_copy,
+    to_batch,
+    to_heads,
+)
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax_kernels.delta_rule import delta_rule
 from memjax_kernels.linear_attention import linear_attention
@@ -116,27 +122,29 @@ def apply(
     x: Float[Array, "B T 1"],
 ) -> tuple[InfiniMemory, Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    b, t, h, _ = q.shape
-    g = config.num_kv_heads
+    group = q.shape[2] // config.num_kv_heads
     # Exact 0 where nothing is written, and in float32: z sums over the whole text.
     keys = _features(k) * x[..., None].astype(jnp.float32)
-    queries = _features(q).reshape(b, t, g, h // g, -1)
     norm = memory.norm[:, None] + jnp.cumsum(keys, axis=1)
-    values = v.astype(jnp.float32)
+    queries, values = _features(q), v.astype(jnp.float32)
     if config.update == "linear":
-        write = lambda q: linear_attention(q, keys, values, memory.matrix)
+        given = keys, values, memory.matrix
     else:
         # σ(k) (v - u)ᵀ is the delta rule of k / √c and v √c, for c = σ(k)ᵀ z.
         c = (keys * (norm - keys)).sum(axis=-1, keepdims=True)
         # The first key finds z = 0, and an empty memory, in which u is 0.
         root = jnp.sqrt(jnp.where(c > 0, c, 1.0))
         ones = jnp.ones(keys.shape[:-1], jnp.float32)
-        write = lambda q: delta_rule(q, keys / root, values * root, ones, memory.matrix)
-    # All queries of a group read the same memory, which is written once.
-    matrix, y = jax.vmap(write, in_axes=3, out_axes=(None, 3))(queries)
-    total = jnp.einsum("btgrk,btgk->btgr", queries, norm)[..., None]
+        given = keys / root, values * root, ones, memory.matrix
+    # All queries of a group read the same memory. A vmap over them would count the
+    # cotangent of what they share once for each, where the op has its own gradient.
+    write = linear_attention if config.update == "linear" else delta_rule
+    matrix, y = write(to_batch(queries, group), *copies(given, group))
+    y = to_heads(y, group)
+    shared = jnp.repeat(norm, group, axis=2)
+    total = (queries * shared).sum(axis=-1, keepdims=True)
     y = y / jnp.where(total > 0, total, 1.0)
-    return InfiniMemory(matrix, norm[:, -1]), y.reshape(b, t, h, -1).astype(q.dtype)
+    return InfiniMemory(first_copy(matrix, group), norm[:, -1]), y.astype(q.dtype)
 
 
 def _features(x):
