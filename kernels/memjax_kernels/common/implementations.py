@@ -39,8 +39,8 @@ def choose(
     taken. The TPU kernels were compiled for v5e, v5p and v6e but never timed: the XLA
     forms carry the memory through HBM at every chunk, which the kernels do not. Those
     of GPUs are chosen where jax itself runs on a Hopper GPU, at the sizes that were
-    timed on one. Kernels and most chunks have no forward mode (`jax.jvp`); where `xla`
-    is refused there, ask for `reference`.
+    timed on one. Kernels and most chunks have no forward mode (`jax.jvp`): ask for
+    `reference` there.
 
     Args:
         op: its name, for messages.
