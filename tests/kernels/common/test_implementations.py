@@ -52,7 +52,7 @@ def test_a_kernel_runs_where_jax_does(monkeypatch):
 
 def test_on_a_cpu_small_memories_are_looped_over_unless_differentiated():
     forms = {"xla": lambda x, reset: 2 * x, "reference": lambda x, reset: 3 * x}
-    small, large = (jax.ShapeDtypeStruct((n, 2**19), jnp.float32) for n in (1, 2))
+    small, large = (jnp.zeros((n, 2**19)) for n in (1, 2))
     x, reset = jnp.ones(()), jnp.ones(2, bool)
     for looped, value in ((None, 2), (small, 3), (large, 2)):
         form = implementations.choose("gla", None, forms, looped=looped)
