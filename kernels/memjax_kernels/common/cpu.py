@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, PyTree
 
 from memjax_kernels.common.varying import vary_alike
 
-# The token loop was faster than chunks with memories to 2 MB (1.6 to 2.4 times there),
-# and for some ops with 8 MB: experiments/ops/README.md.
+# Between memories of 1 MB, with which the token loop takes less than half as long as
+# chunks, and of 8 MB, with which it is slower for some ops: experiments/ops/README.md.
 LOOP_BYTES = 2 * 2**20
 
 # A product with ones must change no bit, which needs the full float32 product.

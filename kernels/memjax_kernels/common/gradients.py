@@ -1,7 +1,7 @@
 """An op of two kernels, forward and backward, with gradients of every order.
 
 Kernels give the gradient. Gradients of that gradient are taken through the op's XLA
-form: `pallas_call` has none. There is no forward mode (`jax.jvp`).
+form: `pallas_call` has none. Such an op has no forward mode (`jax.jvp`).
 """
 
 import functools

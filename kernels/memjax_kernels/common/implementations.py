@@ -54,7 +54,7 @@ def choose(
             than chunks, if the state is small. None: it is not faster.
 
     Returns:
-        One of the forms, or a function that is a kernel or `xla` when lowered.
+        One of the forms, or a function that is one of them when lowered.
 
     Raises:
         ValueError: on a name the op does not have, or one that cannot run here.
@@ -73,11 +73,11 @@ def choose(
         elif name != "pallas_gpu" or not needs("gpu"):
             kernels[_LOWERED_FOR[name]] = forms[name]
     default = forms["xla"]
-    if jax.default_backend() == "cpu" and looped is not None:
-        if cpu.loop_is_faster(looped):
-            # Programs for a TPU are lowered on CPUs too, those for a GPU are not.
-            kernels.setdefault("tpu", default)
-            default = cpu.loop_unless_differentiated(forms["reference"], default)
+    small = looped is not None and cpu.loop_is_faster(looped)
+    if small and jax.default_backend() == "cpu":
+        # Programs for a TPU are lowered on CPUs too, those for a GPU are not.
+        kernels.setdefault("tpu", default)
+        default = cpu.loop_unless_differentiated(forms["reference"], default)
     # Many ops have the XLA form alone.
     return _by_platform(kernels, default) if kernels else default
 

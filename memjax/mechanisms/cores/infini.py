@@ -128,7 +128,7 @@ def apply(
     norm = memory.norm[:, None] + jnp.cumsum(keys, axis=1)
     queries, values = _features(q), v.astype(jnp.float32)
     if config.update == "linear":
-        given = keys, values, memory.matrix
+        write, given = linear_attention, (keys, values, memory.matrix)
     else:
         # σ(k) (v - u)ᵀ is the delta rule of k / √c and v √c, for c = σ(k)ᵀ z.
         c = (keys * (norm - keys)).sum(axis=-1, keepdims=True)
@@ -136,13 +136,12 @@ def apply(
         root = jnp.sqrt(jnp.where(c > 0, c, 1.0))
         ones = jnp.ones(keys.shape[:-1], jnp.float32)
         given = keys / root, values * root, ones, memory.matrix
+        write = delta_rule
     # All queries of a group read the same memory. A vmap over them would count the
     # cotangent of what they share once for each, where the op has its own gradient.
-    write = linear_attention if config.update == "linear" else delta_rule
     matrix, y = write(to_batch(queries, group), *copies(given, group))
     y = to_heads(y, group)
-    shared = jnp.repeat(norm, group, axis=2)
-    total = (queries * shared).sum(axis=-1, keepdims=True)
+    total = (queries * jnp.repeat(norm, group, axis=2)).sum(axis=-1, keepdims=True)
     y = y / jnp.where(total > 0, total, 1.0)
     return InfiniMemory(first_copy(matrix, group), norm[:, -1]), y.astype(q.dtype)
 

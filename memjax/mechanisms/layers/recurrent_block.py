@@ -60,10 +60,9 @@ class RecurrentConfig(abc.ABC):
         key_dim: width of a head's queries and keys.
         value_dim: width of a head's values and reads.
         norm_epsilon: of the RMSNorm behind the memory.
-        implementation: how a segment is read, which changes no result. None is what
-            the op chooses, a kernel where it has one; "xla" goes chunk by chunk;
-            "reference" goes token by token, which on a CPU takes half the time where
-            memories are small.
+        implementation: how a segment is read, which changes no result. None is the
+            fastest that the op has; "xla" goes chunk by chunk, "reference" token by
+            token.
     """
 
     model_dim: int
