@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from jaxtyping import Float32
 from memjax import evaluation
 from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
 from memjax.evaluation import Losses
+from memjax.evaluation.provenance import device_name
 from memjax.models import LanguageModel
 from memjax.models.base import Model
 from memjax.models.language_model.windowed import with_window
@@ -62,12 +64,26 @@ def score(
     return losses, time.monotonic() - began
 
 
+class Scored(NamedTuple):
+    """Losses of texts, and how they came about.
+
+    Attributes:
+        losses: of all texts.
+        seconds: that they took together.
+        devices: that they were scored on; calls on several machines may share a folder.
+    """
+
+    losses: Losses
+    seconds: float
+    devices: list[str]
+
+
 def score_once(
     prepare: Callable[[], Callable[[TokenisedDocument], Losses]],
     texts: Sequence[TokenisedDocument],
     folder: Path,
-) -> tuple[Losses, float]:
-    """Losses of texts and the seconds that they took, each scored once for all calls.
+) -> Scored:
+    """Scores texts, each once for all calls.
 
     Args:
         prepare: gives what scores a text; not called where nothing is left to score.
@@ -86,12 +102,15 @@ def score_once(
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
         with partial.open("wb") as stream:
-            np.savez(stream, nll=losses.nll[0], seconds=spent)
+            np.savez(stream, nll=losses.nll[0], seconds=spent, device=device_name())
         partial.replace(file)
         print(f"  {text.name}: {spent:.0f} s", flush=True)
     found = [np.load(_file(folder, text)) for text in texts]
-    spent = sum(float(x["seconds"]) for x in found)
-    return joined(texts, [x["nll"] for x in found]), spent
+    return Scored(
+        joined(texts, [x["nll"] for x in found]),
+        sum(float(x["seconds"]) for x in found),
+        sorted({str(x["device"]) for x in found}),
+    )
 
 
 def scoring(model: Model, segment: int) -> Callable[[TokenisedDocument], Losses]:

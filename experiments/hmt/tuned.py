@@ -104,6 +104,7 @@ def measure(
             ],
             "training_seconds": found[0].facts["training_seconds"],
             "scoring_seconds": found[0].facts["scoring_seconds"],
+            "devices": sorted({x for run in found for x in run.facts["devices"]}),
         },
     )
 
@@ -128,8 +129,8 @@ def _untrained(
         assert row.build is not None
         return scores.scoring(row.build(backbone), texts.segment)
 
-    losses, seconds = scores.score_once(prepare, test, folder)
-    return Measured(losses, {"scoring_seconds": seconds})
+    scored = scores.score_once(prepare, test, folder)
+    return Measured(scored.losses, _facts(scored))
 
 
 def _validation(config, row, texts, rate, seed, work) -> float | None:
@@ -156,8 +157,12 @@ def _scored(config, row, texts, segment, rate, seed, work) -> Measured | None:
     if not (work or scores.are_scored(texts, last / "scores")):
         return None
     prepare = lambda: scores.scoring(common.load(last).model, segment)
-    losses, spent = scores.score_once(prepare, texts, last / "scores")
-    return Measured(losses, {"training_seconds": trained, "scoring_seconds": spent})
+    scored = scores.score_once(prepare, texts, last / "scores")
+    return Measured(scored.losses, {"training_seconds": trained} | _facts(scored))
+
+
+def _facts(scored: scores.Scored) -> dict[str, Any]:
+    return {"scoring_seconds": scored.seconds, "devices": scored.devices}
 
 
 def _restrict(losses: Losses, texts: Texts) -> Losses:

@@ -135,7 +135,8 @@ def test_length(run_dir, tmp_path, capsys, monkeypatch):
     gain = next(x for x in report["gains"] if x["model"] == rows.HIERARCHICAL)
     # There is one document of a kind.
     assert gain["documents"] == 4 and gain["low"] is None
-    assert report["command"] and report["versions"] and report["device"]
+    assert report["command"] and report["versions"]
+    assert all(model["devices"] == [report["device"]] for model in models.values())
     assert is_png(tmp_path / "result.png")
 
     # What is there is shown, and nothing of it is done again.
