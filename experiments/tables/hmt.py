@@ -4,7 +4,7 @@ import collections
 from typing import Any
 
 from experiments.common.gains import shown
-from experiments.hmt.rows import SINK_WINDOW
+from experiments.hmt.rows import SINK_WINDOW, TUNED
 from experiments.tables.table import (
     Table,
     Tables,
@@ -66,11 +66,11 @@ def smollm2_length() -> Table:
 
 
 def _gains(name: str) -> Table:
-    """Of each row over the window with sinks, at the longest input that both read."""
-    result = load(name)
+    """Of each row over the tuned window, at the longest input that both read."""
+    result, base = load(name), TUNED.format(SINK_WINDOW)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for gain in result["gains"]:
-        if gain["base"] == SINK_WINDOW:
+        if gain["base"] == base:
             # The longest comes last.
             found.setdefault(gain["model"], {})[gain["kind"]] = gain
     kinds = list(result["perplexity"])
@@ -78,7 +78,7 @@ def _gains(name: str) -> Table:
         [model, thousands(by["all"]["length"]), *(shown(by[kind]) for kind in kinds)]
         for model, by in found.items()
     ]
-    header = [f"nats saved a token over the {SINK_WINDOW}", "tokens", *kinds]
+    header = [f"nats saved a token over the {base}", "tokens", *kinds]
     return Table(header, rows, [name])
 
 
