@@ -18,6 +18,7 @@ with `--only` the other rows are shown as far as earlier calls have scored them,
 with a smaller `--test-tokens` too.
 """
 
+import collections
 import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,6 +175,8 @@ def report(
     result = common.write(
         config,
         "how does perplexity change with the length of the input?",
+        # This machine may have scored none of them.
+        device=_scored_on(finished),
         lengths=lengths,
         documents={text.name: len(text.tokens) - 1 for text in texts.test},
         documents_that_reach_it=[
@@ -196,6 +199,14 @@ def report(
     )
     plot(result, Path(f"{config.output}.png"))
     _show(result)
+
+
+def _scored_on(finished: dict[str, Finished]) -> str:
+    """The device of most rows; where others were scored elsewhere, which and where."""
+    where = {name: " and ".join(row.facts["devices"]) for name, row in finished.items()}
+    most, _ = collections.Counter(where.values()).most_common(1)[0]
+    others = [f"{name} on {device}" for name, device in where.items() if device != most]
+    return f"{most} ({'; '.join(others)})" if others else most
 
 
 def plot(result: dict, path: Path) -> None:

@@ -1,6 +1,5 @@
 """Tables of the experiments with HMT."""
 
-import collections
 from typing import Any
 
 from experiments.common.gains import shown
@@ -34,19 +33,7 @@ def _lengths(name: str) -> Table:
     rows += [[name, *[""] * (len(rows[0]) - 1)] for name in _missing(result)]
     columns = [f"{thousands(n)} tokens" for n in result["lengths"]]
     header = ["PPL", "bytes kept", "tokens read for one", "training", *columns]
-    return Table(header, rows, [name], _scored_on(result))
-
-
-def _scored_on(result: dict[str, Any]) -> list[str]:
-    """Where rows were scored, if the program that wrote the file ran elsewhere."""
-    where = {
-        name: " and ".join(facts["devices"]) for name, facts in result["models"].items()
-    }
-    most, _ = collections.Counter(where.values()).most_common(1)[0]
-    others = [f"{name} on {device}" for name, device in where.items() if device != most]
-    if most == result["device"] and not others:
-        return []
-    return [", ".join([f"rows scored on {most}", *others])]
+    return Table(header, rows, [name])
 
 
 def _training(facts: dict[str, Any]) -> str:
