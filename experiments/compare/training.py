@@ -22,6 +22,7 @@ from memjax.checks import check_sizes
 from memjax.data import TokenisedDocument
 from memjax.models import LanguageModel
 from memjax.models.lora import merge_lora
+from memjax.training import Outcome
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.finetune import finetune
 from memjax.training.finetune.retrofit_stage import RetrofitStage
@@ -77,6 +78,18 @@ class Setting(NamedTuple):
     run_dir: Path
 
 
+class Took(NamedTuple):
+    """What a run took.
+
+    Attributes:
+        cpu_seconds: of all stages.
+        skipped_updates: of the last stage, for gradients that were not finite.
+    """
+
+    cpu_seconds: float
+    skipped_updates: int
+
+
 def train_row(
     name: str, seed: int, config: TrainConfig, setting: Setting, rate_file: Path
 ) -> tuple[Model, dict[str, Any]]:
@@ -93,11 +106,12 @@ def train_row(
     folder = setting.run_dir / f"{name}-seed{seed}"
     tuning = Tuning(setting.source, config.updates, chosen["rate"], seed)
     stages = _stages(name, tuning, setting)
-    model, seconds = _train(name, stages, setting, folder)
+    model, took = _train(name, stages, setting, folder)
     return model, {
         "updates": config.updates,
+        "skipped_updates": took.skipped_updates,
         "tokens": config.updates * setting.sizes.context,
-        "cpu_seconds": seconds,
+        "cpu_seconds": took.cpu_seconds,
         "rate": chosen["rate"],
         "trials": chosen,
     }
@@ -170,24 +184,24 @@ def _train(
     setting: Setting,
     folder: Path,
     start: Path | None = None,
-) -> tuple[Model, float]:
-    """The scored model of a run, and the CPU seconds that it took in all."""
-    seconds = _run(stages, setting, folder, start)
+) -> tuple[Model, Took]:
+    """The scored model of a run."""
+    took = _run(stages, setting, folder, start)
     _, model = finetune.load(folder / stages[-1][0])
     scored = ROWS[name].scored
-    return scored(merge_lora(model), setting.backbone, setting.sizes), seconds
+    return scored(merge_lora(model), setting.backbone, setting.sizes), took
 
 
 def _run(
     stages: Stages, setting: Setting, folder: Path, start: Path | None = None
-) -> float:
-    """Trains what is missing of the stages; the CPU seconds that the folder took."""
+) -> Took:
+    """Trains what is missing of the stages."""
     train = lambda: finetune.finetune_stages(stages, setting.path, folder, start)
     return _timed(folder / SPENT, train)
 
 
-def _timed(file: Path, train: Callable) -> float:
-    """Seconds of this process and of those before it, which were stopped."""
+def _timed(file: Path, train: Callable[[], Outcome]) -> Took:
+    """Trains, and adds the seconds of processes before, which were stopped."""
     before = json.loads(file.read_text()) if file.is_file() else 0.0
     began = time.process_time()
     outcome = train()
@@ -195,4 +209,4 @@ def _timed(file: Path, train: Callable) -> float:
     write_atomically(file, json.dumps(seconds))
     if outcome.reason != "finished":
         raise SystemExit(outcome.exit_code)
-    return seconds
+    return Took(seconds, outcome.skipped_steps)

@@ -1,4 +1,4 @@
-"""Which steps, chunks and φ does Trellis learn with? (chooses the defaults)
+"""Which steps, chunks, φ and targets does Trellis learn with? (chooses the defaults)
 
     python -m experiments.recurrent.trellis_steps
 
@@ -30,12 +30,15 @@ ORDERS = (2, 3, 4)
 BASE = "C = 64, at most 1/64, l2_silu"
 
 
-def _row(chunk_size: int, step_size: float | None, phi: str) -> tuple[str, dict]:
+def _row(
+    chunk_size: int, step_size: float | None, phi: str, **others: Any
+) -> tuple[str, dict]:
     options = {"chunk_size": chunk_size, "step_size": step_size, "phi": phi}
-    return "trellis", options
+    return "trellis", options | others
 
 
-#: The mixer of each row, and its options. "bounded" is a `step_size` of None.
+#: The mixer of each row, and its options. "bounded" is a `step_size` of None; targets
+#: have a root mean square of 1 where they may not have any size.
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeltaNet": ("deltanet", {}),
     BASE: _row(64, 1 / 64, "l2_silu"),
@@ -46,6 +49,12 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "C = 16, bounded, l2_silu": _row(16, None, "l2_silu"),
     "C = 4, bounded, silu": _row(4, None, "silu"),
     "C = 16, bounded, silu": _row(16, None, "silu"),
+    "C = 4, bounded, silu, targets of any size": _row(
+        4, None, "silu", normalize_target=False
+    ),
+    "C = 16, bounded, silu, targets of any size": _row(
+        16, None, "silu", normalize_target=False
+    ),
 }
 
 
@@ -181,7 +190,7 @@ def report(config: Config, counted: Mapping[str, float], rows: list[dict]) -> No
     """Writes what there is."""
     seed_report.write(
         config,
-        "which steps, chunks and phi does Trellis learn with?",
+        "which steps, chunks, phi and targets does Trellis learn with?",
         rows,
         scale=config.scale._asdict(),
         task=config.task._asdict() | {"scale": config.task.scale._asdict()},

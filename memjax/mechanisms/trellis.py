@@ -1,16 +1,18 @@
 """Trellis: keys, then values, compressed into slots by online gradient descent.
 
     γ_t = sigmoid(w_γ x + b_γ), bounded      g_t = log sigmoid(w_g x + b_g)
-    a_t = W_a x, the target of both passes
+    a_t = √M W_a x / |W_a x|, the target of both passes
     M ← exp(g_t) M - γ_t J_φ(M' k_t)ᵀ (φ(M' k_t) - a_t) k_tᵀ    M' at the chunk's start
     y_t = Ṽ_tᵀ f(K̃_t q_t)
 
 Karami et al., "Trellis: Learning to Compress Key-Value Memory in Attention Models",
 eqs. 8 to 14; `memjax_kernels.trellis` is the recurrence. What the paper leaves open:
 values are divided by their norm, for they are the keys of the second pass, in which a
-step of γ |v|² > 2 would diverge; steps are bounded by what the keys of a chunk have in
-common (`layers.overlap`); both memories start from learned weights; a memory begins to
-forget with exp(g) = 0.99.
+step of γ |v|² > 2 would diverge; targets are divided by their root mean square, for a
+step multiplies a small change of z = M' k by 1 - γ (φ'² + (φ - a) φ''), and where large
+targets make that large, gradients explode; steps are bounded by what the keys of a
+chunk have in common (`layers.overlap`); both memories start from learned weights; a
+memory begins to forget with exp(g) = 0.99.
 
 Shapes: B batch, T time, D model, H heads, K key, V value, M slots, C chunk.
 """
@@ -67,6 +69,8 @@ class TrellisConfig(RecurrentConfig):
             it in its chunk have in common with its own (`layers.overlap`): a key is
             written whole when it comes once, and does not overshoot when it repeats.
             `experiments/recurrent/trellis_steps.py` compares both on validation data.
+        normalize_target: whether a_t has root mean square 1 over the slots. Without it
+            is W_a x as in the paper, and may grow in training until gradients overflow.
     """
 
     slots: int = 64
@@ -76,6 +80,7 @@ class TrellisConfig(RecurrentConfig):
     forget: bool = True
     shared_gates: bool = True
     step_size: float | None = None
+    normalize_target: bool = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -263,4 +268,6 @@ def _target_and_gates(config, params, x):
         # not round to log 0.
         g = jax.nn.log_sigmoid(gates.gate_logits(params.forget, x))
     target = gates.linear_logits(x, params.target)
+    if config.normalize_target:
+        target = l2_normalize(target) * config.slots**0.5
     return target, gamma * (config.step_size or 1.0), g

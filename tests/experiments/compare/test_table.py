@@ -353,6 +353,7 @@ def test_rows_are_trained_scored_and_not_run_again(small, tmp_path, capsys):
     ]
     memory = found["rows"][2]
     assert memory["training"]["tokens"] == 4 * 20
+    assert memory["training"]["skipped_updates"] == 0
     assert memory["training"]["rate"] in config.train.rates
     assert set(memory["saved"]) == {"proofs", "code", "prose"}
     assert set(memory["facts"]) == {"0", "30"}
