@@ -169,35 +169,43 @@ def summary() -> Table:
     return Table(header, rows, [_CYCLES])
 
 
-#: The presets of the table of training steps, and the lengths of a row.
-_TRAINED = ("transformer", "elastic", "gated_deltanet", "lattice", "trellis")
-_TIMES = (2048, 8192, 32_768)
+#: The presets of the table of training steps, and its columns: what is counted.
+_TRAINED = (
+    "transformer-125m",
+    "elastic-100m",
+    "gated_deltanet-125m",
+    "lattice-125m",
+    "trellis-125m",
+)
+_STEPS = {
+    "rows of 2,048 tokens": "t2048",
+    "the same, layers written out, activations kept": "t2048/unrolled",
+    "rows of 8,192": "t8192",
+    "rows of 32,768": "t32768",
+}
 
 
 def training() -> Table:
-    """Whole updates of models of 125M parameters on one chip, by the length of a row.
+    """Whole updates of models of 125M parameters on one chip.
 
     Raises:
         NotMeasured: none has been counted yet.
     """
     cases = load(_CYCLES)["cases"]
-    size = lambda name: "100m" if name == "elastic" else "125m"
-    of = lambda name, time: cases.get(f"train/{name}-{size(name)}/t{time}")
-    counted = [case for n in _TRAINED for t in _TIMES if (case := of(n, t))]
+    found = {
+        name: [cases.get(f"train/{name}/{step}") for step in _STEPS.values()]
+        for name in _TRAINED
+    }
+    counted = [case for row in found.values() for case in row if case]
     if not counted:
         raise NotMeasured(_CYCLES)
-    lengths = [t for t in _TIMES if any(of(n, t) for n in _TRAINED)]
-    header = ["cycles a token (share of the matrix unit's peak)"]
-    header += [f"rows of {time:,} tokens" for time in lengths]
+    header = ["cycles a token (share of the matrix unit's peak)", *_STEPS]
     cell = lambda case: (
         f"{number(case['cycles'], 0)} ({percent(case['flop_utilisation'])})"
         if case
         else "not counted"
     )
-    rows = [
-        [f"{name}-{size(name)}", *(cell(of(name, time)) for time in lengths)]
-        for name in _TRAINED
-    ]
+    rows = [[name, *map(cell, row)] for name, row in found.items()]
     return Table(header, rows, [_CYCLES], _commits(counted))
 
 
