@@ -43,6 +43,7 @@ ROOMS = {
     ),
     # Compiles what trains, scores and generates.
     "memjax.aot": (
+        "memjax_kernels",
         "memjax.mechanisms",
         "memjax.models",
         "memjax.data",

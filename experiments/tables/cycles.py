@@ -144,9 +144,12 @@ _SUMMARY = {
     "Trellis, chunks of 64": "trellis/c64",
     "Trellis, chunks of 16": "trellis/c16",
     "bounds of Trellis's steps, of each pass": "overlap/c16",
-    "causal attention (splash) at 2,048 tokens": "splash/d64/t2048",
-    "at 8,192": "splash/d64/t8192",
-    "at 16,384": "splash/d64/t16384",
+    "causal attention at 2,048 tokens": "attention/d64/t2048",
+    "at 8,192": "attention/d64/t8192",
+    "at 16,384": "attention/d64/t16384",
+    "the same by splash, jax's kernel, at 2,048": "splash/d64/t2048",
+    "by splash at 8,192": "splash/d64/t8192",
+    "by splash at 16,384": "splash/d64/t16384",
 }
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from memjax.aot import libtpu
 from memjax.aot.chips import chip_of
+from memjax.aot.cycles.attention import shares
 from memjax.aot.cycles.count import PROGRAM, Count, count
-from memjax.aot.cycles.splash import shares
 from memjax.aot.steps import Run, What, build, device_bytes, mesh_of
 from memjax.config_io import from_record, read_json, to_record
 from memjax.mechanisms import AttentionConfig

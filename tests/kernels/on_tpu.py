@@ -14,6 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from memjax_kernels.causal_attention import pallas_tpu
 from memjax_kernels.heads import layouts_tpu, rotate_tpu
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
@@ -25,10 +26,10 @@ INTERPRETER = pltpu.InterpretParams(
 
 
 def interpret_attention(monkeypatch):
-    """Runs splash, and the kernels around it, where there is no TPU."""
+    """Runs kernels of attention, and those around them, where there is no TPU."""
     make = functools.partial(splash_attention.make_splash_mha, interpret=True)
     monkeypatch.setattr(splash_attention, "make_splash_mha", make)
-    for module in (layouts_tpu, rotate_tpu):
+    for module in (pallas_tpu, layouts_tpu, rotate_tpu):
         static = module.Static
         interpreted = lambda *given, static=static: static(*given)._replace(
             interpret=True

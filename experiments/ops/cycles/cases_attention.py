@@ -1,9 +1,10 @@
-"""Cases of causal attention: jax's splash kernel, at widths 64 and 128.
+"""Cases of causal attention: our kernel and jax's splash, at widths 64 and 128.
 
-Its grid has every pair of blocks of queries and keys. The causal mask does not shrink
-it: the last row of blocks needs all keys. A block above the diagonal is passed over by
-a branch, in a step that does nothing else. The share of steps that compute is read
-from the kernel's own map of blocks, and the bundles behind the branch count so often.
+The grid of splash has every pair of blocks of queries and keys. The causal mask does
+not shrink it: the last row of blocks needs all keys. A block above the diagonal is
+passed over by a branch, in a step that does nothing else. The share of steps that
+compute is read from the kernel's own map of blocks, and the bundles behind the branch
+count so often. Ours has no other steps than those that compute.
 """
 
 import functools
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from experiments.ops import cases
 from experiments.ops.cases import Shape
 from experiments.ops.cycles.case import Case, Program
-from memjax.aot.cycles.splash import shares
+from memjax.aot.cycles.attention import shares
 from memjax.mechanisms.layers.softmax import splash
 
 SHAPES = {
@@ -24,12 +25,16 @@ SHAPES = {
 }
 
 
-def program(shape: Shape, backward: bool) -> Program:
+#: By the name of the case.
+KERNELS = {"attention": splash.attention, "splash": splash.splash_attention}
+
+
+def program(kernel: str, shape: Shape, backward: bool) -> Program:
     """Causal attention on tokens [B, T, H, D], as a layer has them."""
     b, t, h, d = shape
     token = jax.ShapeDtypeStruct((b, t, h, d), jnp.bfloat16)
     given = (token,) * (4 if backward else 3)
-    function = cases.both(splash.attention) if backward else splash.attention
+    function = cases.both(KERNELS[kernel]) if backward else KERNELS[kernel]
     flops = cases.cost("attention", shape, 0, "bfloat16", backward).flops
     return Program(function, given, flops=flops, shares=shares(h, t))
 
@@ -37,10 +42,11 @@ def program(shape: Shape, backward: bool) -> Program:
 def table() -> dict[str, Case]:
     """All cases of attention by name."""
     return {
-        f"splash/d{width}/t{shape.time}/{name}": Case(
-            build=functools.partial(program, shape, backward),
+        f"{kernel}/d{width}/t{shape.time}/{name}": Case(
+            build=functools.partial(program, kernel, shape, backward),
             units=shape.batch * shape.time * shape.heads,
         )
+        for kernel in KERNELS
         for (width, _), shape in SHAPES.items()
         for name, backward in (("forward", False), ("both", True))
     }

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from experiments.ops import cases
 from experiments.ops.cycles.case import Case, Program, size_of
-from memjax.aot.cycles.splash import shares
+from memjax.aot.cycles.attention import shares
 from memjax.data.batches.batch import Batch
 from memjax.mechanisms import (
     AttentionConfig,

@@ -19,9 +19,9 @@ from memjax.mechanisms import Mechanism
 from memjax.mechanisms.base import expand_leading_dims
 from memjax.mechanisms.layers.norms import rms_norm
 from memjax.mechanisms.layers.projections import Adapted, linear
-from memjax.mechanisms.layers.softmax import splash
 from memjax.models.language_model.config import ModelConfig
 from memjax.nnx.params import as_arrays, as_params, params_key
+from memjax_kernels.causal_attention import READS
 from memjax_kernels.common.cpu import scale_channels, scale_rows
 from memjax_kernels.common.partition import along_batch
 
@@ -30,7 +30,7 @@ LAYER_INPUT = "layer_input"
 #: What `ModelConfig.remat_saves` names; attention's scores are no product of weights.
 SAVED = {
     "input": None,
-    "attention": jax.checkpoint_policies.save_only_these_names(splash.READS),
+    "attention": jax.checkpoint_policies.save_only_these_names(READS),
     # Kernels name what their backward pass takes; nothing else here has a name.
     "products": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.save_any_names_but_these(LAYER_INPUT),

@@ -58,8 +58,11 @@ def with_gradients(attention, weight, *tokens):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 130])
-def test_outputs_and_gradients_are_those_of_softmax_attention(monkeypatch, window):
-    heads = (H, G, G)
+@pytest.mark.parametrize("groups", [G, H])
+def test_outputs_and_gradients_are_those_of_softmax_attention(
+    monkeypatch, groups, window
+):
+    heads = (H, groups, groups)
     tokens = [draw(seed, B, T, h, K) for seed, h in enumerate(heads)]
     forms = [
         functools.partial(form, window=window) for form in (plain, splash.attention)
@@ -111,7 +114,23 @@ def test_other_tokens_are_left_to_xla(tokens, width, dtype, reason):
     found = splash.unsupported(x, x)
     assert reason in found and bool(found) == bool(reason)
     text = jax.jit(attend.causal).trace(x, x, x).lower(lowering_platforms=("tpu",))
-    assert ("splash" in text.as_text()) == (not reason)
+    assert ("tpu_custom_call" in text.as_text()) == (not reason)
+
+
+@pytest.mark.parametrize(
+    ("groups", "documents", "name"),
+    [(H, False, "causal_attention"), (H, True, "splash"), (G, False, "splash")],
+)
+def test_queries_with_keys_of_their_own_and_one_document_take_our_kernel(
+    groups, documents, name
+):
+    q, k = (jax.ShapeDtypeStruct((B, T, h, K), jnp.bfloat16) for h in (H, groups))
+    first = jax.ShapeDtypeStruct((B, T), jnp.int32) if documents else None
+    attention = lambda q, k, first: attend.causal(q, k, k, first=first)
+    text = jax.jit(attention).trace(q, k, first).lower(lowering_platforms=("tpu",))
+    # The names of kernels, past those of XLA.
+    found = [x for x in ("causal_attention", "splash") if f'"{x}' in text.as_text()]
+    assert found == [name]
 
 
 def test_fewer_queries_than_keys_are_left_to_xla():
@@ -142,7 +161,9 @@ def test_a_whole_sequence_is_one_kernel_on_a_tpu(config):
 
 @needs_libtpu
 @pytest.mark.parametrize("config", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-def test_it_compiles_on_a_mesh(config):
+@pytest.mark.parametrize("heads", [H, 2 * H])
+def test_it_compiles_on_a_mesh(config, heads):
+    # A device has one head of 64, which takes splash, or two, which take our kernel.
     from jax.experimental import topologies
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -152,8 +173,10 @@ def test_it_compiles_on_a_mesh(config):
         np.array(devices).reshape(2, 2), ("data", "tensor"), (AxisType.Auto,) * 2
     )
     place = NamedSharding(mesh, P("data", None, "tensor"))
-    x = jax.ShapeDtypeStruct((B, T, H, K), jnp.bfloat16, sharding=place)
+    x = jax.ShapeDtypeStruct((B, T, heads, K), jnp.bfloat16, sharding=place)
     loss = lambda *tokens: attend.causal(*tokens).astype(jnp.float32).sum()
     with jax.set_mesh(mesh):
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
-    assert "all-gather" not in (compiled.as_text() or "")
+    text = compiled.as_text() or ""
+    assert "all-gather" not in text
+    assert ("causal_attention" if heads > H else "splash") in text

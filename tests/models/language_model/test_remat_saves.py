@@ -10,7 +10,7 @@ from memjax.models import LanguageModel, ModelConfig
 from tests.kernels.distances import close
 
 MIXERS = {
-    "splash_mha_fwd": AttentionConfig(128, 2, 2, 64, capacity=256),
+    "causal_attention_forward": AttentionConfig(128, 2, 2, 64, capacity=256),
     "delta_rule_forward": GatedDeltaNetConfig(128, 2, 64, 64),
 }
 
@@ -39,9 +39,9 @@ def gradient_of(kernel, saves, remat=True):
 @pytest.mark.parametrize(
     ("kernel", "saves", "runs"),
     [
-        ("splash_mha_fwd", "input", 2),
-        ("splash_mha_fwd", "attention", 1),
-        ("splash_mha_fwd", "products", 1),
+        ("causal_attention_forward", "input", 2),
+        ("causal_attention_forward", "attention", 1),
+        ("causal_attention_forward", "products", 1),
         ("delta_rule_forward", "attention", 2),
         ("delta_rule_forward", "products", 1),
     ],
@@ -61,8 +61,8 @@ def test_a_kernel_whose_results_are_saved_runs_once(kernel, saves, runs):
 @pytest.mark.parametrize("saves", ["input", "attention", "products"])
 def test_gradients_are_those_of_a_model_that_saves_all(saves):
     tokens = jnp.arange(128, dtype=jnp.int32)[None] % 16
-    gradient, params = gradient_of("splash_mha_fwd", saves)
-    whole, _ = gradient_of("splash_mha_fwd", saves, remat=False)
+    gradient, params = gradient_of("causal_attention_forward", saves)
+    whole, _ = gradient_of("causal_attention_forward", saves, remat=False)
     # Rounded to bfloat16 in another order.
     run = lambda of: jax.jit(of)(params, tokens)
     close(run(gradient), run(whole), 2e-2)

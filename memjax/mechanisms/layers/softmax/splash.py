@@ -1,7 +1,8 @@
-"""Causal attention of whole sequences, and of blocks with a memory: splash on a TPU.
+"""Causal attention of whole sequences, and of blocks with a memory: kernels on a TPU.
 
-jax's kernel keeps no scores, and passes over blocks of keys that no query of a block
-sees. `unsupported` says what it does not take.
+Both keep no scores, and pass over blocks of keys that no query of a block sees. Where
+every head of queries has keys of its own, `causal_attention` reads heads where they
+lie; all else takes splash, jax's kernel. `unsupported` says what neither takes.
 """
 
 import functools
@@ -17,6 +18,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Bool, Float, Int
 
+from memjax_kernels import causal_attention
+from memjax_kernels.causal_attention import READS
 from memjax_kernels.common.partition import chunkwise
 from memjax_kernels.heads import heads_first, heads_last
 
@@ -26,12 +29,10 @@ from memjax_kernels.heads import heads_first, heads_last
 BLOCKS = {8192: 1024, 0: 512}
 # The kernel's blocks are whole registers along the tokens.
 LANES = 128
-#: The name of what the backward kernels take, by which a remat policy can save it.
-READS = "attention_reads"
 
 
 def unsupported(query: Any, key: Any) -> str:
-    """Why the kernel does not take queries [..., T, H, K] of these keys; "" if it does.
+    """Why no kernel takes queries [..., T, H, K] of these keys; "" if one does.
 
     Both have a shape and a dtype.
     """
@@ -77,15 +78,30 @@ def with_memory(
     return _blocks_on_mesh(tokens)[1]
 
 
-def _one_share(tokens, window):
-    """The kernel on a device's share: tokens [B, 1, T, H, K]."""
-    *heads, documents = tokens
-    key, value, query = (x[:, 0] for x in heads)
+def splash_attention(
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B T G K"],
+    value: Float[Array, "B T G K"],
+    window: int | None = None,
+    documents: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T H K"]:
+    """`attention` of one device by jax's kernel."""
     attend = kernel(query.shape[2], query.shape[1], window)
     ids = None if documents is None else splash.SegmentIds(documents, documents)
     key, value = heads_first(key), heads_first(value)
     y: Any = jax.vmap(attend)(_scaled_heads(query), key, value, ids)
-    return (), heads_last(y)[:, None]
+    return heads_last(y)
+
+
+def _one_share(tokens, window):
+    """A kernel on a device's share: tokens [B, 1, T, H, K]."""
+    *heads, documents = tokens
+    key, value, query = (x[:, 0] for x in heads)
+    if documents is None and not causal_attention.unsupported(query, key):
+        y = causal_attention.causal_attention(query, key, value, window)
+    else:
+        y = splash_attention(query, key, value, window, documents)
+    return (), y[:, None]
 
 
 def _scaled_heads(query):

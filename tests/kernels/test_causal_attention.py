@@ -1,0 +1,142 @@
+"""Causal attention in one kernel: the formula, its blocks, what it does not take."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from memjax_kernels.causal_attention import (
+    LONGEST,
+    blocks,
+    causal_attention,
+    unsupported,
+)
+from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
+
+
+def plain(q, k, v, window):
+    """Softmax attention, all scores at once."""
+    at = jnp.arange(q.shape[1])
+    distance = at[:, None] - at[None]
+    seen = (distance >= 0) & (distance < (window or q.shape[1]))
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
+
+
+def draw(time, heads, width, dtype=jnp.float32):
+    """Queries, keys, values, and a weight of every output."""
+    draws = np.random.default_rng(time)
+    return jnp.asarray(draws.standard_normal((4, 2, time, heads, width)), dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def with_gradients(form, window, tokens):
+    *tokens, weight = tokens
+    y, pull_back = jax.vjp(lambda *x: form(*x, window), *tokens)
+    return y, pull_back(weight)
+
+
+KERNEL = functools.partial(causal_attention, interpret=INTERPRETER)
+
+
+@pytest.mark.slow
+@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(
+    time=st.sampled_from([128, 384, 640, 1024]),
+    heads=st.sampled_from([(2, 64), (4, 64), (1, 128), (3, 128)]),
+    window=st.sampled_from([None, 1, 100, 256, 600]),
+)
+def test_outputs_and_gradients_are_those_of_softmax_attention(time, heads, window):
+    tokens = draw(time, *heads)
+    found, expected = (with_gradients(f, window, tokens) for f in (KERNEL, plain))
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_in_bfloat16_it_is_as_far_from_float32_as_xla():
+    tokens = draw(256, 2, 64, jnp.bfloat16)
+    exact = with_gradients(plain, None, tokens.astype(jnp.float32))
+    for ours, xla, true in zip(
+        *(jax.tree.leaves(with_gradients(f, None, tokens)) for f in (KERNEL, plain)),
+        jax.tree.leaves(exact),
+        strict=True,
+    ):
+        error = lambda x, true=true: float(jnp.abs(x.astype(jnp.float32) - true).max())
+        assert error(ours) < 2 * error(xla)
+
+
+@pytest.mark.slow
+def test_scores_far_from_zero_do_not_overflow():
+    q, k, v, _ = draw(256, 2, 64)
+    y = KERNEL(100 * q, 100 * k, v)
+    np.testing.assert_allclose(y, plain(100 * q, 100 * k, v, None), atol=1e-4)
+
+
+@given(
+    number=st.integers(1, 24),
+    window=st.none() | st.integers(1, 3000),
+    by_key=st.booleans(),
+)
+def test_steps_are_the_blocks_in_which_some_query_sees_a_key(number, window, by_key):
+    time = 128 * number
+    plan = blocks.plan(time, window, by_key)
+    at = np.arange(time)
+    distance = at[:, None] - at[None]
+    seen = (distance >= 0) & (distance < (window or time))
+    tiles = seen.reshape(time // plan.block, plan.block, -1, plan.block)
+    tiles = tiles.swapaxes(1, 2)
+    steps = plan.steps
+    expected = set(zip(*np.nonzero(tiles.any((2, 3))), strict=True))
+    found = list(zip(steps.query, steps.key, strict=True))
+    assert set(found) == expected and len(found) == len(expected)
+    for i, j, mask in zip(steps.query, steps.key, steps.mask, strict=True):
+        first = plan.distances[mask]
+        assert (first is None) == tiles[i, j].all()
+        assert first in (None, (i - j) * plan.block)
+    outer = steps.key if by_key else steps.query
+    # What is added up is begun once, and written once, at its ends.
+    assert list(outer[steps.first == 1]) == list(outer[steps.last == 1])
+    assert sorted(outer[steps.first == 1]) == sorted(set(outer))
+    assert sorted(steps.query[steps.fresh == 1]) == sorted(set(steps.query))
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "reason"),
+    [
+        ((2, 256, 2, 64), (2, 256, 2, 64), ""),
+        ((2, 256, 3, 128), (2, 256, 3, 128), ""),
+        ((2, 256, 3, 64), (2, 256, 3, 64), "3 heads of 64 do not fill 128 lanes"),
+        ((2, 256, 4, 32), (2, 256, 4, 32), "4 heads of 32 do not fill 128 lanes"),
+        ((2, 256, 2, 64), (2, 256, 1, 64), "keys must be as queries"),
+        ((2, 128, 2, 64), (2, 256, 2, 64), "keys must be as queries"),
+        ((2, 200, 2, 64), (2, 200, 2, 64), "200 tokens are no multiple of 128"),
+        ((2, 65536, 2, 64), (2, 65536, 2, 64), "65536 tokens are no multiple"),
+    ],
+)
+def test_other_shapes_are_refused_by_name(query, key, reason):
+    q, k = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (query, key))
+    found = unsupported(q, k)
+    assert reason in found and bool(found) == bool(reason)
+
+
+def test_other_dtypes_are_refused_by_name():
+    x = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.float32)
+    assert unsupported(x, x) == "tokens are float32, not bfloat16"
+
+
+@needs_libtpu
+@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("sizes", [(LONGEST, 2, 64), (2048, 1, 128)])
+def test_it_compiles_for_a_tpu(chip, sizes):
+    device = topologies.get_topology_desc(chip, "tpu").devices[0]
+    place = SingleDeviceSharding(device)
+    x = jax.ShapeDtypeStruct((1, *sizes), jnp.bfloat16, sharding=place)
+    attention = functools.partial(causal_attention, window=3000)
+    loss = lambda *tokens: attention(*tokens).astype(jnp.float32).sum()
+    assert jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
