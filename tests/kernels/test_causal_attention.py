@@ -28,10 +28,10 @@ def plain(q, k, v, window):
     return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
 
 
-def draw(time, heads, width, dtype=jnp.float32):
+def draw(time, heads, dtype=jnp.float32):
     """Queries, keys, values, and a weight of every output."""
     draws = np.random.default_rng(time)
-    return jnp.asarray(draws.standard_normal((4, 2, time, heads, width)), dtype)
+    return jnp.asarray(draws.standard_normal((4, 2, time, heads, 64)), dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -48,11 +48,11 @@ KERNEL = functools.partial(causal_attention, interpret=INTERPRETER)
 @settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
     time=st.sampled_from([128, 384, 640, 1024]),
-    heads=st.sampled_from([(2, 64), (4, 64), (1, 128), (3, 128)]),
+    heads=st.sampled_from([2, 4]),
     window=st.sampled_from([None, 1, 100, 256, 600]),
 )
 def test_outputs_and_gradients_are_those_of_softmax_attention(time, heads, window):
-    tokens = draw(time, *heads)
+    tokens = draw(time, heads)
     found, expected = (with_gradients(f, window, tokens) for f in (KERNEL, plain))
     for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
@@ -60,7 +60,7 @@ def test_outputs_and_gradients_are_those_of_softmax_attention(time, heads, windo
 
 @pytest.mark.slow
 def test_in_bfloat16_it_is_as_far_from_float32_as_xla():
-    tokens = draw(256, 2, 64, jnp.bfloat16)
+    tokens = draw(256, 2, jnp.bfloat16)
     exact = with_gradients(plain, None, tokens.astype(jnp.float32))
     for ours, xla, true in zip(
         *(jax.tree.leaves(with_gradients(f, None, tokens)) for f in (KERNEL, plain)),
@@ -73,7 +73,7 @@ def test_in_bfloat16_it_is_as_far_from_float32_as_xla():
 
 @pytest.mark.slow
 def test_scores_far_from_zero_do_not_overflow():
-    q, k, v, _ = draw(256, 2, 64)
+    q, k, v, _ = draw(256, 2)
     y = KERNEL(100 * q, 100 * k, v)
     np.testing.assert_allclose(y, plain(100 * q, 100 * k, v, None), atol=1e-4)
 
@@ -110,9 +110,8 @@ def test_steps_are_the_blocks_in_which_some_query_sees_a_key(number, window, by_
     ("query", "key", "reason"),
     [
         ((2, 256, 2, 64), (2, 256, 2, 64), ""),
-        ((2, 256, 3, 128), (2, 256, 3, 128), ""),
-        ((2, 256, 3, 64), (2, 256, 3, 64), "3 heads of 64 do not fill 128 lanes"),
-        ((2, 256, 4, 32), (2, 256, 4, 32), "4 heads of 32 do not fill 128 lanes"),
+        ((2, 256, 2, 128), (2, 256, 2, 128), "of 64 channels, got 2 of 128"),
+        ((2, 256, 3, 64), (2, 256, 3, 64), "even number of 64 channels, got 3 of 64"),
         ((2, 256, 2, 64), (2, 256, 1, 64), "keys must be as queries"),
         ((2, 128, 2, 64), (2, 256, 2, 64), "keys must be as queries"),
         ((2, 200, 2, 64), (2, 200, 2, 64), "200 tokens are no multiple of 128"),
@@ -132,11 +131,10 @@ def test_other_dtypes_are_refused_by_name():
 
 @needs_libtpu
 @pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-@pytest.mark.parametrize("sizes", [(LONGEST, 2, 64), (2048, 1, 128)])
-def test_it_compiles_for_a_tpu(chip, sizes):
+def test_the_longest_sequence_compiles_for_a_tpu(chip):
     device = topologies.get_topology_desc(chip, "tpu").devices[0]
     place = SingleDeviceSharding(device)
-    x = jax.ShapeDtypeStruct((1, *sizes), jnp.bfloat16, sharding=place)
+    x = jax.ShapeDtypeStruct((1, LONGEST, 2, 64), jnp.bfloat16, sharding=place)
     attention = functools.partial(causal_attention, window=3000)
     loss = lambda *tokens: attention(*tokens).astype(jnp.float32).sum()
     assert jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()

@@ -48,5 +48,7 @@ def table() -> dict[str, Case]:
         )
         for kernel in KERNELS
         for (width, _), shape in SHAPES.items()
+        # Ours has heads of 64.
+        if kernel == "splash" or width == 64
         for name, backward in (("forward", False), ("both", True))
     }

@@ -12,7 +12,6 @@ LINES = {
     "trellis/c64": "Trellis",
     "lattice-dec/c64": "Lattice",
     "attention/d64": "causal attention, heads of 64",
-    "attention/d128": "causal attention, heads of 128",
     "splash/d64": "splash attention, heads of 64",
     "splash/d128": "splash attention, heads of 128",
 }

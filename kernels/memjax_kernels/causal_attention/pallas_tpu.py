@@ -1,10 +1,10 @@
 """Causal attention on a TPU: heads are read where projections leave them.
 
-A block has 128 lanes: a head of 128 channels, or two heads of 64 side by side. Scores
-lie with their keys along the rows, so that what belongs to a query is a row and is
-broadcast for nothing; sums over keys are products of the matrix unit, from transposed
-tokens, whose rows of one head are no padding. Scores of a head are products of all
-lanes, in which the queries of the other head are zeros.
+A block has 128 lanes, two heads of 64 channels side by side: what one waits for, the
+other computes. Scores lie with their keys along the rows, so that what belongs to a
+query is a row and is broadcast for nothing; sums over keys are products of the matrix
+unit, from transposed tokens, whose rows of one head are no padding. Scores of a head
+are products of all lanes, in which the queries of the other head are zeros.
 """
 
 import functools
@@ -31,34 +31,25 @@ VMEM, VMEM_A_TOKEN = 32 * 2**20, 1024
 NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
 
 
+#: Channels of a head, and of each head of a block its channels.
+WIDTH = 64
+HEADS = tuple(slice(start, start + WIDTH) for start in range(0, LANES, WIDTH))
+#: What the scores are multiplied by, and the same for powers of two, which the chip
+#: computes.
+SCALE = WIDTH**-0.5
+SCALE_OF_TWO = SCALE * math.log2(math.e)
+
+
 class Static(NamedTuple):
     """What is fixed when a kernel is compiled.
 
     Attributes:
-        width: channels of a head.
         window: keys that a query sees; None is all before it.
         interpret: whether the kernel is interpreted.
     """
 
-    width: int
     window: int | None
     interpret: Any
-
-    @property
-    def heads(self) -> tuple[tuple[int, slice], ...]:
-        """Of a block: their numbers, and their channels."""
-        w = self.width
-        return tuple((h, slice(h * w, (h + 1) * w)) for h in range(LANES // w))
-
-    @property
-    def scale(self) -> float:
-        """Of the scores."""
-        return self.width**-0.5
-
-    @property
-    def scale_of_two(self) -> float:
-        """The same for powers of two, which the chip computes."""
-        return self.scale * math.log2(math.e)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -77,11 +68,11 @@ def _forward(static, q, k, v):
 def _forward_call(static, q, k, v):
     """y, and log2 of the sum of every query's weights, [B N, heads, T]."""
     grid = _Grid(static, q, by_key=False)
-    heads, block = len(static.heads), grid.plan.block
+    heads, block = len(HEADS), grid.plan.block
     scratch = [pltpu.VMEM((rows, block), F32) for rows in (LANES, heads, heads)]
     mass = varying.like(q, (grid.groups, heads, q.shape[1]), F32)
     found = grid.call(
-        functools.partial(_forward_kernel, static=static),
+        _forward_kernel,
         "causal_attention_forward",
         ((grid.queries, q), (grid.keys, k), (grid.keys, v), grid.masks()),
         ((grid.queries, varying.like(q, q.shape, q.dtype)), (grid.masses, mass)),
@@ -95,7 +86,7 @@ def _forward_call(static, q, k, v):
 def _backward(static, kept, d_y):
     q, k, v, y, mass = kept
     grid = _Grid(static, q, by_key=True)
-    heads, block = len(static.heads), grid.plan.block
+    heads, block = len(HEADS), grid.plan.block
     scratch = [
         pltpu.VMEM((LANES, q.shape[1]), F32),
         pltpu.VMEM((LANES, block), F32),
@@ -106,7 +97,7 @@ def _backward(static, kept, d_y):
     like = lambda x: varying.like(x, x.shape, x.dtype)
     return tuple(
         grid.call(
-            functools.partial(_backward_kernel, static=static),
+            _backward_kernel,
             "causal_attention_backward",
             (
                 *tokens,
@@ -142,7 +133,7 @@ class _Grid:
         self.keys = spec(block, lambda n, steps: steps.key[n])
         self.sequences = spec(time, lambda n, steps: 0)
         self.masses = pl.BlockSpec(
-            (None, len(static.heads), block),
+            (None, len(HEADS), block),
             lambda g, n, *steps: (g, 0, Steps(*steps).query[n]),
         )
 
@@ -189,9 +180,9 @@ class _Grid:
         )(*self.plan.steps, *arrays)
 
 
-def _forward_kernel(*refs, static):
+def _forward_kernel(*refs):
     steps, (q, k, v, masks, y, mass, total, highest, weights) = _apart(refs)
-    n, scale = pl.program_id(1), static.scale_of_two
+    n, scale = pl.program_id(1), SCALE_OF_TWO
 
     @pl.when(steps.first[n] == 1)
     def _():
@@ -200,7 +191,7 @@ def _forward_kernel(*refs, static):
         highest[...] = jnp.full(highest.shape, HIDDEN, F32)
 
     values, mask = _transposed(v[...]), masks[steps.mask[n]]
-    for h, channels in static.heads:
+    for h, channels in enumerate(HEADS):
         one = slice(h, h + 1)
         scores = _dot(k[...], _of_head(q[...], channels), NT) + mask
         before = highest[one]
@@ -214,13 +205,13 @@ def _forward_kernel(*refs, static):
 
     @pl.when(steps.last[n] == 1)
     def _():
-        for h, channels in static.heads:
+        for h, channels in enumerate(HEADS):
             total[channels] = total[channels] / weights[h : h + 1]
         y[...] = total[...].T.astype(y.dtype)
         mass[...] = highest[...] * scale + jnp.log2(weights[...])
 
 
-def _backward_kernel(*refs, static):
+def _backward_kernel(*refs):
     steps, refs = _apart(refs)
     q, y, d_y, mass, k, v, masks, d_q, d_k, d_v, *scratch = refs
     of_queries, of_keys, of_values, products = scratch
@@ -237,17 +228,17 @@ def _backward_kernel(*refs, static):
     def _():
         of_queries[:, here] = jnp.zeros((LANES, block), F32)
         product = (y[...].astype(F32) * d_y[...].astype(F32)).T
-        for h, channels in static.heads:
+        for h, channels in enumerate(HEADS):
             products[h : h + 1, here] = jnp.sum(
                 product[channels], axis=0, keepdims=True
             )
 
     queries, keys, d_outputs = (_transposed(x[...]) for x in (q, k, d_y))
     mask = masks[steps.mask[n]]
-    for h, channels in static.heads:
+    for h, channels in enumerate(HEADS):
         own = lambda x, channels=channels: _of_head(x[...], channels)
         scores = _dot(k[...], own(q), NT) + mask
-        weight = jnp.exp2(scores * static.scale_of_two - mass[h : h + 1])
+        weight = jnp.exp2(scores * SCALE_OF_TWO - mass[h : h + 1])
         rounded = weight.astype(q.dtype)
         of_values[channels] += _dot(d_outputs[channels], rounded, NT)
         d_weight = _dot(v[...], own(d_y), NT)
@@ -258,14 +249,14 @@ def _backward_kernel(*refs, static):
 
     @pl.when(steps.last[n] == 1)
     def _():
-        d_k[...] = (of_keys[...] * static.scale).T.astype(d_k.dtype)
+        d_k[...] = (of_keys[...] * SCALE).T.astype(d_k.dtype)
         d_v[...] = of_values[...].T.astype(d_v.dtype)
 
     @pl.when(n == pl.num_programs(1) - 1)
     def _():
         for start in range(0, time, block):
             rows = slice(start, start + block)
-            d_q[rows] = (of_queries[:, rows] * static.scale).T.astype(d_q.dtype)
+            d_q[rows] = (of_queries[:, rows] * SCALE).T.astype(d_q.dtype)
 
 
 def _apart(refs):
@@ -284,8 +275,6 @@ def _transposed(x):
 
 def _of_head(x, channels):
     """x with zeros in all other channels."""
-    if channels.stop - channels.start == LANES:
-        return x
     lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
     own = (lane >= channels.start) & (lane < channels.stop)
     return jnp.where(own, x, jnp.zeros_like(x))

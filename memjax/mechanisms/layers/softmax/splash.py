@@ -1,8 +1,9 @@
 """Causal attention of whole sequences, and of blocks with a memory: kernels on a TPU.
 
-Both keep no scores, and pass over blocks of keys that no query of a block sees. Where
-every head of queries has keys of its own, `causal_attention` reads heads where they
-lie; all else takes splash, jax's kernel. `unsupported` says what neither takes.
+Both keep no scores, and pass over blocks of keys that no query of a block sees. Heads
+of 64 channels, each with keys of its own, take `causal_attention`, which reads them
+where they lie; all else takes splash, jax's kernel. `unsupported` says what neither
+takes.
 """
 
 import functools
