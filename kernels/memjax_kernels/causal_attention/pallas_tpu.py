@@ -254,9 +254,12 @@ def _backward_kernel(*refs):
 
     @pl.when(n == pl.num_programs(1) - 1)
     def _():
-        for start in range(0, time, block):
-            rows = slice(start, start + block)
+        def write(i, _):
+            rows = pl.ds(pl.multiple_of(i * block, block), block)
             d_q[rows] = (of_queries[:, rows] * SCALE).T.astype(d_q.dtype)
+            return _
+
+        jax.lax.fori_loop(0, time // block, write, None)
 
 
 def _apart(refs):
