@@ -267,7 +267,8 @@ def _target_and_gates(config, params, x):
         # In log space: the decay over several tokens is a sum, and a gate near 0 does
         # not round to log 0.
         g = jax.nn.log_sigmoid(gates.gate_logits(params.forget, x))
-    target = gates.linear_logits(x, params.target)
+    # In the dtype of the tokens, as the product is.
+    target = gates.linear_logits(x, params.target).astype(x.dtype)
     if config.normalize_target:
         target = l2_normalize(target) * config.slots**0.5
     return target, gamma * (config.step_size or 1.0), g
