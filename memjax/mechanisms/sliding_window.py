@@ -35,7 +35,7 @@ from memjax.mechanisms.layers import documents, projections
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
-from memjax.mechanisms.layers.softmax import splash, window_blocks
+from memjax.mechanisms.layers.softmax import on_tpu, window_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +278,7 @@ def whole(
     def in_one_kernel(params, x):
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)
         q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
-        y = splash.attention(q, k, v, config.window)
+        y = on_tpu.attention(q, k, v, config.window)
         return projections.output_projection(params, y)
 
     if config.sinks or mask is not None or _no_kernel(config, x):
@@ -310,7 +310,7 @@ def packed(
         positions = documents.positions(starts)
         q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
         first = documents.first_tokens(starts)
-        y = splash.attention(q, k, v, config.window, first)
+        y = on_tpu.attention(q, k, v, config.window, first)
         return projections.output_projection(params, y)
 
     if _no_kernel(config, x):
@@ -321,10 +321,10 @@ def packed(
 
 
 def _no_kernel(config, x):
-    """Why splash does not take the queries of x; "" if it does."""
+    """Why no kernel on a TPU takes the queries of x; "" if one does."""
     heads = (*x.shape[:2], config.num_heads, config.head_dim)
     query = jax.ShapeDtypeStruct(heads, x.dtype)
-    return splash.unsupported(query, query)
+    return on_tpu.unsupported(query, query)
 
 
 def sliding_window(config: SlidingWindowConfig) -> Mechanism:

@@ -16,7 +16,7 @@ from experiments.ops import cases
 from experiments.ops.cases import Shape
 from experiments.ops.cycles.case import Case, Program
 from memjax.aot.cycles.attention import shares
-from memjax.mechanisms.layers.softmax import splash
+from memjax.mechanisms.layers.softmax import on_tpu
 
 SHAPES = {
     (width, time): Shape(1, time, heads, width)
@@ -26,7 +26,7 @@ SHAPES = {
 
 
 #: By the name of the case.
-KERNELS = {"attention": splash.attention, "splash": splash.splash_attention}
+KERNELS = {"attention": on_tpu.attention, "splash": on_tpu.splash_attention}
 
 
 def program(kernel: str, shape: Shape, backward: bool) -> Program:

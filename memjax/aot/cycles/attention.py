@@ -8,13 +8,13 @@ says where. Ours has no such steps.
 import numpy as np
 
 from memjax.aot.cycles.bundles import Shares
-from memjax.mechanisms.layers.softmax import splash
+from memjax.mechanisms.layers.softmax import on_tpu
 from memjax_kernels.causal_attention import blocks
 
 
 def shares(heads: int, time: int) -> dict[str, Shares]:
     """The shares of each kernel, by the beginning of its name."""
-    attention = splash.kernel(heads, time)
+    attention = on_tpu.kernel(heads, time)
     infos = {
         "fwd": attention.fwd_mask_info,
         "dq": attention.dq_mask_info,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from memjax.mechanisms.layers.softmax import splash
+from memjax.mechanisms.layers.softmax import on_tpu
 from memjax_kernels.cached_attention import cached_attention, pallas_tpu
 from memjax_kernels.common.cpu import by_platform, scale_rows
 
@@ -41,8 +41,8 @@ def causal(
     The queries are those of the last T of the S positions. Where `first` is given, S is
     T and a query sees no key before its own `first`, where its document begins.
 
-    Where all are, half precision takes cuDNN's flash attention on a GPU, and bfloat16
-    jax's splash kernel on a TPU; elsewhere queries go through in blocks, so that scores
+    Where all are, half precision takes cuDNN's flash attention on a GPU, and bfloat16 a
+    kernel of `on_tpu` on a TPU; elsewhere queries go through in blocks, so that scores
     never need T * T memory at once, and a third of the scores that nobody sees is not
     computed.
     """
@@ -53,12 +53,12 @@ def causal(
         return jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation="cudnn"
         )
-    if visible is not None or splash.unsupported(query, key):
+    if visible is not None or on_tpu.unsupported(query, key):
         return _causal_in_parts(query, key, value, visible, first)
 
     def in_one_kernel(query, key, value, first):
         # Tokens of a document have the place of its first token in common.
-        return splash.attention(query, key, value, documents=first)
+        return on_tpu.attention(query, key, value, documents=first)
 
     return jax.lax.platform_dependent(
         *(query, key, value, first),

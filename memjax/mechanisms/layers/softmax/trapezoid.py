@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
-from memjax.mechanisms.layers.softmax import splash
+from memjax.mechanisms.layers.softmax import on_tpu
 
 
 class Tokens(NamedTuple):
@@ -73,10 +73,10 @@ def by_blocks(
     # Before the first block is compressed the coefficients are zeros, which are no
     # memory.
     given = (rope(q), rope(k), v, memory.keys, memory.values, first > 0)
-    if splash.unsupported(q, k):
+    if on_tpu.unsupported(q, k):
         return _masked_blocks(*given)
     return jax.lax.platform_dependent(
-        *given, tpu=splash.with_memory, default=_masked_blocks
+        *given, tpu=on_tpu.with_memory, default=_masked_blocks
     )
 
 

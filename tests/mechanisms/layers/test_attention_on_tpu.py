@@ -10,7 +10,7 @@ import pytest
 
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
-from memjax.mechanisms.layers.softmax import splash
+from memjax.mechanisms.layers.softmax import on_tpu
 from tests.kernels.on_tpu import interpret_attention, needs_libtpu
 
 B, T, H, G, K = 2, 256, 2, 1, 64
@@ -65,7 +65,7 @@ def test_outputs_and_gradients_are_those_of_softmax_attention(
     heads = (H, groups, groups)
     tokens = [draw(seed, B, T, h, K) for seed, h in enumerate(heads)]
     forms = [
-        functools.partial(form, window=window) for form in (plain, splash.attention)
+        functools.partial(form, window=window) for form in (plain, on_tpu.attention)
     ]
     interpret_attention(monkeypatch)
     close(*(with_gradients(form, draw(3, B, T, H, K), *tokens) for form in forms))
@@ -80,7 +80,7 @@ def test_blocks_with_a_memory_are_softmax_attention_to_both(monkeypatch, samples
     interpret_attention(monkeypatch)
     forms = [
         functools.partial(form, remembers=remembers)
-        for form in (plain_with_memory, splash.with_memory)
+        for form in (plain_with_memory, on_tpu.with_memory)
     ]
     weight = draw(5, B, 2, T, H, K)
     expected, found = (with_gradients(form, weight, *tokens) for form in forms)
@@ -111,7 +111,7 @@ def close(expected, found):
 )
 def test_other_tokens_are_left_to_xla(tokens, width, dtype, reason):
     x = jax.ShapeDtypeStruct((B, tokens, H, width), dtype)
-    found = splash.unsupported(x, x)
+    found = on_tpu.unsupported(x, x)
     assert reason in found and bool(found) == bool(reason)
     text = jax.jit(attend.causal).trace(x, x, x).lower(lowering_platforms=("tpu",))
     assert ("tpu_custom_call" in text.as_text()) == (not reason)
@@ -136,7 +136,7 @@ def test_queries_with_keys_of_their_own_and_one_document_take_our_kernel(
 def test_fewer_queries_than_keys_are_left_to_xla():
     key = jax.ShapeDtypeStruct((B, 256, H, K), jnp.bfloat16)
     query = jax.ShapeDtypeStruct((B, 128, H, K), jnp.bfloat16)
-    assert "queries must be those of all 256 keys" in splash.unsupported(query, key)
+    assert "queries must be those of all 256 keys" in on_tpu.unsupported(query, key)
 
 
 SIZES: dict[str, Any] = dict(model_dim=128, num_heads=H, num_kv_heads=G, head_dim=K)
