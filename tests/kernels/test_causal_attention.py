@@ -80,7 +80,10 @@ def test_scores_far_from_zero_do_not_overflow():
 
 @given(
     number=st.integers(1, 24),
-    window=st.none() | st.integers(1, 3000),
+    # Windows that end where blocks do, or a token or two from there.
+    window=st.none()
+    | st.integers(1, 3000)
+    | st.builds(lambda n, more: 128 * n + more, st.integers(1, 16), st.integers(-1, 2)),
     by_key=st.booleans(),
 )
 def test_steps_are_the_blocks_in_which_some_query_sees_a_key(number, window, by_key):
