@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels.causal_attention import pallas_tpu
-from memjax_kernels.causal_attention.blocks import LANES
 from memjax_kernels.causal_attention.pallas_tpu import READS as READS
+from memjax_kernels.common.packs.tiles import LANES
 
 #: The longest sequence: the gradient of its queries is held on the chip.
 LONGEST = 32_768

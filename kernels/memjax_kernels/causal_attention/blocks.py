@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from memjax_kernels.common.packs.tiles import LANES
+
 #: The largest blocks; counted for a v5e, with 256 and with 1,024 tokens a kernel takes
 #: longer.
 LARGEST = 512
-# A block is whole registers along the tokens.
-LANES = 128
 
 
 class Steps(NamedTuple):
@@ -52,6 +52,11 @@ class Plan(NamedTuple):
     distances: tuple[int | None, ...]
 
 
+def block_size(time: int, largest: int) -> int:
+    """The largest size of blocks that divides `time`: whole registers of tokens."""
+    return next(size for size in range(largest, 0, -LANES) if time % size == 0)
+
+
 @functools.cache
 def plan(time: int, window: int | None, by_key: bool) -> Plan:
     """The steps for T tokens, a multiple of 128.
@@ -61,8 +66,7 @@ def plan(time: int, window: int | None, by_key: bool) -> Plan:
         window: keys that a query sees, its own among them; None is all before it.
         by_key: whether steps of one block of keys follow each other, else of queries.
     """
-    sizes = range(min(LARGEST, time), 0, -LANES)
-    block = next(size for size in sizes if time % size == 0)
+    block = block_size(time, LARGEST)
     pairs = [
         (i, j)
         for i in range(time // block)

@@ -17,10 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from memjax_kernels.causal_attention.blocks import LANES, Steps, plan
+from memjax_kernels.causal_attention.blocks import Steps, plan
 from memjax_kernels.common import varying
+from memjax_kernels.common.packs.tiles import F32, LANES
 
-F32 = jnp.float32
 #: The name of what the backward kernel reads, by which a remat policy can save it.
 READS = "attention_reads"
 # What is added to scores that are hidden, and where a maximum begins.

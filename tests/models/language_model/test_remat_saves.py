@@ -11,6 +11,8 @@ from tests.kernels.distances import close
 
 MIXERS = {
     "causal_attention_forward": AttentionConfig(128, 2, 2, 64, capacity=256),
+    # Two heads of queries share keys.
+    "splash_mha_fwd": AttentionConfig(128, 2, 1, 64, capacity=256),
     "delta_rule_forward": GatedDeltaNetConfig(128, 2, 64, 64),
 }
 
@@ -42,6 +44,9 @@ def gradient_of(kernel, saves, remat=True):
         ("causal_attention_forward", "input", 2),
         ("causal_attention_forward", "attention", 1),
         ("causal_attention_forward", "products", 1),
+        ("splash_mha_fwd", "input", 2),
+        ("splash_mha_fwd", "attention", 1),
+        ("splash_mha_fwd", "products", 1),
         ("delta_rule_forward", "attention", 2),
         ("delta_rule_forward", "products", 1),
     ],

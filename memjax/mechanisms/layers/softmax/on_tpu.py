@@ -21,6 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from memjax_kernels import causal_attention
 from memjax_kernels.causal_attention import READS
+from memjax_kernels.causal_attention.blocks import block_size
+from memjax_kernels.common.packs.tiles import LANES
 from memjax_kernels.common.partition import chunkwise
 from memjax_kernels.heads import heads_first, heads_last
 
@@ -28,8 +30,6 @@ from memjax_kernels.heads import heads_first, heads_last
 # of 256, 512 and 1,024 for 2,048 and for 8,192 tokens, counted for a v5e. One kernel
 # for both gradients takes longer: it adds up partial sums of the queries' in memory.
 BLOCKS = {8192: 1024, 0: 512}
-# The kernel's blocks are whole registers along the tokens.
-LANES = 128
 
 
 def unsupported(query: Any, key: Any) -> str:
@@ -177,9 +177,8 @@ def memory_kernel(
 
 
 def _block(time):
-    """The largest size of blocks that divides `time`."""
     largest = next(size for least, size in BLOCKS.items() if time >= least)
-    return next(size for size in range(largest, 0, -LANES) if time % size == 0)
+    return block_size(time, largest)
 
 
 def _kernel(mask, heads, block_q, block_kv):
