@@ -49,10 +49,10 @@ def program(op: str, shape: Shape, backward: bool, options: dict[str, Any]) -> P
     arrays = jax.eval_shape(lambda: cases.inputs(op, shape, BFLOAT16))
     shaped = tuple(arrays[name] for name in cases.ARGUMENTS[op])
     given = jax.eval_shape(lambda *x: tuple(map(_flat, x)), *shaped)
-    # Kernels read the memory at the first chunk and write it at the last. With chunks
-    # of one token many are a step.
-    chunk = options.get("chunk_size", 1)
-    shares = {op: Shares(ends=chunk / shape.time if chunk > 1 else 1.0)}
+    # Kernels read the memory at the first step and write it at the last. A step is a
+    # chunk, or 16 tokens of smaller ones.
+    chunk = options.get("chunk_size")
+    shares = {op: Shares(ends=max(16, chunk) / shape.time if chunk else 1.0)}
     flops = _flops(op, shape, backward, **options)
     if not backward:
         return Program(forward, given, flops=flops, shares=shares)

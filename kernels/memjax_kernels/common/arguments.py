@@ -1,5 +1,9 @@
-"""Checks of an op's arguments before anything is computed."""
+"""An op's arguments: checks before anything is computed, and arrays given twice."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
@@ -76,3 +80,28 @@ def check_float32(name: str, array: Array | None) -> None:
     """Raises ValueError unless `array` is None or float32, as every memory is."""
     if array is not None and array.dtype != "float32":
         raise ValueError(f"{name} must be float32, got {array.dtype}")
+
+
+def distinct(tree: Any) -> tuple[list[int], Callable[[Sequence[Any]], Any]]:
+    """The indices of a tree's leaves, each array once, and what puts such leaves back.
+
+    Kernels see that two memories are one by comparing them with `is`. What passes
+    arguments on one by one (`jax.lax.platform_dependent`, `jax.shard_map`) would make
+    two of it.
+
+    Returns:
+        The indices, and a function (one leaf for each index) -> a tree in which leaves
+        are the same where the given tree's are.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    first: dict[int, int] = {}
+    for i, leaf in enumerate(leaves):
+        first.setdefault(id(leaf), i)
+    indices = list(first.values())
+    place = {index: i for i, index in enumerate(indices)}
+    places = [place[first[id(leaf)]] for leaf in leaves]
+
+    def whole(kept: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(treedef, [kept[i] for i in places])
+
+    return indices, whole

@@ -14,6 +14,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from memjax_kernels.common.arguments import distinct
+
 # Names of the mesh axes that divide the batch, and of those that divide the heads.
 # A kernel runs whole on every device along any other axis of a mesh.
 BATCH = ("data", "fsdp")
@@ -65,14 +67,17 @@ def chunkwise(
         token_specs = jax.tree.map(lambda x: along if x.ndim > 2 else P(b), tokens)
         shared = lambda x: x.shape[0] == 1 < batch
         memory_specs = jax.tree.map(lambda x: P(None if shared(x) else b, h), memories)
+        given, specs = (tokens, *memories), (token_specs, *memory_specs)
+        indices, whole = distinct(given)
+        pick = lambda tree: tuple(jax.tree.leaves(tree)[i] for i in indices)
         return jax.shard_map(
-            share,
+            lambda *x: share(*whole(x)),
             mesh=mesh,
             axis_names=set(axes),
-            in_specs=(token_specs, *memory_specs),
+            in_specs=pick(specs),
             out_specs=(P(b, h), along),
             check_vma=says_what_varies,
-        )(tokens, *memories)
+        )(*pick(given))
 
     return divided
 

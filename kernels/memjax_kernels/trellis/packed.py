@@ -99,15 +99,13 @@ class Prepared(NamedTuple):
     left: tuple[Decays, Decays]
 
 
-def prepare(
-    x: Chunk, gates: tuple[Gates, Gates], options: Options, size: int | None = None
-) -> Prepared:
-    """What does not depend on memories; with a `size` of several chunks at once."""
+def prepare(x: Chunk, gates: tuple[Gates, Gates], options: Options) -> Prepared:
+    """What does not depend on memories."""
     first, second = (gate.total for gate in gates)
     heads = len(first.column)
-    left = decays(first, size)
+    left = decays(first)
     # Computed once where both are the same.
-    both = left, (left if second is first else decays(second, size))
+    both = left, (left if second is first else decays(second))
     dq, dk, dv = (diagonal(y, heads) for y in (x.q, x.k, x.v))
     scores = (options.multiply(x.q, dk, "nt") * left.between).astype(x.q.dtype)
     scores = diagonal(scores, heads)

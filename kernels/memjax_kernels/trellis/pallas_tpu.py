@@ -31,7 +31,7 @@ from jaxtyping import Array
 
 from memjax_kernels.common import gradients, products, varying
 from memjax_kernels.trellis import chunk as one_chunk
-from memjax_kernels.trellis import tpu_kernels, tpu_packed
+from memjax_kernels.trellis import tpu_kernels, tpu_packed, tpu_small
 from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
 from memjax_kernels.trellis.tpu_kernels import Inputs
@@ -92,15 +92,12 @@ def trellis_tpu(
         activation: as there.
         interpret: as in `pallas_call`: False, or `pltpu.InterpretParams`.
     """
+    given: Any = (tokens, memories, empty)
+    options: Any = dict(phi=phi, activation=activation, interpret=interpret)
+    if tpu_small.fits(tokens):
+        return tpu_small.trellis_small(*given, **options)
     if tpu_packed.fits(tokens):
-        return tpu_packed.trellis_packed(
-            tokens,
-            memories,
-            empty,
-            phi=phi,
-            activation=activation,
-            interpret=interpret,
-        )
+        return tpu_packed.trellis_packed(*given, **options)
     b, n, c, h, key_dim = tokens.q.shape
     # [B, n, C, H, D] -> [G, n, C, D], and back.
     heads_first = lambda x: jnp.moveaxis(x, 3, 1).reshape(b * h, n, c, x.shape[-1])

@@ -1,11 +1,10 @@
 """Trellis on a TPU for packs of heads: tokens are read and written where they lie.
 
-The grid is (batch elements, groups of packs, blocks), the last in order. All packs of a
+The grid is (batch elements, groups of packs, chunks), the last in order. All packs of a
 group, and of a few batch elements where these are small, are computed in step, so that
-one hides the latency of another. A block is a chunk, or 16 tokens of smaller ones: its
-chunks follow one another, while what tokens give by themselves is computed once. The
-memories are output blocks that all chunks of a head share: they stay in VMEM from the
-first chunk to the last. `packed` has the equations of a chunk.
+one hides the latency of another. The memories are output blocks that all chunks of a
+head share: they stay in VMEM from the first chunk to the last. `packed` has the
+equations of a chunk; those of fewer than 16 tokens go through `tpu_small`.
 
 The forward kernel also saves the memories at every chunk's start where a gradient is
 taken, in the dtype of the tokens. The backward kernel goes through the chunks in
@@ -30,10 +29,8 @@ from memjax_kernels.common.packs.blocks import (
     flag_columns,
     gate_columns,
     group_size,
-    join_chunks,
     packings,
     side_by_side,
-    split_chunks,
 )
 from memjax_kernels.trellis import packed, tpu_packed_kernels
 from memjax_kernels.trellis.chunk import Options
@@ -60,12 +57,12 @@ class Static(NamedTuple):
 def fits(tokens: Tokens) -> bool:
     """Whether packs of heads fill whole registers, and one fits in VMEM."""
     size = tokens.q.shape[2]
-    return (size % ROWS == 0 or ROWS % size == 0) and _heads(tokens) > 0
+    return size % ROWS == 0 and _heads(tokens) > 0
 
 
 def _heads(tokens: Tokens) -> int:
     """Heads of a pack, as many as the lanes hold tokens of; 0 is none."""
-    size, heads = max(ROWS, tokens.q.shape[2]), tokens.q.shape[3]
+    size, heads = tokens.q.shape[2:4]
     widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
     # Two heads at least: nothing here is written for one.
     most = max(2, LANES // size)
@@ -85,10 +82,9 @@ def trellis_packed(
     """A chunk implementation for what `fits`; see `segment`."""
     widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
     heads, (b, _, size, number) = _heads(tokens), tokens.q.shape[:4]
-    of_block = max(ROWS, size)
-    each = heads * _block_bytes(of_block, *widths)
+    each = heads * _block_bytes(size, *widths)
     group = group_size(number // heads, each)
-    rows = min(TOKENS // (group * heads * of_block), ROWS_BYTES // (group * each))
+    rows = min(TOKENS // (group * heads * size), ROWS_BYTES // (group * each))
     layout = Layout(
         divisor(b, rows),
         group,
@@ -97,8 +93,6 @@ def trellis_packed(
         tokens.g.shape[-1],
         apart=any(a is not b for a, b in zip(*memories, strict=True)),
         resets=tokens.cleared is not None,
-        size=size,
-        parts=max(1, ROWS // size),
     )
     flag = lambda x: None if x is None else x.astype(F32)
     tokens = tokens._replace(
@@ -133,18 +127,6 @@ class Blocks(NamedTuple):
     gates: Any
 
 
-def _in_blocks(static: Static, x: Tokens) -> Tokens:
-    """Several small chunks in one, and flags of every token."""
-    layout = static.layout
-    # Where the two memories may differ, chunks behind all tokens keep them so. Where
-    # they do after the last chunk alone, that one has to stay the last.
-    join = functools.partial(join_chunks, parts=layout.parts, front=not layout.apart)
-    of_tokens = lambda f: jnp.broadcast_to(f[..., None], x.q.shape[:3])
-    flags = [f if f is None else of_tokens(f) for f in (x.complete, x.cleared)]
-    x = x._replace(complete=flags[0], cleared=flags[1])
-    return jax.tree.map(join, x)
-
-
 def _arrange(static: Static, x: Tokens) -> Blocks:
     b, n, c = x.q.shape[:3]
     flat = lambda t: t.reshape(b, n, c, -1)
@@ -160,18 +142,14 @@ def _arrange(static: Static, x: Tokens) -> Blocks:
 
 
 def _forward(static: Static, x: Tokens, memories: Memories, empty, *, keep: bool):
-    layout, number = static.layout, x.q.shape[1]
-    x = _in_blocks(static, x)
-    blocks = _arrange(static, x)
+    layout, blocks = static.layout, _arrange(static, x)
     join = functools.partial(side_by_side, heads=layout.heads)
     memories, empty = jax.tree.map(join, (memories, empty))
     like = functools.partial(varying.like, x.q)
     y = like((*x.q.shape[:3], x.v.shape[3] * x.v.shape[4]), x.v.dtype)
     after = jax.tree.map(lambda m: like(m.shape, F32), memories)
     # In the tokens' dtype, to which the operands of products are rounded anyway.
-    at_start = lambda m: like(
-        (m.shape[0], x.q.shape[1], m.shape[1], layout.parts, *m.shape[2:]), x.q.dtype
-    )
+    at_start = lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), x.q.dtype)
     kept = jax.tree.map(at_start, memories.start) if keep else None
     of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: i)
     after, y, kept = _call(
@@ -190,8 +168,7 @@ def _forward(static: Static, x: Tokens, memories: Memories, empty, *, keep: bool
         (of.memories(after), of.tokens(y), of.kept(kept)),
     )
     part = functools.partial(apart, heads=layout.heads)
-    y = split_chunks(y.reshape(x.v.shape), layout.parts, not layout.apart, number)
-    return (jax.tree.map(part, after), y), kept
+    return (jax.tree.map(part, after), y.reshape(x.v.shape)), kept
 
 
 def _backward(static: Static, primals, kept, cotangents):
@@ -199,10 +176,7 @@ def _backward(static: Static, primals, kept, cotangents):
     d_after, d_y = cotangents
     # Flags have no gradient.
     no_flags = jax.tree.map(jnp.zeros_like, (x.complete, x.cleared))
-    number, layout = x.q.shape[1], static.layout
-    x = _in_blocks(static, x)
-    d_y = join_chunks(d_y, layout.parts, not layout.apart)
-    blocks = _arrange(static, x)
+    layout, blocks = static.layout, _arrange(static, x)
     b, n, c, heads, _ = x.q.shape
     of_pack = static.layout.heads
     join = functools.partial(side_by_side, heads=of_pack)
@@ -233,7 +207,7 @@ def _backward(static: Static, primals, kept, cotangents):
         ),
         (tokens, of.kept(d_gates), of.memories(before), of.memories(fresh)),
     )
-    d_gamma, d_g = _gates_back(d_gates, x, of_pack)
+    d_gamma, d_g = gates_back(d_gates, x, of_pack)
     d_x = Tokens(
         q=d_tokens.q.reshape(x.q.shape),
         k=d_tokens.k.reshape(x.k.shape),
@@ -241,17 +215,14 @@ def _backward(static: Static, primals, kept, cotangents):
         alpha=d_tokens.alpha.reshape(x.alpha.shape),
         gamma=d_gamma,
         g=d_g,
-        complete=None,
-        cleared=None,
+        complete=no_flags[0],
+        cleared=no_flags[1],
     )
-    split = lambda d: split_chunks(d, layout.parts, not layout.apart, number)
-    d_x = jax.tree.map(split, d_x)
-    d_x = d_x._replace(complete=no_flags[0], cleared=no_flags[1])
     part = functools.partial(apart, heads=of_pack)
     return d_x, *jax.tree.map(part, (d_memories, d_empty))
 
 
-def _gates_back(d_gates: Array, x: Tokens, of_pack: int) -> tuple[Array, Array]:
+def gates_back(d_gates: Array, x: Tokens, of_pack: int) -> tuple[Array, Array]:
     """[B, n, P, 4, CC], of gamma and g in each pass, as gradients of both gates."""
     b, n, c, heads, _ = x.q.shape
     split = d_gates.reshape(b, n, heads // of_pack, 4, of_pack, c)

@@ -24,21 +24,9 @@ F32 = jnp.float32
 _exact = functools.partial(products.multiply, dtype=jnp.dtype(F32))
 
 
-def _choose(flag, new, old):
+def choose(flag, new, old):
     """`new` where the flag is 1."""
     return jax.tree.map(lambda a, b: jnp.where(flag > 0.5, a, b), new, old)
-
-
-def _each_part(chunk, layout: Layout, *, reverse: bool = False) -> None:
-    """Calls chunk(part) for the chunks of a block in order."""
-    if layout.parts == 1:
-        return chunk(0)
-
-    def step(i, _):
-        chunk(layout.parts - 1 - i if reverse else i)
-        return _
-
-    jax.lax.fori_loop(0, layout.parts, step, None)
 
 
 def forward_kernel(
@@ -54,32 +42,28 @@ def forward_kernel(
 
     block = blocks.read(x, layout, options)
 
-    def chunk(part):
-        complete, cleared = blocks.flags(x, layout, part)
-        running = blocks.load(after.running)
-        start = blocks.load(after.start) if layout.apart else running
-        if cleared is not None:
-            fresh = blocks.load(empty)
-            start, running = _choose(cleared, (fresh, fresh), (start, running))
-        if kept is not None:
-            blocks.store(blocks.memories_at(kept, part), start)
-        keys, values = map(Memory, start, running)
-        gates = blocks.of_part(block.gates, layout, part)
-        given = (gates, keys, values, options)
-        new, read = packed.advance(block.tokens, block.ready, *given)
-        blocks.store(after.running, new)
-        blocks.store_tokens(y, read, layout, part)
+    complete, cleared = blocks.flags(x, layout)
+    running = blocks.load(after.running)
+    start = blocks.load(after.start) if layout.apart else running
+    if cleared is not None:
+        fresh = blocks.load(empty)
+        start, running = choose(cleared, (fresh, fresh), (start, running))
+    if kept is not None:
+        blocks.store(kept, start)
+    keys, values = map(Memory, start, running)
+    given = (block.gates, keys, values, options)
+    new, read = packed.advance(block.tokens, block.ready, *given)
+    blocks.store(after.running, new)
+    packs.store_rows(y, read)
 
-        def end():
-            blocks.store(after.start, _choose(complete, new, start))
+    def end():
+        blocks.store(after.start, choose(complete, new, start))
 
-        if layout.apart:
-            end()
-        else:
-            # Between chunks the two are equal, and one is enough.
-            pl.when((index == last) & (part == layout.parts - 1))(end)
-
-    _each_part(chunk, layout)
+    if layout.apart:
+        end()
+    else:
+        # Between chunks the two are equal, and one is enough.
+        pl.when(index == last)(end)
 
 
 def backward_kernel(
@@ -107,7 +91,7 @@ def backward_kernel(
         if not layout.apart:
             # What the memory at the start receives behind an incomplete chunk waits in
             # `d_before` until that chunk is done.
-            d = _by_completeness(d, blocks.flags(x, layout, layout.parts - 1)[0])
+            d = by_completeness(d, blocks.flags(x, layout)[0])
         blocks.store(d_before, d)
         blocks.store(
             d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty)
@@ -115,53 +99,44 @@ def backward_kernel(
 
     block = blocks.read(x, layout, options)
 
-    def chunk(part):
-        complete, cleared = blocks.flags(x, layout, part)
-        start = blocks.load(blocks.memories_at(kept, part))
-        begun = start
-        if layout.apart:
-            # `kept` holds one memory a chunk; the running one of the first comes from
-            # the caller. After it the two are equal, where there are tokens.
-            given = blocks.load(running)
-            if cleared is not None:
-                given = _choose(cleared, start, given)
-            first = ((step == last) & (part == 0)).astype(F32)
-            begun = _choose(first, given, start)
-        d = Memories(blocks.load(d_before.start), blocks.load(d_before.running))
-        if layout.apart:
-            d = _by_completeness(d, complete)
-        given_y = packs.load_rows(d_y, layout.group)
-        if layout.parts > 1:
-            given_y = blocks.tokens_alone(given_y, layout, part)
-        keys, values = map(Memory, start, begun)
-        gates = blocks.of_part(block.gates, layout, part)
-        given = (gates, keys, values, d.running, given_y, options)
-        found = packed_gradient.pull_back(block.tokens, block.ready, *given)
-        d_start = add(d.start, (found.keys.start, found.values.start))
-        d_running = found.keys.running, found.values.running
+    complete, cleared = blocks.flags(x, layout)
+    start = blocks.load(kept)
+    begun = start
+    if layout.apart:
+        # `kept` holds one memory a chunk; the running one of the first comes from
+        # the caller. After it the two are equal, where there are tokens.
+        given = blocks.load(running)
         if cleared is not None:
-            zeros = jax.tree.map(jnp.zeros_like, d_running)
-            fresh = _choose(cleared, add(d_start, d_running), zeros)
-            # Every reset reads `empty`, so that its gradient is a sum over chunks.
-            blocks.store(d_empty, add(blocks.load(d_empty), fresh))
-            d_start = _choose(cleared, zeros, d_start)
-            d_running = _choose(cleared, zeros, d_running)
-        if not layout.apart:
-            d_start, d_running = (
-                jax.tree.map(jnp.zeros_like, d_start),
-                add(d_start, d_running),
-            )
-        blocks.store(d_before, Memories(d_start, d_running))
-        for ref, d in zip(d_tokens, found.x, strict=True):
-            blocks.store_tokens(ref, d, layout, part)
-        sums = (_from_sums(d, layout.heads) for d in found.total)
-        rows = jnp.concatenate([*found.gamma, *sums], axis=1)
-        if layout.parts > 1:
-            here = blocks.chunk_of_lanes(rows.shape, layout) == part
-            rows = jnp.where(here, rows, packs.each_pack(d_gates[...]))
-        d_gates[...] = rows.reshape(d_gates.shape)
-
-    _each_part(chunk, layout, reverse=True)
+            given = choose(cleared, start, given)
+        first = (step == last).astype(F32)
+        begun = choose(first, given, start)
+    d = Memories(blocks.load(d_before.start), blocks.load(d_before.running))
+    if layout.apart:
+        d = by_completeness(d, complete)
+    given_y = packs.load_rows(d_y, layout.group)
+    keys, values = map(Memory, start, begun)
+    given = (block.gates, keys, values, d.running, given_y, options)
+    found = packed_gradient.pull_back(block.tokens, block.ready, *given)
+    d_start = add(d.start, (found.keys.start, found.values.start))
+    d_running = found.keys.running, found.values.running
+    if cleared is not None:
+        zeros = jax.tree.map(jnp.zeros_like, d_running)
+        fresh = choose(cleared, add(d_start, d_running), zeros)
+        # Every reset reads `empty`, so that its gradient is a sum over chunks.
+        blocks.store(d_empty, add(blocks.load(d_empty), fresh))
+        d_start = choose(cleared, zeros, d_start)
+        d_running = choose(cleared, zeros, d_running)
+    if not layout.apart:
+        d_start, d_running = (
+            jax.tree.map(jnp.zeros_like, d_start),
+            add(d_start, d_running),
+        )
+    blocks.store(d_before, Memories(d_start, d_running))
+    for ref, d in zip(d_tokens, found.x, strict=True):
+        packs.store_rows(ref, d)
+    sums = (_from_sums(d, layout.heads) for d in found.total)
+    rows = jnp.concatenate([*found.gamma, *sums], axis=1)
+    d_gates[...] = rows.reshape(d_gates.shape)
 
 
 def _from_sums(d: Array, heads: int) -> Array:
@@ -174,11 +149,11 @@ def _from_sums(d: Array, heads: int) -> Array:
     return _exact(d[:, 0], later.astype(F32), "nn")[:, None]
 
 
-def _by_completeness(d: Memories, complete) -> Memories:
+def by_completeness(d: Memories, complete) -> Memories:
     """Cotangents of the memory at the start and of the new one, behind a chunk."""
     zeros = jax.tree.map(jnp.zeros_like, d.start)
     to_new, to_start = (
-        _choose(complete, d.start, zeros),
-        _choose(complete, zeros, d.start),
+        choose(complete, d.start, zeros),
+        choose(complete, zeros, d.start),
     )
     return Memories(to_start, jax.tree.map(jnp.add, d.running, to_new))

@@ -54,6 +54,17 @@ for name, op in ops.items():
 """
 
 
+def test_a_memory_that_is_given_twice_stays_one_on_a_mesh():
+    def form(tokens, start, running):
+        return running, tokens + (1.0 if start is running else 2.0)
+
+    tokens, memory = jnp.zeros((1, 1, 1, 1, 2)), jnp.zeros((1, 1, 2))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda m: partition.chunkwise(form)(tokens, m, m)[1])
+        assert run(memory).max() == 1
+
+
 @pytest.mark.slow
 def test_each_device_computes_its_share(with_devices):
     done = subprocess.run(

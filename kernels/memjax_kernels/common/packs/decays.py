@@ -63,17 +63,14 @@ def sum_back(d: Float[Array, "C N"]) -> Float[Array, "C N"]:
 
 
 def _seen(number: int, size: int | None) -> Float[Array, "C C"]:
+    """1 where the other token is of the same chunk, and not later."""
     token = jax.lax.broadcasted_iota(jnp.int32, (number, number), 0)
     other = jax.lax.broadcasted_iota(jnp.int32, (number, number), 1)
-    return _sees(token, other, size).astype(F32)
-
-
-def _sees(token, other, size):
-    """Whether the other token is of the same chunk, and not later."""
-    if size is None:
-        return token >= other
-    chunk = lambda x: jax.lax.div(x, jnp.int32(size))
-    return (token >= other) & (chunk(token) == chunk(other))
+    seen = token >= other
+    if size is not None:
+        chunk = lambda x: jax.lax.div(x, jnp.int32(size))
+        seen &= chunk(token) == chunk(other)
+    return seen.astype(F32)
 
 
 def transpose(columns: Float[Array, "C N"]) -> Float[Array, "N C"]:
@@ -113,15 +110,15 @@ def total(
     return Totals(row, of_head, tuple(Sums(*end) for end in ends))
 
 
-def decays(total: Totals, size: int | None = None) -> Decays:
-    """The decays of a chunk's gates; with a `size` of chunks of so many tokens."""
+def decays(total: Totals) -> Decays:
+    """The decays of a chunk's gates."""
     row, heads = total.row, len(total.column)
     width = row.coarse.shape[-1]
     wide = Sums(
         *(packs.widen(columns, width) for columns in zip(*total.column, strict=True))
     )
     token = jax.lax.broadcasted_iota(jnp.int32, wide.coarse.shape, 1)
-    seen = _sees(token, packs.within(token.shape, width // heads), size)
+    seen = token >= packs.within(token.shape, width // heads)
     between = (wide.coarse - row.coarse) + (wide.fine - row.fine)
     # Masked before exp, which would overflow above the diagonal.
     between = jnp.exp(jnp.where(seen, between, -1e30))
