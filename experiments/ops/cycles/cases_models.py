@@ -43,9 +43,10 @@ TRAINED = (
     "gated_deltanet-125m",
     "elastic-100m",
 )
-#: Those whose step is also counted with every layer written out and its activations
-#: kept, which fits in the chip's memory at this length of rows.
-UNROLLED, SHORTEST = TRAINED[:4], TIMES[0]
+#: Those whose step is also counted with every layer written out, and how: tokens of a
+#: row, and whether activations are computed again. Those of a long row do not fit.
+UNROLLED = TRAINED[:4]
+WAYS = ((TIMES[0], False, "unrolled"), (TIMES[-1], True, "unrolled-remat"))
 
 
 def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -109,19 +110,21 @@ def mplus_search() -> Program:
     return Program(sigmoid_scores, given, flops=2.0 * ROWS * QUERIES * width)
 
 
-def training_step(name: str, time: int, unrolled: bool = False) -> Program:
+def training_step(
+    name: str, time: int, unrolled: bool = False, remat: bool = True
+) -> Program:
     """An update of a preset, in microbatches: what a layer computes of one stays on the
     chip, where that of all tokens would go through HBM.
 
     Args:
         name: of the preset.
         time: tokens of a row.
-        unrolled: whether layers are written out and keep their activations; else they
-            are one loop, and compute them again.
+        unrolled: whether layers are written out; else they are as in the preset.
+        remat: whether layers that are written out compute their activations again.
     """
     config, batch_size = preset(name), TOKENS // time
     if unrolled:
-        config = dataclasses.replace(config, scan_layers=False, remat=False)
+        config = dataclasses.replace(config, scan_layers=False, remat=remat)
     model = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
     update = optimizer(OptimizerConfig(), 1000)
     step = StepConfig(accumulate=TOKENS // max(time, MICROBATCH))
@@ -169,7 +172,7 @@ def table() -> dict[str, Case]:
     for name, time in itertools.product(TRAINED, TIMES):
         build = functools.partial(training_step, name, time)
         found[f"train/{name}/t{time}"] = Case(build, TOKENS, "token")
-    for name in UNROLLED:
-        build = functools.partial(training_step, name, SHORTEST, unrolled=True)
-        found[f"train/{name}/t{SHORTEST}/unrolled"] = Case(build, TOKENS, "token")
+    for name, (time, remat, which) in itertools.product(UNROLLED, WAYS):
+        build = functools.partial(training_step, name, time, True, remat)
+        found[f"train/{name}/t{time}/{which}"] = Case(build, TOKENS, "token")
     return found
