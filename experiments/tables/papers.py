@@ -5,6 +5,7 @@
 """
 
 from experiments.hmt.rows import AGAIN, HIERARCHICAL, SINK_WINDOW
+from experiments.mplus.retention import recorded
 from experiments.tables.table import (
     Table,
     Tables,
@@ -20,7 +21,7 @@ def papers() -> Table:
     rows = [_elastic(), _trellis(), _lattice(), _hmt(), _mplus()]
     header = ["paper", "what it claims", "what was measured here", "at what size"]
     sources = ["books/window8", "recurrent/recall", "hmt/smollm2/length"]
-    sources += ["mplus/retention_16_facts", "mplus/speed"]
+    sources += ["mplus/retention", "mplus/speed"]
     return Table([*header, "more"], rows, sources)
 
 
@@ -109,22 +110,19 @@ def _hmt() -> list[str]:
 
 
 def _mplus() -> list[str]:
-    result = load("mplus/retention_16_facts")
-    at = result["distances"].index(4096)
-    answers = {
-        name: number(list(found["after"].values())[at]["accuracy"], 2)
-        for name, found in result["methods"].items()
-    }
+    result = load("mplus/retention")
+    found = recorded.by_method(result)
+    right = lambda name: number(found[name]["after"][-1]["accuracy"], 2)
+    longest = f"{result['distances'][-1]:,}"
     fast = load("mplus/speed")["rounds"][0]["implementations"]["ours"]["inject"]
     return [
         "M+",
-        "facts stay known longer than with a window of its bytes on the device, not "
-        "longer than with full attention of its bytes in all",
-        f"right answers 4,096 tokens later: {answers['M+']}, full attention "
-        f"{answers['full']}, BM25 {answers['BM25']}, window without sinks "
-        f"{answers['window']}; injects {times(fast['speedup']['official'])} as fast as "
-        "the authors' program",
-        "SmolLM2-135M, 240 updates, 16 facts",
+        "facts stay known longer than with as many bytes on the device and no store",
+        f"right answers {longest} tokens later: {right('M+')}, window of its bytes "
+        f"on the device {right('window, device')}, of all its bytes "
+        f"{right('window, all')}, BM25 {right('BM25')}; injects "
+        f"{times(fast['speedup']['official'])} as fast as the authors' program",
+        f"SmolLM2-135M, 240 updates, {len(result['facts'])} facts, one seed",
         _more("mplus"),
     ]
 
