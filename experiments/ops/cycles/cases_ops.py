@@ -145,4 +145,5 @@ def table() -> dict[str, Case]:
             shape = SHAPE._replace(batch=8 * 2048 // time, time=time)
             add(f"{name}/c64/t{time}", op, shape, chunk_size=64)
         add(f"{name}/c64/small", op, SMALL, chunk_size=64)
+    add("trellis/c4/small", "trellis", SMALL, chunk_size=4)
     return found
