@@ -43,10 +43,14 @@ TRAINED = (
     "gated_deltanet-125m",
     "elastic-100m",
 )
-#: Those whose step is also counted with every layer written out, and how: tokens of a
-#: row, and whether activations are computed again. Those of a long row do not fit.
-UNROLLED = TRAINED[:4]
-WAYS = ((TIMES[0], False, "unrolled"), (TIMES[-1], True, "unrolled-remat"))
+#: Those whose step is also counted in other ways: with every layer written out and its
+#: activations kept, which fits in the chip's memory for short rows; and with what
+#: kernels give kept, so that they run once, for long ones.
+VARIED = TRAINED[:4]
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "unrolled": (TIMES[0], {"scan_layers": False, "remat": False}),
+    "kernels": (TIMES[-1], {"remat_saves": "kernels"}),
+}
 
 
 def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -110,21 +114,17 @@ def mplus_search() -> Program:
     return Program(sigmoid_scores, given, flops=2.0 * ROWS * QUERIES * width)
 
 
-def training_step(
-    name: str, time: int, unrolled: bool = False, remat: bool = True
-) -> Program:
+def training_step(name: str, time: int, changes: Any = None) -> Program:
     """An update of a preset, in microbatches: what a layer computes of one stays on the
     chip, where that of all tokens would go through HBM.
 
     Args:
         name: of the preset.
         time: tokens of a row.
-        unrolled: whether layers are written out; else they are as in the preset.
-        remat: whether layers that are written out compute their activations again.
+        changes: of the preset's configuration.
     """
     config, batch_size = preset(name), TOKENS // time
-    if unrolled:
-        config = dataclasses.replace(config, scan_layers=False, remat=remat)
+    config = dataclasses.replace(config, **(changes or {}))
     model = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
     update = optimizer(OptimizerConfig(), 1000)
     step = StepConfig(accumulate=TOKENS // max(time, MICROBATCH))
@@ -172,7 +172,7 @@ def table() -> dict[str, Case]:
     for name, time in itertools.product(TRAINED, TIMES):
         build = functools.partial(training_step, name, time)
         found[f"train/{name}/t{time}"] = Case(build, TOKENS, "token")
-    for name, (time, remat, which) in itertools.product(UNROLLED, WAYS):
-        build = functools.partial(training_step, name, time, True, remat)
-        found[f"train/{name}/t{time}/{which}"] = Case(build, TOKENS, "token")
+    for name, (way, (time, changes)) in itertools.product(VARIED, WAYS.items()):
+        build = functools.partial(training_step, name, time, changes)
+        found[f"train/{name}/t{time}/{way}"] = Case(build, TOKENS, "token")
     return found
