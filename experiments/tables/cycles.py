@@ -188,7 +188,6 @@ _STEPS = {
     "the same, layers written out, activations kept": "t2048/unrolled",
     "rows of 8,192": "t8192",
     "rows of 32,768": "t32768",
-    "the same, what kernels give kept": "t32768/kernels",
 }
 
 

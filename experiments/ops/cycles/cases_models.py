@@ -43,14 +43,9 @@ TRAINED = (
     "gated_deltanet-125m",
     "elastic-100m",
 )
-#: Those whose step is also counted in other ways: with every layer written out and its
-#: activations kept, which fits in the chip's memory for short rows; and with what
-#: kernels give kept, so that they run once, for long ones.
-VARIED = TRAINED[:4]
-WAYS: dict[str, tuple[int, dict[str, Any]]] = {
-    "unrolled": (TIMES[0], {"scan_layers": False, "remat": False}),
-    "kernels": (TIMES[-1], {"remat_saves": "kernels"}),
-}
+#: Those whose step is also counted with every layer written out and its activations
+#: kept, which fits in the chip's memory at this length of rows.
+UNROLLED, SHORTEST = TRAINED[:4], TIMES[0]
 
 
 def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -114,17 +109,19 @@ def mplus_search() -> Program:
     return Program(sigmoid_scores, given, flops=2.0 * ROWS * QUERIES * width)
 
 
-def training_step(name: str, time: int, changes: Any = None) -> Program:
+def training_step(name: str, time: int, unrolled: bool = False) -> Program:
     """An update of a preset, in microbatches: what a layer computes of one stays on the
     chip, where that of all tokens would go through HBM.
 
     Args:
         name: of the preset.
         time: tokens of a row.
-        changes: of the preset's configuration.
+        unrolled: whether layers are written out and keep their activations; else they
+            are one loop, and compute them again.
     """
     config, batch_size = preset(name), TOKENS // time
-    config = dataclasses.replace(config, **(changes or {}))
+    if unrolled:
+        config = dataclasses.replace(config, scan_layers=False, remat=False)
     model = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
     update = optimizer(OptimizerConfig(), 1000)
     step = StepConfig(accumulate=TOKENS // max(time, MICROBATCH))
@@ -172,7 +169,7 @@ def table() -> dict[str, Case]:
     for name, time in itertools.product(TRAINED, TIMES):
         build = functools.partial(training_step, name, time)
         found[f"train/{name}/t{time}"] = Case(build, TOKENS, "token")
-    for name, (way, (time, changes)) in itertools.product(VARIED, WAYS.items()):
-        build = functools.partial(training_step, name, time, changes)
-        found[f"train/{name}/t{time}/{way}"] = Case(build, TOKENS, "token")
+    for name in UNROLLED:
+        build = functools.partial(training_step, name, SHORTEST, unrolled=True)
+        found[f"train/{name}/t{SHORTEST}/unrolled"] = Case(build, TOKENS, "token")
     return found

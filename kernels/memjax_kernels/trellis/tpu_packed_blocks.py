@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from memjax_kernels.common import packs
 from memjax_kernels.common.packs import decays as pack_decays
+from memjax_kernels.common.packs.blocks import ROWS
 from memjax_kernels.trellis import packed
 from memjax_kernels.trellis.chunk import Options
 from memjax_kernels.trellis.packed import Chunk, Gates
@@ -30,6 +31,7 @@ class Layout(NamedTuple):
         apart: whether a chunk may find two memories that differ; else they do so after
             the last chunk alone.
         resets: whether there is a flag of chunks that start from `empty`.
+        size: tokens of a chunk.
     """
 
     rows: int
@@ -39,6 +41,12 @@ class Layout(NamedTuple):
     gates: int
     apart: bool
     resets: bool
+    size: int
+
+    @property
+    def parts(self) -> int:
+        """Chunks of a block."""
+        return max(1, ROWS // self.size)
 
     @property
     def gate_columns(self) -> int:

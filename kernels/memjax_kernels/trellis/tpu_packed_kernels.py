@@ -56,14 +56,14 @@ def forward_kernel(
     blocks.store(after.running, new)
     packs.store_rows(y, read)
 
-    def end():
-        blocks.store(after.start, choose(complete, new, start))
+    # Where the two are equal between chunks, the last chunk's is put right below.
+    blocks.store(after.start, choose(complete, new, start) if layout.apart else start)
+    if not layout.apart:
 
-    if layout.apart:
-        end()
-    else:
-        # Between chunks the two are equal, and one is enough.
-        pl.when(index == last)(end)
+        @pl.when(index == last)
+        def _():
+            end = choose(complete, blocks.load(after.running), blocks.load(after.start))
+            blocks.store(after.start, end)
 
 
 def backward_kernel(

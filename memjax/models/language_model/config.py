@@ -20,7 +20,7 @@ from memjax.mechanisms.layers.projections import HeadsConfig
 
 Dtype = Literal["float32", "bfloat16"]
 Norm = Literal["rms", "layer"]
-RematSaves = Literal["input", "attention", "kernels", "products"]
+RematSaves = Literal["input", "attention", "products"]
 FeedForward = Literal["swiglu", "geglu", "relu"]
 
 #: Tokens that a model without a window reads at a time.
@@ -99,9 +99,9 @@ class ModelConfig:
             so (`load_pretrained` can keep a file's bfloat16).
         remat: recompute each layer's activations in the backward pass.
         remat_saves: what is kept of a layer for that: its "input" alone; on a TPU what
-            "attention" reads too, as much again, so that its kernel runs once; what all
-            "kernels" give, memories at their chunks' starts too; or the "products" with
-            weights beside it, which leaves little to compute again.
+            "attention" reads too, as much again, so that its kernel runs once; or the
+            "products" with weights and what any kernel gives, which leaves little to
+            compute again.
         scan_layers: run equal layers by one loop, in calls of more than one token: the
             time to trace and compile is that of one period of layers at any depth.
             The loop copies parameters and memories once a call.

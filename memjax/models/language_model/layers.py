@@ -27,15 +27,14 @@ from memjax_kernels.common.partition import along_batch
 
 #: The name of a layer's input, by which a memory around the model can offload it.
 LAYER_INPUT = "layer_input"
-# Kernels name what their backward pass takes; nothing else here has a name.
-_OF_KERNELS = jax.checkpoint_policies.save_any_names_but_these(LAYER_INPUT)
 #: What `ModelConfig.remat_saves` names; attention's scores are no product of weights.
 SAVED = {
     "input": None,
     "attention": jax.checkpoint_policies.save_only_these_names(READS),
-    "kernels": _OF_KERNELS,
+    # Kernels name what their backward pass takes; nothing else here has a name.
     "products": jax.checkpoint_policies.save_from_both_policies(
-        _OF_KERNELS, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        jax.checkpoint_policies.save_any_names_but_these(LAYER_INPUT),
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     ),
 }
 

@@ -53,8 +53,8 @@ class RetrofitSettings:
         lora: the adapters of the tuning.
         dtype: of activations; None is the backbone's own.
         remat: what the tuning keeps of a layer's activations until the backward pass:
-            "all", the "products" with weights, what "kernels" or "attention" give, or
-            its "input" alone, in the order of memory; the rest is computed again.
+            "all", the "products" with weights, what "attention" reads, or its "input"
+            alone, in the order of memory; the rest is computed again.
         data: samples; `mode` must be "chunked".
         mesh: devices.
         seed: of new parameters and data order.

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 from memjax_kernels.common import packs, products
 from memjax_kernels.common.packs import diagonal, own
 from memjax_kernels.trellis import functions
+from memjax_kernels.trellis.chunk import Options
 from memjax_kernels.trellis.packed import Memory
 
 F32 = jnp.float32
@@ -104,33 +105,22 @@ class Pulled(NamedTuple):
     values: Cotangents
 
 
-class Options(NamedTuple):
-    """What is fixed when the code is compiled, and products that depend on it.
+class Rules(NamedTuple):
+    """How a chunk is computed.
 
     Attributes:
-        phi: one of `functions.PHIS`.
-        activation: one of `functions.ACTIVATIONS`.
-        dtype: of the operands of products.
+        options: what is fixed when the code is compiled.
         heads: of a pack.
         size: tokens of a chunk. Scores of single tokens are a column, [P, R, 1].
     """
 
-    phi: str
-    activation: str
-    dtype: jnp.dtype
+    options: Options
     heads: int
     size: int
 
     def dot(self, x: Array, y: Array, form: products.Form) -> Array:
         """A product of matrices."""
-        return products.multiply(x, y, form, self.dtype)
-
-    def low(self, memory: Memory) -> Memory:
-        """Memories as operands; one that is both is rounded once."""
-        start = memory.start.astype(self.dtype)
-        if memory.running is memory.start:
-            return Memory(start, start)
-        return Memory(start, memory.running.astype(self.dtype))
+        return self.options.multiply(x, y, form)
 
     def read(
         self, memory: Memory, x: Array, y: Array, form: products.Form
@@ -160,53 +150,52 @@ class Options(NamedTuple):
         return scores * x if self.size == 1 else self.dot(scores, x, "tn")
 
 
-def write(index: int, x: Part, z: Array, options: Options) -> Write:
+def write(index: int, x: Part, z: Array, rules: Rules) -> Write:
     """The errors of a pass, 0 or 1, of what its memory predicts at the start."""
 
     def error(z, target):
-        return functions.error_gradient(options.phi, z, target)
+        return functions.error_gradient(rules.options.phi, z, target)
 
     e, back = jax.vjp(error, z, x.target)
     return Write(x.gammas[min(index, len(x.gammas) - 1)] * e, e, back)
 
 
 def written(
-    index: int, x: Part, u: Array, running: Array, options: Options
+    index: int, x: Part, u: Array, running: Array, rules: Rules
 ) -> Float[Array, "P M DD"]:
     """The running memory of a pass after the chunk."""
     decays = x.decays[min(index, len(x.decays) - 1)]
-    left = _end(decays, running, options) * running
-    return left - options.dot(options.until(decays, u), (x.k, x.v)[index], "tn")
+    left = _end(decays, running, rules) * running
+    return left - rules.dot(rules.until(decays, u), (x.k, x.v)[index], "tn")
 
 
-def rewrite(x: Part, keys: Memory, values: Memory, options: Options):
+def rewrite(x: Part, keys: Memory, values: Memory, rules: Rules):
     """The running memories after a chunk, without its reads."""
     after = []
     for index, (tokens, memory) in enumerate(((x.k, keys), (x.v, values))):
-        z = options.dot(tokens, memory.start, "nt")
-        u = write(index, x, z, options).u
-        after.append(written(index, x, u, memory.running, options))
+        z = rules.dot(tokens, memory.start, "nt")
+        u = write(index, x, z, rules).u
+        after.append(written(index, x, u, memory.running, rules))
     return tuple(after)
 
 
 def advance(
-    x: Part, keys: Memory, values: Memory, options: Options
+    x: Part, keys: Memory, values: Memory, rules: Rules
 ) -> tuple[tuple[Array, Array], Float[Array, "P C VV"]]:
     """The running memories after a chunk, and its reads."""
     first, second = x.decays[0], x.decays[-1]
-    z, past = options.read(options.low(keys), x.k, x.q, "nt")
-    u = write(0, x, z, options).u
-    scores = options.scores(x.q, x.k, first.between)
-    reads = first.kept * past - options.times(scores, u)
-    after_keys = written(0, x, u, keys.running, options)
+    z, past = rules.read(keys, x.k, x.q, "nt")
+    u = write(0, x, z, rules).u
+    scores = rules.scores(x.q, x.k, first.between)
+    reads = first.kept * past - rules.times(scores, u)
+    after_keys = written(0, x, u, keys.running, rules)
 
-    f = functions.apply(options.activation, reads)
-    low = options.low(values)
-    u = write(1, x, options.dot(x.v, low.start, "nt"), options).u
-    scores = options.scores(f, u, second.between)
-    y = options.dot(second.kept * f, low.running, "nn") - options.times(scores, x.v)
-    after_values = written(1, x, u, values.running, options)
-    return (after_keys, after_values), own(y, options.heads)
+    f = functions.apply(rules.options.activation, reads)
+    u = write(1, x, rules.dot(x.v, values.start, "nt"), rules).u
+    scores = rules.scores(f, u, second.between)
+    y = rules.dot(second.kept * f, values.running, "nn") - rules.times(scores, x.v)
+    after_values = written(1, x, u, values.running, rules)
+    return (after_keys, after_values), own(y, rules.heads)
 
 
 def pull_back(
@@ -215,34 +204,33 @@ def pull_back(
     values: Memory,
     d_after: tuple[Array, Array],
     d_y: Float[Array, "P C VV"],
-    options: Options,
+    rules: Rules,
 ) -> Pulled:
     """The cotangents of a chunk, which is computed again from its memories."""
-    left, heads = (x.decays[0], x.decays[-1]), options.heads
+    left, heads = (x.decays[0], x.decays[-1]), rules.heads
     mine = functools.partial(own, heads=heads)
-    low_keys, low_values = options.low(keys), options.low(values)
     d_keys, d_values = d_after
     # The first pass again.
-    z, past = options.read(low_keys, x.k, x.q, "nt")
-    first = write(0, x, z, options)
-    scores = options.scores(x.q, x.k, left[0].between)
-    reads = left[0].kept * past - options.times(scores, first.u)
-    f, back = jax.vjp(functools.partial(functions.apply, options.activation), reads)
+    z, past = rules.read(keys, x.k, x.q, "nt")
+    first = write(0, x, z, rules)
+    scores = rules.scores(x.q, x.k, left[0].between)
+    reads = left[0].kept * past - rules.times(scores, first.u)
+    activate = functools.partial(functions.apply, rules.options.activation)
+    f, back = jax.vjp(activate, reads)
 
     # The second, with its cotangents.
     dd_y = diagonal(d_y, heads)
-    z, d_past = options.read(low_values, x.v, dd_y, "nt")
-    second = write(1, x, z, options)
-    written = options.scores(f, second.u, left[1].between)
-    d_scores = -options.scores(dd_y, x.v, left[1].between)
-    d_f = left[1].kept * d_past + options.times(d_scores, second.u)
-    low = d_values.astype(options.dtype)
-    d_state = -options.until(left[1], options.dot(x.v, low, "nt"))
-    d_u = options.seen(d_scores, f) + d_state
+    z, d_past = rules.read(values, x.v, dd_y, "nt")
+    second = write(1, x, z, rules)
+    written = rules.scores(f, second.u, left[1].between)
+    d_scores = -rules.scores(dd_y, x.v, left[1].between)
+    d_f = left[1].kept * d_past + rules.times(d_scores, second.u)
+    d_state = -rules.until(left[1], rules.dot(x.v, d_values, "nt"))
+    d_u = rules.seen(d_scores, f) + d_state
     d_z, d_target = second.back(x.gammas[-1] * d_u)
-    d_v = options.dot(d_z, low_values.start, "nn") - options.seen(written, dd_y)
-    d_v -= options.dot(options.until(left[1], second.u), low, "nn")
-    decayed = _end(left[1], d_values, options) * d_values
+    d_v = rules.dot(d_z, values.start, "nn") - rules.seen(written, dd_y)
+    d_v -= rules.dot(rules.until(left[1], second.u), d_values, "nn")
+    decayed = _end(left[1], d_values, rules) * d_values
     of_values = Cotangents(Outer(d_z, x.v), Outer(left[1].kept * f, dd_y), decayed)
     gamma_2 = _sum(second.error * d_u)
     total_2 = _sum(f * d_f) - x.gammas[-1][..., :1] * gamma_2
@@ -250,17 +238,16 @@ def pull_back(
 
     # The first pass.
     (d_reads,) = back(d_f)
-    low = d_keys.astype(options.dtype)
-    d_state = -options.until(left[0], options.dot(x.k, low, "nt"))
-    d_u = d_state - options.seen(scores, d_reads)
-    d_scores = -options.scores(d_reads, first.u, left[0].between)
+    d_state = -rules.until(left[0], rules.dot(x.k, d_keys, "nt"))
+    d_u = d_state - rules.seen(scores, d_reads)
+    d_scores = -rules.scores(d_reads, first.u, left[0].between)
     d_z, d_target_1 = first.back(x.gammas[0] * d_u)
     d_past = left[0].kept * d_reads
-    d_k, d_q = options.read(low_keys, d_z, d_past, "nn")
-    d_k += options.seen(d_scores, x.q)
-    d_k -= options.dot(options.until(left[0], first.u), low, "nn")
-    d_q += options.times(d_scores, x.k)
-    decayed = _end(left[0], d_keys, options) * d_keys
+    d_k, d_q = rules.read(keys, d_z, d_past, "nn")
+    d_k += rules.seen(d_scores, x.q)
+    d_k -= rules.dot(rules.until(left[0], first.u), d_keys, "nn")
+    d_q += rules.times(d_scores, x.k)
+    decayed = _end(left[0], d_keys, rules) * d_keys
     of_keys = Cotangents(Outer(d_z, x.k), Outer(d_past, x.q), decayed)
     gamma_1 = _sum(first.error * d_u)
     total_1 = _sum(d_reads * reads) - x.gammas[0][..., :1] * gamma_1
@@ -277,9 +264,9 @@ def pull_back(
     )
 
 
-def _end(decays: Decays, memory: Array, options: Options) -> Float[Array, "P 1 DD"]:
+def _end(decays: Decays, memory: Array, rules: Rules) -> Float[Array, "P 1 DD"]:
     """The decay over the whole chunk, in a memory's lanes."""
-    last = [(i + 1) * options.size - 1 for i in range(options.heads)]
+    last = [(i + 1) * rules.size - 1 for i in range(rules.heads)]
     numbers = [decays.kept[:, at : at + 1, :1] for at in last]
     return packs.widen(numbers, memory.shape[-1])
 

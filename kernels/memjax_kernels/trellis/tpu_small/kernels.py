@@ -14,50 +14,21 @@ from jaxtyping import Array
 from memjax_kernels.common import packs
 from memjax_kernels.common.packs import decays as pack_decays
 from memjax_kernels.common.packs.blocks import ROWS
+from memjax_kernels.trellis.chunk import Options
 from memjax_kernels.trellis.packed import Memory
 from memjax_kernels.trellis.state import Memories
-from memjax_kernels.trellis.tpu_packed_blocks import load, store
+from memjax_kernels.trellis.tpu_packed_blocks import Layout, load, store
 from memjax_kernels.trellis.tpu_packed_kernels import by_completeness, choose
 from memjax_kernels.trellis.tpu_small.equations import (
     Decays,
-    Options,
     Part,
+    Rules,
     advance,
     pull_back,
     rewrite,
 )
 
 F32 = jnp.float32
-
-
-class Layout(NamedTuple):
-    """What the blocks of a program hold.
-
-    Attributes:
-        rows: batch elements.
-        group: packs of each.
-        heads: of a pack.
-        gammas: 2 where each pass has its own, else 1.
-        gates: likewise.
-        apart: whether a chunk may find two memories that differ; else they do so after
-            the last chunk alone.
-        resets: whether there is a flag of chunks that start from `empty`.
-        size: tokens of a chunk.
-    """
-
-    rows: int
-    group: int
-    heads: int
-    gammas: int
-    gates: int
-    apart: bool
-    resets: bool
-    size: int
-
-    @property
-    def parts(self) -> int:
-        """Chunks of a block."""
-        return ROWS // self.size
 
 
 class Rows(NamedTuple):
@@ -84,6 +55,7 @@ def forward_kernel(
 ):
     """One block; `kept` None does not keep the memories before it."""
     index, last = pl.program_id(2), pl.num_programs(2) - 1
+    rules = Rules(options, layout.heads, layout.size)
 
     @pl.when(index == 0)
     def _():
@@ -102,7 +74,7 @@ def forward_kernel(
             fresh = load(empty)
             start, running = choose(cleared, (fresh, fresh), (start, running))
         keys, values = map(Memory, start, running)
-        new, reads[part] = advance(_part(parts, part), keys, values, options)
+        new, reads[part] = advance(_part(parts, part), keys, values, rules)
         store(after.running, new)
         # Where the two are equal between chunks, the last chunk's is put right below.
         store(after.start, choose(complete, new, start) if layout.apart else start)
@@ -139,8 +111,9 @@ def backward_kernel(
 ):
     """Cotangents of one block, after those of the blocks behind it."""
     step, last = pl.program_id(2), pl.num_programs(2) - 1
+    rules = Rules(options, layout.heads, layout.size)
     zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
-    outer = lambda left, right: options.dot(left, right, "tn")
+    outer = lambda left, right: rules.dot(left, right, "tn")
     stack = lambda *rows: jnp.concatenate(rows, axis=1)
     of_start = lambda d: outer(*d.start)
     of_running = lambda d: d.decayed + outer(*d.running)
@@ -180,7 +153,7 @@ def backward_kernel(
     def recompute(part, _):
         start, begun, complete, _ = begin(part)
         tokens, (keys, values) = _part(parts, part), map(Memory, start, begun)
-        new = rewrite(tokens, keys, values, options)
+        new = rewrite(tokens, keys, values, rules)
         if layout.apart:
             new = choose(complete, new, start)
         _write_memories(memories, part + 1, new)
@@ -202,7 +175,7 @@ def backward_kernel(
             d = Memories(load(d_before.start), d_running)
             d_start, d_running = by_completeness(d, complete)
         keys, values = map(Memory, start, begun)
-        given = (keys, values, d_running, d_reads[part], options)
+        given = (keys, values, d_running, d_reads[part], rules)
         found = pull_back(_part(parts, part), *given)
         passes = found.keys, found.values
         if layout.apart:
@@ -221,7 +194,9 @@ def backward_kernel(
 
         for ref, d_x in zip(d_parts, found[:4], strict=True):
             ref[part] = d_x
-        rows = [_row(d_number, part, layout) for d_number in found.numbers]
+        gammas, sums = found.numbers[:2], found.numbers[2:]
+        rows = [_row(d, part, layout) for d in gammas]
+        rows += [_row(d, part, layout, later=True) for d in sums]
         d_gates[...] += jnp.concatenate(rows, axis=1).reshape(d_gates.shape)
 
     jax.lax.fori_loop(0, layout.parts - 1, recompute, None)
@@ -356,11 +331,18 @@ def _below(by_head: list[Array], part: int, layout: Layout) -> Array:
     return jnp.concatenate([_of_part(x, part, layout) for x in by_head], axis=1)
 
 
-def _row(column: Array, part, layout: Layout) -> Array:
-    """Numbers of a part's tokens [P, R, 1] in the lanes of a block, [P, 1, CC]."""
+def _row(column: Array, part, layout: Layout, later: bool = False) -> Array:
+    """Numbers of a part's tokens [P, R, 1] in the lanes of a block, [P, 1, CC].
+
+    With `later` sums of those from each token on: the cotangents of gates from those of
+    their sums.
+    """
     shape = (*column.shape[:2], layout.heads * ROWS)
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     size = jnp.int32(layout.size)
     head, token = jax.lax.div(row, size), jax.lax.rem(row, size)
-    here = packs.lane(shape) == head * ROWS + part * size + token
+    lane, first = packs.lane(shape), head * ROWS + part * size
+    here = lane == first + token
+    if later:
+        here = (lane >= first) & (lane <= first + token)
     return jnp.sum(jnp.where(here, column, 0.0), axis=1, keepdims=True)
