@@ -18,12 +18,9 @@ from memjax_kernels.trellis.segment import Tokens
 from memjax_kernels.trellis.state import Memories
 from memjax_kernels.trellis.tpu_calls import Kernels, may_differ, op_of, run
 from memjax_kernels.trellis.tpu_packed_blocks import Layout
+from memjax_kernels.trellis.tpu_small.blocks import Rows
 from memjax_kernels.trellis.tpu_small.equations import Decays, Part
-from memjax_kernels.trellis.tpu_small.kernels import (
-    Rows,
-    backward_kernel,
-    forward_kernel,
-)
+from memjax_kernels.trellis.tpu_small.kernels import backward_kernel, forward_kernel
 
 F32 = jnp.float32
 # Rows of a register: a pack has the heads whose chunks fill it.
