@@ -32,16 +32,14 @@ def choose(flag, new, old):
 def forward_kernel(
     x, before, empty, after, y, kept, *, layout: Layout, options: Options
 ):
-    """One block; `kept` None does not keep the memories before its chunks."""
-    index, last = pl.program_id(2), pl.num_programs(2) - 1
+    """One chunk; `kept` None does not keep the memories before it."""
 
-    @pl.when(index == 0)
+    @pl.when(pl.program_id(2) == 0)
     def _():
         # Later chunks find what the one before left: all share this output block.
         blocks.store(after, blocks.load(before))
 
     block = blocks.read(x, layout, options)
-
     complete, cleared = blocks.flags(x, layout)
     running = blocks.load(after.running)
     start = blocks.load(after.start) if layout.apart else running
@@ -55,15 +53,7 @@ def forward_kernel(
     new, read = packed.advance(block.tokens, block.ready, *given)
     blocks.store(after.running, new)
     packs.store_rows(y, read)
-
-    # Where the two are equal between chunks, the last chunk's is put right below.
-    blocks.store(after.start, choose(complete, new, start) if layout.apart else start)
-    if not layout.apart:
-
-        @pl.when(index == last)
-        def _():
-            end = choose(complete, blocks.load(after.running), blocks.load(after.start))
-            blocks.store(after.start, end)
+    blocks.store(after.start, choose(complete, new, start))
 
 
 def backward_kernel(
@@ -81,7 +71,7 @@ def backward_kernel(
     layout: Layout,
     options: Options,
 ):
-    """Cotangents of one block, after those of the blocks behind it."""
+    """Cotangents of one chunk, after those of the chunks behind it."""
     step, last = pl.program_id(2), pl.num_programs(2) - 1
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
 
@@ -98,7 +88,6 @@ def backward_kernel(
         )
 
     block = blocks.read(x, layout, options)
-
     complete, cleared = blocks.flags(x, layout)
     start = blocks.load(kept)
     begun = start
