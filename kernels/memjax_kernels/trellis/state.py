@@ -27,6 +27,14 @@ class Memories(NamedTuple):
     running: tuple[Any, Any]
 
 
+def may_differ(memories: Memories) -> bool:
+    """Whether a chunk may find another running memory than the one at its start.
+
+    Not where they are the very same arrays: every batch element starts a chunk.
+    """
+    return any(a is not b for a, b in zip(*memories, strict=True))
+
+
 # Fields are Any: jax also builds these classes around shapes, shardings and axes.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

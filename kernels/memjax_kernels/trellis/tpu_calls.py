@@ -67,11 +67,6 @@ class Static(NamedTuple):
     interpret: Any
 
 
-def may_differ(memories: Memories) -> bool:
-    """Whether a chunk may find another running memory than the one at its start."""
-    return any(a is not b for a, b in zip(*memories, strict=True))
-
-
 def run(
     op: Callable[..., Any],
     layout: Layout,

@@ -17,8 +17,8 @@ from memjax_kernels.common.packs.blocks import (
 )
 from memjax_kernels.trellis import tpu_packed_kernels
 from memjax_kernels.trellis.segment import Tokens
-from memjax_kernels.trellis.state import Memories
-from memjax_kernels.trellis.tpu_calls import Kernels, may_differ, op_of, run
+from memjax_kernels.trellis.state import Memories, may_differ
+from memjax_kernels.trellis.tpu_calls import Kernels, op_of, run
 from memjax_kernels.trellis.tpu_packed_blocks import Layout
 
 # Up to so many tokens of all heads, and bytes, a program takes further batch elements:

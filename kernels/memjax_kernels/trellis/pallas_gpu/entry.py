@@ -38,7 +38,7 @@ from memjax_kernels.trellis.pallas_gpu.inputs import (
     prepare,
 )
 from memjax_kernels.trellis.segment import Tokens
-from memjax_kernels.trellis.state import Memories
+from memjax_kernels.trellis.state import Memories, may_differ
 from memjax_kernels.trellis.xla import trellis_xla
 
 
@@ -56,8 +56,7 @@ def trellis_gpu(
     sizes = Sizes(n, size, tokens.alpha.shape[-1], (key_dim, tokens.v.shape[-1]))
     # Two stages copy the next chunk's tokens during the computation, if they fit.
     stages = 2 if forward_bytes(sizes, 2) <= SHARED_BYTES else 1
-    # The very same arrays: every batch element starts a chunk.
-    aligned = all(a is b for a, b in zip(memories.start, memories.running, strict=True))
+    aligned = not may_differ(memories)
     static = Static(phi, activation, stages, interpret, aligned)
     # Flags are floats, so that everything has a gradient.
     as_floats = lambda flags: jax.tree.map(lambda x: x.astype(jnp.float32), flags)

@@ -15,8 +15,8 @@ from jaxtyping import Array
 
 from memjax_kernels.common.packs.blocks import ROWS, divisor, packings
 from memjax_kernels.trellis.segment import Tokens
-from memjax_kernels.trellis.state import Memories
-from memjax_kernels.trellis.tpu_calls import Kernels, may_differ, op_of, run
+from memjax_kernels.trellis.state import Memories, may_differ
+from memjax_kernels.trellis.tpu_calls import Kernels, op_of, run
 from memjax_kernels.trellis.tpu_packed_blocks import Layout
 from memjax_kernels.trellis.tpu_small.blocks import Rows
 from memjax_kernels.trellis.tpu_small.equations import Decays, Part
