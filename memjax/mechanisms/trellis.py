@@ -178,7 +178,8 @@ def step(
         position = jnp.where(memory.fresh, 0, slots.position)
         none = _nothing_written(config, x.shape[0])
         written = started(LearnedStart(written, memory.fresh), none)
-        written, gamma = _bounded(bounded_step, written, position, k, v, gamma)
+        given = (written, position, k, v, gamma)
+        written, k, v, gamma = _bounded(bounded_step, *given)
     slots, y = step_from_start(
         op_step,
         (q, k, v, target, gamma, g),
@@ -209,7 +210,8 @@ def apply(
     v = l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
     if written is not None:
-        written, gamma = _bounded(bounded_steps, written, position, k, v, gamma)
+        given = (written, position, k, v, gamma)
+        written, k, v, gamma = _bounded(bounded_steps, *given)
     slots, y = trellis_op(
         *(q, k, v, target, gamma, g, before),
         empty=start.slots,
@@ -251,12 +253,12 @@ def _nothing_written(config, batch):
 
 
 def _bounded(bound, written, position, k, v, gamma):
-    """The chunk's keys, and γ of both passes [*B, H, 2] bounded by those before."""
+    """The chunk's keys; k and v; γ [*B, H, 2] of both passes, bounded by what came."""
     shared = gamma.ndim == k.ndim - 1
     of_each = (gamma, gamma) if shared else (gamma[..., 0], gamma[..., 1])
-    keys, of_keys = bound(written[0], position, k, of_each[0])
-    values, of_values = bound(written[1], position, v, of_each[1])
-    return (keys, values), jnp.stack([of_keys, of_values], axis=-1)
+    keys, k, of_keys = bound(written[0], position, k, of_each[0])
+    values, v, of_values = bound(written[1], position, v, of_each[1])
+    return (keys, values), k, v, jnp.stack([of_keys, of_values], axis=-1)
 
 
 def _target_and_gates(config, params, x):
@@ -270,5 +272,5 @@ def _target_and_gates(config, params, x):
     # In the dtype of the tokens, as the product is.
     target = gates.linear_logits(x, params.target).astype(x.dtype)
     if config.normalize_target:
-        target = l2_normalize(target) * config.slots**0.5
+        target = l2_normalize(target, norm=config.slots**0.5)
     return target, gamma * (config.step_size or 1.0), g

@@ -18,8 +18,6 @@ Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
 # Floats of a device: 128 MiB of float32.
 LOGITS_AT_A_TIME = 2**25
 
-_losses = optax.softmax_cross_entropy_with_integer_labels
-
 
 def token_losses(
     logits: Head,
@@ -124,6 +122,29 @@ def _scaled_gradients(head, chunk, gradients, cotangent):
 
 
 _sum_of_chunks.defvjp(_sum_and_gradients, _scaled_gradients, symbolic_zeros=True)
+
+
+def _losses(
+    logits: Float[Array, "B C V"], targets: Int[Array, "B C"]
+) -> Float[Array, "B C"]:
+    """Negative log-likelihoods; NaN for a target that is not below V."""
+    gathered = optax.softmax_cross_entropy_with_integer_labels
+    return jax.lax.platform_dependent(
+        logits, targets, tpu=_compared_losses, default=gathered
+    )
+
+
+def _compared_losses(logits, targets):
+    """Reads the targets' logits by comparing all tokens with them.
+
+    The gradient of the comparison is one too, which XLA fuses into the products that
+    take the logits' gradient. A gather's is a scatter: on a TPU that needs an array of
+    all logits of its own where the batch is one sequence. On a CPU it is faster.
+    """
+    tokens = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+    chosen = jnp.where(tokens == targets[..., None], logits, 0).sum(axis=-1)
+    known = (targets >= 0) & (targets < logits.shape[-1])
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.where(known, chosen, jnp.nan)
 
 
 def _chunk_size(targets: Int[Array, "B T"], vocab_size: int) -> int:

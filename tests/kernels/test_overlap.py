@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.overlap import overlap, pallas_tpu
+from memjax_kernels.overlap import overlap, overlap_with_keys, pallas_tpu
 from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
@@ -33,8 +33,13 @@ def draw(seed, time, heads, width, dtype=jnp.float32):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def with_gradients(form, chunk_size, k, gamma):
-    weight = np.random.default_rng(9).standard_normal(gamma.shape)
-    loss = lambda k, gamma: (form(k, gamma, chunk_size=chunk_size) * weight).sum()
+    """What the form gives, and gradients through the keys that it gives, too."""
+    weights = [np.random.default_rng(9).standard_normal(x.shape) for x in (k, gamma)]
+
+    def loss(k, gamma):
+        found = form(k, gamma, chunk_size=chunk_size)
+        return sum((x * weight).sum() for x, weight in zip(found, weights, strict=True))
+
     return form(k, gamma, chunk_size=chunk_size), jax.grad(loss, (0, 1))(k, gamma)
 
 
@@ -60,14 +65,14 @@ def test_kernels_compute_what_xla_does(time, heads, chunk_size):
     tokens = draw(time, time, *heads)
     assert pallas_tpu.unsupported(tokens[0], chunk_size) == ""
     run = lambda form: with_gradients(form, chunk_size, *tokens)
-    close(run(KERNEL), run(overlap), 1e-4)
+    close(run(KERNEL), run(overlap_with_keys), 1e-4)
 
 
 @pytest.mark.slow
 def test_bfloat16_keys_have_float32_products():
     tokens = draw(1, 64, 2, 64, jnp.bfloat16)
     run = lambda form: with_gradients(form, 16, *tokens)
-    (found, gradients), (expected, others) = run(KERNEL), run(overlap)
+    (found, gradients), (expected, others) = run(KERNEL), run(overlap_with_keys)
     close(found, expected, 1e-5)
     close(gradients, others, 1e-2)
 
@@ -76,10 +81,10 @@ def test_a_gradient_of_the_gradient_is_that_of_xla():
     k, gamma = draw(2, 64, 2, 64)
 
     def twice(form):
-        once = jax.grad(lambda k: (form(k, gamma, chunk_size=16) ** 2).sum())
+        once = jax.grad(lambda k: (form(k, gamma, chunk_size=16)[1] ** 2).sum())
         return jax.jit(jax.grad(lambda k: (once(k) ** 2).sum()))(k)
 
-    close(twice(KERNEL), twice(overlap), 1e-4)
+    close(twice(KERNEL), twice(overlap_with_keys), 1e-4)
 
 
 @pytest.mark.slow  # Fast tests are also run with all annotations checked.

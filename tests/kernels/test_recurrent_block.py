@@ -123,7 +123,15 @@ def test_kernels_compute_what_xla_does(blocks, heads, packed):
     norm = functools.partial(NORM, epsilon=1e-5)
     run = lambda form, *x: with_gradients(form, weight, *x)
     close(run(norm, *inputs), run(NORM_XLA, *inputs), NEAR)
-    close(run(UNIT, y), run(l2_normalize, y), NEAR)
+    for norm in (1.0, 3.0):
+        form = lambda form, norm=norm: functools.partial(form, norm=norm)
+        close(run(form(UNIT), y), run(form(l2_normalize), y), NEAR)
+
+
+def test_heads_have_the_norm_that_is_asked_for():
+    (y,) = tokens(3, (2, 5, 3, 7), dtype=jnp.float32)
+    norms = jnp.linalg.norm(l2_normalize(y, norm=3.0), axis=-1)
+    np.testing.assert_allclose(norms, 3.0, rtol=1e-5)
 
 
 @pytest.mark.slow

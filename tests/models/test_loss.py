@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
@@ -39,6 +40,19 @@ def test_chunks_give_each_targets_negative_log_likelihood(
     ).squeeze(-1)
     np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
     assert set(shapes) == {(B, chunk, D)}
+
+
+def test_losses_by_comparison_are_those_by_gathering():
+    """The form of TPUs; a target that is no token has no loss."""
+    logits, targets = jnp.asarray(FEATURES @ HEAD), jnp.asarray(TARGETS)
+    of = lambda form: jax.value_and_grad(lambda x: (form(x, targets) ** 2).sum())
+    gathered = optax.softmax_cross_entropy_with_integer_labels
+    found, expected = of(loss._compared_losses)(logits), of(gathered)(logits)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    for unknown in (-1, V):
+        losses = loss._compared_losses(logits, targets.at[1, 2].set(unknown))
+        assert np.isnan(losses[1, 2]) and np.isfinite(losses).sum() == B * T - 1
 
 
 @pytest.mark.slow

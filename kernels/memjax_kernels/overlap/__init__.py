@@ -40,6 +40,24 @@ def overlap(
         ValueError: on shapes that do not fit, known rates out of range, or an
             implementation that is unknown or cannot run here.
     """
+    return overlap_with_keys(
+        k, gamma, chunk_size=chunk_size, implementation=implementation
+    )[1]
+
+
+def overlap_with_keys(
+    k: Float[Array, "B T H K"],
+    gamma: Float[Array, "B T H"],
+    *,
+    chunk_size: int,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T H K"], Float32[Array, "B T H"]]:
+    """The keys as they are, and their `overlap`.
+
+    For keys that are used again: the backward kernel adds both gradients, where XLA
+    would read and write all of them once more to do so. Arguments and errors are those
+    of `overlap`.
+    """
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     arguments.check_shapes(k=(k, "B T H K"), gamma=(gamma, "B T H"))
@@ -60,4 +78,4 @@ def overlap(
 
 def _xla(k, gamma, *, chunk_size):
     split = lambda x: chunks.split(x, chunk_size, None)
-    return chunks.join(in_chunks(split(k), split(gamma)), k.shape[1], None)
+    return k, chunks.join(in_chunks(split(k), split(gamma)), k.shape[1], None)

@@ -89,12 +89,13 @@ def overlap_tpu(
     *,
     chunk_size: int,
     interpret: Any = False,
-) -> Float[Array, "B T H"]:
-    """`overlap` in kernels."""
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """`overlap_with_keys` in kernels."""
     split = lambda x: chunks.split(x, _block(chunk_size), None)
     form = functools.partial(_on_device, chunk_size=chunk_size, interpret=interpret)
-    _, left = partition.chunkwise(form)(Tokens(split(k), split(gamma)))
-    return chunks.join(left, k.shape[1], None)
+    _, found = partition.chunkwise(form)(Tokens(split(k), split(gamma)))
+    keys, left = (chunks.join(x, k.shape[1], None) for x in found)
+    return keys, left
 
 
 def _block(chunk_size):
@@ -118,11 +119,11 @@ def _on_device(tokens, *, chunk_size, interpret):
     heads = _heads(tokens.k, size)
     if not heads:
         # A device of a mesh may hold heads that fill no lanes.
-        return _in_xla(Static(chunk_size, 0, 0, None), tokens)
+        return (), _in_xla(Static(chunk_size, 0, 0, None), tokens)
     packs_of_all = tokens.k.shape[3] // heads
     group = group_size(packs_of_all, heads * _bytes(tokens.k, size))
     static = Static(chunk_size, group, heads, interpret)
-    return _blocks(static, varying.vary_alike(tokens))
+    return (), _blocks(static, varying.vary_alike(tokens))
 
 
 def _arrange(static, x):
@@ -137,17 +138,18 @@ def _forward(static: Static, x: Tokens, *, keep: bool):
     rows = varying.like(x.k, (b, n, number // heads, 1, heads * size), F32)
     left = _call(static, _forward_kernel, "overlap_forward", x, (), rows)
     by_token = left.reshape(b, n, number, size).swapaxes(2, 3)
-    return ((), by_token), None
+    return (x.k, by_token), None
 
 
 def _backward(static: Static, primals, kept, cotangents):
     del kept
-    (x,), (_, d_left) = primals, cotangents
+    (x,), (d_k, d_left) = primals, cotangents
     (b, n, size, number), heads = x.gamma.shape, static.heads
     d_left = d_left.swapaxes(2, 3).reshape(b, n, number // heads, 1, heads * size)
     shaped = lambda y: varying.like(x.k, y.shape, y.dtype)
     outputs = jax.tree.map(shaped, _arrange(static, x))
-    d = _call(static, _backward_kernel, "overlap_backward", x, (d_left,), outputs)
+    given = (x, (d_k.reshape(*d_k.shape[:3], -1), d_left))
+    d = _call(static, _backward_kernel, "overlap_backward", *given, outputs)
     d_gamma = gates_of_columns(d.gamma, static.group, heads)
     return (Tokens(d.k.reshape(x.k.shape), d_gamma),)
 
@@ -156,7 +158,7 @@ def _in_xla(static: Static, x: Tokens):
     """The function of the forward kernel."""
     cut = lambda y: y.reshape(y.shape[0], -1, static.chunk_size, *y.shape[3:])
     left = in_chunks(cut(x.k), cut(x.gamma))
-    return (), left.reshape(x.gamma.shape)
+    return x.k, left.reshape(x.gamma.shape)
 
 
 _blocks = gradients.of_kernels("overlap", _forward, _backward, _in_xla)
@@ -167,11 +169,13 @@ def _call(static: Static, kernel, name, x: Tokens, more, outputs):
     of = Specs(None, static.group, groups, lambda i: i)
     both = lambda t: Tokens(of.tokens(t.k), of.gates(t.gamma))
     spec = both if isinstance(outputs, Tokens) else of.kept
+    # Cotangents: of the keys, which lie as tokens do, and of what is left.
+    specs = (of.tokens, of.kept)[: len(more)]
     blocks = _arrange(static, x)
     (result,) = pl.pallas_call(
         functools.partial(kernel, static=static),
         grid=(x.k.shape[0], groups, x.k.shape[1]),
-        in_specs=(both(blocks), *map(of.kept, more)),
+        in_specs=(both(blocks), *(at(y) for at, y in zip(specs, more, strict=True))),
         out_specs=(spec(outputs),),
         out_shape=(outputs,),
         compiler_params=PARAMS,
@@ -206,7 +210,7 @@ def _forward_kernel(x, left, *, static: Static):
     left[...] = _product(pairs)
 
 
-def _backward_kernel(x, d_left, d_x, *, static: Static):
+def _backward_kernel(x, d_keys, d_left, d_x, *, static: Static):
     k, heads = packs.load(x.k, static.group), static.heads
     dot = functools.partial(multiply, dtype=operand_dtype(k))
     pairs = _pairs(k, x.gamma[...], static)
@@ -217,4 +221,4 @@ def _backward_kernel(x, d_left, d_x, *, static: Static):
     d_x.gamma[...] = d_gamma[0]
     d_alike = 2 * pairs.gamma * d_pair
     d_k = dot(d_alike, diagonal(k, heads), "nn") + own(dot(d_alike, k, "tn"), heads)
-    packs.store(d_x.k, d_k)
+    packs.store(d_x.k, packs.load(d_keys, static.group) + d_k)

@@ -1,7 +1,7 @@
 """What stands around a recurrent memory: the short convolution and the gated norm.
 
     short_convolution(x) = l2_normalize(silu(conv(x)))      queries and keys
-    l2_normalize(v) = v / |v|                               values, where they are keys
+    l2_normalize(v) = n v / |v|                             values, where they are keys
     gated_norm(y, u) = RMSNorm(y) ∘ GeLU(u)                 reads
 
 Each head is divided by a norm of its own. The convolution is causal and depthwise:
@@ -73,14 +73,18 @@ def short_convolution(
 
 
 def l2_normalize(
-    x: Float[Array, "*B H K"], *, implementation: Implementation | None = None
+    x: Float[Array, "*B H K"],
+    *,
+    norm: float = 1.0,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "*B H K"]:
-    """Each head divided by its norm, in float32 inside; zeros stay zeros.
+    """Each head scaled to a norm, in float32 inside; zeros stay zeros.
 
-    Norms have 1e-6 added under the root.
+    Norms of x have 1e-6 added under the root.
 
     Args:
         x: heads; [B, T, H, K] for a kernel.
+        norm: n, of every head of the result.
         implementation: which code runs; None is the fastest that can.
 
     Raises:
@@ -96,7 +100,7 @@ def l2_normalize(
     form = implementations.choose(
         "l2_normalize", implementation, forms, {"pallas_tpu": unsupported}
     )
-    return form(x)
+    return form(x, norm=norm)
 
 
 def gated_norm(

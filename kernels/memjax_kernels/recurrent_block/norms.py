@@ -16,10 +16,13 @@ from memjax_kernels.common.cpu import exact_product, scale_channels
 LEAST_SQUARES = 1e-6
 
 
-def l2_normalize(x: Float[Array, "*B H K"]) -> Float[Array, "*B H K"]:
-    """Each head divided by its norm, in float32 inside; zeros stay zeros."""
+def l2_normalize(
+    x: Float[Array, "*B H K"], norm: float = 1.0
+) -> Float[Array, "*B H K"]:
+    """Each head scaled to a norm, in float32 inside; zeros stay zeros."""
     high = x.astype(jnp.float32)
-    return _divide_by_root(high, _head_squares(high) + LEAST_SQUARES).astype(x.dtype)
+    squares = _head_squares(high) + LEAST_SQUARES
+    return _divide_by_root(high, squares, norm).astype(x.dtype)
 
 
 def rms_norm_heads(
@@ -37,9 +40,9 @@ def _head_squares(x):
     return exact_product(_flat(x) ** 2, _of_head(x))
 
 
-def _divide_by_root(x, squares):
-    """x [*B, H, K] over the roots of `squares` [*B, H]."""
-    factors = exact_product(jax.lax.rsqrt(squares), _of_head(x).T)
+def _divide_by_root(x, squares, norm=1.0):
+    """x [*B, H, K] times `norm` over the roots of `squares` [*B, H]."""
+    factors = exact_product(norm * jax.lax.rsqrt(squares), _of_head(x).T)
     return (_flat(x) * factors).reshape(x.shape)
 
 

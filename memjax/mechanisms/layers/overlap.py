@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from memjax_kernels.common import chunks
-from memjax_kernels.overlap import overlap
+from memjax_kernels.overlap import overlap_with_keys
 
 
 class Written(NamedTuple):
@@ -37,8 +37,8 @@ def bounded_step(
     position: Int[Array, " B"],
     k: Float[Array, "B H K"],
     gamma: Float[Array, "B H"],
-) -> tuple[Written, Float[Array, "B H"]]:
-    """γ' of one token, and the open chunk with it.
+) -> tuple[Written, Float[Array, "B H K"], Float[Array, "B H"]]:
+    """The open chunk with one token, its k as it is, and γ' of it.
 
     Args:
         written: the open chunk.
@@ -46,16 +46,16 @@ def bounded_step(
         k: a key of unit norm, or zeros.
         gamma: in [0, 1].
     """
-    k = k.astype(jnp.float32)
-    alike = jnp.einsum("bhk,bchk->bch", k, written.keys) ** 2
+    key = k.astype(jnp.float32)
+    alike = jnp.einsum("bhk,bchk->bch", key, written.keys) ** 2
     bounded = gamma * jnp.prod(1 - written.steps * alike, axis=1)
     size = written.steps.shape[1]
     here = (jnp.arange(size)[None] == position[:, None])[..., None]
     # After the last token of a chunk comes the start of the next.
     kept = ((position + 1) % size != 0)[:, None, None]
     steps = jnp.where(here, gamma[:, None], written.steps) * kept
-    keys = jnp.where(here[..., None], k[:, None], written.keys) * kept[..., None]
-    return Written(keys, steps), bounded
+    keys = jnp.where(here[..., None], key[:, None], written.keys) * kept[..., None]
+    return Written(keys, steps), k, bounded
 
 
 def bounded_steps(
@@ -63,10 +63,11 @@ def bounded_steps(
     position: Int[Array, " B"] | None,
     k: Float[Array, "B T H K"],
     gamma: Float[Array, "B T H"],
-) -> tuple[Written, Float[Array, "B T H"]]:
-    """What `bounded_step` gives for T tokens, a chunk at a time.
+) -> tuple[Written, Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """What `bounded_step` gives for T tokens, a chunk at a time, and k as it is.
 
-    `position` None is 0 for all, known before the program runs.
+    `position` None is 0 for all, known before the program runs. Use the k that is
+    returned: see `overlap_with_keys`.
     """
     time, size = gamma.shape[1], written.steps.shape[1]
     keys = chunks.split(k, size, position)
@@ -76,10 +77,13 @@ def bounded_steps(
         keys = keys.at[:, 0].add(written.keys.astype(k.dtype))
         steps = steps.at[:, 0].add(written.steps)
     flat = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
-    left = overlap(flat(keys), flat(steps), chunk_size=size).reshape(steps.shape)
+    found = overlap_with_keys(flat(keys), flat(steps), chunk_size=size)
+    of_chunks, left = found[0].reshape(keys.shape), found[1].reshape(steps.shape)
     end = jnp.full(k.shape[0], time) if position is None else position + time
     written = _open_chunk(keys.astype(jnp.float32), steps, end)
-    return written, chunks.join(steps * left, time, position)
+    # To shift tokens back costs more than to add gradients.
+    k = chunks.join(of_chunks, time, None) if position is None else k
+    return written, k, chunks.join(steps * left, time, position)
 
 
 def _open_chunk(keys, steps, end):

@@ -23,7 +23,7 @@ def draw():
 
 def test_steps_of_a_chunk_are_the_formula():
     k, gamma = draw()
-    _, found = bounded_steps(EMPTY, jnp.zeros(B, jnp.int32), k, gamma)
+    _, _, found = bounded_steps(EMPTY, jnp.zeros(B, jnp.int32), k, gamma)
     expected = np.asarray(gamma).copy()
     for t in range(T):
         for s in range(t - t % C, t):
@@ -35,11 +35,11 @@ def test_steps_of_a_chunk_are_the_formula():
 def test_a_key_that_repeats_is_corrected_once_and_an_orthogonal_one_wholly():
     gamma = draw()[1][:, :C]
     same = jnp.ones((B, C, H, K)) / K**0.5
-    _, found = bounded_steps(EMPTY, jnp.zeros(B, jnp.int32), same, gamma)
+    _, _, found = bounded_steps(EMPTY, jnp.zeros(B, jnp.int32), same, gamma)
     whole = 1 - jnp.prod(1 - gamma, axis=1)
     np.testing.assert_allclose(found.sum(axis=1), whole, rtol=1e-5)
     apart = jnp.broadcast_to(jnp.eye(K)[None, :, None], (B, K, H, K))
-    _, found = bounded_steps(EMPTY, jnp.zeros(B, jnp.int32), apart, gamma[:, :K])
+    _, _, found = bounded_steps(EMPTY, jnp.zeros(B, jnp.int32), apart, gamma[:, :K])
     np.testing.assert_allclose(found, gamma[:, :K], rtol=1e-6)
 
 
@@ -50,7 +50,7 @@ def test_segments_continue_a_chunk_at_each_elements_place():
     for t in range(T):
         before, position = states[-1]
         going = t >= jnp.array([0, 2])
-        moved, step = bounded_step(before, position, k[:, t], gamma[:, t])
+        moved, _, step = bounded_step(before, position, k[:, t], gamma[:, t])
         after = Written(
             jnp.where(going[:, None, None, None], moved.keys, before.keys),
             jnp.where(going[:, None, None], moved.steps, before.steps),
@@ -58,7 +58,7 @@ def test_segments_continue_a_chunk_at_each_elements_place():
         states.append((after, (position + going) % C))
         steps.append(step)
     for split in (2, 5, T - 1):
-        after, found = bounded_steps(*states[split], k[:, split:], gamma[:, split:])
+        after, _, found = bounded_steps(*states[split], k[:, split:], gamma[:, split:])
         np.testing.assert_allclose(found, jnp.stack(steps[split:], axis=1), rtol=1e-5)
         np.testing.assert_allclose(after.keys, states[-1][0].keys, atol=1e-6)
         np.testing.assert_allclose(after.steps, states[-1][0].steps, atol=1e-6)
