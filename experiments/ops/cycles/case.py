@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from memjax.aot.chips import CHIPS, Chip
@@ -50,6 +51,11 @@ class Case(NamedTuple):
     def peaks(self) -> Chip:
         """What the chip can do."""
         return CHIPS[self.chip]
+
+
+def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
+    """What an array looks like; it stands for one where nothing is computed."""
+    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def least_bytes(program: Program) -> float:

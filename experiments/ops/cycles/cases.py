@@ -3,12 +3,13 @@
 from experiments.ops.cycles import (
     cases_attention,
     cases_heads,
+    cases_memories,
     cases_models,
     cases_ops,
 )
 from experiments.ops.cycles.case import Case
 
-MODULES = (cases_ops, cases_heads, cases_attention, cases_models)
+MODULES = (cases_ops, cases_heads, cases_attention, cases_memories, cases_models)
 CASES: dict[str, Case] = {
     name: case for module in MODULES for name, case in module.table().items()
 }

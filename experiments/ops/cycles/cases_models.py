@@ -1,10 +1,9 @@
-"""Cases of layers, of single tokens in decoding, of M+'s search, of training steps."""
+"""Cases of layers, of single tokens in decoding, of training steps."""
 
 import dataclasses
 import functools
 import itertools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from experiments.ops import cases
-from experiments.ops.cycles.case import Case, Program, size_of
+from experiments.ops.cycles.case import Case, Program, shape, size_of
 from memjax.aot.cycles.attention import shares
 from memjax.data.batches.batch import Batch
 from memjax.mechanisms import (
@@ -23,17 +22,13 @@ from memjax.mechanisms import (
 )
 from memjax.models import LanguageModel, preset
 from memjax.models.language_model.presets import ATTENTION, RECURRENT, SIZES
-from memjax.models.mplus.config import MPlusConfig
 from memjax.training.optimizer import OptimizerConfig, optimizer
 from memjax.training.step import StepConfig, init_train_state, make_train_step
-from memjax_kernels.sigmoid_scores import sigmoid_scores
 
 #: Batch elements and steps of decoding, and slots of attention's cache.
 DECODED, STEPS, CAPACITY = 64, 32, 2048
 #: Tokens of Elastic Memory's layer: two blocks in each batch element.
 ELASTIC_BATCH, ELASTIC_TIME = 4, 4096
-#: Rows of M+'s store, and tokens that search it.
-ROWS, QUERIES = 150_000, 2048
 #: A training step: tokens of it, of a microbatch at least, and of a row.
 TOKENS, MICROBATCH, TIMES = 32_768, 8192, (2048, 8192, 32_768)
 TRAINED = (
@@ -46,11 +41,6 @@ TRAINED = (
 #: Those whose step is also counted with every layer written out and its activations
 #: kept, which fits in the chip's memory at this length of rows.
 UNROLLED, SHORTEST = TRAINED[:4], TIMES[0]
-
-
-def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
-    """What an array looks like; it stands for one where nothing is computed."""
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def weights(memory: Mechanism) -> PyTree:
@@ -98,15 +88,6 @@ def elastic_layer(backward: bool) -> Program:
     if backward:
         return Program(cases.both(forward), (x, weights(memory), x))
     return Program(forward, (weights(memory), x))
-
-
-def mplus_search() -> Program:
-    """The scores of all rows of one layer's store."""
-    width = MPlusConfig().key_dim
-    queries = shape(1, QUERIES, width, dtype=jnp.float32)
-    mask = shape(1, QUERIES, dtype=jnp.bool_)
-    given = (queries, mask, shape(1, ROWS, width, dtype=jnp.float32))
-    return Program(sigmoid_scores, given, flops=2.0 * ROWS * QUERIES * width)
 
 
 def training_step(name: str, time: int, unrolled: bool = False) -> Program:
@@ -165,7 +146,6 @@ def table() -> dict[str, Case]:
     for direction, backward in (("forward", False), ("both", True)):
         build = functools.partial(elastic_layer, backward)
         found[f"elastic-layer/{direction}"] = Case(build, tokens, "token")
-    found["mplus-search"] = Case(mplus_search, ROWS, "row")
     for name, time in itertools.product(TRAINED, TIMES):
         build = functools.partial(training_step, name, time)
         found[f"train/{name}/t{time}"] = Case(build, TOKENS, "token")
