@@ -23,6 +23,7 @@ from memjax.mechanisms.base import Cache, Mechanism, Packed, check_input
 from memjax.mechanisms.layers import documents, projections
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers.softmax import cached
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 
 
@@ -152,7 +153,7 @@ def apply(
     )
     # The cache has a dtype of its own; products run in that of the activations.
     cache = (state.keys.astype(x.dtype), state.values.astype(x.dtype))
-    from_cache = lambda: attend.from_rows(q, *cache, positions[:, 0], state.visible)
+    from_cache = lambda: cached.from_rows(q, *cache, positions[:, 0], state.visible)
     if t == room and mask is None:
         # An empty cache has no past to read; on another, some tokens still fit.
         empty = jnp.all(positions[:, 0] == 0)

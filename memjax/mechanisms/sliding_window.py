@@ -34,8 +34,8 @@ from memjax.mechanisms.base import Cache, Mechanism, Packed, check_input
 from memjax.mechanisms.layers import documents, projections
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers.softmax import cached, on_tpu, window_blocks
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
-from memjax.mechanisms.layers.softmax import on_tpu, window_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _to_ring(config, state, q):
     queries = projections.apply_rope(config, jnp.repeat(q, 2, axis=1), turns)
     before = jnp.arange(window, dtype=jnp.int32)[None] > own
     seen = state.visible[:, None] & jnp.stack([~before, before], axis=1)
-    y, mass = attend.rows_with_mass(queries, state.keys, state.values, seen)
+    y, mass = cached.rows_with_mass(queries, state.keys, state.values, seen)
     first, second = ((y[:, i : i + 1], mass[:, i : i + 1]) for i in range(2))
     return attend.join(first, second), jnp.logaddexp(first[1], second[1])
 

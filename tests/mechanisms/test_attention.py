@@ -13,6 +13,7 @@ from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.layers import rope
 from memjax.mechanisms.layers.rope import RopeScaling
+from memjax.mechanisms.layers.softmax import cached
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 from memjax.mechanisms.sliding_window import SlidingWindowConfig
 
@@ -269,7 +270,7 @@ def test_keys_in_parts_are_one_softmax(monkeypatch, at_once):
     visible[0, :6] = False
 
     def run(q, k, v):
-        return attend.from_cache(q, k, v, before, jnp.asarray(visible))
+        return cached.from_cache(q, k, v, before, jnp.asarray(visible))
 
     def pulled():
         """Values and gradients; the bounds are read when this is traced."""
@@ -298,7 +299,7 @@ def test_keys_in_parts_are_one_softmax(monkeypatch, at_once):
 def test_slots_far_behind_the_filled_ones_are_not_read(monkeypatch, backend):
     """They hold NaN; values and gradients are those of a cache without them."""
     monkeypatch.setattr(attend, "LEAST_BLOCK", 4)
-    monkeypatch.setattr(attend, "LEAST_PREFIX", 4)
+    monkeypatch.setattr(cached, "LEAST_PREFIX", 4)
     random = np.random.default_rng(1)
     q, k, v = (
         jnp.asarray(random.standard_normal((B, t, heads, K)), jnp.float32)
@@ -310,7 +311,7 @@ def test_slots_far_behind_the_filled_ones_are_not_read(monkeypatch, backend):
 
     @jax.jit
     def run(q, k, v, visible):
-        read = lambda q, k, v: attend.from_cache(q, k, v, before, visible)
+        read = lambda q, k, v: cached.from_cache(q, k, v, before, visible)
         y, pull = jax.vjp(read, q, k, v)
         return y, pull(q)
 

@@ -82,7 +82,7 @@ class AttentionRetriever:
         before: Int[Array, " B"],
         visible: Bool[Array, "B S"],
     ) -> Float[Array, "B T h H"]:
-        """`attend.from_cache`, whose queries attend to the rows they retrieve as well.
+        """`cached.from_cache`, whose queries attend to the rows they retrieve as well.
 
         Args:
             layer: whose rows are searched.

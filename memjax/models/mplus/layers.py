@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax.mechanisms.layers import projections
+from memjax.mechanisms.layers.softmax import cached
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 from memjax.models import ragged
 from memjax.models.language_model.config import ModelConfig
@@ -36,7 +37,7 @@ class Slots(NamedTuple):
     values: Float[Array, "B S G H"] | Float[Array, "B S J"]
 
 
-#: Like `attend.from_cache`, behind a first argument: the queries without RoPE.
+#: Like `cached.from_cache`, behind a first argument: the queries without RoPE.
 Attention = Callable[[Array, Array, Array, Array, Array, Array], Array]
 
 
@@ -132,7 +133,7 @@ def read_layer(
         # Without a copy where the cache has the format of the activations.
         keys, values = slots.keys.astype(q.dtype), slots.values.astype(q.dtype)
         if attention is None:
-            y = attend.from_rows(q, keys, values, start, visible)
+            y = cached.from_rows(q, keys, values, start, visible)
         else:
             split = lambda x: x.reshape(*x.shape[:2], *k.shape[2:])
             y = attention(plain, q, split(keys), split(values), start, visible)

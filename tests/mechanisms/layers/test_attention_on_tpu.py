@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
+from memjax.mechanisms.layers.softmax import cached, on_tpu
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
-from memjax.mechanisms.layers.softmax import on_tpu
 from tests.kernels.on_tpu import interpret_attention, needs_libtpu
 
 B, T, H, G, K = 2, 256, 2, 1, 64
@@ -89,6 +92,36 @@ def test_blocks_with_a_memory_are_softmax_attention_to_both(monkeypatch, samples
     assert not np.asarray(found[1][3][0, 0], np.float32).any()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [384, 300])
+def test_queries_behind_a_cache_see_its_slots_and_each_other(monkeypatch, slots):
+    """In the order of their places, but for what is hidden, or did not fit."""
+    query = draw(0, B, 128, H, K)
+    keys, values = (draw(seed, B, slots, G * K) for seed in (1, 2))
+    # The first element's tokens reach beyond 300 slots.
+    before = jnp.asarray([200, 37])
+    visible = jnp.asarray(np.random.default_rng(3).random((B, slots)) < 0.9)
+    visible = visible.at[1, 100].set(False)
+    fits = (before[:, None] + jnp.arange(128)[None] < slots)[..., None, None]
+    weight = jnp.where(fits, draw(4, B, 128, H, K), 0)
+
+    def attention(query, keys, values):
+        y = cached.from_rows(query, keys, values, before, visible)
+        return jnp.where(fits, y, 0)
+
+    expected = with_gradients(attention, weight, query, keys, values)
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_a_tpu)
+    # One cache is read whole, and another without the slots behind the tokens.
+    monkeypatch.setattr(cached, "LEAST_PREFIX", slots // 4)
+    interpret_attention(monkeypatch)
+    kernels = lambda *given: attention(*given)
+    close(expected, with_gradients(kernels, weight, query, keys, values))
+
+
+def as_on_a_tpu(*given, tpu, default):
+    return tpu(*given)
+
+
 def close(expected, found):
     """To two hundredths of the largest, of bfloat16's products."""
     for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
@@ -159,19 +192,37 @@ def test_a_whole_sequence_is_one_kernel_on_a_tpu(config):
     assert "tpu_custom_call" not in text("cpu")
 
 
+def four(config):
+    """A mesh of two by two chips."""
+    devices = topologies.get_topology_desc(config, "tpu").devices[:4]
+    return jax.sharding.Mesh(
+        np.array(devices).reshape(2, 2), ("data", "tensor"), (AxisType.Auto,) * 2
+    )
+
+
+@needs_libtpu
+def test_behind_a_cache_it_compiles_on_a_mesh():
+    mesh = four("v5e:2x2")
+    of = lambda dtype, spec, *sizes: jax.ShapeDtypeStruct(
+        sizes, dtype, sharding=NamedSharding(mesh, spec)
+    )
+    by_heads, rows = P("data", None, "tensor"), P("data")
+    query = of(jnp.bfloat16, by_heads, B, T, 2 * H, K)
+    slots = of(jnp.bfloat16, by_heads, B, 1024, H * K)
+    given = (query, slots, slots, of(jnp.int32, rows, B), of(jnp.bool_, rows, B, 1024))
+    loss = lambda *given: cached.from_rows(*given).astype(jnp.float32).sum()
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).compile()
+    text = compiled.as_text() or ""
+    assert "splash" in text and "all-gather" not in text
+
+
 @needs_libtpu
 @pytest.mark.parametrize("config", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 @pytest.mark.parametrize("heads", [H, 2 * H])
 def test_it_compiles_on_a_mesh(config, heads):
     # A device has one head of 64, which takes splash, or two, which take our kernel.
-    from jax.experimental import topologies
-    from jax.sharding import AxisType, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    devices = topologies.get_topology_desc(config, "tpu").devices[:4]
-    mesh = jax.sharding.Mesh(
-        np.array(devices).reshape(2, 2), ("data", "tensor"), (AxisType.Auto,) * 2
-    )
+    mesh = four(config)
     place = NamedSharding(mesh, P("data", None, "tensor"))
     x = jax.ShapeDtypeStruct((B, T, heads, K), jnp.bfloat16, sharding=place)
     loss = lambda *tokens: attend.causal(*tokens).astype(jnp.float32).sum()

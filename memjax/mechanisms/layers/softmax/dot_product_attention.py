@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax.mechanisms.layers.softmax import on_tpu
-from memjax_kernels.cached_attention import cached_attention, pallas_tpu
 from memjax_kernels.common.cpu import by_platform, scale_rows
 
 # Scores of one attention call, in elements: 2**26 float32 are 256 MiB.
@@ -20,9 +19,8 @@ MAX_SCORES = 2**26
 # Scores that stay in a CPU's cache, in elements, and the fewest keys at a time: more
 # go to memory and back between every two steps of the softmax.
 CACHED_SCORES, LEAST_KEYS = 2**21, 256
-# Slots of a cache that are read or left out together, at least: on a CPU, and
-# elsewhere, where a branch takes about as long as reading thousands of them.
-LEAST_BLOCK, LEAST_PREFIX = 1024, 2048
+# Slots of a cache that are read or left out together on a CPU, at least.
+LEAST_BLOCK = 1024
 # A causal sequence of at least so many tokens is read in parts, each with what is
 # before it: 3 parts have two thirds of the scores. More gain little and take time to
 # compile.
@@ -80,89 +78,11 @@ def _causal_in_parts(query, key, value, visible, first):
         text = (query[:, begin:end], *slots)
         since = None if first is None else first[:, begin:end]
         # Every key is seen by some query.
-        parts.append(_in_pieces(*text, before, seen, first=since))
+        parts.append(in_pieces(*text, before, seen, first=since))
     return jnp.concatenate(parts, axis=1)
 
 
-def from_cache(
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B S G K"],
-    value: Float[Array, "B S G K"],
-    before: Int[Array, " B"],
-    visible: Bool[Array, "B S"] | None = None,
-) -> Float[Array, "B T H K"]:
-    """Query t sees the visible ones of the keys 0 to before + t.
-
-    Keys behind those that the batch sees take little time, however many there are.
-    """
-    filled = before.max() + query.shape[1]
-    # What it has beside its arguments stays outside of the branches.
-    given = (before, visible, filled)
-    return by_platform(
-        lambda q, k, v: _in_pieces(q, k, v, *given),
-        lambda q, k, v: _prefix(q, k, v, *given),
-    )(query, key, value)
-
-
-def from_rows(
-    query: Float[Array, "B T H K"],
-    keys: Float[Array, "B S J"],
-    values: Float[Array, "B S J"],
-    before: Int[Array, " B"],
-    visible: Bool[Array, "B S"],
-) -> Float[Array, "B T H K"]:
-    """`from_cache` of a cache whose slots are rows of J = G K channels.
-
-    A single query takes one kernel on a TPU.
-    """
-
-    def apart(query, keys, values, *given):
-        split = lambda x: x.reshape(*x.shape[:2], -1, query.shape[-1])
-        return from_cache(query, split(keys), split(values), *given)
-
-    def in_one_kernel(query, keys, values, before, visible):
-        slots = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
-        seen = visible & (slots <= before[:, None])
-        return cached_attention(query, keys, values, seen[:, None])[0]
-
-    given = (query, keys, values, before, visible)
-    if query.shape[1] > 1 or pallas_tpu.unsupported(query, keys):
-        return apart(*given)
-    return jax.lax.platform_dependent(*given, tpu=in_one_kernel, default=apart)
-
-
-def rows_with_mass(
-    query: Float[Array, "B T H K"],
-    keys: Float[Array, "B S J"],
-    values: Float[Array, "B S J"],
-    mask: Bool[Array, "B T S"],
-) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """`masked_with_mass` of a cache whose slots are rows; one kernel on a TPU."""
-
-    def apart(query, keys, values, mask):
-        split = lambda x: x.reshape(*x.shape[:2], -1, query.shape[-1])
-        key, value = (split(x).astype(query.dtype) for x in (keys, values))
-        return masked_with_mass(query, key, value, mask)
-
-    return by_platform(apart, cached_attention)(query, keys, values, mask)
-
-
-def _prefix(query, key, value, before, visible, filled):
-    """`from_cache` of the slots up to the last that is seen, or a few more."""
-    # The shortest prefix with all that is seen; each is a quarter of the one before.
-    sizes = [key.shape[1]]
-    while sizes[-1] >= 4 * LEAST_PREFIX:
-        sizes.append(-(-sizes[-1] // 4))
-
-    def prefix(size):
-        seen = None if visible is None else visible[:, :size]
-        return lambda: _in_pieces(query, key[:, :size], value[:, :size], before, seen)
-
-    which = sum((filled <= size).astype(jnp.int32) for size in sizes[1:])
-    return jax.lax.switch(which, [prefix(size) for size in sizes])
-
-
-def _in_pieces(
+def in_pieces(
     query: Float[Array, "B T H K"],
     key: Float[Array, "B S G K"],
     value: Float[Array, "B S G K"],
@@ -171,9 +91,10 @@ def _in_pieces(
     filled: Int[Array, ""] | None = None,
     first: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H K"]:
-    """`from_cache`, as many queries at a time as scores allow; see `_masked`.
+    """Query t sees the visible ones of the keys 0 to before + t.
 
-    Where `first` is given, no query sees a key before its own.
+    Where `first` is given, no query sees a key before its own. As many queries go
+    through at a time as scores allow; see `_masked`.
     """
     b, t, h, _ = query.shape
     s = key.shape[1]

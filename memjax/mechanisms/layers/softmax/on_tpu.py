@@ -1,9 +1,9 @@
-"""Causal attention of whole sequences, and of blocks with a memory: kernels on a TPU.
+"""Causal attention of whole sequences, and behind a memory or a cache, on a TPU.
 
-Both keep no scores, and pass over blocks of keys that no query of a block sees. Heads
-of 64 channels, each with keys of its own, take `causal_attention`, which reads them
-where they lie; all else takes splash, jax's kernel. `unsupported` says what neither
-takes.
+Kernels keep no scores, and pass over blocks of keys that no query of a block sees.
+Heads of 64 channels, each with keys of its own, take `causal_attention`, which reads
+them where they lie; all else takes splash, jax's kernel. `unsupported` says what
+neither takes.
 """
 
 import functools
@@ -75,8 +75,27 @@ def with_memory(
 
     Blocks whose `remembers` is False have no memory.
     """
-    tokens = (memory_key, memory_value, key, value, query, remembers)
+    tokens = (memory_key, memory_value, key, value, query, (remembers, None))
     return _blocks_on_mesh(tokens)[1]
+
+
+def behind_slots(
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B T G K"],
+    value: Float[Array, "B T G K"],
+    slot_key: Float[Array, "B S G K"],
+    slot_value: Float[Array, "B S G K"],
+    seen: Bool[Array, "B S"],
+    visible: Bool[Array, "B T"],
+) -> Float[Array, "B T H K"]:
+    """Queries see the slots that are seen, and tokens up to their own if visible."""
+    arrays = [x[:, None] for x in (slot_key, slot_value, key, value, query)]
+    # Flags with an axis for heads are divided among devices as all else is.
+    by_head = lambda flags: jnp.broadcast_to(
+        flags[:, None, :, None], (*flags[:, None].shape, key.shape[2])
+    )
+    tokens = (*arrays, (by_head(seen), by_head(visible)))
+    return _blocks_on_mesh(tokens)[1][:, 0]
 
 
 def splash_attention(
@@ -112,17 +131,25 @@ def _scaled_heads(query):
 
 
 def _blocks_of_one_share(tokens):
-    """The kernel on a device's share: tokens [B, n, L, H, K], remembers [B, n]."""
-    memory_key, memory_value, key, value, query, remembers = tokens
+    """The kernel on a device's share: tokens [B, n, L, H, K], and which are seen.
+
+    Flags of the memory are [B, n] or [B, n, M, G], those of the tokens None or
+    [B, n, L, G].
+    """
+    memory_key, memory_value, key, value, query, flags = tokens
     length, samples = query.shape[2], memory_key.shape[2]
     attend, unused = memory_kernel(query.shape[3], length, samples)
 
-    def one_block(query, key, value, remembers):
+    def one_block(query, key, value, flags):
         # Keys of another segment than a query's are hidden from it.
-        ones = lambda size: jnp.ones(size, jnp.int32)
-        of_memory = jnp.full(samples, remembers, jnp.int32)
-        segments = [0 * ones(unused), of_memory, ones(length)]
-        ids = splash.SegmentIds(ones(length), jnp.concatenate(segments))
+        ones = jnp.ones(length, jnp.int32)
+        of_memory, of_tokens = (
+            None if x is None else x.astype(jnp.int32) for x in flags
+        )
+        of_memory = jnp.broadcast_to(of_memory, samples)
+        of_tokens = ones if of_tokens is None else of_tokens
+        segments = [jnp.zeros(unused, jnp.int32), of_memory, of_tokens]
+        ids = splash.SegmentIds(ones, jnp.concatenate(segments))
         return attend(query, key, value, segment_ids=ids)
 
     def joined(*parts):
@@ -135,7 +162,8 @@ def _blocks_of_one_share(tokens):
 
     blocks = lambda x: x.reshape(-1, *x.shape[2:])
     k, v = joined(memory_key, key), joined(memory_value, value)
-    given = (_scaled_heads(blocks(query)), k, v, blocks(remembers))
+    of_one_head = lambda x: blocks(x if x.ndim == 2 else x[..., 0])
+    given = (_scaled_heads(blocks(query)), k, v, jax.tree.map(of_one_head, flags))
     y: Any = jax.vmap(one_block)(*given)
     return (), heads_last(y).reshape(query.shape)
 
@@ -166,14 +194,16 @@ def memory_kernel(
         length: of the block.
         samples: tokens of the memory.
     """
-    largest = _block(length)
     keys = samples + length
+    # Many keys come in large blocks, however few queries there are.
+    many = max(BLOCKS)
+    largest = BLOCKS[many] if keys >= many else _block(length)
     # The size with the fewest keys that are not used; of those the largest.
     sizes = [size // LANES * LANES for size in (largest, 3 * largest // 4)]
     padded = lambda size: -(-keys // size) * size
     block = min((size for size in sizes if size), key=padded)
     mask = masks.CausalMask((length, padded(block)), padded(block) - length)
-    return _kernel(mask, heads, largest, block), padded(block) - keys
+    return _kernel(mask, heads, _block(length), block), padded(block) - keys
 
 
 def _block(time):

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.projections import HeadsConfig
+from memjax.mechanisms.layers.softmax import cached, on_tpu
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
-from memjax.mechanisms.layers.softmax import on_tpu
 
 
 class Tokens(NamedTuple):
@@ -118,7 +118,7 @@ def one_token(
     slots = jnp.arange(block.keys.shape[1], dtype=jnp.int32)
     place = block.newest[:, None]
     # Distances inside of the block are the same wherever it begins.
-    to_block = attend.rows_with_mass(
+    to_block = cached.rows_with_mass(
         rope(place), block.keys, block.values, (slots[None] <= place)[:, None]
     )
     now = length[:, None] + place if in_stream else place
