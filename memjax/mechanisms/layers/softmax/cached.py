@@ -56,16 +56,16 @@ def from_rows(
     def behind_slots(query, keys, values, before, visible):
         at = before[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)[None]
         own = lambda x, at: split(jnp.take_along_axis(x, at, axis=1, mode="clip"))
-        tokens = [own(x, at[..., None]) for x in (keys, values)]
+        key, value = (own(x, at[..., None]) for x in (keys, values))
         # A token that did not fit into the cache has no key there.
         fits = at < keys.shape[1]
         shows = jnp.take_along_axis(visible, at, axis=1, mode="clip") & fits
         old = jnp.arange(keys.shape[1], dtype=jnp.int32)[None] < before[:, None]
 
         def prefix(size):
-            slots = [split(x[:, :size]) for x in (keys, values)]
-            seen = (visible & old)[:, :size]
-            return lambda: on_tpu.behind_slots(query, *tokens, *slots, seen, shows)
+            first = lambda x: split(x[:, :size])
+            slots = (first(keys), first(values), (visible & old)[:, :size])
+            return lambda: on_tpu.behind_slots(query, key, value, *slots, shows)
 
         return _shortest_prefix(keys.shape[1], before.max(), prefix)
 

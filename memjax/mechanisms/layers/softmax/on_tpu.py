@@ -143,11 +143,9 @@ def _blocks_of_one_share(tokens):
     def one_block(query, key, value, flags):
         # Keys of another segment than a query's are hidden from it.
         ones = jnp.ones(length, jnp.int32)
-        of_memory, of_tokens = (
-            None if x is None else x.astype(jnp.int32) for x in flags
-        )
-        of_memory = jnp.broadcast_to(of_memory, samples)
-        of_tokens = ones if of_tokens is None else of_tokens
+        of_memory, of_tokens = flags
+        of_memory = jnp.broadcast_to(of_memory.astype(jnp.int32), samples)
+        of_tokens = ones if of_tokens is None else of_tokens.astype(jnp.int32)
         segments = [jnp.zeros(unused, jnp.int32), of_memory, of_tokens]
         ids = splash.SegmentIds(ones, jnp.concatenate(segments))
         return attend(query, key, value, segment_ids=ids)
