@@ -89,10 +89,10 @@ def written(op: str) -> tuple[str, ...]:
     return get_args(module.Implementation)
 
 
-def both(function: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
+def both(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     """Forward and backward, for a cotangent that no compiler can simplify."""
 
-    def run(cotangent: Array, *arrays: Array) -> tuple[Array, ...]:
+    def run(cotangent: Any, *arrays: Array) -> tuple[Any, ...]:
         y, pull = jax.vjp(function, *arrays)
         return y, *pull(cotangent)
 

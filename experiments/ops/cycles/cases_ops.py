@@ -15,6 +15,7 @@ from experiments.ops.cost import Sizes
 from experiments.ops.cycles.case import Case, Program
 from memjax.aot.cycles.bundles import Shares
 from memjax_kernels.lattice import Variant
+from memjax_kernels.overlap import overlap_with_keys
 
 SHAPE = Shape(batch=8, time=2048, heads=12, width=64)
 WIDE = Shape(batch=8, time=2048, heads=6, width=128)
@@ -99,14 +100,15 @@ def overlap_program(backward: bool) -> Program:
     """The bounds of a pass of Trellis, of keys as projections leave them."""
     b, t, h, d = SHAPE
 
-    def forward(k: Array, gamma: Array) -> Array:
-        return memjax_kernels.overlap(k.reshape(SHAPE), gamma, chunk_size=16)
+    def forward(k: Array, gamma: Array) -> tuple[Array, Array]:
+        keys, left = overlap_with_keys(k.reshape(SHAPE), gamma, chunk_size=16)
+        return keys.reshape(k.shape), left
 
     k = jax.ShapeDtypeStruct((b, t, h * d), jnp.bfloat16)
     gamma = jax.ShapeDtypeStruct((b, t, h), jnp.float32)
     if not backward:
         return Program(forward, (k, gamma))
-    return Program(cases.both(forward), (gamma, k, gamma))
+    return Program(cases.both(forward), ((k, gamma), k, gamma))
 
 
 def table() -> dict[str, Case]:

@@ -27,7 +27,7 @@ def draw(seed, *shape):
 def plain(query, key, value, window=None):
     """Softmax attention in float32."""
     query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-    at = jnp.arange(T)
+    at = jnp.arange(query.shape[1])
     seen = at[:, None] >= at[None]
     if window is not None:
         seen &= at[:, None] - at[None] < window
@@ -38,11 +38,10 @@ def plain_with_memory(query, key, value, memory_key, memory_value, remembers):
     """The same over the tokens of a block and its memory, block by block."""
     join = lambda *parts: jnp.concatenate(parts, axis=2).astype(jnp.float32)
     keys, values = join(memory_key, key), join(memory_value, value)
-    blocks, samples = query.shape[1], memory_key.shape[2]
-    own = jnp.tril(jnp.ones((T, T), bool))
-    seen = lambda on: jnp.concatenate(
-        [jnp.broadcast_to(on[:, None, None], (B, T, samples)), jnp.stack([own] * B)], 2
-    )
+    (blocks, time), samples = query.shape[1:3], memory_key.shape[2]
+    own = jnp.tril(jnp.ones((time, time), bool))
+    memory = lambda on: jnp.broadcast_to(on[:, None, None], (B, time, samples))
+    seen = lambda on: jnp.concatenate([memory(on), jnp.stack([own] * B)], axis=2)
     y = [
         jax.nn.dot_product_attention(
             *(x[:, i] for x in (query.astype(jnp.float32), keys, values)),
@@ -62,22 +61,24 @@ def with_gradients(attention, weight, *tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 130])
 @pytest.mark.parametrize("groups", [G, H])
+@pytest.mark.parametrize("time", [T, 300])
 def test_outputs_and_gradients_are_those_of_softmax_attention(
-    monkeypatch, groups, window
+    monkeypatch, time, groups, window
 ):
     heads = (H, groups, groups)
-    tokens = [draw(seed, B, T, h, K) for seed, h in enumerate(heads)]
+    tokens = [draw(seed, B, time, h, K) for seed, h in enumerate(heads)]
     forms = [
         functools.partial(form, window=window) for form in (plain, on_tpu.attention)
     ]
     interpret_attention(monkeypatch)
-    close(*(with_gradients(form, draw(3, B, T, H, K), *tokens) for form in forms))
+    weight = draw(3, B, time, H, K)
+    close(*(with_gradients(form, weight, *tokens) for form in forms))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", [100, 256])
-def test_blocks_with_a_memory_are_softmax_attention_to_both(monkeypatch, samples):
-    sizes = [(T, H), (T, G), (T, G), (samples, G), (samples, G)]
+@pytest.mark.parametrize(("time", "samples"), [(T, 100), (T, 256), (300, 40)])
+def test_blocks_with_a_memory_are_softmax_attention_to_both(monkeypatch, time, samples):
+    sizes = [(time, H), (time, G), (time, G), (samples, G), (samples, G)]
     tokens = [draw(seed, B, 2, t, h, K) for seed, (t, h) in enumerate(sizes)]
     remembers = jnp.asarray([[False, True], [True, True]])
     interpret_attention(monkeypatch)
@@ -85,7 +86,7 @@ def test_blocks_with_a_memory_are_softmax_attention_to_both(monkeypatch, samples
         functools.partial(form, remembers=remembers)
         for form in (plain_with_memory, on_tpu.with_memory)
     ]
-    weight = draw(5, B, 2, T, H, K)
+    weight = draw(5, B, 2, time, H, K)
     expected, found = (with_gradients(form, weight, *tokens) for form in forms)
     close(expected, found)
     # A block that remembers nothing gives its memory no gradient.
@@ -93,17 +94,17 @@ def test_blocks_with_a_memory_are_softmax_attention_to_both(monkeypatch, samples
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [384, 300])
-def test_queries_behind_a_cache_see_its_slots_and_each_other(monkeypatch, slots):
+@pytest.mark.parametrize(("time", "slots"), [(128, 384), (128, 300), (260, 512)])
+def test_queries_behind_a_cache_see_its_slots_and_each_other(monkeypatch, time, slots):
     """In the order of their places, but for what is hidden, or did not fit."""
-    query = draw(0, B, 128, H, K)
+    query = draw(0, B, time, H, K)
     keys, values = (draw(seed, B, slots, G * K) for seed in (1, 2))
     # The first element's tokens reach beyond 300 slots.
     before = jnp.asarray([200, 37])
     visible = jnp.asarray(np.random.default_rng(3).random((B, slots)) < 0.9)
     visible = visible.at[1, 100].set(False)
-    fits = (before[:, None] + jnp.arange(128)[None] < slots)[..., None, None]
-    weight = jnp.where(fits, draw(4, B, 128, H, K), 0)
+    fits = (before[:, None] + jnp.arange(time)[None] < slots)[..., None, None]
+    weight = jnp.where(fits, draw(4, B, time, H, K), 0)
 
     def attention(query, keys, values):
         y = cached.from_rows(query, keys, values, before, visible)
@@ -138,7 +139,8 @@ def close(expected, found):
     [
         (128, 64, jnp.bfloat16, ""),
         (128, 64, jnp.float32, "tokens are float32, not bfloat16"),
-        (100, 64, jnp.bfloat16, "a multiple of 128"),
+        (300, 64, jnp.bfloat16, ""),
+        (200, 64, jnp.bfloat16, "200 tokens are no multiple of 128, and fewer than"),
         (128, 80, jnp.bfloat16, "heads are 80 wide"),
     ],
 )

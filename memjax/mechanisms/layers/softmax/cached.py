@@ -46,7 +46,7 @@ def from_rows(
 ) -> Float[Array, "B T H K"]:
     """`from_cache` of a cache whose slots are rows of J = G K channels.
 
-    On a TPU a single query takes one kernel, and 128 and multiples of it another.
+    On a TPU a single query takes one kernel, and many, see `on_tpu`, another.
     """
     split = lambda x: x.reshape(*x.shape[:2], -1, query.shape[-1])
 

@@ -30,6 +30,8 @@ from memjax_kernels.heads import heads_first, heads_last
 # of 256, 512 and 1,024 for 2,048 and for 8,192 tokens, counted for a v5e. One kernel
 # for both gradients takes longer: it adds up partial sums of the queries' in memory.
 BLOCKS = {8192: 1024, 0: 512}
+# Fewer tokens are filled up to a multiple of 128 in vain: XLA is as fast.
+LEAST = 256
 
 
 def unsupported(query: Any, key: Any) -> str:
@@ -40,8 +42,10 @@ def unsupported(query: Any, key: Any) -> str:
     time, width = query.shape[-3], query.shape[-1]
     if query.dtype != jnp.bfloat16:
         return f"tokens are {query.dtype}, not bfloat16"
-    if key.shape[-3] != time or time % LANES:
-        return f"queries must be those of all {key.shape[-3]} keys, a multiple of 128"
+    if key.shape[-3] != time:
+        return f"queries must be those of all {key.shape[-3]} keys"
+    if time % LANES and time < LEAST:
+        return f"{time} tokens are no multiple of {LANES}, and fewer than {LEAST}"
     if width % 64:
         return f"heads are {width} wide, no multiple of 64"
     return ""
@@ -58,9 +62,14 @@ def attention(
 
     Where `documents` are given, those of the same number alone.
     """
+    time = query.shape[1]
+    query, key, value = (_filled(x) for x in (query, key, value))
+    if documents is not None:
+        # No token sees what lies behind it, whatever its document.
+        documents = jnp.pad(documents, ((0, 0), (0, -time % LANES)))
     # Heads of keys come first: they are what a mesh must divide.
     tokens = (*(x[:, None] for x in (key, value, query)), documents)
-    return _on_mesh(tokens, window=window)[1][:, 0]
+    return _on_mesh(tokens, window=window)[1][:, 0, :time]
 
 
 def with_memory(
@@ -75,8 +84,10 @@ def with_memory(
 
     Blocks whose `remembers` is False have no memory.
     """
-    tokens = (memory_key, memory_value, key, value, query, (remembers, None))
-    return _blocks_on_mesh(tokens)[1]
+    time = query.shape[2]
+    own = [_filled(x) for x in (key, value, query)]
+    tokens = (memory_key, memory_value, *own, (remembers, None))
+    return _blocks_on_mesh(tokens)[1][:, :, :time]
 
 
 def behind_slots(
@@ -89,13 +100,22 @@ def behind_slots(
     visible: Bool[Array, "B T"],
 ) -> Float[Array, "B T H K"]:
     """Queries see the slots that are seen, and tokens up to their own if visible."""
+    time = query.shape[1]
+    key, value, query = (_filled(x) for x in (key, value, query))
+    visible = jnp.pad(visible, ((0, 0), (0, -time % LANES)))
     arrays = [x[:, None] for x in (slot_key, slot_value, key, value, query)]
     # Flags with an axis for heads are divided among devices as all else is.
     by_head = lambda flags: jnp.broadcast_to(
         flags[:, None, :, None], (*flags[:, None].shape, key.shape[2])
     )
     tokens = (*arrays, (by_head(seen), by_head(visible)))
-    return _blocks_on_mesh(tokens)[1][:, 0]
+    return _blocks_on_mesh(tokens)[1][:, 0, :time]
+
+
+def _filled(x):
+    """Tokens [..., T, H, K] with zeros behind them, up to a multiple of 128."""
+    more = -x.shape[-3] % LANES
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 3) + ((0, more), (0, 0), (0, 0)))
 
 
 def splash_attention(
