@@ -179,7 +179,7 @@ def test(
         setting.memoryllm,
     )
     row = describe(name, config, setting, found)
-    key = recorded.row_name(name, row["tuned"], row["seed"])
+    key = recorded.row_name(row)
     before = file.row(key)
     marks, seconds = [""] * len(config.scale.after), 0.0
     if before is not None:

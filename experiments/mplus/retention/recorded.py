@@ -138,25 +138,30 @@ def _module() -> str:
     return "experiments.mplus.retention" if spec is None else spec.name
 
 
-def row_name(method: str, tuned: bool, seed: int | None) -> str:
+def variant(name: str, row: Mapping[str, Any]) -> str:
+    """A method's name with what the row adds to it: adapters, another retriever."""
+    parts = {"tuned": row["tuned"], "retriever fitted afterwards": row.get("retriever")}
+    return ", ".join([name, *(part for part, has in parts.items() if has)])
+
+
+def row_name(row: Mapping[str, Any]) -> str:
     """The key of a row."""
-    parts = [method, *(["tuned"] if tuned else [])]
-    return ", ".join([*parts, *([] if seed is None else [f"seed {seed}"])])
+    name, seed = variant(row["method"], row), row["seed"]
+    return name if seed is None else f"{name}, seed {seed}"
 
 
 def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Rows of one method joined over seeds, with their shares and gains.
 
     Returns:
-        By method, with ", tuned" where adapters are: "label", "seeds", "questions",
+        By method and `variant`: "label", "seeds", "questions",
         "recipe", "kept_bytes", "after", one `retention.accuracy` a distance, and
         "gain", M+'s share over this row's, paired, one a distance; None for M+ itself
         and without it. Shares are of the facts that all seeds were asked.
     """
     joined: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"].values():
-        name = row["method"] + (", tuned" if row["tuned"] else "")
-        joined.setdefault(name, []).append(row)
+        joined.setdefault(variant(row["method"], row), []).append(row)
     distances = range(len(result["distances"]))
     shares = {
         name: [_mean([row["marks"][i] for row in rows]) for i in distances]
@@ -173,7 +178,7 @@ def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
     return {
         name: {
-            "label": rows[0]["label"] + (", tuned" if rows[0]["tuned"] else ""),
+            "label": variant(rows[0]["label"], rows[0]),
             "seeds": [row["seed"] for row in rows if row["seed"] is not None],
             "recipes": [row["recipe"] for row in rows if row["recipe"]],
             "kept_bytes": rows[0]["kept_bytes"],

@@ -150,6 +150,20 @@ def test_a_gain_is_paired_by_fact_and_drawn_by_subject():
         retention.gain(ours, other[:3], list("abcdef"))
 
 
+def test_a_retriever_of_its_own_makes_a_row_of_its_own():
+    row = {
+        "method": "M+",
+        "tuned": False,
+        "seed": 42,
+        "retriever": "fitted.safetensors",
+    }
+    assert recorded.row_name(row) == "M+, retriever fitted afterwards, seed 42"
+    assert recorded.row_name(row | {"retriever": None}) == "M+, seed 42"
+    assert recorded.row_name(
+        row | {"retriever": None, "tuned": True, "seed": None}
+    ) == ("M+, tuned")
+
+
 @pytest.mark.slow
 def test_the_program_goes_on_where_it_was(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(models, "load", lambda config: (tiny_memory(), BYTES, False))
