@@ -27,7 +27,7 @@ ROWS, QUERIES = 150_000, 2048
 #: chunk, and tokens that are decoded one by one.
 POOL, CHUNK, DECODED = 10_240 + 2_560, 512, 32
 #: HMT: samples of an update, and segments of each.
-SAMPLES, SEGMENTS = 2, 4
+SAMPLES, SEGMENTS = 4, 4
 HMT = HMTConfig(segment=512, sensory=32)
 
 

@@ -24,7 +24,9 @@ class HMTConfig:
             what the published program computes in, whose logits it moves by up to 0.05.
         activations: what the backward pass has of a segment: all activations, or those
             that the backbone's `remat` saves ("keep"); none, they are computed again
-            ("recompute"); or the layers' inputs, in the host's memory ("offload").
+            ("recompute"), and once more layer by layer where layers are one loop and
+            the backbone has `remat`; or the layers' inputs, in the host's memory
+            ("offload").
             `jax.jvp`, `jacfwd` and `linearize` need "keep": the others have a backward
             pass of their own, which spares a copy of the parameters.
     """

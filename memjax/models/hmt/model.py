@@ -73,7 +73,11 @@ class HMT(nnx.Module):
         self.pretrained = backbone.config
         # A segment between two prompts, with sensory memory before it.
         length = config.sensory + config.segment + 2
-        self.backbone = with_max_length(backbone, length, config.activations == "keep")
+        # What a loop over layers keeps of each is copied into arrays of all, casts of
+        # its weights too: there a segment is computed again layer by layer.
+        by_layer = config.activations == "recompute" and backbone.config.scan_layers
+        remat = config.activations == "keep" or by_layer
+        self.backbone = with_max_length(backbone, length, remat)
         weights = init_weights(self.backbone, config, params_key(key, rngs))
         self.initial_memory = nnx.Param(weights.initial_memory)
         if weights.retrieval is not None:

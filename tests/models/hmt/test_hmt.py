@@ -223,9 +223,11 @@ def test_recomputing_changes_no_gradient(activations):
 
 @pytest.mark.slow
 def test_a_loop_over_the_backbones_layers_changes_no_gradient():
-    looped, written_out = (
-        gradients(PAPER, num_layers=2, scan_layers=scan) for scan in (True, False)
-    )
+    """There its layers are computed again one by one, else all with the segment."""
+    forms = [dict(num_layers=2, scan_layers=scan, remat=True) for scan in (True, False)]
+    kept = [build("attention", PAPER, **form).backbone.config.remat for form in forms]
+    assert kept == [True, False]
+    looped, written_out = (gradients(PAPER, **form) for form in forms)
     pure = lambda by: (nnx.to_pure_dict(by[0]), by[1])
     close(pure(looped), pure(written_out), 1e-5)
 
