@@ -14,7 +14,6 @@ from memjax.aot.cycles.attention import shares
 from memjax.aot.cycles.count import PROGRAM, Count, count
 from memjax.aot.steps import Run, What, build, device_bytes, mesh_of
 from memjax.config_io import from_record, read_json, to_record
-from memjax.mechanisms import AttentionConfig
 from memjax.training import pretrain, sharding
 from memjax.training.config import RunConfig
 from memjax.training.finetune.run import FinetuneRun
@@ -102,18 +101,13 @@ def _read(record: dict[str, Any]) -> Request:
 
 
 def _shares(request: Request) -> dict[str, Any]:
-    """In which share of its steps the kernel of causal attention computes."""
-    if not isinstance(request.run, RunConfig):
+    """In which share of its steps a kernel of attention computes."""
+    # Other programs have other masks: there every step counts.
+    if not isinstance(request.run, RunConfig) or request.what != "train":
         return {}
     run, mesh = request.run, request.run.mesh
-    mixers = set(run.model.layers)
-    heads = {m.num_heads for m in mixers if isinstance(m, AttentionConfig)}
-    # Other masks have other shares: there every step counts.
-    if len(heads) != 1 or request.what != "train":
-        return {}
-    return shares(
-        max(1, heads.pop() // (mesh.tensor * mesh.sequence)), run.data.context_length
-    )
+    ways = mesh.tensor * mesh.sequence
+    return shares(run.model.layers, run.data.context_length, ways)
 
 
 def model_flops(request: Request) -> float | None:

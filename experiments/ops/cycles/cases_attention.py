@@ -16,6 +16,7 @@ from experiments.ops import cases
 from experiments.ops.cases import Shape
 from experiments.ops.cycles.case import Case, Program
 from memjax.aot.cycles.attention import shares
+from memjax.mechanisms import AttentionConfig
 from memjax.mechanisms.layers.softmax import on_tpu
 
 SHAPES = {
@@ -36,7 +37,8 @@ def program(kernel: str, shape: Shape, backward: bool) -> Program:
     given = (token,) * (4 if backward else 3)
     function = cases.both(KERNELS[kernel]) if backward else KERNELS[kernel]
     flops = cases.cost("attention", shape, 0, "bfloat16", backward).flops
-    return Program(function, given, flops=flops, shares=shares(h, t))
+    layer = AttentionConfig(h * d, num_heads=h, num_kv_heads=h, head_dim=d)
+    return Program(function, given, flops=flops, shares=shares((layer,), t))
 
 
 def table() -> dict[str, Case]:

@@ -85,9 +85,11 @@ def elastic_layer(backward: bool) -> Program:
         return memory.apply(params, memory.init_state(ELASTIC_BATCH), x)[1]
 
     x = shape(ELASTIC_BATCH, ELASTIC_TIME, config.model_dim)
+    computes = shares((config,), ELASTIC_TIME)
     if backward:
-        return Program(cases.both(forward), (x, weights(memory), x))
-    return Program(forward, (weights(memory), x))
+        given = (x, weights(memory), x)
+        return Program(cases.both(forward), given, shares=computes)
+    return Program(forward, (weights(memory), x), shares=computes)
 
 
 def training_step(name: str, time: int, unrolled: bool = False) -> Program:
@@ -118,7 +120,7 @@ def training_step(name: str, time: int, unrolled: bool = False) -> Program:
     # Six operations a parameter and token. The embedding is the head as well.
     sizes = [math.prod(x.shape) for x in jax.tree.leaves(state.params)]
     flops = (6.0 * sum(sizes) + _attention_flops(config, time)) * TOKENS
-    blocks = _shares(config, time)
+    blocks = shares(config.layers, time)
     return Program(function, (state, batch), donated=(0,), flops=flops, shares=blocks)
 
 
@@ -126,12 +128,6 @@ def _attention_flops(config, time):
     """Of a token with gradients: scores and reads of all keys before it."""
     attention = [m for m in config.layers if isinstance(m, AttentionConfig)]
     return sum(6.0 * time * m.num_heads * m.head_dim for m in attention)
-
-
-def _shares(config, time):
-    """In which share of its steps the kernel of attention computes."""
-    heads = {m.num_heads for m in config.layers if isinstance(m, AttentionConfig)}
-    return shares(heads.pop(), time) if heads else {}
 
 
 def table() -> dict[str, Case]:

@@ -216,7 +216,7 @@ def _backward_kernel(*refs):
     q, y, d_y, mass, k, v, masks, d_q, d_k, d_v, *scratch = refs
     of_queries, of_keys, of_values, products = scratch
     n = pl.program_id(1)
-    block, time = q.shape[0], d_q.shape[0]
+    block = q.shape[0]
     here = pl.ds(pl.multiple_of(steps.query[n] * block, block), block)
 
     @pl.when(steps.first[n] == 1)
@@ -252,14 +252,11 @@ def _backward_kernel(*refs):
         d_k[...] = (of_keys[...] * SCALE).T.astype(d_k.dtype)
         d_v[...] = of_values[...].T.astype(d_v.dtype)
 
-    @pl.when(n == pl.num_programs(1) - 1)
+    # The pair of a block with itself is the first of its keys and the last of its
+    # queries.
+    @pl.when(steps.first[n] == 1)
     def _():
-        def write(i, _):
-            rows = pl.ds(pl.multiple_of(i * block, block), block)
-            d_q[rows] = (of_queries[:, rows] * SCALE).T.astype(d_q.dtype)
-            return _
-
-        jax.lax.fori_loop(0, time // block, write, None)
+        d_q[here] = (of_queries[:, here] * SCALE).T.astype(d_q.dtype)
 
 
 def _apart(refs):

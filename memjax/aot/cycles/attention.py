@@ -5,28 +5,71 @@ that nobody sees by a branch, in a step that does nothing else: its own map of b
 says where. Ours has no such steps.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from memjax.aot.cycles.bundles import Shares
+from memjax.mechanisms import (
+    AttentionConfig,
+    ElasticMemoryConfig,
+    MixerConfig,
+    SlidingWindowConfig,
+)
 from memjax.mechanisms.layers.softmax import on_tpu
 from memjax_kernels.causal_attention import blocks
 
 
-def shares(heads: int, time: int) -> dict[str, Shares]:
-    """The shares of each kernel, by the beginning of its name."""
-    attention = on_tpu.kernel(heads, time)
+def shares(
+    mixers: Iterable[MixerConfig], time: int, ways: int = 1
+) -> dict[str, Shares]:
+    """The shares of each kernel, by the beginning of its name.
+
+    Of two mixers that run the same kernel the larger ones: cycles are an upper bound.
+
+    Args:
+        mixers: of a model; those without attention have none.
+        time: tokens of a row.
+        ways: how many devices share the heads.
+    """
+    found: dict[str, Shares] = {}
+    for mixer in set(mixers):
+        for name, share in _of_mixer(mixer, time, ways).items():
+            found[name] = Shares(*map(max, found.get(name, share), share))
+    return found
+
+
+def _of_mixer(mixer, time, ways):
+    if not isinstance(
+        mixer, AttentionConfig | SlidingWindowConfig | ElasticMemoryConfig
+    ):
+        return {}
+    heads = max(1, mixer.num_heads // ways)
+    if isinstance(mixer, ElasticMemoryConfig):
+        return _of_splash(on_tpu.memory_kernel(heads, mixer.block, mixer.samples)[0])
+    # A window as long as the row is full attention.
+    window = getattr(mixer, "window", time)
+    window = window if window < time else None
+    return _of_splash(on_tpu.kernel(heads, time, window)) | _of_ours(time, window)
+
+
+def _of_splash(attention):
     infos = {
         "fwd": attention.fwd_mask_info,
         "dq": attention.dq_mask_info,
         "dkv": attention.dkv_mask_info,
     }
     share = lambda info: float(np.mean(np.asarray(info.block_mask) != 0))
-    found = {
+    return {
         f"splash_mha_{name}": Shares(1 / np.asarray(x.block_mask).shape[-1], share(x))
         for name, x in infos.items()
     }
+
+
+def _of_ours(time, window):
+    found = {}
     for name, by_key in (("forward", False), ("backward", True)):
-        plan = blocks.plan(time, None, by_key)
+        plan = blocks.plan(time, window, by_key)
         begins = float(np.mean(plan.steps.first))
         found[f"causal_attention_{name}"] = Shares(begins)
     return found
