@@ -263,12 +263,12 @@ def _bounded(bound, written, position, k, v, gamma):
 
 def _target_and_gates(config, params, x):
     """a, γ and g of the tokens x; g is None where nothing is forgotten."""
-    gamma = jax.nn.sigmoid(gates.gate_logits(params.step, x))
-    g = None
-    if params.forget is not None:
-        # In log space: the decay over several tokens is a sum, and a gate near 0 does
-        # not round to log 0.
-        g = jax.nn.log_sigmoid(gates.gate_logits(params.forget, x))
+    used = [params.step, *([] if params.forget is None else [params.forget])]
+    step_logits, *forget_logits = gates.logits_of_gates(used, x)
+    gamma = jax.nn.sigmoid(step_logits)
+    # In log space: the decay over several tokens is a sum, and a gate near 0 does not
+    # round to log 0.
+    g = jax.nn.log_sigmoid(forget_logits[0]) if forget_logits else None
     # In the dtype of the tokens, as the product is.
     target = gates.linear_logits(x, params.target).astype(x.dtype)
     if config.normalize_target:

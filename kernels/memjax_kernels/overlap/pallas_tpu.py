@@ -4,7 +4,7 @@ A block has the pairs of all its tokens, whole chunks; those of two chunks are l
 by a mask. Rows are the earlier tokens s, lanes the later ones t of each head
 (`common.packs`), and the gradient of the pairs L_st = log(1 - γ_s a_st²) is by hand:
 
-    dx_st = -left_t d left_t / (1 - γ_s a_st²)         x = γ a²
+    dx_st = -d left_t Π_r≠s (1 - γ_r a_rt²)            x = γ a²
     dγ_s = Σ_t dx_st a_st²        da = 2 γ dx a        dk_s = Σ_t da_st k_t + da_ts k_t
 """
 
@@ -58,16 +58,14 @@ class Pairs(NamedTuple):
     """Of tokens s, along the sublanes, and later ones t of each head, along the lanes.
 
     Attributes:
-        alike: products of their keys.
+        alike: products of their keys, 0 where they are no pair of a chunk.
         gamma: of token s.
-        left: what s leaves of t, 1 where they are no pair of a chunk.
-        seen: whether they are one.
+        left: what s leaves of t.
     """
 
     alike: Float[Array, "P N NN"]
     gamma: Float[Array, "P N NN"]
     left: Float[Array, "P N NN"]
-    seen: Any
 
 
 def unsupported(k: Any, chunk_size: int) -> str:
@@ -115,7 +113,8 @@ def _bytes(k, size):
 
 
 def _on_device(tokens, *, chunk_size, interpret):
-    size = tokens.k.shape[2]
+    shape = tokens.k.shape
+    tokens, size = _in_smaller_blocks(tokens, chunk_size)
     heads = _heads(tokens.k, size)
     if not heads:
         # A device of a mesh may hold heads that fill no lanes.
@@ -123,7 +122,19 @@ def _on_device(tokens, *, chunk_size, interpret):
     packs_of_all = tokens.k.shape[3] // heads
     group = group_size(packs_of_all, heads * _bytes(tokens.k, size))
     static = Static(chunk_size, group, heads, interpret)
-    return (), _blocks(static, varying.vary_alike(tokens))
+    keys, left = _blocks(static, varying.vary_alike(tokens))
+    return (), (keys.reshape(shape), left.reshape(shape[:-1]))
+
+
+def _in_smaller_blocks(x, chunk_size):
+    """Half of each block, if whole chunks and heads fill that too: it has fewer pairs
+    that are of different chunks.
+    """
+    half = x.k.shape[2] // 2
+    if half % math.lcm(chunk_size, ROWS) or not _heads(x.k, half):
+        return x, 2 * half
+    cut = lambda y: y.reshape(y.shape[0], -1, half, *y.shape[3:])
+    return jax.tree.map(cut, x), half
 
 
 def _arrange(static, x):
@@ -196,26 +207,23 @@ def _pairs(k, columns, static):
     earlier, later = packs.sublane(alike.shape), packs.within(alike.shape, size)
     chunk = lambda at: jax.lax.div(at, jnp.int32(static.chunk_size))
     seen = (later > earlier) & (chunk(later) == chunk(earlier))
-    left = jnp.maximum(1 - gamma * alike * alike, LEAST)
-    return Pairs(alike, gamma, jnp.where(seen, left, 1.0), seen)
-
-
-def _product(pairs):
-    """The product over the earlier tokens, [P, 1, NN]."""
-    return jnp.exp(packs.sum_slots(jnp.log(pairs.left)))
+    alike = jnp.where(seen, alike, 0.0)
+    return Pairs(alike, gamma, jnp.maximum(1 - gamma * alike * alike, LEAST))
 
 
 def _forward_kernel(x, left, *, static: Static):
     pairs = _pairs(packs.load(x.k, static.group), x.gamma[...], static)
-    left[...] = _product(pairs)
+    left[...] = jnp.exp(packs.sum_slots(jnp.log(pairs.left)))
 
 
 def _backward_kernel(x, d_keys, d_left, d_x, *, static: Static):
     k, heads = packs.load(x.k, static.group), static.heads
     dot = functools.partial(multiply, dtype=operand_dtype(k))
     pairs = _pairs(k, x.gamma[...], static)
-    d_pair = -_product(pairs) * d_left[...] / pairs.left
-    d_pair = jnp.where(pairs.seen, d_pair, 0.0) * pairs.alike
+    logs = jnp.log(pairs.left)
+    # The product over all other earlier tokens.
+    others = jnp.exp(packs.sum_slots(logs) - logs)
+    d_pair = -d_left[...] * others * pairs.alike
     shape = (1, *d_x.gamma.shape)
     d_gamma = pack_columns.sum_lanes(d_pair * pairs.alike, shape, static.group, heads)
     d_x.gamma[...] = d_gamma[0]

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from memjax_kernels.common import gradients, partition, varying
+from memjax_kernels.common import gradients, packs, partition, varying
 from memjax_kernels.common.packs import tiles
 from memjax_kernels.common.packs.tiles import BF16, F32, ROWS
 from memjax_kernels.recurrent_block import xla
@@ -206,8 +206,7 @@ def _tile(given, inputs, rows, at, ones, static: Static):
         for of, x, mask in zip(filters, window, masks, strict=True)
     ]
     z = functools.reduce(jnp.add, products)
-    # One transcendental operation, where exp takes a division as well.
-    sigma = 0.5 * jnp.tanh(0.5 * z) + 0.5
+    sigma = packs.sigmoid(z)
     squares = tiles.head_sums((z * sigma) ** 2, ones)
     inverse = jax.lax.rsqrt(squares + LEAST_SQUARES)
     return Tile(window, filters, masks, z, sigma, inverse)

@@ -28,24 +28,30 @@ EPS = 1e-6
 Over = Callable[[Callable[..., Array], Array], Array]
 
 
+Sigmoid = Callable[[Array], Array]
+
+
 def keep_axis(reduce: Callable[..., Array], x: Array) -> Array:
     """The `Over` of plain JAX."""
     return reduce(x, axis=-1, keepdims=True)
 
 
 def apply(
-    name: str, z: Float[Array, "*B M"], over: Over = keep_axis
+    name: str,
+    z: Float[Array, "*B M"],
+    over: Over = keep_axis,
+    sigmoid: Sigmoid = jax.lax.logistic,
 ) -> Float[Array, "*B M"]:
-    """The function called `name`, one of `PHIS`."""
+    """The function called `name`, one of `PHIS`; a TPU has its own sigmoid."""
     match name:
         case "identity":
             return z
         case "silu":
-            return _silu(z)[0]
+            return _silu(z, sigmoid)[0]
         case "l2_silu":
-            return _l2(_silu(z)[0], over)[0]
+            return _l2(_silu(z, sigmoid)[0], over)[0]
         case "ln_silu":
-            return _layer_norm(_silu(z)[0], over)[0]
+            return _layer_norm(_silu(z, sigmoid)[0], over)[0]
         case "softmax":
             return _softmax(z, over)
     raise ValueError(f"function must be one of {PHIS}, got {name!r}")
@@ -56,6 +62,7 @@ def error_gradient(
     z: Float[Array, "*B M"],
     target: Float[Array, "*B M"],
     over: Over = keep_axis,
+    sigmoid: Sigmoid = jax.lax.logistic,
 ) -> Float[Array, "*B M"]:
     """u = J_phi(z)^T (phi(z) - target): half the gradient of |phi(z) - target|^2."""
     if phi == "identity":
@@ -65,7 +72,7 @@ def error_gradient(
         error = p - target
         # The Jacobian of a softmax, diag(p) - p pᵀ, without forming it.
         return p * (error - over(jnp.sum, p * error))
-    s, slope = _silu(z)
+    s, slope = _silu(z, sigmoid)
     if phi == "silu":
         return (s - target) * slope
     if phi == "l2_silu":
@@ -88,9 +95,9 @@ def _mean(x, over):
     return over(jnp.mean, x)
 
 
-def _silu(z):
+def _silu(z, sigmoid):
     """silu(z) and its derivative."""
-    gate = jax.lax.logistic(z)
+    gate = sigmoid(z)
     return z * gate, gate * (1 + z * (1 - gate))
 
 

@@ -124,14 +124,14 @@ def advance(
     dot, heads = options.multiply, len(gates[0].total.column)
     low = lambda y: y.astype(x.q.dtype)
     target, dq, dk, dv, scores, (first, second) = ready
-    u = gates[0].gamma * _error(dot(keys.start, dk, "nt"), target, options)
+    u = gates[0].gamma * error_gradient(options, dot(keys.start, dk, "nt"), target)
     reads = first.kept * dot(keys.running, dq, "nt") - dot(u, scores, "nt")
     after_keys = kept_at_end(gates[0].total, keys.running.shape[-1]) * keys.running
     after_keys -= dot(u * until_end(gates[0].total), dk, "nn")
 
-    f = low(functions.apply(options.activation, reads, packs.over_slots))
+    f = low(activate(options, reads))
     by_token = low(dot(eye(f, f.shape[-1]), f, "nt"))
-    u = gates[1].gamma * _error(dot(values.start, dv, "nt"), target, options)
+    u = gates[1].gamma * error_gradient(options, dot(values.start, dv, "nt"), target)
     scores = own(dot(by_token, u, "nn"), heads) * second.between
     parts = [low(scores), low(u * until_end(gates[1].total))]
     written = dot(jnp.concatenate(parts, axis=1), dv, "nn")
@@ -144,5 +144,13 @@ def advance(
     return (after_keys, after_values), y
 
 
-def _error(z, target, options):
-    return functions.error_gradient(options.phi, z, target, packs.over_slots)
+def activate(options: Options, reads: Array) -> Array:
+    """f of what the first pass reads, whose slots are rows."""
+    return functions.apply(options.activation, reads, packs.over_slots, packs.sigmoid)
+
+
+def error_gradient(options: Options, z: Array, target: Array) -> Array:
+    """E of what a memory predicts."""
+    return functions.error_gradient(
+        options.phi, z, target, packs.over_slots, packs.sigmoid
+    )

@@ -17,13 +17,14 @@ from jaxtyping import Array, Float
 
 from memjax_kernels.common import packs
 from memjax_kernels.common.packs import diagonal, own, sum_slots
-from memjax_kernels.trellis import functions
 from memjax_kernels.trellis.chunk import Options
 from memjax_kernels.trellis.packed import (
     Chunk,
     Gates,
     Memory,
     Prepared,
+    activate,
+    error_gradient,
     eye,
     kept_at_end,
     units,
@@ -75,9 +76,7 @@ def pull_back(
     first = _write(products[:, :slots], target, gates[0].gamma, options)
     state_keys = products[:, slots:]
     reads = left[0].kept * dot(keys.running, dq, "nt") - dot(first.u, scores, "nt")
-    f, back = jax.vjp(
-        lambda z: functions.apply(options.activation, z, packs.over_slots), reads
-    )
+    f, back = jax.vjp(functools.partial(activate, options), reads)
     by_token = low(dot(eye(low(f), heads * size), f, "nt"))
 
     # The second, with its cotangents.
@@ -153,8 +152,5 @@ def _at_end(
 
 
 def _write(z, target, gamma, options: Options) -> Written:
-    def error(z, target):
-        return functions.error_gradient(options.phi, z, target, packs.over_slots)
-
-    e, back = jax.vjp(error, z, target)
+    e, back = jax.vjp(functools.partial(error_gradient, options), z, target)
     return Written(gamma * e, back, e)

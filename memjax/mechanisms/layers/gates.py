@@ -4,6 +4,7 @@ Shapes: B batch, D model, H heads, K width of a head.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -78,6 +79,20 @@ def linear_logits(
 
 def gate_logits(params: Gate, x: Float[Array, "*B D"]) -> Array:
     """Logits [*B, *H] of a gate for every token, in float32."""
-    logits = linear_logits(x, params.weight)
+    return _with_bias(params, x, linear_logits(x, params.weight))
+
+
+def logits_of_gates(gates: Sequence[Gate], x: Float[Array, "*B D"]) -> list[Array]:
+    """`gate_logits` of gates of one shape, by one product.
+
+    Each product with so few columns takes as long as one with many, in its gradient of
+    x above all.
+    """
+    weights = jnp.stack([gate.weight for gate in gates], axis=-1)
+    logits = jnp.moveaxis(linear_logits(x, weights), -1, 0)
+    return [_with_bias(gate, x, y) for gate, y in zip(gates, logits, strict=True)]
+
+
+def _with_bias(params, x, logits):
     shape = params.weight.shape[1:]
     return logits + params.bias.reshape((1,) * (x.ndim - 1) + shape)

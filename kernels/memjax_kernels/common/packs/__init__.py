@@ -142,6 +142,11 @@ def in_parts(
     return functools.reduce(jnp.add, map(product, in_bfloat16(x, count)))
 
 
+def sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """One transcendental operation, where exp takes a division as well."""
+    return 0.5 * jnp.tanh(0.5 * x) + 0.5
+
+
 def over_slots(reduce, x):
     """A reduction over slots, which lie along sublanes."""
     return reduce(x, axis=-2, keepdims=True)

@@ -154,7 +154,9 @@ def write(index: int, x: Part, z: Array, rules: Rules) -> Write:
     """The errors of a pass, 0 or 1, of what its memory predicts at the start."""
 
     def error(z, target):
-        return functions.error_gradient(rules.options.phi, z, target)
+        return functions.error_gradient(
+            rules.options.phi, z, target, sigmoid=packs.sigmoid
+        )
 
     e, back = jax.vjp(error, z, x.target)
     return Write(x.gammas[min(index, len(x.gammas) - 1)] * e, e, back)
@@ -190,12 +192,17 @@ def advance(
     reads = first.kept * past - rules.times(scores, u)
     after_keys = written(0, x, u, keys.running, rules)
 
-    f = functions.apply(rules.options.activation, reads)
+    f = activate(reads, rules)
     u = write(1, x, rules.dot(x.v, values.start, "nt"), rules).u
     scores = rules.scores(f, u, second.between)
     y = rules.dot(second.kept * f, values.running, "nn") - rules.times(scores, x.v)
     after_values = written(1, x, u, values.running, rules)
     return (after_keys, after_values), own(y, rules.heads)
+
+
+def activate(reads: Array, rules: Rules) -> Array:
+    """f of what the first pass reads."""
+    return functions.apply(rules.options.activation, reads, sigmoid=packs.sigmoid)
 
 
 def pull_back(
@@ -215,8 +222,7 @@ def pull_back(
     first = write(0, x, z, rules)
     scores = rules.scores(x.q, x.k, left[0].between)
     reads = left[0].kept * past - rules.times(scores, first.u)
-    activate = functools.partial(functions.apply, rules.options.activation)
-    f, back = jax.vjp(activate, reads)
+    f, back = jax.vjp(lambda reads: activate(reads, rules), reads)
 
     # The second, with its cotangents.
     dd_y = diagonal(d_y, heads)
