@@ -1,5 +1,7 @@
 """Softmax attention to a cache of keys and values."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -48,7 +50,7 @@ def from_rows(
 
     On a TPU a single query takes one kernel, and many, see `on_tpu`, another.
     """
-    split = lambda x: x.reshape(*x.shape[:2], -1, query.shape[-1])
+    split = functools.partial(_by_head, width=query.shape[-1])
 
     def apart(query, keys, values, *given):
         return from_cache(query, split(keys), split(values), *given)
@@ -93,11 +95,17 @@ def rows_with_mass(
     """`masked_with_mass` of a cache whose slots are rows; one kernel on a TPU."""
 
     def apart(query, keys, values, mask):
-        split = lambda x: x.reshape(*x.shape[:2], -1, query.shape[-1])
-        key, value = (split(x).astype(query.dtype) for x in (keys, values))
+        key, value = (
+            _by_head(x, query.shape[-1]).astype(query.dtype) for x in (keys, values)
+        )
         return masked_with_mass(query, key, value, mask)
 
     return by_platform(apart, cached_attention)(query, keys, values, mask)
+
+
+def _by_head(rows, width):
+    """Rows [B, S, J] as heads [B, S, G, K] of a width."""
+    return rows.reshape(*rows.shape[:2], -1, width)
 
 
 def _prefix(query, key, value, before, visible, filled):
