@@ -78,9 +78,9 @@ def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
     size, slots, heads = sizes["C"], sizes["M"], sizes["heads"]
     paired = functools.partial(side_by_side, heads)
     split = functools.partial(apart, heads)
-    # Norms of one slot and layer norms of two are flat, and their gradients only
-    # rounding.
-    slots += 2 * (phi in ("l2_silu", "ln_silu", "softmax"))
+    # A norm of one slot and a layer norm of two are steps from -1 to 1, which neither
+    # kernel finds near the step.
+    slots += 2
     random = np.random.default_rng(seed)
     normal = lambda *s: jnp.asarray(
         random.normal(size=(heads * sizes["P"], *s)), "float32"
@@ -94,7 +94,7 @@ def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
     memories = [normal(slots, sizes[width]) for width in ("K", "V", "K", "V")]
     d_after = normal(slots, sizes["K"]), normal(slots, sizes["V"])
     d_y = normal(size, sizes["V"])
-    options = one_chunk.Options(phi, "ln_silu" if slots > 2 else "l2_silu", EXACT)
+    options = one_chunk.Options(phi, "ln_silu", EXACT)
 
     def slots_last(q, k, v, alpha, gamma, g, *memories):
         chunk = one_chunk.Chunk(q, (k, v), alpha, tuple(gamma), tuple(g))
