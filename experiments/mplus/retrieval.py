@@ -19,6 +19,7 @@ from experiments.mplus.retention.samples import Samples
 from memjax.evaluation.statistics import standard_error
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
+from memjax.models.mplus.read import ReadOptions
 from memjax.models.mplus.state import MPlusState
 
 
@@ -85,7 +86,9 @@ def count_rows(
     """
     model = nnx.merge(graph, params)
     config = model.config
-    _, trace = model.trace_read(state, prompt)
+    # As `MPlus.generate` reads a question: without this its first token chooses alone.
+    options = ReadOptions(prompt_length=prompt.shape[1])
+    _, trace = model.trace_read(state, prompt, options)
     store = state.store
     assert store is not None and trace.chosen is not None and trace.scores is not None
     # The clock goes up by one with every memory token written, and `born` is its value.

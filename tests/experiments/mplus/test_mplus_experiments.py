@@ -76,7 +76,8 @@ def test_rows_of_the_context_are_found_by_their_values():
     method = LatentMemory(tiny_memory())
     compress = jax.jit(tiny_memory().compress)
     model = tiny_memory()
-    choose = jax.jit(lambda *given: model.trace_read(*given)[1].chosen)
+    whole = ReadOptions(prompt_length=batch.prompts.shape[1])
+    choose = jax.jit(lambda *given: model.trace_read(*given, whole)[1].chosen)
     made = np.asarray(compress(method.start(2), jnp.asarray(batch.context)))
     state, seen = method.start(2), 0
     for count, piece in enumerate([batch.context, *batch.chunks]):
