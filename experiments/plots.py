@@ -44,6 +44,7 @@ PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "mplus/perplexity_backbone": perplexity.plot,
     "mplus/retention": knowledge_retention.plot,
     "mplus/retrieval_quality": retrieval_quality.plot,
+    "mplus/retrieval_quality_fitted": retrieval_quality.plot,
     "notes/notes": notes_report.plot,
     "ops/kernels": benchmark.plot,
     "ops/tpu_cycles": cycles_plot.plot,

@@ -61,80 +61,37 @@ def _without_empty(table: Table) -> Table:
     return table._replace(header=take(table.header), rows=[*map(take, table.rows)])
 
 
-#: Bytes in all layers of SmolLM2-135M in float32: of a row of the store, which lies on
-#: the host; of a token's keys and values.
-_STORE_ROW, _KEYS_AND_VALUES = 30 * 576 * 4, 30 * 2 * 3 * 64 * 4
-#: What the rows of these files are: the window has no sinks, and MemoryLLM has M+'s
-#: weights, which were trained with a store.
-_OLD_ROWS = {
-    "full": "full attention",
-    "window": "window without sinks",
-    "MemoryLLM": "M+'s weights without the store",
-    "BM25": "BM25, 5 chunks in front of the question",
+#: Result files of retrieval quality, by the retriever that they asked.
+_RETRIEVERS = {
+    "learned with the model": "mplus/retrieval_quality",
+    "fitted afterwards": "mplus/retrieval_quality_fitted",
 }
 
 
-def _sixteen_facts(name: str, labels: dict[str, str]) -> Table:
-    """Rows that were measured with 16 facts, under what they are."""
-    result = load(name)
-    sizes, device = result["memory"], result["device_bytes"]
-    everything = device + sizes["store"] * _STORE_ROW
-    # Attention searches a store of other arrays, whose size was not recorded.
-    bytes_of = {"M+": everything, "MemoryLLM": device}
-    bytes_of |= {"window": device, "SnapKV": device}
-    # What was read before the last question that had positions, and all text.
-    bytes_of["full"] = (4_096 + result["config"]["chunk"]) * _KEYS_AND_VALUES
-    bytes_of["BM25"] = 4 * (result["distances"][-1] + result["config"]["chunk"])
-    bytes_of["closed book"] = 0
-    rows = []
-    for method, found in result["methods"].items():
-        cells = [_share(row) for row in found["after"].values()]
-        kept = bytes_of.get(method)
-        size = "" if kept is None else number(kept / 1e6, 2 if kept < 1e6 else 0)
-        rows.append([labels.get(method, method), size, *cells])
-    columns = [f"after {thousands(n)} tokens" for n in result["distances"]]
-    note = "recipe and seed were not recorded"
-    return Table(
-        ["right answers (95% interval)", "MB kept", *columns], rows, [name], [note]
-    )
-
-
-def retention_16_facts() -> Table:
-    """All methods, before the baselines were mended."""
-    return _sixteen_facts("mplus/retention_16_facts", _OLD_ROWS)
-
-
-def retention_stages() -> Table:
-    """M+ of three stages beside the MemoryLLM of its second."""
-    table = _sixteen_facts(
-        "mplus/retention_stages", {"MemoryLLM": "MemoryLLM, stage 2"}
-    )
-    # Its pool has another size, which is not in the file.
-    return table._replace(
-        header=[table.header[0], *table.header[2:]],
-        rows=[[row[0], *row[2:]] for row in table.rows],
-    )
-
-
 def retrieval_quality() -> Table:
-    """Shares of rows that the retriever finds, against chance."""
-    result = load("mplus/retrieval_quality")
-    rows = [
-        [
-            thousands(distance),
-            number(row["answer"]["share"], 2),
-            times(row["answer"]["times_random"]),
-            number(row["share"], 2),
-            times(row["times_random"]),
-            number(row["share_random"], 2),
-        ]
-        for distance, row in zip(
-            result["distances"], result["after"].values(), strict=True
-        )
+    """Shares of rows that both retrievers find, against chance."""
+    rows, notes = [], []
+    for name, file in _RETRIEVERS.items():
+        result = load(file)
+        found = zip(result["distances"], result["after"].values(), strict=True)
+        rows += [[name, thousands(n), *_retrieved(row)] for n, row in found]
+        notes += _recipe(result)
+    header = ["retriever", "tokens since", "rows of the answer's sentence"]
+    header += ["against chance", "rows of the fact's context", "against chance"]
+    header.append("chance")
+    return Table(header, rows, [*_RETRIEVERS.values()], [*dict.fromkeys(notes)])
+
+
+def _retrieved(row: dict[str, Any]) -> list[str]:
+    """Shares of the sentence's rows and of the context's, each against chance."""
+    answer = row["answer"]
+    return [
+        number(answer["share"], 2),
+        times(answer["times_random"]),
+        number(row["share"], 2),
+        times(row["times_random"]),
+        number(row["share_random"], 2),
     ]
-    header = ["tokens since", "rows of the answer's sentence", "against chance"]
-    header += ["rows of the fact's context", "against chance", "chance"]
-    return Table(header, rows, ["mplus/retrieval_quality"], _recipe(result))
 
 
 #: A window that slid past the text's first token, which attention relies on.
@@ -210,8 +167,6 @@ def _recipe(result: dict[str, Any]) -> list[str]:
 
 TABLES: Tables = {
     "mplus/retention": retention,
-    "mplus/retention_16_facts": retention_16_facts,
-    "mplus/retention_stages": retention_stages,
     "mplus/snapkv_kept": snapkv_kept,
     "mplus/retrieval_quality": retrieval_quality,
     "mplus/perplexity": perplexity,

@@ -118,8 +118,9 @@ def _mplus() -> list[str]:
     return [
         "M+",
         "facts stay known longer than with as many bytes on the device and no store",
-        f"right answers {longest} tokens later: {right('M+')}, window of its bytes "
-        f"on the device {right('window, device')}, of all its bytes "
+        f"right answers {longest} tokens later: {right('M+')}, with a retriever "
+        f"fitted afterwards {right('M+, retriever fitted afterwards')}, window of its "
+        f"bytes on the device {right('window, device')}, of all its bytes "
         f"{right('window, all')}, BM25 {right('BM25')}; injects "
         f"{times(fast['speedup']['official'])} as fast as the authors' program",
         f"SmolLM2-135M, 240 updates, {len(result['facts'])} facts, one seed",
