@@ -17,8 +17,9 @@ def time_functions(
 ) -> dict[str, dict[str, float]]:
     """Times the functions, one call of each in every round.
 
-    So a change in the machine's load hits all of them alike. Call each once before,
-    where it compiles.
+    So a change in the machine's load hits all of them alike. In every round each is
+    called twice and timed once: the first call waits until what the function before it
+    kept, which may be gigabytes, has gone back to the kernel.
 
     Args:
         functions: by name; JAX arrays that they return are waited for.
@@ -30,6 +31,7 @@ def time_functions(
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
+            jax.block_until_ready(function())
             begin = time.perf_counter()
             jax.block_until_ready(function())
             seconds[name].append(time.perf_counter() - begin)
