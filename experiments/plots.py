@@ -41,7 +41,6 @@ PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "hmt/switching": switching.plot,
     "mplus/cost": cost_report.plot,
     "mplus/perplexity": perplexity.plot,
-    "mplus/perplexity_backbone": perplexity.plot,
     "mplus/retention": knowledge_retention.plot,
     "mplus/retrieval_quality": retrieval_quality.plot,
     "mplus/retrieval_quality_fitted": retrieval_quality.plot,

@@ -94,29 +94,20 @@ def _retrieved(row: dict[str, Any]) -> list[str]:
     ]
 
 
-#: A window that slid past the text's first token, which attention relies on.
-_WITHOUT_SINKS = "backbone, window of 1,280"
-
-
 def perplexity() -> Table:
     """Perplexity after so many tokens of the same text."""
-    names = ["mplus/perplexity", "mplus/perplexity_backbone"]
-    results = [load(name) for name in names]
-    rows, notes = {}, []
-    for result in results:
-        for name, values in result["perplexity"].items():
-            if name in result["leaking"] or name == _WITHOUT_SINKS:
-                continue
-            kept = result.get("kept_bytes", {}).get(name)
-            size = None if kept is None else (kept["device"] + kept["host"]) / 1e6
-            cells = [number(value, 2) for value in values]
-            rows[name] = [name, number(size, 2 if size and size < 1 else 0), *cells]
-        recipes = result.get("recipes", {})
-        notes += [f"{name}: {in_words(x)}" for name, x in recipes.items()]
-    if "recipes" not in results[0]:
-        notes.append("recipe and seed of the trained rows were not recorded")
-    columns = [f"after {thousands(n)}" for n in results[0]["tokens_told"]]
-    return Table(["PPL", "MB kept", *columns], [*rows.values()], names, notes)
+    result = load("mplus/perplexity")
+    rows = []
+    for name, values in result["perplexity"].items():
+        if name in result["leaking"]:
+            continue
+        kept = result["kept_bytes"][name]
+        size = None if kept is None else (kept["device"] + kept["host"]) / 1e6
+        cells = [number(value, 2) for value in values]
+        rows.append([name, number(size, 2 if size and size < 1 else 0), *cells])
+    notes = [f"{name}: {in_words(x)}" for name, x in result["recipes"].items()]
+    columns = [f"after {thousands(n)}" for n in result["tokens_told"]]
+    return Table(["PPL", "MB kept", *columns], rows, ["mplus/perplexity"], notes)
 
 
 def snapkv_kept() -> Table:
