@@ -15,7 +15,7 @@ import jax
 def time_functions(
     functions: Mapping[str, Callable[[], Any]], repeats: int
 ) -> dict[str, dict[str, float]]:
-    """Times the functions, one call of each in every round.
+    """Times the functions, one call of each in every round, interleaved.
 
     So a change in the machine's load hits all of them alike. In every round each is
     called twice and timed once: the first call waits until what the function before it

@@ -67,14 +67,16 @@ def chunks(draw):
     }
     sizes["heads"] = draw(st.integers(2, 3))
     seed = draw(st.integers(0, 2**16))
-    return sizes, seed, draw(st.sampled_from(functions.PHIS)), draw(st.booleans())
+    names = (functions.PHIS, functions.ACTIVATIONS)
+    phi, activation = (draw(st.sampled_from(some)) for some in names)
+    return sizes, seed, phi, activation, draw(st.booleans())
 
 
 @pytest.mark.slow
 @settings(max_examples=3, deadline=None, phases=WITHOUT_SHRINKING)
 @given(chunks())
 def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
-    sizes, seed, phi, shared = drawn
+    sizes, seed, phi, activation, shared = drawn
     size, slots, heads = sizes["C"], sizes["M"], sizes["heads"]
     paired = functools.partial(side_by_side, heads)
     split = functools.partial(apart, heads)
@@ -94,7 +96,7 @@ def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
     memories = [normal(slots, sizes[width]) for width in ("K", "V", "K", "V")]
     d_after = normal(slots, sizes["K"]), normal(slots, sizes["V"])
     d_y = normal(size, sizes["V"])
-    options = one_chunk.Options(phi, "ln_silu", EXACT)
+    options = one_chunk.Options(phi, activation, EXACT)
 
     def slots_last(q, k, v, alpha, gamma, g, *memories):
         chunk = one_chunk.Chunk(q, (k, v), alpha, tuple(gamma), tuple(g))
