@@ -29,10 +29,12 @@ def retention() -> Table:
         pairs = zip(method["kept_bytes"], method["after"], strict=True)
         kept = _kept([size for size, row in pairs if row["questions"]])
         rows.append([label, facts, *kept, *shares, *lead])
-        notes += [f"{label}: {in_words(x)}" for x in method["recipes"]]
+        notes += [in_words(x) for x in method["recipes"]]
     header = ["right answers (95% interval)", "facts", "MB kept", "on the device"]
     header += [f"after {thousands(n)} tokens" for n in distances]
     header += [f"M+ more, after {thousands(n)}" for n in distances]
+    # Rows of one model have one recipe.
+    notes = [*dict.fromkeys(notes)]
     return _without_empty(Table(header, rows, ["mplus/retention"], notes))
 
 

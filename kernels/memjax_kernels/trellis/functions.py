@@ -26,8 +26,6 @@ ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 EPS = 1e-6
 # (jnp.sum, jnp.mean or jnp.max, x) -> its reduction over the slots, to compute with x.
 Over = Callable[[Callable[..., Array], Array], Array]
-
-
 Sigmoid = Callable[[Array], Array]
 
 
