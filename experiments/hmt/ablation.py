@@ -1,19 +1,44 @@
 """Compares sizes of HMT: trains each by both stages and scores it."""
 
-from collections.abc import Mapping
-from pathlib import Path
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from experiments.common.gains import gain, shown
+from experiments.common.ngram import NGram
 from experiments.common.results import show
 from experiments.hmt import common, scores
+from experiments.hmt.rows import COUNTED
 from memjax import evaluation
+from memjax.checks import check_sizes
+from memjax.data import TokenisedDocument, Tokenizer, load_tokens
 from memjax.evaluation import Losses
 from memjax.training.finetune.curricula import HMTStages
 
+#: The n-gram that predicts best of those counted on documents of this size.
+ORDER = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(common.Config):
+    """See `common.Config`.
+
+    Attributes:
+        seeds: of every model, from `seed` on, and of the backbone trained here.
+    """
+
+    preset: common.Preset = "cpu-short"
+    seeds: int = 2
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_sizes(seeds=self.seeds)
+
 
 def measure(
-    config: common.Config,
+    config: Config,
     question: str,
     cases: Mapping[str, HMTStages],
     baselines: Mapping[str, HMTStages] | None = None,
@@ -21,9 +46,9 @@ def measure(
 ) -> None:
     """Trains and scores every case, prints and writes them.
 
-    Gains are against the first case, with intervals over documents where there are
-    enough. They say how sure a difference between these two trained models is, not
-    between their kinds: there is one seed.
+    Gains are against the first case, of losses averaged over seeds, with intervals over
+    documents where there are enough; and with each seed alone. An n-gram stands beside
+    models whose backbone is trained here: what they must beat to say anything.
 
     Args:
         config: `output` names the results.
@@ -34,35 +59,35 @@ def measure(
     """
     memory = next(iter(cases.values())).stage2.hmt
     segment = memory.segment
-    backbone, tokenizer = common.load_backbone(config)
+    _, tokenizer = common.load_backbone(config)
     texts = scores.documents(
         config.source, tokenizer, "test", config.scale.test_tokens, segment
     )
-    losses: dict[str, Losses] = {}
+    losses: dict[str, list[Losses]] = {}
     rows: dict[str, dict] = {}
 
-    def add(name: str, trained: common.Trained) -> None:
-        losses[name], spent = scores.score(trained.model, texts, segment)
+    def add(name: str, train: Callable[[common.Config], common.Trained]) -> None:
+        trained = [train(each) for each in common.each_seed(config, config.seeds)]
+        scored = [scores.score(one.model, texts, segment) for one in trained]
+        losses[name] = [found for found, _ in scored]
         rows[name] = {
-            "training_seconds": trained.seconds,
-            "scoring_seconds": spent,
-            "state_bytes": scores.state_bytes(trained.model),
+            "training_seconds": [one.seconds for one in trained],
+            "scoring_seconds": [spent for _, spent in scored],
+            "state_bytes": scores.state_bytes(trained[0].model),
         }
 
     for name, stages in cases.items():
-        add(name, common.train_hmt(config, stages))
+        add(name, lambda each, stages=stages: common.train_hmt(each, stages))
     for name, stages in (baselines or {}).items():
-        add(name, common.train_recurrent(config, stages, sensory=0))
+        add(name, lambda each, stages=stages: common.train_recurrent(each, stages, 0))
+    if config.scale.backbone == "tiny":
+        name = COUNTED.format(ORDER)
+        losses[name], rows[name] = [_counted(config, tokenizer, texts)], {}
     base = next(iter(cases))
-    length = losses[base].mask.shape[1]
+    length = losses[base][0].mask.shape[1]
     mask = evaluation.scored(length, segment, memory.summary)
-    some = {name: evaluation.restrict(x, mask) for name, x in losses.items()}
     for name, row in rows.items():
-        row["perplexity"] = {
-            "causal": evaluation.perplexity(some[name]),
-            "all": evaluation.perplexity(losses[name]),
-        }
-        row["gain"] = gain(some[base], some[name])
+        row |= _compared(losses[base], losses[name], mask)
     common.write(
         config,
         question,
@@ -82,4 +107,30 @@ def measure(
             for name, row in rows.items()
         },
     )
-    print(f"wrote {Path(config.output).name}.json")
+    print(f"wrote {config.output.name}.json")
+
+
+def _counted(
+    config: Config, tokenizer: Tokenizer, texts: tuple[TokenisedDocument, ...]
+) -> Losses:
+    """The n-gram of the documents that the backbone was trained on."""
+    train = load_tokens(config.source, tokenizer, "train")
+    return NGram(train, ORDER, tokenizer.vocab_size).losses(texts)
+
+
+def _compared(
+    base: list[Losses], found: list[Losses], mask: np.ndarray
+) -> dict[str, Any]:
+    """Perplexities and gains of one row, one of `Losses` a seed."""
+    causal = lambda losses: evaluation.restrict(losses, mask)
+    mean = scores.mean(found)
+    # An n-gram has no seed: it is compared with the mean alone.
+    pairs = zip(base, found, strict=True) if len(base) == len(found) else ()
+    return {
+        "perplexity": {
+            "causal": evaluation.perplexity(causal(mean)),
+            "all": evaluation.perplexity(mean),
+        },
+        "gain": gain(causal(scores.mean(base)), causal(mean)),
+        "gain_by_seed": [gain(causal(a), causal(b))["nats"] for a, b in pairs],
+    }

@@ -1,9 +1,9 @@
 """What the HMT experiments share: backbones, fine-tuned models, result files.
 
-A backbone is a pretrained model, or a small one that is trained here on the embedded
-books in a minute or two. Every fine-tuned model is kept in a folder whose name is a
-digest of its settings. So experiments share models, and a program that was stopped
-continues.
+A backbone is a pretrained model, or a small one that is trained here on the documents
+of the experiment in a minute or two. Every fine-tuned model is kept in a folder whose
+name is a digest of its settings. So experiments share models, and a program that was
+stopped continues.
 """
 
 import dataclasses
@@ -172,6 +172,20 @@ def backbone_path(config: Config) -> Path:
     return _once(folder, "the backbone", lambda: run.train(run_config, folder))
 
 
+def each_seed(config: Config, seeds: int) -> list[Config]:
+    """The experiment with so many seeds from its own on, also of the backbone."""
+    return [dataclasses.replace(config, seed=config.seed + i) for i in range(seeds)]
+
+
+def fine_tuned_on(config: Config, source: str) -> Config:
+    """The experiment whose models are fine-tuned on other documents.
+
+    The backbone stays that of the config's own documents.
+    """
+    backbone = str(backbone_path(config))
+    return dataclasses.replace(config, source=source, backbone=backbone)
+
+
 def load_backbone(config: Config) -> tuple[LanguageModel, Tokenizer]:
     """The backbone as it came, and its tokenizer."""
     found = finetune.load_backbone(backbone_path(config))
@@ -183,7 +197,7 @@ def _tiny_run(config: Config) -> run.RunConfig:
     return run.RunConfig(
         model=TINY,
         data=run.DataConfig(
-            source="embedded",
+            source=config.source,
             context_length=min(256, TINY.capacity or 256),
             batch_size=8,
         ),

@@ -14,13 +14,13 @@ from pathlib import Path
 import tyro
 
 from experiments.common.results import RESULTS
-from experiments.hmt import ablation, common
+from experiments.hmt import ablation
 from memjax.training.finetune.curricula import HMTStages
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(common.Config):
-    """See `common.Config`.
+class Config(ablation.Config):
+    """See `ablation.Config`.
 
     Attributes:
         depths: segments of a sample in stage 2.
@@ -29,7 +29,6 @@ class Config(common.Config):
 
     depths: tuple[int, ...] = (2, 4, 8)
     rmt: bool = True
-    preset: common.Preset = "cpu-short"
     output: Path = RESULTS / "hmt" / "depth"
 
     def __post_init__(self):

@@ -151,19 +151,19 @@ def _models(
     stage2 = dataclasses.replace(stages.stage2, depth=depth)
     stages = dataclasses.replace(stages, stage2=stage2)
     source = _training_source(config, inputs, stage2.context_length + 1, tokenizer)
-    config = dataclasses.replace(config, source=source)
-    hmt = common.train_hmt(config, stages)
+    trained_on = common.fine_tuned_on(config, source)
+    hmt = common.train_hmt(trained_on, stages)
     window = scores.equal_window(backbone, scores.state_bytes(hmt.model))
     # Samples must be whole, so the window is one that divides them, or all of them.
     total = stage2.context_length
     wide = min(
         w for w in range(1, total + 1) if total % w == 0 and w >= min(window, total)
     )
-    trained = common.train_window(config, stages, wide)
+    trained = common.train_window(trained_on, stages, wide)
     wide = max(wide, window)
     return {
         "HMT": hmt,
-        "RMT": common.train_recurrent(config, stages, sensory=0),
+        "RMT": common.train_recurrent(trained_on, stages, sensory=0),
         WINDOW: trained._replace(model=with_window(_plain(trained), wide)),
         "the same, not fine-tuned": (with_window(backbone, wide), 0.0),
     }

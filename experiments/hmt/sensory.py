@@ -13,20 +13,19 @@ from pathlib import Path
 import tyro
 
 from experiments.common.results import RESULTS
-from experiments.hmt import ablation, common
+from experiments.hmt import ablation
 from memjax.training.finetune.curricula import HMTStages
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(common.Config):
-    """See `common.Config`.
+class Config(ablation.Config):
+    """See `ablation.Config`.
 
     Attributes:
         sensory: sizes k; none is an eighth of the segment, nothing, and others about.
     """
 
     sensory: tuple[int, ...] = ()
-    preset: common.Preset = "cpu-short"
     output: Path = RESULTS / "hmt" / "sensory"
 
     def __post_init__(self):

@@ -9,16 +9,16 @@ steps, and are scored on held-out documents of the same form (HMT, Figures 9, 11
 show how many segments back the memory lies that a search weighs most. With chunks of
 one segment, the other document's memory is one segment back, and a document's own two.
 
-Both models score the same targets: those from index j on in their segment. The
-perplexity of dilated documents is given with the "$" and without. Test documents are
-cut exactly between tokens. Training texts are decoded and tokenised again, so that
-their switches may move by a few tokens.
+Both models have the same seeds and score the same targets: those from index j on in
+their segment. The perplexity of dilated documents is given with the "$" and without.
+Test documents are cut exactly between tokens. Training texts are decoded and tokenised
+again, so that their switches may move by a few tokens.
 """
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from flax import nnx
 
 from experiments.common.gains import gain
 from experiments.common.results import RESULTS, show
-from experiments.hmt import common, scores
+from experiments.hmt import ablation, common, scores
 from memjax import evaluation
 from memjax.data import (
     FILLER,
@@ -41,7 +41,7 @@ from memjax.data import (
 )
 from memjax.evaluation import Losses, plots
 from memjax.evaluation.drawing import source_of
-from memjax.models.base import commit_state
+from memjax.models.base import Model, commit_state
 from memjax.models.hmt.model import HMT
 
 Form = Literal["plain", "interleaved", "dilated"]
@@ -49,8 +49,8 @@ WITH, WITHOUT = "with retrieval", "without retrieval"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(common.Config):
-    """See `common.Config`.
+class Config(ablation.Config):
+    """See `ablation.Config`.
 
     Attributes:
         forms: of the documents.
@@ -60,7 +60,6 @@ class Config(common.Config):
 
     forms: tuple[Form, ...] = get_args(Form)
     chunk: int = 0
-    preset: common.Preset = "cpu-short"
     output: Path = RESULTS / "hmt" / "switching"
 
     def __post_init__(self):
@@ -88,42 +87,54 @@ def main(config: Config) -> None:
 
 def _compare(config: Config, form: Form, source: str, test: list[LongInput]):
     """Both models of one form of documents: their scores, and the searches."""
-    trained_on = dataclasses.replace(config, source=source)
     stages = config.scale.stages
     sensory = stages.stage2.hmt.sensory
+    seeds = [
+        common.fine_tuned_on(each, source)
+        for each in common.each_seed(config, config.seeds)
+    ]
     models = {
-        WITH: common.train_hmt(trained_on, stages),
-        WITHOUT: common.train_recurrent(trained_on, stages, sensory),
+        WITH: [common.train_hmt(each, stages).model for each in seeds],
+        WITHOUT: [
+            common.train_recurrent(each, stages, sensory).model for each in seeds
+        ],
     }
     segment, first = stages.stage2.hmt.segment, stages.stage2.hmt.summary
     texts = [_cut(text, segment, config.scale.test_tokens) for text in test]
-    losses = {
-        name: scores.score(trained.model, [t.document for t in texts], segment)[0]
-        for name, trained in models.items()
+
+    def score(model):
+        losses, _ = scores.score(model, [t.document for t in texts], segment)
+        return _scored(losses, texts, segment, first)
+
+    by_seed = {name: [score(model) for model in some] for name, some in models.items()}
+    mean = {
+        name: {kind: scores.mean([x[kind] for x in found]) for kind in found[0]}
+        for name, found in by_seed.items()
     }
-    some = {name: _scored(x, texts, segment, first) for name, x in losses.items()}
-    rows: dict[str, Any] = {
-        kind: {name: evaluation.perplexity(x[kind]) for name, x in some.items()}
-        for kind in some[WITH]
+    found = [searches(model, texts, segment) for model in models[WITH]]
+    distances, held = (np.concatenate(x) for x in zip(*found, strict=True))
+    return {
+        "perplexity": {
+            kind: {name: evaluation.perplexity(x[kind]) for name, x in mean.items()}
+            for kind in mean[WITH]
+        },
+        "nats_saved_by_retrieval": gain(mean[WITHOUT]["text"], mean[WITH]["text"]),
+        "nats_saved_by_seed": [
+            gain(without["text"], searched["text"])["nats"]
+            for without, searched in zip(by_seed[WITHOUT], by_seed[WITH], strict=True)
+        ],
+        "recall": evaluation.recall_summary(distances, held),
+        "histogram": _histogram(distances),
+        # Every text was searched in once a seed.
+        "tokens": [len(x.document.tokens) - 1 for x in texts] * config.seeds,
     }
-    base, searched = some[WITHOUT]["text"], some[WITH]["text"]
-    model = models[WITH].model
-    assert isinstance(model, HMT)
-    found = searches(model, texts, segment)
-    row = {
-        "perplexity": rows,
-        "nats_saved_by_retrieval": gain(base, searched),
-        "recall": evaluation.recall_summary(*found),
-        "histogram": _histogram(found[0]),
-        "tokens": [len(text.document.tokens) - 1 for text in texts],
-    }
-    return row
 
 
 def searches(
-    model: HMT, texts: list[LongInput], segment: int
+    model: Model, texts: list[LongInput], segment: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Distances of all searches, text by text, and the memories that were held."""
+    """Distances of all of HMT's searches, text by text, and the memories held then."""
+    assert isinstance(model, HMT)
     graph, params = nnx.split(model)
     read = jax.jit(lambda params, *rest: nnx.merge(graph, params).trace(*rest)[::2])
     found = []

@@ -9,8 +9,6 @@ is in the folders of an earlier call is not done again.
 import dataclasses
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from experiments.common.ngram import NGram
 from experiments.hmt import common, scores
 from experiments.hmt.rows import Row
@@ -92,9 +90,8 @@ def measure(
     if runs[0] is None:
         return None
     losses = [run.losses for run in found]
-    mean = losses[0]._replace(nll=np.mean([x.nll for x in losses], axis=0))
     return Measured(
-        mean,
+        scores.mean(losses),
         {
             "learning_rate": best,
             "validation_perplexity": {str(k): v for k, v in tried.items()},
@@ -123,7 +120,7 @@ def _untrained(
         backbone, tokenizer = common.load_backbone(config)
         if row.order:
             # The documents that the backbone was trained on.
-            train = load_tokens("embedded", tokenizer, "train")
+            train = load_tokens(config.source, tokenizer, "train")
             counted = NGram(train, row.order, tokenizer.vocab_size)
             return lambda text: counted.losses([text])
         assert row.build is not None

@@ -75,18 +75,27 @@ def smollm2_gain() -> Table:
 
 
 def _sizes(name: str) -> Table:
-    """Perplexity and training time of each size."""
-    rows = [
-        [
-            case,
-            number(row["perplexity"]["causal"], 1),
-            number(row["gain"]["nats"], 4),
-            number(row["training_seconds"], 0),
-        ]
-        for case, row in load(name)["models"].items()
-    ]
-    header = ["", "PPL, causal", "nats saved against the first", "training seconds"]
-    return Table(header, rows, [name])
+    """Perplexity of each size, what it saves, and training time, over seeds."""
+    result = load(name)
+    rows = []
+    for case, row in result["models"].items():
+        first = case == result["base"]
+        spent = row.get("training_seconds")
+        rows.append(
+            [
+                case,
+                number(row["perplexity"]["causal"], 1),
+                "" if first else shown(row["gain"]),
+                "" if first else _by_seed(row["gain_by_seed"]),
+                "" if spent is None else number(sum(spent) / len(spent), 0),
+            ]
+        )
+    header = ["", "PPL, causal", "nats saved against the first", "with each seed"]
+    return Table([*header, "training seconds"], rows, [name])
+
+
+def _by_seed(nats: list[float]) -> str:
+    return ", ".join(f"{x:+.3f}" for x in nats)
 
 
 def sensory() -> Table:
@@ -108,13 +117,14 @@ def switching() -> Table:
             [
                 form,
                 *(number(x, 1) for x in found["perplexity"]["text"].values()),
-                number(saved["nats"], 3),
+                shown(saved),
+                _by_seed(found["nats_saved_by_seed"]),
                 percent(recall["even"]),
                 percent(recall["chance_even"]),
             ]
         )
     header = ["documents", "PPL with retrieval", "PPL without", "nats saved"]
-    header += ["found an even number of segments back", "by chance"]
+    header += ["with each seed", "found an even number of segments back", "by chance"]
     return Table(header, rows, ["hmt/switching"])
 
 
@@ -126,6 +136,9 @@ def qa() -> Table:
         found = [by["models"][model]["all"] for by in result["contexts"].values()]
         exact = [percent(x["exact"]) for x in found]
         rows.append([model, *exact, *(number(x["perplexity"], 1) for x in found)])
+    guess = percent(result["majority_exact"]["all"])
+    tests = len(result["contexts"])
+    rows.append(["most frequent answer of its kind", *[guess] * tests, *[""] * tests])
     counts = list(result["contexts"])
     header = ["", *(f"right, {n} contexts" for n in counts)]
     header += [f"PPL of the answer, {n}" for n in counts]

@@ -151,12 +151,18 @@ def test_length(run_dir, tmp_path, capsys, monkeypatch):
 @pytest.mark.slow
 def test_sensory_and_depth(run_dir, tmp_path, untrained):
     report = run(sensory, run_dir, tmp_path, sensory=(1,))
-    assert [x.hmt.sensory for x in untrained] == [1, 1]
-    assert [x.hmt.retrieval for x in untrained] == [False, True]
+    assert [x.hmt.sensory for x in untrained] == [1, 1] * 2
+    assert [x.hmt.retrieval for x in untrained] == [False, True] * 2
+    assert [x.seed for x in untrained] == [0, 0, 1, 1]
     untrained.clear()
-    assert list(report["models"]) == ["k = 1"] and report["base"] == "k = 1"
-    report = run(depth, run_dir, tmp_path, depths=(2,))
-    assert list(report["models"]) == ["HMT, depth 2 (32 tokens a row)", "RMT, depth 2"]
+    assert list(report["models"]) == ["k = 1", "3-gram"] and report["base"] == "k = 1"
+    first, counted = report["models"].values()
+    # Two models that are hardly trained, and counts of all training documents.
+    assert len(first["gain_by_seed"]) == 2 and not counted["gain_by_seed"]
+    assert counted["gain"]["nats"] > 1
+    report = run(depth, run_dir, tmp_path, depths=(2,), seeds=1)
+    hmt, rmt, counted = report["models"]
+    assert (hmt, rmt) == ("HMT, depth 2 (32 tokens a row)", "RMT, depth 2")
     for row in report["models"].values():
         assert set(row["perplexity"]) == {"causal", "all"}
     assert [x.hmt.sensory for x in untrained] == [1, 1, 0]
@@ -168,10 +174,10 @@ def test_switching(run_dir, tmp_path, untrained):
     assert report["chunk_over_segment"] == 1 and report["scored_from"] == L // 2
     (row,) = report["forms"].values()
     assert set(row["perplexity"]) == {"text", "text and filler"}
-    assert row["tokens"] == [64] * 4
-    # Eight segments a text, of which the first has nothing to search.
-    assert row["recall"]["searches"] == 7 * 4
-    assert sum(row["histogram"].values()) == 7 * 4
+    assert row["tokens"] == [64] * 4 * 2 and len(row["nats_saved_by_seed"]) == 2
+    # Eight segments a text, of which the first has nothing to search; two seeds.
+    assert row["recall"]["searches"] == 7 * 4 * 2
+    assert sum(row["histogram"].values()) == 7 * 4 * 2
     assert set(row["histogram"]) <= {"1", "2", "3", "4"}
     assert is_png(tmp_path / "result.png")
 
