@@ -12,7 +12,7 @@ from typing import Any
 
 import tyro
 
-from experiments import books
+from experiments.books import report as books_report
 from experiments.common.results import RESULTS
 from experiments.compare import alignment_report, layers, report
 from experiments.elastic import hippo_reconstruction
@@ -30,7 +30,8 @@ from memjax.checks import require_known
 
 #: What draws each plot, by its name without ending.
 PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
-    "books/window8": books.plot,
+    "books/window8": books_report.plot,
+    "books/window64": books_report.plot,
     "compare/alignment": alignment_report.plot,
     "compare/layers": layers.plot,
     "compare/needles": report.plot_needles,

@@ -1,8 +1,10 @@
 """Gains in result files: nats saved a token, with an interval by document."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from memjax.evaluation import Losses
 from memjax.evaluation.statistics import (
@@ -43,6 +45,11 @@ def shown(found: Mapping[str, Any], digits: int = 3) -> str:
         return f"{found['nats']:+.{digits}f} (too few documents)"
     low, high = (f"{found[name]:+.{digits}f}" for name in ("low", "high"))
     return f"{found['nats']:+.{digits}f} [{low}, {high}]"
+
+
+def mean_losses(losses: Sequence[Losses]) -> Losses:
+    """Of the same targets, by models of several seeds."""
+    return losses[0]._replace(nll=np.mean([x.nll for x in losses], axis=0))
 
 
 def restrict_kind(losses: Losses, kind: str | None) -> Losses:

@@ -1,6 +1,6 @@
 """Does it matter where and how densely a trained memory is read?
 
-    python -m experiments.elastic.sampling --run-dir runs/books/elastic
+    python -m experiments.elastic.sampling --run-dir runs/books/elastic-42
 
 Reads one trained Elastic Memory with other samplings and other numbers of memory
 tokens, with no retraining (the paper's Tables 5 and 6, and L_mem, for which it gives no
@@ -36,7 +36,7 @@ class Config:
         output: where .json goes, without the ending.
     """
 
-    run_dir: pathlib.Path = pathlib.Path("runs/books/elastic")
+    run_dir: pathlib.Path = pathlib.Path("runs/books/elastic-42")
     texts: int = 8
     memory_tokens: tuple[int, ...] = (4, 16, 64, 128)
     decays: tuple[float, ...] = (0.8, 0.9, 0.95)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common.gains import gain, shown
+from experiments.common.gains import gain, mean_losses, shown
 from experiments.common.ngram import NGram
 from experiments.common.results import show
 from experiments.hmt import common, scores
@@ -123,7 +123,7 @@ def _compared(
 ) -> dict[str, Any]:
     """Perplexities and gains of one row, one of `Losses` a seed."""
     causal = lambda losses: evaluation.restrict(losses, mask)
-    mean = scores.mean(found)
+    mean = mean_losses(found)
     # An n-gram has no seed: it is compared with the mean alone.
     pairs = zip(base, found, strict=True) if len(base) == len(found) else ()
     return {
@@ -131,6 +131,6 @@ def _compared(
             "causal": evaluation.perplexity(causal(mean)),
             "all": evaluation.perplexity(mean),
         },
-        "gain": gain(causal(scores.mean(base)), causal(mean)),
+        "gain": gain(causal(mean_losses(base)), causal(mean)),
         "gain_by_seed": [gain(causal(a), causal(b))["nats"] for a, b in pairs],
     }

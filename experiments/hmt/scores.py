@@ -140,11 +140,6 @@ def _file(folder: Path, text: TokenisedDocument) -> Path:
     return folder / f"{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.npz"
 
 
-def mean(losses: Sequence[Losses]) -> Losses:
-    """Of the same targets, by models of several seeds."""
-    return losses[0]._replace(nll=np.mean([x.nll for x in losses], axis=0))
-
-
 def by_kind(losses: Mapping[str, Losses], lengths: Sequence[int]) -> dict:
     """Perplexity of the positions before each length, by kind of text and model."""
     kinds = ["all", *dict.fromkeys(next(iter(losses.values())).kinds)]

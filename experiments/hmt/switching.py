@@ -26,7 +26,7 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from experiments.common.gains import gain
+from experiments.common.gains import gain, mean_losses
 from experiments.common.results import RESULTS, show
 from experiments.hmt import ablation, common, scores
 from memjax import evaluation
@@ -108,7 +108,7 @@ def _compare(config: Config, form: Form, source: str, test: list[LongInput]):
 
     by_seed = {name: [score(model) for model in some] for name, some in models.items()}
     mean = {
-        name: {kind: scores.mean([x[kind] for x in found]) for kind in found[0]}
+        name: {kind: mean_losses([x[kind] for x in found]) for kind in found[0]}
         for name, found in by_seed.items()
     }
     found = [searches(model, texts, segment) for model in models[WITH]]

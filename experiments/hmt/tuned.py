@@ -9,6 +9,7 @@ is in the folders of an earlier call is not done again.
 import dataclasses
 from typing import Any, NamedTuple
 
+from experiments.common.gains import mean_losses
 from experiments.common.ngram import NGram
 from experiments.hmt import common, scores
 from experiments.hmt.rows import Row
@@ -91,7 +92,7 @@ def measure(
         return None
     losses = [run.losses for run in found]
     return Measured(
-        scores.mean(losses),
+        mean_losses(losses),
         {
             "learning_rate": best,
             "validation_perplexity": {str(k): v for k, v in tried.items()},

@@ -4,6 +4,8 @@
 "Which memory when": all layers at one size, side by side.
 """
 
+from experiments.books.models import MEMORY
+from experiments.common.gains import shown
 from experiments.hmt.rows import AGAIN, HIERARCHICAL, SINK_WINDOW
 from experiments.mplus.retention import recorded
 from experiments.tables.table import (
@@ -31,16 +33,17 @@ def _more(room: str) -> str:
 
 def _elastic() -> list[str]:
     result = load("books/window8")
-    gain, models = result["gain"]["all"], result["models"]
-    plain, memory = (number(x["beyond_window"], 2) for x in models.values())
+    saved = [
+        f"{shown(found['all'])} over {base}" for base, found in result["gains"].items()
+    ]
+    config, models = result["config"], result["models"]
     return [
-        "Elastic Memory",
+        MEMORY,
         "a compressed history lowers perplexity beyond the window",
-        f"PPL beyond the window {plain} without, {memory} with the memory: "
-        f"{number(gain['nats'], 3)} nats saved a token, one seed",
-        f"{models['elastic']['parameters']:,} parameters, windows of "
-        f"{result['config']['window']}, {result['steps']:,} updates",
-        _more("elastic"),
+        f"nats a token saved: {' and '.join(saved)}, which keep as many bytes",
+        f"{models[MEMORY]['parameters']:,} parameters, blocks of {config['window']}, "
+        f"{result['steps']:,} updates, {config['seeds']} seeds",
+        _more("books"),
     ]
 
 

@@ -1,5 +1,7 @@
 """Tables of `experiments.notes`, `experiments.books` and `experiments.conversation`."""
 
+from experiments.books.models import MEMORY
+from experiments.common.gains import shown
 from experiments.tables.table import (
     Table,
     Tables,
@@ -17,7 +19,7 @@ _WAYS = {
     "plain": "asked plainly",
     "empty": "begun, empty memory",
 }
-_KINDS = ("code", "manuals", "proofs", "prose")
+_BOOKS = ("books/window8", "books/window64")
 
 
 def notes() -> Table:
@@ -25,12 +27,12 @@ def notes() -> Table:
     result = load(_NOTES)
     counts, distances = (result["config"][key] for key in ("counts", "distances"))
     # Up to there all of the text fits; the plot has every distance.
-    shown = [0, *(i for i, distance in enumerate(distances) if distance > 4096)]
+    chosen = [0, *(i for i, distance in enumerate(distances) if distance > 4096)]
     header = ["", "bytes kept"]
-    header += [f"{n} notes, {distances[i]:,} later" for n in counts for i in shown]
+    header += [f"{n} notes, {distances[i]:,} later" for n in counts for i in chosen]
     rows = [
         [name, thousands(row["state_bytes"])]
-        + [percent(row["right"][str(n)][i]["mean"]) for n in counts for i in shown]
+        + [percent(row["right"][str(n)][i]["mean"]) for n in counts for i in chosen]
         for name, row in result["models"].items()
     ]
     return Table(header, rows, [_NOTES])
@@ -60,60 +62,38 @@ def notes_ahead() -> Table:
 
 
 def memory() -> Table:
-    """Both models of `experiments.books`."""
-    models = load("books/window8")["models"]
-    names = {"transformer": "Transformer++, window 8", "elastic": "Elastic Memory"}
-    header = ["", "parameters", "state bytes", "tokens/s", "PPL", "PPL beyond window"]
-    rows = [
-        [
-            names[name],
-            number(row["parameters"], 0),
-            number(row["state_bytes"], 0),
-            number(row["tokens_per_second"], 0),
-            number(row["perplexity"], 2),
-            number(row["beyond_window"], 2),
-            *(number(row["beyond_window_by_kind"][kind], 1) for kind in _KINDS),
+    """All models of `experiments.books`, with short windows and longer ones."""
+    rows = []
+    for name in _BOOKS:
+        result = load(name)
+        window = result["config"]["window"]
+        rows += [
+            [
+                f"{model}, blocks of {window}" if model == MEMORY else model,
+                number(row.get("state_bytes"), 0),
+                number(row["perplexity"], 1),
+                number(row["beyond_window"], 1),
+                *(number(x, 1) for x in row["beyond_window_by_kind"].values()),
+            ]
+            for model, row in result["models"].items()
         ]
-        for name, row in models.items()
-    ]
-    return Table([*header, *_KINDS], rows, ["books/window8"])
+    kinds = load(_BOOKS[0])["models"][MEMORY]["beyond_window_by_kind"]
+    header = ["", "bytes kept", "PPL", "PPL beyond the short window", *kinds]
+    return Table(header, rows, [*_BOOKS])
 
 
 def gain() -> Table:
-    """What the memory saves beyond the window, by kind of document."""
+    """What the memory saves beyond the short window, over each window."""
     rows = []
-    for window in (8, 64):
-        found = load(f"books/window{window}")["gain"]
-        kinds = ("all", *_KINDS)
-        cells = [number(found[k]["nats"], 3) for k in kinds]
-        rows.append([f"window {window}", *cells])
-    header = ["nats a token saved beyond the window", "all", *_KINDS]
-    return Table(header, rows, ["books/window8", "books/window64"])
-
-
-def equal_state() -> Table:
-    """The memory beside a window of as many bytes, on the whole test split."""
-    found = load("books/equal_state")["rows"]
-    kinds = ("all", *_KINDS)
-    rows = [
-        [
-            name,
-            number(row["state_bytes"], 0),
-            *(number(row[k]["perplexity"], 2) for k in kinds),
-        ]
-        for name, row in found.items()
-    ]
-    return Table(["PPL", "state bytes", *kinds], rows, ["books/equal_state"])
-
-
-def window64() -> Table:
-    """Both models with windows of 64."""
-    names = {"transformer": "Transformer++", "elastic": "Elastic Memory"}
-    rows = [
-        [names[name], number(row["perplexity"], 2), number(row["beyond_window"], 2)]
-        for name, row in load("books/window64")["models"].items()
-    ]
-    return Table(["windows of 64", "PPL", "PPL beyond"], rows, ["books/window64"])
+    for name in _BOOKS:
+        result = load(name)
+        for base, found in result["gains"].items():
+            by_seed = ", ".join(f"{x:+.3f}" for x in found["all"]["by_seed"])
+            cells = [shown(x) for x in found.values()]
+            rows.append([f"over {base}", *cells, by_seed])
+    kinds = load(_BOOKS[0])["gains"]
+    header = ["nats a token that Elastic Memory saves", *next(iter(kinds.values()))]
+    return Table([*header, "all, with each seed"], rows, [*_BOOKS])
 
 
 def answers() -> Table:
@@ -153,8 +133,6 @@ TABLES: Tables = {
     "notes/ahead": notes_ahead,
     "books/memory": memory,
     "books/gain": gain,
-    "books/equal_state": equal_state,
-    "books/window64": window64,
     "conversation/answers": answers,
     "conversation/turns": turns,
 }

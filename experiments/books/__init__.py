@@ -1,0 +1,1 @@
+"""Small models on real books: does a memory help beyond the window?"""
