@@ -1,12 +1,9 @@
 """What does a conversation with a memory look like, and what does a turn cost?
 
-    memjax import SmolLM2-135M.gguf backbone
-    memjax finetune mplus-smollm2-135m-stage3 --backbone backbone \\
-        --run-dir runs/mplus --memory.retrieved 128 --memory.store 2048 \\
-        --tasks.ask 0.9 --tasks.revisit 0 --tasks.target 128 \\
-        --data.batch-size 1 --retriever-documents 12 --optimizer.learning-rate 5e-4 \\
-        --loop.steps 120
-    python -m experiments.conversation --model runs/mplus --chat-model backbone
+    python -m experiments.mplus.retention.everything --run-dir runs/retention --seeds 42
+    python -m experiments.conversation --model runs/retention/mplus-42
+
+The first of all that the first command runs trains this M+, in half an hour.
 
 Runs `memjax tell`, `ask` and `chat` in a pseudo-terminal, each command a process of
 its own, and draws what stood there (`results/conversation/session.svg`). A text about a
