@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from experiments.common.gains import shown
 from experiments.tables.table import Table, Tables, load, number, spread, times
 
 
@@ -135,9 +136,11 @@ def elastic_sampling() -> Table:
         change = row["change"]
         if not isinstance(change, str):
             change = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in change.items())
-        nats = number(row["nats_against_trained"], 4)
+        low, high = row["interval"]
+        cost = {"nats": row["nats_against_trained"], "low": low, "high": high}
+        nats = "" if change == "as trained" else shown(cost, 4)
         rows.append([change, number(row["beyond_window"], 1), nats])
-    header = ["read", "PPL beyond the window", "nats a token against as trained"]
+    header = ["read", "PPL beyond the window", "nats a token lost against as trained"]
     return Table(header, rows, ["elastic/sampling"])
 
 
