@@ -67,6 +67,7 @@ def memory() -> Table:
     for name in _BOOKS:
         result = load(name)
         window = result["config"]["window"]
+        # The n-gram is the same in both.
         rows += [
             [
                 f"{model}, blocks of {window}" if model == MEMORY else model,
@@ -76,6 +77,7 @@ def memory() -> Table:
                 *(number(x, 1) for x in row["beyond_window_by_kind"].values()),
             ]
             for model, row in result["models"].items()
+            if name == _BOOKS[0] or "state_bytes" in row
         ]
     kinds = load(_BOOKS[0])["models"][MEMORY]["beyond_window_by_kind"]
     header = ["", "bytes kept", "PPL", "PPL beyond the short window", *kinds]

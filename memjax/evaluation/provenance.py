@@ -53,7 +53,10 @@ def provenance(question: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _program() -> list[str]:
     """How the program was started: a module by its name, whose path says too much."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return ["-m", spec.name] if spec is not None else sys.argv[:1]
+    if spec is None:
+        return sys.argv[:1]
+    # A package is run by its name.
+    return ["-m", spec.name.removesuffix(".__main__")]
 
 
 # Asked once: a long program may outlive the state of the files that it was read from.

@@ -2,6 +2,8 @@
 
 import shutil
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,12 @@ def test_a_result_holds_its_version(repository):
     found = provenance.provenance("why?", {"a": 1})
     provenance.version.cache_clear()
     assert found["clean"] is True and found["commit"] == version().commit
+
+
+@pytest.mark.parametrize("name", ["experiments.notes", "experiments.notes.__main__"])
+def test_a_package_that_is_run_is_named_as_it_was_called(monkeypatch, name):
+    program = types.SimpleNamespace(__spec__=types.SimpleNamespace(name=name))
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    monkeypatch.setattr(sys, "argv", ["x", "--seeds", "2"])
+    command = provenance.provenance("q", {})["command"]
+    assert command == "python -m experiments.notes --seeds 2"
