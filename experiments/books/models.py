@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 
+from experiments.common.tree_bytes import tree_bytes
 from memjax.checks import check_positive, check_sizes
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.presets import TINY
@@ -81,7 +82,7 @@ def state_bytes(config: ModelConfig) -> int:
     """What a model keeps of one text between two tokens."""
     shapes = lambda: LanguageModel(config, key=jax.random.key(0)).init_state(1)
     state = jax.eval_shape(shapes)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    return tree_bytes(state)
 
 
 def window_of(config: Config, family: str) -> int:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32
 
+from experiments.common.tree_bytes import tree_bytes
 from memjax import evaluation
 from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
 from memjax.evaluation import Losses
@@ -25,7 +26,7 @@ TOGETHER = 16
 def state_bytes(model: Model, tokens: int | None = None) -> int:
     """Bytes of the memory of one text; of `tokens` where they are kept."""
     state = jax.eval_shape(lambda: model.init_state(1, tokens))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    return tree_bytes(state)
 
 
 def equal_window(backbone: LanguageModel, size: int, sinks: int = 0) -> int:

@@ -18,6 +18,7 @@ import jax
 from flax import nnx
 
 from experiments.common.results import RESULTS
+from experiments.common.tree_bytes import tree_bytes
 from memjax.config_io import to_record
 from memjax.mechanisms import AttentionConfig, MixerConfig
 from memjax.models import LanguageModel, ModelConfig
@@ -184,7 +185,7 @@ def state_bytes(model: ModelConfig) -> int:
 @functools.lru_cache(maxsize=1024)
 def _mixer_bytes(mixer: MixerConfig) -> int:
     state = jax.eval_shape(lambda: mixer.build().init_state(1))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    return tree_bytes(state)
 
 
 def run_config(

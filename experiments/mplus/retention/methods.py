@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments.mplus.retention.variants import KeptBytes, kept_bytes, tree_bytes
+from experiments.common.tree_bytes import tree_bytes
+from experiments.mplus.retention.variants import KeptBytes, kept_bytes
 from memjax.models import LanguageModel, Sampling, generate
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
 from memjax.models.language_model.windowed import with_capacity, with_window

@@ -5,11 +5,12 @@ Each has the same parameters, and is a new model.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from experiments.common.tree_bytes import tree_bytes
 from memjax.models.lora import Frozen
 from memjax.models.mplus import write as mplus_writing
 from memjax.models.mplus.model import MPlus
@@ -119,8 +120,3 @@ def kept_bytes(model: MPlus) -> KeptBytes:
 def device_bytes(model: MPlus) -> int:
     """Bytes of one batch element's memory that a read needs on the device."""
     return kept_bytes(model).device
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays, or shapes of arrays, in a tree."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

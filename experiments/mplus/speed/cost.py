@@ -30,6 +30,7 @@ import tyro
 from flax import nnx
 
 from experiments.common.results import RESULTS, settings, write_report
+from experiments.common.tree_bytes import tree_bytes
 from experiments.hmt import cost as hmt_cost
 from experiments.hmt import scores as hmt_scores
 from experiments.hmt.speed.operations import Size
@@ -179,7 +180,7 @@ def describe(config: Config, kind: Kind, length: int) -> dict[str, Any]:
         inject = operations.text(sizes, 0, length, window)
         query = operations.answer(sizes, length, *lengths, window)
         state = jax.eval_shape(lambda: model.init_state(1))
-        parts = {"reading": _bytes(state), "total": _bytes(state)}
+        parts = {"reading": tree_bytes(state), "total": tree_bytes(state)}
     else:
         model = nnx.eval_shape(lambda: build_memory(config, kind))
         inject = operations.inject(sizes, model.config, length)
@@ -187,7 +188,7 @@ def describe(config: Config, kind: Kind, length: int) -> dict[str, Any]:
         parts = memory_bytes(jax.eval_shape(lambda: model.init_state(1)))
     return {
         "length": length,
-        "parameter_bytes": _bytes(nnx.state(model)),
+        "parameter_bytes": tree_bytes(nnx.state(model)),
         "state_bytes": parts,
         "operations": {"inject": inject, "query": query},
     }
@@ -261,17 +262,13 @@ def memory_bytes(state: MPlusState) -> dict[str, int]:
     """Bytes of the memory of one text, part by part."""
     layers = () if state.store is None else state.store.layers
     parts = {
-        "pool": _bytes((state.pool, state.ages)),
-        "store_rows": _bytes([layer.rows for layer in layers]),
-        "store_keys": _bytes([layer.keys for layer in layers]),
-        "reading": _bytes(state.cache),
+        "pool": tree_bytes((state.pool, state.ages)),
+        "store_rows": tree_bytes([layer.rows for layer in layers]),
+        "store_keys": tree_bytes([layer.keys for layer in layers]),
+        "reading": tree_bytes(state.cache),
     }
-    total = _bytes(state)
+    total = tree_bytes(state)
     return parts | {"rest": total - sum(parts.values()), "total": total}
-
-
-def _bytes(tree) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def report(config: Config, rows: dict[str, list[dict[str, Any]]]) -> None:

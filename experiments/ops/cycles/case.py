@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from experiments.common.tree_bytes import tree_bytes
 from memjax.aot.chips import CHIPS, Chip
 from memjax.aot.cycles.bundles import Shares
 
@@ -63,9 +64,4 @@ def least_bytes(program: Program) -> float:
     if program.bytes is not None:
         return program.bytes
     results = jax.eval_shape(program.function, *program.arguments)
-    return size_of((program.arguments, results))
-
-
-def size_of(tree: PyTree) -> float:
-    """Bytes of all arrays of a tree."""
-    return float(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+    return float(tree_bytes((program.arguments, results)))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from experiments.ops.cycles.case import Case, Program, shape, size_of
+from experiments.common.tree_bytes import tree_bytes
+from experiments.ops.cycles.case import Case, Program, shape
 from memjax.data.batches.batch import Batch
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
@@ -73,7 +74,7 @@ def mplus_layer(decodes: bool) -> Program:
         return Program(read_chunk, given, flops=_chunk_flops(backbone))
     cache = jax.eval_shape(read_chunk, *given)[0]
     tokens = shape(DECODED, 1, 1, dtype=jnp.int32)
-    moved = DECODED * size_of((params, cache))
+    moved = DECODED * tree_bytes((params, cache))
     return Program(decode, (params, cache, tokens), donated=(1,), bytes=moved)
 
 

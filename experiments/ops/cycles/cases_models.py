@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
+from experiments.common.tree_bytes import tree_bytes
 from experiments.ops import cases
-from experiments.ops.cycles.case import Case, Program, shape, size_of
+from experiments.ops.cycles.case import Case, Program, shape
 from memjax.aot.cycles.attention import shares
 from memjax.data.batches.batch import Batch
 from memjax.mechanisms import (
@@ -70,8 +71,8 @@ def decoded_tokens(config: MixerConfig, reads_all: bool) -> Program:
         step = functools.partial(memory.step, params)
         return jax.lax.scan(step, state, x)
 
-    moved = size_of(params) + (1 if reads_all else 2) * size_of(state)
-    moved = STEPS * moved + 2 * size_of(x)
+    moved = tree_bytes(params) + (1 if reads_all else 2) * tree_bytes(state)
+    moved = STEPS * moved + 2 * tree_bytes(x)
     return Program(decode, (params, state, x), donated=(1,), bytes=moved)
 
 
