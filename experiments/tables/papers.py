@@ -122,9 +122,9 @@ def _mplus() -> list[str]:
         "M+",
         "facts stay known longer than with as many bytes on the device and no store",
         f"right answers {longest} tokens later: {right('M+')}, with a retriever "
-        f"fitted afterwards {right('M+, retriever fitted afterwards')}, window of its "
-        f"bytes on the device {right('window, device')}, of all its bytes "
-        f"{right('window, all')}, BM25 {right('BM25')}; injects "
+        f"fitted afterwards {right('M+, retriever fitted afterwards')}; tuned alike, "
+        f"windows of its bytes on the device {right('window, device, tuned')} and of "
+        f"all its bytes {right('window, all, tuned')}, BM25 {right('BM25, tuned')}; injects "
         f"{times(fast['speedup']['official'])} as fast as the authors' program",
         f"SmolLM2-135M, 240 updates, {len(result['facts'])} facts, one seed",
         _more("mplus"),
