@@ -75,23 +75,21 @@ def smollm2_gain() -> Table:
 
 
 def _sizes(name: str) -> Table:
-    """Perplexity of each size, what it saves, and training time, over seeds."""
+    """Perplexity of each size, and what it saves, over seeds."""
     result = load(name)
     rows = []
     for case, row in result["models"].items():
         first = case == result["base"]
-        spent = row.get("training_seconds")
         rows.append(
             [
                 case,
                 number(row["perplexity"]["causal"], 1),
                 "" if first else shown(row["gain"]),
                 "" if first else _by_seed(row["gain_by_seed"]),
-                "" if spent is None else number(sum(spent) / len(spent), 0),
             ]
         )
     header = ["", "PPL, causal", "nats saved against the first", "with each seed"]
-    return Table([*header, "training seconds"], rows, [name])
+    return Table(header, rows, [name])
 
 
 def _by_seed(nats: list[float]) -> str:

@@ -124,8 +124,8 @@ def _mplus() -> list[str]:
         f"right answers {longest} tokens later: {right('M+')}, with a retriever "
         f"fitted afterwards {right('M+, retriever fitted afterwards')}; tuned alike, "
         f"windows of its bytes on the device {right('window, device, tuned')} and of "
-        f"all its bytes {right('window, all, tuned')}, BM25 {right('BM25, tuned')}; injects "
-        f"{times(fast['speedup']['official'])} as fast as the authors' program",
+        f"all its bytes {right('window, all, tuned')}, BM25 {right('BM25, tuned')}; "
+        f"injects {times(fast['speedup']['official'])} as fast as the authors' program",
         f"SmolLM2-135M, 240 updates, {len(result['facts'])} facts, one seed",
         _more("mplus"),
     ]

@@ -4,7 +4,7 @@ import pytest
 
 from experiments.tables import __main__ as program
 from experiments.tables import blocks
-from experiments.tables.table import Table
+from experiments.tables.table import Table, load
 
 SOURCE = "hmt/depth"
 TABLES = {
@@ -37,7 +37,9 @@ def test_a_rendered_block_passes_and_links_to_its_source(tmp_path):
     folder = program.ROOT / "experiments" / "room"
     text = blocks.replace(block("room/one"), TABLES, folder)
     assert "|  | PPL |\n|---|--:|\n| model | 1.25 |\n" in text
-    assert "(../results/hmt/depth.json): AMD EPYC, 2 cores, 2026-11-21" in text
+    source = load(SOURCE)
+    where = f"{source['device']}, {source['date']}, {source['commit']}"
+    assert f"(../results/hmt/depth.json): {where}" in text
     found = blocks.problems(text, TABLES, folder / "README.md", True)
     assert list(found) == []
 
