@@ -6,6 +6,7 @@ from pathlib import Path
 from experiments.books import scores
 from experiments.books.models import FAMILIES, Config, name_of, window_of
 from experiments.common.gains import gain, mean_losses, restrict_kind, shown
+from experiments.common.ngram import ORDER
 from experiments.common.results import show
 from memjax import evaluation
 from memjax.evaluation import Losses, plots
@@ -35,7 +36,7 @@ def result_of(config: Config, steps: int, results: dict[str, list[dict]]) -> dic
         }
         for family, found in results.items()
     }
-    counted = f"{scores.ORDER}-gram"
+    counted = f"{ORDER}-gram"
     means[counted], models[counted] = scores.counted(config), {}
     for name, losses in means.items():
         models[name] |= _perplexities(losses, window)

@@ -7,16 +7,13 @@ import numpy as np
 from flax import nnx
 
 from experiments.books.models import Config, run_config, state_bytes
-from experiments.common.ngram import NGram
+from experiments.common.ngram import ORDER, NGram
 from memjax import evaluation
 from memjax.data import TokenisedDocument, load_tokenizer
 from memjax.evaluation import Losses
 from memjax.models import Sampling, generate
 from memjax.training import pretrain as run
 from memjax.training import run_data
-
-#: The n-gram that predicts best of those counted on documents of this size.
-ORDER = 3
 
 
 def test_documents(config: Config) -> list[TokenisedDocument]:

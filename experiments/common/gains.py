@@ -47,6 +47,11 @@ def shown(found: Mapping[str, Any], digits: int = 3) -> str:
     return f"{found['nats']:+.{digits}f} [{low}, {high}]"
 
 
+def by_seed(nats: Sequence[float]) -> str:
+    """What is saved with each seed, as text: "+0.024, +0.025"."""
+    return ", ".join(f"{x:+.3f}" for x in nats)
+
+
 def mean_losses(losses: Sequence[Losses]) -> Losses:
     """Of the same targets, by models of several seeds."""
     return losses[0]._replace(nll=np.mean([x.nll for x in losses], axis=0))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.common.gains import gain, mean_losses, shown
-from experiments.common.ngram import NGram
+from experiments.common.ngram import ORDER, NGram
 from experiments.common.results import show
 from experiments.hmt import common, scores
 from experiments.hmt.rows import COUNTED
@@ -16,9 +16,6 @@ from memjax.checks import check_sizes
 from memjax.data import TokenisedDocument, Tokenizer, load_tokens
 from memjax.evaluation import Losses
 from memjax.training.finetune.curricula import HMTStages
-
-#: The n-gram that predicts best of those counted on documents of this size.
-ORDER = 3
 
 
 @dataclasses.dataclass(frozen=True)

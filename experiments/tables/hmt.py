@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments.common.gains import shown
+from experiments.common.gains import by_seed, shown
 from experiments.hmt.rows import SINK_WINDOW, TUNED
 from experiments.tables.table import (
     Table,
@@ -85,15 +85,11 @@ def _sizes(name: str) -> Table:
                 case,
                 number(row["perplexity"]["causal"], 1),
                 "" if first else shown(row["gain"]),
-                "" if first else _by_seed(row["gain_by_seed"]),
+                "" if first else by_seed(row["gain_by_seed"]),
             ]
         )
     header = ["", "PPL, causal", "nats saved against the first", "with each seed"]
     return Table(header, rows, [name])
-
-
-def _by_seed(nats: list[float]) -> str:
-    return ", ".join(f"{x:+.3f}" for x in nats)
 
 
 def sensory() -> Table:
@@ -116,7 +112,7 @@ def switching() -> Table:
                 form,
                 *(number(x, 1) for x in found["perplexity"]["text"].values()),
                 shown(saved),
-                _by_seed(found["nats_saved_by_seed"]),
+                by_seed(found["nats_saved_by_seed"]),
                 percent(recall["even"]),
                 percent(recall["chance_even"]),
             ]

@@ -1,7 +1,7 @@
 """Tables of `experiments.notes`, `experiments.books` and `experiments.conversation`."""
 
 from experiments.books.models import MEMORY
-from experiments.common.gains import shown
+from experiments.common.gains import by_seed, shown
 from experiments.tables.table import (
     Table,
     Tables,
@@ -90,9 +90,8 @@ def gain() -> Table:
     for name in _BOOKS:
         result = load(name)
         for base, found in result["gains"].items():
-            by_seed = ", ".join(f"{x:+.3f}" for x in found["all"]["by_seed"])
             cells = [shown(x) for x in found.values()]
-            rows.append([f"over {base}", *cells, by_seed])
+            rows.append([f"over {base}", *cells, by_seed(found["all"]["by_seed"])])
     kinds = load(_BOOKS[0])["gains"]
     header = ["nats a token that Elastic Memory saves", *next(iter(kinds.values()))]
     return Table([*header, "all, with each seed"], rows, [*_BOOKS])
