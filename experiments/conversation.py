@@ -3,7 +3,7 @@
     python -m experiments.mplus.retention.everything --run-dir runs/retention --seeds 42
     python -m experiments.conversation --model runs/retention/mplus-42
 
-The first of all that the first command runs trains this M+, in half an hour.
+The first of all that the first command runs trains this M+, in 40 minutes.
 
 Runs `memjax tell`, `ask` and `chat` in a pseudo-terminal, each command a process of
 its own, and draws what stood there (`results/conversation/session.svg`). A text about a
