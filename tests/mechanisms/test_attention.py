@@ -254,9 +254,15 @@ def test_sizes_that_cannot_be_are_refused(wrong, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at_once", [1, 4, 6])
-def test_keys_in_parts_are_one_softmax(monkeypatch, at_once):
-    """Values and all gradients; 11 keys in parts of 4 overlap by one."""
+@pytest.mark.parametrize(
+    "at_once,joined", [(1, False), (4, False), (4, True), (6, True), (11, True)]
+)
+def test_keys_in_parts_are_one_softmax(monkeypatch, at_once, joined):
+    """Values and all gradients; 11 keys in parts of 4 overlap by one.
+
+    Heads that take one product together get the same from it.
+    """
+    monkeypatch.setattr(attend, "MOST_JOINED", 0)
     random = np.random.default_rng(0)
     q, k, v, ct = (
         random.standard_normal((B, t, heads, K)).astype(np.float32)
@@ -284,8 +290,11 @@ def test_keys_in_parts_are_one_softmax(monkeypatch, at_once):
     whole, gradients = pulled()
     monkeypatch.setattr(attend, "CACHED_SCORES", 0)
     monkeypatch.setattr(attend, "LEAST_KEYS", at_once)
+    monkeypatch.setattr(attend, "MOST_JOINED", 3 * H if joined else 0)
     # Or the comparison would be of one program with itself.
-    assert "scan" in str(jax.make_jaxpr(run)(q, k, v))
+    program = str(jax.make_jaxpr(run)(q, k, v))
+    assert ("scan" in program) == (at_once < 11)
+    assert (f",{G * K}]" in program) == joined
     parts, gradients_in_parts = pulled()
     close(parts, whole)
     jax.tree.map(close, gradients_in_parts, gradients)

@@ -19,6 +19,9 @@ MAX_SCORES = 2**26
 # Scores that stay in a CPU's cache, in elements, and the fewest keys at a time: more
 # go to memory and back between every two steps of the softmax.
 CACHED_SCORES, LEAST_KEYS = 2**21, 256
+# Rows of queries of all heads, up to which one product over all channels of a key takes
+# less time than a product for each head, although most channels of a row are zeros.
+MOST_JOINED = 32
 # Slots of a cache that are read or left out together on a CPU, at least.
 LEAST_BLOCK = 1024
 # A causal sequence of at least so many tokens is read in parts, each with what is
@@ -237,6 +240,10 @@ def _masked_on_cpu(query, key, value, shows, filled):
     rows = query.reshape(b, t, g, r, d).transpose(0, 2, 3, 1, 4).reshape(b, g, r * t, d)
     # Scaled before the product: a query has fewer numbers than it has scores.
     rows = rows * d**-0.5
+    joined = h * t <= MOST_JOINED
+    if joined:
+        own = jnp.eye(g, dtype=rows.dtype)[None, :, None, :, None]
+        rows = (rows[:, :, :, None] * own).reshape(b, 1, h * t, g * d)
     # Few keys at a time keep the scores in the cache, but make more steps.
     size = max(LEAST_KEYS, CACHED_SCORES // (b * h * t))
     if filled is not None:
@@ -245,6 +252,9 @@ def _masked_on_cpu(query, key, value, shows, filled):
         largest, total, y = _some_keys(rows, key, value, shows(0, s))
     else:
         largest, total, y = _by_keys(rows, key, value, shows, filled, size)
+    if joined:
+        y = jnp.einsum("bgqgd->bgqd", y.reshape(b, g, r * t, g, d))
+        largest, total = (x.reshape(b, g, r * t, 1) for x in (largest, total))
     y = scale_rows(y, 1 / total).astype(query.dtype)
     mass = largest + jnp.log(total)
     by_head = lambda x: (
@@ -254,10 +264,19 @@ def _masked_on_cpu(query, key, value, shows, filled):
 
 
 def _some_keys(rows, key, value, mask):
-    """Largest score, sum of weights and weighted values of rows [B, G, r T, K]."""
+    """Largest score, sum of weights and weighted values of rows [B, G, r T, K].
+
+    Or of rows [B, 1, H T, G K], each with zeros in the channels of other key heads.
+    """
     b, g, count, _ = rows.shape
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores = product("bgqd,bsgd->bgqs", rows, key)
+    if g == 1:
+        # Without an axis of heads, keys and values are read as they lie. With one, XLA
+        # copies them first, head by head.
+        key, value = (x.reshape(*x.shape[:2], -1) for x in (key, value))
+        scores = product("bqd,bsd->bqs", rows[:, 0], key)
+    else:
+        scores = product("bgqd,bsgd->bgqs", rows, key)
     scores = scores.reshape(b, g, -1, *mask.shape[1:])
     # Finite: a query that sees nothing gets equal weights instead of NaN.
     scores = jnp.where(mask[:, None, None], scores, -1e30)
@@ -265,7 +284,11 @@ def _some_keys(rows, key, value, mask):
     # The shift cancels in the softmax, and so has no gradient.
     largest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     weights = jnp.exp(scores - largest)
-    y = product("bgqs,bsgd->bgqd", weights.astype(value.dtype), value)
+    given = weights.astype(value.dtype)
+    if g == 1:
+        y = product("bqs,bsd->bqd", given[:, 0], value)[:, None]
+    else:
+        y = product("bgqs,bsgd->bgqd", given, value)
     return largest, weights.sum(axis=-1, keepdims=True), y
 
 
@@ -300,7 +323,7 @@ def _by_keys(rows, key, value, shows, filled, size):
         return (largest, *sums)
 
     none = jnp.zeros((*rows.shape[:3], 1), jnp.float32)
-    y = jnp.zeros((*rows.shape[:3], value.shape[-1]), jnp.float32)
+    y = jnp.zeros(rows.shape, jnp.float32)
     # A largest score of -inf gives the start the weight exp(-inf) = 0.
     begin = (none - jnp.inf, none, y)
     return jax.lax.scan(more, begin, jnp.arange(n, dtype=jnp.int32))[0]
