@@ -62,14 +62,27 @@ class NGram:
                 found = (count + different * found) / (self._totals[h] + different)
         return found
 
-    def losses(self, documents: Sequence[TokenisedDocument]) -> Losses:
-        """Of every target of the documents, as `evaluation.losses` has them."""
+    def losses(
+        self, documents: Sequence[TokenisedDocument], order: int | None = None
+    ) -> Losses:
+        """Of every target of the documents, as `evaluation.losses` has them.
+
+        Args:
+            documents: to predict.
+            order: of the n-gram, at most the order that was counted; None is that one.
+
+        Raises:
+            ValueError: if `order` is not in this range.
+        """
+        order = self.order if order is None else order
+        if not 1 <= order <= self.order:
+            raise ValueError(f"order must be in [1, {self.order}], got {order}")
         longest = max(len(d.tokens) for d in documents) - 1
         nll, mask = np.zeros((2, len(documents), longest), np.float32)
         for row, document in enumerate(documents):
             tokens = np.asarray(document.tokens).tolist()
             for i in range(1, len(tokens)):
-                history = tuple(tokens[max(0, i - self.order + 1) : i])
+                history = tuple(tokens[max(0, i - order + 1) : i])
                 nll[row, i - 1] = -math.log(self.probability(history, tokens[i]))
             mask[row, : len(tokens) - 1] = 1
         kinds = tuple(document.kind for document in documents)

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 import tyro
 
+from experiments.common.ngram import NGram
 from experiments.common.results import RESULTS
 from experiments.recurrent import comparison, mqar, seed_report, study
-from experiments.recurrent.ngram import NGram
 from experiments.recurrent.study import Case
 from memjax import evaluation
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
@@ -146,15 +146,18 @@ def ngrams(config: Config, settings: run.RunConfig) -> dict[str, float]:
     for _ in range(settings.loop.steps):
         batch = next(data)
         ends = np.asarray(batch.targets)[:, -1:]
-        seen += np.concatenate([np.asarray(batch.tokens), ends], axis=1).tolist()
+        rows = np.concatenate([np.asarray(batch.tokens), ends], axis=1)
+        seen += [TokenisedDocument("row", "text", row) for row in rows]
     scored = [
-        document.tokens[start : start + length + 1].tolist()
+        document._replace(tokens=document.tokens[start : start + length + 1])
         for document in _validation(config)
         for start in range(0, len(document.tokens) - 1, length)
     ]
-    model = NGram(max(ORDERS), load_tokenizer("bytes").vocab_size)
-    model.count(seen)
-    return {f"{order}-gram": model.perplexity(scored, order) for order in ORDERS}
+    model = NGram(seen, max(ORDERS), load_tokenizer("bytes").vocab_size)
+    return {
+        f"{order}-gram": evaluation.perplexity(model.losses(scored, order))
+        for order in ORDERS
+    }
 
 
 def main(config: Config) -> None:

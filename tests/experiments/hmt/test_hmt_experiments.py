@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from experiments.common.gains import gain, restrict_kind, shown
-from experiments.common.ngram import NGram
 from experiments.hmt import (
     common,
     cost,
@@ -23,7 +22,7 @@ from experiments.hmt import (
     switching,
     tuned,
 )
-from memjax.data import Question, TokenisedDocument, load_tokens
+from memjax.data import Question, load_tokens
 from memjax.evaluation import Losses
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
@@ -261,19 +260,6 @@ def test_a_gain_of_few_documents_has_no_interval():
     many = [restrict_kind(x, "a") for x in (base, model)]
     assert gain(*many)["standard_error"] == pytest.approx(0, abs=1e-6)
     assert shown(gain(*many)) == "+0.750 [+0.750, +0.750]"
-
-
-def test_an_ngram_is_counted_by_hand():
-    text = lambda tokens: TokenisedDocument("n", "k", np.array(tokens, np.int32), "")
-    model = NGram([text([0, 1, 0, 1, 1])], order=2, vocab_size=4)
-    # One token of 0: (2 + 2/4) / (5 + 2). After 0 always 1: (2 + 1 * p(1)) / (2 + 1).
-    one = (3 + 2 / 4) / 7
-    assert model.probability((), 1) == pytest.approx(one)
-    assert model.probability((0,), 1) == pytest.approx((2 + one) / 3)
-    assert model.probability((3,), 1) == pytest.approx(one)
-    assert sum(model.probability((1,), x) for x in range(4)) == pytest.approx(1)
-    nll = model.losses([text([0, 1])]).nll
-    assert nll[0, 0] == pytest.approx(-np.log((2 + one) / 3))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Counted n-grams, by hand."""
+
+import numpy as np
+import pytest
+
+from experiments.common.ngram import NGram
+from memjax import evaluation
+from memjax.data import TokenisedDocument
+
+
+def text(*tokens):
+    return TokenisedDocument("name", "kind", np.array(tokens, np.int32))
+
+
+def test_probabilities_are_witten_bells():
+    model = NGram([text(0, 1, 0, 2)], order=2, vocab_size=4)
+    # Of 4 tokens 3 differ: p_1(0) = (2 + 3/4) / 7, p_1(1) = p_1(2) = (1 + 3/4) / 7.
+    one = np.array([2.75, 1.75, 1.75, 0.75]) / 7
+    # Behind 0 came 1 and 2.
+    two = (np.array([0, 1, 1, 0]) + 2 * one) / 4
+    assert np.isclose(two.sum(), 1)
+    np.testing.assert_allclose([model.probability((0,), x) for x in range(4)], two)
+    # 3 was never seen, and says nothing about what follows.
+    np.testing.assert_allclose([model.probability((3,), x) for x in range(4)], one)
+    losses = model.losses([text(0, 1), text(0, 3, 2)])
+    np.testing.assert_allclose(losses.mask, [[1, 0], [1, 1]])
+    expected = [[-np.log(two[1]), 0], -np.log([two[3], one[2]])]
+    np.testing.assert_allclose(losses.nll, expected, rtol=1e-6)
+    # A lower order asks the same counts.
+    shorter = evaluation.perplexity(model.losses([text(0, 1)], order=1))
+    np.testing.assert_allclose(shorter, 1 / one[1], rtol=1e-6)
+
+
+def test_contexts_end_with_their_text():
+    joined = NGram([text(0, 1, 0, 2)], 2, 3)
+    apart = NGram([text(0, 1), text(0, 2)], 2, 3)
+    assert joined.probability((1,), 0) > apart.probability((1,), 0)
+
+
+def test_orders_that_were_not_counted_are_refused():
+    with pytest.raises(ValueError, match="order must be at least 1, got 0"):
+        NGram([text(0, 1)], 0, 4)
+    model = NGram([text(0, 1)], 2, 4)
+    for order in (0, 3):
+        message = rf"order must be in \[1, 2\], got {order}"
+        with pytest.raises(ValueError, match=message):
+            model.losses([text(0, 1)], order)
