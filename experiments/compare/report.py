@@ -151,7 +151,7 @@ def plot_needles(result: Result, path: Path) -> None:
         path,
         rows=lines,
         columns=columns,
-        size=(11, 1.2 + 1.9 * lines),
+        size=(12.5, 1.2 + 1.9 * lines),
         title="Single needle: share of right answers by length and depth",
         source=source_of(result),
         sharex=True,

@@ -35,7 +35,9 @@ def loss_by_position(
     bins = [max(edges[0], edges[1] / 2), *edges[1:]]
     # Savings are against the first model.
     base, *_ = (np.asarray(values) for values in curves.values())
-    size = (7.5, 6.0 if rows > 1 else 4.0)
+    # Names stand beside a panel, one above the other.
+    panel = max(3.0 if rows > 1 else 4.0, 0.16 * len(curves) + 0.8)
+    size = (7.5, rows * panel)
     with drawing(
         path, rows=rows, size=size, title=title, source=source, sharex=True
     ) as plot:
