@@ -31,6 +31,18 @@ def test_probabilities_are_witten_bells():
     np.testing.assert_allclose(shorter, 1 / one[1], rtol=1e-6)
 
 
+def test_pairs_that_repeat_are_counted():
+    model = NGram([text(0, 1, 0, 1, 1)], order=2, vocab_size=4)
+    # One token of 1: (3 + 2/4) / (5 + 2). After 0 always 1: (2 + 1 * p(1)) / (2 + 1).
+    one = (3 + 2 / 4) / 7
+    assert model.probability((), 1) == pytest.approx(one)
+    assert model.probability((0,), 1) == pytest.approx((2 + one) / 3)
+    assert model.probability((3,), 1) == pytest.approx(one)
+    assert sum(model.probability((1,), x) for x in range(4)) == pytest.approx(1)
+    nll = model.losses([text(0, 1)]).nll
+    assert nll[0, 0] == pytest.approx(-np.log((2 + one) / 3))
+
+
 def test_contexts_end_with_their_text():
     joined = NGram([text(0, 1, 0, 2)], 2, 3)
     apart = NGram([text(0, 1), text(0, 2)], 2, 3)

@@ -254,7 +254,7 @@ def _masked_on_cpu(query, key, value, shows, filled):
         largest, total, y = _by_keys(rows, key, value, shows, filled, size)
     if joined:
         y = jnp.einsum("bgqgd->bgqd", y.reshape(b, g, r * t, g, d))
-        largest, total = (x.reshape(b, g, r * t, 1) for x in (largest, total))
+        y = y.reshape(b, 1, h * t, d)
     y = scale_rows(y, 1 / total).astype(query.dtype)
     mass = largest + jnp.log(total)
     by_head = lambda x: (
