@@ -48,7 +48,6 @@ def main(config: Config) -> None:
             print(f"\n{name}, seed {seed}: {steps} steps", flush=True)
             results[family].append(train_and_score(config, family, steps, seed))
     found = result_of(config, steps, results)
-    found["minutes"] = (time.monotonic() - began) / 60
     write_atomically(config.run_dir / "results.json", json.dumps(found, indent=1))
     show_tables(found)
     print(f"\n{found['sample']}\n\nwrote {config.run_dir}/results.json and .png")

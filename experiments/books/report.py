@@ -32,7 +32,6 @@ def result_of(config: Config, steps: int, results: dict[str, list[dict]]) -> dic
         name_of(config, family): {
             "parameters": found[0]["parameters"],
             "state_bytes": found[0]["state_bytes"],
-            "seconds": [each["seconds"] for each in found],
         }
         for family, found in results.items()
     }

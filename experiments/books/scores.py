@@ -1,7 +1,5 @@
 """Trains a model, scores it on held-out documents and draws a sample."""
 
-import time
-
 import jax
 import numpy as np
 from flax import nnx
@@ -31,9 +29,7 @@ def train_and_score(config: Config, family: str, steps: int, seed: int) -> dict:
     """Losses, sizes and a sample of one model, which is trained unless it was."""
     settings = run_config(config, family, steps, seed)
     folder = config.run_dir / f"{family}-{seed}"
-    start = time.monotonic()
     outcome = run.train(settings, folder)
-    seconds = time.monotonic() - start
     if outcome.reason != "finished":
         raise SystemExit(outcome.exit_code)
     _, model = run.load_model(folder)
@@ -51,7 +47,6 @@ def train_and_score(config: Config, family: str, steps: int, seed: int) -> dict:
         "losses": losses,
         "parameters": params,
         "state_bytes": state_bytes(settings.model),
-        "seconds": seconds,
         "sample": _sample(config, model, tokenizer, documents[0].tokens),
     }
 

@@ -38,7 +38,7 @@ def test_it_reports_all_models_fairly(run_dir):
     short, wide, memory = trained
     assert short["parameters"] == wide["parameters"] == memory["parameters"] > 1_000_000
     assert short["state_bytes"] < memory["state_bytes"] <= wide["state_bytes"]
-    assert report["steps"] == 2 and len(memory["seconds"]) == 2
+    assert report["steps"] == 2
     assert list(report["gains"]) == list(report["models"])[:2]
     for found in report["gains"].values():
         assert set(found) == {"all", "code", "manuals", "proofs", "prose"}
