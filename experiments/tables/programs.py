@@ -72,6 +72,7 @@ def memory() -> Table:
             [
                 f"{model}, blocks of {window}" if model == MEMORY else model,
                 number(row.get("state_bytes"), 0),
+                number(result["steps"] if "state_bytes" in row else None, 0),
                 number(row["perplexity"], 1),
                 number(row["beyond_window"], 1),
                 *(number(x, 1) for x in row["beyond_window_by_kind"].values()),
@@ -80,8 +81,8 @@ def memory() -> Table:
             if name == _BOOKS[0] or "state_bytes" in row
         ]
     kinds = load(_BOOKS[0])["models"][MEMORY]["beyond_window_by_kind"]
-    header = ["", "bytes kept", "PPL", "PPL beyond the short window", *kinds]
-    return Table(header, rows, [*_BOOKS])
+    header = ["", "bytes kept", "updates", "PPL", "PPL beyond the short window"]
+    return Table([*header, *kinds], rows, [*_BOOKS])
 
 
 def gain() -> Table:
