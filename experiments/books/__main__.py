@@ -11,7 +11,7 @@ results.json, a plot of loss by position, and a sample of text. Running it again
 where it was stopped. What was measured (`experiments/results/books/`) is from
 
     python -m experiments.corpus.comparison --destination comparison
-    python -m experiments.books --source folder:comparison --seeds 2 --steps 2000
+    python -m experiments.books --source folder:comparison --seeds 2 --steps 8000
     python -m experiments.books --source folder:comparison --seeds 2 --steps 2000 \\
         --window 64 --run-dir runs/books64
 """
