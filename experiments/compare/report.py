@@ -152,7 +152,8 @@ def plot_needles(result: Result, path: Path) -> None:
         rows=lines,
         columns=columns,
         size=(12.5, 1.2 + 1.9 * lines),
-        title="Single needle: share of right answers by length and depth",
+        title="Single needle by length in tokens (across) and depth (down): "
+        "yellow is right, dark is wrong, between them seeds differ",
         source=source_of(result),
         sharex=True,
         sharey=True,
