@@ -1,7 +1,7 @@
 """HiPPO-LegS as a token recurrence, c_k = A_k c_{k-1} + B_k f_k, in float64.
 
 The slow, literal form: one exponential or triangular solve per token. It is the
-independent reference for `memjax_kernels.hippo.bank`, and the only form of the
+independent reference for `memjax_kernels._src.hippo.bank`, and the only form of the
 approximate discretisations, which do not telescope.
 
     d/dt c = -(1/t) A c + (1/t) B f

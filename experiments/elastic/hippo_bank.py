@@ -20,7 +20,7 @@ import tyro
 from experiments.common.results import RESULTS, settings, write_report
 from experiments.common.timing import time_functions
 from experiments.elastic import discretisations
-from memjax_kernels.hippo import bank
+from memjax_kernels._src.hippo import bank
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ from memjax.evaluation.drawing import (
     drawing,
     source_of,
 )
-from memjax_kernels.hippo import bank
+from memjax_kernels._src.hippo import bank
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,10 +32,10 @@ from experiments.common.results import RESULTS, settings, write_report
 from experiments.ops import cases
 from experiments.ops.cases import Shape
 from experiments.ops.ways import first_line
-from memjax_kernels.common import implementations
-from memjax_kernels.lattice import VARIANTS, lattice
-from memjax_kernels.lattice import empty_state as empty_lattice
-from memjax_kernels.trellis import Activation, Phi, empty_state, trellis
+from memjax_kernels._src.common import implementations
+from memjax_kernels._src.lattice import VARIANTS, lattice
+from memjax_kernels._src.lattice import empty_state as empty_lattice
+from memjax_kernels._src.trellis import Activation, Phi, empty_state, trellis
 
 # (8, 2048, 12, 64), (2, 16384, 16, 128) and (1, 65536, 12, 64) made short and narrow.
 SHAPES = (Shape(4, 256, 12, 64), Shape(1, 1024, 2, 64))

@@ -19,7 +19,7 @@ from experiments.common.results import RESULTS
 from experiments.recurrent import ablation, mqar
 from experiments.recurrent.study import Case
 from memjax.mechanisms import TrellisConfig
-from memjax_kernels.trellis.functions import PHIS
+from memjax_kernels._src.trellis.functions import PHIS
 
 #: The paper's perplexities: 125M parameters, The Pile.
 PAPER = {

@@ -20,8 +20,8 @@ from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels.delta_rule import delta_rule, empty_state
-from memjax_kernels.delta_rule import step as op_step
+from memjax_kernels._src.delta_rule import delta_rule, empty_state
+from memjax_kernels._src.delta_rule import step as op_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,8 +31,8 @@ from memjax.mechanisms.layers.divided_sequence import on_shares
 from memjax.mechanisms.layers.in_place import change_if
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax.mechanisms.layers.softmax import trapezoid
-from memjax_kernels.common.partition import sequence_ways
-from memjax_kernels.hippo import (
+from memjax_kernels._src.common.partition import sequence_ways
+from memjax_kernels._src.hippo import (
     HippoBank,
     Implementation,
     Sampling,

@@ -20,8 +20,8 @@ from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax.mechanisms.mamba2 import DECAY_AXES, DecayParams, decay, init_decay
-from memjax_kernels.delta_rule.gated import empty_state, gated_delta_rule
-from memjax_kernels.delta_rule.gated import step as op_step
+from memjax_kernels._src.delta_rule.gated import empty_state, gated_delta_rule
+from memjax_kernels._src.delta_rule.gated import step as op_step
 
 
 @dataclasses.dataclass(frozen=True)

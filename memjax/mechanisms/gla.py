@@ -20,9 +20,9 @@ from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels.linear_attention.gla import empty_state
-from memjax_kernels.linear_attention.gla import gla as gla_op
-from memjax_kernels.linear_attention.gla import step as op_step
+from memjax_kernels._src.linear_attention.gla import empty_state
+from memjax_kernels._src.linear_attention.gla import gla as gla_op
+from memjax_kernels._src.linear_attention.gla import step as op_step
 
 # The gates of all channels come from so few numbers a token, which saves parameters.
 RANK = 16

@@ -36,8 +36,8 @@ from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.divided_sequence import join_shares
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels.gated_slots import SlotState, empty_state, gated_slots
-from memjax_kernels.gated_slots import step as op_step
+from memjax_kernels._src.gated_slots import SlotState, empty_state, gated_slots
+from memjax_kernels._src.gated_slots import step as op_step
 
 # Divides the log gates, which keeps the gates near 1.
 DAMPING = 8.0

@@ -41,12 +41,18 @@ from memjax.mechanisms.layers.memory_core import (
     unstarted,
 )
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels.lattice import VARIANTS, Forget, Variant, beginning, empty_state
-from memjax_kernels.lattice import lattice as lattice_op
-from memjax_kernels.lattice import step as op_step
-from memjax_kernels.lattice.memory import Initial
-from memjax_kernels.lattice.sphere import l2_normalize
-from memjax_kernels.recurrent_block import l2_normalize as l2_normalize_heads
+from memjax_kernels._src.lattice import (
+    VARIANTS,
+    Forget,
+    Variant,
+    beginning,
+    empty_state,
+)
+from memjax_kernels._src.lattice import lattice as lattice_op
+from memjax_kernels._src.lattice import step as op_step
+from memjax_kernels._src.lattice.memory import Initial
+from memjax_kernels._src.lattice.sphere import l2_normalize
+from memjax_kernels._src.recurrent_block import l2_normalize as l2_normalize_heads
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ from memjax.mechanisms.base import Mechanism
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels.linear_attention import empty_state
-from memjax_kernels.linear_attention import linear_attention as linear_attention_op
-from memjax_kernels.linear_attention import step as op_step
+from memjax_kernels._src.linear_attention import empty_state
+from memjax_kernels._src.linear_attention import linear_attention as linear_attention_op
+from memjax_kernels._src.linear_attention import step as op_step
 
 
 @dataclasses.dataclass(frozen=True)

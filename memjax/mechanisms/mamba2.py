@@ -24,8 +24,8 @@ from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels.linear_attention.ssd import empty_state, ssd
-from memjax_kernels.linear_attention.ssd import step as op_step
+from memjax_kernels._src.linear_attention.ssd import empty_state, ssd
+from memjax_kernels._src.linear_attention.ssd import step as op_step
 
 
 @dataclasses.dataclass(frozen=True)

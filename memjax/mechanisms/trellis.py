@@ -45,11 +45,11 @@ from memjax.mechanisms.layers.overlap import (
     nothing_written,
 )
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels.recurrent_block import l2_normalize
-from memjax_kernels.trellis import TrellisState, empty_state
-from memjax_kernels.trellis import step as op_step
-from memjax_kernels.trellis import trellis as trellis_op
-from memjax_kernels.trellis.functions import ACTIVATIONS, PHIS, Activation, Phi
+from memjax_kernels._src.recurrent_block import l2_normalize
+from memjax_kernels._src.trellis import TrellisState, empty_state
+from memjax_kernels._src.trellis import step as op_step
+from memjax_kernels._src.trellis import trellis as trellis_op
+from memjax_kernels._src.trellis.functions import ACTIVATIONS, PHIS, Activation, Phi
 
 
 @dataclasses.dataclass(frozen=True)

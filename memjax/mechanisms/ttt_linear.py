@@ -33,8 +33,8 @@ from memjax.mechanisms.layers.memory_core import (
     unstarted,
 )
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels.ttt_linear import empty_state, start_state, train_and_read
-from memjax_kernels.ttt_linear import ttt_linear as ttt_linear_op
+from memjax_kernels._src.ttt_linear import empty_state, start_state, train_and_read
+from memjax_kernels._src.ttt_linear import ttt_linear as ttt_linear_op
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from memjax_kernels.common.partition import elements_a_device, sequence_ways
+from memjax_kernels._src.common.partition import elements_a_device, sequence_ways
 
 Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
 # Floats of a device: 128 MiB of float32.

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax.models import ModelConfig
 from memjax.models.language_model.config import attention_of
-from memjax_kernels.common.partition import BATCH, SEQUENCE
+from memjax_kernels._src.common.partition import BATCH, SEQUENCE
 
 # The axis of the mesh that divides a logical axis of a mixer's parameters.
 MESH_AXES = {"model": "fsdp", "heads": "tensor", None: None}

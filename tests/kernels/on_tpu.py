@@ -14,8 +14,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.causal_attention import pallas_tpu
-from memjax_kernels.heads import layouts_tpu, rotate_tpu
+from memjax_kernels._src.causal_attention import pallas_tpu
+from memjax_kernels._src.heads import layouts_tpu, rotate_tpu
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
 

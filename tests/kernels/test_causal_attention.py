@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from memjax_kernels.causal_attention import (
+from memjax_kernels._src.causal_attention import (
     LONGEST,
     blocks,
     causal_attention,

@@ -16,12 +16,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.elastic import discretisations
-from memjax_kernels.hippo import bank, on_demand
-from memjax_kernels.hippo.pallas_tpu import legendre_tpu
+from memjax_kernels._src.hippo import bank, on_demand
+from memjax_kernels._src.hippo.pallas_tpu import legendre_tpu
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
 # The package re-exports the function under the folder's name.
-op = importlib.import_module("memjax_kernels.hippo")
+op = importlib.import_module("memjax_kernels._src.hippo")
 
 B, BLOCKS, L, X, N, M = 3, 3, 4, 2, 6, 5
 # Fewer than the tokens of a block, which is then written in another way.

@@ -10,7 +10,7 @@ import scipy.linalg
 import scipy.special
 
 from experiments.elastic import discretisations
-from memjax_kernels.hippo import bank
+from memjax_kernels._src.hippo import bank
 
 ORDERS = [32, 64, 128]
 BOUND = 1e-10

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.common import one_pass
+from memjax_kernels._src.common import one_pass
 from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
@@ -24,7 +24,7 @@ OPS += ("ttt_linear",)
 
 
 def module(name: str) -> Any:
-    return importlib.import_module(f"memjax_kernels.{name}")
+    return importlib.import_module(f"memjax_kernels._src.{name}")
 
 
 def tokens_of(name, sizes, dtype=jnp.float32):

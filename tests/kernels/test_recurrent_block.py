@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.recurrent_block import (
+from memjax_kernels._src.recurrent_block import (
     convolution_tpu,
     gated_norm,
     gated_norm_tpu,

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.sigmoid_scores import pallas_tpu, sigmoid_scores, xla
+from memjax_kernels._src.sigmoid_scores import pallas_tpu, sigmoid_scores, xla
 from tests.kernels.on_tpu import INTERPRETER, compiled_for_two, needs_libtpu
 
 KERNEL = functools.partial(pallas_tpu.sum_tanh_tpu, interpret=INTERPRETER)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import memjax_kernels
-from memjax_kernels.ttt_linear import TTTLinearState, empty_state, start_state
+from memjax_kernels._src.ttt_linear import TTTLinearState, empty_state, start_state
 
 # Any: called with unpacked tokens.
 ttt_linear: Any = memjax_kernels.ttt_linear
-step: Any = importlib.import_module("memjax_kernels.ttt_linear").step
+step: Any = importlib.import_module("memjax_kernels._src.ttt_linear").step
 
 B, H, D, C = 2, 2, 5, 4
 LENGTH = 19

@@ -15,7 +15,7 @@ from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig, flush
 from memjax.mechanisms.layers.rope import RopeScaling
-from memjax_kernels.hippo import bank
+from memjax_kernels._src.hippo import bank
 
 # The package re-exports the builder under the module's name.
 elastic_memory = importlib.import_module("memjax.mechanisms.elastic_memory")

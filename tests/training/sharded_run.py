@@ -49,7 +49,7 @@ from memjax.training.finetune.run import AnyStage, FinetuneRun
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import SampleConfig
 from memjax.training.step import StepConfig, init_train_state, make_train_step
-from memjax_kernels.sigmoid_scores import xla as search
+from memjax_kernels._src.sigmoid_scores import xla as search
 
 # One block and a half: fewer programs to compile than two whole blocks.
 B, T, V, STEPS = 8, 6, 16, 3

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from experiments.ops import cases
 from experiments.ops.cycles.case import Case, Program
 from experiments.ops.cycles.cases_ops import PASSES, SHAPE
-from memjax_kernels import heads, recurrent_block
+from memjax_kernels._src import heads, recurrent_block
 
 B, T, H, K = SHAPE
 #: The tokens as a projection leaves them, and their layout where heads come first.

@@ -31,7 +31,7 @@ from experiments.common.results import RESULTS, settings, write_report
 from experiments.common.timing import time_functions
 from experiments.recurrent.chunks.lattice_refine import lattice_refined
 from memjax.evaluation.drawing import drawing, source_of
-from memjax_kernels.lattice import VARIANTS, Variant, lattice
+from memjax_kernels._src.lattice import VARIANTS, Variant, lattice
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,15 +31,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from memjax_kernels.common.arguments import check_choice, check_range, check_shapes
-from memjax_kernels.lattice.memory import (
+from memjax_kernels._src.common.arguments import check_choice, check_range, check_shapes
+from memjax_kernels._src.lattice.memory import (
     VARIANTS,
     LatticeState,
     Variant,
     beginning,
     empty_state,
 )
-from memjax_kernels.lattice.sphere import l2_normalize
+from memjax_kernels._src.lattice.sphere import l2_normalize
 
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 

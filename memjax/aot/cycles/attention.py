@@ -17,7 +17,7 @@ from memjax.mechanisms import (
     SlidingWindowConfig,
 )
 from memjax.mechanisms.layers.softmax import on_tpu
-from memjax_kernels.causal_attention import blocks
+from memjax_kernels._src.causal_attention import blocks
 
 
 def shares(

@@ -27,7 +27,7 @@ from memjax.mechanisms.elastic_memory import (
 from memjax.mechanisms.elastic_memory import init_state as init_memory
 from memjax.mechanisms.layers import places
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
-from memjax_kernels.hippo import Sampling
+from memjax_kernels._src.hippo import Sampling
 
 
 @dataclasses.dataclass(frozen=True)

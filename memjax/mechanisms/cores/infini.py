@@ -27,8 +27,8 @@ from memjax.mechanisms.cores.grouped_queries import (
     to_heads,
 )
 from memjax.mechanisms.layers.memory_core import MemoryCore, bind
-from memjax_kernels.delta_rule import delta_rule
-from memjax_kernels.linear_attention import linear_attention
+from memjax_kernels._src.delta_rule import delta_rule
+from memjax_kernels._src.linear_attention import linear_attention
 
 Update = Literal["linear", "delta"]
 

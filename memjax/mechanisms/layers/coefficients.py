@@ -14,7 +14,7 @@ from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.divided_sequence import join_shares
 from memjax.mechanisms.layers.projections import HeadsConfig
-from memjax_kernels.hippo import on_demand
+from memjax_kernels._src.hippo import on_demand
 
 
 def to_channels(

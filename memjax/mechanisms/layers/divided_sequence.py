@@ -10,8 +10,8 @@ Slots of GSA and ABC are kept by factors that tokens alone decide (`gsa.apply_sh
 and coefficients of Elastic Memory join by a matrix (`coefficients.before_share`).
 
 Against an exchange of tokens for heads, as other mixers have it
-(`memjax_kernels.common.partition`), no activations are sent and any number of heads
-will do, but the recurrence runs twice.
+(`memjax_kernels._src.common.partition`), no activations are sent and any number of
+heads will do, but the recurrence runs twice.
 
 Shapes: B batch, T the device's tokens, D model, H heads, K key, V value.
 """
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, PyTree
 
-from memjax_kernels.common.partition import SEQUENCE
+from memjax_kernels._src.common.partition import SEQUENCE
 
 F32 = jnp.float32
 

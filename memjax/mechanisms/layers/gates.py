@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.mechanisms.base import axes
-from memjax_kernels.common.partition import channels_by_heads
+from memjax_kernels._src.common.partition import channels_by_heads
 
 
 class Gate(NamedTuple):

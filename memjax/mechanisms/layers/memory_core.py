@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from memjax.mechanisms.base import InitParams, InitState, reset
-from memjax_kernels.common import one_pass
+from memjax_kernels._src.common import one_pass
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels.common.cpu import scale_channels, scale_rows
+from memjax_kernels._src.common.cpu import scale_channels, scale_rows
 
 
 def rms_norm(

@@ -21,7 +21,7 @@ from memjax.mechanisms.base import axes, expand_leading_dims
 from memjax.mechanisms.layers import rope
 from memjax.mechanisms.layers.norms import rms_norm
 from memjax.mechanisms.layers.rope import RopeScaling
-from memjax_kernels.common.partition import by_heads, by_tokens
+from memjax_kernels._src.common.partition import by_heads, by_tokens
 
 QKNorm = Literal["none", "head", "width"]
 

@@ -39,7 +39,7 @@ from memjax.models.language_model.layers import (
 )
 from memjax.nnx.compiled import compiled
 from memjax.nnx.params import as_arrays, as_params, params_key
-from memjax_kernels.common.partition import along_batch
+from memjax_kernels._src.common.partition import along_batch
 
 # One memory a layer; behind them, where positions are learned, how many tokens of each
 # row have taken one.

@@ -46,7 +46,7 @@ from memjax.models.language_model.windowed import (
     require_unbounded_positions,
 )
 from memjax.nnx.params import as_arrays, as_params
-from memjax_kernels.hippo import Sampling
+from memjax_kernels._src.hippo import Sampling
 
 MemoryName = Literal[
     "lattice",

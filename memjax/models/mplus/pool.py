@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
 from memjax.models.offload import near
-from memjax_kernels.common.partition import along_batch
+from memjax_kernels._src.common.partition import along_batch
 
 
 class Dropped(NamedTuple):

@@ -20,7 +20,7 @@ from memjax.models.mplus import store as long_term_store
 from memjax.models.mplus.state import LayerStore, MPlusState
 from memjax.models.mplus.weights import MPlusWeights
 from memjax.models.offload import near, put
-from memjax_kernels.common.partition import along_batch
+from memjax_kernels._src.common.partition import along_batch
 
 
 def empty_state(weights: MPlusWeights, batch: int, key: PRNGKeyArray) -> MPlusState:

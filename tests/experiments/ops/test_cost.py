@@ -10,9 +10,9 @@ import pytest
 import memjax_kernels
 from experiments.ops import cost
 from experiments.ops.cost import DEVICES, Cost, Device, Sizes, roofline_seconds
-from memjax_kernels.lattice import Variant
-from memjax_kernels.trellis import TrellisState
-from memjax_kernels.ttt_linear import start_state
+from memjax_kernels._src.lattice import Variant
+from memjax_kernels._src.trellis import TrellisState
+from memjax_kernels._src.ttt_linear import start_state
 
 
 def test_costs_add_up():

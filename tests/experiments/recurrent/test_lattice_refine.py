@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from experiments.recurrent.chunks.lattice_refine import lattice_refined
-from memjax_kernels.lattice import empty_state
-from memjax_kernels.lattice.memory import beginning
+from memjax_kernels._src.lattice import empty_state
+from memjax_kernels._src.lattice.memory import beginning
 
 B, T, H, M, V = 2, 13, 1, 4, 6
 refined = jax.jit(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from memjax_kernels.common import arguments
+from memjax_kernels._src.common import arguments
 
 # Without the annotations' own checks, as users run.
 check_shapes = inspect.unwrap(arguments.check_shapes)

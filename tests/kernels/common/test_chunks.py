@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels.common import chunks, decays
-from memjax_kernels.common.products import multiplier
-from memjax_kernels.common.token_scan import scan_tokens
+from memjax_kernels._src.common import chunks, decays
+from memjax_kernels._src.common.products import multiplier
+from memjax_kernels._src.common.token_scan import scan_tokens
 
 SIZE = 4
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels.common.cpu import computed_once, scale_channels, scale_rows
+from memjax_kernels._src.common.cpu import computed_once, scale_channels, scale_rows
 
 SHAPES = [(7,), (3, 5), (2, 11, 3, 6)]
 

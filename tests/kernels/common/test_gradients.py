@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax_kernels.common import gradients
+from memjax_kernels._src.common import gradients
 
 
 def form(power, memory, x):

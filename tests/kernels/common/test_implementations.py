@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import memjax_kernels
-from memjax_kernels.common import implementations
+from memjax_kernels._src.common import implementations
 
 NAMES = ("xla", "pallas_tpu", "pallas_gpu", "reference")
 # A form that says its name.
@@ -19,7 +19,7 @@ FORMS = {name: functools.partial(lambda name, *_: name, name) for name in NAMES}
 
 
 def test_none_is_xla_where_no_kernel_takes_the_arguments(caplog):
-    with caplog.at_level(logging.DEBUG, logger="memjax_kernels.common.implementations"):
+    with caplog.at_level(logging.DEBUG, logger=implementations.__name__):
         form = implementations.choose("gla", None, FORMS, {"pallas_tpu": "too wide"})
     assert form() == "xla"
     assert caplog.messages == ["gla cannot run as pallas_tpu: too wide"]

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax_kernels
-from memjax_kernels.common import partition
+from memjax_kernels._src.common import partition
 
 ON_FOUR_DEVICES = """
 import functools
@@ -21,11 +21,11 @@ import jax, jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 import memjax_kernels
-from memjax_kernels.common import implementations, partition
-from memjax_kernels.lattice import _CHUNKWISE as lattice_forms
-from memjax_kernels.lattice.pallas_tpu import lattice_tpu
-from memjax_kernels.trellis import _CHUNKWISE as trellis_forms
-from memjax_kernels.trellis.pallas_tpu import trellis_tpu
+from memjax_kernels._src.common import implementations, partition
+from memjax_kernels._src.lattice import _CHUNKWISE as lattice_forms
+from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu
+from memjax_kernels._src.trellis import _CHUNKWISE as trellis_forms
+from memjax_kernels._src.trellis.pallas_tpu import trellis_tpu
 
 assert jax.device_count() == 4
 mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)

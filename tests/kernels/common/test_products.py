@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from memjax_kernels.common.products import multiplier, multiply, operand_dtype
+from memjax_kernels._src.common.products import multiplier, multiply, operand_dtype
 
 F32 = jnp.dtype(jnp.float32)
 NUMPY = {

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from memjax_kernels.lattice import LatticeState, Rule, beginning
-from memjax_kernels.lattice.chunked import in_chunks
-from memjax_kernels.lattice.pallas_tpu import lattice_tpu
+from memjax_kernels._src.lattice import LatticeState, Rule, beginning
+from memjax_kernels._src.lattice.chunked import in_chunks
+from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu
 from tests.kernels.on_tpu import INTERPRETER
 
 INTERPRETED = functools.partial(lattice_tpu, interpret=INTERPRETER)

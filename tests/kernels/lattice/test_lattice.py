@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels.common.products import multiplier
-from memjax_kernels.lattice import LatticeState, empty_state, lattice, step
-from memjax_kernels.lattice import chunk as one_chunk
-from memjax_kernels.lattice.memory import Rule
+from memjax_kernels._src.common.products import multiplier
+from memjax_kernels._src.lattice import LatticeState, empty_state, lattice, step
+from memjax_kernels._src.lattice import chunk as one_chunk
+from memjax_kernels._src.lattice.memory import Rule
 
 B, H, M, V = 2, 2, 5, 6
 # C, variant, normalize, forget.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels.lattice import (
+from memjax_kernels._src.lattice import (
     VARIANTS,
     LatticeState,
     Rule,
@@ -16,9 +16,9 @@ from memjax_kernels.lattice import (
     empty_state,
     lattice,
 )
-from memjax_kernels.lattice.pallas_gpu import lattice_gpu, unsupported
-from memjax_kernels.lattice.reference import lattice_reference
-from memjax_kernels.lattice.xla import lattice_xla
+from memjax_kernels._src.lattice.pallas_gpu import lattice_gpu, unsupported
+from memjax_kernels._src.lattice.reference import lattice_reference
+from memjax_kernels._src.lattice.xla import lattice_xla
 
 SLOTS = WIDTH = 64
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels.lattice import Rule, beginning, lattice
-from memjax_kernels.lattice.chunked import in_chunks
-from memjax_kernels.lattice.pallas_gpu import lattice_gpu, unsupported
-from memjax_kernels.lattice.pallas_gpu.inputs import BLOCK
+from memjax_kernels._src.lattice import Rule, beginning, lattice
+from memjax_kernels._src.lattice.chunked import in_chunks
+from memjax_kernels._src.lattice.pallas_gpu import lattice_gpu, unsupported
+from memjax_kernels._src.lattice.pallas_gpu.inputs import BLOCK
 
 SLOTS = WIDTH = 64
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from memjax_kernels.common import packs, products
-from memjax_kernels.common.packs import blocks as pack_blocks
-from memjax_kernels.lattice import (
+from memjax_kernels._src.common import packs, products
+from memjax_kernels._src.common.packs import blocks as pack_blocks
+from memjax_kernels._src.lattice import (
     VARIANTS,
     LatticeState,
     Rule,
@@ -22,9 +22,9 @@ from memjax_kernels.lattice import (
     packed_gradient,
     tpu_packed,
 )
-from memjax_kernels.lattice import chunk as one_chunk
-from memjax_kernels.lattice.segment import Chunks
-from memjax_kernels.lattice.xla import lattice_xla
+from memjax_kernels._src.lattice import chunk as one_chunk
+from memjax_kernels._src.lattice.segment import Chunks
+from memjax_kernels._src.lattice.xla import lattice_xla
 from tests.kernels.distances import close, distances
 from tests.kernels.lattice.against_xla import INTERPRETED, both, draw, rows
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels.lattice import (
+from memjax_kernels._src.lattice import (
     VARIANTS,
     LatticeState,
     Rule,
@@ -19,10 +19,10 @@ from memjax_kernels.lattice import (
     packed,
     tpu_token,
 )
-from memjax_kernels.lattice.chunked import in_chunks
-from memjax_kernels.lattice.pallas_tpu import lattice_tpu
-from memjax_kernels.lattice.tpu_token import equations
-from memjax_kernels.lattice.xla import lattice_xla
+from memjax_kernels._src.lattice.chunked import in_chunks
+from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu
+from memjax_kernels._src.lattice.tpu_token import equations
+from memjax_kernels._src.lattice.xla import lattice_xla
 from tests.kernels.distances import close, distances
 from tests.kernels.lattice.against_xla import INTERPRETED, both, draw, rows
 from tests.kernels.on_tpu import compiled_for_two, needs_libtpu

@@ -11,16 +11,16 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.lattice import (
+from memjax_kernels._src.lattice import (
     LatticeState,
     Rule,
     beginning,
     empty_state,
     pallas_tpu,
 )
-from memjax_kernels.lattice.chunked import in_chunks
-from memjax_kernels.lattice.pallas_tpu import lattice_tpu, unsupported
-from memjax_kernels.lattice.xla import lattice_xla
+from memjax_kernels._src.lattice.chunked import in_chunks
+from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu, unsupported
+from memjax_kernels._src.lattice.xla import lattice_xla
 from tests.kernels.distances import close
 from tests.kernels.lattice.against_xla import INTERPRETED, both, draw, rows
 from tests.kernels.on_tpu import needs_libtpu

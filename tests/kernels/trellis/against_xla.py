@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from memjax_kernels.trellis import TrellisState, empty_state, segment
-from memjax_kernels.trellis.pallas_tpu import trellis_tpu
+from memjax_kernels._src.trellis import TrellisState, empty_state, segment
+from memjax_kernels._src.trellis.pallas_tpu import trellis_tpu
 from tests.kernels.on_tpu import INTERPRETER
 
 INTERPRETED = functools.partial(trellis_tpu, interpret=INTERPRETER)

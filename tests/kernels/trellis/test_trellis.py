@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from memjax_kernels import delta_rule, trellis
-from memjax_kernels.trellis import (
+from memjax_kernels._src.trellis import (
     TrellisState,
     empty_memory,
     empty_state,

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels.trellis import TrellisState, empty_state, segment, trellis
-from memjax_kernels.trellis.pallas_gpu import trellis_gpu, unsupported
-from memjax_kernels.trellis.reference import trellis_reference
-from memjax_kernels.trellis.xla import trellis_xla
+from memjax_kernels._src.trellis import TrellisState, empty_state, segment, trellis
+from memjax_kernels._src.trellis.pallas_gpu import trellis_gpu, unsupported
+from memjax_kernels._src.trellis.reference import trellis_reference
+from memjax_kernels._src.trellis.xla import trellis_xla
 
 WIDTH = 64
 

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from memjax_kernels.common import gate_sums, packs, products
-from memjax_kernels.common.packs import decays as pack_decays
-from memjax_kernels.trellis import chunk as one_chunk
-from memjax_kernels.trellis import (
+from memjax_kernels._src.common import gate_sums, packs, products
+from memjax_kernels._src.common.packs import decays as pack_decays
+from memjax_kernels._src.trellis import chunk as one_chunk
+from memjax_kernels._src.trellis import (
     empty_state,
     functions,
     packed,
     packed_gradient,
 )
-from memjax_kernels.trellis.state import Memories
-from memjax_kernels.trellis.xla import trellis_xla
+from memjax_kernels._src.trellis.state import Memories
+from memjax_kernels._src.trellis.xla import trellis_xla
 from tests.kernels.distances import close, distances
 from tests.kernels.trellis.against_xla import (
     INTERPRETED,

@@ -12,9 +12,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels.trellis import empty_state, pallas_tpu
-from memjax_kernels.trellis.pallas_tpu import trellis_tpu, unsupported
-from memjax_kernels.trellis.xla import trellis_xla
+from memjax_kernels._src.trellis import empty_state, pallas_tpu
+from memjax_kernels._src.trellis.pallas_tpu import trellis_tpu, unsupported
+from memjax_kernels._src.trellis.xla import trellis_xla
 from tests.kernels.distances import close, distances
 from tests.kernels.on_tpu import needs_libtpu
 from tests.kernels.trellis.against_xla import (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax.mechanisms.layers.softmax import on_tpu
-from memjax_kernels.common.cpu import by_platform, scale_rows
+from memjax_kernels._src.common.cpu import by_platform, scale_rows
 
 # Scores of one attention call, in elements: 2**26 float32 are 256 MiB.
 MAX_SCORES = 2**26

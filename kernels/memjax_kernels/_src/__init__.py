@@ -1,0 +1,1 @@
+"""Implementation of the ops. Public names are in `memjax_kernels`."""

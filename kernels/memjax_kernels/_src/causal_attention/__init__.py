@@ -1,0 +1,66 @@
+"""Causal attention of whole sequences in one kernel a direction, on a TPU.
+
+    y_t = Σ_s softmax_s(q_t · k_s / √K) v_s        t - window < s <= t
+
+Dao (2023), FlashAttention-2, https://arxiv.org/abs/2307.08691: no scores in memory, and
+those of the backward pass computed again from the sums of each query's weights.
+
+Shapes: B batch, T time, H heads, K channels of a head.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from memjax_kernels._src.causal_attention import pallas_tpu
+from memjax_kernels._src.causal_attention.pallas_tpu import READS as READS
+from memjax_kernels._src.common.packs.tiles import LANES
+
+#: The longest sequence: the gradient of its queries is held on the chip.
+LONGEST = 32_768
+
+
+def unsupported(q: Any, k: Any) -> str:
+    """Why the kernels do not take queries [B, T, H, K] of these keys; "" if they do.
+
+    Both have a shape and a dtype.
+    """
+    time, heads, width = q.shape[-3:]
+    if q.dtype != jnp.bfloat16:
+        return f"tokens are {q.dtype}, not bfloat16"
+    if k.shape[-3:] != q.shape[-3:]:
+        return f"keys must be as queries, {q.shape[-3:]}, got {k.shape[-3:]}"
+    if time % LANES or time > LONGEST:
+        return f"{time} tokens are no multiple of {LANES} up to {LONGEST}"
+    if width != pallas_tpu.WIDTH or heads % 2:
+        # Of 128 channels jax's kernel takes as long or less.
+        return f"heads must be an even number of {pallas_tpu.WIDTH} channels, " + (
+            f"got {heads} of {width}"
+        )
+    return ""
+
+
+def causal_attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H K"],
+    window: int | None = None,
+    *,
+    interpret: Any = False,
+) -> Float[Array, "B T H K"]:
+    """Every query sees the keys up to its own: in a program for a TPU alone.
+
+    Products are in the dtype of the tokens, with float32 sums.
+
+    Args:
+        q: queries, which `unsupported` does not refuse.
+        k: keys.
+        v: values.
+        window: keys that a query sees, its own among them; None is all.
+        interpret: run where there is no TPU.
+    """
+    static = pallas_tpu.Static(window, interpret)
+    joined = lambda x: x.reshape(*x.shape[:2], -1)
+    y: Any = pallas_tpu.attention(static, *map(joined, (q, k, v)))
+    return y.reshape(q.shape)

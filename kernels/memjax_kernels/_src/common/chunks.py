@@ -1,0 +1,170 @@
+"""Splits a segment into chunks, at each batch element's own position in its chunk.
+
+Where the memory of a batch element is `position` tokens into a chunk, its first token
+goes there. So a sequence has the same chunks however it is split into segments.
+Positions before the first token and after the last hold zeros: an op must treat a token
+of zeros, rates and log gates included, as no token.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+
+from memjax_kernels._src.common.varying import vary_alike
+
+
+def count_chunks(time: int, size: int, aligned: bool) -> int:
+    """Chunks that hold T tokens from any position in a chunk, or from its start."""
+    return -(-(time if aligned else time + size - 1) // size)
+
+
+def split(
+    x: Shaped[Array, "B T *X"], size: int, position: Int[Array, " B"] | None
+) -> Shaped[Array, "B n C *X"]:
+    """Splits [B, T, ...] into [B, n, C, ...], with zeros around it.
+
+    Args:
+        x: tokens.
+        size: C.
+        position: tokens of each batch element's chunk that came before, in [0, C).
+            None says that all start a chunk, which saves the shift.
+    """
+    # Position 0 for all needs a chunk less than positions that are not known.
+    chunks = count_chunks(x.shape[1], size, position is None)
+    tail = chunks * size - x.shape[1]
+    padded = jnp.pad(x, [(0, 0), (0, tail)] + [(0, 0)] * (x.ndim - 2))
+    if position is not None:
+        shift = jax.vmap(lambda element, by: jnp.roll(element, by, axis=0))
+        # The rolled-in end is padding: position < C, and tail >= C - 1.
+        padded = jax.lax.cond(
+            jnp.any(position > 0), lambda p: shift(p, position), lambda p: p, padded
+        )
+    return padded.reshape(x.shape[0], chunks, size, *x.shape[2:])
+
+
+def join(
+    chunks: Shaped[Array, "B n C *X"], time: int, position: Int[Array, " B"] | None
+) -> Shaped[Array, "B T *X"]:
+    """The T tokens that `split` put into chunks."""
+    flat = chunks.reshape(chunks.shape[0], -1, *chunks.shape[3:])
+    if position is not None:
+        shift = jax.vmap(lambda element, by: jnp.roll(element, -by, axis=0))
+        # Usually all begin a chunk: a roll would copy every token for nothing.
+        flat = jax.lax.cond(
+            jnp.any(position > 0), lambda f: shift(f, position), lambda f: f, flat
+        )
+    return flat[:, :time]
+
+
+def completed(
+    chunks: int, size: int, time: int, position: Int[Array, " B"] | None, batch: int
+) -> Bool[Array, "B n"]:
+    """Whether the tokens of a batch element reach the end of each chunk."""
+    end_of_tokens = jnp.full(batch, time) if position is None else position + time
+    ends = (jnp.arange(chunks, dtype=jnp.int32) + 1) * size
+    return ends[None] <= end_of_tokens[:, None]
+
+
+def scan(
+    step: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    carry: PyTree,
+    xs: PyTree,
+    *,
+    remat_every: int = 1,
+) -> tuple[PyTree, PyTree]:
+    """`lax.scan` that keeps the carry of every n-th step for the backward pass.
+
+    Args:
+        step: (carry, x) -> (carry, y).
+        carry: the state before the first.
+        xs: [n, ...] leaves.
+        remat_every: steps between two kept carries, at least 1. The backward pass
+            computes the steps between them again: a larger number keeps fewer carries
+            and needs more memory at once.
+    """
+    # Inside a shard_map a carry must vary over the axes that its later values do.
+    carry, xs = vary_alike((carry, xs))
+    length = jax.tree.leaves(xs)[0].shape[0]
+    whole = length - length % remat_every
+    inner = lambda carry, xs: jax.lax.scan(step, carry, xs)
+    if not whole:  # A scan of no group would still be compiled.
+        return inner(carry, xs)
+    group = lambda x: x[:whole].reshape(-1, remat_every, *x.shape[1:])
+    carry, ys = jax.lax.scan(
+        # Inside a scan the second run cannot be merged with the first, so that it needs
+        # no guard.
+        jax.checkpoint(inner, prevent_cse=False),
+        carry,
+        jax.tree.map(group, xs),
+    )
+    ys = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
+    if whole == length:
+        return carry, ys
+    carry, rest = inner(carry, jax.tree.map(lambda x: x[whole:], xs))
+    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), ys, rest)
+
+
+def decay(log_gates: Float[Array, "*B C"]) -> Float[Array, "*B C C"]:
+    """exp of the sum of gates j+1..i for i >= j, zero above: masks before exp.
+
+    Each sum is over its own gates: a difference of cumulative sums would lose the
+    gates after a strong one. Gates may be -inf.
+    """
+    size = log_gates.shape[-1]
+    seen = jnp.tril(jnp.ones((size, size), bool))
+    later = jnp.tril(jnp.ones((size, size), log_gates.dtype), -1)
+    like_gates = lambda x: x.reshape((1,) * (log_gates.ndim - 1) + x.shape)
+    # exp is zero from -104 on, and finite terms keep the products with 0 finite.
+    terms = jnp.maximum(log_gates, -1e4)[..., :, None] * like_gates(later)
+    sums = jnp.einsum(
+        "il,...lj->...ij",
+        seen.astype(terms.dtype),
+        terms,
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    return jnp.where(like_gates(seen), jnp.exp(sums), 0.0)
+
+
+def misplaced_resets(
+    reset: Bool[Array, "B T"], size: int, position: Int[Array, " B"] | None
+) -> Bool[Array, "B T"]:
+    """True from the first reset of a batch element on that starts no chunk.
+
+    What an op computes from there on is not defined. Its reads must be NaN, and so must
+    the batch element's state.
+
+    Raises:
+        ValueError: where such a reset is known, outside jit.
+    """
+    time = jnp.arange(reset.shape[1], dtype=jnp.int32)[None]
+    offset = time if position is None else position[:, None] + time
+    wrong = reset & (offset % size != 0)
+    if not isinstance(wrong, Tracer) and wrong.any():
+        element, token = (int(index[0]) for index in jnp.nonzero(wrong))
+        raise ValueError(
+            f"reset must be where a chunk of {size} starts, got one in batch element "
+            f"{element} before token {token}, "
+            f"{offset[element % len(offset), token] % size} into it"
+        )
+    # Every token after it reads a memory that is not defined.
+    return jnp.cumsum(wrong, axis=1, dtype=jnp.int32) > 0
+
+
+def mask_with_nan(
+    state: PyTree, y: Float[Array, "B T H V"], wrong: Bool[Array, "B T"] | None
+) -> tuple[PyTree, Float[Array, "B T H V"]]:
+    """NaN for the reads after a misplaced reset, and in those batch elements' state."""
+    if wrong is None:
+        return state, y
+
+    def masked(leaf):
+        # Positions count tokens, whatever became of the memory.
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        elements = wrong[:, -1].reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(elements, jnp.nan, leaf)
+
+    return jax.tree.map(masked, state), jnp.where(wrong[..., None, None], jnp.nan, y)

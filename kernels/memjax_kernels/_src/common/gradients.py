@@ -1,0 +1,131 @@
+"""An op of two kernels, forward and backward, with gradients of every order.
+
+Kernels give the gradient. Gradients of that gradient are taken through the op's XLA
+form: `pallas_call` has none. Such an op has no forward mode (`jax.jvp`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from memjax_kernels._src.common.varying import vary_alike
+
+
+def of_kernels(
+    name: str,
+    forward: Callable[..., tuple[Any, Any]],
+    backward: Callable[..., tuple[Any, ...]],
+    form: Callable[..., Any],
+) -> Callable[..., Any]:
+    """op(static, *primals) -> (memory, y), differentiable in its primals.
+
+    The memories kept for the backward kernel and y are named "<name>_chunk_states" and
+    "<name>_reads": with a rematerialisation policy that saves both, the forward kernel
+    runs once.
+
+    Args:
+        name: of the op.
+        forward: the kernel (static, *primals, keep=) -> ((memory, y), kept); without
+            `keep` it keeps nothing.
+        backward: the kernel (static, primals, kept, cotangents of (memory, y)) ->
+            cotangents of the primals.
+        form: the same function as `forward` in XLA, (static, *primals) -> (memory, y).
+    """
+    differentiable = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+
+    @differentiable
+    def op(static, *primals):
+        return forward(static, *primals, keep=False)[0]
+
+    # What a gradient calls is differentiable itself, for gradients of gradients. What
+    # is kept depends on the primals alone, so that its own cotangent is left out.
+    @differentiable
+    def keeping(static, *primals):
+        return forward(static, *primals, keep=True)
+
+    @differentiable
+    def pullback(static, primals, kept, cotangents):
+        return backward(static, primals, kept, cotangents)
+
+    def op_forward(static, *primals):
+        results: Any = keeping(static, *primals)
+        (memory, y), kept = results
+        # Named, so that a rematerialisation policy can save them and skip the forward
+        # kernel.
+        kept = checkpoint_name(kept, f"{name}_chunk_states")
+        return (memory, checkpoint_name(y, f"{name}_reads")), (primals, kept)
+
+    def op_backward(static, residuals, cotangents):
+        return pullback(static, *residuals, cotangents)
+
+    def keeping_forward(static, *primals):
+        results: Any = keeping(static, *primals)
+        return results, (primals, results[1])
+
+    def keeping_backward(static, residuals, cotangents):
+        return pullback(static, *residuals, cotangents[0])
+
+    def pullback_forward(static, *given):
+        return pullback(static, *given), given
+
+    def pullback_backward(static, given, second):
+        primals, kept, cotangents = given
+
+        # The kernel itself has no gradient; the same function in XLA has.
+        def in_xla(primals, cotangents):
+            return jax.vjp(functools.partial(form, static), *primals)[1](cotangents)
+
+        d_primals, d_cotangents = jax.vjp(in_xla, primals, cotangents)[1](second)
+        return d_primals, jax.tree.map(jnp.zeros_like, kept), d_cotangents
+
+    op.defvjp(op_forward, op_backward)
+    keeping.defvjp(keeping_forward, keeping_backward)
+    pullback.defvjp(pullback_forward, pullback_backward)
+    return op
+
+
+def of_prepared(
+    prepare: Callable[..., Any], indices: tuple[str, ...], primals: tuple[Any, ...]
+) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+    """A kernel's inputs, a named tuple, and the cotangents of what they are made from.
+
+    Args:
+        prepare: primals -> inputs.
+        indices: fields of the inputs that are no floats, and have no gradient.
+        primals: of which cotangents are wanted.
+
+    Returns:
+        The inputs, and (cotangents of the inputs, whose `indices` are None) ->
+        cotangents of the primals.
+    """
+
+    def apart(*primals):
+        x = prepare(*primals)
+        kept = {name: getattr(x, name) for name in indices}
+        return x._replace(**dict.fromkeys(indices)), kept
+
+    floats, pull, kept = jax.vjp(apart, *primals, has_aux=True)
+    # A gradient must vary over the axes of a mesh that its argument varies over.
+    back = lambda cotangents: pull(vary_alike((cotangents, primals))[0])
+    return floats._replace(**kept), back
+
+
+def like(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, whose gradients of both modes are those of the same function in jax.
+
+    For kernels of decoding, through which a gradient is rarely taken.
+    """
+
+    @jax.custom_jvp
+    def op(*primals):
+        return kernel(*primals)
+
+    @op.defjvp
+    def tangents(primals, tangents):
+        return jax.jvp(plain, primals, tangents)
+
+    return op

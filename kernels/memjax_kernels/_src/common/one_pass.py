@@ -1,0 +1,246 @@
+"""A decoding step on a TPU as one kernel, which reads and writes the memory once.
+
+XLA makes several passes over the memory of a step, one for each of its products with a
+vector, and the memory is what a step takes time for. A kernel holds the memories of
+some heads of a batch element in registers, and runs the step's own code on one head
+after the other. Products with a vector are sums over rows or columns there, in float32:
+the matrix unit would have to be loaded with a memory for every one of them.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from memjax_kernels._src.common import (
+    gradients,
+    implementations,
+    jaxprs,
+    partition,
+    varying,
+)
+
+F32 = jnp.float32
+LANES, SUBLANES = 128, 8
+# Heads of a block, whose code is written out one after the other, and the bytes of
+# their memories: four copies are there, read and written, of this block and the next.
+MOST_HEADS, MOST_BYTES = 16, 3 * 2**20
+# Gates of all heads, of which each is kept in scalar memory.
+MOST_GATES = 2**14
+
+
+def on_tpu(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The same step, in one kernel where it is lowered for a TPU.
+
+    Args:
+        step: (q, *tokens, state, **options) -> (state, y), for arrays [B, H, M, V] and
+            [B, H, D], and numbers [B, H] and [B]. What it computes of a batch element
+            and head depends on these alone. Other memories than those of the state may
+            have one batch element, for all. y is [B, H, V], in the dtype of a token;
+            the state's arrays are float32. Options are hashable.
+
+    Returns:
+        The step; what it wraps is in `__wrapped__`.
+    """
+
+    # Equal layers have one trace of the kernel.
+    @functools.partial(jax.jit, static_argnums=0)
+    def in_kernel(options, *given):
+        plain = functools.partial(step, **dict(options))
+        return gradients.like(plain, functools.partial(step_tpu, plain))(*given)
+
+    @functools.wraps(step)
+    def chosen(*given, **options):
+        form = implementations.choose(
+            getattr(step, "__name__", "step"),
+            None,
+            {
+                "xla": functools.partial(step, **options),
+                "pallas_tpu": functools.partial(in_kernel, tuple(options.items())),
+            },
+            {"pallas_tpu": unsupported(*given)},
+        )
+        return form(*given)
+
+    return chosen
+
+
+def unsupported(*given: Any) -> str:
+    """Why the kernel cannot take these arguments on any TPU; "" if it can."""
+    leaves = jax.tree.leaves(given)
+    batch, heads = leaves[0].shape[:2]
+    memories = [x for x in leaves if x.ndim == 4]
+    if batch * heads > MOST_GATES:
+        return f"{batch} x {heads} heads are more than {MOST_GATES}"
+    if any(x.dtype != F32 for x in memories):
+        return "a memory is not float32"
+    if any(n % SUBLANES for x in memories for n in x.shape[2:]):
+        return f"a memory's rows or columns are not a multiple of {SUBLANES}"
+    if not _heads_of_a_block(heads, memories):
+        return f"no number of {heads} heads fits {MOST_BYTES} bytes"
+    return ""
+
+
+def step_tpu(step: Callable[..., Any], *given: Any, interpret: Any = False) -> Any:
+    """As `step(*given)`, by the kernel; `interpret` runs where there is no TPU."""
+    leaves, tree = jax.tree.flatten(given)
+    # Numbers of the next state take a few operations, and XLA leaves out all others.
+    state, y = step(*given)
+    kinds = [_KINDS[x.ndim] for x in leaves]
+    # Tokens as [B, 1, 1, H, ...] or [B, 1], which `partition` divides.
+    tokens = [
+        x[:, None] if kind == "count" else x[:, None, None]
+        for kind, x in zip(kinds, leaves, strict=True)
+        if kind != "memory"
+    ]
+    memories = [x for x in leaves if x.ndim == 4]
+    form = functools.partial(
+        _on_device, step=step, tree=tree, kinds=kinds, interpret=interpret
+    )
+    memories, (read, *rows) = partition.chunkwise(form)(tokens, memories)
+    found = {4: iter(memories), 3: (row[:, 0, 0] for row in rows)}
+    after = jax.tree.map(lambda x: next(found[x.ndim]) if x.ndim > 2 else x, state)
+    return after, read[:, 0, 0].astype(y.dtype)
+
+
+# Arguments of a step by the number of their axes.
+_KINDS = {4: "memory", 3: "row", 2: "gate", 1: "count"}
+
+
+def _on_device(tokens, memories, *, step, tree, kinds, interpret):
+    """On a device's share: memories, and [y, *rows of the state], [B, 1, 1, H, V]."""
+    batch, _, _, heads, _ = tokens[0].shape
+    together = _heads_of_a_block(heads, memories)
+    rest, stored = iter(tokens), iter(memories)
+
+    def as_given(kind):
+        if kind == "memory":
+            return next(stored)
+        token = next(rest)
+        return token[:, 0] if kind == "count" else token[:, 0, 0]
+
+    given = [as_given(kind) for kind in kinds]
+    if not together:
+        # Some of all heads fit a block, but no part of this device's share of them.
+        state, y = step(*jax.tree.unflatten(tree, given))
+        return _apart([*jax.tree.leaves(state), y])
+    placed = [_placed(kind, x, together) for kind, x in zip(kinds, given, strict=True)]
+    arguments, specs, units = zip(*placed, strict=True)
+    closed = jax.make_jaxpr(lambda *x: step(*jax.tree.unflatten(tree, x)))(*units)
+    *after, y = closed.out_avals
+    written = [i for i, x in enumerate(after) if x.ndim > 2]
+    # The state comes last, and is written where it was read.
+    read = [len(kinds) - len(after) + i for i in written]
+    row = pl.BlockSpec((1, together, y.shape[-1]), lambda b, h: (b, h, 0))
+    shapes = [(batch, heads, y.shape[-1]), *(arguments[i].shape for i in read)]
+    y, *after = pl.pallas_call(
+        functools.partial(
+            _kernel, closed=closed, kinds=kinds, written=written, heads=heads
+        ),
+        grid=(batch, heads // together),
+        in_specs=specs,
+        out_specs=[row, *(specs[i] for i in read)],
+        out_shape=[varying.like(tokens[0], shape, F32) for shape in shapes],
+        input_output_aliases={i: 1 + n for n, i in enumerate(read)},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel")
+        ),
+        interpret=interpret,
+        name="step_in_one_pass",
+    )(*varying.vary_alike(arguments))
+    return _apart([*after, y])
+
+
+def _apart(results):
+    """Of leaves of a state and y: the memories, and [y, *rows] as tokens."""
+    *after, y = results
+    rows = [y, *(x for x in after if x.ndim == 3)]
+    return [x for x in after if x.ndim == 4], [x[:, None, None] for x in rows]
+
+
+def _placed(kind, x, together):
+    """An argument, its block, and what the step is given of one head of it."""
+    # One batch element may serve all.
+    of_rows = lambda b, h: (b if x.shape[0] > 1 else 0, h, 0)
+    along = lambda b, h: (*of_rows(b, h), 0)
+    dtype = x.dtype if kind == "count" else F32
+    x = x.astype(jnp.int32 if kind == "count" else F32)
+    match kind:
+        case "memory":
+            shape = x.shape[2:]
+            block = pl.BlockSpec((1, together, *shape), along)
+        case "row":
+            shape = x.shape[2:]
+            block = pl.BlockSpec((1, together, *shape), of_rows)
+        case _:
+            shape = ()
+            # One number after the other: more axes would be padded.
+            x, block = x.reshape(-1), pl.BlockSpec(memory_space=pltpu.SMEM)
+    lead = (1,) if kind == "count" else (1, 1)
+    return x, block, jax.ShapeDtypeStruct((*lead, *shape), dtype)
+
+
+def _kernel(*refs, closed, kinds, written, heads):
+    """The step of a block of heads of a batch element."""
+    given, read, *outputs = refs[: len(kinds)], *refs[len(kinds) :]
+    element, together = pl.program_id(0), read.shape[1]
+    first = element * heads + pl.program_id(1) * together
+
+    def of_head(h, i):
+        ref = given[i]
+        match kinds[i]:
+            case "memory" | "row":
+                return ref[:, pl.ds(h, 1)]
+            case "gate":
+                return jnp.full((1, 1), ref[first + h])
+        return jaxprs.Uniform(ref[element].astype(closed.in_avals[i].dtype))
+
+    def one_head(h, _):
+        units = [of_head(h, i) for i in range(len(kinds))]
+        *after, y = jaxprs.evaluate(closed, units, _REPLACED)
+        for output, i in zip(outputs, written, strict=True):
+            output[:, pl.ds(h, 1)] = after[i]
+        read[:, pl.ds(h, 1)] = y.astype(F32)
+        return _
+
+    # Traced once, and written out for each head when it is lowered.
+    jax.lax.fori_loop(0, together, one_head, None, unroll=True)
+
+
+def _product(given, operands):
+    """A product of a memory with a vector, or of two vectors, by the vector unit."""
+    x, y = operands
+    (of_x, of_y), (batch, _) = given["dimension_numbers"]
+    if y.ndim > x.ndim:
+        x, y, of_x = y, x, of_y
+    if not of_x:
+        return x[..., :, None] * y[..., None, :]
+    (axis,) = of_x
+    wide = jax.lax.broadcast_in_dim(y, x.shape, (*batch, axis))
+    return (x * wide).sum(axis=axis)
+
+
+# Mosaic asks the device that is there for the sign of a number.
+_REPLACED: dict[str, jaxprs.Replacement] = {
+    "dot_general": _product,
+    "sign": lambda _, x: jnp.where(x[0] > 0, 1.0, jnp.where(x[0] < 0, -1.0, x[0])),
+}
+
+
+def _heads_of_a_block(heads, memories):
+    """The most heads that fit and divide all heads; 0 if none do."""
+    most = min(MOST_HEADS, MOST_BYTES // _bytes_of_a_head(memories))
+    # Rows of several blocks must fill whole registers.
+    fits = lambda n: heads % n == 0 and (n == heads or n % SUBLANES == 0)
+    return max((n for n in range(1, most + 1) if fits(n)), default=0)
+
+
+def _bytes_of_a_head(memories):
+    """Of all memories of a head, whose rows fill whole registers."""
+    wide = lambda n: math.ceil(n / LANES) * LANES
+    return 4 * sum(x.shape[2] * wide(x.shape[3]) for x in memories)

@@ -1,0 +1,143 @@
+"""Gates of packs of heads, and what they leave: for the TPU kernels.
+
+A block of gates is [C, R], a column a head: the first heads of the packs, then the
+second, and so on (`blocks.gate_columns`). Sums over tokens are products, as Mosaic
+has no cumulative sum, and so are rows of columns.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from memjax_kernels._src.common import packs, products
+from memjax_kernels._src.common.gate_sums import FORGETS_ALL, STEPS, Sums
+
+F32 = jnp.float32
+# Of gates, which tokens in bfloat16 do not round.
+_exact = functools.partial(products.multiply, dtype=jnp.dtype(F32))
+
+
+class Totals(NamedTuple):
+    """Inclusive sums of g over the chunk.
+
+    Attributes:
+        row: along the lanes, [P, 1, 2 C].
+        column: along the sublanes, [P, C, 1] of each head.
+        end: at the chunk's last token, [P, 1, 1] of each head.
+    """
+
+    row: Sums
+    column: tuple[Sums, ...]
+    end: tuple[Sums, ...]
+
+
+class Decays(NamedTuple):
+    """What gates leave.
+
+    Attributes:
+        between: from token j (lanes) to token i, 0 for j > i.
+        kept: since the chunk's start.
+    """
+
+    between: Float[Array, "P C CC"]
+    kept: Float[Array, "P 1 CC"]
+
+
+def sum_gates(g: Float[Array, "C N"], size: int | None = None) -> Float[Array, "C NN"]:
+    """Sums of gates up to each token: the coarse parts of all, then the fine ones.
+
+    With a `size` in each chunk of so many tokens by itself.
+    """
+    g = jnp.maximum(g, FORGETS_ALL)
+    coarse = jnp.floor(g * STEPS) / STEPS
+    parts = jnp.concatenate([coarse, g - coarse], axis=1)
+    return _exact(_seen(g.shape[0], size), parts, "nn")
+
+
+def sum_back(d: Float[Array, "C N"]) -> Float[Array, "C N"]:
+    """Cotangents of gates from those of their sums: sums from each token on."""
+    return _exact(_seen(d.shape[0], None), d, "tn")
+
+
+def _seen(number: int, size: int | None) -> Float[Array, "C C"]:
+    """1 where the other token is of the same chunk, and not later."""
+    token = jax.lax.broadcasted_iota(jnp.int32, (number, number), 0)
+    other = jax.lax.broadcasted_iota(jnp.int32, (number, number), 1)
+    seen = token >= other
+    if size is not None:
+        chunk = lambda x: jax.lax.div(x, jnp.int32(size))
+        seen &= chunk(token) == chunk(other)
+    return seen.astype(F32)
+
+
+def transpose(columns: Float[Array, "C N"]) -> Float[Array, "N C"]:
+    """Columns as rows."""
+    number = columns.shape[1]
+    index = jax.lax.broadcasted_iota(jnp.int32, (number, number), 0)
+    eye = index == jax.lax.broadcasted_iota(jnp.int32, (number, number), 1)
+    return _exact(eye.astype(F32), columns, "nt")
+
+
+def side_by_side(
+    rows: Float[Array, "N C"], start: int, group: int, heads: int
+) -> Float[Array, "P 1 CC"]:
+    """The rows from `start` on, those of a pack's heads in one."""
+    starts = [start + i * group for i in range(heads)]
+    parts = [rows[at : at + group] for at in starts]
+    return jnp.concatenate(parts, axis=1)[:, None]
+
+
+def total(
+    columns: Float[Array, "C N"],
+    rows: Float[Array, "N C"],
+    starts: tuple[int, int],
+    group: int,
+    heads: int,
+) -> Totals:
+    """The sums of gates whose coarse and fine parts start at these columns."""
+
+    def column(start):
+        return jnp.stack([columns[:, start + i : start + i + 1] for i in range(group)])
+
+    of_head = tuple(
+        Sums(*(column(start + i * group) for start in starts)) for i in range(heads)
+    )
+    row = Sums(*(side_by_side(rows, start, group, heads) for start in starts))
+    ends = zip(*(packs.ends(part, heads) for part in row), strict=True)
+    return Totals(row, of_head, tuple(Sums(*end) for end in ends))
+
+
+def decays(total: Totals) -> Decays:
+    """The decays of a chunk's gates."""
+    row, heads = total.row, len(total.column)
+    width = row.coarse.shape[-1]
+    wide = Sums(
+        *(packs.widen(columns, width) for columns in zip(*total.column, strict=True))
+    )
+    token = jax.lax.broadcasted_iota(jnp.int32, wide.coarse.shape, 1)
+    seen = token >= packs.within(token.shape, width // heads)
+    between = (wide.coarse - row.coarse) + (wide.fine - row.fine)
+    # Masked before exp, which would overflow above the diagonal.
+    between = jnp.exp(jnp.where(seen, between, -1e30))
+    return Decays(between, jnp.exp(row.coarse + row.fine))
+
+
+def until_end(total: Totals) -> Float[Array, "P 1 CC"]:
+    """The decay from each token to the chunk's end; at most 1 for those of others."""
+    row, width = total.row, total.row.coarse.shape[-1]
+    end = Sums(*(packs.widen(x, width) for x in zip(*total.end, strict=True)))
+    between = (end.coarse - row.coarse) + (end.fine - row.fine)
+    return jnp.exp(jnp.minimum(between, 0.0))
+
+
+def kept_by_token(total: Totals, width: int) -> Float[Array, "P C VV"]:
+    """The decay since the chunk's start, tokens along the sublanes."""
+    return packs.widen([jnp.exp(x.coarse + x.fine) for x in total.column], width)
+
+
+def kept_at_end(total: Totals, width: int) -> Float[Array, "P 1 DD"]:
+    """The decay over the whole chunk, in a memory's lanes."""
+    return jnp.exp(packs.widen([x.coarse + x.fine for x in total.end], width))

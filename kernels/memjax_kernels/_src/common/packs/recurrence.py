@@ -1,0 +1,234 @@
+"""Recurrences S' = f(S, chunk) on a TPU: tokens are read and written where they lie.
+
+All packs of heads of a program are computed in step, so that one hides the latency of
+another. The memory is an output block that all chunks of a head share: it stays in VMEM
+from the first chunk to the last. An op brings the equations of a chunk and of its
+gradient. A reset is a gate that forgets all.
+
+The forward kernel also saves the memory at every chunk's start where a gradient is
+taken, in the dtype that the op asks for. The backward kernel goes through the chunks in
+reverse and computes each again from there.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels._src.common import chunks, gradients, partition, varying
+from memjax_kernels._src.common.gate_sums import FORGETS_ALL
+from memjax_kernels._src.common.packs import recurrence_kernels
+from memjax_kernels._src.common.packs.blocks import (
+    LANES,
+    Specs,
+    apart,
+    gate_columns,
+    gates_of_columns,
+    group_size,
+    packings,
+    side_by_side,
+)
+from memjax_kernels._src.common.packs.recurrence_kernels import Op, Static
+
+F32 = jnp.float32
+CHUNK_SIZE = 64
+
+
+class Tokens(NamedTuple):
+    """Chunks of a segment.
+
+    Attributes:
+        q: queries.
+        k: keys.
+        v: values.
+        g: log gates, of a head or of each channel of keys or values; 0 without gates,
+            and lowest where a reset is.
+        beta: write rates, of an op that has some.
+    """
+
+    q: Float[Array, "B n C H K"]
+    k: Float[Array, "B n C H K"]
+    v: Float[Array, "B n C H V"]
+    g: Float[Array, "B n C H"] | Float[Array, "B n C H G"]
+    beta: Float[Array, "B n C H"] | None
+
+
+class Blocks(NamedTuple):
+    """A segment as the kernels take it.
+
+    Attributes:
+        tokens: q, k, v and gates of channels, each [B, n, C, H D].
+        columns: [B, n, groups, C, heads of a group] of the gates of heads, and behind
+            them of the rates; float32. None where gates are of channels.
+    """
+
+    tokens: tuple[Any, ...]
+    columns: Any
+
+
+def unsupported(q: Array, k: Array, v: Array) -> str:
+    """Why the kernels cannot take these arguments on any TPU; "" if they can."""
+    tokens = {x.dtype.name for x in (q, k, v)}
+    if len(tokens) > 1 or not tokens <= {"float32", "bfloat16"}:
+        return f"q, k and v must all be float32 or all bfloat16, got {sorted(tokens)}"
+    if q.shape[1] < CHUNK_SIZE:
+        return f"{q.shape[1]} tokens are less than a chunk of {CHUNK_SIZE}"
+    if not _heads(q, v):
+        return (
+            f"no number of {q.shape[2]} heads fills {LANES} lanes with keys of "
+            f"{q.shape[3]} and values of {v.shape[3]}, and fits in VMEM"
+        )
+    return ""
+
+
+def recur(
+    op: Op,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H"] | Float[Array, "B T H G"] | None,
+    state: Float[Array, "B H K V"],
+    reset: Bool[Array, "B T"] | None,
+    *,
+    beta: Float[Array, "B T H"] | None = None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """An op over T tokens; g None keeps all, beta is of ops that have rates."""
+    time = q.shape[1]
+    g = jnp.zeros(q.shape[:3], F32) if g is None else g.astype(F32)
+    if reset is not None:
+        at = reset.reshape(*reset.shape, *(1,) * (g.ndim - 2))
+        g = jnp.where(at, FORGETS_ALL, g)
+    # Tokens of zeros, gate and rate included, leave the memory as it is.
+    split = lambda x: chunks.split(x, CHUNK_SIZE, None)
+    tokens = Tokens(*jax.tree.map(split, (q, k, v, g, beta)))
+    form = partition.chunkwise(functools.partial(_on_device, op))
+    state, y = form(tokens, state, interpret=interpret)
+    return state, chunks.join(y, time, None)
+
+
+def _on_device(op: Op, tokens: Tokens, state: Array, *, interpret: Any):
+    heads = _heads(tokens.q, tokens.v)
+    if not heads:
+        # A device of a mesh may hold heads that fill no lanes.
+        return _in_xla(op, tokens, state)
+    each = heads * _block_bytes(tokens.q.shape[-1], tokens.v.shape[-1])
+    group = group_size(tokens.q.shape[3] // heads, each)
+    static = Static(op, group, heads, interpret)
+    results: Any = _chunks(op)(static, *varying.vary_alike((tokens, state)))
+    return results
+
+
+def _heads(q: Array, v: Array) -> int:
+    """Heads of a pack, as few as fill the lanes; 0 is none."""
+    widths = (q.shape[-1], v.shape[-1])
+    return min(packings(q.shape[-2], widths, _block_bytes(*widths)), default=0)
+
+
+def _block_bytes(key_dim: int, value_dim: int) -> int:
+    """What the backward kernel holds in VMEM for a head, roughly."""
+    # In float32. Two buffers of each block in and out: tokens and their cotangents, and
+    # 6 of a memory; and the values in between: 4 of a memory, 12 of a token's channels,
+    # 4 of pairs of tokens.
+    tokens = CHUNK_SIZE * (2 * key_dim + 2 * value_dim) * 4
+    memories = key_dim * value_dim * (6 + 4)
+    between = CHUNK_SIZE * (12 * (key_dim + value_dim) + 4 * CHUNK_SIZE)
+    return 4 * (tokens + memories + between)
+
+
+def _arrange(static: Static, x: Tokens) -> Blocks:
+    flat = lambda t: t.reshape(*t.shape[:3], -1)
+    tokens = flat(x.q), flat(x.k), flat(x.v)
+    if x.g.ndim == x.q.ndim:
+        return Blocks((*tokens, flat(x.g)), None)
+    both = x.g if x.beta is None else jnp.stack([x.g, x.beta.astype(F32)], axis=-1)
+    return Blocks(tokens, gate_columns(both, static.group, static.heads))
+
+
+def _undo(static: Static, d: Blocks, x: Tokens) -> Tokens:
+    """Cotangents of tokens from those of blocks."""
+    packing, number = (static.group, static.heads), static.group * static.heads
+    q, k, v = (y.reshape(z.shape) for y, z in zip(d.tokens[:3], x[:3], strict=True))
+    if d.columns is None:
+        return Tokens(q, k, v, d.tokens[3].reshape(x.g.shape), None)
+    g = gates_of_columns(d.columns[..., :number], *packing)
+    if x.beta is None:
+        return Tokens(q, k, v, g, None)
+    beta = gates_of_columns(d.columns[..., number:], *packing)
+    return Tokens(q, k, v, g, beta.astype(x.beta.dtype))
+
+
+def _specs_for(static: Static, x: Tokens, order) -> Specs:
+    """Blocks of the kernels' programs."""
+    return Specs(
+        None, static.group, x.q.shape[3] // static.group // static.heads, order
+    )
+
+
+def _forward(static: Static, x: Tokens, state: Array, *, keep: bool):
+    blocks, state = _arrange(static, x), side_by_side(state, static.heads)
+    like = functools.partial(varying.like, x.q)
+    y = like(blocks.tokens[2].shape, x.v.dtype)
+    shape = (state.shape[0], x.q.shape[1], *state.shape[1:])
+    kept = like(shape, F32 if static.op.exact else x.q.dtype) if keep else None
+    after = like(state.shape, F32)
+    of = _specs_for(static, x, lambda i: i)
+    after, y, kept = _call(
+        *(of, static),
+        *(recurrence_kernels.forward_kernel, "forward", blocks, (state,)),
+        (after, y, kept),
+        (_specs(of, blocks), of.memories(state)),
+        (of.memories(after), of.tokens(y), of.kept(kept)),
+    )
+    return (apart(after, static.heads), y.reshape(x.v.shape)), kept
+
+
+def _backward(static: Static, primals, kept, cotangents):
+    x, _ = primals
+    d_after, d_y = cotangents
+    blocks, d_after = _arrange(static, x), side_by_side(d_after, static.heads)
+    d_y = d_y.reshape(blocks.tokens[2].shape)
+    like = functools.partial(varying.like, x.q)
+    shaped = lambda tree: jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
+    n = x.q.shape[1]
+    # The backward pass goes through the chunks in reverse.
+    of = _specs_for(static, x, lambda i: n - 1 - i)
+    specs, memories = _specs(of, blocks), of.memories(d_after)
+    d_x, d_state = _call(
+        *(of, static),
+        *(recurrence_kernels.backward_kernel, "backward", blocks),
+        (kept, d_after, d_y),
+        (shaped(blocks), shaped(d_after)),
+        (specs, of.kept(kept), memories, of.tokens(d_y)),
+        (specs, memories),
+    )
+    return _undo(static, d_x, x), apart(d_state, static.heads)
+
+
+@functools.cache
+def _chunks(op: Op) -> Any:
+    """The op of two kernels, and its gradient."""
+    form = lambda static, x, state: _in_xla(op, x, state)
+    return gradients.of_kernels(op.name, _forward, _backward, form)
+
+
+def _in_xla(op: Op, x: Tokens, state: Array):
+    """The function of the forward kernel."""
+    join = lambda y: y.reshape(y.shape[0], -1, *y.shape[3:])
+    state, y = op.in_xla(*jax.tree.map(join, x), state, chunk_size=CHUNK_SIZE)
+    return state, y.reshape(x.v.shape)
+
+
+def _specs(of: Specs, x: Blocks) -> Blocks:
+    columns = None if x.columns is None else of.gates(x.columns)
+    return Blocks(of.tokens(x.tokens), columns)
+
+
+def _call(
+    of: Specs, static: Static, kernel, name, x, inputs, outputs, specs, out_specs
+):
+    kernel, name = functools.partial(kernel, static=static), f"{static.op.name}_{name}"
+    given = (x, inputs, outputs, specs, out_specs)
+    return of.call(kernel, name, *given, interpret=static.interpret)

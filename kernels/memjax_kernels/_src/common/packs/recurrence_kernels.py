@@ -1,0 +1,206 @@
+"""The two kernels of a recurrence: a chunk of a group, forward and back.
+
+Each takes references to blocks in VMEM. The memory and its cotangent are output blocks
+that all chunks of a head share: they hold them between chunks.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from memjax_kernels._src.common import packs
+from memjax_kernels._src.common.gate_sums import FORGETS_ALL
+from memjax_kernels._src.common.packs import columns as pack_columns
+from memjax_kernels._src.common.packs import decays as pack_decays
+from memjax_kernels._src.common.packs.decays import Totals
+from memjax_kernels._src.common.products import Form, multiply, operand_dtype
+
+F32 = jnp.float32
+
+
+class Op(NamedTuple):
+    """What an op brings.
+
+    Attributes:
+        name: of its kernels, before "_forward" and "_backward".
+        advance: (Chunk, memory) -> (memory, y).
+        pull_back: (Chunk, memory, their cotangents) -> Cotangents.
+        in_xla: (q, k, v, g, beta, memory, chunk_size=) -> (memory, y), for gradients
+            of gradients.
+        exact: whether memories are kept in float32 for the backward kernel, or in the
+            tokens' dtype.
+    """
+
+    name: str
+    advance: Callable[..., Any]
+    pull_back: Callable[..., Any]
+    in_xla: Callable[..., Any]
+    exact: bool
+
+
+class Static(NamedTuple):
+    """What is fixed when a kernel is compiled."""
+
+    op: Op
+    group: int
+    heads: int
+    interpret: Any
+
+
+class Chunk(NamedTuple):
+    """Tokens of one chunk, and what gates of heads leave.
+
+    Attributes:
+        q: queries.
+        k: keys.
+        v: values.
+        total: sums of the gates.
+        since: decays from the chunk's start, in so many lanes of all heads.
+        until: the same to its end.
+        beta: the same of write rates, where there are any.
+    """
+
+    q: Float[Array, "P C KK"]
+    k: Float[Array, "P C KK"]
+    v: Float[Array, "P C VV"]
+    total: Totals
+    since: Callable[[int], Float[Array, "P C DD"]]
+    until: Callable[[int], Float[Array, "P C DD"]]
+    beta: Callable[[int], Float[Array, "P C DD"]]
+
+
+class Channels(NamedTuple):
+    """Tokens of one chunk with a gate for each channel of keys or values.
+
+    Attributes:
+        q: queries.
+        k: keys.
+        v: values.
+        g: log gates.
+        heads: of a pack.
+    """
+
+    q: Float[Array, "P C KK"]
+    k: Float[Array, "P C KK"]
+    v: Float[Array, "P C VV"]
+    g: Float[Array, "P C GG"]
+    heads: int
+
+    def low(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """In the tokens' dtype, as operands of products are."""
+        return x.astype(self.q.dtype)
+
+    @property
+    def parts(self) -> int:
+        """How many parts of a float32 in bfloat16 are enough beside these tokens."""
+        return 2 if self.q.dtype == jnp.bfloat16 else 3
+
+    def dot(self, x: Array, y: Array, form: Form) -> Float[Array, "..."]:
+        """A product of operands in the tokens' dtype, in float32."""
+        return multiply(x, y, form, operand_dtype(self.q))
+
+
+class Cotangents(NamedTuple):
+    """Of the tokens and the memory.
+
+    Attributes:
+        tokens: of the queries, keys and values, and of gates of channels.
+        start: of the memory before the chunk.
+        sums: of the sums of heads' gates, and at the last token that of the memory:
+            parts to add, before the sum over a head's lanes.
+        beta: of the rates, before the sum over a head's lanes.
+    """
+
+    tokens: tuple[Float[Array, "P C DD"], ...]
+    start: Float[Array, "P K VV"]
+    sums: tuple[Float[Array, "P C DD"], ...] = ()
+    beta: Float[Array, "P C VV"] | None = None
+
+
+def at_end(x: Float[Array, "P N D"], size: int) -> Float[Array, "P C D"]:
+    """The sum over rows, in the row of the last of `size` tokens."""
+    shape = (x.shape[0], size, x.shape[-1])
+    last = packs.sublane(shape) == size - 1
+    return jnp.where(last, packs.sum_slots(x), 0.0)
+
+
+def forward_kernel(x, before, after, y, kept, *, static: Static):
+    """One chunk; `kept` None does not keep the memory before it."""
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        after[...] = before[...]
+
+    start = after[...]
+    if kept is not None:
+        kept[...] = start.astype(kept.dtype)
+    after[...], read = static.op.advance(_read(x, static), start)
+    packs.store(y, read)
+
+
+def backward_kernel(x, kept, d_after, d_y, d_x, d_memory, *, static: Static):
+    """Cotangents of one chunk, after those of the chunks behind it."""
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        d_memory[...] = d_after[...]
+
+    start, given = kept[...].astype(F32), packs.load(d_y, static.group)
+    found = static.op.pull_back(_read(x, static), start, d_memory[...], given)
+    d_memory[...] = found.start
+    # What is raised to the lowest gate has no gradient.
+    raised = lambda g, d: jnp.where(g > FORGETS_ALL, d, 0.0)
+    d_q, d_k, d_v, *d_g = found.tokens
+    if d_g:
+        d_g = [raised(packs.load(x.tokens[-1], static.group), d) for d in d_g]
+    for ref, value in zip(d_x.tokens, (d_q, d_k, d_v, *d_g), strict=True):
+        packs.store(ref, value)
+    if d_x.columns is None:
+        return
+    shape = (1, d_x.columns.shape[0], static.group * static.heads)
+
+    def column(part):
+        return pack_columns.sum_lanes(part, shape, static.group, static.heads)[0]
+
+    d_sums = functools.reduce(jnp.add, map(column, found.sums))
+    d_sums = pack_decays.sum_back(d_sums)
+    columns = [raised(x.columns[:, : shape[-1]], d_sums)]
+    if found.beta is not None:
+        columns.append(column(found.beta))
+    d_x.columns[...] = jnp.concatenate(columns, axis=1)
+
+
+def _read(x: Any, static: Static) -> Chunk | Channels:
+    q, k, v, *gates = (packs.load(ref, static.group) for ref in x.tokens)
+    if gates:
+        # Of -inf, sums in parts would be NaN.
+        g = jnp.maximum(gates[0], FORGETS_ALL)
+        return Channels(q, k, v, g, static.heads)
+    number = static.group * static.heads
+    given = x.columns[...]
+    columns = pack_decays.sum_gates(given[:, :number])
+    rows = pack_decays.transpose(columns)
+    coarse, fine = jnp.split(columns, 2, axis=1)
+    total = pack_decays.total(columns, rows, (0, number), static.group, static.heads)
+    until = (coarse[-1:] - coarse) + (fine[-1:] - fine)
+
+    def in_lanes(column, then=lambda x: x):
+        spread = pack_columns.spread
+
+        # What no op asks for is not computed.
+        @functools.cache
+        def of_width(width):
+            return then(spread(column()[None], width, static.group, static.heads))
+
+        return of_width
+
+    return Chunk(
+        *(q, k, v, total),
+        since=in_lanes(lambda: coarse + fine, jnp.exp),
+        until=in_lanes(lambda: until, jnp.exp),
+        beta=in_lanes(lambda: given[:, number:]),
+    )

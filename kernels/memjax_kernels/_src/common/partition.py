@@ -1,0 +1,248 @@
+"""Kernels on a mesh: each device runs the batch elements and heads that it holds.
+
+XLA partitions everything but kernels, so an op wraps its kernels in `jax.shard_map`.
+The mesh is the one of `jax.set_mesh`, else the one that the op's arguments lie on.
+Inside a caller's `shard_map` over all axes a kernel runs as it is.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from memjax_kernels._src.common.arguments import distinct
+
+# Names of the mesh axes that divide the batch, and of those that divide the heads.
+# A kernel runs whole on every device along any other axis of a mesh.
+BATCH = ("data", "fsdp")
+# Between mixers tokens are divided along the sequence; inside, where every token may
+# depend on all before it, heads are divided instead: DeepSpeed-Ulysses, Jacobs et al.
+# (2023), https://arxiv.org/abs/2309.14509. XLA exchanges one for the other.
+SEQUENCE = "sequence"
+HEADS = ("tensor", SEQUENCE)
+
+
+def mesh_of(*arrays: Any) -> AbstractMesh:
+    """The mesh of `jax.set_mesh`, else that of the arrays; empty if there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return mesh
+    for x in jax.tree.leaves(arrays):
+        mesh = jax.typeof(x).sharding.mesh
+        if not mesh.empty:
+            return mesh
+    return mesh
+
+
+def chunkwise(
+    form: Callable[..., tuple[Any, Any]], *, says_what_varies: bool = True
+) -> Callable[..., tuple[Any, Any]]:
+    """A chunk form (tokens, *memories) -> (memories, y), on each device's share.
+
+    Tokens and y are [B, n, C, H, ...], flags among the tokens [B, n], and memories
+    [B, H, ...], or [1, H, ...] for those that all batch elements share. Axes of the
+    mesh that do not divide B or H evenly are left out: all devices along them compute
+    the same. Without a mesh, the form as it is.
+
+    Args:
+        form: the chunk form.
+        says_what_varies: whether its kernels tell over which axes of a mesh their
+            results vary; jax's own do not.
+    """
+
+    def divided(tokens, *memories, **options):
+        share = functools.partial(form, **options)
+        mesh = mesh_of(tokens, memories)
+        axes = _undivided(mesh)
+        if not axes:
+            return share(tokens, *memories)
+        batch, _, _, heads = jax.tree.leaves(tokens)[0].shape[:4]
+        b = _fit(mesh, [name for name in BATCH if name in axes], batch)
+        h = _fit_heads(mesh, [name for name in HEADS if name in axes], heads)
+        along = P(b, None, None, h)
+        token_specs = jax.tree.map(lambda x: along if x.ndim > 2 else P(b), tokens)
+        shared = lambda x: x.shape[0] == 1 < batch
+        memory_specs = jax.tree.map(lambda x: P(None if shared(x) else b, h), memories)
+        given, specs = (tokens, *memories), (token_specs, *memory_specs)
+        indices, whole = distinct(given)
+        pick = lambda tree: tuple(jax.tree.leaves(tree)[i] for i in indices)
+        return jax.shard_map(
+            lambda *x: share(*whole(x)),
+            mesh=mesh,
+            axis_names=set(axes),
+            in_specs=pick(specs),
+            out_specs=(P(b, h), along),
+            check_vma=says_what_varies,
+        )(*pick(given))
+
+    return divided
+
+
+def by_rows(form: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A search (queries, rows) -> y, on each device's share.
+
+    Queries are [B, T, ...], rows [B, M, ...] and y [B, M]: batch elements are divided
+    as everywhere, and rows along the axis that divides heads elsewhere. Axes that do
+    not divide B or M evenly are left out. Without a mesh, the form as it is.
+    """
+
+    def divided(queries, rows):
+        mesh = mesh_of(queries, rows)
+        axes = _undivided(mesh)
+        if not axes:
+            return form(queries, rows)
+        b = _fit(mesh, [name for name in BATCH if name in axes], rows.shape[0])
+        m = _fit(mesh, [name for name in HEADS[:1] if name in axes], rows.shape[1])
+        return jax.shard_map(
+            form,
+            mesh=mesh,
+            axis_names=set(axes),
+            in_specs=(P(b), P(b, m)),
+            out_specs=P(b, m),
+        )(queries, rows)
+
+    return divided
+
+
+def token_by_token(
+    form: Callable[[Any, Any], Any], *, whole_sequences: bool = False
+) -> Callable[[Any, Any], Any]:
+    """A function (tokens, parameters) -> y of every token alone, on a device's share.
+
+    Tokens and y are [B, T, H, K], the first of the tokens too, or [B, T, ...] without
+    heads. Axes that do not divide B, T or H evenly are left out. Without a mesh, the
+    form as it is.
+
+    Args:
+        form: the function; all devices have the whole parameters.
+        whole_sequences: whether the axis that divides sequences divides heads, as
+            inside a mixer, and not tokens.
+    """
+
+    def divided(tokens, parameters):
+        mesh = mesh_of(tokens, parameters)
+        axes = _undivided(mesh)
+        if not axes:
+            return form(tokens, parameters)
+        batch, time, heads = jax.tree.leaves(tokens)[0].shape[:3]
+        present = lambda names: [name for name in names if name in axes]
+        b = _fit(mesh, present(BATCH), batch)
+        t = None if whole_sequences else _fit(mesh, present((SEQUENCE,)), time)
+        h = _fit_heads(mesh, present(HEADS if whole_sequences else HEADS[:1]), heads)
+        along = P(b, t, h)
+        specs = jax.tree.map(lambda x: along if x.ndim == 4 else P(b, t), tokens)
+        return jax.shard_map(
+            form,
+            mesh=mesh,
+            axis_names=set(axes),
+            in_specs=(specs, P()),
+            out_specs=along,
+        )(tokens, parameters)
+
+    return divided
+
+
+def _undivided(mesh: AbstractMesh) -> list[str]:
+    """The axes along which the caller has not divided its arrays already."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [name for name, kind in kinds if kind != AxisType.Manual]
+
+
+def along_batch(x: Any) -> Any:
+    """The same [B, T, ...], divided along the batch and the sequence, and nothing else.
+
+    XLA spreads the divisions of parameters to activations: where a matrix is divided
+    along the axis that divides the batch, it may gather the activations of all batch
+    elements in place of the matrix. An array that has been told where to lie stays.
+
+    Only axes of the mesh of `jax.set_mesh` that XLA divides by itself count; without
+    any, or where they do not divide B or T evenly, x as it is.
+    """
+    divided, ways = _divided_batch(x.shape[0]), sequence_ways(x.shape[1])
+    if divided is None and ways == 1:
+        return x
+    spec = P(divided, SEQUENCE if ways > 1 else None)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def by_heads(x: Any) -> Any:
+    """The same [B, T, H, ...], whose heads are divided and not its tokens.
+
+    What reads along the sequence begins with this and ends with `by_tokens`. Without
+    an axis that divides sequences, x as it is.
+    """
+    return channels_by_heads(x, x.shape[2])
+
+
+def by_tokens(x: Any) -> Any:
+    """The same [B, T, H, ...], whose tokens are divided again; see `by_heads`."""
+    return _exchanged(x, x.shape[2], whole=False)
+
+
+def channels_by_heads(x: Any, heads: int) -> Any:
+    """`by_heads` of [B, T, H * K], in which the channels of a head are neighbours."""
+    # First as they are: gradients then change one division at a time, where XLA would
+    # gather the whole for two at once.
+    return _exchanged(_exchanged(x, heads, whole=False), heads, whole=True)
+
+
+def _exchanged(x, heads, whole):
+    mesh = jax.sharding.get_abstract_mesh()
+    # One token is a decoding step, which no axis divides.
+    alone = not _automatic((SEQUENCE,)) or mesh.shape[SEQUENCE] == 1
+    if alone or x.shape[1] == 1:
+        return x
+    axes = _automatic(HEADS if whole else HEADS[:1])
+    along = None
+    if not whole and sequence_ways(x.shape[1]) > 1:
+        along = SEQUENCE
+    spec = P(_divided_batch(x.shape[0]), along, _fit_heads(mesh, axes, heads))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def sequence_ways(length: int) -> int:
+    """Devices that divide a sequence of so many tokens, 1 where they cannot."""
+    mesh = jax.sharding.get_abstract_mesh()
+    ways = mesh.shape[SEQUENCE] if _automatic((SEQUENCE,)) else 1
+    return 1 if length % ways else ways
+
+
+def _automatic(names: tuple[str, ...]) -> list[str]:
+    """Those axes of the mesh of `jax.set_mesh` that XLA divides by itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return [name for name in names if kinds.get(name) == AxisType.Auto]
+
+
+def elements_a_device(batch: int) -> int:
+    """Of `batch` elements those that a device computes, as `along_batch` divides."""
+    mesh = jax.sharding.get_abstract_mesh()
+    divided = _divided_batch(batch) or ()
+    return batch // int(np.prod([mesh.shape[axis] for axis in divided]))
+
+
+def _divided_batch(batch: int) -> tuple[str, ...] | None:
+    """The axes of the mesh that `jax.set_mesh` divides a batch along, if any."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return _fit(mesh, _automatic(BATCH), batch)
+
+
+def _fit(mesh: AbstractMesh, axes: list[str], size: int) -> tuple[str, ...] | None:
+    """The axes, if they divide `size` evenly."""
+    devices = int(np.prod([mesh.shape[axis] for axis in axes]))
+    # A `shard_map` cannot pad: what does not divide is computed by all alike.
+    return tuple(axes) if axes and size % devices == 0 else None
+
+
+def _fit_heads(
+    mesh: AbstractMesh, axes: list[str], heads: int
+) -> tuple[str, ...] | None:
+    """The axes that divide the heads: all, or else the first of them that do."""
+    for count in range(len(axes), 0, -1):
+        if fitting := _fit(mesh, axes[:count], heads):
+            return fitting
+    return None

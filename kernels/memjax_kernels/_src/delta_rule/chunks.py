@@ -1,0 +1,87 @@
+"""The delta rule, gated or not, in chunks of matrix products: the WY form.
+
+Inside a chunk the writes U solve a unit lower-triangular system, because each write
+sees what the ones before it left. With D_ij what is left at token i of what token j
+wrote, and d_i of what the chunk started from:
+
+    (I + tril(β K Kᵀ ∘ D, -1)) U = β (V - d K S)
+    Y = d Q S + (Q Kᵀ ∘ D) U        S ← d_C S + (D_C ∘ K)ᵀ U
+
+Yang et al. (2024), https://arxiv.org/abs/2406.06484, section 3.2, and with gates
+Yang, Kautz & Hatamizadeh (2024), https://arxiv.org/abs/2412.06464, section 3.3.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels._src.common import decays, triangular
+from memjax_kernels._src.common.products import multiplier, operand_dtype
+from memjax_kernels._src.linear_attention import chunks as linear_chunks
+
+CHUNK_SIZE = 64
+
+
+def scan_chunks(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    beta: Float[Array, "B T H"],
+    g: Float[Array, "B T H"] | None,
+    state: Float[Array, "B H K V"],
+    reset: Bool[Array, "B T"] | None = None,
+    *,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """The gated delta rule, or without g the delta rule, a chunk at a time.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        beta: write rates.
+        g: log gates, or None.
+        state: the memory before the segment.
+        reset: True empties the memory of a batch element before that token.
+        chunk_size: C at most, a power of two; it does not change what is computed.
+    """
+    gates = None if g is None else g[..., None]
+    tokens = (q, k, v, beta[..., None], gates)
+    return linear_chunks.scan_groups(_advance_group, tokens, state, reset, chunk_size)
+
+
+def _advance_group(
+    state: Float[Array, "B H K V"],
+    q: Float[Array, "n B H C K"],
+    k: Float[Array, "n B H C K"],
+    v: Float[Array, "n B H C V"],
+    beta: Float[Array, "n B H C 1"],
+    g: Float[Array, "n B H C 1"] | None,
+    reset: Bool[Array, "n B C"] | None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H C V"]]:
+    """A group of chunks: the writes are solved for before the memory is known."""
+    # Float32 products for what is remembered, whatever the tokens are: errors grow
+    # through the solution, and from chunk to chunk.
+    exact, read = multiplier(jnp.dtype(jnp.float32)), multiplier(operand_dtype(q, k, v))
+    dtype = v.dtype
+    q, k, v, beta = (x.astype(jnp.float32) for x in (q, k, v, beta))
+    left = decays.decays(g, reset, q.shape[-2])
+
+    overlap = decays.scores(beta * k, k, left, exact)
+    # Below the diagonal: a write sees those before it, and not itself.
+    solved = triangular.inverse(jnp.tril(overlap, -1)) * jnp.swapaxes(beta, -1, -2)
+    # U = values - keys S: solved before S is known, so that all chunks are solved at
+    # once.
+    values, keys = exact(solved, v, "nn"), exact(solved, left.since * k, "nn")
+
+    def move(state, item):
+        values, keys, k, kept = item
+        writes = values - exact(keys, state, "nn")
+        return kept[..., None] * state + exact(k, writes, "tn"), (writes, state)
+
+    kept = jnp.broadcast_to(left.since[..., -1, :], (*k.shape[:3], 1))
+    items = (values, keys, k * left.until, kept)
+    state, (writes, starts) = jax.lax.scan(move, state, items)
+    # Reads do not feed back into the memory, so that they may run in bfloat16.
+    y = read(decays.scores(q, k, left, read), writes, "nn")
+    return state, (y + read(q * left.since, starts, "nn")).astype(dtype)

@@ -1,0 +1,123 @@
+"""The gated delta rule: the memory is decayed before the write of the delta rule.
+
+    S ← exp(g) S        S ← S + β k (v - Sᵀk)ᵀ        y = Sᵀ q
+
+Yang, Kautz & Hatamizadeh (2024), https://arxiv.org/abs/2412.06464, equation 10.
+"""
+
+import inspect
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels._src.common import arguments, implementations, one_pass
+from memjax_kernels._src.common.packs import recurrence
+from memjax_kernels._src.common.token_scan import scan_tokens
+from memjax_kernels._src.delta_rule import empty_state as empty_state
+from memjax_kernels._src.delta_rule import pallas_tpu
+from memjax_kernels._src.delta_rule import step as _write_and_read
+from memjax_kernels._src.delta_rule.chunks import scan_chunks
+
+write_and_read = inspect.unwrap(_write_and_read)
+
+Implementation = Literal["reference", "xla", "pallas_tpu"]
+
+
+def gated_delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    beta: Float[Array, "B T H"],
+    g: Float[Array, "B T H"],
+    state: Float[Array, "B H K V"] | None = None,
+    *,
+    reset: Bool[Array, "B T"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """Runs the recurrence over T tokens, T at least 1.
+
+    Args:
+        q: queries, not scaled here.
+        k: keys, not normalised here; stable for β |k|² <= 2.
+        v: values.
+        beta: write rates, in [0, 1].
+        g: log of the share of the memory that is kept, in [-inf, 0].
+        state: the memory before the segment, float32; None is empty.
+        reset: True empties the memory of a batch element before that token.
+        implementation: which code runs; None is the fastest that can.
+
+    Returns:
+        The memory after the segment, float32, and the read after each token's write,
+        in the dtype of v.
+
+    Raises:
+        ValueError: on arguments that do not fit each other, a rate or gate outside
+            its range where its value is known, or an implementation that cannot run.
+    """
+    sizes = arguments.check_shapes(
+        q=(q, "B T H K"),
+        k=(k, "B T H K"),
+        v=(v, "B T H V"),
+        beta=(beta, "B T H"),
+        g=(g, "B T H"),
+        state=(state, "B H K V"),
+    )
+    arguments.check_range("beta", beta, 0.0, 1.0)
+    arguments.check_range("g", g, -float("inf"), 0.0)
+    arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
+    arguments.check_float32("state", state)
+    if state is None:
+        state = empty_state(*(sizes[letter] for letter in "BHKV"))
+    form = implementations.choose(
+        "gated_delta_rule",
+        implementation,
+        {
+            "xla": gated_delta_rule_xla,
+            "reference": gated_delta_rule_reference,
+            "pallas_tpu": pallas_tpu.recur_tpu,
+        },
+        {"pallas_tpu": recurrence.unsupported(q, k, v)},
+        looped=state,
+    )
+    return form(q, k, v, beta, g, state, reset)
+
+
+@one_pass.on_tpu
+def step(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    beta: Float[Array, "B H"],
+    g: Float[Array, "B H"],
+    state: Float[Array, "B H K V"],
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
+    """S ← exp(g) S, then the delta rule; in float32, y in the dtype of v."""
+    kept = jnp.exp(g.astype(jnp.float32))[..., None, None] * state
+    return write_and_read(q, k, v, beta, kept)
+
+
+def gated_delta_rule_reference(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    beta: Float[Array, "B T H"],
+    g: Float[Array, "B T H"],
+    state: Float[Array, "B H K V"],
+    reset: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """`step` for every token; a reset empties the memory before its token."""
+    return scan_tokens(step, (q, k, v, beta, g), state, reset)
+
+
+def gated_delta_rule_xla(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    beta: Float[Array, "B T H"],
+    g: Float[Array, "B T H"],
+    state: Float[Array, "B H K V"],
+    reset: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """The recurrence of `gated_delta_rule_reference` in chunks of matrix products."""
+    return scan_chunks(q, k, v, beta, g, state, reset)

@@ -1,0 +1,81 @@
+"""Heads of attention: turned by their positions (RoPE), and laid out for its kernels.
+
+    rotate:  (x_i, x_{i + K/2}) ← (x_i cos - x_{i + K/2} sin, x_{i + K/2} cos + x_i sin)
+
+Su et al. (2021), https://arxiv.org/abs/2104.09864, in the half-split layout of Llama.
+Projections leave all heads of a token side by side, and kernels of attention read one
+head after the other: `heads_first` and `heads_last` are one pass each.
+
+Shapes: B batch, T time, H heads, K channels of a head, P batch or nothing.
+"""
+
+from typing import Any, Literal
+
+import jax
+from jaxtyping import Array, Float
+
+from memjax_kernels._src.common import implementations
+from memjax_kernels._src.common.packs import tiles
+from memjax_kernels._src.heads import layouts_tpu, rotate_tpu, xla
+
+Implementation = Literal["xla", "pallas_tpu"]
+
+
+def rotate(
+    x: Float[Array, "*B T H K"],
+    cos: Float[Array, "*P T half"],
+    sin: Float[Array, "*P T half"],
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*B T H K"]:
+    """Turns each pair of channels (i, i + K/2) by its angle, in float32 inside.
+
+    Args:
+        x: heads; [B, T, H, K] for a kernel.
+        cos: cosines of the angles of a token's pairs, which all heads share. Neither
+            these nor the sines have a gradient.
+        sin: sines.
+        implementation: which code runs; None is the fastest that can.
+
+    Raises:
+        ValueError: unless K is even and the angles are those of T tokens and K / 2
+            pairs, or on an implementation that is unknown or cannot run here.
+    """
+    if x.shape[-1] % 2:
+        raise ValueError(f"x must have an even number of channels, got {x.shape}")
+    expected = (x.shape[-3], x.shape[-1] // 2)
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.shape[-2:] != expected:
+            raise ValueError(f"{name} must end in {expected}, got {table.shape}")
+    form = implementations.choose(
+        "rotate",
+        implementation,
+        {"xla": xla.rotate, "pallas_tpu": rotate_tpu.rotate_tpu},
+        {"pallas_tpu": rotate_tpu.unsupported(x, cos)},
+    )
+    return form(x, *jax.lax.stop_gradient((cos, sin)))
+
+
+def heads_first(
+    x: Float[Array, "B T H K"], scale: float = 1.0
+) -> Float[Array, "B H T K"]:
+    """x times a scale, its heads before its tokens: in a program for a TPU alone."""
+    if _as_they_lie(x):
+        return (x * scale).swapaxes(1, 2)
+    return layouts_tpu.moved(layouts_tpu.Static(True, scale), x)
+
+
+def heads_last(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
+    """Undoes `heads_first`."""
+    if _as_they_lie(jax.eval_shape(lambda x: x.swapaxes(1, 2), x)):
+        return x.swapaxes(1, 2)
+    return layouts_tpu.moved(layouts_tpu.Static(False, 1.0), x)
+
+
+def _as_they_lie(x: Any) -> bool:
+    """Whether XLA is left to lay out [B, T, H, K].
+
+    Heads of 128 channels fill registers. XLA reads them where a projection left them,
+    and a kernel would copy them.
+    """
+    return x.shape[-1] % tiles.LANES == 0 or bool(tiles.unsupported("x", x))

@@ -1,0 +1,123 @@
+"""What `lattice` refuses, and the empty memory that it starts from."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array
+
+from memjax_kernels._src.common.arguments import (
+    check_choice,
+    check_mask,
+    check_range,
+    check_shapes,
+)
+from memjax_kernels._src.lattice.memory import (
+    VARIANTS,
+    LatticeState,
+    Rule,
+    beginning,
+    empty_state,
+)
+
+
+def check_options(rule: Rule, chunk_size: int, g: Array | None) -> None:
+    """Raises ValueError for options that are unknown or do not fit each other."""
+    check_choice("variant", rule.variant, VARIANTS)
+    check_choice("forget", rule.forget, (None, "l2", "l1"))
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if (g is None) != (rule.forget is None):
+        given = "None" if g is None else "an array"
+        raise ValueError(
+            f"g must be given if and only if forget is, got g={given} and "
+            f"forget={rule.forget!r}"
+        )
+    if rule.forget == "l1" and chunk_size > 1:
+        raise ValueError(
+            "forget='l1' is a soft threshold after every token, which is defined for "
+            f"chunk_size=1 only, got chunk_size={chunk_size}"
+        )
+
+
+def check_tokens(
+    q: Array,
+    k: Array,
+    v: Array,
+    gamma: Array,
+    g: Array | None,
+    reset: Array | None,
+) -> dict[str, int]:
+    """The sizes B, T, H, M and V.
+
+    Raises:
+        ValueError: on shapes that do not fit, and known gates outside their range.
+    """
+    sizes = check_shapes(
+        q=(q, "B T H M"),
+        k=(k, "B T H M"),
+        v=(v, "B T H V"),
+        gamma=(gamma, "B T H"),
+        g=(g, "B T H"),
+    )
+    check_range("gamma", gamma, 0.0, float(np.finfo(np.float32).max))
+    check_range("g", g, -np.inf, 0.0)
+    check_mask("reset", reset, sizes["B"], sizes["T"])
+    return sizes
+
+
+def check_states(
+    state: LatticeState | None,
+    empty: LatticeState | None,
+    sizes: dict[str, int],
+    chunk_size: int,
+    rule: Rule,
+) -> LatticeState:
+    """The empty memory, given or by default.
+
+    Raises:
+        ValueError: on a state of another chunk size, shape or dtype, or with a known
+            position or known slots that cannot be.
+    """
+    for name, given in (("state", state), ("empty", empty)):
+        if given is not None:
+            _check_state(name, given, sizes, chunk_size, rule)
+    if empty is None:
+        b, h, m, v = (sizes[letter] for letter in "BHMV")
+        return empty_state(b, h, m, v, chunk_size)
+    # Of an empty memory nothing but its slots counts.
+    return beginning(empty.start, chunk_size)
+
+
+def _check_state(name, state, sizes, chunk_size, rule):
+    b, h, m, v = (sizes[letter] for letter in "BHMV")
+    if state.chunk_size != chunk_size:
+        raise ValueError(
+            f"{name} must be of chunk_size={chunk_size}, got one of chunk_size="
+            f"{state.chunk_size}: the chunk is part of the function"
+        )
+    wanted = {
+        "start": (b, h, m, v),
+        "pending": (b, h, m, v),
+        "decay": (b, h),
+        "position": (b,),
+    }
+    for field, shape in wanted.items():
+        array = getattr(state, field)
+        dtype = jnp.int32 if field == "position" else jnp.float32
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(
+                f"{name}.{field} must be {jnp.dtype(dtype)}{list(shape)}, got "
+                f"{array.dtype}{list(array.shape)}"
+            )
+    # What is empty is at a chunk's start.
+    last = chunk_size - 1.0 if name == "state" else 0.0
+    check_range(f"{name}.position", state.position, 0.0, last)
+    # The equations assume unit slots; others would give wrong norms and no error.
+    if rule.normalize and not isinstance(state.start, Tracer):
+        norms = np.linalg.norm(np.asarray(state.start), axis=-1)
+        # A slot that a soft threshold emptied has norm 0.
+        if np.any((norms != 0) & ~(np.abs(norms - 1) <= 1e-3)):
+            raise ValueError(
+                f"{name}.start must hold slots of unit norm where normalize=True, "
+                f"got norms from {norms.min()} to {norms.max()}"
+            )

@@ -1,0 +1,247 @@
+"""The equations of one chunk, as XLA and the TPU kernels compute them.
+
+With the gradients of a chunk taken at its start M', token t's memory before the
+division by its norm is b_t M' + cwp_t phi(M') - A_t, A_t = mu_t A_{t-1} + w_t h_t^T.
+The second and third term are across the slots of M', so their norms follow from
+H, P = H phi(M')^T and the Gram matrix G = H H^T without A_t:
+
+    cwp_t = sum_{i<=t} D_ti w_i p_i
+    n2_t = sum_{i<=t} D_ti^2 (2 w_i (stril(D G) W)_i + w_i^2 |h_i|^2) - cwp_t^2
+    rho_t = (b_t^2 + n2_t)^{-1/2}
+    Y = (Q rho b) M' + (Q rho cwp) phi(M') - (D (Q rho) W^T) H
+
+D_ti = mu_{i+1} ... mu_t, all ones without forgetting, and b_t = mu_1 ... mu_t. Not
+normalised, rho = 1. All products of matrices; a chunk of one token is the exact
+recurrence and has its own, shorter `token`.
+
+Arrays have any leading axes, the same for all: tokens [..., C, D], rates [..., C, 1],
+memories [..., M, V].
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from memjax_kernels._src.common import chunks
+from memjax_kernels._src.common.products import Multiply, multiplier
+from memjax_kernels._src.lattice.memory import Rule, Variant
+from memjax_kernels._src.lattice.sphere import (
+    directions,
+    inverse_norm,
+    l2_normalize,
+    shrink,
+)
+
+F32 = jnp.float32
+
+
+class Tokens(NamedTuple):
+    """Tokens of one chunk, or one token where C = 1.
+
+    Attributes:
+        q: [..., C, M].
+        k: [..., C, M].
+        v: [..., C, V].
+        gamma: [..., C, 1].
+        g: [..., C, 1], or None without forgetting.
+    """
+
+    q: Float[Array, "*B C M"]
+    k: Float[Array, "*B C M"]
+    v: Float[Array, "*B C V"]
+    gamma: Float[Array, "*B C 1"]
+    g: Float[Array, "*B C 1"] | None
+
+
+class Written(NamedTuple):
+    """What a chunk leaves.
+
+    Attributes:
+        after: [..., M, V] the next chunk's start, if this one is whole.
+        pending: [..., M, V] the written part A.
+        decay: [..., 1, 1] b_C, 1 without forget="l2".
+    """
+
+    after: Float[Array, "*B M V"]
+    pending: Float[Array, "*B M V"]
+    decay: Float[Array, "*B 1 1"]
+
+
+def advance(
+    tokens: Tokens,
+    start: Float[Array, "*B M V"],
+    begun: tuple[Float[Array, "*B M V"], Float[Array, "*B 1 1"]] | None,
+    rule: Rule,
+    multiply: Multiply,
+) -> tuple[Written, Float[Array, "*B C V"]]:
+    """Takes a memory through a chunk.
+
+    Args:
+        tokens: of any float dtype.
+        start: M'.
+        begun: `pending` and `decay` of tokens that came before in this chunk; None
+            is none.
+        rule: forget="l1" only in `token`.
+        multiply: the products of matrices that are not sums over tokens.
+    """
+    q, k, v, gamma, _ = jax.tree.map(lambda x: x.astype(F32), tokens)
+    between, inside = _decays(tokens.g, gamma)
+    kept = inside
+    if begun is not None and rule.forget == "l2":
+        kept = inside * begun[1]
+    direction, inverse = directions(start, rule)
+    h, c, along = _residuals(direction, k, v, rule.variant, multiply)
+    write = gamma * c
+    if not rule.normalize:
+        write = write * jnp.swapaxes(inverse, -1, -2)
+
+    # The Gram matrix gives the norms without forming A after every token.
+    before = multiply(_below(between) * multiply(h, h, "nt"), write, "nn")
+    squares = jnp.sum(h * h, axis=-1, keepdims=True)
+    added = 2 * write * before + write * write * squares
+    if begun is not None:
+        added += 2 * inside * write * multiply(h, begun[0], "nt")
+    # Terms of a difference: not in the dtype of the tokens.
+    cumulative = multiplier(jnp.dtype(F32))
+    taken = cumulative(between, write * along, "nn")
+    size = cumulative(between * between, added, "nn")
+    if begun is not None:
+        row = lambda x: jnp.sum(x, axis=-1)[..., None, :]
+        taken += inside * row(direction * begun[0])
+        size += inside * inside * row(begun[0] * begun[0])
+
+    if rule.normalize:
+        # Queries are divided by the slots' norms instead of the slots: C x M numbers,
+        # not C memories.
+        q = q * inverse_norm(kept, size - taken * taken)
+        y = multiply(q * (kept + taken), start, "nn")
+    else:
+        y = multiply(q * kept, start, "nn") + multiply(q * taken, direction, "nn")
+    y -= multiply(between * multiply(q, write, "nt"), h, "nn")
+    if begun is not None:
+        y -= multiply(q * inside, begun[0], "nn")
+
+    last = lambda x: x[..., -1:, :]
+    if tokens.g is not None:
+        write = write * jnp.swapaxes(last(between), -1, -2)
+    pending = multiply(write, h, "tn")
+    if begun is not None:
+        pending += last(inside) * begun[0]
+    after = _memory(start, direction, pending, last(kept))
+    return Written(
+        l2_normalize(after) if rule.normalize else after, pending, last(kept)
+    ), y
+
+
+class Contractions(NamedTuple):
+    """Sums of one token: products of a matrix and a vector on a CPU or GPU, or sums.
+
+    Attributes:
+        to_column: a row [..., 1, M] as a column [..., M, 1].
+        combine: a column of weights and slots [..., M, V] to their sum [..., 1, V].
+        overlap: slots and a row [..., 1, V] to their inner products [..., M, 1].
+    """
+
+    to_column: Callable[[Array], Array]
+    combine: Callable[[Array, Array], Array]
+    overlap: Callable[[Array, Array], Array]
+
+
+def _diagonal_sum(row: Float[Array, "*B 1 M"]) -> Float[Array, "*B M 1"]:
+    """A transpose that Mosaic can do."""
+    size = row.shape[-1]
+    shape = (1,) * (row.ndim - 2) + (size, size)
+    at = lambda axis: jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+    diagonal = at(row.ndim - 2) == at(row.ndim - 1)
+    return jnp.sum(jnp.where(diagonal, row, 0.0), axis=-1, keepdims=True)
+
+
+# For a vector unit. On a CPU these sums take ten times as long as the products.
+SUMS = Contractions(
+    to_column=_diagonal_sum,
+    combine=lambda column, slots: jnp.sum(column * slots, axis=-2, keepdims=True),
+    overlap=lambda slots, row: jnp.sum(slots * row, axis=-1, keepdims=True),
+)
+_exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+PRODUCTS = Contractions(
+    to_column=lambda row: jnp.swapaxes(row, -1, -2),
+    combine=lambda column, slots: _exact("...m,...mv->...v", column[..., 0], slots)[
+        ..., None, :
+    ],
+    overlap=lambda slots, row: _exact("...mv,...v->...m", slots, row[..., 0, :])[
+        ..., None
+    ],
+)
+
+
+def token(
+    tokens: Tokens, start: Float[Array, "*B M V"], rule: Rule, sums: Contractions
+) -> tuple[Float[Array, "*B M V"], Float[Array, "*B 1 V"]]:
+    """Takes a memory through a chunk of one token: equations 13 and 14, 16 or 18."""
+    q, k, v, gamma, g = jax.tree.map(lambda x: x.astype(F32), tokens)
+    q, k = sums.to_column(q), sums.to_column(k)
+    direction, inverse = directions(start, rule)
+    match rule.variant:
+        case "dec":
+            h, c = sums.combine(k, direction) - v, k
+        case "enc":
+            h, c = v, sums.overlap(direction, v) - k
+        case "sim":
+            h, c = -v, k
+    write = gamma * c * inverse
+    along = sums.overlap(direction, h)
+    kept = jnp.exp(g) if rule.forget == "l2" else jnp.ones_like(gamma)
+    beside = (write * along) * direction - write * h
+    memory = kept * start + beside
+    if rule.forget == "l1":
+        memory = shrink(memory, g)
+    after = l2_normalize(memory) if rule.normalize else memory
+    # The norm below is known only where a write is across the slot and nothing shrinks
+    # it.
+    if not rule.normalize or rule.forget == "l1":
+        return after, sums.combine(q, after)
+    # Squared norm of the part across the slot.
+    if rule.forget == "l2":
+        # It may be all that is left, and a difference of squares loses its digits.
+        size = jnp.sum(beside * beside, axis=-1, keepdims=True)
+    else:
+        squares = jnp.sum(h * h, axis=-1, keepdims=True)
+        size = write * write * (squares - along * along)
+    return after, sums.combine(q * inverse_norm(kept, size), memory)
+
+
+def _memory(start, direction, pending, decay):
+    """M before the division by its norms, from M' and A."""
+    along = jnp.sum(direction * pending, axis=-1, keepdims=True)
+    return decay * start + along * direction - pending
+
+
+def _residuals(direction, k, v, variant: Variant, multiply: Multiply):
+    """h, c and <phi(s), h>: the gradient at slot i is c_i (h - phi(s_i) <., h>)."""
+    if variant == "dec":
+        h = multiply(k, direction, "nn") - v
+        return h, k, multiply(h, direction, "nt")
+    along = multiply(v, direction, "nt")
+    return (v, along - k, along) if variant == "enc" else (-v, k, -along)
+
+
+def _decays(g, gamma):
+    """D [..., C, C], and products of gates from the chunk's start [..., C, 1]."""
+    if g is not None:
+        g = g.astype(F32)[..., 0]
+        return chunks.decay(g), jnp.exp(jnp.cumsum(g, axis=-1))[..., None]
+    size = gamma.shape[-2]
+    shape = (*gamma.shape[:-1], size)
+    at = lambda axis: jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+    seen = at(len(shape) - 2) >= at(len(shape) - 1)
+    return seen.astype(F32), jnp.ones_like(gamma)
+
+
+def _below(square):
+    """The part below the diagonal."""
+    at = lambda axis: jax.lax.broadcasted_iota(jnp.int32, square.shape, axis)
+    return jnp.where(at(square.ndim - 2) > at(square.ndim - 1), square, 0.0)

@@ -1,0 +1,126 @@
+"""The state of Lattice: the memory at a chunk's start, and what was written since."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from memjax_kernels._src.common.arguments import check_choice
+
+Variant = Literal["dec", "enc", "sim"]
+Forget = Literal["l2", "l1"]
+Initial = Literal["orthonormal", "normalised"]
+
+VARIANTS: tuple[Variant, ...] = ("dec", "enc", "sim")
+
+
+class Rule(NamedTuple):
+    """What the recurrence is: static, the same for every token.
+
+    Attributes:
+        variant: the objective, "dec" (eq. 6), "enc" (eq. 9) or "sim" (eq. 11).
+        normalize: whether slots are put back on the unit sphere (eq. 14).
+        forget: None, "l2" (eq. 16) or "l1" (eq. 18).
+    """
+
+    variant: Variant = "dec"
+    normalize: bool = True
+    forget: Forget | None = None
+
+
+# Annotated Any because jax rebuilds pytrees around things that are not arrays, and
+# annotations are checked while the tests run.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LatticeState:
+    """The memory of B batch elements and H heads: M slots of width V.
+
+    A chunk's gradients are taken at its start, so a state has two parts. Where
+    `position` is 0, nothing is pending: `pending` is 0 and `decay` 1.
+
+    Attributes:
+        start: float32 [B, H, M, V], the memory at the start of the open chunk; slots
+            of unit norm, unless the recurrence is not normalised.
+        pending: float32 [B, H, M, V], sum of w h^T of the open chunk's tokens, each
+            decayed by the forget gates after it.
+        decay: float32 [B, H], product of the open chunk's forget gates exp(g); 1
+            without forget="l2".
+        position: int32 [B], tokens in the open chunk, in [0, chunk_size).
+        chunk_size: C, static.
+    """
+
+    start: Any
+    pending: Any
+    decay: Any
+    position: Any
+    chunk_size: int = dataclasses.field(metadata={"static": True})
+
+
+def empty_state(
+    batch: int,
+    heads: int,
+    slots: int,
+    value_dim: int,
+    chunk_size: int = 16,
+    *,
+    initial: Initial | None = None,
+) -> LatticeState:
+    """The memory before the first token: the same fixed random slots every time.
+
+    Heads differ, batch elements do not. The paper (section 3.3) starts from orthonormal
+    slots, of which there are at most `value_dim`.
+
+    Args:
+        batch: B.
+        heads: H.
+        slots: M.
+        value_dim: V, the width of a slot.
+        chunk_size: C.
+        initial: "orthonormal" slots, or "normalised": independent random ones of unit
+            norm. None is "orthonormal" where slots <= value_dim, else "normalised".
+
+    Raises:
+        ValueError: on a size below 1, an unknown `initial`, or orthonormal slots that
+            are more than `value_dim`.
+    """
+    sizes = {"batch": batch, "heads": heads, "slots": slots, "value_dim": value_dim}
+    for name, size in (sizes | {"chunk_size": chunk_size}).items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    check_choice("initial", initial, (None, "orthonormal", "normalised"))
+    if initial == "orthonormal" and slots > value_dim:
+        raise ValueError(
+            f"initial='orthonormal' needs slots <= value_dim={value_dim}, got slots="
+            f"{slots}; initial='normalised' takes random rows of unit norm instead, as "
+            "None does here"
+        )
+    if initial is None:
+        initial = "orthonormal" if slots <= value_dim else "normalised"
+    rows = jnp.asarray(_unit_rows(heads, slots, value_dim, initial), jnp.float32)
+    return beginning(jnp.repeat(rows[None], batch, axis=0), chunk_size)
+
+
+def beginning(start: Any, chunk_size: int) -> LatticeState:
+    """The state at a chunk's start whose memory is `start` [B, H, M, V]."""
+    b, h = start.shape[:2]
+    return LatticeState(
+        start=start,
+        pending=jnp.zeros_like(start),
+        decay=jnp.ones((b, h), jnp.float32),
+        position=jnp.zeros(b, jnp.int32),
+        chunk_size=chunk_size,
+    )
+
+
+def _unit_rows(heads: int, slots: int, width: int, initial: Initial) -> np.ndarray:
+    """[H, M, V] in float64, from a generator whose stream is frozen."""
+    # Not jax.random: its streams may change between versions, and this memory may not.
+    rows = np.random.RandomState(0).standard_normal((heads, slots, width))
+    if initial == "normalised":
+        return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
+    basis, triangle = np.linalg.qr(np.swapaxes(rows, 1, 2))
+    # Signs that do not depend on the LAPACK at hand.
+    signs = np.sign(np.diagonal(triangle, axis1=1, axis2=2))
+    return np.swapaxes(basis * signs[:, None], 1, 2)

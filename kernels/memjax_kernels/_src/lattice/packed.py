@@ -1,0 +1,188 @@
+"""One chunk of Lattice for packs of heads: two matrices fill a TPU's lanes.
+
+`chunk` has the same equations for any leading axes. Here arrays have a leading axis of
+P packs of heads (`common.packs`): tokens and slots are [P, C, MM], memories [P, M, VV],
+and what is of pairs of tokens [P, C, CC]. With S = start, D(.) `packs.diagonal` and T
+the sum over tokens up to each:
+
+    h = k D(S) - v,  a = h D(S)^T,  c = k,  w = gamma c          ("dec"; see `errors`)
+    L = 2 below the diagonal, 1 on it, of h D(h)^T
+    taken = T (w a),  rho = (1 + T (w L D(w)) - taken^2)^{-1/2}
+    r = q rho,  y = (r + r taken) D(S) - lower(r D(w)^T) D(h)
+    A = w^T h,  M = S + |S A| S - A,  after = M / |M|
+
+|x| are sums over a slot's channels.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from memjax_kernels._src.common import packs
+from memjax_kernels._src.common.packs import diagonal, own
+from memjax_kernels._src.common.products import Multiply
+from memjax_kernels._src.lattice.memory import Variant
+from memjax_kernels._src.lattice.sphere import inverse_norm
+
+F32 = jnp.float32
+
+
+class Chunk(NamedTuple):
+    """Tokens of one chunk; gamma in all lanes of its head."""
+
+    q: Float[Array, "P C MM"]
+    k: Float[Array, "P C MM"]
+    v: Float[Array, "P C VV"]
+    gamma: Float[Array, "P C MM"]
+
+
+class Options(NamedTuple):
+    """What is fixed when a kernel is compiled."""
+
+    variant: Variant
+    heads: int
+    multiply: Multiply
+
+
+class Errors(NamedTuple):
+    """The gradient at slot i is c_i (h - phi(s_i) a_i)."""
+
+    h: Float[Array, "P C VV"]
+    a: Float[Array, "P C MM"]
+    c: Float[Array, "P C MM"]
+
+
+class Norms(NamedTuple):
+    """What the slots' norms after each token follow from.
+
+    Attributes:
+        pairs: L.
+        before: L D(w).
+        taken: what the slots lose along themselves.
+        across: squared norm of what they gain across themselves.
+        rho: 1 / norm.
+    """
+
+    pairs: Float[Array, "P C CC"]
+    before: Float[Array, "P C MM"]
+    taken: Float[Array, "P C MM"]
+    across: Float[Array, "P C MM"]
+    rho: Float[Array, "P C MM"]
+
+
+class Moved(NamedTuple):
+    """The memory after a chunk, and what its gradient needs.
+
+    Attributes:
+        written: A.
+        along: |S A|.
+        inverse: 1 / |M|, 0 for a slot of zeros.
+        after: M / |M|.
+    """
+
+    written: Float[Array, "P M VV"]
+    along: Float[Array, "P M VV"]
+    inverse: Float[Array, "P M VV"]
+    after: Float[Array, "P M VV"]
+
+
+def advance(
+    x: Chunk, start: Float[Array, "P M VV"], options: Options
+) -> tuple[Moved, Float[Array, "P C VV"]]:
+    """Takes a memory through a chunk in which nothing is pending."""
+    dot, heads = options.multiply, options.heads
+    low = lambda y: y.astype(x.q.dtype)
+    slots = diagonal(low(start), heads)
+    error = errors(x, slots, options)
+    h, w = low(error.h), x.gamma * error.c
+    apart = diagonal(low(w), heads)
+    norm = norms(h, w, apart, error.a, options)
+    r = x.q.astype(F32) * norm.rho
+    y = dot(low(r + r * norm.taken), slots, "nn")
+    scores = low(lower(dot(low(r), apart, "nt"), heads))
+    y -= dot(scores, diagonal(h, heads), "nn")
+    return move(h, w, start, options), y
+
+
+def errors(x: Chunk, slots: Float[Array, "P MM VV"], options: Options) -> Errors:
+    """h, a and c of a variant's objective; `slots` is D(S)."""
+    dot, (k, v) = options.multiply, (x.k.astype(F32), x.v.astype(F32))
+    match options.variant:
+        case "dec":
+            h = dot(x.k, slots, "nn") - v
+        case "enc":
+            h = v
+        case "sim":
+            h = -v
+    a = dot(h.astype(x.q.dtype), slots, "nt")
+    return Errors(h, a, a - k if options.variant == "enc" else k)
+
+
+def norms(h, w, apart, a, options: Options) -> Norms:
+    """The norms of the slots; `apart` is D(w)."""
+    dot, heads = options.multiply, options.heads
+    pairs = weigh(dot(h, diagonal(h, heads), "nt"), heads).astype(h.dtype)
+    before = dot(pairs, apart, "nn")
+    sums = sum_tokens(jnp.concatenate([w * a, w * before], axis=-1))
+    taken, added = jnp.split(sums, 2, axis=-1)
+    across = added - taken * taken
+    one = jnp.ones_like(across)
+    return Norms(pairs, before, taken, across, inverse_norm(one, across))
+
+
+def move(h, w, start: Float[Array, "P M VV"], options: Options) -> Moved:
+    """The memory after the chunk."""
+    heads = options.heads
+    written = own(options.multiply(w.astype(h.dtype), h, "tn"), heads)
+    along = sum_channels(start * written, heads)
+    memory = start + along * start - written
+    squares = sum_channels(memory * memory, heads)
+    filled = squares > 0
+    inverse = jnp.where(filled, jax.lax.rsqrt(jnp.where(filled, squares, 1.0)), 0.0)
+    return Moved(written, along, inverse, memory * inverse)
+
+
+def lower(pairs: Float[Array, "P C CC"], heads: int) -> Float[Array, "P C CC"]:
+    """Pairs whose second token, along the lanes, is no later than the first."""
+    row, column = _tokens(pairs.shape, heads)
+    return jnp.where(row >= column, pairs, 0.0)
+
+
+def weigh(pairs: Float[Array, "P C CC"], heads: int) -> Float[Array, "P C CC"]:
+    """Pairs of a token with one before it twice, with itself once."""
+    row, column = _tokens(pairs.shape, heads)
+    return jnp.where(row == column, pairs, jnp.where(row > column, 2 * pairs, 0.0))
+
+
+def _tokens(shape, heads):
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return row, packs.within(shape, shape[-1] // heads)
+
+
+def sum_channels(x: Float[Array, "P M VV"], heads: int) -> Float[Array, "P M VV"]:
+    """The sum over each head's lanes, in all of them."""
+    return packs.widen(packs.sums(x, heads), x.shape[-1])
+
+
+def sum_tokens(
+    x: Float[Array, "P C L"], *, reverse: bool = False
+) -> Float[Array, "P C L"]:
+    """Sums over tokens up to each, or from each on: a product with ones.
+
+    Ones are exact in bfloat16, and so are three parts of a float32 together: half the
+    products of one in float32.
+    """
+    size = x.shape[1]
+    parts = packs.in_bfloat16(x)
+    shape = (x.shape[0], size, size)
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    seen = (row <= packs.lane(shape)) if reverse else (row >= packs.lane(shape))
+    ones = jnp.concatenate([seen.astype(F32)] * len(parts), axis=-1)
+    return jax.lax.dot_general(
+        ones.astype(jnp.bfloat16),
+        jnp.concatenate(parts, axis=1),
+        (((2,), (1,)), ((0,), (0,))),
+        preferred_element_type=F32,
+    )

@@ -1,0 +1,108 @@
+"""The gradient of one chunk of Lattice, as `packed` computes it.
+
+By hand, and not as `jax.vjp` of it: what is computed again is chosen, products that add
+up are one, and transposed operands are read as they are.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from memjax_kernels._src.common.packs import diagonal, own
+from memjax_kernels._src.lattice import packed
+from memjax_kernels._src.lattice.packed import (
+    Chunk,
+    Options,
+    lower,
+    sum_channels,
+    sum_tokens,
+    weigh,
+)
+
+F32 = jnp.float32
+
+
+class Cotangents(NamedTuple):
+    """Of tokens, with that of gamma before the sum over slots, and of the memory."""
+
+    x: Chunk
+    start: Float[Array, "P M VV"]
+
+
+def pull_back(
+    x: Chunk,
+    start: Float[Array, "P M VV"],
+    d_after: Float[Array, "P M VV"],
+    d_written: Float[Array, "P M VV"],
+    d_y: Float[Array, "P C VV"],
+    options: Options,
+) -> Cotangents:
+    """The cotangents of a chunk, which is computed again from its memory.
+
+    Args:
+        x: the tokens.
+        start: the memory before them.
+        d_after: of the memory after them, 0 where the chunk is not complete.
+        d_written: of what was written, where it is pending.
+        d_y: of the reads.
+        options: of the kernel.
+    """
+    dot, heads = options.multiply, options.heads
+    low = lambda y: y.astype(x.q.dtype)
+    rows = lambda *parts: jnp.concatenate([low(part) for part in parts], axis=1)
+    slots = diagonal(low(start), heads)
+    error = packed.errors(x, slots, options)
+    h, w = low(error.h), x.gamma * error.c
+    apart_h, apart_w = diagonal(h, heads), diagonal(low(w), heads)
+    norm = packed.norms(h, w, apart_w, error.a, options)
+    q = x.q.astype(F32)
+    r = q * norm.rho
+    scores = low(lower(dot(low(r), apart_w, "nt"), heads))
+    moved = packed.move(h, w, start, options)
+
+    # The memory after the chunk.
+    d_memory = d_after - moved.after * sum_channels(moved.after * d_after, heads)
+    d_memory *= moved.inverse
+    along = sum_channels(d_memory * start, heads)
+    d_written += along * start - d_memory
+    d_start = (1.0 + moved.along) * d_memory + along * moved.written
+    apart_d = diagonal(low(d_written), heads)
+
+    # The reads.
+    d_y = low(d_y)
+    d_past = dot(d_y, slots, "nt")
+    d_scores = low(lower(-dot(d_y, apart_h, "nt"), heads))
+    d_r = d_past * (1.0 + norm.taken) + dot(d_scores, apart_w, "nn")
+    d_norm = -0.5 * norm.rho * norm.rho * norm.rho * (d_r * q)
+    d_norm = jnp.where(norm.across > 0, d_norm, 0.0)
+    d_taken = d_past * r - 2.0 * norm.taken * d_norm
+    sums = sum_tokens(jnp.concatenate([d_taken, d_norm], axis=-1), reverse=True)
+    of_along, of_before = jnp.split(sums, 2, axis=-1)
+
+    # The writes.
+    d_before = of_before * w
+    d_pairs = low(weigh(dot(low(d_before), apart_w, "nt"), heads))
+    d_w = of_along * error.a + of_before * norm.before + dot(h, apart_d, "nt")
+    d_w += own(dot(rows(norm.pairs, d_scores), rows(d_before, r), "tn"), heads)
+    d_c = x.gamma * d_w
+    d_a = of_along * w
+    if options.variant == "enc":
+        d_a += d_c
+    d_h = own(dot(rows(d_pairs, scores), rows(h, -d_y), "tn"), heads)
+    d_h += dot(d_pairs, apart_h, "nn")
+    both = jnp.concatenate([apart_d, slots], axis=1)
+    d_h += dot(jnp.concatenate([low(w), low(d_a)], axis=-1), both, "nn")
+
+    # The tokens and the memory that the errors are of.
+    by_slots, by_channels = (r + r * norm.taken, d_a), (d_y, h)
+    match options.variant:
+        case "dec":
+            d_k, d_v = d_c + dot(low(d_h), slots, "nt"), -d_h
+            by_slots, by_channels = (*by_slots, x.k), (*by_channels, d_h)
+        case "enc":
+            d_k, d_v = -d_c, d_h
+        case "sim":
+            d_k, d_v = d_c, -d_h
+    d_start += own(dot(rows(*by_slots), rows(*by_channels), "tn"), heads)
+    return Cotangents(Chunk(d_r * norm.rho, d_k, d_v, d_w * error.c), d_start)

@@ -1,0 +1,108 @@
+"""Lattice on a Hopper GPU, in Mosaic: one kernel forward, one backward.
+
+One program goes through all chunks of a batch element and head. Its memory stays in
+shared memory, its products run on tensor cores (wgmma, bfloat16 operands, float32
+sums). Where a gradient is taken, the forward kernel also saves the memory at every
+chunk's start, in the tokens' dtype; the backward kernel goes through the chunks in
+reverse and computes each again from there. The saved memories and the reads are named
+"lattice_chunk_states" and "lattice_reads" for rematerialisation policies.
+
+On an H200 they agree with the token loop as the XLA form in bfloat16 does; see
+`experiments/ops`. Chunks of one token have kernels of their own, see `exact`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from memjax_kernels._src.common import gradients, varying
+from memjax_kernels._src.common.mosaic import ROWS
+from memjax_kernels._src.lattice.memory import Rule
+from memjax_kernels._src.lattice.pallas_gpu.backward import backward
+from memjax_kernels._src.lattice.pallas_gpu.exact import lattice_gpu_exact
+from memjax_kernels._src.lattice.pallas_gpu.forward import forward
+from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs, Static
+from memjax_kernels._src.lattice.segment import Chunks, Memory
+from memjax_kernels._src.lattice.xla import lattice_xla
+
+
+def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
+    """Why the kernels cannot take these arguments on any GPU; "" if they can."""
+    dtypes = ("bfloat16", "float32") if chunk_size == 1 else ("bfloat16",)
+    for name, array in {"q": q, "k": k, "v": v}.items():
+        if array.dtype.name not in dtypes:
+            return f"{name} must be {' or '.join(dtypes)}, got {array.dtype}"
+    if not rule.normalize:
+        return "it is written for normalize=True"
+    if rule.forget is not None:
+        return f"it is written for forget=None, got {rule.forget!r}"
+    if chunk_size > 1 and (chunk_size % 8 or chunk_size > ROWS):
+        return f"chunk_size must be 1 or a multiple of 8 up to {ROWS}, got {chunk_size}"
+    if (q.shape[-1], v.shape[-1]) != (64, 64):
+        return f"M and V must be 64, got {q.shape[-1]} and {v.shape[-1]}"
+    return ""
+
+
+def lattice_gpu(
+    tokens: Chunks,
+    start: Array,
+    empty: Array,
+    rule: Rule,
+    *,
+    interpret: Any = None,
+) -> tuple[Memory, Array]:
+    """A chunk implementation; see `segment`; `interpret` runs it in an interpreter."""
+    static = Static(rule, interpret)
+    if tokens.q.shape[2] == 1:
+        return lattice_gpu_exact(tokens, start, empty, static)
+    # Flags are floats, so that everything has a gradient.
+    as_floats = lambda flags: jax.tree.map(lambda x: x.astype(jnp.float32), flags)
+    arguments = (tokens[:4], as_floats(tokens[5:]), start, empty)
+    results: Any = _chunks(static, *varying.vary_alike(arguments))
+    (after, pending), y = results
+    return (after, pending, jnp.ones(start.shape[:2], jnp.float32)), y
+
+
+def _prepared(floats, flags, start, empty) -> ChunkInputs:
+    q, k, v, gamma = floats
+    complete, cleared = jax.tree.map(lambda x: x > 0.5, flags)
+    if cleared is not None:
+        # The first chunk's reset is applied here, so that kernels fetch `empty` for
+        # later ones alone.
+        start = jnp.where(cleared[:, 0, None, None, None], empty, start)
+    gamma = jnp.moveaxis(gamma.astype(jnp.float32), 2, -1)
+    return ChunkInputs(
+        q=q,
+        k=k,
+        v=v,
+        # Padding of rate 0 writes nothing.
+        gamma=jnp.pad(gamma, [(0, 0)] * 3 + [(0, ROWS - gamma.shape[-1])]),
+        start=start,
+        empty=None if cleared is None else empty,
+        whole=jnp.sum(complete, axis=1, dtype=jnp.int32),
+        cleared=None if cleared is None else cleared.astype(jnp.int32),
+    )
+
+
+def _forward(static: Static, *primals, keep: bool):
+    y, after, pending, kept = forward(static, _prepared(*primals), keep=keep)
+    return varying.vary_alike(((((after, pending), y), kept), primals))[0]
+
+
+def _backward(static: Static, primals, kept, cotangents):
+    (d_after, d_pending), d_y = cotangents
+    x, back = gradients.of_prepared(_prepared, ("whole", "cleared"), primals)
+    d = backward(static, x, kept, d_y, d_after, d_pending)
+    return back(ChunkInputs(*d, whole=None, cleared=None))
+
+
+def _in_xla(static: Static, floats, flags, start, empty):
+    complete, cleared = jax.tree.map(lambda x: x > 0.5, flags)
+    tokens = Chunks(*floats, g=None, complete=complete, cleared=cleared)
+    (after, pending, _), y = lattice_xla(tokens, start, empty, static.rule)
+    return (after, pending), y
+
+
+_chunks = gradients.of_kernels("lattice", _forward, _backward, _in_xla)

@@ -1,0 +1,121 @@
+"""The forward kernel of Lattice on a GPU: all chunks of a batch element and head."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from memjax_kernels._src.common import mosaic
+from memjax_kernels._src.common.mosaic import F32, ROWS
+from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs, Static
+from memjax_kernels._src.lattice.pallas_gpu.program import (
+    Program,
+    across_width,
+    call,
+    inverse_norm,
+    l2_normalize,
+    shared,
+)
+
+
+def forward(static: Static, x: ChunkInputs, *, keep: bool):
+    """Runs the forward kernel.
+
+    Returns:
+        y; the memory after the last whole chunk; what the one after it writes; and if
+        `keep` the memory at every chunk's start, in the dtype of q, else None.
+    """
+    b, n, _, h, m = x.q.shape
+    width = x.v.shape[-1]
+    memory = jax.ShapeDtypeStruct((b, h, m, width), F32)
+    kept = jax.ShapeDtypeStruct((b, n, h, m, width), x.q.dtype)
+    outputs = (
+        jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
+        memory,
+        memory,
+        kept if keep else None,
+    )
+    scratch = shared(x) | {
+        "memory": mosaic.tile(m, width, dtype=F32),
+        "memory_arrived": plgpu.Barrier(),
+        "arrived": plgpu.Barrier(num_arrivals=4),
+        "reads": mosaic.tile(ROWS, width, dtype=x.q.dtype),
+    }
+    return call(_Forward, static, x, (), outputs, scratch, "forward")
+
+
+class _Forward(Program):
+    """The forward kernel of one batch element and head."""
+
+    def __init__(self, static, x, outputs, scratch):
+        super().__init__(static, x, scratch)
+        self.y, self.after, self.pending, self.kept = outputs
+
+    def compute(self):
+        self.prepare()
+        self.fetch_memory(self.x.start)
+        shape = self.scratch["memory"].shape
+        self.pending[*self.at] = self.ops.zeros(shape)
+        whole = self.x.whole[self.at[0]]
+        self.fetch(jnp.int32(0))
+        lax.fori_loop(0, self.chunks, lambda i, _: self.chunk(i, whole), None)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.scratch["memory"], self.after.at[*self.at])
+        plgpu.wait_smem_to_gmem(0)
+
+    def fetch_memory(self, source):
+        arrived = self.scratch["memory_arrived"]
+        # All threads have written the memory that this one replaces.
+        plgpu.commit_smem()
+        plgpu.copy_gmem_to_smem(source.at[*self.at], self.scratch["memory"], arrived)
+        plgpu.barrier_wait(arrived)
+
+    def chunk(self, i, whole):
+        scratch, ops = self.scratch, self.ops
+        row, head = self.at
+        if self.x.cleared is not None:
+            again = (i > 0) & (self.x.cleared[row, i] != 0)
+            pl.when(again)(lambda: self.fetch_memory(self.x.empty))
+        plgpu.wait_smem_to_gmem(0)
+        self.store("operand", self.matrix("memory"))
+        plgpu.commit_smem()
+        if self.kept is not None:
+            plgpu.copy_smem_to_gmem(scratch["operand"], self.kept.at[row, i, head])
+        plgpu.barrier_wait(scratch["arrived"])
+        write, along, before, squares = self.residuals()
+        taken, size = self.sums(write, along, before, squares)
+        query = self.matrix("q") * inverse_norm(size)
+        self.store("query", query)
+        self.store("high", query * (1.0 + taken))
+        plgpu.commit_smem()
+        # The tokens are in registers and in operands: the next may come.
+        pl.when(i + 1 < self.chunks)(lambda: self.fetch(i + 1))
+        scores = ops.product(scratch["query"], scratch["write"], "nt")
+        # Negated, so that both products add up in one accumulator. Its tile is free by
+        # now.
+        self.store("gram", -self.masked(scores))
+        plgpu.commit_smem()
+        reads = ops.total(
+            (scratch["high"], scratch["operand"], "nn"),
+            (scratch["gram"], scratch["h"], "nn"),
+        )
+        self.store("reads", reads)
+        plgpu.commit_smem()
+        source = scratch["reads"].at[pl.ds(0, self.size)]
+        plgpu.copy_smem_to_gmem(source, self.y.at[row, i, :, head, :])
+        # Only a whole chunk moves the memory on; the open one's write is returned
+        # apart.
+        pl.when(i < whole)(self.write_memory)
+
+        @pl.when(i == whole)
+        def _():
+            self.pending[*self.at] = self.written()
+
+    def written(self):
+        return self.ops.product(self.scratch["write"], self.scratch["h"], "tn")
+
+    def write_memory(self):
+        memory, written = self.matrix("memory"), self.written()
+        after = memory + across_width(memory * written) * memory - written
+        self.scratch["memory"][...] = l2_normalize(after)[0]

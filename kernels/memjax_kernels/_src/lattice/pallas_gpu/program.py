@@ -1,0 +1,170 @@
+"""What both kernels of Lattice on a GPU compute for a chunk; `chunk` has the equations.
+
+One program takes all chunks of one batch element and head. Its memory stays in shared
+memory in float32; products read operands in the dtype of the tokens.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from memjax_kernels._src.common import mosaic
+from memjax_kernels._src.common.mosaic import F32, ROWS, TileOps
+from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs, Static
+
+
+def shared(x: ChunkInputs):
+    """Scratch of both kernels."""
+    m, width, dtype = x.q.shape[-1], x.v.shape[-1], x.q.dtype
+    work = lambda width: mosaic.tile(ROWS, width, dtype=dtype)
+    return {
+        "q": work(m),
+        "k": work(m),
+        "v": work(width),
+        "gamma": mosaic.vectors(ROWS),
+        "operand": mosaic.tile(m, width, dtype=dtype),
+        "h": work(width),
+        "write": work(m),
+        "gram": work(ROWS),
+        "ones": work(ROWS),
+        "high": work(m),
+        "low": work(m),
+        "query": work(m),
+    }
+
+
+def call(program, static, x, more, outputs, scratch, name, **options):
+    """Runs a kernel: program(static, *refs of x and more, refs of outputs, scratch)."""
+    given, tree = jax.tree.flatten((x, *more))
+    out_types, out_tree = jax.tree.flatten(outputs)
+
+    def kernel(*refs, **scratch):
+        given_refs: Any = jax.tree.unflatten(tree, refs[: len(given)])
+        out_refs = jax.tree.unflatten(out_tree, refs[len(given) :])
+        program(static, *given_refs, out_refs, scratch).compute()
+
+    grid = x.q.shape[0], x.q.shape[3]
+    name = f"memjax_lattice_{name}"
+    call_kernel = mosaic.call(
+        kernel, grid, out_types, scratch, name, static.interpret, **options
+    )
+    return jax.tree.unflatten(out_tree, call_kernel(*given))
+
+
+class Program:
+    """What both kernels do with a chunk."""
+
+    def __init__(self, static: Static, x: ChunkInputs, scratch):
+        self.variant, self.x, self.scratch = static.rule.variant, x, scratch
+        self.ops = TileOps(static.interpret)
+        self.at = lax.axis_index("batch"), lax.axis_index("heads")
+        self.chunks, self.size = x.q.shape[1:3]
+
+    def prepare(self):
+        """Rows that no token fills, and the matrix that sums over tokens."""
+        ops, scratch = self.ops, self.scratch
+        # Copies fill the first rows only; the others enter products and must be zeros.
+        if self.size < ROWS:
+            for name in self.tokens():
+                ref = scratch[name]
+                ref[...] = ops.zeros(ref.shape, ref.dtype)
+        self.store("ones", self.ordered(strictly=False).astype(F32))
+        plgpu.commit_smem()
+
+    def tokens(self):
+        return {"q": self.x.q, "k": self.x.k, "v": self.x.v}
+
+    def fetch(self, i):
+        row, head = self.at
+        arrived = self.scratch["arrived"]
+        for name, source in self.tokens().items():
+            target = self.scratch[name].at[pl.ds(0, self.size)]
+            plgpu.copy_gmem_to_smem(source.at[row, i, :, head, :], target, arrived)
+        gamma = self.x.gamma.at[row, i, head]
+        plgpu.copy_gmem_to_smem(gamma, self.scratch["gamma"], arrived)
+
+    def ordered(self, *, strictly: bool):
+        """Bool[64, 64]: whether j comes before i, or is i."""
+        i, j = (self.ops.iota((ROWS, ROWS), axis) for axis in (0, 1))
+        return i > j if strictly else i >= j
+
+    def masked(self, square, *, strictly=False):
+        return jnp.where(self.ordered(strictly=strictly), square, 0.0)
+
+    def store(self, name, value):
+        self.scratch[name][...] = value.astype(self.scratch[name].dtype)
+
+    def matrix(self, name):
+        return self.ops.matrix(self.scratch[name])
+
+    def slots(self, vector):
+        return mosaic.along_rows(vector, self.scratch["q"].shape[-1])
+
+    def summed(self, x, form):
+        """Sums over tokens up to each ("nn"), or from each on ("tn")."""
+        # These sums are terms of a difference, in which rounded operands would cancel.
+        self.store("high", x)
+        # So x is two operands, whose sum keeps the digits that one would drop.
+        self.store("low", x - self.matrix("high"))
+        plgpu.commit_smem()
+        ones, high, low = (self.scratch[name] for name in ("ones", "high", "low"))
+        return self.ops.total((ones, high, form), (ones, low, form))
+
+    def residuals(self):
+        """Puts h, write, gram in place; returns W, P, before and |h|^2."""
+        ops, scratch = self.ops, self.scratch
+        operand, h = scratch["operand"], scratch["h"]
+        match self.variant:
+            case "dec":
+                rows = ops.product(scratch["k"], operand, "nn") - self.matrix("v")
+            case "enc":
+                rows = self.matrix("v")
+            case _:
+                rows = -self.matrix("v")
+        squares = jnp.sum(rows * rows, axis=1)
+        self.store("h", rows)
+        plgpu.commit_smem()
+        along, gram = ops.products((h, operand, "nt"), (h, h, "nt"))
+        self.store("gram", self.masked(gram, strictly=True))
+        write = self.slots(self.gamma()) * self.target(along)
+        self.store("write", write)
+        plgpu.commit_smem()
+        before = ops.product(scratch["gram"], scratch["write"], "nn")
+        return write, along, before, squares
+
+    def gamma(self):
+        return self.ops.row_vector(self.scratch["gamma"])
+
+    def target(self, along):
+        """c: what a slot is written with."""
+        k = self.matrix("k")
+        return along - k if self.variant == "enc" else k
+
+    def sums(self, write, along, before, squares):
+        """cwp and n2 of every token and slot."""
+        taken = self.summed(write * along, "nn")
+        added = 2.0 * write * before + write * write * self.slots(squares)
+        return taken, self.summed(added, "nn") - taken * taken
+
+
+def inverse_norm(size):
+    """rho of n2, a difference that may round below 0."""
+    return lax.rsqrt(1.0 + jnp.maximum(size, 0.0))
+
+
+def l2_normalize(rows):
+    """Rows divided by their norms, and one over those; a row of zeros stays."""
+    squares = jnp.sum(rows * rows, axis=1)
+    # Clamped inside as well: rsqrt(0) is inf even where it is not chosen.
+    scale = jnp.where(squares > 0.0, lax.rsqrt(jnp.maximum(squares, 1e-37)), 0.0)
+    scale = mosaic.along_rows(scale, rows.shape[1])
+    return rows * scale, scale
+
+
+def across_width(x):
+    """Sums over the width, spread over it."""
+    return mosaic.along_rows(jnp.sum(x, axis=1), x.shape[1])

@@ -1,0 +1,205 @@
+"""The kernels of Lattice on a TPU: one block of tokens of a few heads.
+
+`before` and `after` are [., M, V] blocks that all blocks of tokens of a head share.
+`after` holds the memory between them, as `d_start` holds its cotangent.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from memjax_kernels._src.common.products import Multiply
+from memjax_kernels._src.lattice import chunk
+from memjax_kernels._src.lattice.memory import Rule
+
+F32 = jnp.float32
+
+
+class Inputs(NamedTuple):
+    """Tokens as the kernels take them: G = B H heads, n blocks of C tokens.
+
+    Attributes:
+        q: [G, n, C, M].
+        k: [G, n, C, M].
+        v: [G, n, C, V].
+        gates: float32, gamma and flags: [G, n, R, C] of a chunk: gamma, complete, and
+            cleared if resets were given; [G, n, C, R] of single tokens: gamma, and
+            cleared if resets were given.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    gates: Any
+
+
+def chunk_forward(
+    x: Inputs, before, empty, memory, y, kept, *, rule: Rule, multiply: Multiply
+):
+    """One chunk; `kept` None does not keep the memory before it."""
+    after, pending = memory
+
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        after[...] = before[...]
+        # Chunks given here start with nothing pending: see `segment`.
+        pending[...] = jnp.zeros(pending.shape, F32)
+
+    start = after[...]
+    if kept is not None:
+        kept[...] = start.astype(kept.dtype)
+    tokens, flags = _read_chunk(x)
+    (after[...], pending[...]), read = _through_chunk(
+        tokens, start, pending[...], empty[...], flags, rule, multiply
+    )
+    y[...] = read.astype(y.dtype)
+
+
+def chunk_backward(
+    x: Inputs,
+    empty,
+    kept,
+    d_memory,
+    d_y,
+    d_x: Inputs,
+    d_start,
+    d_empty,
+    d_pending,
+    *,
+    rule: Rule,
+    multiply: Multiply,
+):
+    """Cotangents of one chunk, after those of the chunks behind it."""
+    d_after, d_left = d_memory
+
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        d_start[...], d_pending[...] = d_after[...], d_left[...]
+        d_empty[...] = jnp.zeros(d_empty.shape, F32)
+
+    tokens, flags = _read_chunk(x)
+
+    def through(tokens, start, pending, empty):
+        return _through_chunk(tokens, start, pending, empty, flags, rule, multiply)
+
+    # What is pending is only added to: its value does not matter here.
+    nothing = jnp.zeros(d_pending.shape, F32)
+    pull = jax.vjp(through, tokens, kept[...].astype(F32), nothing, empty[...])[1]
+    cotangents = (d_start[...], d_pending[...]), d_y[...].astype(F32)
+    d_tokens, d_start[...], d_pending[...], d_fresh = pull(cotangents)
+    d_empty[...] += d_fresh
+    d_x.q[...] = d_tokens.q.astype(d_x.q.dtype)
+    d_x.k[...] = d_tokens.k.astype(d_x.k.dtype)
+    d_x.v[...] = d_tokens.v.astype(d_x.v.dtype)
+    # Flags have no gradient.
+    d_x.gates[...] = jnp.zeros(d_x.gates.shape, F32)
+    d_x.gates[:, 0, :] = d_tokens.gamma[..., 0]
+
+
+def token_forward(x: Inputs, before, empty, memory, y, kept, *, rule: Rule):
+    """Tokens of C = 1, one after the other; nothing is ever pending."""
+    after, _ = memory
+
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        after[...] = before[...]
+
+    if kept is not None:
+        kept[...] = after[...]
+
+    def one(t, _):
+        tokens, cleared = _read_token(x, t)
+        after[...], y[:, pl.ds(t, 1), :] = _through_token(
+            tokens, after[...], empty[...], cleared, rule
+        )
+
+    jax.lax.fori_loop(0, x.q.shape[1], one, None)
+
+
+def token_backward(
+    x: Inputs,
+    empty,
+    kept,
+    d_memory,
+    d_y,
+    d_x: Inputs,
+    d_start,
+    d_empty,
+    memories,
+    *,
+    rule: Rule,
+):
+    """Cotangents of tokens of C = 1; `memories` [C, ., M, V] holds them all."""
+    d_after, _ = d_memory
+
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        d_start[...] = d_after[...]
+        d_empty[...] = jnp.zeros(d_empty.shape, F32)
+
+    size = x.q.shape[1]
+    memories[0] = kept[...]
+
+    def recompute(t, _):
+        tokens, cleared = _read_token(x, t)
+        after = _through_token(tokens, memories[t], empty[...], cleared, rule)[0]
+        memories[t + 1] = after
+
+    def pull_back(i, _):
+        t = size - 1 - i
+        tokens, cleared = _read_token(x, t)
+
+        def through(tokens, start, empty):
+            return _through_token(tokens, start, empty, cleared, rule)
+
+        pull = jax.vjp(through, tokens, memories[t], empty[...])[1]
+        at = pl.ds(t, 1)
+        d_tokens, d_start[...], d_fresh = pull((d_start[...], d_y[:, at, :]))
+        d_empty[...] += d_fresh
+        d_x.q[:, at, :] = d_tokens.q
+        d_x.k[:, at, :] = d_tokens.k
+        d_x.v[:, at, :] = d_tokens.v
+        shape = (d_x.gates.shape[0], 1, d_x.gates.shape[2])
+        first = jax.lax.broadcasted_iota(jnp.int32, shape, 2) == 0
+        d_x.gates[:, at, :] = jnp.where(first, d_tokens.gamma, 0.0)
+
+    jax.lax.fori_loop(0, size - 1, recompute, None)
+    jax.lax.fori_loop(0, size, pull_back, None)
+
+
+def _read_chunk(x: Inputs) -> tuple[chunk.Tokens, list[Array]]:
+    rows = [x.gates[:, i, :] for i in range(x.gates.shape[1])]
+    flags = [row[:, :1][:, :, None] for row in rows[1:]]
+    return chunk.Tokens(x.q[...], x.k[...], x.v[...], rows[0][:, :, None], None), flags
+
+
+def _through_chunk(tokens, start, pending, empty, flags, rule, multiply):
+    complete, *cleared = flags
+    if cleared:
+        start = _choose(cleared[0], empty, start)
+    written, y = chunk.advance(tokens, start, None, rule, multiply)
+    left = pending + written.pending
+    after = _choose(complete, written.after, start)
+    return (after, _choose(complete, jnp.zeros_like(left), left)), y
+
+
+def _read_token(x: Inputs, t) -> tuple[chunk.Tokens, Array | None]:
+    at = pl.ds(t, 1)
+    gates = x.gates[:, at, :]
+    cleared = gates[:, :, 1:2] if gates.shape[-1] > 1 else None
+    q, k, v = x.q[:, at, :], x.k[:, at, :], x.v[:, at, :]
+    return chunk.Tokens(q, k, v, gates[:, :, :1], None), cleared
+
+
+def _through_token(tokens, start, empty, cleared, rule):
+    if cleared is not None:
+        start = _choose(cleared, empty, start)
+    return chunk.token(tokens, start, rule, chunk.SUMS)
+
+
+def _choose(flag: Array, new: Array, old: Array):
+    """`new` where the flag [., 1, 1] is 1."""
+    return jnp.where(jnp.broadcast_to(flag, new.shape) > 0.5, new, old)

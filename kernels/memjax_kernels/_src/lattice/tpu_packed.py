@@ -1,0 +1,217 @@
+"""Lattice on a TPU for packs of heads: tokens are read and written where they lie.
+
+All packs of a program are computed in step, so that one hides the latency of another.
+The memory is an output block that all chunks of a head share: it stays in VMEM from the
+first chunk to the last. `packed` has the equations of a chunk.
+
+The forward kernel also saves the memory at every chunk's start where a gradient is
+taken, in the dtype of the tokens. The backward kernel goes through the chunks in
+reverse and computes each again from there.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from memjax_kernels._src.common import gradients, products, varying
+from memjax_kernels._src.common.packs.blocks import (
+    BLOCK_BYTES,
+    ROWS,
+    Specs,
+    apart,
+    divisor,
+    flag_columns,
+    gate_columns,
+    gates_of_columns,
+    group_size,
+    packings,
+    side_by_side,
+)
+from memjax_kernels._src.lattice import tpu_packed_kernels
+from memjax_kernels._src.lattice.memory import Rule
+from memjax_kernels._src.lattice.packed import Options
+from memjax_kernels._src.lattice.segment import Chunks, Memory
+from memjax_kernels._src.lattice.tpu_packed_kernels import Layout
+from memjax_kernels._src.lattice.xla import lattice_xla
+
+F32 = jnp.float32
+# Tokens of all packs of a program, at most. A short chunk alone waits for its products.
+TOKENS = 256
+
+
+class Static(NamedTuple):
+    """What is fixed when a kernel is compiled."""
+
+    rule: Rule
+    layout: Layout
+    interpret: Any
+
+
+class Tokens(NamedTuple):
+    """q, k and v, each [B, n, C, H D]."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Blocks(NamedTuple):
+    """A segment as the kernels take it; gates are [B, n, groups, C, R] float32."""
+
+    tokens: Tokens
+    gates: Any
+
+
+def fits(tokens: Chunks) -> bool:
+    """Whether packs of heads fill whole registers, and one fits in VMEM."""
+    return tokens.q.shape[2] % ROWS == 0 and _heads(tokens) > 0
+
+
+def _heads(tokens: Chunks) -> int:
+    """Heads of a pack, as few as fill the lanes; 0 is none."""
+    (*_, size, heads, slots), width = tokens.q.shape, tokens.v.shape[4]
+    each = _block_bytes(size, slots, width)
+    return min(packings(heads, (slots, width), each), default=0)
+
+
+def _block_bytes(size: int, slots: int, width: int) -> int:
+    """What the backward kernel holds in VMEM for a head, roughly."""
+    # In float32. Two buffers of each block in and out: tokens and their cotangents, and
+    # 10 of a memory; and the values in between: 8 arrays of a memory, 20 of a token's
+    # slots, 6 of its channels, 4 of pairs of tokens.
+    tokens = size * (2 * slots + 2 * width) * 4
+    memories = slots * width * (10 + 8)
+    between = size * (20 * slots + 6 * width + 4 * size)
+    return 4 * (tokens + memories + between)
+
+
+def lattice_packed(
+    tokens: Chunks, start: Array, empty: Array, rule: Rule, *, interpret: Any = False
+) -> tuple[Memory, Array]:
+    """A chunk implementation for what `fits`; see `segment`."""
+    heads = _heads(tokens)
+    (b, _, size, number, slots), width = tokens.q.shape, tokens.v.shape[4]
+    each = heads * _block_bytes(size, slots, width)
+    group = group_size(number // heads, each)
+    # Batch elements of a program, each with its tokens in all packs.
+    rows = min(TOKENS // (group * size), BLOCK_BYTES // (group * each))
+    layout = Layout(divisor(b, rows), group, heads, tokens.cleared is not None)
+    flag = lambda x: None if x is None else x.astype(F32)
+    tokens = tokens._replace(
+        gamma=tokens.gamma.astype(F32),
+        complete=flag(tokens.complete),
+        cleared=flag(tokens.cleared),
+    )
+    static = Static(rule, layout, interpret)
+    results: Any = _chunks(static, *varying.vary_alike((tokens, start, empty)))
+    (after, pending), y = results
+    return (after, pending, jnp.ones((b, number), F32)), y
+
+
+def _arrange(static: Static, x: Chunks) -> Blocks:
+    flat = lambda t: t.reshape(*t.shape[:3], -1)
+    gates = [gate_columns(x.gamma, static.layout.group, static.layout.heads)]
+    flags = [flag for flag in (x.complete, x.cleared) if flag is not None]
+    gates += [flag_columns(flag, gates[0]) for flag in flags]
+    tokens = Tokens(*map(flat, (x.q, x.k, x.v)))
+    return Blocks(tokens, jnp.concatenate(gates, axis=-1))
+
+
+def _forward(static: Static, x: Chunks, start, empty, *, keep: bool):
+    blocks = _arrange(static, x)
+    join = functools.partial(side_by_side, heads=static.layout.heads)
+    start, empty = join(start), join(empty)
+    like = functools.partial(varying.like, x.q)
+    y = like(blocks.tokens.v.shape, x.v.dtype)
+    after = like(start.shape, F32)
+    # In the tokens' dtype, to which the operands of products are rounded anyway.
+    shape = (start.shape[0], x.q.shape[1], *start.shape[1:])
+    kept = like(shape, x.q.dtype) if keep else None
+    of = Specs(
+        static.layout.rows, static.layout.group, blocks.gates.shape[2], lambda i: i
+    )
+    memory, y, kept = _call(
+        of,
+        static,
+        *(tpu_packed_kernels.forward_kernel, "lattice_forward", blocks),
+        inputs=(start, empty),
+        outputs=((after, after), y, kept),
+        specs=(_specs(of, blocks), of.memories(start), of.memories(empty)),
+        out_specs=(of.memories((after, after)), of.tokens(y), of.kept(kept)),
+    )
+    part = functools.partial(apart, heads=static.layout.heads)
+    return (jax.tree.map(part, memory), y.reshape(x.v.shape)), kept
+
+
+def _backward(static: Static, primals, kept, cotangents):
+    x, _, empty = primals
+    d_memory, d_y = cotangents
+    blocks = _arrange(static, x)
+    heads, group = static.layout.heads, static.layout.group
+    join = functools.partial(side_by_side, heads=heads)
+    empty, d_memory = join(empty), jax.tree.map(join, d_memory)
+    d_y = d_y.reshape(blocks.tokens.v.shape)
+    like = functools.partial(varying.like, x.q)
+    shaped = lambda tree: jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
+    n, memory = x.q.shape[1], shaped(empty)
+    d_gates = like((*blocks.gates.shape[:4], heads * group), F32)
+    # The backward pass goes through the chunks in reverse.
+    of = Specs(static.layout.rows, group, blocks.gates.shape[2], lambda i: n - 1 - i)
+    d_tokens, d_gates, d_start, d_empty = _call(
+        of,
+        static,
+        *(tpu_packed_kernels.backward_kernel, "lattice_backward", blocks),
+        inputs=(empty, kept, d_memory, d_y),
+        outputs=(shaped(blocks.tokens), d_gates, memory, memory),
+        specs=(
+            _specs(of, blocks),
+            of.memories(empty),
+            of.kept(kept),
+            of.memories(d_memory),
+            of.tokens(d_y),
+        ),
+        out_specs=(
+            of.tokens(blocks.tokens),
+            of.gates(d_gates),
+            *of.memories((memory, memory)),
+        ),
+        scratch=[pltpu.VMEM((static.layout.rows, group, *empty.shape[2:]), F32)],
+    )
+    d_x = Chunks(
+        q=d_tokens.q.reshape(x.q.shape),
+        k=d_tokens.k.reshape(x.k.shape),
+        v=d_tokens.v.reshape(x.v.shape),
+        gamma=gates_of_columns(d_gates, group, heads),
+        g=None,
+        # Flags have no gradient.
+        complete=jnp.zeros_like(x.complete),
+        cleared=None if x.cleared is None else jnp.zeros_like(x.cleared),
+    )
+    return d_x, apart(d_start, heads), apart(d_empty, heads)
+
+
+def _in_xla(static: Static, x: Chunks, start, empty):
+    """The function of the forward kernel."""
+    flag = lambda f: None if f is None else f > 0.5
+    x = x._replace(complete=flag(x.complete), cleared=flag(x.cleared))
+    (after, pending, _), y = lattice_xla(x, start, empty, static.rule)
+    return (after, pending), y
+
+
+_chunks = gradients.of_kernels("lattice", _forward, _backward, _in_xla)
+
+
+def _specs(of: Specs, x: Blocks) -> Blocks:
+    return Blocks(of.tokens(x.tokens), of.gates(x.gates))
+
+
+def _call(of: Specs, static: Static, kernel, name, x: Blocks, **blocks):
+    dtype = products.operand_dtype(x.tokens.q)
+    multiply = functools.partial(products.multiply, dtype=dtype)
+    options = Options(static.rule.variant, static.layout.heads, multiply)
+    kernel = functools.partial(kernel, layout=static.layout, options=options)
+    return of.call(kernel, name, x, **blocks, interpret=static.interpret)

@@ -1,0 +1,151 @@
+"""The two kernels of Lattice for packs of heads: a chunk of a group, forward and back.
+
+Each takes references to blocks in VMEM. `memory` and its cotangents are output blocks
+that all chunks of a head share: they hold them between chunks.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from memjax_kernels._src.common import packs
+from memjax_kernels._src.common.packs import columns as pack_columns
+from memjax_kernels._src.lattice import packed, packed_gradient
+from memjax_kernels._src.lattice.packed import Chunk, Options
+
+F32 = jnp.float32
+
+
+class Layout(NamedTuple):
+    """What the blocks of a program hold.
+
+    Attributes:
+        rows: batch elements.
+        group: packs of each.
+        heads: of a pack.
+        resets: whether there is a flag of chunks that start from `empty`.
+    """
+
+    rows: int
+    group: int
+    heads: int
+    resets: bool
+
+
+class _Block(NamedTuple):
+    """A chunk of P = rows * group packs; flags are float32 [P, 1, 1]."""
+
+    chunk: Chunk
+    complete: Array
+    cleared: Array | None
+
+
+def forward_kernel(
+    x, before, empty, memory, y, kept, *, layout: Layout, options: Options
+):
+    """One chunk; `kept` None does not keep the memory before it."""
+    after, pending = memory
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        after[...] = before[...]
+        # Chunks of a kernel start with nothing pending: see `segment`.
+        pending[...] = jnp.zeros(pending.shape, F32)
+
+    block = _read(x, layout)
+    start = _load(after)
+    if block.cleared is not None:
+        start = _choose(block.cleared, _load(empty), start)
+    if kept is not None:
+        _store(kept, start)
+    moved, read = packed.advance(block.chunk, start, options)
+    _store(after, _choose(block.complete, moved.after, start))
+    left = _load(pending) + moved.written
+    _store(pending, _choose(block.complete, jnp.zeros_like(left), left))
+    packs.store_rows(y, read)
+
+
+def backward_kernel(
+    x,
+    empty,
+    kept,
+    d_memory,
+    d_y,
+    d_tokens,
+    d_gates,
+    d_start,
+    d_empty,
+    d_pending,
+    *,
+    layout: Layout,
+    options: Options,
+):
+    """Cotangents of one chunk, after those of the chunks behind it."""
+    d_after, d_left = d_memory
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        d_start[...], d_pending[...] = d_after[...], d_left[...]
+        d_empty[...] = jnp.zeros(d_empty.shape, F32)
+
+    block = _read(x, layout)
+    d_whole, d_open = _load(d_start), _load(d_pending)
+    zeros = jnp.zeros_like(d_whole)
+    d_new = _choose(block.complete, d_whole, zeros)
+    # What is pending is only added to, and dropped where a chunk is complete.
+    d_open = _choose(block.complete, zeros, d_open)
+    found = packed_gradient.pull_back(
+        block.chunk,
+        _load(kept).astype(F32),
+        *(d_new, d_open, packs.load_rows(d_y, layout.group)),
+        options,
+    )
+    d = found.start + (d_whole - d_new)
+    if block.cleared is not None:
+        # Every reset reads `empty`, so that its gradient is a sum over chunks.
+        _store(d_empty, _load(d_empty) + _choose(block.cleared, d, zeros))
+        d = _choose(block.cleared, zeros, d)
+    _store(d_start, d)
+    _store(d_pending, d_open)
+    for ref, value in zip(d_tokens, found.x[:3], strict=True):
+        packs.store_rows(ref, value)
+    d_gates[...] = pack_columns.sum_lanes(
+        found.x.gamma, d_gates.shape, layout.group, layout.heads
+    )
+
+
+def _read(x, layout: Layout) -> _Block:
+    """The chunk of references to `tpu_packed.Blocks`."""
+    gates = x.gates[...]
+    q, k, v = (packs.load_rows(ref, layout.group) for ref in x.tokens)
+    first = layout.heads * layout.group
+
+    def flag(index):
+        each = gates[:, :1, first + index : first + index + 1]
+        return packs.each_pack(
+            jnp.broadcast_to(each[:, None], (*each.shape[:1], layout.group, 1, 1))
+        )
+
+    cleared = flag(1) if layout.resets else None
+    return _Block(
+        Chunk(
+            q, k, v, pack_columns.spread(gates, q.shape[-1], layout.group, layout.heads)
+        ),
+        flag(0),
+        cleared,
+    )
+
+
+def _load(ref) -> Array:
+    return packs.each_pack(ref[...])
+
+
+def _store(ref, x: Array):
+    ref[...] = x.reshape(ref.shape).astype(ref.dtype)
+
+
+def _choose(flag, new, old):
+    """`new` where the flag is 1."""
+    return jnp.where(flag > 0.5, new, old)

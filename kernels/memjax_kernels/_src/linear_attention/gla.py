@@ -1,0 +1,122 @@
+"""Gated linear attention: a forget gate for every key channel.
+
+    S ← diag(exp(g)) S + k vᵀ        y = Sᵀ q
+
+Yang et al. (2023), https://arxiv.org/abs/2312.06635, equation 3 with alpha = exp(g).
+"""
+
+import inspect
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels._src.common import arguments, implementations, one_pass
+from memjax_kernels._src.common.packs import recurrence
+from memjax_kernels._src.common.token_scan import scan_tokens
+from memjax_kernels._src.linear_attention import chunks, pallas_tpu
+from memjax_kernels._src.linear_attention import empty_state as empty_state
+from memjax_kernels._src.linear_attention import step as _add_and_read
+
+add_and_read = inspect.unwrap(_add_and_read)
+
+Implementation = Literal["reference", "xla", "pallas_tpu"]
+
+# Smaller than for scalar gates, whose decays do not have a channel axis.
+CHUNK_SIZE = 32
+
+
+def gla(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H K"],
+    state: Float[Array, "B H K V"] | None = None,
+    *,
+    reset: Bool[Array, "B T"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """Runs the recurrence over T tokens, T at least 1.
+
+    Args:
+        q: queries, not scaled here.
+        k: keys.
+        v: values.
+        g: log of the share of each key channel that is kept, in [-inf, 0];
+            inside jit the range is the caller's promise.
+        state: the memory before the segment, float32; None is empty.
+        reset: True empties the memory of a batch element before that token.
+        implementation: which code runs; None is the fastest that can.
+
+    Returns:
+        The memory after the segment, float32, and the read after each token's write,
+        in the dtype of v.
+
+    Raises:
+        ValueError: on shapes or dtypes that do not fit, gates out of range, or an
+            implementation that is unknown or cannot run here.
+    """
+    sizes = arguments.check_shapes(
+        q=(q, "B T H K"),
+        k=(k, "B T H K"),
+        v=(v, "B T H V"),
+        g=(g, "B T H K"),
+        state=(state, "B H K V"),
+    )
+    arguments.check_float32("state", state)
+    arguments.check_range("g", g, -float("inf"), 0.0)
+    arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
+    if state is None:
+        state = empty_state(*(sizes[letter] for letter in "BHKV"))
+    form = implementations.choose(
+        "gla",
+        implementation,
+        {
+            "xla": gla_xla,
+            "reference": gla_reference,
+            "pallas_tpu": pallas_tpu.gla_tpu,
+        },
+        {"pallas_tpu": recurrence.unsupported(q, k, v)},
+        looped=state,
+    )
+    return form(q, k, v, g, state, reset)
+
+
+@one_pass.on_tpu
+def step(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    g: Float[Array, "B H K"],
+    state: Float[Array, "B H K V"],
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
+    """S ← diag(exp(g)) S + k vᵀ, y = Sᵀq; in float32, the read in the dtype of v."""
+    kept = jnp.exp(g.astype(jnp.float32))[..., None] * state
+    return add_and_read(q, k, v, kept)
+
+
+def gla_reference(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H K"],
+    state: Float[Array, "B H K V"],
+    reset: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """`step` for every token; a reset empties the memory before its token."""
+    return scan_tokens(step, (q, k, v, g), state, reset)
+
+
+def gla_xla(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H K"],
+    state: Float[Array, "B H K V"],
+    reset: Bool[Array, "B T"] | None = None,
+    *,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """The recurrence of `gla_reference` in chunks of matrix products."""
+    tokens = (q, k, v, g)
+    return chunks.scan_groups(chunks.linear_group, tokens, state, reset, chunk_size)

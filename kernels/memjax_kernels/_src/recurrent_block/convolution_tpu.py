@@ -1,0 +1,262 @@
+"""The short convolution on a TPU: tokens are read once and written once.
+
+    z_t = Σ_w f_w x_{t - (W - 1 - w)}      s = z σ(z)      y = s / |s|
+
+    ds = (dy - y ⟨dy, y⟩) / |s|            dz = ds σ(z) (1 + z (1 - σ(z)))
+    dx_t = Σ_w f_w dz_{t + (W - 1 - w)}    df_w = Σ_t dz_t x_{t - (W - 1 - w)}
+
+with the product of a head and the norm of a head. The backward kernel begins with the
+last tokens, and keeps the dz that the ones before still need.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from memjax_kernels._src.common import gradients, packs, partition, varying
+from memjax_kernels._src.common.packs import tiles
+from memjax_kernels._src.common.packs.tiles import BF16, F32, ROWS
+from memjax_kernels._src.recurrent_block import xla
+from memjax_kernels._src.recurrent_block.norms import LEAST_SQUARES
+
+# Rows of a filter's share in the arrays of the kernels; and tokens of a tile.
+SHARE, TILE = 8, 64
+
+
+class Static(NamedTuple):
+    """What is fixed when a kernel is compiled.
+
+    Attributes:
+        taps: W.
+        width: channels of a head.
+        interpret: whether the kernel is interpreted.
+    """
+
+    taps: int
+    width: int
+    interpret: Any
+
+
+def unsupported(x: Any, filters: Any) -> str:
+    """Why the kernels cannot take these arguments on any TPU; "" if they can."""
+    if filters.shape[0] > SHARE:
+        return f"filters of {filters.shape[0]} taps are wider than {SHARE}"
+    return tiles.unsupported("x", x)
+
+
+def short_convolution_tpu(
+    x: Float[Array, "B T H K"],
+    filters: Float[Array, "W H K"],
+    before: Float[Array, "B _ H K"],
+    positions: Int[Array, "B T"] | None,
+    *,
+    interpret: Any = False,
+) -> Float[Array, "B T H K"]:
+    """`short_convolution` in kernels."""
+    seen = None
+    if positions is not None:
+        seen = jnp.minimum(positions, filters.shape[0] - 1).astype(BF16)
+        # A column for each head, as a mesh divides heads.
+        seen = jnp.broadcast_to(seen[..., None], x.shape[:3])[:, None]
+    heads_first = lambda z: jnp.swapaxes(z, 1, 2)
+    form = partition.chunkwise(functools.partial(_on_device, interpret=interpret))
+    _, y = form((x[:, None], seen), heads_first(filters[None]), heads_first(before))
+    return y[:, 0]
+
+
+def _on_device(tokens, filters, before, *, interpret):
+    """On a device's share: x [B, 1, T, H, K], filters [1, H, W, K]."""
+    x, seen = tokens[0][:, 0], None if tokens[1] is None else tokens[1][:, 0]
+    heads_second = lambda z: jnp.swapaxes(z, 1, 2)
+    filters, before = heads_second(filters), heads_second(before).astype(x.dtype)
+    given = varying.vary_alike((x, filters, before, seen))
+    if tiles.fills_lanes(x):
+        y = _op(Static(filters.shape[1], x.shape[-1], interpret), *given)[1]
+    else:
+        # A device of a mesh may hold heads that fill no lanes.
+        y = _in_xla(Static(0, 0, None), *given)[1]
+    return (), y[:, None]
+
+
+def _in_xla(static: Static, x, filters, before, seen):
+    """The function of the forward kernel."""
+    del static
+    positions = None if seen is None else seen[..., 0]
+    return (), xla.short_convolution(x, filters[0], before, positions)
+
+
+def _forward(static: Static, x, filters, before, seen, *, keep: bool):
+    del keep
+    y = _call(static, False, x, filters, before, seen)
+    return ((), y.reshape(x.shape)), None
+
+
+def _backward(static: Static, primals, kept, cotangents):
+    del kept
+    x, filters, before, seen = primals
+    d_y = cotangents[1]
+    d_x, d_filters = _call(static, True, x, filters, before, seen, d_y)
+    d_filters = d_filters.reshape(x.shape[0], -1, SHARE, *x.shape[2:])
+    d_filters = d_filters[:, : static.taps].sum(axis=(0, 2))[None]
+    # What came before is seen by the first tokens alone. All heads are one axis when
+    # they are cut off, or XLA would copy all tokens to another layout.
+    few, flat = static.taps - 1, lambda z: z.reshape(*z.shape[:2], -1)
+    begin = lambda z: flat(z)[:, :few].reshape(z.shape[0], few, *z.shape[2:])
+    seen_first = None if seen is None else seen[:, :few]
+    form = functools.partial(_in_xla, static, begin(x), filters, seen=seen_first)
+    (d_before,) = jax.vjp(lambda before: form(before=before)[1], before)[1](begin(d_y))
+    nothing = None if seen is None else jnp.zeros_like(seen)
+    return d_x.reshape(x.shape), d_filters, d_before, nothing
+
+
+_op = gradients.of_kernels("short_convolution", _forward, _backward, _in_xla)
+
+
+def _call(static: Static, backward, x, filters, before, seen, d_y=None):
+    """One of the kernels on tokens [B, T, C]."""
+    flat = lambda z: z.reshape(*z.shape[:2], -1)
+    tokens = flat(x)
+    of = tiles.blocks_of(*tokens.shape)
+    (batch, time, channels), size, lanes = of
+    blocks = time // size
+    at = lambda i: blocks - 1 - i if backward else i
+    block = pl.BlockSpec((None, size, lanes), lambda b, c, i: (b, at(i), c))
+    # The rows before a block: the last of the one before it.
+    halo = pl.BlockSpec(
+        (None, ROWS, lanes),
+        lambda b, c, i: (b, jnp.maximum(at(i) * (size // ROWS) - 1, 0), c),
+    )
+    fixed = lambda rows, one: pl.BlockSpec(
+        (None, rows, lanes), lambda b, c, i: (0 if one else b, 0, c)
+    )
+    pad = lambda z, rows, front: jnp.pad(
+        flat(z), ((0, 0), (rows, 0) if front else (0, rows), (0, 0))
+    )
+    taps = static.taps
+    given = {
+        "x": (tokens, block),
+        "halo": (tokens, halo),
+        "before": (pad(before, ROWS - taps + 1, True), fixed(ROWS, False)),
+        "filters": (pad(filters.astype(F32), SHARE - taps, False), fixed(SHARE, True)),
+    }
+    if seen is not None:
+        spec = pl.BlockSpec((None, size, seen.shape[-1]), lambda b, c, i: (b, at(i), 0))
+        given["seen"] = seen, spec
+    outputs = varying.like(x, (batch, time, channels), x.dtype)
+    out_specs, name = block, "short_convolution_forward"
+    if d_y is not None:
+        given["d_y"] = flat(d_y), block
+        shape = (batch, taps * SHARE, channels)
+        outputs = outputs, varying.like(x, shape, F32)
+        out_specs = block, fixed(shape[1], False)
+        name = "short_convolution_backward"
+    kernel = _backward_kernel if backward else _forward_kernel
+    # The rows before a block and its own; dz of the rows behind, as each tap sees them.
+    scratch = [pltpu.VMEM((ROWS + size, lanes), F32)]
+    scratch += [pltpu.VMEM((taps * SHARE, lanes), F32)] * backward
+    kernel = functools.partial(
+        kernel, static=static, first=blocks - 1 if backward else 0
+    )
+    arrays, specs = ({key: pair[i] for key, pair in given.items()} for i in (0, 1))
+    return of.call(
+        *(kernel, name, (arrays,), (specs,), outputs, out_specs, scratch),
+        interpret=static.interpret,
+    )
+
+
+class Tile(NamedTuple):
+    """What both kernels compute of the tokens of a tile.
+
+    Attributes:
+        inputs: what each tap multiplies.
+        filters: of each tap, [1, 128].
+        masks: of each tap, 1 where what it sees is of the token's document; or None.
+        z: what the taps give.
+        sigma: its sigmoid.
+        inverse: 1 over the norm of z σ(z), of each head.
+    """
+
+    inputs: list[Array]
+    filters: list[Array]
+    masks: list[Array | None]
+    z: Array
+    sigma: Array
+    inverse: Array
+
+
+def _tile(given, inputs, rows, at, ones, static: Static):
+    """Convolves the tokens of a tile, whose block and halo are `inputs`."""
+    taps, count = static.taps, rows.size
+    rows_before = inputs[pl.ds(rows.start + ROWS - SHARE, SHARE + count), at]
+    # Turned as a whole: slices that begin inside a register take twice the operations.
+    turned = lambda back: pltpu.roll(rows_before, back, 0) if back else rows_before
+    window = [turned(taps - 1 - w)[SHARE:] for w in range(taps)]
+    filters = [given["filters"][w : w + 1, at] for w in range(taps)]
+    masks: list[Any] = [None] * taps
+    if "seen" in given:
+        seen = given["seen"][rows, :1].astype(F32)
+        masks = [(seen >= taps - 1 - w).astype(F32) for w in range(taps - 1)] + [None]
+    products = [
+        of * x if mask is None else of * x * mask
+        for of, x, mask in zip(filters, window, masks, strict=True)
+    ]
+    z = functools.reduce(jnp.add, products)
+    sigma = packs.sigmoid(z)
+    squares = tiles.head_sums((z * sigma) ** 2, ones)
+    inverse = jax.lax.rsqrt(squares + LEAST_SQUARES)
+    return Tile(window, filters, masks, z, sigma, inverse)
+
+
+def _begin(given, inputs, first):
+    """Lays what comes before a block in front of it; `first` is the grid's."""
+    begins = pl.program_id(2) == first
+    halo = jnp.where(begins, given["before"][...], given["halo"][...])
+    inputs[:ROWS] = halo.astype(F32)
+    inputs[ROWS:] = given["x"][...].astype(F32)
+
+
+def _forward_kernel(given, y, inputs, *, static: Static, first):
+    _begin(given, inputs, first)
+    ones = tiles.same_head(static.width)
+
+    def convolve(rows, at):
+        tile = _tile(given, inputs, rows, at, ones, static)
+        y[rows, at] = (tile.z * tile.sigma * tile.inverse).astype(y.dtype)
+
+    tiles.by_tiles(y.shape, TILE, convolve)
+
+
+def _backward_kernel(given, d_x, d_filters, inputs, later, *, static: Static, first):
+    _begin(given, inputs, first)
+    ones, taps = tiles.same_head(static.width), static.taps
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        later[...] = jnp.zeros(later.shape, F32)
+        d_filters[...] = jnp.zeros(d_filters.shape, F32)
+
+    def pull(rows, at):
+        tile = _tile(given, inputs, rows, at, ones, static)
+        z, sigma = tile.z, tile.sigma
+        d_y, y = given["d_y"][rows, at].astype(F32), z * sigma * tile.inverse
+        d_s = tile.inverse * (d_y - y * tiles.head_sums(d_y * y, ones))
+        d_z = d_s * sigma * (1 + z * (1 - sigma))
+        found = jnp.zeros(z.shape, F32)
+        for w in range(taps):
+            mask, back = tile.masks[w], taps - 1 - w
+            mine = d_z if mask is None else d_z * mask
+            share = slice(SHARE * w, SHARE * (w + 1))
+            d_filters[share, at] += tiles.eights(mine * tile.inputs[w])
+            joined = jnp.concatenate([mine, later[share, at]])
+            if back:
+                joined = pltpu.roll(joined, joined.shape[0] - back, 0)
+            found += tile.filters[w] * joined[: z.shape[0]]
+            later[share, at] = mine[:SHARE]
+        d_x[rows, at] = found.astype(d_x.dtype)
+
+    tiles.by_tiles(d_x.shape, TILE, pull, last_first=True)

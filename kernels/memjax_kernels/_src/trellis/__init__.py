@@ -1,0 +1,115 @@
+"""Trellis: a memory of M slots that learns, token by token, to predict a target.
+
+`trellis` validates its arguments, picks an implementation, splits the segment into
+chunks and runs it: `checks`, then `segment.in_chunks`, then one of `xla`, `pallas_tpu`
+and `pallas_gpu`. `reference` is the definition.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels._src.common import arguments, chunks, implementations, partition
+from memjax_kernels._src.trellis import checks, pallas_gpu, pallas_tpu, segment
+from memjax_kernels._src.trellis.functions import Activation as Activation
+from memjax_kernels._src.trellis.functions import Phi as Phi
+from memjax_kernels._src.trellis.reference import step as step
+from memjax_kernels._src.trellis.reference import trellis_reference
+from memjax_kernels._src.trellis.state import TrellisState as TrellisState
+from memjax_kernels._src.trellis.state import empty_memory as empty_memory
+from memjax_kernels._src.trellis.state import empty_state as empty_state
+from memjax_kernels._src.trellis.xla import trellis_xla
+
+Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
+# `segment` says what a chunk implementation takes and returns.
+_CHUNKWISE: dict[str, Callable] = {
+    "xla": trellis_xla,
+    "pallas_tpu": partition.chunkwise(pallas_tpu.trellis_tpu),
+    "pallas_gpu": partition.chunkwise(pallas_gpu.trellis_gpu),
+}
+
+
+def trellis(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    alpha: Float[Array, "B T H M"],
+    gamma: Float[Array, "B T H ..."],
+    g: Float[Array, "B T H ..."] | None = None,
+    state: TrellisState | None = None,
+    *,
+    reset: Bool[Array, "B T"] | None = None,
+    empty: TrellisState | None = None,
+    chunk_size: int = 64,
+    phi: Phi = "l2_silu",
+    activation: Activation = "ln_silu",
+    implementation: Implementation | None = None,
+) -> tuple[TrellisState, Float[Array, "B T H V"]]:
+    """Both passes over a segment: what `step` repeated gives.
+
+    Keys are compressed into M slots, and values into M slots. A query reads the key
+    memory, and what it reads, through an activation, reads the value memory. Karami et
+    al., "Trellis", eqs. 8-14; the factor 2 of eq. 9 is absorbed in gamma.
+
+    Gradients inside the memory are taken at its value at the start of a chunk of
+    `chunk_size` tokens, which is therefore part of the function: 1 is the fully
+    non-linear recurrence. Neither q nor k is scaled or normalised here. With chunks of
+    one token and keys of 0 or of 1e6, gradients are off by up to 1e-4 of their scale;
+    another rounding of the inputs to float32 changes them by more.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        alpha: targets of both passes.
+        gamma: step sizes >= 0, [B, T, H] for both passes or [B, T, H, 2] for each.
+        g: log forget gates <= 0, likewise; None forgets nothing, -inf forgets all.
+        state: the memory before the segment; None is `empty`, and the cheaper.
+        reset: True where a batch element's memory is emptied before the token, which
+            must be the first of a chunk. Inside jit, where that cannot be checked, the
+            element's reads from a misplaced reset on are NaN, and so is its state.
+        empty: the memory after a reset, at position 0; None is `empty_state`. Only its
+            memories at the chunk's start are read: the running ones equal them.
+        chunk_size: C, at least 1.
+        phi: applied to predictions before they are compared with alpha.
+        activation: f between the passes.
+        implementation: None is the fastest that can run here.
+
+    Returns:
+        The memory after the segment, and the read at every position in v's dtype.
+
+    Raises:
+        ValueError: on shapes that do not fit, an unknown option, gates outside their
+            range, a misplaced reset or a position outside its chunk (where values are
+            known), a state of another type, shape, dtype or chunk size, or an
+            implementation that cannot run here.
+    """
+    checks.check_options(chunk_size, phi, activation)
+    sizes = checks.check_tokens(q, k, v, alpha, gamma, g)
+    empty = checks.check_states(state, empty, sizes, chunk_size)
+    arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
+    misplaced = None
+    if reset is not None:
+        position = None if state is None else state.position
+        misplaced = chunks.misplaced_resets(reset, chunk_size, position)
+    widths = {sizes[name] for name in ("K", "V", "M")}
+    form = implementations.choose(
+        "trellis",
+        implementation,
+        {"reference": trellis_reference} | _CHUNKWISE,
+        {
+            "pallas_tpu": pallas_tpu.unsupported(q, k, v, alpha, chunk_size),
+            "pallas_gpu": pallas_gpu.unsupported(q, k, v, alpha, chunk_size),
+        },
+        # The size that was timed on a GPU, and at which the backward kernel fits.
+        ("pallas_tpu", "pallas_gpu") if widths == {64} else ("pallas_tpu",),
+    )
+    given = (q, k, v, alpha, gamma, g, state, reset, empty)
+    if implementation == "reference":
+        after, y = trellis_reference(*given, phi=phi, activation=activation)
+    else:
+        after, y = segment.in_chunks(form, *given, phi=phi, activation=activation)
+    # What was computed after a misplaced reset has no meaning, and must not pass
+    # unseen.
+    return chunks.mask_with_nan(after, y, misplaced)

@@ -1,0 +1,156 @@
+"""One chunk of Trellis with tokens along the lanes, a pack of heads at once.
+
+`chunk` has the same equations with slots along the lanes, for any leading axes. Here
+arrays have a leading axis of P packs of heads (`common.packs`): tokens are [P, C, KK],
+memories [P, M, KK], and all that has slots [P, M, CC]. With S = start and R = running
+memory, W the decays and D(.) `packs.diagonal`:
+
+    first pass    z = S D(k)^T,  u = gamma E(z, t),  A = (q D(k)^T) * W
+                  y1 = kept * R D(q)^T - u D(A)^T,  R' = last * R - (u * until) D(k)
+    second pass   the same for z, u and R' with v;  f = activation(y1),  F = f^T
+                  A = (F u) * W,  y = kept * F R - A D(v)
+
+where t = alpha^T, E is `functions.error_gradient`, kept, until and last are the decays
+since the chunk's start, until its end, and over all of it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from memjax_kernels._src.common import packs
+from memjax_kernels._src.common.packs import diagonal, own
+from memjax_kernels._src.common.packs.decays import (
+    Decays,
+    Totals,
+    decays,
+    kept_at_end,
+    kept_by_token,
+    until_end,
+)
+from memjax_kernels._src.trellis import functions
+from memjax_kernels._src.trellis.chunk import Options
+
+F32 = jnp.float32
+
+
+class Chunk(NamedTuple):
+    """Tokens of one chunk."""
+
+    q: Float[Array, "P C KK"]
+    k: Float[Array, "P C KK"]
+    v: Float[Array, "P C VV"]
+    alpha: Float[Array, "P C MM"]
+
+
+class Gates(NamedTuple):
+    """Gates of one pass; both passes may have one and the same object `total`."""
+
+    gamma: Float[Array, "P 1 CC"]
+    total: Totals
+
+
+class Memory(NamedTuple):
+    """The memory of a pass at the chunk's start, and the one to write to."""
+
+    start: Float[Array, "P M DD"]
+    running: Float[Array, "P M DD"]
+
+
+def targets(alpha: Float[Array, "P C MM"], heads: int, options: Options):
+    """alpha with slots along the sublanes: a product with ones is a transpose."""
+    return options.multiply(units(alpha, heads), diagonal(alpha, heads), "nt")
+
+
+def units(alpha: Float[Array, "P C MM"], heads: int) -> Float[Array, "P M MM"]:
+    """The unit matrix for each head of a pack."""
+    slots = alpha.shape[-1] // heads
+    shape = (alpha.shape[0], slots, alpha.shape[-1])
+    slot = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return (slot == packs.within(shape, slots)).astype(alpha.dtype)
+
+
+def eye(x: Array, size: int) -> Array:
+    """The unit matrix in the dtype of x, [P, size, size]."""
+    shape = (x.shape[0], size, size)
+    rows = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return (rows == packs.lane(shape)).astype(x.dtype)
+
+
+class Prepared(NamedTuple):
+    """What tokens and gates give by themselves.
+
+    Attributes:
+        target: alpha with slots along the sublanes.
+        q: D(q).
+        k: D(k).
+        v: D(v).
+        scores: D(A) of the first pass.
+        left: decays of both passes.
+    """
+
+    target: Float[Array, "P M CC"]
+    q: Float[Array, "P CC KK"]
+    k: Float[Array, "P CC KK"]
+    v: Float[Array, "P CC VV"]
+    scores: Float[Array, "P CC CC"]
+    left: tuple[Decays, Decays]
+
+
+def prepare(x: Chunk, gates: tuple[Gates, Gates], options: Options) -> Prepared:
+    """What does not depend on memories."""
+    first, second = (gate.total for gate in gates)
+    heads = len(first.column)
+    left = decays(first)
+    # Computed once where both are the same.
+    both = left, (left if second is first else decays(second))
+    dq, dk, dv = (diagonal(y, heads) for y in (x.q, x.k, x.v))
+    scores = (options.multiply(x.q, dk, "nt") * left.between).astype(x.q.dtype)
+    scores = diagonal(scores, heads)
+    return Prepared(targets(x.alpha, heads, options), dq, dk, dv, scores, both)
+
+
+def advance(
+    x: Chunk,
+    ready: Prepared,
+    gates: tuple[Gates, Gates],
+    keys: Memory,
+    values: Memory,
+    options: Options,
+) -> tuple[tuple[Array, Array], Float[Array, "P C VV"]]:
+    """The running memories after a chunk, and its reads."""
+    dot, heads = options.multiply, len(gates[0].total.column)
+    low = lambda y: y.astype(x.q.dtype)
+    target, dq, dk, dv, scores, (first, second) = ready
+    u = gates[0].gamma * error_gradient(options, dot(keys.start, dk, "nt"), target)
+    reads = first.kept * dot(keys.running, dq, "nt") - dot(u, scores, "nt")
+    after_keys = kept_at_end(gates[0].total, keys.running.shape[-1]) * keys.running
+    after_keys -= dot(u * until_end(gates[0].total), dk, "nn")
+
+    f = low(activate(options, reads))
+    by_token = low(dot(eye(f, f.shape[-1]), f, "nt"))
+    u = gates[1].gamma * error_gradient(options, dot(values.start, dv, "nt"), target)
+    scores = own(dot(by_token, u, "nn"), heads) * second.between
+    parts = [low(scores), low(u * until_end(gates[1].total))]
+    written = dot(jnp.concatenate(parts, axis=1), dv, "nn")
+    size, width = x.v.shape[1:]
+    past = own(dot(by_token, values.running, "nn"), heads)
+    y = kept_by_token(gates[1].total, width) * past - written[:, :size]
+    after_values = (
+        kept_at_end(gates[1].total, width) * values.running - written[:, size:]
+    )
+    return (after_keys, after_values), y
+
+
+def activate(options: Options, reads: Array) -> Array:
+    """f of what the first pass reads, whose slots are rows."""
+    return functions.apply(options.activation, reads, packs.over_slots, packs.sigmoid)
+
+
+def error_gradient(options: Options, z: Array, target: Array) -> Array:
+    """E of what a memory predicts."""
+    return functions.error_gradient(
+        options.phi, z, target, packs.over_slots, packs.sigmoid
+    )

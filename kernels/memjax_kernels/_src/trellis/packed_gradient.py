@@ -1,0 +1,156 @@
+"""The gradient of one chunk of Trellis, as `packed` computes it.
+
+By hand, and not as `jax.vjp` of it: what is kept of the forward pass is chosen, and
+transposed operands are read as they are. `jax.vjp` is taken of phi and the activation
+alone.
+
+The gradient of a gate's sum at token i is what the reads there give, less what the
+writes there give: the decay factors out of both, so that no cotangent of W is formed.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from memjax_kernels._src.common import packs
+from memjax_kernels._src.common.packs import diagonal, own, sum_slots
+from memjax_kernels._src.trellis.chunk import Options
+from memjax_kernels._src.trellis.packed import (
+    Chunk,
+    Gates,
+    Memory,
+    Prepared,
+    activate,
+    error_gradient,
+    eye,
+    kept_at_end,
+    units,
+    until_end,
+)
+
+
+class Written(NamedTuple):
+    """What a pass makes of its tokens, kept for the gradient."""
+
+    u: Float[Array, "P M CC"]
+    back: Any
+    error: Float[Array, "P M CC"]
+
+
+class Cotangents(NamedTuple):
+    """Of everything that `advance` takes; gates have those of gamma and of sums."""
+
+    x: Chunk
+    gamma: tuple[Array, Array]
+    total: tuple[Array, Array]
+    keys: Memory
+    values: Memory
+
+
+def pull_back(
+    x: Chunk,
+    ready: Prepared,
+    gates: tuple[Gates, Gates],
+    keys: Memory,
+    values: Memory,
+    d_after: tuple[Array, Array],
+    d_y: Float[Array, "P C VV"],
+    options: Options,
+) -> Cotangents:
+    """The cotangents of a chunk, which is computed again from its memories."""
+    dot, (slots, size) = options.multiply, (keys.start.shape[1], x.q.shape[1])
+    heads = len(gates[0].total.column)
+    apart = functools.partial(diagonal, heads=heads)
+    target, dq, dk, dv, scores, left = ready
+    until = until_end(gates[0].total), until_end(gates[1].total)
+    mine = functools.partial(own, heads=heads)
+    low = lambda y: y.astype(x.q.dtype)
+    stack = lambda *rows: jnp.concatenate([low(row) for row in rows], axis=1)
+    d_keys, d_values = d_after
+
+    # The first pass again.
+    products = dot(stack(keys.start, d_keys), dk, "nt")
+    first = _write(products[:, :slots], target, gates[0].gamma, options)
+    state_keys = products[:, slots:]
+    reads = left[0].kept * dot(keys.running, dq, "nt") - dot(first.u, scores, "nt")
+    f, back = jax.vjp(functools.partial(activate, options), reads)
+    by_token = low(dot(eye(low(f), heads * size), f, "nt"))
+
+    # The second, with its cotangents.
+    products = dot(stack(values.start, d_values, d_y), dv, "nt")
+    second = _write(products[:, :slots], target, gates[1].gamma, options)
+    state_values, d_scores = products[:, slots : 2 * slots], products[:, 2 * slots :]
+    written = mine(dot(by_token, second.u, "nn")) * left[1].between
+    d_scores = apart(low(-d_scores * left[1].between))
+    dd_y = apart(low(d_y))
+    d_f = left[1].kept * dot(values.running, dd_y, "nt")
+    d_f += dot(second.u, d_scores, "nt")
+    d_state = -until[1] * state_values
+    d_u = dot(f, d_scores, "nn") + d_state
+    d_z, d_target = second.back(gates[1].gamma * d_u)
+    decayed = kept_at_end(gates[1].total, values.running.shape[-1]) * d_values
+    d_values_before = Memory(
+        dot(d_z, dv, "nn"), decayed + dot(f * left[1].kept, dd_y, "nn")
+    )
+    d_v = mine(
+        dot(
+            stack(-written, -second.u * until[1], d_z),
+            stack(d_y, d_values, values.start),
+            "tn",
+        )
+    )
+    gamma_2 = sum_slots(second.error * d_u)
+    total_2 = sum_slots(f * d_f) - gates[1].gamma * gamma_2
+    total_2 += _at_end(
+        sum_slots(second.u * d_state), sum_slots(decayed * values.running), heads
+    )
+
+    # The first pass.
+    (d_reads,) = back(d_f)
+    d_past = left[0].kept * d_reads
+    d_state = -until[0] * state_keys
+    d_u = d_state - dot(d_reads, scores, "nn")
+    d_scores = low(-mine(dot(d_reads, first.u, "tn")) * left[0].between)
+    d_z, d_target_1 = first.back(gates[0].gamma * d_u)
+    decayed = kept_at_end(gates[0].total, keys.running.shape[-1]) * d_keys
+    d_keys_before = Memory(dot(d_z, dk, "nn"), decayed + dot(d_past, dq, "nn"))
+    d_k = mine(
+        dot(
+            stack(d_scores, -first.u * until[0], d_z),
+            stack(x.q, d_keys, keys.start),
+            "tn",
+        )
+    )
+    d_q = dot(d_scores, dk, "nn") + mine(dot(d_past, keys.running, "tn"))
+    d_alpha = mine(dot(d_target + d_target_1, units(x.alpha, heads), "tn"))
+    gamma_1 = sum_slots(first.error * d_u)
+    total_1 = sum_slots(d_reads * reads) - gates[0].gamma * gamma_1
+    total_1 += _at_end(
+        sum_slots(first.u * d_state), sum_slots(decayed * keys.running), heads
+    )
+    return Cotangents(
+        Chunk(d_q, d_k, d_v, d_alpha),
+        (gamma_1, gamma_2),
+        (total_1, total_2),
+        d_keys_before,
+        d_values_before,
+    )
+
+
+def _at_end(
+    tokens: Float[Array, "P 1 CC"], memory: Float[Array, "P 1 DD"], heads: int
+) -> Float[Array, "P 1 CC"]:
+    """Sums of both over each head's lanes, at the head's last token."""
+    width = tokens.shape[-1]
+    size = width // heads
+    both = zip(packs.sums(tokens, heads), packs.sums(memory, heads), strict=True)
+    last = packs.within(tokens.shape, size) == size - 1
+    return jnp.where(last, packs.widen([a + b for a, b in both], width), 0.0)
+
+
+def _write(z, target, gamma, options: Options) -> Written:
+    e, back = jax.vjp(functools.partial(error_gradient, options), z, target)
+    return Written(gamma * e, back, e)

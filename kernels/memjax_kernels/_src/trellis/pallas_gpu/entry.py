@@ -1,0 +1,131 @@
+"""Trellis on a Hopper GPU, in Mosaic: one kernel forward, one backward.
+
+One program goes through all chunks of a batch element and head. Its memories stay in
+shared memory, its products run on tensor cores (wgmma, bfloat16 operands, float32
+sums). Where a gradient is taken, the forward kernel also saves the memories at every
+chunk's start, in the tokens' dtype; the backward kernel goes through the chunks in
+reverse and computes each again from there. The saved memories and the reads are named
+"trellis_chunk_states" and "trellis_reads" for rematerialisation policies. Where the
+backward kernel does not fit into shared memory (`has_backward`), gradients are those of
+the XLA implementation, which computes the chunks again from the first.
+
+On an H200 they agree with the token loop as the XLA form in bfloat16 does; see
+`experiments/ops`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from memjax_kernels._src.common import gradients, varying
+from memjax_kernels._src.common.mosaic import ROWS
+from memjax_kernels._src.trellis.pallas_gpu.backward import backward
+from memjax_kernels._src.trellis.pallas_gpu.forward import forward
+from memjax_kernels._src.trellis.pallas_gpu.inputs import (
+    GAMMA,
+    LAST,
+    SHARED_BYTES,
+    TOTAL,
+    Inputs,
+    Sizes,
+    Static,
+    forward_bytes,
+    has_backward,
+    memories_after,
+    prepare,
+)
+from memjax_kernels._src.trellis.segment import Tokens
+from memjax_kernels._src.trellis.state import Memories, may_differ
+from memjax_kernels._src.trellis.xla import trellis_xla
+
+
+def trellis_gpu(
+    tokens: Tokens,
+    memories: Memories,
+    empty: tuple[Array, ...] | None,
+    *,
+    phi: str,
+    activation: str,
+    interpret: Any = None,
+) -> tuple[Memories, Array]:
+    """A chunk implementation; see `segment`. `interpret` runs it in an interpreter."""
+    _, n, size, _, key_dim = tokens.q.shape
+    sizes = Sizes(n, size, tokens.alpha.shape[-1], (key_dim, tokens.v.shape[-1]))
+    # Two stages copy the next chunk's tokens during the computation, if they fit.
+    stages = 2 if forward_bytes(sizes, 2) <= SHARED_BYTES else 1
+    aligned = not may_differ(memories)
+    static = Static(phi, activation, stages, interpret, aligned)
+    # Flags are floats, so that everything has a gradient.
+    as_floats = lambda flags: jax.tree.map(lambda x: x.astype(jnp.float32), flags)
+    arguments = (tokens[:6], as_floats(tokens[6:]), memories, empty)
+    results: Any = _chunks(static, *varying.vary_alike(arguments))
+    return results
+
+
+def _tokens(floats, flags) -> Tokens:
+    return Tokens(*floats, *jax.tree.map(lambda x: x > 0.5, flags))
+
+
+def _prepared(static: Static, floats, flags, memories, empty) -> Inputs:
+    return prepare(_tokens(floats, flags), memories, empty, static.aligned)
+
+
+def _forward(static: Static, *primals, keep: bool):
+    x = _prepared(static, *primals)
+    keep = keep and has_backward(x.sizes, static.aligned)
+    y, after, middle, kept = forward(static, x, keep=keep)
+    results = (memories_after(x, after, middle), y), kept
+    return varying.vary_alike((results, primals))[0]
+
+
+def _backward(static: Static, primals, kept, cotangents):
+    d_memories, d_y = cotangents
+    prepared = functools.partial(_prepared, static)
+    x, back = gradients.of_prepared(prepared, ("middle", "cleared"), primals)
+    if not has_backward(x.sizes, static.aligned):
+        return jax.vjp(functools.partial(_in_xla, static), *primals)[1](cotangents)
+    indices = {"middle": x.middle, "cleared": x.cleared}
+    floats = x._replace(**dict.fromkeys(indices))
+    # What is returned is linear in the memories of the forward kernel.
+    zeros = varying.vary_alike((jax.tree.map(jnp.zeros_like, x.running), primals))[0]
+    through_after = jax.vjp(
+        lambda x, *kernel: memories_after(x._replace(**indices), *kernel),
+        *(floats, zeros, zeros),
+    )[1]
+    d_inputs, d_after, d_middle = through_after(d_memories)
+    d = _kernel_gradients(x, backward(static, x, kept, d_y, d_after, d_middle))
+    return back(jax.tree.map(jnp.add, d_inputs, d))
+
+
+def _kernel_gradients(x: Inputs, d) -> Inputs:
+    """The backward kernel's gradients as those of its inputs."""
+    rows = d.gates.reshape(*d.gates.shape[:3], 2, 3, ROWS)
+    last = jnp.sum(rows[..., LAST, :], axis=-1) + jnp.sum(d.last, axis=-1)
+    # The kernels take the last sum from the last of their rows.
+    total = rows[..., TOTAL, :].at[..., -1].add(last)
+    gates = jnp.stack([total, rows[..., GAMMA, :]], axis=-2)
+    return Inputs(
+        q=d.q,
+        inputs=d.inputs,
+        alpha=d.alpha,
+        gates=gates.reshape(x.gates.shape),
+        begin=d.begin,
+        running=d.running,
+        empty=d.empty,
+        middle=None,
+        cleared=None,
+    )
+
+
+def _in_xla(static: Static, floats, flags, memories, empty):
+    """The same function; where the memories coincide, so do their gradients."""
+    options: dict[str, Any] = {"phi": static.phi, "activation": static.activation}
+    if static.aligned:
+        memories = Memories(memories.running, memories.running)
+    return trellis_xla(_tokens(floats, flags), memories, empty, **options)
+
+
+_chunks = gradients.of_kernels("trellis", _forward, _backward, _in_xla)

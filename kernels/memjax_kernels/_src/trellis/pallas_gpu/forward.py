@@ -1,0 +1,247 @@
+"""The forward kernel of Trellis on a GPU; `entry` says when it runs.
+
+One program takes all chunks of one batch element and head. Its memories stay in shared
+memory in float32; products read a copy in the dtype of the tokens, which is also what
+is saved of every chunk's start for a gradient. The next chunk's tokens are copied in
+during the computation, where shared memory has room for them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from memjax_kernels._src.common import mosaic
+from memjax_kernels._src.common.mosaic import F32, ROWS, TileOps
+from memjax_kernels._src.common.products import Form
+from memjax_kernels._src.trellis import functions
+from memjax_kernels._src.trellis.pallas_gpu.inputs import Inputs, Static
+
+
+def forward(static: Static, x: Inputs, *, keep: bool):
+    """Runs the kernel.
+
+    Returns:
+        y; the memories after the last chunk; those at the start of the chunk that
+        `middle` names, if that is one but the first; at every chunk's start in the
+        dtype of q, if `keep`.
+    """
+    b, n, size, h, _ = x.q.shape
+    sizes, stages = x.sizes, static.stages
+    shapes = [(sizes.slots, width) for width in sizes.widths]
+    dtype = x.q.dtype
+    memory = [jax.ShapeDtypeStruct((b, h, *s), F32) for s in shapes]
+    chunk_starts = [jax.ShapeDtypeStruct((b, n, h, *s), dtype) for s in shapes]
+    outputs = (
+        jax.ShapeDtypeStruct((b, n, size, h, sizes.widths[1]), x.inputs[1].dtype),
+        tuple(memory),
+        tuple(memory),
+        tuple(chunk_starts) if keep else (),
+    )
+    if x.begin is not None:
+        # The first chunk's operands; the float32 memory is the running one.
+        x = x._replace(begin=[m.astype(dtype) for m in x.begin])
+    inputs, tree = jax.tree.flatten((x, outputs))
+    given = len(jax.tree.leaves(x))
+
+    def kernel(*refs, **scratch):
+        x, outputs = jax.tree.unflatten(tree, refs)
+        _Program(static, sizes, x, outputs, scratch).all_chunks()
+
+    work = lambda width: mosaic.tile(ROWS, width, dtype=dtype)
+    staged = lambda width: mosaic.tile(stages, ROWS, width, dtype=dtype)
+    scratch = {
+        "q": staged(sizes.widths[0]),
+        "alpha": staged(sizes.slots),
+        "gates": mosaic.vectors(stages, 4, ROWS),
+        "scores": work(ROWS),
+        "errors": work(sizes.slots),
+        "decayed": work(sizes.slots),
+        "query": work(sizes.slots),
+        "y": work(sizes.widths[1]),
+        "arrived": plgpu.Barrier(num_arrivals=5, num_barriers=stages),
+        "memory_arrived": plgpu.Barrier(num_arrivals=2),
+    }
+    for i, shape in enumerate(shapes):
+        scratch[f"inputs{i}"] = staged(shape[1])
+        scratch[f"memory{i}"] = mosaic.tile(*shape, dtype=F32)
+        scratch[f"operand{i}"] = mosaic.tile(*shape, dtype=dtype)
+    call_kernel = mosaic.call(
+        kernel,
+        (b, h),
+        inputs[given:],
+        scratch,
+        "memjax_trellis_forward",
+        static.interpret,
+    )
+    return jax.tree.unflatten(jax.tree.structure(outputs), call_kernel(*inputs[:given]))
+
+
+class _Program:
+    """The kernel of one batch element and head."""
+
+    def __init__(self, static, sizes, x, outputs, scratch):
+        self.static, self.sizes, self.stages = static, sizes, static.stages
+        self.x, self.scratch = x, scratch
+        self.y, self.after, self.middle, self.kept = outputs
+        self.ops = TileOps(static.interpret)
+        self.row, self.head = lax.axis_index("batch"), lax.axis_index("heads")
+
+    def each(self, name):
+        return [self.scratch[f"{name}{i}"] for i in (0, 1)]
+
+    def all_chunks(self):
+        row, head, chunks = self.row, self.head, self.sizes.chunks
+        self.fetch_memories(self.x.running)
+        # Copies fill the first rows only; the others enter products and must be zeros.
+        if self.sizes.size < ROWS:
+            for ref in (self.scratch["q"], self.scratch["alpha"], *self.each("inputs")):
+                for stage in range(self.stages):
+                    ref[stage] = self.ops.zeros(ref.shape[1:], ref.dtype)
+            plgpu.commit_smem()
+        self.fetch_tokens(jnp.int32(0))
+        middle = self.x.middle[row]
+        lax.fori_loop(0, chunks, lambda i, _: self.chunk(i, middle), None)
+        plgpu.commit_smem()
+        for memory, after in zip(self.each("memory"), self.after, strict=True):
+            plgpu.copy_smem_to_gmem(memory, after.at[row, head])
+        plgpu.wait_smem_to_gmem(0)
+
+    def fetch_memories(self, source):
+        arrived = self.scratch["memory_arrived"]
+        for memory, given in zip(self.each("memory"), source, strict=True):
+            plgpu.copy_gmem_to_smem(given.at[self.row, self.head], memory, arrived)
+        plgpu.barrier_wait(arrived)
+
+    def fetch_tokens(self, chunk):
+        """Begins the copies of a chunk's tokens."""
+        stage = lax.rem(chunk, self.stages)
+        arrived = self.scratch["arrived"].at[stage]
+        rows = pl.ds(0, self.sizes.size)
+        x, scratch = self.x, self.scratch
+        for source, target in zip(
+            (x.q, x.alpha, *x.inputs),
+            (scratch["q"], scratch["alpha"], *self.each("inputs")),
+            strict=True,
+        ):
+            source = source.at[self.row, chunk, :, self.head, :]
+            plgpu.copy_gmem_to_smem(source, target.at[stage, rows], arrived)
+        gates = x.gates.at[self.row, chunk, self.head]
+        plgpu.copy_gmem_to_smem(gates, scratch["gates"].at[stage], arrived)
+
+    def chunk(self, i, middle):
+        stage = lax.rem(i, self.stages)
+        # Into the other stage, whose tokens the chunk before has used up.
+        if self.stages > 1:
+            pl.when(i + 1 < self.sizes.chunks)(lambda: self.fetch_tokens(i + 1))
+        plgpu.wait_smem_to_gmem(0)
+        self.begin(i, middle)
+        plgpu.barrier_wait(self.scratch["arrived"].at[stage])
+        self.compute(i, stage)
+        # With one stage its tokens are free only now.
+        if self.stages == 1:
+            pl.when(i + 1 < self.sizes.chunks)(lambda: self.fetch_tokens(i + 1))
+
+    def begin(self, i, middle):
+        """The memories at the chunk's start, as operands and where they are kept."""
+        x, row, head = self.x, self.row, self.head
+        if x.cleared is not None:
+            again = (i > 0) & (x.cleared[row, i] != 0)
+            pl.when(again)(lambda: self.fetch_memories(x.empty))
+
+        @pl.when((i > 0) & (i == middle))
+        def _():
+            for memory, out in zip(self.each("memory"), self.middle, strict=True):
+                plgpu.copy_smem_to_gmem(memory, out.at[row, head])
+
+        if x.begin is None:
+            self.round_memories()
+        else:
+            # The first chunk's operands are given: gradients are taken in another
+            # memory.
+            pl.when(i > 0)(self.round_memories)
+
+            @pl.when(i == 0)
+            def _():
+                arrived = self.scratch["memory_arrived"]
+                for operand, given in zip(self.each("operand"), x.begin, strict=True):
+                    plgpu.copy_gmem_to_smem(given.at[row, head], operand, arrived)
+                plgpu.barrier_wait(arrived)
+
+        plgpu.commit_smem()
+        for operand, kept in zip(self.each("operand"), self.kept, strict=False):
+            plgpu.copy_smem_to_gmem(operand, kept.at[row, i, head])
+
+    def round_memories(self):
+        for memory, operand in zip(
+            self.each("memory"), self.each("operand"), strict=True
+        ):
+            operand[...] = self.ops.matrix(memory).astype(operand.dtype)
+
+    def compute(self, i, stage):
+        ops, scratch, operands = self.ops, self.scratch, self.each("operand")
+        q, inputs = scratch["q"].at[stage], [x.at[stage] for x in self.each("inputs")]
+        triples: list[tuple[Any, Any, Form]] = [
+            (x, m, "nt") for x, m in zip(inputs, operands, strict=True)
+        ]
+        *predicted, scores = ops.products(*triples, (q, inputs[0], "nt"))
+        if self.x.begin is not None:
+
+            @pl.when(i == 0)
+            def _():
+                plgpu.wait_smem_to_gmem(0)
+                self.round_memories()
+                plgpu.commit_smem()
+
+        y = self.one_pass(0, stage, predicted[0], q, scores)
+        query = functions.apply(self.static.activation, y, mosaic.over_slots)
+        scratch["query"][...] = query.astype(scratch["query"].dtype)
+        y = self.one_pass(1, stage, predicted[1], scratch["query"], None)
+        scratch["y"][...] = y.astype(scratch["y"].dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(0, self.sizes.size)
+        target = self.y.at[self.row, i, :, self.head, :]
+        plgpu.copy_smem_to_gmem(scratch["y"].at[rows], target)
+
+    def one_pass(self, index, stage, predicted, query, scores):
+        """Reads of a pass; its memory becomes the one after the chunk."""
+        ops, scratch, slots = self.ops, self.scratch, self.sizes.slots
+        operand, memory = self.each("operand")[index], self.each("memory")[index]
+        x = self.each("inputs")[index].at[stage]
+        total = ops.row_vector(scratch["gates"], stage, 2 * index)
+        gamma = ops.row_vector(scratch["gates"], stage, 2 * index + 1)
+        last = scratch["gates"][stage, 2 * index, ROWS - 1]
+        alpha = ops.matrix(scratch["alpha"].at[stage])
+        phi = self.static.phi
+        error = functions.error_gradient(phi, predicted, alpha, mosaic.over_slots)
+        # Negated, so that products are added.
+        error = -error * mosaic.along_rows(gamma, slots)
+        decayed = error * mosaic.along_rows(jnp.exp(last - total), slots)
+        scratch["errors"][...] = error.astype(scratch["errors"].dtype)
+        scratch["decayed"][...] = decayed.astype(scratch["decayed"].dtype)
+        plgpu.commit_smem()
+        # The second pass's query depends on the first, so that its scores come late.
+        if index == 1:
+            scores = ops.product(query, scratch["errors"], "nt")
+        other = ops.column_vector(scratch["gates"], stage, 2 * index)
+        scores = decays(ops, total, other, self.sizes.size) * scores
+        scratch["scores"][...] = scores.astype(scratch["scores"].dtype)
+        plgpu.commit_smem()
+        # y1 = M q is read through rows of the memory, y = M^T f through columns.
+        written, form = (scratch["errors"], "nt") if index == 0 else (x, "nn")
+        past, new, added = ops.products(
+            (query, operand, form),
+            (scratch["scores"], written, "nn"),
+            (scratch["decayed"], x, "tn"),
+        )
+        memory[...] = jnp.exp(last) * ops.matrix(memory) + added
+        return mosaic.along_rows(jnp.exp(total), past.shape[1]) * past + new
+
+
+def decays(ops, total, other, size) -> jax.Array:
+    """exp(total_i - total_j) for j <= i < size, else 0: masked before exp."""
+    difference = mosaic.along_rows(total, ROWS) - mosaic.along_columns(other, ROWS)
+    return jnp.exp(jnp.where(ops.causal_mask(size), difference, -1e30))

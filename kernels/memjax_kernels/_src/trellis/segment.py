@@ -1,0 +1,144 @@
+"""Splits a segment into whole chunks, runs an implementation and joins its reads.
+
+Chunk implementations
+---------------------
+Every one (`xla.trellis_xla`, `pallas_tpu.trellis_tpu`, ...) has this signature:
+
+    f(tokens: Tokens, memories: Memories, empty: tuple | None,
+      *, phi: str, activation: str) -> (Memories, y)
+
+A tuple holds the key memory, then the value memory. y [B, n, C, H, V] has the dtype
+of v.
+
+For each batch element and chunk i, in order, with M' = `start` and R = `running`:
+
+1. if cleared[i]: M' = R = empty. Given only together: `cleared` and `empty` are both
+   None, or neither.
+2. For both passes, with x = k, then v, and cs the inclusive sum of g over the chunk, g
+   no lower than -104, where exp is 0 already (g may be -inf):
+
+       U = gamma error_gradient(phi, x M'^T, alpha)
+       W_ij = exp(cs_i - cs_j) for i >= j, else 0
+       N = exp(cs_C) R - (U exp(cs_C - cs))^T x
+       first pass:   y1 = exp(cs) (q R^T) - ((q x^T) * W) U
+       second pass:  y  = exp(cs) (f R)   - ((f U^T) * W) x,     f = activation(y1)
+
+3. R = N, and M' = N too if complete[i].
+
+R differs from M' only in chunk 0 (a chunk begun in an earlier call) and after an
+incomplete chunk. All tokens after an incomplete chunk are padding, so that there only
+the two memories, not what is computed from them, have to be carried through.
+
+Padding is zeros in every array of tokens, gamma and g included: it writes nothing and
+decays nothing. Its y is dropped, and whatever gradient flows to it.
+
+Everything is differentiable in tokens, memories and empty.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from memjax_kernels._src.common import chunks
+from memjax_kernels._src.trellis.state import Memories, TrellisState
+
+
+class Tokens(NamedTuple):
+    """Tokens in whole chunks.
+
+    Attributes:
+        q: [B, n, C, H, K].
+        k: [B, n, C, H, K].
+        v: [B, n, C, H, V].
+        alpha: [B, n, C, H, M].
+        gamma: [B, n, C, H, 2] float32 for each pass, or [B, n, C, H, 1] for both.
+        g: likewise, log space.
+        complete: Bool[B, n], whether the tokens reach the chunk's end.
+        cleared: Bool[B, n], whether the chunk starts from `empty`; None is never.
+    """
+
+    q: PyTree
+    k: PyTree
+    v: PyTree
+    alpha: PyTree
+    gamma: PyTree
+    g: PyTree
+    complete: PyTree
+    cleared: PyTree
+
+
+def in_chunks(
+    implementation: Callable[..., tuple[Memories, Float[Array, "B n C H V"]]],
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    alpha: Float[Array, "B T H M"],
+    gamma: Float[Array, "B T H ..."],
+    g: Float[Array, "B T H ..."] | None,
+    state: TrellisState | None,
+    reset: Bool[Array, "B T"] | None,
+    empty: TrellisState,
+    *,
+    phi: str,
+    activation: str,
+) -> tuple[TrellisState, Float[Array, "B T H V"]]:
+    """Splits a segment into chunks and runs a chunk implementation on them.
+
+    The other arguments are those of `trellis`; the chunk size is that of `empty`.
+    """
+    size, time = empty.chunk_size, q.shape[1]
+    position = None if state is None else state.position
+    tokens = align(q, k, v, alpha, gamma, g, reset, size, position)
+    fresh = empty.memories.start
+    # The same arrays twice: implementations can see that the two memories are equal.
+    before = Memories(fresh, fresh) if state is None else state.memories
+    memories, y = implementation(
+        tokens,
+        before,
+        None if reset is None else fresh,
+        phi=phi,
+        activation=activation,
+    )
+    start = empty.position if position is None else position
+    after = TrellisState.of(memories, (start + time) % size, size)
+    return after, chunks.join(y, time, position)
+
+
+def align(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    alpha: Float[Array, "B T H M"],
+    gamma: Float[Array, "B T H ..."],
+    g: Float[Array, "B T H ..."] | None,
+    reset: Bool[Array, "B T"] | None,
+    size: int,
+    position: Int[Array, " B"] | None,
+) -> Tokens:
+    """Splits tokens into chunks; `position` tokens of the first one came before."""
+    batch, time = q.shape[:2]
+    cut = lambda x: chunks.split(x, size, position)
+    gamma = per_pass(gamma)
+    # Implementations always take gates: g = 0 decays nothing.
+    g = jnp.zeros_like(gamma[..., :1]) if g is None else per_pass(g)
+    number = chunks.count_chunks(time, size, position is None)
+    return Tokens(
+        q=cut(q),
+        k=cut(k),
+        v=cut(v),
+        alpha=cut(alpha),
+        gamma=cut(gamma),
+        g=cut(g),
+        complete=chunks.completed(number, size, time, position, batch),
+        # A reset counts at the first token of a chunk; others have been refused or give
+        # NaN.
+        cleared=None if reset is None else cut(reset)[:, :, 0],
+    )
+
+
+def per_pass(gate: Float[Array, "B T H ..."]) -> Float[Array, "B T H _"]:
+    """A gate in float32 for each pass, or one for both of [B, T, H]."""
+    gate = gate.astype(jnp.float32)
+    return gate if gate.ndim == 4 else gate[..., None]

@@ -1,0 +1,90 @@
+"""Trellis on a TPU for packs of heads: tokens are read and written where they lie.
+
+`packed` has the equations of a chunk, `tpu_packed_kernels` the kernels and `tpu_calls`
+their calls. Chunks of fewer than 16 tokens go through `tpu_small`.
+"""
+
+from typing import Any
+
+from jaxtyping import Array
+
+from memjax_kernels._src.common.packs.blocks import (
+    LANES,
+    ROWS,
+    divisor,
+    group_size,
+    packings,
+)
+from memjax_kernels._src.trellis import tpu_packed_kernels
+from memjax_kernels._src.trellis.segment import Tokens
+from memjax_kernels._src.trellis.state import Memories, may_differ
+from memjax_kernels._src.trellis.tpu_calls import Kernels, op_of, run
+from memjax_kernels._src.trellis.tpu_packed_blocks import Layout
+
+# Up to so many tokens of all heads, and bytes, a program takes further batch elements:
+# a small one waits for its products.
+TOKENS, ROWS_BYTES = 768, 48 << 20
+
+
+def fits(tokens: Tokens) -> bool:
+    """Whether packs of heads fill whole registers, and one fits in VMEM."""
+    size = tokens.q.shape[2]
+    return size % ROWS == 0 and _heads(tokens) > 0
+
+
+def _heads(tokens: Tokens) -> int:
+    """Heads of a pack, as many as the lanes hold tokens of; 0 is none."""
+    size, heads = tokens.q.shape[2:4]
+    widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
+    # Two heads at least: nothing here is written for one.
+    most = max(2, LANES // size)
+    fitting = packings(heads, widths, _block_bytes(size, *widths))
+    return max((number for number in fitting if 2 <= number <= most), default=0)
+
+
+def trellis_packed(
+    tokens: Tokens,
+    memories: Memories,
+    empty: tuple[Array, ...] | None,
+    *,
+    phi: str,
+    activation: str,
+    interpret: Any = False,
+) -> tuple[Memories, Array]:
+    """A chunk implementation for what `fits`; see `segment`."""
+    widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
+    heads, (b, _, size, number) = _heads(tokens), tokens.q.shape[:4]
+    each = heads * _block_bytes(size, *widths)
+    group = group_size(number // heads, each)
+    rows = min(TOKENS // (group * heads * size), ROWS_BYTES // (group * each))
+    layout = Layout(
+        divisor(b, rows),
+        group,
+        heads,
+        tokens.gamma.shape[-1],
+        tokens.g.shape[-1],
+        apart=may_differ(memories),
+        resets=tokens.cleared is not None,
+        size=size,
+    )
+    given = (tokens, memories, empty)
+    return run(
+        *(_op, layout, *given), phi=phi, activation=activation, interpret=interpret
+    )
+
+
+def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
+    """What the backward kernel holds in VMEM for a head, roughly."""
+    # In float32. Two buffers of each block in and out: tokens and their cotangents, and
+    # 16 of a memory; and the values in between: 40 arrays of a token's slots, 8 of a
+    # memory, 10 of its tokens.
+    channels = key_dim + value_dim
+    tokens = size * (2 * key_dim + 2 * value_dim + slots) * 4
+    memories = slots * channels * (16 + 4)
+    between = size * (40 * slots + 10 * channels)
+    return 4 * (tokens + memories + between)
+
+
+_op = op_of(
+    Kernels(tpu_packed_kernels.forward_kernel, tpu_packed_kernels.backward_kernel)
+)

@@ -1,0 +1,128 @@
+"""Blocks of the Trellis kernels for packs of heads: what a program reads and writes.
+
+A block is a chunk of every pack.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from memjax_kernels._src.common import packs
+from memjax_kernels._src.common.packs import decays as pack_decays
+from memjax_kernels._src.common.packs.blocks import ROWS
+from memjax_kernels._src.trellis import packed
+from memjax_kernels._src.trellis.chunk import Options
+from memjax_kernels._src.trellis.packed import Chunk, Gates
+
+F32 = jnp.float32
+
+
+class Layout(NamedTuple):
+    """What the blocks of a program hold.
+
+    Attributes:
+        rows: batch elements.
+        group: packs of each.
+        heads: of a pack.
+        gammas: 2 where each pass has its own, else 1.
+        gates: likewise.
+        apart: whether a chunk may find two memories that differ; else they do so after
+            the last chunk alone.
+        resets: whether there is a flag of chunks that start from `empty`.
+        size: tokens of a chunk.
+    """
+
+    rows: int
+    group: int
+    heads: int
+    gammas: int
+    gates: int
+    apart: bool
+    resets: bool
+    size: int
+
+    @property
+    def parts(self) -> int:
+        """Chunks of a block."""
+        return max(1, ROWS // self.size)
+
+    @property
+    def gate_columns(self) -> int:
+        """Columns of a block of gates before its flags."""
+        return self.heads * self.group * (self.gammas + self.gates)
+
+
+class Block(NamedTuple):
+    """The chunks of P = rows * group packs, before any memory is read."""
+
+    tokens: Chunk
+    gates: tuple[Gates, Gates]
+    ready: packed.Prepared
+
+
+def read(x, layout: Layout, options: Options) -> Block:
+    """All chunks of references to `tpu_packed.Blocks`."""
+    tokens = Chunk(*(packs.load_rows(ref, layout.group) for ref in x.tokens))
+    gates = _gates(x.gates[:, :, : layout.gate_columns], layout)
+    return Block(tokens, gates, packed.prepare(tokens, gates, options))
+
+
+def flags(x, layout: Layout) -> tuple[Array, Array | None]:
+    """Whether a chunk is complete, and cleared: [P, 1, 1]."""
+    columns = x.gates[:, :, layout.gate_columns :]
+    # All tokens of a chunk have its flags.
+    found = jnp.max(columns, axis=1, keepdims=True)[:, None]
+
+    def flag(index):
+        each = found[..., index : index + 1]
+        return packs.each_pack(
+            jnp.broadcast_to(each, (layout.rows, layout.group, 1, 1))
+        )
+
+    return flag(0), flag(1) if layout.resets else None
+
+
+def _gates(block: Array, layout: Layout) -> tuple[Gates, Gates]:
+    """Gates of both passes, of a block [rows, C, R] of gammas and gates."""
+    steps, totals = zip(*(_gates_of_row(row, layout) for row in block), strict=True)
+    join = lambda *parts: jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    steps, totals = ([join(*x) for x in zip(*y, strict=True)] for y in (steps, totals))
+    return Gates(steps[0], totals[0]), Gates(steps[-1], totals[-1])
+
+
+def _gates_of_row(block: Array, layout: Layout):
+    """Step sizes and sums of gates of each pass, of a batch element's [C, R]."""
+    group, heads = layout.group, layout.heads
+    each = heads * group
+    gammas = block[:, : each * layout.gammas]
+    g = block[:, gammas.shape[1] :]
+    sums = pack_decays.sum_gates(g)
+    columns = jnp.concatenate([gammas, sums], axis=1)
+    rows = pack_decays.transpose(columns)
+
+    def total(index):
+        coarse = each * (layout.gammas + index)
+        fine = coarse + each * layout.gates
+        return pack_decays.total(columns, rows, (coarse, fine), group, heads)
+
+    steps = [
+        pack_decays.side_by_side(rows, each * index, group, heads)
+        for index in range(layout.gammas)
+    ]
+    return steps, [total(index) for index in range(layout.gates)]
+
+
+def load(refs):
+    """Memories in float32, [P, M, DD]."""
+    return jax.tree.map(lambda ref: packs.each_pack(ref[...]).astype(F32), refs)
+
+
+def store(refs, values):
+    """Undoes `load`."""
+
+    def write(ref, x):
+        ref[...] = x.reshape(ref.shape).astype(ref.dtype)
+
+    jax.tree.map(write, refs, values)

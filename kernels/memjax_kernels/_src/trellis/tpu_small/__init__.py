@@ -1,0 +1,120 @@
+"""Trellis on a TPU for packs of heads in chunks of at most 8 tokens.
+
+A block is 16 tokens, whose chunks follow one another. `equations` has those of a chunk,
+`tpu_calls` how the kernels are called.
+
+Memories before a block are kept in float32: the backward kernel computes those before
+its chunks again, and then each chunk's cotangents.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from memjax_kernels._src.common.packs.blocks import ROWS, divisor, packings
+from memjax_kernels._src.trellis.segment import Tokens
+from memjax_kernels._src.trellis.state import Memories, may_differ
+from memjax_kernels._src.trellis.tpu_calls import Kernels, op_of, run
+from memjax_kernels._src.trellis.tpu_packed_blocks import Layout
+from memjax_kernels._src.trellis.tpu_small.blocks import Rows
+from memjax_kernels._src.trellis.tpu_small.equations import Decays, Part
+from memjax_kernels._src.trellis.tpu_small.kernels import (
+    backward_kernel,
+    forward_kernel,
+)
+
+F32 = jnp.float32
+# Rows of a register: a pack has the heads whose chunks fill it.
+SUBLANES = 8
+# Heads of a program, up to which it takes further batch elements, and bytes.
+HEADS, VMEM_BYTES = 48, 57 << 20
+
+
+def fits(tokens: Tokens) -> bool:
+    """Whether chunks are small, packs of heads fill whole registers, and one VMEM."""
+    size = tokens.q.shape[2]
+    return size < ROWS and ROWS % size == 0 and _heads(tokens) > 0
+
+
+def _heads(tokens: Tokens) -> int:
+    """Heads of a pack: as many as fill a register's rows, or its lanes; 0 is none."""
+    size, heads = tokens.q.shape[2:4]
+    widths = _widths(tokens)
+    fitting = packings(heads, widths, _block_bytes(size, *widths))
+    few = [number for number in fitting if number * size <= SUBLANES]
+    return max(few, default=min(fitting, default=0))
+
+
+def _widths(tokens: Tokens) -> tuple[int, int, int]:
+    return tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4]
+
+
+def _block_bytes(
+    size: int, key_dim: int, value_dim: int, slots: int, plain: bool = False
+) -> int:
+    """What the backward kernel holds in VMEM for a head, roughly."""
+    # In float32. Buffers of memories in and out, and one before each chunk of a block;
+    # more of them where operands are float32 too, or a chunk's two memories differ.
+    # Tokens and their cotangents, in rows of whole registers.
+    channels, parts = key_dim + value_dim, ROWS // size
+    memories = slots * channels * (parts + (12 if plain else 16))
+    rows = max(2 * ROWS, parts * SUBLANES)
+    return 4 * (memories + rows * 3 * (channels + slots))
+
+
+def trellis_small(
+    tokens: Tokens,
+    memories: Memories,
+    empty: tuple[Array, ...] | None,
+    *,
+    phi: str,
+    activation: str,
+    interpret: Any = False,
+) -> tuple[Memories, Array]:
+    """A chunk implementation for what `fits`; see `segment`."""
+    heads, (b, _, size, number) = _heads(tokens), tokens.q.shape[:4]
+    two = may_differ(memories)
+    plain = tokens.q.dtype == jnp.bfloat16 and not two
+    each = heads * _block_bytes(size, *_widths(tokens), plain)
+    most = max(1, min(HEADS // heads, VMEM_BYTES // each))
+    group = divisor(number // heads, most)
+    layout = Layout(
+        divisor(b, most // group),
+        group,
+        heads,
+        tokens.gamma.shape[-1],
+        tokens.g.shape[-1],
+        apart=two,
+        resets=tokens.cleared is not None,
+        size=size,
+    )
+    given = (tokens, memories, empty)
+    return run(
+        *(_op, layout, *given), phi=phi, activation=activation, interpret=interpret
+    )
+
+
+def _scratch(layout: Layout, x: Tokens) -> tuple[list[Any], list[Any]]:
+    """Room for the tokens of a block's chunks; their cotangents, and memories."""
+    packs, rows = layout.rows * layout.group, layout.heads * layout.size
+    (key, value, slots), heads = _widths(x), layout.heads
+
+    def room(number, width):
+        return pltpu.VMEM((layout.parts, packs, number, width), F32)
+
+    q, k, v = (room(rows, heads * width) for width in (key, key, value))
+    of_slots, between = room(rows, slots), room(rows, rows)
+    gammas = (of_slots,) * layout.gammas
+    # Of single tokens these are 1.
+    rest = (None, None) if layout.size == 1 else (of_slots, between)
+    decays = (Decays(of_slots, *rest),) * layout.gates
+    parts = Part(q, k, v, of_slots, gammas, decays)
+    widths = (key, key, value, slots)
+    d_parts = Rows(*(room(layout.size, heads * width) for width in widths))
+    memories = tuple(room(slots, heads * width) for width in (key, value))
+    return [parts, d_parts.v], [parts, d_parts.v, d_parts, memories]
+
+
+_op = op_of(Kernels(forward_kernel, backward_kernel, F32, _scratch))

@@ -1,0 +1,215 @@
+"""The two kernels of Trellis for chunks of at most 8 tokens: a block of 16 tokens.
+
+Each takes references to blocks in VMEM. `after` and `d_before` are output blocks that
+all blocks of a head share: they hold the memories, or their cotangents, between blocks.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from memjax_kernels._src.common import packs
+from memjax_kernels._src.trellis.chunk import Options
+from memjax_kernels._src.trellis.packed import Memory
+from memjax_kernels._src.trellis.state import Memories
+from memjax_kernels._src.trellis.tpu_packed_blocks import Layout, load, store
+from memjax_kernels._src.trellis.tpu_packed_kernels import by_completeness, choose
+from memjax_kernels._src.trellis.tpu_small.blocks import (
+    Rows,
+    flags,
+    row,
+    split,
+    unpack,
+    whole,
+)
+from memjax_kernels._src.trellis.tpu_small.equations import (
+    Part,
+    Rules,
+    advance,
+    pull_back,
+    rewrite,
+)
+
+F32 = jnp.float32
+
+
+def forward_kernel(
+    x,
+    before,
+    empty,
+    after,
+    y,
+    kept,
+    parts: Part,
+    reads,
+    *,
+    layout: Layout,
+    options: Options,
+):
+    """One block; `kept` None does not keep the memories before it."""
+    index, last = pl.program_id(2), pl.num_programs(2) - 1
+    rules = Rules(options, layout.heads, layout.size)
+
+    @pl.when(index == 0)
+    def _():
+        # Later blocks find what the one before left: all share this output block.
+        store(after, load(before))
+
+    unpack(x, parts, layout)
+    if kept is not None:
+        store(kept, load(after.start if layout.apart else after.running))
+
+    def chunk(part, _):
+        complete, cleared = flags(x, layout, part)
+        running = load(after.running)
+        start = load(after.start) if layout.apart else running
+        if cleared is not None:
+            fresh = load(empty)
+            start, running = choose(cleared, (fresh, fresh), (start, running))
+        keys, values = map(Memory, start, running)
+        new, reads[part] = advance(_part(parts, part), keys, values, rules)
+        store(after.running, new)
+        # Where the two are equal between chunks, the last chunk's is put right below.
+        store(after.start, choose(complete, new, start) if layout.apart else start)
+
+    jax.lax.fori_loop(0, layout.parts, chunk, None)
+    packs.store_rows(y, whole(reads))
+    if not layout.apart:
+
+        @pl.when(index == last)
+        def _():
+            complete = flags(x, layout, layout.parts - 1)[0]
+            new = choose(complete, load(after.running), load(after.start))
+            store(after.start, new)
+
+
+def backward_kernel(
+    x,
+    running,
+    empty,
+    kept,
+    d_after,
+    d_y,
+    d_tokens,
+    d_gates,
+    d_before,
+    d_empty,
+    parts: Part,
+    d_reads,
+    d_parts: Rows,
+    memories: tuple[Any, Any],
+    *,
+    layout: Layout,
+    options: Options,
+):
+    """Cotangents of one block, after those of the blocks behind it."""
+    step, last = pl.program_id(2), pl.num_programs(2) - 1
+    rules = Rules(options, layout.heads, layout.size)
+    zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
+    outer = lambda left, right: rules.dot(left, right, "tn")
+    stack = lambda *rows: jnp.concatenate(rows, axis=1)
+    of_start = lambda d: outer(*d.start)
+    of_running = lambda d: d.decayed + outer(*d.running)
+    # Of one memory that is both: one product.
+    of_both = lambda d: d.decayed + outer(*map(stack, d.start, d.running))
+
+    @pl.when(step == 0)
+    def _():
+        d = load(d_after)
+        if not layout.apart:
+            # What the memory at the start receives behind an incomplete chunk waits in
+            # `d_before` until that chunk is done.
+            d = by_completeness(d, flags(x, layout, layout.parts - 1)[0])
+        store(d_before, d)
+        store(d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty))
+
+    unpack(x, parts, layout)
+    split(d_reads, packs.load_rows(d_y, layout.group), layout)
+    d_gates[...] = jnp.zeros(d_gates.shape, F32)
+    _write_memories(memories, 0, load(kept))
+
+    def begin(part):
+        """The memories that a chunk finds, and its flags."""
+        complete, cleared = flags(x, layout, part)
+        start = tuple(ref[part] for ref in memories)
+        begun = start
+        if layout.apart:
+            # The running memory of the first chunk comes from the caller. After it the
+            # two are equal, where there are tokens.
+            first = ((step == last) & (part == 0)).astype(F32)
+            begun = choose(first, load(running), start)
+        if cleared is not None:
+            fresh = load(empty)
+            start, begun = choose(cleared, (fresh, fresh), (start, begun))
+        return start, begun, complete, cleared
+
+    def recompute(part, _):
+        start, begun, complete, _ = begin(part)
+        tokens, (keys, values) = _part(parts, part), map(Memory, start, begun)
+        new = rewrite(tokens, keys, values, rules)
+        if layout.apart:
+            new = choose(complete, new, start)
+        _write_memories(memories, part + 1, new)
+
+    def keep_rest(d, cleared):
+        """Cotangents of what a chunk finds; `empty` has those of cleared memories."""
+        if cleared is None:
+            return d
+        # Every reset reads `empty`, so that its gradient is a sum over chunks.
+        fresh = choose(cleared, d, zeros(d))
+        store(d_empty, jax.tree.map(jnp.add, load(d_empty), fresh))
+        return choose(cleared, zeros(d), d)
+
+    def back(i, _):
+        part = layout.parts - 1 - i
+        start, begun, complete, cleared = begin(part)
+        d_start, d_running = None, load(d_before.running)
+        if layout.apart:
+            d = Memories(load(d_before.start), d_running)
+            d_start, d_running = by_completeness(d, complete)
+        keys, values = map(Memory, start, begun)
+        given = (keys, values, d_running, d_reads[part], rules)
+        found = pull_back(_part(parts, part), *given)
+        passes = found.keys, found.values
+        if layout.apart:
+            d_start = jax.tree.map(jnp.add, d_start, tuple(map(of_start, passes)))
+            d_start = keep_rest(d_start, cleared)
+            d_running = keep_rest(tuple(map(of_running, passes)), cleared)
+            store(d_before, Memories(d_start, d_running))
+        else:
+            # What waits for the memory at the last chunk's start is added there. It is
+            # cleared in the end: a `pl.when` here would cut the loop in two.
+            waiting = load(d_before.start)
+            flag = ((step == 0) & (i == 0)).astype(F32)
+            waiting = choose(flag, waiting, zeros(waiting))
+            d = jax.tree.map(jnp.add, tuple(map(of_both, passes)), waiting)
+            store(d_before.running, keep_rest(d, cleared))
+
+        for ref, d_x in zip(d_parts, found[:4], strict=True):
+            ref[part] = d_x
+        gammas, sums = found.numbers[:2], found.numbers[2:]
+        rows = [row(d, part, layout) for d in gammas]
+        rows += [row(d, part, layout, later=True) for d in sums]
+        d_gates[...] += jnp.concatenate(rows, axis=1).reshape(d_gates.shape)
+
+    jax.lax.fori_loop(0, layout.parts - 1, recompute, None)
+    jax.lax.fori_loop(0, layout.parts, back, None)
+    if not layout.apart:
+
+        @pl.when(step == last)
+        def _():
+            store(d_before.start, zeros(load(d_before.start)))
+
+    for ref, d_x in zip(d_tokens, d_parts, strict=True):
+        packs.store_rows(ref, whole(d_x))
+
+
+def _write_memories(memories, part, new) -> None:
+    for ref, x in zip(memories, new, strict=True):
+        ref[part] = x
+
+
+def _part(parts: Part, part) -> Part:
+    return jax.tree.map(lambda ref: ref[part], parts)

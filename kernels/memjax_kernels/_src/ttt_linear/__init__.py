@@ -1,0 +1,154 @@
+"""TTT-linear: a memory that is a linear layer, trained on every token that it reads.
+
+    f(x) = x + LN(xᵀW + b)        (W, b) ← (W, b) - η ∇ℓ        y = f(q)
+
+with the loss ℓ = ½ |LN(kᵀW + b) - (v - k)|². Sun et al. (2024),
+https://arxiv.org/abs/2407.04620.
+"""
+
+import functools
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from memjax_kernels._src.common import chunks
+from memjax_kernels._src.common.arguments import (
+    check_float32,
+    check_mask,
+    check_range,
+    check_shapes,
+)
+from memjax_kernels._src.common.implementations import choose
+from memjax_kernels._src.ttt_linear.reference import (
+    check_chunk_size,
+    ttt_linear_reference,
+)
+from memjax_kernels._src.ttt_linear.reference import step as step
+from memjax_kernels._src.ttt_linear.reference import train_and_read as train_and_read
+from memjax_kernels._src.ttt_linear.state import TTTLinearState as TTTLinearState
+from memjax_kernels._src.ttt_linear.state import empty_state as empty_state
+from memjax_kernels._src.ttt_linear.state import start_state as start_state
+from memjax_kernels._src.ttt_linear.xla import ttt_linear_xla
+
+Implementation = Literal["reference", "xla"]
+
+
+def ttt_linear(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    eta: Float[Array, "B T H"],
+    ln_scale: Float[Array, "H V"],
+    ln_bias: Float[Array, "H V"],
+    state: TTTLinearState | None = None,
+    *,
+    reset: Bool[Array, "B T"] | None = None,
+    empty: TTTLinearState | None = None,
+    chunk_size: int = 16,
+    implementation: Implementation | None = None,
+) -> tuple[TTTLinearState, Float[Array, "B T H V"]]:
+    """Trains f to map k to v and reads y = f(q) at every token, T at least 1.
+
+    The gradient of a token's loss is taken at the start of its mini-batch of C tokens.
+    Its step, of rate η, is taken before the token's own read. See sections 2.4, 2.5 and
+    2.7 of the paper. Here η stands for all rates: the paper's code also divides by the
+    position in the mini-batch, so that W after a whole mini-batch is what rates of
+    η / C give here. LN has eps 1e-6 under the root.
+
+    At a width of 2 LN gives (1, -1) or (-1, 1) whatever x is, so that gradients with
+    respect to k, v and eta are about 1e-11, and float32 has no digit of them. From a
+    width of 4 on they are right to 2e-5 of their scale.
+
+    Args:
+        q: queries, not scaled here; K = V, for residual and target.
+        k: keys, not normalised here.
+        v: values.
+        eta: learning rates, at least 0.
+        ln_scale: scale of LN.
+        ln_bias: bias of LN.
+        state: the memory before the segment; None is `empty`. Batch elements may be at
+            different positions in a mini-batch, which goes on.
+        chunk_size: C, tokens of a mini-batch, at least 1; part of what is computed.
+        reset: True makes the memory of a batch element `empty` before that token, which
+            must start a mini-batch. Where that is not known before the call, the reads
+            from a misplaced reset on are NaN, and so is the memory after the segment.
+        empty: the memory after a reset, at position 0, from `start_state`; None is
+            `empty_state`, zero weights.
+        implementation: which code runs; None is the fastest that can.
+
+    Returns:
+        The memory after the segment, float32, and the read after each token's write,
+        in the dtype of v.
+
+    Raises:
+        ValueError: on arguments that do not fit each other, a state of another chunk
+            size, a rate below 0 or a misplaced reset where that is known, or an
+            implementation that cannot run.
+    """
+    batch, time = _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size)
+    check_mask("reset", reset, batch, time)
+    # Without a state all begin a mini-batch, which saves shifting the tokens.
+    aligned = state is None
+    if empty is None:
+        empty = empty_state(batch, v.shape[2], v.shape[3], chunk_size)
+    if state is None:
+        state = empty
+    wrong = None
+    if reset is not None:
+        wrong = chunks.misplaced_resets(
+            reset, chunk_size, None if aligned else state.position
+        )
+    arguments = (q, k, v, eta, ln_scale, ln_bias, state, reset, empty)
+    xla = functools.partial(ttt_linear_xla, aligned=aligned)
+    forms = {"xla": xla, "reference": ttt_linear_reference}
+    after, y = choose("ttt_linear", implementation, forms)(*arguments)
+    return chunks.mask_with_nan(after, y, wrong)
+
+
+def _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size):
+    """Refuses what does not fit; returns B and T."""
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    layers = {}
+    for name, layer in (("state", state), ("empty", empty)):
+        if layer is not None:
+            check_chunk_size(chunk_size, layer, name)
+            # Checked with the tokens' shapes, so that letters bind across all
+            # arguments.
+            layers[f"{name}.weights_start"] = (layer.weights_start, "B H K V")
+            layers[f"{name}.weights"] = (layer.weights, "B H K V")
+            layers[f"{name}.bias_start"] = (layer.bias_start, "B H V")
+            layers[f"{name}.bias"] = (layer.bias, "B H V")
+    sizes = check_shapes(
+        q=(q, "B T H K"),
+        k=(k, "B T H K"),
+        v=(v, "B T H V"),
+        eta=(eta, "B T H"),
+        ln_scale=(ln_scale, "H V"),
+        ln_bias=(ln_bias, "H V"),
+        **layers,
+    )
+    if sizes["K"] != sizes["V"]:
+        raise ValueError(
+            f"k and v must have one width, got K = {sizes['K']} and V = {sizes['V']}"
+        )
+    for name, (leaf, _) in layers.items():
+        check_float32(name, leaf)
+    if state is not None:
+        _check_position("state", state, sizes["B"], chunk_size - 1)
+    if empty is not None:
+        _check_position("empty", empty, sizes["B"], 0)
+    check_range("eta", eta, 0.0, float("inf"))
+    return sizes["B"], sizes["T"]
+
+
+def _check_position(name, state, batch, last):
+    """Refuses positions outside [0, last], where they are known."""
+    position = state.position
+    if position.shape != (batch,) or not jnp.issubdtype(position.dtype, jnp.integer):
+        raise ValueError(
+            f"{name}.position must be integers of shape [B] = [{batch}], "
+            f"got {position.dtype}{list(position.shape)}"
+        )
+    check_range(f"{name}.position", position, 0.0, float(last))

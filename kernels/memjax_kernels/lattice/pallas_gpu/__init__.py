@@ -1,4 +1,0 @@
-"""Lattice on a Hopper GPU: kernels in Mosaic, described in `entry` and `exact`."""
-
-from memjax_kernels.lattice.pallas_gpu.entry import lattice_gpu as lattice_gpu
-from memjax_kernels.lattice.pallas_gpu.entry import unsupported as unsupported
