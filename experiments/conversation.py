@@ -193,14 +193,14 @@ def answers(config: Config, text: str, facts: list[Question]) -> dict[str, objec
     """
     told = Conversation.open(config.model, template=False)
     empty = Conversation.open(config.model, template=False)
-    tokens = told.tell(text, name=config.country)
+    tokens = told.inject(text, name=config.country)
     ways = {"begun": (told, True), "plain": (told, False), "empty": (empty, True)}
     rows = []
     for fact in facts:
         row = {"question": _question(fact), "answer": fact.answer}
         for name, (talk, begun) in ways.items():
             begin = _beginning(fact) if begun else ""
-            said = talk.ask(_question(fact), begin=begin, limit=config.tokens).text
+            said = talk.query(_question(fact), begin=begin, limit=config.tokens).text
             said = said.removeprefix(begin).strip()
             row |= {name: said, f"{name}_right": fact.answer.lower() in said.lower()}
         rows.append(row)
@@ -226,7 +226,7 @@ def timed_turns(model: Path) -> list[dict[str, float]]:
             compiled.clear()
             start, parts = time.perf_counter(), []
             note = lambda _, s=start, p=parts: p.append(time.perf_counter() - s)
-            answer = talk.say(message, limit=32, write=note)
+            answer = talk.chat(message, limit=32, write=note)
             assert talk.memory is not None
             saved = talk.memory.newest()
             assert saved is not None

@@ -50,7 +50,7 @@ def tell(
     keep_programs()
     with Conversation.open(model, memory, dtype=dtype) as talk:
         for file, text in texts:
-            count = talk.tell(text, name=file.name, progress=_show_progress)
+            count = talk.inject(text, name=file.name, progress=_show_progress)
             print(f"{file}: {count:,} tokens; the memory has read {talk.tokens:,}")
     return 0
 
@@ -92,7 +92,7 @@ def ask(
         Conversation.look(model, memory, dtype=dtype, template=template) as talk,
         _interrupts() as interrupted,
     ):
-        talk.ask(
+        talk.query(
             question,
             begin=begin,
             limit=tokens,
@@ -155,7 +155,7 @@ def _show_progress(done: int, total: int) -> None:
 def _answer(talk, message, **options):
     """A turn; what is refused is said in one line, and the conversation goes on."""
     try:
-        answer = talk.say(message, **options)
+        answer = talk.chat(message, **options)
     except ValueError as error:
         print(f"memjax: {error}", file=sys.stderr)
     else:

@@ -1,9 +1,9 @@
 """Conversations with a model whose memory lies in a folder and lasts.
 
     with Conversation.open("runs/mplus", "memories/book") as talk:
-        talk.tell(Path("book.txt").read_text(), name="book.txt")
-        print(talk.ask("Who is the heroine?").text)
-        print(talk.say("And her friend?").text)
+        talk.inject(Path("book.txt").read_text(), name="book.txt")
+        print(talk.query("Who is the heroine?").text)
+        print(talk.chat("And her friend?").text)
 
 Tomorrow the same folder goes on where it was.
 """

@@ -14,11 +14,11 @@ from jaxtyping import Int, PyTree
 
 from memjax.checks import check_seed, check_sizes
 from memjax.config_io import to_record
-from memjax.conversation.forms import closing_tokens, form_of, stop_tokens
+from memjax.conversation.backends import Decoding, backend_of
 from memjax.conversation.memory_folder import MemoryFolder
+from memjax.conversation.prompt_format import choose_format, closing_tokens, stop_tokens
 from memjax.conversation.record import Entry, Record, owner_of, parse_record
 from memjax.conversation.streaming import printer
-from memjax.conversation.verbs import Draws, verbs_of
 from memjax.data.documents.tokenizer import encode_prompt
 from memjax.models import Sampling
 from memjax.models.base import Model
@@ -82,9 +82,9 @@ class Conversation:
         assert text.tokenizer is not None
         self.model, self.memory = model, memory
         self._tokenizer, self._generation = text.tokenizer, text.generation
-        self._form = form_of(text, template)
+        self._form = choose_format(text, template)
         self._ends = stop_tokens(text, self._form)
-        self._verbs = verbs_of(model)
+        self._backend = backend_of(model)
         found = (
             memory.load(lambda folder: self._load(folder, owner)) if memory else None
         )
@@ -131,7 +131,7 @@ class Conversation:
         dtype: Dtype | None = None,
         template: bool = True,
     ) -> "Conversation":
-        """As `open`, to `ask` alone: while another process writes there, too.
+        """As `open`, to `query` alone: while another process writes there, too.
 
         Raises:
             ValueError: as `open`, or if no memory lies there.
@@ -179,7 +179,7 @@ class Conversation:
         """The memory, as the model has it."""
         return self._state
 
-    def tell(
+    def inject(
         self,
         text: str,
         *,
@@ -205,12 +205,12 @@ class Conversation:
         tokens = self._encode(text if not self.tokens else f"\n\n{text}")
         self._require_room(len(tokens), name or "the text")
         shows = lambda done: progress(done, len(tokens))
-        state = self._verbs.read(self._state, tokens, shows)
+        state = self._backend.read(self._state, tokens, shows)
         entry = Entry("text", name, len(tokens))
         self._keep(state, (entry,), ())
         return len(tokens)
 
-    def ask(
+    def query(
         self,
         question: str,
         *,
@@ -241,7 +241,7 @@ class Conversation:
         options = (limit, sampling, seed, write, interrupted)
         return self._turn(question, begin, *options)[0]
 
-    def say(
+    def chat(
         self,
         message: str,
         *,
@@ -251,14 +251,14 @@ class Conversation:
         write: Callable[[str], object] | None = None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """Answers, remembers both, and saves the memory; see `ask`.
+        """Answers, remembers both, and saves the memory; see `query`.
 
         If it raises, the conversation is where it was before.
         """
         answer, before, after, said, closing = self._turn(
             message, "", limit, sampling, seed, write, interrupted
         )
-        state, pending = self._verbs.remember(self._state, after, said, closing)
+        state, pending = self._backend.remember(self._state, after, said, closing)
         read = len(said) - answer.tokens
         # What is injected at once is no part of the next prompt.
         told = answer.tokens + len(closing) - len(pending)
@@ -286,7 +286,7 @@ class Conversation:
         self.close()
 
     def _turn(self, message, begin, limit, sampling, seed, write, interrupted):
-        """An answer, and what `say` keeps of it."""
+        """An answer, and what `chat` keeps of it."""
         if not message.strip():
             raise ValueError(f"the question must not be empty, got {message!r}")
         check_sizes(limit=limit)
@@ -322,8 +322,8 @@ class Conversation:
 
         key = jax.random.fold_in(jax.random.key(seed), self.tokens)
         sampling = sampling or makers_sampling(self._generation)
-        draws = Draws(limit, key, sampling, self._ends, stop_when)
-        after, drawn = self._verbs.answer(self._state, prompt, draws)
+        draws = Decoding(limit, key, sampling, self._ends, stop_when)
+        after, drawn = self._backend.answer(self._state, prompt, draws)
         answer = Answer("".join(parts).rstrip(), len(drawn), over)
         closing = closing_tokens(tokenizer, form, drawn)
         return answer, message, after, np.concatenate([prompt, drawn]), closing

@@ -73,21 +73,21 @@ def test_a_conversation_goes_on_tomorrow(name, tmp_path):
     model = MODELS[name]()
     options: Any = dict(limit=6, sampling=DRAWN)
     here = Conversation(model, TEXT)
-    assert here.tell("A long and told text.", name="book") == 21
-    first = here.say("Who?", **options)
+    assert here.inject("A long and told text.", name="book") == 21
+    first = here.chat("Who?", **options)
     with MemoryFolder(tmp_path / "memory") as folder:
         there = Conversation(model, TEXT, folder)
-        there.tell("A long and told text.", name="book")
-        assert there.say("Who?", **options) == first
+        there.inject("A long and told text.", name="book")
+        assert there.chat("Who?", **options) == first
         there = Conversation(model, TEXT, folder)
     with Compiled() as compiled:
-        second = here.say("And why?", **options)
+        second = here.chat("And why?", **options)
     assert compiled.count == 0
-    assert there.ask("And why?", **options) == second
+    assert there.query("And why?", **options) == second
     assert there.tokens == 21 + len("\n\nQuestion: Who?\nAnswer:") + first.tokens
     with MemoryFolder(tmp_path / "memory") as folder:
         there = Conversation(model, TEXT, folder)
-        assert there.say("And why?", **options) == second
+        assert there.chat("And why?", **options) == second
         again = Conversation(model, TEXT, folder)
     assert again.record == there.record and again.entries[1:] == here.entries[1:]
     same_bits(again.state, there.state)
@@ -97,19 +97,19 @@ def test_a_conversation_goes_on_tomorrow(name, tmp_path):
 def test_later_turns_compile_nothing_either():
     """No cache grows between the first turns, though nothing was told before them."""
     talk = Conversation(llama(), TEXT)
-    talk.say("Hello?", limit=100)
+    talk.chat("Hello?", limit=100)
     with Compiled() as compiled:
-        talk.say("And a question that is longer?", limit=100)
-        talk.ask("Why?", limit=100)
+        talk.chat("And a question that is longer?", limit=100)
+        talk.query("Why?", limit=100)
     assert compiled.count == 0
 
 
 def test_the_state_has_read_all_that_was_said():
     model = llama()
     talk = Conversation(model, TEXT)
-    talk.tell("Told.")
+    talk.inject("Told.")
     asked = talk.state
-    answer = talk.say("Why?", limit=5, sampling=DRAWN)
+    answer = talk.chat("Why?", limit=5, sampling=DRAWN)
     assert answer.tokens == 5 and not answer.ended
     prompt = load_tokenizer("bytes").encode("\n\nQuestion: Why?\nAnswer:")
     read = generate(
@@ -122,11 +122,11 @@ def test_what_is_injected_is_read_by_the_next_answer():
     """M+ answers from a memory that an answer leaves as it is."""
     model = MODELS["mplus"]()
     talk = Conversation(model, TEXT)
-    talk.tell("x" * 40)
+    talk.inject("x" * 40)
     before = talk.state
-    talk.ask("Who?", limit=3)
+    talk.query("Who?", limit=3)
     assert talk.state is before and talk.tokens == 40
-    talk.say("Who?", limit=3)
+    talk.chat("Who?", limit=3)
     assert int(talk.state.clock[0]) > int(before.clock[0])
     # All of it is in chunks or in the open one.
     chunks = int(talk.state.clock[0]) // MEMORY.tokens
@@ -141,13 +141,13 @@ def test_an_answer_that_was_broken_off_is_closed_before_the_next_prompt():
     text = TextInterface(ByteTokenizer(), source, GenerationConfig(eos_ids=(124,)))
     talk = Conversation(llama(), text)
     counts = iter([False, True])
-    answer = talk.say("Hi", interrupted=lambda: next(counts))
+    answer = talk.chat("Hi", interrupted=lambda: next(counts))
     assert (answer.tokens, answer.ended) == (2, False)
     assert talk.record.pending == (ord("|"),)
-    talk.say("Ho", limit=1)
+    talk.chat("Ho", limit=1)
     # "|uHo|a", and "uHi|a" before.
     assert [entry.tokens for entry in talk.entries] == [5, 2, 6, 1]
-    talk.tell("Text", name="book")
+    talk.inject("Text", name="book")
     assert talk.entries[-1].tokens == len("|\n\nText") and not talk.record.pending
 
 
@@ -158,32 +158,34 @@ def test_an_answer_may_be_begun():
         talk._prompt("Who?", "She ").tobytes()
         == talk._encode("Question: Who?\nAnswer: She").tobytes()
     )
-    answer = talk.ask("Who?", begin="She", limit=2, sampling=DRAWN, write=parts.append)
+    answer = talk.query(
+        "Who?", begin="She", limit=2, sampling=DRAWN, write=parts.append
+    )
     assert answer.text == "".join(parts).rstrip() and parts[0] == "She"
     assert answer.tokens == 2 and talk.tokens == 0
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
     talk = Conversation(llama(64), TEXT)
-    talk.tell("x" * 30)
+    talk.inject("x" * 30)
     before, entries = talk.state, talk.entries
     with pytest.raises(ValueError, match="question makes 71 .* holds 30, .* 34 more"):
-        talk.say("y" * 50)
+        talk.chat("y" * 50)
     with pytest.raises(ValueError, match=r"book\.txt makes 42 tokens to read"):
-        talk.tell("x" * 40, name="book.txt")
+        talk.inject("x" * 40, name="book.txt")
     for wrong in ("", " \n"):
         with pytest.raises(ValueError, match="question must not be empty"):
-            talk.ask(wrong)
+            talk.query(wrong)
     with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
-        talk.ask("Who?", limit=0)
+        talk.query("Who?", limit=0)
     assert talk.state is before and talk.entries == entries
     # An answer takes what room is left.
-    assert talk.say("Hi?").tokens == 64 - 30 - len("\n\nQuestion: Hi?\nAnswer:")
+    assert talk.chat("Hi?").tokens == 64 - 30 - len("\n\nQuestion: Hi?\nAnswer:")
 
 
 def test_a_memory_of_another_model_is_refused_by_name(tmp_path):
     model, folder = llama(), MemoryFolder(tmp_path / "memory")
-    Conversation(model, TEXT, folder, name="one").tell("Told.")
+    Conversation(model, TEXT, folder, name="one").inject("Told.")
     other = tiny.drawn(llama)
     message = "is the memory of 'one', and not of 'two': the fingerprints of their"
     with pytest.raises(ValueError, match=message):
@@ -201,7 +203,7 @@ def test_a_memory_of_another_model_is_refused_by_name(tmp_path):
 def test_a_turn_that_cannot_be_saved_changes_nothing(tmp_path, monkeypatch):
     folder = MemoryFolder(tmp_path / "memory")
     talk = Conversation(llama(), TEXT, folder)
-    talk.tell("Told.")
+    talk.inject("Told.")
     before, entries = talk.state, talk.entries
 
     def full(*_: Any, **__: Any) -> None:
@@ -209,9 +211,9 @@ def test_a_turn_that_cannot_be_saved_changes_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(conversation, "save_memory", full)
     with pytest.raises(OSError, match="No space left"):
-        talk.say("Who?", limit=3)
+        talk.chat("Who?", limit=3)
     assert talk.state is before and talk.entries == entries
     monkeypatch.undo()
-    talk.say("Who?", limit=3)
+    talk.chat("Who?", limit=3)
     assert Conversation(llama(), TEXT, folder).record == talk.record
     assert jnp.isfinite(talk.state[0].keys).all() and os.listdir(folder.path)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from memjax.data.batches.draws import Draws, shuffled
+from memjax.data.batches.sampling import StepRandom, shuffled
 from memjax.data.documents.tokenizer import Tokenizer
 from memjax.data.mplus_tasks.tasks import Target
 from memjax.data.tasks.questions import Question
@@ -99,7 +99,7 @@ class FactTexts:
         self._subjects = sorted(self._facts)
 
     def batch_element(
-        self, draws: Draws, lengths: Sequence[int]
+        self, draws: StepRandom, lengths: Sequence[int]
     ) -> tuple[Int32[np.ndarray, "n C"], Target]:
         """Chunks of the given lengths and their target, for one batch element."""
         subject = self._subjects[draws.below(len(self._subjects))]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from memjax.data.batches.draws import Draws
 from memjax.data.batches.pipeline import chunked_batches
+from memjax.data.batches.sampling import StepRandom
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.data.mplus_tasks.fact_tasks import FactTexts
 from memjax.data.mplus_tasks.tasks import (
@@ -105,7 +105,7 @@ class TaskBatches:
 
     def __next__(self) -> Assignment:
         # A stream a step: what is drawn does not depend on what earlier steps drew.
-        draw = Draws(self._seed, self._step)
+        draw = StepRandom(self._seed, self._step)
         self._step += 1
         task = self._choose(draw)
         self._revisited = task == "revisit"
@@ -123,7 +123,7 @@ class TaskBatches:
         )
         return Assignment(task, batch._replace(keep=np.full_like(batch.keep, keep)))
 
-    def _choose(self, draw: Draws) -> Task:
+    def _choose(self, draw: StepRandom) -> Task:
         shares = self._config
         # All three are drawn in any case, so that the draws after them stay the same.
         full, again, multi = draw.share(), draw.share(), draw.share()
@@ -133,7 +133,7 @@ class TaskBatches:
             return "revisit"
         return "multi_chunk" if multi < shares.multi_chunk else "two_chunk"
 
-    def _task_batch(self, draw: Draws, task: Task, bucket: int) -> TaskBatch:
+    def _task_batch(self, draw: StepRandom, task: Task, bucket: int) -> TaskBatch:
         """A batch of the next documents, or of facts; nothing of it is kept."""
         c, rows = self._config, self._batch_size
         count = 0 if task == "full_context" else bucket
@@ -180,11 +180,11 @@ class TaskBatches:
         # number.
         seeds = draw.below(2**32, self._batch_size)[self._mine].tolist()
         return [
-            facts.batch_element(Draws(seed, self._step), row.tolist())
+            facts.batch_element(StepRandom(seed, self._step), row.tolist())
             for seed, row in zip(seeds, lengths, strict=True)
         ]
 
-    def _empty_batch(self, draw: Draws) -> TaskBatch:
+    def _empty_batch(self, draw: StepRandom) -> TaskBatch:
         """The empty batch of a revisit, whose target is kept with the memory."""
         num_queries = self._num_queries(draw)
         none = np.zeros((len(num_queries), 0, self._chunk), np.int32)

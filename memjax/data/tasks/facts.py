@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from memjax.data.batches.draws import shuffled
+from memjax.data.batches.sampling import shuffled
 from memjax.data.documents.json_lines import read_records
 from memjax.data.tasks.questions import Question, read_questions
 

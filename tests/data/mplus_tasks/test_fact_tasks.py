@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from memjax.data import TokenisedDocument, load_facts, load_tokenizer
-from memjax.data.batches.draws import Draws
+from memjax.data.batches.sampling import StepRandom
 from memjax.data.mplus_tasks.fact_tasks import FactTexts, split_facts
 from memjax.data.mplus_tasks.task_batches import TaskBatches
 from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
@@ -29,7 +29,7 @@ def task_batches(config=CONFIG, facts=TEXTS, **options):
 
 def rows(count, lengths=(650,)):
     for step in range(count):
-        chunks, target = TEXTS.batch_element(Draws(7, step), lengths)
+        chunks, target = TEXTS.batch_element(StepRandom(7, step), lengths)
         pieces = zip(chunks, lengths, strict=True)
         yield [BYTES.decode(piece[:n]) for piece, n in pieces], target
 

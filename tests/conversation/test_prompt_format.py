@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from memjax.conversation.forms import (
-    ChatForm,
-    PlainForm,
+from memjax.conversation.prompt_format import (
+    ChatFormat,
+    PlainFormat,
+    choose_format,
     closing_tokens,
-    form_of,
     stop_tokens,
 )
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
@@ -29,7 +29,7 @@ MISTRAL = """{{ bos_token }}{% for m in messages %}
 
 
 def test_a_later_prompt_is_what_follows_the_answer_before():
-    form = ChatForm(CHATML)
+    form = ChatFormat(CHATML)
     head = "<|im_start|>system\nBe brief.<|im_end|>\n"
     turn = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert form.first("Hi") == head + turn
@@ -38,7 +38,7 @@ def test_a_later_prompt_is_what_follows_the_answer_before():
 
 
 def test_a_prompt_behind_a_text_begins_no_text():
-    form = ChatForm(MISTRAL, bos="<s>", eos="</s>")
+    form = ChatFormat(MISTRAL, bos="<s>", eos="</s>")
     assert form.first("Hi").startswith("<s>[INST] Hi")
     assert form.first("Hi", begins=False).startswith("[INST] Hi")
     assert form.closing.startswith("</s>") and form.next("Hi").startswith("[INST] Hi")
@@ -46,9 +46,9 @@ def test_a_prompt_behind_a_text_begins_no_text():
 
 def test_without_a_template_an_answer_is_a_paragraph():
     text = TextInterface(tiny.tokenizer(), CHATML)
-    assert isinstance(form_of(text, template=False), PlainForm)
-    assert isinstance(form_of(TextInterface(tiny.tokenizer())), PlainForm)
-    form = PlainForm()
+    assert isinstance(choose_format(text, template=False), PlainFormat)
+    assert isinstance(choose_format(TextInterface(tiny.tokenizer())), PlainFormat)
+    form = PlainFormat()
     assert form.first("Who?") == "Question: Who?\nAnswer:"
     assert form.next("Who?") == "\n\nQuestion: Who?\nAnswer:" and form.stop == ("\n",)
 
@@ -68,7 +68,7 @@ def test_without_a_template_an_answer_is_a_paragraph():
 )
 def test_a_template_that_cannot_be_used_is_refused(source, message):
     with pytest.raises(ValueError, match=message):
-        ChatForm(source)
+        ChatFormat(source)
 
 
 def test_an_answer_ends_where_the_template_ends_it():
@@ -77,9 +77,9 @@ def test_an_answer_ends_where_the_template_ends_it():
     text = TextInterface(
         tiny.tokenizer(), source, generation=GenerationConfig(eos_ids=(5,))
     )
-    form = form_of(text)
+    form = choose_format(text)
     assert stop_tokens(text, form) == (5, 0)
-    assert stop_tokens(text, PlainForm()) == (5,)
+    assert stop_tokens(text, PlainFormat()) == (5,)
     # What the answer ended with has been read.
     tokenizer = tiny.tokenizer()
     assert closing_tokens(tokenizer, form, np.array([7, 0])) == [2]

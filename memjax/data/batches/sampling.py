@@ -20,7 +20,7 @@ def shuffled(seed: int, count: int) -> list[int]:
     return np.random.PCG64(seed).random_raw(count).argsort(kind="stable").tolist()
 
 
-class Draws:
+class StepRandom:
     """Numbers that depend on a seed and a step alone."""
 
     def __init__(self, seed: int, step: int):

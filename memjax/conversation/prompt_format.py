@@ -24,7 +24,7 @@ _ASKED, _ANSWERED = "memjax-question", "memjax-answer"
 
 
 @runtime_checkable
-class Form(Protocol):
+class PromptFormat(Protocol):
     """What stands around questions and answers.
 
     Attributes:
@@ -51,7 +51,7 @@ class Form(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainForm:
+class PlainFormat:
     """For a model without a template: an answer is one paragraph."""
 
     stop: tuple[str, ...] = ("\n",)
@@ -66,7 +66,7 @@ class PlainForm:
         return self.first(question, False)
 
 
-class ChatForm:
+class ChatFormat:
     """By a chat template of Hugging Face: Jinja, run in its sandbox.
 
     Args:
@@ -122,7 +122,7 @@ class ChatForm:
             raise _refusal(error) from error
 
 
-def form_of(text: TextInterface, template: bool = True) -> Form:
+def choose_format(text: TextInterface, template: bool = True) -> PromptFormat:
     """How to ask a model.
 
     Args:
@@ -133,14 +133,14 @@ def form_of(text: TextInterface, template: bool = True) -> Form:
         ValueError: on a template that cannot be used.
     """
     if not template or text.chat_template is None:
-        return PlainForm()
+        return PlainFormat()
     ids = text.generation
     ends = next(iter(ids.eos_ids), None)
     name = functools.partial(_token_text, text.tokenizer)
-    return ChatForm(text.chat_template, name(ids.bos_id), name(ends))
+    return ChatFormat(text.chat_template, name(ids.bos_id), name(ends))
 
 
-def stop_tokens(text: TextInterface, form: Form) -> tuple[int, ...]:
+def stop_tokens(text: TextInterface, form: PromptFormat) -> tuple[int, ...]:
     """Tokens that end an answer: the model's own, and one that begins the closing.
 
     Files of chat models often name the end of a document alone.
@@ -155,7 +155,7 @@ def stop_tokens(text: TextInterface, form: Form) -> tuple[int, ...]:
 
 
 def closing_tokens(
-    tokenizer: Tokenizer, form: Form, answer: Int[np.ndarray, " T"]
+    tokenizer: Tokenizer, form: PromptFormat, answer: Int[np.ndarray, " T"]
 ) -> list[int]:
     """What is still to be read behind the tokens of an answer."""
     closing = tokenizer.encode(form.closing).tolist() if form.closing else []

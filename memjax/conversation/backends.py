@@ -29,7 +29,7 @@ TURNS_AHEAD = 3
 SEGMENT = 1024
 
 
-class Draws(NamedTuple):
+class Decoding(NamedTuple):
     """How an answer is drawn.
 
     Attributes:
@@ -48,7 +48,7 @@ class Draws(NamedTuple):
 
 
 @runtime_checkable
-class Verbs(Protocol):
+class Backend(Protocol):
     """What a conversation does with a memory. States that are given stay usable."""
 
     def read(
@@ -61,7 +61,7 @@ class Verbs(Protocol):
         ...
 
     def answer(
-        self, state: PyTree, prompt: Int[np.ndarray, " T"], draws: Draws
+        self, state: PyTree, prompt: Int[np.ndarray, " T"], draws: Decoding
     ) -> tuple[PyTree, Int[np.ndarray, " n"]]:
         """What `remember` needs, and an answer to a prompt."""
         ...
@@ -84,12 +84,12 @@ class Verbs(Protocol):
         ...
 
 
-def verbs_of(model: Model) -> Verbs:
+def backend_of(model: Model) -> Backend:
     """Those of a model."""
-    return Injecting(model) if isinstance(model, MPlus) else ReadingOn(model)
+    return InjectionBackend(model) if isinstance(model, MPlus) else StateBackend(model)
 
 
-class ReadingOn:
+class StateBackend:
     """For models whose state is all that they remember."""
 
     def __init__(self, model: Model):
@@ -115,7 +115,7 @@ class ReadingOn:
         return state
 
     def answer(
-        self, state: PyTree, prompt: Int[np.ndarray, " T"], draws: Draws
+        self, state: PyTree, prompt: Int[np.ndarray, " T"], draws: Decoding
     ) -> tuple[PyTree, Int[np.ndarray, " n"]]:
         """The memory after prompt and answer, and the answer."""
         state = self._with_room(state, len(prompt) + draws.max_new_tokens)
@@ -149,7 +149,7 @@ class ReadingOn:
         return after, list(closing)
 
 
-class Injecting:
+class InjectionBackend:
     """For M+ and MemoryLLM."""
 
     def __init__(self, model: MPlus):
@@ -174,7 +174,7 @@ class Injecting:
         return state
 
     def answer(
-        self, state: PyTree, prompt: Int[np.ndarray, " T"], draws: Draws
+        self, state: PyTree, prompt: Int[np.ndarray, " T"], draws: Decoding
     ) -> tuple[PyTree, Int[np.ndarray, " n"]]:
         """None, and the answer. All of the prompt but its last token chooses rows."""
         reader, count = MemoryReader(self._model, state), len(prompt) - 1
