@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.common.pretrained import smollm2
-from experiments.common.results import RESULTS, settings, write_report
+from experiments.lab.results import RESULTS, settings, write_report
 from memjax.conversation import Conversation
 from memjax.data import Question, load_facts
 from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts

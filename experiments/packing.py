@@ -20,7 +20,7 @@ import optax
 import tyro
 
 from experiments.common.interleaved_timing import interleaved_timing
-from experiments.common.results import RESULTS, settings, show, write_report
+from experiments.lab.results import RESULTS, settings, show, write_report
 from memjax.checks import check_sizes
 from memjax.data import (
     BatchIterator,

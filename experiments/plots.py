@@ -13,10 +13,10 @@ from typing import Any
 import tyro
 
 from experiments.books import report as books_report
-from experiments.common.results import RESULTS
 from experiments.compare import alignment_report, layers, report
 from experiments.elastic import hippo_reconstruction
 from experiments.hmt import length, memory, switching
+from experiments.lab.results import RESULTS
 from experiments.mplus import perplexity, retrieval_quality
 from experiments.mplus.retention import knowledge_retention
 from experiments.mplus.speed import cost_report

@@ -7,7 +7,7 @@ from experiments.books import scores
 from experiments.books.models import FAMILIES, Config, name_of, window_of
 from experiments.common.gains import gain, mean_losses, restrict_kind, shown
 from experiments.common.ngram import ORDER
-from experiments.common.results import show
+from experiments.lab.results import show
 from memjax import evaluation
 from memjax.evaluation import Losses, plots
 from memjax.evaluation.drawing import source_of

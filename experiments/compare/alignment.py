@@ -27,7 +27,6 @@ import tyro
 from flax import nnx
 
 from experiments.common import pretrained
-from experiments.common.results import RESULTS, settings, write_report
 from experiments.compare.alignment_memories import MEMORIES, Memory
 from experiments.compare.alignment_report import (
     QUESTION,
@@ -41,6 +40,7 @@ from experiments.compare.alignment_report import (
 from experiments.compare.alignment_texts import Read, batches, read
 from experiments.compare.documents import KINDS, documents
 from experiments.compare.tunings import more_tokens
+from experiments.lab.results import RESULTS, settings, write_report
 from memjax.checks import check_sizes, require_known
 from memjax.data import TokenisedDocument, load_tokens
 from memjax.mechanisms import AttentionConfig

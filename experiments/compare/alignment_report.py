@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common.results import write_report
 from experiments.compare.alignment_memories import MEMORIES
 from experiments.compare.documents import KINDS
+from experiments.lab.results import write_report
 from memjax.evaluation.drawing import COLOURS, drawing, source_of
 from memjax.evaluation.statistics import paired
 

@@ -24,8 +24,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Float64
 
 from experiments.common import pretrained
-from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.compare.documents import KINDS, documents
+from experiments.lab.results import RESULTS, settings, show, write_report
 from memjax.checks import check_sizes
 from memjax.data import TokenisedDocument
 from memjax.evaluation.drawing import COLOURS, drawing, source_of

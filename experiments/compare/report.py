@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import tyro
 
-from experiments.common.results import RESULTS, write_report
 from experiments.compare.documents import KINDS
 from experiments.compare.rows import ROWS
 from experiments.compare.scores import binned_losses
+from experiments.lab.results import RESULTS, write_report
 from memjax import evaluation
 from memjax.evaluation import Losses, plots
 from memjax.evaluation.drawing import drawing, short_count, source_of

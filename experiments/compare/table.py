@@ -22,13 +22,13 @@ import numpy as np
 import tyro
 
 from experiments.common import pretrained
-from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.compare import report, scores
 from experiments.compare.documents import KINDS, documents
 from experiments.compare.rows import ROWS
 from experiments.compare.scores import ScoreConfig, kept_bytes
 from experiments.compare.training import Setting, TrainConfig, train_row
 from experiments.compare.tunings import Sizes, wide_window
+from experiments.lab.results import RESULTS, settings, show, write_report
 from memjax.checks import check_sizes, require_known
 from memjax.data import TokenisedDocument
 from memjax.evaluation.layer_sensitivity import most_sensitive

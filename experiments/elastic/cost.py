@@ -23,9 +23,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.common.results import RESULTS, settings, write_report
-from experiments.common.timing import time_functions
 from experiments.elastic import hippo_bank
+from experiments.lab.results import RESULTS, settings, write_report
+from experiments.lab.timing import time_functions
 from memjax.data import Batch
 from memjax.models import ModelConfig
 from memjax.models.language_model.presets import Size

@@ -17,9 +17,9 @@ import pathlib
 import numpy as np
 import tyro
 
-from experiments.common.results import RESULTS, settings, write_report
-from experiments.common.timing import time_functions
 from experiments.elastic import discretisations
+from experiments.lab.results import RESULTS, settings, write_report
+from experiments.lab.timing import time_functions
 from memjax_kernels._src.hippo import bank
 
 

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import tyro
 
-from experiments.common.results import RESULTS, settings, write_report
 from experiments.elastic import discretisations
+from experiments.lab.results import RESULTS, settings, write_report
 from memjax.evaluation.drawing import (
     COLOURS,
     MARKERS,

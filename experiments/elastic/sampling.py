@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.common.gains import gain
-from experiments.common.results import RESULTS, settings, write_report
+from experiments.lab.results import RESULTS, settings, write_report
 from memjax import evaluation
 from memjax.data import load_tokenizer
 from memjax.mechanisms import ElasticMemoryConfig

@@ -34,9 +34,9 @@ from experiments.common.interleaved_timing import (
     interleaved_timing,
 )
 from experiments.common.pretrained import smollm2
-from experiments.common.results import RESULTS, settings, show, write_report
-from experiments.common.timing import summary
 from experiments.generation.implementations import Implementation, Prompts, make
+from experiments.lab.results import RESULTS, settings, show, write_report
+from experiments.lab.timing import summary
 from memjax.data import open_documents
 from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 

@@ -25,7 +25,7 @@ import tyro
 from flax import nnx
 
 from experiments.common.pretrained import smollm2
-from experiments.common.results import RESULTS, settings, show, write_report
+from experiments.lab.results import RESULTS, settings, show, write_report
 from memjax.data import open_documents
 from memjax.models import HMTConfig, MPlusConfig, hmt, mplus
 from memjax.models.checkpoints.pretrained import load_pretrained

@@ -8,9 +8,9 @@ import numpy as np
 
 from experiments.common.gains import gain, mean_losses, shown
 from experiments.common.ngram import ORDER, NGram
-from experiments.common.results import show
 from experiments.hmt import common, scores
 from experiments.hmt.rows import COUNTED
+from experiments.lab.results import show
 from memjax import evaluation
 from memjax.checks import check_sizes
 from memjax.data import TokenisedDocument, Tokenizer, load_tokens

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from experiments.common import pretrained
-from experiments.common.results import RESULTS, settings, write_report
+from experiments.lab.results import RESULTS, settings, write_report
 from memjax.config_io import to_record
 from memjax.data import Tokenizer
 from memjax.models import LanguageModel, ReReadWindow

@@ -22,8 +22,8 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.hmt import scores
+from experiments.lab.results import RESULTS, settings, show, write_report
 from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt
 from memjax.models.language_model import presets
 from memjax.models.language_model.windowed import with_capacity, with_window

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import tyro
 
-from experiments.common.results import RESULTS
 from experiments.hmt import ablation
+from experiments.lab.results import RESULTS
 from memjax.training.finetune.curricula import HMTStages
 
 

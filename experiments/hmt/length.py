@@ -27,7 +27,6 @@ import numpy as np
 import tyro
 
 from experiments.common.gains import gain, restrict_kind, shown
-from experiments.common.results import RESULTS, show
 from experiments.hmt import common, scores
 from experiments.hmt.rows import (
     AGAIN,
@@ -42,6 +41,7 @@ from experiments.hmt.rows import (
     rows,
 )
 from experiments.hmt.tuned import Texts, Tuning, measure
+from experiments.lab.results import RESULTS, show
 from memjax import evaluation
 from memjax.checks import check_sizes, require_known
 from memjax.evaluation import Losses, plots

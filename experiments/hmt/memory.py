@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import PyTree
 
-from experiments.common.results import RESULTS, settings, write_report
+from experiments.lab.results import RESULTS, settings, write_report
 from memjax.data.batches.batch import Batch
 from memjax.evaluation.drawing import COLOURS, drawing, log_values, source_of
 from memjax.mechanisms import AttentionConfig

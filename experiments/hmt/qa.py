@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from experiments.common.results import RESULTS, show
 from experiments.hmt import common, scores
+from experiments.lab.results import RESULTS, show
 from memjax import evaluation
 from memjax.data import (
     Question,

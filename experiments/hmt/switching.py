@@ -27,8 +27,8 @@ import tyro
 from flax import nnx
 
 from experiments.common.gains import gain, mean_losses
-from experiments.common.results import RESULTS, show
 from experiments.hmt import ablation, common, scores
+from experiments.lab.results import RESULTS, show
 from memjax import evaluation
 from memjax.data import (
     FILLER,

@@ -30,7 +30,7 @@ import numpy as np
 import tyro
 from jaxtyping import Float64
 
-from experiments.common.results import settings, show, write_report
+from experiments.lab.results import settings, show, write_report
 from experiments.mplus import scores
 from experiments.mplus.perplexity_rows import (
     STAGES,

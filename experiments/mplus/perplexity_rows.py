@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from experiments.common.results import RESULTS
 from experiments.hmt import scores as hmt_scores
+from experiments.lab.results import RESULTS
 from experiments.mplus import scores
 from experiments.mplus.retention import methods, variants
 from experiments.mplus.retention.rows import SINKS

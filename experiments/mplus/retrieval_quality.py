@@ -26,8 +26,8 @@ import jax
 import numpy as np
 import tyro
 
-from experiments.common.results import RESULTS, settings, show, write_report
 from experiments.hmt import common
+from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.mplus import retrieval
 from experiments.mplus.recipe import recipe
 from experiments.mplus.retention import config as retention_config

@@ -28,7 +28,7 @@ import numpy as np
 import tyro
 from jaxtyping import Bool, Float32, Int32
 
-from experiments.common.results import RESULTS, settings, show, write_report
+from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.mplus import scores
 from experiments.mplus.recipe import recipe
 from experiments.mplus.retention import methods

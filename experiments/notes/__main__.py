@@ -28,7 +28,7 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from experiments.common.results import settings, write_report
+from experiments.lab.results import settings, write_report
 from experiments.notes import report as notes_report
 from experiments.notes import task as notes
 from experiments.recurrent import comparison, mqar, on_device

@@ -29,8 +29,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.common.results import settings, write_report
-from experiments.common.timing import time_functions
+from experiments.lab.results import settings, write_report
+from experiments.lab.timing import time_functions
 from experiments.ops import cases
 from experiments.ops.cases import Shape
 from experiments.ops.config import Config, settle

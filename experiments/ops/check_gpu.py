@@ -28,7 +28,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from experiments.common.results import RESULTS, settings, write_report
+from experiments.lab.results import RESULTS, settings, write_report
 from experiments.ops import cases
 from experiments.ops.cases import Shape
 from experiments.ops.ways import first_line

@@ -5,7 +5,7 @@ import pathlib
 
 import jax
 
-from experiments.common.results import RESULTS
+from experiments.lab.results import RESULTS
 from experiments.ops import baselines, cases
 
 # Shapes of the papers' and flash-linear-attention's benchmarks; then one for a CPU.

@@ -26,7 +26,7 @@ from typing import Any
 
 import tyro
 
-from experiments.common.results import RESULTS, settings, show, write_report
+from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.ops.cycles.cases import CASES, module_of
 from experiments.ops.cycles.compile import compile_case
 from experiments.ops.cycles.plot import plot

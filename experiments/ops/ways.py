@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments.common.timing import time_functions
+from experiments.lab.timing import time_functions
 from experiments.ops import baselines, cases
 from experiments.ops.cases import Shape
 from experiments.ops.config import Config

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 from flax import nnx
 
-from experiments.common.results import RESULTS
 from experiments.common.tree_bytes import tree_bytes
+from experiments.lab.results import RESULTS
 from memjax.config_io import to_record
 from memjax.mechanisms import AttentionConfig, MixerConfig
 from memjax.models import LanguageModel, ModelConfig

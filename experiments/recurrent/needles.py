@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tyro
 
-from experiments.common.results import RESULTS
+from experiments.lab.results import RESULTS
 from experiments.recurrent import comparison, seed_report, study
 from experiments.recurrent.comparison import Scale
 from experiments.recurrent.mqar import BASE, TEST, accuracy

@@ -17,7 +17,7 @@ from typing import Any
 
 import tyro
 
-from experiments.common.results import RESULTS
+from experiments.lab.results import RESULTS
 from experiments.recurrent import comparison, mqar, seed_report, study
 from experiments.recurrent.study import Case
 

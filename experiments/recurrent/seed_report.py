@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.common.results import settings, write_report
+from experiments.lab.results import settings, write_report
 from experiments.recurrent import comparison
 from memjax.evaluation.drawing import COLOURS, drawing, log_ticks, source_of
 from memjax.evaluation.statistics import interval, standard_error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.common.results import settings
+from experiments.lab.results import settings
 from experiments.recurrent import comparison
 from memjax.config_io import to_record
 from memjax.models import ModelConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tyro
 
-from experiments.common.results import RESULTS
+from experiments.lab.results import RESULTS
 from experiments.recurrent import ablation, mqar
 from experiments.recurrent.study import Case
 from memjax.mechanisms import TrellisConfig

@@ -18,7 +18,7 @@ import numpy as np
 import tyro
 
 from experiments.common.ngram import NGram
-from experiments.common.results import RESULTS
+from experiments.lab.results import RESULTS
 from experiments.recurrent import comparison, mqar, seed_report, study
 from experiments.recurrent.study import Case
 from memjax import evaluation

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from experiments.common.results import RESULTS
+from experiments.lab.results import RESULTS
 from experiments.tables.table import NotMeasured, Table, Tables, load
 from memjax.evaluation.provenance import commit_of
 

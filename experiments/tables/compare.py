@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments.common.results import RESULTS
+from experiments.lab.results import RESULTS
 from experiments.tables.table import (
     Table,
     Tables,

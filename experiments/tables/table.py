@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.common.results import RESULTS
+from experiments.lab.results import RESULTS
 
 
 class Table(NamedTuple):

@@ -1,7 +1,7 @@
 """Every committed plot is drawn from its result file by one command."""
 
 from experiments import plots
-from experiments.common.results import RESULTS
+from experiments.lab.results import RESULTS
 from experiments.tables.table import load
 
 

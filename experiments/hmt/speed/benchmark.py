@@ -41,8 +41,6 @@ from experiments.common.interleaved_timing import (
     interleaved_timing,
     require_official,
 )
-from experiments.common.results import RESULTS, settings, write_report
-from experiments.common.timing import summary
 from experiments.hmt.speed import official
 from experiments.hmt.speed.implementations import Implementation, build
 from experiments.hmt.speed.operations import (
@@ -53,6 +51,8 @@ from experiments.hmt.speed.operations import (
     least_bytes,
     operations,
 )
+from experiments.lab.results import RESULTS, settings, write_report
+from experiments.lab.timing import summary
 from experiments.ops.benchmark import COPY, PRODUCT, this_device
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from experiments.common.results import RESULTS
+from experiments.lab.results import RESULTS
 from memjax.checks import check_sizes, require_known
 from memjax.models.mplus.config import MPlusConfig
 from memjax.training.finetune.mplus_presets import presets

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import tyro
 
 from experiments.common import pretrained
-from experiments.common.results import RESULTS
+from experiments.lab.results import RESULTS
 from experiments.mplus.retention import recorded
 from memjax.checks import check_positive, check_seed, check_sizes
 

@@ -22,7 +22,7 @@ import tyro
 from flax import nnx
 from jaxtyping import Array, Float64, Int
 
-from experiments.common.results import RESULTS, settings, show, write_report
+from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.mplus.retention import models
 from experiments.mplus.retention.config import Config as RetentionConfig
 from experiments.mplus.retention.samples import Samples, make_samples

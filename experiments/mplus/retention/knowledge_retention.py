@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, get_args
 import jax
 import tyro
 
-from experiments.common.results import settings, show
 from experiments.hmt import qa
+from experiments.lab.results import settings, show
 from experiments.mplus.recipe import recipe
 from experiments.mplus.retention import (
     methods,

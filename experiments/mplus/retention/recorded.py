@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common.results import write_report
+from experiments.lab.results import write_report
 from experiments.mplus.retention import retention
 from memjax.data import Question
 from memjax.evaluation.provenance import device_name, version

@@ -42,9 +42,9 @@ from experiments.common.interleaved_timing import (
     interleaved_timing,
     require_official,
 )
-from experiments.common.results import RESULTS, settings, write_report
-from experiments.common.timing import summary
 from experiments.hmt.speed.operations import SHAPES, Shape, Size
+from experiments.lab.results import RESULTS, settings, write_report
+from experiments.lab.timing import summary
 from experiments.mplus.speed import official
 from experiments.mplus.speed.implementations import (
     Implementation,

@@ -29,11 +29,11 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from experiments.common.results import RESULTS, settings, write_report
 from experiments.common.tree_bytes import tree_bytes
 from experiments.hmt import cost as hmt_cost
 from experiments.hmt import scores as hmt_scores
 from experiments.hmt.speed.operations import Size
+from experiments.lab.results import RESULTS, settings, write_report
 from experiments.mplus.retention import variants
 from experiments.mplus.speed import cost_report, operations
 from experiments.mplus.speed.cost_programs import BACKBONE, MEMORY, compile_programs

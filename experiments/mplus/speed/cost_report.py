@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.common import results
+from experiments.lab import results
 from memjax.evaluation.drawing import drawing, log_ticks, log_values, source_of
 
 Row = dict[str, Any]

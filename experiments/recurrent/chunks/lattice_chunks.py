@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from experiments.common.results import RESULTS, settings, write_report
-from experiments.common.timing import time_functions
+from experiments.lab.results import RESULTS, settings, write_report
+from experiments.lab.timing import time_functions
 from experiments.recurrent.chunks.lattice_refine import lattice_refined
 from memjax.evaluation.drawing import drawing, source_of
 from memjax_kernels._src.lattice import VARIANTS, Variant, lattice

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from experiments.common.results import RESULTS
 from experiments.elastic import hippo_bank, hippo_reconstruction
+from experiments.lab.results import RESULTS
 
 BOUNDS = {(1, 32): 1.2e-5, (0, 32): 0.97, (0, 128): 0.90, (0, 512): 0.72}
 

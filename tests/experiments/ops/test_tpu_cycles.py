@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.results import RESULTS
+from experiments.lab.results import RESULTS
 from experiments.ops import tpu_cycles
 from experiments.ops.cycles.case import Case, Program
 from experiments.ops.cycles.cases import CASES

@@ -1,7 +1,7 @@
 """Interleaved timing of functions within one process.
 
 Implementations whose memory or threads would disturb each other get a process each:
-see `interleaved_timing.py`.
+see `experiments/common/interleaved_timing.py`.
 """
 
 import statistics

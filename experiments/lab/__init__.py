@@ -1,0 +1,1 @@
+"""Machinery shared by all studies."""
