@@ -30,7 +30,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from experiments.common.pretrained import smollm2
+from experiments.lab.backbones import smollm2
 from experiments.lab.results import RESULTS, settings, write_report
 from memjax.conversation import Conversation
 from memjax.data import Question, load_facts

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from experiments.common.tree_bytes import tree_bytes
+from experiments.lab.measure import tree_bytes
 from memjax.checks import check_positive, check_sizes
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.presets import TINY

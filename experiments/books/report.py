@@ -5,8 +5,8 @@ from pathlib import Path
 
 from experiments.books import scores
 from experiments.books.models import FAMILIES, Config, name_of, window_of
-from experiments.common.gains import gain, mean_losses, restrict_kind, shown
-from experiments.common.ngram import ORDER
+from experiments.lab.baselines import ORDER
+from experiments.lab.intervals import gain, mean_losses, restrict_kind, shown
 from experiments.lab.results import show
 from memjax import evaluation
 from memjax.evaluation import Losses, plots

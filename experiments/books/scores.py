@@ -5,7 +5,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.books.models import Config, run_config, state_bytes
-from experiments.common.ngram import ORDER, NGram
+from experiments.lab.baselines import ORDER, NGram
 from memjax import evaluation
 from memjax.data import TokenisedDocument, load_tokenizer
 from memjax.evaluation import Losses

@@ -26,7 +26,6 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from experiments.common import pretrained
 from experiments.compare.alignment_memories import MEMORIES, Memory
 from experiments.compare.alignment_report import (
     QUESTION,
@@ -40,6 +39,7 @@ from experiments.compare.alignment_report import (
 from experiments.compare.alignment_texts import Read, batches, read
 from experiments.compare.documents import KINDS, documents
 from experiments.compare.tunings import more_tokens
+from experiments.lab import backbones
 from experiments.lab.results import RESULTS, settings, write_report
 from memjax.checks import check_sizes, require_known
 from memjax.data import TokenisedDocument, load_tokens
@@ -242,7 +242,7 @@ def _attention(config: Config, known: Setting) -> AttentionConfig:
 
 def prepared(config: Config) -> tuple[Setting, list[TokenisedDocument]]:
     """Everything that is read once, and the test documents."""
-    path = pretrained.located(config.backbone)
+    path = backbones.located(config.backbone)
     loaded = finetune.load_backbone(path)
     model, tokenizer = loaded.model, loaded.tokenizer
     held_out = lambda split, least: documents(

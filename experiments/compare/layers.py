@@ -23,8 +23,8 @@ import tyro
 from flax import nnx
 from jaxtyping import Array, Float, Float64
 
-from experiments.common import pretrained
 from experiments.compare.documents import KINDS, documents
+from experiments.lab import backbones
 from experiments.lab.results import RESULTS, settings, show, write_report
 from memjax.checks import check_sizes
 from memjax.data import TokenisedDocument
@@ -229,7 +229,7 @@ def _by_kind(
 
 def main(config: Config) -> None:
     """Measures, writes, draws and prints."""
-    path = pretrained.located(config.backbone)
+    path = backbones.located(config.backbone)
     backbone = finetune.load_backbone(path)
     texts = documents(
         config.corpus,

@@ -17,7 +17,7 @@ import tyro
 
 from experiments.compare.documents import KINDS
 from experiments.compare.rows import ROWS
-from experiments.compare.scores import binned_losses
+from experiments.lab.measure import binned_losses
 from experiments.lab.results import RESULTS, write_report
 from memjax import evaluation
 from memjax.evaluation import Losses, plots

@@ -21,13 +21,14 @@ import jax
 import numpy as np
 import tyro
 
-from experiments.common import pretrained
-from experiments.compare import report, scores
+from experiments.compare import report
 from experiments.compare.documents import KINDS, documents
 from experiments.compare.rows import ROWS
-from experiments.compare.scores import ScoreConfig, kept_bytes
 from experiments.compare.training import Setting, TrainConfig, train_row
 from experiments.compare.tunings import Sizes, wide_window
+from experiments.lab import backbones
+from experiments.lab import measure as scores
+from experiments.lab.measure import ScoreConfig, kept_bytes
 from experiments.lab.results import RESULTS, settings, show, write_report
 from memjax.checks import check_sizes, require_known
 from memjax.data import TokenisedDocument
@@ -177,7 +178,7 @@ def main(config: Config) -> None:
     if not jax.config.values["jax_compilation_cache_dir"]:
         cache = str(config.run_dir.resolve() / "compiled")
         jax.config.update("jax_compilation_cache_dir", cache)
-    path = pretrained.located(config.backbone)
+    path = backbones.located(config.backbone)
     backbone = finetune.load_backbone(path)
     tokenizer = backbone.tokenizer
     tokens = max(config.scores.longest, *config.scores.needle_lengths)

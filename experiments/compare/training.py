@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.compare.rows import ROWS
-from experiments.compare.scores import ScoreConfig, binned_losses, perplexity
 from experiments.compare.tunings import Sizes, Stages, Tuning
+from experiments.lab.measure import ScoreConfig, binned_losses, perplexity
 from memjax import evaluation
 from memjax.checks import check_sizes
 from memjax.data import TokenisedDocument

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax
 
-from experiments.compare.scores import kept_bytes
+from experiments.lab.measure import kept_bytes
 from memjax.checks import check_sizes
 from memjax.models import LanguageModel
 from memjax.models.hmt.config import HMTConfig

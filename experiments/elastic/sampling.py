@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.common.gains import gain
+from experiments.lab.intervals import gain
 from experiments.lab.results import RESULTS, settings, write_report
 from memjax import evaluation
 from memjax.data import load_tokenizer

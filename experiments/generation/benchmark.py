@@ -33,8 +33,8 @@ from experiments.common.interleaved_timing import (
     Pages,
     interleaved_timing,
 )
-from experiments.common.pretrained import smollm2
 from experiments.generation.implementations import Implementation, Prompts, make
+from experiments.lab.backbones import smollm2
 from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.lab.timing import summary
 from memjax.data import open_documents

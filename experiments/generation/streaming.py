@@ -24,7 +24,7 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from experiments.common.pretrained import smollm2
+from experiments.lab.backbones import smollm2
 from experiments.lab.results import RESULTS, settings, show, write_report
 from memjax.data import open_documents
 from memjax.models import HMTConfig, MPlusConfig, hmt, mplus

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common.gains import gain, mean_losses, shown
-from experiments.common.ngram import ORDER, NGram
 from experiments.hmt import common, scores
 from experiments.hmt.rows import COUNTED
+from experiments.lab.baselines import ORDER, NGram
+from experiments.lab.intervals import gain, mean_losses, shown
 from experiments.lab.results import show
 from memjax import evaluation
 from memjax.checks import check_sizes

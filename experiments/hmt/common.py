@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from experiments.common import pretrained
+from experiments.lab import backbones
 from experiments.lab.results import RESULTS, settings, write_report
 from memjax.config_io import to_record
 from memjax.data import Tokenizer
@@ -164,7 +164,7 @@ def backbone_path(config: Config) -> Path:
     """The backbone; the tiny one is trained if it is not there."""
     name = config.scale.backbone
     if name == "smollm2":
-        return pretrained.smollm2()
+        return backbones.smollm2()
     if name != "tiny":
         return Path(name)
     run_config = _tiny_run(config)

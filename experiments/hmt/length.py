@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tyro
 
-from experiments.common.gains import gain, restrict_kind, shown
 from experiments.hmt import common, scores
 from experiments.hmt.rows import (
     AGAIN,
@@ -41,6 +40,7 @@ from experiments.hmt.rows import (
     rows,
 )
 from experiments.hmt.tuned import Texts, Tuning, measure
+from experiments.lab.intervals import gain, restrict_kind, shown
 from experiments.lab.results import RESULTS, show
 from memjax import evaluation
 from memjax.checks import check_sizes, require_known

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32
 
-from experiments.common.tree_bytes import tree_bytes
+from experiments.lab.measure import tree_bytes
 from memjax import evaluation
 from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
 from memjax.evaluation import Losses

@@ -26,8 +26,8 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from experiments.common.gains import gain, mean_losses
 from experiments.hmt import ablation, common, scores
+from experiments.lab.intervals import gain, mean_losses
 from experiments.lab.results import RESULTS, show
 from memjax import evaluation
 from memjax.data import (

@@ -9,10 +9,10 @@ is in the folders of an earlier call is not done again.
 import dataclasses
 from typing import Any, NamedTuple
 
-from experiments.common.gains import mean_losses
-from experiments.common.ngram import NGram
 from experiments.hmt import common, scores
 from experiments.hmt.rows import Row
+from experiments.lab.baselines import NGram
+from experiments.lab.intervals import mean_losses
 from memjax import evaluation
 from memjax.data import TokenisedDocument, load_tokens
 from memjax.evaluation import Losses

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.recurrent import comparison, mqar, seed_report, study
-from experiments.recurrent.study import Case
+from experiments.lab import study
+from experiments.lab.study import Case
+from experiments.recurrent import comparison, mqar, seed_report
 from memjax.models import ModelConfig
 
 

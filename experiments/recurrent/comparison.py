@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from flax import nnx
 
-from experiments.common.tree_bytes import tree_bytes
+from experiments.lab.measure import tree_bytes
 from experiments.lab.results import RESULTS
 from memjax.config_io import to_record
 from memjax.mechanisms import AttentionConfig, MixerConfig

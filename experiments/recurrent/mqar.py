@@ -20,9 +20,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool
 
+from experiments.lab.study import Case
 from experiments.recurrent import comparison, on_device, seed_report
 from experiments.recurrent.comparison import Scale
-from experiments.recurrent.study import Case
 from memjax.data import multi_query_recall
 from memjax.data.batches.batch import Batch
 from memjax.models import LanguageModel, ModelConfig

@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 import tyro
 
+from experiments.lab import study
 from experiments.lab.results import RESULTS
-from experiments.recurrent import comparison, seed_report, study
+from experiments.lab.study import Case
+from experiments.recurrent import comparison, seed_report
 from experiments.recurrent.comparison import Scale
 from experiments.recurrent.mqar import BASE, TEST, accuracy
 from experiments.recurrent.recall import MODELS
-from experiments.recurrent.study import Case
 from memjax.data import (
     NEEDLE_TASKS,
     Split,

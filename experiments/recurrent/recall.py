@@ -17,9 +17,10 @@ from typing import Any
 
 import tyro
 
+from experiments.lab import study
 from experiments.lab.results import RESULTS
-from experiments.recurrent import comparison, mqar, seed_report, study
-from experiments.recurrent.study import Case
+from experiments.lab.study import Case
+from experiments.recurrent import comparison, mqar, seed_report
 
 #: Full attention keeps every token, all others as many bytes as DeltaNet.
 MODELS: dict[str, str] = {

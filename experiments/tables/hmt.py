@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from experiments.common.gains import by_seed, shown
 from experiments.hmt.rows import SINK_WINDOW, TUNED
+from experiments.lab.intervals import by_seed, shown
 from experiments.tables.table import (
     Table,
     Tables,

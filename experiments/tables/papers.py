@@ -5,8 +5,8 @@
 """
 
 from experiments.books.models import MEMORY
-from experiments.common.gains import shown
 from experiments.hmt.rows import AGAIN, HIERARCHICAL, SINK_WINDOW
+from experiments.lab.intervals import shown
 from experiments.mplus.retention import recorded
 from experiments.tables.table import (
     Table,

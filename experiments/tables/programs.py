@@ -1,7 +1,7 @@
 """Tables of `experiments.notes`, `experiments.books` and `experiments.conversation`."""
 
 from experiments.books.models import MEMORY
-from experiments.common.gains import by_seed, shown
+from experiments.lab.intervals import by_seed, shown
 from experiments.tables.table import (
     Table,
     Tables,

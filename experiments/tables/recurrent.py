@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments.common.gains import shown
+from experiments.lab.intervals import shown
 from experiments.tables.table import Table, Tables, load, number, spread, times
 
 

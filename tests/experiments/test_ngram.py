@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.common.ngram import NGram
+from experiments.lab.baselines import NGram
 from memjax import evaluation
 from memjax.data import TokenisedDocument
 

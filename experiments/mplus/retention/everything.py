@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import tyro
 
-from experiments.common import pretrained
+from experiments.lab import backbones
 from experiments.lab.results import RESULTS
 from experiments.mplus.retention import recorded
 from memjax.checks import check_positive, check_seed, check_sizes
@@ -99,7 +99,7 @@ def trainings(config: Config, seed: int, folders: Folders) -> list[list[str]]:
         "memjax.cli.entry",
         "finetune",
         preset,
-        f"--backbone={pretrained.smollm2()}",
+        f"--backbone={backbones.smollm2()}",
         f"--run-dir={folder}",
         *shared,
     ]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments.common.tree_bytes import tree_bytes
+from experiments.lab.measure import tree_bytes
 from experiments.mplus.retention.variants import KeptBytes, kept_bytes
 from memjax.models import LanguageModel, Sampling, generate
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv

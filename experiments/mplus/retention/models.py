@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jax
 
-from experiments.common import pretrained
+from experiments.lab import backbones
 from experiments.mplus import retriever
 from experiments.mplus.retention import variants
 from experiments.mplus.retention.config import SCALES, Config
@@ -30,7 +30,7 @@ def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
     if config.model is not None:
         return *load_trained("model", config.model), True
     if config.backbone == "smollm2":
-        path = pretrained.smollm2()
+        path = backbones.smollm2()
     else:
         path = Path(config.backbone)
     found = finetune.load_backbone(path)

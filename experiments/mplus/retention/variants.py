@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from experiments.common.tree_bytes import tree_bytes
+from experiments.lab.measure import tree_bytes
 from memjax.models.lora import Frozen
 from memjax.models.mplus import write as mplus_writing
 from memjax.models.mplus.model import MPlus

@@ -29,10 +29,10 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from experiments.common.tree_bytes import tree_bytes
 from experiments.hmt import cost as hmt_cost
 from experiments.hmt import scores as hmt_scores
 from experiments.hmt.speed.operations import Size
+from experiments.lab.measure import tree_bytes
 from experiments.lab.results import RESULTS, settings, write_report
 from experiments.mplus.retention import variants
 from experiments.mplus.speed import cost_report, operations

@@ -23,7 +23,7 @@ import optax
 import tyro
 from flax import nnx
 
-from experiments.common import pretrained
+from experiments.lab import backbones
 from experiments.mplus.tuned.lessons import Lessons
 from memjax.checks import check_positive, check_seed, check_sizes, require_known
 from memjax.config_io import to_record
@@ -110,7 +110,7 @@ class Tuning:
 
 def main(config: Config) -> None:
     """Trains, or resumes the training in the folder."""
-    path = pretrained.located(config.backbone)
+    path = backbones.located(config.backbone)
     backbone = finetune.load_backbone(path)
     stages = [stage for _, stage in presets()[config.preset].stages()]
     tuning = Tuning(

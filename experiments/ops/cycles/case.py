@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from experiments.common.tree_bytes import tree_bytes
+from experiments.lab.measure import tree_bytes
 from memjax.aot.chips import CHIPS, Chip
 from memjax.aot.cycles.bundles import Shares
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from experiments.common.tree_bytes import tree_bytes
+from experiments.lab.measure import tree_bytes
 from experiments.ops.cycles.case import Case, Program, shape
 from memjax.data.batches.batch import Batch
 from memjax.mechanisms import AttentionConfig

@@ -8,11 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.compare import report, scores, table, training, tunings
+from experiments.compare import report, table, training, tunings
 from experiments.compare.rows import ROWS
-from experiments.compare.scores import ScoreConfig
 from experiments.compare.training import TrainConfig
 from experiments.compare.tunings import Sizes, Tuning
+from experiments.lab import measure as scores
+from experiments.lab.measure import ScoreConfig
 from experiments.tables import compare as tables
 from memjax import evaluation
 from memjax.data import Passage, Question, load_tokenizer

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.common.gains import gain, restrict_kind, shown
 from experiments.hmt import (
     common,
     cost,
@@ -22,6 +21,7 @@ from experiments.hmt import (
     switching,
     tuned,
 )
+from experiments.lab.intervals import gain, restrict_kind, shown
 from memjax.data import Question, load_tokens
 from memjax.evaluation import Losses
 from memjax.mechanisms import AttentionConfig

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.lab import study
 from experiments.recurrent import (
     comparison,
     lattice_ablation,
@@ -17,7 +18,6 @@ from experiments.recurrent import (
     on_device,
     recall,
     seed_report,
-    study,
     trellis_ablation,
     trellis_steps,
 )

