@@ -9,7 +9,7 @@ from experiments.lab.baselines import ORDER
 from experiments.lab.intervals import gain, mean_losses, restrict_kind, shown
 from experiments.lab.results import show
 from memjax import evaluation
-from memjax.evaluation import Losses, plots
+from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import source_of
 from memjax.evaluation.provenance import provenance
 
@@ -23,7 +23,7 @@ def result_of(config: Config, steps: int, results: dict[str, list[dict]]) -> dic
         results: by family, of each seed what `scores.train_and_score` gave.
     """
     window, wide = (window_of(config, family) for family in ("window", "wide"))
-    edges = evaluation.octaves(config.context_length, first=config.window)
+    edges = evaluation.log2_bins(config.context_length, first=config.window)
     means = {
         name_of(config, family): mean_losses([each["losses"] for each in found])
         for family, found in results.items()
@@ -50,7 +50,7 @@ def result_of(config: Config, steps: int, results: dict[str, list[dict]]) -> dic
         },
         "edges": edges,
         "nats_by_position": {
-            name: evaluation.by_position(losses, edges)
+            name: evaluation.loss_by_position(losses, edges)
             for name, losses in means.items()
         },
         "sample": results["elastic"][0]["sample"],
@@ -59,7 +59,7 @@ def result_of(config: Config, steps: int, results: dict[str, list[dict]]) -> dic
     return result
 
 
-def _perplexities(losses: Losses, window: int) -> dict:
+def _perplexities(losses: TokenLosses, window: int) -> dict:
     return {
         "perplexity": evaluation.perplexity(losses),
         "beyond_window": evaluation.perplexity(losses, first=window),
@@ -94,7 +94,7 @@ def _gains(results: dict[str, list[dict]], base: str, window: int) -> dict:
     )
     kinds = {"all": None} | {kind: kind for kind in sorted(set(memory[0].kinds))}
 
-    def saved(a: Losses, b: Losses, kind: str | None) -> dict:
+    def saved(a: TokenLosses, b: TokenLosses, kind: str | None) -> dict:
         return gain(restrict_kind(a, kind), restrict_kind(b, kind))
 
     return {

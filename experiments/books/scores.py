@@ -8,7 +8,7 @@ from experiments.books.models import Config, run_config, state_bytes
 from experiments.lab.baselines import ORDER, NGram
 from memjax import evaluation
 from memjax.data import TokenisedDocument, load_tokenizer
-from memjax.evaluation import Losses
+from memjax.evaluation import TokenLosses
 from memjax.models import Sampling, generate
 from memjax.training import pretrain as run
 from memjax.training import run_data
@@ -34,7 +34,7 @@ def train_and_score(config: Config, family: str, steps: int, seed: int) -> dict:
         raise SystemExit(outcome.exit_code)
     _, model = run.load_model(folder)
     documents = test_documents(config)
-    losses = evaluation.losses(
+    losses = evaluation.token_losses(
         model,
         documents,
         context_length=config.context_length,
@@ -66,7 +66,7 @@ def _sample(config, model, tokenizer, tokens) -> str:
     return f"...{head} >>> {tail}"
 
 
-def counted(config: Config) -> Losses:
+def counted(config: Config) -> TokenLosses:
     """The n-gram on the same texts, each counted from its own beginning."""
     settings = run_config(config, "window", 1, config.seed)
     tokenizer = load_tokenizer(settings.data.tokenizer)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
-from memjax.evaluation.statistics import LEAST_DOCUMENTS
+from memjax.evaluation.statistics import MIN_DOCUMENTS
 
 #: Kinds that are scored; the corpus has manuals in its training split alone.
 KINDS = ("proofs", "code", "prose")
@@ -19,7 +19,7 @@ def documents(
     tokens: int,
     *,
     kinds: Sequence[str] = KINDS,
-    least: int = LEAST_DOCUMENTS,
+    least: int = MIN_DOCUMENTS,
     long: int = 0,
     longest: int = 0,
 ) -> list[TokenisedDocument]:

@@ -35,7 +35,7 @@ from memjax.models import LanguageModel
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import BlockParams, normalize, run_block
 from memjax.models.language_model.windowed import with_capacity, with_window
-from memjax.models.loss import token_losses
+from memjax.models.loss import target_nll
 from memjax.nnx.params import as_arrays
 from memjax.training.finetune import finetune
 
@@ -151,7 +151,7 @@ def _mean_loss(graph, variables, h, targets, first) -> Array:
     model = nnx.merge(graph, variables)
     if model.config.architecture.norm_last:
         h = normalize(as_arrays(model.norm), h, model.config.norm_epsilon)
-    losses = token_losses(
+    losses = target_nll(
         model.logits, h[:, first:], targets[:, first:], model.vocab_size
     )
     return losses.mean()

@@ -20,9 +20,9 @@ from experiments.compare.rows import ROWS
 from experiments.lab.measure import binned_losses
 from experiments.lab.results import RESULTS, write_report
 from memjax import evaluation
-from memjax.evaluation import Losses, plots
+from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import drawing, short_count, source_of
-from memjax.evaluation.statistics import gain_by_document
+from memjax.evaluation.statistics import loss_difference_by_document
 
 Result = dict[str, Any]
 
@@ -92,23 +92,25 @@ def _columns(row: Result, base: Result | None) -> Result:
     found["perplexity"] = {
         kind: evaluation.perplexity(scored, kind=kind) for kind in KINDS
     }
-    by_position = evaluation.by_position(positions, range(count + 1))
+    by_position = evaluation.loss_by_position(positions, range(count + 1))
     found["perplexity_by_position"] = np.exp(by_position).tolist()
     if base is not None:
         found["saved_over"] = base["label"]
         other = binned_losses(base["documents"], bins)
         found["saved"] = {
-            kind: gain_by_document(_only(other, kind), _only(scored, kind))._asdict()
+            kind: loss_difference_by_document(
+                _only(other, kind), _only(scored, kind)
+            )._asdict()
             for kind in KINDS
         }
     return found
 
 
-def _only(losses: Losses, kind: str) -> Losses:
+def _only(losses: TokenLosses, kind: str) -> TokenLosses:
     """The documents of one kind."""
     rows = [i for i, found in enumerate(losses.kinds) if found == kind]
     names = tuple(losses.documents[i] for i in rows)
-    return Losses(losses.nll[rows], losses.mask[rows], (kind,) * len(rows), names)
+    return TokenLosses(losses.nll[rows], losses.mask[rows], (kind,) * len(rows), names)
 
 
 def plot_positions(result: Result, path: Path) -> None:

@@ -33,7 +33,7 @@ from experiments.lab.results import RESULTS, settings, show, write_report
 from memjax.checks import check_sizes, require_known
 from memjax.data import TokenisedDocument
 from memjax.evaluation.layer_sensitivity import most_sensitive
-from memjax.evaluation.statistics import LEAST_DOCUMENTS
+from memjax.evaluation.statistics import MIN_DOCUMENTS
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.finetune import finetune
 from memjax.training.finetune.stage import Model
@@ -87,9 +87,9 @@ class Config:
     def __post_init__(self):
         for name in self.rows:
             require_known("rows", name, tuple(ROWS))
-        if self.least < LEAST_DOCUMENTS:
+        if self.least < MIN_DOCUMENTS:
             raise ValueError(
-                f"least must be at least {LEAST_DOCUMENTS}, as intervals need, "
+                f"least must be at least {MIN_DOCUMENTS}, as intervals need, "
                 f"got {self.least}"
             )
         check_sizes(window=self.window, more=self.more, context=self.context)

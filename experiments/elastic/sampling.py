@@ -63,7 +63,7 @@ def main(config: Config) -> None:
         for d in run_data.load_split(trained_run, tokenizer, "test")
     ]
     scores = [
-        evaluation.losses(
+        evaluation.token_losses(
             run.with_sampling(model, **change),
             documents,
             context_length=length,

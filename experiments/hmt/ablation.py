@@ -14,7 +14,7 @@ from experiments.lab.results import show
 from memjax import evaluation
 from memjax.checks import check_sizes
 from memjax.data import TokenisedDocument, Tokenizer, load_tokens
-from memjax.evaluation import Losses
+from memjax.evaluation import TokenLosses
 from memjax.training.finetune.curricula import HMTStages
 
 
@@ -60,7 +60,7 @@ def measure(
     texts = scores.documents(
         config.source, tokenizer, "test", config.scale.test_tokens, segment
     )
-    losses: dict[str, list[Losses]] = {}
+    losses: dict[str, list[TokenLosses]] = {}
     rows: dict[str, dict] = {}
 
     def add(name: str, train: Callable[[common.Config], common.Trained]) -> None:
@@ -82,7 +82,7 @@ def measure(
         losses[name], rows[name] = [_counted(config, tokenizer, texts)], {}
     base = next(iter(cases))
     length = losses[base][0].mask.shape[1]
-    mask = evaluation.scored(length, segment, memory.summary)
+    mask = evaluation.scored_mask(length, segment, memory.summary)
     for name, row in rows.items():
         row |= _compared(losses[base], losses[name], mask)
     common.write(
@@ -109,17 +109,17 @@ def measure(
 
 def _counted(
     config: Config, tokenizer: Tokenizer, texts: tuple[TokenisedDocument, ...]
-) -> Losses:
+) -> TokenLosses:
     """The n-gram of the documents that the backbone was trained on."""
     train = load_tokens(config.source, tokenizer, "train")
     return NGram(train, ORDER, tokenizer.vocab_size).losses(texts)
 
 
 def _compared(
-    base: list[Losses], found: list[Losses], mask: np.ndarray
+    base: list[TokenLosses], found: list[TokenLosses], mask: np.ndarray
 ) -> dict[str, Any]:
-    """Perplexities and gains of one row, one of `Losses` a seed."""
-    causal = lambda losses: evaluation.restrict(losses, mask)
+    """Perplexities and gains of one row, one of `TokenLosses` a seed."""
+    causal = lambda losses: evaluation.mask_losses(losses, mask)
     mean = mean_losses(found)
     # An n-gram has no seed: it is compared with the mean alone.
     pairs = zip(base, found, strict=True) if len(base) == len(found) else ()

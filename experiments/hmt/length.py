@@ -44,7 +44,7 @@ from experiments.lab.intervals import gain, restrict_kind, shown
 from experiments.lab.results import RESULTS, show
 from memjax import evaluation
 from memjax.checks import check_sizes, require_known
-from memjax.evaluation import Losses, plots
+from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import source_of
 
 LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 102_400)
@@ -139,7 +139,7 @@ class Finished(NamedTuple):
         reached: tokens of the longest text that counts.
     """
 
-    losses: Losses
+    losses: TokenLosses
     facts: dict[str, Any]
     reached: int
 
@@ -164,10 +164,12 @@ def report(
     """Writes, draws and prints the rows that are finished."""
     targets = max(len(text.tokens) - 1 for text in texts.test)
     lengths = [length for length in config.lengths if length < 2 * targets]
-    mask = evaluation.scored(targets, texts.segment, texts.first)
+    mask = evaluation.scored_mask(targets, texts.segment, texts.first)
     present = [row for row in table if row.name in finished]
     losses = {
-        row.name: evaluation.restrict(_wide(finished[row.name].losses, targets), mask)
+        row.name: evaluation.mask_losses(
+            _wide(finished[row.name].losses, targets), mask
+        )
         for row in present
     }
     reach = {row.name: finished[row.name].reached for row in present}
@@ -227,7 +229,7 @@ def plot(result: dict, path: Path) -> None:
 
 
 def _perplexity(
-    losses: dict[str, Losses], lengths: list[int], reach: dict[str, int]
+    losses: dict[str, TokenLosses], lengths: list[int], reach: dict[str, int]
 ) -> dict[str, dict[str, list[float | None]]]:
     """By kind of text, row and length; None beyond what is read or was scored."""
     curves = scores.by_kind(losses, lengths)
@@ -244,7 +246,7 @@ def _perplexity(
 
 
 def _gains(
-    losses: dict[str, Losses],
+    losses: dict[str, TokenLosses],
     lengths: list[int],
     reach: dict[str, int],
     kinds: tuple[str, ...],
@@ -273,7 +275,7 @@ def _gains(
     return found
 
 
-def _wide(losses: Losses, targets: int) -> Losses:
+def _wide(losses: TokenLosses, targets: int) -> TokenLosses:
     """With room for so many targets a text; there is none where nothing was read."""
     more = ((0, 0), (0, targets - losses.nll.shape[1]))
     return losses._replace(nll=np.pad(losses.nll, more), mask=np.pad(losses.mask, more))

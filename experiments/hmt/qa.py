@@ -218,7 +218,7 @@ def _query(models: dict, inputs: list[QuestionInput], segment: int) -> dict:
     }
     found = {}
     for name, (model, _) in models.items():
-        answers = evaluation.answers(
+        answers = evaluation.score_answers(
             model, inputs, segment=scores.TOGETHER * segment, batch_size=4
         )
         found[name] = {

@@ -13,7 +13,7 @@ from jaxtyping import Float32
 from experiments.lab.measure import tree_bytes
 from memjax import evaluation
 from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
-from memjax.evaluation import Losses
+from memjax.evaluation import TokenLosses
 from memjax.evaluation.provenance import device_name
 from memjax.models import LanguageModel
 from memjax.models.base import Model
@@ -56,10 +56,10 @@ def documents(
 
 def score(
     model: Model, texts: Sequence[TokenisedDocument], segment: int
-) -> tuple[Losses, float]:
+) -> tuple[TokenLosses, float]:
     """Losses of whole texts, and the seconds that reading them took."""
     began = time.monotonic()
-    losses = evaluation.losses(
+    losses = evaluation.token_losses(
         model, texts, segment=TOGETHER * segment, batch_size=min(4, len(texts))
     )
     return losses, time.monotonic() - began
@@ -74,13 +74,13 @@ class Scored(NamedTuple):
         devices: that they were scored on; calls on several machines may share a folder.
     """
 
-    losses: Losses
+    losses: TokenLosses
     seconds: float
     devices: list[str]
 
 
 def score_once(
-    prepare: Callable[[], Callable[[TokenisedDocument], Losses]],
+    prepare: Callable[[], Callable[[TokenisedDocument], TokenLosses]],
     texts: Sequence[TokenisedDocument],
     folder: Path,
 ) -> Scored:
@@ -114,7 +114,7 @@ def score_once(
     )
 
 
-def scoring(model: Model, segment: int) -> Callable[[TokenisedDocument], Losses]:
+def scoring(model: Model, segment: int) -> Callable[[TokenisedDocument], TokenLosses]:
     """What scores one text with a model."""
     return lambda text: score(model, [text], segment)[0]
 
@@ -126,14 +126,14 @@ def are_scored(texts: Sequence[TokenisedDocument], folder: Path) -> bool:
 
 def joined(
     texts: Sequence[TokenisedDocument], nll: Sequence[Float32[np.ndarray, " _"]]
-) -> Losses:
+) -> TokenLosses:
     """Losses of texts from those of each; behind a text's end there are none."""
     longest = max(len(text.tokens) - 1 for text in texts)
     found, mask = np.zeros((2, len(texts), longest), np.float32)
     for row, one in enumerate(nll):
         found[row, : len(one)], mask[row, : len(one)] = one, 1
     kinds = tuple(text.kind for text in texts)
-    return Losses(found, mask, kinds, tuple(text.name for text in texts))
+    return TokenLosses(found, mask, kinds, tuple(text.name for text in texts))
 
 
 def _file(folder: Path, text: TokenisedDocument) -> Path:
@@ -141,7 +141,7 @@ def _file(folder: Path, text: TokenisedDocument) -> Path:
     return folder / f"{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.npz"
 
 
-def by_kind(losses: Mapping[str, Losses], lengths: Sequence[int]) -> dict:
+def by_kind(losses: Mapping[str, TokenLosses], lengths: Sequence[int]) -> dict:
     """Perplexity of the positions before each length, by kind of text and model."""
     kinds = ["all", *dict.fromkeys(next(iter(losses.values())).kinds)]
     return {
@@ -158,6 +158,6 @@ def by_kind(losses: Mapping[str, Losses], lengths: Sequence[int]) -> dict:
     }
 
 
-def up_to(losses: Losses, length: int) -> Losses:
+def up_to(losses: TokenLosses, length: int) -> TokenLosses:
     """The first `length` positions."""
     return losses._replace(nll=losses.nll[:, :length], mask=losses.mask[:, :length])

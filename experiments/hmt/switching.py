@@ -39,7 +39,7 @@ from memjax.data import (
     interleave,
     load_tokens,
 )
-from memjax.evaluation import Losses, plots
+from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import source_of
 from memjax.models.base import Model, commit_state
 from memjax.models.hmt.model import HMT
@@ -245,16 +245,16 @@ def _cut(text: LongInput, segment: int, tokens: int) -> LongInput:
 
 
 def _scored(
-    losses: Losses, texts: list[LongInput], segment: int, first: int
-) -> dict[str, Losses]:
+    losses: TokenLosses, texts: list[LongInput], segment: int, first: int
+) -> dict[str, TokenLosses]:
     """The scored targets: of the text, and where there is filler, with it."""
-    causal = evaluation.scored(losses.mask.shape[1], segment, first)
+    causal = evaluation.scored_mask(losses.mask.shape[1], segment, first)
     real = np.zeros_like(losses.mask)
     for row, text in enumerate(texts):
         real[row, : len(text.origin) - 1] = text.origin[1:] != FILLER
-    found = {"text": evaluation.restrict(losses, real * causal)}
+    found = {"text": evaluation.mask_losses(losses, real * causal)}
     if any(np.any(text.origin == FILLER) for text in texts):
-        found["text and filler"] = evaluation.restrict(losses, causal)
+        found["text and filler"] = evaluation.mask_losses(losses, causal)
     return found
 
 

@@ -15,13 +15,13 @@ from experiments.lab.baselines import NGram
 from experiments.lab.intervals import mean_losses
 from memjax import evaluation
 from memjax.data import TokenisedDocument, load_tokens
-from memjax.evaluation import Losses
+from memjax.evaluation import TokenLosses
 
 
 class Measured(NamedTuple):
     """The losses of a row, averaged over seeds, and what is said of it."""
 
-    losses: Losses
+    losses: TokenLosses
     facts: dict[str, Any]
 
 
@@ -163,6 +163,6 @@ def _facts(scored: scores.Scored) -> dict[str, Any]:
     return {"scoring_seconds": scored.seconds, "devices": scored.devices}
 
 
-def _restrict(losses: Losses, texts: Texts) -> Losses:
-    mask = evaluation.scored(losses.mask.shape[1], texts.segment, texts.first)
-    return evaluation.restrict(losses, mask)
+def _restrict(losses: TokenLosses, texts: Texts) -> TokenLosses:
+    mask = evaluation.scored_mask(losses.mask.shape[1], texts.segment, texts.first)
+    return evaluation.mask_losses(losses, mask)

@@ -15,7 +15,7 @@ import numpy as np
 
 from memjax.checks import check_sizes
 from memjax.data import TokenisedDocument
-from memjax.evaluation import Losses
+from memjax.evaluation import TokenLosses
 
 #: The order that predicts best of those counted on a few million tokens.
 ORDER = 3
@@ -64,7 +64,7 @@ class NGram:
 
     def losses(
         self, documents: Sequence[TokenisedDocument], order: int | None = None
-    ) -> Losses:
+    ) -> TokenLosses:
         """Of every target of the documents, as `evaluation.losses` has them.
 
         Args:
@@ -86,4 +86,4 @@ class NGram:
                 nll[row, i - 1] = -math.log(self.probability(history, tokens[i]))
             mask[row, : len(tokens) - 1] = 1
         kinds = tuple(document.kind for document in documents)
-        return Losses(nll, mask, kinds, tuple(d.name for d in documents))
+        return TokenLosses(nll, mask, kinds, tuple(d.name for d in documents))

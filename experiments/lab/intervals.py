@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from memjax.evaluation import Losses
+from memjax.evaluation import TokenLosses
 from memjax.evaluation.statistics import (
-    LEAST_DOCUMENTS,
-    gain_by_document,
-    nats_saved,
+    MIN_DOCUMENTS,
+    loss_difference_by_document,
+    mean_loss_difference,
 )
 
 
-def gain(base: Losses, model: Losses) -> dict[str, Any]:
+def gain(base: TokenLosses, model: TokenLosses) -> dict[str, Any]:
     """What `model` saves over `base`, as JSON has it.
 
     Returns:
@@ -30,11 +30,11 @@ def gain(base: Losses, model: Losses) -> dict[str, Any]:
     }
     kinds = [kind for kind, _ in counted]
     found: dict[str, Any] = {"documents": len(counted)}
-    if min(map(kinds.count, kinds), default=0) < LEAST_DOCUMENTS:
-        nats = nats_saved(base, model)
+    if min(map(kinds.count, kinds), default=0) < MIN_DOCUMENTS:
+        nats = mean_loss_difference(base, model)
         found |= {"nats": nats, "low": None, "high": None, "standard_error": None}
     else:
-        found |= gain_by_document(base, model)._asdict()
+        found |= loss_difference_by_document(base, model)._asdict()
         nats = found["nats"]
     return found | {"perplexity_change": math.expm1(-nats)}
 
@@ -52,17 +52,17 @@ def by_seed(nats: Sequence[float]) -> str:
     return ", ".join(f"{x:+.3f}" for x in nats)
 
 
-def mean_losses(losses: Sequence[Losses]) -> Losses:
+def mean_losses(losses: Sequence[TokenLosses]) -> TokenLosses:
     """Of the same targets, by models of several seeds."""
     return losses[0]._replace(nll=np.mean([x.nll for x in losses], axis=0))
 
 
-def restrict_kind(losses: Losses, kind: str | None) -> Losses:
+def restrict_kind(losses: TokenLosses, kind: str | None) -> TokenLosses:
     """The losses of texts of one kind; all of them for None."""
     if kind is None:
         return losses
     rows = [i for i, of in enumerate(losses.kinds) if of == kind]
-    return Losses(
+    return TokenLosses(
         losses.nll[rows],
         losses.mask[rows],
         tuple(losses.kinds[i] for i in rows),

@@ -30,7 +30,7 @@ from memjax.data import (
 from memjax.data.documents.sources import open_documents
 from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
 from memjax.data.tasks.questions import QuestionInput
-from memjax.evaluation import Losses
+from memjax.evaluation import TokenLosses
 from memjax.models.base import Model
 
 
@@ -79,7 +79,7 @@ class ScoreConfig:
     @property
     def edges(self) -> list[int]:
         """Of the bins of positions: 0, `first`, 2 `first`, ..., `longest`."""
-        return evaluation.octaves(self.longest, self.first)
+        return evaluation.log2_bins(self.longest, self.first)
 
     @property
     def bins(self) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def perplexity(
 ) -> dict[str, Any]:
     """Nats of each document in each bin of positions, and the time of reading."""
     began = time.process_time()
-    found = evaluation.losses(
+    found = evaluation.token_losses(
         model,
         texts,
         segment=config.segment,
@@ -151,7 +151,7 @@ def perplexity(
 
 def binned_losses(
     documents: Sequence[Mapping[str, Any]], bins: tuple[int, int]
-) -> Losses:
+) -> TokenLosses:
     """The losses of a result with a bin in the place of a position.
 
     Sums and targets are as of single positions, so that perplexities and paired gains
@@ -166,7 +166,7 @@ def binned_losses(
     mask[:, : bins[0]] = mask[:, bins[1] :] = 0
     nll = np.where(mask > 0, part("nats"), 0).astype(np.float32)
     kinds = tuple(d["kind"] for d in documents)
-    return Losses(nll, mask, kinds, tuple(d["name"] for d in documents))
+    return TokenLosses(nll, mask, kinds, tuple(d["name"] for d in documents))
 
 
 def needles(
@@ -280,7 +280,7 @@ def _input(tokenizer, prompt: str, answer: str, item: Question) -> QuestionInput
 
 
 def _ask(model, inputs, config):
-    return evaluation.answers(
+    return evaluation.score_answers(
         model, inputs, segment=config.segment, batch_size=config.batch
     )
 

@@ -21,7 +21,7 @@ from experiments.mplus.retention.variants import with_store
 from memjax.data import TokenisedDocument, Tokenizer
 from memjax.evaluation.drawing import drawing
 from memjax.models import LanguageModel
-from memjax.models.loss import token_losses
+from memjax.models.loss import target_nll
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.read import ReadOptions, read_closed
 from memjax.training.finetune import finetune
@@ -179,7 +179,7 @@ def _losses(graph, params, memory, tokens, prompt, choosing):
     else:
         _, features = model.features(memory, inputs)
     scored = features[:, prompt - 1 :]
-    return token_losses(model.logits, scored, targets, model.vocab_size)
+    return target_nll(model.logits, scored, targets, model.vocab_size)
 
 
 def plot(

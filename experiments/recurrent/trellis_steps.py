@@ -130,7 +130,7 @@ def measure(
         return mqar.train(config, settings)[1]
     model, seconds = comparison.train(settings, _batches(settings), folder)
     length = settings.data.context_length
-    losses = evaluation.losses(
+    losses = evaluation.token_losses(
         model,
         _validation(config),
         context_length=length,

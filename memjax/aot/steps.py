@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from memjax.data import load_tokenizer
 from memjax.data.batches.batch import Batch
 from memjax.data.documents.token_file import TokenisedDocument
-from memjax.evaluation.perplexity import score_segment
+from memjax.evaluation.losses import score_segment
 from memjax.models import ModelConfig
 from memjax.models.base import Model
 from memjax.models.offload import HOST

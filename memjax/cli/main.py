@@ -130,7 +130,7 @@ def evaluate(
     sources = load_sources(own, opened.tokenizer, split)
     documents = [document for part in sources for document in part]
     with Progress("scoring", "tokens") as progress:
-        every = evaluation.losses(
+        every = evaluation.token_losses(
             found,
             documents,
             context_length=context_length,
@@ -138,7 +138,7 @@ def evaluate(
             batch_size=batch_size,
             progress=progress,
         )
-    losses, window = evaluation.causal(found, every), found.window
+    losses, window = evaluation.drop_leaked_targets(found, every), found.window
     rows = {
         kind or "all": {
             "perplexity": evaluation.perplexity(losses, kind=kind),
@@ -147,8 +147,8 @@ def evaluate(
         }
         for kind in (None, *dict.fromkeys(losses.kinds))
     }
-    edges = evaluation.octaves(losses.nll.shape[1])
-    curve = evaluation.by_position(losses, edges)
+    edges = evaluation.log2_bins(losses.nll.shape[1])
+    curve = evaluation.loss_by_position(losses, edges)
     table = Table("text", "perplexity", f"beyond {window} tokens", "all targets")
     for kind, row in rows.items():
         table.add_row(kind, *(f"{value:.3f}" for value in row.values()))

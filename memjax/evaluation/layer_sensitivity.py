@@ -17,7 +17,7 @@ from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.retrofit import attention_layers
 from memjax.models.language_model.teacher import read_whole
 from memjax.models.language_model.windowed import limited, require_unbounded_positions
-from memjax.models.loss import token_losses
+from memjax.models.loss import target_nll
 
 
 def layer_sensitivity(
@@ -114,5 +114,5 @@ def _loss(model: LanguageModel, text: Array, first: int, h: Array) -> float:
 @functools.partial(jax.jit, static_argnums=0)
 def _head(graph, variables, h, targets):
     model = nnx.merge(graph, variables)
-    losses = token_losses(model.logits, model.leave(h), targets, model.vocab_size)
+    losses = target_nll(model.logits, model.leave(h), targets, model.vocab_size)
     return losses.mean()

@@ -2,7 +2,7 @@
 
 He et al. (2025), Hierarchical Memory Transformer, https://arxiv.org/abs/2405.06067.
 HMT's summary of a segment reads its first j tokens before their logits are computed:
-a score of them would not be a prediction. `causal` leaves them out.
+a score of them would not be a prediction. `drop_leaked_targets` leaves them out.
 
 Shapes: T targets, n segments, B batch, N memory slots.
 """
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int, Int64
 
-from memjax.evaluation.perplexity import Losses
+from memjax.evaluation.losses import TokenLosses
 from memjax.models.base import Model
-from memjax.models.loss import scored
+from memjax.models.loss import scored_mask
 
 
-def causal(model: Model, losses: Losses) -> Losses:
-    """The losses without targets that their own logits have seen; see `scored`.
+def drop_leaked_targets(model: Model, losses: TokenLosses) -> TokenLosses:
+    """The losses without targets that their own logits have seen; see `scored_mask`.
 
     All of them, unless the model is an HMT whose summary reads ahead.
 
@@ -29,10 +29,10 @@ def causal(model: Model, losses: Losses) -> Losses:
     first = model.first_scored
     if first == 0:
         return losses
-    return restrict(losses, scored(losses.mask.shape[1], model.window, first))
+    return mask_losses(losses, scored_mask(losses.mask.shape[1], model.window, first))
 
 
-def restrict(losses: Losses, mask: Float[np.ndarray, "..."]) -> Losses:
+def mask_losses(losses: TokenLosses, mask: Float[np.ndarray, "..."]) -> TokenLosses:
     """Losses of which only the targets in `mask`, [T] or [R, T], count."""
     if mask.shape not in (losses.mask.shape, losses.mask.shape[1:]):
         raise ValueError(

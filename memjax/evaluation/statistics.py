@@ -3,10 +3,10 @@
 Models are compared in pairs, on the same texts or with the same seeds, so that what
 makes one text harder than another cancels.
 
-`gain_by_document` is for losses of texts. Tokens of one document are alike, and so are
-several texts of it: only documents count as independent, and are drawn anew (the
-bootstrap). `interval` and `paired` are for values that are independent themselves, as
-those of several seeds are; they use Student's t.
+`loss_difference_by_document` is for losses of texts. Tokens of one document are alike,
+and so are several texts of it: only documents count as independent, and are drawn anew
+(the bootstrap). `interval` and `paired` are for values that are themselves independent,
+as those of several seeds are; they use Student's t.
 """
 
 import math
@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Float, Float64
 from scipy.special import ndtr, stdtrit
 
-from memjax.evaluation.perplexity import Losses
+from memjax.evaluation.losses import TokenLosses
 
 #: Documents of a kind from which on an interval says something.
-LEAST_DOCUMENTS = 5
+MIN_DOCUMENTS = 5
 #: Times that the documents are drawn anew; the ends of the intervals want thousands.
 RESAMPLES = 10_000
 Values = Sequence[float] | Float[np.ndarray, " N"]
@@ -78,7 +78,7 @@ def paired(base: Values, other: Values) -> Interval:
     return interval(np.asarray(base, np.float64) - np.asarray(other, np.float64))
 
 
-class Gain(NamedTuple):
+class LossDifference(NamedTuple):
     """What a model saves over another, with its 95% interval [low, high].
 
     Attributes:
@@ -101,7 +101,7 @@ class Gain(NamedTuple):
         return self.low > 0 or self.high < 0
 
 
-def nats_saved(base: Losses, model: Losses) -> float:
+def mean_loss_difference(base: TokenLosses, model: TokenLosses) -> float:
     """Mean over all targets of what `model` saves over `base`; NaN without targets.
 
     Raises:
@@ -113,7 +113,9 @@ def nats_saved(base: Losses, model: Losses) -> float:
     return float(totals.saved.sum() / totals.targets.sum())
 
 
-def gain_by_document(base: Losses, model: Losses, *, seed: int = 0) -> Gain:
+def loss_difference_by_document(
+    base: TokenLosses, model: TokenLosses, *, seed: int = 0
+) -> LossDifference:
     """What `model` saves over `base`, with an interval by drawing documents anew.
 
     Documents are drawn with replacement, as many of each kind as there are, and all of
@@ -128,7 +130,7 @@ def gain_by_document(base: Losses, model: Losses, *, seed: int = 0) -> Gain:
 
     Raises:
         ValueError: if they are not losses of the same targets, there are none, or there
-            are fewer than `LEAST_DOCUMENTS` documents of a kind.
+            are fewer than `MIN_DOCUMENTS` documents of a kind.
     """
     totals = _totals(base, model)
     if not totals.kinds:
@@ -138,9 +140,9 @@ def gain_by_document(base: Losses, model: Losses, *, seed: int = 0) -> Gain:
     for kind in sorted(set(totals.kinds)):
         values = np.stack([totals.saved, totals.targets])[:, kinds == kind]
         count = values.shape[1]
-        if count < LEAST_DOCUMENTS:
+        if count < MIN_DOCUMENTS:
             raise ValueError(
-                f"an interval needs at least {LEAST_DOCUMENTS} documents of a kind, "
+                f"an interval needs at least {MIN_DOCUMENTS} documents of a kind, "
                 f"got {count} of {kind!r}"
             )
         # How often each document is drawn.
@@ -152,7 +154,7 @@ def gain_by_document(base: Losses, model: Losses, *, seed: int = 0) -> Gain:
     wider = math.sqrt(len(kinds) / free)
     tail = float(ndtr(-wider * stdtrit(free, 0.975)))
     low, high = np.quantile(means, [tail, 1 - tail])
-    return Gain(
+    return LossDifference(
         nats=float(totals.saved.sum() / totals.targets.sum()),
         low=float(low),
         high=float(high),
@@ -169,7 +171,7 @@ class _Totals(NamedTuple):
     kinds: tuple[str, ...]
 
 
-def _totals(base: Losses, model: Losses) -> _Totals:
+def _totals(base: TokenLosses, model: TokenLosses) -> _Totals:
     same = base.documents == model.documents and base.kinds == model.kinds
     if not same or not np.array_equal(base.mask, model.mask):
         raise ValueError("base and model must be losses of the same targets")

@@ -19,7 +19,7 @@ Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
 LOGITS_AT_A_TIME = 2**25
 
 
-def token_losses(
+def target_nll(
     logits: Head,
     features: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
@@ -54,7 +54,7 @@ def loss_sum(
     mask: Float[Array, "B T"],
     vocab_size: int,
 ) -> Float[Array, ""]:
-    """Sum of `token_losses` times the mask, whose gradients come with the losses.
+    """Sum of `target_nll` times the mask, whose gradients come with the losses.
 
     A chunk's logits give its loss and at once the gradients of features and head, so
     that they are computed once: three products with the head, where computing them
@@ -204,7 +204,7 @@ def last_positions(mask: Float[Array, "B T"], count: int) -> Int[Array, "B n"]:
     return jnp.argsort(mask > 0, axis=1, stable=True)[:, mask.shape[1] - count :]
 
 
-def scored(length: int, segment: int, first: int) -> Float32[np.ndarray, " T"]:
+def scored_mask(length: int, segment: int, first: int) -> Float32[np.ndarray, " T"]:
     """1 where a target lies at `first` or later in its segment, else 0.
 
     Target i lies in segment (i + 1) // L.

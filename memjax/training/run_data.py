@@ -155,7 +155,7 @@ def validation(
 
     def evaluate(state, should_stop):
         trained = model_of(graph, state)
-        losses = evaluation.losses(
+        losses = evaluation.token_losses(
             trained,
             documents,
             context_length=length,
@@ -165,7 +165,7 @@ def validation(
         )
         # A model that reads ahead has seen some of the targets; those are no
         # predictions.
-        losses = evaluation.causal(trained, losses)
+        losses = evaluation.drop_leaked_targets(trained, losses)
         return {
             "validation_perplexity": evaluation.perplexity(losses),
             "validation_perplexity_beyond_window": evaluation.perplexity(

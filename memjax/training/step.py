@@ -19,7 +19,7 @@ from memjax.models.loss import (
     last_positions,
     last_targets,
     loss_sum,
-    scored,
+    scored_mask,
 )
 
 Metrics = dict[str, Scalar]
@@ -235,7 +235,7 @@ def _loss_mask(model, config, mask):
                     f"loss_on='scored' needs batches of whole segments of "
                     f"{model.window} tokens in a stream, got {t} tokens"
                 )
-            return mask * scored(t, model.window, first)[None]
+            return mask * scored_mask(t, model.window, first)[None]
         case _:
             return mask
 

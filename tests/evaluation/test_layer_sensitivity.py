@@ -10,7 +10,7 @@ from memjax.evaluation.layer_sensitivity import layer_sensitivity, most_sensitiv
 from memjax.mechanisms import AttentionConfig, DeltaNetConfig
 from memjax.models.language_model.rebuilt import with_config
 from memjax.models.language_model.windowed import limited
-from memjax.models.loss import token_losses
+from memjax.models.loss import target_nll
 from tests import tiny
 
 WINDOW, SINKS = 4, 1
@@ -19,7 +19,7 @@ WINDOW, SINKS = 4, 1
 def loss_beyond(model, texts):
     state = model.init_state(len(texts))
     _, features = tiny.method(model, "features", state, jnp.asarray(texts[:, :-1]))
-    losses = token_losses(
+    losses = target_nll(
         model.logits, features, jnp.asarray(texts[:, 1:]), model.vocab_size
     )
     return float(losses[:, WINDOW + SINKS :].mean())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from memjax import evaluation
-from memjax.evaluation import Losses
+from memjax.evaluation import TokenLosses
 from memjax.mechanisms import AttentionConfig
 from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt
 from tests import tiny
@@ -36,7 +36,7 @@ def model():
 @pytest.mark.parametrize("first", [0, 1, 2, 4])
 def test_targets_count_by_their_place_in_their_segment(first):
     length = 11
-    mask = evaluation.scored(length, L, first)
+    mask = evaluation.scored_mask(length, L, first)
     for target in range(length):
         token = target + 1
         assert mask[target] == (token - token // L * L >= first)
@@ -45,7 +45,7 @@ def test_targets_count_by_their_place_in_their_segment(first):
 @pytest.mark.slow
 def test_what_is_scored_has_not_been_seen():
     """Changing a token changes nothing that it, or one before it, is scored from."""
-    mask = evaluation.scored(6 * L, L, CONFIG.summary)
+    mask = evaluation.scored_mask(6 * L, L, CONFIG.summary)
     state = model().init_state(1)
     read = lambda tokens: tiny.method(model(), "features", state, tokens[None])[1][0]
     features = lambda tokens: np.asarray(read(tokens))
@@ -64,13 +64,13 @@ def test_what_is_scored_has_not_been_seen():
 def test_restricting_leaves_the_rest_out():
     nll = np.arange(6, dtype=np.float32).reshape(2, 3)
     mask = np.array([[1, 1, 1], [1, 0, 0]], np.float32)
-    whole = Losses(nll, mask, ("a", "b"), ("one", "two"))
-    some = evaluation.restrict(whole, np.array([0, 1, 1], np.float32))
+    whole = TokenLosses(nll, mask, ("a", "b"), ("one", "two"))
+    some = evaluation.mask_losses(whole, np.array([0, 1, 1], np.float32))
     assert evaluation.perplexity(some) == pytest.approx(np.exp((1 + 2) / 2))
-    rows = evaluation.restrict(whole, np.array([[0, 0, 1], [1, 1, 1]], np.float32))
+    rows = evaluation.mask_losses(whole, np.array([[0, 0, 1], [1, 1, 1]], np.float32))
     assert evaluation.perplexity(rows) == pytest.approx(np.exp((2 + 3) / 2))
     with pytest.raises(ValueError, match=r"mask must be \(3,\) or \(2, 3\)"):
-        evaluation.restrict(whole, np.ones(2, np.float32))
+        evaluation.mask_losses(whole, np.ones(2, np.float32))
 
 
 @pytest.mark.slow
@@ -132,4 +132,4 @@ def test_the_summary_of_searches_stands_beside_chance():
 )
 def test_sizes_out_of_range_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
-        evaluation.scored(*sizes)
+        evaluation.scored_mask(*sizes)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from memjax.evaluation import Losses
+from memjax.evaluation import TokenLosses
 from memjax.evaluation.statistics import (
-    Gain,
-    gain_by_document,
+    LossDifference,
     interval,
-    nats_saved,
+    loss_difference_by_document,
+    mean_loss_difference,
     paired,
     standard_error,
 )
@@ -64,14 +64,14 @@ def losses(saved, targets, kinds=None, texts=1):
     names = tuple(f"document {i}" for i in range(count))
     nll, mask = (np.repeat(x, texts, axis=0) for x in (nll, mask))
     many = lambda x: tuple(name for name in x for _ in range(texts))
-    base = Losses(nll, mask, many(kinds), many(names))
+    base = TokenLosses(nll, mask, many(kinds), many(names))
     less = np.repeat(np.asarray(saved, np.float32)[:, None], texts, axis=0)
     return base, base._replace(nll=(base.nll - less * base.mask))
 
 
 def test_gain_is_the_mean_over_targets_with_the_error_over_documents():
     saved = np.random.default_rng(0).normal(0.1, 0.05, 40)
-    found = gain_by_document(*losses(saved, [10] * 40))
+    found = loss_difference_by_document(*losses(saved, [10] * 40))
     assert found.nats == pytest.approx(saved.mean(), rel=1e-4)
     # Equal documents: the bootstrap and Student's t tell the same.
     student = interval(saved)
@@ -83,21 +83,24 @@ def test_gain_is_the_mean_over_targets_with_the_error_over_documents():
 
 def test_gain_of_few_documents_is_as_unsure_as_by_student():
     saved = [0.3, -0.1, 0.2, 0.05, 0.1, 0.0]
-    found, student = gain_by_document(*losses(saved, [7] * 6)), interval(saved)
+    found, student = (
+        loss_difference_by_document(*losses(saved, [7] * 6)),
+        interval(saved),
+    )
     assert found.high - found.low == pytest.approx(student.high - student.low, rel=0.2)
     assert not found.excludes_zero
 
 
 def test_long_documents_count_for_more():
     base, model = losses([1.0, 0, 0, 0, 0], [6, 1, 1, 1, 1])
-    assert gain_by_document(base, model).nats == pytest.approx(0.6, rel=1e-5)
-    assert nats_saved(base, model) == pytest.approx(0.6, rel=1e-5)
+    assert loss_difference_by_document(base, model).nats == pytest.approx(0.6, rel=1e-5)
+    assert mean_loss_difference(base, model) == pytest.approx(0.6, rel=1e-5)
 
 
 def test_texts_of_one_document_are_no_more_evidence_than_one():
     saved, targets = [0.3, -0.1, 0.2, 0.05, 0.1, 0.0], [9] * 6
-    once = gain_by_document(*losses(saved, targets))
-    cut = gain_by_document(*losses(saved, targets, texts=50))
+    once = loss_difference_by_document(*losses(saved, targets))
+    cut = loss_difference_by_document(*losses(saved, targets, texts=50))
     np.testing.assert_allclose(cut, once, rtol=1e-4, atol=1e-6)
 
 
@@ -105,21 +108,27 @@ def test_documents_are_drawn_within_their_kind():
     # Kinds differ, their documents do not: nothing is unsure.
     kinds = ("book",) * 5 + ("code",) * 5
     base, model = losses([1.0] * 5 + [0.0] * 5, [4] * 10, kinds)
-    assert gain_by_document(base, model).standard_error == pytest.approx(0, abs=1e-6)
+    assert loss_difference_by_document(base, model).standard_error == pytest.approx(
+        0, abs=1e-6
+    )
 
 
 def test_the_same_seed_gives_the_same_interval():
     base, model = losses([0.3, -0.1, 0.2, 0.05, 0.1], [3, 4, 5, 6, 7])
-    assert gain_by_document(base, model) == gain_by_document(base, model)
-    assert gain_by_document(base, model, seed=1) != gain_by_document(base, model)
+    assert loss_difference_by_document(base, model) == loss_difference_by_document(
+        base, model
+    )
+    assert loss_difference_by_document(
+        base, model, seed=1
+    ) != loss_difference_by_document(base, model)
 
 
 def test_too_few_documents_are_refused_by_kind():
     kinds = ("book",) * 5 + ("code",) * 4
     base, model = losses([0.1] * 9, [3] * 9, kinds)
     with pytest.raises(ValueError, match="at least 5 documents.*got 4 of 'code'"):
-        gain_by_document(base, model)
-    assert nats_saved(base, model) == pytest.approx(0.1, rel=1e-4)
+        loss_difference_by_document(base, model)
+    assert mean_loss_difference(base, model) == pytest.approx(0.1, rel=1e-4)
 
 
 def test_losses_of_other_targets_are_refused():
@@ -129,13 +138,13 @@ def test_losses_of_other_targets_are_refused():
         model._replace(documents=model.documents[::-1]),
     ):
         with pytest.raises(ValueError, match="losses of the same targets"):
-            gain_by_document(base, other)
+            loss_difference_by_document(base, other)
     none = base._replace(mask=base.mask * 0)
     with pytest.raises(ValueError, match="must have targets"):
-        gain_by_document(none, none)
-    assert math.isnan(nats_saved(none, none))
+        loss_difference_by_document(none, none)
+    assert math.isnan(mean_loss_difference(none, none))
 
 
 def test_an_interval_across_zero_does_not_exclude_it():
-    assert Gain(-1, -2, -0.5, 0.1, 5).excludes_zero
-    assert not Gain(0.1, -0.1, 0.3, 0.1, 5).excludes_zero
+    assert LossDifference(-1, -2, -0.5, 0.1, 5).excludes_zero
+    assert not LossDifference(0.1, -0.1, 0.3, 0.1, 5).excludes_zero

@@ -18,7 +18,7 @@ TARGETS = RNG.integers(0, V, (B, T), dtype=np.int32)
 
 
 def losses_of(head, features):
-    return loss.token_losses(lambda x: x @ head, features, jnp.asarray(TARGETS), V)
+    return loss.target_nll(lambda x: x @ head, features, jnp.asarray(TARGETS), V)
 
 
 # 1, 2, 3 and all 7 positions of both rows at a time; a budget too small takes 1.
@@ -33,7 +33,7 @@ def test_chunks_give_each_targets_negative_log_likelihood(
         shapes.append(x.shape)
         return x @ HEAD
 
-    losses = loss.token_losses(logits, jnp.asarray(FEATURES), jnp.asarray(TARGETS), V)
+    losses = loss.target_nll(logits, jnp.asarray(FEATURES), jnp.asarray(TARGETS), V)
     scores = np.asarray(FEATURES, np.float64) @ np.asarray(HEAD, np.float64)
     expected = np.log(np.exp(scores).sum(-1)) - np.take_along_axis(
         scores, np.asarray(TARGETS)[..., None], -1

@@ -17,7 +17,7 @@ from memjax.mechanisms import SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import hmt
-from memjax.models.loss import scored, token_losses
+from memjax.models.loss import scored_mask, target_nll
 from memjax.training.step import (
     StepConfig,
     TrainState,
@@ -97,7 +97,7 @@ def mean_loss(params, batch, cut):
         memory, features = model.features(memory, tokens)
         targets = jnp.asarray(batch.targets[:, start:stop])
         mask = batch.mask[:, start:stop]
-        total += (token_losses(model.logits, features, targets, V) * mask).sum()
+        total += (target_nll(model.logits, features, targets, V) * mask).sum()
     return total / batch.mask.sum()
 
 
@@ -268,7 +268,7 @@ def test_hmt_with_retrieval_is_scored_from_j_on():
     model = tiny.drawn(lambda: hmt(LanguageModel(CONFIG, key=key), memory, key=key))
     place = (np.arange(T) + 1) % 4
     assert model.first_scored == 1 and MODEL.first_scored == 0
-    np.testing.assert_array_equal(scored(T, 4, 1), place >= 1)
+    np.testing.assert_array_equal(scored_mask(T, 4, 1), place >= 1)
     causal = dataclasses.replace(memory, summary_source="previous")
     assert nnx.eval_shape(lambda: hmt(MODEL, causal, key=key)).first_scored == 0
     config = StepConfig(loss_on="scored")
@@ -296,7 +296,7 @@ def test_hmt_with_retrieval_is_scored_from_j_on():
 )
 def test_places_that_cannot_be_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
-        scored(*sizes)
+        scored_mask(*sizes)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ program. `retrieval.py` has the first two equations, `segment.py` the others.
 
 **Reading ahead.** S_n depends on the segment's first j tokens, and P_n stands before
 them: their logits depend on tokens up to j. Scores count tokens from j on
-(`StepConfig.loss_on="scored"`, `evaluation.scored`). Splitting a text into calls is
-then exact at the boundaries of segments, and inside a segment for all tokens from j on:
+(`StepConfig.loss_on="scored"`, `evaluation.scored_mask`). Splitting a text into calls
+is then exact at segment boundaries, and inside a segment for all tokens from j on:
 a call reads the open segment again from its start, with the summary of all its tokens.
 A call of a single token, which is how text is generated, keeps the prompt that the
 segment has; a segment that such calls began uses the previous segment's summary until

@@ -30,7 +30,7 @@ def model():
 
 
 def _loss(model, text):
-    found = evaluation.losses(model, [text], segment=20, batch_size=1)
+    found = evaluation.token_losses(model, [text], segment=20, batch_size=1)
     return found.nll[0, CONFIG.first :].mean()
 
 

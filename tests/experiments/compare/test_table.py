@@ -18,7 +18,7 @@ from experiments.tables import compare as tables
 from memjax import evaluation
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.data.documents.tokens import TokenisedDocument
-from memjax.evaluation.statistics import gain_by_document
+from memjax.evaluation.statistics import loss_difference_by_document
 from memjax.models.language_model.windowed import with_window
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.retrofit_stage import RetrofitStage
@@ -62,7 +62,7 @@ def texts():
 def test_binned_losses_compare_as_those_of_positions(model, texts):
     narrow = with_window(model, 2)
     whole = [
-        evaluation.losses(one, texts, segment=20, batch_size=2)
+        evaluation.token_losses(one, texts, segment=20, batch_size=2)
         for one in (narrow, model)
     ]
     found = [scores.perplexity(one, texts, SCORES) for one in (narrow, model)]
@@ -75,7 +75,9 @@ def test_binned_losses_compare_as_those_of_positions(model, texts):
         one.nll[:] *= late
         one.mask[:] *= late
     np.testing.assert_allclose(
-        gain_by_document(*binned), gain_by_document(*whole), atol=1e-5
+        loss_difference_by_document(*binned),
+        loss_difference_by_document(*whole),
+        atol=1e-5,
     )
     assert found[0]["tokens"] == 15 * 20 and SCORES.edges == [0, 5, 10, 20]
 

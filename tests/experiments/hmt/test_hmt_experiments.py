@@ -23,7 +23,7 @@ from experiments.hmt import (
 )
 from experiments.lab.intervals import gain, restrict_kind, shown
 from memjax.data import Question, load_tokens
-from memjax.evaluation import Losses
+from memjax.evaluation import TokenLosses
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.windowed import with_window
@@ -249,7 +249,7 @@ def test_a_window_of_equal_memory_is_the_smallest_that_is_no_smaller():
 def losses(nll, kinds):
     nll = np.asarray(nll, np.float32)
     names = tuple(str(i) for i in range(len(kinds)))
-    return Losses(nll, np.ones_like(nll), tuple(kinds), names)
+    return TokenLosses(nll, np.ones_like(nll), tuple(kinds), names)
 
 
 def test_a_gain_of_few_documents_has_no_interval():

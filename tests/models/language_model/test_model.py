@@ -21,7 +21,7 @@ from memjax.mechanisms.layers.norms import rms_norm
 from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.language_model.config import Architecture
 from memjax.models.language_model.presets import ELASTIC_SIZES, FAMILIES, PRESETS, SIZES
-from memjax.models.loss import token_losses
+from memjax.models.loss import target_nll
 
 B, T, V, D = 2, 10, 23, 16
 CONFIG = ModelConfig(
@@ -132,7 +132,7 @@ def gradients(**options):
         _, features = model.features(
             jax.tree.unflatten(structure, merged), TOKENS[:, :5]
         )
-        return token_losses(model.logits, features, TOKENS[:, 5:], V).mean()
+        return target_nll(model.logits, features, TOKENS[:, 5:], V).mean()
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, floats)
 

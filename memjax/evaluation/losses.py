@@ -16,10 +16,10 @@ from jaxtyping import Array, Float32, Int32
 
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.models.base import Model, commit_state
-from memjax.models.loss import token_losses
+from memjax.models.loss import target_nll
 
 
-class Losses(NamedTuple):
+class TokenLosses(NamedTuple):
     """Losses of R texts of up to T tokens.
 
     Attributes:
@@ -35,7 +35,7 @@ class Losses(NamedTuple):
     documents: tuple[str, ...]
 
 
-def losses(
+def token_losses(
     model: Model,
     documents: Sequence[TokenisedDocument],
     *,
@@ -44,7 +44,7 @@ def losses(
     batch_size: int = 8,
     should_stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Losses:
+) -> TokenLosses:
     """Reads documents segment by segment and keeps every token's loss.
 
     Args:
@@ -72,7 +72,7 @@ def losses(
     order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))
     longest = max(len(text.tokens) for text in texts) - 1
     nll, mask = np.zeros((2, len(texts), longest), np.float32)
-    found = Losses(
+    found = TokenLosses(
         nll, mask, tuple(t.kind for t in texts), tuple(t.name for t in texts)
     )
     done, total = 0, sum(len(text.tokens) - 1 for text in texts)
@@ -102,7 +102,9 @@ def losses(
     return found
 
 
-def perplexity(losses: Losses, *, kind: str | None = None, first: int = 0) -> float:
+def perplexity(
+    losses: TokenLosses, *, kind: str | None = None, first: int = 0
+) -> float:
     """exp of the mean loss over positions from `first` on, of one kind or of all.
 
     NaN where there is no such position.
@@ -114,7 +116,7 @@ def perplexity(losses: Losses, *, kind: str | None = None, first: int = 0) -> fl
     return float(np.exp(total / tokens)) if tokens else float("nan")
 
 
-def by_position(losses: Losses, edges: Sequence[int]) -> list[float]:
+def loss_by_position(losses: TokenLosses, edges: Sequence[int]) -> list[float]:
     """Mean loss in nats of the positions in [edges[i], edges[i+1]), NaN where none."""
     means = []
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
@@ -124,7 +126,7 @@ def by_position(losses: Losses, edges: Sequence[int]) -> list[float]:
     return means
 
 
-def octaves(longest: int, first: int = 16) -> list[int]:
+def log2_bins(longest: int, first: int = 16) -> list[int]:
     """Bin edges 0, first, 2 first, 4 first, ... that end at `longest`."""
     edges = [0]
     while first < longest:
@@ -139,7 +141,7 @@ def score_segment(graph, params, state, tokens, targets) -> tuple[tuple, Array]:
     model = nnx.merge(graph, params)
     state, features = model.features(state, tokens)
     vocab_size = model.vocab_size
-    return state, token_losses(model.logits, features, targets, vocab_size)
+    return state, target_nll(model.logits, features, targets, vocab_size)
 
 
 def _texts(documents, context_length):

@@ -11,12 +11,12 @@ from flax import nnx
 
 from memjax import evaluation
 from memjax.data.documents.tokens import TokenisedDocument
-from memjax.evaluation import Losses
+from memjax.evaluation import TokenLosses
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig
 
 # The module, whose name in the package is a function's.
-scoring = importlib.import_module("memjax.evaluation.perplexity")
+scoring = importlib.import_module("memjax.evaluation.losses")
 
 V = 11
 CONFIG = ModelConfig(
@@ -55,8 +55,8 @@ def token_by_token(tokens):
     return np.array(nll)
 
 
-def run(documents=(LONG, SHORT), segment=5, batch_size=2, **options) -> Losses:
-    return evaluation.losses(
+def run(documents=(LONG, SHORT), segment=5, batch_size=2, **options) -> TokenLosses:
+    return evaluation.token_losses(
         MODEL, documents, segment=segment, batch_size=batch_size, **options
     )
 
@@ -96,7 +96,7 @@ def test_equal_models_compile_one_program_whether_loaded_or_new(whole):
     loaded = nnx.merge(graph, jax.device_put(params, jax.devices()[0]))
     assert graph == nnx.graphdef(MODEL)
     before = scoring.score_segment._cache_size()
-    found = evaluation.losses(loaded, [LONG, SHORT], segment=5, batch_size=2)
+    found = evaluation.token_losses(loaded, [LONG, SHORT], segment=5, batch_size=2)
     np.testing.assert_array_equal(found.nll, whole.nll)
     # Of committed arrays, for all of its five segments.
     assert scoring.score_segment._cache_size() <= before + 1
@@ -143,11 +143,11 @@ def test_stopping_returns_what_was_read(whole):
 def test_parameters_are_read_from_the_model_at_each_call(whole):
     graph, params = nnx.split(MODEL)
     model: Any = nnx.merge(graph, jax.tree.map(lambda x: x * 1.1, params))
-    other = evaluation.losses(model, [LONG, SHORT], segment=5, batch_size=2)
+    other = evaluation.token_losses(model, [LONG, SHORT], segment=5, batch_size=2)
     assert np.abs(other.nll - whole.nll).max() > 1e-3
 
 
-HAND = Losses(
+HAND = TokenLosses(
     nll=np.array([[1, 2, 3, 4], [5, 6, 0, 0], [7, 0, 0, 0]], np.float32),
     mask=np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], np.float32),
     kinds=("book", "code", "book"),
@@ -175,7 +175,7 @@ def test_no_position_has_no_perplexity():
 
 
 def test_loss_by_position_bins_every_token_once():
-    means = evaluation.by_position(HAND, [0, 1, 3, 4, 9])
+    means = evaluation.loss_by_position(HAND, [0, 1, 3, 4, 9])
     assert means[:3] == pytest.approx([13 / 3, 11 / 3, 4])
     assert np.isnan(means[3])
 
@@ -190,7 +190,7 @@ def test_loss_by_position_bins_every_token_once():
     ],
 )
 def test_octaves_double_and_end_at_the_longest(longest, edges):
-    assert evaluation.octaves(longest) == edges
+    assert evaluation.log2_bins(longest) == edges
 
 
 @pytest.mark.parametrize(

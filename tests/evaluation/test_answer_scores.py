@@ -54,7 +54,7 @@ INPUTS = [entry(13, 2), entry(4, 3, 1), entry(20, 1, 2)]
 
 @pytest.mark.slow
 def test_losses_are_those_of_the_whole_text():
-    scores = evaluation.answers(backbone(), INPUTS, segment=5, batch_size=2)
+    scores = evaluation.score_answers(backbone(), INPUTS, segment=5, batch_size=2)
     assert scores.mask.sum(axis=1).tolist() == [2, 3, 1]
     every = []
     for row, text in enumerate(INPUTS):
@@ -85,7 +85,7 @@ def test_what_greedy_decoding_writes_is_exact():
     wrong = right.copy()
     wrong[-2] = (wrong[-2] + 1) % V
     texts = [INPUTS[0]._replace(tokens=tokens) for tokens in (right, wrong)]
-    exact = evaluation.answers(backbone(), texts, segment=8, batch_size=2).exact
+    exact = evaluation.score_answers(backbone(), texts, segment=8, batch_size=2).exact
     assert exact.tolist() == [True, False]
 
 
@@ -100,7 +100,9 @@ def probability_of_any_answer(texts):
             tokens = text.tokens.copy()
             tokens[text.answer :] = (tokens[text.answer :] + token) % V
             every.append(text._replace(tokens=tokens))
-    scores = evaluation.answers(searching(), every, segment=L, batch_size=len(every))
+    scores = evaluation.score_answers(
+        searching(), every, segment=L, batch_size=len(every)
+    )
     return np.exp(-scores.nll[:, 0]).reshape(V, len(texts)).sum(axis=0)
 
 
@@ -127,4 +129,4 @@ def test_an_aligned_answer_is_not_read_ahead():
 def test_what_cannot_be_scored_is_refused(change, message):
     options = dict(inputs=INPUTS, segment=5, batch_size=2) | change
     with pytest.raises(ValueError, match=message):
-        evaluation.answers(backbone(), options.pop("inputs"), **options)
+        evaluation.score_answers(backbone(), options.pop("inputs"), **options)

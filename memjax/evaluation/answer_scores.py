@@ -22,7 +22,7 @@ from memjax.data.tasks.questions import QuestionInput
 from memjax.models.base import Model, commit_state
 
 
-class Answers(NamedTuple):
+class AnswerScores(NamedTuple):
     """Scores of R answers of up to A tokens.
 
     Attributes:
@@ -36,9 +36,9 @@ class Answers(NamedTuple):
     exact: Bool[np.ndarray, " R"]
 
 
-def answers(
+def score_answers(
     model: Model, inputs: Sequence[QuestionInput], *, segment: int, batch_size: int = 4
-) -> Answers:
+) -> AnswerScores:
     """Reads every input with an empty memory and scores its answer.
 
     Args:
@@ -74,10 +74,12 @@ def answers(
         mask[rows] = real[:count]
         nll[rows] = np.asarray(scores)[:count] * real[:count]
         right[rows] = (np.asarray(likeliest) | (real == 0))[:count]
-    return Answers(nll, mask, np.asarray(right.all(axis=1)))
+    return AnswerScores(nll, mask, np.asarray(right.all(axis=1)))
 
 
-def answer_perplexity(answers: Answers, rows: Sequence[int] | None = None) -> float:
+def answer_perplexity(
+    answers: AnswerScores, rows: Sequence[int] | None = None
+) -> float:
     """exp of the mean loss over the answers' tokens, of all rows or of some."""
     rows = range(len(answers.mask)) if rows is None else rows
     tokens = answers.mask[list(rows)].sum(dtype=np.float64)
