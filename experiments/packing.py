@@ -43,7 +43,7 @@ class Config:
     """What is timed.
 
     Attributes:
-        models: presets whose mixers take packed rows.
+        models: presets whose mechanisms take packed rows.
         context: T, tokens of a row.
         short_context: of the rows "chunked, short"; as many tokens an update.
         tokens: of an update.
@@ -129,8 +129,8 @@ def make_batches(config: Config, name: str, rows: Rows) -> BatchIterator:
     given = (short_documents(config), *sizes)
     match rows:
         case "packed":
-            mixers = preset(name, 4096).mixers
-            return packed_batches(*given, start_multiple=start_multiple(mixers))
+            mechanisms = preset(name, 4096).mechanisms
+            return packed_batches(*given, start_multiple=start_multiple(mechanisms))
         case "one a row":
             return streamed_batches(*given)
         case _:

@@ -13,7 +13,7 @@ from memjax.config_io import completed, from_record, to_record
 from memjax.mechanisms import BesideConfig, InfiniConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.models import ModelConfig
-from memjax.models.language_model.config import MIXERS
+from memjax.models.language_model.config import MECHANISMS
 from memjax.training import pretrain as run
 
 
@@ -123,45 +123,58 @@ def test_values_are_checked_as_in_code():
     record = to_record(ModelConfig())
     with pytest.raises(ValueError, match="vocab_size must be at least 1, got 0"):
         from_record(ModelConfig, record | dict(vocab_size=0))
-    (mixer,) = record["mixers"]
-    with pytest.raises(ValueError, match=r"config.mixers\[0\].window must be .*'2'"):
-        from_record(ModelConfig, record | dict(mixers=[mixer | dict(window="2")]))
+    (mechanism,) = record["mechanisms"]
+    with pytest.raises(
+        ValueError, match=r"config.mechanisms\[0\].window must be .*'2'"
+    ):
+        from_record(
+            ModelConfig, record | dict(mechanisms=[mechanism | dict(window="2")])
+        )
 
 
 @pytest.mark.parametrize(
-    "mixer,message",
+    "mechanism,message",
     [
-        (dict(type="Trelis"), r"mixers\[0\].type must be one of .* got 'Trelis'"),
+        (dict(type="Trelis"), r"mechanisms\[0\].type must be one of .* got 'Trelis'"),
         (dict(type="TreliConfig"), r"did you mean 'TrellisConfig'"),
-        (dict(type="RecurrentConfig"), "mixers.0..type must be one of .*AttentionC"),
+        (
+            dict(type="RecurrentConfig"),
+            "mechanisms.0..type must be one of .*AttentionC",
+        ),
         (dict(type="os.system"), "must be one of .*, got 'os.system'"),
         (dict(type=["TrellisConfig"]), "must be an object with a type, got {'type': "),
-        (dict(type="GLAConfig"), r"config.mixers\[0\].model_dim is missing"),
-        (dict(model_dim=8), r"mixers\[0\] must be an object with a type, got {'model"),
-        ("TrellisConfig", r"mixers\[0\] must be an object with a type, got 'Trellis"),
+        (dict(type="GLAConfig"), r"config.mechanisms\[0\].model_dim is missing"),
+        (
+            dict(model_dim=8),
+            r"mechanisms\[0\] must be an object with a type, got {'model",
+        ),
+        (
+            "TrellisConfig",
+            r"mechanisms\[0\] must be an object with a type, got 'Trellis",
+        ),
     ],
 )
-def test_a_file_names_only_mixers_that_there_are(mixer, message):
+def test_a_file_names_only_mechanisms_that_there_are(mechanism, message):
     record = to_record(ModelConfig())
     with pytest.raises(ValueError, match=message):
-        from_record(ModelConfig, record | dict(mixers=[mixer]))
+        from_record(ModelConfig, record | dict(mechanisms=[mechanism]))
 
 
-def test_every_exported_mixer_survives_json():
-    for kind in MIXERS:
+def test_every_exported_mechanism_survives_json():
+    for kind in MECHANISMS:
         sizes: dict[str, Any] = dict(model_dim=8, num_heads=2)
         if issubclass(kind, HeadsConfig):
             sizes |= dict(num_kv_heads=2, head_dim=4)
         else:
             sizes |= dict(key_dim=4, value_dim=4)
-        mixer: Any
+        mechanism: Any
         if kind is BesideConfig:
             # Two configurations in one, the memory by its name.
             window = SlidingWindowConfig(8, 2, 2, 4, window=4)
-            mixer = BesideConfig(window, InfiniConfig(2, 2, 4, 4))
+            mechanism = BesideConfig(window, InfiniConfig(2, 2, 4, 4))
         else:
-            mixer = kind(**sizes)
-        model = ModelConfig(mixers=(mixer,), model_dim=8)
+            mechanism = kind(**sizes)
+        model = ModelConfig(mechanisms=(mechanism,), model_dim=8)
         record = json.loads(json.dumps(to_record(model)))
-        assert record["mixers"][0]["type"] == kind.__name__
+        assert record["mechanisms"][0]["type"] == kind.__name__
         assert from_record(ModelConfig, record) == model

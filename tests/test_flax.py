@@ -38,7 +38,7 @@ from memjax.models import (
     rmt,
 )
 from memjax.models.hmt.config import HMTConfig
-from memjax.models.language_model.config import MIXERS
+from memjax.models.language_model.config import MECHANISMS
 from memjax.models.mplus.config import MPlusConfig
 from memjax.nnx import Memory, as_arrays, tabulate
 
@@ -86,10 +86,10 @@ def mechanism(name: str) -> Mechanism:
     return CONFIGS[name].build()
 
 
-def model_config(*mixers: str) -> ModelConfig:
+def model_config(*mechanisms: str) -> ModelConfig:
     return ModelConfig(
-        mixers=tuple(CONFIGS[name] for name in mixers),
-        num_layers=len(mixers),
+        mechanisms=tuple(CONFIGS[name] for name in mechanisms),
+        num_layers=len(mechanisms),
         vocab_size=V,
         model_dim=D,
         hidden_dim=12,
@@ -99,8 +99,8 @@ def model_config(*mixers: str) -> ModelConfig:
     )
 
 
-def language_model(*mixers: str) -> LanguageModel:
-    return LanguageModel(model_config(*mixers), rngs=nnx.Rngs(0))
+def language_model(*mechanisms: str) -> LanguageModel:
+    return LanguageModel(model_config(*mechanisms), rngs=nnx.Rngs(0))
 
 
 def model(name: str) -> Any:
@@ -177,7 +177,7 @@ def arrays(model):
 
 
 def test_every_mechanism_has_a_row():
-    assert {type(config) for config in CONFIGS.values()} == {*MIXERS}
+    assert {type(config) for config in CONFIGS.values()} == {*MECHANISMS}
 
 
 @pytest.mark.parametrize("name", rows(CONFIGS, ("attention", "trellis")))

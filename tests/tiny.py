@@ -22,7 +22,7 @@ from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 
 LLAMA = ModelConfig(
-    mixers=(AttentionConfig(16, 4, 2, 4, capacity=64),),
+    mechanisms=(AttentionConfig(16, 4, 2, 4, capacity=64),),
     num_layers=2,
     vocab_size=31,
     model_dim=16,

@@ -181,13 +181,13 @@ def align(
 
 def windows(config: Config, known: Setting) -> dict[str, list[float]]:
     """What the window misses of the test documents, and the wide ones."""
-    mixer = _attention(config, known)
-    params = as_arrays(known.backbone.blocks[config.layer].mixer)
+    mechanism = _attention(config, known)
+    params = as_arrays(known.backbone.blocks[config.layer].mechanism)
 
     @functools.partial(jax.jit, static_argnums=0)
     def share(size, one):
         (x,), (y,) = one["x"], one["y"]
-        narrow = limited(mixer, size, config.sinks)
+        narrow = limited(mechanism, size, config.sinks)
         return missed(whole_window(narrow, params, x), y, config.window)
 
     texts = list(batches(known.test))
@@ -234,10 +234,12 @@ def kept(config: Config, known: Setting, name: str) -> int:
 
 
 def _attention(config: Config, known: Setting) -> AttentionConfig:
-    mixer = known.backbone.config.layers[config.layer]
-    if not isinstance(mixer, AttentionConfig):
-        raise ValueError(f"layer must be one of attention, got {type(mixer).__name__}")
-    return mixer
+    mechanism = known.backbone.config.layers[config.layer]
+    if not isinstance(mechanism, AttentionConfig):
+        raise ValueError(
+            f"layer must be one of attention, got {type(mechanism).__name__}"
+        )
+    return mechanism
 
 
 def prepared(config: Config) -> tuple[Setting, list[TokenisedDocument]]:

@@ -101,7 +101,7 @@ class Layers:
     def __init__(self, model: LanguageModel, config: Config):
         forms = with_window(model, config.window, config.sinks), model
         self.first, self.model = config.first, with_capacity(model, config.tokens)
-        self.mechanisms = [[b.mechanism for b in form.blocks] for form in forms]
+        self.mechanisms = [[b.functions for b in form.blocks] for form in forms]
         self.params = [block.parameters() for block in self.model.blocks]
         self.depth = len(self.params)
 

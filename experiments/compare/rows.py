@@ -43,7 +43,7 @@ def full_attention(
     model: LanguageModel, backbone: LanguageModel, sizes: Sizes
 ) -> LanguageModel:
     """Full attention in all layers, also beyond the positions of the pretraining."""
-    whole = with_config(model, mixers=backbone.config.mixers)
+    whole = with_config(model, mechanisms=backbone.config.mechanisms)
     return with_capacity(whole, sizes.tokens)
 
 

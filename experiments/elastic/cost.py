@@ -7,7 +7,7 @@ slowest, by interleaved timing:
 
 bank      the closed form against the recurrence multiplied out, and the paper's whole
           1x bank (both from `experiments.elastic.hippo_bank`);
-step      a training step of models that differ in their mixers alone, as a ratio to
+step      a training step of models that differ in their mechanisms alone, as a ratio to
           their memory-free baseline: sliding windows everywhere, and full attention
           everywhere, which is what replacing one layer speeds up (Table 8);
 length    one layer over T tokens, forward and backward: time and the compiler's peak of
@@ -32,7 +32,7 @@ from memjax.models.language_model.presets import Size
 from memjax.training import pretrain as run
 from memjax.training import sharding
 
-MIXERS: tuple[str, ...] = ("elastic_memory", "attention")
+MECHANISMS: tuple[str, ...] = ("elastic_memory", "attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Config:
 
 
 def size(config: Config, **elastic: int) -> Size:
-    """The sizes of the benchmark's mixers and models."""
+    """The sizes of the benchmark's mechanisms and models."""
     heads = config.model_dim // 64
     return Size(
         num_layers=config.layers,
@@ -80,9 +80,9 @@ def size(config: Config, **elastic: int) -> Size:
     )
 
 
-def model(config: Config, *mixers: str, **elastic: int) -> ModelConfig:
-    """The model of the benchmark with the given mixers."""
-    return size(config, **elastic).model(*mixers, vocab_size=4096)
+def model(config: Config, *mechanisms: str, **elastic: int) -> ModelConfig:
+    """The model of the benchmark with the given mechanisms."""
+    return size(config, **elastic).model(*mechanisms, vocab_size=4096)
 
 
 def steps(config: Config) -> dict:
@@ -127,11 +127,11 @@ def lengths(config: Config) -> list[dict]:
     """Seconds and bytes of one layer, forward and backward, against its length."""
     ways, rows = {}, {}
     for length in config.lengths:
-        for mixer in MIXERS:
-            if mixer == "attention" and length > config.longest_full:
+        for mechanism in MECHANISMS:
+            if mechanism == "attention" and length > config.longest_full:
                 continue
             sizes = dataclasses.replace(size(config), capacity=length)
-            layer = sizes.mixer(mixer).build()
+            layer = sizes.mechanism(mechanism).build()
             params = layer.init_params(jax.random.key(0))
             state = layer.init_state(1)
             x = jnp.ones((1, length, config.model_dim))
@@ -140,14 +140,14 @@ def lengths(config: Config) -> list[dict]:
                 return layer.apply(params, state, x)[1].sum()
 
             compiled = jax.jit(jax.grad(loss)).lower(params, state, x).compile()
-            name = f"{mixer} {length}"
+            name = f"{mechanism} {length}"
             ways[name] = lambda c=compiled, a=(params, state, x): jax.block_until_ready(
                 c(*a)
             )
             ways[name]()
             analysis = compiled.memory_analysis()
             rows[name] = {
-                "mixer": mixer,
+                "mixer": mechanism,
                 "tokens": length,
                 "temporary_bytes": getattr(analysis, "temp_size_in_bytes", None),
                 "state_bytes": sum(s.nbytes for s in jax.tree.leaves(state)),

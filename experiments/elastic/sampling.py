@@ -47,7 +47,7 @@ def main(config: Config) -> None:
     """Scores, prints and writes the results."""
     trained_run, model = run.load_model(config.run_dir)
     trained = next(
-        m for m in trained_run.model.mixers if isinstance(m, ElasticMemoryConfig)
+        m for m in trained_run.model.mechanisms if isinstance(m, ElasticMemoryConfig)
     )
     changes = [{}]
     changes += [

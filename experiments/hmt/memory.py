@@ -75,7 +75,7 @@ def compile_step(
     """Bytes that the compiled step takes beyond its arguments and results."""
     heads, longest = config.width // 64, config.segment + config.sensory + 2
     backbone = ModelConfig(
-        mixers=(AttentionConfig(config.width, heads, heads, 64, capacity=longest),),
+        mechanisms=(AttentionConfig(config.width, heads, heads, 64, capacity=longest),),
         num_layers=config.layers,
         vocab_size=config.vocab_size,
         model_dim=config.width,

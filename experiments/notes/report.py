@@ -26,7 +26,7 @@ class Answered(NamedTuple):
     """A model and what it answered; the first is a baseline, and no memory.
 
     Attributes:
-        name: of the mixer.
+        name: of the mechanism.
         model: what was trained.
         runs: one a seed: its `seconds`, and its `answers` [distances, R, N] by the
             notes of a text.

@@ -1,1 +1,1 @@
-"""Experiments: Trellis, Lattice and other recurrent mixers."""
+"""Experiments: Trellis, Lattice and other recurrent mechanisms."""

@@ -1,8 +1,8 @@
 """What the comparisons share: sizes, equal parameters and states, training.
 
 A comparison trains models that differ in one thing. They have equal parameters (the
-width of the feed-forward layers makes up for what a mixer has more or less), states of
-as many bytes as their sizes allow, and see equal tokens in equal order with equal
+width of the feed-forward layers makes up for what a mechanism has more or less), states
+of as many bytes as their sizes allow, and see equal tokens in equal order with equal
 seeds. `study` runs them.
 """
 
@@ -92,11 +92,11 @@ class Config:
 
 
 def base_model(
-    scale: Scale, vocab_size: int, mixer: str, length: int, **options: Any
+    scale: Scale, vocab_size: int, mechanism: str, length: int, **options: Any
 ) -> ModelConfig:
-    """A model of this size with one mixer in every layer; attention sees `length`.
+    """A model of this size with one mechanism in every layer; attention sees `length`.
 
-    `options` are the mixer's own, such as slots=8.
+    `options` are the mechanism's own, such as slots=8.
     """
     small = scale.model_dim < 512
     size = Size(
@@ -109,22 +109,22 @@ def base_model(
         window=length,
         capacity=length,
         slots=scale.slots,
-        options={mixer: options},
+        options={mechanism: options},
         dtype="float32" if small else "bfloat16",
         remat=not small,
     )
-    return size.model(mixer, vocab_size=vocab_size)
+    return size.model(mechanism, vocab_size=vocab_size)
 
 
 def for_length(model: ModelConfig, length: int) -> ModelConfig:
     """The same model for sequences of `length` tokens, all of which attention keeps."""
 
-    def sized(mixer):
-        if isinstance(mixer, AttentionConfig):
-            return dataclasses.replace(mixer, capacity=length)
-        return mixer
+    def sized(mechanism):
+        if isinstance(mechanism, AttentionConfig):
+            return dataclasses.replace(mechanism, capacity=length)
+        return mechanism
 
-    return dataclasses.replace(model, mixers=tuple(map(sized, model.mixers)))
+    return dataclasses.replace(model, mechanisms=tuple(map(sized, model.mechanisms)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -140,7 +140,7 @@ def equal_parameters(
     """Sets hidden_dim so that all come nearest to Transformer++ of this size.
 
     Raises:
-        ValueError: if a mixer alone has more parameters than that.
+        ValueError: if a mechanism alone has more parameters than that.
     """
     vocab_size = next(iter(models.values())).vocab_size
     goal = parameters(base_model(scale, vocab_size, "sliding_window", 1))
@@ -172,19 +172,19 @@ def equal_state(make: Callable[[int], ModelConfig], goal: int) -> ModelConfig:
     if abs(state_bytes(model) - goal) > goal / 10:
         raise ValueError(
             f"no size gives a state of {goal} bytes within a tenth; the nearest has "
-            f"{state_bytes(model)}, with {model.mixers[0]}"
+            f"{state_bytes(model)}, with {model.mechanisms[0]}"
         )
     return model
 
 
 def state_bytes(model: ModelConfig) -> int:
-    """Everything that a model of one kind of mixer keeps of a text between calls."""
-    return model.num_layers * _mixer_bytes(model.mixers[0])
+    """Bytes of the state of a model with one kind of mechanism."""
+    return model.num_layers * _mechanism_bytes(model.mechanisms[0])
 
 
 @functools.lru_cache(maxsize=1024)
-def _mixer_bytes(mixer: MixerConfig) -> int:
-    state = jax.eval_shape(lambda: mixer.build().init_state(1))
+def _mechanism_bytes(mechanism: MixerConfig) -> int:
+    state = jax.eval_shape(lambda: mechanism.build().init_state(1))
     return tree_bytes(state)
 
 

@@ -104,7 +104,8 @@ class Config(comparison.Config):
 
 # Memories are square, as in the papers: as many slots as a key is wide.
 _SQUARE = ("key_dim", "value_dim")
-#: The sizes of a mixer that make its state as large as DeltaNet's, all of one number.
+#: The sizes of a mechanism that make its state as large as DeltaNet's, all of one
+#: number.
 SIZES = {
     "sliding_window": ("window",),
     "linear_attention": _SQUARE,
@@ -126,23 +127,23 @@ SMALL_OPTIONS = {"implementation": "reference"}
 OPTIONS = {"trellis": {"chunk_size": 4}}
 
 
-def model(task: Task, mixer: str, **options: Any) -> ModelConfig:
-    """A model with this mixer in every layer, its state as large as DeltaNet's.
+def model(task: Task, mechanism: str, **options: Any) -> ModelConfig:
+    """A model with this mechanism in every layer, its state as large as DeltaNet's.
 
-    Full attention keeps all tokens. `options` are the mixer's own.
+    Full attention keeps all tokens. `options` are the mechanism's own.
     """
-    if task.scale.model_dim < 128 and mixer in RECURRENT:
-        options = SMALL_OPTIONS | OPTIONS.get(mixer, {}) | options
+    if task.scale.model_dim < 128 and mechanism in RECURRENT:
+        options = SMALL_OPTIONS | OPTIONS.get(mechanism, {}) | options
     make = functools.partial(
-        *(comparison.base_model, task.scale, task.vocab_size, mixer),
+        *(comparison.base_model, task.scale, task.vocab_size, mechanism),
         task.scale.context_length,
         **options,
     )
-    if mixer not in SIZES:
+    if mechanism not in SIZES:
         return make()
     goal = comparison.base_model(task.scale, task.vocab_size, "deltanet", 1)
     return comparison.equal_state(
-        lambda size: make(**dict.fromkeys(SIZES[mixer], size)),
+        lambda size: make(**dict.fromkeys(SIZES[mechanism], size)),
         comparison.state_bytes(goal),
     )
 

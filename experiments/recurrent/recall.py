@@ -2,7 +2,7 @@
 
     python -m experiments.recurrent.recall
 
-Every mixer learns multi-query recall (`mqar`) with a state of equal bytes; full
+Every mechanism learns multi-query recall (`mqar`) with a state of equal bytes; full
 attention, which keeps all tokens, is the ceiling, and a sliding window of the same
 bytes the floor. Each learning rate is tried with the first seed. The one with most
 right answers to the validation sequences trains the model with all seeds, and those are
@@ -56,7 +56,8 @@ def cases(config: Config) -> list[Case]:
     """Every model with every learning rate."""
     task = config.task
     models = comparison.equal_parameters(
-        {name: mqar.model(task, mixer) for name, mixer in MODELS.items()}, task.scale
+        {name: mqar.model(task, mechanism) for name, mechanism in MODELS.items()},
+        task.scale,
     )
     return [
         Case(name, model, {"learning_rate": rate})

@@ -50,13 +50,13 @@ def cases(config: Config) -> list[Case]:
     """The models, with equal parameters."""
     model = functools.partial(mqar.model, config.task)
     trellis = functools.partial(model, "trellis")
-    (default,) = trellis().mixers
+    (default,) = trellis().mechanisms
     assert isinstance(default, TrellisConfig)
     slots = default.slots
 
     def with_slots(slots):
-        mixer = dataclasses.replace(default, slots=slots)
-        return dataclasses.replace(trellis(), mixers=(mixer,))
+        mechanism = dataclasses.replace(default, slots=slots)
+        return dataclasses.replace(trellis(), mechanisms=(mechanism,))
 
     models = {
         "DeltaNet": model("deltanet"),

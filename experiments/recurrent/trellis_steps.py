@@ -38,8 +38,8 @@ def _row(
     return "trellis", options | others
 
 
-#: The mixer of each row, and its options. "bounded" is a `step_size` of None; targets
-#: have a root mean square of 1 where they may not have any size.
+#: The mechanism of each row, and its options. "bounded" is a `step_size` of None;
+#: targets have a root mean square of 1 where they may not have any size.
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeltaNet": ("deltanet", {}),
     BASE: _row(64, 1 / 64, "l2_silu"),
@@ -87,16 +87,16 @@ def cases(config: Config) -> list[Case]:
     """Every row for both tasks, with equal parameters in each."""
     scale, vocab_size = config.scale, load_tokenizer("bytes").vocab_size
     recall = {
-        name: mqar.model(config.task, mixer, **options)
-        for name, (mixer, options) in ROWS.items()
+        name: mqar.model(config.task, mechanism, **options)
+        for name, (mechanism, options) in ROWS.items()
     }
     text = {
         name: comparison.base_model(
-            *(scale, vocab_size, mixer, scale.context_length),
+            *(scale, vocab_size, mechanism, scale.context_length),
             implementation="reference",
             **options,
         )
-        for name, (mixer, options) in ROWS.items()
+        for name, (mechanism, options) in ROWS.items()
     }
     equal = {
         "recall": comparison.equal_parameters(recall, config.task.scale),

@@ -48,7 +48,7 @@ def _elastic() -> list[str]:
 
 
 def _recalled(name: str) -> str:
-    """What a mixer and DeltaNet recall, and of what size both are."""
+    """What a mechanism and DeltaNet recall, and of what size both are."""
     result = load("recurrent/recall")
     length = result["task"]["scale"]["context_length"]
     count = max(result["task"]["pairs"])
@@ -132,7 +132,7 @@ def _mplus() -> list[str]:
 
 
 def layers() -> Table:
-    """Size of the state and recall of each mixer, near and far."""
+    """Size of the state and recall of each mechanism, near and far."""
     result = load("recurrent/recall")
     near, *_, far = result["task"]["lengths"]
     count = max(result["task"]["pairs"])

@@ -1,4 +1,4 @@
-"""Tables of the experiments with recurrent mixers and with Elastic Memory."""
+"""Tables of the experiments with recurrent mechanisms and with Elastic Memory."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def _cells(rows: list[dict[str, Any]]) -> dict[tuple[str, int], str]:
 
 
 def recall() -> Table:
-    """Right answers of every mixer by pairs, at a length that has room for all."""
+    """Right answers of every mechanism by pairs, at a length that has room for all."""
     result = load("recurrent/recall")
     length = result["task"]["lengths"][1]
     rows = result["accuracy"][str(length)]
@@ -83,7 +83,7 @@ def recall() -> Table:
 
 
 def recall_length() -> Table:
-    """Right answers of every mixer by the length of the sequence, at a few pairs."""
+    """Recall of every mechanism by sequence length, at a few pairs."""
     result = load("recurrent/recall")
     count = result["task"]["pairs"][1]
     lengths = result["task"]["lengths"]
@@ -150,7 +150,7 @@ def elastic_step() -> Table:
         [name, number(row["median_s"], 2), times(row["throughput_ratio"])]
         for name, row in load("elastic/cost")["step"].items()
     ]
-    header = ["mixers", "seconds a step", "throughput against its baseline"]
+    header = ["mechanisms", "seconds a step", "throughput against its baseline"]
     return Table(header, rows, ["elastic/cost"])
 
 

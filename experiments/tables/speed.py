@@ -215,7 +215,7 @@ def packing() -> Table:
         for model, found in load("packing/packing")["models"].items()
         for name, row in found.items()
     ]
-    header = ["mixer", "rows", "an epoch reads", "places with a target"]
+    header = ["mechanism", "rows", "an epoch reads", "places with a target"]
     header += ["targets a second", "s an update, quartiles"]
     return Table(header, rows, ["packing/packing"])
 

@@ -172,8 +172,8 @@ def _unit(request: Request, name: str) -> int:
         rows = _devices(request) // (run.mesh.tensor * run.mesh.sequence)
         return rows * run.step.accumulate
     windows = [
-        getattr(mixer, "window", 0) or getattr(mixer, "block", 0)
-        for mixer in run.model.layers
+        getattr(mechanism, "window", 0) or getattr(mechanism, "block", 0)
+        for mechanism in run.model.layers
     ]
     return math.lcm(max([128, *windows]), run.mesh.sequence)
 

@@ -56,9 +56,9 @@ def finetunings(presets: Mapping[str, Any]) -> str:
 
 
 def _mechanism(model: ModelConfig) -> str:
-    """The mixers: one that stands alone by its layer, a few by their order."""
-    kinds = [NAMES[type(mixer)] for mixer in model.mixers]
-    first = model.mixers[0]
+    """The mechanisms: one that stands alone by its layer, a few by their order."""
+    kinds = [NAMES[type(mechanism)] for mechanism in model.mechanisms]
+    first = model.mechanisms[0]
     if len(kinds) == 1:
         if isinstance(first, SlidingWindowConfig):
             return f"sliding windows of {first.window:,}"

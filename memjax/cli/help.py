@@ -45,7 +45,7 @@ Trains a preset, every field of which can be overridden, or resumes a run.
     + _COMMON.format(run_dir="runs/latest")
     + """
 memjax train PRESET --help lists every field, such as --loop.steps, --data.source
-or --model.mixers.0.window.
+or --model.mechanisms.0.window.
 
 """
     + TRAIN,

@@ -56,7 +56,7 @@ def layer_sensitivity(
     require_unbounded_positions(model.config)
     chosen = attention_layers(model.config)
     if not chosen:
-        raise ValueError(f"model must have attention, got {model.config.mixers}")
+        raise ValueError(f"model must have attention, got {model.config.mechanisms}")
     depth = model.config.num_layers
     rises = np.full((len(tokens), depth), np.nan)
     for row, text in enumerate(tokens):
@@ -91,11 +91,11 @@ def most_sensitive(rises: Sequence[float], count: int) -> tuple[int, ...]:
 
 def _layer(model, i, h, limits=None):
     """The output of layer i, as it is or, with (window, sinks), windowed."""
-    mixer = model.config.layers[i]
+    mechanism = model.config.layers[i]
     if limits is not None:
-        assert isinstance(mixer, AttentionConfig | SlidingWindowConfig)
-        mixer = limited(mixer, *limits)
-    return _run(model.config, build_once(mixer), model.blocks[i].parameters(), h)
+        assert isinstance(mechanism, AttentionConfig | SlidingWindowConfig)
+        mechanism = limited(mechanism, *limits)
+    return _run(model.config, build_once(mechanism), model.blocks[i].parameters(), h)
 
 
 # Layers of one kind share a program, which is compiled once.

@@ -4,8 +4,8 @@
 
 Hu et al. (2021), https://arxiv.org/abs/2106.09685, equation 3. B starts at zero, so an
 adapted model starts as the model it was made from. Everything else is frozen: the
-embedding, the head, norms, biases, and the mixers that are no attention. (HMT's program
-adapts the embedding too; its paper does not say so.)
+embedding, the head, norms, biases, and the mechanisms that are no attention. (HMT's
+program adapts the embedding too; its paper does not say so.)
 
 An adapted matrix W stands in its layer as `Adapted(W, A, B, alpha / r)`. A trained
 parameter is an `nnx.Param`, as everywhere; a frozen one is `Frozen`, another kind of
@@ -88,7 +88,7 @@ def add_lora(
     for i, block in enumerate(model.blocks):
         if i < first_layer:
             continue
-        for place, name in enumerate(("mixer", "feed_forward")):
+        for place, name in enumerate(("mechanism", "feed_forward")):
             params = getattr(block, name)
             names = targets_in(params, config.targets)
             if names:
@@ -102,7 +102,7 @@ def add_lora(
                 count += 1
     if not count:
         raise ValueError(
-            f"targets={config.targets} are none of the model's: its mixers are "
+            f"targets={config.targets} are none of the model's: its mechanisms are "
             f"{kinds(model.config)}"
         )
     return model
@@ -114,7 +114,7 @@ def thaw(model: LanguageModel, is_trained: Callable[[str], bool]) -> LanguageMod
     Args:
         model: of `freeze` or `add_lora`.
         is_trained: whether to train the parameter of a name, as in
-            `blocks.0.mixer.balance.amount`.
+            `blocks.0.mechanism.balance.amount`.
     """
 
     def thawed(path, leaf):
@@ -158,7 +158,7 @@ def merge_lora(model: Model) -> Model:
 
 
 def adapted(params: Any, changes: dict[str, LowRank], scale: float) -> Any:
-    """The parameters of a mixer or feed-forward, whose matrices know a change."""
+    """The parameters of a mechanism or feed-forward, whose matrices know a change."""
     own = _with_matrices(params)
     new = own._replace(
         **{
@@ -179,7 +179,7 @@ def init_changes(
 
 
 def targets_in(params: Any, targets: Sequence[Target]) -> list[Target]:
-    """Those of the targets that a mixer or feed-forward has."""
+    """Those of the targets that a mechanism or feed-forward has."""
     own = _with_matrices(params)
     if not isinstance(own, AttentionParams | FeedForwardParams):
         return []
@@ -187,7 +187,7 @@ def targets_in(params: Any, targets: Sequence[Target]) -> list[Target]:
 
 
 def _with_matrices(params):
-    """The attention of a mixer that has a memory beside it; else what is given."""
+    """The attention of a mechanism that has a memory beside it; else what is given."""
     return params.attention if isinstance(params, BesideParams) else params
 
 

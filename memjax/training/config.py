@@ -199,11 +199,11 @@ class RunConfig:
     def __post_init__(self):
         check_run(self.data.mode, self.step, self.seed)
         if self.data.mode == "packed":
-            multiple = start_multiple(self.model.mixers)
+            multiple = start_multiple(self.model.mechanisms)
             if self.data.context_length % multiple:
                 raise ValueError(
                     f"context_length must be a multiple of {multiple} with "
-                    "mode='packed', where the mixers' chunks begin, got "
+                    "mode='packed', where the mechanisms' chunks begin, got "
                     f"{self.data.context_length}"
                 )
 

@@ -221,14 +221,14 @@ def with_sampling(model: Model, **changes: Any) -> LanguageModel:
     """
     for name in changes:
         require_known("change", name, ("sampling", "decay", "memory_tokens"))
-    elastic = lambda mixer: isinstance(mixer, ElasticMemoryConfig)
-    mixers = model.config.mixers if isinstance(model, LanguageModel) else ()
-    if not isinstance(model, LanguageModel) or not any(map(elastic, mixers)):
+    elastic = lambda mechanism: isinstance(mechanism, ElasticMemoryConfig)
+    mechanisms = model.config.mechanisms if isinstance(model, LanguageModel) else ()
+    if not isinstance(model, LanguageModel) or not any(map(elastic, mechanisms)):
         raise ValueError(
-            f"{changes} needs an Elastic Memory layer; the mixers are {mixers}"
+            f"{changes} needs an Elastic Memory layer; the mechanisms are {mechanisms}"
         )
     changed = lambda m: dataclasses.replace(m, **changes) if elastic(m) else m
-    return with_config(model, mixers=tuple(map(changed, mixers)))
+    return with_config(model, mechanisms=tuple(map(changed, mechanisms)))
 
 
 def _require_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -194,7 +194,7 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested fields under dotted names; an empty mapping stays a value."""
     flat = {}
     for name, value in record.items():
-        # Lists of records, such as the mixers, are compared field by field.
+        # Lists of records, such as the mechanisms, are compared field by field.
         if isinstance(value, list) and any(isinstance(x, Mapping) for x in value):
             value = {str(i): item for i, item in enumerate(value)}
         if isinstance(value, Mapping) and value:

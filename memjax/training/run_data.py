@@ -82,7 +82,7 @@ def batches(
     shard = {"shard_index": part[0], "shard_count": part[1]}
     vocab_size, multiple = config.model.vocab_size, None
     if data.mode == "packed":
-        multiple = start_multiple(config.model.mixers)
+        multiple = start_multiple(config.model.mechanisms)
     if data.mixture:
         weights = [weight for _, weight in data.mixture]
         return mixed_batches(

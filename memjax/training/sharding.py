@@ -1,7 +1,7 @@
 """Where each parameter, memory and batch element lives on a mesh of devices.
 
-A mixer's config names the logical axes of its parameters; this file maps those to the
-mesh, and has rules by name for all else.
+A mechanism's config names the logical axes of its parameters; this file maps those to
+the mesh, and has rules by name for all else.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ from memjax.models import ModelConfig
 from memjax.models.language_model.config import attention_of
 from memjax_kernels._src.common.partition import BATCH, SEQUENCE
 
-# The axis of the mesh that divides a logical axis of a mixer's parameters.
+# The axis of the mesh that divides a logical axis of a mechanism's parameters.
 MESH_AXES = {"model": "fsdp", "heads": "tensor", None: None}
-# All that is no mixer's. First match wins. A leaf is named by its path, say
+# All that is no mechanism's. First match wins. A leaf is named by its path, say
 # params/blocks/0/feed_forward/up, a matrix with LoRA feed_forward/up/weight; optimizer
 # moments share their parameter's path.
 RULES: tuple[tuple[str, P], ...] = (
@@ -57,8 +57,8 @@ class MeshConfig:
         tensor: devices that share heads, hidden units and vocabulary.
         slices: pods that are joined by the data-center network alone; `data` is divided
             among them, so that only gradients pass between.
-        sequence: devices that share the tokens of each row, and inside of mixers whose
-            memory is not linear the heads, for contexts beyond one device.
+        sequence: devices that share the tokens of each row, and inside of mechanisms
+            whose memory is not linear the heads, for contexts beyond one device.
     """
 
     data: int = 0
@@ -148,24 +148,24 @@ def require_divides(
         raise ValueError(
             f"mesh.sequence={sequence} must divide the {length} tokens of a row"
         )
-    for i, mixer in enumerate(model.mixers):
+    for i, mechanism in enumerate(model.mechanisms):
         together, named = tensor, f"mesh.tensor={tensor}"
-        core = mixer.core() if isinstance(mixer, RecurrentConfig) else None
-        # Some divide their tokens in the mixer too.
+        core = mechanism.core() if isinstance(mechanism, RecurrentConfig) else None
+        # Some divide their tokens in the mechanism too.
         if sequence > 1 and (core is None or core.apply_share is None):
             together = tensor * sequence
             named = f"mesh.tensor * mesh.sequence = {together}"
-        heads = getattr(attention_of(mixer) or mixer, "num_heads", together)
+        heads = getattr(attention_of(mechanism) or mechanism, "num_heads", together)
         if heads % together:
             fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
             raise ValueError(
                 f"{named} does not divide the {heads} heads of "
-                f"model.mixers[{i}]: {', '.join(fits)} would"
+                f"model.mechanisms[{i}]: {', '.join(fits)} would"
             )
 
 
 def shardings(mesh: Mesh, tree: PyTree, model: ModelConfig) -> PyTree:
-    """The sharding of each leaf: by its mixer's axes, or by the rules.
+    """The sharding of each leaf: by its mechanism's axes, or by the rules.
 
     An axis of the mesh that does not divide its dimension is left out for that leaf,
     which is then replicated along it: 2 key-value heads on 4 tensor devices, say.
@@ -173,14 +173,14 @@ def shardings(mesh: Mesh, tree: PyTree, model: ModelConfig) -> PyTree:
     Args:
         mesh: the devices.
         tree: a train state, of the model or of a memory around it.
-        model: configuration of the language model, whose mixers name their axes.
+        model: configuration of the language model, whose mechanisms name their axes.
     """
-    mixers = _mixer_specs(model)
+    mechanisms = _mechanism_specs(model)
 
     def place(path, leaf):
         name = leaf_name(path)
-        within = _place_in_mixer(name)
-        spec = None if within is None else mixers.get(within)
+        within = _place_in_mechanism(name)
+        spec = None if within is None else mechanisms.get(within)
         if spec is None:
             # The last rule matches every name: what no rule knows is replicated.
             spec = next(spec for pattern, spec in RULES if re.search(pattern, name))
@@ -189,24 +189,24 @@ def shardings(mesh: Mesh, tree: PyTree, model: ModelConfig) -> PyTree:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def _mixer_specs(model: ModelConfig) -> dict[tuple[int, str], P]:
+def _mechanism_specs(model: ModelConfig) -> dict[tuple[int, str], P]:
     """By layer and name, as in (0, "core/rate")."""
     is_axes = lambda node: type(node) is tuple
     return {
         (layer, leaf_name(path)): P(*(MESH_AXES[axis] for axis in axes))
-        for layer, mixer in enumerate(model.layers)
+        for layer, mechanism in enumerate(model.layers)
         for path, axes in jax.tree_util.tree_leaves_with_path(
-            mixer.param_axes(), is_leaf=is_axes
+            mechanism.param_axes(), is_leaf=is_axes
         )
     }
 
 
-def _place_in_mixer(name: str) -> tuple[int, str] | None:
-    """Layer and name of a mixer's parameter in a leaf's name; None is none.
+def _place_in_mechanism(name: str) -> tuple[int, str] | None:
+    """Layer and name of a mechanism's parameter in a leaf's name; None is none.
 
     A matrix with LoRA is in an `Adapted`, as its `weight`.
     """
-    found = re.search(r"blocks/(\d+)/mixer/(.*)$", name)
+    found = re.search(r"blocks/(\d+)/mechanism/(.*)$", name)
     if found is None:
         return None
     # The frozen matrix under an adapter is divided as it is without one.

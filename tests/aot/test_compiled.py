@@ -36,9 +36,11 @@ def layer(family):
     """One layer of a tiny preset, of the kind that gives it its name."""
     config = preset(f"{family}-tiny", 256)
     kinds = config.layers
-    elastic = [mixer for mixer in kinds if isinstance(mixer, ElasticMemoryConfig)]
-    mixers = (elastic or kinds)[:1]
-    return dataclasses.replace(config, num_layers=1, mixers=tuple(mixers))
+    elastic = [
+        mechanism for mechanism in kinds if isinstance(mechanism, ElasticMemoryConfig)
+    ]
+    mechanisms = (elastic or kinds)[:1]
+    return dataclasses.replace(config, num_layers=1, mechanisms=tuple(mechanisms))
 
 
 def training(family, rows=4, fsdp=4):
@@ -67,7 +69,7 @@ def finetuning(memory):
         )
         stage = MPlusStage(memory=sizes, tasks=tasks, data=samples, mesh=MESH)
     attention = AttentionConfig(128, 4, 2, 32, capacity=256)
-    backbone = dataclasses.replace(layer("transformer"), mixers=(attention,))
+    backbone = dataclasses.replace(layer("transformer"), mechanisms=(attention,))
     return FinetuneRun(stage, backbone, "bytes", "", "")
 
 

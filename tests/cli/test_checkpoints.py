@@ -22,9 +22,9 @@ pytest.importorskip("safetensors", reason="needs the optional package safetensor
 LLAMA = Path(__file__).parents[1] / "models" / "golden" / "families" / "llama3"
 TINY = """
     --model.model-dim 16 --model.hidden-dim 16 --model.num-layers 1
-    --model.mixers.0.model-dim 16 --model.mixers.0.num-heads 2
-    --model.mixers.0.num-kv-heads 1 --model.mixers.0.head-dim 8
-    --model.mixers.0.window 8 --data.context-length 16 --data.batch-size 2
+    --model.mechanisms.0.model-dim 16 --model.mechanisms.0.num-heads 2
+    --model.mechanisms.0.num-kv-heads 1 --model.mechanisms.0.head-dim 8
+    --model.mechanisms.0.window 8 --data.context-length 16 --data.batch-size 2
     --loop.steps 1
 """.split()
 

@@ -17,12 +17,13 @@ from memjax.training import pretrain as run
 # The tiny preset has its Elastic Memory in the third of four layers.
 MODEL = """
     --model.vocab-size 256 --model.model-dim 16 --model.hidden-dim 16
-    --model.mixers.2.block 8 --model.mixers.2.order 4
-    --model.mixers.2.memory-tokens 4 --model.mixers.2.bank-blocks 0
-    --model.mixers.0.window 8 --model.mixers.1.window 8 --model.mixers.3.window 8
+    --model.mechanisms.2.block 8 --model.mechanisms.2.order 4
+    --model.mechanisms.2.memory-tokens 4 --model.mechanisms.2.bank-blocks 0
+    --model.mechanisms.0.window 8 --model.mechanisms.1.window 8
+    --model.mechanisms.3.window 8
 """.split()
 for i in range(4):
-    at = f"--model.mixers.{i}"
+    at = f"--model.mechanisms.{i}"
     MODEL += f"{at}.model-dim 16 {at}.num-heads 2 {at}.num-kv-heads 1".split()
     MODEL += f"{at}.head-dim 8".split()
 SIZES = """
@@ -100,13 +101,13 @@ def test_the_same_command_goes_on_and_finds_nothing_to_do(trained, train):
 
 
 def test_another_configuration_on_the_same_folder_names_the_field(trained, train):
-    line = refused(*train(trained[0], "--model.mixers.1.window", "4"))
-    assert "model.mixers.1.window was 8 and is now 4" in line
+    line = refused(*train(trained[0], "--model.mechanisms.1.window", "4"))
+    assert "model.mechanisms.1.window was 8 and is now 4" in line
 
 
 def test_the_written_configuration_reads_back(trained):
     config, _ = run.load_model(trained[0])
-    memory = config.model.mixers[2]
+    memory = config.model.mechanisms[2]
     assert isinstance(memory, ElasticMemoryConfig) and memory.order == 4
     assert config.loop.steps == 2
 
@@ -185,7 +186,7 @@ def test_data_lists_documents_with_their_tokens(texts, monkeypatch):
         (["train"], ["--run-dir", "elastic-tiny", "transformer-400m"]),
         (
             ["train", "elastic-tiny"],
-            ["--model.mixers.2.order", "--loop.steps", "--mesh.fsdp"],
+            ["--model.mechanisms.2.order", "--loop.steps", "--mesh.fsdp"],
         ),
         (["eval"], ["--split", "--context-length", "--sampling"]),
         (["generate"], ["--prompt", "--temperature", "--top-p"]),
@@ -203,9 +204,9 @@ def test_an_unknown_preset_comes_with_the_nearest():
     assert "did you mean 'elastic-tiny'?" in refused("train", "elastic-tinny")
 
 
-def test_an_option_that_a_mixer_has_not_is_refused():
-    line = refused("train", "elastic-tiny", "--model.mixers.0.order", "4")
-    assert "--model.mixers.0.order" in line
+def test_an_option_that_a_mechanism_has_not_is_refused():
+    line = refused("train", "elastic-tiny", "--model.mechanisms.0.order", "4")
+    assert "--model.mechanisms.0.order" in line
 
 
 @pytest.mark.parametrize(

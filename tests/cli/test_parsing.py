@@ -80,9 +80,9 @@ def test_a_wrong_line_is_explained(line, expected):
 
 def test_fields_of_a_preset_are_options_in_any_place():
     words = ("--run-dir", "there", "elastic-tiny", "--loop.steps", "7")
-    found = call("train", *words, "--model.mixers.2.order", "8")
+    found = call("train", *words, "--model.mechanisms.2.order", "8")
     assert str(found["run_dir"]) == "there" and found["config"].loop.steps == 7
-    assert found["config"].model.mixers[2].order == 8
+    assert found["config"].model.mechanisms[2].order == 8
 
 
 def test_the_lines_of_the_presets_are_those_of_the_presets():

@@ -27,14 +27,14 @@ DRAWN = Sampling(1.0)
 
 def llama(capacity: int = 1024) -> Any:
     attention = AttentionConfig(16, 4, 2, 4, capacity=capacity, initial_slots=8)
-    return tiny.llama(vocab_size=256, mixers=(attention,), num_layers=1)
+    return tiny.llama(vocab_size=256, mechanisms=(attention,), num_layers=1)
 
 
 # Functions: nothing is computed before a test needs it.
 MODELS = {
     "attention": llama,
     "recurrent": lambda: tiny.llama(
-        vocab_size=256, mixers=(GatedDeltaNetConfig(16, 2, 4, 4),), num_layers=1
+        vocab_size=256, mechanisms=(GatedDeltaNetConfig(16, 2, 4, 4),), num_layers=1
     ),
     "hmt": lambda: hmt(
         llama(), HMTConfig(segment=16, sensory=2), key=jax.random.key(1)

@@ -20,7 +20,7 @@ V, L = 11, 6
 @functools.cache
 def backbone():
     config = ModelConfig(
-        mixers=(AttentionConfig(8, 2, 1, 4, capacity=48),),
+        mechanisms=(AttentionConfig(8, 2, 1, 4, capacity=48),),
         num_layers=1,
         vocab_size=V,
         model_dim=8,

@@ -36,8 +36,8 @@ def test_it_is_the_rise_of_the_loss_with_one_layer_windowed():
     # The second layer: the first is as it was.
     second = model.config.layers[1]
     assert isinstance(second, AttentionConfig)
-    mixers = (model.config.layers[0], limited(second, WINDOW, SINKS))
-    windowed = loss_beyond(with_config(model, mixers=mixers), texts)
+    mechanisms = (model.config.layers[0], limited(second, WINDOW, SINKS))
+    windowed = loss_beyond(with_config(model, mechanisms=mechanisms), texts)
     assert abs(windowed - full) > 1e-4
     np.testing.assert_allclose(rises[1], windowed - full, atol=1e-5)
 
@@ -55,7 +55,7 @@ def test_bad_arguments():
     model, texts = tiny.llama(), np.asarray(tiny.tokens(0, 2, 6))
     with pytest.raises(ValueError, match=r"T > window \+ sinks \+ 1 = 6, got \[2, 6\]"):
         layer_sensitivity(model, texts, WINDOW, SINKS)
-    config = dataclasses.replace(tiny.LLAMA, mixers=(DeltaNetConfig(16, 2, 4, 4),))
-    other = tiny.drawn(lambda: tiny.make_llama(mixers=config.mixers))
+    config = dataclasses.replace(tiny.LLAMA, mechanisms=(DeltaNetConfig(16, 2, 4, 4),))
+    other = tiny.drawn(lambda: tiny.make_llama(mechanisms=config.mechanisms))
     with pytest.raises(ValueError, match="model must have attention"):
         layer_sensitivity(other, np.asarray(tiny.tokens(0, 2, 16)), WINDOW, SINKS)

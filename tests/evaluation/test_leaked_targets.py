@@ -15,7 +15,7 @@ from tests import tiny
 
 V, L, N = 11, 4, 3
 BACKBONE = ModelConfig(
-    mixers=(AttentionConfig(8, 2, 1, 4, capacity=16),),
+    mechanisms=(AttentionConfig(8, 2, 1, 4, capacity=16),),
     num_layers=1,
     vocab_size=V,
     model_dim=8,

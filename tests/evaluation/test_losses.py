@@ -20,7 +20,7 @@ scoring = importlib.import_module("memjax.evaluation.losses")
 
 V = 11
 CONFIG = ModelConfig(
-    mixers=(ElasticMemoryConfig(8, 2, 1, 4, block=4, order=4, decay=0.8),),
+    mechanisms=(ElasticMemoryConfig(8, 2, 1, 4, block=4, order=4, decay=0.8),),
     num_layers=1,
     vocab_size=V,
     model_dim=8,

@@ -108,7 +108,7 @@ def test_it_keeps_the_law(new):
 
 def test_a_language_model_of_it_trains_and_is_divided_among_devices(new):
     config = ModelConfig(
-        mixers=(new.DecayingSumConfig(8),),
+        mechanisms=(new.DecayingSumConfig(8),),
         num_layers=2,
         vocab_size=11,
         model_dim=8,
@@ -125,8 +125,8 @@ def test_a_language_model_of_it_trains_and_is_divided_among_devices(new):
             inspect.unwrap(sharding.shardings)(mesh, state, config)
         )
     }
-    assert specs["params/blocks/1/mixer/weight"] == P("fsdp", "tensor")
-    assert specs["params/blocks/1/mixer/decay"] == P()
+    assert specs["params/blocks/1/mechanism/weight"] == P("fsdp", "tensor")
+    assert specs["params/blocks/1/mechanism/decay"] == P()
     assert specs["memory/1"] == P(("data", "fsdp"))
 
     tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, 11)

@@ -20,7 +20,7 @@ generate_module = importlib.import_module("memjax.models.generate")
 
 B, P, NEW, V, LIMIT = 2, 9, 6, 17, 64
 CONFIG = ModelConfig(
-    mixers=(
+    mechanisms=(
         ElasticMemoryConfig(8, 2, 1, 4, block=4, order=4, decay=0.8),
         AttentionConfig(8, 2, 1, 4, capacity=LIMIT),
     ),

@@ -22,7 +22,7 @@ from memjax.training.step import StepConfig, init_train_state, make_train_step
 V, D, H, G, K, F = 11, 8, 2, 1, 4, 12
 ATTENTION = AttentionConfig(D, H, G, K, capacity=16)
 CONFIG = ModelConfig(
-    mixers=(ATTENTION, GatedDeltaNetConfig(D, H, K, K)),
+    mechanisms=(ATTENTION, GatedDeltaNetConfig(D, H, K, K)),
     num_layers=2,
     vocab_size=V,
     model_dim=D,
@@ -96,8 +96,8 @@ def test_what_is_trained_are_two_thin_matrices_a_target_and_nothing_else():
         for name, (i, o) in wide.items():
             expected |= thin(f"blocks/{block}/feed_forward/{name}", (i, r), (r, o))
     for name, heads in {"query": H, "key": G, "value": G}.items():
-        expected |= thin(f"blocks/0/mixer/{name}", (D, r), (r, heads, K))
-    expected |= thin("blocks/0/mixer/output", (H, K, r), (r, D))
+        expected |= thin(f"blocks/0/mechanism/{name}", (D, r), (r, heads, K))
+    expected |= thin("blocks/0/mechanism/output", (H, K, r), (r, D))
     assert names(adapted(), nnx.Param) == expected
     frozen = sum(np.prod(shape) for shape in names(adapted(), Frozen).values())
     assert frozen == sum(x.size for x in jax.tree.leaves(nnx.state(base())))
@@ -107,7 +107,7 @@ def test_what_is_trained_are_two_thin_matrices_a_target_and_nothing_else():
 def test_a_change_is_alpha_over_r_times_the_product():
     model, dense = moved(), nnx.merge(*nnx.split(base()))
     for block, new in zip(model.blocks, dense.blocks, strict=True):
-        for place in ("mixer", "feed_forward"):
+        for place in ("mechanism", "feed_forward"):
             params = getattr(new, place)
             for name, change in as_arrays(getattr(block, place))._asdict().items():
                 if not isinstance(change, Adapted):
@@ -160,7 +160,7 @@ def test_a_feed_forward_without_a_gate_has_two_targets():
     opt = Architecture(feed_forward="relu", feed_forward_bias=True)
     biased = dataclasses.replace(ATTENTION, qkv_bias=True)
     config = dataclasses.replace(
-        CONFIG, architecture=opt, mixers=(biased, CONFIG.mixers[1])
+        CONFIG, architecture=opt, mechanisms=(biased, CONFIG.mechanisms[1])
     )
     model = add_lora(
         LanguageModel(config, key=jax.random.key(0)), LORA, jax.random.key(1)
@@ -185,7 +185,7 @@ def test_adapters_that_cannot_be_are_refused(wrong, message):
 def test_models_that_cannot_be_adapted_are_refused():
     with pytest.raises(ValueError, match="has LoRA adapters already"):
         add_lora(adapted(), LORA, jax.random.key(0))
-    recurrent = dataclasses.replace(CONFIG, mixers=CONFIG.mixers[1:])
+    recurrent = dataclasses.replace(CONFIG, mechanisms=CONFIG.mechanisms[1:])
     model = LanguageModel(recurrent, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="none of the model's: its mixers are"):
+    with pytest.raises(ValueError, match="none of the model's: its mechanisms are"):
         add_lora(model, LoraConfig(targets=("query",)), jax.random.key(0))

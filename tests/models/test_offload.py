@@ -17,7 +17,7 @@ from memjax.models.mplus.config import MPlusConfig
 from memjax.models.offload import device_bytes, near, put, require_place
 
 SIZES = ModelConfig(
-    mixers=(AttentionConfig(8, 2, 1, 4, capacity=32),),
+    mechanisms=(AttentionConfig(8, 2, 1, 4, capacity=32),),
     num_layers=1,
     vocab_size=19,
     model_dim=8,

@@ -13,7 +13,7 @@ from memjax.training.sharding import MeshConfig
 from memjax.training.step import StepConfig
 
 MODEL = ModelConfig(
-    mixers=(ElasticMemoryConfig(16, 4, 2, 4, block=4, order=4),),
+    mechanisms=(ElasticMemoryConfig(16, 4, 2, 4, block=4, order=4),),
     num_layers=1,
     vocab_size=256,
     model_dim=16,

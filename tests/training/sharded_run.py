@@ -55,7 +55,7 @@ from memjax_kernels._src.sigmoid_scores import xla as search
 B, T, V, STEPS = 8, 6, 16, 3
 MESHES = {"none": None, "2 2 2": (2, 2, 2), "1 4 2": (1, 4, 2)}
 MODEL = ModelConfig(
-    mixers=(ElasticMemoryConfig(16, 4, 2, 4, block=4, order=4, decay=0.8),),
+    mechanisms=(ElasticMemoryConfig(16, 4, 2, 4, block=4, order=4, decay=0.8),),
     num_layers=1,
     vocab_size=V,
     model_dim=16,
@@ -68,7 +68,7 @@ HEADS: dict[str, Any] = dict(model_dim=16, num_heads=8, num_kv_heads=4, head_dim
 BLOCK: dict[str, Any] = dict(model_dim=16, num_heads=8, key_dim=4, value_dim=4)
 WINDOW = SlidingWindowConfig(**HEADS, window=8)
 #: Mixers whose sequences are divided.
-MIXERS: dict[str, MixerConfig] = {
+MECHANISMS: dict[str, MixerConfig] = {
     "attention": AttentionConfig(**HEADS, capacity=32),
     "window": WINDOW,
     "sinks": dataclasses.replace(WINDOW, sinks=2),
@@ -127,7 +127,7 @@ def run(axes):
 
 
 def sequences() -> None:
-    """By mixer and mesh: how an update differs from one device's, and what is sent."""
+    """An update's error against one device, and what is sent, by mechanism and mesh."""
     meshes = {
         "sequence=2": (sharding.MeshConfig(data=1, sequence=2), 2),
         "data=2 tensor=2": (sharding.MeshConfig(2, tensor=2), 4),
@@ -136,15 +136,17 @@ def sequences() -> None:
     print(
         json.dumps(
             {
-                name: {mesh: divided(mixer, *given) for mesh, given in meshes.items()}
-                for name, mixer in MIXERS.items()
+                name: {
+                    mesh: divided(mechanism, *given) for mesh, given in meshes.items()
+                }
+                for name, mechanism in MECHANISMS.items()
             }
         )
     )
 
 
-def divided(mixer, config, devices):
-    model = dataclasses.replace(MODEL, mixers=(mixer,))
+def divided(mechanism, config, devices):
+    model = dataclasses.replace(MODEL, mechanisms=(mechanism,))
     length, chunks, descent = 32, StepConfig(), optax.sgd(1.0)
     fresh = lambda: LanguageModel(model, key=jax.random.key(0))
     create = lambda: init_train_state(fresh(), descent, chunks, B)
@@ -211,7 +213,7 @@ def systems() -> None:
 def trained(stage, config, devices):
     """The losses of two updates of a stage on the first devices."""
     attention = AttentionConfig(**HEADS, capacity=64)
-    backbone = dataclasses.replace(MODEL, mixers=(attention,), vocab_size=256)
+    backbone = dataclasses.replace(MODEL, mechanisms=(attention,), vocab_size=256)
     described = FinetuneRun(stage, backbone, "bytes", "", "")
     mesh = sharding.make_mesh(config, jax.devices()[:devices])
     create, step = finetune._programs(described, mesh)
@@ -234,7 +236,7 @@ def memory() -> None:
     # Several blocks, as of a large store.
     search.KEYS_AT_ONCE = 16
     attention = AttentionConfig(**HEADS, capacity=64)
-    config = dataclasses.replace(MODEL, mixers=(attention,), num_layers=2)
+    config = dataclasses.replace(MODEL, mechanisms=(attention,), num_layers=2)
     sizes = MPlusConfig(
         tokens=4,
         pool=40,
@@ -316,7 +318,7 @@ def largest(family, mesh):
     rows, length = 16, 64
     config = preset(f"{family}-tiny", 64)
     # The third layer of four has the memory, where one alone has it.
-    config = dataclasses.replace(config, mixers=config.layers[2:3], num_layers=1)
+    config = dataclasses.replace(config, mechanisms=config.layers[2:3], num_layers=1)
     chunks = StepConfig()
     fresh = lambda: LanguageModel(config, key=jax.random.key(0))
     state = jax.eval_shape(lambda: init_train_state(fresh(), OPTIMIZER, chunks, rows))

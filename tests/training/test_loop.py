@@ -429,8 +429,8 @@ def test_data_positions_that_differ_between_processes_are_refused(
 def test_configurations_that_differ_between_processes_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mine = {"loop": {"steps": 30}, "seed": 1, "mixers": [{"order": 4}]}
-    theirs = [mine, mine | {"seed": 2, "mixers": [{"order": 4}, {"order": 5}]}]
+    mine = {"loop": {"steps": 30}, "seed": 1, "mechanisms": [{"order": 4}]}
+    theirs = [mine, mine | {"seed": 2, "mechanisms": [{"order": 4}, {"order": 5}]}]
     texts = [json.dumps(flatten(each), sort_keys=True) for each in (mine, *theirs)]
 
     def gather(given: np.ndarray) -> np.ndarray:
@@ -445,8 +445,8 @@ def test_configurations_that_differ_between_processes_are_refused(
     with pytest.raises(ValueError) as refused:
         agreement.require_same_configuration(mine)
     assert str(refused.value) == (
-        'processes have different configurations: mixers.1.order is "absent", but 5 on '
-        "process 2; seed is 1, but 2 on process 2"
+        'processes have different configurations: mechanisms.1.order is "absent", but '
+        "5 on process 2; seed is 1, but 2 on process 2"
     )
     texts[2] = texts[0]
     agreement.require_same_configuration(mine)

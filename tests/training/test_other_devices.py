@@ -20,7 +20,7 @@ def train(texts: Path, folder: Path, fsdp: int) -> None:
     run.train(
         run.RunConfig(
             model=ModelConfig(
-                mixers=(SlidingWindowConfig(16, 4, 4, 4, window=8),),
+                mechanisms=(SlidingWindowConfig(16, 4, 4, 4, window=8),),
                 num_layers=1,
                 vocab_size=256,
                 model_dim=16,

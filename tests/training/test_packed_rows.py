@@ -27,7 +27,7 @@ from tests import tiny
 
 D, V = 16, 256
 CONFIG = ModelConfig(
-    mixers=(
+    mechanisms=(
         AttentionConfig(D, 2, 1, 8, capacity=64),
         TrellisConfig(D, 2, 4, 4, slots=5, chunk_size=4),
     ),
@@ -106,7 +106,7 @@ def test_a_wrapped_backbone_is_refused():
             {
                 "model": dataclasses.replace(
                     CONFIG,
-                    mixers=(ElasticMemoryConfig(D, 2, 1, 8, block=8, order=4),),
+                    mechanisms=(ElasticMemoryConfig(D, 2, 1, 8, block=8, order=4),),
                 )
             },
             "got ElasticMemoryConfig",

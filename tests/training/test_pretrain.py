@@ -18,7 +18,7 @@ from memjax.training.optimizer import schedule
 from tests import tiny
 
 MODEL = ModelConfig(
-    mixers=(ElasticMemoryConfig(16, 2, 1, 8, block=8, order=4),),
+    mechanisms=(ElasticMemoryConfig(16, 2, 1, 8, block=8, order=4),),
     num_layers=1,
     vocab_size=256,
     model_dim=16,
@@ -187,7 +187,8 @@ def test_a_folder_of_another_run_is_left_alone(config, tmp_path):
     other = json.dumps(run.to_record(run.RunConfig()))
     (tmp_path / "config.json").write_text(other)
     with pytest.raises(
-        ValueError, match=r"mixers\.0\.type was 'SlidingWindowConfig' and is now 'El"
+        ValueError,
+        match=r"mechanisms\.0\.type was 'SlidingWindowConfig' and is now 'El",
     ):
         run.train(config, tmp_path)
     assert (tmp_path / "config.json").read_text() == other
@@ -212,7 +213,9 @@ def test_presets_of_every_size_read_tokens():
     presets = run.presets()
     for name in filter(lambda name: name.startswith("transformer"), presets):
         config = presets[name]
-        model = dataclasses.replace(config.model, num_layers=len(config.model.mixers))
+        model = dataclasses.replace(
+            config.model, num_layers=len(config.model.mechanisms)
+        )
         language_model = run.abstract_model(model)
         tokens = jax.ShapeDtypeStruct((2, 64), "int32")
         read = lambda m, t: m(m.init_state(2), t)[1]

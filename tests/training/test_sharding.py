@@ -89,8 +89,8 @@ def divided(with_devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sharded_run.MIXERS)
-def test_every_mixer_gives_the_update_of_one_device_on_two_to_eight(divided, name):
+@pytest.mark.parametrize("name", sharded_run.MECHANISMS)
+def test_every_mechanism_gives_the_update_of_one_device_on_two_to_eight(divided, name):
     # Loss and gradients on two and four devices, and on eight with all axes but data.
     for mesh, found in divided[name].items():
         # TTT has gradients of 2.4: float32 sums in another order differ by 1.1e-5.
@@ -99,12 +99,12 @@ def test_every_mixer_gives_the_update_of_one_device_on_two_to_eight(divided, nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sharded_run.MIXERS)
+@pytest.mark.parametrize("name", sharded_run.MECHANISMS)
 def test_tokens_are_exchanged_for_heads_where_memories_are_not_joined(divided, name):
-    mixer, found = sharded_run.MIXERS[name], divided[name]["sequence=2"]
-    core = mixer.core() if isinstance(mixer, RecurrentConfig) else None
+    mechanism, found = sharded_run.MECHANISMS[name], divided[name]["sequence=2"]
+    core = mechanism.core() if isinstance(mechanism, RecurrentConfig) else None
     joined = core is not None and core.apply_share is not None
-    if joined or isinstance(mixer, ElasticMemoryConfig):
+    if joined or isinstance(mechanism, ElasticMemoryConfig):
         assert found["exchanges"] == 0
         # The memories of both devices, for a batch of 8 with 8 heads; all their sizes
         # are 4, and some are of keys and values.
@@ -178,14 +178,14 @@ def train_state(config):
 
 INTENDED = {
     "embedding": P("tensor", "fsdp"),
-    "mixer/query": P("fsdp", "tensor"),
-    "mixer/key": P("fsdp", "tensor"),
-    "mixer/value": P("fsdp", "tensor"),
-    "mixer/output": P("tensor", None, "fsdp"),
-    "mixer/query_key": P("fsdp", None, "tensor"),
-    "mixer/filters": P(None, None, "tensor"),
-    "mixer/gate": P("fsdp", "tensor"),
-    "mixer/norm": P(None),
+    "mechanism/query": P("fsdp", "tensor"),
+    "mechanism/key": P("fsdp", "tensor"),
+    "mechanism/value": P("fsdp", "tensor"),
+    "mechanism/output": P("tensor", None, "fsdp"),
+    "mechanism/query_key": P("fsdp", None, "tensor"),
+    "mechanism/filters": P(None, None, "tensor"),
+    "mechanism/gate": P("fsdp", "tensor"),
+    "mechanism/norm": P(None),
     "core/rate": P("fsdp", "tensor"),
     "core/target": P("fsdp", "tensor"),
     "core/forget": P("fsdp", "tensor"),
@@ -242,7 +242,7 @@ def endings(name):
 def test_every_leaf_of_a_preset_lies_where_it_was_meant_to(name):
     met = endings(name)
     rooms = [{end for at, end in met if at == room} for room in ("params", "optimizer")]
-    assert rooms[0] == rooms[1] >= {"embedding", "mixer/output"}
+    assert rooms[0] == rooms[1] >= {"embedding", "mechanism/output"}
 
 
 def test_every_intention_is_met_by_some_preset():
@@ -259,9 +259,9 @@ def test_an_untied_head_has_its_rule():
 def test_an_axis_that_does_not_divide_is_left_out_for_that_leaf():
     """2 key-value heads on 4 tensor devices; queries have 4 heads."""
     placed = specs(preset("elastic-tiny", 4096), (1, 2, 4))
-    mixer = "params/blocks/0/mixer/"
-    assert trimmed(placed[mixer + "key"][1]) == ("fsdp",)
-    assert trimmed(placed[mixer + "query"][1]) == ("fsdp", "tensor")
+    mechanism = "params/blocks/0/mechanism/"
+    assert trimmed(placed[mechanism + "key"][1]) == ("fsdp",)
+    assert trimmed(placed[mechanism + "query"][1]) == ("fsdp", "tensor")
 
 
 @pytest.mark.parametrize(
@@ -283,8 +283,8 @@ def test_a_mesh_that_does_not_fit_is_refused(axes, message):
 WINDOW = SlidingWindowConfig(16, num_heads=4, num_kv_heads=2, head_dim=4)
 
 
-def model_of(*mixers):
-    return ModelConfig(mixers=mixers, num_layers=4, vocab_size=8, model_dim=16)
+def model_of(*mechanisms):
+    return ModelConfig(mechanisms=mechanisms, num_layers=4, vocab_size=8, model_dim=16)
 
 
 @pytest.mark.parametrize(
@@ -292,16 +292,20 @@ def model_of(*mixers):
     [
         ((2, 3, 1), 16, "batch_size=16 .* data . fsdp = 6 devices: 12 or 18 would"),
         ((2, 3, 1), 4, "batch_size=4 .* devices: 6 would"),
-        ((1, 1, 3), 1, r"tensor=3 .* the 4 heads of model.mixers\[0\]: 1, 2, 4 would"),
-        ((1, 1, 4), 1, r"tensor=4 .* the 6 heads of model.mixers\[1\]: 1, 2, 3, 6"),
+        (
+            (1, 1, 3),
+            1,
+            r"tensor=3 .* the 4 heads of model.mechanisms\[0\]: 1, 2, 4 would",
+        ),
+        ((1, 1, 4), 1, r"tensor=4 .* the 6 heads of model.mechanisms\[1\]: 1, 2, 3, 6"),
         (
             (1, 1, 2, 4),
             1,
             r"tensor . mesh.sequence = 8 .* 4 heads .*: 1, 2, 4",
         ),
         ((1, 1, 1, 3), 1, "sequence=3 must divide the 64 tokens of a row"),
-        ((1, 1, 4, 2), 1, r"sequence = 8 .* the 4 heads of model.mixers\[0\]"),
-        ((1, 1, 4, 1), 1, r"tensor=4 .* the 6 heads of model.mixers\[1\]"),
+        ((1, 1, 4, 2), 1, r"sequence = 8 .* the 4 heads of model.mechanisms\[0\]"),
+        ((1, 1, 4, 1), 1, r"tensor=4 .* the 6 heads of model.mechanisms\[1\]"),
     ],
 )
 def test_what_a_mesh_does_not_divide_is_refused(axes, batch, message):

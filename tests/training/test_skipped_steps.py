@@ -16,7 +16,7 @@ from tests import tiny
 
 B, T, V = 3, 4, 11
 CONFIG = ModelConfig(
-    mixers=(SlidingWindowConfig(8, 2, 1, 4, window=4),),
+    mechanisms=(SlidingWindowConfig(8, 2, 1, 4, window=4),),
     num_layers=2,
     vocab_size=V,
     model_dim=8,

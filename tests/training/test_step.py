@@ -29,7 +29,7 @@ from tests import tiny
 
 B, T, V, WINDOW = 4, 8, 13, 4
 CONFIG = ModelConfig(
-    mixers=(SlidingWindowConfig(8, 2, 1, 4, window=WINDOW),),
+    mechanisms=(SlidingWindowConfig(8, 2, 1, 4, window=WINDOW),),
     num_layers=1,
     vocab_size=V,
     model_dim=8,
@@ -141,7 +141,7 @@ def test_truncation_cuts_the_gradient_at_the_block_and_not_the_memory(plain):
     close(truncated.params, jax.tree.map(subtract, PARAMS, gradient))
     # Values of the first block are learned through the memory alone.
     whole, cut = (
-        nnx.merge(GRAPH, state.params).blocks[0].parameters().mixer.value
+        nnx.merge(GRAPH, state.params).blocks[0].parameters().mechanism.value
         for state in (plain[0], truncated)
     )
     assert np.abs(whole - cut).max() > 1e-4

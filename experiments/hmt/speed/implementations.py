@@ -30,7 +30,7 @@ Implementation = Literal["official", "keep", "recompute"]
 def backbone_config(shape: Shape) -> ModelConfig:
     """Our backbone of that shape, in float32."""
     return ModelConfig(
-        mixers=(
+        mechanisms=(
             AttentionConfig(
                 shape.width,
                 shape.heads,

@@ -180,7 +180,7 @@ def tracking(
     """The backbone with SnapKV's cache, whose state says which tokens it has."""
     model = with_capacity(backbone, capacity)
     layers = zip(model.blocks, model.config.layers, strict=True)
-    built = [_tracking(block.mechanism, heads, config) for block, heads in layers]
+    built = [_tracking(block.functions, heads, config) for block, heads in layers]
     return with_mechanisms(model, model.config, built)
 
 
@@ -211,7 +211,7 @@ def _tracking(attention: Mechanism, heads: Any, config: SnapKVConfig) -> Mechani
 
 
 def _empty(model: LanguageModel, batch: int) -> tuple[Tracked, ...]:
-    return tuple(block.mechanism.init_state(batch) for block in model.blocks)
+    return tuple(block.functions.init_state(batch) for block in model.blocks)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

@@ -141,7 +141,7 @@ def _hmt_flops(backbone):
 
 def _llama(attention, layers, hidden, vocab_size):
     return ModelConfig(
-        mixers=(attention,),
+        mechanisms=(attention,),
         num_layers=layers,
         vocab_size=vocab_size,
         model_dim=attention.model_dim,

@@ -78,7 +78,7 @@ def decoded_tokens(config: MixerConfig, reads_all: bool) -> Program:
 
 def elastic_layer(backward: bool) -> Program:
     """A layer of Elastic Memory of the 100m preset, from an empty memory."""
-    config = SIZES["100m"].mixer("elastic_memory")
+    config = SIZES["100m"].mechanism("elastic_memory")
     assert isinstance(config, ElasticMemoryConfig)
     memory = config.build()
 
@@ -136,7 +136,7 @@ def table() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for name in (*ATTENTION, *RECURRENT):
         options = {"capacity": CAPACITY} if name == "attention" else {}
-        config = SIZES["125m"].mixer(name, **options)
+        config = SIZES["125m"].mechanism(name, **options)
         build = functools.partial(decoded_tokens, config, name in ATTENTION)
         found[f"decode/{name}"] = Case(build, DECODED * STEPS, "token")
     tokens = ELASTIC_BATCH * ELASTIC_TIME

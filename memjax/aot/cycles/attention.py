@@ -21,34 +21,37 @@ from memjax_kernels._src.causal_attention import blocks
 
 
 def shares(
-    mixers: Iterable[MixerConfig], time: int, ways: int = 1
+    mechanisms: Iterable[MixerConfig], time: int, ways: int = 1
 ) -> dict[str, Shares]:
     """The shares of each kernel, by the beginning of its name.
 
-    Of two mixers that run the same kernel the larger ones: cycles are an upper bound.
+    Of two mechanisms that run the same kernel the larger ones: cycles are an upper
+    bound.
 
     Args:
-        mixers: of a model; those without attention have none.
+        mechanisms: of a model; those without attention have none.
         time: tokens of a row.
         ways: how many devices share the heads.
     """
     found: dict[str, Shares] = {}
-    for mixer in set(mixers):
-        for name, share in _of_mixer(mixer, time, ways).items():
+    for mechanism in set(mechanisms):
+        for name, share in _of_mechanism(mechanism, time, ways).items():
             found[name] = Shares(*map(max, found.get(name, share), share))
     return found
 
 
-def _of_mixer(mixer, time, ways):
+def _of_mechanism(mechanism, time, ways):
     if not isinstance(
-        mixer, AttentionConfig | SlidingWindowConfig | ElasticMemoryConfig
+        mechanism, AttentionConfig | SlidingWindowConfig | ElasticMemoryConfig
     ):
         return {}
-    heads = max(1, mixer.num_heads // ways)
-    if isinstance(mixer, ElasticMemoryConfig):
-        return _of_splash(on_tpu.memory_kernel(heads, mixer.block, mixer.samples)[0])
+    heads = max(1, mechanism.num_heads // ways)
+    if isinstance(mechanism, ElasticMemoryConfig):
+        return _of_splash(
+            on_tpu.memory_kernel(heads, mechanism.block, mechanism.samples)[0]
+        )
     # A window as long as the row is full attention.
-    window = getattr(mixer, "window", time)
+    window = getattr(mechanism, "window", time)
     window = window if window < time else None
     return _of_splash(on_tpu.kernel(heads, time, window)) | _of_ours(time, window)
 

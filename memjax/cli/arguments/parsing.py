@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from memjax.checks import nearest, require_known, short
-from memjax.cli.arguments.mixers import REGISTRY
+from memjax.cli.arguments.mechanisms import REGISTRY
 from memjax.cli.arguments.unframed import explained
 
 Call = Callable[[], int]

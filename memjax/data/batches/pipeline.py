@@ -85,7 +85,7 @@ def packed_batches(
         batch_size: rows over all hosts, divisible by shard_count.
         seed: in [0, 2**32).
         start_multiple: documents begin at multiples of so many tokens, at least 1; what
-            a model needs, `start_multiple(mixers)` says.
+            a model needs, `start_multiple(mechanisms)` says.
         shard_index: this host, in [0, shard_count).
         shard_count: number of hosts.
         vocab_size: if given, every id is checked to be in [0, vocab_size).

@@ -9,7 +9,7 @@ read of the identity times S, as reads are linear in the memory too.
 Slots of GSA and ABC are kept by factors that tokens alone decide (`gsa.apply_share`),
 and coefficients of Elastic Memory join by a matrix (`coefficients.before_share`).
 
-Against an exchange of tokens for heads, as other mixers have it
+Against an exchange of tokens for heads, as other mechanisms have it
 (`memjax_kernels._src.common.partition`), no activations are sent and any number of
 heads will do, but the recurrence runs twice.
 

@@ -1,7 +1,7 @@
 """memjax's own format, for models that no Hugging Face family describes.
 
 `config.json` has the model_type "memjax" and the `ModelConfig`; a tensor's name is the
-path of its parameter, as in `blocks.0.mixer.query`.
+path of its parameter, as in `blocks.0.mechanism.query`.
 """
 
 import dataclasses
@@ -143,5 +143,5 @@ def leaves_of(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def leaf_name(path: Any) -> str:
-    """A leaf's path in a tree, as in `blocks.0.mixer.query`."""
+    """A leaf's path in a tree, as in `blocks.0.mechanism.query`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

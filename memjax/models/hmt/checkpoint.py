@@ -144,7 +144,9 @@ def plain_backbone(model: HMT) -> LanguageModel:
     """The backbone as it came, with its adapters merged."""
     # HMT shortened the caches and may have changed remat.
     own = model.pretrained
-    return with_config(merge_lora(model.backbone), mixers=own.mixers, remat=own.remat)
+    return with_config(
+        merge_lora(model.backbone), mechanisms=own.mechanisms, remat=own.remat
+    )
 
 
 def _named(

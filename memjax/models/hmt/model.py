@@ -69,7 +69,7 @@ class HMT(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         self.config = config
-        #: The backbone's own config: its mixers, and the longest text it reads.
+        #: The backbone's own config: its mechanisms, and the longest text it reads.
         self.pretrained = backbone.config
         # A segment between two prompts, with sensory memory before it.
         length = config.sensory + config.segment + 2

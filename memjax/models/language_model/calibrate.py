@@ -60,7 +60,7 @@ def calibrate(
     """
     if not memory_layers(model.config):
         raise ValueError(
-            f"model must have a memory beside a window, got {model.config.mixers}"
+            f"model must have a memory beside a window, got {model.config.mechanisms}"
         )
     moments = measure(model, teacher, tokens, progress)
     return start_layers(model, moments, tokens.shape[1])
@@ -74,14 +74,14 @@ def start_layers(
     for i in memory_layers(model.config):
         config = model.config.layers[i]
         assert isinstance(config, BesideConfig)
-        params = as_arrays(model.blocks[i].mixer)
+        params = as_arrays(model.blocks[i].mechanism)
         if params.features is not None:
             started = start(config, params, moments[i], longest)
             # Attention keeps its own variables, which may be frozen.
             block = new.blocks[i]
-            block.mixer = nnx.data(
+            block.mechanism = nnx.data(
                 as_params(started._replace(attention=None))._replace(
-                    attention=block.mixer.attention
+                    attention=block.mechanism.attention
                 )
             )
     return new

@@ -26,7 +26,7 @@ FeedForward = Literal["swiglu", "geglu", "relu"]
 #: Tokens that a model without a window reads at a time.
 PIECE = 2048
 #: The configurations that a file may name: those that `memjax.mechanisms` exports.
-MIXERS: tuple[Any, ...] = tuple(
+MECHANISMS: tuple[Any, ...] = tuple(
     kind
     for kind in vars(mechanisms).values()
     if dataclasses.is_dataclass(kind) and hasattr(kind, "build")
@@ -40,11 +40,11 @@ class Architecture:
     Attributes:
         norm: "rms" (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, a scale)
             or "layer" (Ba et al. 2016, https://arxiv.org/abs/1607.06450, with a bias).
-        norm_first: norms before the mixer and the feed-forward and one at the end;
+        norm_first: norms before the mechanism and the feed-forward and one at the end;
             False puts them behind each sum, with none at the end (OPT 350m).
-        norm_outputs: norms of what the mixer and the feed-forward give, before it is
-            added, and one at the end: with those of `norm_first` (Gemma 3), or instead
-            of norms before or behind (OLMo 2).
+        norm_outputs: norms of what the mechanism and the feed-forward give, before it
+            is added, and one at the end: with those of `norm_first` (Gemma 3), or
+            instead of norms before or behind (OLMo 2).
         feed_forward: "swiglu"; "geglu", with the tanh form of GELU in the place of
             SiLU; or "relu" of one matrix.
         learned_positions: rows of a table of positions added to the embeddings, 2 more
@@ -83,14 +83,14 @@ class Architecture:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder, Llama 3's by default, whose token mixer is chosen layer by layer.
+    """A decoder, Llama 3's by default, whose token mechanism is chosen layer by layer.
 
     Attributes:
-        mixers: one period of the layers' mechanisms, first to last. A hybrid is
+        mechanisms: one period of the layers' mechanisms, first to last. A hybrid is
             (trellis, trellis, trellis, attention): every fourth layer attends.
-        num_layers: the depth; layer i has mixers[i % len(mixers)].
+        num_layers: the depth; layer i has mechanisms[i % len(mechanisms)].
         vocab_size: V; tokens are in [0, V).
-        model_dim: D, also of every mixer.
+        model_dim: D, also of every mechanism.
         hidden_dim: width inside the feed-forward.
         architecture: norms, feed-forward and positions of published models.
         norm_epsilon: of the norms.
@@ -107,8 +107,8 @@ class ModelConfig:
             The loop copies parameters and memories once a call.
     """
 
-    mixers: tuple[MixerConfig, ...] = dataclasses.field(
-        default=(SlidingWindowConfig(768, 12, 12, 64),), metadata={TYPES: MIXERS}
+    mechanisms: tuple[MixerConfig, ...] = dataclasses.field(
+        default=(SlidingWindowConfig(768, 12, 12, 64),), metadata={TYPES: MECHANISMS}
     )
     num_layers: int = 12
     vocab_size: int = 32_000
@@ -124,7 +124,7 @@ class ModelConfig:
 
     def __post_init__(self):
         check_sizes(
-            mixers=len(self.mixers),
+            mechanisms=len(self.mechanisms),
             num_layers=self.num_layers,
             vocab_size=self.vocab_size,
             hidden_dim=self.hidden_dim,
@@ -132,47 +132,49 @@ class ModelConfig:
         check_positive(most=1.0, norm_epsilon=self.norm_epsilon)
         require_known("dtype", self.dtype, get_args(Dtype))
         require_known("remat_saves", self.remat_saves, get_args(RematSaves))
-        if len(self.mixers) > self.num_layers:
+        if len(self.mechanisms) > self.num_layers:
             raise ValueError(
-                f"num_layers must be at least {len(self.mixers)}, the period of the "
-                f"mixers, got {self.num_layers}"
+                f"num_layers must be at least {len(self.mechanisms)}, the period of "
+                f"the mechanisms, got {self.num_layers}"
             )
-        for i, mixer in enumerate(self.mixers):
-            if mixer.model_dim != self.model_dim:
+        for i, mechanism in enumerate(self.mechanisms):
+            if mechanism.model_dim != self.model_dim:
                 raise ValueError(
-                    f"mixers[{i}].model_dim must be the model's {self.model_dim}, "
-                    f"got {mixer.model_dim}"
+                    f"mechanisms[{i}].model_dim must be the model's {self.model_dim}, "
+                    f"got {mechanism.model_dim}"
                 )
-            heads = attention_of(mixer)
+            heads = attention_of(mechanism)
             theta = None if heads is None else heads.rope_theta
             if self.architecture.learned_positions and theta is not None:
                 raise ValueError(
-                    f"mixers[{i}].rope_theta must be None with learned positions, "
+                    f"mechanisms[{i}].rope_theta must be None with learned positions, "
                     f"got {theta}"
                 )
 
     @property
     def layers(self) -> tuple[MixerConfig, ...]:
         """The mechanism of every layer, first to last."""
-        period = len(self.mixers)
-        return tuple(self.mixers[i % period] for i in range(self.num_layers))
+        period = len(self.mechanisms)
+        return tuple(self.mechanisms[i % period] for i in range(self.num_layers))
 
     @property
     def window(self) -> int:
         """Tokens of a piece that is read quickly.
 
-        The shortest window or block of the mixers; without one, `PIECE` tokens or what
-        full attention holds, if that is less.
+        The shortest window or block of the mechanisms; without one, `PIECE` tokens or
+        what full attention holds, if that is less.
         """
-        attention = map(attention_of, self.mixers)
+        attention = map(attention_of, self.mechanisms)
         windows = [m.window for m in attention if isinstance(m, SlidingWindowConfig)]
-        windows += [m.block for m in self.mixers if isinstance(m, ElasticMemoryConfig)]
+        windows += [
+            m.block for m in self.mechanisms if isinstance(m, ElasticMemoryConfig)
+        ]
         return min(windows or [PIECE, self.capacity or PIECE])
 
     @property
     def capacity(self) -> int | None:
         """Longest text that all layers of full attention hold; None without one."""
-        held = [m.capacity for m in self.mixers if isinstance(m, AttentionConfig)]
+        held = [m.capacity for m in self.mechanisms if isinstance(m, AttentionConfig)]
         return min(held, default=None)
 
     @property
@@ -182,12 +184,15 @@ class ModelConfig:
         Raises:
             ValueError: if a layer has none, or layers differ.
         """
-        attention = ((attention_of(mixer), mixer) for mixer in self.mixers)
-        sizes = {heads_of(own) if own else mixer for own, mixer in attention}
+        attention = (
+            (attention_of(mechanism), mechanism) for mechanism in self.mechanisms
+        )
+        sizes = {heads_of(own) if own else mechanism for own, mechanism in attention}
         (heads, *others) = sizes
         if others or not isinstance(heads, HeadsConfig):
             raise ValueError(
-                f"mixers must all have the same attention heads, got {self.mixers}"
+                "mechanisms must all have the same attention heads, got "
+                f"{self.mechanisms}"
             )
         return heads
 
@@ -200,28 +205,30 @@ def period(layers: Iterable[MixerConfig]) -> tuple[MixerConfig, ...]:
     return layers[: next(filter(repeats, range(1, length + 1)))]
 
 
-def attention_of(mixer: MixerConfig) -> HeadsConfig | None:
-    """The attention layer that a mixer is, or has beside a memory; None without one."""
-    if isinstance(mixer, BesideConfig):
-        return mixer.window
-    return mixer if isinstance(mixer, HeadsConfig) else None
+def attention_of(mechanism: MixerConfig) -> HeadsConfig | None:
+    """The attention of a mechanism or of a hybrid's window; None without one."""
+    if isinstance(mechanism, BesideConfig):
+        return mechanism.window
+    return mechanism if isinstance(mechanism, HeadsConfig) else None
 
 
 def heads_of(config: HeadsConfig) -> HeadsConfig:
-    """The sizes of the projections alone, of a mixer that has them."""
+    """The sizes of the projections alone, of a mechanism that has them."""
     names = [field.name for field in dataclasses.fields(HeadsConfig)]
     return HeadsConfig(**{name: getattr(config, name) for name in names})
 
 
 def kinds(config: ModelConfig) -> str:
-    """Names of the mixers' configurations, for an error."""
-    return ", ".join(dict.fromkeys(type(mixer).__name__ for mixer in config.mixers))
+    """Names of the mechanisms' configurations, for an error."""
+    return ", ".join(
+        dict.fromkeys(type(mechanism).__name__ for mechanism in config.mechanisms)
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def build_once(mixer: MixerConfig) -> Mechanism:
+def build_once(mechanism: MixerConfig) -> Mechanism:
     """The mechanism of a config, the same one for equal configs.
 
     jit compares the functions of a model: two models of one config share programs.
     """
-    return mixer.build()
+    return mechanism.build()

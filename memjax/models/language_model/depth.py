@@ -19,7 +19,7 @@ class Layer(NamedTuple):
     """What a layer computes with.
 
     Attributes:
-        mechanism: of its mixer.
+        mechanism: of its mechanism.
         params: of the whole layer.
         memory: before the call.
     """

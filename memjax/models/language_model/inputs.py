@@ -51,30 +51,30 @@ def check_embeddings(model: Any, state: PyTree, x: Array, mask: Array | None) ->
             f"mask must be bool{list(x.shape[:2])}, as x is, got {mask.dtype}"
             f"{list(mask.shape)}"
         )
-    for mixer, block in zip(model.config.layers, model.blocks, strict=True):
-        if block.mechanism.apply_masked is None:
+    for mechanism, block in zip(model.config.layers, model.blocks, strict=True):
+        if block.functions.apply_masked is None:
             raise ValueError(
-                "mask must be None with a mixer that compresses what it reads, "
-                f"got {type(mixer).__name__} among the mixers"
+                "mask must be None with a mechanism that compresses what it reads, "
+                f"got {type(mechanism).__name__} among the mechanisms"
             )
 
 
-def start_multiple(mixers: Sequence[MixerConfig]) -> int:
+def start_multiple(mechanisms: Sequence[MixerConfig]) -> int:
     """Documents of a packed row begin at multiples of so many tokens.
 
     Args:
-        mixers: of the model, `ModelConfig.mixers`.
+        mechanisms: of the model, `ModelConfig.mechanisms`.
 
     Raises:
-        ValueError: for a mixer whose memory cannot be cleared inside a segment.
+        ValueError: for a mechanism whose memory cannot be cleared inside a segment.
     """
     chunks = []
-    for mixer in dict.fromkeys(mixers):
-        packed = build_once(mixer).packed
+    for mechanism in dict.fromkeys(mechanisms):
+        packed = build_once(mechanism).packed
         if packed is None:
             raise ValueError(
-                f"packed rows need mixers whose memory can be cleared inside a row, "
-                f"got {_named(mixer)}; mode='chunked' and 'streamed' take any"
+                "packed rows need mechanisms whose memory can be cleared inside a "
+                f"row, got {_named(mechanism)}; mode='chunked' and 'streamed' take any"
             )
         chunks.append(packed.chunk)
     return math.lcm(*chunks)
@@ -83,19 +83,19 @@ def start_multiple(mixers: Sequence[MixerConfig]) -> int:
 def check_starts(model: Any, x: Array, starts: Array) -> None:
     """Raises ValueError on starts that `LanguageModel.encode_packed` cannot read."""
     documents.check_starts(starts, x)
-    multiple = start_multiple(model.config.mixers)
+    multiple = start_multiple(model.config.mechanisms)
     if isinstance(starts, Tracer):
         return
     row, token = np.nonzero(np.asarray(starts))
     off = np.flatnonzero(token % multiple)
     if off.size:
         raise ValueError(
-            f"starts must be at multiples of {multiple} tokens, as the mixers' chunks "
-            f"are, got one in row {row[off[0]]} at token {token[off[0]]}"
+            f"starts must be at multiples of {multiple} tokens, as the mechanisms' "
+            f"chunks are, got one in row {row[off[0]]} at token {token[off[0]]}"
         )
 
 
-def _named(mixer: MixerConfig) -> str:
-    """The mixer's name, and what of its settings stands in the way."""
-    sinks = getattr(mixer, "sinks", 0)
-    return f"{type(mixer).__name__}{f' with sinks={sinks}' if sinks else ''}"
+def _named(mechanism: MixerConfig) -> str:
+    """The mechanism's name, and what of its settings stands in the way."""
+    sinks = getattr(mechanism, "sinks", 0)
+    return f"{type(mechanism).__name__}{f' with sinks={sinks}' if sinks else ''}"

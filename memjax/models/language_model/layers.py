@@ -1,4 +1,4 @@
-"""What stands around the mixer in a layer of a decoder: norms and feed-forward.
+"""What stands around the mechanism in a layer of a decoder: norms and feed-forward.
 
 Each is a function of its parameters; what a model lacks, as Llama lacks biases, is
 None in them.
@@ -126,16 +126,16 @@ def layer_norm(
 class BlockParams(NamedTuple):
     """Of one layer; norms of outputs are None where `norm_outputs` adds none."""
 
-    mixer: Any
+    mechanism: Any
     feed_forward: FeedForwardParams
-    mixer_norm: NormParams
+    mechanism_norm: NormParams
     feed_forward_norm: NormParams
-    mixer_output_norm: NormParams | None = None
+    mechanism_output_norm: NormParams | None = None
     feed_forward_output_norm: NormParams | None = None
 
 
 class Block(nnx.Module):
-    """One layer: a mixer and a feed-forward, each with its norm and residual.
+    """One layer: a mechanism and a feed-forward, each with its norm and residual.
 
     Holds parameters only; the memory is an argument and a result.
 
@@ -152,39 +152,39 @@ class Block(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         self.config = config
-        self.mechanism = mechanism
+        self.functions = mechanism
         keys = jax.random.split(params_key(key, rngs), 4)
-        self.mixer = nnx.data(as_params(mechanism.init_params(keys[0])))
+        self.mechanism = nnx.data(as_params(mechanism.init_params(keys[0])))
         self.feed_forward = nnx.data(as_params(init_feed_forward(config, keys[1:])))
-        self.mixer_norm = nnx.data(as_params(init_norm(config)))
+        self.mechanism_norm = nnx.data(as_params(init_norm(config)))
         self.feed_forward_norm = nnx.data(as_params(init_norm(config)))
         style = config.architecture
         # Without norms before, those two are the norms of the outputs.
         if style.norm_first and style.norm_outputs:
-            self.mixer_output_norm = nnx.data(as_params(init_norm(config)))
+            self.mechanism_output_norm = nnx.data(as_params(init_norm(config)))
             self.feed_forward_output_norm = nnx.data(as_params(init_norm(config)))
 
     def init_state(self, batch: int) -> PyTree:
-        """The mixer's empty memory; every leaf has the batch first."""
-        return self.mechanism.init_state(batch)
+        """The mechanism's empty memory; every leaf has the batch first."""
+        return self.functions.init_state(batch)
 
     def __call__(
         self, state: PyTree, h: Float[Array, "B T D"]
     ) -> tuple[PyTree, Float[Array, "B T D"]]:
         """Reads a segment into the memory; returns it and the layer's output."""
-        mix = functools.partial(apply_or_step, self.mechanism)
+        mix = functools.partial(apply_or_step, self.functions)
         return run_block(self.config, mix, self.parameters(), state, h)
 
     def parameters(self) -> BlockParams:
         """The parameters, as `run_block` takes them."""
         return BlockParams(
-            as_arrays(self.mixer),
+            as_arrays(self.mechanism),
             as_arrays(self.feed_forward),
-            as_arrays(self.mixer_norm),
+            as_arrays(self.mechanism_norm),
             as_arrays(self.feed_forward_norm),
             *(
                 as_arrays(getattr(self, name))
-                for name in ("mixer_output_norm", "feed_forward_output_norm")
+                for name in ("mechanism_output_norm", "feed_forward_output_norm")
                 if hasattr(self, name)
             ),
         )
@@ -218,38 +218,40 @@ def run_block(
     memory: PyTree,
     h: Float[Array, "B T D"],
 ) -> tuple[PyTree, Float[Array, "B T D"]]:
-    """One layer around `mix(mixer parameters, memory, x) -> (memory, y)`.
+    """One layer around `mix(mechanism parameters, memory, x) -> (memory, y)`.
 
     The norms stand where `Architecture` puts them. On a mesh the stream between
     sublayers is divided along the batch, and parameters are gathered for their use.
     """
-    mixer, hidden, mixer_norm, hidden_norm, mixer_output, hidden_output = parameters
+    mechanism, hidden, mechanism_norm, hidden_norm, mechanism_output, hidden_output = (
+        parameters
+    )
     norm = functools.partial(normalize, epsilon=config.norm_epsilon)
     transform = lambda x: along_batch(feed_forward(config, hidden, x))
 
     def read(memory, x):
-        memory, y = mix(mixer, memory, x)
+        memory, y = mix(mechanism, memory, x)
         return memory, along_batch(y)
 
     h = along_batch(h)
     match config.architecture.norm_first, config.architecture.norm_outputs:
         case True, False:
-            memory, y = read(memory, norm(mixer_norm, h))
+            memory, y = read(memory, norm(mechanism_norm, h))
             h = h + y
             h = h + transform(norm(hidden_norm, h))
         case True, True:
             # Gemma 3.
-            memory, y = read(memory, norm(mixer_norm, h))
-            h = h + norm(mixer_output, y)
+            memory, y = read(memory, norm(mechanism_norm, h))
+            h = h + norm(mechanism_output, y)
             h = h + norm(hidden_output, transform(norm(hidden_norm, h)))
         case False, True:
             # OLMo 2.
             memory, y = read(memory, h)
-            h = h + norm(mixer_norm, y)
+            h = h + norm(mechanism_norm, y)
             h = h + norm(hidden_norm, transform(h))
         case _:
             # OPT 350m normalises after the residual sum.
             memory, y = read(memory, h)
-            h = norm(mixer_norm, h + y)
+            h = norm(mechanism_norm, h + y)
             h = norm(hidden_norm, h + transform(h))
     return memory, h

@@ -1,6 +1,6 @@
 """A Llama-3-style decoder over any mixture of mechanisms.
 
-    h ← h + mixer(norm(h));   h ← h + W_down (silu(W_gate norm(h)) ∘ W_up norm(h))
+    h ← h + mechanism(norm(h));   h ← h + W_down (silu(W_gate norm(h)) ∘ W_up norm(h))
 
 Grattafiori et al. (2024), https://arxiv.org/abs/2407.21783. The model is a function
 of its state: `model(state, tokens) -> (state, logits)`, one mechanism state a layer.
@@ -78,8 +78,8 @@ class LanguageModel(nnx.Module):
         e = self.width
         self.embedding = nnx.Param(jax.random.normal(embed_key, (v, e)) * e**-0.5)
         self.blocks = nnx.List(
-            Block(config, build_once(mixer), key=block_key)
-            for mixer, block_key in zip(config.layers, block_keys, strict=True)
+            Block(config, build_once(mechanism), key=block_key)
+            for mechanism, block_key in zip(config.layers, block_keys, strict=True)
         )
         if style.norm_last:
             self.norm = nnx.data(as_params(init_norm(config)))
@@ -163,7 +163,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def _mechanisms(self):
-        return [block.mechanism for block in self.blocks]
+        return [block.functions for block in self.blocks]
 
     @property
     def width(self) -> int:
@@ -211,8 +211,8 @@ class LanguageModel(nnx.Module):
                 features behind them have no meaning. Not checked inside jit. None is T.
 
         Raises:
-            ValueError: on rows that the state does not have, a mask with a mixer that
-                compresses what it reads, or lengths that are not integers [B].
+            ValueError: on rows that the state does not have, a mask with a mechanism
+                that compresses what it reads, or lengths that are not integers [B].
         """
         inputs.check_embeddings(self, state, x, mask)
         if lengths is not None:
@@ -247,7 +247,7 @@ class LanguageModel(nnx.Module):
         What `read` gives for the empty state; full attention needs no cache for it.
 
         Raises:
-            ValueError: on a mask with a mixer that compresses what it reads, or a
+            ValueError: on a mask with a mechanism that compresses what it reads, or a
                 text beyond the capacity of attention.
         """
         inputs.check_embeddings(self, None, x, mask)
@@ -270,13 +270,13 @@ class LanguageModel(nnx.Module):
         Args:
             x: what `embed` gives; padding behind a document may be anything.
             starts: True at each document's first token, at multiples of
-                `start_multiple(config.mixers)` tokens: elsewhere NaN inside jit.
+                `start_multiple(config.mechanisms)` tokens: elsewhere NaN inside jit.
                 A row's first token starts one in any case.
 
         Raises:
-            ValueError: on a mixer whose memory cannot be cleared inside a row, starts
-                that are not bool [B, T] or are elsewhere, or a row beyond the capacity
-                of attention.
+            ValueError: on a mechanism whose memory cannot be cleared inside a row,
+                starts that are not bool [B, T] or are elsewhere, or a row beyond the
+                capacity of attention.
         """
         inputs.check_embeddings(self, None, x, None)
 
@@ -348,7 +348,7 @@ class LanguageModel(nnx.Module):
         return (*[None] * len(self.blocks), *(taken if learned else []))
 
     def _read(self, mix, state, x, mask, starts=None):
-        """All layers; `mix(mechanism, params, memory, h)` runs the mixer of one."""
+        """All layers; `mix(mechanism, params, memory, h)` runs the mechanism of one."""
         config, h = self.config, self.enter(x)
         memories, taken = state[: len(self.blocks)], state[len(self.blocks) :]
         if config.architecture.learned_positions:
@@ -361,7 +361,7 @@ class LanguageModel(nnx.Module):
                 (last,),
             )
         layers = [
-            Layer(block.mechanism, block.parameters(), memory)
+            Layer(block.functions, block.parameters(), memory)
             for block, memory in zip(self.blocks, memories, strict=True)
         ]
         # A loop copies the memories: that would cost more than the work of one token.

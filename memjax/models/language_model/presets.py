@@ -1,4 +1,4 @@
-"""Models by name: families of mixers in sizes from the papers.
+"""Models by name: families of mechanisms in sizes from the papers.
 
 Elastic Memory's 100m, 200m and 400m, and the sizes of Trellis, Table 5, where all
 recurrent models share one block:
@@ -61,21 +61,21 @@ RECURRENT: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Sizes that fit any mixer, so that models differ in their mixers alone.
+    """Sizes that fit any mechanism, so that models differ in their mechanisms alone.
 
     Attributes:
         num_layers: the depth.
         model_dim: D.
-        num_heads: query heads, and heads of the recurrent mixers.
+        num_heads: query heads, and heads of the recurrent mechanisms.
         num_kv_heads: key and value heads of the attention family.
-        head_dim: width of a head, in recurrent mixers of its keys and its values.
+        head_dim: width of a head, in recurrent mechanisms of its keys and its values.
         hidden_dim: width inside the feed-forward.
         tied_head: whether the output layer is the embedding, transposed.
-        default: the mixer of the transformer of this size.
+        default: the mechanism of the transformer of this size.
         window: of sliding windows; block of Elastic Memory.
         capacity: of full attention.
         slots: of each head of GSA, ABC, Trellis and Lattice.
-        options: of single mixers, by name.
+        options: of single mechanisms, by name.
         dtype: of activations.
         remat: recompute activations in the backward pass.
         scan_layers: run equal layers by one loop.
@@ -97,9 +97,9 @@ class Size:
     remat: bool = True
     scan_layers: bool = True
 
-    def mixer(self, name: str, **options: Any) -> MixerConfig:
-        """The mixer of this name in this size, `options` before the size's own."""
-        require_known("mixer", name, (*ATTENTION, *RECURRENT))
+    def mechanism(self, name: str, **options: Any) -> MixerConfig:
+        """The mechanism of this name in this size, `options` before the size's own."""
+        require_known("mechanism", name, (*ATTENTION, *RECURRENT))
         options = self.options.get(name, {}) | options
         common = dict(model_dim=self.model_dim, num_heads=self.num_heads)
         if name in ATTENTION:
@@ -119,9 +119,9 @@ class Size:
         return RECURRENT[name](**(common | options))
 
     def model(self, *names: str, vocab_size: int = 32_000) -> ModelConfig:
-        """The model of this size whose mixers, one period, have these names."""
+        """The model of this size whose mechanisms, one period, have these names."""
         return ModelConfig(
-            mixers=tuple(self.mixer(name) for name in names),
+            mechanisms=tuple(self.mechanism(name) for name in names),
             num_layers=self.num_layers,
             vocab_size=vocab_size,
             model_dim=self.model_dim,
@@ -212,23 +212,27 @@ def elastic(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
     return sizes.model(*names, vocab_size=vocab_size)
 
 
-def recurrent(mixer: str, size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
+def recurrent(
+    mechanism: str, size: str = "tiny", vocab_size: int = 32_000
+) -> ModelConfig:
     """One recurrent memory in every layer."""
     require_known("size", size, tuple(TRELLIS_SIZES))
-    return TRELLIS_SIZES[size].model(mixer, vocab_size=vocab_size)
+    return TRELLIS_SIZES[size].model(mechanism, vocab_size=vocab_size)
 
 
 def hybrid(
-    size: str = "tiny", vocab_size: int = 32_000, mixer: str = "trellis"
+    size: str = "tiny", vocab_size: int = 32_000, mechanism: str = "trellis"
 ) -> ModelConfig:
     """A recurrent memory in three layers of four, attention in the fourth."""
     require_known("size", size, tuple(TRELLIS_SIZES))
     sizes = TRELLIS_SIZES[size]
-    return sizes.model(mixer, mixer, mixer, sizes.default, vocab_size=vocab_size)
+    return sizes.model(
+        mechanism, mechanism, mechanism, sizes.default, vocab_size=vocab_size
+    )
 
 
 class Family(NamedTuple):
-    """A way to choose the mixers, and the sizes it comes in."""
+    """A way to choose the mechanisms, and the sizes it comes in."""
 
     build: Callable[[str, int], ModelConfig]
     sizes: dict[str, Size]
@@ -250,7 +254,8 @@ PRESETS = tuple(
 def preset(name: str, vocab_size: int = 32_000) -> ModelConfig:
     """Looks a preset up: `<family>-<size>`, as in `PRESETS`.
 
-    Families are transformer, elastic, hybrid and the recurrent mixers by their names.
+    Families are transformer, elastic, hybrid and the recurrent mechanisms by their
+    names.
     """
     require_known("preset", name, PRESETS)
     family, size = name.split("-")

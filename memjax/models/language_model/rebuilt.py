@@ -19,15 +19,15 @@ def with_config(model: LanguageModel, **changes: Any) -> LanguageModel:
     window or Elastic Memory, say.
 
     Raises:
-        ValueError: if a mixer of the new config has other parameters.
+        ValueError: if a mechanism of the new config has other parameters.
     """
     config = dataclasses.replace(model.config, **changes)
     # Compared by shapes before anything changes: the parameters must fit.
     built = tuple(map(build_once, config.layers))
     shapes = lambda m: jax.eval_shape(m.init_params, jax.random.key(0))
     for block, mechanism in zip(model.blocks, built, strict=True):
-        if shapes(block.mechanism) != shapes(mechanism):
-            raise ValueError(f"{changes} changes the parameters of a mixer")
+        if shapes(block.functions) != shapes(mechanism):
+            raise ValueError(f"{changes} changes the parameters of a mechanism")
     return with_mechanisms(model, config, built)
 
 
@@ -37,5 +37,5 @@ def with_mechanisms(
     """The same parameters in a new model with this config and these mechanisms."""
     new = replace(model, config=config)
     for block, mechanism in zip(new.blocks, built, strict=True):
-        block.config, block.mechanism = config, mechanism
+        block.config, block.functions = config, mechanism
     return new

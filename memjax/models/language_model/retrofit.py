@@ -143,13 +143,13 @@ def retrofit(
     )
     new = with_mechanisms(model, config, tuple(map(build_once, config.layers)))
     for layer in layers:
-        block, mixer = new.blocks[layer], config.layers[layer]
-        if isinstance(mixer, BesideConfig):
+        block, mechanism = new.blocks[layer], config.layers[layer]
+        if isinstance(mechanism, BesideConfig):
             fresh = jax.random.fold_in(key, layer)
-            params = add_memory(mixer, as_arrays(block.mixer), fresh)
+            params = add_memory(mechanism, as_arrays(block.mechanism), fresh)
             # The attention's own variables, with adapters if it has them.
             own = as_params(params._replace(attention=None))
-            block.mixer = nnx.data(own._replace(attention=block.mixer))
+            block.mechanism = nnx.data(own._replace(attention=block.mechanism))
     return new
 
 
@@ -172,21 +172,21 @@ def retrofitted(
         )
     check_layers(config, layers)
     require_unbounded_positions(config)
-    mixers: list[MixerConfig] = []
-    for i, mixer in enumerate(config.layers):
-        if not isinstance(mixer, PlainAttention):
-            mixers.append(mixer)
+    mechanisms: list[MixerConfig] = []
+    for i, mechanism in enumerate(config.layers):
+        if not isinstance(mechanism, PlainAttention):
+            mechanisms.append(mechanism)
         elif i not in layers:
-            mixers.append(limited(mixer, window, sinks))
+            mechanisms.append(limited(mechanism, window, sinks))
         elif placement == "instead":
-            mixers.append(_elastic(memory, mixer, window, options))
+            mechanisms.append(_elastic(memory, mechanism, window, options))
         else:
-            heads = limited(mixer, window, sinks)
+            heads = limited(mechanism, window, sinks)
             chosen = memory
             if isinstance(memory, str):
                 chosen = memory_config(memory, heads, options)
-            mixers.append(BesideConfig(heads, _core(chosen)))
-    return dataclasses.replace(config, mixers=period(mixers))
+            mechanisms.append(BesideConfig(heads, _core(chosen)))
+    return dataclasses.replace(config, mechanisms=period(mechanisms))
 
 
 def check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
@@ -209,13 +209,13 @@ def check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
 def attention_layers(config: ModelConfig) -> tuple[int, ...]:
     """Numbers of the layers that `retrofit` can choose."""
     layers = enumerate(config.layers)
-    return tuple(i for i, mixer in layers if isinstance(mixer, PlainAttention))
+    return tuple(i for i, mechanism in layers if isinstance(mechanism, PlainAttention))
 
 
 def memory_layers(config: ModelConfig) -> tuple[int, ...]:
     """Numbers of the layers that have a memory beside their window."""
     layers = enumerate(config.layers)
-    return tuple(i for i, mixer in layers if isinstance(mixer, BesideConfig))
+    return tuple(i for i, mechanism in layers if isinstance(mechanism, BesideConfig))
 
 
 def memory_config(name: str, heads: HeadsConfig, options: MemoryOptions) -> Any:

@@ -79,18 +79,18 @@ def with_snapkv(model: LanguageModel, config: SnapKVConfig) -> LanguageModel:
     Raises:
         ValueError: if a layer is another mechanism.
     """
-    attention = [m for m in model.config.mixers if isinstance(m, AttentionConfig)]
-    if len(attention) < len(model.config.mixers):
+    attention = [m for m in model.config.mechanisms if isinstance(m, AttentionConfig)]
+    if len(attention) < len(model.config.mechanisms):
         raise ValueError(
             f"model must have attention in every layer, got {kinds(model.config)}"
         )
     capacity = config.keep + config.room
-    mixers = tuple(
+    mechanisms = tuple(
         dataclasses.replace(m, capacity=capacity, initial_slots=None) for m in attention
     )
-    rebuilt = with_config(model, mixers=mixers)
+    rebuilt = with_config(model, mechanisms=mechanisms)
     layers = zip(rebuilt.blocks, rebuilt.config.layers, strict=True)
-    built = [_compressing(block.mechanism, heads, config) for block, heads in layers]
+    built = [_compressing(block.functions, heads, config) for block, heads in layers]
     return with_mechanisms(rebuilt, rebuilt.config, built)
 
 

@@ -56,8 +56,7 @@ def teach(
     h = model.enter(model.embed(tokens))
     for i in range(max(layers) + 1):
         block = model.blocks[i]
-        mixer = (teacher if i in layers else model.config).layers[i]
-        mechanism = build_once(mixer)
+        mechanism = build_once((teacher if i in layers else model.config).layers[i])
 
         def mix(params, memory, x, i=i, mechanism=mechanism):
             y = read_whole(mechanism, attention_params(params), x)
@@ -69,15 +68,15 @@ def teach(
     return found
 
 
-def attention_params(mixer):
+def attention_params(mechanism):
     """The attention's parameters of a layer, with a memory beside it or without."""
-    return mixer.attention if isinstance(mixer, BesideParams) else mixer
+    return mechanism.attention if isinstance(mechanism, BesideParams) else mechanism
 
 
 def read_whole(
     mechanism: Mechanism, params, x: Float[Array, "B T D"]
 ) -> Float[Array, "B T D"]:
-    """The output of a mixer for a whole sequence, of which no state is kept."""
+    """The output of a mechanism for a whole sequence, of which no state is kept."""
     if mechanism.whole is not None:
         return mechanism.whole(params, x, None)
     return mechanism.apply(params, mechanism.init_state(x.shape[0]), x)[1]
@@ -116,7 +115,7 @@ def _sums(graph, teacher, variables, tokens):
     layers = memory_layers(model.config)
     for i, taught in teach(model, teacher, tokens, layers).items():
         heads = model.config.layers[i].window
-        attention = as_arrays(model.blocks[i].mixer.attention)
+        attention = as_arrays(model.blocks[i].mechanism.attention)
         _, k, v = projections.qkv_projection(heads, attention, taught.x)
         x = jnp.concatenate([k, v], axis=2).astype(jnp.float32)
         # The first tokens are sinks, whose keys are like no other.

@@ -33,19 +33,19 @@ def with_window(model: LanguageModel, window: int, sinks: int = 0) -> LanguageMo
     """
     check_sizes(window=window)
     config = model.config
-    attention = [m for m in config.mixers if isinstance(m, PlainAttention)]
-    if len(attention) < len(config.mixers):
+    attention = [m for m in config.mechanisms if isinstance(m, PlainAttention)]
+    if len(attention) < len(config.mechanisms):
         raise ValueError(
             f"model must have attention in every layer, got {kinds(config)}"
         )
     require_unbounded_positions(config)
-    windows = (limited(mixer, window, sinks) for mixer in attention)
-    return with_config(model, mixers=tuple(windows))
+    windows = (limited(mechanism, window, sinks) for mechanism in attention)
+    return with_config(model, mechanisms=tuple(windows))
 
 
-def limited(mixer: PlainAttention, window: int, sinks: int) -> SlidingWindowConfig:
+def limited(mechanism: PlainAttention, window: int, sinks: int) -> SlidingWindowConfig:
     """An attention layer that sees the last `window` tokens and the sinks."""
-    return SlidingWindowConfig(**vars(heads_of(mixer)), window=window, sinks=sinks)
+    return SlidingWindowConfig(**vars(heads_of(mechanism)), window=window, sinks=sinks)
 
 
 def require_unbounded_positions(config: ModelConfig) -> None:
@@ -71,25 +71,27 @@ def with_wider_windows(
         ValueError: if such a layer is no window, or more is below 1.
     """
     check_sizes(more=more)
-    mixers = list(model.config.layers)
+    mechanisms = list(model.config.layers)
     for layer in layers:
-        mixer = mixers[layer]
-        if not isinstance(mixer, SlidingWindowConfig):
-            kind = type(mixer).__name__
+        mechanism = mechanisms[layer]
+        if not isinstance(mechanism, SlidingWindowConfig):
+            kind = type(mechanism).__name__
             raise ValueError(f"layers must be windows, got {layer}, {kind}")
-        mixers[layer] = dataclasses.replace(mixer, window=mixer.window + more)
-    return with_config(model, mixers=tuple(mixers))
+        mechanisms[layer] = dataclasses.replace(
+            mechanism, window=mechanism.window + more
+        )
+    return with_config(model, mechanisms=tuple(mechanisms))
 
 
 def with_capacity(model: LanguageModel, capacity: int) -> LanguageModel:
     """The same parameters, caches of full attention that hold `capacity` tokens."""
-    mixers = (
+    mechanisms = (
         dataclasses.replace(m, capacity=capacity, initial_slots=None)
         if isinstance(m, AttentionConfig)
         else m
-        for m in model.config.mixers
+        for m in model.config.mechanisms
     )
-    return with_config(model, mixers=tuple(mixers))
+    return with_config(model, mechanisms=tuple(mechanisms))
 
 
 def with_max_length(model: LanguageModel, length: int, remat: bool) -> LanguageModel:
@@ -111,14 +113,19 @@ def with_max_length(model: LanguageModel, length: int, remat: bool) -> LanguageM
             f"the backbone's positions allow {config.capacity}"
         )
     # A window as long as the sequence is full attention, whose state is smaller.
-    mixers = tuple(_attention_within(mixer, length) for mixer in config.mixers)
-    return with_config(model, mixers=mixers, remat=remat and config.remat)
+    mechanisms = tuple(
+        _attention_within(mechanism, length) for mechanism in config.mechanisms
+    )
+    return with_config(model, mechanisms=mechanisms, remat=remat and config.remat)
 
 
-def _attention_within(mixer: MixerConfig, length: int) -> MixerConfig:
-    """The mixer of a layer for sequences of at most `length` tokens."""
-    if isinstance(mixer, AttentionConfig):
-        return dataclasses.replace(mixer, capacity=length, initial_slots=None)
-    if isinstance(mixer, SlidingWindowConfig) and mixer.window + mixer.sinks >= length:
-        return AttentionConfig(**vars(heads_of(mixer)), capacity=length)
-    return mixer
+def _attention_within(mechanism: MixerConfig, length: int) -> MixerConfig:
+    """The mechanism of a layer for sequences of at most `length` tokens."""
+    if isinstance(mechanism, AttentionConfig):
+        return dataclasses.replace(mechanism, capacity=length, initial_slots=None)
+    if (
+        isinstance(mechanism, SlidingWindowConfig)
+        and mechanism.window + mechanism.sinks >= length
+    ):
+        return AttentionConfig(**vars(heads_of(mechanism)), capacity=length)
+    return mechanism

@@ -30,7 +30,7 @@ def mplus(
 
     Raises:
         ValueError: on both of key and rngs, or neither; on a backbone with other
-            mixers than "attention", without RoPE, or with adapters.
+            mechanisms than "attention", without RoPE, or with adapters.
     """
     require_place("store_memory", config.store_memory)
     require_place("pool_memory", config.pool_memory)

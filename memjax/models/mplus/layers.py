@@ -69,10 +69,10 @@ def memory_slots(
     config: ModelConfig, block: BlockParams, rows: Float[Array, "B P D"]
 ) -> Slots:
     """Keys before RoPE, and values, of memory rows, in the dtype of the rows."""
-    normed = normalize(block.mixer_norm, rows, config.norm_epsilon)
-    mixer = block.mixer
-    k = projections.key_projection(config.heads, mixer, normed)
-    return Slots(k, projections.linear(normed, mixer.value, mixer.value_bias))
+    normed = normalize(block.mechanism_norm, rows, config.norm_epsilon)
+    mechanism = block.mechanism
+    k = projections.key_projection(config.heads, mechanism, normed)
+    return Slots(k, projections.linear(normed, mechanism.value, mechanism.value_bias))
 
 
 def prefix_slots(

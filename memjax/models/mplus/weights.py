@@ -37,7 +37,7 @@ from memjax.nnx.params import as_arrays
 #: What the adapters change: not the attention's output.
 TARGETS: tuple[Target, ...] = ("query", "key", "value", "gate", "up", "down")
 
-#: Of one layer: of its "mixer" and its "feed_forward", by target.
+#: Of one layer: of its "mechanism" and its "feed_forward", by target.
 Changes = dict[str, dict[str, LowRank]]
 
 
@@ -89,7 +89,7 @@ class MPlusWeights(NamedTuple):
 
     def normed(self, layer: int, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """What the retriever is given: rows after the norm before attention."""
-        norm = as_arrays(self.backbone.blocks[layer].mixer_norm)
+        norm = as_arrays(self.backbone.blocks[layer].mechanism_norm)
         return normalize(norm, x, self.backbone.config.norm_epsilon)
 
     def retriever_queries(
@@ -126,8 +126,8 @@ def init_weights(
         key: of the adapters and the retriever.
 
     Raises:
-        ValueError: on a backbone with other mixers than "attention", without RoPE, or
-            with adapters.
+        ValueError: on a backbone with other mechanisms than "attention", without RoPE,
+            or with adapters.
     """
     require_backbone(backbone)
     backbone = freeze(backbone)
@@ -159,7 +159,7 @@ def init_adapter(
     layers = []
     for i, block in enumerate(backbone.blocks):
         changes = {}
-        for place, name in enumerate(("mixer", "feed_forward")):
+        for place, name in enumerate(("mechanism", "feed_forward")):
             params = getattr(block.parameters(), name)
             # One key a layer and part, independent of how many parts have targets.
             here = jax.random.fold_in(key, 2 * i + place)
@@ -176,9 +176,9 @@ def adapt(
     layers = []
     for block, changes in zip(backbone.blocks, adapter, strict=True):
         params = block.parameters()
-        mixer = adapted(params.mixer, changes["mixer"], scale)
+        mechanism = adapted(params.mechanism, changes["mechanism"], scale)
         hidden = adapted(params.feed_forward, changes["feed_forward"], scale)
-        layers.append(params._replace(mixer=mixer, feed_forward=hidden))
+        layers.append(params._replace(mechanism=mechanism, feed_forward=hidden))
     return tuple(layers)
 
 
@@ -206,7 +206,9 @@ _write_layer = jax.jit(write_layer, static_argnums=(0, 5))
 def require_backbone(backbone: LanguageModel) -> None:
     """Raises ValueError unless a backbone is of Llama's kind."""
     config = backbone.config
-    if not all(isinstance(mixer, AttentionConfig) for mixer in config.mixers):
+    if not all(
+        isinstance(mechanism, AttentionConfig) for mechanism in config.mechanisms
+    ):
         raise ValueError(
             f"backbone must have attention in every layer, got {kinds(config)}"
         )

@@ -114,8 +114,8 @@ def alignment_loss(model: LanguageModel, taught: Taught) -> tuple[Scalar, Scalar
 def _both_missed(model, layer, x, y):
     """What one layer misses with its memory, and with its window alone."""
     block, window = model.blocks[layer], model.config.layers[layer].window
-    params = as_arrays(block.mixer)
-    _, own = block.mechanism.apply(params, block.init_state(x.shape[0]), x)
+    params = as_arrays(block.mechanism)
+    _, own = block.functions.apply(params, block.init_state(x.shape[0]), x)
     alone = whole_window(window, params.attention, x)
     return missed(own, y, window.window), missed(alone, y, window.window)
 

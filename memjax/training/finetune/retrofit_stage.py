@@ -41,7 +41,7 @@ from memjax.training.step import (
 
 Part = Literal["align", "tune"]
 #: Parameters that attention has not: maps, memory and gate.
-NEW = re.compile(r"\.mixer\.(features|memory|balance)\.")
+NEW = re.compile(r"\.mechanism\.(features|memory|balance)\.")
 #: Those of the gate, which alone decide how far the memory has a part.
 GATE = ("balance/amount", "balance/bias")
 

@@ -201,7 +201,7 @@ class SegmentStage:
         # The backbone as it came: stage 1's has caches of its segments' length.
         backbone = with_config(
             stage1.backbone,
-            mixers=pretrained.mixers,
+            mechanisms=pretrained.mechanisms,
             remat=pretrained.remat,
             dtype=self.dtype or pretrained.dtype,
             scan_layers=self.scan_layers or pretrained.scan_layers,
@@ -264,7 +264,9 @@ class SegmentStage:
 
 def _limited(backbone: LanguageModel, window: int, sinks: int) -> LanguageModel:
     """Attention in windows; a backbone without attention stays as it is."""
-    if any(isinstance(mixer, HeadsConfig) for mixer in backbone.config.mixers):
+    if any(
+        isinstance(mechanism, HeadsConfig) for mechanism in backbone.config.mechanisms
+    ):
         return with_window(backbone, window, sinks)
     if sinks:
         raise ValueError(f"sinks must be 0 without attention layers, got {sinks}")

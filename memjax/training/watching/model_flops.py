@@ -28,7 +28,7 @@ def flops_per_token(model: LanguageModel, length: int) -> float:
         model: its structure; shapes for parameters are enough.
         length: tokens of a sample in one update.
     """
-    attention = sum(_attended(mixer, length) for mixer in model.config.layers)
+    attention = sum(_attended(mechanism, length) for mechanism in model.config.layers)
     return 6.0 * _multiplied(model) + 12.0 * attention
 
 
@@ -68,9 +68,9 @@ def _multiplied(model: LanguageModel) -> int:
     return matrices - config.architecture.learned_positions * config.model_dim
 
 
-def _attended(mixer: MixerConfig, length: int) -> float:
+def _attended(mechanism: MixerConfig, length: int) -> float:
     """Positions that a query attends to on average, times the width of all heads."""
-    heads = attention_of(mixer)
+    heads = attention_of(mechanism)
     match heads:
         case AttentionConfig():
             positions = _mean_causal(length, min(heads.capacity, length))

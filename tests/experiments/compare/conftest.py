@@ -21,10 +21,10 @@ def _small(tmp_path):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(" ".join(rng.choice(words, 60)))
     source, backbone = f"folder:{tmp_path}/corpus", tmp_path / "backbone"
-    mixer = AttentionConfig(16, 2, 1, 8, capacity=1024)
+    mechanism = AttentionConfig(16, 2, 1, 8, capacity=1024)
     run = pretrain.RunConfig(
         model=ModelConfig(
-            mixers=(mixer,),
+            mechanisms=(mechanism,),
             num_layers=2,
             vocab_size=4096,
             model_dim=16,

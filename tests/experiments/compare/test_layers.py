@@ -39,8 +39,8 @@ def test_flipped_layers_are_the_models_with_these_layers(model):
     full, window = model.config.layers[0], with_window(model, 4, 2).config.layers[0]
     base, flipped = layers.Layers(model, CONFIG).flipped(text, (True, False), [0, 1])
     mixed = [
-        with_config(model, mixers=mixers)
-        for mixers in ((full, window), (window, window), (full, full))
+        with_config(model, mechanisms=mechanisms)
+        for mechanisms in ((full, window), (window, window), (full, full))
     ]
     expected = [_loss(one, text) for one in mixed]
     np.testing.assert_allclose([base, *flipped], expected, rtol=1e-5)

@@ -119,13 +119,13 @@ def test_needles_lie_at_their_depths():
 def test_equal_bytes(model):
     kept = lambda one: scores.kept_bytes(one, 64)
     wide = ROWS["wide"].scored(model, model, SIZES)
-    assert [mixer.window for mixer in wide.config.layers] == [4, 7]
+    assert [mechanism.window for mechanism in wide.config.layers] == [4, 7]
     window = ROWS["window"].scored(model, model, SIZES)
     # Keys and values of two heads of 4 in float32, and whether they are seen.
     assert kept(wide) - kept(window) == 3 * (2 * 2 * 4 * 4 + 1)
     # Two query heads share keys and values: half of the three tokens, rounded up.
     shared = ROWS["wide-shared"].scored(model, model, SIZES)
-    assert [mixer.window for mixer in shared.config.layers] == [4, 6]
+    assert [mechanism.window for mechanism in shared.config.layers] == [4, 6]
     assert kept(ROWS["reread"].scored(model, model, SIZES)) < kept(window)
     full = ROWS["full"].scored(window, model, SIZES)
     assert full.config.capacity == 64 and kept(full) > kept(wide)

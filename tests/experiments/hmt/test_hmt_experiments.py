@@ -32,7 +32,7 @@ from memjax.training.finetune.curricula import HMTStages
 
 L = 8
 BACKBONE = ModelConfig(
-    mixers=(AttentionConfig(16, 2, 1, 8, capacity=64),),
+    mechanisms=(AttentionConfig(16, 2, 1, 8, capacity=64),),
     num_layers=1,
     vocab_size=4096,
     model_dim=16,

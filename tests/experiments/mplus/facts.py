@@ -29,7 +29,7 @@ FACTS = [
 # Of 42 tokens with what is between them; eight of the ten subjects have one.
 PASSAGES = [[Passage(f"{name} " * 8) for name in NAMES[:8]], [Passage("z" * 400)]]
 CONFIG = ModelConfig(
-    mixers=(AttentionConfig(16, 2, 1, 8, capacity=400),),
+    mechanisms=(AttentionConfig(16, 2, 1, 8, capacity=400),),
     num_layers=1,
     vocab_size=256,
     model_dim=16,

@@ -59,14 +59,14 @@ def test_a_checkpoints_store_becomes_keys_and_values():
     scale = HF["lora_config"]["lora_alpha"] / HF["lora_config"]["r"]
     for layer, block in enumerate(official_model().backbone.blocks):
         rows = np.asarray(official.store.layers[layer].rows[0, :count], np.float64)
-        norm = np.asarray(block.mixer_norm.get_value())
+        norm = np.asarray(block.mechanism_norm.get_value())
         rows /= np.sqrt((rows**2).mean(-1, keepdims=True) + HF["rms_norm_eps"])
-        changes = as_arrays(official_model().read_adapter)[layer]["mixer"]
+        changes = as_arrays(official_model().read_adapter)[layer]["mechanism"]
         found = state.store.layers[layer]
         np.testing.assert_array_equal(found.born, official.store.layers[layer].born)
         for name, part in (("key", found.keys), ("value", found.rows)):
             assert part.shape == (1, official_model().config.store, width)
-            plain = np.asarray(getattr(block.parameters().mixer, name), np.float64)
+            plain = np.asarray(getattr(block.parameters().mechanism, name), np.float64)
             change = np.tensordot(changes[name].down, changes[name].up, 1)
             expected = np.tensordot(rows * norm, plain + scale * change, 1)
             expected = expected.reshape(count, width)

@@ -32,7 +32,7 @@ from tests.tiny import drawn
 BYTES = load_tokenizer("bytes")
 C, K = 48, 8
 CONFIG = ModelConfig(
-    mixers=(AttentionConfig(16, 2, 1, 8, capacity=400),),
+    mechanisms=(AttentionConfig(16, 2, 1, 8, capacity=400),),
     num_layers=2,
     vocab_size=256,
     model_dim=16,
@@ -227,7 +227,7 @@ def test_an_exported_model_is_loaded(tmp_path):
 
 # Wide, so that matrices are nearly all that counts.
 WIDE = ModelConfig(
-    mixers=(AttentionConfig(128, 4, 2, 32, capacity=128),),
+    mechanisms=(AttentionConfig(128, 4, 2, 32, capacity=128),),
     num_layers=2,
     vocab_size=300,
     model_dim=128,

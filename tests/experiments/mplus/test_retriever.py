@@ -22,7 +22,7 @@ from memjax.training.finetune.stage import SampleConfig
 from tests.training.idle import idle_updates
 
 MODEL = ModelConfig(
-    mixers=(AttentionConfig(8, 2, 1, 4, capacity=64),),
+    mechanisms=(AttentionConfig(8, 2, 1, 4, capacity=64),),
     num_layers=1,
     vocab_size=256,
     model_dim=8,

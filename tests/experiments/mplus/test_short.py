@@ -22,7 +22,7 @@ from tests.tiny import method
 BYTES = load_tokenizer("bytes")
 C = 16
 CONFIG = ModelConfig(
-    mixers=(AttentionConfig(16, 2, 1, 8, capacity=256),),
+    mechanisms=(AttentionConfig(16, 2, 1, 8, capacity=256),),
     num_layers=1,
     vocab_size=256,
     model_dim=16,

@@ -17,7 +17,7 @@ from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
 C, B, CHUNKS = 8, 2, 3
 ATTENTION = AttentionConfig(16, 4, 2, 4, capacity=64)
 CONFIG = ModelConfig(
-    mixers=(ATTENTION,),
+    mechanisms=(ATTENTION,),
     num_layers=1,
     vocab_size=64,
     model_dim=16,
@@ -49,7 +49,7 @@ def test_origins_are_of_the_tokens_in_the_cache():
     whole, small = backbone(), with_snapkv(backbone(), SMALL)
     tracked = kept.tracking(backbone(), SMALL, SMALL.keep + SMALL.room)
     states = [model.init_state(B) for model in (whole, small)]
-    state = tuple(block.mechanism.init_state(B) for block in tracked.blocks)
+    state = tuple(block.functions.init_state(B) for block in tracked.blocks)
     for i in range(CHUNKS + 1):
         chunk = jnp.asarray(TOKENS[:, i * C : (i + 1) * C])
         states = [

@@ -51,7 +51,7 @@ STAGE = MPlusStage(
     loop=LoopConfig(steps=6),
 )
 CONFIG = ModelConfig(
-    mixers=(AttentionConfig(16, 2, 1, 8, capacity=64),),
+    mechanisms=(AttentionConfig(16, 2, 1, 8, capacity=64),),
     num_layers=1,
     vocab_size=256,
     model_dim=16,

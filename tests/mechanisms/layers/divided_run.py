@@ -28,7 +28,7 @@ from tests.training.sharded_run import gathers
 WAYS, B, T = 4, 2, 20
 # Three heads: no axis of four divides them.
 SIZES: dict[str, Any] = dict(model_dim=8, num_heads=3, key_dim=4, value_dim=2)
-MIXERS = {
+MECHANISMS = {
     "linear_attention": LinearAttentionConfig(**SIZES),
     "mamba2": Mamba2Config(**SIZES),
     "gla": GLAConfig(**SIZES),
@@ -59,7 +59,7 @@ def main() -> None:
     mesh = jax.make_mesh(
         (WAYS,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,)
     )
-    found = {name: in_block(config, mesh) for name, config in MIXERS.items()}
+    found = {name: in_block(config, mesh) for name, config in MECHANISMS.items()}
     print(json.dumps(found | {name: elastic(name, mesh) for name in ELASTIC}))
 
 

@@ -18,14 +18,14 @@ def found(with_devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", (*divided_run.MIXERS, *divided_run.ELASTIC))
+@pytest.mark.parametrize("name", (*divided_run.MECHANISMS, *divided_run.ELASTIC))
 def test_devices_that_divide_tokens_give_what_one_does(found, name):
     for program, result in found[name].items():
         assert result["difference"] < 2e-5, program
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", divided_run.MIXERS)
+@pytest.mark.parametrize("name", divided_run.MECHANISMS)
 def test_only_memories_and_the_edge_of_the_convolution_are_sent(found, name):
     for program in ("segment", "gradient", "packed"):
         assert found[name][program]["permutes"]

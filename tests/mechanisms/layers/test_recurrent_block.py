@@ -209,7 +209,7 @@ def test_trellis_stays_finite_on_a_key_that_repeats(phi):
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_segment_is_read_as_the_config_says(name):
     def program(implementation):
-        config = TINY.mixer(name, implementation=implementation)
+        config = TINY.mechanism(name, implementation=implementation)
         mechanism = config.build()
         params = jax.eval_shape(mechanism.init_params, jax.random.key(0))
         x = jax.ShapeDtypeStruct((1, 4, config.model_dim), jnp.float32)

@@ -131,7 +131,7 @@ def test_rope_configs_of_transformers_4_and_5_are_equal():
 )
 def test_windows_are_where_the_config_has_them(config, windows, window):
     found = from_hf_config(config)
-    layers = tuple(getattr(mixer, "window", None) for mixer in found.layers)
+    layers = tuple(getattr(mechanism, "window", None) for mechanism in found.layers)
     assert (layers, found.window) == (windows, window)
     assert from_hf_config(to_hf_config(found)) == found
 
@@ -191,46 +191,59 @@ def test_defaults_that_differ_between_families_must_be_given():
 @pytest.mark.parametrize(
     "changes,message",
     [
-        (dict(mixers=(GLAConfig(16, 4, 4, 4),)), "mixers must be .*got GLAConfig"),
         (
-            dict(mixers=(SlidingWindowConfig(**HEADS), AttentionConfig(**HEADS))),
-            "mixers must all be alike",
+            dict(mechanisms=(GLAConfig(16, 4, 4, 4),)),
+            "mechanisms must be .*got GLAConfig",
         ),
         (
-            dict(mixers=[SlidingWindowConfig(**HEADS, window=w) for w in (4, 8)]),
+            dict(mechanisms=(SlidingWindowConfig(**HEADS), AttentionConfig(**HEADS))),
+            "mechanisms must all be alike",
+        ),
+        (
+            dict(mechanisms=[SlidingWindowConfig(**HEADS, window=w) for w in (4, 8)]),
             r"windows must all be alike in a published family, got \[4, 8\]",
         ),
         (
-            dict(mixers=(SlidingWindowConfig(**HEADS, window=8, sinks=2),)),
+            dict(mechanisms=(SlidingWindowConfig(**HEADS, window=8, sinks=2),)),
             "sinks must be 0 in a published family, got 2",
         ),
         (
-            dict(mixers=(AttentionConfig(**HEADS), AttentionConfig(16, 2, 2, 8))),
-            "mixers must all have the same attention heads",
+            dict(mechanisms=(AttentionConfig(**HEADS), AttentionConfig(16, 2, 2, 8))),
+            "mechanisms must all have the same attention heads",
         ),
-        (dict(mixers=(AttentionConfig(**HEADS, rope_theta=None),)), "rope_theta must"),
+        (
+            dict(mechanisms=(AttentionConfig(**HEADS, rope_theta=None),)),
+            "rope_theta must",
+        ),
         (dict(style=dict(norm_first=False)), "architecture.norm_first must be True"),
         (dict(style=dict(feed_forward="relu")), "feed_forward must be 'swiglu'"),
         (
             dict(
-                mixers=(AttentionConfig(**HEADS, qkv_bias=True),),
+                mechanisms=(AttentionConfig(**HEADS, qkv_bias=True),),
                 style=dict(feed_forward_bias=True),
             ),
             "feed_forward_bias must be False",
         ),
-        (dict(mixers=(AttentionConfig(16, 6, 2, 4),)), "num_heads must divide model"),
         (
-            dict(mixers=(AttentionConfig(**HEADS, query_scale=0.3),)),
+            dict(mechanisms=(AttentionConfig(16, 6, 2, 4),)),
+            "num_heads must divide model",
+        ),
+        (
+            dict(mechanisms=(AttentionConfig(**HEADS, query_scale=0.3),)),
             "query_scale must be None but in Gemma 3",
         ),
         (
             dict(
-                mixers=(AttentionConfig(**HEADS, qk_norm="width"),), norm_epsilon=1e-6
+                mechanisms=(AttentionConfig(**HEADS, qk_norm="width"),),
+                norm_epsilon=1e-6,
             ),
             "qk_norm must be 'head'",
         ),
         (
-            dict(mixers=(AttentionConfig(**HEADS, qk_norm="head"),), norm_epsilon=1e-5),
+            dict(
+                mechanisms=(AttentionConfig(**HEADS, qk_norm="head"),),
+                norm_epsilon=1e-5,
+            ),
             "qk_norm_epsilon must be norm_epsilon=1e-05",
         ),
         (dict(style=dict(norm_outputs=True)), "norm_first must be False"),
@@ -243,8 +256,8 @@ def test_defaults_that_differ_between_families_must_be_given():
 def test_models_that_no_family_describes_are_not_exported(changes, message):
     config = from_hf_config(LLAMA)
     style = dataclasses.replace(config.architecture, **changes.pop("style", {}))
-    if "mixers" in changes:
-        changes["mixers"] = tuple(changes["mixers"])
+    if "mechanisms" in changes:
+        changes["mechanisms"] = tuple(changes["mechanisms"])
     config = dataclasses.replace(config, architecture=style, **changes)
     with pytest.raises(ValueError, match=message):
         to_hf_config(config)

@@ -155,8 +155,8 @@ def test_configs_are_those_of_the_originals(family, header):
 def test_gemma_has_a_full_layer_in_six_unless_the_file_says_otherwise(header):
     def layers(**changes):
         config = from_hf_config(header("gemma3", block_count=12, **changes).config)
-        mixers: list[Any] = list(config.layers)
-        return [(m.rope_theta, getattr(m, "window", 0)) for m in mixers]
+        mechanisms: list[Any] = list(config.layers)
+        return [(m.rope_theta, getattr(m, "window", 0)) for m in mechanisms]
 
     six = [(1e4, 7)] * 5 + [(1e3, 0)]
     found = layers(sliding_window_pattern=None, freq_base_swa=None)

@@ -82,7 +82,7 @@ def test_a_file_is_as_large_as_what_is_held(tmp_path):
 def test_caches_that_have_grown_are_restored(tmp_path):
     """With as many slots; the file has those that are filled."""
     attention = AttentionConfig(16, 4, 2, 4, capacity=4096, initial_slots=8)
-    model = tiny.llama(mixers=(attention,))
+    model = tiny.llama(mechanisms=(attention,))
     for slots, filled in ((300, 3), (4096, 3), (4096, 4096)):
         state = model.reserve(model.init_state(B), slots)
         held = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(state)]

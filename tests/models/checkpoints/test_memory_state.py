@@ -19,7 +19,7 @@ from memjax.models.mplus.build import memoryllm, mplus
 from memjax.models.mplus.config import MPlusConfig
 
 SIZES = ModelConfig(
-    mixers=(AttentionConfig(8, 2, 1, 4, capacity=32),),
+    mechanisms=(AttentionConfig(8, 2, 1, 4, capacity=32),),
     num_layers=2,
     vocab_size=19,
     model_dim=8,
@@ -46,7 +46,7 @@ OTHERS = {
     "memoryllm": lambda: build(make=memoryllm),
     "hmt": lambda: build(HMTConfig(segment=6, sensory=2, memories=3), hmt),
     "language model": lambda: backbone(
-        mixers=(*SIZES.mixers, GatedDeltaNetConfig(8, 2, 4, 4))
+        mechanisms=(*SIZES.mechanisms, GatedDeltaNetConfig(8, 2, 4, 4))
     ),
 }
 

@@ -42,7 +42,7 @@ safetensors = pytest.importorskip(
 )
 
 TINY = ModelConfig(
-    mixers=(AttentionConfig(16, 4, 2, 8, capacity=32, rope_theta=10_000.0),),
+    mechanisms=(AttentionConfig(16, 4, 2, 8, capacity=32, rope_theta=10_000.0),),
     num_layers=2,
     vocab_size=48,
     model_dim=16,
@@ -116,9 +116,12 @@ def put(folder, **changes):
     "model_type, changes",
     [
         ("llama", {}),
-        ("mistral", {"mixers": (SlidingWindowConfig(16, 4, 2, 8),)}),
-        ("memjax", {"mixers": (GatedDeltaNetConfig(16, 4, 8, 8), *TINY.mixers)}),
-        ("memjax", {"mixers": MEMORIES, "tied_head": True}),
+        ("mistral", {"mechanisms": (SlidingWindowConfig(16, 4, 2, 8),)}),
+        (
+            "memjax",
+            {"mechanisms": (GatedDeltaNetConfig(16, 4, 8, 8), *TINY.mechanisms)},
+        ),
+        ("memjax", {"mechanisms": MEMORIES, "tied_head": True}),
     ],
 )
 def test_a_saved_model_is_read_back_exactly(model_type, changes, tmp_path):
@@ -127,7 +130,7 @@ def test_a_saved_model_is_read_back_exactly(model_type, changes, tmp_path):
     loaded = load_pretrained(tmp_path / "a")
     found = loaded.model
     assert (loaded.text, loaded.origin) == (TEXT, "a/b@c")
-    assert found.config.mixers == model.config.mixers
+    assert found.config.mechanisms == model.config.mechanisms
     assert_same(found, model)
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert config["model_type"] == model_type
@@ -272,7 +275,7 @@ def test_all_tensors_that_contradict_the_config_are_named(folder):
 
 
 def test_all_wrong_tensors_of_our_own_format_are_named(tmp_path):
-    save_pretrained(tiny(mixers=(GLAConfig(16, 4, 8, 8),)), tmp_path / "a")
+    save_pretrained(tiny(mechanisms=(GLAConfig(16, 4, 8, 8),)), tmp_path / "a")
 
     def change(tensors):
         tensors["more"] = np.ones(3, "f4")

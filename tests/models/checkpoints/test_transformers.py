@@ -66,11 +66,11 @@ def test_every_family_has_the_same_logits_in_transformers(name, shard_bytes, tmp
     [
         # As they are trained here: a tied head over a scaled embedding, and windows.
         ("mistral", {}),
-        ("llama", {"mixers": (AttentionConfig(64, 4, 2, 32, capacity=48),)}),
+        ("llama", {"mechanisms": (AttentionConfig(64, 4, 2, 32, capacity=48),)}),
         (
             "llama",
             {
-                "mixers": (AttentionConfig(64, 4, 4, 32, capacity=48),),
+                "mechanisms": (AttentionConfig(64, 4, 4, 32, capacity=48),),
                 "tied_head": False,
             },
         ),
@@ -81,7 +81,7 @@ def test_our_own_models_have_the_same_logits_in_transformers(
 ):
     config = preset("transformer-tiny", 64)
     small = {"num_layers": 2, "model_dim": 64, "hidden_dim": 96}
-    windows = {"mixers": (SlidingWindowConfig(64, 4, 2, 32, window=6),)}
+    windows = {"mechanisms": (SlidingWindowConfig(64, 4, 2, 32, window=6),)}
     config = dataclasses.replace(config, **small | windows | changes)
     model = LanguageModel(config, key=jax.random.key(0))
     assert save_pretrained(model, tmp_path / "a") == model_type

@@ -18,7 +18,7 @@ from memjax.models.lora import LoraConfig, add_lora, merge_lora
 
 CONFIG = HMTConfig(segment=6, sensory=2, memories=3, retrieval_dim=5)
 SIZES = ModelConfig(
-    mixers=(AttentionConfig(8, 2, 1, 4, capacity=32),),
+    mechanisms=(AttentionConfig(8, 2, 1, 4, capacity=32),),
     num_layers=1,
     vocab_size=19,
     model_dim=8,
@@ -54,7 +54,7 @@ def parameters(model):
 MODELS = {
     "hmt": lambda: build(),
     "stage 1": lambda: build(dataclasses.replace(CONFIG, retrieval=False)),
-    "recurrent": lambda: build(mixers=(GatedDeltaNetConfig(8, 2, 4, 4),)),
+    "recurrent": lambda: build(mechanisms=(GatedDeltaNetConfig(8, 2, 4, 4),)),
     "rmt": lambda: rmt(
         LanguageModel(SIZES, key=jax.random.key(3)), 6, key=jax.random.key(4)
     ),
@@ -68,7 +68,7 @@ def test_a_saved_model_is_loaded_exactly(name, tmp_path):
     loaded = load_hmt(tmp_path / "saved")
     assert loaded.config == model.config
     # Those of the backbone before HMT made their capacity that of a segment.
-    assert loaded.pretrained.mixers == model.pretrained.mixers
+    assert loaded.pretrained.mechanisms == model.pretrained.mechanisms
     chex.assert_trees_all_equal(parameters(loaded), parameters(model))
     text = read_text_interface(tmp_path / "saved", model.vocab_size)
     assert text.chat_template == "{{ a }}"

@@ -32,7 +32,7 @@ from tests import tiny
 B, V, D, L, K, N = 2, 23, 16, 5, 2, 2
 T = 3 * L + 2
 ATTENTION = ModelConfig(
-    mixers=(AttentionConfig(D, 4, 2, 4, capacity=64),),
+    mechanisms=(AttentionConfig(D, 4, 2, 4, capacity=64),),
     num_layers=1,
     vocab_size=V,
     model_dim=D,
@@ -44,11 +44,11 @@ BACKBONES = {
     "attention": ATTENTION,
     "windows": dataclasses.replace(
         ATTENTION,
-        mixers=(SlidingWindowConfig(D, 4, 2, 4), *ATTENTION.mixers),
+        mechanisms=(SlidingWindowConfig(D, 4, 2, 4), *ATTENTION.mechanisms),
         num_layers=2,
     ),
     "recurrent": dataclasses.replace(
-        ATTENTION, mixers=(GatedDeltaNetConfig(D, 4, 4, 4),)
+        ATTENTION, mechanisms=(GatedDeltaNetConfig(D, 4, 4, 4),)
     ),
 }
 CAUSAL = HMTConfig(
@@ -372,7 +372,7 @@ def test_every_bad_input_is_refused():
         model(state, tokens, jnp.ones((B, T), bool))
     with pytest.raises(ValueError, match="sequences of 9 tokens .* allow 8"):
         short = AttentionConfig(D, 4, 2, 4, capacity=L + K + 1)
-        build("attention", CAUSAL, mixers=(short,))
+        build("attention", CAUSAL, mechanisms=(short,))
     recurrent = build("recurrent", CAUSAL)
     with pytest.raises(ValueError, match="mask"):
         masked = recurrent.init_state(B, masked=True)

@@ -119,17 +119,20 @@ def parameters(model):
     named[inner + "embed_tokens.weight"] = model.backbone.embedding.get_value()
     named[inner + "norm.weight"] = model.backbone.norm.get_value()
     for i, block in enumerate(model.backbone.blocks):
-        mixer, hidden = block.parameters().mixer, block.parameters().feed_forward
+        mechanism, hidden = (
+            block.parameters().mechanism,
+            block.parameters().feed_forward,
+        )
         flat = lambda w: w.reshape(c.model_dim, -1).T
         layer = {
-            "self_attn.q_proj": flat(mixer.query),
-            "self_attn.k_proj": flat(mixer.key),
-            "self_attn.v_proj": flat(mixer.value),
-            "self_attn.o_proj": mixer.output.reshape(-1, c.model_dim).T,
+            "self_attn.q_proj": flat(mechanism.query),
+            "self_attn.k_proj": flat(mechanism.key),
+            "self_attn.v_proj": flat(mechanism.value),
+            "self_attn.o_proj": mechanism.output.reshape(-1, c.model_dim).T,
             "mlp.gate_proj": hidden.gate.T,
             "mlp.up_proj": hidden.up.T,
             "mlp.down_proj": hidden.down.T,
-            "input_layernorm": block.mixer_norm.get_value(),
+            "input_layernorm": block.mechanism_norm.get_value(),
             "post_attention_layernorm": block.feed_forward_norm.get_value(),
         }
         for name, value in layer.items():

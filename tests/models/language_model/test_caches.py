@@ -20,7 +20,7 @@ MIXER = AttentionConfig(16, 4, 2, 4)
 
 def model(**changes):
     grows = dataclasses.replace(MIXER, capacity=1000, initial_slots=4)
-    return tiny.llama(mixers=(grows,), **changes)
+    return tiny.llama(mechanisms=(grows,), **changes)
 
 
 def slots(state):
@@ -29,7 +29,7 @@ def slots(state):
 
 @pytest.fixture(name="whole", scope="module")
 def _whole():
-    full = tiny.llama(mixers=(dataclasses.replace(MIXER, capacity=1000),))
+    full = tiny.llama(mechanisms=(dataclasses.replace(MIXER, capacity=1000),))
     return tiny.method(full, "__call__", full.init_state(B), TOKENS)
 
 
@@ -83,16 +83,16 @@ def test_a_reset_keeps_the_slots():
 
 
 def test_keys_and_values_are_kept_in_the_models_dtype_without_loss():
-    mixers = (
+    mechanisms = (
         dataclasses.replace(MIXER, capacity=16),
         SlidingWindowConfig(16, 4, 2, 4, window=4),
     )
     low = LanguageModel(
-        dataclasses.replace(tiny.LLAMA, mixers=mixers, dtype="bfloat16"),
+        dataclasses.replace(tiny.LLAMA, mechanisms=mechanisms, dtype="bfloat16"),
         key=jax.random.key(0),
     )
     state = low.init_state(B)
-    high = tuple(block.mechanism.init_state(B) for block in low.blocks)
+    high = tuple(block.functions.init_state(B) for block in low.blocks)
     dtypes = lambda state: {memory.keys.dtype for memory in state}
     assert dtypes(state) == {jnp.bfloat16.dtype} and dtypes(high) == {jnp.float32.dtype}
     for cut in (TOKENS[:, :5], TOKENS[:, 5:6]):

@@ -25,11 +25,11 @@ MODELS = {
 }
 
 
-def build(mixers, scan_layers, remat=False):
+def build(mechanisms, scan_layers, remat=False):
     return LanguageModel(
         ModelConfig(
-            mixers=mixers,
-            num_layers=len(mixers),
+            mechanisms=mechanisms,
+            num_layers=len(mechanisms),
             vocab_size=V,
             model_dim=D,
             hidden_dim=12,
@@ -81,9 +81,9 @@ def test_a_loop_over_equal_layers_computes_the_same(name, remat):
     ids=["mask", "lengths"],
 )
 def test_rows_with_padding_are_read_by_the_loop(options):
-    mixers = MODELS["equal"]
+    mechanisms = MODELS["equal"]
     expected, found = (
-        of_model(functools.partial(build, mixers, scan), **options)
+        of_model(functools.partial(build, mechanisms, scan), **options)
         for scan in (False, True)
     )
     tiny.assert_close(found, expected)
@@ -117,7 +117,7 @@ def test_one_token_is_read_without_a_loop():
 
 
 @pytest.mark.parametrize(
-    ("mixers", "expected"),
+    ("names", "expected"),
     [
         ("a", [(1, 1)]),
         ("aaaa", [(1, 4)]),
@@ -127,9 +127,9 @@ def test_one_token_is_read_without_a_loop():
         ("ababa", [(1, 1)] * 5),
     ],
 )
-def test_layers_are_parted_by_their_period_or_by_runs(mixers, expected):
+def test_layers_are_parted_by_their_period_or_by_runs(names, expected):
     mechanisms: dict[str, Any] = {name: object() for name in "ab"}
-    layers = [Layer(mechanisms[name], jnp.zeros(2), None) for name in mixers]
+    layers = [Layer(mechanisms[name], jnp.zeros(2), None) for name in names]
     assert repetitions(layers) == expected
 
 

@@ -17,7 +17,7 @@ from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 B, T, V, NEW = 2, 6, 11, 4
 CONFIG = ModelConfig(
-    mixers=(
+    mechanisms=(
         TrellisConfig(8, 2, 4, 4, slots=3, chunk_size=4),
         AttentionConfig(8, 2, 1, 4, capacity=2 * T + NEW),
         LatticeConfig(8, 2, 3, 4, chunk_size=4, forget="l2"),

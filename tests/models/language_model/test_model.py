@@ -25,7 +25,7 @@ from memjax.models.loss import target_nll
 
 B, T, V, D = 2, 10, 23, 16
 CONFIG = ModelConfig(
-    mixers=(
+    mechanisms=(
         SlidingWindowConfig(D, 4, 2, 4, window=4),
         ElasticMemoryConfig(D, 4, 2, 4, block=4, order=6, decay=0.8),
         DeltaNetConfig(D, 4, 4, 4),
@@ -139,13 +139,13 @@ def gradients(**options):
 
 @pytest.mark.slow
 def test_gradients_reach_all_parameters_and_the_memory_and_remat_keeps_them():
-    mixers = CONFIG.mixers[1:3]
-    loss, (params, memory) = plain = gradients(mixers=mixers, num_layers=2)
+    mechanisms = CONFIG.mechanisms[1:3]
+    loss, (params, memory) = plain = gradients(mechanisms=mechanisms, num_layers=2)
     chex.assert_tree_all_finite(plain)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(params))
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(memory))
     assert abs(loss - np.log(V)) < 1.0
-    close(gradients(mixers=mixers, num_layers=2, remat=True), plain, 1e-6)
+    close(gradients(mechanisms=mechanisms, num_layers=2, remat=True), plain, 1e-6)
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_half_precision_keeps_a_float32_memory_and_float32_logits(whole):
     # Caches alone are kept in the activations' dtype: see `test_caches`.
     for layer, memory in zip(model.blocks, state, strict=True):
         kinds = {jnp.dtype(kind) for kind in ("float32", "int32", "bool")}
-        kinds |= {jnp.dtype("bfloat16")} if layer.mechanism.cache else set()
+        kinds |= {jnp.dtype("bfloat16")} if layer.functions.cache else set()
         assert {leaf.dtype for leaf in jax.tree.leaves(memory)} <= kinds
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(model)))
 
@@ -220,7 +220,7 @@ def test_the_sizes_are_what_their_names_say(name, tolerance):
     assert abs(count - millions) < tolerance * millions
 
 
-def test_presets_have_the_mixers_of_their_name():
+def test_presets_have_the_mechanisms_of_their_name():
     for name in PRESETS:
         config = preset(name, vocab_size=64)
         assert config.vocab_size == 64
@@ -235,8 +235,8 @@ def test_presets_have_the_mixers_of_their_name():
             expected = (["trellis"] * 3 + [attention]) * (depth // 4)
         elif family != "transformer":
             expected = [family] * depth
-        mixers = tuple(SIZES[size].mixer(mixer) for mixer in expected)
-        assert config.layers == mixers, name
+        mechanisms = tuple(SIZES[size].mechanism(mechanism) for mechanism in expected)
+        assert config.layers == mechanisms, name
 
 
 @pytest.mark.slow
@@ -259,16 +259,20 @@ def test_every_family_runs_and_carries_its_memory(family):
 @pytest.mark.parametrize(
     "wrong,message",
     [
-        (dict(mixers=()), "mixers must be at least 1, got 0"),
+        (dict(mechanisms=()), "mechanisms must be at least 1, got 0"),
         (dict(num_layers=0), "num_layers must be at least 1, got 0"),
         (
-            dict(mixers=CONFIG.mixers, model_dim=D, num_layers=3),
-            "num_layers must be at least 4, the period of the mixers, got 3",
+            dict(mechanisms=CONFIG.mechanisms, model_dim=D, num_layers=3),
+            "num_layers must be at least 4, the period of the mechanisms, got 3",
         ),
-        (dict(model_dim=8), r"mixers\[0\].model_dim must be the model's 8, got 768"),
+        (
+            dict(model_dim=8),
+            r"mechanisms\[0\].model_dim must be the model's 8, got 768",
+        ),
         (
             dict(architecture=Architecture(learned_positions=9)),
-            r"mixers\[0\].rope_theta must be None with learned positions, got 500000.0",
+            r"mechanisms\[0\].rope_theta must be None with learned positions, got "
+            r"500000.0",
         ),
         (dict(vocab_size=0), "vocab_size must be at least 1, got 0"),
         (dict(hidden_dim=0), "hidden_dim must be at least 1, got 0"),

@@ -24,7 +24,7 @@ from tests import tiny
 
 T, V, D = 12, 19, 16
 HYBRID = ModelConfig(
-    mixers=(
+    mechanisms=(
         AttentionConfig(D, 4, 2, 4, capacity=T),
         SlidingWindowConfig(D, 4, 2, 4, window=3),
         TrellisConfig(D, 2, 4, 4, slots=5, chunk_size=4),
@@ -38,7 +38,7 @@ HYBRID = ModelConfig(
 )
 LEARNED = dataclasses.replace(
     HYBRID,
-    mixers=(AttentionConfig(D, 4, 2, 4, capacity=T, rope_theta=None),),
+    mechanisms=(AttentionConfig(D, 4, 2, 4, capacity=T, rope_theta=None),),
     num_layers=2,
     architecture=Architecture(
         norm="layer", feed_forward="relu", learned_positions=T + 2, embedding_dim=12
@@ -86,7 +86,7 @@ def test_starts_that_cannot_be_are_refused(starts, message):
 
 def test_documents_begin_where_all_chunks_do():
     memory = TrellisConfig(D, 2, 4, 4, slots=5, chunk_size=6)
-    assert start_multiple((*HYBRID.mixers, memory)) == 12
+    assert start_multiple((*HYBRID.mechanisms, memory)) == 12
     assert start_multiple((GatedDeltaNetConfig(D, 2, 4, 4),)) == 1
 
 
@@ -94,7 +94,7 @@ SINKS = SlidingWindowConfig(D, 4, 2, 4, window=3, sinks=1)
 
 
 @pytest.mark.parametrize(
-    ("mixer", "message"),
+    ("mechanism", "message"),
     [
         (ElasticMemoryConfig(D, 4, 2, 4, block=4, order=4), "got ElasticMemoryConfig;"),
         (SINKS, "got SlidingWindowConfig with sinks=1;"),
@@ -104,6 +104,6 @@ SINKS = SlidingWindowConfig(D, 4, 2, 4, window=3, sinks=1)
         ),
     ],
 )
-def test_mixers_that_cannot_clear_their_memory_are_named(mixer, message):
+def test_mechanisms_that_cannot_clear_their_memory_are_named(mechanism, message):
     with pytest.raises(ValueError, match=message):
-        start_multiple((HYBRID.mixers[0], mixer))
+        start_multiple((HYBRID.mechanisms[0], mechanism))

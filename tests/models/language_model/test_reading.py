@@ -17,7 +17,7 @@ from memjax.models.language_model.config import Architecture
 
 B, T, V, D = 3, 8, 19, 16
 CONFIG = ModelConfig(
-    mixers=(
+    mechanisms=(
         AttentionConfig(D, 4, 2, 4, capacity=2 * T),
         SlidingWindowConfig(D, 4, 2, 4, window=3),
         GatedDeltaNetConfig(D, 4, 4, 4),
@@ -31,7 +31,7 @@ CONFIG = ModelConfig(
 )
 LEARNED = dataclasses.replace(
     CONFIG,
-    mixers=(AttentionConfig(D, 4, 2, 4, capacity=2 * T, rope_theta=None),),
+    mechanisms=(AttentionConfig(D, 4, 2, 4, capacity=2 * T, rope_theta=None),),
     num_layers=2,
     architecture=Architecture(
         norm="layer",

@@ -9,7 +9,7 @@ from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
 from memjax.models import LanguageModel, ModelConfig
 from tests.kernels.distances import close
 
-MIXERS = {
+MECHANISMS = {
     "causal_attention_forward": AttentionConfig(128, 2, 2, 64, capacity=256),
     # Two heads of queries share keys.
     "splash_mha_fwd": AttentionConfig(128, 2, 1, 64, capacity=256),
@@ -20,7 +20,7 @@ MIXERS = {
 def gradient_of(kernel, saves, remat=True):
     """The gradient of a model of one layer, a function of (parameters, tokens)."""
     config = ModelConfig(
-        mixers=(MIXERS[kernel],),
+        mechanisms=(MECHANISMS[kernel],),
         num_layers=1,
         vocab_size=16,
         model_dim=128,

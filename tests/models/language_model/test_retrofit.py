@@ -50,9 +50,9 @@ def fitted(name: MemoryName, **options):
 def opened(model, amount: float = 0.7):
     """The same model, whose memories have a part in the output."""
     new = nnx.clone(model)
-    for block, mixer in zip(new.blocks, new.config.layers, strict=True):
-        if isinstance(mixer, BesideConfig):
-            was = block.mixer.balance.amount
+    for block, mechanism in zip(new.blocks, new.config.layers, strict=True):
+        if isinstance(mechanism, BesideConfig):
+            was = block.mechanism.balance.amount
             was.set_value(jnp.full_like(was.get_value(), amount))
     return new
 
@@ -112,23 +112,25 @@ def test_arrays_are_shared_and_the_model_given_stays_as_it_is():
     model = tiny.make_llama()
     before = nnx.to_pure_dict(nnx.state(model))
     new = retrofit(model, memory="lattice", layers=(0,), window=4, sinks=0, key=KEY)
-    mixer, attention = new.blocks[0].mixer, model.blocks[0].mixer
-    assert mixer.attention.query.get_value() is attention.query.get_value()
+    mechanism, attention = new.blocks[0].mechanism, model.blocks[0].mechanism
+    assert mechanism.attention.query.get_value() is attention.query.get_value()
     assert new.embedding.get_value() is model.embedding.get_value()
     tiny.assert_equal(nnx.to_pure_dict(nnx.state(model)), before)
     assert model.config == tiny.LLAMA
     # What is new is drawn by the key and the layer.
     other = retrofit(model, memory="lattice", layers=(0, 1), window=4, key=KEY)
-    drawn = lambda model, i: model.blocks[i].mixer.memory.step.weight.get_value()
+    drawn = lambda model, i: model.blocks[i].mechanism.memory.step.weight.get_value()
     tiny.assert_equal(drawn(other, 0), drawn(new, 0))
     assert np.abs(drawn(other, 0) - drawn(other, 1)).max() > 1e-3
 
 
 def test_what_is_no_attention_stays_as_it_is():
-    mixer = DeltaNetConfig(16, 2, 4, 4)
-    config = dataclasses.replace(tiny.LLAMA, mixers=(*tiny.LLAMA.mixers, mixer))
+    mechanism = DeltaNetConfig(16, 2, 4, 4)
+    config = dataclasses.replace(
+        tiny.LLAMA, mechanisms=(*tiny.LLAMA.mechanisms, mechanism)
+    )
     found = retrofitted(config, "gla", (0,), 4, 1, "beside").layers
-    assert isinstance(found[0], BesideConfig) and found[1] == mixer
+    assert isinstance(found[0], BesideConfig) and found[1] == mechanism
     # A config of the caller's own stands for all chosen layers.
     own = DeltaNetConfig(16, 4, 8, 2)
     beside = retrofitted(config, own, (0,), 4, 1, "beside").layers[0]
@@ -190,13 +192,13 @@ def test_bad_arguments(changes, message):
 
 
 def test_models_that_cannot_be_retrofitted():
-    mixers = (DeltaNetConfig(16, 2, 4, 4), *tiny.LLAMA.mixers)
-    hybrid = dataclasses.replace(tiny.LLAMA, mixers=mixers)
+    mechanisms = (DeltaNetConfig(16, 2, 4, 4), *tiny.LLAMA.mechanisms)
+    hybrid = dataclasses.replace(tiny.LLAMA, mechanisms=mechanisms)
     with pytest.raises(ValueError, match="0 is a DeltaNetConfig, not attention"):
         retrofitted(hybrid, **TINY)
     learned = dataclasses.replace(
         tiny.LLAMA,
-        mixers=(AttentionConfig(16, 4, 2, 4, rope_theta=None, capacity=64),),
+        mechanisms=(AttentionConfig(16, 4, 2, 4, rope_theta=None, capacity=64),),
         architecture=Architecture(learned_positions=66),
     )
     with pytest.raises(ValueError, match="model must have RoPE"):
@@ -225,7 +227,7 @@ def test_keys_are_centred_and_whitened_and_queries_find_what_they_found(
     heads, memories
 ):
     _, model, moments = calibrated("deltanet", heads=heads)
-    maps = as_arrays(model.blocks[1].mixer.features)
+    maps = as_arrays(model.blocks[1].mechanism.features)
     assert maps.key.shape == (memories, 4, 4)
     for head in range(4):
         keys = slice(head // 2 * 4, head // 2 * 4 + 4)
@@ -244,7 +246,7 @@ def test_keys_are_centred_and_whitened_and_queries_find_what_they_found(
 @pytest.mark.parametrize("key_dim, value_dim", [(3, 2), (6, 7)])
 def test_other_widths_keep_what_is_largest(key_dim, value_dim):
     _, model, moments = calibrated("deltanet", key_dim=key_dim, value_dim=value_dim)
-    maps = as_arrays(model.blocks[1].mixer.features)
+    maps = as_arrays(model.blocks[1].mechanism.features)
     covariance = shrunk(moments.covariance[:4, :4])
     found = np.linalg.eigvalsh(maps.key[0].T @ covariance @ maps.key[0])
     kept = min(key_dim, 4)
@@ -265,12 +267,12 @@ def test_it_is_still_the_windowed_model_and_attention_is_shared():
     before, after, _ = calibrated("deltanet")
     tokens = tiny.tokens(0, 2, LENGTH)
     tiny.assert_close(read(after, tokens)[1], read(before, tokens)[1])
-    mixer = before.blocks[1].mixer
+    mechanism = before.blocks[1].mechanism
     assert (
-        after.blocks[1].mixer.attention.query.get_value()
-        is mixer.attention.query.get_value()
+        after.blocks[1].mechanism.attention.query.get_value()
+        is mechanism.attention.query.get_value()
     )
-    tiny.assert_equal(mixer.features.key.get_value()[0], jnp.eye(4))
+    tiny.assert_equal(mechanism.features.key.get_value()[0], jnp.eye(4))
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet", "mamba2", "gla", "gsa", "trellis"])
@@ -279,7 +281,7 @@ def test_gates_forget_at_the_half_lives_of_the_text(name):
     _, model, moments = calibrated(name)
     layer: Any = model.config.layers[1]
     config = layer.memory
-    params = as_arrays(model.blocks[1].mixer.memory)
+    params = as_arrays(model.blocks[1].mechanism.memory)
     x = jnp.asarray(moments.mean, jnp.float32)[None]
     shortest, longest = WINDOW, 32
     count = 64 if name == "gsa" else 4

@@ -26,7 +26,7 @@ from memjax.models.language_model.snapkv import (
 B, T, V = 2, 24, 29
 ATTENTION = AttentionConfig(16, 4, 2, 4, capacity=T + 8, rope_theta=50.0)
 CONFIG = ModelConfig(
-    mixers=(ATTENTION,),
+    mechanisms=(ATTENTION,),
     num_layers=2,
     vocab_size=V,
     model_dim=16,
@@ -186,17 +186,20 @@ def masked(state, following, slots):
     x = np.asarray(tiny().embed(following), float)
     positions = T + np.arange(following.shape[1])[None, :, None]
     for memory, kept, block in zip(state, slots, tiny().blocks, strict=True):
-        mixer, hidden = block.parameters().mixer, block.parameters().feed_forward
-        h = rms(x, block.mixer_norm)
+        mechanism, hidden = (
+            block.parameters().mechanism,
+            block.parameters().feed_forward,
+        )
+        h = rms(x, block.mechanism_norm)
         project = lambda w, h=h: np.einsum("btd,dhk->bthk", h, np.asarray(w, float))
-        q, k, v = map(project, (mixer.query, mixer.key, mixer.value))
+        q, k, v = map(project, (mechanism.query, mechanism.key, mechanism.value))
         q, k = (rotation(x, positions, ATTENTION.rope_theta) for x in (q, k))
         y = np.zeros_like(q)
         for b, head in np.ndindex(B, ATTENTION.num_heads):
             g = head // 2
             old = [by_head(m)[b, kept[b, :, g], g] for m in memory[:2]]
             y[b, :, head] = attend(q[b, :, head], k[b, :, g], v[b, :, g], *old)
-        x = x + np.einsum("bthk,hkd->btd", y, np.asarray(mixer.output, float))
+        x = x + np.einsum("bthk,hkd->btd", y, np.asarray(mechanism.output, float))
         h = rms(x, block.feed_forward_norm)
         gate, up = h @ np.asarray(hidden.gate, float), h @ np.asarray(hidden.up, float)
         x = x + (gate / (1 + np.exp(-gate)) * up) @ np.asarray(hidden.down, float)
@@ -262,7 +265,7 @@ def test_bad_sizes_are_refused(make, message):
 
 def test_other_models_and_masks_are_refused():
     config = dataclasses.replace(
-        CONFIG, mixers=(*CONFIG.mixers, GLAConfig(CONFIG.model_dim, 2, 4, 4))
+        CONFIG, mechanisms=(*CONFIG.mechanisms, GLAConfig(CONFIG.model_dim, 2, 4, 4))
     )
     shapes = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
     with pytest.raises(ValueError, match="attention in every layer, got .*GLAConfig"):
@@ -276,7 +279,7 @@ def test_other_models_and_masks_are_refused():
 def test_learned_positions_go_on_where_they_were():
     style = Architecture(learned_positions=64)
     plain = dataclasses.replace(ATTENTION, rope_theta=None)
-    config = dataclasses.replace(CONFIG, architecture=style, mixers=(plain,))
+    config = dataclasses.replace(CONFIG, architecture=style, mechanisms=(plain,))
     model = LanguageModel(config, key=jax.random.key(2))
     state, _ = read(with_snapkv(model, SMALL), TOKENS)
     assert state[-1].tolist() == [T] * B

@@ -20,7 +20,7 @@ from memjax.models.language_model.windowed import (
 T, V, W = 12, 11, 5
 ATTENTION = AttentionConfig(8, 2, 1, 4, capacity=T)
 CONFIG = ModelConfig(
-    mixers=(ATTENTION,),
+    mechanisms=(ATTENTION,),
     num_layers=2,
     vocab_size=V,
     model_dim=8,
@@ -69,13 +69,13 @@ def test_parameters_are_the_same_and_the_model_is_left_alone():
     [
         ({}, 0, "window must be at least 1, got 0"),
         (
-            {"mixers": (*CONFIG.mixers, GLAConfig(CONFIG.model_dim, 2, 4, 4))},
+            {"mechanisms": (*CONFIG.mechanisms, GLAConfig(CONFIG.model_dim, 2, 4, 4))},
             4,
             "attention in every layer, got AttentionConfig, GLAConfig",
         ),
         (
             {
-                "mixers": (dataclasses.replace(ATTENTION, rope_theta=None),),
+                "mechanisms": (dataclasses.replace(ATTENTION, rope_theta=None),),
                 "architecture": Architecture(learned_positions=16),
             },
             4,

@@ -34,7 +34,7 @@ K, N, C, R, M = 2, 4, 3, 3, 8
 # The pool is full after two chunks; four more fill the store.
 T = 6 * C + 2
 SIZES = ModelConfig(
-    mixers=(AttentionConfig(D, HEADS, G, H, capacity=64, rope_theta=100.0),),
+    mechanisms=(AttentionConfig(D, HEADS, G, H, capacity=64, rope_theta=100.0),),
     num_layers=L,
     vocab_size=V,
     model_dim=D,
@@ -145,16 +145,16 @@ def test_every_token_and_head_attends_to_its_best_rows(at_once, monkeypatch):
 def weights(layer, name, adapter):
     """A matrix [D, heads, H] of a layer, with its adapter's change."""
     block = shared().backbone.blocks[layer]
-    change = adapter[layer]["mixer"][name]
+    change = adapter[layer]["mechanism"][name]
     scale = CONFIG.alpha / CONFIG.rank
     product = np.tensordot(change.down, change.up, 1)
-    return np.asarray(getattr(block.parameters().mixer, name)) + scale * product
+    return np.asarray(getattr(block.parameters().mechanism, name)) + scale * product
 
 
 def seen_by(layer, name, x):
     """What the layer that reads makes of x: queries, keys or values [..., heads, H]."""
     x = np.asarray(x, np.float64)
-    norm = np.asarray(shared().backbone.blocks[layer].mixer_norm.get_value())
+    norm = np.asarray(shared().backbone.blocks[layer].mechanism_norm.get_value())
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + SIZES.norm_epsilon) * norm
     return np.tensordot(x, weights(layer, name, as_arrays(shared().read_adapter)), 1)
 

@@ -34,7 +34,7 @@ CONFIG = MPlusConfig(
 )
 ATTENTION = AttentionConfig(8, 2, 1, 4, capacity=32)
 SIZES = ModelConfig(
-    mixers=(ATTENTION,),
+    mechanisms=(ATTENTION,),
     num_layers=2,
     vocab_size=19,
     model_dim=8,
@@ -111,7 +111,9 @@ def test_every_part_has_its_place(golden):
     x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
     at = "model.layers.1.self_attn"
     for adapter, name in (("write", "default"), ("read", "decoder_adapter")):
-        change = as_arrays(getattr(golden, f"{adapter}_adapter"))[1]["mixer"]["query"]
+        change = as_arrays(getattr(golden, f"{adapter}_adapter"))[1]["mechanism"][
+            "query"
+        ]
         up = change.up.reshape(4, -1)
         expected = x @ tensors[f"{at}.q_proj.lora_A.{name}.weight"].T
         expected = expected @ tensors[f"{at}.q_proj.lora_B.{name}.weight"].T
@@ -315,7 +317,7 @@ def test_a_single_adapter_writes_and_reads(tmp_path):
         (mplus, {}),
         (memoryllm, {}),
         (mplus, dict(tied_head=True, architecture=Architecture(scale_embedding=False))),
-        (mplus, dict(mixers=(dataclasses.replace(ATTENTION, qkv_bias=True),))),
+        (mplus, dict(mechanisms=(dataclasses.replace(ATTENTION, qkv_bias=True),))),
         (mplus, dict(architecture=Architecture(norm="layer"))),
     ],
     ids=["mplus", "memoryllm", "tied", "qwen2", "own format"],

@@ -20,7 +20,7 @@ from tests import tiny
 B, V, D, L, K, C = 2, 19, 8, 3, 2, 4
 BACKBONE = LanguageModel(
     ModelConfig(
-        mixers=(AttentionConfig(D, 2, 1, 4, capacity=64),),
+        mechanisms=(AttentionConfig(D, 2, 1, 4, capacity=64),),
         num_layers=L,
         vocab_size=V,
         model_dim=D,

@@ -23,7 +23,7 @@ B, V, D, L, K, N, C, R, M = 2, 19, 8, 2, 2, 6, 4, 3, 8
 # The pool is full after three chunks; three more put six rows into the store.
 T = 6 * C + 3
 SIZES = ModelConfig(
-    mixers=(AttentionConfig(D, 2, 1, 4, capacity=64),),
+    mechanisms=(AttentionConfig(D, 2, 1, 4, capacity=64),),
     num_layers=L,
     vocab_size=V,
     model_dim=D,

@@ -18,7 +18,7 @@ B, V, D, L, K, N, C, R, M = 2, 19, 8, 2, 2, 6, 4, 3, 8
 # The pool is full after three chunks; three more put six rows into the store.
 T = 6 * C + 3
 SIZES = ModelConfig(
-    mixers=(AttentionConfig(D, 2, 1, 4, capacity=64),),
+    mechanisms=(AttentionConfig(D, 2, 1, 4, capacity=64),),
     num_layers=L,
     vocab_size=V,
     model_dim=D,
@@ -144,7 +144,9 @@ def test_every_bad_size_is_refused(options, message):
 
 def test_other_backbones_are_refused():
     windows = SlidingWindowConfig(**vars(SIZES.heads), window=4)
-    sizes = dataclasses.replace(SIZES, mixers=(*SIZES.mixers, windows), num_layers=2)
+    sizes = dataclasses.replace(
+        SIZES, mechanisms=(*SIZES.mechanisms, windows), num_layers=2
+    )
     plain = LanguageModel(sizes, key=jax.random.key(0))
     with pytest.raises(
         ValueError, match="attention in every layer.*SlidingWindowConfig"

@@ -11,7 +11,7 @@ def backbone_run(source: str, cache: Path) -> pretrain.RunConfig:
     """One update of one layer, on bytes."""
     return pretrain.RunConfig(
         model=ModelConfig(
-            mixers=(AttentionConfig(8, 2, 1, 4, capacity=64),),
+            mechanisms=(AttentionConfig(8, 2, 1, 4, capacity=64),),
             num_layers=1,
             vocab_size=256,
             model_dim=8,

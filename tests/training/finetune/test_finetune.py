@@ -124,15 +124,17 @@ def _window(base, tmp_path_factory):
 def test_the_baseline_is_the_backbone_with_windows_and_lora_freezes_it(base, window):
     _, model = finetune.load(window)
     assert isinstance(model, LanguageModel)
-    assert [type(mixer) for mixer in model.config.mixers] == [SlidingWindowConfig]
+    assert [type(mechanism) for mechanism in model.config.mechanisms] == [
+        SlidingWindowConfig
+    ]
     original = run.load_model(base[0])[1]
     assert finetune.digest(finetune.load_backbone(window).model) != finetune.digest(
         original
     )
-    mixer = as_arrays(model.blocks[0].mixer)
+    mechanism = as_arrays(model.blocks[0].mechanism)
     names = ("query", "key", "value", "output")
-    frozen = [getattr(mixer, name).weight for name in names]
-    kept = [getattr(original.blocks[0].parameters().mixer, name) for name in names]
+    frozen = [getattr(mechanism, name).weight for name in names]
+    kept = [getattr(original.blocks[0].parameters().mechanism, name) for name in names]
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, frozen, kept)))
 
 
@@ -159,9 +161,9 @@ def test_baselines_have_their_sizes(base):
     key = jax.random.key(0)
     limited = stage.wrap(backbone, key)
     assert isinstance(limited, LanguageModel)
-    (mixer,) = limited.config.mixers
-    assert isinstance(mixer, SlidingWindowConfig)
-    assert (mixer.window, mixer.sinks) == (SEGMENT, 2)
+    (mechanism,) = limited.config.mechanisms
+    assert isinstance(mechanism, SlidingWindowConfig)
+    assert (mechanism.window, mechanism.sinks) == (SEGMENT, 2)
     again = dataclasses.replace(stage, memory="reread", sinks=0, reread=3)
     model = again.wrap(backbone, key)
     assert isinstance(model, ReReadWindow)
@@ -236,10 +238,10 @@ def test_starts_that_cannot_be_are_refused(base, whole, window, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             finetune.finetune(config, None, tmp_path / "new", start)
-    mixers = (AttentionConfig(16, 2, 1, 4, capacity=64),)
+    mechanisms = (AttentionConfig(16, 2, 1, 4, capacity=64),)
     narrow = run.load_model(base[0])[0].model
     wider = run.RunConfig(
-        model=dataclasses.replace(narrow, model_dim=16, mixers=mixers),
+        model=dataclasses.replace(narrow, model_dim=16, mechanisms=mechanisms),
         data=run.DataConfig(
             base[1].source, "bytes", context_length=16, cache_dir=base[1].cache_dir
         ),

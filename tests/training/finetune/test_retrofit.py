@@ -108,20 +108,20 @@ def test_each_part_trains_what_is_its_own(base, trained):
     for model in (aligned, tuned):
         found = arrays(model)
         for name, value in before.items():
-            inside = name.replace("mixer.", "mixer.attention.")
+            inside = name.replace("mechanism.", "mechanism.attention.")
             same = found.get(inside, found.get(f"{inside}.weight"))
             if same is None:
                 same = found.get(inside + ".0")
             np.testing.assert_array_equal(same, value)
     # The gate has moved in both parts, by a rate ten times that of the rest.
-    gate = lambda model: model.blocks[0].mixer.balance.amount.get_value()
+    gate = lambda model: model.blocks[0].mechanism.balance.amount.get_value()
     assert 0.05 < np.abs(gate(aligned)).max() < 0.21
     assert np.abs(gate(tuned) - gate(aligned)).max() > 0.01
     trainable = {n for n in arrays(tuned)} - {
         n for n, x in arrays(nnx.state(tuned, Frozen)).items()
     }
     assert all(
-        NEW.search(n) or "mixer.attention" in n or "feed" in n for n in trainable
+        NEW.search(n) or "mechanism.attention" in n or "feed" in n for n in trainable
     )
 
 
@@ -188,12 +188,12 @@ def test_alignment_is_the_share_of_the_full_output_that_is_missed():
     found, alone = tiny_loss(student, tokens)
     # By hand: the first layer's attention, of the embedding.
     block = teacher.blocks[0]
-    norm = block.mixer_norm.get_value()
+    norm = block.mechanism_norm.get_value()
     x = rms_norm(teacher.embed(tokens), norm, 1e-5)
-    params = block.parameters().mixer
-    assert block.mechanism.whole is not None
-    full = block.mechanism.whole(params, x, None)[:, WINDOW:]
-    windowed = with_window(teacher, WINDOW).blocks[0].mechanism
+    params = block.parameters().mechanism
+    assert block.functions.whole is not None
+    full = block.functions.whole(params, x, None)[:, WINDOW:]
+    windowed = with_window(teacher, WINDOW).blocks[0].functions
     assert windowed.whole is not None
     own = windowed.whole(params, x, None)[:, WINDOW:]
     spread = full - full.mean(axis=(0, 1), keepdims=True)
@@ -276,9 +276,9 @@ def test_adapters_begin_at_the_first_memory_and_reach_its_attention():
     adapted = thaw(adapted, lambda name: NEW.search(name) is not None)
     trained = {name for name in arrays(nnx.state(adapted, nnx.Param))}
     assert all(name.startswith("blocks.1.") for name in trained)
-    assert any("mixer.attention.query" in name for name in trained)
+    assert any("mechanism.attention.query" in name for name in trained)
     for part in ("features.key", "memory.narrow", "balance.amount"):
-        assert f"blocks.1.mixer.{part}" in trained
+        assert f"blocks.1.mechanism.{part}" in trained
     tiny.assert_equal(arrays(merge_lora(adapted)), arrays(model))
     assert not jax.tree.leaves(nnx.state(freeze(model), nnx.Param))
 
@@ -341,8 +341,8 @@ def test_bad_stages(base, tmp_path):
     wide = dataclasses.replace(alone, wider=3)
     backbone = finetune.load_backbone(base[0]).model
     for stage, window in ((alone, 4), (wide, 7)):
-        mixer = stage.wrap(backbone, KEY).config.mixers[0]
-        assert isinstance(mixer, SlidingWindowConfig) and mixer.window == window
+        mechanism = stage.wrap(backbone, KEY).config.mechanisms[0]
+        assert isinstance(mechanism, SlidingWindowConfig) and mechanism.window == window
 
 
 def test_attention_beside_a_memory_is_divided_as_it_is_alone():
@@ -354,8 +354,8 @@ def test_attention_beside_a_memory_is_divided_as_it_is_alone():
         place(mesh, nnx.state(adapted), adapted.config)
     )
     specs = {sharding.leaf_name(path): tuple(leaf.spec) for path, leaf in leaves}
-    mixer = "blocks/1/mixer/"
-    assert specs[f"{mixer}attention/query/weight"] == ("fsdp", "tensor")
-    assert specs[f"{mixer}attention/query/down"] == ()
-    assert specs[f"{mixer}features/key"] == ("tensor",)
-    assert specs[f"{mixer}balance/weight"] == ("fsdp", "tensor")
+    mechanism = "blocks/1/mechanism/"
+    assert specs[f"{mechanism}attention/query/weight"] == ("fsdp", "tensor")
+    assert specs[f"{mechanism}attention/query/down"] == ()
+    assert specs[f"{mechanism}features/key"] == ("tensor",)
+    assert specs[f"{mechanism}balance/weight"] == ("fsdp", "tensor")

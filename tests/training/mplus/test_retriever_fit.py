@@ -20,7 +20,7 @@ from tests import tiny
 
 L, D, K, C, T, B, V = 2, 8, 2, 4, 6, 2, 17
 BACKBONE = ModelConfig(
-    mixers=(AttentionConfig(D, 2, 1, 4, capacity=64),),
+    mechanisms=(AttentionConfig(D, 2, 1, 4, capacity=64),),
     num_layers=L,
     vocab_size=V,
     model_dim=D,

@@ -150,7 +150,7 @@ def test_the_retrievers_loss_and_gradients_are_the_official_programs(official, g
 
 
 SIZES = ModelConfig(
-    mixers=(AttentionConfig(8, 2, 1, 4, capacity=64),),
+    mechanisms=(AttentionConfig(8, 2, 1, 4, capacity=64),),
     num_layers=1,
     vocab_size=64,
     model_dim=8,

@@ -127,14 +127,14 @@ def test_saves_and_restarts_are_counted_by_a_run(
     assert list(seconds) == sorted(seconds) and seconds[-1] >= 0.04
 
 
-def model(mixer: Any, **changes: Any) -> LanguageModel:
+def model(mechanism: Any, **changes: Any) -> LanguageModel:
     sizes: dict[str, Any] = {
         "num_layers": 2,
         "vocab_size": 32,
         "model_dim": 16,
         "hidden_dim": 24,
     }
-    return abstract_model(ModelConfig(mixers=(mixer,), **(sizes | changes)))
+    return abstract_model(ModelConfig(mechanisms=(mechanism,), **(sizes | changes)))
 
 
 #: Products with the weights of two layers: 4 heads of 4, two of keys and values.
@@ -143,7 +143,7 @@ HEADS = (16, 4, 2, 4)
 
 
 @pytest.mark.parametrize(
-    ("mixer", "positions"),
+    ("mechanism", "positions"),
     [
         (AttentionConfig(*HEADS), 4.5),
         (SlidingWindowConfig(*HEADS, window=2), (1 + 7 * 2) / 8),
@@ -152,12 +152,12 @@ HEADS = (16, 4, 2, 4)
         (ElasticMemoryConfig(*HEADS, block=4, order=3), 2.5 + 1.5),
     ],
 )
-def test_operations_of_a_token(mixer: Any, positions: float) -> None:
+def test_operations_of_a_token(mechanism: Any, positions: float) -> None:
     head = 16 * 32
     expected = 6 * (LAYERS + head) + 12 * 2 * 16 * positions
-    assert model_flops.flops_per_token(model(mixer), 8) == expected
+    assert model_flops.flops_per_token(model(mechanism), 8) == expected
     # A table that is only looked up costs nothing; the head beside it does.
-    untied = model(mixer, tied_head=False)
+    untied = model(mechanism, tied_head=False)
     assert model_flops.flops_per_token(untied, 8) == expected
 
 

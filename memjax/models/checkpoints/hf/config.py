@@ -103,8 +103,8 @@ def _from_decoder(config: Mapping[str, Any], family: str, dtype: Dtype) -> Model
         config, "mlp_bias", bool, False
     )
     return ModelConfig(
-        mixers=period(
-            _mixer(layer, sizes, capacity)
+        mechanisms=period(
+            _mechanism(layer, sizes, capacity)
             for layer in _read_layers(config, family, layers, capacity)
         ),
         num_layers=layers,
@@ -128,7 +128,7 @@ def _require_activation(config: Mapping[str, Any], key: str, name: str) -> None:
     require_value(config, key, name, default=name)
 
 
-def _mixer(
+def _mechanism(
     layer: Layer, sizes: Mapping[str, Any], capacity: int
 ) -> AttentionConfig | SlidingWindowConfig:
     rope = {"rope_theta": layer.theta, "rope_scaling": layer.scaling}
@@ -203,7 +203,7 @@ def _from_opt(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
         initial_slots=_first_slots(capacity),
     )
     return ModelConfig(
-        mixers=(attention,),
+        mechanisms=(attention,),
         num_layers=read_layers(config),
         vocab_size=read_size(config, "vocab_size"),
         model_dim=width,

@@ -27,7 +27,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     its own.
 
     Raises:
-        ValueError: if no family has the model's mixers, norms, biases or positions.
+        ValueError: if no family has the model's mechanisms, norms, biases or positions.
     """
     heads, layers = _heads(config), _layers(config)
     common = {
@@ -124,7 +124,7 @@ def _to_llama(
         return _named("qwen2", "Qwen2ForCausalLM") | _qwen_windows(config, layers)
     if not all(layer.window for layer in layers):
         raise ValueError(
-            "mixers must all be alike without qkv_bias: only Qwen2 mixes attention "
+            "mechanisms must all be alike without qkv_bias: only Qwen2 mixes attention "
             f"and sliding windows, got {kinds(config)}"
         )
     window = {"sliding_window": config.window}
@@ -137,7 +137,7 @@ def _to_qwen3(
     _expressible(config, feed_forward_bias=False)
     _alike("qk_norm", heads.qk_norm, "head")
     _alike("output_bias", heads.output_bias, heads.qkv_bias)
-    _alike("rope_theta=None in mixers", any(not x.theta for x in layers), False)
+    _alike("rope_theta=None in mechanisms", any(not x.theta for x in layers), False)
     bias = {"attention_bias": heads.qkv_bias}
     named = _named("qwen3", "Qwen3ForCausalLM")
     return named | bias | _qwen_windows(config, layers)
@@ -166,8 +166,8 @@ def _to_olmo2(
         ("qk_norm", heads.qk_norm, "width"),
         ("output_bias", heads.output_bias, heads.qkv_bias),
         ("num_heads * head_dim", heads.num_heads * heads.head_dim, config.model_dim),
-        ("rope_theta=None in mixers", any(not x.theta for x in layers), False),
-        ("sliding windows in mixers", any(x.window for x in layers), False),
+        ("rope_theta=None in mechanisms", any(not x.theta for x in layers), False),
+        ("sliding windows in mechanisms", any(x.window for x in layers), False),
     ):
         _alike(name, found, expected)
     named = _named("olmo2", "Olmo2ForCausalLM")
@@ -181,7 +181,7 @@ def _to_gemma(
     _alike("qk_norm", heads.qk_norm, "head")
     _alike("output_bias", heads.output_bias, heads.qkv_bias)
     _alike("tied_head", config.tied_head, True)
-    _alike("rope_theta=None in mixers", any(not x.theta for x in layers), False)
+    _alike("rope_theta=None in mechanisms", any(not x.theta for x in layers), False)
     local = _same_rope([layer for layer in layers if layer.window])
     full = _same_rope([layer for layer in layers if not layer.window])
     if local is not None and local.scaling is not None:
@@ -230,7 +230,7 @@ def _to_opt(
         ("num_kv_heads", heads.num_kv_heads, heads.num_heads),
         ("num_heads * head_dim", heads.num_heads * heads.head_dim, config.model_dim),
         ("norm_epsilon", config.norm_epsilon, LAYER_NORM_EPSILON),
-        ("sliding_window in mixers", any(x.window for x in layers), False),
+        ("sliding_window in mechanisms", any(x.window for x in layers), False),
     ):
         if found != expected:
             raise ValueError(f"{name} must be {expected} in OPT, got {found}")
@@ -255,20 +255,21 @@ def _named(family: Family, architecture: str) -> dict[str, Any]:
 def _heads(config: ModelConfig) -> HeadsConfig:
     """What the attention of all layers has in common, RoPE aside."""
     found = {
-        dataclasses.replace(heads_of(mixer), rope_theta=None, rope_scaling=None)
-        if isinstance(mixer, AttentionConfig | SlidingWindowConfig)
+        dataclasses.replace(heads_of(mechanism), rope_theta=None, rope_scaling=None)
+        if isinstance(mechanism, AttentionConfig | SlidingWindowConfig)
         else None
-        for mixer in config.mixers
+        for mechanism in config.mechanisms
     }
     if None in found:
         raise ValueError(
-            "mixers must be full attention or sliding windows for a published family, "
-            f"got {kinds(config)}"
+            "mechanisms must be full attention or sliding windows for a published "
+            f"family, got {kinds(config)}"
         )
     (heads, *others) = found
     if others or heads is None:
         raise ValueError(
-            f"mixers must all have the same attention heads, got {config.mixers}"
+            "mechanisms must all have the same attention heads, got "
+            f"{config.mechanisms}"
         )
     return heads
 
@@ -279,12 +280,16 @@ def _layers(config: ModelConfig) -> list[Layer]:
     Raises:
         ValueError: if there are several windows, or one with sinks.
     """
-    if sinks := max(getattr(mixer, "sinks", 0) for mixer in config.layers):
+    if sinks := max(getattr(mechanism, "sinks", 0) for mechanism in config.layers):
         raise ValueError(f"sinks must be 0 in a published family, got {sinks}")
     layers = [
-        Layer(getattr(mixer, "window", 0), mixer.rope_theta, mixer.rope_scaling)
-        for mixer in config.layers
-        if isinstance(mixer, HeadsConfig)
+        Layer(
+            getattr(mechanism, "window", 0),
+            mechanism.rope_theta,
+            mechanism.rope_scaling,
+        )
+        for mechanism in config.layers
+        if isinstance(mechanism, HeadsConfig)
     ]
     different = {layer.window for layer in layers if layer.window}
     if len(different) > 1:

@@ -159,7 +159,7 @@ def _block(config: ModelConfig, layer: int, at: str) -> dict[str, Any]:
     if opt:
         up, down = "fc1", "fc2"
     return {
-        "mixer": _present(
+        "mechanism": _present(
             AttentionParams(
                 query=into(query),
                 key=into(key),
@@ -201,12 +201,12 @@ def _norm_names(config: ModelConfig) -> dict[str, str]:
         names = ("post_attention_layernorm", "post_feedforward_layernorm")
     else:
         return {
-            "mixer_norm": "input_layernorm",
-            "mixer_output_norm": "post_attention_layernorm",
+            "mechanism_norm": "input_layernorm",
+            "mechanism_output_norm": "post_attention_layernorm",
             "feed_forward_norm": "pre_feedforward_layernorm",
             "feed_forward_output_norm": "post_feedforward_layernorm",
         }
-    return dict(zip(("mixer_norm", "feed_forward_norm"), names, strict=True))
+    return dict(zip(("mechanism_norm", "feed_forward_norm"), names, strict=True))
 
 
 def _qk_norm(config: ModelConfig, heads: HeadsConfig, name: str) -> Any:

@@ -1,6 +1,6 @@
-"""Options of the mixers on the command line: --model.mixers.0.window 64.
+"""Options of the mechanisms on the command line: --model.mechanisms.0.window 64.
 
-A preset says which mixers a model has; each of their fields is an option.
+A preset says which mechanisms a model has; each of their fields is an option.
 """
 
 import dataclasses
