@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memjax.config_io import completed, from_record, to_record
-from memjax.mechanisms import BesideConfig, InfiniConfig, SlidingWindowConfig
+from memjax.mechanisms import HybridConfig, InfiniConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.models import ModelConfig
 from memjax.models.language_model.config import MECHANISMS
@@ -168,10 +168,10 @@ def test_every_exported_mechanism_survives_json():
         else:
             sizes |= dict(key_dim=4, value_dim=4)
         mechanism: Any
-        if kind is BesideConfig:
+        if kind is HybridConfig:
             # Two configurations in one, the memory by its name.
             window = SlidingWindowConfig(8, 2, 2, 4, window=4)
-            mechanism = BesideConfig(window, InfiniConfig(2, 2, 4, 4))
+            mechanism = HybridConfig(window, InfiniConfig(2, 2, 4, 4))
         else:
             mechanism = kind(**sizes)
         model = ModelConfig(mechanisms=(mechanism,), model_dim=8)

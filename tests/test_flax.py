@@ -13,18 +13,18 @@ from flax import linen, nnx
 from memjax.mechanisms import (
     ABCConfig,
     AttentionConfig,
-    BesideConfig,
     DeltaNetConfig,
     ElasticMemoryConfig,
     GatedDeltaNetConfig,
     GLAConfig,
     GSAConfig,
+    HybridConfig,
     InfiniConfig,
     LatticeConfig,
     LinearAttentionConfig,
     Mamba2Config,
     Mechanism,
-    MixerConfig,
+    MechanismConfig,
     SlidingWindowConfig,
     TrellisConfig,
     TTTLinearConfig,
@@ -45,11 +45,11 @@ from memjax.nnx import Memory, as_arrays, tabulate
 V, D, B, T = 11, 8, 2, 9
 HEADS: dict[str, Any] = dict(model_dim=D, num_heads=2, num_kv_heads=2, head_dim=4)
 BLOCK: dict[str, Any] = dict(model_dim=D, num_heads=2, key_dim=4, value_dim=4)
-CONFIGS: dict[str, MixerConfig] = {
+CONFIGS: dict[str, MechanismConfig] = {
     "attention": AttentionConfig(**HEADS, capacity=32),
     "elastic_memory": ElasticMemoryConfig(**HEADS, block=4, order=6),
     "sliding_window": SlidingWindowConfig(**HEADS, window=4),
-    "beside": BesideConfig(
+    "beside": HybridConfig(
         SlidingWindowConfig(**HEADS, window=4), InfiniConfig(2, 2, 4, 4)
     ),
     "linear_attention": LinearAttentionConfig(**BLOCK),
@@ -278,15 +278,15 @@ def test_orbax_saves_and_restores_a_users_model_with_its_memory_bit_exactly(
 
 
 def test_linen_needs_no_layer(x):
-    core = mechanism("gated_deltanet")
+    cell = mechanism("gated_deltanet")
 
     class Linen(linen.Module):
         @linen.compact
         def __call__(self, state, x):
-            params = self.param("memory", core.init_params)
-            return core.apply(params, state, x)
+            params = self.param("memory", cell.init_params)
+            return cell.apply(params, state, x)
 
-    module, state = Linen(), core.init_state(B)
+    module, state = Linen(), cell.init_state(B)
     variables = jax.jit(module.init)(jax.random.key(0), state, x)
     read: Any = module.apply
     loss = lambda variables: (read(variables, state, x)[1] ** 2).mean()

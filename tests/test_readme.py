@@ -9,8 +9,8 @@ import flax.nnx
 import jax
 import pytest
 
-from memjax import mechanisms
 from memjax.cli.finetune import presets as finetune_presets
+from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import LanguageModel
 from memjax.models.checkpoints.pretrained import save_pretrained
 from memjax.models.hmt.model import HMT
@@ -33,13 +33,15 @@ def compiled(monkeypatch):
     """What the examples call is compiled whole: eagerly each operation is a program."""
     for kind in (LanguageModel, HMT, Memory):
         monkeypatch.setattr(kind, "__call__", compile_method(kind.__call__))
-    build = mechanisms.elastic_memory
+    plain = ElasticMemoryConfig.build
 
-    def elastic_memory(config):
-        plain = build(config)
-        return plain._replace(apply=jax.jit(plain.apply), step=jax.jit(plain.step))
+    def build(config):
+        mechanism = plain(config)
+        return mechanism._replace(
+            apply=jax.jit(mechanism.apply), step=jax.jit(mechanism.step)
+        )
 
-    monkeypatch.setattr(mechanisms, "elastic_memory", elastic_memory)
+    monkeypatch.setattr(ElasticMemoryConfig, "build", build)
 
 
 def compile_method(method):

@@ -20,7 +20,7 @@ from flax import nnx
 from experiments.lab.measure import tree_bytes
 from experiments.lab.results import RESULTS
 from memjax.config_io import to_record
-from memjax.mechanisms import AttentionConfig, MixerConfig
+from memjax.mechanisms import AttentionConfig, MechanismConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.presets import Size
 from memjax.training import LoopConfig, OptimizerConfig, loop, sharding
@@ -183,7 +183,7 @@ def state_bytes(model: ModelConfig) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _mechanism_bytes(mechanism: MixerConfig) -> int:
+def _mechanism_bytes(mechanism: MechanismConfig) -> int:
     state = jax.eval_shape(lambda: mechanism.build().init_state(1))
     return tree_bytes(state)
 

@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 from memjax.checks import check_sizes
 from memjax.mechanisms.base import Cache, Mechanism, Packed, check_input
 from memjax.mechanisms.layers import documents, projections
-from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers.saturating_counter import advanced
 from memjax.mechanisms.layers.softmax import cached
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 
@@ -56,7 +56,26 @@ class AttentionConfig(HeadsConfig):
 
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""
-        return attention(self)
+
+        def whole_sequence(params, x, mask):
+            # The same limit as with a cache, which the length need not have here.
+            _check_fits(x.shape[1], self.capacity)
+            return whole(self, params, x, mask)
+
+        def packed_rows(params, x, starts):
+            _check_fits(x.shape[1], self.capacity)
+            return packed(self, params, x, starts)
+
+        return Mechanism(
+            init_params=functools.partial(projections.init_params, self),
+            init_state=functools.partial(init_state, self),
+            step=functools.partial(step, self),
+            apply=functools.partial(apply, self),
+            apply_masked=functools.partial(apply, self),
+            whole=whole_sequence,
+            cache=Cache(functools.partial(init_state, self), self.capacity, resize),
+            packed=Packed(packed_rows),
+        )
 
     def param_axes(self) -> AttentionParams:
         """How the projections are divided among devices."""
@@ -195,31 +214,6 @@ def packed(
     q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
     y = attend.causal(q, k, v, first=documents.first_tokens(starts))
     return projections.output_projection(params, y)
-
-
-def attention(config: AttentionConfig) -> Mechanism:
-    """Builds the mechanism for one configuration."""
-
-    def whole_sequence(params, x, mask):
-        # Without a cache nothing limits the length; the layer refuses what its cache
-        # would.
-        _check_fits(x.shape[1], config.capacity)
-        return whole(config, params, x, mask)
-
-    def packed_rows(params, x, starts):
-        _check_fits(x.shape[1], config.capacity)
-        return packed(config, params, x, starts)
-
-    return Mechanism(
-        init_params=functools.partial(projections.init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-        apply_masked=functools.partial(apply, config),
-        whole=whole_sequence,
-        cache=Cache(functools.partial(init_state, config), config.capacity, resize),
-        packed=Packed(packed_rows),
-    )
 
 
 def _check_fits(tokens, capacity):

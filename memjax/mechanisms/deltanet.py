@@ -15,10 +15,10 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from memjax.mechanisms.base import Mechanism, axes
+from memjax.mechanisms.base import axes
 from memjax.mechanisms.layers import gates
+from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
-from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels._src.delta_rule import delta_rule, empty_state
 from memjax_kernels._src.delta_rule import step as op_step
@@ -28,7 +28,7 @@ from memjax_kernels._src.delta_rule import step as op_step
 class DeltaNetConfig(RecurrentConfig):
     """Sizes of a layer of DeltaNet; see `RecurrentConfig`."""
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
             *(self, init_params, init_state, step, apply),
@@ -36,7 +36,7 @@ class DeltaNetConfig(RecurrentConfig):
             apply_share=linear_share(apply),
         )
 
-    def core_axes(self) -> PyTree:
+    def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""
         return AXES
 
@@ -91,8 +91,3 @@ def apply(
     return delta_rule(
         q, k, v, beta, memory, reset=reset, implementation=config.implementation
     )
-
-
-def deltanet(config: DeltaNetConfig) -> Mechanism:
-    """Builds the mechanism for one configuration."""
-    return config.build()

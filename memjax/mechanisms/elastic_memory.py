@@ -26,11 +26,11 @@ from jaxtyping import Array, Float, Int
 from memjax.checks import check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, check_input
 from memjax.mechanisms.layers import coefficients, places, projections
-from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.divided_sequence import on_shares
 from memjax.mechanisms.layers.in_place import change_if
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
-from memjax.mechanisms.layers.softmax import trapezoid
+from memjax.mechanisms.layers.saturating_counter import advanced
+from memjax.mechanisms.layers.softmax import prefix_causal
 from memjax_kernels._src.common.partition import sequence_ways
 from memjax_kernels._src.hippo import (
     HippoBank,
@@ -102,7 +102,12 @@ class ElasticMemoryConfig(HeadsConfig):
 
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""
-        return elastic_memory(self)
+        return Mechanism(
+            init_params=functools.partial(projections.init_params, self),
+            init_state=functools.partial(init_state, self),
+            step=functools.partial(step, self),
+            apply=functools.partial(apply, self),
+        )
 
     def param_axes(self) -> AttentionParams:
         """How the projections are divided among devices."""
@@ -190,12 +195,12 @@ def read_token(
         for block, row in zip((state.open_keys, state.open_values), token, strict=True)
     )
     # The token sees itself, so it is written to the open block before it attends.
-    y = trapezoid.one_token(
+    y = prefix_causal.one_token(
         config,
         q,
         (state.keys, state.values),
         jnp.asarray(tables(config).reconstruction),
-        trapezoid.OpenBlock(open_keys, open_values, state.open_length),
+        prefix_causal.OpenBlock(open_keys, open_values, state.open_length),
         state.length,
         config.positions == "stream",
     )
@@ -269,7 +274,7 @@ def read(
     keys, values = (lay_out(*pair) for pair in zip(before, (k, v), strict=True))
     # Only full blocks become coefficients; the rest stays open, as tokens.
     count = (state.open_length + tokens_read) // config.block
-    tokens = trapezoid.Tokens(*(_split(config, x) for x in (queries, keys, values)))
+    tokens = prefix_causal.Tokens(*(_split(config, x) for x in (queries, keys, values)))
     state, attended = _apply_blocks(config, state, tokens, count, q.dtype)
     after = count * config.block
     left = (places.take(tokens, after, config.block) for tokens in (keys, values))
@@ -284,16 +289,6 @@ def read(
 def flush(config: ElasticMemoryConfig, state: ElasticMemoryState) -> ElasticMemoryState:
     """Compresses the open block as it stands, however short; the next starts anew."""
     return _compress(config, state, state.open_length > 0)
-
-
-def elastic_memory(config: ElasticMemoryConfig) -> Mechanism:
-    """Builds the mechanism for one configuration."""
-    return Mechanism(
-        init_params=functools.partial(projections.init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-    )
 
 
 def _between_projections(read, config, fixed, x):
@@ -326,7 +321,7 @@ def _read_whole(config, state, q, k, v):
 
     Tokens are blocks as they lie: nothing is moved.
     """
-    tokens = trapezoid.Tokens(*(_split(config, x) for x in (q, k, v)))
+    tokens = prefix_causal.Tokens(*(_split(config, x) for x in (q, k, v)))
     count = jnp.full(q.shape[0], tokens.query.shape[1], jnp.int32)
     state, y = _apply_blocks(config, state, tokens, count, q.dtype, in_step=True)
     return state, y.reshape(q.shape)
@@ -351,10 +346,10 @@ def _apply_blocks(config, state, tokens, count, dtype, in_step=False):
     )
     # A block attends to its own tokens; all blocks before it are in the coefficients.
     memory = coefficients.from_channels(memory.astype(dtype), _heads(config))
-    attended = trapezoid.by_blocks(
+    attended = prefix_causal.by_blocks(
         config,
-        trapezoid.Tokens(*(x.astype(dtype) for x in tokens)),
-        trapezoid.Memory(*memory),
+        prefix_causal.Tokens(*(x.astype(dtype) for x in tokens)),
+        prefix_causal.Memory(*memory),
         state.length,
         config.positions == "stream",
     )

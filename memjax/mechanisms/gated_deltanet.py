@@ -14,10 +14,10 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from memjax.mechanisms.base import Mechanism, axes
+from memjax.mechanisms.base import axes
 from memjax.mechanisms.layers import gates
+from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
-from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax.mechanisms.mamba2 import DECAY_AXES, DecayParams, decay, init_decay
 from memjax_kernels._src.delta_rule.gated import empty_state, gated_delta_rule
@@ -28,7 +28,7 @@ from memjax_kernels._src.delta_rule.gated import step as op_step
 class GatedDeltaNetConfig(RecurrentConfig):
     """Sizes of a layer of Gated DeltaNet; see `RecurrentConfig`."""
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
             *(self, init_params, init_state, step, apply),
@@ -36,7 +36,7 @@ class GatedDeltaNetConfig(RecurrentConfig):
             apply_share=linear_share(apply),
         )
 
-    def core_axes(self) -> PyTree:
+    def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""
         return AXES
 
@@ -97,8 +97,3 @@ def apply(
     return gated_delta_rule(
         *(q, k, v, beta, g, memory), reset=reset, implementation=config.implementation
     )
-
-
-def gated_deltanet(config: GatedDeltaNetConfig) -> Mechanism:
-    """Builds the mechanism for one configuration."""
-    return config.build()

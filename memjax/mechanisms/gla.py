@@ -15,10 +15,10 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from memjax.mechanisms.base import Mechanism, axes
+from memjax.mechanisms.base import axes
 from memjax.mechanisms.layers import gates
+from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
-from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels._src.linear_attention.gla import empty_state
 from memjax_kernels._src.linear_attention.gla import gla as gla_op
@@ -34,7 +34,7 @@ DAMPING = 16.0
 class GLAConfig(RecurrentConfig):
     """Sizes of a layer of gated linear attention; see `RecurrentConfig`."""
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
             *(self, init_params, init_state, step, apply),
@@ -42,7 +42,7 @@ class GLAConfig(RecurrentConfig):
             apply_share=linear_share(apply),
         )
 
-    def core_axes(self) -> PyTree:
+    def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""
         return AXES
 
@@ -99,11 +99,6 @@ def apply(
     g = _log_gates(params, x)
     q = q * config.key_dim**-0.5
     return gla_op(q, k, v, g, memory, reset=reset, implementation=config.implementation)
-
-
-def gla(config: GLAConfig) -> Mechanism:
-    """Builds the mechanism for one configuration."""
-    return config.build()
 
 
 def _log_gates(params: GLAParams, x: Float[Array, "*B D"]) -> Float[Array, "*B H K"]:

@@ -31,10 +31,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_sizes
-from memjax.mechanisms.base import Mechanism, axes
+from memjax.mechanisms.base import axes
 from memjax.mechanisms.layers import gates
+from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import join_shares
-from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels._src.gated_slots import SlotState, empty_state, gated_slots
 from memjax_kernels._src.gated_slots import step as op_step
@@ -57,12 +57,12 @@ class GSAConfig(RecurrentConfig):
         super().__post_init__()
         check_sizes(slots=self.slots)
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes."""
         functions = (init_params, init_state, step, apply)
         return bind(self, *functions, reset_chunk=1, apply_share=apply_share)
 
-    def core_axes(self) -> PyTree:
+    def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""
         return GSA_AXES
 
@@ -81,12 +81,12 @@ class ABCConfig(RecurrentConfig):
         super().__post_init__()
         check_sizes(slots=self.slots)
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes."""
         functions = (init_params, init_state, step, apply)
         return bind(self, *functions, reset_chunk=1, apply_share=apply_share)
 
-    def core_axes(self) -> PyTree:
+    def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""
         return ABC_AXES
 
@@ -184,16 +184,6 @@ def apply_share(
     first = init_state(config, q.shape[0]) if memory is None else memory
     after, before = join_shares(join, first, (kept, added))
     return after, read(before)[1]
-
-
-def gsa(config: GSAConfig) -> Mechanism:
-    """Builds gated slot attention for one configuration."""
-    return config.build()
-
-
-def abc(config: ABCConfig) -> Mechanism:
-    """Builds attention with bounded memory for one configuration."""
-    return config.build()
 
 
 def _gates(params, x, q):

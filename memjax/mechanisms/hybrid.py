@@ -2,17 +2,17 @@
 
     q, k, v = projections of x                        those of the attention layer
     a_t = attention of q_t to the last W tokens, and to the sinks
-    memory, r_t = core(φ_q(q_t), φ_k(k_{t-W}), φ_v(v_{t-W}), memory)
+    memory, r_t = cell(φ_q(q_t), φ_k(k_{t-W}), φ_v(v_{t-W}), memory)
     out_t = W_o (a_t + m_t (φ_r(r_t) - a_t))          m_t = α σ(w x_t + β)
 
-The core is any recurrent mechanism's (`MemoryConfig`), without its convolution and
+The cell is any recurrent mechanism's (`CellConfig`), without its convolution and
 projections. It writes the token that has just left the window, so that no byte of it
 repeats what the window holds, and reads with the query of now. Its gates see that
 token's key and value. φ are linear maps of each head; behind φ_q and φ_k stands the
-norm that the core wants, and reads are bounded: r / √(1 + mean r²).
+norm that the cell wants, and reads are bounded: r / √(1 + mean r²).
 
 α starts at 0: the layer starts as the window. With α = 1, w = 0 and the memory of
-`cores/infini.py` it is Infini-attention, whose gate β is.
+`cells/infini.py` it is Infini-attention, whose gate β is.
 
 A memory has a head for each query head, or for each key-value head, which the queries
 of its group share as they share keys and values: a third of the bytes where three do.
@@ -31,16 +31,16 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.config_io import TYPES
 from memjax.mechanisms.base import Mechanism, axes, check_input
-from memjax.mechanisms.cores.elastic import ElasticCoreConfig
-from memjax.mechanisms.cores.grouped_queries import grouped_queries
-from memjax.mechanisms.cores.infini import InfiniConfig
+from memjax.mechanisms.cells.elastic import ElasticCellConfig
+from memjax.mechanisms.cells.grouped_queries import grouped_queries
+from memjax.mechanisms.cells.infini import InfiniConfig
 from memjax.mechanisms.deltanet import DeltaNetConfig
 from memjax.mechanisms.gated_deltanet import GatedDeltaNetConfig
 from memjax.mechanisms.gla import GLAConfig
 from memjax.mechanisms.gsa import ABCConfig, GSAConfig
 from memjax.mechanisms.lattice import LatticeConfig
 from memjax.mechanisms.layers import gates, projections
-from memjax.mechanisms.layers.memory_core import MemoryConfig, MemoryCore
+from memjax.mechanisms.layers.cell import Cell, CellConfig
 from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.mechanisms.linear_attention import LinearAttentionConfig
 from memjax.mechanisms.mamba2 import Mamba2Config
@@ -60,7 +60,7 @@ from memjax_kernels._src.recurrent_block import l2_normalize
 MEMORIES = (
     ABCConfig,
     DeltaNetConfig,
-    ElasticCoreConfig,
+    ElasticCellConfig,
     GatedDeltaNetConfig,
     GLAConfig,
     GSAConfig,
@@ -74,7 +74,7 @@ MEMORIES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class BesideConfig:
+class HybridConfig:
     """A window, and the memory beside it.
 
     Attributes:
@@ -86,11 +86,11 @@ class BesideConfig:
     """
 
     window: SlidingWindowConfig
-    memory: MemoryConfig = dataclasses.field(metadata={TYPES: MEMORIES})
+    memory: CellConfig = dataclasses.field(metadata={TYPES: MEMORIES})
 
     def __post_init__(self):
         heads, memory = self.window, self.memory
-        if memory.core().unit_norm:
+        if memory.cell().unit_norm:
             allowed = {
                 "num_heads": (heads.num_heads, heads.num_kv_heads),
                 "model_dim": (2 * heads.num_kv_heads * heads.head_dim,),
@@ -114,23 +114,28 @@ class BesideConfig:
         """Width of the layer's input and output."""
         return self.window.model_dim
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory, which all query heads read."""
-        core, heads = self.memory.core(), self.window.num_heads
-        queries = heads // self.memory.num_heads if core.unit_norm else 1
-        return grouped_queries(core, queries)
+        cell, heads = self.memory.cell(), self.window.num_heads
+        queries = heads // self.memory.num_heads if cell.unit_norm else 1
+        return grouped_queries(cell, queries)
 
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""
-        return beside(self)
+        return Mechanism(
+            init_params=functools.partial(init_params, self),
+            init_state=functools.partial(init_state, self),
+            step=functools.partial(step, self),
+            apply=functools.partial(apply, self),
+        )
 
-    def param_axes(self) -> "BesideParams":
+    def param_axes(self) -> "HybridParams":
         """How the parameters are divided among devices."""
         maps = FeatureParams(*(axes("heads") for _ in FeatureParams._fields))
-        return BesideParams(
+        return HybridParams(
             attention=projections.AXES,
-            features=maps if self.core().unit_norm else None,
-            memory=self.memory.core_axes(),
+            features=maps if self.cell().unit_norm else None,
+            memory=self.memory.cell_axes(),
             balance=BalanceParams(axes(), axes("model", "heads"), axes()),
         )
 
@@ -154,7 +159,7 @@ class BalanceParams(NamedTuple):
     bias: Float[Array, " H"]
 
 
-class BesideParams(NamedTuple):
+class HybridParams(NamedTuple):
     """The attention layer's own projections, and what is new beside them."""
 
     attention: AttentionParams
@@ -163,31 +168,31 @@ class BesideParams(NamedTuple):
     balance: BalanceParams
 
 
-class BesideState(NamedTuple):
+class HybridState(NamedTuple):
     """The window, and the memory of all that has left it."""
 
     window: SlidingWindowState
     memory: PyTree
 
 
-def init_params(config: BesideConfig, key: PRNGKeyArray) -> BesideParams:
-    """Draws the projections and the core; the layer starts as its window."""
+def init_params(config: HybridConfig, key: PRNGKeyArray) -> HybridParams:
+    """Draws the projections and the cell; the layer starts as its window."""
     attention_key, memory_key = jax.random.split(key)
     attention = projections.init_params(config.window, attention_key)
     return add_memory(config, attention, memory_key)
 
 
 def add_memory(
-    config: BesideConfig, attention: AttentionParams, key: PRNGKeyArray
-) -> BesideParams:
+    config: HybridConfig, attention: AttentionParams, key: PRNGKeyArray
+) -> HybridParams:
     """An attention layer's projections, and a new memory that has no part yet."""
     memory_key, feature_key = jax.random.split(key)
-    core = config.core()
+    cell = config.cell()
     heads = config.window.num_heads
-    return BesideParams(
+    return HybridParams(
         attention=attention,
-        features=init_features(config, feature_key) if core.unit_norm else None,
-        memory=core.init_params(memory_key),
+        features=init_features(config, feature_key) if cell.unit_norm else None,
+        memory=cell.init_params(memory_key),
         balance=BalanceParams(
             # At α = 0 the memory has no part in the output, and α has a gradient.
             amount=jnp.zeros(heads),
@@ -197,7 +202,7 @@ def add_memory(
     )
 
 
-def init_features(config: BesideConfig, key: PRNGKeyArray) -> FeatureParams:
+def init_features(config: HybridConfig, key: PRNGKeyArray) -> FeatureParams:
     """Maps that start as the identity, or as random ones between other widths."""
     width, heads, memories = _sizes(config)
     key_dim, value_dim = config.memory.key_dim, config.memory.value_dim
@@ -221,26 +226,26 @@ def init_features(config: BesideConfig, key: PRNGKeyArray) -> FeatureParams:
     )
 
 
-def _sizes(config: BesideConfig) -> tuple[int, int, int]:
+def _sizes(config: HybridConfig) -> tuple[int, int, int]:
     """K, H and M."""
     window = config.window
     return window.head_dim, window.num_heads, config.memory.num_heads
 
 
-def init_state(config: BesideConfig, batch: int) -> BesideState:
+def init_state(config: HybridConfig, batch: int) -> HybridState:
     """An empty window and an empty memory."""
-    return BesideState(
+    return HybridState(
         init_window(config.window, batch),
-        config.core().init_state(batch),
+        config.cell().init_state(batch),
     )
 
 
 def step(
-    config: BesideConfig,
-    params: BesideParams,
-    state: BesideState,
+    config: HybridConfig,
+    params: HybridParams,
+    state: HybridState,
     x: Float[Array, "B D"],
-) -> tuple[BesideState, Float[Array, "B D"]]:
+) -> tuple[HybridState, Float[Array, "B D"]]:
     """Slides the window by one token, and writes the one that leaves it."""
     check_input(x, config.model_dim, state)
     segment = x[:, None]
@@ -249,27 +254,27 @@ def step(
     window, attended = read_window(config.window, state.window, q, k, v)
     inputs = memory_inputs(config, params, q, oldest)
     inputs = jax.tree.map(lambda leaf: leaf[:, 0], inputs)
-    memory, read = config.core().step(params.memory, state.memory, *inputs)
+    memory, read = config.cell().step(params.memory, state.memory, *inputs)
     y = balance(params, segment, attended, read[:, None], oldest.written)
     y = projections.output_projection(params.attention, y)
-    return BesideState(window, memory), y[:, 0]
+    return HybridState(window, memory), y[:, 0]
 
 
 def apply(
-    config: BesideConfig,
-    params: BesideParams,
-    state: BesideState,
+    config: HybridConfig,
+    params: HybridParams,
+    state: HybridState,
     x: Float[Array, "B T D"],
-) -> tuple[BesideState, Float[Array, "B T D"]]:
+) -> tuple[HybridState, Float[Array, "B T D"]]:
     """What T steps give, faster."""
     check_input(x, config.model_dim, state)
     q, k, v = projections.qkv_projection(config.window, params.attention, x)
     oldest = left_window(config.window, state.window, k, v)
     window, attended = read_window(config.window, state.window, q, k, v)
     inputs = memory_inputs(config, params, q, oldest)
-    memory, read = config.core().apply(params.memory, state.memory, *inputs)
+    memory, read = config.cell().apply(params.memory, state.memory, *inputs)
     y = balance(params, x, attended, read, oldest.written)
-    return BesideState(window, memory), projections.output_projection(
+    return HybridState(window, memory), projections.output_projection(
         params.attention, y
     )
 
@@ -297,9 +302,9 @@ def left_window(
 
 
 def memory_inputs(
-    config: BesideConfig, params: BesideParams, q: Float[Array, "B T H K"], left: Left
+    config: HybridConfig, params: HybridParams, q: Float[Array, "B T H K"], left: Left
 ) -> tuple[Array, Array, Array, Array]:
-    """q, k, v and x of the core, in the dtype of q."""
+    """q, k, v and x of the cell, in the dtype of q."""
     k, v = left.keys.astype(q.dtype), left.values.astype(q.dtype)
     written = left.written[..., None]
     if params.features is None:
@@ -325,7 +330,7 @@ def memory_inputs(
 
 
 def balance(
-    params: BesideParams,
+    params: HybridParams,
     x: Float[Array, "B T D"],
     attended: Float[Array, "B T H K"],
     read: Float[Array, "B T H V"],
@@ -346,13 +351,3 @@ def balance(
     logits = gates.linear_logits(x, weight) + bias[None, None]
     share = amount[None, None] * jax.nn.sigmoid(logits) * written[..., None]
     return attended + share[..., None].astype(x.dtype) * (read - attended)
-
-
-def beside(config: BesideConfig) -> Mechanism:
-    """Builds the mechanism for one configuration."""
-    return Mechanism(
-        init_params=functools.partial(init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-    )

@@ -30,16 +30,16 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 from memjax.checks import check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.layers import gates, recurrent_block
-from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.memory_core import (
+from memjax.mechanisms.layers.cell import (
+    Cell,
     LearnedStart,
-    MemoryCore,
     after_start,
     bind,
     started,
     step_from_start,
     unstarted,
 )
+from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels._src.lattice import (
     VARIANTS,
@@ -96,15 +96,15 @@ class LatticeConfig(RecurrentConfig):
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""
         # Appendix A of the paper: query and key are two convolutions of one projection.
-        return recurrent_block.mechanism(self, self.core(), shared_projection=True)
+        return recurrent_block.mechanism(self, self.cell(), shared_projection=True)
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
             *(self, init_params, init_state, step, apply), reset_chunk=self.chunk_size
         )
 
-    def core_axes(self) -> PyTree:
+    def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""
         return AXES
 
@@ -185,11 +185,6 @@ def apply(
         implementation=config.implementation,
     )
     return after_start(slots), y
-
-
-def lattice(config: LatticeConfig) -> Mechanism:
-    """Builds the mechanism for one configuration."""
-    return config.build()
 
 
 def _sizes(config):

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from memjax.mechanisms.base import Mechanism
+from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
-from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels._src.linear_attention import empty_state
 from memjax_kernels._src.linear_attention import linear_attention as linear_attention_op
@@ -26,7 +25,7 @@ from memjax_kernels._src.linear_attention import step as op_step
 class LinearAttentionConfig(RecurrentConfig):
     """Sizes of a layer of linear attention; see `RecurrentConfig`."""
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
             *(self, init_params, init_state, step, apply),
@@ -34,7 +33,7 @@ class LinearAttentionConfig(RecurrentConfig):
             apply_share=linear_share(apply),
         )
 
-    def core_axes(self) -> PyTree:
+    def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""
         return AXES
 
@@ -91,8 +90,3 @@ def apply(
     return linear_attention_op(
         *(q, k, v, memory), reset=reset, implementation=config.implementation
     )
-
-
-def linear_attention(config: LinearAttentionConfig) -> Mechanism:
-    """Builds the mechanism for one configuration."""
-    return config.build()

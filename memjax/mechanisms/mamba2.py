@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from memjax.mechanisms.base import Mechanism, axes
+from memjax.mechanisms.base import axes
 from memjax.mechanisms.layers import gates
+from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.memory_core import MemoryCore, bind
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels._src.linear_attention.ssd import empty_state, ssd
 from memjax_kernels._src.linear_attention.ssd import step as op_step
@@ -32,7 +32,7 @@ from memjax_kernels._src.linear_attention.ssd import step as op_step
 class Mamba2Config(RecurrentConfig):
     """Sizes of a layer of Mamba-2; see `RecurrentConfig`."""
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
             *(self, init_params, init_state, step, apply),
@@ -40,7 +40,7 @@ class Mamba2Config(RecurrentConfig):
             apply_share=linear_share(apply),
         )
 
-    def core_axes(self) -> PyTree:
+    def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""
         return AXES
 
@@ -111,11 +111,6 @@ def apply(
         q, k, write, g, memory, reset=reset, implementation=config.implementation
     )
     return memory, y + (params.skip[None, None, :, None] * v).astype(v.dtype)
-
-
-def mamba2(config: Mamba2Config) -> Mechanism:
-    """Builds the mechanism for one configuration."""
-    return config.build()
 
 
 def init_decay(config: RecurrentConfig, key: PRNGKeyArray) -> DecayParams:

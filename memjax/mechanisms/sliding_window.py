@@ -32,8 +32,8 @@ from memjax.mechanisms.attention import packed as packed_attention
 from memjax.mechanisms.attention import whole as whole_attention
 from memjax.mechanisms.base import Cache, Mechanism, Packed, check_input
 from memjax.mechanisms.layers import documents, projections
-from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers.saturating_counter import advanced
 from memjax.mechanisms.layers.softmax import cached, on_tpu, window_blocks
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 
@@ -60,7 +60,17 @@ class SlidingWindowConfig(HeadsConfig):
 
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""
-        return sliding_window(self)
+        return Mechanism(
+            init_params=functools.partial(projections.init_params, self),
+            init_state=functools.partial(init_state, self),
+            step=functools.partial(step, self),
+            apply=functools.partial(apply, self),
+            apply_masked=functools.partial(apply, self),
+            whole=functools.partial(whole, self),
+            cache=Cache(lambda batch, slots, dtype: init_state(self, batch, dtype)),
+            # Each document of a row would need slots for sinks of its own.
+            packed=None if self.sinks else Packed(functools.partial(packed, self)),
+        )
 
     def param_axes(self) -> AttentionParams:
         """How the projections are divided among devices."""
@@ -325,18 +335,3 @@ def _no_kernel(config, x):
     heads = (*x.shape[:2], config.num_heads, config.head_dim)
     query = jax.ShapeDtypeStruct(heads, x.dtype)
     return on_tpu.unsupported(query, query)
-
-
-def sliding_window(config: SlidingWindowConfig) -> Mechanism:
-    """Builds the mechanism for one configuration."""
-    return Mechanism(
-        init_params=functools.partial(projections.init_params, config),
-        init_state=functools.partial(init_state, config),
-        step=functools.partial(step, config),
-        apply=functools.partial(apply, config),
-        apply_masked=functools.partial(apply, config),
-        whole=functools.partial(whole, config),
-        cache=Cache(lambda batch, slots, dtype: init_state(config, batch, dtype)),
-        # A document's sinks are tokens of its own: a place for each would be needed.
-        packed=None if config.sinks else Packed(functools.partial(packed, config)),
-    )

@@ -26,18 +26,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_positive, check_sizes, require_known
-from memjax.mechanisms.base import Mechanism, axes
+from memjax.mechanisms.base import axes
 from memjax.mechanisms.layers import gates
-from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.memory_core import (
+from memjax.mechanisms.layers.cell import (
+    Cell,
     LearnedStart,
-    MemoryCore,
     after_start,
     bind,
     started,
     step_from_start,
     unstarted,
 )
+from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.overlap import (
     Written,
     bounded_step,
@@ -95,13 +95,13 @@ class TrellisConfig(RecurrentConfig):
         """Whether steps depend on the keys before them; a chunk of one has none."""
         return self.step_size is None and self.chunk_size > 1
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
             *(self, init_params, init_state, step, apply), reset_chunk=self.chunk_size
         )
 
-    def core_axes(self) -> PyTree:
+    def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""
         return AXES
 
@@ -222,11 +222,6 @@ def apply(
         implementation=config.implementation,
     )
     return after_start(Memory(slots, written)), y
-
-
-def trellis(config: TrellisConfig) -> Mechanism:
-    """Builds the mechanism for one configuration."""
-    return config.build()
 
 
 def _start(config, params, batch):

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_positive, check_sizes
-from memjax.mechanisms.base import Mechanism, axes
+from memjax.mechanisms.base import axes
 from memjax.mechanisms.layers import gates
-from memjax.mechanisms.layers.memory_core import (
+from memjax.mechanisms.layers.cell import (
+    Cell,
     LearnedStart,
-    MemoryCore,
     after_start,
     bind,
     started,
@@ -59,13 +59,13 @@ class TTTLinearConfig(RecurrentConfig):
                 f"{self.value_dim}"
             )
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
             *(self, init_params, init_state, step, apply), reset_chunk=self.chunk_size
         )
 
-    def core_axes(self) -> PyTree:
+    def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""
         return AXES
 
@@ -156,11 +156,6 @@ def apply(
         implementation=config.implementation,
     )
     return after_start(layer), y
-
-
-def ttt_linear(config: TTTLinearConfig) -> Mechanism:
-    """Builds the mechanism for one configuration."""
-    return config.build()
 
 
 def _start(config, params, batch):

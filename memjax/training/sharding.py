@@ -150,9 +150,9 @@ def require_divides(
         )
     for i, mechanism in enumerate(model.mechanisms):
         together, named = tensor, f"mesh.tensor={tensor}"
-        core = mechanism.core() if isinstance(mechanism, RecurrentConfig) else None
+        cell = mechanism.cell() if isinstance(mechanism, RecurrentConfig) else None
         # Some divide their tokens in the mechanism too.
-        if sequence > 1 and (core is None or core.apply_share is None):
+        if sequence > 1 and (cell is None or cell.apply_share is None):
             together = tensor * sequence
             named = f"mesh.tensor * mesh.sequence = {together}"
         heads = getattr(attention_of(mechanism) or mechanism, "num_heads", together)
@@ -190,7 +190,7 @@ def shardings(mesh: Mesh, tree: PyTree, model: ModelConfig) -> PyTree:
 
 
 def _mechanism_specs(model: ModelConfig) -> dict[tuple[int, str], P]:
-    """By layer and name, as in (0, "core/rate")."""
+    """By layer and name, as in (0, "cell/rate")."""
     is_axes = lambda node: type(node) is tuple
     return {
         (layer, leaf_name(path)): P(*(MESH_AXES[axis] for axis in axes))

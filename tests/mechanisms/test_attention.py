@@ -31,13 +31,13 @@ def compiled(mechanism):
 
 @functools.cache
 def full(capacity):
-    mechanism = mechanisms.attention(AttentionConfig(**SIZES, capacity=capacity))
+    mechanism = AttentionConfig(**SIZES, capacity=capacity).build()
     return compiled(mechanism)
 
 
 @functools.cache
 def window_of(size):
-    mechanism = mechanisms.sliding_window(SlidingWindowConfig(**SIZES, window=size))
+    mechanism = SlidingWindowConfig(**SIZES, window=size).build()
     return compiled(mechanism)
 
 
@@ -99,7 +99,7 @@ def test_grouped_queries_equal_repeated_heads():
         key=repeat(drawn_params().key), value=repeat(drawn_params().value)
     )
     sizes: dict[str, Any] = SIZES | dict(num_kv_heads=H)
-    alike = compiled(mechanisms.attention(AttentionConfig(**sizes, capacity=T)))
+    alike = compiled(AttentionConfig(**sizes, capacity=T).build())
     _, y = alike.apply(repeated, alike.init_state(B), drawn_inputs())
     _, grouped = full(T).apply(drawn_params(), full(T).init_state(B), drawn_inputs())
     close(y, grouped)
@@ -148,7 +148,7 @@ def test_only_the_row_that_overflows_is_nan():
 
 
 def test_a_segment_longer_than_the_cache_is_refused():
-    mechanism = mechanisms.attention(AttentionConfig(**SIZES, capacity=7))
+    mechanism = AttentionConfig(**SIZES, capacity=7).build()
     with pytest.raises(ValueError, match="x has 11 tokens, capacity is 7"):
         mechanism.apply(drawn_params(), mechanism.init_state(B), drawn_inputs())
 
@@ -173,7 +173,7 @@ def test_a_window_far_into_a_stream_is_a_fresh_window():
 def test_a_ring_of_scaled_rope_is_read_by_steps_as_by_segments():
     scaling = RopeScaling("yarn", 4.0, original_positions=16)
     config = SlidingWindowConfig(**SIZES, window=3, rope_scaling=scaling)
-    mechanism = mechanisms.sliding_window(config)
+    mechanism = config.build()
     x = drawn_inputs()[:, :8]
     assert mechanism.whole is not None
     expected = mechanism.whole(drawn_params(), x, None)

@@ -13,23 +13,23 @@ from memjax import mechanisms
 from memjax.mechanisms import (
     ABCConfig,
     AttentionConfig,
-    BesideConfig,
     DeltaNetConfig,
-    ElasticCoreConfig,
+    ElasticCellConfig,
     ElasticMemoryConfig,
     GatedDeltaNetConfig,
     GLAConfig,
     GSAConfig,
+    HybridConfig,
     InfiniConfig,
     LatticeConfig,
     LinearAttentionConfig,
     Mamba2Config,
-    MixerConfig,
+    MechanismConfig,
     SlidingWindowConfig,
     TrellisConfig,
     TTTLinearConfig,
 )
-from memjax.mechanisms.beside import BesideParams
+from memjax.mechanisms.hybrid import HybridParams
 
 B, T, D = 2, 12, 16
 # Of a call: a compilation, so one for all tests. Over two ends of chunks at least.
@@ -38,7 +38,7 @@ HEADS: dict[str, Any] = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=
 BLOCK: dict[str, Any] = dict(model_dim=D, num_heads=2, key_dim=4, value_dim=6)
 WINDOW = SlidingWindowConfig(**HEADS, window=4, sinks=2)
 MEMORY: dict[str, Any] = dict(model_dim=16, num_heads=4, key_dim=5, value_dim=6)
-CONFIGS: dict[str, MixerConfig] = {
+CONFIGS: dict[str, MechanismConfig] = {
     "attention": AttentionConfig(**HEADS, capacity=T + 1),
     "attention_full": AttentionConfig(**HEADS, capacity=T),
     "elastic_memory": ElasticMemoryConfig(**HEADS, block=4, order=6),
@@ -52,13 +52,13 @@ CONFIGS: dict[str, MixerConfig] = {
     ),
     "sliding_window": SlidingWindowConfig(**HEADS, window=4),
     "sliding_window_sinks": WINDOW,
-    "beside": BesideConfig(WINDOW, TrellisConfig(**MEMORY, slots=5, chunk_size=4)),
+    "beside": HybridConfig(WINDOW, TrellisConfig(**MEMORY, slots=5, chunk_size=4)),
     # Two query heads share a memory.
-    "beside_shared": BesideConfig(WINDOW, GatedDeltaNetConfig(16, 2, 5, 6)),
-    "beside_elastic": BesideConfig(
-        WINDOW, ElasticCoreConfig(4, 2, 4, order=6, block=3)
+    "beside_shared": HybridConfig(WINDOW, GatedDeltaNetConfig(16, 2, 5, 6)),
+    "beside_elastic": HybridConfig(
+        WINDOW, ElasticCellConfig(4, 2, 4, order=6, block=3)
     ),
-    "beside_infini": BesideConfig(WINDOW, InfiniConfig(4, 2, 4, 4)),
+    "beside_infini": HybridConfig(WINDOW, InfiniConfig(4, 2, 4, 4)),
     "linear_attention": LinearAttentionConfig(**BLOCK),
     "mamba2": Mamba2Config(**BLOCK),
     "gla": GLAConfig(**BLOCK),
@@ -104,7 +104,7 @@ def make_case(config):
         step=jax.jit(mechanism.step), apply=jax.jit(mechanism.apply)
     )
     params = jax.jit(mechanism.init_params)(jax.random.key(0))
-    if isinstance(params, BesideParams):
+    if isinstance(params, HybridParams):
         # It starts as its window alone, of which nothing could be seen of the memory.
         amount = jnp.full_like(params.balance.amount, 0.7)
         params = params._replace(balance=params.balance._replace(amount=amount))

@@ -34,7 +34,7 @@ def config_of(**options):
 
 @functools.cache
 def elastic(**options):
-    mechanism = mechanisms.elastic_memory(config_of(**options))
+    mechanism = config_of(**options).build()
     return mechanism._replace(
         apply=jax.jit(mechanism.apply), step=jax.jit(mechanism.step)
     )
@@ -120,7 +120,7 @@ def test_apply_is_algorithm_1(length, options):
 
 @pytest.mark.slow
 def test_it_has_exactly_the_parameters_of_attention_and_takes_them():
-    plain = mechanisms.attention(AttentionConfig(**HEADS, capacity=L))
+    plain = AttentionConfig(**HEADS, capacity=L).build()
     weights = plain.init_params(jax.random.key(0))
     chex.assert_trees_all_equal(weights, drawn_params())
     _, expected = plain.apply(weights, plain.init_state(B), drawn_inputs()[:, :L])
@@ -240,7 +240,7 @@ def test_a_thousand_blocks_in_half_precision_stay_bounded():
     """Unit-variance inputs, bfloat16 compute, float32 state: a contraction."""
     sizes: dict[str, Any] = HEADS | dict(num_heads=1, num_kv_heads=1)
     config = ElasticMemoryConfig(**sizes, block=8, order=16, memory_tokens=4)
-    mechanism = mechanisms.elastic_memory(config)
+    mechanism = config.build()
     params = mechanism.init_params(jax.random.key(0))
 
     def body(state, key):

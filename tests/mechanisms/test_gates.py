@@ -42,7 +42,7 @@ def test_ttt_learns_in_proportion_to_its_rate():
     for rate in (1.0, 0.25):
         mechanism, params, state, x = build(TTTLinearConfig(**SIZES, rate=rate))
         state, _ = mechanism.apply(params, state, x[:, :1])
-        written.append(state.memory.memory.weights - params.core.weights[None])
+        written.append(state.memory.memory.weights - params.cell.weights[None])
     assert np.abs(written[0]).max() > 1e-4
     np.testing.assert_allclose(written[1], 0.25 * written[0], rtol=1e-4, atol=1e-7)
 
@@ -53,7 +53,7 @@ def test_gla_keeps_the_sixteenth_root_of_its_sigmoid():
     # Values of zero write nothing: what is left of the first token is the gate's.
     silent = params._replace(value=jnp.zeros_like(params.value))
     after, _ = mechanism.step(silent, before, x[:, 1])
-    logits = np.einsum("bd,dr,rhk->bhk", x[:, 1], params.core.narrow, params.core.widen)
+    logits = np.einsum("bd,dr,rhk->bhk", x[:, 1], params.cell.narrow, params.cell.widen)
     kept = sigmoid(logits)[..., None] ** (1 / 16)
     np.testing.assert_allclose(after.memory, kept * before.memory, rtol=1e-4)
 
@@ -62,19 +62,19 @@ def test_gla_keeps_the_sixteenth_root_of_its_sigmoid():
 def test_mamba2_reads_by_the_root_of_its_width_and_adds_its_skip(skip):
     config = Mamba2Config(**SIZES)
     mechanism, params, state, x = build(config)
-    core = params.core._replace(skip=jnp.full(H, skip))
+    cell = params.cell._replace(skip=jnp.full(H, skip))
     # Paces near 1, so that the memory weighs as much as the skip, and a rate that
     # keeps half of it.
-    bias = jnp.ones_like(core.decay.pace.bias)
-    pace_gate = core.decay.pace._replace(bias=bias)
+    bias = jnp.ones_like(cell.decay.pace.bias)
+    pace_gate = cell.decay.pace._replace(bias=bias)
     rate = jnp.full(H, jnp.log(0.5))
-    core = core._replace(decay=core.decay._replace(pace=pace_gate, log_rate=rate))
-    params = params._replace(core=core)
+    cell = cell._replace(decay=cell.decay._replace(pace=pace_gate, log_rate=rate))
+    params = params._replace(cell=cell)
     _, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
 
-    logits = np.einsum("btd,dh->bth", x, core.decay.pace.weight) + bias[None, None]
+    logits = np.einsum("btd,dh->bth", x, cell.decay.pace.weight) + bias[None, None]
     pace = np.log1p(np.exp(logits))
-    kept = np.exp(-np.exp(core.decay.log_rate) * pace[:, 1])
+    kept = np.exp(-np.exp(cell.decay.log_rate) * pace[:, 1])
     written = np.einsum("bthk,bthv->bthkv", k, v * pace[..., None])
     memory = kept[..., None, None] * written[:, 0] + written[:, 1]
     y = np.einsum("bhk,bhkv->bhv", q[:, 1], memory) / np.sqrt(K) + skip * v[:, 1]
@@ -91,7 +91,7 @@ def test_slots_are_read_with_the_scale_of_the_query(config):
     config = config(**SIZES, slots=3)
     mechanism, params, state, x = build(config)
     _, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
-    logits = np.einsum("btd,dhm->bthm", x, params.core[0])
+    logits = np.einsum("btd,dhm->bthm", x, params.cell[0])
     if isinstance(config, GSAConfig):
         kept = sigmoid(logits) ** (1 / DAMPING)
         write, scale = 1 - kept, K**0.5

@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 
 from memjax.mechanisms import (
-    BesideConfig,
     DeltaNetConfig,
+    HybridConfig,
     InfiniConfig,
     LatticeConfig,
     SlidingWindowConfig,
-    beside,
 )
-from memjax.mechanisms.beside import FeatureParams, apply, init_params, init_state
+from memjax.mechanisms.hybrid import FeatureParams, apply, init_params, init_state
 
 B, T, D, W = 2, 11, 8, 4
 HEADS: dict[str, Any] = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=4)
 WINDOW = SlidingWindowConfig(**HEADS, window=W, sinks=1)
-CONFIG = BesideConfig(WINDOW, DeltaNetConfig(16, 4, 4, 4))
+CONFIG = HybridConfig(WINDOW, DeltaNetConfig(16, 4, 4, 4))
 X = jax.random.normal(jax.random.key(1), (B, T, D))
 
 
@@ -62,8 +61,8 @@ def test_the_first_tokens_are_those_of_the_window():
 @pytest.mark.parametrize("kind", [DeltaNetConfig, LatticeConfig])
 def test_a_group_shares_a_memory_as_heads_that_write_alike_would(kind):
     """Queries of a group read what heads of their own would hold, written alike."""
-    shared = BesideConfig(WINDOW, kind(16, 2, 4, 4))
-    apart = BesideConfig(WINDOW, kind(16, 4, 4, 4))
+    shared = HybridConfig(WINDOW, kind(16, 2, 4, 4))
+    apart = HybridConfig(WINDOW, kind(16, 4, 4, 4))
     params = opened(init_params(shared, jax.random.key(0)))
     assert params.features is not None
     maps = jax.random.split(jax.random.key(2), len(params.features))
@@ -110,4 +109,4 @@ def test_a_group_shares_a_memory_as_heads_that_write_alike_would(kind):
 )
 def test_a_memory_of_other_heads_is_refused(memory, message):
     with pytest.raises(ValueError, match=message):
-        beside(BesideConfig(WINDOW, memory))
+        HybridConfig(WINDOW, memory)

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from memjax.mechanisms import BesideConfig, InfiniConfig, SlidingWindowConfig
-from memjax.mechanisms.beside import apply, init_params, init_state
+from memjax.mechanisms import HybridConfig, InfiniConfig, SlidingWindowConfig
+from memjax.mechanisms.hybrid import apply, init_params, init_state
 
 B, T, D, H, G, K = 2, 12, 8, 4, 2, 4
 # The paper's keys and queries have no position in the memory; none at all here, so that
@@ -61,7 +61,7 @@ def infini_attention(q, k, v, gate, segment, update):
     ],
 )
 def test_it_is_infini_attention(window, update, equal):
-    config = BesideConfig(
+    config = HybridConfig(
         SlidingWindowConfig(**HEADS, window=window), InfiniConfig(H, G, K, K, update)
     )
     params = init_params(config, jax.random.key(0))

@@ -17,8 +17,8 @@ from memjax.mechanisms.sliding_window import SlidingWindowConfig
 B, T, D, H, G, K, W = 3, 9, 8, 2, 1, 4, 4
 SIZES: dict[str, Any] = dict(model_dim=D, num_heads=H, num_kv_heads=G, head_dim=K)
 MECHANISMS = {
-    "attention": mechanisms.attention(AttentionConfig(**SIZES, capacity=2 * T)),
-    "sliding_window": mechanisms.sliding_window(SlidingWindowConfig(**SIZES, window=W)),
+    "attention": AttentionConfig(**SIZES, capacity=2 * T).build(),
+    "sliding_window": SlidingWindowConfig(**SIZES, window=W).build(),
     "gated_deltanet": mechanisms.GatedDeltaNetConfig(D, 2, 4, 4).build(),
 }
 JITTED: dict[str, Any] = {

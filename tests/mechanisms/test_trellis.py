@@ -16,8 +16,8 @@ def _outputs_and_gradient(target_scale, **options):
     config = TrellisConfig(16, 2, 8, 8, slots=16, chunk_size=4, **options)
     memory = config.build()
     params = memory.init_params(jax.random.key(0))
-    target = params.core.target * target_scale
-    params = params._replace(core=params.core._replace(target=target))
+    target = params.cell.target * target_scale
+    params = params._replace(cell=params.cell._replace(target=target))
     # A few vectors that come again and again, as words do.
     words = jax.random.normal(jax.random.key(1), (WORDS, config.model_dim))
     x = words[jax.random.randint(jax.random.key(2), (1, TIME), 0, WORDS)]

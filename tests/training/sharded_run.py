@@ -24,16 +24,16 @@ from memjax.data.batches.batch import Batch
 from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
 from memjax.mechanisms import (
     AttentionConfig,
-    BesideConfig,
     DeltaNetConfig,
     ElasticMemoryConfig,
     GatedDeltaNetConfig,
     GLAConfig,
     GSAConfig,
+    HybridConfig,
     LatticeConfig,
     LinearAttentionConfig,
     Mamba2Config,
-    MixerConfig,
+    MechanismConfig,
     SlidingWindowConfig,
     TrellisConfig,
     TTTLinearConfig,
@@ -68,12 +68,12 @@ HEADS: dict[str, Any] = dict(model_dim=16, num_heads=8, num_kv_heads=4, head_dim
 BLOCK: dict[str, Any] = dict(model_dim=16, num_heads=8, key_dim=4, value_dim=4)
 WINDOW = SlidingWindowConfig(**HEADS, window=8)
 #: Mixers whose sequences are divided.
-MECHANISMS: dict[str, MixerConfig] = {
+MECHANISMS: dict[str, MechanismConfig] = {
     "attention": AttentionConfig(**HEADS, capacity=32),
     "window": WINDOW,
     "sinks": dataclasses.replace(WINDOW, sinks=2),
     "elastic": ElasticMemoryConfig(**HEADS, block=8, order=4),
-    "beside": BesideConfig(WINDOW, GatedDeltaNetConfig(32, 8, 4, 4)),
+    "beside": HybridConfig(WINDOW, GatedDeltaNetConfig(32, 8, 4, 4)),
     "linear_attention": LinearAttentionConfig(**BLOCK),
     "mamba2": Mamba2Config(**BLOCK),
     "gla": GLAConfig(**BLOCK),

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from memjax.mechanisms import (
-    BesideConfig,
     DeltaNetConfig,
     ElasticMemoryConfig,
+    HybridConfig,
     SlidingWindowConfig,
 )
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
@@ -102,8 +102,8 @@ def test_every_mechanism_gives_the_update_of_one_device_on_two_to_eight(divided,
 @pytest.mark.parametrize("name", sharded_run.MECHANISMS)
 def test_tokens_are_exchanged_for_heads_where_memories_are_not_joined(divided, name):
     mechanism, found = sharded_run.MECHANISMS[name], divided[name]["sequence=2"]
-    core = mechanism.core() if isinstance(mechanism, RecurrentConfig) else None
-    joined = core is not None and core.apply_share is not None
+    cell = mechanism.cell() if isinstance(mechanism, RecurrentConfig) else None
+    joined = cell is not None and cell.apply_share is not None
     if joined or isinstance(mechanism, ElasticMemoryConfig):
         assert found["exchanges"] == 0
         # The memories of both devices, for a batch of 8 with 8 heads; all their sizes
@@ -186,19 +186,19 @@ INTENDED = {
     "mechanism/filters": P(None, None, "tensor"),
     "mechanism/gate": P("fsdp", "tensor"),
     "mechanism/norm": P(None),
-    "core/rate": P("fsdp", "tensor"),
-    "core/target": P("fsdp", "tensor"),
-    "core/forget": P("fsdp", "tensor"),
-    "core/narrow": P("fsdp", None),
-    "core/widen": P(None, "tensor"),
-    "core/keys": P("tensor"),
-    "core/values": P("tensor"),
-    "core/start": P("tensor"),
-    "core/weights": P("tensor"),
-    "core/bias": P("tensor"),
-    "core/scale": P(None),
-    "core/shift": P(None),
-    "core/skip": P(None),
+    "cell/rate": P("fsdp", "tensor"),
+    "cell/target": P("fsdp", "tensor"),
+    "cell/forget": P("fsdp", "tensor"),
+    "cell/narrow": P("fsdp", None),
+    "cell/widen": P(None, "tensor"),
+    "cell/keys": P("tensor"),
+    "cell/values": P("tensor"),
+    "cell/start": P("tensor"),
+    "cell/weights": P("tensor"),
+    "cell/bias": P("tensor"),
+    "cell/scale": P(None),
+    "cell/shift": P(None),
+    "cell/skip": P(None),
     "decay/log_rate": P(None),
     "step/weight": P("fsdp", "tensor"),
     "pace/weight": P("fsdp", "tensor"),
@@ -317,7 +317,7 @@ def test_what_a_mesh_does_not_divide_is_refused(axes, batch, message):
 
 def test_the_heads_of_a_window_beside_a_memory_are_divided_too():
     mesh = AbstractMesh((1, 1, 3), ("data", "fsdp", "tensor"))
-    beside = BesideConfig(WINDOW, DeltaNetConfig(2 * 2 * 4, 4, 4, 4))
+    beside = HybridConfig(WINDOW, DeltaNetConfig(2 * 2 * 4, 4, 4, 4))
     with pytest.raises(ValueError, match="tensor=3 does not divide the 4 heads"):
         sharding.require_divides(mesh, 1, model_of(beside), 64)
 

@@ -19,7 +19,7 @@ from memjax.mechanisms import (
     AttentionConfig,
     ElasticMemoryConfig,
     Mechanism,
-    MixerConfig,
+    MechanismConfig,
 )
 from memjax.models import LanguageModel, preset
 from memjax.models.language_model.presets import ATTENTION, RECURRENT, SIZES
@@ -50,7 +50,7 @@ def weights(memory: Mechanism) -> PyTree:
     return jax.tree.map(lambda x: shape(*x.shape), params)
 
 
-def decoded_tokens(config: MixerConfig, reads_all: bool) -> Program:
+def decoded_tokens(config: MechanismConfig, reads_all: bool) -> Program:
     """Tokens of every batch element one after the other, as `generate` reads them.
 
     Args:

@@ -13,7 +13,7 @@ from memjax.aot.cycles.bundles import Shares
 from memjax.mechanisms import (
     AttentionConfig,
     ElasticMemoryConfig,
-    MixerConfig,
+    MechanismConfig,
     SlidingWindowConfig,
 )
 from memjax.mechanisms.layers.softmax import on_tpu
@@ -21,7 +21,7 @@ from memjax_kernels._src.causal_attention import blocks
 
 
 def shares(
-    mechanisms: Iterable[MixerConfig], time: int, ways: int = 1
+    mechanisms: Iterable[MechanismConfig], time: int, ways: int = 1
 ) -> dict[str, Shares]:
     """The shares of each kernel, by the beginning of its name.
 

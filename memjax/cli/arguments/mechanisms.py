@@ -13,18 +13,18 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from memjax.mechanisms import MixerConfig
+from memjax.mechanisms import MechanismConfig
 
 REGISTRY = ConstructorRegistry()
 
 
 @REGISTRY.struct_rule
 def _fields_of_the_default(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """A field of the type `MixerConfig` has the options of the class of its default.
+    """A field of type `MechanismConfig` has the options of its default's class.
 
     Without this rule tyro cannot build a Protocol and offers no option.
     """
-    if info.type is not MixerConfig:
+    if info.type is not MechanismConfig:
         return None
     kind = type(info.default)
     hints = typing.get_type_hints(kind)

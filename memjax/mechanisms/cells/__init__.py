@@ -1,1 +1,1 @@
-"""Memory cores that are no layer by themselves: they stand beside a window."""
+"""Memory cells that are no layer by themselves: they stand beside a window."""

@@ -26,12 +26,12 @@ from memjax.mechanisms.elastic_memory import (
 )
 from memjax.mechanisms.elastic_memory import init_state as init_memory
 from memjax.mechanisms.layers import places
-from memjax.mechanisms.layers.memory_core import MemoryCore, bind
+from memjax.mechanisms.layers.cell import Cell, bind
 from memjax_kernels._src.hippo import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
-class ElasticCoreConfig:
+class ElasticCellConfig:
     """Sizes of the memory.
 
     Attributes:
@@ -92,32 +92,32 @@ class ElasticCoreConfig:
         """K, of values and reads."""
         return self.head_dim
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(self, init_params, init_state, step, apply, unit_norm=False)
 
-    def core_axes(self) -> "ElasticCoreParams":
+    def cell_axes(self) -> "ElasticCellParams":
         """Nothing to divide."""
-        return ElasticCoreParams()
+        return ElasticCellParams()
 
 
-class ElasticCoreParams(NamedTuple):
+class ElasticCellParams(NamedTuple):
     """Nothing is learned."""
 
 
-def init_params(config: ElasticCoreConfig, key: PRNGKeyArray) -> ElasticCoreParams:
+def init_params(config: ElasticCellConfig, key: PRNGKeyArray) -> ElasticCellParams:
     """Nothing: the memory reads the attention's own heads."""
-    return ElasticCoreParams()
+    return ElasticCellParams()
 
 
-def init_state(config: ElasticCoreConfig, batch: int) -> ElasticMemoryState:
+def init_state(config: ElasticCellConfig, batch: int) -> ElasticMemoryState:
     """A memory of nothing."""
     return init_memory(config.memory(), batch)
 
 
 def step(
-    config: ElasticCoreConfig,
-    params: ElasticCoreParams,
+    config: ElasticCellConfig,
+    params: ElasticCellParams,
     memory: ElasticMemoryState,
     q: Float[Array, "B H K"],
     k: Float[Array, "B G K"],
@@ -130,8 +130,8 @@ def step(
 
 
 def apply(
-    config: ElasticCoreConfig,
-    params: ElasticCoreParams,
+    config: ElasticCellConfig,
+    params: ElasticCellParams,
     memory: ElasticMemoryState,
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T G K"],

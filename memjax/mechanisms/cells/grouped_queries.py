@@ -14,21 +14,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from memjax.mechanisms.layers.memory_core import MemoryCore
+from memjax.mechanisms.layers.cell import Cell
 
 
-def grouped_queries(core: MemoryCore, queries: int) -> MemoryCore:
-    """The same core, read by `queries` heads for each of its own.
+def grouped_queries(cell: Cell, queries: int) -> Cell:
+    """The same cell, read by `queries` heads for each of its own.
 
     Args:
-        core: of G heads, whose q and k come with unit norm.
+        cell: of G heads, whose q and k come with unit norm.
         queries: N; query heads h N to h N + N - 1 read memory h.
     """
     if queries == 1:
-        return core
-    return core._replace(
-        step=functools.partial(_shared, core.step, queries),
-        apply=functools.partial(_shared, core.apply, queries),
+        return cell
+    return cell._replace(
+        step=functools.partial(_shared, cell.step, queries),
+        apply=functools.partial(_shared, cell.apply, queries),
     )
 
 

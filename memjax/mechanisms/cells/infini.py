@@ -20,13 +20,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.checks import check_sizes, require_known
-from memjax.mechanisms.cores.grouped_queries import (
+from memjax.mechanisms.cells.grouped_queries import (
     copies,
     first_copy,
     to_batch,
     to_heads,
 )
-from memjax.mechanisms.layers.memory_core import MemoryCore, bind
+from memjax.mechanisms.layers.cell import Cell, bind
 from memjax_kernels._src.delta_rule import delta_rule
 from memjax_kernels._src.linear_attention import linear_attention
 
@@ -65,11 +65,11 @@ class InfiniConfig:
         """1: no gate reads the token."""
         return 1
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(self, init_params, init_state, step, apply, unit_norm=False)
 
-    def core_axes(self) -> "InfiniParams":
+    def cell_axes(self) -> "InfiniParams":
         """Nothing to divide."""
         return InfiniParams()
 

@@ -1,4 +1,4 @@
-"""The contract of a memory core: gates, write and read, without a layer around them.
+"""The contract of a memory cell: gates, write and read, without a layer around them.
 
     init_params(key)                           -> params
     init_state(batch)                          -> memory
@@ -12,7 +12,7 @@ element before a token at a multiple of so many.
 
 The layer gives queries q, keys k and values v of its heads, and the tokens x that the
 gates are read from. `recurrent_block` puts convolution, projections, norm and output
-gate around a core, and so makes a mechanism of it. A core keeps the law of mechanisms:
+gate around a cell, and so makes a mechanism of it. A cell keeps the law of mechanisms:
 `apply` gives what T steps give, whatever the segments; the memory is float32 and has
 the batch first in every leaf.
 
@@ -33,8 +33,8 @@ from memjax_kernels._src.common import one_pass
 
 
 @runtime_checkable
-class CoreStep(Protocol):
-    """Writes one token into the memory and reads: the definition of the core."""
+class CellStep(Protocol):
+    """Writes one token into the memory and reads: the definition of the cell."""
 
     def __call__(
         self,
@@ -49,7 +49,7 @@ class CoreStep(Protocol):
 
 
 @runtime_checkable
-class CoreApply(Protocol):
+class CellApply(Protocol):
     """Writes and reads a segment: what T steps give, computed faster."""
 
     def __call__(
@@ -65,11 +65,11 @@ class CoreApply(Protocol):
     ) -> tuple[PyTree, Float[Array, "B T H V"]]: ...
 
 
-class MemoryCore(NamedTuple):
+class Cell(NamedTuple):
     """Four pure functions; the memory is a pytree that the caller carries.
 
     Attributes:
-        init_params: draws the core's learned weights.
+        init_params: draws the cell's learned weights.
         init_state: the empty memory.
         step: one token.
         apply: a segment.
@@ -82,15 +82,15 @@ class MemoryCore(NamedTuple):
 
     init_params: InitParams
     init_state: InitState
-    step: CoreStep
-    apply: CoreApply
+    step: CellStep
+    apply: CellApply
     unit_norm: bool = True
     reset_chunk: int | None = None
-    apply_share: CoreApply | None = None
+    apply_share: CellApply | None = None
 
 
 @runtime_checkable
-class MemoryConfig(Protocol):
+class CellConfig(Protocol):
     """What a layer asks of the configuration of its memory, a frozen dataclass."""
 
     @property
@@ -113,17 +113,17 @@ class MemoryConfig(Protocol):
         """Width of a head's values and reads."""
         ...
 
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes."""
         ...
 
-    def core_axes(self) -> PyTree:
-        """How the core's weights are divided; see `MixerConfig.param_axes`."""
+    def cell_axes(self) -> PyTree:
+        """How the cell's weights are divided; see `MechanismConfig.param_axes`."""
         ...
 
 
 def bind(
-    config: MemoryConfig,
+    config: CellConfig,
     init_params: Callable,
     init_state: Callable,
     step: Callable,
@@ -132,11 +132,11 @@ def bind(
     unit_norm: bool = True,
     reset_chunk: int | None = None,
     apply_share: Callable | None = None,
-) -> MemoryCore:
-    """The core of one configuration, of functions that take the configuration first."""
+) -> Cell:
+    """The cell of one configuration, of functions that take the configuration first."""
     if apply_share is not None:
         apply_share = functools.partial(apply_share, config)
-    return MemoryCore(
+    return Cell(
         init_params=functools.partial(init_params, config),
         init_state=functools.partial(init_state, config),
         step=functools.partial(step, config),

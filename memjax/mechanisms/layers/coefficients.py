@@ -11,9 +11,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms.layers import projections
-from memjax.mechanisms.layers.clock import advanced
 from memjax.mechanisms.layers.divided_sequence import join_shares
 from memjax.mechanisms.layers.projections import HeadsConfig
+from memjax.mechanisms.layers.saturating_counter import advanced
 from memjax_kernels._src.hippo import on_demand
 
 

@@ -89,7 +89,7 @@ def join_shares(
 
 
 def linear_share(apply: Callable) -> Callable:
-    """`MemoryCore.apply_share` of a core whose memory is one matrix [B, H, K, V].
+    """`Cell.apply_share` of a cell whose memory is one matrix [B, H, K, V].
 
     Both the memory after a segment and its reads must be linear in the memory before
     and the values. `apply` and what is returned take the configuration first.

@@ -26,7 +26,7 @@ class Gate(NamedTuple):
     bias: Float[Array, " N"]
 
 
-#: How a gate of heads is divided among devices; see `MixerConfig.param_axes`.
+#: How a gate of heads is divided among devices; see `MechanismConfig.param_axes`.
 AXES = Gate(weight=axes("model", "heads"), bias=axes())
 
 

@@ -122,7 +122,7 @@ class AttentionParams(NamedTuple):
     key_norm: Float[Array, "*G K"] | None = None
 
 
-#: How the projections are divided among devices; see `MixerConfig.param_axes`.
+#: How the projections are divided among devices; see `MechanismConfig.param_axes`.
 AXES = AttentionParams(
     query=axes("model", "heads"),
     key=axes("model", "heads"),

@@ -1,7 +1,7 @@
 """The Mamba-style block around every recurrent memory.
 
     [q, k] = silu(conv([W_q, W_k] x)), each divided by its norm          v = W_v x
-    memory, y = core(q, k, v, x, memory)
+    memory, y = cell(q, k, v, x, memory)
     out = W_o (RMSNorm(y) ∘ GeLU(W_g x))
 
 Gu & Dao (2023), https://arxiv.org/abs/2312.00752, figure 3, as Karami et al. draw it
@@ -9,8 +9,8 @@ for Trellis (figure 1) and Lattice (figure 2). The convolution is causal, depthw
 and of width 4; silu behind it is what Mamba has, and the papers do not name another.
 Norms of q and k have 1e-6 added under the root.
 
-`mechanism` puts this block around a memory core (`memory_core`): gates, write and
-read. The core scales q where it wants that; q and k come with unit norm.
+`mechanism` puts this block around a memory cell (`cell`): gates, write and
+read. The cell scales q where it wants that; q and k come with unit norm.
 
 Shapes: B batch, T time, D model, H heads, K query and key, V value, W width of the
 convolution, S projections that it filters (2, or 1 which query and key share).
@@ -28,13 +28,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, Packed, axes, check_input
 from memjax.mechanisms.layers import documents
+from memjax.mechanisms.layers.cell import Cell
 from memjax.mechanisms.layers.divided_sequence import (
     is_first,
     last_of_previous,
     on_shares,
 )
 from memjax.mechanisms.layers.gates import draw_weight, flat_product
-from memjax.mechanisms.layers.memory_core import MemoryCore
 from memjax_kernels._src.common.partition import (
     by_tokens,
     channels_by_heads,
@@ -51,8 +51,8 @@ Implementation = Literal["reference", "xla"]
 class RecurrentConfig(abc.ABC):
     """Sizes that all recurrent mechanisms have, and the layer around their memory.
 
-    A mechanism adds its memory, `core()`, and how its weights are divided,
-    `core_axes()`.
+    A mechanism adds its memory, `cell()`, and how its weights are divided,
+    `cell_axes()`.
 
     Attributes:
         model_dim: width of the layer's input and output.
@@ -84,16 +84,16 @@ class RecurrentConfig(abc.ABC):
         require_known("implementation", self.implementation, known)
 
     @abc.abstractmethod
-    def core(self) -> MemoryCore:
+    def cell(self) -> Cell:
         """The memory of these sizes, without the block."""
 
     @abc.abstractmethod
-    def core_axes(self) -> PyTree:
-        """How the core's weights are divided; see `MixerConfig.param_axes`."""
+    def cell_axes(self) -> PyTree:
+        """How the cell's weights are divided; see `MechanismConfig.param_axes`."""
 
     def build(self) -> Mechanism:
-        """The mechanism of these sizes: the block around the core."""
-        return mechanism(self, self.core())
+        """The mechanism of these sizes: the block around the cell."""
+        return mechanism(self, self.cell())
 
     def param_axes(self) -> "BlockParams":
         """How the parameters are divided among devices."""
@@ -104,12 +104,12 @@ class RecurrentConfig(abc.ABC):
             gate=axes("model", "heads"),
             norm=axes(),
             output=axes("heads", None, "model"),
-            core=self.core_axes(),
+            cell=self.cell_axes(),
         )
 
 
 class BlockParams(NamedTuple):
-    """Learned weights of a block; `core` are those of its memory."""
+    """Learned weights of a block; `cell` are those of its memory."""
 
     query_key: Float[Array, "D S H K"]
     filters: Float[Array, "W 2 H K"]
@@ -117,7 +117,7 @@ class BlockParams(NamedTuple):
     gate: Float[Array, "D H V"]
     norm: Float[Array, " V"]
     output: Float[Array, "H V D"]
-    core: PyTree
+    cell: PyTree
 
 
 class BlockState(NamedTuple):
@@ -137,39 +137,39 @@ class QKV(NamedTuple):
 
 
 def mechanism(
-    config: RecurrentConfig, core: MemoryCore, *, shared_projection: bool = False
+    config: RecurrentConfig, cell: Cell, *, shared_projection: bool = False
 ) -> Mechanism:
-    """The block around a memory core.
+    """The block around a memory cell.
 
     Args:
         config: sizes.
-        core: the memory, which takes q and k of unit norm.
+        cell: the memory, which takes q and k of unit norm.
         shared_projection: whether query and key are two convolutions of one projection
             (Lattice) or each have their own.
     """
     projections = 1 if shared_projection else 2
     packed = None
-    if core.reset_chunk is not None:
-        packed = Packed(functools.partial(_whole, config, core), core.reset_chunk)
+    if cell.reset_chunk is not None:
+        packed = Packed(functools.partial(_whole, config, cell), cell.reset_chunk)
     return Mechanism(
-        init_params=functools.partial(init_params, config, core, projections),
-        init_state=functools.partial(init_state, config, core, projections),
-        step=functools.partial(step, config, core),
-        apply=functools.partial(apply, config, core),
-        whole=functools.partial(whole, config, core),
+        init_params=functools.partial(init_params, config, cell, projections),
+        init_state=functools.partial(init_state, config, cell, projections),
+        step=functools.partial(step, config, cell),
+        apply=functools.partial(apply, config, cell),
+        whole=functools.partial(whole, config, cell),
         packed=packed,
     )
 
 
 def init_params(
-    config: RecurrentConfig, core: MemoryCore, projections: int, key: PRNGKeyArray
+    config: RecurrentConfig, cell: Cell, projections: int, key: PRNGKeyArray
 ) -> BlockParams:
     """Draws the weights of the block and of its memory."""
     d, h = config.model_dim, config.num_heads
     k, v = config.key_dim, config.value_dim
     # Keys of their own: the block's weights are alike in all mechanisms of one seed.
     keys = jax.random.split(key, 6)
-    qk_key, filter_key, v_key, gate_key, out_key, core_key = keys
+    qk_key, filter_key, v_key, gate_key, out_key, cell_key = keys
     # A depthwise filter has a fan-in of its width alone.
     bound = CONV_WIDTH**-0.5
     return BlockParams(
@@ -181,20 +181,20 @@ def init_params(
         gate=draw_weight(gate_key, d, h, v),
         norm=jnp.ones(v),
         output=jax.random.normal(out_key, (h, v, d)) * (h * v) ** -0.5,
-        core=core.init_params(core_key),
+        cell=cell.init_params(cell_key),
     )
 
 
 def init_state(
-    config: RecurrentConfig, core: MemoryCore, projections: int, batch: int
+    config: RecurrentConfig, cell: Cell, projections: int, batch: int
 ) -> BlockState:
     """The empty memory, and a convolution that saw nothing yet."""
-    return BlockState(_no_inputs(config, projections, batch), core.init_state(batch))
+    return BlockState(_no_inputs(config, projections, batch), cell.init_state(batch))
 
 
 def step(
     config: RecurrentConfig,
-    core: MemoryCore,
+    cell: Cell,
     params: BlockParams,
     state: BlockState,
     x: Float[Array, "B D"],
@@ -203,24 +203,24 @@ def step(
     # A segment of one, whose axis of time goes again.
     window, *qkv = qkv_projection(config, params, state, x[:, None])
     q, k, v = (z[:, 0] for z in qkv)
-    memory, y = core.step(params.core, state.memory, q, k, v, x)
+    memory, y = cell.step(params.cell, state.memory, q, k, v, x)
     return BlockState(window, memory), output_projection(config, params, x, y)
 
 
 def apply(
     config: RecurrentConfig,
-    core: MemoryCore,
+    cell: Cell,
     params: BlockParams,
     state: BlockState,
     x: Float[Array, "B T D"],
 ) -> tuple[BlockState, Float[Array, "B T D"]]:
     """A segment: what T steps give."""
-    return _read(config, core, params, state, x)
+    return _read(config, cell, params, state, x)
 
 
 def whole(
     config: RecurrentConfig,
-    core: MemoryCore,
+    cell: Cell,
     params: BlockParams,
     x: Float[Array, "B T D"],
     mask: Bool[Array, "B T"] | None = None,
@@ -232,20 +232,20 @@ def whole(
     """
     if mask is not None:
         raise ValueError("mask must be None with a mechanism that compresses, got one")
-    return _whole(config, core, params, x)
+    return _whole(config, cell, params, x)
 
 
-def _whole(config, core, params, x, starts=None):
+def _whole(config, cell, params, x, starts=None):
     """A whole sequence, or rows of documents that begin where `starts` is True."""
     flags = None
     if starts is not None:
         documents.check_starts(starts, x)
         flags = (starts, documents.positions(starts))
     window = _no_inputs(config, params.query_key.shape[1], x.shape[0])
-    return _read(config, core, params, BlockState(window, None), x, flags)[1]
+    return _read(config, cell, params, BlockState(window, None), x, flags)[1]
 
 
-def _read(config, core, params, state, x, flags=None):
+def _read(config, cell, params, state, x, flags=None):
     """The state after a segment, and its outputs.
 
     flags: of packed rows, where documents start and the tokens' positions in them.
@@ -253,13 +253,13 @@ def _read(config, core, params, state, x, flags=None):
     ways = sequence_ways(x.shape[1])
     # The convolution of a device sees tokens of the one before it, and of no other.
     divided = ways > 1 and x.shape[1] >= ways * (CONV_WIDTH - 1)
-    if divided and core.apply_share is not None:
-        share = functools.partial(_read_share, config, core)
+    if divided and cell.apply_share is not None:
+        share = functools.partial(_read_share, config, cell)
         return on_shares(share, (params, state), (x, flags))
-    return _segment(config, core.apply, params, state, x, flags)
+    return _segment(config, cell.apply, params, state, x, flags)
 
 
-def _read_share(config, core, fixed, tokens):
+def _read_share(config, cell, fixed, tokens):
     """`_read` of the tokens that this device has of all."""
     (params, state), (x, flags) = fixed, tokens
     # What the convolution still needs are inputs of the device before.
@@ -267,7 +267,7 @@ def _read_share(config, core, fixed, tokens):
     before = last_of_previous(x, CONV_WIDTH - 1)
     window = qkv_projection(config, params, empty, before).window
     state = state._replace(window=jnp.where(is_first(), state.window, window))
-    return _segment(config, core.apply_share, params, state, x, flags)
+    return _segment(config, cell.apply_share, params, state, x, flags)
 
 
 def _segment(config, read, params, state, x, flags):
@@ -275,7 +275,7 @@ def _segment(config, read, params, state, x, flags):
     starts, positions = flags or (None, None)
     resets = () if starts is None else (starts,)
     window, q, k, v = qkv_projection(config, params, state, x, positions)
-    memory, y = read(params.core, state.memory, q, k, v, x, *resets)
+    memory, y = read(params.cell, state.memory, q, k, v, x, *resets)
     return BlockState(window, memory), output_projection(config, params, x, y)
 
 

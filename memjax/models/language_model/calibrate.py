@@ -27,8 +27,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 
-from memjax.mechanisms import BesideConfig
-from memjax.mechanisms.beside import BesideParams, FeatureParams
+from memjax.mechanisms import HybridConfig
+from memjax.mechanisms.hybrid import FeatureParams, HybridParams
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.gate_starts import start_gates
 from memjax.models.language_model.model import LanguageModel
@@ -73,7 +73,7 @@ def start_layers(
     new = copy(model)
     for i in memory_layers(model.config):
         config = model.config.layers[i]
-        assert isinstance(config, BesideConfig)
+        assert isinstance(config, HybridConfig)
         params = as_arrays(model.blocks[i].mechanism)
         if params.features is not None:
             started = start(config, params, moments[i], longest)
@@ -88,8 +88,8 @@ def start_layers(
 
 
 def start(
-    config: BesideConfig, params: BesideParams, moments: Moments, longest: int
-) -> BesideParams:
+    config: HybridConfig, params: HybridParams, moments: Moments, longest: int
+) -> HybridParams:
     """The parameters of one layer, what is new in them started by its moments."""
     window = config.window.window
     half_lives = (float(window), float(max(longest, window)))
@@ -100,7 +100,7 @@ def start(
 
 
 def start_features(
-    config: BesideConfig, features: Any, moments: Moments
+    config: HybridConfig, features: Any, moments: Moments
 ) -> FeatureParams:
     """Maps that whiten each head's keys and scale its values."""
     g, k = config.window.num_kv_heads, config.window.head_dim

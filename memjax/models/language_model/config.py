@@ -10,10 +10,10 @@ from memjax.checks import check_positive, check_sizes, require_known
 from memjax.config_io import TYPES
 from memjax.mechanisms import (
     AttentionConfig,
-    BesideConfig,
     ElasticMemoryConfig,
+    HybridConfig,
     Mechanism,
-    MixerConfig,
+    MechanismConfig,
     SlidingWindowConfig,
 )
 from memjax.mechanisms.layers.projections import HeadsConfig
@@ -107,7 +107,7 @@ class ModelConfig:
             The loop copies parameters and memories once a call.
     """
 
-    mechanisms: tuple[MixerConfig, ...] = dataclasses.field(
+    mechanisms: tuple[MechanismConfig, ...] = dataclasses.field(
         default=(SlidingWindowConfig(768, 12, 12, 64),), metadata={TYPES: MECHANISMS}
     )
     num_layers: int = 12
@@ -152,7 +152,7 @@ class ModelConfig:
                 )
 
     @property
-    def layers(self) -> tuple[MixerConfig, ...]:
+    def layers(self) -> tuple[MechanismConfig, ...]:
         """The mechanism of every layer, first to last."""
         period = len(self.mechanisms)
         return tuple(self.mechanisms[i % period] for i in range(self.num_layers))
@@ -197,7 +197,7 @@ class ModelConfig:
         return heads
 
 
-def period(layers: Iterable[MixerConfig]) -> tuple[MixerConfig, ...]:
+def period(layers: Iterable[MechanismConfig]) -> tuple[MechanismConfig, ...]:
     """The shortest beginning of `layers` that, repeated, gives them all."""
     layers = tuple(layers)
     length = len(layers)
@@ -205,9 +205,9 @@ def period(layers: Iterable[MixerConfig]) -> tuple[MixerConfig, ...]:
     return layers[: next(filter(repeats, range(1, length + 1)))]
 
 
-def attention_of(mechanism: MixerConfig) -> HeadsConfig | None:
+def attention_of(mechanism: MechanismConfig) -> HeadsConfig | None:
     """The attention of a mechanism or of a hybrid's window; None without one."""
-    if isinstance(mechanism, BesideConfig):
+    if isinstance(mechanism, HybridConfig):
         return mechanism.window
     return mechanism if isinstance(mechanism, HeadsConfig) else None
 
@@ -226,7 +226,7 @@ def kinds(config: ModelConfig) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def build_once(mechanism: MixerConfig) -> Mechanism:
+def build_once(mechanism: MechanismConfig) -> Mechanism:
     """The mechanism of a config, the same one for equal configs.
 
     jit compares the functions of a model: two models of one config share programs.

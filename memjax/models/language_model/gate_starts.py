@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from memjax.mechanisms import BesideConfig
+from memjax.mechanisms import HybridConfig
 from memjax.mechanisms.gated_deltanet import GatedDeltaNetParams
 from memjax.mechanisms.gla import DAMPING as GLA_DAMPING
 from memjax.mechanisms.gla import GLAParams
@@ -25,7 +25,7 @@ from memjax.models.language_model.teacher import Moments, shrunk
 
 
 def start_gates(
-    config: BesideConfig,
+    config: HybridConfig,
     params: PyTree,
     moments: Moments,
     half_lives: tuple[float, float],
@@ -47,7 +47,7 @@ def start_gates(
     named = {
         jax.tree_util.keystr(path): axes
         for path, axes in jax.tree_util.tree_leaves_with_path(
-            config.memory.core_axes(), is_leaf=lambda node: type(node) is tuple
+            config.memory.cell_axes(), is_leaf=lambda node: type(node) is tuple
         )
     }
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from memjax.mechanisms.base import MixerConfig
+from memjax.mechanisms.base import MechanismConfig
 from memjax.mechanisms.layers import documents
 from memjax.models.language_model.config import build_once
 
@@ -59,7 +59,7 @@ def check_embeddings(model: Any, state: PyTree, x: Array, mask: Array | None) ->
             )
 
 
-def start_multiple(mechanisms: Sequence[MixerConfig]) -> int:
+def start_multiple(mechanisms: Sequence[MechanismConfig]) -> int:
     """Documents of a packed row begin at multiples of so many tokens.
 
     Args:
@@ -95,7 +95,7 @@ def check_starts(model: Any, x: Array, starts: Array) -> None:
         )
 
 
-def _named(mechanism: MixerConfig) -> str:
+def _named(mechanism: MechanismConfig) -> str:
     """The mechanism's name, and what of its settings stands in the way."""
     sinks = getattr(mechanism, "sinks", 0)
     return f"{type(mechanism).__name__}{f' with sinks={sinks}' if sinks else ''}"

@@ -33,7 +33,7 @@ from memjax.mechanisms import (
     LatticeConfig,
     LinearAttentionConfig,
     Mamba2Config,
-    MixerConfig,
+    MechanismConfig,
     SlidingWindowConfig,
     TrellisConfig,
     TTTLinearConfig,
@@ -97,7 +97,7 @@ class Size:
     remat: bool = True
     scan_layers: bool = True
 
-    def mechanism(self, name: str, **options: Any) -> MixerConfig:
+    def mechanism(self, name: str, **options: Any) -> MechanismConfig:
         """The mechanism of this name in this size, `options` before the size's own."""
         require_known("mechanism", name, (*ATTENTION, *RECURRENT))
         options = self.options.get(name, {}) | options

@@ -3,7 +3,7 @@
     model = retrofit(model, memory="lattice", layers=(3, 9), window=256, key=key)
 
 A chosen layer keeps its projections. With placement="beside" it becomes a sliding
-window with a memory beside it (`memjax.mechanisms.beside`), which begins with no part
+window with a memory beside it (`memjax.mechanisms.hybrid`), which begins with no part
 in the output: the model starts as the windowed one. With "instead" it becomes Elastic
 Memory (`elastic_memory`), which needs no parameter that attention has not. All other
 attention layers become windows with sinks.
@@ -22,14 +22,14 @@ from jaxtyping import PRNGKeyArray
 
 from memjax.checks import check_sizes, joined, require_known
 from memjax.mechanisms import (
-    BesideConfig,
-    ElasticCoreConfig,
+    ElasticCellConfig,
     ElasticMemoryConfig,
+    HybridConfig,
     InfiniConfig,
-    MixerConfig,
+    MechanismConfig,
 )
-from memjax.mechanisms.beside import add_memory
-from memjax.mechanisms.layers.memory_core import MemoryConfig
+from memjax.mechanisms.hybrid import add_memory
+from memjax.mechanisms.layers.cell import CellConfig
 from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.models.language_model.config import (
     ModelConfig,
@@ -67,7 +67,7 @@ Placement = Literal["beside", "instead"]
 ELASTIC = "elastic"
 BESIDE: dict[str, Any] = RECURRENT | {
     "infini": InfiniConfig,
-    ELASTIC: ElasticCoreConfig,
+    ELASTIC: ElasticCellConfig,
 }
 
 
@@ -110,7 +110,7 @@ class MemoryOptions:
 def retrofit(
     model: LanguageModel,
     *,
-    memory: str | MemoryConfig | ElasticMemoryConfig,
+    memory: str | CellConfig | ElasticMemoryConfig,
     layers: Sequence[int],
     window: int,
     sinks: int = 4,
@@ -144,7 +144,7 @@ def retrofit(
     new = with_mechanisms(model, config, tuple(map(build_once, config.layers)))
     for layer in layers:
         block, mechanism = new.blocks[layer], config.layers[layer]
-        if isinstance(mechanism, BesideConfig):
+        if isinstance(mechanism, HybridConfig):
             fresh = jax.random.fold_in(key, layer)
             params = add_memory(mechanism, as_arrays(block.mechanism), fresh)
             # The attention's own variables, with adapters if it has them.
@@ -155,7 +155,7 @@ def retrofit(
 
 def retrofitted(
     config: ModelConfig,
-    memory: str | MemoryConfig | ElasticMemoryConfig,
+    memory: str | CellConfig | ElasticMemoryConfig,
     layers: Sequence[int],
     window: int,
     sinks: int,
@@ -172,7 +172,7 @@ def retrofitted(
         )
     check_layers(config, layers)
     require_unbounded_positions(config)
-    mechanisms: list[MixerConfig] = []
+    mechanisms: list[MechanismConfig] = []
     for i, mechanism in enumerate(config.layers):
         if not isinstance(mechanism, PlainAttention):
             mechanisms.append(mechanism)
@@ -185,7 +185,7 @@ def retrofitted(
             chosen = memory
             if isinstance(memory, str):
                 chosen = memory_config(memory, heads, options)
-            mechanisms.append(BesideConfig(heads, _core(chosen)))
+            mechanisms.append(HybridConfig(heads, _core(chosen)))
     return dataclasses.replace(config, mechanisms=period(mechanisms))
 
 
@@ -215,7 +215,7 @@ def attention_layers(config: ModelConfig) -> tuple[int, ...]:
 def memory_layers(config: ModelConfig) -> tuple[int, ...]:
     """Numbers of the layers that have a memory beside their window."""
     layers = enumerate(config.layers)
-    return tuple(i for i, mechanism in layers if isinstance(mechanism, BesideConfig))
+    return tuple(i for i, mechanism in layers if isinstance(mechanism, HybridConfig))
 
 
 def memory_config(name: str, heads: HeadsConfig, options: MemoryOptions) -> Any:
@@ -254,8 +254,8 @@ def _fields(kind: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
 
 
-def _core(memory: Any) -> MemoryConfig:
-    if not isinstance(memory, MemoryConfig):
+def _core(memory: Any) -> CellConfig:
+    if not isinstance(memory, CellConfig):
         raise ValueError(
             f"memory must be one that stands beside a window, got {memory}"
         )

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms import Mechanism
-from memjax.mechanisms.beside import BesideParams
+from memjax.mechanisms.hybrid import HybridParams
 from memjax.mechanisms.layers import projections
 from memjax.models.language_model.config import ModelConfig, build_once
 from memjax.models.language_model.layers import run_block
@@ -70,7 +70,7 @@ def teach(
 
 def attention_params(mechanism):
     """The attention's parameters of a layer, with a memory beside it or without."""
-    return mechanism.attention if isinstance(mechanism, BesideParams) else mechanism
+    return mechanism.attention if isinstance(mechanism, HybridParams) else mechanism
 
 
 def read_whole(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from memjax.checks import check_sizes
-from memjax.mechanisms import AttentionConfig, MixerConfig, SlidingWindowConfig
+from memjax.mechanisms import AttentionConfig, MechanismConfig, SlidingWindowConfig
 from memjax.models.language_model.config import ModelConfig, heads_of, kinds
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.rebuilt import with_config
@@ -119,7 +119,7 @@ def with_max_length(model: LanguageModel, length: int, remat: bool) -> LanguageM
     return with_config(model, mechanisms=mechanisms, remat=remat and config.remat)
 
 
-def _attention_within(mechanism: MixerConfig, length: int) -> MixerConfig:
+def _attention_within(mechanism: MechanismConfig, length: int) -> MechanismConfig:
     """The mechanism of a layer for sequences of at most `length` tokens."""
     if isinstance(mechanism, AttentionConfig):
         return dataclasses.replace(mechanism, capacity=length, initial_slots=None)

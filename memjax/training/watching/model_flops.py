@@ -7,7 +7,7 @@ from jaxtyping import PyTree
 from memjax.mechanisms import (
     AttentionConfig,
     ElasticMemoryConfig,
-    MixerConfig,
+    MechanismConfig,
     SlidingWindowConfig,
 )
 from memjax.models import LanguageModel
@@ -68,7 +68,7 @@ def _multiplied(model: LanguageModel) -> int:
     return matrices - config.architecture.learned_positions * config.model_dim
 
 
-def _attended(mechanism: MixerConfig, length: int) -> float:
+def _attended(mechanism: MechanismConfig, length: int) -> float:
     """Positions that a query attends to on average, times the width of all heads."""
     heads = attention_of(mechanism)
     match heads:

@@ -1,10 +1,10 @@
-"""Memory cores without a block around them: the law of the contract holds by itself."""
+"""Memory cells without a block around them: the law of the contract holds by itself."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from memjax.mechanisms.layers.memory_core import MemoryConfig
+from memjax.mechanisms.layers.cell import CellConfig
 from memjax_kernels._src.recurrent_block import l2_normalize
 from tests.mechanisms.test_contract import (
     CONFIGS,
@@ -16,11 +16,11 @@ from tests.mechanisms.test_contract import (
     assert_close,
 )
 
-CORES = {
-    name: config for name, config in CONFIGS.items() if isinstance(config, MemoryConfig)
+CELLS = {
+    name: config for name, config in CONFIGS.items() if isinstance(config, CellConfig)
 }
 CORE_ROWS = [
-    row for row in ROWS if (row if isinstance(row, str) else row.values[0]) in CORES
+    row for row in ROWS if (row if isinstance(row, str) else row.values[0]) in CELLS
 ]
 
 
@@ -38,13 +38,13 @@ def make_inputs(config):
 
 @pytest.mark.parametrize("name", CORE_ROWS)
 def test_two_segments_give_what_steps_give(name):
-    core = CORES[name].core()
-    assert core.unit_norm
-    inputs = make_inputs(CORES[name])
-    params, empty = core.init_params(jax.random.key(0)), core.init_state(B)
+    cell = CELLS[name].cell()
+    assert cell.unit_norm
+    inputs = make_inputs(CELLS[name])
+    params, empty = cell.init_params(jax.random.key(0)), cell.init_state(B)
     assert all(leaf.shape[0] == B for leaf in jax.tree.leaves(empty))
 
-    step, outputs, states = jax.jit(core.step), [], [empty]
+    step, outputs, states = jax.jit(cell.step), [], [empty]
     for t in range(T):
         memory, y = step(params, states[-1], *(z[:, t] for z in inputs))
         states.append(memory)
@@ -52,7 +52,7 @@ def test_two_segments_give_what_steps_give(name):
     expected = jnp.stack(outputs, axis=1)
 
     # The cut lies inside a chunk.
-    apply = jax.jit(core.apply)
+    apply = jax.jit(cell.apply)
     half, first = apply(params, empty, *(z[:, :LENGTH] for z in inputs))
     whole, second = apply(params, half, *(z[:, LENGTH:] for z in inputs))
     assert_close((half, first), (states[LENGTH], expected[:, :LENGTH]))

@@ -18,7 +18,7 @@ from memjax.mechanisms import (
     TrellisConfig,
     TTTLinearConfig,
 )
-from memjax.mechanisms.layers import memory_core, recurrent_block
+from memjax.mechanisms.layers import cell, recurrent_block
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax.models.language_model.presets import RECURRENT, TINY
 
@@ -30,8 +30,8 @@ SIZES: dict[str, Any] = dict(model_dim=D, num_heads=H, key_dim=K, value_dim=V)
 class ProbeConfig(RecurrentConfig):
     """A memory that keeps nothing and gives q·k times the value."""
 
-    def core(self):
-        return memory_core.bind(
+    def cell(self):
+        return cell.bind(
             self,
             init_params=lambda config, key: (),
             init_state=lambda config, batch: jnp.zeros((batch, 1)),
@@ -39,7 +39,7 @@ class ProbeConfig(RecurrentConfig):
             apply=read,
         )
 
-    def core_axes(self):
+    def cell_axes(self):
         return ()
 
 
@@ -49,7 +49,7 @@ def read(config, params, memory, q, k, v, x):
 
 def probe(shared):
     config = ProbeConfig(**SIZES)
-    return recurrent_block.mechanism(config, config.core(), shared_projection=shared)
+    return recurrent_block.mechanism(config, config.cell(), shared_projection=shared)
 
 
 @functools.cache
@@ -156,9 +156,9 @@ def test_a_memory_starts_from_what_was_learned_and_teaches_it(name):
         return jax.grad(loss, has_aux=True)(params)
 
     moved = params._replace(
-        core=params.core._replace(
+        cell=params.cell._replace(
             **{
-                field: getattr(params.core, field)[..., ::-1] + 0.1
+                field: getattr(params.cell, field)[..., ::-1] + 0.1
                 for field in STARTS[name]
             }
         )
@@ -166,13 +166,13 @@ def test_a_memory_starts_from_what_was_learned_and_teaches_it(name):
     empty = mechanism.init_state(B)
     gradient, (state, y) = run(params, empty, x)
     for field in STARTS[name]:
-        assert np.abs(getattr(gradient.core, field)).max() > 1e-6
+        assert np.abs(getattr(gradient.cell, field)).max() > 1e-6
     assert np.abs(run(moved, empty, x)[1][1] - y).max() > 1e-4
     # Once tokens were read, the start is only in the memory; after a reset, again.
     assert not state.memory.fresh.any()
     later, (_, y) = run(params, state, x)
     for field in STARTS[name]:
-        np.testing.assert_array_equal(getattr(later.core, field), 0.0)
+        np.testing.assert_array_equal(getattr(later.cell, field), 0.0)
     np.testing.assert_array_equal(run(moved, state, x)[1][1], y)
     state = mechanisms.reset(state, empty, jnp.array([True, False]))
     once_more = run(moved, state, x)[1][1]
@@ -193,10 +193,10 @@ def test_trellis_stays_finite_on_a_key_that_repeats(phi):
     mechanism = TrellisConfig(**SIZES, slots=5, chunk_size=64, phi=phi).build()
     params = mechanism.init_params(jax.random.key(0))
     # The largest step, and no forgetting.
-    gates = params.core.step._replace(bias=jnp.full(H, 20.0))
+    gates = params.cell.step._replace(bias=jnp.full(H, 20.0))
     params = params._replace(
-        core=params.core._replace(
-            step=gates, forget=params.core.forget._replace(bias=jnp.full(H, 20.0))
+        cell=params.cell._replace(
+            step=gates, forget=params.cell.forget._replace(bias=jnp.full(H, 20.0))
         )
     )
     x = 5 * jax.random.normal(jax.random.key(1), (1, 1, D))
@@ -265,5 +265,5 @@ def test_an_unknown_choice_is_refused(kind, wrong):
 def test_more_slots_than_their_width_start_as_random_rows():
     config = LatticeConfig(D, H, key_dim=5, value_dim=4, initial="normalised")
     mechanism = config.build()
-    start = mechanism.init_params(jax.random.key(0)).core.start
+    start = mechanism.init_params(jax.random.key(0)).cell.start
     np.testing.assert_allclose(np.linalg.norm(start, axis=-1), 1.0, rtol=1e-6)

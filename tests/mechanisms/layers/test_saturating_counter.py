@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from memjax.mechanisms import AttentionConfig, ElasticMemoryConfig
-from memjax.mechanisms.layers.clock import LAST
+from memjax.mechanisms.layers.saturating_counter import LAST
 
 
 def test_a_memory_is_finite_after_any_number_of_tokens():

@@ -11,9 +11,9 @@ import pytest
 
 from memjax.mechanisms import (
     AttentionConfig,
-    BesideConfig,
     ElasticMemoryConfig,
     GatedDeltaNetConfig,
+    HybridConfig,
     SlidingWindowConfig,
     TrellisConfig,
 )
@@ -99,8 +99,8 @@ SINKS = SlidingWindowConfig(D, 4, 2, 4, window=3, sinks=1)
         (ElasticMemoryConfig(D, 4, 2, 4, block=4, order=4), "got ElasticMemoryConfig;"),
         (SINKS, "got SlidingWindowConfig with sinks=1;"),
         (
-            BesideConfig(SINKS, GatedDeltaNetConfig(D, 4, 4, 4)),
-            "cleared inside a row, got BesideConfig",
+            HybridConfig(SINKS, GatedDeltaNetConfig(D, 4, 4, 4)),
+            "cleared inside a row, got HybridConfig",
         ),
     ],
 )

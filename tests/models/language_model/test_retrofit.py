@@ -12,9 +12,9 @@ from flax import nnx
 
 from memjax.mechanisms import (
     AttentionConfig,
-    BesideConfig,
     DeltaNetConfig,
     ElasticMemoryConfig,
+    HybridConfig,
     SlidingWindowConfig,
 )
 from memjax.models.language_model.calibrate import calibrate
@@ -51,7 +51,7 @@ def opened(model, amount: float = 0.7):
     """The same model, whose memories have a part in the output."""
     new = nnx.clone(model)
     for block, mechanism in zip(new.blocks, new.config.layers, strict=True):
-        if isinstance(mechanism, BesideConfig):
+        if isinstance(mechanism, HybridConfig):
             was = block.mechanism.balance.amount
             was.set_value(jnp.full_like(was.get_value(), amount))
     return new
@@ -130,11 +130,11 @@ def test_what_is_no_attention_stays_as_it_is():
         tiny.LLAMA, mechanisms=(*tiny.LLAMA.mechanisms, mechanism)
     )
     found = retrofitted(config, "gla", (0,), 4, 1, "beside").layers
-    assert isinstance(found[0], BesideConfig) and found[1] == mechanism
+    assert isinstance(found[0], HybridConfig) and found[1] == mechanism
     # A config of the caller's own stands for all chosen layers.
     own = DeltaNetConfig(16, 4, 8, 2)
     beside = retrofitted(config, own, (0,), 4, 1, "beside").layers[0]
-    assert isinstance(beside, BesideConfig) and beside.memory == own
+    assert isinstance(beside, HybridConfig) and beside.memory == own
     assert beside.window == SlidingWindowConfig(16, 4, 2, 4, window=4, sinks=1)
 
 

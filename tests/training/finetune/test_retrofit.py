@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from memjax.cli import main as cli
 from memjax.config_io import from_record, to_record
 from memjax.data.batches.batch import Batch
-from memjax.mechanisms import BesideConfig, SlidingWindowConfig
+from memjax.mechanisms import HybridConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.norms import rms_norm
 from memjax.models import generate
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
@@ -143,7 +143,7 @@ def test_the_same_command_goes_on_from_the_layers_that_were_chosen(trained, caps
 
 def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path):
     model: Any = open_model(trained[0]).model
-    assert isinstance(model.config.layers[0], BesideConfig)
+    assert isinstance(model.config.layers[0], HybridConfig)
     tokens = np.asarray(tiny.tokens(0, 1, 11))
     drawn = generate(model, None, tokens, 3, key=jax.random.key(0), segment=4)
     assert drawn.tokens.shape == (1, 3)
