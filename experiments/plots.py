@@ -1,7 +1,7 @@
 """Draws all committed plots anew, each from its result file.
 
     python -m experiments.plots                    # all
-    python -m experiments.plots --only hmt/memory  # some
+    python -m experiments.plots --only mplus/retention  # some
 
 Nothing is measured: device and commit in a plot's corner are those of its result file.
 """
@@ -15,7 +15,7 @@ import tyro
 from experiments.books import report as books_report
 from experiments.compare import alignment_report, layers, report
 from experiments.elastic import hippo_reconstruction
-from experiments.hmt import length, memory, switching
+from experiments.hmt import length
 from experiments.lab.results import RESULTS
 from experiments.mplus import perplexity, retrieval_quality
 from experiments.mplus.retention import knowledge_retention
@@ -37,9 +37,7 @@ PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "compare/needles": report.plot_needles,
     "compare/positions": report.plot_positions,
     "elastic/hippo_reconstruction": hippo_reconstruction.plot,
-    "hmt/memory": memory.plot,
     "hmt/smollm2/length": length.plot,
-    "hmt/switching": switching.plot,
     "mplus/cost": cost_report.plot,
     "mplus/perplexity": perplexity.plot,
     "mplus/retention": knowledge_retention.plot,
@@ -61,7 +59,7 @@ def draw(only: tuple[str, ...] = (), folder: Path = RESULTS) -> None:
     """Draws committed plots anew from their result files.
 
     Args:
-        only: names of plots, such as "hmt/memory"; all unless given.
+        only: names of plots, such as "mplus/retention"; all unless given.
         folder: where the pictures go.
     """
     for name in only:

@@ -74,52 +74,19 @@ def smollm2_gain() -> Table:
     return _gains("hmt/smollm2/length")
 
 
-def _sizes(name: str) -> Table:
-    """Perplexity of each size, and what it saves, over seeds."""
-    result = load(name)
+def ablations() -> Table:
+    """Sizes of the sensory memory, and segments that gradients flow through."""
     rows = []
-    for case, row in result["models"].items():
-        first = case == result["base"]
-        rows.append(
-            [
-                case,
-                number(row["perplexity"]["causal"], 1),
-                "" if first else shown(row["gain"]),
-                "" if first else by_seed(row["gain_by_seed"]),
-            ]
-        )
-    header = ["", "PPL, causal", "nats saved against the first", "with each seed"]
-    return Table(header, rows, [name])
-
-
-def sensory() -> Table:
-    """Sizes of the sensory memory."""
-    return _sizes("hmt/sensory")
-
-
-def depth() -> Table:
-    """Segments that gradients flow through."""
-    return _sizes("hmt/depth")
-
-
-def switching() -> Table:
-    """What retrieval saves, and where searches go."""
-    rows = []
-    for form, found in load("hmt/switching")["forms"].items():
-        saved, recall = found["nats_saved_by_retrieval"], found["recall"]
-        rows.append(
-            [
-                form,
-                *(number(x, 1) for x in found["perplexity"]["text"].values()),
-                shown(saved),
-                by_seed(found["nats_saved_by_seed"]),
-                percent(recall["even"]),
-                percent(recall["chance_even"]),
-            ]
-        )
-    header = ["documents", "PPL with retrieval", "PPL without", "nats saved"]
-    header += ["with each seed", "found an even number of segments back", "by chance"]
-    return Table(header, rows, ["hmt/switching"])
+    for result in map(load, ("hmt/sensory", "hmt/depth")):
+        for case, row in result["models"].items():
+            cells = [case, number(row["perplexity"]["causal"], 1)]
+            if case == result["base"]:
+                rows.append([*cells, "", "", ""])
+                continue
+            seeds = by_seed(row["gain_by_seed"])
+            rows.append([*cells, result["base"], shown(row["gain"]), seeds])
+    header = ["", "PPL, causal", "against", "loss reduction, nats/token"]
+    return Table([*header, "with each seed"], rows, ["hmt/sensory", "hmt/depth"])
 
 
 def qa() -> Table:
@@ -162,24 +129,6 @@ def cost() -> Table:
     return Table([*header, "state, MB"], rows, ["hmt/cost"])
 
 
-def memory() -> Table:
-    """Compiled memory of a training step by depth."""
-    result = load("hmt/memory")
-    rows = [
-        [
-            f"{device}, {way}",
-            *(number(size["device"] / 1e6, 0) for size in sizes),
-            *(number(size["host"] / 1e6, 0) for size in sizes),
-        ]
-        for device, ways in result["bytes"].items()
-        for way, sizes in ways.items()
-    ]
-    depths = result["config"]["depths"]
-    header = ["MB beside parameters and moments", *(f"depth {n}" for n in depths)]
-    header += [f"on the host, depth {n}" for n in depths]
-    return Table(header, rows, ["hmt/memory"])
-
-
 def speed() -> Table:
     """Seconds of a training step, and speedups over the authors' program."""
     rows = []
@@ -203,11 +152,8 @@ def _step(step: dict[str, Any]) -> list[str]:
 TABLES: Tables = {
     "hmt/smollm2_length": smollm2_length,
     "hmt/smollm2_gain": smollm2_gain,
-    "hmt/sensory": sensory,
-    "hmt/depth": depth,
-    "hmt/switching": switching,
+    "hmt/ablations": ablations,
     "hmt/qa": qa,
     "hmt/cost": cost,
-    "hmt/memory": memory,
     "hmt/speed": speed,
 }

@@ -112,44 +112,6 @@ def perplexity() -> Table:
     return Table(["PPL", "MB kept", *columns], rows, ["mplus/perplexity"], notes)
 
 
-def snapkv_kept() -> Table:
-    """Shares of tokens that SnapKV keeps."""
-    result = load("mplus/snapkv_kept")
-    rows = [
-        [
-            thousands(distance),
-            *(
-                number(result[part][way][i], 2)
-                for way in ("streamed", "question")
-                for part in ("answer_sentence", "fact_chunk")
-            ),
-            number(result["share_at_random"][i], 2),
-        ]
-        for i, distance in enumerate(result["distances"])
-    ]
-    header = ["tokens since", "streamed: answer's sentence", "its chunk"]
-    header += ["the question votes: answer's sentence", "its chunk", "at random"]
-    return Table(header, rows, ["mplus/snapkv_kept"])
-
-
-def short() -> Table:
-    """Short texts and closed-book answers."""
-    result = load("mplus/short")
-    rows = [
-        [
-            name,
-            number(row["perplexity"], 1),
-            number(row["nats_lost"]["mean"], 3),
-            number(row["right"]["accuracy"], 2),
-            _difference(row["right"]["lost"]),
-        ]
-        for name, row in result["models"].items()
-    ]
-    header = ["", "PPL", "nats lost against the backbone", "right answers of four"]
-    header.append("fewer than the backbone")
-    return Table(header, rows, ["mplus/short"], _recipe(result))
-
-
 def _recipe(result: dict[str, Any]) -> list[str]:
     """How the model of a result was trained, for the caption."""
     stages = result.get("recipe", "not recorded")
@@ -160,8 +122,6 @@ def _recipe(result: dict[str, Any]) -> list[str]:
 
 TABLES: Tables = {
     "mplus/retention": retention,
-    "mplus/snapkv_kept": snapkv_kept,
     "mplus/retrieval_quality": retrieval_quality,
     "mplus/perplexity": perplexity,
-    "mplus/short": short,
 }

@@ -15,14 +15,3 @@ def test_every_plot_is_in_the_command_and_has_a_result_file():
 def test_a_plot_is_drawn_from_its_file(tmp_path):
     plots.draw(only=("ops/kernels",), folder=tmp_path)
     assert (tmp_path / "ops/kernels.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_searches_of_a_result_are_those_that_it_counted():
-    result = load("hmt/switching")
-    for row in result["forms"].values():
-        distances, held = plots.switching.searches_of(row, result)
-        counted = row["recall"]
-        assert len(distances) == len(held) == counted["searches"]
-        # Nobody wrote down how many memories each search had: these follow from it.
-        chance = (1 / held).mean()
-        assert abs(chance - counted["chance_previous"]) < 1e-12

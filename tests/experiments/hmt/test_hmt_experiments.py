@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,15 +11,13 @@ import pytest
 from flax import nnx
 
 from experiments.hmt import (
+    ablations,
     common,
     cost,
-    depth,
     length,
     qa,
     rows,
     scores,
-    sensory,
-    switching,
     tuned,
 )
 from experiments.lab.intervals import gain, restrict_kind, shown
@@ -148,37 +147,29 @@ def test_length(run_dir, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_sensory_and_depth(run_dir, tmp_path, untrained):
-    report = run(sensory, run_dir, tmp_path, sensory=(1,))
+def test_ablations(run_dir, tmp_path, untrained):
+    options: dict[str, Any] = dict(
+        run_dir=run_dir, backbone_steps=2, output=tmp_path, sensory=(1,), depths=(2,)
+    )
+    config = ablations.Config(group="sensory", **options)
+    ablations.main(config)
     assert [x.hmt.sensory for x in untrained] == [1, 1] * 2
     assert [x.hmt.retrieval for x in untrained] == [False, True] * 2
     assert [x.seed for x in untrained] == [0, 0, 1, 1]
     untrained.clear()
+    report = json.loads((tmp_path / "sensory.json").read_text())
     assert list(report["models"]) == ["k = 1", "3-gram"] and report["base"] == "k = 1"
     first, counted = report["models"].values()
     # Two models that are hardly trained, and counts of all training documents.
     assert len(first["gain_by_seed"]) == 2 and not counted["gain_by_seed"]
     assert counted["gain"]["nats"] > 1
-    report = run(depth, run_dir, tmp_path, depths=(2,), seeds=1)
+    ablations.main(dataclasses.replace(config, group="depth", seeds=1))
+    report = json.loads((tmp_path / "depth.json").read_text())
     hmt, rmt, counted = report["models"]
     assert (hmt, rmt) == ("HMT, depth 2 (32 tokens a row)", "RMT, depth 2")
     for row in report["models"].values():
         assert set(row["perplexity"]) == {"causal", "all"}
     assert [x.hmt.sensory for x in untrained] == [1, 1, 0]
-
-
-@pytest.mark.slow
-def test_switching(run_dir, tmp_path, untrained):
-    report = run(switching, run_dir, tmp_path, forms=("dilated",))
-    assert report["chunk_over_segment"] == 1 and report["scored_from"] == L // 2
-    (row,) = report["forms"].values()
-    assert set(row["perplexity"]) == {"text", "text and filler"}
-    assert row["tokens"] == [64] * 4 * 2 and len(row["nats_saved_by_seed"]) == 2
-    # Eight segments a text, of which the first has nothing to search; two seeds.
-    assert row["recall"]["searches"] == 7 * 4 * 2
-    assert sum(row["histogram"].values()) == 7 * 4 * 2
-    assert set(row["histogram"]) <= {"1", "2", "3", "4"}
-    assert is_png(tmp_path / "result.png")
 
 
 @pytest.mark.slow
@@ -268,9 +259,8 @@ def test_a_gain_of_few_documents_has_no_interval():
         (lambda: length.Config(steps=(0, 2)), "steps must be at least 1"),
         (lambda: length.Config(test_tokens=-1), "test_tokens must be >= 0"),
         (lambda: length.Config(lengths=()), "lengths must be at least 1"),
-        (lambda: sensory.Config(sensory=(L + 1,)), r"sensory must be in \[0, 8\]"),
-        (lambda: depth.Config(depths=(1,)), "depths must be at least 2"),
-        (lambda: switching.Config(chunk=-1), "chunk must be >= 0"),
+        (lambda: ablations.Config(sensory=(L + 1,)), r"sensory must be in \[0, 8\]"),
+        (lambda: ablations.Config(depths=(1,)), "depths must be at least 2"),
         (lambda: qa.Config(test_contexts=(0,)), "test_contexts and test_items"),
         (lambda: cost.Config(lengths=(8,)), "lengths must be at least a segment"),
         (lambda: cost.Config(segment=-1), "segment must be >= 0"),
