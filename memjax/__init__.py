@@ -1,20 +1,51 @@
-"""Long-context memory as pure functions over explicit state."""
+"""Long-context memory as pure functions over explicit state.
+
+loaded = memjax.load("HuggingFaceTB/SmolLM2-135M")      model, tokenizer, origin
+memjax.save_memory("memory", loaded.model, state)
+state = memjax.load_memory("memory", loaded.model)
+"""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-#: Also of the package: pyproject.toml reads it here.
+if TYPE_CHECKING:
+    from memjax.models.checkpoints.memory_state import load_memory as load_memory
+    from memjax.models.checkpoints.memory_state import save_memory as save_memory
+    from memjax.training.loading import Loaded as Loaded
+    from memjax.training.loading import load as load
+
+#: Also of the distribution: pyproject.toml reads it here.
 __version__ = "0.1.0"
 
-_ROOMS = ("mechanisms", "models", "nnx")
+_PACKAGES = (
+    "aot",
+    "buckets",
+    "cli",
+    "conversation",
+    "data",
+    "evaluation",
+    "mechanisms",
+    "models",
+    "nnx",
+    "training",
+)
+#: Functions and classes, with the module that defines each.
+_MODULES = {
+    "Loaded": "memjax.training.loading",
+    "load": "memjax.training.loading",
+    "load_memory": "memjax.models.checkpoints.memory_state",
+    "save_memory": "memjax.models.checkpoints.memory_state",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a room when it is first used: `memjax --help` needs none, and no JAX."""
-    if name in _ROOMS:
+    """Imports on first use: `memjax --help` needs no JAX."""
+    if name in _PACKAGES:
         return importlib.import_module(f"memjax.{name}")
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'memjax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_ROOMS]
+    return [*globals(), *_PACKAGES, *_MODULES]

@@ -84,7 +84,7 @@ ROOMS = {
 }
 # Files at the root of memjax, below all rooms; `memjax` itself re-exports rooms.
 SHARED = ("memjax.checks", "memjax.config_io")
-# Says its version, and imports its rooms when they are used.
+# Says its version, and imports its packages when they are used.
 ROOT_MODULE = "memjax"
 UNSAFE = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
@@ -172,6 +172,9 @@ def test_no_imports_in_circles():
 def test_imports_stand_at_the_top():
     """None is hidden in a function or a condition, but those of optional packages."""
     for name, tree in TREES.items():
+        if name == ROOT_MODULE:
+            # Imports its packages on first use; a type checker sees them at once.
+            continue
         top = {id(node) for node in tree.body}
         for node in ast.walk(tree):
             if id(node) not in top:

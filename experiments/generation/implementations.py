@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
+import memjax
 from memjax.models import Sampling, generate
-from memjax.models.checkpoints.pretrained import load_pretrained
 
 Implementation = Literal["memjax", "transformers", "transformers_compiled"]
 
@@ -60,7 +60,7 @@ def make(
 
 
 def _ours(file: Path, prompts: Prompts) -> Callable[[int], np.ndarray]:
-    model = load_pretrained(file).model
+    model = memjax.load(file).model
     equal = len(set(prompts.lengths)) == 1
     lengths = None if equal else prompts.lengths
 

@@ -24,11 +24,11 @@ import numpy as np
 import tyro
 from flax import nnx
 
+import memjax
 from experiments.lab.backbones import smollm2
 from experiments.lab.results import RESULTS, settings, show, write_report
 from memjax.data import open_documents
 from memjax.models import HMTConfig, MPlusConfig, hmt, mplus
-from memjax.models.checkpoints.pretrained import load_pretrained
 
 Name = Literal["hmt", "mplus"]
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -72,7 +72,7 @@ class Config:
 
 def stream(config: Config, name: Name) -> dict[str, Any]:
     """Reads the book with one model, in this process."""
-    pretrained = load_pretrained(config.model or smollm2())
+    pretrained = memjax.load(config.model or smollm2())
     tokenizer = pretrained.text.tokenizer
     assert tokenizer is not None
     key = jax.random.key(0)

@@ -5,24 +5,23 @@ from typing import Annotated
 
 import tyro
 
+import memjax
 from memjax.buckets.bucket import Bucket, as_path
 from memjax.buckets.local_copies import written_here
 from memjax.cli.progress import Progress
 from memjax.config_io import AnyPath
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format
-from memjax.models.checkpoints import pretrained as interop
 from memjax.models.checkpoints.hf.safetensors_write import require_free
 from memjax.models.hmt import checkpoint as hmt_checkpoint
 from memjax.models.language_model.config import Dtype
 from memjax.models.mplus.checkpoints import checkpoint as mplus_checkpoint
-from memjax.training.finetune.any_model import (
+from memjax.training.finetune.model_card import model_card
+from memjax.training.loading import (
     model_type,
-    open_model,
     plain_model,
     save_model,
 )
-from memjax.training.finetune.model_card import model_card
 
 #: Who reads a folder, by its model type; transformers reads the others.
 READERS = {
@@ -52,14 +51,9 @@ def import_model(
     place = as_path(destination)
     _require_empty(place)
     with Progress("reading", "tensors") as progress, written_here(place) as folder:
-        written = interop.convert(
-            source,
-            folder,
-            dtype=dtype,
-            with_tokenizer=tokenizer,
-            progress=progress,
-        )
-    return _report(written, place)
+        loaded = memjax.load(source, with_tokenizer=tokenizer, progress=progress)
+        save_model(loaded.model, folder, loaded.text, origin=loaded.origin, dtype=dtype)
+    return _report(model_type(loaded.model), place)
 
 
 def export_model(
@@ -82,7 +76,7 @@ def export_model(
     # Before the model is read, which may take minutes.
     place = as_path(destination)
     _require_empty(place)
-    opened = open_model(source)
+    opened = memjax.load(source)
     model = plain_model(opened.model) if backbone_only else opened.model
     command = ["export", source, str(place)]
     command += ["--backbone-only"] if backbone_only else []

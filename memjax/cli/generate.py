@@ -8,6 +8,7 @@ from typing import Annotated
 import jax
 import tyro
 
+import memjax
 from memjax.checks import check_seed, check_sizes
 from memjax.cli.process import keep_programs
 from memjax.conversation.streaming import printer
@@ -15,7 +16,6 @@ from memjax.data.documents.folder import MAX_DOCUMENT
 from memjax.data.documents.tokenizer import encode_prompt
 from memjax.models import Sampling, generate
 from memjax.models.language_model.config import Dtype
-from memjax.training.finetune.any_model import open_model
 
 
 def generate_text(
@@ -53,7 +53,7 @@ def generate_text(
     check_seed(seed)
     text = prompt if prompt_file is None else read_text(prompt_file)
     keep_programs()
-    opened = open_model(model, dtype=dtype)
+    opened = memjax.load(model, dtype=dtype)
     tokenizer, ends = opened.tokenizer, opened.text.generation.eos_ids
     # With the first token, so that what is refused prints nothing.
     write = functools.partial(_write, [prompt])

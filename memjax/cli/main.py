@@ -17,6 +17,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+import memjax
 from memjax import evaluation
 from memjax.buckets.bucket import as_path
 from memjax.buckets.local_copies import written_here
@@ -44,7 +45,6 @@ from memjax.training import pretrain as run
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.config import DataConfig, RunConfig
 from memjax.training.curves import draw_curves
-from memjax.training.finetune.any_model import open_model
 from memjax.training.resume import NonFiniteError
 from memjax.training.run_data import load_sources
 
@@ -120,7 +120,7 @@ def evaluate(
         output: folder of what is written; None is the run's own, or `eval` here.
     """
     keep_programs()
-    opened = open_model(model, dtype=dtype)
+    opened = memjax.load(model, dtype=dtype)
     found, data = opened.model, opened.run and opened.run.data
     if sampling is not None:
         found = run.with_sampling(found, sampling=sampling, decay=decay)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, PyTree
 
+import memjax
 from memjax.checks import check_seed, check_sizes
 from memjax.config_io import to_record
 from memjax.conversation.backends import Decoding, backend_of
@@ -29,7 +30,6 @@ from memjax.models.checkpoints.memory_state import (
 )
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.models.language_model.config import Dtype
-from memjax.training.finetune.any_model import open_model
 
 
 class Answer(NamedTuple):
@@ -105,14 +105,14 @@ class Conversation:
 
         Args:
             model: folder of a run, folder of safetensors, GGUF file, or a model of the
-                hub; see `open_model`.
+                hub; see `memjax.load`.
             memory: folder; see `MemoryFolder`.
             dtype: of the activations of a model without a run; None is float32.
             template: as for the class.
 
         Raises:
             ClaimedError: another process writes there.
-            ValueError: as `open_model`, `MemoryFolder` and the class.
+            ValueError: as `memjax.load`, `MemoryFolder` and the class.
         """
         folder = None if memory is None else MemoryFolder(memory)
         try:
@@ -151,7 +151,7 @@ class Conversation:
             if writes and folder.path.exists():
                 folder.claim()
             folder.load(read_note)
-        opened = open_model(model, dtype=dtype)
+        opened = memjax.load(model, dtype=dtype)
         # A new folder is made when there is a model for it.
         if folder is not None and writes:
             folder.claim()

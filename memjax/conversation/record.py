@@ -22,7 +22,7 @@ class Owner:
 
     Attributes:
         name: by which it was opened.
-        origin: what it was made from; see `OpenedModel`.
+        origin: what it was made from; see `Loaded`.
         fingerprint: of its parameters; see `fingerprint`.
         tokenizer: digest of its tokenizer.
     """

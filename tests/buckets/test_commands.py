@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
+import memjax
 from memjax.buckets.bucket import Bucket
-from memjax.models.checkpoints.pretrained import load_pretrained
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT
 from memjax.training import LoopConfig, pretrain
 from memjax.training.finetune import finetune
-from memjax.training.finetune.any_model import open_model, save_model
 from memjax.training.finetune.curricula import HMTStages
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import SampleConfig
+from memjax.training.loading import save_model
 from tests import tiny
 from tests.buckets.stores import Store
-from tests.cli.test_main import MODEL, SIZES, memjax, refused
+from tests.cli.test_main import MODEL, SIZES, command, refused
 from tests.training.finetune.backbone import backbone_run
 from tests.training.idle import idle_updates
 
@@ -39,27 +39,27 @@ def test_a_run_is_trained_scored_continued_and_exported(
     here.mkdir()
     monkeypatch.chdir(here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    code, out, err = memjax("train", "--run-dir", url, *words)
+    code, out, err = command("train", "--run-dir", url, *words)
     assert (code, err) == (0, [])
     assert f"finished at step 2; run folder {url}" in out
-    code, out, err = memjax("train", "--run-dir", url, *words, "--loop.steps", "3")
+    code, out, err = command("train", "--run-dir", url, *words, "--loop.steps", "3")
     assert (code, err) == (0, [])
     assert "resumed at step 2" in out and f"wrote {url}/curves.png" in out
-    code, out, err = memjax("eval", url, "--split", "train")
+    code, out, err = command("eval", url, "--split", "train")
     assert (code, err) == (0, [])
     bucket = Bucket(url)
     assert json.loads(bucket.read("eval-train.json"))["split"] == "train"
     for plot in ("curves.png", "eval-train.png"):
         assert bucket.read(plot).startswith(b"\x89PNG")
-    code, out, err = memjax("generate", url, "--prompt", "memory", "--tokens", "3")
+    code, out, err = command("generate", url, "--prompt", "memory", "--tokens", "3")
     assert (code, err) == (0, []) and out
-    code, out, err = memjax("export", url, f"{url}-exported")
+    code, out, err = command("export", url, f"{url}-exported")
     assert (code, err) == (0, [])
     assert "model.safetensors" in Bucket(f"{url}-exported").entries()
     assert "must be empty" in refused("export", url, f"{url}-exported")
     # What was exported opens as the run does.
     _, model = pretrain.load_model(url)
-    exported = load_pretrained(f"{url}-exported").model
+    exported = memjax.load(f"{url}-exported").model
     tiny.assert_equal(tiny.parameters(exported), tiny.parameters(model))
     assert not list(here.iterdir())
 
@@ -95,5 +95,5 @@ def test_fine_tuning_starts_from_a_bucket_and_stays_there(
             assert outcome.reason == "finished"
     names = Bucket(tuned).entries()
     assert {"stage1/config.json", "stage2/metrics.jsonl"} <= set(names)
-    assert isinstance(open_model(tuned).model, HMT)
-    save_model(open_model(tuned).model, tmp_path / "exported", open_model(tuned).text)
+    assert isinstance(memjax.load(tuned).model, HMT)
+    save_model(memjax.load(tuned).model, tmp_path / "exported", memjax.load(tuned).text)

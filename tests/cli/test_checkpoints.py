@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import memjax
 from memjax.cli import main as cli
 from memjax.data import load_tokenizer
-from memjax.models.checkpoints.pretrained import load_pretrained, save_pretrained
+from memjax.models.checkpoints.pretrained import save_pretrained
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.training import pretrain as run
 from tests import tiny
@@ -29,7 +30,7 @@ TINY = """
 """.split()
 
 
-def memjax(*words):
+def command(*words):
     """Exit code, stdout and stderr of one command."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -39,7 +40,7 @@ def memjax(*words):
 
 
 def refused(*words):
-    code, out, err = memjax(*words)
+    code, out, err = command(*words)
     assert code == 2 and out == "" and err.count("\n") == 1, (code, out, err)
     return err
 
@@ -52,7 +53,7 @@ def _trained(tmp_path_factory):
         (folder / f"{i}.txt").write_text("memory window block state " * 30)
     source = ["--data.source", f"folder:{folder}", "--data.cache-dir", folder / "cache"]
     words = ["train", "--run-dir", folder / "one", "transformer-tiny", *source, *TINY]
-    code, _, err = memjax(*words)
+    code, _, err = command(*words)
     assert (code, err) == (0, "")
     return folder / "one"
 
@@ -62,12 +63,12 @@ def assert_same(one, other):
 
 
 def test_import_writes_a_folder_that_loads(tmp_path):
-    code, out, err = memjax("import", LLAMA, tmp_path / "a")
+    code, out, err = command("import", LLAMA, tmp_path / "a")
     assert (code, err) == (0, "")
     assert "(llama): memjax and transformers load it" in out
     seen = []
-    loaded = load_pretrained(LLAMA, progress=lambda *counts: seen.append(counts))
-    assert_same(load_pretrained(tmp_path / "a").model, loaded.model)
+    loaded = memjax.load(LLAMA, progress=lambda *counts: seen.append(counts))
+    assert_same(memjax.load(tmp_path / "a").model, loaded.model)
     assert seen == [(i + 1, len(seen)) for i in range(len(seen))] and len(seen) > 8
     assert "exists already" in refused("import", LLAMA, tmp_path / "a")
     assert "neither a folder nor" in refused("import", tmp_path / "no", tmp_path / "b")
@@ -75,7 +76,7 @@ def test_import_writes_a_folder_that_loads(tmp_path):
 
 def test_half_precision_is_asked_for(tmp_path):
     words = ("import", LLAMA, tmp_path / "a", "--dtype", "bfloat16", "--no-tokenizer")
-    assert memjax(*words)[0] == 0
+    assert command(*words)[0] == 0
     size = (tmp_path / "a" / "model.safetensors").stat().st_size
     assert size < 0.6 * (LLAMA / "model.safetensors").stat().st_size
     assert "dtype" in refused("import", LLAMA, tmp_path / "b", "--dtype", "int8")
@@ -83,10 +84,10 @@ def test_half_precision_is_asked_for(tmp_path):
 
 @pytest.mark.slow
 def test_export_writes_what_was_trained(trained, tmp_path):
-    code, out, err = memjax("export", trained, tmp_path / "a")
+    code, out, err = command("export", trained, tmp_path / "a")
     assert (code, err) == (0, "") and "(mistral)" in out
     config, model = run.load_model(trained)
-    loaded = load_pretrained(tmp_path / "a")
+    loaded = memjax.load(tmp_path / "a")
     found, there = loaded.model, loaded.tokenizer
     # The tied, scaled embedding is told as an embedding and a head.
     embedding = np.asarray(model.embedding.get_value())
@@ -97,9 +98,9 @@ def test_export_writes_what_was_trained(trained, tmp_path):
     text = "memory of 12 blocks\n"
     assert there is not None
     assert there.encode(text).tolist() == own.encode(text).tolist()
-    again = memjax("export", tmp_path / "a", tmp_path / "b")
+    again = command("export", tmp_path / "a", tmp_path / "b")
     assert again[0] == 0
-    assert_same(load_pretrained(tmp_path / "b").model, found)
+    assert_same(memjax.load(tmp_path / "b").model, found)
     assert "exists already" in refused("export", trained, tmp_path / "a")
 
 
@@ -109,21 +110,21 @@ def test_any_model_writes_on_and_is_scored(tmp_path):
     text = TextInterface(tiny.tokenizer(), generation=GenerationConfig((0,)))
     save_pretrained(tiny.llama(), folder, text, origin="owner/name@abc")
     words = ["generate", folder, "--prompt", "abc", "--tokens", "3"]
-    code, out, err = memjax(*words, "--temperature", "0")
+    code, out, err = command(*words, "--temperature", "0")
     assert (code, err) == (0, "") and out.startswith("abc") and len(out) > 4
     texts.mkdir()
     for i in range(4):
         (texts / f"{i}.txt").write_text("abcdefgh" * 3)
     words = ["eval", folder, "--source", f"folder:{texts}", "--segment", "8"]
     words += ["--split", "train", "--output", tmp_path / "scores"]
-    code, out, err = memjax(*words)
+    code, out, err = command(*words)
     assert (code, err) == (0, "") and (tmp_path / "scores/eval-train.png").exists()
     scores = json.loads((tmp_path / "scores/eval-train.json").read_text())
     assert 1 < scores["perplexity"]["all"]["perplexity"] < 1e4
-    assert memjax("export", folder, tmp_path / "b", "--backbone-only")[0] == 0
+    assert command("export", folder, tmp_path / "b", "--backbone-only")[0] == 0
     card = (tmp_path / "b" / "README.md").read_text()
     assert "base_model: owner/name" in card and "--backbone-only" in card
-    assert load_pretrained(tmp_path / "b").origin == "owner/name@abc"
+    assert memjax.load(tmp_path / "b").origin == "owner/name@abc"
 
 
 def test_no_network_is_one_line(tmp_path, monkeypatch):

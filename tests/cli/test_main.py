@@ -32,7 +32,7 @@ SIZES = """
 """.split()
 
 
-def memjax(*words):
+def command(*words):
     """Exit code, stdout and the lines of stderr of one command."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -43,7 +43,7 @@ def memjax(*words):
 
 def refused(*words):
     """The one line of a refusal."""
-    code, out, err = memjax(*words)
+    code, out, err = command(*words)
     assert code == 2 and len(err) == 1 and out == "", (code, out, err)
     assert err[0].startswith("memjax: ")
     return err[0]
@@ -78,7 +78,7 @@ def _train(texts):
 @pytest.fixture(scope="module", name="trained")
 def _trained(train, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "one"
-    return run_dir, memjax(*train(run_dir))
+    return run_dir, command(*train(run_dir))
 
 
 def test_training_writes_a_run_and_says_where(trained):
@@ -94,7 +94,7 @@ def test_training_writes_a_run_and_says_where(trained):
 
 
 def test_the_same_command_goes_on_and_finds_nothing_to_do(trained, train):
-    code, out, err = memjax(*train(trained[0]))
+    code, out, err = command(*train(trained[0]))
     assert (code, err) == (0, [])
     assert "resumed at step 2" in out and "finished at step 2" in out
     assert "loss" not in out
@@ -115,7 +115,7 @@ def test_the_written_configuration_reads_back(trained):
 @pytest.mark.slow
 def test_evaluation_prints_a_table_and_writes_numbers_and_a_plot(trained):
     run_dir, _ = trained
-    code, out, err = memjax("eval", run_dir, "--split", "validation")
+    code, out, err = command("eval", run_dir, "--split", "validation")
     assert (code, err) == (0, []) and "perplexity" in out
     result = json.loads((run_dir / "eval-validation.json").read_text())
     assert result["split"] == "validation" and result["edges"][0] == 0
@@ -130,7 +130,7 @@ def test_evaluation_prints_a_table_and_writes_numbers_and_a_plot(trained):
 def test_another_sampling_gives_other_numbers(trained):
     results = []
     for words in ([], ["--sampling", "exponential", "--decay", "0.5"]):
-        code, _, _ = memjax("eval", trained[0], *words)
+        code, _, _ = command("eval", trained[0], *words)
         assert code == 0
         results.append(json.loads((trained[0] / "eval-test.json").read_text()))
     one, other = (result["perplexity"]["all"]["perplexity"] for result in results)
@@ -141,15 +141,15 @@ def test_another_sampling_gives_other_numbers(trained):
 def test_generation_continues_the_prompt_and_a_file(trained, tmp_path):
     program: Any = _draw
     words, compiled = ("generate", trained[0], "--tokens", "5"), program._cache_size()
-    code, out, err = memjax(*words, "--prompt", "memory")
+    code, out, err = command(*words, "--prompt", "memory")
     assert (code, err) == (0, []) and out.startswith("memory") and len(out) > 7
     # One program draws every token, the first one too.
     assert program._cache_size() == compiled + 1
-    assert memjax(*words, "--prompt", "memory")[1] == out
-    assert memjax(*words, "--prompt", "memory", "--seed", "1")[1] != out
+    assert command(*words, "--prompt", "memory")[1] == out
+    assert command(*words, "--prompt", "memory", "--seed", "1")[1] != out
     file = tmp_path / "prompt.txt"
     file.write_text("memory")
-    code, alone, _ = memjax(*words, "--prompt-file", file)
+    code, alone, _ = command(*words, "--prompt-file", file)
     assert code == 0 and "memory" + alone == out
 
 
@@ -163,13 +163,13 @@ def test_generation_needs_one_prompt(trained):
 
 @pytest.mark.slow
 def test_the_embedded_corpus_trains_without_a_download(train, tmp_path):
-    code, out, err = memjax(*train(tmp_path / "run", source="embedded"))
+    code, out, err = command(*train(tmp_path / "run", source="embedded"))
     assert (code, err) == (0, []) and "finished at step 2" in out
 
 
 def test_data_lists_documents_with_their_tokens(texts, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(texts / "cache"))
-    code, out, err = memjax(
+    code, out, err = command(
         "data", "--source", f"folder:{texts}", "--tokenizer", "bytes"
     )
     assert (code, err) == (0, [])
@@ -194,7 +194,7 @@ def test_data_lists_documents_with_their_tokens(texts, monkeypatch):
     ],
 )
 def test_every_command_explains_itself(words, expected):
-    code, out, err = memjax(*words, "--help")
+    code, out, err = command(*words, "--help")
     assert (code, err) == (0, [])
     for option in expected:
         assert option in out

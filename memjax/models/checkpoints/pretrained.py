@@ -1,14 +1,13 @@
-"""Load pretrained models by name, and save them as folders that other programs read.
+"""Read pretrained models, and save them as folders that other programs read.
 
-    pretrained = load_pretrained("HuggingFaceTB/SmolLM2-135M")
-    ids = pretrained.tokenizer.encode("It was")
-    save_pretrained(pretrained.model, "mine", pretrained.text)
+    loaded = memjax.load("HuggingFaceTB/SmolLM2-135M")
+    ids = loaded.tokenizer.encode("It was")
+    save_pretrained(loaded.model, "mine", loaded.text)
 
 Nothing that is read is executed; `hf.safetensors_file`, `hf.safetensors_folder` and
 `gguf.file` check every name, size and offset before it is used.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import get_args
 from flax import nnx
 
 from memjax.checks import require_known
-from memjax.data.documents.tokenizer import Tokenizer
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from memjax.models.checkpoints.hf import hub, tensor_names
@@ -30,11 +28,9 @@ from memjax.models.checkpoints.hf.safetensors_folder import (
 )
 from memjax.models.checkpoints.hf.safetensors_write import (
     SAVED_DTYPES,
-    require_free,
     write_folder,
 )
 from memjax.models.checkpoints.text_interface import (
-    GenerationConfig,
     TextInterface,
     read_text_interface,
 )
@@ -51,83 +47,21 @@ def unseen(done: int, total: int) -> None:
     """Progress that nobody watches."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Pretrained:
-    """A model and what stands between it and text.
-
-    Attributes:
-        model: the parameters.
-        text: tokenizer, chat template, and how to draw.
-        origin: path of the file or folder, "owner/name@commit" of a model of the hub;
-            of a folder that memjax made, the model that it was made from.
-    """
-
-    model: LanguageModel
-    text: TextInterface
-    origin: str
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Encodes and decodes; None if there is none."""
-        return self.text.tokenizer
-
-    @property
-    def chat_template(self) -> str | None:
-        """Jinja's source of how turns become a prompt; None without one."""
-        return self.text.chat_template
-
-    @property
-    def generation(self) -> GenerationConfig:
-        """Tokens that end a text, and how the model's makers draw."""
-        return self.text.generation
-
-
-def load_pretrained(
-    name: Path | str,
-    *,
-    dtype: Dtype | None = None,
-    param_dtype: Dtype | None = None,
-    with_tokenizer: bool = True,
-    progress: Progress = unseen,
-) -> Pretrained:
-    """Reads a model of a Hugging Face family, or one that `save_pretrained` wrote.
-
-    Args:
-        name: a folder of `config.json` and safetensors, a GGUF file, or a model of the
-            hub, "owner/name" or "owner/name/file.gguf", at its newest commit or the one
-            behind an "@".
-        dtype: of the activations; None is the saved one of models that memjax saved in
-            its own format, float32 of others.
-        param_dtype: of the parameters. None is float32; with dtype="bfloat16" it is
-            bfloat16 for what the file has in bfloat16 or quantized, without a copy in
-            float32 of more than a tensor.
-        with_tokenizer: False does not read it, which helps if its kind is unknown.
-        progress: called with each tensor: how many were read, and how many there are.
-
-    Raises:
-        ValueError: naming file, tensor, what was expected and found, if the files are
-            not sound, describe a model that is not built here, or are of different
-            models; saying where it was looked for, if there is no such model; also
-            without an optional package that is needed.
-    """
-    return load_located(
-        hub.locate(name),
-        dtype=dtype,
-        param_dtype=param_dtype,
-        with_tokenizer=with_tokenizer,
-        progress=progress,
-    )
-
-
-def load_located(
+def read_pretrained(
     found: hub.Location,
     *,
     dtype: Dtype | None,
     param_dtype: Dtype | None = None,
     with_tokenizer: bool = True,
     progress: Progress = unseen,
-) -> Pretrained:
-    """`load_pretrained` of a model that was found already."""
+) -> tuple[LanguageModel, TextInterface, str]:
+    """Model, text interface and origin of a model without a memory; see `memjax.load`.
+
+    Raises:
+        ValueError: naming file, tensor, what was expected and found, if the files are
+            not sound, describe a model that is not built here, or are of different
+            models; also without an optional package that is needed.
+    """
     if found.path.is_dir():
         config = read_model_config(found.path)
         if config.get("model_type") != own_format.MODEL_TYPE:
@@ -143,7 +77,7 @@ def load_located(
             found.path, model.vocab_size, with_tokenizer=with_tokenizer
         )
     made_from = checkpoint.config.get(own_format.ORIGIN)
-    return Pretrained(model, text, str(made_from) if made_from else found.origin)
+    return model, text, str(made_from) if made_from else found.origin
 
 
 def save_pretrained(
@@ -159,7 +93,7 @@ def save_pretrained(
     """Writes a folder that transformers loads, if it has such a model.
 
     Models of the families of `from_hf_config` have their tensor names. Others, as all
-    with recurrent layers, are written for `load_pretrained` alone. LoRA adapters are
+    with recurrent layers, are written for `memjax.load` alone. LoRA adapters are
     merged.
 
     Args:
@@ -209,36 +143,6 @@ def saved_type(model: LanguageModel) -> str:
         return to_hf_config(model.config)["model_type"]
     except ValueError:
         return own_format.MODEL_TYPE
-
-
-def convert(
-    source: Path | str,
-    folder: Path | str,
-    *,
-    dtype: Dtype = "float32",
-    with_tokenizer: bool = True,
-    progress: Progress = unseen,
-) -> str:
-    """Reads any source and writes it as a folder, which loads faster than GGUF.
-
-    Args:
-        source: as in `load_pretrained`.
-        folder: as in `save_pretrained`.
-        dtype: of the saved tensors; float32 represents all others exactly.
-        with_tokenizer: as in `load_pretrained`.
-        progress: as in `load_pretrained`.
-
-    Returns:
-        The model_type, as `save_pretrained`.
-
-    Raises:
-        ValueError: as both.
-    """
-    require_free(Path(folder))
-    found = load_pretrained(source, with_tokenizer=with_tokenizer, progress=progress)
-    return save_pretrained(
-        found.model, folder, found.text, origin=found.origin, dtype=dtype
-    )
 
 
 def _open(path: Path) -> SafetensorsFolder | GGUFCheckpoint:

@@ -96,7 +96,7 @@ class ModelConfig:
         norm_epsilon: of the norms.
         tied_head: whether the output layer is the embedding, transposed.
         dtype: of activations; states and logits are float32, and parameters are drawn
-            so (`load_pretrained` can keep a file's bfloat16).
+            so (`memjax.load` can keep a file's bfloat16).
         remat: recompute each layer's activations in the backward pass.
         remat_saves: what is kept of a layer for that: its "input" alone; on a TPU what
             "attention" reads too, as much again, so that its kernel runs once; or the

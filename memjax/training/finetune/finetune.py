@@ -52,7 +52,7 @@ def finetune(
 
     Args:
         stage: what is trained, on what, and how.
-        backbone: a run's folder, or a model as `load_pretrained` takes it; may be None
+        backbone: a model as `memjax.load` takes it; may be None
             where `start` is given, whose run holds it.
         run_dir: the run's folder.
         start: folder of the stage before. HMT: a run without retrieval, whose backbone

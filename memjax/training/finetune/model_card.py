@@ -5,8 +5,8 @@ import shlex
 from memjax.config_io import AnyPath, read_json
 from memjax.models.checkpoints import own_format
 from memjax.training.config import RunConfig
-from memjax.training.finetune.any_model import OpenedModel
 from memjax.training.finetune.run import FinetuneRun, later_stage
+from memjax.training.loading import Loaded
 
 KINDS = {
     "hmt": "A language model with HMT memory (a memory vector for every segment).",
@@ -19,14 +19,11 @@ USES = {
     "memoryllm": "from memjax.models.mplus.checkpoints.checkpoint import load_mplus\n\n"
     "model = load_mplus(FOLDER)",
 }
-PLAIN = (
-    "from memjax.models.checkpoints.pretrained import load_pretrained\n\n"
-    "model = load_pretrained(FOLDER).model"
-)
+PLAIN = "import memjax\n\nmodel = memjax.load(FOLDER).model"
 
 
 def model_card(
-    opened: OpenedModel, folder: AnyPath | None, model_type: str, command: list[str]
+    opened: Loaded, folder: AnyPath | None, model_type: str, command: list[str]
 ) -> str:
     """The text of a `README.md` for the hub.
 
@@ -51,7 +48,7 @@ def model_card(
     return "\n".join(parts)
 
 
-def _front_matter(opened: OpenedModel, model_type: str) -> str:
+def _front_matter(opened: Loaded, model_type: str) -> str:
     """What the hub reads: YAML between two lines of dashes."""
     lines = ["---", "library_name: memjax", f"tags: [{model_type}]"]
     # Of a model of the hub: its name without the commit.
@@ -61,7 +58,7 @@ def _front_matter(opened: OpenedModel, model_type: str) -> str:
     return "\n".join([*lines, "---\n"])
 
 
-def _making(opened: OpenedModel, command: list[str]) -> list[str]:
+def _making(opened: Loaded, command: list[str]) -> list[str]:
     lines = []
     if opened.origin:
         lines.append(f"- made from: `{own_format.public_name(opened.origin)}`")

@@ -14,7 +14,7 @@ from memjax.data import Tokenizer
 from memjax.models import LanguageModel
 from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.lora import merge_lora
-from memjax.training.finetune.any_model import open_model, run_text
+from memjax.training import loading
 from memjax.training.finetune.run import (
     SHIPPED,
     TOKENIZER_FILE,
@@ -69,7 +69,7 @@ def load_backbone(name: AnyPath | str) -> Backbone:
     Raises:
         ValueError: if there is no model or no tokenizer, or it has a memory already.
     """
-    opened = open_model(name)
+    opened = loading.load(name)
     model = opened.model
     if not isinstance(model, LanguageModel):
         raise ValueError(
@@ -157,7 +157,7 @@ def _after(
     _, trained = load(start)
     if backbone is not None:
         _check_same_backbone(before, trained, where, backbone)
-    text = run_text(before, later_stage(start) or start)
+    text = loading.run_text(before, later_stage(start) or start)
     name = _kept_name(before.tokenizer)
     stored = StoredText(name, text, cast(Tokenizer, text.tokenizer))
     described = dataclasses.replace(

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import memjax
 from experiments.generation import benchmark, streaming
 from experiments.generation.implementations import Prompts
 from memjax.models import HMTConfig, MPlusConfig
@@ -54,7 +55,7 @@ def test_a_wrong_setting_is_named(field, value):
 def test_a_long_text_is_read_at_constant_size(name, monkeypatch):
     text = types.SimpleNamespace(tokenizer=tiny.tokenizer())
     pretrained = types.SimpleNamespace(model=tiny.llama(), text=text)
-    monkeypatch.setattr(streaming, "load_pretrained", lambda _: pretrained)
+    monkeypatch.setattr(memjax, "load", lambda _: pretrained, raising=False)
     config = streaming.Config(
         model=Path("model.gguf"),
         tokens=24,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import memjax
 from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from memjax.models.checkpoints.gguf.file import GGUFFile
 from memjax.models.checkpoints.hf.safetensors_write import write_folder
-from memjax.models.checkpoints.pretrained import load_pretrained
 from memjax.models.checkpoints.text_interface import GenerationConfig
 from tests.models.checkpoints.gguf_writing import gguf, write
 
@@ -161,7 +161,7 @@ def test_the_model_equals_that_of_a_folder(architecture, tmp_path):
     file = write(tmp_path / "a.gguf", stored, entries(architecture), architecture)
     config = GGUFCheckpoint(file).config
     write_folder(tmp_path / "a", config, tensors.items(), {})
-    models = [load_pretrained(path).model for path in (file, tmp_path / "a")]
+    models = [memjax.load(path).model for path in (file, tmp_path / "a")]
     assert models[0].config == models[1].config
     jax.tree.map(np.testing.assert_array_equal, *(nnx.state(m) for m in models))
 
@@ -171,7 +171,7 @@ def test_quantized_parameters_fit_in_bfloat16(llama):
     values = hf_tensors(biased=False)["lm_head.weight"]
     for kind, expected in ((q8, "bfloat16"), (f32, "float32")):
         path = llama(more={"output.weight": (gguf.quantize(values, kind), kind)})
-        model = load_pretrained(path, dtype="bfloat16").model
+        model = memjax.load(path, dtype="bfloat16").model
         assert model.head.get_value().dtype == expected
         assert model.norm.get_value().dtype == "float32"
 

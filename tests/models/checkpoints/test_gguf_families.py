@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import pytest
 
+import memjax
 from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.models.checkpoints.hf.safetensors_file import SafetensorsFile
-from memjax.models.checkpoints.pretrained import load_pretrained
 from tests.models.checkpoints.gguf_writing import gguf, write
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
@@ -132,7 +132,7 @@ def test_tensors_are_those_of_hugging_face(family, tmp_path):
 def test_logits_are_those_of_transformers(family, tmp_path):
     tensors = stored(family, tensors_of(family))
     path = write(tmp_path / "a.gguf", tensors, entries(family), family)
-    model = load_pretrained(path).model
+    model = memjax.load(path).model
     with np.load(GOLDEN / family / "logits.npz") as golden:
         run = jax.jit(lambda model, x: model.logits(model.encode(model.embed(x))))
         logits = run(model, golden["tokens"])
@@ -177,7 +177,7 @@ def test_the_head_of_gemma_is_the_embedding(tmp_path):
     more = {"output.weight": tensors["token_embd.weight"] + 1}
     path = write(tmp_path / "a.gguf", tensors | more, entries("gemma3"), "gemma3")
     with pytest.raises(ValueError, match="'lm_head.weight' must be the embedding"):
-        load_pretrained(path)
+        memjax.load(path)
 
 
 def test_scales_of_gemma_stay_in_float32_where_others_are_compact(tmp_path):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import memjax
 from memjax.models.checkpoints.hf import hub
-from memjax.models.checkpoints.pretrained import load_pretrained, save_pretrained
+from memjax.models.checkpoints.pretrained import save_pretrained
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from tests import tiny
 
@@ -51,14 +52,14 @@ def _remote(tmp_path, monkeypatch):
 
 def refuses(name, *words):
     with pytest.raises(ValueError) as error:
-        load_pretrained(name)
+        memjax.load(name)
     for word in words:
         assert word in str(error.value), str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_the_needed_files_of_a_model_are_downloaded(remote, tmp_path):
-    found = load_pretrained("owner/name@main")
+    found = memjax.load("owner/name@main")
     assert (found.text, found.origin) == (TEXT, f"owner/name@{COMMIT}")
     tiny.assert_equal(*(tiny.parameters(m) for m in (found.model, tiny.llama())))
     (snapshot,) = (tmp_path / "cache").glob("*/snapshots/*")
@@ -67,7 +68,7 @@ def test_the_needed_files_of_a_model_are_downloaded(remote, tmp_path):
     assert not names & {"original", "pytorch_model.bin"}
     # What is made from it says what it was made from.
     save_pretrained(found.model, tmp_path / "mine", found.text, origin=found.origin)
-    assert load_pretrained("mine").origin == found.origin
+    assert memjax.load("mine").origin == found.origin
     # A path goes before a name of the hub.
     (tmp_path / "owner").mkdir()
     (tmp_path / "mine").rename(tmp_path / "owner/name")
@@ -104,7 +105,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     record["added_tokens"].append(image | flags | {"special": True})
     (folder / "tokenizer.json").write_text(json.dumps(record))
-    tokenizer = load_pretrained(folder).tokenizer
+    tokenizer = memjax.load(folder).tokenizer
     assert tokenizer is not None and tokenizer.vocab_size == 31
 
 
@@ -141,7 +142,7 @@ def test_what_ends_a_text_is_found(files, expected, tmp_path):
     if isinstance(expected, str):
         refuses(tmp_path / "a", expected)
     else:
-        assert load_pretrained(tmp_path / "a").generation == expected
+        assert memjax.load(tmp_path / "a").text.generation == expected
 
 
 def test_templates_by_name(tmp_path):
@@ -149,4 +150,4 @@ def test_templates_by_name(tmp_path):
     named = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
     file = tmp_path / "a" / "tokenizer_config.json"
     file.write_text(json.dumps({"chat_template": named}))
-    assert load_pretrained(tmp_path / "a").chat_template == "d"
+    assert memjax.load(tmp_path / "a").text.chat_template == "d"

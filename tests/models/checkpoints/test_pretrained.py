@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import memjax
 from memjax.mechanisms import (
     AttentionConfig,
     ElasticMemoryConfig,
@@ -26,8 +27,6 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.models.checkpoints.hf.safetensors_file import SafetensorsFile
 from memjax.models.checkpoints.hf.safetensors_folder import SafetensorsFolder
 from memjax.models.checkpoints.pretrained import (
-    convert,
-    load_pretrained,
     save_pretrained,
 )
 from memjax.models.checkpoints.text_interface import (
@@ -90,7 +89,7 @@ def _folder(model, tmp_path):
 
 def refuses(folder, *words):
     with pytest.raises(ValueError) as error:
-        load_pretrained(folder)
+        memjax.load(folder)
     for word in words:
         assert word in str(error.value), str(error.value)
 
@@ -127,7 +126,7 @@ def put(folder, **changes):
 def test_a_saved_model_is_read_back_exactly(model_type, changes, tmp_path):
     model = tiny(**changes)
     assert save_pretrained(model, tmp_path / "a", TEXT, origin="a/b@c") == model_type
-    loaded = load_pretrained(tmp_path / "a")
+    loaded = memjax.load(tmp_path / "a")
     found = loaded.model
     assert (loaded.text, loaded.origin) == (TEXT, "a/b@c")
     assert found.config.mechanisms == model.config.mechanisms
@@ -149,7 +148,7 @@ def test_shards_have_at_most_the_given_size(model, tmp_path):
     index = json.loads((tmp_path / "a" / INDEX).read_text())
     total = sum(value.nbytes for value in parameters(model).values())
     assert index["metadata"]["total_size"] == total == sum(sizes)
-    assert_same(load_pretrained(tmp_path / "a").model, model)
+    assert_same(memjax.load(tmp_path / "a").model, model)
 
 
 def test_bfloat16_halves_the_file(model, tmp_path):
@@ -167,14 +166,14 @@ def test_bfloat16_halves_the_file(model, tmp_path):
         ({"dtype": "bfloat16", "param_dtype": "float32"}, "float32"),
     ]
     for options, expected in cases:
-        found = load_pretrained(tmp_path / "a", **options).model
+        found = memjax.load(tmp_path / "a", **options).model
         assert found.config.dtype == options.get("dtype", "float32")
         for name, value in parameters(found).items():
             assert value.dtype == np.dtype(expected)
             np.testing.assert_array_equal(value, rounded[name].astype(expected))
     # A file in float32 has digits that bfloat16 would lose.
     save_pretrained(model, tmp_path / "b")
-    assert_same(load_pretrained(tmp_path / "b", dtype="bfloat16").model, model)
+    assert_same(memjax.load(tmp_path / "b", dtype="bfloat16").model, model)
 
 
 def test_parameters_in_bfloat16_give_what_they_give_in_float32(model, tmp_path):
@@ -183,7 +182,7 @@ def test_parameters_in_bfloat16_give_what_they_give_in_float32(model, tmp_path):
     logits = [
         tiny_models.method(m, "__call__", m.init_state(1), tokens)[1]
         for m in (
-            load_pretrained(tmp_path / "a", dtype="bfloat16", param_dtype=d).model
+            memjax.load(tmp_path / "a", dtype="bfloat16", param_dtype=d).model
             for d in (None, "float32")
         )
     ]
@@ -193,13 +192,13 @@ def test_parameters_in_bfloat16_give_what_they_give_in_float32(model, tmp_path):
 def test_bfloat16_is_read_without_a_copy_in_float32(model, tmp_path, monkeypatch):
     save_pretrained(model, tmp_path / "a", dtype="bfloat16")
     monkeypatch.setattr(SafetensorsFile, "get", None)
-    load_pretrained(tmp_path / "a", dtype="bfloat16")
+    memjax.load(tmp_path / "a", dtype="bfloat16")
 
 
 def test_a_scaled_tied_embedding_keeps_its_function(tmp_path):
     model = tiny(tied_head=True)
     assert save_pretrained(model, tmp_path / "a") == "llama"
-    found = load_pretrained(tmp_path / "a").model
+    found = memjax.load(tmp_path / "a").model
     tokens = jnp.arange(6, dtype=jnp.int32)[None]
     run = nnx.jit(lambda model: model(model.init_state(1), tokens)[1])
     np.testing.assert_allclose(run(found), run(model), atol=1e-6)
@@ -208,27 +207,29 @@ def test_a_scaled_tied_embedding_keeps_its_function(tmp_path):
 def test_adapters_are_merged(model, tmp_path):
     adapted = add_lora(model, LoraConfig(rank=2), jax.random.key(1))
     save_pretrained(adapted, tmp_path / "a")
-    assert_same(load_pretrained(tmp_path / "a").model, model)
+    assert_same(memjax.load(tmp_path / "a").model, model)
 
 
 def test_conversion_keeps_tokenizer_and_token_ids(folder, tmp_path, model):
     (folder / "tokenizer.json").write_bytes(TOKENIZER.serialised)
     put(folder, eos_token_id=3)
-    assert convert(folder, tmp_path / "b") == "llama"
+    loaded = memjax.load(folder)
+    origin = loaded.origin
+    kind = save_pretrained(loaded.model, tmp_path / "b", loaded.text, origin=origin)
+    assert kind == "llama"
     assert json.loads((tmp_path / "b" / "config.json").read_text())["eos_token_id"] == 3
-    found = load_pretrained(tmp_path / "b")
-    assert (found.tokenizer, found.generation.eos_ids) == (TOKENIZER, (3,))
+    found = memjax.load(tmp_path / "b")
+    assert (found.tokenizer, found.text.generation.eos_ids) == (TOKENIZER, (3,))
     # What others may see of a path.
     assert found.origin == folder.name
-    assert load_pretrained(tmp_path / "b", with_tokenizer=False).tokenizer is None
+    assert memjax.load(tmp_path / "b", with_tokenizer=False).text.tokenizer is None
     assert_same(found.model, model)
 
 
 def test_a_folder_that_is_not_empty_is_not_overwritten(model, folder, tmp_path):
     before = sorted(path.name for path in tmp_path.iterdir())
-    for write in (save_pretrained, convert):
-        with pytest.raises(ValueError, match="exists already"):
-            write(folder if write is convert else model, folder)
+    with pytest.raises(ValueError, match="exists already"):
+        save_pretrained(model, folder)
     with pytest.raises(ValueError, match="shard_bytes must be at least 1, got 0"):
         save_pretrained(model, tmp_path / "b", shard_bytes=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -409,7 +410,7 @@ def test_links_out_of_the_folder_are_refused(folder, tmp_path):
     (folder / SINGLE).unlink()
     os.rename(outside, folder / "real")
     (folder / SINGLE).symlink_to(folder / "real")
-    assert load_pretrained(folder).model.config.vocab_size == 48
+    assert memjax.load(folder).model.config.vocab_size == 48
     (tmp_path / "secret").write_text("{}")
     (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
     refuses(folder, "tokenizer.json", "outside its folder")
@@ -422,7 +423,7 @@ def test_links_of_the_hub_cache_are_read(folder, tmp_path, model):
     for file in folder.iterdir():
         file.rename(blobs / file.name)
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
-    assert_same(load_pretrained(snapshot).model, model)
+    assert_same(memjax.load(snapshot).model, model)
 
 
 def test_half_precision_files_are_read_exactly(folder, model):
@@ -430,7 +431,7 @@ def test_half_precision_files_are_read_exactly(folder, model):
     opened = SafetensorsFolder(folder)
     for name in opened.shapes:
         assert opened.get(name).dtype == np.float32
-    found = parameters(load_pretrained(folder).model)
+    found = parameters(memjax.load(folder).model)
     for name, value in parameters(model).items():
         np.testing.assert_array_equal(found[name], value.astype("f2").astype("f4"))
 

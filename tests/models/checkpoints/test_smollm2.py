@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import memjax
 from experiments.lab.backbones import smollm2
 from memjax.data import open_documents
-from memjax.models.checkpoints.pretrained import load_pretrained
 from memjax.models.checkpoints.text_interface import GenerationConfig
 
 try:
@@ -41,7 +41,7 @@ IDS = {
 
 @pytest.fixture(scope="module", name="pretrained")
 def _pretrained():
-    return load_pretrained(FILE)
+    return memjax.load(FILE)
 
 
 @pytest.fixture(scope="module", name="logits")
@@ -110,6 +110,8 @@ def test_the_tokenizer_is_the_files_own(text, pretrained):
 
 
 def test_what_comes_with_it_is_kept(pretrained):
-    assert pretrained.generation == GenerationConfig(eos_ids=(2,), bos_id=1, pad_id=2)
-    assert "<|im_start|>system" in pretrained.chat_template
+    assert pretrained.text.generation == GenerationConfig(
+        eos_ids=(2,), bos_id=1, pad_id=2
+    )
+    assert "<|im_start|>system" in pretrained.text.chat_template
     assert pretrained.origin == str(FILE)

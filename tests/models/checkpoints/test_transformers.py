@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import tokenizers
 
+import memjax
 from memjax.data.documents.tokenizer import parse_tokenizer
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, preset
 from memjax.models.checkpoints.pretrained import (
-    convert,
-    load_pretrained,
     save_pretrained,
 )
 from memjax.models.checkpoints.text_interface import TextInterface
@@ -51,7 +50,7 @@ def transformers_logits(folder, tokens):
 @pytest.mark.parametrize("name", sorted(path.name for path in FAMILIES.iterdir()))
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 def test_every_family_has_the_same_logits_in_transformers(name, shard_bytes, tmp_path):
-    model = load_pretrained(FAMILIES / name).model
+    model = memjax.load(FAMILIES / name).model
     model_type = save_pretrained(model, tmp_path / "a", shard_bytes=shard_bytes)
     theirs = json.loads((FAMILIES / name / "config.json").read_text())
     assert model_type == theirs["model_type"]
@@ -99,7 +98,8 @@ def test_folders_of_transformers_are_read(dtype, tmp_path):
     )
     there.save_pretrained(tmp_path / "a", max_shard_size="20KB")
     assert (tmp_path / "a" / "model.safetensors.index.json").exists()
-    convert(tmp_path / "a", tmp_path / "b", dtype=dtype)
+    model = memjax.load(tmp_path / "a").model
+    save_pretrained(model, tmp_path / "b", dtype=dtype)
     tokens = np.load(FAMILIES / "llama3" / "logits.npz", allow_pickle=False)["tokens"]
     before, after = (transformers_logits(tmp_path / folder, tokens) for folder in "ab")
     np.testing.assert_array_equal(before, after)
@@ -107,7 +107,7 @@ def test_folders_of_transformers_are_read(dtype, tmp_path):
 
 def test_transformers_reads_the_same_tokenizer(tmp_path):
     """Also where transformers would rather build its family's own."""
-    model = load_pretrained(FAMILIES / "llama2").model
+    model = memjax.load(FAMILIES / "llama2").model
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     cuts = tokenizers.pre_tokenizers
     made.pre_tokenizer = cuts.Sequence(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import memjax
 from memjax.cli import main as cli
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel
@@ -21,12 +22,12 @@ from memjax.nnx import as_arrays
 from memjax.training import LoopConfig, StepConfig
 from memjax.training import pretrain as run
 from memjax.training.finetune import finetune
-from memjax.training.finetune.any_model import open_model, plain_model, save_model
 from memjax.training.finetune.curricula import HMTStages
 from memjax.training.finetune.hmt_presets import PAPER_SIZES, presets
 from memjax.training.finetune.run import FinetuneRun
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.start import starting_point
+from memjax.training.loading import plain_model, save_model
 from memjax.training.sharding import MeshConfig
 from tests import tiny
 from tests.training.idle import idle_updates
@@ -144,7 +145,7 @@ def test_the_model_that_reads_again_is_trained_as_it_reads(base, tmp_path):
         stages(base[1]).stage1, memory="reread", reread=5, train="lora", depth=3
     )
     finetune.finetune(stage, base[0], tmp_path / "run")
-    opened = open_model(tmp_path / "run")
+    opened = memjax.load(tmp_path / "run")
     model = opened.model
     assert isinstance(model, ReReadWindow)
     assert (model.reread, model.segment) == (5, SEGMENT)

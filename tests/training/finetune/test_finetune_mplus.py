@@ -252,7 +252,7 @@ def test_facts_are_told_and_asked_for(shipped, base, tmp_path):
 def test_the_command_line_scores_a_run_and_goes_on_with_a_text(whole, capsys):
     """As the model does token by token, chunks and all."""
 
-    def memjax(*words):
+    def command(*words):
         with pytest.raises(SystemExit) as stop:
             cli.main([str(word) for word in words])
         assert not stop.value.code
@@ -272,7 +272,7 @@ def test_the_command_line_scores_a_run_and_goes_on_with_a_text(whole, capsys):
             rows.append(np.asarray(row))
         return state, rows
 
-    assert "perplexity" in memjax("eval", whole, "--split", "test")
+    assert "perplexity" in command("eval", whole, "--split", "test")
     report = json.loads((whole / "eval-test.json").read_text())
     nats = []
     for document in run_data.load_split(described, load_tokenizer("bytes"), "test"):
@@ -283,7 +283,7 @@ def test_the_command_line_scores_a_run_and_goes_on_with_a_text(whole, capsys):
     assert report["perplexity"]["all"]["perplexity"] == expected
     prompt, bytes_ = "memory of a window", load_tokenizer("bytes")
     words = ("--prompt", prompt, "--tokens", 12, "--temperature", 0)
-    out = memjax("generate", whole, *words)
+    out = command("generate", whole, *words)
     state, rows = read(bytes_.encode(prompt))
     drawn = [np.argmax(rows[-1])]
     while len(drawn) < 12:

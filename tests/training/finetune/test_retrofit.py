@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh
 
+import memjax
 from memjax.cli import main as cli
 from memjax.config_io import from_record, to_record
 from memjax.data.batches.batch import Batch
@@ -36,7 +37,6 @@ from memjax.training import sharding
 from memjax.training.config import LoopConfig
 from memjax.training.finetune import finetune
 from memjax.training.finetune.alignment import alignment_loss, full_outputs
-from memjax.training.finetune.any_model import model_type, open_model, save_model
 from memjax.training.finetune.retrofit_stage import NEW, RetrofitStage
 from memjax.training.finetune.retrofit_stages import (
     LAYERS_FILE,
@@ -44,6 +44,7 @@ from memjax.training.finetune.retrofit_stages import (
     RetrofitStages,
     with_layers,
 )
+from memjax.training.loading import model_type, save_model
 from memjax.training.optimizer import OptimizerConfig
 from tests import tiny
 
@@ -98,7 +99,7 @@ def arrays(model):
 
 
 def test_each_part_trains_what_is_its_own(base, trained):
-    before = arrays(open_model(base[0]).model)
+    before = arrays(memjax.load(base[0]).model)
     _, aligned = finetune.load(trained[0] / "stage1")
     described, tuned = finetune.load(trained[0])
     assert isinstance(described.config, RetrofitStage)
@@ -142,7 +143,7 @@ def test_the_same_command_goes_on_from_the_layers_that_were_chosen(trained, caps
 
 
 def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path):
-    model: Any = open_model(trained[0]).model
+    model: Any = memjax.load(trained[0]).model
     assert isinstance(model.config.layers[0], HybridConfig)
     tokens = np.asarray(tiny.tokens(0, 1, 11))
     drawn = generate(model, None, tokens, 3, key=jax.random.key(0), segment=4)
@@ -150,10 +151,10 @@ def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path
     save_memory(tmp_path / "memory", model, drawn.state)
     tiny.assert_equal(load_memory(tmp_path / "memory", model), drawn.state)
 
-    opened = open_model(trained[0])
+    opened = memjax.load(trained[0])
     save_model(model, tmp_path / "exported", opened.text)
     assert model_type(model) == "memjax"
-    exported: Any = open_model(tmp_path / "exported").model
+    exported: Any = memjax.load(tmp_path / "exported").model
     assert exported.config == model.config
     logits = lambda model: tiny.method(
         model, "__call__", model.init_state(1), jnp.asarray(tokens)
@@ -317,7 +318,7 @@ def test_bad_stages(base, tmp_path):
     with pytest.raises(ValueError, match="passes must be 1 with part='tune'"):
         dataclasses.replace(tune, passes=2)
     with pytest.raises(ValueError, match="passes must be 1 with 2 hosts, got 4"):
-        align.batches([], open_model(base[0]).tokenizer, 256, shard_count=2)
+        align.batches([], memjax.load(base[0]).tokenizer, 256, shard_count=2)
     decayed = dataclasses.replace(tune.optimizer, decay_vectors=True)
     with pytest.raises(ValueError, match="decay_vectors must be False"):
         dataclasses.replace(tune, optimizer=decayed)

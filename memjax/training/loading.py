@@ -1,8 +1,8 @@
-"""Any model by its name, and any model into a folder.
+"""Load any model by its name.
 
-open_model("runs/one")                      a run, trained or fine-tuned
-open_model("HuggingFaceTB/SmolLM2-135M")    what `load_pretrained` reads
-open_model("exported")                      what `save_model` wrote, HMT and M+ too
+loaded = memjax.load("HuggingFaceTB/SmolLM2-135M")    a model of the hub
+loaded = memjax.load("model.gguf")                    a file, or a folder
+loaded = memjax.load("runs/one")                      a run, trained or fine-tuned
 """
 
 import dataclasses
@@ -17,9 +17,11 @@ from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints.hf import hub
 from memjax.models.checkpoints.hf.safetensors_folder import CONFIG, read_model_config
 from memjax.models.checkpoints.pretrained import (
-    load_located,
+    Progress,
+    read_pretrained,
     save_pretrained,
     saved_type,
+    unseen,
 )
 from memjax.models.checkpoints.text_interface import TextInterface, read_text_interface
 from memjax.models.hmt import checkpoint as hmt_checkpoint
@@ -40,15 +42,15 @@ from memjax.training.run_folder import CHECKPOINTS
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenedModel:
-    """A model and all that its name stands for.
+class Loaded:
+    """A model and all that came with it.
 
     Attributes:
         model: a `LanguageModel`, `HMT`, `MPlus` or `ReReadWindow`.
-        text: tokenizer, chat template, and how to draw.
-        origin: what the model, or its backbone, was made from: a path, or
+        text: tokenizer, chat template, and the makers' sampling.
+        origin: source of the model, or of its backbone: a path, or
             "owner/name@commit" of the hub; empty if a run began with random parameters.
-        run: the record of the run that trained it; None of any other model.
+        run: the configuration of the run that trained it; None without one.
     """
 
     model: Model
@@ -58,10 +60,10 @@ class OpenedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the model.
+        """Encodes and decodes.
 
         Raises:
-            ValueError: if it has none.
+            ValueError: if the model has none.
         """
         if self.text.tokenizer is None:
             raise ValueError(
@@ -70,45 +72,71 @@ class OpenedModel:
         return self.text.tokenizer
 
 
-def open_model(
-    name: AnyPath | str, *, dtype: Dtype | None = None, with_tokenizer: bool = True
-) -> OpenedModel:
-    """Reads a model, whatever it is.
+def load(
+    name: AnyPath | str,
+    *,
+    dtype: Dtype | None = None,
+    param_dtype: Dtype | None = None,
+    with_tokenizer: bool = True,
+    progress: Progress = unseen,
+) -> Loaded:
+    """Loads a model with its tokenizer.
 
     Args:
-        name: folder of a run, folder of safetensors, GGUF file, or a model of the hub;
-            a run or folder may be of HMT or M+ too. See `load_pretrained`.
-        dtype: of the activations; None is a run's own, and float32 of other models.
-        with_tokenizer: False does not read it.
+        name: a model of the hub, "owner/name" or "owner/name/file.gguf", at its newest
+            commit or the one behind an "@"; a folder of `config.json` and safetensors,
+            of HMT and M+ too; a GGUF file; or the folder of a run, whose newest
+            checkpoint is loaded.
+        dtype: of the activations; None is a run's own, the saved one of models that
+            memjax saved in its own format, and float32 of others.
+        param_dtype: of the parameters of a model without a memory. None is float32;
+            with dtype="bfloat16" it is bfloat16 for what the file has in bfloat16 or
+            quantized, without a copy in float32 of more than a tensor.
+        with_tokenizer: False does not read it, which helps if its kind is unknown.
+        progress: called with each tensor: how many were read, and how many there are.
 
     Raises:
-        ValueError: if there is no such model, or its files are not sound; on a dtype
-            for a run.
+        ValueError: naming file, tensor, what was expected and found, if the files are
+            not sound, describe a model that is not built here, or are of different
+            models; saying where it was looked for, if there is no such model; on a
+            dtype for a run; without an optional package that is needed.
     """
     path = as_path(name)
     if is_run(path):
-        if dtype is not None:
-            raise ValueError(f"dtype must be None for the run {path}, got {dtype!r}")
+        _require_none(f"the run {path}", dtype=dtype, param_dtype=param_dtype)
         run, model = load_model(path)
         origin = run.origin if isinstance(run, FinetuneRun) else ""
-        return OpenedModel(model, run_text(run, later_stage(path) or path), origin, run)
+        return Loaded(model, run_text(run, later_stage(path) or path), origin, run)
     found = hub.locate(name)
     is_folder = (found.path / CONFIG).is_file()
     config = read_model_config(found.path) if is_folder else {}
-    if hmt_checkpoint.CONFIG_KEY in config or mplus_checkpoint.RECORD in config:
-        hub.fetch_weights(found)
-        activations: Dtype = dtype or "float32"
-        if hmt_checkpoint.CONFIG_KEY in config:
-            model = hmt_checkpoint.load_hmt(found.path, dtype=activations)
-        else:
-            model = mplus_checkpoint.load_mplus(found.path, dtype=activations)
-        text = read_text_interface(
-            found.path, model.vocab_size, with_tokenizer=with_tokenizer
+    loaders = {
+        hmt_checkpoint.CONFIG_KEY: hmt_checkpoint.load_hmt,
+        mplus_checkpoint.RECORD: mplus_checkpoint.load_mplus,
+    }
+    loader = next((load for key, load in loaders.items() if key in config), None)
+    if loader is None:
+        model, text, origin = read_pretrained(
+            found,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            with_tokenizer=with_tokenizer,
+            progress=progress,
         )
-        made_from = str(config.get(own_format.ORIGIN) or found.origin)
-        return OpenedModel(model, text, made_from)
-    loaded = load_located(found, dtype=dtype, with_tokenizer=with_tokenizer)
-    return OpenedModel(loaded.model, loaded.text, loaded.origin)
+        return Loaded(model, text, origin)
+    _require_none(f"the memory model {found.origin}", param_dtype=param_dtype)
+    hub.fetch_weights(found)
+    model = loader(found.path, dtype=dtype or "float32")
+    text = read_text_interface(
+        found.path, model.vocab_size, with_tokenizer=with_tokenizer
+    )
+    return Loaded(model, text, str(config.get(own_format.ORIGIN) or found.origin))
+
+
+def _require_none(model: str, **options: Dtype | None) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise ValueError(f"{option} must be None for {model}, got {value!r}")
 
 
 def is_run(path: AnyPath) -> bool:

@@ -8,23 +8,22 @@ from typing import Any
 import jax
 import pytest
 
+import memjax
 from memjax.models import HMTConfig, MPlusConfig, hmt, mplus
-from memjax.models.checkpoints.pretrained import load_pretrained
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.models.hmt.model import HMT
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.models.mplus.model import MPlus
 from memjax.training.finetune import finetune, hmt_presets
-from memjax.training.finetune.any_model import (
+from memjax.training.finetune.model_card import model_card
+from memjax.training.finetune.run import read_run
+from memjax.training.finetune.start import starting_point
+from memjax.training.loading import (
     model_type,
-    open_model,
     plain_model,
     run_text,
     save_model,
 )
-from memjax.training.finetune.model_card import model_card
-from memjax.training.finetune.run import read_run
-from memjax.training.finetune.start import starting_point
 from memjax.training.run_folder import RunFolder, record_config
 from tests import tiny
 
@@ -52,18 +51,18 @@ def test_a_memory_is_opened_as_what_it_is(name, kind, tmp_path):
     # The backbone's own type would have other programs draw all of it anew.
     assert config["model_type"] == model_type(model) == name
     assert config["backbone_model_type"] == "llama"
-    opened = open_model(tmp_path / "a")
+    opened = memjax.load(tmp_path / "a")
     assert isinstance(opened.model, kind)
     assert (opened.text, opened.origin) == (TEXT, "owner/name@abc")
     assert opened.tokenizer == TEXT.tokenizer
     # The plain model inside, which other programs load, without adapters.
     save_model(plain_model(opened.model), tmp_path / "b", opened.text)
-    alone = load_pretrained(tmp_path / "b").model
+    alone = memjax.load(tmp_path / "b").model
     for found in (plain_model(model), plain_model(opened.model)):
         tiny.assert_equal(tiny.parameters(found), plain)
     tiny.assert_equal(tiny.parameters(alone)["blocks"], plain["blocks"])
     with pytest.raises(ValueError, match=f"model_type must be one of.*got '{name}'"):
-        load_pretrained(tmp_path / "a")
+        memjax.load(tmp_path / "a")
 
 
 def test_a_run_keeps_what_came_with_its_backbone(tmp_path):
@@ -82,9 +81,9 @@ def test_a_run_keeps_what_came_with_its_backbone(tmp_path):
     with RunFolder(run) as folder:
         record_config(moved, folder, finetune.FREE)
     with pytest.raises(ValueError, match="has no checkpoint yet"):
-        open_model(run)
+        memjax.load(run)
     with pytest.raises(ValueError, match="dtype must be None for the run"):
-        open_model(run, dtype="bfloat16")
+        memjax.load(run, dtype="bfloat16")
 
 
 @pytest.mark.slow
@@ -103,7 +102,7 @@ def test_the_card_says_what_a_model_was_made_of(tmp_path):
         '{"split": "test", "perplexity": {"all": '
         '{"perplexity": 7.25, "beyond_window": 8.5}}}'
     )
-    opened = open_model(tmp_path / "a")
+    opened = memjax.load(tmp_path / "a")
     card = model_card(opened, tmp_path / "a", "hmt", ["export", "a b", "c"])
     for line in (
         "base_model: owner/name\n",
@@ -120,6 +119,6 @@ def test_the_card_says_what_a_model_was_made_of(tmp_path):
 def test_what_is_missing_is_named(tmp_path):
     save_model(tiny.llama(), tmp_path / "a", TextInterface())
     with pytest.raises(ValueError, match="has no tokenizer: put its tokenizer.json"):
-        _ = open_model(tmp_path / "a").tokenizer
+        _ = memjax.load(tmp_path / "a").tokenizer
     with pytest.raises(ValueError, match="must be a LanguageModel, HMT or MPlus"):
         save_model(object(), tmp_path / "b", TEXT)  # pyright: ignore[reportArgumentType]
