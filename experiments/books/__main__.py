@@ -28,8 +28,9 @@ from experiments.books.report import result_of, show_tables
 from experiments.books.scores import test_documents, train_and_score
 from memjax.data import load_tokenizer
 from memjax.training import pretrain as run
-from memjax.training import run_data, sharding
+from memjax.training import run_data
 from memjax.training.checkpoints.checksums import write_atomically
+from memjax.training.distributed import sharding
 
 
 def main(config: Config) -> None:

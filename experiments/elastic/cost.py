@@ -30,7 +30,7 @@ from memjax.data import Batch
 from memjax.models import ModelConfig
 from memjax.models.language_model.presets import Size
 from memjax.training import pretrain as run
-from memjax.training import sharding
+from memjax.training.distributed import sharding
 
 MECHANISMS: tuple[str, ...] = ("elastic_memory", "attention")
 

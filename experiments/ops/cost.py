@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from memjax.aot.chips import CHIPS
-from memjax.training.watching.device_peaks import PEAK_FLOPS
+from memjax.training.monitoring.device_peaks import PEAK_FLOPS
 from memjax_kernels._src.delta_rule.chunks import CHUNK_SIZE as DELTA_RULE_CHUNK
 from memjax_kernels._src.gated_slots.xla import CHUNK_SIZE as GATED_SLOTS_CHUNK
 from memjax_kernels._src.lattice import Variant

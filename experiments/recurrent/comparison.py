@@ -23,9 +23,10 @@ from memjax.config_io import to_record
 from memjax.mechanisms import AttentionConfig, MechanismConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.presets import Size
-from memjax.training import LoopConfig, OptimizerConfig, loop, sharding
+from memjax.training import LoopConfig, OptimizerConfig, loop
 from memjax.training import pretrain as run
 from memjax.training.config import DataIterator
+from memjax.training.distributed import sharding
 
 Preset = Literal["cpu", "125m", "170m", "350m", "780m"]
 

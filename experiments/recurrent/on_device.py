@@ -17,7 +17,7 @@ from memjax.data.batches.batch import Batch
 from memjax.models import LanguageModel
 from memjax.training import LoopConfig
 from memjax.training import pretrain as run
-from memjax.training.optimizer import optimizer
+from memjax.training.optimizer import make_optimizer
 from memjax.training.step import init_train_state, make_train_step
 
 # Updates of one call, between which an interrupt is heard.
@@ -58,7 +58,7 @@ def train(
 @functools.lru_cache(maxsize=2)
 def _programs(settings: run.RunConfig, draw: Callable) -> tuple[Callable, Callable]:
     """How a state is drawn from a key, and many updates: the same for all seeds."""
-    transform = optimizer(settings.optimizer, settings.loop.steps)
+    transform = make_optimizer(settings.optimizer, settings.loop.steps)
     update = make_train_step(
         run.abstract_model(settings.model), transform, settings.step
     )

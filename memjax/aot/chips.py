@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from memjax.checks import short
-from memjax.training.watching.device_peaks import GIB, PEAK_FLOPS
+from memjax.training.monitoring.device_peaks import GIB, PEAK_FLOPS
 
 
 class Chip(NamedTuple):

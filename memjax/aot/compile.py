@@ -14,10 +14,11 @@ from memjax.aot.cycles.attention import shares
 from memjax.aot.cycles.count import PROGRAM, Count, count
 from memjax.aot.steps import Run, What, build, device_bytes, mesh_of
 from memjax.config_io import from_record, read_json, to_record
-from memjax.training import pretrain, sharding
+from memjax.training import pretrain
 from memjax.training.config import RunConfig
+from memjax.training.distributed import sharding
 from memjax.training.finetune.run import FinetuneRun
-from memjax.training.watching.model_flops import flops_per_token
+from memjax.training.monitoring.model_flops import flops_per_token
 
 REQUEST, FACTS = "request.json", "facts.json"
 RUNS = {"train": RunConfig, "finetune": FinetuneRun}

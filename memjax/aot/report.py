@@ -12,7 +12,7 @@ from memjax.aot.chips import Chip, chip_of
 from memjax.aot.collectives import KINDS, collectives
 from memjax.aot.compile import Compiled, Request, model_flops
 from memjax.aot.cycles.count import Count
-from memjax.training.watching.device_peaks import GIB
+from memjax.training.monitoring.device_peaks import GIB
 
 #: Operations and buffers that a report names.
 NAMED = 10

@@ -21,10 +21,11 @@ from memjax.evaluation.losses import score_segment
 from memjax.models import ModelConfig
 from memjax.models.base import Model
 from memjax.models.offload import HOST
-from memjax.training import pretrain, sharding
+from memjax.training import pretrain
 from memjax.training.config import DataConfig, RunConfig
+from memjax.training.distributed import sharding
+from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.finetune.run import FinetuneRun, state_shapes
-from memjax.training.sharding import MeshConfig
 
 What = Literal["train", "evaluate", "decode"]
 #: A run that is trained from scratch, or a stage of fine-tuning around a backbone.

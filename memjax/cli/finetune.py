@@ -7,7 +7,6 @@ from memjax.buckets.bucket import as_path
 from memjax.cli.process import exits_75, join_cluster, keep_programs, waits_for_verdict
 from memjax.cli.progress import Progress
 from memjax.config_io import AnyPath
-from memjax.training.curves import draw_curves
 from memjax.training.finetune import finetune as finetuning
 from memjax.training.finetune import hmt_presets, mplus_presets, retrofit_stages
 from memjax.training.finetune.curricula import HMTStages, MPlusStages
@@ -18,6 +17,7 @@ from memjax.training.finetune.retrofit_stages import (
     with_layers,
 )
 from memjax.training.finetune.segment_stage import SegmentStage
+from memjax.training.monitoring.curves import draw_curves
 
 #: What a preset, or the record of a run, may be.
 Config = (

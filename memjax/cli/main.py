@@ -44,7 +44,7 @@ from memjax.models.language_model.config import Dtype
 from memjax.training import pretrain as run
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.config import DataConfig, RunConfig
-from memjax.training.curves import draw_curves
+from memjax.training.monitoring.curves import draw_curves
 from memjax.training.resume import NonFiniteError
 from memjax.training.run_data import load_sources
 

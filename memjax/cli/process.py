@@ -15,7 +15,7 @@ import jax
 from memjax.cli.entry import several_hosts
 from memjax.data.documents.tokens import default_cache_dir
 from memjax.training.config import EXIT_PREEMPTED
-from memjax.training.multihost import catchable
+from memjax.training.distributed.multihost import catchable
 
 #: How errors of the runtime begin, and how a save fails that waits for another host.
 STATUS = re.compile(

@@ -111,7 +111,7 @@ class Conversation:
             template: as for the class.
 
         Raises:
-            ClaimedError: another process writes there.
+            LockedError: another process writes there.
             ValueError: as `memjax.load`, `MemoryFolder` and the class.
         """
         folder = None if memory is None else MemoryFolder(memory)
@@ -149,12 +149,12 @@ class Conversation:
         # Another writer, or a damaged record, is refused before a model is read.
         if folder is not None:
             if writes and folder.path.exists():
-                folder.claim()
+                folder.lock()
             folder.load(read_note)
         opened = memjax.load(model, dtype=dtype)
         # A new folder is made when there is a model for it.
         if folder is not None and writes:
-            folder.claim()
+            folder.lock()
         return cls(
             opened.model,
             opened.text,

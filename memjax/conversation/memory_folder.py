@@ -1,6 +1,6 @@
 """A folder with the newest whole memory of a conversation.
 
-    memories/book/.claim          who writes here
+    memories/book/.lock           who writes here
     memories/book/saved-000012/   the memory after the twelfth save
 
 A save writes the next folder under another name, puts it on the disk, renames it, and
@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from memjax.buckets.bucket import is_bucket
-from memjax.training.claims.claim import CLAIM_FILE, Claim
+from memjax.training.locks.lock import LOCK_FILE, FolderLock
 
 _SAVED = re.compile(r"saved-(\d{6,})")
 # What is being written, or what a process that was killed left of it.
@@ -37,11 +37,11 @@ class MemoryFolder:
         if is_bucket(path):
             raise ValueError(f"memory must be a folder on a disk, got {str(path)!r}")
         self.path = Path(path).expanduser()
-        self._claim: Claim | None = None
+        self._lock: FolderLock | None = None
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"memory must be a folder, got the file {self.path}")
         known = lambda name: _SAVED.fullmatch(name) or _UNFINISHED.fullmatch(name)
-        others = [n for n in self._names() if n != CLAIM_FILE and not known(n)]
+        others = [n for n in self._names() if n != LOCK_FILE and not known(n)]
         if others and self.newest() is None:
             raise ValueError(
                 f"memory must be a new folder or that of a memory; {self.path} holds "
@@ -67,14 +67,14 @@ class MemoryFolder:
                     raise
         return None
 
-    def claim(self) -> None:
+    def lock(self) -> None:
         """Keeps other processes from writing here, until `close`.
 
         Raises:
-            ClaimedError: naming the process that writes here.
+            LockedError: naming the process that writes here.
         """
-        if self._claim is None:
-            self._claim = Claim(self.path, "memory", "writes")
+        if self._lock is None:
+            self._lock = FolderLock(self.path, "memory", "writes")
 
     def save(self, write: Callable[[Path], None]) -> None:
         """Makes what `write` puts into a new folder the newest memory.
@@ -86,7 +86,7 @@ class MemoryFolder:
         Raises:
             OSError: it could not be written; the memory before is untouched.
         """
-        self.claim()
+        self.lock()
         number = self._newest_number()
         new = 1 if number is None else number + 1
         write(self._saved(new))
@@ -98,9 +98,9 @@ class MemoryFolder:
 
     def close(self) -> None:
         """Lets other processes write here."""
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def __enter__(self) -> "MemoryFolder":
         return self

@@ -10,8 +10,8 @@ from memjax.data import Tokenizer
 from memjax.models import ModelConfig, preset
 from memjax.models.language_model.inputs import start_multiple
 from memjax.models.language_model.presets import FAMILIES, TRELLIS_SIZES
+from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.optimizer import OptimizerConfig
-from memjax.training.sharding import MeshConfig
 from memjax.training.step import StepConfig, check_run
 
 #: Exit code of a run that a signal stopped after its state was saved: the
@@ -55,8 +55,8 @@ class LoopConfig:
         minutes: stop cleanly this long after `train` was called, > 0.
         writers: where metrics go beside `metrics.jsonl`, any of "tensorboard", "wandb"
             (Weights & Biases) and "mlflow"; the last two are packages to install.
-        stuck_minutes: a step that waits longer than this for its batch or the devices,
-            and twice as long as any before, is named once, with its host; > 0.
+        watchdog_minutes: a step that waits longer than this for its batch or the
+            devices, and twice as long as any before, is named once, with its host; > 0.
     """
 
     steps: int
@@ -68,7 +68,7 @@ class LoopConfig:
     profile: tuple[int, int] | None = None
     minutes: float | None = None
     writers: tuple[WriterName, ...] = ("tensorboard",)
-    stuck_minutes: float = 5.0
+    watchdog_minutes: float = 5.0
 
     def __post_init__(self) -> None:
         for name in ("steps", "save_every", "log_every", "keep", "max_nan_steps"):
@@ -80,8 +80,10 @@ class LoopConfig:
             raise ValueError(f"evaluate_every must be >= 0, got {self.evaluate_every}")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes must be > 0, got {self.minutes}")
-        if not self.stuck_minutes > 0:
-            raise ValueError(f"stuck_minutes must be > 0, got {self.stuck_minutes}")
+        if not self.watchdog_minutes > 0:
+            raise ValueError(
+                f"watchdog_minutes must be > 0, got {self.watchdog_minutes}"
+            )
         for name in self.writers:
             require_known("writers", name, get_args(WriterName))
         if len(set(self.writers)) < len(self.writers):

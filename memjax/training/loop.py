@@ -26,12 +26,12 @@ from jaxtyping import PyTree
 from memjax.config_io import AnyPath
 from memjax.training.checkpoints.checkpoint import Checkpoints
 from memjax.training.config import DataIterator, LoopConfig, Outcome, Reason
-from memjax.training.multihost import StopSignals, agreed, same_everywhere
-from memjax.training.reporting import Profile, Reporter
+from memjax.training.distributed.multihost import StopSignals, agreed, same_everywhere
+from memjax.training.monitoring.reporting import Profile, Reporter
+from memjax.training.monitoring.watchdog import Watchdog
+from memjax.training.monitoring.writers import require_installed
 from memjax.training.resume import FREE_FIELDS, Start, finite_flag, resume
 from memjax.training.run_folder import RunFolder
-from memjax.training.watching.stuck import StuckWatch
-from memjax.training.watching.writers import require_installed
 
 #: Steps whose metrics may still be on the device. Reading a metric this late
 #: never makes the device wait for the host.
@@ -84,7 +84,7 @@ def train(
         a checkpoint by then.
 
     Raises:
-        ClaimedError: another process trains in `run_dir`; nothing was written.
+        LockedError: another process trains in `run_dir`; nothing was written.
         ValueError: `config_record` or the state contradicts the checkpoint; metrics
             are not as above; the data ended before `config.steps` (after saving); a
             writer's package is not there, or its service does not take the run.
@@ -101,7 +101,7 @@ def train(
         StopSignals() as signals,
         nullcontext(run_dir) if opened else RunFolder(run_dir) as folder,
         Checkpoints(folder.checkpoints, keep=config.keep) as checkpoints,
-        StuckWatch(config.stuck_minutes) as watch,
+        Watchdog(config.watchdog_minutes) as watch,
     ):
         start = resume(
             checkpoints, state, data, config_record, may_change, step_of, completed
@@ -147,7 +147,7 @@ class _Services(NamedTuple):
     signals: StopSignals
     checkpoints: Checkpoints
     reporter: Reporter
-    watch: StuckWatch
+    watch: Watchdog
 
 
 class _Loop:

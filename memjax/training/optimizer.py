@@ -8,7 +8,7 @@ import jax
 import optax
 
 from memjax.checks import check_positive
-from memjax.training.sharding import leaf_name
+from memjax.training.distributed.sharding import leaf_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     )
 
 
-def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """Builds the transformation for a run of `steps` steps."""
     return optax.chain(
         # Before Adam: its moments must not see the long gradients.

@@ -17,15 +17,19 @@ from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.base import Model
 from memjax.models.language_model.rebuilt import with_config
-from memjax.training import header, loop, sharding
+from memjax.training import loop
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.config import DataConfig as DataConfig
 from memjax.training.config import LoopConfig, Outcome
 from memjax.training.config import RunConfig as RunConfig
 from memjax.training.config import presets as presets
 from memjax.training.config import with_vocabulary as with_vocabulary
-from memjax.training.multihost import require_same_configuration
-from memjax.training.optimizer import OptimizerConfig, optimizer, schedule
+from memjax.training.distributed import sharding
+from memjax.training.distributed.multihost import require_same_configuration
+from memjax.training.monitoring import header
+from memjax.training.monitoring.model_flops import flops_per_token
+from memjax.training.monitoring.writers import require_installed
+from memjax.training.optimizer import OptimizerConfig, make_optimizer, schedule
 from memjax.training.resume import FREE_FIELDS
 from memjax.training.run_data import batches, load_sources, shortest, validation
 from memjax.training.run_folder import (
@@ -40,8 +44,6 @@ from memjax.training.step import (
     make_train_step,
     model_of,
 )
-from memjax.training.watching.model_flops import flops_per_token
-from memjax.training.watching.writers import require_installed
 
 #: Beside the configuration in a checkpoint's record.
 DIGEST = "tokenizer_digest"
@@ -53,7 +55,7 @@ def train(config: RunConfig, run_dir: AnyPath | str) -> Outcome:
     Raises:
         ValueError: on a configuration that contradicts itself, the data, the devices
             or the checkpoints; see `memjax.training.loop.train` for the rest.
-        ClaimedError: another process trains in `run_dir`.
+        LockedError: another process trains in `run_dir`.
     """
     check_path("run_dir", run_dir)
     require_installed(config.loop.writers)
@@ -138,7 +140,7 @@ def _programs(config: RunConfig, mesh: Mesh) -> tuple[Callable, Callable]:
 
 def parts(config: RunConfig, mesh: Mesh) -> tuple[Callable, Any, Callable]:
     """What a run is made of: state of a key, where its arrays lie, and the update."""
-    transform = optimizer(config.optimizer, config.loop.steps)
+    transform = make_optimizer(config.optimizer, config.loop.steps)
 
     def create(key):
         model = LanguageModel(config.model, key=key)
@@ -196,7 +198,7 @@ def load_model(run_dir: AnyPath | str) -> tuple[RunConfig, LanguageModel]:
     """
     run_dir = check_path("run_dir", run_dir)
     config = read_config(RunConfig, run_dir)
-    transform = optimizer(config.optimizer, config.loop.steps)
+    transform = make_optimizer(config.optimizer, config.loop.steps)
     model = abstract_model(config.model)
     state = jax.eval_shape(
         lambda: init_train_state(

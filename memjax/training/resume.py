@@ -21,7 +21,7 @@ _LOOP_FIELDS = (
     "max_nan_steps",
     "profile",
     "writers",
-    "stuck_minutes",
+    "watchdog_minutes",
 )
 #: Fields that may change between a run and its continuation: how long it is and what
 #: it reports, the devices, over which a checkpoint is divided anew, and what

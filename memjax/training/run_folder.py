@@ -16,7 +16,7 @@ from memjax.config_io import AnyPath, from_record, read_json, to_record
 from memjax.training.checkpoints.checkpoint import Checkpoints
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
-from memjax.training.claims.claim import CLAIM_FILE, Claim, ClaimedError
+from memjax.training.locks.lock import LOCK_FILE, FolderLock, LockedError
 from memjax.training.resume import require_same_config
 from memjax.training.step import TrainState
 
@@ -42,7 +42,7 @@ class RunFolder:
         checkpoints: for `Checkpoints`.
 
     Raises:
-        ClaimedError: another process trains there; nothing was written.
+        LockedError: another process trains there; nothing was written.
         ValueError: checkpoints cannot be kept under that path.
         OSError: a bucket does not answer, or not as it should.
     """
@@ -51,7 +51,7 @@ class RunFolder:
         self.run_dir = check_path("run_dir", run_dir)
         self.checkpoints = self.run_dir / CHECKPOINTS
         self._copy: WorkingCopy | None = None
-        self._claim = Claim(self.run_dir)
+        self._lock = FolderLock(self.run_dir)
         if isinstance(self.run_dir, Path):
             self.files = self.run_dir
             return
@@ -59,11 +59,11 @@ class RunFolder:
         self._temporary = Path(tempfile.mkdtemp(prefix="memjax-run-"))
         self.files = self._temporary / self.run_dir.name
         self.files.mkdir()
-        skip = (CHECKPOINTS, CLAIM_FILE)
+        skip = (CHECKPOINTS, LOCK_FILE)
         try:
             self._copy = WorkingCopy(self.run_dir, self.files, skip)
         except BaseException:
-            self._claim.close()
+            self._lock.close()
             raise
 
     def push(self) -> None:
@@ -73,18 +73,18 @@ class RunFolder:
         next time.
 
         Raises:
-            ClaimedError: another process has taken the folder meanwhile.
+            LockedError: another process has taken the folder meanwhile.
         """
         try:
             self._push()
-        except ClaimedError:
+        except LockedError:
             raise
         except OSError as error:
             logger.warning("metrics are not copied now: %s", error.strerror)
 
     def _push(self) -> None:
         if self._copy is not None and jax.process_index() == 0:
-            self._claim.require_held()
+            self._lock.require_held()
             self._copy.push()
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class RunFolder:
             if self._copy is not None:
                 shutil.rmtree(self._temporary, ignore_errors=True)
                 self._copy = None
-            self._claim.close()
+            self._lock.close()
 
     def __enter__(self) -> "RunFolder":
         return self

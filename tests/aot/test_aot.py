@@ -17,7 +17,7 @@ from memjax.aot.report import exhausted, lines, report
 from memjax.aot.search import Probe, largest
 from memjax.cli import main as cli
 from memjax.training.config import presets
-from memjax.training.watching.device_peaks import GIB
+from memjax.training.monitoring.device_peaks import GIB
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,

@@ -15,11 +15,11 @@ from memjax.models import preset
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.mplus.config import MPlusConfig
 from memjax.training.config import DataConfig, RunConfig
+from memjax.training.distributed.sharding import MeshConfig, make_mesh
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.run import FinetuneRun
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import SampleConfig
-from memjax.training.sharding import MeshConfig, make_mesh
 
 pytestmark = [
     pytest.mark.slow,

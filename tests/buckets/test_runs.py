@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from memjax.buckets.bucket import Bucket
-from memjax.training.claims import claim, claim_file, claim_object
-from memjax.training.claims.claim import Claim, ClaimedError
+from memjax.training.locks import bucket_lock, disk_lock, lock
+from memjax.training.locks.lock import FolderLock, LockedError
 from tests.buckets.stores import Store
 from tests.training import toy_run
 from tests.training.processes import Process, pod, toy_program
@@ -44,7 +44,7 @@ def test_a_run_in_a_bucket_is_that_on_a_disk(
     assert bucket.read("final.bin") == (whole / "final.bin").read_bytes()
     names = {p.relative_to(whole).as_posix() for p in whole.rglob("*") if p.is_file()}
     small = lambda names: {n.split(".tfevents")[0] for n in names if "/" not in n}
-    assert small(bucket.entries()) == small(names) - {".claim"}
+    assert small(bucket.entries()) == small(names) - {".lock"}
     assert any("tensorboard/" in name for name in bucket.entries())
     assert len(losses(bucket)) == 24
     assert [n for n in bucket.entries("checkpoints") if n.endswith("24/digests.json")]
@@ -78,7 +78,7 @@ def test_a_second_process_is_refused_and_a_signal_saves(store: Store, url: str) 
     first = Process(toy_program, Path(url), slow, environment=store.environment)
     first.read_until("step 12/")
     here = f"process {first.pid} on {socket.gethostname()} trains there"
-    with pytest.raises(ClaimedError, match=re.escape(f"{url} is in use: {here}")):
+    with pytest.raises(LockedError, match=re.escape(f"{url} is in use: {here}")):
         toy_run.main(Path(url), slow)
     first.signal(signal.SIGTERM)
     output = first.require_end(75)
@@ -86,7 +86,7 @@ def test_a_second_process_is_refused_and_a_signal_saves(store: Store, url: str) 
     bucket = Bucket(url)
     assert f"checkpoints/{step}/digests.json" in bucket.entries()
     assert max(losses(bucket)) == int(step)
-    assert ".claim" not in bucket.entries()
+    assert ".lock" not in bucket.entries()
 
 
 @pytest.mark.slow
@@ -108,52 +108,50 @@ def test_several_processes_save_in_one_bucket_and_one_goes_on(
 
 def leave(url: str, **owner: Any) -> None:
     record = {"host": "elsewhere", "pid": 1, "beat": 3} | owner
-    Bucket(url).write(".claim", json.dumps(record).encode())
+    Bucket(url).write(".lock", json.dumps(record).encode())
 
 
 def test_a_claim_that_shows_no_life_is_taken_over_and_its_holder_notices(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(claim_file, "WATCH_SECONDS", 0.5)
-    monkeypatch.setattr(claim_object, "SETTLE_SECONDS", 0.0)
-    with Claim(Path(url)) as first:
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(disk_lock, "WATCH_SECONDS", 0.5)
+    monkeypatch.setattr(bucket_lock, "SETTLE_SECONDS", 0.0)
+    with FolderLock(Path(url)) as first:
         first.require_held()
-        with pytest.raises(ClaimedError, match=f"{socket.gethostname()} trains there"):
-            Claim(Path(url))
+        with pytest.raises(LockedError, match=f"{socket.gethostname()} trains there"):
+            FolderLock(Path(url))
         # Another host has not seen a sign of this one for long: it shows none.
-        monkeypatch.setattr(claim_object.ClaimObject, "show", lambda *_: None)
+        monkeypatch.setattr(bucket_lock.BucketLock, "show", lambda *_: None)
         time.sleep(0.2)
         leave(url)
-        with pytest.raises(ClaimedError, match="process 1 on elsewhere"):
+        with pytest.raises(LockedError, match="process 1 on elsewhere"):
             first.require_held()
-        with Claim(Path(url)):
+        with FolderLock(Path(url)):
             first.close()
-            assert Bucket(url).read(".claim")
-    assert ".claim" not in Bucket(url).entries()
+            assert Bucket(url).read(".lock")
+    assert ".lock" not in Bucket(url).entries()
 
 
 def test_a_claim_of_another_host_that_lives_is_respected(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats = iter(range(4, 100))
-    monkeypatch.setattr(
-        claim_file.time, "sleep", lambda _: leave(url, beat=next(beats))
-    )
+    monkeypatch.setattr(disk_lock.time, "sleep", lambda _: leave(url, beat=next(beats)))
     leave(url)
-    with pytest.raises(ClaimedError, match="process 1 on elsewhere trains"):
-        Claim(Path(url))
+    with pytest.raises(LockedError, match="process 1 on elsewhere trains"):
+        FolderLock(Path(url))
 
 
 def test_of_two_that_take_a_claim_at_once_the_last_keeps_it(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim_file, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(disk_lock, "WATCH_SECONDS", 0.1)
     leave(url)
     settle = lambda seconds: leave(url, host="faster") if seconds == 2.0 else None
-    monkeypatch.setattr(claim_object.time, "sleep", settle)
-    with pytest.raises(ClaimedError, match="process 1 on faster"):
-        Claim(Path(url))
+    monkeypatch.setattr(bucket_lock.time, "sleep", settle)
+    with pytest.raises(LockedError, match="process 1 on faster"):
+        FolderLock(Path(url))
 
 
 def test_a_store_that_refuses_is_named_before_training(
@@ -161,7 +159,7 @@ def test_a_store_that_refuses_is_named_before_training(
 ) -> None:
     store.refuse(("403 Forbidden", "AccessDenied"))
     try:
-        with pytest.raises(OSError, match=re.escape(f"cannot write {url}/.claim: ")):
+        with pytest.raises(OSError, match=re.escape(f"cannot write {url}/.lock: ")):
             toy_run.main(Path(url), LOOP)
     finally:
         store.refuse(None)

@@ -19,7 +19,7 @@ from memjax.models.checkpoints.memory_state import (
     read_note,
     write_memory,
 )
-from memjax.training.claims.claim import ClaimedError
+from memjax.training.locks.lock import LockedError
 
 
 def packed(turn: int) -> PackedMemory:
@@ -78,7 +78,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_memory(tmp_path):
         with MemoryFolder(folder) as memory:
             save(memory, 3)
         assert turn_of(folder) == 3
-        assert len([p for p in folder.iterdir() if p.name != ".claim"]) == 1
+        assert len([p for p in folder.iterdir() if p.name != ".lock"]) == 1
     # From some moment on the new one; the last child came to its end.
     assert found == sorted(found) and set(found) == {1, 2} and 8 < len(found) < 100
 
@@ -91,10 +91,10 @@ def test_a_second_writer_is_refused_by_name(tmp_path):
             "try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
             "except BlockingIOError: sys.exit(3)"
         )
-        claim = str(tmp_path / "memory" / ".claim")
+        claim = str(tmp_path / "memory" / ".lock")
         assert subprocess.run([sys.executable, "-c", program, claim]).returncode == 3
         message = f"process {os.getpid()} on {socket.gethostname()} writes there"
-        with pytest.raises(ClaimedError, match=message):
+        with pytest.raises(LockedError, match=message):
             save(MemoryFolder(tmp_path / "memory"), 2)
         # Reading needs no claim.
         assert turn_of(tmp_path / "memory") == 1

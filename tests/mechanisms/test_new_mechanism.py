@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from memjax.data.batches.batch import Batch
 from memjax.models import LanguageModel, ModelConfig
-from memjax.training import sharding
+from memjax.training.distributed import sharding
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 FILE = '''

@@ -8,8 +8,8 @@ import jax
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import ModelConfig
 from memjax.training.config import DataConfig, LoopConfig, RunConfig
+from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.pretrain import train
-from memjax.training.sharding import MeshConfig
 from memjax.training.step import StepConfig
 
 MODEL = ModelConfig(

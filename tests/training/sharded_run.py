@@ -42,7 +42,8 @@ from memjax.models import LanguageModel, ModelConfig, mplus, preset
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
-from memjax.training import pretrain, sharding
+from memjax.training import pretrain
+from memjax.training.distributed import sharding
 from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.run import AnyStage, FinetuneRun

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from memjax.training import multihost as agreement
 from memjax.training.checkpoints import disk_folder
 from memjax.training.checkpoints.checksums import write_digests
 from memjax.training.checkpoints.folder import SaveError
 from memjax.training.config import LoopConfig, Outcome
+from memjax.training.distributed import multihost as agreement
 from memjax.training.loop import train
 from memjax.training.resume import NonFiniteError, flatten, require_same_config
 from tests.training import toy_run as toy

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax.training.optimizer import OptimizerConfig, optimizer, schedule, with_rates
+from memjax.training.optimizer import (
+    OptimizerConfig,
+    make_optimizer,
+    schedule,
+    with_rates,
+)
 
 CONFIG = OptimizerConfig()
 
@@ -53,7 +58,7 @@ def test_a_short_run_needs_no_warm_up(steps):
 
 
 def one_update(config, params, gradients):
-    transform = optimizer(config, 1000)
+    transform = make_optimizer(config, 1000)
 
     @jax.jit
     def update(params, gradients):
@@ -107,7 +112,7 @@ def test_values_out_of_range_are_refused(name, value, allowed):
 
 def test_a_part_can_have_a_rate_of_its_own_and_the_same_state():
     config = OptimizerConfig(weight_decay=0.0, max_gradient_norm=float("inf"))
-    whole = optimizer(config, 10)
+    whole = make_optimizer(config, 10)
     params: Any = {"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(4), "c": jnp.ones(4)}
     gradients: Any = {
         "a": {"w": jnp.full((2, 3), 0.3)},

@@ -12,8 +12,9 @@ from flax import nnx
 from memjax.data import load_tokenizer
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import ModelConfig
-from memjax.training import LoopConfig, MeshConfig, StepConfig, run_data, sharding
+from memjax.training import LoopConfig, MeshConfig, StepConfig, run_data
 from memjax.training import pretrain as run
+from memjax.training.distributed import sharding
 from memjax.training.optimizer import schedule
 from tests import tiny
 

@@ -22,8 +22,8 @@ from memjax.mechanisms import (
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.language_model.presets import FAMILIES
-from memjax.training import sharding
-from memjax.training.sharding import MeshConfig
+from memjax.training.distributed import sharding
+from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.step import StepConfig, init_train_state
 from tests.training import sharded_run
 from tests.training.processes import Process

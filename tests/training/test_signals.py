@@ -9,8 +9,9 @@ import jax
 import pytest
 
 from memjax.cli import main as cli
-from memjax.training import multihost, pretrain
+from memjax.training import pretrain
 from memjax.training.checkpoints.checkpoint import Checkpoints
+from memjax.training.distributed import multihost
 from tests.training import toy_run
 
 LOOP = {"steps": 40, "save_every": 5, "log_every": 1}

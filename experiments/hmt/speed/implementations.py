@@ -21,7 +21,7 @@ from memjax.models.hmt.model import hmt
 from memjax.models.language_model.config import Architecture
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.training import OptimizerConfig
-from memjax.training.optimizer import optimizer
+from memjax.training.optimizer import make_optimizer
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 Implementation = Literal["official", "keep", "recompute"]
@@ -93,7 +93,7 @@ def ours(
         activations=activations,
     )
     model = hmt(backbone, memory, key=jax.random.key(1))
-    transform = optimizer(
+    transform = make_optimizer(
         OptimizerConfig(
             learning_rate=1e-5,
             beta2=0.999,

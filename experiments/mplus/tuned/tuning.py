@@ -36,7 +36,7 @@ from memjax.training.config import Outcome
 from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_presets import presets
 from memjax.training.finetune.mplus_stage import MPlusStage
-from memjax.training.optimizer import optimizer
+from memjax.training.optimizer import make_optimizer
 from memjax.training.run_folder import (
     CHECKPOINTS,
     RunFolder,
@@ -223,7 +223,7 @@ def _transform(tuning: Tuning) -> optax.GradientTransformation:
     """M+'s optimizer with the learning rate of this training."""
     last = tuning.stages[-1].optimizer
     config = dataclasses.replace(last, learning_rate=tuning.learning_rate)
-    return optimizer(config, tuning.updates)
+    return make_optimizer(config, tuning.updates)
 
 
 def _first_state(model: LanguageModel, tuning: Tuning) -> TrainState:

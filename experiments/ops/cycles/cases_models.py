@@ -23,7 +23,7 @@ from memjax.mechanisms import (
 )
 from memjax.models import LanguageModel, preset
 from memjax.models.language_model.presets import ATTENTION, RECURRENT, SIZES
-from memjax.training.optimizer import OptimizerConfig, optimizer
+from memjax.training.optimizer import OptimizerConfig, make_optimizer
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 #: Batch elements and steps of decoding, and slots of attention's cache.
@@ -107,7 +107,7 @@ def training_step(name: str, time: int, unrolled: bool = False) -> Program:
     if unrolled:
         config = dataclasses.replace(config, scan_layers=False, remat=False)
     model = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
-    update = optimizer(OptimizerConfig(), 1000)
+    update = make_optimizer(OptimizerConfig(), 1000)
     step = StepConfig(accumulate=TOKENS // max(time, MICROBATCH))
     fresh = lambda: LanguageModel(config, key=jax.random.key(0))
     state = jax.eval_shape(lambda: init_train_state(fresh(), update, step, batch_size))

@@ -16,11 +16,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from memjax.config_io import AnyPath, completed, to_record
-from memjax.training import header, loop, pretrain, run_data, sharding
+from memjax.training import loop, pretrain, run_data
 from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.config import Outcome
+from memjax.training.distributed import sharding
+from memjax.training.distributed.multihost import require_same_configuration
 from memjax.training.finetune.run import (
     AnyStage,
     FinetuneRun,
@@ -31,12 +33,12 @@ from memjax.training.finetune.run import load_model as load_model
 from memjax.training.finetune.start import digest as digest
 from memjax.training.finetune.start import load_backbone as load_backbone
 from memjax.training.finetune.start import starting_point
-from memjax.training.multihost import require_same_configuration
+from memjax.training.monitoring import header
+from memjax.training.monitoring.model_flops import flops_per_tuned_token
+from memjax.training.monitoring.writers import require_installed
 from memjax.training.resume import FREE_FIELDS
 from memjax.training.run_folder import RunFolder, record_config
 from memjax.training.step import TrainState
-from memjax.training.watching.model_flops import flops_per_tuned_token
-from memjax.training.watching.writers import require_installed
 
 #: Fields of a `FinetuneRun` that may differ between a run and its continuation.
 FREE = frozenset(f"config.{name}" for name in FREE_FIELDS) | {"origin"}
@@ -62,7 +64,7 @@ def finetune(
     Raises:
         ValueError: on a backbone or a start that cannot be, a run of another
             configuration or backbone in `run_dir`; see `memjax.training.loop.train`.
-        ClaimedError: another process trains in `run_dir`.
+        LockedError: another process trains in `run_dir`.
     """
     run_dir = check_path("run_dir", run_dir)
     start = None if start is None else check_path("start", start)

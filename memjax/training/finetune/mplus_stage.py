@@ -28,12 +28,12 @@ from memjax.models.mplus.checkpoints.tensor_names import RETRIEVERS
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from memjax.training.config import LoopConfig
+from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.finetune.stage import Model, SampleConfig, Stage
 from memjax.training.mplus.retriever_fit import Bank, collect, start_by_similarity
 from memjax.training.mplus.step import init_task_state, make_task_steps
-from memjax.training.optimizer import OptimizerConfig, optimizer, with_rates
+from memjax.training.optimizer import OptimizerConfig, make_optimizer, with_rates
 from memjax.training.run_data import shortest
-from memjax.training.sharding import MeshConfig
 from memjax.training.step import StepConfig, TrainState, check_run
 
 MPLUS = "M+"
@@ -286,7 +286,7 @@ class MPlusStage:
 
     def transform(self) -> optax.GradientTransformation:
         """The optimizer, with the learning rates of retriever and position."""
-        transform = optimizer(self.optimizer, self.loop.steps)
+        transform = make_optimizer(self.optimizer, self.loop.steps)
         retriever = dict.fromkeys(RETRIEVERS, self.retriever_rate)
         return with_rates(transform, retriever | {"position": self.position_rate})
 

@@ -16,9 +16,9 @@ from memjax.models.language_model.retrofit import (
     Placement,
 )
 from memjax.models.lora import LoraConfig
+from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.finetune.stage import SampleConfig
 from memjax.training.run_data import make_batches, shortest
-from memjax.training.sharding import MeshConfig
 from memjax.training.step import StepConfig, check_run
 
 # One Literal each: a record of a run is read back by its first kind of hint.

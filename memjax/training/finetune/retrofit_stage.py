@@ -30,8 +30,8 @@ from memjax.training.config import DataIterator, LoopConfig
 from memjax.training.finetune.alignment import both, keeping, make_align_steps
 from memjax.training.finetune.retrofit_settings import RetrofitSettings
 from memjax.training.finetune.stage import Model, Stage
-from memjax.training.optimizer import OptimizerConfig, optimizer, with_rates
-from memjax.training.reporting import print_line
+from memjax.training.monitoring.reporting import print_line
+from memjax.training.optimizer import OptimizerConfig, make_optimizer, with_rates
 from memjax.training.step import (
     StepConfig,
     TrainState,
@@ -183,7 +183,7 @@ class RetrofitStage(RetrofitSettings):
     def transform(self) -> optax.GradientTransformation:
         """The optimizer, with the gate's own learning rate."""
         rates = {name: self.gate_rate for name in GATE}
-        return with_rates(optimizer(self.optimizer, self.loop.steps), rates)
+        return with_rates(make_optimizer(self.optimizer, self.loop.steps), rates)
 
     def first_state(self, model: Model, key: PRNGKeyArray) -> TrainState:
         """The state before the first step; no random numbers are drawn."""

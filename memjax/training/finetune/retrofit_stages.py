@@ -20,8 +20,8 @@ from memjax.training.finetune.retrofit_settings import RetrofitSettings
 from memjax.training.finetune.retrofit_stage import OTHERS, RetrofitStage
 from memjax.training.finetune.stage import SampleConfig
 from memjax.training.finetune.start import load_backbone
+from memjax.training.monitoring.reporting import print_line
 from memjax.training.optimizer import OptimizerConfig
-from memjax.training.reporting import print_line
 from memjax.training.resume import require_same_config
 
 #: In the folder of a run: the layers that were chosen, and what was measured for it.

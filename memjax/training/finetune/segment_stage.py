@@ -26,10 +26,10 @@ from memjax.models.language_model.reread import ReReadWindow
 from memjax.models.language_model.windowed import with_window
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.training.config import LoopConfig
+from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.finetune.stage import NO_MEMORY, Model, SampleConfig, Stage
-from memjax.training.optimizer import OptimizerConfig, optimizer
+from memjax.training.optimizer import OptimizerConfig, make_optimizer
 from memjax.training.run_data import make_batches, shortest
-from memjax.training.sharding import MeshConfig
 from memjax.training.step import (
     StepConfig,
     TrainState,
@@ -245,7 +245,7 @@ class SegmentStage:
 
     def transform(self) -> optax.GradientTransformation:
         """The optimizer over all steps of the stage."""
-        return optimizer(self.optimizer, self.loop.steps)
+        return make_optimizer(self.optimizer, self.loop.steps)
 
     def first_state(self, model: Model, key: PRNGKeyArray) -> TrainState:
         """The state before the first step; no random numbers are drawn."""

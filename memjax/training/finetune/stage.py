@@ -20,8 +20,8 @@ from memjax.models.hmt.model import HMT
 from memjax.models.language_model.reread import ReReadWindow
 from memjax.models.mplus.model import MPlus
 from memjax.training.config import DataIterator, LoopConfig
+from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.optimizer import OptimizerConfig
-from memjax.training.sharding import MeshConfig
 from memjax.training.step import TrainState
 
 Model = HMT | MPlus | ReReadWindow | LanguageModel

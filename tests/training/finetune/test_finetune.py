@@ -21,6 +21,7 @@ from memjax.models.language_model.reread import ReReadWindow
 from memjax.nnx import as_arrays
 from memjax.training import LoopConfig, StepConfig
 from memjax.training import pretrain as run
+from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.finetune import finetune
 from memjax.training.finetune.curricula import HMTStages
 from memjax.training.finetune.hmt_presets import PAPER_SIZES, presets
@@ -28,7 +29,6 @@ from memjax.training.finetune.run import FinetuneRun
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.start import starting_point
 from memjax.training.loading import plain_model, save_model
-from memjax.training.sharding import MeshConfig
 from tests import tiny
 from tests.training.idle import idle_updates
 

@@ -22,7 +22,9 @@ from memjax.models.mplus.checkpoints.checkpoint import load_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from memjax.nnx import as_arrays
-from memjax.training import LoopConfig, pretrain, run_data, sharding
+from memjax.training import LoopConfig, pretrain, run_data
+from memjax.training.distributed import sharding
+from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.finetune import finetune, mplus_stage
 from memjax.training.finetune import run as finetune_run
 from memjax.training.finetune.curricula import MPlusStages
@@ -33,7 +35,6 @@ from memjax.training.finetune.stage import SampleConfig
 from memjax.training.finetune.start import starting_point
 from memjax.training.mplus.retriever_fit import similarity
 from memjax.training.run_folder import newest_state
-from memjax.training.sharding import MeshConfig
 
 BYTES = load_tokenizer("bytes")
 MEMORY = MPlusConfig(

@@ -33,8 +33,8 @@ from memjax.models.lora import (
     thaw,
 )
 from memjax.nnx.tabulate import tabulate
-from memjax.training import sharding
 from memjax.training.config import LoopConfig
+from memjax.training.distributed import sharding
 from memjax.training.finetune import finetune
 from memjax.training.finetune.alignment import alignment_loss, full_outputs
 from memjax.training.finetune.retrofit_stage import NEW, RetrofitStage

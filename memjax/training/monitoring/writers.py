@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 from memjax.checks import short
 from memjax.config_io import read_json
 from memjax.training.checkpoints.checksums import write_atomically
-from memjax.training.metrics_files import EventsFile
+from memjax.training.monitoring.metrics_files import EventsFile
 from memjax.training.resume import flatten
 
 #: Package that each writer needs, and what installs it.

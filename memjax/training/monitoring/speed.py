@@ -2,8 +2,8 @@
 
 import time
 
-from memjax.training.watching.device_peaks import memory_in_use, peak_flops
-from memjax.training.watching.goodput import Goodput
+from memjax.training.monitoring.device_peaks import memory_in_use, peak_flops
+from memjax.training.monitoring.goodput import Goodput
 
 
 class Speed:

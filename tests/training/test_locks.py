@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from memjax.training.claims import claim, claim_file
-from memjax.training.claims.claim import Claim, ClaimedError
+from memjax.training.locks import disk_lock, lock
+from memjax.training.locks.lock import FolderLock, LockedError
 from tests.training import processes, toy_run
 
 RUNNING = {"steps": 400, "save_every": 5, "log_every": 1, "sleep": 0.02}
@@ -31,24 +31,24 @@ def test_a_second_process_is_refused_before_it_writes_anything(tmp_path: Path) -
     }
     before, metrics = content(), (tmp_path / "metrics.jsonl").stat().st_ino
     message = f"in use: process {first.pid} on {socket.gethostname()} trains there"
-    with pytest.raises(ClaimedError, match=message):
+    with pytest.raises(LockedError, match=message):
         toy_run.main(tmp_path, RUNNING)
     assert content() == before
     assert (tmp_path / "metrics.jsonl").stat().st_ino == metrics
     # However it ends, the folder is free then.
     first.signal(signal.SIGKILL)
     first.finish()
-    assert json.loads((tmp_path / ".claim").read_text())["pid"] == first.pid
+    assert json.loads((tmp_path / ".lock").read_text())["pid"] == first.pid
     assert toy_run.main(tmp_path, RUNNING | {"steps": 40, "sleep": 0}) == 0
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 41))
-    assert (tmp_path / ".claim").read_bytes() == b""
+    assert (tmp_path / ".lock").read_bytes() == b""
 
 
 def leave(folder: Path, **owner: Any) -> None:
     """The claim of a process that may have ended."""
     here = {"host": socket.gethostname(), "pid": 1, "beat": 3}
-    (folder / ".claim").write_text(json.dumps(here | owner))
+    (folder / ".lock").write_text(json.dumps(here | owner))
 
 
 def ended_process() -> int:
@@ -65,43 +65,43 @@ def test_without_locks_a_process_id_tells_whether_a_claim_is_stale(
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     leave(tmp_path)
-    with pytest.raises(ClaimedError, match="process 1 on"):
-        Claim(tmp_path)
+    with pytest.raises(LockedError, match="process 1 on"):
+        FolderLock(tmp_path)
     leave(tmp_path, pid=ended_process())
-    Claim(tmp_path).close()
-    (tmp_path / ".claim").write_text("torn")
-    Claim(tmp_path).close()
+    FolderLock(tmp_path).close()
+    (tmp_path / ".lock").write_text("torn")
+    FolderLock(tmp_path).close()
 
 
 def test_a_claim_of_another_host_is_stale_when_it_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim_file, "WATCH_SECONDS", 0.5)
+    monkeypatch.setattr(disk_lock, "WATCH_SECONDS", 0.5)
     leave(tmp_path, host="elsewhere")
-    Claim(tmp_path).close()
+    FolderLock(tmp_path).close()
     leave(tmp_path, host="elsewhere")
     beats = iter(range(4, 100))
     alive = lambda _: leave(tmp_path, host="elsewhere", beat=next(beats))
-    monkeypatch.setattr(claim_file.time, "sleep", alive)
-    with pytest.raises(ClaimedError, match="process 1 on elsewhere"):
-        Claim(tmp_path)
+    monkeypatch.setattr(disk_lock.time, "sleep", alive)
+    with pytest.raises(LockedError, match="process 1 on elsewhere"):
+        FolderLock(tmp_path)
     leave(tmp_path, host="elsewhere")
     monkeypatch.setattr(
-        claim_file.time, "sleep", lambda _: (tmp_path / ".claim").write_text("")
+        disk_lock.time, "sleep", lambda _: (tmp_path / ".lock").write_text("")
     )
-    Claim(tmp_path).close()
+    FolderLock(tmp_path).close()
 
 
 def test_a_process_that_lives_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "BEAT_SECONDS", 0.01)
-    with Claim(tmp_path):
-        beat = lambda: json.loads((tmp_path / ".claim").read_text())["beat"]
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.01)
+    with FolderLock(tmp_path):
+        beat = lambda: json.loads((tmp_path / ".lock").read_text())["beat"]
         while beat() < 3:
             pass
-        with pytest.raises(ClaimedError, match="in use"):
-            Claim(tmp_path)
+        with pytest.raises(LockedError, match="in use"):
+            FolderLock(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a[1]", "new[0-9]/run", "back\\slash"])

@@ -11,9 +11,11 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from memjax.data import TokenisedDocument, load_tokenizer
-from memjax.training import MeshConfig, curves, header, run_data, sharding
+from memjax.training import MeshConfig, run_data
 from memjax.training import pretrain as run
 from memjax.training.config import LoopConfig, presets
+from memjax.training.distributed import sharding
+from memjax.training.monitoring import curves, header
 from memjax.training.step import TrainState
 
 

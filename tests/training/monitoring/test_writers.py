@@ -12,7 +12,7 @@ import pytest
 
 from memjax.config_io import from_record
 from memjax.training.config import LoopConfig
-from memjax.training.watching import writers
+from memjax.training.monitoring import writers
 from tests.training import toy_run
 
 LOOP = {"steps": 12, "save_every": 4, "log_every": 1}

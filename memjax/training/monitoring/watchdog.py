@@ -10,7 +10,7 @@ import jax
 logger = logging.getLogger(__name__)
 
 
-class StuckWatch:
+class Watchdog:
     """Says once, in one line, what a step has waited for too long.
 
     Too long is longer than `minutes`, and than twice the longest wait before. The line
@@ -18,7 +18,7 @@ class StuckWatch:
     that they wait for the devices.
 
     Args:
-        minutes: see `LoopConfig.stuck_minutes`.
+        minutes: see `LoopConfig.watchdog_minutes`.
     """
 
     def __init__(self, minutes: float):
@@ -37,7 +37,7 @@ class StuckWatch:
         """Nothing is waited for that has a usual time: a compilation, a save."""
         self._begin(None)
 
-    def __enter__(self) -> "StuckWatch":
+    def __enter__(self) -> "Watchdog":
         self._thread.start()
         return self
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from memjax.training.reporting import Reporter
+from memjax.training.monitoring.reporting import Reporter
 
 
 def reporter(run_dir: Path, step: int = 0, terminal: bool = False) -> Any:
@@ -86,7 +86,9 @@ def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
 
 def test_speed_and_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("memjax.training.reporting.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(
+        "memjax.training.monitoring.reporting.time.perf_counter", lambda: now[0]
+    )
     log, text = reporter(tmp_path)
     with log:
         now[0] += 1000.0  # the first step, with its compilation

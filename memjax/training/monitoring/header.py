@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from memjax.data import Split, TokenisedDocument, Tokenizer
 from memjax.training.config import DataConfig, LoopConfig
-from memjax.training.reporting import print_line
+from memjax.training.monitoring.reporting import print_line
 from memjax.training.run_data import load_sources
 from memjax.training.step import TrainState
 

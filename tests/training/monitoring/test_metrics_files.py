@@ -14,7 +14,7 @@ from tensorboardX.proto.event_pb2 import (
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import scalar
 
-from memjax.training.reporting import Reporter
+from memjax.training.monitoring.reporting import Reporter
 from tests.training import processes, toy_run
 
 

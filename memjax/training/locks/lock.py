@@ -1,6 +1,6 @@
 """One process at a time writes in a folder: trains in a run's, talks in a memory's.
 
-A claim is `.claim` in the folder: `claim_file.py` on a disk, `claim_object.py` in a
+A claim is `.lock` in the folder: `disk_lock.py` on a disk, `bucket_lock.py` in a
 bucket. Both name host and process id, and count up while the process lives.
 """
 
@@ -13,16 +13,16 @@ import jax
 from memjax.config_io import AnyPath
 from memjax.training.checkpoints.checkpoint import any_process
 from memjax.training.checkpoints.folder import check_path
-from memjax.training.claims.claim_file import CLAIM_FILE as CLAIM_FILE
-from memjax.training.claims.claim_file import ClaimedError as ClaimedError
-from memjax.training.claims.claim_file import ClaimFile
-from memjax.training.claims.claim_object import ClaimObject
+from memjax.training.locks.bucket_lock import BucketLock
+from memjax.training.locks.disk_lock import LOCK_FILE as LOCK_FILE
+from memjax.training.locks.disk_lock import DiskLock
+from memjax.training.locks.disk_lock import LockedError as LockedError
 
 #: Seconds between two signs of life.
 BEAT_SECONDS = 20.0
 
 
-class Claim:
+class FolderLock:
     """Holds a folder for this process, or all processes of this run, until closed.
 
     With several processes each makes the same calls, and the first holds the folder.
@@ -33,24 +33,24 @@ class Claim:
         verb: what an error says that the other process does there.
 
     Raises:
-        ClaimedError: another process holds it; nothing was written.
+        LockedError: another process holds it; nothing was written.
         ValueError: checkpoints cannot be kept under that path.
     """
 
     def __init__(self, folder: AnyPath, name: str = "run_dir", verb: str = "trains"):
         path = check_path(name, folder)
-        self._held: ClaimFile | ClaimObject | None = None
+        self._held: DiskLock | BucketLock | None = None
         refusal = None
         if jax.process_index() == 0:
             try:
                 if isinstance(path, Path):
-                    self._held = ClaimFile(path, verb)
+                    self._held = DiskLock(path, verb)
                 else:
-                    self._held = ClaimObject(path, verb)
-            except ClaimedError as error:
+                    self._held = BucketLock(path, verb)
+            except LockedError as error:
                 refusal = error
         if any_process(refusal is not None):
-            raise refusal or ClaimedError(f"another process {verb} in {folder}")
+            raise refusal or LockedError(f"another process {verb} in {folder}")
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._live, daemon=True)
         if self._held is not None:
@@ -58,8 +58,8 @@ class Claim:
             self._thread.start()
 
     def require_held(self) -> None:
-        """Raises ClaimedError where another process has taken a folder of a bucket."""
-        if isinstance(self._held, ClaimObject):
+        """Raises LockedError where another process has taken a folder of a bucket."""
+        if isinstance(self._held, BucketLock):
             self._held.require_held()
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Claim:
         held, self._held = self._held, None
         held.release()
 
-    def __enter__(self) -> "Claim":
+    def __enter__(self) -> "FolderLock":
         return self
 
     def __exit__(

@@ -11,9 +11,9 @@ import pytest
 
 from memjax.mechanisms import AttentionConfig, ElasticMemoryConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig
+from memjax.training.monitoring import device_peaks, goodput, model_flops, speed
+from memjax.training.monitoring.goodput import Goodput
 from memjax.training.pretrain import abstract_model
-from memjax.training.watching import device_peaks, goodput, model_flops, speed
-from memjax.training.watching.goodput import Goodput
 from tests.training import toy_run
 
 

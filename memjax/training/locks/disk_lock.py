@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from memjax.config_io import AnyPath
 
-CLAIM_FILE = ".claim"
+LOCK_FILE = ".lock"
 #: How long another host's claim is watched for a sign of life, in seconds. Some network
 #: filesystems show a change a minute late.
 WATCH_SECONDS = 100.0
@@ -26,7 +26,7 @@ WATCH_SECONDS = 100.0
 logger = logging.getLogger(__name__)
 
 
-class ClaimedError(OSError):
+class LockedError(OSError):
     """Another process writes in the folder."""
 
 
@@ -42,7 +42,7 @@ class Owner(NamedTuple):
 UNREADABLE = Owner("", 0, 0)
 
 
-class ClaimFile:
+class DiskLock:
     """Holds a folder of a disk until `release`.
 
     Args:
@@ -50,16 +50,16 @@ class ClaimFile:
         verb: what an error says that the other process does there.
 
     Raises:
-        ClaimedError: another process holds it; nothing was written.
+        LockedError: another process holds it; nothing was written.
     """
 
     def __init__(self, folder: Path, verb: str):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._file = os.open(folder / CLAIM_FILE, flags, 0o666)
+        self._file = os.open(folder / LOCK_FILE, flags, 0o666)
         try:
-            self._require_unclaimed(verb)
+            self._require_unlocked(verb)
         except BaseException:
             os.close(self._file)
             raise
@@ -82,7 +82,7 @@ class ClaimFile:
             fcntl.flock(self._file, fcntl.LOCK_UN)
         os.close(self._file)
 
-    def _require_unclaimed(self, verb: str) -> None:
+    def _require_unlocked(self, verb: str) -> None:
         owner = self._owner()
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,13 +99,13 @@ class ClaimFile:
 
     def _now(self) -> Owner | None:
         """None when it has just ended; as before where the file is not readable."""
-        if not (self._folder / CLAIM_FILE).stat().st_size:
+        if not (self._folder / LOCK_FILE).stat().st_size:
             return None
         return self._owner() or UNREADABLE
 
     def _owner(self) -> Owner | None:
         try:
-            return read_owner((self._folder / CLAIM_FILE).read_bytes())
+            return read_owner((self._folder / LOCK_FILE).read_bytes())
         except OSError:
             return None
 
@@ -113,12 +113,12 @@ class ClaimFile:
 def require_ended(
     folder: AnyPath, owner: Owner, verb: str, now: Callable[[], Owner | None]
 ) -> None:
-    """Raises ClaimedError if whoever is named in a claim still lives.
+    """Raises LockedError if whoever is named in a claim still lives.
 
     Args:
         folder: that is claimed.
         owner: who claims it.
-        verb: as `ClaimFile`.
+        verb: as `DiskLock`.
         now: who claims it now; None when nobody does any more.
     """
     # A process id comes again, in containers mostly as 1: this one's says nothing.
@@ -164,10 +164,10 @@ def read_owner(content: bytes) -> Owner | None:
         return None
 
 
-def refusal(folder: AnyPath, owner: Owner | None, verb: str) -> ClaimedError:
+def refusal(folder: AnyPath, owner: Owner | None, verb: str) -> LockedError:
     """What says that a folder is in use, and by whom."""
     who = f"process {owner.pid} on {owner.host}" if owner else "another process"
-    return ClaimedError(
+    return LockedError(
         f"{folder} is in use: {who} {verb} there. Wait for it or stop it, or use "
         "another folder"
     )

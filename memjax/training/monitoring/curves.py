@@ -12,7 +12,7 @@ from memjax.config_io import AnyPath
 from memjax.evaluation.drawing import source_of
 from memjax.evaluation.plots import training_curves
 from memjax.evaluation.provenance import device_name, version
-from memjax.training.metrics_files import METRICS_FILE, read_lines
+from memjax.training.monitoring.metrics_files import METRICS_FILE, read_lines
 
 CURVES_FILE = "curves.png"
 #: What an evaluation says of held-out documents.

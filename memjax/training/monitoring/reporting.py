@@ -22,10 +22,14 @@ from jaxtyping import PyTree
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from memjax.training.metrics_files import METRICS_FILE, Appender, keep_lines_until
-from memjax.training.watching.goodput import Goodput
-from memjax.training.watching.speed import Speed
-from memjax.training.watching.writers import open_writers
+from memjax.training.monitoring.goodput import Goodput
+from memjax.training.monitoring.metrics_files import (
+    METRICS_FILE,
+    Appender,
+    keep_lines_until,
+)
+from memjax.training.monitoring.speed import Speed
+from memjax.training.monitoring.writers import open_writers
 
 
 class Reporter:

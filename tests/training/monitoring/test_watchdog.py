@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memjax.training.watching import stuck
+from memjax.training.monitoring import watchdog
 from tests.training import toy_run
 
 
@@ -22,10 +22,10 @@ def test_a_step_without_its_batch_is_named_once(
         return following(data)
 
     monkeypatch.setattr(toy_run.Data, "__next__", slow_once)
-    options = {"steps": 9, "save_every": 100, "stuck_minutes": 0.1 / 60}
-    with caplog.at_level(logging.WARNING, stuck.__name__):
+    options = {"steps": 9, "save_every": 100, "watchdog_minutes": 0.1 / 60}
+    with caplog.at_level(logging.WARNING, watchdog.__name__):
         assert toy_run.main(tmp_path, options) == 0
-    said = [r.getMessage() for r in caplog.records if r.name == stuck.__name__]
+    said = [r.getMessage() for r in caplog.records if r.name == watchdog.__name__]
     assert said == [
         f"process 0 of 1 on {socket.gethostname()}: step 7 has waited for its batch "
         "for 0.0 minutes"
@@ -36,7 +36,7 @@ def test_a_step_without_its_batch_is_named_once(
 def test_what_takes_long_by_nature_is_not_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, long: str
 ) -> None:
-    options = {"steps": 2, "evaluate_every": 1, "stuck_minutes": 0.2 / 60, long: 0.5}
-    with caplog.at_level(logging.WARNING, stuck.__name__):
+    options = {"steps": 2, "evaluate_every": 1, "watchdog_minutes": 0.2 / 60, long: 0.5}
+    with caplog.at_level(logging.WARNING, watchdog.__name__):
         assert toy_run.main(tmp_path, options) == 0
-    assert not [r for r in caplog.records if r.name == stuck.__name__]
+    assert not [r for r in caplog.records if r.name == watchdog.__name__]

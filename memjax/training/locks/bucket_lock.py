@@ -15,8 +15,8 @@ from contextlib import suppress
 
 from memjax.buckets.bucket import Bucket
 from memjax.config_io import AnyPath
-from memjax.training.claims.claim_file import (
-    CLAIM_FILE,
+from memjax.training.locks.disk_lock import (
+    LOCK_FILE,
     Owner,
     read_owner,
     refusal,
@@ -29,8 +29,8 @@ SETTLE_SECONDS = 2.0
 logger = logging.getLogger(__name__)
 
 
-class ClaimObject:
-    """Holds a folder of a bucket until `release`; see `ClaimFile`."""
+class BucketLock:
+    """Holds a folder of a bucket until `release`; see `DiskLock`."""
 
     def __init__(self, folder: AnyPath, verb: str):
         self._folder, self._verb = folder, verb
@@ -39,9 +39,9 @@ class ClaimObject:
         owner = content and read_owner(content)
         if owner:
             require_ended(folder, owner, verb, self._owner)
-            self._bucket.delete([CLAIM_FILE])
+            self._bucket.delete([LOCK_FILE])
         try:
-            self._bucket.write(CLAIM_FILE, self._record(0), new=True)
+            self._bucket.write(LOCK_FILE, self._record(0), new=True)
         except FileExistsError:
             raise refusal(folder, self._owner(), verb) from None
         if owner:
@@ -53,10 +53,10 @@ class ClaimObject:
         """Writes that the process lives, unless another one has taken the folder."""
         with suppress(OSError):
             if self._is_mine():
-                self._bucket.write(CLAIM_FILE, self._record(beat))
+                self._bucket.write(LOCK_FILE, self._record(beat))
 
     def require_held(self) -> None:
-        """Raises ClaimedError where another process has taken the folder.
+        """Raises LockedError where another process has taken the folder.
 
         It may when this one has shown no life for a while.
         """
@@ -69,7 +69,7 @@ class ClaimObject:
         """Lets another process write here."""
         with suppress(OSError):
             if self._is_mine():
-                self._bucket.delete([CLAIM_FILE])
+                self._bucket.delete([LOCK_FILE])
 
     def _record(self, beat: int) -> bytes:
         owner = Owner(socket.gethostname(), os.getpid(), beat)
@@ -84,6 +84,6 @@ class ClaimObject:
 
     def _content(self) -> bytes | None:
         try:
-            return self._bucket.read(CLAIM_FILE)
+            return self._bucket.read(LOCK_FILE)
         except FileNotFoundError:
             return None
