@@ -7,7 +7,7 @@ from experiments.books import scores
 from experiments.books.models import FAMILIES, Config, name_of, window_of
 from experiments.lab.baselines import ORDER
 from experiments.lab.intervals import gain, mean_losses, restrict_kind, shown
-from experiments.lab.results import show
+from experiments.lab.results import figure, show
 from memjax import evaluation
 from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import source_of
@@ -70,6 +70,7 @@ def _perplexities(losses: TokenLosses, window: int) -> dict:
     }
 
 
+@figure("books/window8", "books/window64")
 def plot(result: dict, path: Path) -> None:
     """Draws the losses of a result by position."""
     plots.loss_by_position(

@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.compare.alignment_memories import MEMORIES
 from experiments.compare.documents import KINDS
-from experiments.lab.results import write_report
+from experiments.lab.results import figure, write_report
 from memjax.evaluation.drawing import COLOURS, drawing, source_of
 from memjax.evaluation.statistics import paired
 
@@ -102,6 +102,7 @@ def summary(
     return found
 
 
+@figure("compare/alignment")
 def plot(result: dict[str, Any], path: Path) -> None:
     """What each row misses of each kind, with the wide windows as lines."""
     rows = result["summary"]

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Float64
 
 from experiments.compare.documents import KINDS, documents
 from experiments.lab import backbones
-from experiments.lab.results import RESULTS, settings, show, write_report
+from experiments.lab.results import RESULTS, figure, settings, show, write_report
 from memjax.checks import check_sizes
 from memjax.data import TokenisedDocument
 from memjax.evaluation.drawing import COLOURS, drawing, source_of
@@ -259,6 +259,7 @@ def _show(result: dict[str, Any]) -> None:
         print(rows)
 
 
+@figure("compare/layers")
 def plot(result: dict[str, Any], path: Path) -> None:
     """Bars a layer: what its window costs alone, what full attention brings back."""
     panels = {

@@ -18,7 +18,7 @@ import tyro
 from experiments.compare.documents import KINDS
 from experiments.compare.rows import ROWS
 from experiments.lab.measure import binned_losses
-from experiments.lab.results import RESULTS, write_report
+from experiments.lab.results import RESULTS, figure, write_report
 from memjax import evaluation
 from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import drawing, short_count, source_of
@@ -113,6 +113,7 @@ def _only(losses: TokenLosses, kind: str) -> TokenLosses:
     return TokenLosses(losses.nll[rows], losses.mask[rows], (kind,) * len(rows), names)
 
 
+@figure("compare/positions", source="compare/summary")
 def plot_positions(result: Result, path: Path) -> None:
     """Loss by position, a line a row that was tuned, of the seeds that all have.
 
@@ -140,6 +141,7 @@ def plot_positions(result: Result, path: Path) -> None:
     )
 
 
+@figure("compare/needles", source="compare/summary")
 def plot_needles(result: Result, path: Path) -> None:
     """A map for each row: length against depth, the share of right answers."""
     found: dict[str, list[Any]] = {}

@@ -6,8 +6,8 @@
 
 One row after the other is trained and scored. Each writes a result of its own,
 `results/compare/<row>-seed<seed>.json`, when it is done, and is not run again while
-that lies there; what was stopped goes on where it was. `python -m experiments.tables`
-puts the rows together. The layers come from `experiments.compare.layers`.
+that lies there; what was stopped goes on where it was. `experiments.lab.render` puts
+the rows together. The layers come from `experiments.compare.layers`.
 """
 
 import dataclasses
@@ -173,7 +173,7 @@ def main(config: Config) -> None:
         return
     missing = config.missing()
     if not missing:
-        print("every row has its result: python -m experiments.tables")
+        print("every row has its result: python -m experiments.lab.render")
         return
     if not jax.config.values["jax_compilation_cache_dir"]:
         cache = str(config.run_dir.resolve() / "compiled")

@@ -25,7 +25,7 @@ import numpy as np
 import tyro
 
 from experiments.elastic import discretisations
-from experiments.lab.results import RESULTS, settings, write_report
+from experiments.lab.results import RESULTS, figure, settings, write_report
 from memjax.evaluation.drawing import (
     COLOURS,
     MARKERS,
@@ -166,6 +166,7 @@ def main(config: Config) -> None:
     plot(result, pathlib.Path(f"{config.output}.png"))
 
 
+@figure("elastic/hippo_reconstruction")
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     """Draws seed 0 of two rows, the errors of four methods, and the table."""
     config = Config(**result["config"])

@@ -41,7 +41,7 @@ from experiments.hmt.rows import (
 )
 from experiments.hmt.tuned import Texts, Tuning, measure
 from experiments.lab.intervals import gain, restrict_kind, shown
-from experiments.lab.results import RESULTS, show
+from experiments.lab.results import RESULTS, figure, show
 from memjax import evaluation
 from memjax.checks import check_sizes, require_known
 from memjax.evaluation import TokenLosses, plots
@@ -211,6 +211,7 @@ def _scored_on(finished: dict[str, Finished]) -> str:
     return f"{most} ({'; '.join(others)})" if others else most
 
 
+@figure("hmt/smollm2/length")
 def plot(result: dict, path: Path) -> None:
     """Draws the perplexities of a result."""
     curves = {

@@ -1,28 +1,154 @@
-"""Result files: where they lie, how they are written, and tables on a screen.
+"""Result files, and the tables and plots that studies draw from them.
 
-A result lies in `experiments/results/<room>/<program>.json`, a plot beside it as .png.
+A study writes `experiments/results/NAME.json`, and declares in its own file of code the
+tables and plots of that result, which `experiments.lab.render` writes:
+
+    @table("hmt/cost")
+    def cost(result):
+        for name, row in result["models"].items():
+            yield {"": name, "seconds": number(row["seconds"], 1)}
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as ScreenTable
 
 from memjax.evaluation.provenance import provenance
 
 RESULTS = Path(__file__).parents[1] / "results"
+
+#: Rows of a table: cells by column, or a text that becomes a note below the table.
+Rows = Iterator[Mapping[str, str] | str]
+
+
+def load(name: str) -> dict[str, Any]:
+    """The result file `experiments/results/NAME.json`.
+
+    Args:
+        name: such as "hmt/length".
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+class Content(NamedTuple):
+    """A table before it is written as Markdown.
+
+    Attributes:
+        header: names of the columns; the first column names the rows.
+        rows: one text a column.
+        sources: names of the result files.
+        notes: texts below the table, such as how a model was trained.
+    """
+
+    header: list[str]
+    rows: list[list[str]]
+    sources: Sequence[str]
+    notes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table that a study declares with `table`."""
+
+    name: str
+    sources: tuple[str, ...]
+    rows: Callable[..., Rows]
+
+    def content(self) -> Content:
+        """The cells, from the result files.
+
+        Raises:
+            FileNotFoundError: a result file is missing.
+            ValueError: a row has a column that the first row does not have.
+        """
+        found = list(self.rows(*map(load, self.sources)))
+        rows = [row for row in found if not isinstance(row, str)]
+        notes = [row for row in found if isinstance(row, str)]
+        header = list(rows[0])
+        for row in rows:
+            if unknown := row.keys() - rows[0].keys():
+                raise ValueError(f"table {self.name}: no column {sorted(unknown)}")
+        cells = [[row.get(column, "") for column in header] for row in rows]
+        return Content(header, cells, self.sources, list(dict.fromkeys(notes)))
+
+
+def table(name: str, *sources: str) -> Callable[[Callable[..., Rows]], Table]:
+    """Declares a table: the decorated function yields its rows.
+
+    Args:
+        name: of the marked block in the document.
+        sources: names of the result files that the function takes, in this order; one
+            named as the table unless given.
+    """
+    return lambda rows: Table(name, sources or (name,), rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A plot that a study declares with `figure`; called, it draws a result."""
+
+    names: tuple[str, ...]
+    source: str | None
+    draw: Callable[[dict[str, Any], Path], None]
+
+    def __call__(self, result: dict[str, Any], path: Path) -> None:
+        """Draws a result into a file."""
+        self.draw(result, path)
+
+
+def figure(
+    *names: str, source: str | None = None
+) -> Callable[[Callable[[dict[str, Any], Path], None]], Figure]:
+    """Declares plots: the decorated function draws a result into a file.
+
+    Args:
+        names: of the pictures, below `experiments/results`.
+        source: the result file; of each picture that of its name unless given.
+    """
+    return lambda draw: Figure(names, source, draw)
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number with thousands separated; empty for None and NaN."""
+    return "" if value is None or value != value else f"{value:,.{digits}f}"
+
+
+def spread(value: float | None, error: float | None, digits: int) -> str:
+    """A number ± its standard error, which may be missing."""
+    if value is None or error is None:
+        return number(value, digits)
+    return f"{value:,.{digits}f} ± {error:.{digits}f}"
+
+
+def times(value: float | None) -> str:
+    """A ratio, such as 1.9x."""
+    return "" if value is None else f"{value:.3g}x"
+
+
+def percent(share: float) -> str:
+    """A share in percent."""
+    return f"{share:.0%}"
+
+
+def thousands(count: int) -> str:
+    """An integer with thousands separated."""
+    return f"{count:,}"
 
 
 def settings(config: Any) -> dict[str, Any]:
     """The fields of a program's config that change its result, as JSON has them.
 
     Args:
-        config: a dataclass. Its fields `run_dir` and `output` are left out. Of paths
-            the last part is kept: where a file lies says nothing on another machine.
+        config: a dataclass. Its fields `run_dir` and `output` are left out; paths are
+            cut to their last part.
     """
     fields = dataclasses.asdict(config)
     kept = {k: v for k, v in fields.items() if k not in ("run_dir", "output")}
@@ -55,10 +181,10 @@ def write_report(
 
 def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> None:
     """Prints a table with one row a name; floats with three decimals, text as it is."""
-    table = Table(title=title)
-    table.add_column("")
+    screen = ScreenTable(title=title)
+    screen.add_column("")
     for column in columns:
-        table.add_column(column, justify="right")
+        screen.add_column(column, justify="right")
 
     def text(cell: Any) -> str:
         if isinstance(cell, str):
@@ -66,5 +192,5 @@ def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) 
         return f"{cell:.3f}" if isinstance(cell, float) else f"{cell:,}"
 
     for name, cells in rows.items():
-        table.add_row(name, *(text(cell) for cell in cells))
-    Console().print(table)
+        screen.add_row(name, *(text(cell) for cell in cells))
+    Console().print(screen)

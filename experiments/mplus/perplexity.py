@@ -30,7 +30,7 @@ import numpy as np
 import tyro
 from jaxtyping import Float64
 
-from experiments.lab.results import settings, show, write_report
+from experiments.lab.results import figure, settings, show, write_report
 from experiments.mplus import scores
 from experiments.mplus.perplexity_rows import (
     STAGES,
@@ -201,6 +201,7 @@ def report(
     )
 
 
+@figure("mplus/perplexity")
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Draws a result: perplexity by what was injected, and what injecting saves."""
     config, saved = result["config"], result["saved_nats"]

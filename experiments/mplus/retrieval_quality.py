@@ -27,7 +27,7 @@ import numpy as np
 import tyro
 
 from experiments.hmt import common
-from experiments.lab.results import RESULTS, settings, show, write_report
+from experiments.lab.results import RESULTS, figure, settings, show, write_report
 from experiments.mplus import retrieval
 from experiments.mplus.recipe import recipe
 from experiments.mplus.retention import config as retention_config
@@ -241,6 +241,7 @@ def _title(result: Mapping[str, Any]) -> str:
     return f"Rows of a fact's context, of {made} a layer{note}"
 
 
+@figure("mplus/retrieval_quality", "mplus/retrieval_quality_fitted")
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Figure 6: memory tokens, and below them shares of those in the store."""
     rows, distances = list(result["after"].values()), result["distances"]

@@ -8,6 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from experiments.lab.results import figure
 from experiments.notes import task as notes
 from experiments.recurrent import comparison
 from memjax.evaluation.drawing import drawing, log_ticks, source_of
@@ -190,6 +191,7 @@ def show(result: Mapping[str, Any]) -> None:
     print(f"± is a standard error over texts.\n\n{result['sample']}")
 
 
+@figure("notes/notes")
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Draws right answers against the text since the notes, one panel a count."""
     counts, distances = (result["config"][name] for name in ("counts", "distances"))

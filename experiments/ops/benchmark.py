@@ -29,7 +29,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.lab.results import settings, write_report
+from experiments.lab.results import figure, settings, write_report
 from experiments.lab.timing import time_functions
 from experiments.ops import cases
 from experiments.ops.cases import Shape
@@ -107,6 +107,7 @@ def run(config: Config, console: Console, save: Callable[[dict], None]) -> dict:
     return result
 
 
+@figure("ops/kernels")
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     """Microseconds a token against T, forward with backward."""
     lines: dict[str, list[dict]] = {}

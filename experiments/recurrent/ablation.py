@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab import study
+from experiments.lab.results import figure
 from experiments.lab.study import Case
 from experiments.recurrent import comparison, mqar, seed_report
 from memjax.models import ModelConfig
@@ -37,6 +38,7 @@ def run(
     seed_report.show(question, summary, base, columns=columns, paper=paper)
 
 
+@figure("recurrent/lattice_ablation", "recurrent/trellis_ablation")
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Draws right answers against the pairs of a sequence."""
     panels = {result["question"]: result["accuracy"]}

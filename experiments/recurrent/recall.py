@@ -18,7 +18,7 @@ from typing import Any
 import tyro
 
 from experiments.lab import study
-from experiments.lab.results import RESULTS
+from experiments.lab.results import RESULTS, figure
 from experiments.lab.study import Case
 from experiments.recurrent import comparison, mqar, seed_report
 
@@ -120,6 +120,7 @@ def report(config: Config, tried: list[dict], rows: list[dict]) -> None:
     plot(result, Path(f"{config.output}.png"))
 
 
+@figure("recurrent/recall")
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Draws right answers against the pairs of a sequence, one panel a length."""
     panels = {f"{n} tokens": rows for n, rows in result["accuracy"].items()}

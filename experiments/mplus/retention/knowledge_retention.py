@@ -30,7 +30,7 @@ import jax
 import tyro
 
 from experiments.hmt import qa
-from experiments.lab.results import settings, show
+from experiments.lab.results import figure, settings, show
 from experiments.mplus.recipe import recipe
 from experiments.mplus.retention import (
     methods,
@@ -235,6 +235,7 @@ def describe(
     }
 
 
+@figure("mplus/retention")
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draws the right answers of a result against the distance."""
     shown = recorded.by_method(result)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab import results
+from experiments.lab.results import figure
 from memjax.evaluation.drawing import drawing, log_ticks, log_values, source_of
 
 Row = dict[str, Any]
@@ -53,6 +54,7 @@ def _tables(rows: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, list[float
     }
 
 
+@figure("mplus/cost")
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """One panel a quantity, both axes logarithmic."""
     rows = result["models"]

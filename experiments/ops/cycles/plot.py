@@ -4,6 +4,7 @@ import pathlib
 import re
 from typing import Any, NamedTuple
 
+from experiments.lab.results import figure
 from experiments.ops.cycles.cases_ops import SHAPE
 from memjax.evaluation.drawing import drawing, log_ticks, log_values, source_of
 
@@ -36,6 +37,7 @@ def points(cases: dict[str, dict[str, Any]], beginning: str) -> list[Point]:
     return sorted(found)
 
 
+@figure("ops/tpu_cycles")
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     """Cycles per token and head against T, forward with backward, on a v5e."""
     lines = {name: points(result["cases"], part) for part, name in LINES.items()}

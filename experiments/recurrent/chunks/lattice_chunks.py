@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from experiments.lab.results import RESULTS, settings, write_report
+from experiments.lab.results import RESULTS, figure, settings, write_report
 from experiments.lab.timing import time_functions
 from experiments.recurrent.chunks.lattice_refine import lattice_refined
 from memjax.evaluation.drawing import drawing, source_of
@@ -176,6 +176,7 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = tuple(
 )
 
 
+@figure("recurrent/lattice_chunks")
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     """Errors and rounds against gamma: a column for each variant."""
     config = result["config"]

@@ -1,0 +1,246 @@
+"""Renders all tables and plots from the result files, or checks them.
+
+    python -m experiments.lab.render                   # tables and plots
+    python -m experiments.lab.render --only hmt/ ops/  # plots of these names alone
+    python -m experiments.lab.render --check           # exit code 1 if one is stale
+
+Studies declare tables and plots (`experiments.lab.results`). A table is written into a
+document between two marks:
+
+    <!-- table: hmt/length -->
+    ... (rendered)
+    <!-- /table -->
+
+The check refuses measured numbers outside of marks and code: a number with a decimal
+point, a percentage, a number with ± or with a unit of time, memory or speed, anywhere
+in a README below `experiments/`, and elsewhere in sections with "results" in the
+heading. Names (Apache-2.0, Python 3.11) and versions are allowed.
+"""
+
+import importlib
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import tyro
+
+import experiments
+from experiments.lab.results import RESULTS, Content, Figure, Table, load
+from memjax.evaluation.provenance import commit_of
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(
+    r"<!-- table: (?P<name>[\w/]+) -->\n(?P<body>.*?)<!-- /table -->", re.DOTALL
+)
+_CODE = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)\n]*\)|https?://\S+", re.DOTALL)
+_NAME = re.compile(r"Python \d+\.\d+|\d+\.\d+\.\d[\d.]*|[A-Za-z]-\d+\.\d+")
+_MEASURED = re.compile(
+    r"±|\d+\.\d+|\d ?%|\d ?(?:ns|µs|ms|s|kB|MB|GB|KiB|MiB|GiB|nats|GFLOP)\b|\dx\b"
+)
+
+Tables = Mapping[str, Table]
+
+
+class Declared(NamedTuple):
+    """Tables and plots of all studies, by name."""
+
+    tables: Tables
+    figures: Mapping[str, Figure]
+
+
+def declared() -> Declared:
+    """Collects what the modules below `experiments` declare.
+
+    Raises:
+        ValueError: two tables or two plots have one name.
+    """
+    found = {id(x): x for module in _modules() for x in vars(module).values()}
+    tables = [(x.name, x) for x in found.values() if isinstance(x, Table)]
+    tables += [x for module in _modules() for x in _undeclared(module)]
+    figures = [(n, x) for x in found.values() if isinstance(x, Figure) for n in x.names]
+    for pairs in (tables, figures):
+        names = [name for name, _ in pairs]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"declared twice: {sorted(twice)}")
+    return Declared(dict(tables), dict(figures))
+
+
+def _modules() -> Iterator[ModuleType]:
+    for info in pkgutil.walk_packages(experiments.__path__, "experiments."):
+        if not info.name.endswith("__main__"):
+            yield importlib.import_module(info.name)
+
+
+def _undeclared(module: ModuleType) -> Iterator[tuple[str, Table]]:
+    """Tables of `experiments.tables`, until the studies declare them."""
+
+    class Old(Table):
+        def content(self) -> Content:
+            return Content(*self.rows())  # pyright: ignore
+
+    for name, function in getattr(module, "TABLES", {}).items():
+        yield name, Old(name, (), function)
+
+
+def documents(root: Path) -> list[Path]:
+    """READMEs, and pages of the documentation."""
+    found = [root / "README.md"]
+    for folder in ("experiments", "kernels", "memjax"):
+        found += sorted((root / folder).rglob("README.md"))
+    return found + sorted((root / "docs").rglob("*.md"))
+
+
+def write(files: Iterable[Path], tables: Tables) -> None:
+    """Renders the tables of these files anew."""
+    for file in files:
+        text = file.read_text("utf-8")
+        fresh = replace(text, tables, file.parent)
+        if fresh != text:
+            file.write_text(fresh, "utf-8")
+            print(f"wrote {file}")
+
+
+def replace(text: str, tables: Tables, folder: Path) -> str:
+    """A document's text with every block rendered anew.
+
+    Args:
+        text: of the document.
+        tables: by name.
+        folder: of the document; links are relative to it.
+
+    Raises:
+        KeyError: there is no table of this name.
+        FileNotFoundError: one of its result files is missing.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        body = _markdown(tables[match["name"]].content(), folder)
+        return f"<!-- table: {match['name']} -->\n{body}<!-- /table -->"
+
+    return _BLOCK.sub(block, text)
+
+
+def problems(files: Iterable[Path], tables: Tables, root: Path) -> Iterator[str]:
+    """Stale, unknown and unused tables, and measured numbers outside of tables."""
+    shown: dict[str, Path] = {}
+    for file in files:
+        text = file.read_text("utf-8")
+        for match in _BLOCK.finditer(text):
+            name = match["name"]
+            shown[name] = file
+            if name not in tables:
+                yield f"{file}: table {name}: there is no such table"
+                continue
+            try:
+                fresh = _markdown(tables[name].content(), file.parent)
+            except FileNotFoundError as error:
+                yield f"{file}: table {name}: {error.filename} is missing"
+                continue
+            if fresh != match["body"]:
+                program = "python -m experiments.lab.render"
+                yield f"{file}: table {name} is stale: run {program}"
+        if text.count("<!-- table:") != len(_BLOCK.findall(text)):
+            yield f"{file}: a block has no end"
+        whole = (root / "experiments") in file.parents
+        for line, found in measured_outside(text, whole):
+            yield f"{file}:{line}: {found!r} is measured, but stands in no table"
+    for name in tables.keys() - shown.keys():
+        yield f"table {name} is in no document"
+
+
+def measured_outside(text: str, whole: bool) -> Iterator[tuple[int, str]]:
+    """Line and text of every measured number outside of blocks and code.
+
+    Args:
+        text: of a document.
+        whole: search all of it, or only its sections of results.
+    """
+
+    def blank(match: re.Match[str]) -> str:
+        return re.sub(r"[^\n]", " ", match[0])
+
+    for pattern in (_BLOCK, _CODE, _NAME):
+        text = pattern.sub(blank, text)
+    searched = whole
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.startswith("#"):
+            searched = whole or "results" in line.lower()
+        if searched:
+            for match in _MEASURED.finditer(line):
+                yield number, line[max(0, match.start() - 8) : match.end()].strip()
+
+
+def _markdown(content: Content, folder: Path) -> str:
+    """The table with links to its result files, their devices, dates and commits."""
+    columns = zip(*content.rows, strict=True)
+    lines = ["| " + " | ".join(row) + " |" for row in (content.header, *content.rows)]
+    lines.insert(1, "".join("|--:" if _numeric(c) else "|---" for c in columns) + "|")
+    sources = []
+    for name in content.sources:
+        report = load(name)
+        facts = filter(None, (report["device"], report["date"], commit_of(report)))
+        link = os.path.relpath(RESULTS / f"{name}.json", folder)
+        sources.append(f"[{name}.json]({link}): " + ", ".join(facts))
+    below = "; ".join([*sources, *content.notes])
+    return "\n".join(lines) + f"\n\n<sub>{below}</sub>\n"
+
+
+def _numeric(cells: Iterable[str]) -> bool:
+    """Whether a column holds numbers alone, which are aligned to the right."""
+    return all(re.match(r"[-+\d]|$", cell) for cell in cells)
+
+
+def draw(
+    figures: Mapping[str, Figure], only: tuple[str, ...] = ("",), folder: Path = RESULTS
+) -> None:
+    """Draws plots anew from their result files.
+
+    Args:
+        figures: by name.
+        only: beginnings of names.
+        folder: of the pictures.
+    """
+    for name, figure in figures.items():
+        if name.startswith(only):
+            figure(load(figure.source or name), folder / f"{name}.png")
+            print(f"drew {folder / name}.png")
+
+
+def undeclared(figures: Mapping[str, Figure]) -> Iterator[str]:
+    """Pictures that no study draws, and declared ones that are missing."""
+    drawn = {
+        str(path.relative_to(RESULTS).with_suffix(""))
+        for path in RESULTS.rglob("*.png")
+    }
+    for name in drawn - figures.keys():
+        yield f"results/{name}.png is drawn by no study"
+    for name in figures.keys() - drawn:
+        yield f"results/{name}.png is missing: run python -m experiments.lab.render"
+
+
+def main(check: bool = False, only: tuple[str, ...] = ()) -> int:
+    """Renders or checks tables and plots of all studies.
+
+    Args:
+        check: print what is wrong, write nothing.
+        only: draw only plots whose name begins so, and write no table.
+    """
+    found = declared()
+    if not check:
+        draw(found.figures, only or ("",))
+    files = documents(ROOT)
+    if not check and not only:
+        write(files, found.tables)
+    wrong = [*problems(files, found.tables, ROOT), *undeclared(found.figures)]
+    for problem in wrong:
+        print(problem, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main))
