@@ -63,7 +63,7 @@ def closed_form(order: int, start: int, stop: int) -> discretisations.Unrolled:
 def whole_bank(config: Config) -> bank.HippoBank:
     """Builds every block of the whole bank, from nothing."""
     bank._gauss_legendre.cache_clear()
-    return bank.build_bank(
+    return bank.build_hippo_bank(
         config.whole_order, config.whole_block_length, config.whole_blocks
     )
 
@@ -131,7 +131,7 @@ def _spread(times: dict) -> str:
 
 
 def _whole_bytes(config: Config, order: int) -> int:
-    return bank.bank_bytes(order, config.whole_block_length, config.whole_blocks)
+    return bank.hippo_bank_bytes(order, config.whole_block_length, config.whole_blocks)
 
 
 if __name__ == "__main__":

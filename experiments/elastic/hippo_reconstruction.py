@@ -108,7 +108,7 @@ def compress(signal: np.ndarray, case: Case) -> np.ndarray:
 def read(state: np.ndarray, length: int, offset: float) -> np.ndarray:
     """Reads [N, S] back at (k + offset) / length for every token k: [T, S]."""
     points = (np.arange(length) + offset) / length
-    return bank.reconstruction(len(state), points) @ state
+    return bank.hippo_reconstruction(len(state), points) @ state
 
 
 def measure(config: Config, case: Case) -> dict:

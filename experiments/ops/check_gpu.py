@@ -32,10 +32,16 @@ from experiments.lab.results import RESULTS, settings, write_report
 from experiments.ops import cases
 from experiments.ops.cases import Shape
 from experiments.ops.ways import first_line
+from memjax_kernels import (
+    LATTICE_VARIANTS,
+    TrellisActivation,
+    TrellisPhi,
+    lattice,
+    lattice_init_state,
+    trellis,
+    trellis_init_state,
+)
 from memjax_kernels._src.common import implementations
-from memjax_kernels._src.lattice import VARIANTS, lattice
-from memjax_kernels._src.lattice import empty_state as empty_lattice
-from memjax_kernels._src.trellis import Activation, Phi, empty_state, trellis
 
 # (8, 2048, 12, 64), (2, 16384, 16, 128) and (1, 65536, 12, 64) made short and narrow.
 SHAPES = (Shape(4, 256, 12, 64), Shape(1, 1024, 2, 64))
@@ -159,7 +165,7 @@ def all_cases() -> dict[str, Callable[[], Case]]:
             for phi in ("l2_silu", "ln_silu", "silu", "identity", "softmax"):
                 add(trellis_case, shape, chunk, phi, "ln_silu")
         for chunk in (64, 16, 1):
-            for variant in VARIANTS:
+            for variant in LATTICE_VARIANTS:
                 add(lattice_case, shape, chunk, variant)
     for activation in ("l2_silu", "softmax"):
         add(trellis_case, SHAPES[0], 64, "l2_silu", activation)
@@ -172,8 +178,8 @@ def trellis_case(
     name: str,
     shape: Shape,
     chunk: int,
-    phi: Phi,
-    activation: Activation,
+    phi: TrellisPhi,
+    activation: TrellisActivation,
     value: int = 64,
 ) -> Case:
     """Both passes, from open chunks, over resets."""
@@ -182,7 +188,7 @@ def trellis_case(
     tokens["v"] = wide
     b, t, h, d = shape
     position, reset = positions_and_reset(b, t, chunk)
-    empty = empty_state(b, h, d, d, value, chunk)
+    empty = trellis_init_state(b, h, d, d, value, chunk)
     state = dataclasses.replace(empty, position=position)
 
     def call(tokens, state, implementation):
@@ -204,7 +210,9 @@ def lattice_case(name: str, shape: Shape, chunk: int, variant) -> Case:
     tokens = cases.inputs("lattice", shape, "bfloat16")
     b, t, h, d = shape
     position, reset = positions_and_reset(b, t, chunk)
-    state = dataclasses.replace(empty_lattice(b, h, d, d, chunk), position=position)
+    state = dataclasses.replace(
+        lattice_init_state(b, h, d, d, chunk), position=position
+    )
 
     def call(tokens, state, implementation):
         # In a chunk of one token `pending` is always 0: the loop adds it, the chunk

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from memjax.aot.chips import CHIPS
 from memjax.training.monitoring.device_peaks import PEAK_FLOPS
+from memjax_kernels import LatticeVariant
 from memjax_kernels._src.delta_rule.chunks import CHUNK_SIZE as DELTA_RULE_CHUNK
 from memjax_kernels._src.gated_slots.xla import CHUNK_SIZE as GATED_SLOTS_CHUNK
-from memjax_kernels._src.lattice import Variant
 from memjax_kernels._src.linear_attention.gla import CHUNK_SIZE as GLA_CHUNK
 from memjax_kernels._src.linear_attention.ssd import CHUNK_SIZE as SSD_CHUNK
 
@@ -244,7 +244,7 @@ def trellis(sizes: Sizes, backward: bool) -> Cost:
     )
 
 
-def lattice(sizes: Sizes, backward: bool, variant: Variant = "dec") -> Cost:
+def lattice(sizes: Sizes, backward: bool, variant: LatticeVariant = "dec") -> Cost:
     """A normalised call without forgetting.
 
     In chunks: per token and head F = 2 M V P + 2 C (4 M + 2 V) operations, with P = 4

@@ -19,7 +19,7 @@ from experiments.lab.results import RESULTS
 from experiments.lab.study import Case
 from experiments.recurrent import ablation, mqar
 from memjax.mechanisms import TrellisConfig
-from memjax_kernels._src.trellis.functions import PHIS
+from memjax_kernels import TRELLIS_PHIS
 
 #: The paper's perplexities: 125M parameters, The Pile.
 PAPER = {
@@ -73,7 +73,7 @@ def cases(config: Config) -> list[Case]:
     }
     models |= {
         f"phi = {phi}": trellis(phi=phi)
-        for phi in PHIS
+        for phi in TRELLIS_PHIS
         if phi not in ("identity", TrellisConfig.phi)
     }
     return ablation.cases(config, models)

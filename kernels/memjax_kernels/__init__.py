@@ -1,13 +1,173 @@
 """Recurrent memory ops in JAX: each has a reference, chunk forms and kernels."""
 
-from memjax_kernels._src.delta_rule import delta_rule as delta_rule
-from memjax_kernels._src.delta_rule.gated import gated_delta_rule as gated_delta_rule
-from memjax_kernels._src.gated_slots import gated_slots as gated_slots
-from memjax_kernels._src.hippo import hippo as hippo
-from memjax_kernels._src.lattice import lattice as lattice
-from memjax_kernels._src.linear_attention import linear_attention as linear_attention
-from memjax_kernels._src.linear_attention.gla import gla as gla
-from memjax_kernels._src.linear_attention.ssd import ssd as ssd
-from memjax_kernels._src.overlap import overlap as overlap
-from memjax_kernels._src.trellis import trellis as trellis
-from memjax_kernels._src.ttt_linear import ttt_linear as ttt_linear
+from memjax_kernels._src.cached_attention import (
+    cached_attention,
+)
+from memjax_kernels._src.causal_attention import (
+    causal_attention,
+)
+from memjax_kernels._src.delta_rule import (
+    delta_rule,
+    delta_rule_step,
+)
+from memjax_kernels._src.delta_rule import (
+    linear_attention_init_state as delta_rule_init_state,
+)
+from memjax_kernels._src.delta_rule.gated import (
+    gated_delta_rule,
+    gated_delta_rule_step,
+)
+from memjax_kernels._src.delta_rule.gated import (
+    linear_attention_init_state as gated_delta_rule_init_state,
+)
+from memjax_kernels._src.gated_slots import (
+    GatedSlotsState,
+    gated_slots,
+    gated_slots_init_state,
+    gated_slots_step,
+)
+from memjax_kernels._src.heads import (
+    heads_first,
+    heads_last,
+    rotate,
+)
+from memjax_kernels._src.hippo import (
+    HippoBank,
+    HippoImplementation,
+    HippoSampling,
+    build_hippo_bank,
+    hippo,
+    hippo_bank_bytes,
+    hippo_reconstruction,
+    hippo_sample_points,
+    hippo_update,
+)
+from memjax_kernels._src.lattice import (
+    LATTICE_VARIANTS,
+    LatticeForget,
+    LatticeState,
+    LatticeVariant,
+    lattice,
+    lattice_init_state,
+    lattice_state,
+    lattice_step,
+)
+from memjax_kernels._src.lattice.memory import (
+    LatticeInitial,
+)
+from memjax_kernels._src.linear_attention import (
+    linear_attention,
+    linear_attention_init_state,
+    linear_attention_step,
+)
+from memjax_kernels._src.linear_attention.gla import (
+    gla,
+    gla_step,
+)
+from memjax_kernels._src.linear_attention.gla import (
+    linear_attention_init_state as gla_init_state,
+)
+from memjax_kernels._src.linear_attention.ssd import (
+    linear_attention_init_state as ssd_init_state,
+)
+from memjax_kernels._src.linear_attention.ssd import (
+    ssd,
+    ssd_step,
+)
+from memjax_kernels._src.overlap import (
+    overlap,
+    overlap_with_keys,
+)
+from memjax_kernels._src.recurrent_block import (
+    gated_norm,
+    l2_normalize,
+    short_convolution,
+)
+from memjax_kernels._src.sigmoid_scores import (
+    sigmoid_scores,
+)
+from memjax_kernels._src.trellis import (
+    TrellisActivation,
+    TrellisPhi,
+    TrellisState,
+    trellis,
+    trellis_init_state,
+    trellis_step,
+)
+from memjax_kernels._src.trellis.functions import (
+    TRELLIS_ACTIVATIONS,
+    TRELLIS_PHIS,
+)
+from memjax_kernels._src.ttt_linear import (
+    TTTLinearState,
+    ttt_linear,
+    ttt_linear_batched_step,
+    ttt_linear_init_state,
+    ttt_linear_state,
+    ttt_linear_step,
+)
+
+__all__ = [
+    "GatedSlotsState",
+    "HippoBank",
+    "HippoImplementation",
+    "HippoSampling",
+    "LATTICE_VARIANTS",
+    "LatticeForget",
+    "LatticeInitial",
+    "LatticeState",
+    "LatticeVariant",
+    "TRELLIS_ACTIVATIONS",
+    "TRELLIS_PHIS",
+    "TTTLinearState",
+    "TrellisActivation",
+    "TrellisPhi",
+    "TrellisState",
+    "build_hippo_bank",
+    "cached_attention",
+    "causal_attention",
+    "delta_rule",
+    "delta_rule_init_state",
+    "delta_rule_step",
+    "gated_delta_rule",
+    "gated_delta_rule_init_state",
+    "gated_delta_rule_step",
+    "gated_norm",
+    "gated_slots",
+    "gated_slots_init_state",
+    "gated_slots_step",
+    "gla",
+    "gla_init_state",
+    "gla_step",
+    "heads_first",
+    "heads_last",
+    "hippo",
+    "hippo_bank_bytes",
+    "hippo_reconstruction",
+    "hippo_sample_points",
+    "hippo_update",
+    "l2_normalize",
+    "lattice",
+    "lattice_init_state",
+    "lattice_state",
+    "lattice_step",
+    "linear_attention",
+    "linear_attention_init_state",
+    "linear_attention_step",
+    "overlap",
+    "overlap_with_keys",
+    "rotate",
+    "short_convolution",
+    "sigmoid_scores",
+    "ssd",
+    "ssd_init_state",
+    "ssd_step",
+    "trellis",
+    "trellis_init_state",
+    "trellis_step",
+    "ttt_linear",
+    "ttt_linear_batched_step",
+    "ttt_linear_init_state",
+    "ttt_linear_state",
+    "ttt_linear_step",
+]

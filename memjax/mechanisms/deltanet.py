@@ -20,8 +20,7 @@ from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels._src.delta_rule import delta_rule, empty_state
-from memjax_kernels._src.delta_rule import step as op_step
+from memjax_kernels import delta_rule, delta_rule_init_state, delta_rule_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,9 @@ def init_params(config: DeltaNetConfig, key: PRNGKeyArray) -> DeltaNetParams:
 
 def init_state(config: DeltaNetConfig, batch: int) -> Float[Array, "B H K V"]:
     """The empty memory: zeros."""
-    return empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
+    return delta_rule_init_state(
+        batch, config.num_heads, config.key_dim, config.value_dim
+    )
 
 
 def step(
@@ -73,7 +74,7 @@ def step(
     # k has unit norm, so that β in (0, 1) moves the prediction towards v and never past
     # it.
     beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
-    return op_step(q, k, v, beta, memory)
+    return delta_rule_step(q, k, v, beta, memory)
 
 
 def apply(

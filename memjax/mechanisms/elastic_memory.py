@@ -31,17 +31,17 @@ from memjax.mechanisms.layers.in_place import change_if
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax.mechanisms.layers.saturating_counter import advanced
 from memjax.mechanisms.layers.softmax import prefix_causal
-from memjax_kernels._src.common.partition import sequence_ways
-from memjax_kernels._src.hippo import (
+from memjax_kernels import (
     HippoBank,
-    Implementation,
-    Sampling,
-    build_bank,
+    HippoImplementation,
+    HippoSampling,
+    build_hippo_bank,
     hippo,
-    reconstruction,
-    sample_points,
-    update,
+    hippo_reconstruction,
+    hippo_sample_points,
+    hippo_update,
 )
+from memjax_kernels._src.common.partition import sequence_ways
 
 #: Numbers of a bank, 8 GB.
 MAX_BANK = 2**31
@@ -70,11 +70,11 @@ class ElasticMemoryConfig(HeadsConfig):
     block: int = 2048
     order: int = 540
     memory_tokens: int | None = None
-    sampling: Sampling = "uniform"
+    sampling: HippoSampling = "uniform"
     decay: float = 0.98
     positions: Literal["block", "stream"] = "block"
     bank_blocks: int = 0
-    implementation: Implementation | None = None
+    implementation: HippoImplementation | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -87,11 +87,11 @@ class ElasticMemoryConfig(HeadsConfig):
             made = f"makes matrices of {numbers:,} numbers, of at most {MAX_BANK:,}"
             raise ValueError(f"bank_blocks={self.bank_blocks} {made}")
         require_known("positions", self.positions, ("block", "stream"))
-        implementations = (None, *get_args(Implementation))
+        implementations = (None, *get_args(HippoImplementation))
         require_known("implementation", self.implementation, implementations)
         # Called for its checks, so that a bad sampling is refused here and not in the
         # first call.
-        sample_points(1, self.sampling, self.decay)
+        hippo_sample_points(1, self.sampling, self.decay)
 
     @property
     def samples(self) -> int:
@@ -138,11 +138,11 @@ class Tables(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def tables(config: ElasticMemoryConfig) -> Tables:
     """Builds the constants in float64 and rounds them once."""
-    points = sample_points(config.samples, config.sampling, config.decay)
+    points = hippo_sample_points(config.samples, config.sampling, config.decay)
     bank = None
     if config.bank_blocks:
-        bank = build_bank(config.order, config.block, config.bank_blocks)
-    return Tables(reconstruction(config.order, points).astype(np.float32), bank)
+        bank = build_hippo_bank(config.order, config.block, config.bank_blocks)
+    return Tables(hippo_reconstruction(config.order, points).astype(np.float32), bank)
 
 
 def init_state(config: ElasticMemoryConfig, batch: int) -> ElasticMemoryState:
@@ -378,7 +378,7 @@ def _compress(config, state, chosen, of_blocks=False):
     before = coefficients.of_state(state.keys, state.values)
     tokens = coefficients.of_rows(config, state.open_keys, state.open_values)
     tokens = coefficients.to_channels(*tokens)
-    new = update(tokens, before, state.length, None if of_blocks else count)
+    new = hippo_update(tokens, before, state.length, None if of_blocks else count)
     after = jnp.where(chosen[:, None, None], new, before)
     keys, values = coefficients.to_state(after, _heads(config))
     # The state promises zeros beyond `open_length`.

@@ -20,8 +20,11 @@ from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax.mechanisms.mamba2 import DECAY_AXES, DecayParams, decay, init_decay
-from memjax_kernels._src.delta_rule.gated import empty_state, gated_delta_rule
-from memjax_kernels._src.delta_rule.gated import step as op_step
+from memjax_kernels import (
+    gated_delta_rule,
+    gated_delta_rule_init_state,
+    gated_delta_rule_step,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +65,9 @@ def init_params(config: GatedDeltaNetConfig, key: PRNGKeyArray) -> GatedDeltaNet
 
 def init_state(config: GatedDeltaNetConfig, batch: int) -> Float[Array, "B H K V"]:
     """The empty memory: zeros."""
-    return empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
+    return gated_delta_rule_init_state(
+        batch, config.num_heads, config.key_dim, config.value_dim
+    )
 
 
 def step(
@@ -78,7 +83,7 @@ def step(
     beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
     # Mamba-2's Δ enters through the decay alone: β is the size of the write.
     _, g = decay(params.decay, x)
-    return op_step(q, k, v, beta, g, memory)
+    return gated_delta_rule_step(q, k, v, beta, g, memory)
 
 
 def apply(

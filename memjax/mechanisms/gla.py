@@ -20,9 +20,8 @@ from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels._src.linear_attention.gla import empty_state
-from memjax_kernels._src.linear_attention.gla import gla as gla_op
-from memjax_kernels._src.linear_attention.gla import step as op_step
+from memjax_kernels import gla as gla_op
+from memjax_kernels import gla_init_state, gla_step
 
 # The gates of all channels come from so few numbers a token, which saves parameters.
 RANK = 16
@@ -68,7 +67,7 @@ def init_params(config: GLAConfig, key: PRNGKeyArray) -> GLAParams:
 
 def init_state(config: GLAConfig, batch: int) -> Float[Array, "B H K V"]:
     """The empty memory: zeros."""
-    return empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
+    return gla_init_state(batch, config.num_heads, config.key_dim, config.value_dim)
 
 
 def step(
@@ -82,7 +81,7 @@ def step(
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
     g = _log_gates(params, x)
-    return op_step(q * config.key_dim**-0.5, k, v, g, memory)
+    return gla_step(q * config.key_dim**-0.5, k, v, g, memory)
 
 
 def apply(

@@ -36,8 +36,12 @@ from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import join_shares
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels._src.gated_slots import SlotState, empty_state, gated_slots
-from memjax_kernels._src.gated_slots import step as op_step
+from memjax_kernels import (
+    GatedSlotsState,
+    gated_slots,
+    gated_slots_init_state,
+    gated_slots_step,
+)
 
 # Divides the log gates, which keeps the gates near 1.
 DAMPING = 8.0
@@ -118,36 +122,36 @@ def init_params(
     return GSAParams(weight) if isinstance(config, GSAConfig) else ABCParams(weight)
 
 
-def init_state(config: GSAConfig | ABCConfig, batch: int) -> SlotState:
+def init_state(config: GSAConfig | ABCConfig, batch: int) -> GatedSlotsState:
     """Empty slots: zeros."""
     heads, slots = config.num_heads, config.slots
-    return empty_state(batch, heads, slots, config.key_dim, config.value_dim)
+    return gated_slots_init_state(batch, heads, slots, config.key_dim, config.value_dim)
 
 
 def step(
     config: GSAConfig | ABCConfig,
     params: GSAParams | ABCParams,
-    memory: SlotState,
+    memory: GatedSlotsState,
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
     x: Float[Array, "B D"],
-) -> tuple[SlotState, Float[Array, "B H V"]]:
+) -> tuple[GatedSlotsState, Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
     q, alpha, g = _gates(params, x, q)
-    return op_step(q, k, v, alpha, g, memory)
+    return gated_slots_step(q, k, v, alpha, g, memory)
 
 
 def apply(
     config: GSAConfig | ABCConfig,
     params: GSAParams | ABCParams,
-    memory: SlotState | None,
+    memory: GatedSlotsState | None,
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
-) -> tuple[SlotState, Float[Array, "B T H V"]]:
+) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
     q, alpha, g = _gates(params, x, q)
     return gated_slots(
@@ -158,13 +162,13 @@ def apply(
 def apply_share(
     config: GSAConfig | ABCConfig,
     params: GSAParams | ABCParams,
-    memory: SlotState | None,
+    memory: GatedSlotsState | None,
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
-) -> tuple[SlotState, Float[Array, "B T H V"]]:
+) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
     """`apply` of this device's tokens; see `divided_sequence`.
 
     Writes do not depend on the memory: reads alone wait for what came before.

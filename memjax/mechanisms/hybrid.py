@@ -54,7 +54,7 @@ from memjax.mechanisms.sliding_window import oldest as oldest_of_window
 from memjax.mechanisms.sliding_window import read as read_window
 from memjax.mechanisms.trellis import TrellisConfig
 from memjax.mechanisms.ttt_linear import TTTLinearConfig
-from memjax_kernels._src.recurrent_block import l2_normalize
+from memjax_kernels import l2_normalize
 
 #: The memories that a file may name.
 MEMORIES = (

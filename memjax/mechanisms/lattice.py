@@ -41,18 +41,22 @@ from memjax.mechanisms.layers.cell import (
 )
 from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels._src.lattice import (
-    VARIANTS,
-    Forget,
-    Variant,
-    beginning,
-    empty_state,
+from memjax_kernels import (
+    LATTICE_VARIANTS,
+    LatticeForget,
+    LatticeInitial,
+    LatticeVariant,
+    lattice_init_state,
+    lattice_state,
+    lattice_step,
 )
-from memjax_kernels._src.lattice import lattice as lattice_op
-from memjax_kernels._src.lattice import step as op_step
-from memjax_kernels._src.lattice.memory import Initial
+from memjax_kernels import (
+    l2_normalize as l2_normalize_heads,
+)
+from memjax_kernels import (
+    lattice as lattice_op,
+)
 from memjax_kernels._src.lattice.sphere import l2_normalize
-from memjax_kernels._src.recurrent_block import l2_normalize as l2_normalize_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,16 +74,16 @@ class LatticeConfig(RecurrentConfig):
             than they are wide (`value_dim`), or "normalised", random ones of unit norm.
     """
 
-    variant: Variant = "dec"
+    variant: LatticeVariant = "dec"
     chunk_size: int = 16
     normalize: bool = True
-    forget: Forget | None = None
-    initial: Initial = "orthonormal"
+    forget: LatticeForget | None = None
+    initial: LatticeInitial = "orthonormal"
 
     def __post_init__(self):
         super().__post_init__()
         check_sizes(chunk_size=self.chunk_size)
-        require_known("variant", self.variant, VARIANTS)
+        require_known("variant", self.variant, LATTICE_VARIANTS)
         require_known("forget", self.forget, (None, "l2", "l1"))
         require_known("initial", self.initial, ("orthonormal", "normalised"))
         if self.forget == "l1" and self.chunk_size > 1:
@@ -128,13 +132,13 @@ def init_params(config: LatticeConfig, key: PRNGKeyArray) -> LatticeParams:
     if config.forget is not None:
         forget = gates.init_gate(forget_key, gate, 0.01)
     # The op's own empty memory, so that an untrained layer starts as the op does.
-    slots = empty_state(1, *_sizes(config), initial=config.initial).start[0]
+    slots = lattice_init_state(1, *_sizes(config), initial=config.initial).start[0]
     return LatticeParams(gates.init_gate(step_key, gate, 0.05), forget, slots)
 
 
 def init_state(config: LatticeConfig, batch: int) -> LearnedStart:
     """Slots that wait for their learned start."""
-    return unstarted(batch, empty_state(batch, *_sizes(config)))
+    return unstarted(batch, lattice_init_state(batch, *_sizes(config)))
 
 
 def step(
@@ -149,7 +153,7 @@ def step(
     """Writes one token and reads with its query."""
     gamma, g = _gates(config, params, x)
     slots, y = step_from_start(
-        op_step,
+        lattice_step,
         (q, k, _values(config, v), gamma, g),
         memory,
         _start(config, params, 1),
@@ -197,7 +201,7 @@ def _start(config, params, batch):
     # Training moves the learned slots off the unit sphere, on which the recurrence must
     # start.
     slots = jnp.repeat(params.start[None], batch, axis=0)
-    return beginning(
+    return lattice_state(
         l2_normalize(slots) if config.normalize else slots, config.chunk_size
     )
 

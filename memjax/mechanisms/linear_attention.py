@@ -16,9 +16,13 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels._src.linear_attention import empty_state
-from memjax_kernels._src.linear_attention import linear_attention as linear_attention_op
-from memjax_kernels._src.linear_attention import step as op_step
+from memjax_kernels import (
+    linear_attention as linear_attention_op,
+)
+from memjax_kernels import (
+    linear_attention_init_state,
+    linear_attention_step,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +59,9 @@ def init_params(
 
 def init_state(config: LinearAttentionConfig, batch: int) -> Float[Array, "B H K V"]:
     """The empty memory: zeros."""
-    return empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
+    return linear_attention_init_state(
+        batch, config.num_heads, config.key_dim, config.value_dim
+    )
 
 
 def step(
@@ -71,7 +77,7 @@ def step(
     # No gates to read from x, and no normalising sum: the block's RMSNorm stands in for
     # it.
     del params, x
-    return op_step(q * config.key_dim**-0.5, k, v, memory)
+    return linear_attention_step(q * config.key_dim**-0.5, k, v, memory)
 
 
 def apply(

@@ -24,8 +24,7 @@ from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels._src.linear_attention.ssd import empty_state, ssd
-from memjax_kernels._src.linear_attention.ssd import step as op_step
+from memjax_kernels import ssd, ssd_init_state, ssd_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,7 @@ def init_params(config: Mamba2Config, key: PRNGKeyArray) -> Mamba2Params:
 
 def init_state(config: Mamba2Config, batch: int) -> Float[Array, "B H K V"]:
     """The empty memory: zeros."""
-    return empty_state(batch, config.num_heads, config.key_dim, config.value_dim)
+    return ssd_init_state(batch, config.num_heads, config.key_dim, config.value_dim)
 
 
 def step(
@@ -88,7 +87,7 @@ def step(
     pace, g = decay(params.decay, x)
     # The gate is float32 and would promote values of half precision.
     write = (v * pace[..., None]).astype(v.dtype)
-    memory, y = op_step(q * config.key_dim**-0.5, k, write, g, memory)
+    memory, y = ssd_step(q * config.key_dim**-0.5, k, write, g, memory)
     # The skip weights v itself, not Δ v: it passes the token by the memory.
     return memory, y + (params.skip[None, :, None] * v).astype(v.dtype)
 

@@ -45,11 +45,19 @@ from memjax.mechanisms.layers.overlap import (
     nothing_written,
 )
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels._src.recurrent_block import l2_normalize
-from memjax_kernels._src.trellis import TrellisState, empty_state
-from memjax_kernels._src.trellis import step as op_step
-from memjax_kernels._src.trellis import trellis as trellis_op
-from memjax_kernels._src.trellis.functions import ACTIVATIONS, PHIS, Activation, Phi
+from memjax_kernels import (
+    TRELLIS_ACTIVATIONS,
+    TRELLIS_PHIS,
+    TrellisActivation,
+    TrellisPhi,
+    TrellisState,
+    l2_normalize,
+    trellis_init_state,
+    trellis_step,
+)
+from memjax_kernels import (
+    trellis as trellis_op,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +83,8 @@ class TrellisConfig(RecurrentConfig):
 
     slots: int = 64
     chunk_size: int = 16
-    phi: Phi = "silu"
-    activation: Activation = "ln_silu"
+    phi: TrellisPhi = "silu"
+    activation: TrellisActivation = "ln_silu"
     forget: bool = True
     shared_gates: bool = True
     step_size: float | None = None
@@ -85,8 +93,8 @@ class TrellisConfig(RecurrentConfig):
     def __post_init__(self):
         super().__post_init__()
         check_sizes(slots=self.slots, chunk_size=self.chunk_size)
-        require_known("phi", self.phi, PHIS)
-        require_known("activation", self.activation, ACTIVATIONS)
+        require_known("phi", self.phi, TRELLIS_PHIS)
+        require_known("activation", self.activation, TRELLIS_ACTIVATIONS)
         if self.step_size is not None:
             check_positive(step_size=self.step_size)
 
@@ -152,7 +160,7 @@ class Memory(NamedTuple):
 def init_state(config: TrellisConfig, batch: int) -> LearnedStart:
     """Memories that wait for their learned start."""
     heads, slots = config.num_heads, config.slots
-    memory = empty_state(
+    memory = trellis_init_state(
         *(batch, heads, slots, config.key_dim, config.value_dim),
         chunk_size=config.chunk_size,
     )
@@ -181,7 +189,7 @@ def step(
         given = (written, position, k, v, gamma)
         written, k, v, gamma = _bounded(bounded_step, *given)
     slots, y = step_from_start(
-        op_step,
+        trellis_step,
         (q, k, v, target, gamma, g),
         LearnedStart(slots, memory.fresh),
         _start(config, params, 1).slots,

@@ -33,8 +33,14 @@ from memjax.mechanisms.layers.cell import (
     unstarted,
 )
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels._src.ttt_linear import empty_state, start_state, train_and_read
-from memjax_kernels._src.ttt_linear import ttt_linear as ttt_linear_op
+from memjax_kernels import (
+    ttt_linear as ttt_linear_op,
+)
+from memjax_kernels import (
+    ttt_linear_batched_step,
+    ttt_linear_init_state,
+    ttt_linear_state,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +115,9 @@ def init_params(config: TTTLinearConfig, key: PRNGKeyArray) -> TTTParams:
 
 def init_state(config: TTTLinearConfig, batch: int) -> LearnedStart:
     """A memory that waits for its learned start."""
-    memory = empty_state(batch, config.num_heads, config.key_dim, config.chunk_size)
+    memory = ttt_linear_init_state(
+        batch, config.num_heads, config.key_dim, config.chunk_size
+    )
     return unstarted(batch, memory)
 
 
@@ -126,7 +134,7 @@ def step(
     eta, *norm = _rate_and_norm(config, params, x)
     scale, shift = (jnp.broadcast_to(row, v.shape) for row in norm)
     layer, y = step_from_start(
-        train_and_read,
+        ttt_linear_batched_step,
         (q, k, v, eta, scale, shift),
         memory,
         _start(config, params, 1),
@@ -160,7 +168,7 @@ def apply(
 
 def _start(config, params, batch):
     """The learned memory, at the start of a mini-batch, for every row."""
-    return start_state(
+    return ttt_linear_state(
         jnp.repeat(params.weights[None], batch, axis=0),
         jnp.repeat(params.bias[None], batch, axis=0),
         config.chunk_size,

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from memjax_kernels._src.cached_attention import attend, cached_attention, pallas_tpu
+from memjax_kernels import cached_attention
+from memjax_kernels._src.cached_attention import attend, pallas_tpu
 from tests.kernels.on_tpu import INTERPRETER, compiled_for_two, needs_libtpu
 
 KERNEL = functools.partial(pallas_tpu.attend_tpu, interpret=INTERPRETER)

@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from memjax_kernels._src.causal_attention import (
-    LONGEST,
-    blocks,
-    causal_attention,
-    unsupported,
-)
+from memjax_kernels import causal_attention
+from memjax_kernels._src.causal_attention import LONGEST, blocks, unsupported
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
 

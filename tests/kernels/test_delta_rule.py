@@ -167,7 +167,9 @@ def test_any_split_gives_the_same(op):
 @every_op
 def test_a_step_is_one_token(op):
     *tokens, state = draw(op, 1)
-    after, read = jax.jit(library(op).step)(*(x[:, 0] for x in tokens), state)
+    after, read = jax.jit(getattr(memjax_kernels, f"{op}_step"))(
+        *(x[:, 0] for x in tokens), state
+    )
     close((after, read[:, None]), numpy_loop(*tokens, state))
 
 
@@ -175,7 +177,7 @@ def test_a_step_is_one_token(op):
 @every_op
 def test_nothing_given_is_an_empty_memory_and_the_fastest_code(op):
     *tokens, _ = draw(op, 9)
-    assert not library(op).empty_state(B, H, K, V).any()
+    assert not getattr(memjax_kernels, f"{op}_init_state")(B, H, K, V).any()
     # A small memory on a CPU is looped over, and its gradient is that of chunks.
     run = lambda how: jax.jit(with_options(op, implementation=how))
     close(run(None)(*tokens), numpy_loop(*tokens, np.zeros((B, H, K, V))))

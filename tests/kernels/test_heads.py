@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels._src.heads import layouts_tpu, rotate, rotate_tpu, xla
+from memjax_kernels import rotate
+from memjax_kernels._src.heads import layouts_tpu, rotate_tpu, xla
 from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, compiled_for_two, needs_libtpu
 

@@ -26,8 +26,8 @@ op = importlib.import_module("memjax_kernels._src.hippo")
 B, BLOCKS, L, X, N, M = 3, 3, 4, 2, 6, 5
 # Fewer than the tokens of a block, which is then written in another way.
 LOW = 3
-READ = bank.reconstruction(N, bank.sample_points(M, "exponential", 0.7))
-BANK = op.build_bank(N, L, 4)
+READ = bank.hippo_reconstruction(N, bank.hippo_sample_points(M, "exponential", 0.7))
+BANK = op.build_hippo_bank(N, L, 4)
 FORMS = [
     ("scan", False),
     ("scan", True),
@@ -216,7 +216,7 @@ def test_a_block_written_through_its_nodes_is_its_kernel_however_late(
     order, length, start
 ):
     eye = jnp.eye(length)[None]
-    written = op.update(eye, jnp.zeros((1, order, length)), int32([start]))[0]
+    written = op.hippo_update(eye, jnp.zeros((1, order, length)), int32([start]))[0]
     expected = bank.block_kernel(order, start, start + length)
     assert np.linalg.norm(written - expected, 2) <= 2e-6 * np.linalg.norm(expected, 2)
 
@@ -275,7 +275,7 @@ def test_a_million_tokens_on_time_still_passes():
 
     def absorb(c, item):
         features, start = item
-        return op.update(features, c, start[None]), None
+        return op.hippo_update(features, c, start[None]), None
 
     starts = begin + length * jnp.arange(steps, dtype=jnp.int32)
     after, _ = jax.lax.scan(absorb, jnp.asarray(state)[None], (blocks, starts))
@@ -288,7 +288,7 @@ def test_a_million_tokens_on_time_still_passes():
 
 @jax.jit
 def absorb_padded(features, state, start, count):
-    return op.update(features, state, start, count)
+    return op.hippo_update(features, state, start, count)
 
 
 @pytest.mark.slow
@@ -307,7 +307,7 @@ def test_any_cuts_give_the_coefficients_of_one_block(cuts):
 
 def test_a_batch_element_that_absorbs_nothing_keeps_its_state():
     features = FEATURES[:2, 0]
-    after = op.update(features, STATE[:2], int32([0, 9]), int32([0, L]))
+    after = op.hippo_update(features, STATE[:2], int32([0, 9]), int32([0, L]))
     np.testing.assert_array_equal(after[0], STATE[0])
     assert np.abs(after[1] - STATE[1]).max() > 0.1
 
@@ -374,7 +374,7 @@ def test_the_default_runs_the_cheapest(monkeypatch):
         (dict(state=jnp.zeros((B, N + 1, X))), "state must be"),
         (dict(features=jnp.zeros((B, 0, L, X))), "features needs n, L >= 1"),
         (dict(features=jnp.zeros((B, 1, 0, X))), "features needs n, L >= 1"),
-        (dict(bank=op.build_bank(N, L + 1, 1)), "build it for these"),
+        (dict(bank=op.build_hippo_bank(N, L + 1, 1)), "build it for these"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):

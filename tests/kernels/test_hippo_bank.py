@@ -133,14 +133,14 @@ def test_low_degree_history_is_read_back_exactly():
     # Token means of a cubic: what a staircase of the cubic's own projection holds.
     means = np.diff(edges**4 - edges**2) * 400
     state = bank.block_kernel(order, 0, 400) @ means[:, None]
-    points = bank.sample_points(50)
-    read = (bank.reconstruction(order, points) @ state)[:, 0]
+    points = bank.hippo_sample_points(50)
+    read = (bank.hippo_reconstruction(order, points) @ state)[:, 0]
     # The staircase is within its step height squared of the cubic.
     assert largest(read - (4 * points**3 - 2 * points)) < 2e-4
 
 
 def test_bank_holds_every_block():
-    built = bank.build_bank(6, 9, 4)
+    built = bank.build_hippo_bank(6, 9, 4)
     assert built.transition.dtype == built.kernel.dtype == np.float32
     assert not built.transition[0].any()
     for i in range(4):
@@ -148,12 +148,12 @@ def test_bank_holds_every_block():
         np.testing.assert_array_equal(built.transition[i], p.astype(np.float32))
         np.testing.assert_array_equal(built.kernel[i], k.astype(np.float32))
     held = built.transition.nbytes + built.kernel.nbytes
-    assert bank.bank_bytes(6, 9, 4) == held
+    assert bank.hippo_bank_bytes(6, 9, 4) == held
 
 
 def test_large_bank_carries_a_document():
     order, length, blocks = 540, 256, 4
-    built = bank.build_bank(order, length, blocks)
+    built = bank.build_hippo_bank(order, length, blocks)
     signal = np.random.default_rng(0).normal(size=(blocks, length, 2))
     state = np.zeros((order, 2), np.float32)
     for i in range(blocks):
@@ -164,11 +164,13 @@ def test_large_bank_carries_a_document():
 
 
 def test_uniform_points():
-    np.testing.assert_allclose(bank.sample_points(4, "uniform"), [0, 0.25, 0.5, 0.75])
+    np.testing.assert_allclose(
+        bank.hippo_sample_points(4, "uniform"), [0, 0.25, 0.5, 0.75]
+    )
 
 
 def test_exponential_points_ascend_and_are_the_papers():
-    points = bank.sample_points(5, "exponential", 0.5)
+    points = bank.hippo_sample_points(5, "exponential", 0.5)
     printed = [1 - 0.5 ** (5 - 1 - j) for j in range(5)]
     np.testing.assert_allclose(points, printed[::-1])
     np.testing.assert_allclose(points, [0, 0.5, 0.75, 0.875, 0.9375])
@@ -181,7 +183,7 @@ def test_exponential_points_ascend_and_are_the_papers():
     st.floats(0.01, 0.999),
 )
 def test_points_lie_in_the_history(count, sampling, decay):
-    points = bank.sample_points(count, sampling, decay)
+    points = bank.hippo_sample_points(count, sampling, decay)
     assert points.shape == (count,) and points[0] == 0
     assert np.all(np.diff(points) >= 0) and points[-1] <= 1
 
@@ -238,15 +240,21 @@ def test_steps_follow_their_definitions():
         (lambda: bank.block_kernel(0, 0, 1), "order must"),
         (lambda: bank.block_kernel(2, -1, 1), "start must .* got -1"),
         (lambda: bank.block_kernel(2, 3, 3), "stop must .* got 3"),
-        (lambda: bank.sample_points(0), "count must"),
-        (lambda: bank.sample_points(2, "exponential", 1.0), r"decay must .* got 1\.0"),
-        (lambda: bank.sample_points(2, "exponential", 0.0), r"decay must .* got 0\.0"),
-        (lambda: bank.reconstruction(0, np.zeros(1)), "order must"),
-        (lambda: bank.reconstruction(2, np.array([-1.0])), "points must"),
-        (lambda: bank.build_bank(0, 4, 2), "order must"),
-        (lambda: bank.build_bank(4, 0, 2), "block_length must"),
-        (lambda: bank.build_bank(4, 4, 0), "blocks must"),
-        (lambda: bank.bank_bytes(4, 4, 0), "blocks must"),
+        (lambda: bank.hippo_sample_points(0), "count must"),
+        (
+            lambda: bank.hippo_sample_points(2, "exponential", 1.0),
+            r"decay must .* got 1\.0",
+        ),
+        (
+            lambda: bank.hippo_sample_points(2, "exponential", 0.0),
+            r"decay must .* got 0\.0",
+        ),
+        (lambda: bank.hippo_reconstruction(0, np.zeros(1)), "order must"),
+        (lambda: bank.hippo_reconstruction(2, np.array([-1.0])), "points must"),
+        (lambda: bank.build_hippo_bank(0, 4, 2), "order must"),
+        (lambda: bank.build_hippo_bank(4, 0, 2), "block_length must"),
+        (lambda: bank.build_hippo_bank(4, 4, 0), "blocks must"),
+        (lambda: bank.hippo_bank_bytes(4, 4, 0), "blocks must"),
         (lambda: discretisations.legs_matrices(0), "order must"),
         (lambda: discretisations.step_matrices(2, -1), "k must"),
         (lambda: discretisations.compress(np.zeros((0, 1)), 2), "signal must"),
@@ -262,7 +270,7 @@ def test_bad_arguments_are_named(call, message):
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (bank.sample_points, (3, "log"), "sampling must .* got 'log'"),
+        (bank.hippo_sample_points, (3, "log"), "sampling must .* got 'log'"),
         (discretisations.step_matrices, (2, 3, "heun"), "method must .* got 'heun'"),
         (discretisations.unroll, (2, 0, 3, "heun"), "method must .* got 'heun'"),
         (

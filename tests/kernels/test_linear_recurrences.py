@@ -65,7 +65,7 @@ def draw(name, length=LENGTH, seed=0) -> Any:
     state: Any = normal("BHKV")
     if case.op == "gated_slots":
         tokens[3] = np.abs(tokens[3])
-        state = library("gated_slots").SlotState(normal("BHMK"), normal("BHMV"))
+        state = library("gated_slots").GatedSlotsState(normal("BHMK"), normal("BHMV"))
     return *tokens, state
 
 
@@ -164,7 +164,7 @@ def test_one_token_is_a_step(name):
     *tokens, state = arguments
     expected = numpy_loop(name, *arguments)
     close(forward(name, FAST)(*arguments, None), expected)
-    after, y = library(CASES[name].op).step(
+    after, y = getattr(memjax_kernels, f"{CASES[name].op}_step")(
         *jax.tree.map(lambda x: x[:, 0], tokens), state
     )
     close((after, y[:, None]), expected)
@@ -235,7 +235,7 @@ def test_nothing_given_is_an_empty_memory_and_the_fastest_code(name):
     op = getattr(memjax_kernels, CASES[name].op)
     empty = jax.tree.map(jnp.zeros_like, state)
     sizes = (B, H, M, K, V) if CASES[name].op == "gated_slots" else (B, H, K, V)
-    actual = library(CASES[name].op).empty_state(*sizes)
+    actual = getattr(memjax_kernels, f"{CASES[name].op}_init_state")(*sizes)
     jax.tree.map(np.testing.assert_array_equal, actual, empty)
     # A small memory on a CPU is looped over, and its gradient is that of chunks.
     given = (*tokens, empty, WHOLE)
@@ -253,7 +253,7 @@ def test_heads_and_slots_of_all_widths(k, v, m):
     normal = lambda *sizes: rng.normal(size=sizes).astype("f4") / 4
     q, key, value = normal(1, 7, 1, k), normal(1, 7, 1, k), normal(1, 7, 1, v)
     alpha, g = np.abs(normal(1, 7, 1, m)), -np.abs(normal(1, 7, 1, m))
-    state = library("gated_slots").empty_state(1, 1, m, k, v)
+    state = memjax_kernels.gated_slots_init_state(1, 1, m, k, v)
     arguments = (q, key, value, alpha, g, state, None)
     close(forward("gsa", FAST)(*arguments), forward("gsa", SLOW)(*arguments))
 
@@ -287,7 +287,12 @@ def test_the_backward_pass_holds_what_is_linear_in_time():
         ("gla", 3, lambda g: -g, "g must lie in"),
         ("gsa", 3, lambda a: a[..., :2], "g must have shape"),
         ("gsa", 4, lambda g: -g, "g must lie in"),
-        ("gsa", 5, lambda s: tuple(s), "state must be None or a SlotState, got tuple"),
+        (
+            "gsa",
+            5,
+            lambda s: tuple(s),
+            "state must be None or a GatedSlotsState, got tuple",
+        ),
         ("gsa", 5, lambda s: s._replace(keys=s.values), "state.keys must have shape"),
         ("abc", 5, lambda s: s._replace(values=s.values[:1]), "state.values must have"),
         (

@@ -1,7 +1,6 @@
 """Steps of the recurrences in one kernel: the same memories and reads as in jax."""
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -14,17 +13,13 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import memjax_kernels
 from memjax_kernels._src.common import one_pass
 from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
-OPS = ("linear_attention", "linear_attention.ssd", "linear_attention.gla")
-OPS += ("delta_rule", "delta_rule.gated", "gated_slots", "lattice", "trellis")
-OPS += ("ttt_linear",)
-
-
-def module(name: str) -> Any:
-    return importlib.import_module(f"memjax_kernels._src.{name}")
+OPS = ("linear_attention", "ssd", "gla", "delta_rule", "gated_delta_rule")
+OPS += ("gated_slots", "lattice", "trellis", "ttt_linear")
 
 
 def tokens_of(name, sizes, dtype=jnp.float32):
@@ -42,17 +37,19 @@ def tokens_of(name, sizes, dtype=jnp.float32):
     memory = draw(width, width)
     named = {
         "linear_attention": (q, k, v, memory),
-        "linear_attention.ssd": (q, k, v, gate(), memory),
-        "linear_attention.gla": (q, k, v, gate(width), memory),
+        "ssd": (q, k, v, gate(), memory),
+        "gla": (q, k, v, gate(width), memory),
         "delta_rule": (q, k, v, rate, memory),
-        "delta_rule.gated": (q, k, v, rate, gate(), memory),
+        "gated_delta_rule": (q, k, v, rate, gate(), memory),
         "gated_slots": (q, k, v, alpha, gate(slots)),
         "lattice": (alpha, unit(draw(slots)), v, rate, gate()),
         "trellis": (q, k, v, alpha, np.stack([rate, rate / 2], -1), gate(2)),
         "ttt_linear": (q, k, v, rate, draw(width), draw(width)),
     }
     given = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), named[name])
-    empty = functools.partial(getattr(module(name), "empty_state", int), batch, heads)
+    empty = functools.partial(
+        getattr(memjax_kernels, f"{name}_init_state"), batch, heads
+    )
     if name == "gated_slots":
         given = (*given, empty(slots, width, width))
     elif name == "lattice":
@@ -67,8 +64,9 @@ def tokens_of(name, sizes, dtype=jnp.float32):
 
 
 def plain_step(name: str, **options: Any) -> Callable[..., Any]:
-    step = "train_and_read" if name == "ttt_linear" else "step"
-    return functools.partial(inspect.unwrap(getattr(module(name), step)), **options)
+    step = "batched_step" if name == "ttt_linear" else "step"
+    step = getattr(memjax_kernels, f"{name}_{step}")
+    return functools.partial(inspect.unwrap(step), **options)
 
 
 def three_tokens(step, given):
@@ -111,8 +109,8 @@ def test_a_share_of_heads_that_does_not_fit_is_left_to_xla(monkeypatch):
 
 
 def test_bfloat16_tokens_are_read_in_bfloat16():
-    given = tokens_of("delta_rule.gated", (2, 3, 16, 8), jnp.bfloat16)
-    step = plain_step("delta_rule.gated")
+    given = tokens_of("gated_delta_rule", (2, 3, 16, 8), jnp.bfloat16)
+    step = plain_step("gated_delta_rule")
     kernel = functools.partial(one_pass.step_tpu, step, interpret=INTERPRETER)
     found, expected = jax.jit(kernel)(*given), jax.jit(step)(*given)
     assert found[1].dtype == jnp.bfloat16
@@ -123,7 +121,7 @@ def test_bfloat16_tokens_are_read_in_bfloat16():
 @pytest.mark.slow
 def test_gradients_of_both_modes_are_those_of_the_step():
     given = tokens_of("lattice", (2, 3, 16, 8))
-    step = module("lattice").step
+    step = memjax_kernels.lattice_step
     loss = lambda step, *given: sum(x.sum() for x in three_tokens(step, given)[1])
 
     def gradients(step):

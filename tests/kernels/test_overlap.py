@@ -12,7 +12,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels._src.overlap import overlap, overlap_with_keys, pallas_tpu
+from memjax_kernels import overlap, overlap_with_keys
+from memjax_kernels._src.overlap import pallas_tpu
 from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 

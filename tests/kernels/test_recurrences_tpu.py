@@ -13,18 +13,27 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from memjax_kernels import (
+    GatedSlotsState,
+    delta_rule,
+    gated_delta_rule,
+    gated_slots,
+    gla,
+    linear_attention,
+    ssd,
+)
 from memjax_kernels._src.common import implementations
 from memjax_kernels._src.common.packs import blocks as pack_blocks
 from memjax_kernels._src.common.packs.recurrence import unsupported
-from memjax_kernels._src.delta_rule import delta_rule, delta_rule_xla
+from memjax_kernels._src.delta_rule import delta_rule_xla
 from memjax_kernels._src.delta_rule import pallas_tpu as delta_rule_tpu
-from memjax_kernels._src.delta_rule.gated import gated_delta_rule, gated_delta_rule_xla
-from memjax_kernels._src.gated_slots import SlotState, gated_slots, gated_slots_xla
+from memjax_kernels._src.delta_rule.gated import gated_delta_rule_xla
+from memjax_kernels._src.gated_slots import gated_slots_xla
 from memjax_kernels._src.gated_slots.pallas_tpu import gated_slots_tpu
-from memjax_kernels._src.linear_attention import linear_attention, linear_attention_xla
+from memjax_kernels._src.linear_attention import linear_attention_xla
 from memjax_kernels._src.linear_attention import pallas_tpu as linear_attention_tpu
-from memjax_kernels._src.linear_attention.gla import gla, gla_xla
-from memjax_kernels._src.linear_attention.ssd import ssd, ssd_xla
+from memjax_kernels._src.linear_attention.gla import gla_xla
+from memjax_kernels._src.linear_attention.ssd import ssd_xla
 from tests.kernels.distances import close, distances
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
@@ -55,7 +64,7 @@ def draw(name, seed, b, t, h, key, value, dtype=jnp.float32) -> Any:
     tokens = (x.astype(dtype) for x in (q, k, normal(2, b, t, h, value)))
     memory = normal(4, b, h, key, value)
     if name == "gated_slots":
-        state = SlotState(normal(6, b, h, key, key), memory)
+        state = GatedSlotsState(normal(6, b, h, key, key), memory)
         return *tokens, (1 - jnp.exp(g)).astype(dtype), g, state
     rates = [jax.nn.sigmoid(normal(5, b, t, h))] * (name == "gated_delta_rule")
     return *tokens, *rates, g, memory

@@ -11,12 +11,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from memjax_kernels import gated_norm, l2_normalize, short_convolution
 from memjax_kernels._src.recurrent_block import (
     convolution_tpu,
-    gated_norm,
     gated_norm_tpu,
-    l2_normalize,
-    short_convolution,
     unit_norm_tpu,
     xla,
 )

@@ -10,7 +10,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels._src.sigmoid_scores import pallas_tpu, sigmoid_scores, xla
+from memjax_kernels import sigmoid_scores
+from memjax_kernels._src.sigmoid_scores import pallas_tpu, xla
 from tests.kernels.on_tpu import INTERPRETER, compiled_for_two, needs_libtpu
 
 KERNEL = functools.partial(pallas_tpu.sum_tanh_tpu, interpret=INTERPRETER)

@@ -1,7 +1,6 @@
 """TTT-linear: token loop against float64, mini-batches against the token loop."""
 
 import functools
-import importlib
 import inspect
 from typing import Any
 
@@ -11,11 +10,11 @@ import numpy as np
 import pytest
 
 import memjax_kernels
-from memjax_kernels._src.ttt_linear import TTTLinearState, empty_state, start_state
+from memjax_kernels import TTTLinearState, ttt_linear_init_state, ttt_linear_state
 
 # Any: called with unpacked tokens.
 ttt_linear: Any = memjax_kernels.ttt_linear
-step: Any = importlib.import_module("memjax_kernels._src.ttt_linear").step
+step: Any = memjax_kernels.ttt_linear_step
 
 B, H, D, C = 2, 2, 5, 4
 LENGTH = 19
@@ -48,7 +47,7 @@ def other_start(seed=7):
     """The memory after a reset: not the zeros that it is by default."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    return start_state(normal(B, H, D, D), normal(B, H, D), C)
+    return ttt_linear_state(normal(B, H, D, D), normal(B, H, D), C)
 
 
 EMPTY = other_start()
@@ -223,9 +222,9 @@ def test_no_state_is_the_start_of_a_mini_batch_of_zero_weights(length):
     tokens, _ = draw(length)
     run = jax.jit(functools.partial(ttt_linear, chunk_size=C))
     after, reads = run(*tokens)
-    zeros = leaves(empty_state(B, H, D, C))
+    zeros = leaves(ttt_linear_init_state(B, H, D, C))
     close((leaves(after), reads), numpy_loop(tokens, zeros, np.zeros(B, int)), 2e-5)
-    given = run(*tokens, empty_state(B, H, D, C))
+    given = run(*tokens, ttt_linear_init_state(B, H, D, C))
     close((leaves(given[0]), given[1]), (leaves(after), reads))
     from_empty = run(*tokens, empty=EMPTY)
     expected = numpy_loop(tokens, leaves(EMPTY), np.zeros(B, int))
@@ -281,7 +280,9 @@ def test_states_are_pytrees_that_know_their_chunk_size():
     assert shapes.bias == (B, H, D) and shapes.chunk_size == C
     mapped = jax.vmap(lambda s: s.weights.sum() + s.position)(state)
     assert mapped.shape == (B,)
-    assert jax.tree.structure(state) != jax.tree.structure(empty_state(B, H, D, C + 1))
+    assert jax.tree.structure(state) != jax.tree.structure(
+        ttt_linear_init_state(B, H, D, C + 1)
+    )
 
 
 def test_bad_input_is_refused_by_name():

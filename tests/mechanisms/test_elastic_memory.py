@@ -66,7 +66,7 @@ def algorithm_1(x, sampling, positions, edges):
     x = np.asarray(x, np.float64)
     query, key, value, output = (np.asarray(w, np.float64) for w in drawn_params()[:4])
     q, k, v = (np.einsum("td,dhk->thk", x, w) for w in (query, key, value))
-    read = bank.reconstruction(N, bank.sample_points(M, sampling, 0.6))
+    read = bank.hippo_reconstruction(N, bank.hippo_sample_points(M, sampling, 0.6))
     memory = np.zeros((2, G, N, K))
     outputs = np.zeros((len(x), D))
     for start, stop in zip([0, *edges[:-1]], edges, strict=True):
@@ -283,7 +283,7 @@ def test_memory_tokens_default_to_the_fewer_of_order_and_block():
 )
 def test_options_that_cannot_be_are_refused(monkeypatch, wrong, message):
     # Past the annotations' own check, which only the tests have.
-    points = inspect.unwrap(bank.sample_points)
+    points = inspect.unwrap(bank.hippo_sample_points)
     monkeypatch.setattr(elastic_memory, "sample_points", points)
     build = inspect.unwrap(ElasticMemoryConfig.__init__)
     with pytest.raises(ValueError, match=message):

@@ -20,7 +20,7 @@ from memjax.models.mplus.read import ReadOptions
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import SampleConfig
 from memjax.training.step import init_train_state, make_train_step
-from memjax_kernels._src.sigmoid_scores import sigmoid_scores
+from memjax_kernels import sigmoid_scores
 
 #: Rows of M+'s store, and tokens that search it.
 ROWS, QUERIES = 150_000, 2048

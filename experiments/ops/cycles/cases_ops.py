@@ -14,8 +14,7 @@ from experiments.ops.cases import STALE, Shape
 from experiments.ops.cost import Sizes
 from experiments.ops.cycles.case import Case, Program
 from memjax.aot.cycles.bundles import Shares
-from memjax_kernels._src.lattice import Variant
-from memjax_kernels._src.overlap import overlap_with_keys
+from memjax_kernels import LatticeVariant, overlap_with_keys
 
 SHAPE = Shape(batch=8, time=2048, heads=12, width=64)
 WIDE = Shape(batch=8, time=2048, heads=6, width=128)
@@ -83,7 +82,7 @@ def _flops(
     shape: Shape,
     backward: bool,
     chunk_size: int = 0,
-    variant: Variant = "dec",
+    variant: LatticeVariant = "dec",
     **_: Any,
 ) -> float:
     """Operations by the op's formula."""

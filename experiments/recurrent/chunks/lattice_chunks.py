@@ -31,7 +31,7 @@ from experiments.lab.results import RESULTS, figure, settings, write_report
 from experiments.lab.timing import time_functions
 from experiments.recurrent.chunks.lattice_refine import lattice_refined
 from memjax.evaluation.drawing import drawing, source_of
-from memjax_kernels._src.lattice import VARIANTS, Variant, lattice
+from memjax_kernels import LATTICE_VARIANTS, LatticeVariant, lattice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def draw(config: Config, keys: str, length: int) -> tuple[jax.Array, ...]:
     )
 
 
-def forms(config: Config, variant: Variant) -> dict[str, Any]:
+def forms(config: Config, variant: LatticeVariant) -> dict[str, Any]:
     """The three ways, compiled at first use: by name and chunk."""
 
     def stale(size, q, k, v, gamma):
@@ -184,7 +184,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     with drawing(
         path,
         rows=len(PANELS),
-        columns=len(VARIANTS),
+        columns=len(LATTICE_VARIANTS),
         size=(11, 13),
         title="Lattice in chunks against its recurrence, by mean step size gamma",
         source=source_of(result),
@@ -193,7 +193,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     ) as drawn:
         for line, (label, keys, lines) in enumerate(PANELS):
             drawn.grid[line, 0].set_ylabel(label)
-            for axes, variant in zip(drawn.grid[line], VARIANTS, strict=True):
+            for axes, variant in zip(drawn.grid[line], LATTICE_VARIANTS, strict=True):
                 axes.set(xscale="log", yscale="log" if len(lines) > 1 else "linear")
                 for i, size in enumerate(sizes):
                     wanted = (keys, variant, size)
@@ -209,10 +209,10 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
                             [row[field] for row in found],
                             name.format(size),
                             i,
-                            named=variant == VARIANTS[-1],
+                            named=variant == LATTICE_VARIANTS[-1],
                             linestyle=dashes,
                         )
-        for axes, variant in zip(drawn.grid[0], VARIANTS, strict=True):
+        for axes, variant in zip(drawn.grid[0], LATTICE_VARIANTS, strict=True):
             axes.set_title(variant)
         for axes in drawn.grid[-1]:
             axes.set_xlabel("gamma")
@@ -221,7 +221,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
 def main(config: Config) -> None:
     """Measures, prints and writes the results."""
     rows, timings = [], []
-    for variant in VARIANTS:
+    for variant in LATTICE_VARIANTS:
         ways = forms(config, variant)
         for keys in ("softmax", "unit"):
             rows += errors(config, keys, variant, ways)

@@ -31,14 +31,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from memjax_kernels._src.common.arguments import check_choice, check_range, check_shapes
-from memjax_kernels._src.lattice.memory import (
-    VARIANTS,
+from memjax_kernels import (
+    LATTICE_VARIANTS,
     LatticeState,
-    Variant,
-    beginning,
-    empty_state,
+    LatticeVariant,
+    lattice_init_state,
+    lattice_state,
 )
+from memjax_kernels._src.common.arguments import check_choice, check_range, check_shapes
 from memjax_kernels._src.lattice.sphere import l2_normalize
 
 _dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -51,7 +51,7 @@ def lattice_refined(
     gamma: Float[Array, "B T H"],
     state: LatticeState | None = None,
     *,
-    variant: Variant = "dec",
+    variant: LatticeVariant = "dec",
     chunk_size: int = 16,
     tolerance: float = 1e-6,
 ) -> tuple[LatticeState, Float[Array, "B T H V"], Int[Array, " n"]]:
@@ -87,7 +87,7 @@ def lattice_refined(
         gamma=(gamma, "B T H"),
         state=(None if state is None else state.start, "B H M V"),
     )
-    check_choice("variant", variant, VARIANTS)
+    check_choice("variant", variant, LATTICE_VARIANTS)
     check_range("gamma", gamma, 0.0, float(jnp.finfo(jnp.float32).max))
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
@@ -97,7 +97,7 @@ def lattice_refined(
         raise ValueError(f"state must be of chunk_size=1, got {state.chunk_size}")
     if state is None:
         b, h, m, width = (sizes[letter] for letter in "BHMV")
-        state = empty_state(b, h, m, width, 1)
+        state = lattice_init_state(b, h, m, width, 1)
 
     time, dtype = sizes["T"], state.start.dtype
 
@@ -112,7 +112,7 @@ def lattice_refined(
     body = functools.partial(_chunk, variant=variant, tolerance=tolerance)
     start, (y, rounds) = jax.lax.scan(body, state.start, tokens)
     y = jnp.moveaxis(y, (0, 2), (1, 3)).reshape(v.shape[0], -1, *v.shape[2:])
-    return beginning(start, 1), y[:, :time].astype(v.dtype), rounds
+    return lattice_state(start, 1), y[:, :time].astype(v.dtype), rounds
 
 
 class _Solved(NamedTuple):

@@ -27,7 +27,7 @@ from memjax.mechanisms.elastic_memory import (
 from memjax.mechanisms.elastic_memory import init_state as init_memory
 from memjax.mechanisms.layers import places
 from memjax.mechanisms.layers.cell import Cell, bind
-from memjax_kernels._src.hippo import Sampling
+from memjax_kernels import HippoSampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ElasticCellConfig:
     order: int = 96
     block: int = 32
     memory_tokens: int | None = None
-    sampling: Sampling = "uniform"
+    sampling: HippoSampling = "uniform"
     decay: float = 0.98
     bank_blocks: int = 0
 

@@ -27,8 +27,7 @@ from memjax.mechanisms.cells.grouped_queries import (
     to_heads,
 )
 from memjax.mechanisms.layers.cell import Cell, bind
-from memjax_kernels._src.delta_rule import delta_rule
-from memjax_kernels._src.linear_attention import linear_attention
+from memjax_kernels import delta_rule, linear_attention
 
 Update = Literal["linear", "delta"]
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from memjax_kernels import overlap_with_keys
 from memjax_kernels._src.common import chunks
-from memjax_kernels._src.overlap import overlap_with_keys
 
 
 class Written(NamedTuple):

@@ -35,12 +35,12 @@ from memjax.mechanisms.layers.divided_sequence import (
     on_shares,
 )
 from memjax.mechanisms.layers.gates import draw_weight, flat_product
+from memjax_kernels import gated_norm, short_convolution
 from memjax_kernels._src.common.partition import (
     by_tokens,
     channels_by_heads,
     sequence_ways,
 )
-from memjax_kernels._src.recurrent_block import gated_norm, short_convolution
 
 CONV_WIDTH = 4
 # Those that every op has.

@@ -46,7 +46,7 @@ from memjax.models.language_model.windowed import (
     require_unbounded_positions,
 )
 from memjax.nnx.params import as_arrays, as_params
-from memjax_kernels._src.hippo import Sampling
+from memjax_kernels import HippoSampling
 
 MemoryName = Literal[
     "lattice",
@@ -93,7 +93,7 @@ class MemoryOptions:
     slots: int | None = None
     chunk_size: int | None = None
     order: int | None = None
-    sampling: Sampling | None = None
+    sampling: HippoSampling | None = None
 
     def __post_init__(self):
         if self.heads is not None:

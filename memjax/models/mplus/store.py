@@ -27,8 +27,8 @@ from memjax.models import ragged
 from memjax.models.mplus.config import LEAST_RECALLS, MPlusConfig
 from memjax.models.mplus.state import LayerStore, Store
 from memjax.models.offload import near, put
+from memjax_kernels import sigmoid_scores
 from memjax_kernels._src.common.partition import along_batch
-from memjax_kernels._src.sigmoid_scores import sigmoid_scores
 
 
 class Retrieved(NamedTuple):

@@ -10,9 +10,7 @@ import pytest
 import memjax_kernels
 from experiments.ops import cost
 from experiments.ops.cost import DEVICES, Cost, Device, Sizes, roofline_seconds
-from memjax_kernels._src.lattice import Variant
-from memjax_kernels._src.trellis import TrellisState
-from memjax_kernels._src.ttt_linear import start_state
+from memjax_kernels import LatticeVariant, TrellisState, ttt_linear_state
 
 
 def test_costs_add_up():
@@ -52,7 +50,7 @@ def test_work_grows_with_the_tokens_and_the_memory_moves_once():
 
 
 def test_a_backward_pass_of_lattice_is_two_to_three_forward_passes():
-    cases: list[tuple[int, Variant]] = [(32, "dec"), (32, "sim"), (1, "enc")]
+    cases: list[tuple[int, LatticeVariant]] = [(32, "dec"), (32, "sim"), (1, "enc")]
     for size, variant in cases:
         sizes = Sizes(1, size, 2, 0, 64, 32, size)
         forward, backward = (cost.lattice(sizes, b, variant) for b in (False, True))
@@ -124,7 +122,7 @@ def test_ttt_linear_is_what_xla_counts(backward):
     arguments = (q, q, q, eta, norm, norm, array(2, 2, 128, 128), array(2, 2, 128))
 
     def forward(q, k, v, eta, scale, bias, weights, offset):
-        start = start_state(weights, offset, 16)
+        start = ttt_linear_state(weights, offset, 16)
         state, y = memjax_kernels.ttt_linear(q, k, v, eta, scale, bias, empty=start)
         return (state.weights, state.bias), y
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.recurrent.chunks.lattice_refine import lattice_refined
-from memjax_kernels._src.lattice import empty_state
-from memjax_kernels._src.lattice.memory import beginning
+from memjax_kernels import lattice_init_state, lattice_state
 
 B, T, H, M, V = 2, 13, 1, 4, 6
 refined = jax.jit(
@@ -54,7 +53,7 @@ def test_refined_chunks_are_the_exact_recurrence(variant):
     assert least < 0
     with jax.enable_x64(True):
         tokens = [jnp.asarray(x) for x in (q, k, v, gamma)]
-        before = beginning(jnp.asarray(start), 1)
+        before = lattice_state(jnp.asarray(start), 1)
         options = {"variant": variant, "chunk_size": 5}
         state, y, rounds = refined(*tokens, before, tolerance=1e-12, **options)
         np.testing.assert_allclose(y, reads, rtol=1e-9, atol=1e-9)
@@ -69,7 +68,7 @@ def test_a_loose_tolerance_ends_after_one_round():
     tokens = [jnp.asarray(x, jnp.float32) for x in tokens]
     options = {"variant": "sim", "chunk_size": 5}
     _, y, rounds = refined(*tokens, tolerance=10.0, **options)
-    start = np.float64(empty_state(B, H, M, V, 1).start)
+    start = np.float64(lattice_init_state(B, H, M, V, 1).start)
     reads = token_loop(*draw()[:4], start, "sim")[1]
     assert rounds.tolist() == [1, 1, 1]
     # A round makes one token of each chunk exact, and not the last.
@@ -80,7 +79,7 @@ def test_a_loose_tolerance_ends_after_one_round():
 @pytest.mark.slow
 def test_small_steps_take_few_rounds_and_float32_is_kept():
     q, k, v, gamma, _ = draw()
-    start = empty_state(B, H, M, V, 1).start
+    start = lattice_init_state(B, H, M, V, 1).start
     memory, reads, _ = token_loop(q, k, v, gamma / 50, np.float64(start), "dec")
     tokens = [jnp.asarray(x, jnp.float32) for x in (q, k, v, gamma / 50)]
     state, y, rounds = refined(*tokens, chunk_size=13, tolerance=1e-6)
@@ -95,7 +94,7 @@ def test_bad_arguments_are_named():
         ("tolerance must be at least 0, got -1", {"tolerance": -1.0}),
         ("chunk_size must be at least 1, got 0", {"chunk_size": 0}),
         ("variant must be one of", {"variant": "sum"}),
-        ("chunk_size=1, got 4", {"state": empty_state(B, H, M, V, 4)}),
+        ("chunk_size=1, got 4", {"state": lattice_init_state(B, H, M, V, 4)}),
     ):
         with pytest.raises(ValueError, match=match):
             inspect.unwrap(lattice_refined)(q, k, v, gamma, **options)

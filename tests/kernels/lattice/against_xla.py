@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from memjax_kernels._src.lattice import LatticeState, Rule, beginning
+from memjax_kernels import LatticeState, lattice_state
+from memjax_kernels._src.lattice import Rule
 from memjax_kernels._src.lattice.chunked import in_chunks
 from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu
 from tests.kernels.on_tpu import INTERPRETER
@@ -38,10 +39,10 @@ def both(form, variant, tokens, state, reset, empty, *, in_phase=False):
         before = LatticeState(
             start, pending, state.decay, state.position, state.chunk_size
         )
-        fresh = beginning(empty, state.chunk_size)
+        fresh = lattice_state(empty, state.chunk_size)
         if in_phase:
             # Tokens of chunks that start here: from the memory as the empty one.
-            before, fresh = None, beginning(start, state.chunk_size)
+            before, fresh = None, lattice_state(start, state.chunk_size)
         given: Any = (*tokens, None, before, reset, fresh, Rule(variant))
         after, y = in_chunks(form, *given)
         return y, after.start, after.pending

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from memjax_kernels import LatticeState, lattice, lattice_init_state, lattice_step
 from memjax_kernels._src.common.products import multiplier
-from memjax_kernels._src.lattice import LatticeState, empty_state, lattice, step
 from memjax_kernels._src.lattice import chunk as one_chunk
 from memjax_kernels._src.lattice.memory import Rule
 
@@ -31,7 +31,9 @@ run_jit: Any = jax.jit(
     lattice,
     static_argnames=("variant", "chunk_size", "normalize", "forget", "implementation"),
 )
-step_jit: Any = jax.jit(step, static_argnames=("variant", "normalize", "forget"))
+step_jit: Any = jax.jit(
+    lattice_step, static_argnames=("variant", "normalize", "forget")
+)
 
 
 @functools.partial(
@@ -61,7 +63,7 @@ def memory(case, seed=1):
     rows = jax.random.normal(jax.random.key(seed), (B, H, M, V))
     if normalize:
         rows = rows / jnp.linalg.norm(rows, axis=-1, keepdims=True)
-    return dataclasses.replace(empty_state(B, H, M, V, size), start=rows)
+    return dataclasses.replace(lattice_init_state(B, H, M, V, size), start=rows)
 
 
 def column_loop(tokens, start, case):
@@ -246,7 +248,7 @@ def test_every_split_point_and_rows_out_of_phase(case):
 @pytest.mark.slow
 def test_segments_shorter_than_a_chunk_start_from_the_empty_memory():
     """One token, two that do not fill the chunk either, and two that do."""
-    tokens, start = draw(5), empty_state(B, H, M, V).start
+    tokens, start = draw(5), lattice_init_state(B, H, M, V).start
     reads, _ = column_loop(tokens, start, CASES[4])
     state = None
     for first, last in ((0, 1), (1, 3), (3, 5)):
@@ -266,7 +268,7 @@ def test_a_reset_is_a_new_call():
         _, y = run_jit(
             *tokens[:4], reset=reset, chunk_size=4, implementation=name, variant="enc"
         )
-        start = empty_state(B, H, M, V).start
+        start = lattice_init_state(B, H, M, V).start
         for part in (slice(0, 4), slice(4, 10)):
             alone = [None if x is None else x[:, part] for x in tokens]
             expected, _ = column_loop(alone, start, CASES[5])
@@ -349,20 +351,20 @@ def test_a_slot_that_the_threshold_empties_is_filled_by_the_next_write():
 
 
 def test_the_empty_memory_has_orthonormal_slots_while_they_fit():
-    slots = empty_state(2, 3, 4, 8).start
+    slots = lattice_init_state(2, 3, 4, 8).start
     overlaps = jnp.einsum("bhmv,bhnv->bhmn", slots, slots)
     np.testing.assert_allclose(overlaps, jnp.broadcast_to(jnp.eye(4)[None, None],
                                overlaps.shape), atol=1e-6)  # fmt: skip
     np.testing.assert_array_equal(slots[0], slots[1])
     assert np.abs(slots[0, 0] - slots[0, 1]).max() > 0.1
-    wide = empty_state(1, 1, 9, 8).start
+    wide = lattice_init_state(1, 1, 9, 8).start
     np.testing.assert_allclose(jnp.linalg.norm(wide, axis=-1), 1, atol=1e-6)
     with pytest.raises(
         ValueError, match="value_dim=8, got slots=9.*'normalised' takes"
     ):
-        empty_state(1, 1, 9, 8, initial="orthonormal")
+        lattice_init_state(1, 1, 9, 8, initial="orthonormal")
     with pytest.raises(ValueError, match="heads must be at least 1, got 0"):
-        empty_state(1, 0, 9, 8)
+        lattice_init_state(1, 0, 9, 8)
 
 
 def test_bad_arguments_are_refused_by_name():

@@ -8,14 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels._src.lattice import (
-    VARIANTS,
-    LatticeState,
-    Rule,
-    chunked,
-    empty_state,
-    lattice,
-)
+from memjax_kernels import LATTICE_VARIANTS, LatticeState, lattice, lattice_init_state
+from memjax_kernels._src.lattice import Rule, chunked
 from memjax_kernels._src.lattice.pallas_gpu import lattice_gpu, unsupported
 from memjax_kernels._src.lattice.reference import lattice_reference
 from memjax_kernels._src.lattice.xla import lattice_xla
@@ -75,7 +69,7 @@ def interpreted(gpu):
 @pytest.mark.parametrize("size, time", [(8, 24), (1, 5)])
 def test_gradients_of_gradients_agree_with_xla(gpu, interpreted, size, time):
     tokens = draw(1, time, 1, jnp.float32)
-    empty = empty_state(1, 1, SLOTS, WIDTH, size)
+    empty = lattice_init_state(1, 1, SLOTS, WIDTH, size)
     reset = jnp.zeros((1, time), bool).at[0, time - time % 8 - size].set(True)
 
     def second_order(function):
@@ -93,7 +87,7 @@ def test_gradients_of_gradients_agree_with_xla(gpu, interpreted, size, time):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", LATTICE_VARIANTS)
 def test_open_chunks_and_resets_agree_with_the_token_loop(gpu, interpreted, variant):
     b, t, h, c = 2, 36, 1, 16
     tokens = draw(b, t, h, jnp.float32)
@@ -118,7 +112,7 @@ def test_half_precision_agrees_with_xla(gpu, interpreted):
     low = draw(b, t, h, jnp.bfloat16)
     *high, gamma = low
     high = (*(x.astype(jnp.float32) for x in high), 0.1 * gamma)
-    empty = empty_state(b, h, SLOTS, WIDTH, c)
+    empty = lattice_init_state(b, h, SLOTS, WIDTH, c)
     rule = Rule("dec")
     xla = functools.partial(in_chunks, lattice_xla)
     expected = both(xla, rule, None, (high, None, empty))
@@ -143,7 +137,11 @@ def gradient(variant, tokens, empty, reset):
 def arguments(chunk_size):
     b, t, h = 2, 2 * chunk_size + 3, 2
     tokens = draw(b, t, h, jnp.bfloat16)
-    return tokens, empty_state(b, h, SLOTS, WIDTH, chunk_size), jnp.zeros((b, t), bool)
+    return (
+        tokens,
+        lattice_init_state(b, h, SLOTS, WIDTH, chunk_size),
+        jnp.zeros((b, t), bool),
+    )
 
 
 @pytest.mark.slow

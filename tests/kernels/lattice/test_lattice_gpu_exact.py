@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels._src.lattice import Rule, beginning, lattice
+from memjax_kernels import lattice, lattice_state
+from memjax_kernels._src.lattice import Rule
 from memjax_kernels._src.lattice.chunked import in_chunks
 from memjax_kernels._src.lattice.pallas_gpu import lattice_gpu, unsupported
 from memjax_kernels._src.lattice.pallas_gpu.inputs import BLOCK
@@ -30,18 +31,18 @@ def draw(batch, time, heads, dtype) -> Any:
 
 def by_kernels(form, variant, reset, q, k, v, gamma, start, empty):
     """The memory after the tokens, and their reads."""
-    states = beginning(start, 1), reset, beginning(empty, 1)
+    states = lattice_state(start, 1), reset, lattice_state(empty, 1)
     state, y = in_chunks(form, *(q, k, v, gamma), None, *states, Rule(variant))
     return state.start, y
 
 
 def by_reference(variant, reset, q, k, v, gamma, start, empty):
     state, y = lattice(
-        *(q, k, v, gamma, None, beginning(start, 1)),
+        *(q, k, v, gamma, None, lattice_state(start, 1)),
         variant=variant,
         chunk_size=1,
         reset=reset,
-        empty=beginning(empty, 1),
+        empty=lattice_state(empty, 1),
         implementation="reference",
     )
     return state.start, y

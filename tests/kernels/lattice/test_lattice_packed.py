@@ -11,17 +11,10 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from memjax_kernels import LATTICE_VARIANTS, LatticeState, lattice_init_state
 from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.packs import blocks as pack_blocks
-from memjax_kernels._src.lattice import (
-    VARIANTS,
-    LatticeState,
-    Rule,
-    empty_state,
-    packed,
-    packed_gradient,
-    tpu_packed,
-)
+from memjax_kernels._src.lattice import Rule, packed, packed_gradient, tpu_packed
 from memjax_kernels._src.lattice import chunk as one_chunk
 from memjax_kernels._src.lattice.segment import Chunks
 from memjax_kernels._src.lattice.xla import lattice_xla
@@ -44,7 +37,7 @@ def chunks(draw):
     # With a single channel nothing lies across a slot: all there is would be rounding.
     least = dict(width=2)
     sizes = {n: draw(st.integers(least.get(n, 1), size)) for n, size in most.items()}
-    return sizes, draw(st.integers(0, 2**16)), draw(st.sampled_from(VARIANTS))
+    return sizes, draw(st.integers(0, 2**16)), draw(st.sampled_from(LATTICE_VARIANTS))
 
 
 @pytest.mark.slow
@@ -116,7 +109,7 @@ def calls(draw):
     c, most = draw(st.sampled_from([1, 4, 16, 64])), draw(st.sampled_from([1, 8]))
     heads = draw(st.sampled_from([(2, 64, 64), (4, 32, 64), (3, 8, 24)]))
     each = lambda most: st.lists(st.integers(0, most), min_size=b, max_size=b)
-    variant = draw(st.sampled_from(VARIANTS))
+    variant = draw(st.sampled_from(LATTICE_VARIANTS))
     return variant, (b, t, *heads, c), draw(each(c - 1)), draw(each(t - 1)), most
 
 
@@ -140,10 +133,10 @@ def test_values_and_gradients_agree_with_xla(call):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", LATTICE_VARIANTS)
 def test_half_precision_is_as_exact_as_that_of_xla(variant):
     b, t, h, d, c = 1, 100, 2, 64, 64
-    state = empty_state(b, h, d, d, c)
+    state = lattice_init_state(b, h, d, d, c)
     low = draw(b, t, h, d, d, jnp.bfloat16)
     high: Any = tuple(x.astype(jnp.float32) for x in low)
     arguments = state, None, state.start

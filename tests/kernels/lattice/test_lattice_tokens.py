@@ -9,16 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels._src.lattice import (
-    VARIANTS,
+from memjax_kernels import (
+    LATTICE_VARIANTS,
     LatticeState,
-    Rule,
-    beginning,
-    empty_state,
     lattice,
-    packed,
-    tpu_token,
+    lattice_init_state,
+    lattice_state,
 )
+from memjax_kernels._src.lattice import Rule, packed, tpu_token
 from memjax_kernels._src.lattice.chunked import in_chunks
 from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu
 from memjax_kernels._src.lattice.tpu_token import equations
@@ -53,10 +51,10 @@ def test_values_and_gradients_agree_with_xla(variant, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", LATTICE_VARIANTS)
 def test_half_precision_is_as_exact_as_that_of_xla(variant):
     b, t, h, d = 1, 40, 2, 64
-    state = empty_state(b, h, d, d, 1)
+    state = lattice_init_state(b, h, d, d, 1)
     low = draw(b, t, h, d, d, jnp.bfloat16)
     high: Any = tuple(x.astype(jnp.float32) for x in low)
     arguments = state, None, state.start
@@ -72,7 +70,7 @@ def test_half_precision_is_as_exact_as_that_of_xla(variant):
 def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
     """The XLA form of the kernels' own arguments is the op: `gradients.of_kernels`."""
     b, t, h, m, v = 2, 7, 2, 64, 64
-    before, blank = (beginning(rows(seed, b, h, m, v), 1) for seed in (2, 3))
+    before, blank = (lattice_state(rows(seed, b, h, m, v), 1) for seed in (2, 3))
     reset = jnp.zeros((b, t), bool).at[0, 4].set(True)
     given = (*draw(b, t, h, m, v), None, before, reset, blank)
     monkeypatch.setattr(tpu_token, "_tokens", tpu_token._in_xla)
@@ -95,7 +93,7 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
 )
 def test_gradients_compile_divided_along_the_batch(chip, sizes):
     b, t, h, m, v = sizes
-    state = empty_state(b, h, m, v, 1)
+    state = lattice_init_state(b, h, m, v, 1)
 
     def loss(q, k, v, gamma, start, reset):
         before = dataclasses.replace(state, start=start)

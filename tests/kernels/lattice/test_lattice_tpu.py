@@ -11,13 +11,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels._src.lattice import (
-    LatticeState,
-    Rule,
-    beginning,
-    empty_state,
-    pallas_tpu,
-)
+from memjax_kernels import LatticeState, lattice_init_state, lattice_state
+from memjax_kernels._src.lattice import Rule, pallas_tpu
 from memjax_kernels._src.lattice.chunked import in_chunks
 from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu, unsupported
 from memjax_kernels._src.lattice.xla import lattice_xla
@@ -45,7 +40,7 @@ def test_values_and_gradients_agree_with_xla():
 def test_gradients_of_gradients_differentiate_the_same_function(c, monkeypatch):
     """The XLA form of the kernels' own arguments is the op: `gradients.of_kernels`."""
     b, t, h, m, v = 2, 7, 2, 5, 8
-    before, blank = (beginning(rows(seed, b, h, m, v), c) for seed in (2, 3))
+    before, blank = (lattice_state(rows(seed, b, h, m, v), c) for seed in (2, 3))
     reset = jnp.zeros((b, t), bool).at[0, 4].set(True)
     given = (*draw(b, t, h, m, v), None, before, reset, blank)
     monkeypatch.setattr(pallas_tpu, "_blocks", pallas_tpu._in_xla)
@@ -60,7 +55,7 @@ def test_gradients_of_gradients_differentiate_the_same_function(c, monkeypatch):
 @pytest.mark.slow
 def test_half_precision_agrees_with_xla():
     b, t, h, m, v, c = 1, 19, 2, 8, 8, 8
-    state = empty_state(b, h, m, v, c)
+    state = lattice_init_state(b, h, m, v, c)
     low = draw(b, t, h, m, v, jnp.bfloat16)
     high = tuple(x.astype(jnp.float32) for x in low)
     arguments = state, None, state.start
@@ -121,14 +116,14 @@ def compiled(name, mesh_shape, specs, sizes, dtype, variant, check_vma=None):
     b, t, h, m, v, c = sizes
     row, token, memory = specs
     tokens = jax.eval_shape(lambda: draw(b, t, h, m, v, dtype))
-    state = jax.eval_shape(lambda: empty_state(b, h, m, v, c))
+    state = jax.eval_shape(lambda: lattice_init_state(b, h, m, v, c))
     by_rank = {1: row, 2: memory, 4: memory}
     state_specs = jax.tree.map(lambda x: by_rank[x.ndim], state)
     reset = jax.ShapeDtypeStruct((b, t), bool)
 
     def forward(tokens, state, reset):
         rows, heads = state.start.shape[:2]
-        empty = empty_state(rows, heads, m, v, c)
+        empty = lattice_init_state(rows, heads, m, v, c)
         given: Any = (*tokens, None, state, reset, empty, Rule(variant))
         after, y = in_chunks(lattice_tpu, *given)
         return after.start, after.pending, y

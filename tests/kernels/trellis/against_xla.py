@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from memjax_kernels._src.trellis import TrellisState, empty_state, segment
+from memjax_kernels import TrellisState, trellis_init_state
+from memjax_kernels._src.trellis import segment
 from memjax_kernels._src.trellis.pallas_tpu import trellis_tpu
 from tests.kernels.on_tpu import INTERPRETER
 
@@ -43,7 +44,7 @@ def perturbed(state, seed):
 
 def begun_state(sizes, place):
     """A state whose batch elements are `place` tokens into their chunks."""
-    state = perturbed(empty_state(*sizes), 1)
+    state = perturbed(trellis_init_state(*sizes), 1)
     place = jnp.array(place, jnp.int32)
     is_open = (place > 0)[:, None, None, None]
     keys = jnp.where(is_open, state.keys, state.keys_start)

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels import delta_rule, trellis
-from memjax_kernels._src.trellis import (
+from memjax_kernels import (
     TrellisState,
-    empty_memory,
-    empty_state,
-    functions,
-    step,
+    delta_rule,
+    trellis,
+    trellis_init_state,
+    trellis_step,
 )
+from memjax_kernels._src.trellis import empty_memory, functions
 
 B, H, K, V, M, C = 2, 2, 6, 5, 4, 4
 # Without the annotations' own check.
@@ -150,7 +150,7 @@ def both(implementation, chunk_size=C):
     return jax.jit(jax.grad(loss, allow_int=True))
 
 
-@pytest.mark.parametrize("name", functions.PHIS)
+@pytest.mark.parametrize("name", functions.TRELLIS_PHIS)
 def test_functions_and_their_gradients(name):
     rng = np.random.default_rng(0)
     for z in (rng.normal(size=7), 0.01 * rng.normal(size=7), 5 * rng.normal(size=7)):
@@ -221,7 +221,7 @@ def test_segments_of_any_length_join(length):
     tokens = draw(15)
     run = jitted(chunk_size=C, implementation="xla")
     expected = run(*tokens)
-    state, reads = empty_state(B, H, M, K, V, C), []
+    state, reads = trellis_init_state(B, H, M, K, V, C), []
     for at in range(0, 15, length):
         state, y = run(*(x[:, at : at + length] for x in tokens), state)
         reads.append(y)
@@ -231,7 +231,7 @@ def test_segments_of_any_length_join(length):
 def test_step_is_one_token():
     tokens, state = draw(6), draw_state()
     expected = jitted(chunk_size=C, implementation="xla")(*tokens, state)
-    one, reads = jax.jit(step), []
+    one, reads = jax.jit(trellis_step), []
     for t in range(6):
         state, y = one(*(x[:, t] for x in tokens), state)
         reads.append(y)
@@ -267,7 +267,7 @@ def test_a_misplaced_reset_is_refused_or_gives_nan():
 def test_a_linear_phi_is_the_delta_rule():
     """The key memory, whose targets are alpha."""
     q, k, v, alpha, gamma, _ = draw(9, gates=())
-    state = empty_state(B, H, M, K, V, chunk_size=1)
+    state = trellis_init_state(B, H, M, K, V, chunk_size=1)
     run = functools.partial(trellis, chunk_size=1, phi="identity")
     after, _ = jax.jit(run)(q, k, v, alpha, gamma, None, state)
     before = state.keys.swapaxes(2, 3)
@@ -307,7 +307,7 @@ def test_the_empty_memory_has_singular_values_of_one(slots, width):
 def test_no_state_is_the_empty_state():
     tokens = draw(5)
     run = jitted(chunk_size=C, implementation="xla")
-    close(run(*tokens), run(*tokens, empty_state(B, H, M, K, V, C)))
+    close(run(*tokens), run(*tokens, trellis_init_state(B, H, M, K, V, C)))
     # And the default implementation here is the chunk form.
     close(jitted(chunk_size=C)(*tokens), run(*tokens))
 
@@ -327,11 +327,11 @@ def test_no_state_is_the_empty_state():
         (lambda: {"alpha": jnp.ones((B, 3, 1, M))}, "alpha must have shape"),
         (lambda: {"reset": jnp.zeros((B, 2), bool)}, "reset must be bool"),
         (
-            lambda: {"state": empty_state(B, H, M, K, V, 8)},
+            lambda: {"state": trellis_init_state(B, H, M, K, V, 8)},
             "state is of chunk_size 8, not 4",
         ),
         (
-            lambda: {"state": empty_state(B, H, M + 1, K, V, C)},
+            lambda: {"state": trellis_init_state(B, H, M + 1, K, V, C)},
             "state.keys_start must be",
         ),
         (lambda: {"state": draw(3)[0]}, "state must be a TrellisState, got ArrayImpl"),
@@ -348,9 +348,9 @@ def test_bad_arguments_are_refused_by_name(change, message):
 
 def test_sizes_of_a_state_are_positive():
     with pytest.raises(ValueError, match="slots must be at least 1, got 0"):
-        empty_state(B, H, 0, K, V, C)
+        trellis_init_state(B, H, 0, K, V, C)
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
-        empty_state(B, H, M, K, V, 0)
+        trellis_init_state(B, H, M, K, V, 0)
 
 
 @pytest.mark.slow

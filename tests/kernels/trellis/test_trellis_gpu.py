@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels._src.trellis import TrellisState, empty_state, segment, trellis
+from memjax_kernels import TrellisState, trellis, trellis_init_state
+from memjax_kernels._src.trellis import segment
 from memjax_kernels._src.trellis.pallas_gpu import trellis_gpu, unsupported
 from memjax_kernels._src.trellis.reference import trellis_reference
 from memjax_kernels._src.trellis.xla import trellis_xla
@@ -96,7 +97,7 @@ def test_half_precision_agrees_with_the_token_loop(gpu, interpreted):
     b, t, h, c = 1, 128, 1, 64
     phi = "softmax"
     low = draw(b, t, h, jnp.bfloat16)
-    empty = empty_state(b, h, WIDTH, WIDTH, WIDTH, c)
+    empty = trellis_init_state(b, h, WIDTH, WIDTH, WIDTH, c)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
     expected = both(None, phi, None, (high, None, empty))
     actual = both(interpreted, phi, None, (low, None, empty))
@@ -108,7 +109,7 @@ def test_half_precision_agrees_with_the_token_loop(gpu, interpreted):
 def test_the_gradient_where_the_backward_kernel_does_not_fit(gpu, interpreted):
     b, t, h, c = 1, 16, 1, 16
     tokens = draw(b, t, h, jnp.float32, value=192)
-    empty = empty_state(b, h, WIDTH, WIDTH, 192, c)
+    empty = trellis_init_state(b, h, WIDTH, WIDTH, 192, c)
     expected = both(None, "ln_silu", None, (tokens, None, empty))
     gpu.close(both(interpreted, "ln_silu", None, (tokens, None, empty)), expected, 5e-6)
 
@@ -132,7 +133,7 @@ def second_order(implementation, tokens, empty, reset):
 def test_gradients_of_gradients_agree_with_xla(gpu, interpreted):
     b, t, h, c = 1, 24, 1, 8
     tokens = draw(b, t, h, jnp.float32)
-    empty = empty_state(b, h, WIDTH, WIDTH, WIDTH, c)
+    empty = trellis_init_state(b, h, WIDTH, WIDTH, WIDTH, c)
     reset = jnp.zeros((b, t), bool).at[0, 16].set(True)
     expected = second_order(trellis_xla, tokens, empty, reset)
     gpu.close(second_order(interpreted, tokens, empty, reset), expected, 1e-4)
@@ -153,7 +154,7 @@ def gradient(phi, tokens, state, empty, reset):
 def arguments(chunk_size, value):
     b, t, h = 2, 2 * chunk_size + 3, 2
     tokens = draw(b, t, h, jnp.bfloat16, value=value)
-    empty = empty_state(b, h, WIDTH, WIDTH, value, chunk_size)
+    empty = trellis_init_state(b, h, WIDTH, WIDTH, value, chunk_size)
     return tokens, empty, empty, jnp.zeros((b, t), bool)
 
 

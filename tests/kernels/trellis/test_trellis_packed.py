@@ -9,15 +9,11 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from memjax_kernels import trellis_init_state
 from memjax_kernels._src.common import gate_sums, packs, products
 from memjax_kernels._src.common.packs import decays as pack_decays
 from memjax_kernels._src.trellis import chunk as one_chunk
-from memjax_kernels._src.trellis import (
-    empty_state,
-    functions,
-    packed,
-    packed_gradient,
-)
+from memjax_kernels._src.trellis import functions, packed, packed_gradient
 from memjax_kernels._src.trellis.state import Memories
 from memjax_kernels._src.trellis.xla import trellis_xla
 from tests.kernels.distances import close, distances
@@ -67,7 +63,7 @@ def chunks(draw):
     }
     sizes["heads"] = draw(st.integers(2, 3))
     seed = draw(st.integers(0, 2**16))
-    names = (functions.PHIS, functions.ACTIVATIONS)
+    names = (functions.TRELLIS_PHIS, functions.TRELLIS_ACTIVATIONS)
     phi, activation = (draw(st.sampled_from(some)) for some in names)
     return sizes, seed, phi, activation, draw(st.booleans())
 
@@ -175,7 +171,7 @@ def test_values_and_gradients_agree_with_xla(call):
     (b, t, h, k, v, m, c), place, resets = call
     tokens = draw(b, t, h, k, v, m)
     state = begun_state((b, h, m, k, v, c), place)
-    empty = perturbed(empty_state(b, h, m, k, v, c), 2)
+    empty = perturbed(trellis_init_state(b, h, m, k, v, c), 2)
     reset = jax.nn.one_hot(jnp.asarray(resets), t, dtype=bool)
     arguments = (tokens, state, empty)
     expected = both(trellis_xla, arguments, reset)
@@ -188,7 +184,7 @@ def test_small_chunks_from_an_empty_memory_agree_with_xla(c):
     """The last chunk is not complete, and blocks have chunks without tokens."""
     b, t, h, d = 2, 2 * c + c // 2 + 1, 4, 64
     tokens = draw(b, t, h, d, d, d, gates=())
-    empty = perturbed(empty_state(b, h, d, d, d, c), 2)
+    empty = perturbed(trellis_init_state(b, h, d, d, d, c), 2)
     reset = jnp.zeros((b, t), bool).at[1, c].set(True)
     expected = both(trellis_xla, (tokens, None, empty), reset)
     close(both(INTERPRETED, (tokens, None, empty), reset), expected, 3e-6)
@@ -199,7 +195,7 @@ def test_small_chunks_from_an_empty_memory_agree_with_xla(c):
 def test_half_precision_is_as_exact_as_that_of_xla(c, t):
     b, h, d = 1, 2, 64
     low = draw(b, t, h, d, d, d, jnp.bfloat16, gates=())
-    empty = empty_state(b, h, d, d, d, c)
+    empty = trellis_init_state(b, h, d, d, d, c)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
     exact = both(trellis_xla, (high, None, empty))
     kernel = both(INTERPRETED, (low, None, empty))

@@ -12,7 +12,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels._src.trellis import empty_state, pallas_tpu
+from memjax_kernels import trellis_init_state
+from memjax_kernels._src.trellis import pallas_tpu
 from memjax_kernels._src.trellis.pallas_tpu import trellis_tpu, unsupported
 from memjax_kernels._src.trellis.xla import trellis_xla
 from tests.kernels.distances import close, distances
@@ -33,7 +34,7 @@ def test_values_and_gradients_agree_with_xla():
     b, t, h, k, v, m, c = 3, 7, 3, 16, 24, 8, 4
     tokens = draw(b, t, h, k, v, m)
     state = begun_state((b, h, m, k, v, c), [3, 0, 1])
-    empty = perturbed(empty_state(b, h, m, k, v, c), 2)
+    empty = perturbed(trellis_init_state(b, h, m, k, v, c), 2)
     reset = jnp.zeros((b, t), bool).at[0, 1].set(True).at[1, 4].set(True)
     arguments = (tokens, state, empty)
     expected = both(trellis_xla, arguments, reset)
@@ -47,8 +48,8 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
     """The XLA form of the kernels' own arguments is the op: `gradients.of_kernels`."""
     b, t, h, k, v, m, c = 2, 7, 2, 8, 6, 5, 4
     tokens = draw(b, t, h, k, v, m)
-    state = perturbed(empty_state(b, h, m, k, v, c), 1)
-    empty = perturbed(empty_state(b, h, m, k, v, c), 2)
+    state = perturbed(trellis_init_state(b, h, m, k, v, c), 1)
+    empty = perturbed(trellis_init_state(b, h, m, k, v, c), 2)
     reset = jnp.zeros((b, t), bool).at[0, 4].set(True)
     run = lambda form: jax.jit(in_chunks, static_argnums=0)(
         form, tokens, state, empty, reset
@@ -61,7 +62,7 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
 def test_half_precision_is_as_exact_as_that_of_xla():
     b, t, h, k, m, c = 1, 19, 2, 16, 8, 8
     low = draw(b, t, h, k, k, m, jnp.bfloat16, gates=())
-    empty = empty_state(b, h, m, k, k, c)
+    empty = trellis_init_state(b, h, m, k, k, c)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
     exact = both(trellis_xla, (high, None, empty))
     kernel = both(INTERPRETED, (low, None, empty))
@@ -80,7 +81,9 @@ def one_row(implementation, sizes):
 
     def reads(*tokens):
         rows = [x[None] for x in tokens]
-        return in_chunks(implementation, rows, None, empty_state(1, h, m, d, d, c))[1]
+        return in_chunks(
+            implementation, rows, None, trellis_init_state(1, h, m, d, d, c)
+        )[1]
 
     return reads
 
@@ -124,7 +127,7 @@ def test_a_policy_can_keep_what_the_backward_kernel_needs(names, runs):
 
     @functools.partial(jax.checkpoint, policy=policy)
     def loss(*tokens):
-        empty = empty_state(1, 1, 8, 8, 8, 4)
+        empty = trellis_init_state(1, 1, 8, 8, 8, 4)
         return jnp.sum(in_chunks(trellis_tpu, tokens, None, empty)[1] ** 2)
 
     text = for_one_device(jax.value_and_grad(loss, range(6)), tokens)
@@ -151,13 +154,13 @@ def compiled(name, mesh_shape, specs, sizes, dtype, check_vma=None):
     b, t, h, k, v, m, c = sizes
     row, token, memory = specs
     tokens: Any = jax.eval_shape(lambda: draw(b, t, h, k, v, m, dtype, gates=()))
-    state = jax.eval_shape(lambda: empty_state(b, h, m, k, v, c))
+    state = jax.eval_shape(lambda: trellis_init_state(b, h, m, k, v, c))
     state_specs = jax.tree.map(lambda x: memory if x.ndim == 4 else row, state)
     reset = jax.ShapeDtypeStruct((b, t), bool)
 
     def forward(tokens, state, reset):
         rows, _, heads, _ = tokens[0].shape
-        empty = empty_state(rows, heads, m, k, v, c)
+        empty = trellis_init_state(rows, heads, m, k, v, c)
         after, y = in_chunks(trellis_tpu, tokens, state, empty, reset)
         return after.memories, y
 

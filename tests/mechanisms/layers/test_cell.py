@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from memjax.mechanisms.layers.cell import CellConfig
-from memjax_kernels._src.recurrent_block import l2_normalize
+from memjax_kernels import l2_normalize
 from tests.mechanisms.test_contract import (
     CONFIGS,
     LENGTH,

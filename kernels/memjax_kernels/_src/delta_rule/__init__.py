@@ -15,7 +15,9 @@ from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.token_scan import scan_tokens
 from memjax_kernels._src.delta_rule import pallas_tpu
 from memjax_kernels._src.delta_rule.chunks import scan_chunks
-from memjax_kernels._src.linear_attention import empty_state as empty_state
+from memjax_kernels._src.linear_attention import (
+    linear_attention_init_state as linear_attention_init_state,
+)
 
 Implementation = Literal["reference", "xla", "pallas_tpu"]
 
@@ -60,7 +62,7 @@ def delta_rule(
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     arguments.check_float32("state", state)
     if state is None:
-        state = empty_state(*(sizes[letter] for letter in "BHKV"))
+        state = linear_attention_init_state(*(sizes[letter] for letter in "BHKV"))
     form = implementations.choose(
         "delta_rule",
         implementation,
@@ -76,7 +78,7 @@ def delta_rule(
 
 
 @one_pass.on_tpu
-def step(
+def delta_rule_step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
@@ -99,8 +101,8 @@ def delta_rule_reference(
     state: Float[Array, "B H K V"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """`step` for every token; a reset empties the memory before its token."""
-    return scan_tokens(step, (q, k, v, beta), state, reset)
+    """A loop of steps; a reset empties the memory before its token."""
+    return scan_tokens(delta_rule_step, (q, k, v, beta), state, reset)
 
 
 def delta_rule_xla(

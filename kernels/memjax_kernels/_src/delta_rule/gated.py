@@ -14,9 +14,11 @@ from jaxtyping import Array, Bool, Float
 from memjax_kernels._src.common import arguments, implementations, one_pass
 from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.token_scan import scan_tokens
-from memjax_kernels._src.delta_rule import empty_state as empty_state
+from memjax_kernels._src.delta_rule import delta_rule_step as _write_and_read
+from memjax_kernels._src.delta_rule import (
+    linear_attention_init_state as linear_attention_init_state,
+)
 from memjax_kernels._src.delta_rule import pallas_tpu
-from memjax_kernels._src.delta_rule import step as _write_and_read
 from memjax_kernels._src.delta_rule.chunks import scan_chunks
 
 write_and_read = inspect.unwrap(_write_and_read)
@@ -68,7 +70,7 @@ def gated_delta_rule(
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     arguments.check_float32("state", state)
     if state is None:
-        state = empty_state(*(sizes[letter] for letter in "BHKV"))
+        state = linear_attention_init_state(*(sizes[letter] for letter in "BHKV"))
     form = implementations.choose(
         "gated_delta_rule",
         implementation,
@@ -84,7 +86,7 @@ def gated_delta_rule(
 
 
 @one_pass.on_tpu
-def step(
+def gated_delta_rule_step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
@@ -106,8 +108,8 @@ def gated_delta_rule_reference(
     state: Float[Array, "B H K V"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """`step` for every token; a reset empties the memory before its token."""
-    return scan_tokens(step, (q, k, v, beta, g), state, reset)
+    """A loop of steps; a reset empties the memory before its token."""
+    return scan_tokens(gated_delta_rule_step, (q, k, v, beta, g), state, reset)
 
 
 def gated_delta_rule_xla(

@@ -12,10 +12,14 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import arguments, implementations
 from memjax_kernels._src.gated_slots import pallas_tpu
-from memjax_kernels._src.gated_slots.reference import SlotState as SlotState
-from memjax_kernels._src.gated_slots.reference import empty_state as empty_state
+from memjax_kernels._src.gated_slots.reference import GatedSlotsState as GatedSlotsState
+from memjax_kernels._src.gated_slots.reference import (
+    gated_slots_init_state as gated_slots_init_state,
+)
 from memjax_kernels._src.gated_slots.reference import gated_slots_reference
-from memjax_kernels._src.gated_slots.reference import step as step
+from memjax_kernels._src.gated_slots.reference import (
+    gated_slots_step as gated_slots_step,
+)
 from memjax_kernels._src.gated_slots.xla import gated_slots_xla
 
 Implementation = Literal["reference", "xla", "pallas_tpu"]
@@ -27,11 +31,11 @@ def gated_slots(
     v: Float[Array, "B T H V"],
     alpha: Float[Array, "B T H M"],
     g: Float[Array, "B T H M"] | None = None,
-    state: SlotState | None = None,
+    state: GatedSlotsState | None = None,
     *,
     reset: Bool[Array, "B T"] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[SlotState, Float[Array, "B T H V"]]:
+) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
     """Runs the recurrence over T tokens, T at least 1.
 
     Args:
@@ -53,9 +57,9 @@ def gated_slots(
         ValueError: on shapes or dtypes that do not fit, gates out of range, a state of
             another type, or an implementation that is unknown or cannot run here.
     """
-    if not isinstance(state, SlotState | None):
+    if not isinstance(state, GatedSlotsState | None):
         raise ValueError(
-            f"state must be None or a SlotState, got {type(state).__name__}"
+            f"state must be None or a GatedSlotsState, got {type(state).__name__}"
         )
     keys, values = (None, None) if state is None else state
     sizes = arguments.check_shapes(
@@ -74,7 +78,7 @@ def gated_slots(
     arguments.check_range("g", g, -float("inf"), 0.0)
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     if state is None:
-        state = empty_state(*(sizes[letter] for letter in "BHMKV"))
+        state = gated_slots_init_state(*(sizes[letter] for letter in "BHMKV"))
     form = implementations.choose(
         "gated_slots",
         implementation,

@@ -11,7 +11,7 @@ from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.packs.recurrence_kernels import Op
 from memjax_kernels._src.common.products import multiplier, operand_dtype
 from memjax_kernels._src.gated_slots import packed
-from memjax_kernels._src.gated_slots.reference import SlotState
+from memjax_kernels._src.gated_slots.reference import GatedSlotsState
 from memjax_kernels._src.gated_slots.xla import compare
 from memjax_kernels._src.linear_attention.chunks import scan_groups
 from memjax_kernels._src.linear_attention.pallas_tpu import gla_tpu
@@ -29,11 +29,11 @@ def gated_slots_tpu(
     v: Float[Array, "B T H V"],
     alpha: Float[Array, "B T H M"],
     g: Float[Array, "B T H M"] | None,
-    state: SlotState,
+    state: GatedSlotsState,
     reset: Bool[Array, "B T"] | None = None,
     *,
     interpret: Any = False,
-) -> tuple[SlotState, Float[Array, "B T H V"]]:
+) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
     """The recurrence of `gated_slots_reference` in kernels for a TPU."""
     g = jnp.zeros(alpha.shape, jnp.float32) if g is None else g
     keys = state.keys.swapaxes(2, 3)
@@ -41,7 +41,7 @@ def gated_slots_tpu(
         OP, q, k, alpha, g, keys, reset, interpret=interpret
     )
     values, y = gla_tpu(weights, alpha, v, g, state.values, reset, interpret=interpret)
-    return SlotState(keys=keys.swapaxes(2, 3), values=values), y
+    return GatedSlotsState(keys=keys.swapaxes(2, 3), values=values), y
 
 
 def _in_xla(q, k, alpha, g, beta, state, *, chunk_size):

@@ -13,7 +13,7 @@ from memjax_kernels._src.common.token_scan import scan_tokens
 _EXACT = jax.lax.Precision.HIGHEST
 
 
-class SlotState(NamedTuple):
+class GatedSlotsState(NamedTuple):
     """The memory: M slots, each with a key and a value.
 
     Attributes:
@@ -25,25 +25,25 @@ class SlotState(NamedTuple):
     values: Float[Array, "B H M V"]
 
 
-def empty_state(
+def gated_slots_init_state(
     batch: int, heads: int, slots: int, key_dim: int, value_dim: int
-) -> SlotState:
+) -> GatedSlotsState:
     """The memory before the first token: zeros, float32."""
-    return SlotState(
+    return GatedSlotsState(
         keys=jnp.zeros((batch, heads, slots, key_dim), jnp.float32),
         values=jnp.zeros((batch, heads, slots, value_dim), jnp.float32),
     )
 
 
 @one_pass.on_tpu
-def step(
+def gated_slots_step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
     alpha: Float[Array, "B H M"],
     g: Float[Array, "B H M"] | None,
-    state: SlotState,
-) -> tuple[SlotState, Float[Array, "B H V"]]:
+    state: GatedSlotsState,
+) -> tuple[GatedSlotsState, Float[Array, "B H V"]]:
     """K̃ ← diag(exp(g)) K̃ + α kᵀ, Ṽ alike with v, then y = Ṽᵀ softmax(K̃ q).
 
     In float32, the read in the dtype of v; no g, no forgetting.
@@ -58,7 +58,7 @@ def step(
     # The slots are read after the write: a token sees itself.
     weights = jax.nn.softmax(jnp.einsum("bhmk,bhk->bhm", keys, q32, precision=_EXACT))
     y = jnp.einsum("bhmv,bhm->bhv", values, weights, precision=_EXACT)
-    return SlotState(keys=keys, values=values), y.astype(v.dtype)
+    return GatedSlotsState(keys=keys, values=values), y.astype(v.dtype)
 
 
 def gated_slots_reference(
@@ -67,8 +67,8 @@ def gated_slots_reference(
     v: Float[Array, "B T H V"],
     alpha: Float[Array, "B T H M"],
     g: Float[Array, "B T H M"] | None,
-    state: SlotState,
+    state: GatedSlotsState,
     reset: Bool[Array, "B T"] | None = None,
-) -> tuple[SlotState, Float[Array, "B T H V"]]:
-    """`step` for every token; a reset empties the memory before its token."""
-    return scan_tokens(step, (q, k, v, alpha, g), state, reset)
+) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
+    """A loop of steps; a reset empties the memory before its token."""
+    return scan_tokens(gated_slots_step, (q, k, v, alpha, g), state, reset)

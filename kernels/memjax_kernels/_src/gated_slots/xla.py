@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import decays
 from memjax_kernels._src.common.products import Multiply, multiplier, operand_dtype
-from memjax_kernels._src.gated_slots.reference import SlotState
+from memjax_kernels._src.gated_slots.reference import GatedSlotsState
 from memjax_kernels._src.linear_attention import chunks as linear_chunks
 
 CHUNK_SIZE = 32
@@ -24,11 +24,11 @@ def gated_slots_xla(
     v: Float[Array, "B T H V"],
     alpha: Float[Array, "B T H M"],
     g: Float[Array, "B T H M"] | None,
-    state: SlotState,
+    state: GatedSlotsState,
     reset: Bool[Array, "B T"] | None = None,
     *,
     chunk_size: int = CHUNK_SIZE,
-) -> tuple[SlotState, Float[Array, "B T H V"]]:
+) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
     """The recurrence of `gated_slots_reference`."""
     tokens = (q, k, v, alpha, g)
     return linear_chunks.scan_groups(_advance_group, tokens, state, reset, chunk_size)
@@ -43,7 +43,7 @@ def _advance_group(state, q, k, v, alpha, g, reset):
     values, y = linear_chunks.linear_reads(
         state.values, jax.nn.softmax(compared), alpha, value, left, multiply
     )
-    return SlotState(keys=keys, values=values), y.astype(v.dtype)
+    return GatedSlotsState(keys=keys, values=values), y.astype(v.dtype)
 
 
 def compare(

@@ -15,14 +15,14 @@ from jaxtyping import Array, Float, Int
 
 from memjax_kernels._src.hippo import on_demand, xla
 from memjax_kernels._src.hippo.bank import HippoBank as HippoBank
-from memjax_kernels._src.hippo.bank import Sampling as Sampling
-from memjax_kernels._src.hippo.bank import bank_bytes as bank_bytes
-from memjax_kernels._src.hippo.bank import build_bank as build_bank
-from memjax_kernels._src.hippo.bank import reconstruction as reconstruction
-from memjax_kernels._src.hippo.bank import sample_points as sample_points
+from memjax_kernels._src.hippo.bank import HippoSampling as HippoSampling
+from memjax_kernels._src.hippo.bank import build_hippo_bank as build_hippo_bank
+from memjax_kernels._src.hippo.bank import hippo_bank_bytes as hippo_bank_bytes
+from memjax_kernels._src.hippo.bank import hippo_reconstruction as hippo_reconstruction
+from memjax_kernels._src.hippo.bank import hippo_sample_points as hippo_sample_points
 from memjax_kernels._src.hippo.reference import hippo_reference
 
-Implementation = Literal["reference", "scan", "associative", "direct"]
+HippoImplementation = Literal["reference", "scan", "associative", "direct"]
 
 
 def hippo(
@@ -34,13 +34,13 @@ def hippo(
     count: Int[Array, " B"] | None = None,
     in_step: bool | None = None,
     bank: HippoBank | None = None,
-    implementation: Implementation | None = None,
+    implementation: HippoImplementation | None = None,
 ) -> tuple[Float[Array, "B N X"], Float[Array, "B n M X"]]:
     """Absorbs blocks of tokens and reads the memory as it was before each of them.
 
     Args:
         features: float32 signals, X channels, n >= 1 blocks of L tokens.
-        reconstruction: basis values at the sampled fractions, see `reconstruction`.
+        reconstruction: basis values at the sampled fractions: `hippo_reconstruction`.
         state: coefficients of the history; None is empty. Not read where start is 0.
         start: tokens behind `state`, per batch element; None is none. Any number: it
             need not be a multiple of L, nor small.
@@ -86,7 +86,7 @@ def hippo(
     return jax.lax.cond(agree, shared, separate, *arguments)
 
 
-def update(
+def hippo_update(
     features: Float[Array, "B T X"],
     state: Float[Array, "B N X"],
     start: Int[Array, " B"],
@@ -114,7 +114,7 @@ def update(
 
 def cost(
     order: int, length: int, samples: int, blocks: int, channels: int, banked: bool
-) -> dict[Implementation, int]:
+) -> dict[HippoImplementation, int]:
     """Multiply-adds of each implementation, whole batch, all elements in step.
 
     Args:
@@ -152,7 +152,7 @@ def cost(
 
 def cheapest(
     order: int, length: int, samples: int, blocks: int, channels: int, banked: bool
-) -> Implementation:
+) -> HippoImplementation:
     """The implementation with the fewest multiply-adds; `scan` where they tie."""
     costs = cost(order, length, samples, blocks, channels, banked)
     # Ties go to `scan`, which keeps one state instead of all.
@@ -199,7 +199,7 @@ def _look_up_or_compute(absorb, covered, features, state, start, *rest):
 
 
 def _check(features, reconstruction, state, bank, implementation):
-    allowed = get_args(Implementation)
+    allowed = get_args(HippoImplementation)
     if implementation is not None and implementation not in allowed:
         raise ValueError(
             f"implementation must be None or one of {allowed}, got {implementation!r}"

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Float64
 
-Sampling = Literal["uniform", "exponential"]
+HippoSampling = Literal["uniform", "exponential"]
 
 
 class HippoBank(NamedTuple):
@@ -133,8 +133,8 @@ def block_kernel(order: int, start: int, stop: int) -> Float64[np.ndarray, "N L"
     return np.diff(_antiderivatives(order, edges), axis=1)
 
 
-def sample_points(
-    count: int, sampling: Sampling = "uniform", decay: float = 0.9
+def hippo_sample_points(
+    count: int, sampling: HippoSampling = "uniform", decay: float = 0.9
 ) -> Float64[np.ndarray, " M"]:
     """Chooses the fractions of the history at which a memory is read.
 
@@ -169,14 +169,14 @@ def sample_points(
     raise ValueError(f"sampling must be 'uniform' or 'exponential', got {sampling!r}")
 
 
-def reconstruction(
+def hippo_reconstruction(
     order: int, points: Float64[np.ndarray, " M"]
 ) -> Float64[np.ndarray, "M N"]:
     """Builds the matrix that reads a state back at fractions of its history.
 
     Args:
         order: number N of coefficients, at least 1.
-        points: [M] fractions in [0, 1], for example from `sample_points`.
+        points: [M] fractions in [0, 1], for example from `hippo_sample_points`.
 
     Returns:
         [M, N] matrix R; R @ C is the remembered signal at the points.
@@ -189,8 +189,8 @@ def reconstruction(
     return np.ascontiguousarray(legendre(order, points).T)
 
 
-def bank_bytes(order: int, block_length: int, blocks: int) -> int:
-    """Says how many bytes the arrays of `build_bank` hold.
+def hippo_bank_bytes(order: int, block_length: int, blocks: int) -> int:
+    """Says how many bytes the arrays of `build_hippo_bank` hold.
 
     Building needs `24 * order**2` more for a moment (three float64 matrices). At
     order 8640, block length 2048 and 16 blocks the bank takes 5.9 GB, 4.8 GB of it
@@ -211,7 +211,7 @@ def bank_bytes(order: int, block_length: int, blocks: int) -> int:
     return 4 * blocks * order * (order + block_length)
 
 
-def build_bank(order: int, block_length: int, blocks: int) -> HippoBank:
+def build_hippo_bank(order: int, block_length: int, blocks: int) -> HippoBank:
     """Builds the transition and kernel of every block of equal length.
 
     Computed in float64 and rounded to float32 once.

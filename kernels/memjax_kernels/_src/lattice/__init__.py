@@ -13,15 +13,15 @@ from jaxtyping import Array, Bool, Float
 from memjax_kernels._src.common import chunks, implementations, partition
 from memjax_kernels._src.lattice import checks, pallas_gpu, pallas_tpu
 from memjax_kernels._src.lattice.chunked import in_chunks
-from memjax_kernels._src.lattice.memory import VARIANTS as VARIANTS
-from memjax_kernels._src.lattice.memory import Forget as Forget
+from memjax_kernels._src.lattice.memory import LATTICE_VARIANTS as LATTICE_VARIANTS
+from memjax_kernels._src.lattice.memory import LatticeForget as LatticeForget
 from memjax_kernels._src.lattice.memory import LatticeState as LatticeState
+from memjax_kernels._src.lattice.memory import LatticeVariant as LatticeVariant
 from memjax_kernels._src.lattice.memory import Rule as Rule
-from memjax_kernels._src.lattice.memory import Variant as Variant
-from memjax_kernels._src.lattice.memory import beginning as beginning
-from memjax_kernels._src.lattice.memory import empty_state as empty_state
+from memjax_kernels._src.lattice.memory import lattice_init_state as lattice_init_state
+from memjax_kernels._src.lattice.memory import lattice_state as lattice_state
 from memjax_kernels._src.lattice.reference import lattice_reference
-from memjax_kernels._src.lattice.reference import step as step
+from memjax_kernels._src.lattice.reference import lattice_step as lattice_step
 from memjax_kernels._src.lattice.xla import lattice_xla
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
@@ -45,9 +45,9 @@ def lattice(
     reset: Bool[Array, "B T"] | None = None,
     empty: LatticeState | None = None,
     chunk_size: int = 16,
-    variant: Variant = "dec",
+    variant: LatticeVariant = "dec",
     normalize: bool = True,
-    forget: Forget | None = None,
+    forget: LatticeForget | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[LatticeState, Float[Array, "B T H V"]]:
     """Runs the recurrence of `reference` over a segment.
@@ -68,7 +68,7 @@ def lattice(
             a chunk. Inside jit, where that cannot be checked, the batch element's
             reads from a misplaced reset on are NaN, and so is its state.
         empty: the memory of a new document: the `start` of this state; None is
-            `empty_state` with its defaults.
+            `lattice_init_state` with its defaults.
         chunk_size: C, at least 1; that of `state` and `empty`.
         variant: the objective: "dec" (eq. 6), "enc" (eq. 9) or "sim" (eq. 11).
         normalize: whether slots are put back on the unit sphere (eq. 14). The slots of

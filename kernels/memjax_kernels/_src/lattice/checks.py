@@ -12,17 +12,17 @@ from memjax_kernels._src.common.arguments import (
     check_shapes,
 )
 from memjax_kernels._src.lattice.memory import (
-    VARIANTS,
+    LATTICE_VARIANTS,
     LatticeState,
     Rule,
-    beginning,
-    empty_state,
+    lattice_init_state,
+    lattice_state,
 )
 
 
 def check_options(rule: Rule, chunk_size: int, g: Array | None) -> None:
     """Raises ValueError for options that are unknown or do not fit each other."""
-    check_choice("variant", rule.variant, VARIANTS)
+    check_choice("variant", rule.variant, LATTICE_VARIANTS)
     check_choice("forget", rule.forget, (None, "l2", "l1"))
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
@@ -83,9 +83,9 @@ def check_states(
             _check_state(name, given, sizes, chunk_size, rule)
     if empty is None:
         b, h, m, v = (sizes[letter] for letter in "BHMV")
-        return empty_state(b, h, m, v, chunk_size)
+        return lattice_init_state(b, h, m, v, chunk_size)
     # Of an empty memory nothing but its slots counts.
-    return beginning(empty.start, chunk_size)
+    return lattice_state(empty.start, chunk_size)
 
 
 def _check_state(name, state, sizes, chunk_size, rule):

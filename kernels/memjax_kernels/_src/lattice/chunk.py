@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import chunks
 from memjax_kernels._src.common.products import Multiply, multiplier
-from memjax_kernels._src.lattice.memory import Rule, Variant
+from memjax_kernels._src.lattice.memory import LatticeVariant, Rule
 from memjax_kernels._src.lattice.sphere import (
     directions,
     inverse_norm,
@@ -220,7 +220,7 @@ def _memory(start, direction, pending, decay):
     return decay * start + along * direction - pending
 
 
-def _residuals(direction, k, v, variant: Variant, multiply: Multiply):
+def _residuals(direction, k, v, variant: LatticeVariant, multiply: Multiply):
     """h, c and <phi(s), h>: the gradient at slot i is c_i (h - phi(s_i) <., h>)."""
     if variant == "dec":
         h = multiply(k, direction, "nn") - v

@@ -9,11 +9,11 @@ import numpy as np
 
 from memjax_kernels._src.common.arguments import check_choice
 
-Variant = Literal["dec", "enc", "sim"]
-Forget = Literal["l2", "l1"]
-Initial = Literal["orthonormal", "normalised"]
+LatticeVariant = Literal["dec", "enc", "sim"]
+LatticeForget = Literal["l2", "l1"]
+LatticeInitial = Literal["orthonormal", "normalised"]
 
-VARIANTS: tuple[Variant, ...] = ("dec", "enc", "sim")
+LATTICE_VARIANTS: tuple[LatticeVariant, ...] = ("dec", "enc", "sim")
 
 
 class Rule(NamedTuple):
@@ -25,9 +25,9 @@ class Rule(NamedTuple):
         forget: None, "l2" (eq. 16) or "l1" (eq. 18).
     """
 
-    variant: Variant = "dec"
+    variant: LatticeVariant = "dec"
     normalize: bool = True
-    forget: Forget | None = None
+    forget: LatticeForget | None = None
 
 
 # Annotated Any because jax rebuilds pytrees around things that are not arrays, and
@@ -58,14 +58,14 @@ class LatticeState:
     chunk_size: int = dataclasses.field(metadata={"static": True})
 
 
-def empty_state(
+def lattice_init_state(
     batch: int,
     heads: int,
     slots: int,
     value_dim: int,
     chunk_size: int = 16,
     *,
-    initial: Initial | None = None,
+    initial: LatticeInitial | None = None,
 ) -> LatticeState:
     """The memory before the first token: the same fixed random slots every time.
 
@@ -99,10 +99,10 @@ def empty_state(
     if initial is None:
         initial = "orthonormal" if slots <= value_dim else "normalised"
     rows = jnp.asarray(_unit_rows(heads, slots, value_dim, initial), jnp.float32)
-    return beginning(jnp.repeat(rows[None], batch, axis=0), chunk_size)
+    return lattice_state(jnp.repeat(rows[None], batch, axis=0), chunk_size)
 
 
-def beginning(start: Any, chunk_size: int) -> LatticeState:
+def lattice_state(start: Any, chunk_size: int) -> LatticeState:
     """The state at a chunk's start whose memory is `start` [B, H, M, V]."""
     b, h = start.shape[:2]
     return LatticeState(
@@ -114,7 +114,9 @@ def beginning(start: Any, chunk_size: int) -> LatticeState:
     )
 
 
-def _unit_rows(heads: int, slots: int, width: int, initial: Initial) -> np.ndarray:
+def _unit_rows(
+    heads: int, slots: int, width: int, initial: LatticeInitial
+) -> np.ndarray:
     """[H, M, V] in float64, from a generator whose stream is frozen."""
     # Not jax.random: its streams may change between versions, and this memory may not.
     rows = np.random.RandomState(0).standard_normal((heads, slots, width))

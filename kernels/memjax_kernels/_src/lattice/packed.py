@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import diagonal, own
 from memjax_kernels._src.common.products import Multiply
-from memjax_kernels._src.lattice.memory import Variant
+from memjax_kernels._src.lattice.memory import LatticeVariant
 from memjax_kernels._src.lattice.sphere import inverse_norm
 
 F32 = jnp.float32
@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
 class Options(NamedTuple):
     """What is fixed when a kernel is compiled."""
 
-    variant: Variant
+    variant: LatticeVariant
     heads: int
     multiply: Multiply
 

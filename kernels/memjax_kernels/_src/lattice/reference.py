@@ -28,7 +28,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import one_pass
-from memjax_kernels._src.lattice.memory import Forget, LatticeState, Rule, Variant
+from memjax_kernels._src.lattice.memory import (
+    LatticeForget,
+    LatticeState,
+    LatticeVariant,
+    Rule,
+)
 from memjax_kernels._src.lattice.sphere import (
     directions,
     inverse_norm,
@@ -38,7 +43,7 @@ from memjax_kernels._src.lattice.sphere import (
 
 
 @one_pass.on_tpu
-def step(
+def lattice_step(
     q: Float[Array, "B H M"],
     k: Float[Array, "B H M"],
     v: Float[Array, "B H V"],
@@ -46,9 +51,9 @@ def step(
     g: Float[Array, "B H"] | None,
     state: LatticeState,
     *,
-    variant: Variant = "dec",
+    variant: LatticeVariant = "dec",
     normalize: bool = True,
-    forget: Forget | None = None,
+    forget: LatticeForget | None = None,
 ) -> tuple[LatticeState, Float[Array, "B H V"]]:
     """One token: writes, then reads. `lattice` says what the arguments are."""
     return advance(q, k, v, gamma, g, state, Rule(variant, normalize, forget))
@@ -63,7 +68,7 @@ def advance(
     state: LatticeState,
     rule: Rule,
 ) -> tuple[LatticeState, Float[Array, "B H V"]]:
-    """`step` by a rule."""
+    """`lattice_step` by a rule."""
     dtype = v.dtype
     q, k, v, gamma = (x.astype(jnp.float32) for x in (q, k, v, gamma))
     start, pending, decay = state.start, state.pending, state.decay
@@ -121,7 +126,7 @@ def lattice_reference(
     empty: LatticeState,
     rule: Rule,
 ) -> tuple[LatticeState, Float[Array, "B T H V"]]:
-    """`step` over a segment; `reset` only counts where a chunk starts."""
+    """A loop of steps; `reset` only counts where a chunk starts."""
 
     def one_token(state, token):
         q, k, v, gamma, g, reset = token
@@ -142,7 +147,7 @@ def residual(
     direction: Float[Array, "B H M V"],
     k: Float[Array, "B H M"],
     v: Float[Array, "B H V"],
-    variant: Variant,
+    variant: LatticeVariant,
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H M"]]:
     """h and c: the gradient at slot i is c_i times what of h is across the slot."""
     match variant:

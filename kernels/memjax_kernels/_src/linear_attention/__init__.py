@@ -56,7 +56,7 @@ def linear_attention(
     arguments.check_float32("state", state)
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     if state is None:
-        state = empty_state(*(sizes[letter] for letter in "BHKV"))
+        state = linear_attention_init_state(*(sizes[letter] for letter in "BHKV"))
     form = implementations.choose(
         "linear_attention",
         implementation,
@@ -71,7 +71,7 @@ def linear_attention(
     return form(q, k, v, state, reset)
 
 
-def empty_state(
+def linear_attention_init_state(
     batch: int, heads: int, key_dim: int, value_dim: int
 ) -> Float[Array, "B H K V"]:
     """The memory before the first token: zeros, float32."""
@@ -79,7 +79,7 @@ def empty_state(
 
 
 @one_pass.on_tpu
-def step(
+def linear_attention_step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
@@ -101,8 +101,8 @@ def linear_attention_reference(
     state: Float[Array, "B H K V"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """`step` for every token; a reset empties the memory before its token."""
-    return scan_tokens(step, (q, k, v), state, reset)
+    """A loop of steps; a reset empties the memory before its token."""
+    return scan_tokens(linear_attention_step, (q, k, v), state, reset)
 
 
 def linear_attention_xla(

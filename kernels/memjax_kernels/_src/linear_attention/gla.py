@@ -15,8 +15,10 @@ from memjax_kernels._src.common import arguments, implementations, one_pass
 from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.token_scan import scan_tokens
 from memjax_kernels._src.linear_attention import chunks, pallas_tpu
-from memjax_kernels._src.linear_attention import empty_state as empty_state
-from memjax_kernels._src.linear_attention import step as _add_and_read
+from memjax_kernels._src.linear_attention import (
+    linear_attention_init_state as linear_attention_init_state,
+)
+from memjax_kernels._src.linear_attention import linear_attention_step as _add_and_read
 
 add_and_read = inspect.unwrap(_add_and_read)
 
@@ -67,7 +69,7 @@ def gla(
     arguments.check_range("g", g, -float("inf"), 0.0)
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     if state is None:
-        state = empty_state(*(sizes[letter] for letter in "BHKV"))
+        state = linear_attention_init_state(*(sizes[letter] for letter in "BHKV"))
     form = implementations.choose(
         "gla",
         implementation,
@@ -83,7 +85,7 @@ def gla(
 
 
 @one_pass.on_tpu
-def step(
+def gla_step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
@@ -103,8 +105,8 @@ def gla_reference(
     state: Float[Array, "B H K V"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """`step` for every token; a reset empties the memory before its token."""
-    return scan_tokens(step, (q, k, v, g), state, reset)
+    """A loop of steps; a reset empties the memory before its token."""
+    return scan_tokens(gla_step, (q, k, v, g), state, reset)
 
 
 def gla_xla(

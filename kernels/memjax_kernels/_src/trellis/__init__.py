@@ -12,13 +12,13 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import arguments, chunks, implementations, partition
 from memjax_kernels._src.trellis import checks, pallas_gpu, pallas_tpu, segment
-from memjax_kernels._src.trellis.functions import Activation as Activation
-from memjax_kernels._src.trellis.functions import Phi as Phi
-from memjax_kernels._src.trellis.reference import step as step
+from memjax_kernels._src.trellis.functions import TrellisActivation as TrellisActivation
+from memjax_kernels._src.trellis.functions import TrellisPhi as TrellisPhi
 from memjax_kernels._src.trellis.reference import trellis_reference
+from memjax_kernels._src.trellis.reference import trellis_step as trellis_step
 from memjax_kernels._src.trellis.state import TrellisState as TrellisState
 from memjax_kernels._src.trellis.state import empty_memory as empty_memory
-from memjax_kernels._src.trellis.state import empty_state as empty_state
+from memjax_kernels._src.trellis.state import trellis_init_state as trellis_init_state
 from memjax_kernels._src.trellis.xla import trellis_xla
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
@@ -42,11 +42,11 @@ def trellis(
     reset: Bool[Array, "B T"] | None = None,
     empty: TrellisState | None = None,
     chunk_size: int = 64,
-    phi: Phi = "l2_silu",
-    activation: Activation = "ln_silu",
+    phi: TrellisPhi = "l2_silu",
+    activation: TrellisActivation = "ln_silu",
     implementation: Implementation | None = None,
 ) -> tuple[TrellisState, Float[Array, "B T H V"]]:
-    """Both passes over a segment: what `step` repeated gives.
+    """Both passes over a segment: what `trellis_step` repeated gives.
 
     Keys are compressed into M slots, and values into M slots. A query reads the key
     memory, and what it reads, through an activation, reads the value memory. Karami et
@@ -69,8 +69,9 @@ def trellis(
         reset: True where a batch element's memory is emptied before the token, which
             must be the first of a chunk. Inside jit, where that cannot be checked, the
             element's reads from a misplaced reset on are NaN, and so is its state.
-        empty: the memory after a reset, at position 0; None is `empty_state`. Only its
-            memories at the chunk's start are read: the running ones equal them.
+        empty: the memory after a reset, at position 0; None is `trellis_init_state`.
+            Only its memories at the chunk's start are read: the running ones equal
+            them.
         chunk_size: C, at least 1.
         phi: applied to predictions before they are compared with alpha.
         activation: f between the passes.

@@ -9,13 +9,13 @@ from jaxtyping import Array
 
 from memjax_kernels._src.common import arguments
 from memjax_kernels._src.trellis import functions
-from memjax_kernels._src.trellis.state import TrellisState, empty_state
+from memjax_kernels._src.trellis.state import TrellisState, trellis_init_state
 
 
 def check_options(chunk_size: int, phi: str, activation: str) -> None:
     """Raises ValueError for an unknown function or a chunk without tokens."""
-    arguments.check_choice("phi", phi, functions.PHIS)
-    arguments.check_choice("activation", activation, functions.ACTIVATIONS)
+    arguments.check_choice("phi", phi, functions.TRELLIS_PHIS)
+    arguments.check_choice("activation", activation, functions.TRELLIS_ACTIVATIONS)
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
 
@@ -62,7 +62,7 @@ def check_states(
     """
     b, h, m, key, value = (sizes[letter] for letter in "BHMKV")
     # Shapes are compared without building the default, which may not be needed.
-    default = functools.partial(empty_state, b, h, m, key, value, chunk_size)
+    default = functools.partial(trellis_init_state, b, h, m, key, value, chunk_size)
     like = jax.eval_shape(default)
     for name, given, last in (("state", state, chunk_size - 1), ("empty", empty, 0)):
         if given is not None:

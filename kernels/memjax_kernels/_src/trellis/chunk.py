@@ -34,8 +34,8 @@ class Options(NamedTuple):
     """What is fixed when the code is compiled.
 
     Attributes:
-        phi: one of `functions.PHIS`.
-        activation: one of `functions.ACTIVATIONS`.
+        phi: one of `functions.TRELLIS_PHIS`.
+        activation: one of `functions.TRELLIS_ACTIVATIONS`.
         multiply: products of matrices.
     """
 

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-Phi = Literal["identity", "silu", "l2_silu", "ln_silu", "softmax"]
-Activation = Literal["ln_silu", "l2_silu", "softmax"]
-PHIS: tuple[str, ...] = get_args(Phi)
-ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+TrellisPhi = Literal["identity", "silu", "l2_silu", "ln_silu", "softmax"]
+TrellisActivation = Literal["ln_silu", "l2_silu", "softmax"]
+TRELLIS_PHIS: tuple[str, ...] = get_args(TrellisPhi)
+TRELLIS_ACTIVATIONS: tuple[str, ...] = get_args(TrellisActivation)
 EPS = 1e-6
 # (jnp.sum, jnp.mean or jnp.max, x) -> its reduction over the slots, to compute with x.
 Over = Callable[[Callable[..., Array], Array], Array]
@@ -40,7 +40,7 @@ def apply(
     over: Over = keep_axis,
     sigmoid: Sigmoid = jax.lax.logistic,
 ) -> Float[Array, "*B M"]:
-    """The function called `name`, one of `PHIS`; a TPU has its own sigmoid."""
+    """The function called `name`, one of `TRELLIS_PHIS`; a TPU has its own sigmoid."""
     match name:
         case "identity":
             return z
@@ -52,7 +52,7 @@ def apply(
             return _layer_norm(_silu(z, sigmoid)[0], over)[0]
         case "softmax":
             return _softmax(z, over)
-    raise ValueError(f"function must be one of {PHIS}, got {name!r}")
+    raise ValueError(f"function must be one of {TRELLIS_PHIS}, got {name!r}")
 
 
 def error_gradient(
@@ -85,7 +85,7 @@ def error_gradient(
         # Likewise: a layer norm ignores shifts and scalings of s.
         error = error - _mean(error, over) - n * along
     else:
-        raise ValueError(f"phi must be one of {PHIS}, got {phi!r}")
+        raise ValueError(f"phi must be one of {TRELLIS_PHIS}, got {phi!r}")
     return error * scale * slope
 
 

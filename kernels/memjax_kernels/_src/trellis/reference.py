@@ -25,7 +25,7 @@ from memjax_kernels._src.trellis.state import Memories, TrellisState
 
 
 @one_pass.on_tpu
-def step(
+def trellis_step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
@@ -84,11 +84,11 @@ def trellis_reference(
     phi: str,
     activation: str,
 ) -> tuple[TrellisState, Float[Array, "B T H V"]]:
-    """`step` for one token after the other; the arguments are those of `trellis`."""
+    """A loop of steps; the arguments are those of `trellis`."""
     # Only the memory at the chunk's start is read of `empty`: see `trellis`.
     fresh = empty.memories.start
     empty = TrellisState.of(Memories(fresh, fresh), empty.position, empty.chunk_size)
-    plain = inspect.unwrap(step)
+    plain = inspect.unwrap(trellis_step)
 
     def one_token(state, item):
         (q, k, v, alpha, gamma, g), clear = item

@@ -83,7 +83,7 @@ def empty_memory(slots: int, width: int) -> Float[Array, "M D"]:
     return jnp.asarray(matrix, jnp.float32)
 
 
-def empty_state(
+def trellis_init_state(
     batch: int,
     heads: int,
     slots: int,

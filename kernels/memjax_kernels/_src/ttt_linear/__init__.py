@@ -24,11 +24,15 @@ from memjax_kernels._src.ttt_linear.reference import (
     check_chunk_size,
     ttt_linear_reference,
 )
-from memjax_kernels._src.ttt_linear.reference import step as step
-from memjax_kernels._src.ttt_linear.reference import train_and_read as train_and_read
+from memjax_kernels._src.ttt_linear.reference import (
+    ttt_linear_batched_step as ttt_linear_batched_step,
+)
+from memjax_kernels._src.ttt_linear.reference import ttt_linear_step as ttt_linear_step
 from memjax_kernels._src.ttt_linear.state import TTTLinearState as TTTLinearState
-from memjax_kernels._src.ttt_linear.state import empty_state as empty_state
-from memjax_kernels._src.ttt_linear.state import start_state as start_state
+from memjax_kernels._src.ttt_linear.state import (
+    ttt_linear_init_state as ttt_linear_init_state,
+)
+from memjax_kernels._src.ttt_linear.state import ttt_linear_state as ttt_linear_state
 from memjax_kernels._src.ttt_linear.xla import ttt_linear_xla
 
 Implementation = Literal["reference", "xla"]
@@ -73,8 +77,8 @@ def ttt_linear(
         reset: True makes the memory of a batch element `empty` before that token, which
             must start a mini-batch. Where that is not known before the call, the reads
             from a misplaced reset on are NaN, and so is the memory after the segment.
-        empty: the memory after a reset, at position 0, from `start_state`; None is
-            `empty_state`, zero weights.
+        empty: the memory after a reset, at position 0; None is
+            `ttt_linear_init_state`, zero weights.
         implementation: which code runs; None is the fastest that can.
 
     Returns:
@@ -91,7 +95,7 @@ def ttt_linear(
     # Without a state all begin a mini-batch, which saves shifting the tokens.
     aligned = state is None
     if empty is None:
-        empty = empty_state(batch, v.shape[2], v.shape[3], chunk_size)
+        empty = ttt_linear_init_state(batch, v.shape[2], v.shape[3], chunk_size)
     if state is None:
         state = empty
     wrong = None

@@ -20,7 +20,7 @@ from memjax_kernels._src.ttt_linear.state import TTTLinearState
 EPSILON = 1e-6
 
 
-def step(
+def ttt_linear_step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
@@ -38,11 +38,11 @@ def step(
     """
     check_chunk_size(chunk_size, state)
     scale, shift = (jnp.broadcast_to(x, v.shape) for x in (ln_scale, ln_bias))
-    return train_and_read(q, k, v, eta, scale, shift, state)
+    return ttt_linear_batched_step(q, k, v, eta, scale, shift, state)
 
 
 @one_pass.on_tpu
-def train_and_read(
+def ttt_linear_batched_step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
@@ -51,7 +51,7 @@ def train_and_read(
     shift: Float[Array, "B H V"],
     state: TTTLinearState,
 ) -> tuple[TTTLinearState, Float[Array, "B H V"]]:
-    """`step`, with scale and shift of the layer norm for each batch element."""
+    """`ttt_linear_step` with a layer norm for each batch element."""
     q, k, value, eta, scale, shift = (
         x.astype(jnp.float32) for x in (q, k, v, eta, scale, shift)
     )
@@ -89,14 +89,14 @@ def ttt_linear_reference(
     reset: Bool[Array, "B T"] | None,
     empty: TTTLinearState,
 ) -> tuple[TTTLinearState, Float[Array, "B T H V"]]:
-    """`step` for every token; a reset makes the memory `empty` before its token."""
+    """A loop of steps; a reset makes the memory `empty` before its token."""
 
     def reset_and_step(state, token):
         q, k, v, eta, reset = token
         if reset is not None:
             state = select(reset, empty, state)
         size = state.chunk_size
-        return step(q, k, v, eta, ln_scale, ln_bias, state, chunk_size=size)
+        return ttt_linear_step(q, k, v, eta, ln_scale, ln_bias, state, chunk_size=size)
 
     tokens = (q, k, v, eta, reset)
     after, y = jax.lax.scan(

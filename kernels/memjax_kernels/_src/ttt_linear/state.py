@@ -36,7 +36,7 @@ class TTTLinearState:
 jax.tree_util.register_dataclass(TTTLinearState)
 
 
-def start_state(
+def ttt_linear_state(
     weights: Float[Array, "B H K V"], bias: Float[Array, "B H V"], chunk_size: int
 ) -> TTTLinearState:
     """The memory before a first token, from learned weights, say."""
@@ -45,10 +45,12 @@ def start_state(
     return TTTLinearState(weights, weights, bias, bias, position, chunk_size)
 
 
-def empty_state(batch: int, heads: int, width: int, chunk_size: int) -> TTTLinearState:
-    """The memory of zero weights; a layer starts from learned ones by `start_state`."""
+def ttt_linear_init_state(
+    batch: int, heads: int, width: int, chunk_size: int
+) -> TTTLinearState:
+    """The memory of zero weights; of learned ones it is `ttt_linear_state`."""
     # The layer norm's slope at zero is 1 / sqrt(eps) = 1000, so that the first step
     # from here is long.
     weights = jnp.zeros((batch, heads, width, width), jnp.float32)
     bias = jnp.zeros((batch, heads, width), jnp.float32)
-    return start_state(weights, bias, chunk_size)
+    return ttt_linear_state(weights, bias, chunk_size)

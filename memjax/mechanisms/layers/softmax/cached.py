@@ -11,7 +11,8 @@ from memjax.mechanisms.layers.softmax.dot_product_attention import (
     in_pieces,
     masked_with_mass,
 )
-from memjax_kernels._src.cached_attention import cached_attention, pallas_tpu
+from memjax_kernels import cached_attention
+from memjax_kernels._src.cached_attention import pallas_tpu
 from memjax_kernels._src.common.cpu import by_platform
 
 # Slots that are read or left out together on an accelerator, at least: a branch takes

@@ -19,12 +19,12 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Bool, Float, Int
 
+from memjax_kernels import heads_first, heads_last
 from memjax_kernels._src import causal_attention
 from memjax_kernels._src.causal_attention import READS
 from memjax_kernels._src.causal_attention.blocks import block_size
 from memjax_kernels._src.common.packs.tiles import LANES
 from memjax_kernels._src.common.partition import chunkwise
-from memjax_kernels._src.heads import heads_first, heads_last
 
 # Queries and keys of a block, at most, by the fewest tokens they are for: the fastest
 # of 256, 512 and 1,024 for 2,048 and for 8,192 tokens, counted for a v5e. One kernel

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
-from memjax_kernels._src.lattice.memory import Variant
+from memjax_kernels._src.lattice.memory import LatticeVariant
 from memjax_kernels._src.lattice.packed import sum_channels
 
 F32 = jnp.float32
@@ -55,7 +55,7 @@ class Moved(NamedTuple):
 def move(
     x: Token,
     start: Float[Array, "P M VV"],
-    variant: Variant,
+    variant: LatticeVariant,
     heads: int,
     sums: Sums | None = None,
 ) -> Moved:
@@ -89,7 +89,7 @@ def norms(moved: Moved, heads: int):
 
 
 def advance(
-    x: Token, start: Float[Array, "P M VV"], variant: Variant, heads: int
+    x: Token, start: Float[Array, "P M VV"], variant: LatticeVariant, heads: int
 ) -> tuple[Float[Array, "P M VV"], Float[Array, "P 1 VV"]]:
     """The memory after a token, and its read."""
     moved = move(x, start, variant, heads)
@@ -104,7 +104,7 @@ def pull_back(
     sums: Sums,
     d_after: Float[Array, "P M VV"],
     d_y: Float[Array, "P 1 VV"],
-    variant: Variant,
+    variant: LatticeVariant,
     heads: int,
 ) -> tuple[Token, Float[Array, "P M VV"]]:
     """Cotangents of a token and of the memory before it.

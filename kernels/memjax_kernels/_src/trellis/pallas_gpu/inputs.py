@@ -29,8 +29,8 @@ class Static(NamedTuple):
     """What is fixed when a kernel is compiled.
 
     Attributes:
-        phi: one of `functions.PHIS`.
-        activation: one of `functions.ACTIVATIONS`.
+        phi: one of `functions.TRELLIS_PHIS`.
+        activation: one of `functions.TRELLIS_ACTIVATIONS`.
         stages: chunks of tokens in shared memory at a time, 1 or 2.
         interpret: None, or parameters of the interpreter of GPU kernels.
         aligned: whether the memories to read from are those at the chunk's start.
