@@ -6,7 +6,12 @@ from pathlib import Path
 from experiments.books import scores
 from experiments.books.models import FAMILIES, Config, name_of, window_of
 from experiments.lab.baselines import ORDER
-from experiments.lab.intervals import gain, mean_losses, restrict_kind, shown
+from experiments.lab.intervals import (
+    format_interval,
+    loss_difference,
+    mean_losses,
+    select_kind,
+)
 from experiments.lab.results import figure, show
 from memjax import evaluation
 from memjax.evaluation import TokenLosses, plots
@@ -96,7 +101,7 @@ def _gains(results: dict[str, list[dict]], base: str, window: int) -> dict:
     kinds = {"all": None} | {kind: kind for kind in sorted(set(memory[0].kinds))}
 
     def saved(a: TokenLosses, b: TokenLosses, kind: str | None) -> dict:
-        return gain(restrict_kind(a, kind), restrict_kind(b, kind))
+        return loss_difference(select_kind(a, kind), select_kind(b, kind))
 
     return {
         name: saved(mean_losses(some), mean_losses(memory), kind)
@@ -129,7 +134,9 @@ def show_tables(report: dict) -> None:
         f"Nats a token that the memory saves beyond {window} tokens [95%, by document]",
         [f"over {name}" for name in report["gains"]],
         {
-            kind: [shown(found[kind], 4) for found in report["gains"].values()]
+            kind: [
+                format_interval(found[kind], 4) for found in report["gains"].values()
+            ]
             for kind in next(iter(report["gains"].values()))
         },
     )

@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.lab.intervals import gain
+from experiments.lab.intervals import loss_difference
 from experiments.lab.results import RESULTS, settings, write_report
 from memjax import evaluation
 from memjax.data import load_tokenizer
@@ -89,7 +89,7 @@ def _rows(changes, scores, window):
     beyond = lambda x: x._replace(nll=x.nll[:, window:], mask=x.mask[:, window:])
     rows = []
     for change, losses in zip(changes, scores, strict=True):
-        cost = gain(beyond(losses), beyond(scores[0]))
+        cost = loss_difference(beyond(losses), beyond(scores[0]))
         rows.append(
             {
                 "change": change or "as trained",

@@ -23,7 +23,7 @@ import tyro
 from experiments.hmt import common, scores
 from experiments.hmt.rows import COUNTED
 from experiments.lab.baselines import ORDER, NGram
-from experiments.lab.intervals import gain, mean_losses, shown
+from experiments.lab.intervals import format_interval, loss_difference, mean_losses
 from experiments.lab.results import RESULTS, show
 from memjax import evaluation
 from memjax.checks import check_sizes
@@ -136,7 +136,7 @@ def main(config: Config) -> None:
         question,
         ["PPL, causal", "PPL, all (HMT reads ahead)", f"loss reduction against {base}"],
         {
-            name: [*row["perplexity"].values(), shown(row["gain"], 4)]
+            name: [*row["perplexity"].values(), format_interval(row["gain"], 4)]
             for name, row in found.items()
         },
     )
@@ -156,8 +156,8 @@ def _compared(
             "causal": evaluation.perplexity(mean),
             "all": evaluation.perplexity(mean_losses(found)),
         },
-        "gain": gain(mean_losses(causal_base), mean),
-        "gain_by_seed": [gain(a, b)["nats"] for a, b in pairs],
+        "gain": loss_difference(mean_losses(causal_base), mean),
+        "gain_by_seed": [loss_difference(a, b)["nats"] for a, b in pairs],
     }
 
 

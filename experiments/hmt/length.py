@@ -40,7 +40,7 @@ from experiments.hmt.rows import (
     rows,
 )
 from experiments.hmt.tuned import Texts, Tuning, measure
-from experiments.lab.intervals import gain, restrict_kind, shown
+from experiments.lab.intervals import format_interval, loss_difference, select_kind
 from experiments.lab.results import RESULTS, figure, show
 from memjax import evaluation
 from memjax.checks import check_sizes, require_known
@@ -268,11 +268,11 @@ def _gains(
         for length in dict.fromkeys(both_reach[:1] + both_reach[-1:]):
             for kind in (None, *dict.fromkeys(kinds)):
                 both = (
-                    scores.up_to(restrict_kind(losses[x], kind), length)
+                    scores.up_to(select_kind(losses[x], kind), length)
                     for x in (base, name)
                 )
                 where = {"base": base, "model": name, "length": length}
-                found.append(where | {"kind": kind or "all"} | gain(*both))
+                found.append(where | {"kind": kind or "all"} | loss_difference(*both))
     return found
 
 
@@ -298,7 +298,8 @@ def _show(result: dict) -> None:
     )
     for found in result["gains"]:
         if found["model"] == HIERARCHICAL and found["length"] == lengths[-1]:
-            print(f"HMT over {found['base']}, {found['kind']}: {shown(found)} nats")
+            name = f"HMT over {found['base']}, {found['kind']}"
+            print(f"{name}: {format_interval(found)} nats")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,96 @@
-"""How well do counts predict the same tokens? An n-gram, the least a model must beat.
+"""What a memory must beat: windows, full attention, caches, text, and counted n-grams.
+
+Baselines of a memory are given as many bytes as it keeps between two tokens. Models are
+made of a pretrained backbone without training; `NGram` counts the training documents:
 
     p_n(x | h) = (c(h x) + u(h) p_{n-1}(x | h')) / (c(h) + u(h))
 
-c are counts in the training documents, u(h) how many different tokens followed h, and
-h' is h without its first token; p_0 is uniform. Witten & Bell (1991), as in Chen &
-Goodman (1999), https://doi.org/10.1006/csla.1999.0128, section 2.4.
+c are counts, u(h) the number of different tokens after h, and h' is h without its first
+token; p_0 is uniform. Witten & Bell (1991), as in Chen & Goodman (1999),
+https://doi.org/10.1006/csla.1999.0128, section 2.4.
 """
 
 import collections
+import lzma
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from experiments.lab.measure import state_bytes
 from memjax.checks import check_sizes
 from memjax.data import TokenisedDocument
 from memjax.evaluation import TokenLosses
+from memjax.models import LanguageModel
+from memjax.models.language_model.rebuilt import with_config
+from memjax.models.language_model.retrofit import MemoryHeads
+from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
+from memjax.models.language_model.windowed import (
+    with_capacity,
+    with_wider_windows,
+    with_window,
+)
+
+
+def full_attention(
+    model: LanguageModel, backbone: LanguageModel, tokens: int
+) -> LanguageModel:
+    """The weights of `model` with the backbone's attention, a cache of so many tokens.
+
+    Texts may be longer than those of the pretraining.
+    """
+    whole = with_config(model, mechanisms=backbone.config.mechanisms)
+    return with_capacity(whole, tokens)
+
+
+def wide_window(
+    model: LanguageModel,
+    window: int,
+    sinks: int,
+    layers: Sequence[int],
+    more: int,
+) -> LanguageModel:
+    """Windows with sinks in all layers, longer by `more` tokens in the chosen ones."""
+    narrow = with_window(model, window, sinks)
+    return with_wider_windows(narrow, tuple(layers), more)
+
+
+def equal_tokens(model: LanguageModel, tokens: int, heads: MemoryHeads) -> int:
+    """Tokens of keys and values with the bytes of a layer's memory, of these heads.
+
+    Args:
+        model: with its heads.
+        tokens: of a memory for each query head.
+        heads: that have a memory of their own.
+    """
+    own = model.config.heads
+    shared_by = own.num_heads // own.num_kv_heads if heads == "key_value" else 1
+    return -(-tokens // shared_by)
+
+
+def equal_window(backbone: LanguageModel, size: int, sinks: int = 0) -> int:
+    """Tokens of the shortest window, sinks included, with a state of `size` bytes."""
+    least = max(1, sinks)
+    one, two = (
+        state_bytes(with_window(backbone, w, sinks)) for w in (least, least + 1)
+    )
+    return max(least, least - (one - size) // (two - one))
+
+
+def sparse_cache(model: LanguageModel, tokens: int, read: int) -> LanguageModel:
+    """SnapKV with a cache of so many tokens, `read` of them for what is being read.
+
+    Raises:
+        ValueError: if too few tokens are left to select.
+    """
+    return with_snapkv(model, SnapKVConfig(tokens - read, read))
+
+
+def compressed_bytes(text: bytes) -> int:
+    """Size of a text in LZMA2's strongest setting, without headers."""
+    settings = [{"id": lzma.FILTER_LZMA2, "preset": lzma.PRESET_EXTREME}]
+    return len(lzma.compress(text, lzma.FORMAT_RAW, filters=settings))
+
 
 #: The order that predicts best of those counted on a few million tokens.
 ORDER = 3
@@ -65,7 +140,7 @@ class NGram:
     def losses(
         self, documents: Sequence[TokenisedDocument], order: int | None = None
     ) -> TokenLosses:
-        """Of every target of the documents, as `evaluation.losses` has them.
+        """Of every target of the documents, as `evaluation.token_losses` has them.
 
         Args:
             documents: to predict.

@@ -1,4 +1,4 @@
-"""Gains in result files: nats saved a token, with an interval by document."""
+"""Differences between models with their intervals: by document, and by seed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,17 +9,19 @@ import numpy as np
 from memjax.evaluation import TokenLosses
 from memjax.evaluation.statistics import (
     MIN_DOCUMENTS,
+    interval,
     loss_difference_by_document,
     mean_loss_difference,
+    standard_error,
 )
 
 
-def gain(base: TokenLosses, model: TokenLosses) -> dict[str, Any]:
-    """What `model` saves over `base`, as JSON has it.
+def loss_difference(base: TokenLosses, model: TokenLosses) -> dict[str, Any]:
+    """Loss of `base` minus loss of `model` in nats a token, as JSON has it.
 
     Returns:
         `nats`, `perplexity_change`, `documents`; `low`, `high` and `standard_error`,
-        which are None where there are too few documents of a kind to say.
+        which are None where a kind has too few documents for an interval.
     """
     counted = {
         (kind, name)
@@ -39,25 +41,25 @@ def gain(base: TokenLosses, model: TokenLosses) -> dict[str, Any]:
     return found | {"perplexity_change": math.expm1(-nats)}
 
 
-def shown(found: Mapping[str, Any], digits: int = 3) -> str:
-    """A gain as text: "0.032 [0.011, 0.054]"."""
+def format_interval(found: Mapping[str, Any], digits: int = 3) -> str:
+    """A difference as text: "0.032 [0.011, 0.054]"."""
     if found["low"] is None:
         return f"{found['nats']:+.{digits}f} (too few documents)"
     low, high = (f"{found[name]:+.{digits}f}" for name in ("low", "high"))
     return f"{found['nats']:+.{digits}f} [{low}, {high}]"
 
 
-def by_seed(nats: Sequence[float]) -> str:
-    """What is saved with each seed, as text: "+0.024, +0.025"."""
+def format_seeds(nats: Sequence[float]) -> str:
+    """The difference with each seed, as text: "+0.024, +0.025"."""
     return ", ".join(f"{x:+.3f}" for x in nats)
 
 
 def mean_losses(losses: Sequence[TokenLosses]) -> TokenLosses:
-    """Of the same targets, by models of several seeds."""
+    """The mean over several seeds, of the same targets."""
     return losses[0]._replace(nll=np.mean([x.nll for x in losses], axis=0))
 
 
-def restrict_kind(losses: TokenLosses, kind: str | None) -> TokenLosses:
+def select_kind(losses: TokenLosses, kind: str | None) -> TokenLosses:
     """The losses of texts of one kind; all of them for None."""
     if kind is None:
         return losses
@@ -68,3 +70,47 @@ def restrict_kind(losses: TokenLosses, kind: str | None) -> TokenLosses:
         tuple(losses.kinds[i] for i in rows),
         tuple(losses.documents[i] for i in rows),
     )
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean and its standard error; None where there are too few values."""
+    if not values:
+        return None, None
+    error = standard_error(values) if len(values) > 1 else None
+    return float(np.mean(values)), error
+
+
+def summarise_seeds(
+    rows: Sequence[Mapping[str, Any]], metric: str, base: str, by: str | None = None
+) -> list[dict[str, Any]]:
+    """Mean and standard error over seeds, and the difference from a base by seeds.
+
+    The difference is paired: model minus base with the same seed, and so the same
+    batches. It is `clear` if its 95% interval excludes zero (Student's t over three
+    seeds or more, without correction for the number of rows).
+
+    Args:
+        rows: of `study.run_all`.
+        metric: the number of a row that counts.
+        base: name of the model that others are compared with.
+        by: another field that distinguishes rows, such as the context length.
+    """
+    groups: dict[tuple, dict[int, float]] = {}
+    for row in rows:
+        key = (row["name"], row[by] if by else None)
+        groups.setdefault(key, {})[row["seed"]] = row[metric]
+    summary = []
+    for (name, key), values in groups.items():
+        against = groups.get((base, key), {})
+        seeds = [seed for seed in values if seed in against]
+        paired = [values[seed] - against[seed] for seed in seeds if name != base]
+        mean, error = mean_and_error([*values.values()])
+        difference, difference_error = mean_and_error(paired)
+        summary.append(
+            {"name": name}
+            | ({by: key} if by else {})
+            | {"mean": mean, "error": error, "seeds": len(values)}
+            | {"difference": difference, "difference_error": difference_error}
+            | {"clear": len(paired) >= 3 and interval(paired).excludes_zero}
+        )
+    return summary

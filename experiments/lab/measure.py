@@ -5,13 +5,16 @@ models are compared in pairs without being read again.
 """
 
 import dataclasses
+import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
+from flax import nnx
+from jaxtyping import Float32, PyTree
 
 from memjax import evaluation
 from memjax.checks import check_sizes
@@ -31,6 +34,7 @@ from memjax.data.documents.sources import open_documents
 from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
 from memjax.data.tasks.questions import QuestionInput
 from memjax.evaluation import TokenLosses
+from memjax.evaluation.provenance import device_name
 from memjax.models.base import Model
 
 
@@ -101,6 +105,108 @@ class ScoreConfig:
 def tree_bytes(tree: PyTree) -> int:
     """Bytes of all arrays, or shapes of arrays, in a tree."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def num_parameters(model: nnx.Module) -> int:
+    """Learned numbers of a model, or of its shapes."""
+    return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def state_bytes(model: Model, tokens: int | None = None) -> int:
+    """Bytes of the state of one text, after `tokens` where it grows with the text."""
+    return tree_bytes(jax.eval_shape(lambda: model.init_state(1, tokens)))
+
+
+class Scored(NamedTuple):
+    """Losses of texts, and their cost.
+
+    Attributes:
+        losses: of all texts.
+        seconds: wall time of all texts.
+        cpu_seconds: of all threads.
+        devices: that they were scored on; calls on several machines may share a folder.
+    """
+
+    losses: TokenLosses
+    seconds: float
+    cpu_seconds: float
+    devices: list[str]
+
+
+def score_text(
+    model: Model, segment: int
+) -> Callable[[TokenisedDocument], TokenLosses]:
+    """The function that scores one text with a model, a segment at a time."""
+
+    def score(text: TokenisedDocument) -> TokenLosses:
+        return evaluation.token_losses(model, [text], segment=segment, batch_size=1)
+
+    return score
+
+
+def score_once(
+    prepare: Callable[[], Callable[[TokenisedDocument], TokenLosses]],
+    texts: Sequence[TokenisedDocument],
+    folder: Path,
+) -> Scored:
+    """Scores texts, each once for all calls.
+
+    Args:
+        prepare: gives the function that scores a text; not called where no text is left
+            to score.
+        texts: of several lengths.
+        folder: of this model alone.
+    """
+    score = None
+    for text in texts:
+        file = _losses_file(folder, text)
+        if file.exists():
+            continue
+        score = prepare() if score is None else score
+        wall, cpu = time.monotonic(), time.process_time()
+        losses = score(text)
+        seconds, cpu_seconds = time.monotonic() - wall, time.process_time() - cpu
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        with partial.open("wb") as stream:
+            np.savez(
+                stream,
+                nll=losses.nll[0],
+                seconds=seconds,
+                cpu_seconds=cpu_seconds,
+                device=device_name(),
+            )
+        partial.replace(file)
+        print(f"  {text.name}: {seconds:.0f} s", flush=True)
+    found = [np.load(_losses_file(folder, text)) for text in texts]
+    return Scored(
+        join_losses(texts, [x["nll"] for x in found]),
+        sum(float(x["seconds"]) for x in found),
+        sum(float(x["cpu_seconds"]) for x in found),
+        sorted({str(x["device"]) for x in found}),
+    )
+
+
+def are_scored(texts: Sequence[TokenisedDocument], folder: Path) -> bool:
+    """Whether all texts were scored into a folder."""
+    return all(_losses_file(folder, text).exists() for text in texts)
+
+
+def join_losses(
+    texts: Sequence[TokenisedDocument], nll: Sequence[Float32[np.ndarray, " _"]]
+) -> TokenLosses:
+    """Losses of texts from those of each; behind a text's end there are none."""
+    longest = max(len(text.tokens) - 1 for text in texts)
+    found, mask = np.zeros((2, len(texts), longest), np.float32)
+    for row, one in enumerate(nll):
+        found[row, : len(one)], mask[row, : len(one)] = one, 1
+    kinds = tuple(text.kind for text in texts)
+    return TokenLosses(found, mask, kinds, tuple(text.name for text in texts))
+
+
+def _losses_file(folder: Path, text: TokenisedDocument) -> Path:
+    tokens = np.ascontiguousarray(text.tokens, np.int32)
+    return folder / f"{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.npz"
 
 
 def kept_bytes(model: Model, tokens: int) -> int:

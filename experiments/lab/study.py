@@ -1,111 +1,252 @@
-"""Runs every model of a comparison with every seed, and keeps what is finished.
+"""The protocol of every study: rows x learning rates x seeds, resumed after a stop.
 
-Every run keeps its score in the run folder, and the results are written anew after each
-run, so that a program that was stopped continues.
+A run is one row with one seed. Its numbers are stored in the run folder with the
+settings that they depend on, and the result file is written again after each run. The
+learning rate of a row is chosen on validation data (`choose_rate`) before test data is
+read. `show_plan` prints the missing runs with their cost, and nothing is trained.
 """
 
+import dataclasses
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.lab.results import settings
-from experiments.recurrent import comparison
-from memjax.config_io import to_record
-from memjax.models import ModelConfig
-from memjax.training import pretrain as run
+import jax
+
+from experiments.lab.results import show
+from memjax.training import Outcome
 from memjax.training.checkpoints.checksums import write_atomically
 
+#: In the folder of a training: the time it took so far.
+SPENT = "spent.json"
 
-class Case(NamedTuple):
-    """One model of a comparison.
+
+def digest(record: Any) -> str:
+    """A short name of settings, the same for equal ones."""
+    text = json.dumps(record, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def use_compile_cache(run_dir: Path) -> None:
+    """Stores compiled programs in the run folder, unless a cache is set already."""
+    if not jax.config.values["jax_compilation_cache_dir"]:
+        cache = run_dir.resolve() / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def once(file: Path, measure: Callable[[], Any], identity: Any = None) -> Any:
+    """The JSON value of a file, measured and written if the file is missing.
+
+    Args:
+        file: of this value alone.
+        measure: gives a value that JSON can hold.
+        identity: settings that the value depends on.
+
+    Raises:
+        ValueError: if the file holds the value of other settings.
+    """
+    # As JSON, in which tuples are lists.
+    identity = json.loads(json.dumps(identity, default=str))
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"identity": identity, "value": measure()})
+        write_atomically(file, text)
+    stored = json.loads(file.read_text("utf-8"))
+    if stored["identity"] != identity:
+        raise ValueError(
+            f"{file} holds the result of other settings; remove it or give another "
+            "--run-dir"
+        )
+    return stored["value"]
+
+
+class Spent(NamedTuple):
+    """Cost of a training, over all processes that took part in it.
 
     Attributes:
-        name: unique within the comparison.
-        model: what is trained.
-        fields: what else its rows of the results say, such as the context length.
+        seconds: wall time.
+        cpu_seconds: of all threads.
+        skipped_updates: for gradients that were not finite.
+        finished: whether the training is complete.
     """
 
-    name: str
-    model: ModelConfig
-    fields: dict[str, Any] = {}
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    skipped_updates: int = 0
+    finished: bool = False
+
+
+def spent(folder: Path) -> Spent:
+    """The cost of the training of a folder so far."""
+    file = folder / SPENT
+    return Spent(**json.loads(file.read_text())) if file.is_file() else Spent()
+
+
+def train_once(folder: Path, train: Callable[[], Outcome], what: str = "") -> Spent:
+    """Trains in a folder, unless that training has finished before.
+
+    Args:
+        folder: of this training alone.
+        train: continues from the folder's checkpoints.
+        what: is trained, for a line of progress.
+
+    Raises:
+        SystemExit: if the training was stopped; a later call continues it.
+    """
+    before = spent(folder)
+    if before.finished:
+        return before
+    print(f"training {what or folder.name}, in {folder}", flush=True)
+    wall, cpu = time.monotonic(), time.process_time()
+    outcome = train()
+    found = Spent(
+        before.seconds + time.monotonic() - wall,
+        before.cpu_seconds + time.process_time() - cpu,
+        outcome.skipped_steps,
+        outcome.reason == "finished",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / SPENT, json.dumps(found._asdict()))
+    if not found.finished:
+        raise SystemExit(outcome.exit_code)
+    return found
+
+
+def choose_rate(
+    rates: Sequence[float],
+    validation_loss: Callable[[float], float],
+    file: Path,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The learning rate with the lowest loss on validation data.
+
+    Args:
+        rates: to choose from; a single one is taken without a trial.
+        validation_loss: of a model that was trained at a rate. It reads no test data.
+        file: where the choice is stored.
+        settings: of the trials; a choice that was made with others is made again.
+
+    Returns:
+        `rate`, and with several rates the `settings`, `rates` and `validation_nats`.
+    """
+    if len(rates) == 1:
+        return {"rate": rates[0]}
+    asked = {"rates": list(rates)} | dict(settings)
+    if file.is_file():
+        found = json.loads(file.read_text("utf-8"))
+        if all(found.get(key) == value for key, value in asked.items()):
+            return found
+    losses = []
+    for rate in rates:
+        losses.append(validation_loss(rate))
+        print(f"{file.stem}, rate {rate:g}: {losses[-1]:.4f} in validation", flush=True)
+    best = min(range(len(losses)), key=lambda i: (math.isnan(losses[i]), losses[i]))
+    found = asked | {"validation_nats": losses, "rate": rates[best]}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def check_rates(rates: Sequence[float]) -> None:
+    """Raises ValueError unless there are learning rates, all positive and finite."""
+    if not rates or not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f"rates must be positive, got {rates}")
+
+
+def selected(only: Sequence[str], rows: Sequence[str]) -> list[str]:
+    """The rows to run, in their own order; all of them if none is named.
+
+    Raises:
+        ValueError: if `only` names no row.
+    """
+    if unknown := set(only) - set(rows):
+        raise ValueError(f"only={sorted(unknown)} must be among {list(rows)}")
+    return [row for row in rows if not only or row in only]
 
 
 def run_all(
-    config: comparison.Config,
-    cases: Sequence[Case],
-    run_of: Callable[[Case, int], run.RunConfig],
-    measure: Callable[[Case, run.RunConfig, Path], dict],
-    report: Callable[[list[dict]], None] = lambda rows: None,
-    seeds: Sequence[int] | None = None,
-) -> list[dict]:
-    """Runs every case with every seed, the finished ones excepted.
+    rows: Sequence[str],
+    seeds: Sequence[int],
+    measure: Callable[[str, int, Path], dict[str, Any]],
+    *,
+    run_dir: Path,
+    identity: Callable[[str, int], Any],
+    report: Callable[[list[dict[str, Any]]], Any] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """Runs every row with every seed, the finished ones excepted.
 
     Args:
-        config: names the run folder, the seeds, and the cases if not all are run.
-        cases: what is compared.
-        run_of: (case, seed) -> the run.
-        measure: (case, run, folder) -> numbers of this run.
-        report: called with all rows so far after each run that was not finished
-            before, and at the end.
-        seeds: None is all of the config.
+        rows: names.
+        seeds: of each row.
+        measure: (row, seed, folder) -> numbers of this run, as JSON has them.
+        run_dir: where the numbers of the runs are stored.
+        identity: (row, seed) -> settings that these numbers depend on.
+        report: called with all rows so far after each new run, and at the end.
+
+    Returns:
+        `name`, `seed` and the numbers of each run.
 
     Raises:
-        ValueError: if `config.only` names no case, or the folder holds the score of
-            another run under the same name.
+        ValueError: if the folder holds a run with other settings under the same name.
     """
-    names = list(dict.fromkeys(case.name for case in cases))
-    if unknown := set(config.only) - set(names):
-        raise ValueError(f"only={sorted(unknown)} must be among {names}")
-    # What is trained is in the run; how it is scored is in the fields below.
-    fields = settings(config).items()
-    scored = ("test_", "validation_")
-    shared = {name: value for name, value in fields if name.startswith(scored)}
-    rows, reported = [], 0
-    for case in cases:
-        if config.only and case.name not in config.only:
-            continue
-        case_name = "-".join([case.name, *map(str, case.fields.values())])
-        for seed in config.seeds if seeds is None else seeds:
-            chosen = run_of(case, seed)
-            identity = {"run": to_record(chosen), "config": shared}
-            place = case_name.replace(" ", "_").replace("/", "_")
-            folder = config.run_dir / place / f"seed{seed}"
-            row = _stored(folder, identity)
-            is_new = row is None
-            if row is None:
-                print(f"{case_name}, seed {seed}", flush=True)
-                row = measure(case, chosen, folder) | _sizes(chosen.model)
-                score = json.dumps({"identity": identity, "row": row})
-                folder.mkdir(parents=True, exist_ok=True)
-                write_atomically(folder / "score.json", score)
-            rows.append({"name": case.name, "seed": seed} | case.fields | row)
-            if is_new:
-                report(rows)
-                reported = len(rows)
-    if reported < len(rows):
-        report(rows)
-    return rows
+    found, is_reported = [], False
+    for row in rows:
+        for seed in seeds:
+            place = row.replace(" ", "_").replace("/", "_")
+            folder = run_dir / place / f"seed{seed}"
+            file = folder / "score.json"
+            is_reported = not file.is_file()
+            if is_reported:
+                print(f"{row}, seed {seed}", flush=True)
+            run = (row, seed, folder)
+            numbers = once(file, lambda run=run: measure(*run), identity(row, seed))
+            found.append({"name": row, "seed": seed} | numbers)
+            if is_reported:
+                report(found)
+    if not is_reported:
+        report(found)
+    return found
 
 
-def _stored(folder: Path, identity: dict) -> dict | None:
-    """The row of a finished run, None if there is none yet."""
-    file = folder / "score.json"
-    if not file.exists():
-        return None
-    stored = json.loads(file.read_text())
-    # As JSON, in which tuples are lists.
-    if stored["identity"] != json.loads(json.dumps(identity)):
-        raise ValueError(
-            f"{folder} holds the score of another run under this name; remove it or "
-            "give another --run-dir"
-        )
-    return stored["row"]
+def show_plan(minutes: Mapping[str, Mapping[str, float]], done: int) -> None:
+    """Prints the missing runs with the minutes of each part, and the hours in all.
 
-
-def _sizes(model: ModelConfig) -> dict[str, int]:
-    return {
-        "parameters": comparison.parameters(model),
-        "hidden_dim": model.hidden_dim,
-        "state_bytes": comparison.state_bytes(model),
+    Args:
+        minutes: by run and part.
+        done: number of runs that have their result.
+    """
+    parts = list(dict.fromkeys(part for run in minutes.values() for part in run))
+    rows = {
+        name: [*(run.get(part, 0.0) for part in parts), sum(run.values())]
+        for name, run in minutes.items()
     }
+    show("Minutes", [*parts, "all"], rows)
+    hours = sum(sum(run.values()) for run in minutes.values()) / 60
+    print(f"{done} done, {len(minutes)} missing: {hours:.1f} hours")
+
+
+@dataclasses.dataclass(frozen=True)
+class SeedsConfig:
+    """Settings of a study whose rows are trained with several seeds.
+
+    Attributes:
+        only: names of the rows to run; none is all.
+        seeds: of parameters and data order; at least 2, and 3 to claim a difference.
+        plan: print the missing runs, and stop.
+        run_dir: where runs and their numbers are stored.
+        output: result file and plot, without the ending.
+    """
+
+    only: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0, 1)
+    plan: bool = False
+    run_dir: Path = Path("runs/study")
+    output: Path = Path("runs/study/result")
+
+    def __post_init__(self):
+        if len(set(self.seeds)) < max(2, len(self.seeds)):
+            raise ValueError(f"seeds must be 2 or more, all distinct, got {self.seeds}")

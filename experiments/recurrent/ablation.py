@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.lab import study
 from experiments.lab.results import figure
-from experiments.lab.study import Case
+from experiments.recurrent import cases as study
 from experiments.recurrent import comparison, mqar, seed_report
+from experiments.recurrent.cases import Case
 from memjax.models import ModelConfig
 
 

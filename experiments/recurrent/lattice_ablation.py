@@ -17,8 +17,8 @@ from pathlib import Path
 import tyro
 
 from experiments.lab.results import RESULTS
-from experiments.lab.study import Case
 from experiments.recurrent import ablation, mqar
+from experiments.recurrent.cases import Case
 
 #: The paper's perplexities: 125M parameters, The Pile; variants from Table 2.
 PAPER = {

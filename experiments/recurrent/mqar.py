@@ -20,8 +20,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool
 
-from experiments.lab.study import Case
 from experiments.recurrent import comparison, on_device, seed_report
+from experiments.recurrent.cases import Case
 from experiments.recurrent.comparison import Scale
 from memjax.data import multi_query_recall
 from memjax.data.batches.batch import Batch

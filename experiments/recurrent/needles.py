@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import tyro
 
-from experiments.lab import study
 from experiments.lab.results import RESULTS
-from experiments.lab.study import Case
+from experiments.recurrent import cases as study
 from experiments.recurrent import comparison, seed_report
+from experiments.recurrent.cases import Case
 from experiments.recurrent.comparison import Scale
 from experiments.recurrent.mqar import BASE, TEST, accuracy
 from experiments.recurrent.recall import MODELS

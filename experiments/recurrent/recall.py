@@ -17,10 +17,10 @@ from typing import Any
 
 import tyro
 
-from experiments.lab import study
 from experiments.lab.results import RESULTS, figure
-from experiments.lab.study import Case
+from experiments.recurrent import cases as study
 from experiments.recurrent import comparison, mqar, seed_report
+from experiments.recurrent.cases import Case
 
 #: Full attention keeps every token, all others as many bytes as DeltaNet.
 MODELS: dict[str, str] = {

@@ -16,8 +16,8 @@ from pathlib import Path
 import tyro
 
 from experiments.lab.results import RESULTS
-from experiments.lab.study import Case
 from experiments.recurrent import ablation, mqar
+from experiments.recurrent.cases import Case
 from memjax.mechanisms import TrellisConfig
 from memjax_kernels import TRELLIS_PHIS
 

@@ -17,11 +17,11 @@ from typing import Any, Literal
 import numpy as np
 import tyro
 
-from experiments.lab import study
 from experiments.lab.baselines import NGram
 from experiments.lab.results import RESULTS
-from experiments.lab.study import Case
+from experiments.recurrent import cases as study
 from experiments.recurrent import comparison, mqar, seed_report
+from experiments.recurrent.cases import Case
 from memjax import evaluation
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.training import pretrain as run

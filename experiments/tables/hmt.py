@@ -3,7 +3,7 @@
 from typing import Any
 
 from experiments.hmt.rows import SINK_WINDOW, TUNED
-from experiments.lab.intervals import by_seed, shown
+from experiments.lab.intervals import format_interval, format_seeds
 from experiments.tables.table import (
     Table,
     Tables,
@@ -62,7 +62,11 @@ def _gains(name: str) -> Table:
             found.setdefault(gain["model"], {})[gain["kind"]] = gain
     kinds = list(result["perplexity"])
     rows = [
-        [model, thousands(by["all"]["length"]), *(shown(by[kind]) for kind in kinds)]
+        [
+            model,
+            thousands(by["all"]["length"]),
+            *(format_interval(by[kind]) for kind in kinds),
+        ]
         for model, by in found.items()
     ]
     header = [f"nats saved a token over the {base}", "tokens", *kinds]
@@ -83,8 +87,8 @@ def ablations() -> Table:
             if case == result["base"]:
                 rows.append([*cells, "", "", ""])
                 continue
-            seeds = by_seed(row["gain_by_seed"])
-            rows.append([*cells, result["base"], shown(row["gain"]), seeds])
+            seeds = format_seeds(row["gain_by_seed"])
+            rows.append([*cells, result["base"], format_interval(row["gain"]), seeds])
     header = ["", "PPL, causal", "against", "loss reduction, nats/token"]
     return Table([*header, "with each seed"], rows, ["hmt/sensory", "hmt/depth"])
 

@@ -6,7 +6,7 @@
 
 from experiments.books.models import MEMORY
 from experiments.hmt.rows import AGAIN, HIERARCHICAL, SINK_WINDOW
-from experiments.lab.intervals import shown
+from experiments.lab.intervals import format_interval
 from experiments.mplus.retention import recorded
 from experiments.tables.table import (
     Table,
@@ -34,7 +34,8 @@ def _more(room: str) -> str:
 def _elastic() -> list[str]:
     result = load("books/window8")
     saved = [
-        f"{shown(found['all'])} over {base}" for base, found in result["gains"].items()
+        f"{format_interval(found['all'])} over {base}"
+        for base, found in result["gains"].items()
     ]
     config, models = result["config"], result["models"]
     return [

@@ -1,7 +1,7 @@
 """Tables of `experiments.notes`, `experiments.books` and `experiments.conversation`."""
 
 from experiments.books.models import MEMORY
-from experiments.lab.intervals import by_seed, shown
+from experiments.lab.intervals import format_interval, format_seeds
 from experiments.tables.table import (
     Table,
     Tables,
@@ -91,8 +91,8 @@ def gain() -> Table:
     for name in _BOOKS:
         result = load(name)
         for base, found in result["gains"].items():
-            cells = [shown(x) for x in found.values()]
-            rows.append([f"over {base}", *cells, by_seed(found["all"]["by_seed"])])
+            cells = [format_interval(x) for x in found.values()]
+            rows.append([f"over {base}", *cells, format_seeds(found["all"]["by_seed"])])
     kinds = load(_BOOKS[0])["gains"]
     header = ["nats a token that Elastic Memory saves", *next(iter(kinds.values()))]
     return Table([*header, "all, with each seed"], rows, [*_BOOKS])

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments.lab.intervals import shown
+from experiments.lab.intervals import format_interval
 from experiments.tables.table import Table, Tables, load, number, spread, times
 
 
@@ -138,7 +138,7 @@ def elastic_sampling() -> Table:
             change = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in change.items())
         low, high = row["interval"]
         cost = {"nats": row["nats_against_trained"], "low": low, "high": high}
-        nats = "" if change == "as trained" else shown(cost, 4)
+        nats = "" if change == "as trained" else format_interval(cost, 4)
         rows.append([change, number(row["beyond_window"], 1), nats])
     header = ["read", "PPL beyond the window", "nats a token lost against as trained"]
     return Table(header, rows, ["elastic/sampling"])

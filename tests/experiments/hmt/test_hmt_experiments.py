@@ -20,7 +20,7 @@ from experiments.hmt import (
     scores,
     tuned,
 )
-from experiments.lab.intervals import gain, restrict_kind, shown
+from experiments.lab.intervals import format_interval, loss_difference, select_kind
 from memjax.data import Question, load_tokens
 from memjax.evaluation import TokenLosses
 from memjax.mechanisms import AttentionConfig
@@ -137,7 +137,7 @@ def test_length(run_dir, tmp_path, capsys, monkeypatch):
     assert all(model["devices"] == [report["device"]] for model in models.values())
     assert is_png(tmp_path / "result.png")
 
-    # What is there is shown, and nothing of it is done again.
+    # What is there is format_interval, and nothing of it is done again.
     monkeypatch.setattr(scores, "score", None)
     monkeypatch.setattr(tuned, "NGram", None)
     same = run(length, run_dir, tmp_path, only=(rows.APART,), **more)
@@ -245,12 +245,12 @@ def losses(nll, kinds):
 
 def test_a_gain_of_few_documents_has_no_interval():
     base, model = losses([[3.0, 3.0]] * 6, "aaaaab"), losses([[2.0, 2.5]] * 6, "aaaaab")
-    found = gain(base, model)
+    found = loss_difference(base, model)
     assert found["nats"] == pytest.approx(0.75) and found["low"] is None
-    assert shown(found) == "+0.750 (too few documents)"
-    many = [restrict_kind(x, "a") for x in (base, model)]
-    assert gain(*many)["standard_error"] == pytest.approx(0, abs=1e-6)
-    assert shown(gain(*many)) == "+0.750 [+0.750, +0.750]"
+    assert format_interval(found) == "+0.750 (too few documents)"
+    many = [select_kind(x, "a") for x in (base, model)]
+    assert loss_difference(*many)["standard_error"] == pytest.approx(0, abs=1e-6)
+    assert format_interval(loss_difference(*many)) == "+0.750 [+0.750, +0.750]"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.lab import study
+from experiments.recurrent import cases as study
 from experiments.recurrent import (
     comparison,
     lattice_ablation,
